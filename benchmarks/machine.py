@@ -1,0 +1,114 @@
+"""What a result was measured on: processor, versions, commit, and the float32 matmul rate that bounds every contender.
+
+`python -m benchmarks.machine` prints it; with `--rate THREADS` it is the child process that measures one rate.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+RATE_SIZE = 1024
+RATE_SECONDS = 2.0
+
+
+def describe() -> dict[str, object]:
+    """The machine, the versions and the commit, as they stand in a results file."""
+    names = ("torch", "numpy", "transformers", "accelerate", "tokenizers", "safetensors")
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": platform.platform(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in names},
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """The commit of the working tree, "-dirty" behind it when files differ from it."""
+    head = _git("rev-parse", "--short=12", "HEAD")
+    if not head:
+        return "none"
+    return head + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def matmul_rates(threads: int) -> dict[str, float]:
+    """Float32 matmul rate in FLOP/s: one process with 1 thread, one with `threads`, and `threads` of 1 together."""
+    return {
+        "1 process × 1 thread": matmul_rate(processes=1, threads=1),
+        f"1 process × {threads} threads": matmul_rate(processes=1, threads=threads),
+        f"{threads} processes × 1 thread": matmul_rate(processes=threads, threads=1),
+    }
+
+
+def matmul_rate(*, processes: int, threads: int) -> float:
+    """Sum of the rates of processes that multiply at the same time, each with its own threads, in FLOP/s."""
+    command = [sys.executable, "-m", "benchmarks.machine", "--rate", str(threads)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    children = [
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(processes)
+    ]
+    try:
+        for child in children:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "ready\n", "the rate process did not start"
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.write("go\n")
+            child.stdin.flush()
+        return sum(float(child.communicate()[0]) for child in children)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def _measure_rate(threads: int) -> None:
+    torch.set_num_threads(threads)
+    left, right = torch.randn(RATE_SIZE, RATE_SIZE), torch.randn(RATE_SIZE, RATE_SIZE)
+    product = torch.empty(RATE_SIZE, RATE_SIZE)
+    for _ in range(3):
+        torch.mm(left, right, out=product)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    seconds: list[float] = []
+    end = time.perf_counter() + RATE_SECONDS
+    while (start := time.perf_counter()) < end:
+        torch.mm(left, right, out=product)
+        seconds.append(time.perf_counter() - start)
+    print(2 * RATE_SIZE**3 / median(seconds), flush=True)
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _git(*arguments: str) -> str:
+    answer = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return answer.stdout.strip() if answer.returncode == 0 else ""
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rate"]:
+        _measure_rate(int(sys.argv[2]))
+    else:
+        print(json.dumps({**describe(), "matmul_flops": matmul_rates(os.cpu_count() or 1)}, indent=2))

@@ -1,0 +1,56 @@
+"""Writing so that neither a crash nor a full disk hurts what was there before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from plait.errors import RunFailed
+from plait.units import format_bytes
+
+
+@contextmanager
+def clean_stop(staging: Path) -> Iterator[None]:
+    """Around all that writes into `staging`: turns a failure into RunFailed and removes the folder."""
+    try:
+        yield
+    except (OSError, ValueError, RunFailed) as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        if isinstance(error, RunFailed):
+            raise
+        why = f"{error.strerror}: {error.filename or staging}" if isinstance(error, OSError) else str(error)
+        raise RunFailed(
+            f"could not save the checkpoint ({why}); earlier checkpoints are whole: "
+            f"mend the cause and give the same command again"
+        ) from error
+
+
+def require_space(folder: Path, nbytes: int) -> None:
+    """Raise RunFailed unless `nbytes` more fit on the disk of `folder`."""
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    if free < nbytes:
+        raise RunFailed(
+            f"saving needs {format_bytes(nbytes)} ({nbytes} bytes) in {folder.parent}, where {format_bytes(free)} "
+            f"({free} bytes) are free; earlier checkpoints are whole: free some space and give the same command again"
+        )
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a whole file and wait until the disk has it."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in `folder`: a new or renamed file is not safe before."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,157 @@
+"""Tensors out to a checkpoint and back in: every rank writes its own parts, anyone reads any rectangle."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from io import BufferedWriter
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from plait.checkpoint.durable import clean_stop, require_space, sync_folder, write_durably
+from plait.checkpoint.manifest import ITEM_BYTES, Manifest, Part, arrange, render_parts, sort_parts
+from plait.errors import PlaitError
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+
+assert DTYPES.keys() == ITEM_BYTES.keys()
+assert sys.byteorder == "little"  # the bytes that are hashed and stored are those in memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSlice:
+    """The rectangle that `tensor` is of a global tensor of shape `shape`: it begins at `offset`."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+def whole(tensor: torch.Tensor) -> TensorSlice:
+    """A tensor that this rank holds entirely."""
+    return TensorSlice(tensor=tensor, shape=tuple(tensor.shape), offset=(0,) * tensor.dim())
+
+
+def share_out(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
+    """Which whole tensors each of `ranks` equal replicas writes, so that all write about the same number of bytes.
+
+    The largest goes first, each to whoever has least: the same answer on every rank without asking anyone.
+    """
+    shares: list[list[str]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        rank = loads.index(min(loads))
+        shares[rank].append(name)
+        loads[rank] += sizes[name]
+    return [sorted(share) for share in shares]
+
+
+def write_rank(staging: Path, rank: int, tensors: Mapping[str, TensorSlice | Sequence[TensorSlice]]) -> None:
+    """Write this rank's slices of global tensors, durably; every rank of a job calls it, with {} if it has none.
+
+    Blocks until the disk has the bytes. Device tensors pass through host memory one at a time. Raises RunFailed.
+    """
+    with clean_stop(staging):
+        file = f"rank-{rank:05d}.safetensors"
+        parted = [(_part(name, one, file), one) for name, some in tensors.items() for one in _listed(some)]
+        # By key, hence once only: a box given twice, such as an empty share, is one part.
+        parts_by_key, local = {part.key: part for part, _ in parted}, {part.key: one.tensor for part, one in parted}
+        header, parts = arrange(parts_by_key.values())
+        staging.mkdir(parents=True, exist_ok=True)
+        require_space(staging, len(header) + sum(part.nbytes for part in parts))
+        with (staging / file).open("wb") as out:
+            out.write(header)
+            written = [_write(out, part, local[part.key]) for part in parts]
+            out.flush()
+            os.fsync(out.fileno())
+        write_durably(staging / f"rank-{rank:05d}.json", render_parts(sort_parts(written)).encode())
+        sync_folder(staging)
+
+
+def read_tensor(path: Path, manifest: Manifest, tensor: str) -> torch.Tensor:
+    """A whole global tensor, bit for bit, on the CPU."""
+    shape = manifest.parts_of(tensor)[0].shape
+    return read_slice(path, manifest, tensor, (0,) * len(shape), shape)
+
+
+def read_slice(
+    path: Path, manifest: Manifest, tensor: str, offset: Sequence[int], extent: Sequence[int]
+) -> torch.Tensor:
+    """Any rectangle of a global tensor, bit for bit, on the CPU, put together from whatever parts hold it.
+
+    Touches only the pages that it needs. The manifest must come from `verify` or `newest_good` of the same path.
+    """
+    parts = manifest.parts_of(tensor)
+    shape = parts[0].shape
+    assert len(offset) == len(extent) == len(shape)
+    assert all(at >= 0 and at + size <= full for at, size, full in zip(offset, extent, shape, strict=True))
+    result = torch.empty(tuple(extent), dtype=DTYPES[parts[0].dtype])
+    # numpy knows no bfloat16; bits are bits.
+    bits = result.view(_BITS[result.element_size()]).numpy()
+    for part in parts:
+        _copy_overlap(path, part, offset, bits)
+    return result
+
+
+def _listed(slices: TensorSlice | Sequence[TensorSlice]) -> Iterable[TensorSlice]:
+    return [slices] if isinstance(slices, TensorSlice) else slices
+
+
+def _part(name: str, one: TensorSlice, file: str) -> Part:
+    extent = tuple(one.tensor.shape)
+    place = ",".join(f"{at}:{at + size}" for at, size in zip(one.offset, extent, strict=True))
+    return Part(
+        tensor=name,
+        dtype=_CODES[one.tensor.dtype],
+        shape=one.shape,
+        offset=one.offset,
+        extent=extent,
+        file=file,
+        key=name if extent == one.shape else f"{name}[{place}]",
+        begin=0,
+        sha256="",
+    )
+
+
+def _write(out: BufferedWriter, part: Part, tensor: torch.Tensor) -> Part:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    out.write(data)
+    return replace(part, sha256=sha256(data).hexdigest())
+
+
+def _copy_overlap(path: Path, part: Part, offset: Sequence[int], bits: np.ndarray) -> None:
+    """Copy what `part` holds of the rectangle `bits`, which begins at `offset` of the global tensor."""
+    into, source = [], []
+    for at, size, part_at, part_size in zip(offset, bits.shape, part.offset, part.extent, strict=True):
+        low, high = max(at, part_at), min(at + size, part_at + part_size)
+        if low >= high:
+            return
+        into.append(slice(low - at, high - at))
+        source.append(slice(low - part_at, high - part_at))
+    try:
+        memory = np.memmap(
+            path / part.file, dtype=bits.dtype, mode="r", offset=part.begin, shape=(part.nbytes // bits.itemsize,)
+        )
+    except (OSError, ValueError) as error:
+        raise PlaitError(
+            f"{path / part.file} can no longer be read ({error}); was it moved? give the command again"
+        ) from error
+    bits[tuple(into)] = memory.reshape(part.extent)[tuple(source)]

@@ -1,0 +1,88 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from plait.errors import PlaitError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+Recipe = Annotated[Path, typer.Argument(help="A recipe file (.toml).")]
+Overrides = Annotated[list[str] | None, typer.Argument(help='Changes, as section.key=value: train.budget="60 steps".')]
+Run = Annotated[str, typer.Argument(help="A run: its folder or its name.")]
+EXIT_OF_SIGNAL = {"finished": 0, "SIGINT": 130, "SIGTERM": 143}
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    replan: Annotated[bool, typer.Option("--replan", help="Measure again and make a new plan.")] = False,
+) -> None:
+    """Train what a recipe asks for; the same command goes on with a run that was stopped."""
+    from plait.run.train import train
+
+    raise typer.Exit(EXIT_OF_SIGNAL[train(recipe, overrides or [], fresh_plan=replan, screen=_screen())])
+
+
+@app.command()
+def data(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Prepare a recipe's text: tokens on disk, once."""
+    from plait.recipe.load import load_recipe
+    from plait.run.data import prepare_data, told
+
+    corpus = prepare_data(load_recipe(recipe, overrides or []), _screen())
+    _screen().print(told(corpus))
+    _screen().print(f"ready    {corpus.folder}", soft_wrap=True)
+
+
+@app.command()
+def sample(
+    run: Run,
+    prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "",
+    tokens: Annotated[int, typer.Option(help="How many tokens to add.", min=1)] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.", min=0)] = 0.8,
+    top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens of this much probability.")] = 0.95,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 1,
+) -> None:
+    """Let a trained run go on with a text."""
+    from plait.run.sample import sample
+
+    for piece in sample(run, prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+@app.command(name="eval")
+def evaluate(
+    run: Run,
+    files: Annotated[
+        list[str] | None, typer.Option("--files", help="Text to measure instead of the held-out part.")
+    ] = None,
+) -> None:
+    """Measure a run's loss on its held-out text, or on other files; prints one line of JSON."""
+    from plait.run.evaluate import evaluate
+
+    sys.stdout.write(evaluate(run, files or []) + "\n")
+
+
+def _screen() -> Console:
+    return Console(highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    """The `plait` command: one sentence and an exit code for what the user can mend; a traceback only for our bugs."""
+    try:
+        sys.exit(app(standalone_mode=False) or 0)
+    except PlaitError as error:
+        sys.stderr.write(f"plait: {error}\n")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)

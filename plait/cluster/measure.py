@@ -1,0 +1,80 @@
+"""Looks at the devices and measures what they can do; runs in a worker, because it needs torch."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+import tomllib
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from plait.cluster.topology import Machine, this_host
+
+
+class Teller(Protocol):
+    """What a rank needs of its context here: a way to answer."""
+
+    def tell(self, kind: str, **values: Any) -> None: ...
+
+
+def rank(context: Teller, argument: str) -> None:
+    """Entry of the worker that describes this host: tells its fingerprint and its peak arithmetic rate."""
+    machine = find_machine()
+    flops, reason = peak_flops(machine)
+    context.tell("machine", fingerprint=machine.fingerprint(), peak_flops=flops, reason=reason)
+
+
+def find_machine() -> Machine:
+    """This host with its GPUs, if torch sees any; they must be alike."""
+    host = this_host()
+    if not torch.cuda.is_available():
+        return host
+    devices = torch.cuda.device_count()
+    properties = [torch.cuda.get_device_properties(index) for index in range(devices)]
+    return replace(
+        host,
+        device="cuda",
+        name=properties[0].name,
+        devices=devices,
+        memory_bytes=min(p.total_memory for p in properties),
+    )
+
+
+def peak_flops(machine: Machine) -> tuple[float | None, str]:
+    """The rate of all devices that MFU is a share of, in FLOP/s, and where it comes from; None when it is not known."""
+    if machine.device == "cpu":
+        rate = matmul_rate(threads=machine.cores)
+        return rate, f"float32 matrix products measured on {machine.cores} cores"
+    words = set(re.split(r"[^a-z0-9]+", machine.name.lower()))
+    for key, peak in catalog()["device"].items():
+        if words.issuperset(key.split()):
+            return peak["bf16_dense_tflops"] * 1e12 * machine.devices, f"dense bf16 peak of {key.upper()}"
+    return None, f"the peak of {machine.name} is not in plait's catalogue, so MFU is unknown"
+
+
+def matmul_rate(*, threads: int, size: int = 1024, seconds: float = 0.8) -> float:
+    """FLOP/s of float32 products of size × size matrices: the best quarter of repeated runs, as a limit should be."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    out = torch.empty(size, size)
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < 8:
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        times.append(time.perf_counter() - start)
+    torch.set_num_threads(before)
+    best = sorted(times)[: max(1, len(times) // 4)]
+    return 2 * size**3 / statistics.median(best)
+
+
+@cache
+def catalog() -> dict[str, Any]:
+    """The table of known devices, with sources."""
+    return tomllib.loads((Path(__file__).parent / "catalog.toml").read_text())

@@ -1,0 +1,72 @@
+"""Which bytes a source has now: SHA-256 of files, remembered by path, size and times so that a second look is quick."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from plait.data.shards import file_sha256
+
+Stamp = tuple[int, int, int]
+"""Size, modification and change time: the change time also moves when a copy keeps the old modification time."""
+
+_TRUSTED_AFTER_NS = 2_000_000_000
+
+
+def stamp(path: Path) -> Stamp:
+    """The stamp of a file as it is now."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def hash_files(files: Sequence[Path], memory: Path, on_file: Callable[[Path], None]) -> list[str]:
+    """The SHA-256 of each file, from `memory` (a JSON file) where the stamp is the same as when it was hashed."""
+    known = _recall(memory)
+    hashes, fresh = [], {}
+    for path in files:
+        on_file(path)
+        name, now = str(path.resolve()), stamp(path)
+        entry = known.get(name)
+        if entry is None or tuple(entry[:3]) != now:
+            entry = [*now, file_sha256(path)]
+            fresh[name] = entry
+        hashes.append(entry[3])
+    if fresh:
+        _remember(memory, {**known, **{name: entry for name, entry in fresh.items() if _is_settled(entry)}})
+    return hashes
+
+
+@contextmanager
+def alone(lock: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold a file lock: a second process waits here (`on_wait` is called once); a dead holder frees it."""
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _is_settled(entry: list[int]) -> bool:
+    """False where the file was written so lately that a further write could leave the same times."""
+    return time.time_ns() - max(entry[1], entry[2]) > _TRUSTED_AFTER_NS
+
+
+def _recall(memory: Path) -> dict[str, list]:
+    try:
+        found = json.loads(memory.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _remember(memory: Path, known: dict[str, list]) -> None:
+    aside = memory.with_name(f"{memory.name}.{os.getpid()}")
+    aside.write_text(json.dumps(known), encoding="utf-8")
+    aside.replace(memory)

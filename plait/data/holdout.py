@@ -1,0 +1,120 @@
+"""Which text is held out for evaluation: a function of the text alone, never of file order or names."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Literal
+
+from plait.data.sources import Document
+from plait.errors import PlaitError
+
+Split = Literal["train", "heldout"]
+Rule = Literal["none", "documents", "tails"]
+
+FEWEST_DOCUMENTS = 20
+"""Below so many documents a hold-out by whole documents would be too coarse; each then gives up its tail."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A byte range of a document and the side it belongs to."""
+
+    split: Split
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What a first look at one source found: sizes, and what a hold-out by whole documents would take."""
+
+    documents: int = 0
+    text_bytes: int = 0
+    held_documents: int = 0
+
+    def __add__(self, other: Survey) -> Survey:
+        return Survey(
+            documents=self.documents + other.documents,
+            text_bytes=self.text_bytes + other.text_bytes,
+            held_documents=self.held_documents + other.held_documents,
+        )
+
+
+def survey(documents: Iterable[Document], fraction: float) -> Iterator[Survey]:
+    """Read documents once, one Survey each; raises PlaitError on binary or non-UTF-8 text."""
+    for document in documents:
+        held = _hash_fraction(_checked(document)) < fraction
+        yield Survey(documents=1, text_bytes=document.text_bytes, held_documents=int(held))
+
+
+def choose_rule(found: Survey, fraction: float) -> Rule:
+    """By whole documents where there are enough of them and both sides get some; else the tail of each."""
+    if fraction == 0:
+        return "none"
+    both_sides = 0 < found.held_documents < found.documents
+    return "documents" if found.documents >= FEWEST_DOCUMENTS and both_sides else "tails"
+
+
+def spans(document: Document, rule: Rule, fraction: float) -> tuple[Span, ...]:
+    """How a document is divided; every byte of it lies in exactly one span."""
+    end = document.text_bytes
+    if rule == "none":
+        return (Span(split="train", start=0, stop=end),)
+    if rule == "documents":
+        held = _hash_fraction(document.read()) < fraction
+        return (Span(split="heldout" if held else "train", start=0, stop=end),)
+    cut = _character_start(document, end - int(end * fraction))
+    both = (Span(split="train", start=0, stop=cut), Span(split="heldout", start=cut, stop=end))
+    return tuple(span for span in both if span.stop > span.start)
+
+
+def text_blocks(blocks: Iterable[bytes]) -> Iterator[str]:
+    """Decode UTF-8 blocks whose edges may split a character."""
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    for block in blocks:
+        yield decode(block)
+    yield decode(b"", final=True)
+
+
+def _hash_fraction(blocks: Iterable[bytes]) -> float:
+    """The text's hash as a number from 0 to 1: equal texts share it, so duplicates stay on one side."""
+    state = blake2b(digest_size=8)
+    for block in blocks:
+        state.update(block)
+    return int.from_bytes(state.digest(), "little") / 2**64
+
+
+def _character_start(document: Document, at: int) -> int:
+    """Move forward to the first byte of a UTF-8 character (continuation bytes are 10xxxxxx)."""
+    head = b"".join(document.read(at, min(at + 4, document.text_bytes)))
+    return at + next((i for i, byte in enumerate(head) if byte & 0xC0 != 0x80), len(head))
+
+
+def _checked(document: Document) -> Iterator[bytes]:
+    if isinstance(document.content, bytes):  # came out of a decoder already
+        yield from document.read()
+        return
+    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
+    for block in document.read():
+        if b"\0" in block:
+            raise _not_text(document.content, "binary: it has a NUL byte", offset + block.index(b"\0"))
+        _decode_at(decoder, document.content, block, offset)
+        offset += len(block)
+        yield block
+    _decode_at(decoder, document.content, b"", offset)
+
+
+def _decode_at(decoder: codecs.IncrementalDecoder, path: Path, block: bytes, offset: int) -> None:
+    waiting = len(decoder.getstate()[0])
+    try:
+        decoder.decode(block, final=not block)
+    except UnicodeDecodeError as error:
+        raise _not_text(path, "not UTF-8 text", offset - waiting + error.start) from None
+
+
+def _not_text(path: Path, what: str, byte: int) -> PlaitError:
+    return PlaitError(f"{path} is {what} at byte {byte}; convert it to UTF-8 text or take it out of data.files")

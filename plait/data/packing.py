@@ -1,0 +1,40 @@
+"""Where documents begin inside the windows of a micro-batch, so that attention can stay within them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from plait.data.shards import Shard
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def segment_lengths(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: Ints, sequence: int) -> Ints:
+    """Lengths of the document segments of the flattened rows, in order; no segment crosses a row.
+
+    Row i reads `sequence` inputs of shards[shard[i]] from start[i]; the <eot> before a document opens its segment.
+    """
+    begins = [np.arange(len(start)) * sequence]
+    for number in np.unique(shard):
+        rows = np.flatnonzero(shard == number)
+        begins.append(_inner_begins(shards[number].starts, rows, start[rows], sequence))
+    edges = np.sort(np.concatenate(begins)) if len(begins) > 1 else begins[0]
+    return np.diff(edges, append=len(start) * sequence)
+
+
+def restarting_positions(lengths: Ints) -> Ints:
+    """0, 1, 2, … within each segment, for all segments one after the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+
+
+def _inner_begins(starts: Ints, rows: Ints, first: Ints, sequence: int) -> Ints:
+    """Flat places of the documents that begin inside the rows, row beginnings left out."""
+    low = np.searchsorted(starts, first, side="right")
+    high = np.searchsorted(starts, first + sequence, side="left")
+    counts = high - low
+    which = np.repeat(np.arange(len(rows)), counts)
+    within = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rows[which] * sequence + starts[low[which] + within] - first[which]

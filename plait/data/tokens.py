@@ -1,0 +1,169 @@
+"""Text to token ids and back: the tokenizer that a corpus is made with, and how long texts are cut for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import tokenizers
+
+from plait.data.shards import write_synced
+from plait.errors import PlaitError
+
+END_OF_TEXT = "<|endoftext|>"
+_OTHER_ENDS = ("</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<|eot_id|>", "[EOS]")
+
+PIECE_CHARACTERS = 1 << 14
+LONGEST_PIECE = 1 << 20
+
+SMALLEST_BPE = 257
+"""Every byte and the end of text."""
+
+# Note [cuts keep the tokens]: long documents are tokenized in pieces, and a piece boundary must be one that the
+# pre-tokenizer would draw anyway. A space between two non-spaces opens a new word in every byte-level scheme. A newline
+# before a non-space stands alone in GPT-2's pattern, so the cut may fall before it; the patterns of Llama 3 and Qwen
+# glue newlines to what precedes them, so there the cut falls behind. Other tokenizers (SentencePiece) may give other
+# tokens at a cut, at most one cut each PIECE_CHARACTERS.
+GPT2_CUT = re.compile(r"(?=\n\S)|(?<=\S)(?= \S)")
+_OTHER_CUT = re.compile(r"(?<=\n)(?=\S)|(?<=\S)(?= \S)")
+_PROBE = "One.\n\nTwo;\nthree\n  four 4\n\n\n(five)\tsix\nseven"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tokenizer:
+    """A loaded tokenizer: `vocabulary` is the largest id plus one, `hash` is over its canonical JSON."""
+
+    backend: tokenizers.Tokenizer
+    definition: str
+    eot: int
+    eot_text: str
+    vocabulary: int
+    hash: str
+    cut: re.Pattern[str]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; the text of a special token inside it is ordinary text, so only real ends are ends."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
+        """Ids of many pieces, on all cores."""
+        return [found.ids for found in self.backend.encode_batch_fast(list(pieces), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids, special tokens shown."""
+        return self.backend.decode(list(ids), skip_special_tokens=False)
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json, and the name of its end of text, so that `load_tokenizer(folder)` is the same."""
+        write_synced(folder / "tokenizer.json", self.definition)
+        config = json.dumps({"eos_token": self.eot_text}, ensure_ascii=False)
+        write_synced(folder / "tokenizer_config.json", config)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load "gpt2" (shipped), a tokenizer.json, or a folder that holds one; raises PlaitError."""
+    file = Path(__file__).parent / "gpt2" if path == "gpt2" else Path(path)
+    file = file / "tokenizer.json" if file.is_dir() else file
+    if not file.is_file():
+        raise PlaitError(f'there is no tokenizer "{path}"; write "gpt2", "bpe", or the path of a tokenizer.json')
+    try:
+        definition = file.read_text(encoding="utf-8")
+        backend = tokenizers.Tokenizer.from_str(definition)
+    except Exception as error:  # the Rust side raises bare Exception
+        raise PlaitError(f"{file} is not a tokenizer.json ({error}); name another file in data.tokenizer") from None
+    return _tokenizer(backend, definition, _configured_end(file.with_name("tokenizer_config.json")), str(file))
+
+
+def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
+    """Train byte-level BPE with GPT-2's pre-tokenization; the same texts give the same tokenizer bit for bit."""
+    if vocabulary < SMALLEST_BPE:
+        raise PlaitError(f"model.vocabulary = {vocabulary} is too small; choose at least {SMALLEST_BPE}")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return _tokenizer(backend, backend.to_str(), None, "the trained tokenizer")
+
+
+def bpe_vocabulary(text_bytes: int) -> int:
+    """A vocabulary for a corpus of this size, where none is asked: a typical entry is seen a hundred times or more."""
+    for limit, vocabulary in ((1 << 19, 1024), (1 << 25, 4096), (1 << 30, 16384)):
+        if text_bytes < limit:
+            return vocabulary
+    return 32768
+
+
+def pieces(blocks: Iterable[str], cut: re.Pattern[str]) -> Iterator[str]:
+    """Cut one document into pieces that tokenize as the whole would; see Note [cuts keep the tokens]."""
+    waiting = ""
+    for block in blocks:
+        waiting += block
+        start = 0
+        while end := _next_cut(waiting, start, cut):
+            yield waiting[start:end]
+            start = end
+        waiting = waiting[start:]
+    if waiting:
+        yield waiting
+
+
+def _next_cut(text: str, start: int, cut: re.Pattern[str]) -> int | None:
+    found = cut.search(text, start + PIECE_CHARACTERS, start + LONGEST_PIECE)
+    if found:
+        return found.start()
+    return start + LONGEST_PIECE if len(text) - start > LONGEST_PIECE else None
+
+
+def _tokenizer(backend: tokenizers.Tokenizer, definition: str, end: str | None, name: str) -> Tokenizer:
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    if getattr(backend.model, "dropout", None):
+        backend.model.dropout = None  # BPE dropout would make the corpus a matter of chance
+    ids = backend.get_vocab(with_added_tokens=True)
+    eot_text = next((text for text in (END_OF_TEXT, end, *_OTHER_ENDS) if text in ids), None)
+    if eot_text is None:
+        raise PlaitError(f"{name} has no end-of-text token; add eos_token to the tokenizer_config.json beside it")
+    canonical = json.dumps(json.loads(definition), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return Tokenizer(
+        backend=backend,
+        definition=definition,
+        eot=ids[eot_text],
+        eot_text=eot_text,
+        vocabulary=max(ids.values()) + 1,
+        hash=sha256(canonical.encode()).hexdigest(),
+        cut=_fitting_cut(backend),
+    )
+
+
+def _configured_end(config: Path) -> str | None:
+    """`eos_token` of a tokenizer_config.json: a string, or an object with its text as `content`."""
+    try:
+        entry = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return entry.get("content") if isinstance(entry, dict) else entry
+
+
+def _fitting_cut(backend: tokenizers.Tokenizer) -> re.Pattern[str]:
+    splitter = backend.pre_tokenizer
+    if splitter is None:
+        return _OTHER_CUT
+
+    def words(text: str) -> list[str]:
+        return [word for word, _ in splitter.pre_tokenize_str(text)]
+
+    starts = [0, *(found.start() for found in GPT2_CUT.finditer(_PROBE) if found.start())]
+    parts = [_PROBE[start:stop] for start, stop in zip(starts, [*starts[1:], None], strict=True)]
+    same = words(_PROBE) == [word for part in parts for word in words(part)]
+    return GPT2_CUT if same else _OTHER_CUT

@@ -1,0 +1,18 @@
+"""The two ways a run ends badly, each told in one sentence with its mend."""
+
+from __future__ import annotations
+
+
+class PlaitError(Exception):
+    """Bad input or a world that does not allow what was asked; the text is one sentence with the mend.
+
+    Raised where the wrong value is known. The command line prints the sentence alone and exits with `exit_code`.
+    """
+
+    exit_code = 2
+
+
+class RunFailed(PlaitError):
+    """A run that had begun came to a clean stop: a worker died, the disk filled up, a peer was lost."""
+
+    exit_code = 1

@@ -1,0 +1,139 @@
+"""Causal self-attention, inside documents where they are given, with a key/value cache for sampling.
+
+Legend: b rows of the batch, t tokens of a row, n all tokens (b × t), h heads, d numbers of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+
+from plait.model.norm import make_head_norm
+from plait.model.rotary import Rotation, rotate
+from plait.model.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Lengths of the consecutive documents in the flattened rows of a batch; none crosses the end of a row."""
+
+    lengths: tuple[int, ...]
+
+
+class Cache:
+    """Keys and values of the tokens already read, for sampling: one prompt first, then token by token."""
+
+    def __init__(self, shape: ModelShape, *, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        sizes = (shape.layers, 2, rows, shape.sequence, shape.kv_heads, shape.head_width)
+        self._kept = torch.empty(sizes, dtype=dtype, device=device)
+        self.length = 0
+
+    def extend(self, layer: int, k_bthd: Tensor, v_bthd: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep a layer's new keys and values; answers all kept so far. `length` grows only after the last layer."""
+        end = self.length + k_bthd.shape[1]
+        keys, values = self._kept[layer]
+        keys[:, self.length : end] = k_bthd
+        values[:, self.length : end] = v_bthd
+        return keys[:, :end], values[:, :end]
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
+"""The core of attention: q_bthd, k_bthd, v_bthd and documents in, values mixed by the scores out, as q_bthd."""
+
+
+class Attention(nn.Module):
+    """Multi-head or grouped-query attention.
+
+    Head counts are read off the weights, so a module that holds a part of the heads works as it stands; `attend` may be
+    replaced by another core of the same mathematics.
+    """
+
+    def __init__(self, shape: ModelShape, layer: int) -> None:
+        super().__init__()
+        bias = shape.bias != "none"
+        query_width, kv_width = shape.size_of("heads"), shape.size_of("kv_heads")
+        self.layer = layer
+        self.head_width = shape.head_width
+        self.q = nn.Linear(shape.width, query_width, bias=bias)
+        self.k = nn.Linear(shape.width, kv_width, bias=bias)
+        self.v = nn.Linear(shape.width, kv_width, bias=bias)
+        self.q_norm = make_head_norm(shape) if shape.qk_norm else nn.Identity()
+        self.k_norm = make_head_norm(shape) if shape.qk_norm else nn.Identity()
+        self.o = nn.Linear(query_width, shape.width, bias=shape.bias == "all")
+        self.attend: Attend = attend
+
+    def forward(
+        self, x_btd: Tensor, rotation: Rotation | None, documents: Documents | None, cache: Cache | None
+    ) -> Tensor:
+        heads = (*x_btd.shape[:2], -1, self.head_width)
+        q_bthd = self.q_norm(self.q(x_btd).view(heads))
+        k_bthd = self.k_norm(self.k(x_btd).view(heads))
+        v_bthd = self.v(x_btd).view(heads)
+        if rotation is not None:
+            q_bthd, k_bthd = rotate(q_bthd, rotation), rotate(k_bthd, rotation)
+        if cache is not None:
+            mixed_bthd = attend_cached(q_bthd, *cache.extend(self.layer, k_bthd, v_bthd))
+        else:
+            mixed_bthd = self.attend(q_bthd, k_bthd, v_bthd, documents)
+        return self.o(mixed_bthd.flatten(2))
+
+
+def attend(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None) -> Tensor:
+    """Each token sees itself and the earlier tokens of its row, or of its document where documents are given."""
+    tokens = q_bthd.shape[1]
+    if documents is None or all(length == tokens for length in documents.lengths):
+        return _attend_rows(q_bthd, k_bthd, v_bthd)
+    if q_bthd.is_cuda and q_bthd.dtype in (torch.bfloat16, torch.float16):
+        return _attend_packed(q_bthd, k_bthd, v_bthd, documents)
+    return _attend_segments(q_bthd, k_bthd, v_bthd, documents)
+
+
+def attend_cached(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor) -> Tensor:
+    """Attention of the newest tokens over all kept ones: a whole prompt into an empty cache, or a single token."""
+    new, kept = q_bthd.shape[1], k_bthd.shape[1]
+    assert new in (1, kept), "a cache takes one prompt, then single tokens"
+    return _sdpa(q_bthd, k_bthd, v_bthd, causal=new > 1)
+
+
+def _attend_rows(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor) -> Tensor:
+    return _sdpa(q_bthd, k_bthd, v_bthd, causal=True)
+
+
+def _attend_segments(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents) -> Tensor:
+    """One causal attention a document. Split, not slices: a slice's backward fills a zero tensor of full size."""
+    lengths = list(documents.lengths)
+    parts = (x.flatten(0, 1).split(lengths) for x in (q_bthd, k_bthd, v_bthd))
+    mixed = [_attend_rows(q[None], k[None], v[None])[0] for q, k, v in zip(*parts, strict=True)]
+    return torch.cat(mixed).view(q_bthd.shape)
+
+
+def _attend_packed(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents) -> Tensor:
+    """All documents in one call of the flash kernel for ragged lengths."""
+    ends = torch.tensor((0, *documents.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    ends = ends.to(q_bthd.device, non_blocking=True)
+    longest = max(documents.lengths)
+    q_nhd, k_nhd, v_nhd = (x.flatten(0, 1) for x in (q_bthd, k_bthd, v_bthd))
+    mixed = varlen_attn(
+        q_nhd,
+        k_nhd,
+        v_nhd,
+        ends,
+        ends,
+        longest,
+        longest,
+        window_size=(-1, 0),
+        enable_gqa=q_nhd.shape[1] != k_nhd.shape[1],
+    )
+    assert isinstance(mixed, Tensor)
+    return mixed.view(q_bthd.shape)
+
+
+def _sdpa(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, *, causal: bool) -> Tensor:
+    q_bhtd, k_bhtd, v_bhtd = (x.transpose(1, 2) for x in (q_bthd, k_bthd, v_bthd))
+    grouped = q_bhtd.shape[1] != k_bhtd.shape[1]
+    return F.scaled_dot_product_attention(q_bhtd, k_bhtd, v_bhtd, is_causal=causal, enable_gqa=grouped).transpose(1, 2)

@@ -1,0 +1,28 @@
+"""The feed-forward half of a layer: GELU, ReLU² or SwiGLU between two or three products."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plait.model.shape import ModelShape
+
+
+class FeedForward(nn.Module):
+    """Widen, bend, narrow; with SwiGLU (Shazeer 2020) a second widening product gates the first."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        bias = shape.bias == "all"
+        self.activation = shape.activation
+        if shape.activation == "swiglu":
+            self.gate = nn.Linear(shape.width, shape.ffn, bias=bias)
+        self.up = nn.Linear(shape.width, shape.ffn, bias=bias)
+        self.down = nn.Linear(shape.ffn, shape.width, bias=bias)
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        if self.activation == "swiglu":
+            return self.down(F.silu(self.gate(x_btd)) * self.up(x_btd))
+        if self.activation == "relu2":
+            return self.down(F.relu(self.up(x_btd)).square())
+        return self.down(F.gelu(self.up(x_btd), approximate="tanh"))

@@ -1,0 +1,72 @@
+"""The model's weights by name: what each dim means, which dim may be cut, which weights decay.
+
+Tensor parallelism, the optimizer, checkpoints and conversions read this table; nobody parses weight names elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+Dim = Literal["width", "heads", "kv_heads", "head_width", "ffn", "vocabulary", "positions"]
+
+DIMS: dict[str, tuple[Dim, ...]] = {
+    "embed.tokens.weight": ("vocabulary", "width"),
+    "embed.positions.weight": ("positions", "width"),
+    "layers.*.attention_norm.weight": ("width",),
+    "layers.*.attention_norm.bias": ("width",),
+    "layers.*.attention.q.weight": ("heads", "width"),
+    "layers.*.attention.q.bias": ("heads",),
+    "layers.*.attention.k.weight": ("kv_heads", "width"),
+    "layers.*.attention.k.bias": ("kv_heads",),
+    "layers.*.attention.v.weight": ("kv_heads", "width"),
+    "layers.*.attention.v.bias": ("kv_heads",),
+    "layers.*.attention.q_norm.weight": ("head_width",),
+    "layers.*.attention.k_norm.weight": ("head_width",),
+    "layers.*.attention.o.weight": ("width", "heads"),
+    "layers.*.attention.o.bias": ("width",),
+    "layers.*.feedforward_norm.weight": ("width",),
+    "layers.*.feedforward_norm.bias": ("width",),
+    "layers.*.feedforward.gate.weight": ("ffn", "width"),
+    "layers.*.feedforward.gate.bias": ("ffn",),
+    "layers.*.feedforward.up.weight": ("ffn", "width"),
+    "layers.*.feedforward.up.bias": ("ffn",),
+    "layers.*.feedforward.down.weight": ("width", "ffn"),
+    "layers.*.feedforward.down.bias": ("width",),
+    "norm.weight": ("width",),
+    "norm.bias": ("width",),
+    "head.weight": ("vocabulary", "width"),
+}
+"""Meaning of each dim, `*` standing for the layer's number. `heads` and `kv_heads` run over heads × head_width rows."""
+
+CUTTABLE: frozenset[Dim] = frozenset({"heads", "kv_heads", "ffn", "vocabulary"})
+"""Dims that tensor parallelism may share out; heads are cut only between heads, never inside one."""
+
+_LAYER = re.compile(r"^layers\.(\d+)\.")
+
+
+def pattern_of(name: str) -> str:
+    """The row of `DIMS` for a weight: "layers.3.attention.q.weight" -> "layers.*.attention.q.weight"."""
+    return _LAYER.sub("layers.*.", name)
+
+
+def layer_of(name: str) -> int | None:
+    """The global number of the layer that holds a weight; None for embeddings, final norm and head."""
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None
+
+
+def dims_of(name: str) -> tuple[Dim, ...]:
+    """What each dim of a weight means; raises KeyError for a name that the model does not have."""
+    return DIMS[pattern_of(name)]
+
+
+def cut_dim(name: str) -> int | None:
+    """The one dim of a weight that may be cut, as an index; None when every rank needs all of it."""
+    places = [place for place, dim in enumerate(dims_of(name)) if dim in CUTTABLE]
+    return places[0] if places else None
+
+
+def decays(name: str) -> bool:
+    """Whether weight decay applies: to the matrices of linear layers, not to norms, biases and embeddings."""
+    return len(dims_of(name)) == 2 and not name.startswith("embed.")

@@ -1,0 +1,178 @@
+"""The shape of a decoder-only transformer: GPT-2, Llama, Mistral and Qwen are points in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from math import prod
+from typing import Any, Literal, get_args
+
+from plait.errors import PlaitError
+from plait.model.names import Dim, dims_of, pattern_of
+
+Norm = Literal["layernorm", "rmsnorm"]
+Activation = Literal["gelu", "swiglu", "relu2"]
+Positions = Literal["learned", "rope"]
+Bias = Literal["none", "qkv", "all"]
+
+_CHOICES = {"norm": Norm, "activation": Activation, "positions": Positions, "bias": Bias}
+_COUNTS = ("layers", "width", "heads", "kv_heads", "head_width", "ffn", "vocabulary", "sequence")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """All that decides the model's mathematics; the defaults are those of a Llama.
+
+    `sequence` is the longest sequence, and the length of a learned position table. `bias` "qkv" is Qwen 2's choice,
+    "all" is GPT-2's: every linear layer and every LayerNorm. "gelu" is the tanh form. `head_width` times `heads` need
+    not equal `width` (Qwen 3). Raises PlaitError when the numbers do not fit together.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    ffn: int
+    vocabulary: int
+    sequence: int
+    norm: Norm = "rmsnorm"
+    activation: Activation = "swiglu"
+    positions: Positions = "rope"
+    rope_theta: float = 10_000.0
+    bias: Bias = "none"
+    qk_norm: bool = False
+    tied: bool = False
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise PlaitError(f"the model's {name} is {getattr(self, name)!r}; choose a whole number of at least 1")
+        for name, choices in _CHOICES.items():
+            _check_choice(name, getattr(self, name), get_args(choices))
+        _check_heads(self)
+        for name in ("rope_theta", "norm_eps"):
+            if not getattr(self, name) > 0:
+                raise PlaitError(f"the model's {name} is {getattr(self, name)}; choose a number above 0")
+
+    def size_of(self, dim: Dim) -> int:
+        """How long a dim of a weight is, by its meaning."""
+        sizes: dict[Dim, int] = {
+            "width": self.width,
+            "heads": self.heads * self.head_width,
+            "kv_heads": self.kv_heads * self.head_width,
+            "head_width": self.head_width,
+            "ffn": self.ffn,
+            "vocabulary": self.vocabulary,
+            "positions": self.sequence,
+        }
+        return sizes[dim]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; `from_dict` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelShape:
+        """The shape that `to_dict` wrote; raises PlaitError for unknown or missing fields."""
+        known = {field.name for field in fields(cls)}
+        unknown, missing = sorted(set(values) - known), sorted(set(_COUNTS) - set(values))
+        if unknown:
+            raise PlaitError(
+                f"a model's shape has no field {unknown[0]!r}; take it out, the fields are {sorted(known)}"
+            )
+        if missing:
+            raise PlaitError(f"the model's shape lacks {missing[0]!r}; add it")
+        return cls(**values)
+
+
+def weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Every weight of the model in the order of the forward pass, with its size; a tied head has none of its own."""
+    names = ["embed.tokens.weight"]
+    names += ["embed.positions.weight"] if shape.positions == "learned" else []
+    for layer in range(shape.layers):
+        names += [f"layers.{layer}.{name}" for name in _layer_weights(shape)]
+    names += _norm_weights("norm", shape)
+    names += [] if shape.tied else ["head.weight"]
+    return {name: tuple(shape.size_of(dim) for dim in dims_of(name)) for name in names}
+
+
+def parameter_parts(shape: ModelShape) -> dict[str, int]:
+    """Parameters by part: embedding, attention, feedforward, norms, head (0 when tied)."""
+    parts = {"embedding": 0, "attention": 0, "feedforward": 0, "norms": 0, "head": 0}
+    for name, sizes in weight_sizes(shape).items():
+        parts[_part_of(name)] += prod(sizes)
+    return parts
+
+
+def parameter_count(shape: ModelShape) -> int:
+    """All trainable numbers, a tied head counted once."""
+    return sum(parameter_parts(shape).values())
+
+
+def training_flops_per_token(shape: ModelShape, sequence: int, attention: Literal["full", "causal"]) -> int:
+    """Floating-point operations that one token costs in training: three times the forward's matrix products.
+
+    A product of m × k by k × n counts 2mnk; looking up an embedding counts nothing, the head counts. "full" counts each
+    score of the T × T square, as torch's counter does; "causal" counts half of them.
+    """
+    matrices = shape.layers * sum(
+        prod(shape.size_of(dim) for dim in dims_of(f"layers.0.{name}"))
+        for name in _layer_weights(shape)
+        if len(dims_of(f"layers.0.{name}")) == 2
+    )
+    head = shape.vocabulary * shape.width
+    square = 4 * shape.layers * shape.size_of("heads") * sequence
+    return 3 * (2 * (matrices + head) + (square if attention == "full" else square // 2))
+
+
+def _layer_weights(shape: ModelShape) -> list[str]:
+    qkv = ["attention.q", "attention.k", "attention.v"]
+    ffn = ["feedforward.gate"] if shape.activation == "swiglu" else []
+    return [
+        *_norm_weights("attention_norm", shape),
+        *_linear_weights(qkv, "none" if shape.bias == "none" else "all"),
+        *(["attention.q_norm.weight", "attention.k_norm.weight"] if shape.qk_norm else []),
+        *_linear_weights(["attention.o"], shape.bias),
+        *_norm_weights("feedforward_norm", shape),
+        *_linear_weights([*ffn, "feedforward.up", "feedforward.down"], shape.bias),
+    ]
+
+
+def _linear_weights(names: list[str], bias: Bias) -> list[str]:
+    return [f"{name}.{kind}" for name in names for kind in (("weight", "bias") if bias == "all" else ("weight",))]
+
+
+def _norm_weights(name: str, shape: ModelShape) -> list[str]:
+    return [f"{name}.weight", f"{name}.bias"] if has_norm_bias(shape) else [f"{name}.weight"]
+
+
+def has_norm_bias(shape: ModelShape) -> bool:
+    """Whether the norms add a bias: LayerNorm does where every linear layer does."""
+    return shape.norm == "layernorm" and shape.bias == "all"
+
+
+def _part_of(name: str) -> str:
+    pattern = pattern_of(name)
+    if "norm" in pattern:
+        return "norms"
+    for mark, part in (("embed.", "embedding"), ("head.", "head"), ("layers.*.attention.", "attention")):
+        if pattern.startswith(mark):
+            return part
+    return "feedforward"
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise PlaitError(f"the model's {name} is {value!r}; choose " + " or ".join(f'"{choice}"' for choice in choices))
+
+
+def _check_heads(shape: ModelShape) -> None:
+    if shape.heads % shape.kv_heads:
+        fitting = ", ".join(str(number) for number in range(1, shape.heads + 1) if shape.heads % number == 0)
+        raise PlaitError(f"kv_heads = {shape.kv_heads} does not divide {shape.heads} heads; choose one of {fitting}")
+    if shape.positions == "rope" and shape.head_width % 2:
+        raise PlaitError(
+            f"rotary positions turn pairs, and head_width is {shape.head_width}; choose an even head_width"
+        )

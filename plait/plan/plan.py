@@ -1,0 +1,118 @@
+"""The plan: all that will be done, resolved to the last number; written as plan.json and read by every worker."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from plait.errors import PlaitError
+from plait.layout import Layout
+from plait.model.shape import ModelShape
+from plait.units import Every
+
+Schedule = Literal["cosine", "wsd", "constant"]
+Precision = Literal["float32", "bf16", "float64"]
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerPlan:
+    """AdamW's numbers; `lr` is the peak of `schedule`, `clip` the largest global gradient norm (None: no clipping)."""
+
+    lr: float
+    warmup_steps: int
+    weight_decay: float
+    betas: tuple[float, float]
+    clip: float | None
+    schedule: Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What will be done. Only this tells the workers the layout; "auto" is gone."""
+
+    layout: Layout
+    threads: int
+    """Per worker."""
+    device: Literal["cpu", "cuda"]
+    precision: Precision
+    compile: Literal["off", "blocks"]
+    shape: ModelShape
+    sequence: int
+    batch_sequences: int
+    """Sequences of one optimizer step over all ranks."""
+    micro_sequences: int
+    """Sequences a rank takes at a time, at most."""
+    steps: int
+    optimizer: OptimizerPlan
+    corpus: str
+    """The folder with the prepared tokens."""
+    corpus_hash: str
+    documents: Literal["mask", "join"]
+    checkpoint_every: Every
+    checkpoint_keep: int
+    report_every_steps: int
+    evaluate_every_steps: int
+    """0: only at the end."""
+    step_s: float | None
+    """Measured when the plan was made."""
+    peak_flops: float | None
+    """Of all devices together; what MFU is a share of."""
+    fingerprint: Mapping[str, Any]
+    """Of the machine that the plan was made for."""
+    recipe_hash: str
+    reasons: tuple[str, ...]
+    """One sentence for each thing that plait chose."""
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.batch_sequences * self.sequence
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+
+
+def share(sequences: int, ranks: int, index: int) -> tuple[int, int]:
+    """The part of a step's sequences that falls to one of `ranks`, as (first, count); counts differ by one at most."""
+    count, more = divmod(sequences, ranks)
+    return index * count + min(index, more), count + (1 if index < more else 0)
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Put plan.json in place in one move, so that a reader sees all of it or none."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(plan.to_json())
+    aside.rename(path)
+
+
+def read_plan(path: Path) -> Plan:
+    """Read plan.json; raises PlaitError when it is not one."""
+    try:
+        values = json.loads(path.read_text())
+        if values.pop("format") != FORMAT:
+            raise PlaitError(f'"{path}" was written by another version of plait; start the run under a new run.name')
+        return _plan(values)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise PlaitError(f'"{path}" is not a usable plan ({error}); start the run under a new run.name') from None
+
+
+def _plan(values: dict[str, Any]) -> Plan:
+    optimizer = values["optimizer"]
+    return Plan(
+        **{
+            **values,
+            "layout": Layout(**values["layout"]),
+            "shape": ModelShape(**values["shape"]),
+            "optimizer": OptimizerPlan(**{**optimizer, "betas": tuple(optimizer["betas"])}),
+            "checkpoint_every": Every(**values["checkpoint_every"]),
+            "reasons": tuple(values["reasons"]),
+        }
+    )

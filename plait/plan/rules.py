@@ -1,0 +1,66 @@
+"""Published rules of thumb for what a recipe leaves open, each a pure function with its source.
+
+Sources: Goyal et al. 2017 (arXiv 1706.02677: the learning rate follows the batch, warm-up), Hoffmann et al. 2022
+(2203.15556: 20 tokens a parameter), Muennighoff et al. 2023 (2305.16264: four passes over the data are about as good
+as fresh data), Malladi et al. 2022 (2205.10287: for Adam the learning rate follows the square root of the batch),
+Bi et al. 2024 (DeepSeek LLM, 2401.02954, section 3.1: batch and learning rate from the training FLOPs), Brown et al.
+2020 (2005.14165, appendix B: betas, weight decay, clipping), Hägele et al. 2024 (2405.18392: decay over the last 20 %).
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+
+TOKENS_PER_PARAMETER = 20
+USEFUL_PASSES = 4
+EXPECTED_MFU = 0.45
+"""Share of the arithmetic peak that a first guess expects, before the step is measured."""
+
+
+def best_parameters(*, flops: float, unique_tokens: int) -> float:
+    """Parameters that learn most from `flops` of training: 20 tokens each, or more when text runs short.
+
+    Training costs 6 FLOPs a parameter and token. Text is good for four passes; FLOPs beyond that go into size.
+    """
+    by_flops = sqrt(flops / (6 * TOKENS_PER_PARAMETER))
+    by_text = flops / (6 * USEFUL_PASSES * unique_tokens)
+    return max(by_flops, by_text)
+
+
+def batch_tokens(flops: float) -> float:
+    """Tokens of a step from the whole run's training FLOPs (Bi et al. 2024: 0.2920 C^0.3271)."""
+    return 0.2920 * flops**0.3271
+
+
+def peak_lr(flops: float) -> float:
+    """AdamW's peak learning rate from the whole run's training FLOPs (Bi et al. 2024: 0.3118 C^-0.1250).
+
+    Held below 4e-3: their fit starts at 1e17 FLOPs, and below that it climbs without end.
+    """
+    return min(4e-3, 0.3118 * flops**-0.1250)
+
+
+def lr_for_batch(lr: float, *, batch: float, usual_batch: float) -> float:
+    """The learning rate for another batch than the usual one: Adam's follows the square root (Malladi et al. 2022)."""
+    return lr * sqrt(batch / usual_batch)
+
+
+def warmup_steps(steps: int) -> int:
+    """A twentieth of the run, between 10 and 2,000 steps (after Goyal et al. 2017 and Bi et al. 2024)."""
+    return min(steps // 2, max(10, min(2000, steps // 20)))
+
+
+def trained_vocabulary(text_bytes: int) -> int:
+    """Entries of a tokenizer trained on first use: more text, more entries, so that each is seen often enough."""
+    for limit, entries in ((300_000, 1024), (2_000_000, 2048), (20_000_000, 4096), (200_000_000, 8192)):
+        if text_bytes <= limit:
+            return entries
+    return 32768
+
+
+def usual_sequence(parameters: float) -> int:
+    """Tokens of a window by model size, as published runs of that size have it, shorter for the very small."""
+    for limit, tokens in ((2e7, 256), (1e8, 512), (1e9, 1024), (4e9, 2048)):
+        if parameters < limit:
+            return tokens
+    return 4096

@@ -1,0 +1,158 @@
+"""The recipe: everything a person can ask of a run, on one page.
+
+Only `data.files` must be said. Every `"auto"` is derived in plan/choose.py and printed once with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from plait.errors import PlaitError
+from plait.units import parse_amount, parse_count, parse_every
+
+Auto = Literal["auto"]
+
+
+def _valid(parse: Callable[[str], object]) -> AfterValidator:
+    """Keep the text as the person wrote it, once `parse` has accepted it."""
+
+    def check(text: str) -> str:
+        if text != "auto":
+            try:
+                parse(text)
+            except PlaitError as error:
+                raise ValueError(str(error)) from None  # so that pydantic adds which key it was
+        return text
+
+    return AfterValidator(check)
+
+
+AmountText = Annotated[str, _valid(parse_amount)]
+EveryText = Annotated[str, _valid(parse_every)]
+SizeText = Annotated[str, _valid(parse_count)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=0.5)]
+
+
+class Section(BaseModel):
+    """A part of the recipe: frozen, and nothing in it that plait does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
+
+
+class RunSection(Section):
+    name: Name | Auto = "auto"
+    """Folder under runs/; "auto" takes the recipe file's name."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
+    """Decides the first weights and the order of the data, nothing else."""
+
+
+class ModelSection(Section):
+    size: SizeText | Auto = "auto"
+    """A named size such as "5M" or "7B"; "auto" takes the size that learns most within the budget."""
+    layers: Positive | Auto = "auto"
+    width: Positive | Auto = "auto"
+    heads: Positive | Auto = "auto"
+    kv_heads: Positive | Auto = "auto"
+    """Fewer than `heads` is grouped-query attention."""
+    head_width: Positive | Auto = "auto"
+    """Width of one head; "auto" is width / heads."""
+    ffn: Positive | Auto = "auto"
+    """Inner width of the feed-forward part."""
+    vocabulary: Positive | Auto = "auto"
+    """Rows of the embedding; also the size of a tokenizer trained on first use."""
+    norm: Literal["layernorm", "rmsnorm"] | Auto = "auto"
+    activation: Literal["gelu", "swiglu", "relu2"] | Auto = "auto"
+    positions: Literal["learned", "rope"] | Auto = "auto"
+    rope_theta: Annotated[float, Field(gt=1)] | Auto = "auto"
+    bias: Literal["none", "qkv", "all"] | Auto = "auto"
+    """Which linear layers (with "all" also LayerNorms) have a bias."""
+    qk_norm: bool | Auto = "auto"
+    tied: bool | Auto = "auto"
+    """Whether the head shares the embedding's weight."""
+
+
+class SourceSection(Section):
+    path: str
+    """File, glob, or "hf:NAME" for a Hugging Face data set."""
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """Share of this source in the mix; all or none of the sources have one."""
+    field: str = "text"
+    """Where the text stands in JSONL, Parquet and Hugging Face rows."""
+
+
+class DataSection(Section):
+    files: str | tuple[str | SourceSection, ...]
+    """What to learn from: text, Markdown, JSONL, Parquet by path or glob, "hf:NAME"; beside the recipe or absolute."""
+    tokenizer: str = "auto"
+    """A tokenizer.json, a Hugging Face folder, "gpt2", or "bpe": trained on first use ("auto")."""
+    holdout: Fraction = 0.05
+    """The part kept out of training for evaluation; 0 for none."""
+    mask_documents: bool | Auto = "auto"
+    """Keep attention inside a document."""
+
+
+class TrainSection(Section):
+    budget: AmountText | Auto = "auto"
+    """How long: "10 minutes", "500 steps", "20M tokens"."""
+    sequence: Annotated[int, Field(ge=2)] | Auto = "auto"
+    """Tokens of a training window."""
+    batch_tokens: Positive | Auto = "auto"
+    """Tokens of one optimizer step over all devices."""
+    precision: Literal["float32", "bf16"] | Auto = "auto"
+    """bf16 computes in bfloat16 with float32 master weights."""
+
+
+class OptimizerSection(Section):
+    lr: Annotated[float, Field(gt=0)] | Auto = "auto"
+    """Peak learning rate of AdamW."""
+    warmup_steps: Annotated[int, Field(ge=0)] | Auto = "auto"
+    weight_decay: Annotated[float, Field(ge=0)] | Auto = "auto"
+    """On matrices only."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] | Auto = "auto"
+    clip: Annotated[float, Field(gt=0)] | Literal["never"] | Auto = "auto"
+    """Largest global norm of the gradient."""
+    schedule: Literal["cosine", "wsd", "constant"] | Auto = "auto"
+    """How the learning rate falls; "wsd" is warm-up, stable, decay."""
+
+
+class LayoutSection(Section):
+    replicate: Positive | Auto = "auto"
+    """Full copies of the model, each with its part of every batch (DP)."""
+    micro_sequences: Positive | Auto = "auto"
+    """Sequences a device takes at a time; the rest of its part follows by accumulation."""
+
+
+class CheckpointSection(Section):
+    every: EveryText | Auto = "auto"
+    """How often to save: "10 steps", "5 minutes", "never" (then only at the end)."""
+    keep: Positive = 2
+    """How many of the newest checkpoints stay."""
+
+
+class ReportSection(Section):
+    every: EveryText | Auto = "auto"
+    """How often the scalars are fetched from the devices; every step has its line all the same."""
+    evaluate: EveryText | Auto = "auto"
+    """How often the held-out loss is measured, besides at the end; in steps."""
+
+
+class RunConfig(Section):
+    """What was asked."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection
+    train: TrainSection = TrainSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    layout: LayoutSection = LayoutSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    report: ReportSection = ReportSection()
+
+
+RESERVED = frozenset({"model.from", "layout.shard", "layout.tensor", "layout.pipeline", "layout.context"})
+"""Keys whose names are settled but which this version cannot do yet."""

@@ -1,0 +1,140 @@
+"""What a person sees while a run goes on: a progress bar on a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console as Screen
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
+
+from plait.report.metrics import EvalReport, StepReport
+from plait.units import format_count, format_duration
+
+LINE_EVERY_S = 10.0
+LINE_EVERY_SHARE = 0.05
+REFRESH_EVERY_S = 0.1
+BAR_FROM_COLUMNS = 100
+SMOOTHING_STEPS = 20
+
+
+class Console:
+    """A sink for people; `steps_done` is where this start goes on from, out of `total_steps`.
+
+    On a terminal it draws one line in place and prints notes above it; it starts no thread. Elsewhere it prints a
+    line each 10 seconds and each 5 % of the steps, whichever comes first.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        steps_done: int = 0,
+        *,
+        screen: Screen | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total = total_steps
+        self._screen = screen or Screen(highlight=False)
+        self._clock = clock
+        self._smooth = _Smooth()
+        self._last_told_s = clock()
+        self._last_told_step = steps_done
+        self._progress = _progress(self._screen) if self._screen.is_terminal else None
+        if self._progress is not None:
+            self._task = self._progress.add_task("", total=total_steps, completed=steps_done, facts="starting")
+            self._progress.start()
+
+    def step(self, report: StepReport) -> None:
+        self._smooth.add(report)
+        if self._progress is not None:
+            facts = facts_that_fit(self._facts(report), facts_width(self._screen.width))
+            self._progress.update(self._task, completed=report.step, facts=facts)
+            if self._due(report.step, REFRESH_EVERY_S, share=1.0):
+                self._progress.refresh()
+        elif self._due(report.step, LINE_EVERY_S, LINE_EVERY_SHARE):
+            self._print(" · ".join(self._facts(report)))
+
+    def evaluation(self, report: EvalReport) -> None:
+        per_byte = f"{report.eval_nats_per_byte:.3g} nats per byte"
+        self._print(f"step {report.step}: held-out loss {report.eval_loss:.3f} ({per_byte})")
+
+    def note(self, text: str) -> None:
+        self._print(text)
+
+    def close(self) -> None:
+        """Leave the last state of the bar on the screen; a second call does nothing."""
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _print(self, text: str) -> None:
+        self._screen.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _due(self, step: int, every_s: float, share: float) -> bool:
+        """Whether to tell about this step: enough time or enough steps went by, or it is the last one."""
+        now, every_steps = self._clock(), max(1.0, share * self._total)
+        crossed = step // every_steps > self._last_told_step // every_steps
+        due = crossed or now - self._last_told_s >= every_s or step == self._total
+        if due:
+            self._last_told_s, self._last_told_step = now, step
+        return due
+
+    def _facts(self, report: StepReport) -> list[str]:
+        """The most important first: a narrow screen shows only those that fit."""
+        left_s = (self._total - report.step) * self._smooth.step_s
+        facts = [
+            f"step {report.step}/{self._total}",
+            f"loss {self._smooth.loss:.3f}",
+            f"ETA {format_duration(round(left_s))}",
+            f"{format_count(self._smooth.tokens_per_s)} tokens/s",
+        ]
+        return facts if report.mfu is None else [*facts, f"MFU {report.mfu:.0%}"]
+
+
+def facts_width(columns: int) -> int:
+    """How many of a screen's columns the facts get; from BAR_FROM_COLUMNS on the bar takes its share."""
+    return columns if columns < BAR_FROM_COLUMNS else columns - BAR_FROM_COLUMNS // 5 - 1
+
+
+def facts_that_fit(facts: list[str], columns: int) -> str:
+    """As many of the facts, from the first on, as one line of so many columns takes."""
+    line = ""
+    for fact in facts:
+        longer = f"{line} · {fact}" if line else fact
+        if len(longer) > columns:
+            break
+        line = longer
+    return line
+
+
+class _Smooth:
+    """Running means over about the last SMOOTHING_STEPS steps, right from the first step on."""
+
+    def __init__(self) -> None:
+        self._weight = self._loss = self._step_s = self._tokens = 0.0
+
+    def add(self, report: StepReport) -> None:
+        decay = 1 - 1 / SMOOTHING_STEPS
+        self._weight = self._weight * decay + 1
+        self._loss = self._loss * decay + report.loss
+        self._step_s = self._step_s * decay + report.step_s
+        self._tokens = self._tokens * decay + report.tokens_per_s * report.step_s
+
+    @property
+    def loss(self) -> float:
+        return self._loss / self._weight
+
+    @property
+    def step_s(self) -> float:
+        return self._step_s / self._weight
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._tokens / self._step_s if self._step_s else 0.0
+
+
+def _progress(screen: Screen) -> Progress:
+    facts = TextColumn("{task.fields[facts]}", markup=False)
+    bar = BarColumn(bar_width=None, table_column=Column(ratio=1))
+    columns = (bar, facts) if screen.width >= BAR_FROM_COLUMNS else (facts,)
+    return Progress(*columns, console=screen, expand=True, auto_refresh=False)

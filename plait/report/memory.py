@@ -1,0 +1,93 @@
+"""How much memory a process holds: in live tensors, exactly, and as the operating system counts it."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveTensorPeak:
+    """Around one step of one process: the most bytes that live tensors on `device` had at the same time, in `.bytes`.
+
+    On a CPU every operation is watched, backward included, which slows the step: measure one step, time others.
+    `roots` are the tensors that exist already and matter: parameters, gradients, optimizer state, buckets. A storage
+    counts once however many views it has; scratch memory inside a kernel is no tensor and is not counted. On a GPU it
+    is the allocator's own peak, and `roots` is not needed.
+    """
+
+    def __init__(self, device: torch.device, roots: Iterable[torch.Tensor] = ()) -> None:
+        self.bytes = 0
+        self._device = device
+        self._watch = None if device.type == "cuda" else _Watch(device, roots)
+
+    def __enter__(self) -> Self:
+        if self._watch is None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            self._watch.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._watch is None:
+            self.bytes = torch.cuda.max_memory_allocated(self._device)
+        else:
+            self._watch.__exit__(kind, error, trace)
+            self.bytes = self._watch.peak_bytes
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that the operating system ever gave this process, shared libraries included."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operation after autograd took it apart, and so every tensor that is made, also in backward."""
+
+    def __init__(self, device: torch.device, roots: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._device = device
+        self._live_bytes = 0
+        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        for root in roots:
+            self._see(root)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # The arguments too: they were alive during the operation, and an operation may grow one in place.
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != self._device.type:
+            return
+        storage = tensor.untyped_storage()
+        key, nbytes = id(storage), storage.nbytes()
+        known = self._seen.get(key)
+        if known is None:
+            # torch keeps the Python object of a storage as long as the storage lives, so its id and weak reference do.
+            self._seen[key] = weakref.ref(storage, lambda _, key=key: self._forget(key)), nbytes
+            self._live_bytes += nbytes
+        elif known[1] != nbytes:
+            self._seen[key] = known[0], nbytes
+            self._live_bytes += nbytes - known[1]
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+
+    def _forget(self, key: int) -> None:
+        self._live_bytes -= self._seen.pop(key)[1]

@@ -1,0 +1,119 @@
+"""What a run tells about its steps: the two kinds of lines in metrics.jsonl, written, read and trimmed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any
+
+from plait.errors import PlaitError
+from plait.report.atomic import replace_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One optimizer step. `tokens` counts those that entered the loss since the run began, on all ranks together.
+
+    `loss` is the mean over this step's tokens in nats; `mfu` a fraction of the peak, None where the peak is unknown.
+    """
+
+    step: int
+    tokens: int
+    loss: float
+    grad_norm: float
+    lr: float
+    step_s: float
+    tokens_per_s: float
+    mfu: float | None
+    data_wait_s: float
+
+    def to_line(self) -> str:
+        """The JSON line, newline included; what is not finite becomes null, for JSON has no word for it."""
+        return _line(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalReport:
+    """One evaluation, after `step`: the exact mean loss over the held-out part, in nats per token and per byte."""
+
+    step: int
+    eval_loss: float
+    eval_nats_per_byte: float
+
+    def to_line(self) -> str:
+        """The JSON line, newline included; what is not finite becomes null."""
+        return _line(self)
+
+
+def read_metrics(path: Path) -> tuple[list[StepReport], list[EvalReport]]:
+    """All lines of a metrics.jsonl, empty where there is none; raises PlaitError naming a line that is neither kind.
+
+    A last line without its newline is being written this moment, or was when the run was killed: it is left out.
+    """
+    steps: list[StepReport] = []
+    evaluations: list[EvalReport] = []
+    for number, line in enumerate(_whole_lines(path), start=1):
+        report = _parse(line)
+        if report is None:
+            raise PlaitError(
+                f"{path}:{number} is not a line of metrics; give the run's command again, it mends the file"
+            )
+        if isinstance(report, StepReport):
+            steps.append(report)
+        else:
+            evaluations.append(report)
+    return steps, evaluations
+
+
+def trim_metrics(path: Path, last_step: int) -> None:
+    """Cut all that was written after `last_step`, and torn lines, before a run goes on from a checkpoint of that step.
+
+    An evaluation made after `last_step` itself stays. A reader sees the old file or the new one. Raises RunFailed.
+    """
+    if not path.exists():
+        return
+    kept = [line for line in _whole_lines(path) if (report := _parse(line)) and report.step <= last_step]
+    text = b"".join(line + b"\n" for line in kept)
+    if text != path.read_bytes():
+        replace_file(path, text)
+
+
+def _line(report: StepReport | EvalReport) -> str:
+    values = {field.name: _finite(getattr(report, field.name)) for field in fields(report)}
+    return json.dumps(values, allow_nan=False) + "\n"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or isfinite(value) else None
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+
+
+def _parse(line: bytes) -> StepReport | EvalReport | None:
+    """The report that a line holds, None where it holds none."""
+    try:
+        values: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    for kind in (StepReport, EvalReport):
+        if isinstance(values, dict) and values.keys() == {field.name for field in fields(kind)}:
+            numbers: dict[str, Any] = values | dict.fromkeys(_lost(values), nan)
+            return kind(**numbers) if _all_numbers(values) else None
+    return None
+
+
+def _all_numbers(values: dict[str, Any]) -> bool:
+    counts = [values[name] for name in ("step", "tokens") if name in values]
+    return all(type(count) is int for count in counts) and all(type(v) in _NUMBERS for v in values.values())
+
+
+def _lost(values: dict[str, Any]) -> list[str]:
+    """The fields that were not finite when they were written; for `mfu` null says that there is none."""
+    return [name for name, value in values.items() if value is None and name != "mfu"]
+
+
+_NUMBERS = (int, float, type(None))

@@ -1,0 +1,133 @@
+"""The receipt of a run: what it did, how well and how fast, as a value, a JSON file and a table for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import isfinite, nan
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from plait.errors import PlaitError
+from plait.layout import Layout
+from plait.report.atomic import replace_file
+from plait.report.metrics import StepReport
+from plait.units import format_bytes, format_count, format_duration
+
+WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """All that a run is judged by; lists hold one entry per device, MFU are fractions or None, times are seconds.
+
+    `mfu` counts the whole attention matrix as work, `mfu_causal` only the half that a causal model needs.
+    """
+
+    steps: int
+    tokens: int
+    world_size: int
+    layout: Mapping[str, int]
+    train_loss: float
+    eval_loss: float | None
+    eval_nats_per_byte: float | None
+    step_s_median: float
+    tokens_per_s: float
+    mfu: float | None
+    mfu_causal: float | None
+    peak_tensor_bytes: Sequence[int]
+    peak_rss_bytes: Sequence[int]
+    wall_s: float
+    device_hours: float
+    versions: Mapping[str, str]
+    device: str
+
+    def write(self, path: Path) -> None:
+        """Write receipt.json in one piece; raises RunFailed on a full disk."""
+        values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        replace_file(path, (json.dumps(values, indent=2, allow_nan=False) + "\n").encode())
+
+    def table(self) -> str:
+        """A few aligned lines for people."""
+        rows = [(name, text) for name, text in _rows(self) if text]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Medians over the steps of a run."""
+
+    step_s_median: float
+    tokens_per_s: float
+    mfu: float | None
+
+
+def read_receipt(path: Path) -> Receipt:
+    """Read receipt.json; raises PlaitError where it is missing or is not one."""
+    names = [field.name for field in fields(Receipt)]
+    try:
+        values: Any = json.loads(path.read_bytes())
+        found = {name: values[name] for name in names}
+    except FileNotFoundError:
+        raise PlaitError(f"{path} is missing: the run has not finished; give its command again") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise PlaitError(f"{path} is not a receipt; delete it and give the run's command again") from None
+    for name in ("train_loss", "step_s_median", "tokens_per_s"):
+        found[name] = nan if found[name] is None else found[name]
+    return Receipt(**found)
+
+
+def median_speed(reports: Sequence[StepReport], starts: Collection[int] = (0,)) -> Speed:
+    """The run's typical speed; `starts` are the numbers of steps done at which a process started or went on.
+
+    The first steps of each start are left out, for they also warm caches up, unless nothing else is there.
+    """
+    warming = {start + offset for start in starts for offset in range(1, WARM_UP_STEPS + 1)}
+    kept = [report for report in reports if report.step not in warming] or list(reports)
+    if not kept:
+        return Speed(step_s_median=nan, tokens_per_s=nan, mfu=None)
+    mfus = [report.mfu for report in kept if report.mfu is not None]
+    return Speed(
+        step_s_median=median(report.step_s for report in kept),
+        tokens_per_s=median(report.tokens_per_s for report in kept),
+        mfu=median(mfus) if mfus else None,
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def _rows(receipt: Receipt) -> list[tuple[str, str]]:
+    layout, ranks = Layout(**receipt.layout), receipt.world_size
+    speed = f"{format_count(receipt.tokens_per_s)} tokens/s, {format_duration(receipt.step_s_median)} a step (median)"
+    held_out = _text(receipt.eval_loss, "{:.4f} nats per token") + _text(
+        receipt.eval_nats_per_byte, ", {:.4f} per byte"
+    )
+    return [
+        ("trained", f"{receipt.steps} steps, {format_count(receipt.tokens)} tokens"),
+        ("on", f"{receipt.device}, {ranks} {'rank' if ranks == 1 else 'ranks'} ({layout})"),
+        ("training loss", f"{receipt.train_loss:.4f} nats per token in the last step"),
+        ("held-out loss", held_out),
+        ("speed", speed),
+        ("MFU", _text(receipt.mfu, "{:.1%}") + _text(receipt.mfu_causal, " ({:.1%} with causal attention)")),
+        ("peak of tensors", _peak(receipt.peak_tensor_bytes)),
+        ("peak of memory", _peak(receipt.peak_rss_bytes)),
+        ("time", f"{format_duration(receipt.wall_s)}, {receipt.device_hours:.3g} device hours"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in receipt.versions.items())),
+    ]
+
+
+def _text(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _peak(per_device: Sequence[int]) -> str:
+    return f"{format_bytes(max(per_device))} on the fullest device" if per_device else ""

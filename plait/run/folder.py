@@ -1,0 +1,137 @@
+"""A run's folder, runs/NAME: who may write it, what it was begun with, what may still change."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plait.checkpoint.store import Found, clean_staging, newest_good
+from plait.errors import PlaitError
+from plait.plan.plan import Plan, read_plan, write_plan
+from plait.recipe.load import flat_values, load_recipe, recipe_text
+from plait.recipe.schema import RunConfig
+from plait.report.metrics import trim_metrics
+
+MAY_CHANGE = ("train.budget", "layout.", "checkpoint.", "report.")
+"""What a begun run may be asked anew; `data.files` may move as long as the text in it is the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The files of one run; see the guide "A run's folder"."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.toml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def receipt(self) -> Path:
+        return self.path / "receipt.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def has_begun(self) -> bool:
+        return self.plan.exists() and self.recipe.exists()
+
+    def begun_config(self) -> RunConfig:
+        """The recipe that the run was begun with, as last changed."""
+        return load_recipe(self.recipe)
+
+    def begun_plan(self) -> Plan:
+        return read_plan(self.plan)
+
+    def put(self, config: RunConfig, plan: Plan) -> None:
+        """Make recipe and plan the current ones; an earlier plan that differs is kept as plan-1.json, plan-2.json …"""
+        if self.plan.exists() and self.plan.read_text() != plan.to_json():
+            number = 1
+            while (self.path / f"plan-{number}.json").exists():
+                number += 1
+            (self.path / f"plan-{number}.json").write_text(self.plan.read_text())
+        write_plan(plan, self.plan)
+        aside = self.recipe.with_name(".recipe.toml")
+        aside.write_text(recipe_text(config))
+        aside.rename(self.recipe)
+
+    def resume_point(self) -> Found | None:
+        """The newest checkpoint that verifies, with the metrics cut back to it; None for a run that has none yet."""
+        self.checkpoints.mkdir(exist_ok=True)
+        clean_staging(self.checkpoints)
+        found = newest_good(self.checkpoints)
+        trim_metrics(self.metrics, found.manifest.step if found else 0)
+        return found
+
+    def add_wall_s(self, seconds: float) -> float:
+        """Count a session's time and return that of all sessions together."""
+        clock = self.path / "clock.json"
+        total = seconds + (json.loads(clock.read_text())["wall_s"] if clock.exists() else 0.0)
+        clock.write_text(json.dumps({"wall_s": total}))
+        return total
+
+
+def run_folder(name: str) -> RunFolder:
+    """The folder of the run of that name, below the current folder."""
+    return RunFolder(Path("runs") / name)
+
+
+def finished_run(text: str) -> RunFolder:
+    """The folder of a run given by path or name, for commands that read it; raises PlaitError where there is none."""
+    for path in (Path(text), Path("runs") / text):
+        folder = RunFolder(path)
+        if folder.has_begun:
+            return folder
+    known = sorted(path.parent.name for path in Path("runs").glob("*/plan.json"))
+    hint = f"; there are {', '.join(known)}" if known else "; train one with: plait train RECIPE"
+    raise PlaitError(f'there is no run "{text}"{hint}')
+
+
+@contextmanager
+def alone(folder: RunFolder) -> Iterator[None]:
+    """Hold the run's folder for this process; raises PlaitError when another one trains in it."""
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        lock = (folder.path / ".lock").open("w")
+    except OSError as error:
+        raise PlaitError(f'"{folder.path}" cannot be written ({error.strerror}); choose another place') from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise PlaitError(
+                f'another plait is training in "{folder.path}"; wait for it, or choose another run.name'
+            ) from None
+        yield
+
+
+def check_changes(old: RunConfig, new: RunConfig) -> list[str]:
+    """The keys of a begun run that are asked anew; raises PlaitError for one that may not change."""
+    before, after = flat_values(old), flat_values(new)
+    changed = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
+    for key in changed:
+        if key != "data.files" and not key.startswith(MAY_CHANGE):
+            raise PlaitError(
+                f"{key} was {_told(before.get(key))} when this run began and is {_told(after.get(key))} now; "
+                "change it back, or choose another run.name"
+            )
+    return changed
+
+
+def _told(value: Any) -> str:
+    return "not given" if value is None else json.dumps(value)

@@ -1,0 +1,135 @@
+"""Makes a run's plan, or finds the one made before: looks at the machine, drafts, measures, settles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from plait.cluster.topology import Machine
+from plait.data.shards import Corpus
+from plait.errors import PlaitError
+from plait.launch.job import Job, Message
+from plait.plan.choose import Draft, Split, draft, settle, with_split
+from plait.plan.plan import Plan, read_plan, write_plan
+from plait.recipe.load import flat_values, recipe_text
+from plait.recipe.schema import RunConfig
+from plait.run.crew import Crew
+from plait.run.data import CACHE, corpus_facts
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """The machine that a run finds, and the arithmetic peak that MFU is a share of."""
+
+    machine: Machine
+    peak_flops: float | None
+
+
+def look_around(workers: Crew, cores: int) -> Site:
+    """Describe this machine and measure its arithmetic peak, in a worker that uses all cores."""
+    found = _ask(workers, Job(entry="plait.cluster.measure:rank", argument="", world_size=1, threads=cores), "machine")
+    return Site(machine=Machine.from_fingerprint(found["fingerprint"]), peak_flops=found["peak_flops"])
+
+
+def make_plan(config: RunConfig, corpus: Corpus, site: Site, workers: Crew, *, fresh: bool, say: Say) -> Plan:
+    """The plan for a recipe on a machine: the one that was made for both before, unless a fresh one is asked for."""
+    key = plan_key(config, corpus.content_hash, site.machine, workers)
+    kept = CACHE / "plans" / f"{key}.json"
+    if kept.exists() and not fresh:
+        say("plan     as made before for this recipe on this machine (--replan makes a new one)")
+        return replace(read_plan(kept), corpus=str(corpus.folder))
+    facts = corpus_facts(corpus)
+    outline = draft(config, facts, site.machine, peak_flops=site.peak_flops, recipe_hash=key)
+    outline = _with_given_workers(outline, workers)
+    plan = settle(config, outline, site.machine, measure(config, outline.plan, site, workers, outline.splits))
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    write_plan(plan, kept)
+    return plan
+
+
+def replan(config: RunConfig, plan: Plan, corpus: Corpus, site: Site, workers: Crew) -> Plan:
+    """A begun run's plan on what there is now: another split, the same steps and the same mathematics."""
+    key = plan_key(config, corpus.content_hash, site.machine, workers)
+    outline = draft(config, corpus_facts(corpus), site.machine, peak_flops=site.peak_flops, recipe_hash=key)
+    outline = _with_given_workers(replace(outline, plan=_moved(plan, outline.plan)), workers)
+    measured = measure(config, outline.plan, site, workers, outline.splits)
+    best = min(measured, key=lambda split: split.step_s or float("inf"))
+    return with_split(config, outline.plan, site.machine, best)
+
+
+def _moved(plan: Plan, here: Plan) -> Plan:
+    """What a begun run keeps, with what belongs to the machine and the reports taken from here."""
+    return replace(
+        plan,
+        device=here.device,
+        compile=here.compile,
+        layout=here.layout,
+        threads=here.threads,
+        corpus=here.corpus,
+        peak_flops=here.peak_flops,
+        fingerprint=here.fingerprint,
+        recipe_hash=here.recipe_hash,
+    )
+
+
+def measure(config: RunConfig, plan: Plan, site: Site, workers: Crew, splits: tuple[Split, ...]) -> list[Split]:
+    """Time real steps for each split."""
+    return [_measured(config, with_split(config, plan, site.machine, split), split, workers) for split in splits]
+
+
+def _measured(config: RunConfig, plan: Plan, split: Split, workers: Crew) -> Split:
+    with TemporaryDirectory(prefix="plait-measure-") as name:
+        write_plan(plan, Path(name) / "plan.json")
+        (Path(name) / "recipe.toml").write_text(recipe_text(config))
+        job = Job(
+            entry="plait.train.measure:rank",
+            argument=name,
+            world_size=plan.world_size,
+            threads=plan.threads,
+            log_dir=name,
+        )
+        found = _ask(workers, job, "measured")
+    return replace(split, step_s=found["step_s"], evaluate_s=found["evaluate_s"])
+
+
+def _ask(workers: Crew, job: Job, kind: str) -> dict[str, Any]:
+    """Run a job whose rank 0 tells one thing, and return it."""
+    answers: list[Message] = []
+    result = workers.run(job, lambda message: answers.append(message) if message.kind == kind else None)
+    if result.stopped_by != "finished":
+        raise Interrupted(result.stopped_by)
+    if not answers:
+        raise PlaitError(f"a worker ended without an answer ({job.entry}); this is a bug in plait, please report it")
+    return dict(answers[0].values)
+
+
+class Interrupted(Exception):
+    """A signal came while nothing was lost by stopping at once."""
+
+
+def _with_given_workers(outline: Draft, workers: Crew) -> Draft:
+    """Under torchrun the number of workers is torchrun's."""
+    given = workers.given
+    if given is None:
+        return outline
+    asked = [split.workers for split in outline.splits]
+    if len(asked) == 1 and asked[0] != given.workers:
+        raise PlaitError(
+            f"torchrun started {given.workers} workers and the layout needs {asked[0]}; "
+            f"start torchrun with --nproc-per-node {asked[0]}"
+        )
+    return replace(outline, splits=(given,))
+
+
+def plan_key(config: RunConfig, content_hash: str, machine: Machine, workers: Crew) -> str:
+    """What a plan was made for: the recipe but for its name and where its text lies, the text, and the machine."""
+    asked = {key: value for key, value in flat_values(config).items() if key not in ("run.name", "data.files")}
+    given = [asked, content_hash, machine.fingerprint(), workers.given and workers.given.workers]
+    return sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]

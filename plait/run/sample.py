@@ -1,0 +1,55 @@
+"""`plait sample`: a trained model goes on with a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from plait.checkpoint.store import Found, newest_good
+from plait.data.tokens import Tokenizer, load_tokenizer
+from plait.errors import PlaitError
+from plait.model.gpt import GPT
+from plait.run.folder import RunFolder, finished_run
+from plait.train.generate import generate
+from plait.train.persist import load_weights
+
+
+def sample(run: str, prompt: str, *, tokens: int, temperature: float, top_p: float, seed: int) -> Iterator[str]:
+    """The prompt and then the model's words, piece by piece as they come; the same seed gives the same text."""
+    folder = finished_run(run)
+    model, _ = load_model(folder)
+    tokenizer = load_tokenizer(Path(folder.begun_plan().corpus))
+    ids = [tokenizer.eot, *tokenizer.encode(prompt)]
+    yield prompt
+    new = generate(
+        model, ids, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed, stop=frozenset({tokenizer.eot})
+    )
+    yield from _pieces(tokenizer, new)
+
+
+def load_model(folder: RunFolder) -> tuple[GPT, Found]:
+    """The run's model with the weights of its newest checkpoint that verifies, on the CPU or the first GPU."""
+    found = newest_good(folder.checkpoints)
+    if found is None:
+        raise PlaitError(f'"{folder.path}" has no checkpoint yet; train it for a while first')
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = GPT(folder.begun_plan().shape)
+    load_weights(model, found.path, found.manifest)
+    return model.to(device).eval(), found
+
+
+def _pieces(tokenizer: Tokenizer, ids: Iterator[int]) -> Iterator[str]:
+    """Text as soon as it is whole: a character of several bytes can be spread over several tokens."""
+    waiting: list[int] = []
+    for token in ids:
+        if token == tokenizer.eot:
+            break
+        waiting.append(token)
+        text = tokenizer.decode(waiting)
+        if not text.endswith("\ufffd"):
+            yield text
+            waiting.clear()
+    if waiting:
+        yield tokenizer.decode(waiting)

@@ -1,0 +1,233 @@
+"""`plait train`: from a recipe to a trained model and a receipt; begins a run, or goes on with one."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console as Screen
+
+from plait.cluster.topology import usable_cores
+from plait.data.shards import Corpus
+from plait.errors import PlaitError
+from plait.launch.job import Job, JobResult, Message
+from plait.model.shape import training_flops_per_token
+from plait.plan.choose import budget_of, described, longer, with_reports
+from plait.plan.plan import Plan
+from plait.recipe.load import load_recipe
+from plait.recipe.schema import RunConfig
+from plait.report.console import Console
+from plait.report.metrics import EvalReport, StepReport, read_metrics
+from plait.report.receipt import Receipt, median_speed, read_receipt
+from plait.run.crew import Crew, crew, log_folder, serve_if_asked
+from plait.run.data import prepare_data, told
+from plait.run.folder import RunFolder, alone, check_changes, run_folder
+from plait.run.planning import Interrupted, Site, look_around, make_plan, replan
+from plait.units import format_duration
+
+Outcome = Literal["finished", "SIGINT", "SIGTERM"]
+TOLERATED_OVERRUN = 1.15
+
+
+def train(recipe: Path, overrides: Sequence[str] = (), *, fresh_plan: bool = False, screen: Screen) -> Outcome:
+    """Run a recipe to its end, from where it stands; raises PlaitError (before) or RunFailed (during) with the mend.
+
+    A run that is finished prints its receipt. A first SIGINT or SIGTERM saves and returns the signal's name.
+    """
+    if serve_if_asked():
+        return "finished"
+    config = load_recipe(recipe, overrides)
+    folder = run_folder(config.run.name)
+    with alone(folder):
+        changed = check_changes(folder.begun_config(), config) if folder.has_begun else []
+        if folder.has_begun and not changed and _is_finished(folder) and not fresh_plan:
+            screen.print(f"{folder.path} is finished; a larger train.budget continues it")
+            screen.print(read_receipt(folder.receipt).table())
+            return "finished"
+        with crew() as workers:
+            try:
+                return _train(config, folder, workers, changed, fresh_plan, screen)
+            except Interrupted as interrupted:
+                return "SIGINT" if str(interrupted) == "SIGINT" else "SIGTERM"
+
+
+def _train(
+    config: RunConfig, folder: RunFolder, workers: Crew, changed: list[str], fresh_plan: bool, screen: Screen
+) -> Outcome:
+    corpus = prepare_data(config, screen)
+    screen.print(told(corpus))
+    site = look_around(workers, usable_cores())
+    if folder.has_begun:
+        plan = _plan_of_begun(config, folder, corpus, site, workers, changed, fresh_plan, screen)
+    else:
+        plan = make_plan(config, corpus, site, workers, fresh=fresh_plan, say=screen.print)
+    _introduce(plan, site, screen)
+    point = folder.resume_point()
+    folder.put(config, plan)
+    if point:
+        for sentence in point.skipped:
+            screen.print(f"[yellow]passed over[/yellow] {sentence}", highlight=False)
+        screen.print(f"resume   from {point.path.name}")
+    done = point.manifest.step if point else 0
+    session = _run(plan, folder, workers, done, point.path.name if point else None, screen)
+    return _conclude(config, folder, plan, session, done, screen)
+
+
+def _plan_of_begun(
+    config: RunConfig,
+    folder: RunFolder,
+    corpus: Corpus,
+    site: Site,
+    workers: Crew,
+    changed: list[str],
+    fresh_plan: bool,
+    screen: Screen,
+) -> Plan:
+    """The plan to go on with: the run's own, with more steps or another split where that was asked or is needed."""
+    old = folder.begun_config()
+    plan = folder.begun_plan()
+    if corpus.content_hash != plan.corpus_hash:
+        raise PlaitError(
+            "the text (or its tokenizer) is not what this run was begun with; bring it back, or choose another run.name"
+        )
+    plan = replace(plan, corpus=str(corpus.folder))
+    if "train.budget" in changed:
+        plan = longer(config, plan, budget_of(old))
+        screen.print(f"budget   {budget_of(old)} → {budget_of(config)}: {plan.steps} steps in all")
+    moved = site.machine.fingerprint() != plan.fingerprint
+    if moved or fresh_plan or any(key.startswith("layout.") for key in changed) or _other_crew(plan, workers):
+        why = "this machine is not the one it was made for" if moved else "as asked"
+        plan = replan(config, plan, corpus, site, workers)
+        screen.print(f"plan     a new one for the remaining steps ({why}); {plan.steps} steps in all, as before")
+    return with_reports(config, plan)
+
+
+def _other_crew(plan: Plan, workers: Crew) -> bool:
+    return workers.given is not None and workers.given.workers != plan.world_size
+
+
+def _introduce(plan: Plan, site: Site, screen: Screen) -> None:
+    """What was found and what will be done, in a few lines."""
+    machine = site.machine
+    found = (
+        f"{machine.devices} × {machine.name}" if machine.device == "cuda" else f"{machine.name}, {machine.cores} cores"
+    )
+    screen.print(f"machine  {found}, {machine.memory_bytes / 2**30:.0f} GiB")
+    screen.print(f"model    {described(plan)}")
+    crew_words = f"{plan.world_size} worker{'s' if plan.world_size > 1 else ''}"
+    split = f"replicate (DP) {plan.layout.replicate}" if plan.world_size > 1 else "one copy"
+    screen.print(f"layout   {split}: {crew_words} × {plan.threads} threads, {plan.precision}")
+    for reason in plan.reasons:
+        screen.print(f"         · {reason}", highlight=False)
+    if plan.step_s:
+        screen.print(
+            f"time     about {format_duration(plan.steps * plan.step_s)} at {format_duration(plan.step_s)} a step"
+        )
+
+
+@dataclass(slots=True)
+class _Session:
+    """What came of one start of the workers."""
+
+    result: JobResult
+    step: int = 0
+    peak_tensor_bytes: tuple[int, ...] = ()
+    peak_rss_bytes: tuple[int, ...] = ()
+
+
+def _run(plan: Plan, folder: RunFolder, workers: Crew, done: int, resume: str | None, screen: Screen) -> _Session:
+    """Start the workers, show what they tell, and wait for their end."""
+    session = _Session(JobResult(stopped_by="finished", wall_s=0.0))
+    bar = Console(plan.steps, done, screen=screen)
+
+    def on_message(message: Message) -> None:
+        values = dict(message.values)
+        if message.kind == "step":
+            bar.step(StepReport(**_numbers(values)))
+        elif message.kind == "evaluation":
+            bar.evaluation(EvalReport(**_numbers(values)))
+        elif message.kind == "note":
+            bar.note(values["text"])
+        elif message.kind == "end" and message.rank == 0:
+            session.step = values["step"]
+            session.peak_tensor_bytes = tuple(values["peak_tensor_bytes"])
+            session.peak_rss_bytes = tuple(values["peak_rss_bytes"])
+
+    job = Job(
+        entry="plait.train.worker:main",
+        argument=json.dumps({"folder": str(folder.path.resolve()), "resume": resume}),
+        world_size=plan.world_size,
+        threads=plan.threads,
+        log_dir=log_folder(folder.path),
+    )
+    began = time.monotonic()
+    try:
+        session.result = workers.run(job, on_message)
+    finally:
+        bar.close()
+        folder.add_wall_s(time.monotonic() - began)
+    return session
+
+
+def _conclude(
+    config: RunConfig, folder: RunFolder, plan: Plan, session: _Session, done: int, screen: Screen
+) -> Outcome:
+    """The receipt of a finished run, or where a stopped one stands."""
+    if session.step < plan.steps:
+        screen.print(f"stopped after step {session.step} of {plan.steps}, saved; the same command goes on from there")
+        return session.result.stopped_by
+    receipt = _receipt(folder, plan, session, done)
+    receipt.write(folder.receipt)
+    screen.print(receipt.table(), highlight=False)
+    budget = budget_of(config)
+    wall_s = receipt.wall_s
+    if (
+        budget.unit == "seconds"
+        and done == 0
+        and not 1 / TOLERATED_OVERRUN <= wall_s / budget.value <= TOLERATED_OVERRUN
+    ):
+        screen.print(
+            f"the run took {format_duration(wall_s)}, not {budget}: steps took other times than when they were measured"
+        )
+    return "finished"
+
+
+def _receipt(folder: RunFolder, plan: Plan, session: _Session, done: int) -> Receipt:
+    steps, evaluations = read_metrics(folder.metrics)
+    speed = median_speed(steps, (0, done))
+    evaluation = evaluations[-1] if evaluations else None
+    wall_s = folder.add_wall_s(0.0)
+    causal = training_flops_per_token(plan.shape, plan.sequence, "causal")
+    devices = plan.world_size if plan.device == "cuda" else 1
+    return Receipt(
+        steps=plan.steps,
+        tokens=steps[-1].tokens,
+        world_size=plan.world_size,
+        layout=plan.layout.degrees,
+        train_loss=steps[-1].loss,
+        eval_loss=evaluation.eval_loss if evaluation else None,
+        eval_nats_per_byte=evaluation.eval_nats_per_byte if evaluation else None,
+        step_s_median=speed.step_s_median,
+        tokens_per_s=speed.tokens_per_s,
+        mfu=speed.mfu,
+        mfu_causal=speed.tokens_per_s * causal / plan.peak_flops if plan.peak_flops else None,
+        peak_tensor_bytes=session.peak_tensor_bytes,
+        peak_rss_bytes=session.peak_rss_bytes,
+        wall_s=wall_s,
+        device_hours=wall_s * devices / 3600,
+        versions=dict(plan.fingerprint["versions"]),
+        device=f"{devices} × {plan.fingerprint['name']}",
+    )
+
+
+def _is_finished(folder: RunFolder) -> bool:
+    return folder.receipt.exists() and read_receipt(folder.receipt).steps >= folder.begun_plan().steps
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo what JSON could not say: "nan" and "inf" came as words."""
+    return {key: float(value) if isinstance(value, str) else value for key, value in values.items()}

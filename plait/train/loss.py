@@ -1,0 +1,95 @@
+"""The sum of token losses and their count.
+
+Note [loss is a sum]: a step's loss is the sum over all its tokens divided by their global number. Ranks and
+micro-batches only ever add: the sum of cross-entropies, the number of tokens that count, the sum of gradients. The one
+division by the global number happens once, after everything was added (step.py). So the result does not depend on how
+a batch was cut, and unequal parts are as exact as equal ones. A mean inside a rank or micro-batch, averaged again
+outside, is wrong as soon as their numbers of counted tokens differ.
+
+Legend: n tokens (rows times columns, flattened), d width, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+"""A target that is not counted."""
+
+_PIECE_NUMBERS = {"cpu": 2**21, "cuda": 2**27}
+"""Scores held at a time: a few megabytes that stay in a core's cache, or half a gigabyte on a GPU."""
+
+
+def sum_of_losses(hidden_nd: Tensor, head_vd: Tensor, targets_n: Tensor) -> Tensor:
+    """The summed cross-entropy, in nats, of the next-token scores `hidden @ head.T`; a target of -100 counts nothing.
+
+    Works through the tokens in pieces and makes the gradient in the same pass, so that the n × v scores never exist at
+    once. Differentiable once, in hidden and head. Returns a scalar in float32, or float64 for float64 inputs.
+    """
+    total: Tensor = _SumOfLosses.apply(hidden_nd, head_vd, targets_n)  # type: ignore[assignment]
+    return total
+
+
+class _SumOfLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_nd: Tensor, head_vd: Tensor, targets_n: Tensor) -> Tensor:
+        want_hidden, want_head, _ = ctx.needs_input_grad
+        exact = torch.float64 if hidden_nd.dtype == torch.float64 else torch.float32
+        weight_vd = head_vd.detach().to(hidden_nd.dtype)
+        total = torch.zeros((), dtype=exact, device=hidden_nd.device)
+        grad_hidden = torch.empty_like(hidden_nd) if want_hidden else None
+        grad_head = torch.zeros_like(head_vd, dtype=exact) if want_head else None
+        piece = max(1, _PIECE_NUMBERS[hidden_nd.device.type] // head_vd.shape[0])
+        for first in range(0, hidden_nd.shape[0], piece):
+            part = slice(first, first + piece)
+            hidden, targets = hidden_nd[part].detach(), targets_n[part]
+            scores = (hidden @ weight_vd.T).to(exact)
+            total += _losses(scores, targets)
+            if grad_hidden is not None or grad_head is not None:
+                grad = _grad_of_scores(scores, targets).to(hidden.dtype)
+                if grad_hidden is not None:
+                    torch.mm(grad, weight_vd, out=grad_hidden[part])
+                if grad_head is not None:
+                    _add_product(grad_head, grad.T, hidden)
+        ctx.save_for_backward(grad_hidden, None if grad_head is None else grad_head.to(head_vd.dtype))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (grad_total,) = grads
+        grad_hidden, grad_head = ctx.saved_tensors
+        return (
+            None if grad_hidden is None else grad_hidden.mul_(grad_total),
+            None if grad_head is None else grad_head.mul_(grad_total),
+            None,
+        )
+
+
+def _losses(scores_nv: Tensor, targets_n: Tensor) -> Tensor:
+    """Summed cross-entropy; leaves the log-probabilities in `scores_nv`."""
+    scores_nv.sub_(scores_nv.logsumexp(dim=1, keepdim=True))
+    counted = targets_n != IGNORED
+    picked = scores_nv.gather(1, targets_n.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return -(picked * counted).sum()
+
+
+def _grad_of_scores(log_probabilities_nv: Tensor, targets_n: Tensor) -> Tensor:
+    """Probabilities minus one at the target, in place; zero where the target is not counted."""
+    counted = (targets_n != IGNORED).unsqueeze(1)
+    grad = log_probabilities_nv.exp_()
+    index = targets_n.clamp(min=0).unsqueeze(1)
+    grad.scatter_add_(1, index, torch.full_like(index, -1, dtype=grad.dtype))
+    return grad.mul_(counted)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, accumulated in total's precision."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

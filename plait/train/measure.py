@@ -1,0 +1,52 @@
+"""Times a few real steps of a plan, and an evaluation, to turn a time budget into steps."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from plait.parallel.mesh import data_sums, make_mesh, world_sums
+from plait.plan.plan import read_plan
+from plait.recipe.load import load_recipe
+from plait.train.assemble import Assembly, assemble
+from plait.train.state import TrainState
+from plait.train.worker import Context, joined
+
+WARM_STEPS = 2
+LEAST_STEPS = 4
+LEAST_S = 4.0
+
+
+def rank(context: Context, argument: str) -> None:
+    """Entry of each rank of a measurement; the argument is a folder with plan.json and recipe.toml.
+
+    Rank 0 tells the median time of a step and the time that an evaluation of the whole held-out part would take.
+    """
+    folder = Path(argument)
+    plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
+    with joined(context, plan):
+        mesh = make_mesh(plan.layout, plan.device)
+        assembly = assemble(config, plan, sums=data_sums(mesh), mesh=mesh)
+        step_s = _time_steps(assembly)
+        evaluate_s = step_s / 3 * assembly.corpus.heldout_tokens / plan.batch_tokens  # forward is a third of a step
+        assembly.loader.close()
+        if context.rank == 0:
+            context.tell("measured", step_s=step_s, evaluate_s=evaluate_s)
+
+
+def _time_steps(assembly: Assembly) -> float:
+    """Median seconds of a step, agreed on by all ranks; rank 0's clock says when it is enough."""
+    world, state, times = world_sums(), TrainState(), []
+    enough = False
+    while not enough:
+        began = time.perf_counter()
+        state, scalars = assembly.step(state)
+        scalars.totals.tolist()  # waits for the device
+        times.append(time.perf_counter() - began)
+        timed = times[WARM_STEPS:]
+        here = len(timed) >= LEAST_STEPS and sum(timed) >= LEAST_S
+        enough = bool(world.largest(torch.tensor([int(here and world.index == 0)]))[0])
+    return statistics.median(times[WARM_STEPS:])

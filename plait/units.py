@@ -1,0 +1,98 @@
+"""Amounts with units, as people write them: "10 minutes", "500 steps", "20M tokens", "125M"."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from plait.errors import PlaitError
+
+AmountUnit = Literal["seconds", "steps", "tokens"]
+
+_SECONDS = {"s": 1, "second": 1, "m": 60, "min": 60, "minute": 60, "h": 3600, "hour": 3600, "d": 86400, "day": 86400}
+_MULTIPLES = {"": 1, "K": 1_000, "M": 1_000_000, "B": 1_000_000_000, "T": 1_000_000_000_000}
+_AMOUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMBT]?)\s*([a-z]+)\s*$")
+_COUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMBT]?)\s*$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """So much of something: seconds, optimizer steps or tokens."""
+
+    value: float
+    unit: AmountUnit
+
+    def __str__(self) -> str:
+        if self.unit == "seconds":
+            return format_duration(self.value)
+        return f"{format_count(self.value)} {self.unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """How often something recurs: each `value` steps or seconds; `Every(0, "steps")` is "never"."""
+
+    value: float
+    unit: Literal["seconds", "steps"]
+
+    def __str__(self) -> str:
+        return "never" if self.value == 0 else str(Amount(self.value, self.unit))
+
+
+def parse_amount(text: str) -> Amount:
+    """Read "10 minutes", "500 steps" or "20M tokens"; raises PlaitError on anything else."""
+    match = _AMOUNT.match(text)
+    if match:
+        number, multiple, word = float(match[1]), _MULTIPLES[match[2]], match[3]
+        singular = word.removesuffix("s") or word
+        if number > 0 and singular in ("step", "token"):
+            return Amount(number * multiple, "steps" if singular == "step" else "tokens")
+        if number > 0 and not match[2] and singular in _SECONDS:
+            return Amount(number * _SECONDS[singular], "seconds")
+    raise PlaitError(f'"{text}" is not an amount; write for example "10 minutes", "500 steps" or "20M tokens"')
+
+
+def parse_every(text: str) -> Every:
+    """Read "10 steps", "5 minutes" or "never"; raises PlaitError on anything else."""
+    if text.strip() == "never":
+        return Every(0, "steps")
+    amount = parse_amount(text)
+    if amount.unit == "tokens":
+        raise PlaitError(f'"{text}" is not an interval; write for example "10 steps", "5 minutes" or "never"')
+    return Every(amount.value, amount.unit)
+
+
+def parse_count(text: str) -> int:
+    """Read a number of things such as "125M", "4096" or "1.5B"; raises PlaitError on anything else."""
+    match = _COUNT.match(text)
+    if not match:
+        raise PlaitError(f'"{text}" is not a number; write for example 4096, "125M" or "1.5B"')
+    return round(float(match[1]) * _MULTIPLES[match[2].upper()])
+
+
+def format_count(value: float) -> str:
+    """1_566_000 -> "1.57M": three significant digits."""
+    for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if value >= size * 0.9995:
+            return f"{value / size:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def format_bytes(value: float) -> str:
+    """1_572_864 -> "1.5 MiB"."""
+    for suffix, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size:
+            return f"{value / size:.3g} {suffix}"
+    return f"{value:.0f} B"
+
+
+def format_duration(seconds: float) -> str:
+    """95 -> "1 min 35 s"; below a minute three significant digits."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if rest else f"{minutes} min"

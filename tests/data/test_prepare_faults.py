@@ -1,0 +1,158 @@
+"""Preparing that is killed, that meets a full disk, or that two processes begin at once."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plait.data.prepare import DataRequest, prepare
+from plait.data.sources import Source
+
+CHILD = """
+import json, os, signal, sys
+from pathlib import Path
+from plait.data.prepare import DataRequest, prepare
+from plait.data.sources import Source
+from plait.errors import PlaitError
+def run(on_progress):
+    path, tokenizer, cache = sys.argv[1:4]
+    vocabulary = 700 if tokenizer == "bpe" else None
+    request = DataRequest(sources=(Source(path),), tokenizer=tokenizer, vocabulary=vocabulary, holdout=0.05)
+    try:
+        print(prepare(request, Path(cache), on_progress, shard_tokens=100_000), flush=True)
+    except PlaitError as error:
+        sys.exit(str(error))
+"""
+
+
+def child(script: str, *arguments: object, **options) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", CHILD + script, *map(str, arguments)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, **pipes, **options)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def visible(cache: Path) -> list[str]:
+    return [path.name for path in (cache / "data").iterdir() if path.is_dir() and not path.name.startswith(".")]
+
+
+def silent(done: int, total: int, stage: str) -> None:
+    """Nobody watches."""
+
+
+@pytest.fixture(scope="module")
+def long_file(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
+    """A little more than one MiB, so that preparing reports more than once in each stage."""
+    path = tmp_path_factory.mktemp("long") / "a.txt"
+    path.write_text(text * 20)
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, tuple[str, dict[str, bytes]]]:
+    """Tokenizer -> the folder of a run that nobody killed, made once."""
+    return {}
+
+
+KILLED = """
+calls = 0
+def on_progress(done, total, stage):
+    global calls
+    calls += 1
+    if stage.startswith(sys.argv[4]) and done >= int(sys.argv[5]):
+        os.kill(os.getpid(), signal.SIGKILL)
+run(on_progress)
+"""
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "stage", "done"),
+    [
+        ("plain", "reading", 0),
+        ("bpe", "training", 1 << 20),
+        ("plain", "tokenizing", 1),
+        ("plain", "tokenizing", 1_200_000),
+    ],
+)
+def test_killed_at_any_stage_nothing_half_made_is_seen_and_the_next_run_is_the_same(
+    tmp_path: Path,
+    long_file: Path,
+    tokenizer_folder: Path,
+    undisturbed: dict[str, tuple[str, dict[str, bytes]]],
+    tokenizer: str,
+    stage: str,
+    done: int,
+) -> None:
+    name = "bpe" if tokenizer == "bpe" else str(tokenizer_folder)
+    killed = child(KILLED, long_file, name, tmp_path / "cache", stage, done)
+    killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert list((tmp_path / "cache" / "data").glob(".*")), "it was killed before it had begun"
+    assert visible(tmp_path / "cache") == []
+    request = DataRequest(sources=(Source(str(long_file)),), tokenizer=name, vocabulary=700, holdout=0.05)
+    folder = prepare(request, tmp_path / "cache", silent, shard_tokens=100_000)
+    assert len(list(folder.glob("train-*.bin"))) > 3
+    if name not in undisturbed:
+        other = prepare(request, tmp_path / "other cache", silent, shard_tokens=100_000)
+        undisturbed[name] = other.name, contents(other)
+    assert (folder.name, contents(folder)) == undisturbed[name]
+    assert not list((tmp_path / "cache" / "data").glob(".*"))
+
+
+FULL = """
+import resource
+def on_progress(done, total, stage):
+    if stage == "tokenizing" and done == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
+run(on_progress)
+"""
+
+
+def test_a_full_disk_is_told_with_the_bytes_needed_and_leaves_nothing(
+    tmp_path: Path, long_file: Path, tokenizer_folder: Path
+) -> None:
+    full = child(FULL, long_file, tokenizer_folder, tmp_path / "cache")
+    _, told = full.communicate(timeout=60)
+    assert full.returncode == 1
+    assert "the disk is full: the tokens need about " in told and "MiB in " in told
+    assert told.strip().endswith("free that much or choose another cache folder")
+    assert len(told.strip().splitlines()) == 1
+    assert visible(tmp_path / "cache") == []
+    assert not list((tmp_path / "cache" / "data").glob(".*"))
+
+
+FIRST = """
+def on_progress(done, total, stage):
+    if stage == "tokenizing" and done == 0:
+        print("holding", flush=True)
+        sys.stdin.readline()
+run(on_progress)
+"""
+SECOND = """
+def on_progress(done, total, stage):
+    print(stage, flush=True)
+run(on_progress)
+"""
+
+
+def test_two_at_once_do_the_work_once(tmp_path: Path, file: Path, tokenizer_folder: Path) -> None:
+    arguments = (file, tokenizer_folder, tmp_path / "cache")
+    first = child(FIRST, *arguments)
+    assert first.stdin and first.stdout
+    assert first.stdout.readline() == "holding\n"
+    second = child(SECOND, *arguments)
+    assert second.stdout
+    assert second.stdout.readline().startswith("looking at")
+    assert second.stdout.readline() == "waiting for another process that prepares it\n"
+    assert visible(tmp_path / "cache") == []
+    first_folder, _ = first.communicate("go on\n", timeout=60)
+    second_folder, _ = second.communicate(timeout=60)
+    assert first_folder == second_folder
+    assert len(second_folder.splitlines()) == 1, "nothing was read or tokenized a second time"

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plait.data.holdout import survey
+from plait.data.sources import Source, open_source
+from plait.errors import PlaitError
+
+
+def texts(source: Source) -> list[str]:
+    return [b"".join(document.read()).decode() for document in open_source(source).documents()]
+
+
+def read_all(source: Source) -> None:
+    for _ in survey(open_source(source).documents(), 0.05):
+        pass
+
+
+def write(path: Path, content: bytes | str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def write_parquet(path: Path, columns: dict[str, list]) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def test_a_glob_reads_files_of_all_folders_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/z.md", "a/b/c.txt", "c.txt"):
+        write(tmp_path / name, name)
+    assert texts(Source(f"{tmp_path}/**/*.txt")) == ["a/b/c.txt", "b.txt", "c.txt"]
+    assert texts(Source(f"{tmp_path}/**/*.md")) == ["a/z.md"]
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_a_file(tmp_path: Path) -> None:
+    write(tmp_path / "a[1].txt", "one")
+    write(tmp_path / "a1.txt", "other")
+    assert texts(Source(f"{tmp_path}/a[1].txt")) == ["one"]
+
+
+def test_bytes_of_a_text_file_arrive_unchanged(tmp_path: Path) -> None:
+    content = "\ufeffa\r\nb\rc\n\n é 中".encode() * 50_000
+    file = write(tmp_path / "a.txt", content)
+    (document,) = open_source(Source(str(file))).documents()
+    assert document.text_bytes == len(content)
+    assert b"".join(document.read()) == content
+    assert b"".join(document.read(3, 300_001)) == content[3:300_001]
+
+
+def test_json_lines_and_parquet_give_the_named_field_and_skip_empty_texts(tmp_path: Path) -> None:
+    rows = ["first", "", "zweite ü", "line\nbreak"]
+    lines = "\n\n".join(json.dumps({"body": row, "text": 3}) for row in rows)
+    file = write(tmp_path / "a.jsonl", lines)
+    table = write_parquet(tmp_path / "a.parquet", {"body": rows, "n": [1, 2, 3, 4]})
+    assert texts(Source(str(file), field="body")) == ["first", "zweite ü", "line\nbreak"]
+    assert texts(Source(str(table), field="body")) == ["first", "zweite ü", "line\nbreak"]
+
+
+BAD_FILES = [
+    ("a.txt", b"", "a.txt is empty; fill it or take it out"),
+    ("a.md", b"", "a.md is empty"),
+    ("a.txt", b"some text\0more", r"a.txt is binary: it has a NUL byte at byte 9; convert"),
+    ("a.txt", b"x" * 300_000 + b"\xe4 end", r"a.txt is not UTF-8 text at byte 300000; convert"),
+    ("a.txt", b"x" * 262_143 + "é".encode() + b"\xff", r"not UTF-8 text at byte 262145; convert"),
+    ("a.txt", b"cut short \xe4\xb8", r"not UTF-8 text at byte 10; convert"),
+    ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', r'a.jsonl:2 has no field "text"; name the field'),
+    ("a.jsonl", b'{"text": "a"}\n["b"]\n', r'a.jsonl:2 has no field "text"; name the field'),
+    ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', r"a.jsonl:3 is not JSON \(.*\); write one JSON object on each line"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": 7}\n', r"a.jsonl:2: the text is int, not a string; choose a field"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', r"a.jsonl:2: the text is NoneType, not a string; choose a field"),
+    ("a.jsonl", b'{"text": "\\ud800"}\n', r"a.jsonl:1: the text holds half of a surrogate pair; mend"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"a.jsonl:2 is not UTF-8 text at byte 24 of the file; convert"),
+    ("a.parquet", b"PAR1 not really", r"a.parquet is not a readable Parquet file \(.*\); write it again"),
+    ("a.csv", b"text\nx\n", r"a.csv is of no kind that plait reads; give it as .txt, .md, .jsonl or .parquet"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "sentence"), BAD_FILES)
+def test_a_bad_file_is_told_in_one_sentence_with_the_mend(
+    tmp_path: Path, name: str, content: bytes, sentence: str
+) -> None:
+    file = write(tmp_path / name, content)
+    with pytest.raises(PlaitError, match=sentence) as caught:
+        read_all(Source(str(file)))
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pattern_without_a_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlaitError, match=r'no file matches ".*none\*\.txt" \(looked in .*\); mend the path'):
+        open_source(Source(f"{tmp_path}/none*.txt"))
+    with pytest.raises(PlaitError, match=r'is a folder; write which files in it to read, for example ".*/\*\*/\*.txt"'):
+        open_source(Source(str(tmp_path)))
+
+
+def test_parquet_without_the_column_and_with_a_hole_is_refused(tmp_path: Path) -> None:
+    table = write_parquet(tmp_path / "a.parquet", {"body": ["x", None], "n": [1, 2]})
+    with pytest.raises(PlaitError, match=r'a.parquet has no column "text"; name one of body, n'):
+        read_all(Source(str(table)))
+    with pytest.raises(PlaitError, match=r"a.parquet:row 1: the text is NoneType, not a string"):
+        read_all(Source(str(table), field="body"))
+    with pytest.raises(PlaitError, match=r"a.parquet:row 0: the text is int, not a string"):
+        read_all(Source(str(table), field="n"))
+
+
+@pytest.mark.parametrize("path", ["hf:", "hf:a:b:c:d", "hf:a:b/c", "hf:a:"])
+def test_a_malformed_data_set_name_is_refused(path: str) -> None:
+    with pytest.raises(PlaitError, match=r'is not a data set; write "hf:NAME"'):
+        open_source(Source(path))
+
+
+HUGGING_FACE = """
+import json, sys
+from pathlib import Path
+import datasets
+from plait.data.sources import Source, open_source
+from plait.errors import PlaitError
+def texts(path, field="text"):
+    found = open_source(Source(path, field=field))
+    assert found.files and all(file.is_file() for file in found.files)
+    return [b"".join(document.read()).decode() for document in found.documents()]
+def sentence(path, field="text"):
+    try:
+        texts(path, field)
+    except PlaitError as error:
+        return str(error)
+home = Path(sys.argv[1])
+rows = datasets.Dataset.from_dict({"text": [f"row {n}" for n in range(2000)], "n": list(range(2000))})
+rows.save_to_disk(str(home / "flat"))
+datasets.DatasetDict({"train": rows, "test": rows.select(range(3))}).save_to_disk(str(home / "split"))
+(home / "files").mkdir()
+(home / "files" / "train.jsonl").write_text(json.dumps({"text": "from lines"}) + "\\n")
+print(json.dumps({
+    "flat": texts(f"hf:{home}/flat") == [f"row {n}" for n in range(2000)],
+    "split": texts(f"hf:{home}/split:test"),
+    "files": texts(f"hf:{home}/files"),
+    "column": sentence(f"hf:{home}/flat", "body"),
+    "number": sentence(f"hf:{home}/flat", "n"),
+    "no split": sentence(f"hf:{home}/split:dev"),
+    "flat split": sentence(f"hf:{home}/flat:test"),
+    "missing": sentence(f"hf:{home}/missing"),
+}))
+"""
+
+
+def test_hugging_face_data_sets_from_local_folders(tmp_path: Path) -> None:
+    # A process of its own, as the library reads these variables when it is imported.
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", HUGGING_FACE, str(tmp_path)]
+    answer = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    found = json.loads(answer.splitlines()[-1])
+    assert found["flat"] is True
+    assert found["split"] == ["row 0", "row 1", "row 2"]
+    assert found["files"] == ["from lines"]
+    assert 'has no column "body"; name one of text, n' in found["column"]
+    assert "row 0: the text is int, not a string; choose" in found["number"]
+    assert 'has no split "dev"; choose one of train, test' in found["no split"]
+    assert 'is one data set without splits; write it without ":test"' in found["flat split"]
+    assert "cannot be loaded (" in found["missing"] and found["missing"].endswith("mend data.files")

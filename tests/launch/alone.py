@@ -1,0 +1,34 @@
+"""A supervisor in a process of its own, for tests that kill or interrupt it: prints one JSON line a message.
+
+Called as `python -m tests.launch.alone ENTRY WORLD_SIZE`; the last line says how the job ended.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+
+from plait.errors import PlaitError
+from plait.launch.job import Job, Message
+from plait.launch.local import run_job
+
+
+def main(entry: str, world_size: str) -> None:
+    # A shell without job control starts background processes with SIGINT ignored; the test is about one that is not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    job = Job(entry=f"tests.launch.entries:{entry}", argument="", world_size=int(world_size), threads=1)
+    try:
+        result = run_job(job, on_message=_print)
+        print(json.dumps({"stopped_by": result.stopped_by}), flush=True)
+    except PlaitError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        sys.exit(error.exit_code)
+
+
+def _print(message: Message) -> None:
+    print(json.dumps({"kind": message.kind, "rank": message.rank, **message.values}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,133 @@
+"""What the ranks of these tests do. Each entry tells its pid first, so that a test can find its process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+from plait.errors import PlaitError, RunFailed
+from plait.launch.job import RankContext
+
+
+def hello(context: RankContext, argument: str) -> None:
+    _introduce(context)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    more = ("OMP_DYNAMIC", "MKL_DYNAMIC", "GLOO_SOCKET_IFNAME", "PYTHONPATH")
+    context.tell("hello", argument=argument, environment={name: os.environ.get(name) for name in names + more})
+
+
+def talk(context: RankContext, argument: str) -> None:
+    for number in range(int(argument)):
+        context.tell("number", number=number, text="x" * 300)
+
+
+def talk_too_much(context: RankContext, argument: str) -> None:
+    context.tell("text", text="x" * (1 << 20))
+
+
+def print_some(context: RankContext, argument: str) -> None:
+    print(f"rank {context.rank} prints {argument}")
+
+
+def fail_on_one(context: RankContext, argument: str) -> None:
+    _introduce(context)
+    if context.rank == 1:
+        raise ValueError(argument)
+    _wait_for_ever()
+
+
+def raise_plait_error(context: RankContext, argument: str) -> None:
+    if context.rank == 1:
+        raise {"PlaitError": PlaitError, "RunFailed": RunFailed}[argument]("the file is empty; give one with text")
+    _wait_for_ever()
+
+
+def leave_on_one(context: RankContext, argument: str) -> None:
+    if context.rank == 1:
+        os._exit(int(argument))
+    _wait_for_ever()
+
+
+def wait_for_stop(context: RankContext, argument: str) -> None:
+    _introduce(context)
+    while not context.stop_requested():
+        _tick()
+    context.tell("saved", rank=context.rank)
+
+
+def be_deaf(context: RankContext, argument: str) -> None:
+    _introduce(context)
+    _wait_for_ever()
+
+
+def leave_a_child(context: RankContext, argument: str) -> None:
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    context.tell("pid", pid=child.pid, server=os.getppid())
+
+
+def all_reduce(context: RankContext, argument: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    _join(context)
+    value = torch.tensor([float(context.rank + 1)])
+    dist.all_reduce(value)
+    context.tell("sum", value=value.item())
+    dist.destroy_process_group()
+
+
+def reduce_until_one_fails(context: RankContext, argument: str) -> None:
+    """Rank 1 raises or waits to be killed between two collectives; its peers only see the connection break."""
+    import torch
+    import torch.distributed as dist
+
+    _join(context)
+    dist.all_reduce(torch.ones(1))
+    _introduce(context)
+    if context.rank == 1 and argument == "raise":
+        raise ValueError("the root cause")
+    if context.rank == 1:
+        _wait_for_ever()
+    while True:
+        dist.all_reduce(torch.ones(1))
+
+
+def count_threads(context: RankContext, argument: str) -> None:
+    import torch
+
+    matrix = torch.randn(800, 800, requires_grad=True)
+    for _ in range(10):
+        (matrix @ matrix).sum().backward()
+    context.tell("threads", claimed=torch.get_num_threads(), worked=_threads_that_worked(0.02))
+
+
+def _threads_that_worked(at_least_s: float) -> int:
+    """How many threads of this process had so much processor time; torch also keeps some that only wait."""
+    tasks = Path("/proc/self/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) > at_least_s * 1e9 for task in tasks)
+
+
+def _join(context: RankContext) -> None:
+    import torch.distributed as dist
+
+    store = dist.FileStore(context.rendezvous, context.world_size)
+    dist.init_process_group(
+        "gloo", store=store, rank=context.rank, world_size=context.world_size, timeout=timedelta(seconds=60)
+    )
+
+
+def _introduce(context: RankContext) -> None:
+    context.tell("pid", pid=os.getpid(), server=os.getppid())
+
+
+def _wait_for_ever() -> None:
+    while True:
+        signal.pause()
+
+
+def _tick() -> None:
+    threading.Event().wait(0.01)

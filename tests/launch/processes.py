@@ -1,0 +1,89 @@
+"""What tests ask of the process table, and a record of what ranks told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from plait.launch.job import Job, Message
+
+LISTEN = "0A"
+
+
+def job(entry: str, world_size: int, *, argument: str = "", threads: int = 1, log_dir: str | None = None) -> Job:
+    module = "" if "." in entry else "tests.launch.entries:"
+    return Job(entry=module + entry, argument=argument, world_size=world_size, threads=threads, log_dir=log_dir)
+
+
+class Record:
+    """Keeps every message; calls `when_all_told` once, as soon as `world_size` ranks have told their pids."""
+
+    def __init__(self, world_size: int = 0, when_all_told: Callable[[Record], None] = lambda record: None) -> None:
+        self.messages: list[Message] = []
+        self.pids: dict[int, int] = {}
+        self.server_pid = 0
+        self.acted_at_s = 0.0
+        self._world_size = world_size
+        self._when_all_told = when_all_told
+
+    def __call__(self, message: Message) -> None:
+        self.messages.append(message)
+        if message.kind == "pid":
+            self.pids[message.rank] = message.values["pid"]
+            self.server_pid = message.values["server"]
+            if len(self.pids) == self._world_size:
+                self.acted_at_s = time.monotonic()
+                self._when_all_told(self)
+
+    @property
+    def all_pids(self) -> list[int]:
+        return [*self.pids.values(), self.server_pid]
+
+    def values(self, kind: str) -> dict[int, Any]:
+        return {message.rank: message.values for message in self.messages if message.kind == kind}
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process table has a living process of this number (a zombie has ended)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def running(pids: Iterable[int]) -> list[int]:
+    return [pid for pid in pids if is_running(pid)]
+
+
+def wait_until(fact: Callable[[], bool], *, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while not fact():
+        assert time.monotonic() < deadline, f"not so within {within_s} s"
+        threading.Event().wait(0.005)
+
+
+def listening_sockets(pid: int) -> set[str]:
+    """The inodes of the TCP sockets on which a process listens."""
+    links = [_target(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    return own & _listening_inodes()
+
+
+def _listening_inodes() -> set[str]:
+    tables = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+    rows = [row.split() for table in tables if table.exists() for row in table.read_text().splitlines()[1:]]
+    return {row[9] for row in rows if row[3] == LISTEN}
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except FileNotFoundError:
+        return ""
+
+
+def open_descriptors(pid: int | str) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))

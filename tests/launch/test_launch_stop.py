@@ -1,0 +1,150 @@
+"""Ctrl-C, SIGTERM and kill -9 of the supervisor."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.errors import RunFailed
+from plait.launch.local import run_job
+from tests.launch.processes import Record, job, running, wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def sigint_is_not_ignored() -> Iterator[None]:
+    """As it would be when the tests are started in the background of a script."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def _send_self(*numbers: signal.Signals) -> Callable[[Record], None]:
+    def send(record: Record) -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    return send
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_lets_the_ranks_save_and_return(number: signal.Signals):
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    record = Record(3, _send_self(number))
+    result = run_job(job("wait_for_stop", 3), on_message=record)
+    assert result.stopped_by == number.name
+    assert record.values("saved") == {rank: {"rank": rank} for rank in range(3)}
+    assert running(record.all_pids) == []
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_the_second_signal_kills_at_once():
+    record = Record(2, _send_self(signal.SIGINT, signal.SIGTERM))
+    with pytest.raises(RunFailed, match="second SIGTERM, without saving"):
+        run_job(job("be_deaf", 2), on_message=record)
+    assert time.monotonic() - record.acted_at_s < 5
+    assert running(record.all_pids) == []
+
+
+def test_ranks_that_do_not_return_are_killed_after_the_grace():
+    record = Record(2, _send_self(signal.SIGTERM))
+    with pytest.raises(RunFailed, match=r"had not saved and ended 0\.3 s after SIGTERM"):
+        run_job(job("be_deaf", 2), on_message=record, grace_s=0.3)
+    assert time.monotonic() - record.acted_at_s < 5
+    assert running(record.all_pids) == []
+
+
+def test_a_signal_before_the_first_rank_exists_ends_the_job(tmp_path):
+    """The fork server is held in an import, by a pipe that nobody writes to, until the signal has come."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "slow_to_import.py").write_text(
+        f"import os\nos.close(os.open({str(tmp_path / 'reached')!r}, os.O_CREAT))\nopen({str(pipe)!r}).read()\n"
+    )
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from plait.launch.job import Job; from plait.launch.local import run_job\n"
+        "job = Job(entry='slow_to_import:main', argument='', world_size=2, threads=1)\n"
+        "print(run_job(job, on_message=print).stopped_by)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True) as process:
+        wait_until((tmp_path / "reached").exists, within_s=20)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=10)[0] == "SIGINT\n"
+
+
+class _Alone:
+    """A supervisor in its own process and group, and what its ranks told."""
+
+    def __init__(self, entry: str, world_size: int) -> None:
+        command = [sys.executable, "-m", "tests.launch.alone", entry, str(world_size)]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        told = [self.next_line() for _ in range(world_size)]
+        self.pids = [line["pid"] for line in told] + [told[0]["server"]]
+
+    def next_line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def alone() -> Iterator[Callable[[str, int], _Alone]]:
+    started: list[_Alone] = []
+
+    def start(entry: str, world_size: int) -> _Alone:
+        started.append(_Alone(entry, world_size))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+def test_kill_9_of_the_supervisor_leaves_no_process(alone: Callable[[str, int], _Alone]):
+    supervisor = alone("be_deaf", 3)
+    assert running(supervisor.pids) == supervisor.pids
+    supervisor.process.kill()
+    wait_until(lambda: not running(supervisor.pids), within_s=2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_whole_group_still_saves(alone: Callable[[str, int], _Alone], number: signal.Signals):
+    """As Ctrl-C in a terminal does, and some schedulers."""
+    supervisor = alone("wait_for_stop", 3)
+    os.killpg(supervisor.process.pid, number)
+    lines = [supervisor.next_line() for _ in range(4)]
+    assert sorted(line["rank"] for line in lines[:3]) == [0, 1, 2]
+    assert {line["kind"] for line in lines[:3]} == {"saved"}
+    assert lines[3] == {"stopped_by": number.name}
+    assert supervisor.process.wait(10) == 0
+    assert running(supervisor.pids) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_under_torchrun_a_signal_saves_and_kill_9_leaves_no_worker(number: signal.Signals):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "tests.launch.under_torchrun"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as agent:
+        assert agent.stdout is not None
+        told = json.loads(agent.stdout.readline())
+        assert (told["kind"], told["rank"], told["local_world_size"]) == ("pids", 0, 2)
+        assert running(told["pids"]) == told["pids"]
+        agent.send_signal(number)
+        rest = agent.communicate(timeout=20)[0].splitlines()
+    assert [json.loads(line)["kind"] for line in rest] == (["saved"] if number == signal.SIGTERM else [])
+    wait_until(lambda: not running(told["pids"]), within_s=2)

@@ -1,0 +1,91 @@
+"""The shape's counts are torch's counts, and wrong shapes are refused with a mend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from plait.errors import PlaitError
+from plait.model.gpt import GPT
+from plait.model.shape import (
+    ModelShape,
+    parameter_count,
+    parameter_parts,
+    training_flops_per_token,
+    weight_sizes,
+)
+
+LLAMA = ModelShape(layers=3, width=48, heads=6, kv_heads=2, head_width=16, ffn=80, vocabulary=97, sequence=32)
+GPT2 = replace(
+    LLAMA,
+    kv_heads=6,
+    head_width=8,
+    norm="layernorm",
+    activation="gelu",
+    positions="learned",
+    bias="all",
+    tied=True,
+)
+QWEN2 = replace(LLAMA, bias="qkv", tied=True)
+QWEN3 = replace(LLAMA, qk_norm=True, activation="relu2")
+SHAPES = pytest.mark.parametrize("shape", [LLAMA, GPT2, QWEN2, QWEN3], ids=["llama", "gpt2", "qwen2", "qwen3"])
+
+
+@SHAPES
+def test_weights_and_counts_are_those_of_the_model(shape: ModelShape) -> None:
+    with torch.device("meta"):
+        model = GPT(shape)
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == weight_sizes(shape)
+    assert parameter_count(shape) == sum(p.numel() for p in model.parameters())
+    assert sum(parameter_parts(shape).values()) == parameter_count(shape)
+
+
+@SHAPES
+def test_flops_are_three_times_the_forward_that_torch_counts(shape: ModelShape) -> None:
+    rows, sequence = 2, 24
+    with torch.device("meta"):
+        model = GPT(shape)
+        tokens_bt = torch.zeros(rows, sequence, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model.logits(model(tokens_bt))
+    per_token = training_flops_per_token(shape, sequence, "full")
+    assert per_token * rows * sequence == 3 * counter.get_total_flops()
+
+
+def test_causal_attention_counts_half_of_the_square() -> None:
+    full, causal = (training_flops_per_token(LLAMA, 32, kind) for kind in ("full", "causal"))
+    assert full - causal == 3 * 2 * LLAMA.layers * 6 * 16 * 32
+
+
+@SHAPES
+def test_a_shape_survives_its_dict(shape: ModelShape) -> None:
+    assert ModelShape.from_dict(shape.to_dict()) == shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_heads": 4}, "kv_heads = 4 does not divide 6 heads; choose one of 1, 2, 3, 6"),
+        ({"head_width": 15}, "choose an even head_width"),
+        ({"layers": 0}, "layers is 0; choose a whole number"),
+        ({"width": 2.5}, "width is 2.5; choose a whole number"),
+        ({"norm": "batchnorm"}, 'choose "layernorm" or "rmsnorm"'),
+        ({"bias": True}, 'choose "none" or "qkv" or "all"'),
+        ({"norm_eps": 0.0}, "norm_eps is 0.0; choose a number above 0"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(PlaitError, match=words):
+        ModelShape.from_dict(LLAMA.to_dict() | changes)
+
+
+def test_unknown_and_missing_fields_are_named() -> None:
+    with pytest.raises(PlaitError, match="no field 'wdith'"):
+        ModelShape.from_dict(LLAMA.to_dict() | {"wdith": 3})
+    values = LLAMA.to_dict()
+    del values["heads"]
+    with pytest.raises(PlaitError, match="lacks 'heads'"):
+        ModelShape.from_dict(values)

@@ -1,0 +1,104 @@
+"""The receipt: in and out, as a table, and the speed that goes into it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from plait.errors import PlaitError, RunFailed
+from plait.layout import Layout
+from plait.report.metrics import StepReport
+from plait.report.receipt import Receipt, Speed, median_speed, read_receipt
+
+RECEIPT = Receipt(
+    steps=600,
+    tokens=2_457_600,
+    world_size=2,
+    layout=Layout(replicate=2).degrees,
+    train_loss=3.21098,
+    eval_loss=3.9,
+    eval_nats_per_byte=1.5123,
+    step_s_median=0.4125,
+    tokens_per_s=9929.7,
+    mfu=0.6012,
+    mfu_causal=0.5811,
+    peak_tensor_bytes=[150_000_000, 157_286_400],
+    peak_rss_bytes=[600_000_000, 644_245_094],
+    wall_s=251.4,
+    device_hours=0.1397,
+    versions={"plait": "0.1.0", "torch": "2.13.0"},
+    device="Xeon, 2 cores",
+)
+
+
+def report(step: int, step_s: float, mfu: float | None = None) -> StepReport:
+    return StepReport(
+        step=step, tokens=0, loss=0, grad_norm=0, lr=0, step_s=step_s, tokens_per_s=100 / step_s, mfu=mfu, data_wait_s=0
+    )
+
+
+def test_a_receipt_comes_back_as_it_was(tmp_path):
+    path = tmp_path / "receipt.json"
+    RECEIPT.write(path)
+    assert read_receipt(path) == RECEIPT
+    assert list(json.loads(path.read_text())) == list(Receipt.__slots__)
+    assert [file.name for file in tmp_path.iterdir()] == ["receipt.json"]
+
+
+def test_what_is_not_known_is_null(tmp_path):
+    path = tmp_path / "receipt.json"
+    replace(RECEIPT, eval_loss=None, mfu=None, train_loss=math.nan).write(path)
+    back = read_receipt(path)
+    assert back.eval_loss is None and back.mfu is None and math.isnan(back.train_loss)
+    assert json.loads(path.read_text())["train_loss"] is None
+
+
+def test_a_missing_or_broken_receipt_is_a_sentence(tmp_path):
+    with pytest.raises(PlaitError, match=r"receipt.json is missing: the run has not finished"):
+        read_receipt(tmp_path / "receipt.json")
+    for text in ("", "[]", "{}", '{"steps": 3}', "\xff"):
+        (tmp_path / "receipt.json").write_text(text)
+        with pytest.raises(PlaitError, match="is not a receipt"):
+            read_receipt(tmp_path / "receipt.json")
+
+
+def test_a_full_disk_leaves_the_old_receipt(tmp_path):
+    path = tmp_path / "receipt.json"
+    RECEIPT.write(path)
+    (tmp_path / ".receipt.json.new").symlink_to("/dev/full")
+    with pytest.raises(RunFailed, match=r"could not write .*receipt.json .No space left on device."):
+        replace(RECEIPT, steps=1).write(path)
+    assert read_receipt(path) == RECEIPT
+
+
+def test_the_table_reads_like_this():
+    assert RECEIPT.table().splitlines() == [
+        "trained          600 steps, 2.46M tokens",
+        "on               Xeon, 2 cores, 2 ranks (replicate 2)",
+        "training loss    3.2110 nats per token in the last step",
+        "held-out loss    3.9000 nats per token, 1.5123 per byte",
+        "speed            9.93K tokens/s, 0.412 s a step (median)",
+        "MFU              60.1% (58.1% with causal attention)",
+        "peak of tensors  150 MiB on the fullest device",
+        "peak of memory   614 MiB on the fullest device",
+        "time             4 min 11 s, 0.14 device hours",
+        "versions         plait 0.1.0, torch 2.13.0",
+    ]
+    short = replace(RECEIPT, eval_loss=None, eval_nats_per_byte=None, mfu=None, mfu_causal=None, world_size=1)
+    assert "held-out" not in short.table() and "MFU" not in short.table() and "1 rank (" in short.table()
+
+
+def test_the_median_leaves_out_the_first_steps_of_each_start():
+    slow, fast = [report(step, 10.0) for step in (1, 2, 3)], [report(step, 1.0, mfu=0.5) for step in (4, 5)]
+    again = [report(step, 10.0) for step in (6, 7, 8)] + [report(9, 3.0, mfu=0.7)]
+    assert median_speed(slow + fast) == Speed(step_s_median=1.0, tokens_per_s=100.0, mfu=0.5)
+    assert median_speed(slow + fast + again, starts=(0, 5)).step_s_median == 1.0
+    assert median_speed(slow + again, starts=(0, 5)) == Speed(step_s_median=3.0, tokens_per_s=100 / 3.0, mfu=0.7)
+
+
+def test_a_run_of_warm_up_steps_only_still_has_a_speed():
+    assert median_speed([report(1, 2.0), report(2, 4.0)]).step_s_median == 3.0
+    assert math.isnan(median_speed([]).step_s_median)
