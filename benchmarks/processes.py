@@ -11,17 +11,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import IO
 
+from benchmarks.machine import ProcessorSeconds
+
 ROOT = Path(__file__).parent.parent
 QUIET = 0.03
 RETRIES = 2
 TURN_LIMIT_S = 1800
-STAT = Path("/proc/stat")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,36 +84,24 @@ def run_contender(contender: Contender, mode: Mode, *, workdir: Path, warmup: in
         logs = [Path(folder) / f"rank-{rank}.log" for rank in range(mode.ranks)]
         commands = [f"{contender.command} {flags} --out {out}".replace("{python}", sys.executable) for out in outs]
         variables = [_rank_variables(rank, mode, port) for rank in range(mode.ranks)]
-        before = _Processor.now()
+        before, children_s = ProcessorSeconds.now(), _children_s()
         _run_together(contender.name, commands, variables, logs)
-        others = _Processor.now().others_since(before)
+        others = _others_share(before, ProcessorSeconds.now(), _children_s() - children_s)
         return Turn.from_ranks([json.loads(out.read_text()) for out in outs], others)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Processor:
-    """Processor seconds so far: of the whole machine (busy and idle, from /proc/stat) and of this one's children."""
-
-    busy_s: float
-    idle_s: float
-    children_s: float
-
-    @classmethod
-    def now(cls) -> _Processor:
-        own = resource.getrusage(resource.RUSAGE_CHILDREN)
-        ticks = [0.0] * 8
-        if STAT.exists():  # Linux; elsewhere nothing is known of others
-            ticks = [int(field) / os.sysconf("SC_CLK_TCK") for field in STAT.read_text().split()[1:9]]
-        idle_s = ticks[3] + ticks[4]
-        return cls(busy_s=sum(ticks) - idle_s, idle_s=idle_s, children_s=own.ru_utime + own.ru_stime)
-
-    def others_since(self, before: _Processor) -> float:
-        busy_s, children_s = self.busy_s - before.busy_s, self.children_s - before.children_s
-        whole_s = busy_s + self.idle_s - before.idle_s
-        return max(0.0, busy_s - children_s) / whole_s if whole_s else 0.0
+def _others_share(before: ProcessorSeconds, after: ProcessorSeconds, children_s: float) -> float:
+    busy_s = after.busy_s - before.busy_s
+    whole_s = busy_s + after.idle_s - before.idle_s
+    return max(0.0, busy_s - children_s) / whole_s if whole_s else 0.0
 
 
-def _run_together(name: str, commands: list[str], variables: list[Mapping[str, str]], logs: list[Path]) -> None:
+def _children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _run_together(name: str, commands: list[str], variables: list[dict[str, str]], logs: list[Path]) -> None:
     running: list[subprocess.Popen[bytes]] = []
     files: list[IO[bytes]] = []
     try:

@@ -1,4 +1,4 @@
-"""Where the plain torch loop spends its step, by kind of work, with one thread: `python -m benchmarks.lab.profile_step`.
+"""Where the plain torch loop spends its step, by kind of work, one thread: `python -m benchmarks.lab.profile_step`.
 
 Every step is profiled alone and the least time of each kind over the steps counts, so that a busy machine adds little.
 """

@@ -1,7 +1,7 @@
-"""When and in what buckets two one-thread ranks should sum their gradients: `python -m benchmarks.lab.reduce_schedules`.
+"""When, and in what buckets, two one-thread ranks should sum gradients: `python -m benchmarks.lab.reduce_schedules`.
 
-One pair of ranks takes the schedules in turn, step by step, on the same model; a step of every schedule makes a round,
-and all ratios are taken within rounds, over the step that sums nothing.
+One pair of ranks on one model takes each schedule right beside a step that sums nothing, and only pairs of steps during
+which other programs left the machine alone count; the ratios are of such pairs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from benchmarks.contender import Orders, leave
-from benchmarks.pairing import compare
+from benchmarks.machine import ProcessorSeconds
 from benchmarks.peers.ddp_loop import GPT2, Windows, build_optimizer
 from benchmarks.workload import FIRST_RUN, prepare
 
 MIB = 2**20
 RANKS = 2
+QUIET = 0.03
+TRIES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +46,9 @@ class Schedule:
         return self.when if self.when in ("never", "shared memory") else f"{self.when}, {self.bucket_mib} MiB"
 
 
+NEVER = Schedule(when="never")
 SCHEDULES = [
-    Schedule(when="never"),
+    NEVER,
     *(Schedule(when="during", bucket_mib=size) for size in (1, 2, 5, 10, 25)),
     *(Schedule(when="after", bucket_mib=size) for size in (1, 5, 25, 64)),
     Schedule(when="shared memory"),
@@ -81,9 +84,7 @@ class FlatGradients:
         return found
 
 
-def step_with(
-    schedule: Schedule, gradients: FlatGradients, backward: Callable[[], None], tick: torch.Tensor
-) -> tuple[float, float]:
+def step_with(schedule: Schedule, gradients: FlatGradients, backward: Callable[[], None]) -> tuple[float, float]:
     """One backward pass with its sums; returns the wall and CPU seconds of the whole."""
     wall, cpu = time.perf_counter(), time.process_time()
     gradients.flat.zero_()
@@ -96,7 +97,7 @@ def step_with(
         for start, end, _ in gradients.buckets(schedule.bucket_mib):
             works.append(_sum(gradients.flat[start:end]))
     elif schedule.when == "shared memory":
-        _sum_in_shared_memory(gradients, tick)
+        _sum_in_shared_memory(gradients)
     for work in works:
         work.wait()
     for handle in handles:
@@ -104,9 +105,7 @@ def step_with(
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def _hook(
-    gradients: FlatGradients, mebibytes: int, works: list[dist.Work]
-) -> list[torch.utils.hooks.RemovableHandle]:
+def _hook(gradients: FlatGradients, mebibytes: int, works: list[dist.Work]) -> list[torch.utils.hooks.RemovableHandle]:
     handles: list[torch.utils.hooks.RemovableHandle] = []
     first = 0
     for start, end, members in gradients.buckets(mebibytes):
@@ -129,7 +128,8 @@ def _sum(bucket: torch.Tensor) -> dist.Work:
     return work
 
 
-def _sum_in_shared_memory(gradients: FlatGradients, tick: torch.Tensor) -> None:
+def _sum_in_shared_memory(gradients: FlatGradients) -> None:
+    tick = torch.zeros(1)
     middle = gradients.flat.numel() // 2
     halves = (slice(0, middle), slice(middle, None))
     mine, other = halves[dist.get_rank()], halves[1 - dist.get_rank()]
@@ -141,27 +141,45 @@ def _sum_in_shared_memory(gradients: FlatGradients, tick: torch.Tensor) -> None:
 
 
 def rank_main(workdir: Path, out: Path, rounds: int) -> None:
-    """One rank: warm up with two rounds, then time `rounds`."""
+    """One rank: warm up with a round, then take rounds until every schedule has its `rounds` quiet pairs."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    orders = Orders(
-        workdir=workdir, out=out, warmup=0, steps=1, threads=1, rank=dist.get_rank(), world_size=RANKS
-    )
+    orders = Orders(workdir=workdir, out=out, warmup=0, steps=1, threads=1, rank=dist.get_rank(), world_size=RANKS)
     model = GPT2(FIRST_RUN)
     model.load_state_dict(load_file(workdir / "init.safetensors"))
     gradients = FlatGradients(list(model.parameters()), workdir)
     optimizer = build_optimizer(model, FIRST_RUN)
     windows = Windows(workdir, FIRST_RUN, orders)
-    tick = torch.zeros(1)
-    times: dict[str, list[tuple[float, float]]] = {str(schedule): [] for schedule in SCHEDULES}
-    for number in range(rounds + 2):
-        first = number % len(SCHEDULES)
-        for schedule in [*SCHEDULES[first:], *SCHEDULES[:first]]:
-            dist.all_reduce(tick)
-            times[str(schedule)].append(step_with(schedule, gradients, lambda: model(*windows(0)).backward(), tick))
-            optimizer.step()
-    out.write_text(json.dumps({name: each[2:] for name, each in times.items()}))
+    pairs: dict[str, list[list[float]]] = {str(schedule): [] for schedule in SCHEDULES}
+    tries = 0
+    while tries < TRIES * rounds and any(len(each) < rounds for each in pairs.values()):
+        tries += 1
+        for schedule in SCHEDULES:
+            if len(pairs[str(schedule)]) < rounds:
+                pair, others = timed_pair(schedule, gradients, lambda: model(*windows(0)).backward())
+                optimizer.step()
+                if tries > 1 and others < QUIET:
+                    pairs[str(schedule)].append(pair)
+    out.write_text(json.dumps(pairs))
     leave()
+
+
+def timed_pair(schedule: Schedule, gradients: FlatGradients, backward: Callable[[], None]) -> tuple[list[float], float]:
+    """Wall and CPU seconds without sums, then with them, the slower rank's; and what share others took meanwhile."""
+    dist.all_reduce(torch.zeros(1))
+    before = ProcessorSeconds.now()
+    alone = step_with(NEVER, gradients, backward)
+    dist.all_reduce(torch.zeros(1))
+    summed = step_with(schedule, gradients, backward)
+    after = ProcessorSeconds.now()
+    own = torch.tensor([alone[1] + summed[1]])
+    slowest = torch.tensor([*alone, *summed])
+    dist.all_reduce(own)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    busy_s = after.busy_s - before.busy_s
+    share = torch.tensor([(busy_s - own.item()) / (busy_s + after.idle_s - before.idle_s)])
+    dist.broadcast(share, 0)
+    return slowest.tolist(), share.item()
 
 
 def main() -> None:
@@ -175,22 +193,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         prepare(FIRST_RUN, Path(folder), steps=1, world_size=RANKS)
         answers = _start_ranks(Path(folder), flags.rounds)
-    names = list(answers[0])
-    for place, what in ((0, "wall"), (1, "CPU")):
-        seconds = {name: [max(pair[place] for pair in both) for both in _by_round(answers, name)] for name in names}
-        print(f"\n| schedule | ms {what} | ÷ never, median | least … greatest |\n| --- | --- | --- | --- |")
-        for one in compare(seconds, "never"):
-            bounds = f"{one.least_ratio:.3f} … {one.greatest_ratio:.3f}"
-            print(f"| {one.name} | {one.median_s * 1e3:.1f} | {one.ratio:.3f} | {bounds} |")
-        least = min(median(values) for name, values in seconds.items() if name != "never")
-        print(f"\nleast median: {least * 1e3:.1f} ms")
+    print("| schedule | pairs | ms alone | ms more | wall ÷ alone | least … greatest | CPU ÷ alone |")
+    print("| --- " * 7 + "|")
+    for name, pairs in answers[0].items():
+        if pairs:
+            print(_row(name, pairs))
 
 
-def _by_round(answers: list[dict[str, list[tuple[float, float]]]], name: str) -> list[tuple[tuple[float, float], ...]]:
-    return list(zip(*(answer[name] for answer in answers), strict=True))
+def _row(name: str, pairs: list[list[float]]) -> str:
+    alone, wall, cpu = [pair[0] for pair in pairs], [pair[2] / pair[0] for pair in pairs], [p[3] / p[1] for p in pairs]
+    more = median(pair[2] - pair[0] for pair in pairs)
+    bounds = f"{min(wall):.3f} … {max(wall):.3f}"
+    return (
+        f"| {name} | {len(pairs)} | {median(alone) * 1e3:.0f} | {more * 1e3:.1f} "
+        f"| {median(wall):.3f} | {bounds} | {median(cpu):.3f} |"
+    )
 
 
-def _start_ranks(workdir: Path, rounds: int) -> list[dict[str, list[tuple[float, float]]]]:
+def _start_ranks(workdir: Path, rounds: int) -> list[dict[str, list[list[float]]]]:
     outs = [workdir / f"rank-{rank}.json" for rank in range(RANKS)]
     common = {**os.environ, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     common.setdefault("MASTER_PORT", "29571")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import json
+import select
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,6 +50,12 @@ class LineReader:
         while chunk := self._receive():
             values += self._split(chunk)
         return values
+
+    def wait(self, within_s: float) -> bool:
+        """Block until something has arrived or the other end is closed; false when the time is up first."""
+        poll = select.poll()
+        poll.register(self.wire, select.POLLIN)
+        return bool(poll.poll(max(0.0, within_s) * 1000))
 
     def _receive(self) -> bytes:
         # Not socket.recv_fds: that of Python 3.11 drops the flags that it is given, and would block.

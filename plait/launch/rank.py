@@ -87,7 +87,7 @@ def _redirect(job: Job, rank: int) -> TextIO:
     """Rank 0 keeps the terminal; the others print into their log. Answers the stream for tracebacks."""
     if job.log_dir is None:
         return sys.stderr
-    log = (Path(job.log_dir) / f"rank-{rank}.log").open("a", buffering=1)
+    log = (Path(job.log_dir) / f"rank-{rank}.log").open("a", buffering=1, encoding="utf-8")
     if rank > 0:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import select
 import selectors
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -208,7 +206,7 @@ class Supervision:
     def _abandon(self) -> None:
         self._kill()
         answers = self._server.answers
-        while not (self._over or answers.ended) and _readable(answers.wire, self._deadline - time.monotonic()):
+        while not (self._over or answers.ended) and answers.wait(self._deadline - time.monotonic()):
             self._over = any("over" in value for value in answers.read())
         if not self._over:
             self._server.kill()
@@ -226,7 +224,7 @@ class Supervision:
         """Take what the ranks left in their wires, until each is closed: then its rank is gone."""
         deadline = time.monotonic() + self._bounds.silence_s
         for rank, reader in enumerate(self._ranks):
-            while not reader.ended and _readable(reader.wire, deadline - time.monotonic()):
+            while not reader.ended and reader.wait(deadline - time.monotonic()):
                 for value in reader.read():
                     hear(rank, value)
 
@@ -246,9 +244,3 @@ class Supervision:
         if isinstance(cause, Raised) and not cause.plait_classes:
             print(cause.traceback, file=sys.stderr, flush=True)
         return as_error(cause, "above")
-
-
-def _readable(wire: socket.socket, within_s: float) -> bool:
-    poll = select.poll()
-    poll.register(wire, select.POLLIN)
-    return bool(poll.poll(max(0.0, within_s) * 1000))

@@ -20,9 +20,24 @@ from plait.model.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Lengths of the consecutive documents in the flattened rows of a batch; none crosses the end of a row."""
+    """Lengths of the consecutive documents in the flattened rows of a batch; none crosses the end of a row.
+
+    The model adds `ends` and `longest`, once a forward, where its device's kernel wants them: how many tokens lie
+    before each document and before the end, and a length that none exceeds.
+    """
 
     lengths: tuple[int, ...]
+    ends: Tensor | None = None
+    longest: int = 0
+
+    def on(self, device: torch.device) -> Documents:
+        """These documents as attention on a device takes them, without waiting for the device."""
+        if device.type != "cuda":
+            return self
+        ends = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).pin_memory()
+        # A power of two: compiled layers specialise on the number, and few values mean few compilations.
+        longest = 1 << (max(self.lengths) - 1).bit_length()
+        return Documents(self.lengths, ends.to(device, non_blocking=True), longest)
 
 
 class Cache:
@@ -85,12 +100,15 @@ class Attention(nn.Module):
 
 def attend(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None) -> Tensor:
     """Each token sees itself and the earlier tokens of its row, or of its document where documents are given."""
-    tokens = q_bthd.shape[1]
-    if documents is None or all(length == tokens for length in documents.lengths):
+    if documents is None:
         return _attend_rows(q_bthd, k_bthd, v_bthd)
-    if q_bthd.is_cuda and q_bthd.dtype in (torch.bfloat16, torch.float16):
-        return _attend_packed(q_bthd, k_bthd, v_bthd, documents)
-    return _attend_segments(q_bthd, k_bthd, v_bthd, documents)
+    if documents.ends is not None and q_bthd.dtype in (torch.bfloat16, torch.float16):
+        return _attend_packed(q_bthd, k_bthd, v_bthd, documents.ends, documents.longest)
+    length = documents.lengths[0]
+    if all(other == length for other in documents.lengths):
+        q, k, v = (x.reshape(-1, length, *x.shape[2:]) for x in (q_bthd, k_bthd, v_bthd))
+        return _attend_rows(q, k, v).reshape(q_bthd.shape)
+    return _attend_segments(q_bthd, k_bthd, v_bthd, documents.lengths)
 
 
 def attend_cached(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor) -> Tensor:
@@ -104,31 +122,18 @@ def _attend_rows(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor) -> Tensor:
     return _sdpa(q_bthd, k_bthd, v_bthd, causal=True)
 
 
-def _attend_segments(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents) -> Tensor:
+def _attend_segments(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """One causal attention a document. Split, not slices: a slice's backward fills a zero tensor of full size."""
-    lengths = list(documents.lengths)
-    parts = (x.flatten(0, 1).split(lengths) for x in (q_bthd, k_bthd, v_bthd))
+    parts = (x.flatten(0, 1).split(list(lengths)) for x in (q_bthd, k_bthd, v_bthd))
     mixed = [_attend_rows(q[None], k[None], v[None])[0] for q, k, v in zip(*parts, strict=True)]
     return torch.cat(mixed).view(q_bthd.shape)
 
 
-def _attend_packed(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents) -> Tensor:
-    """All documents in one call of the flash kernel for ragged lengths."""
-    ends = torch.tensor((0, *documents.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    ends = ends.to(q_bthd.device, non_blocking=True)
-    longest = max(documents.lengths)
+def _attend_packed(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, ends: Tensor, longest: int) -> Tensor:
+    """All documents in one call of the flash kernel for ragged lengths; it looks backward only: window (-1, 0)."""
     q_nhd, k_nhd, v_nhd = (x.flatten(0, 1) for x in (q_bthd, k_bthd, v_bthd))
-    mixed = varlen_attn(
-        q_nhd,
-        k_nhd,
-        v_nhd,
-        ends,
-        ends,
-        longest,
-        longest,
-        window_size=(-1, 0),
-        enable_gqa=q_nhd.shape[1] != k_nhd.shape[1],
-    )
+    grouped = q_nhd.shape[1] != k_nhd.shape[1]
+    mixed = varlen_attn(q_nhd, k_nhd, v_nhd, ends, ends, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
     assert isinstance(mixed, Tensor)
     return mixed.view(q_bthd.shape)
 

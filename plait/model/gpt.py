@@ -58,6 +58,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """The layers that are present, in order, without embedding and final norm."""
         rotation = self.rotary(positions_bt, hidden_btd.dtype) if self.rotary is not None else None
+        documents = documents.on(hidden_btd.device) if documents is not None else None
         for layer in self.layers.values():
             hidden_btd = layer(hidden_btd, rotation, documents, cache)
         if cache is not None:

@@ -5,6 +5,8 @@ A pair is number i and number i + head_width / 2, as in the published Llama, Mis
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +25,8 @@ class Rotary(nn.Module):
         self._tables: dict[tuple[torch.device, torch.dtype], Rotation] = {}
 
     def forward(self, positions_bt: Tensor, dtype: torch.dtype) -> Rotation:
-        key = (positions_bt.device, dtype)
+        """The rotation for a stream of the given dtype, itself in float32 at least."""
+        key = (positions_bt.device, torch.promote_types(dtype, torch.float32))
         if key not in self._tables:
             self._tables[key] = self._table(*key)
         cos, sin = self._tables[key]
@@ -40,7 +43,32 @@ class Rotary(nn.Module):
 
 
 def rotate(x_bthd: Tensor, rotation: Rotation) -> Tensor:
-    """Turn queries or keys by their positions' angles; computed in the rotation's dtype, answered in x's."""
+    """Turn queries or keys by their positions' angles."""
+    # On CPUs each of the plain formula's nine operations is a pass through memory, forward and again backward.
+    if x_bthd.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _Rotate.apply(x_bthd, *rotation)
     cos, sin = rotation
     first, second = x_bthd.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_bthd.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """A turn; its gradient is the turn back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, sin, -1), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    turned = torch.empty_like(x, memory_format=torch.contiguous_format)
+    (first, second), (turned_first, turned_second) = x.chunk(2, dim=-1), turned.chunk(2, dim=-1)
+    torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=turned_second).addcmul_(first, sin, value=direction)
+    return turned

@@ -9,45 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any, Literal
+from typing import Literal
 
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 from plait.layout import Layout
-from plait.model.shape import ModelShape, parameter_count, training_flops_per_token
-from plait.model.sizes import SIZES, named_shape, nearest_size
+from plait.model.shape import parameter_count, training_flops_per_token
 from plait.plan import rules
 from plait.plan.plan import OptimizerPlan, Plan, Precision
+from plait.plan.size import CorpusFacts, batch_sequences, budget_of, size_up
+from plait.plan.split import Split, candidate_splits, micro_sequences
 from plait.recipe.schema import RunConfig
-from plait.units import Amount, Every, format_count, format_duration, parse_amount, parse_every
-
-CPU_MICRO_TOKENS = 4096
-BYTES_PER_PARAMETER = 16
-"""Weights, gradients and AdamW's two moments in float32."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CorpusFacts:
-    """What the plan must know of the prepared data."""
-
-    folder: str
-    content_hash: str
-    vocabulary: int
-    train_tokens: int
-    longest_sequence: int
-    heldout_tokens: int
-    documents: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """One way to use a machine: so many workers with so many threads, and how long a step took so (None: not yet)."""
-
-    workers: int
-    threads: int
-    step_s: float | None = None
-    evaluate_s: float = 0.0
-    """Time of one evaluation of the whole held-out part."""
+from plait.units import Amount, Every, format_count, format_duration, parse_every
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +38,10 @@ def draft(
 ) -> Draft:
     """Everything that can be decided before a step was timed; raises PlaitError for what cannot work."""
     why: list[str] = []
-    budget, shape, flops = _size_up(config, corpus, machine, peak_flops, why)
+    budget, shape, flops = size_up(config, corpus, machine, peak_flops, why)
     sequence = shape.sequence
-    batch = _batch(config, flops, sequence, why)
-    splits = _splits(config, machine, batch, shape, why)
+    batch = batch_sequences(config, flops, sequence, why)
+    splits = candidate_splits(config, machine, batch, shape, why)
     plan = Plan(
         layout=Layout(replicate=splits[0].workers),
         threads=splits[0].threads,
@@ -78,7 +51,7 @@ def draft(
         shape=shape,
         sequence=sequence,
         batch_sequences=batch,
-        micro_sequences=_micro(config, machine, batch, splits[0].workers, shape, why),
+        micro_sequences=micro_sequences(config, machine, batch, splits[0].workers, shape),
         steps=_steps(budget, batch * sequence, step_s=None),
         optimizer=_optimizer(config, flops, batch * sequence, why),
         corpus=corpus.folder,
@@ -102,7 +75,7 @@ def draft(
 
 def with_split(config: RunConfig, plan: Plan, machine: Machine, split: Split) -> Plan:
     """The plan carried out by another number of workers."""
-    micro = _micro(config, machine, plan.batch_sequences, split.workers, plan.shape, [])
+    micro = micro_sequences(config, machine, plan.batch_sequences, split.workers, plan.shape)
     return replace(
         plan,
         layout=Layout(replicate=split.workers),
@@ -118,6 +91,9 @@ def settle(config: RunConfig, draft: Draft, machine: Machine, measured: Sequence
     plan = with_split(config, draft.plan, machine, best)
     why = list(plan.reasons)
     why += _split_reason(measured, best)
+    part = ceil(plan.batch_sequences / best.workers)
+    if part > plan.micro_sequences:
+        why.append(f"micro-batches of {plan.micro_sequences} of a worker's {part} sequences: what it holds comfortably")
     steps, evaluate_every = _pace(draft, plan, best, why)
     optimizer = replace(plan.optimizer, warmup_steps=_warmup(config, steps, why))
     return replace(plan, steps=steps, evaluate_every_steps=evaluate_every, optimizer=optimizer, reasons=tuple(why))
@@ -152,155 +128,6 @@ def with_reports(config: RunConfig, plan: Plan) -> Plan:
     )
 
 
-def budget_of(config: RunConfig) -> Amount:
-    """The budget that was asked for; without one, ten minutes, or 20 tokens a parameter where a size was named."""
-    if config.train.budget != "auto":
-        return parse_amount(config.train.budget)
-    if config.model.size != "auto":
-        parameters = parameter_count(named_shape(config.model.size, vocabulary=32768, sequence=1024))
-        return Amount(rules.TOKENS_PER_PARAMETER * parameters, "tokens")
-    return Amount(600, "seconds")
-
-
-def _size_up(
-    config: RunConfig, corpus: CorpusFacts, machine: Machine, peak_flops: float | None, why: list[str]
-) -> tuple[Amount, ModelShape, float]:
-    """Budget, shape and the run's training FLOPs (a first guess where the budget is time)."""
-    budget = budget_of(config)
-    rate = rules.EXPECTED_MFU * (peak_flops or 100e12 * machine.devices)
-    vocabulary = _vocabulary(config, corpus)
-    size = config.model.size
-    if config.train.budget == "auto":
-        what = "20 tokens a parameter (Hoffmann 2022)" if size != "auto" else "no model size or budget was asked for"
-        why.append(f"budget {budget}: {what}")
-    if size == "auto":
-        flops = _free_flops(config, budget, rate, corpus.train_tokens)
-        best = rules.best_parameters(flops=flops, unique_tokens=corpus.train_tokens)
-        size = nearest_size(best, vocabulary)
-    shape = _shape(config, size, vocabulary, corpus, why)
-    if config.model.size == "auto":
-        why.append(
-            f"model {format_count(parameter_count(shape))} parameters: learns most within the budget "
-            "(20 tokens a parameter, at most four passes over the text)"
-        )
-    per_token = 6 * parameter_count(shape)
-    tokens = _tokens(config, budget, rate / per_token, shape.sequence)
-    return budget, shape, per_token * tokens
-
-
-def _free_flops(config: RunConfig, budget: Amount, rate: float, unique_tokens: int) -> float:
-    """Training FLOPs that a budget comes to while size and batch are still open."""
-    if budget.unit == "seconds":
-        return rate * budget.value
-    parameters, flops = 1e6, 1e12
-    for _ in range(50):  # size, FLOPs and batch depend on each other; this settles within a few rounds
-        tokens = budget.value if budget.unit == "tokens" else budget.value * _open_batch(config, flops)
-        parameters = max(tokens / rules.TOKENS_PER_PARAMETER, 1e5)
-        flops = 6 * parameters * tokens
-    return flops
-
-
-def _open_batch(config: RunConfig, flops: float) -> float:
-    asked = config.train.batch_tokens
-    return rules.batch_tokens(flops) if asked == "auto" else float(asked)
-
-
-def _tokens(config: RunConfig, budget: Amount, tokens_per_s: float, sequence: int) -> float:
-    if budget.unit == "tokens":
-        return budget.value
-    if budget.unit == "seconds":
-        return budget.value * tokens_per_s
-    asked = config.train.batch_tokens
-    batch = 16384 if asked == "auto" else asked
-    return budget.value * max(batch, sequence)
-
-
-def _vocabulary(config: RunConfig, corpus: CorpusFacts) -> int:
-    asked = config.model.vocabulary
-    if asked == "auto":
-        return ceil(corpus.vocabulary / 64) * 64
-    if asked < corpus.vocabulary:
-        raise PlaitError(
-            f"the tokenizer has {corpus.vocabulary} entries, more than model.vocabulary = {asked}; "
-            f'choose at least {corpus.vocabulary}, or "auto"'
-        )
-    return asked
-
-
-def _shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFacts, why: list[str]) -> ModelShape:
-    asked = config.model.model_dump(exclude={"size", "vocabulary"})
-    explicit: dict[str, Any] = {key: value for key, value in asked.items() if value != "auto"}
-    provisional = named_shape(size, vocabulary=vocabulary, sequence=1024, **explicit)
-    sequence = _sequence(config, parameter_count(provisional), corpus, why)
-    return replace(provisional, sequence=sequence)
-
-
-def _sequence(config: RunConfig, parameters: int, corpus: CorpusFacts, why: list[str]) -> int:
-    asked = config.train.sequence
-    longest = corpus.longest_sequence
-    if asked != "auto":
-        if asked > longest:
-            raise PlaitError(
-                f"train.sequence = {asked} is longer than the data allow ({format_count(corpus.train_tokens)} training "
-                f"tokens); choose at most {longest}"
-            )
-        return asked
-    usual = rules.usual_sequence(parameters)
-    sequence = usual if usual <= longest else max(2, longest // 16 * 16 or longest)
-    why.append(f"sequence {sequence}: " + ("usual for this size" if sequence == usual else "all that the data allow"))
-    return sequence
-
-
-def _batch(config: RunConfig, flops: float, sequence: int, why: list[str]) -> int:
-    """Sequences of a step."""
-    asked = config.train.batch_tokens
-    if asked != "auto":
-        if asked < sequence:
-            raise PlaitError(
-                f"train.batch_tokens = {asked} is less than one sequence of {sequence} tokens; "
-                f"choose at least {sequence}, or a shorter train.sequence"
-            )
-        if asked % sequence:
-            why.append(f"batch {asked // sequence * sequence} tokens: the whole sequences in {asked}")
-        return asked // sequence
-    sequences = max(1, round(rules.batch_tokens(flops) / sequence))
-    if sequences >= 8:
-        sequences = round(sequences / 8) * 8
-    why.append(f"batch {sequences * sequence} tokens: suits {flops:.1e} training FLOPs (DeepSeek LLM 2024)")
-    return sequences
-
-
-def _splits(config: RunConfig, machine: Machine, batch: int, shape: ModelShape, why: list[str]) -> tuple[Split, ...]:
-    """The numbers of workers worth a measurement; one when it was named or the devices decide."""
-    named = config.layout.replicate
-    if machine.device == "cuda":
-        if named not in ("auto", machine.devices):
-            raise PlaitError(
-                f"layout.replicate = {named}, but this machine has {machine.devices} GPUs; choose {machine.devices}, "
-                "or hide the others with CUDA_VISIBLE_DEVICES"
-            )
-        candidates = [machine.devices]
-    else:
-        powers = [2**k for k in range(machine.cores.bit_length()) if 2**k <= machine.cores]
-        candidates = sorted({*powers, machine.cores}) if named == "auto" else [named]
-    if candidates[0] > batch:
-        raise PlaitError(
-            f"{candidates[0]} workers cannot share {batch} sequences a step: each needs one; raise train.batch_tokens "
-            f"to {candidates[0]} sequences or lower layout.replicate"
-        )
-    if named != "auto" and machine.device == "cpu" and named > machine.cores:
-        why.append(f"{named} workers on {machine.cores} cores: as asked, though they will take turns")
-    need = BYTES_PER_PARAMETER * parameter_count(shape)
-    if machine.device == "cpu" and need * candidates[0] > machine.memory_bytes:
-        raise PlaitError(
-            f"{candidates[0]} copies of this model need {need * candidates[0] / 2**30:.1f} GiB for weights and "
-            f"optimizer, and the machine has {machine.memory_bytes / 2**30:.1f}; choose a smaller model.size"
-        )
-    fitting = [n for n in candidates if n <= batch and (n == 1 or need * n < 0.5 * machine.memory_bytes)]
-    workers = fitting if machine.device == "cpu" and named == "auto" else candidates
-    return tuple(Split(workers=n, threads=max(1, machine.cores // n)) for n in workers)
-
-
 def _precision(config: RunConfig, machine: Machine, why: list[str]) -> Precision:
     asked = config.train.precision
     if asked != "auto":
@@ -310,32 +137,6 @@ def _precision(config: RunConfig, machine: Machine, why: list[str]) -> Precision
         return "bf16"
     why.append("precision float32: the fastest arithmetic of most processors")
     return "float32"
-
-
-def _micro(config: RunConfig, machine: Machine, batch: int, workers: int, shape: ModelShape, why: list[str]) -> int:
-    """Sequences a worker takes at a time."""
-    part = ceil(batch / workers)
-    asked = config.layout.micro_sequences
-    if asked != "auto":
-        return min(asked, part)
-    if machine.device == "cpu":
-        limit = max(1, CPU_MICRO_TOKENS // shape.sequence)
-    else:
-        # Activations of a layer kept for backward in bf16 with flash attention: about 34 bytes a token and width
-        # (Korthikanti et al. 2022, arXiv 2205.05198), plus what SwiGLU keeps.
-        free = 0.8 * machine.memory_bytes - BYTES_PER_PARAMETER * parameter_count(shape)
-        per_sequence = shape.sequence * shape.layers * (34 * shape.width + 6 * shape.ffn)
-        if free < per_sequence:
-            raise PlaitError(
-                f"a GPU of {machine.memory_bytes / 2**30:.0f} GiB does not hold this model, its optimizer and one "
-                "sequence; choose a smaller model.size or train.sequence"
-            )
-        limit = max(1, min(int(free / per_sequence), 65536 // shape.sequence))
-    rounds = ceil(part / limit)
-    micro = ceil(part / rounds)
-    if rounds > 1:
-        why.append(f"{rounds} micro-batches of {micro} sequences a step: what a worker holds comfortably at a time")
-    return micro
 
 
 def _optimizer(config: RunConfig, flops: float, batch_tokens: int, why: list[str]) -> OptimizerPlan:
@@ -442,9 +243,6 @@ def described(plan: Plan) -> str:
     flops = training_flops_per_token(shape, plan.sequence, "full")
     return (
         f"{format_count(parameter_count(shape))} parameters ({shape.layers} layers, width {shape.width}, {shape.heads} "
-        f"heads, vocabulary {shape.vocabulary}), {plan.steps} steps of {plan.batch_sequences} × {plan.sequence} tokens, "
-        f"{format_count(flops)}FLOP a token"
+        f"heads, vocabulary {shape.vocabulary}), {plan.steps} steps of {plan.batch_sequences} × {plan.sequence} "
+        f"tokens, {format_count(flops)}FLOP a token"
     )
-
-
-assert SIZES  # the names that model.size may take

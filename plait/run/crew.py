@@ -15,7 +15,7 @@ from plait.errors import PlaitError
 from plait.launch.environment import torchrun_context
 from plait.launch.job import Job, JobResult, Message, RankContext
 from plait.launch.local import ForkServer
-from plait.plan.choose import Split
+from plait.plan.split import Split
 
 PRELOAD = ("plait.train.worker", "plait.train.measure", "plait.cluster.measure")
 OnMessage = Callable[[Message], None]

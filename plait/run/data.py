@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from plait.data.prepare import DataRequest, prepare
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
-from plait.plan.choose import CorpusFacts
+from plait.plan.size import CorpusFacts
 from plait.recipe.schema import RunConfig
 from plait.units import format_count
 

@@ -14,8 +14,9 @@ from plait.cluster.topology import Machine
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.launch.job import Job, Message
-from plait.plan.choose import Draft, Split, draft, settle, with_split
+from plait.plan.choose import Draft, draft, settle, with_split
 from plait.plan.plan import Plan, read_plan, write_plan
+from plait.plan.split import Split
 from plait.recipe.load import flat_values, recipe_text
 from plait.recipe.schema import RunConfig
 from plait.run.crew import Crew

@@ -16,8 +16,9 @@ from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.launch.job import Job, JobResult, Message
 from plait.model.shape import training_flops_per_token
-from plait.plan.choose import budget_of, described, longer, with_reports
+from plait.plan.choose import described, longer, with_reports
 from plait.plan.plan import Plan
+from plait.plan.size import budget_of
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 from plait.report.console import Console

@@ -25,7 +25,7 @@ def generate(
     """Yield up to `tokens` new token ids, ending early after an id of `stop`, which is yielded too.
 
     Temperature 0 takes the likeliest token each time; `top_p` keeps the likeliest tokens that together reach that
-    probability (Holtzman et al. 2020). Where the text outgrows the model's sequence, the last half of the window is read
+    probability (Holtzman et al. 2020). Where the text outgrows the model's sequence, the last half of it is read
     again as a new beginning, so the text may be of any length. Equal seeds give equal text on one machine. Raises
     PlaitError for an empty prompt, a token outside of the vocabulary and settings out of range.
     """

@@ -60,7 +60,7 @@ class _SumOfLosses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
         (grad_total,) = grads
         grad_hidden, grad_head = ctx.saved_tensors
         return (

@@ -6,7 +6,7 @@ import json
 from hashlib import sha256
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.checkpoint.manifest import Manifest, Part, arrange, check_cover, parse, render
@@ -86,9 +86,9 @@ def test_parts_that_point_elsewhere_in_their_file_are_refused(tmp_path):
 
 def test_two_parts_under_one_key_of_a_file_are_refused(tmp_path):
     zeros = sha256(b"\0" * 96).hexdigest()
-    header, placed = arrange([part(sha256=zeros), part(tensor="model/v", sha256=zeros)])
+    header, placed = arrange([part(tensor="model/v", sha256=zeros), part(sha256=zeros)])
     (tmp_path / "rank-00000.safetensors").write_bytes(header + b"\0" * 192)
-    (tmp_path / "manifest.json").write_bytes(text(*placed[::-1]))
+    (tmp_path / "manifest.json").write_bytes(text(*placed))
     with pytest.raises(PlaitError, match=r"manifest.json is damaged: it misplaces"):
         verify(tmp_path)
 
@@ -109,6 +109,7 @@ FIELDS = st.sampled_from(["format", "step", "cursor", "model", "rng", "parts", "
 ROW_FIELDS = st.sampled_from(list(Part.__slots__))
 
 
+@settings(deadline=None)
 @given(FIELDS, anything)
 def test_any_value_in_any_field_is_refused(field, value):
     found = json.loads(text(part()))
@@ -118,6 +119,7 @@ def test_any_value_in_any_field_is_refused(field, value):
             parse(json.dumps(changed).encode())
 
 
+@settings(deadline=None)
 @given(ROW_FIELDS, anything)
 def test_any_value_in_any_field_of_a_part_is_refused(field, value):
     found = json.loads(text(part()))

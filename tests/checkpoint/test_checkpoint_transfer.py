@@ -105,6 +105,7 @@ def test_a_file_that_vanished_after_verifying_is_a_sentence(folder):
         read_tensor(path, manifest, "model/w")
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=5), st.integers(0, 1000), max_size=30), st.integers(1, 6))
 def test_replicas_share_the_writing_evenly_and_completely(sizes: dict[str, int], ranks: int):
     shares = share_out(sizes, ranks)

@@ -16,7 +16,7 @@ import pytest
 
 from plait.errors import RunFailed
 from plait.launch.local import run_job
-from tests.launch.processes import Record, job, running, wait_until
+from tests.launch.processes import Record, is_running, job, running, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,7 +51,7 @@ def test_the_first_signal_lets_the_ranks_save_and_return(number: signal.Signals)
 def test_the_second_signal_kills_at_once():
     record = Record(2, _send_self(signal.SIGINT, signal.SIGTERM))
     with pytest.raises(RunFailed, match="second SIGTERM, without saving"):
-        run_job(job("be_deaf", 2), on_message=record)
+        run_job(job("be_deaf", 2), on_message=record, grace_s=20)
     assert time.monotonic() - record.acted_at_s < 5
     assert running(record.all_pids) == []
 
@@ -64,12 +64,13 @@ def test_ranks_that_do_not_return_are_killed_after_the_grace():
     assert running(record.all_pids) == []
 
 
-def test_a_signal_before_the_first_rank_exists_ends_the_job(tmp_path):
-    """The fork server is held in an import, by a pipe that nobody writes to, until the signal has come."""
-    pipe = tmp_path / "pipe"
+@pytest.fixture
+def starting(tmp_path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A supervisor whose fork server is held in an import, by a pipe that nobody writes to; and that server's pid."""
+    pipe, reached = tmp_path / "pipe", tmp_path / "reached"
     os.mkfifo(pipe)
     (tmp_path / "slow_to_import.py").write_text(
-        f"import os\nos.close(os.open({str(tmp_path / 'reached')!r}, os.O_CREAT))\nopen({str(pipe)!r}).read()\n"
+        f"import os, pathlib\npathlib.Path({str(reached)!r}).symlink_to(str(os.getpid()))\nopen({str(pipe)!r}).read()\n"
     )
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -77,19 +78,39 @@ def test_a_signal_before_the_first_rank_exists_ends_the_job(tmp_path):
         "job = Job(entry='slow_to_import:main', argument='', world_size=2, threads=1)\n"
         "print(run_job(job, on_message=print).stopped_by)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True) as process:
-        wait_until((tmp_path / "reached").exists, within_s=20)
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=10)[0] == "SIGINT\n"
+        wait_until(reached.is_symlink, within_s=20)
+        server_pid = int(reached.readlink().name)
+        yield process, server_pid
+        for pid in running([process.pid, server_pid]):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_signal_before_the_first_rank_exists_ends_the_job(starting: tuple[subprocess.Popen[str], int]):
+    process, server_pid = starting
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=10)[0] == "SIGINT\n"
+    assert not is_running(server_pid)
+
+
+def test_kill_9_of_the_supervisor_ends_a_server_that_is_busy(starting: tuple[subprocess.Popen[str], int]):
+    process, server_pid = starting
+    assert is_running(server_pid)
+    process.kill()
+    wait_until(lambda: not is_running(server_pid), within_s=2)
 
 
 class _Alone:
     """A supervisor in its own process and group, and what its ranks told."""
 
-    def __init__(self, entry: str, world_size: int) -> None:
+    def __init__(self, entry: str, world_size: int, temporary: Path) -> None:
+        # A supervisor that is killed leaves its rendezvous folder: let that be the test's own.
+        environment = {**os.environ, "TMPDIR": str(temporary)}
         command = [sys.executable, "-m", "tests.launch.alone", entry, str(world_size)]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
         told = [self.next_line() for _ in range(world_size)]
         self.pids = [line["pid"] for line in told] + [told[0]["server"]]
 
@@ -98,16 +119,17 @@ class _Alone:
         return json.loads(self.process.stdout.readline())
 
     def close(self) -> None:
-        self.process.kill()
+        for pid in running([*self.pids, self.process.pid]):
+            os.kill(pid, signal.SIGKILL)
         self.process.communicate()
 
 
 @pytest.fixture
-def alone() -> Iterator[Callable[[str, int], _Alone]]:
+def alone(tmp_path) -> Iterator[Callable[[str, int], _Alone]]:
     started: list[_Alone] = []
 
     def start(entry: str, world_size: int) -> _Alone:
-        started.append(_Alone(entry, world_size))
+        started.append(_Alone(entry, world_size, tmp_path))
         return started[-1]
 
     yield start
@@ -135,7 +157,7 @@ def test_a_signal_to_the_whole_group_still_saves(alone: Callable[[str, int], _Al
     assert running(supervisor.pids) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_under_torchrun_a_signal_saves_and_kill_9_leaves_no_worker(number: signal.Signals):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "tests.launch.under_torchrun"]
@@ -145,6 +167,10 @@ def test_under_torchrun_a_signal_saves_and_kill_9_leaves_no_worker(number: signa
         assert (told["kind"], told["rank"], told["local_world_size"]) == ("pids", 0, 2)
         assert running(told["pids"]) == told["pids"]
         agent.send_signal(number)
-        rest = agent.communicate(timeout=20)[0].splitlines()
+        try:
+            wait_until(lambda: not running([agent.pid, *told["pids"]]), within_s=30)
+        finally:
+            for pid in running([agent.pid, *told["pids"]]):
+                os.kill(pid, signal.SIGKILL)
+        rest = agent.communicate()[0].splitlines()
     assert [json.loads(line)["kind"] for line in rest] == (["saved"] if number == signal.SIGTERM else [])
-    wait_until(lambda: not running(told["pids"]), within_s=2)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.errors import PlaitError, RunFailed
@@ -59,6 +59,7 @@ def test_the_lines_have_these_keys_in_this_order():
     assert eval_report(2).to_line() == '{"step": 2, "eval_loss": 4.0, "eval_nats_per_byte": 1.6}\n'
 
 
+@settings(deadline=None)
 @given(st.floats(), st.none() | st.floats())
 def test_every_number_survives_and_what_is_not_finite_is_null(loss: float, mfu: float | None):
     line = step_report(1, loss=loss, mfu=mfu).to_line()

@@ -1,0 +1,198 @@
+"""A plain torch loop on one GPU, to stand beside plait there: 125M at 1,024 tokens or 1B at 4,096, bfloat16 autocast.
+
+torch.compile over the whole model, flash attention, fused AdamW, clipping; float32 master weights; no host sync in the
+loop. `--tiny --device cpu` runs the same code in seconds anywhere, so that it is known to work before a GPU is at hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.machine import describe
+from benchmarks.peers.ddp_loop import GPT2, build_optimizer
+from benchmarks.workload import Workload
+
+H200_BF16_FLOPS = 989e12
+ROPE_THETA = 10_000.0
+
+GPT2_125M = Workload(layers=12, width=768, heads=12, sequence=1024, vocabulary=50_304, sequences_per_rank=32)
+LLAMA_1B = Workload(layers=16, width=2048, heads=16, sequence=4096, vocabulary=32_768, sequences_per_rank=4)
+TINY = Workload(layers=2, width=64, heads=4, sequence=64, vocabulary=256, sequences_per_rank=2)
+FFN = {LLAMA_1B.width: 5632, TINY.width: 192}
+
+# Shapes: b sequences, t tokens, h heads, d head width, w width.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the timed steps showed; `mfu` counts attention in full, `mfu_causal` the half that is needed."""
+
+    tokens_per_s: float
+    mfu: float
+    mfu_causal: float
+    step_s: float
+    parameters: int
+    peak_bytes: int
+    first_loss: float
+    last_loss: float
+
+
+class LlamaBlock(nn.Module):
+    """RMSNorm, rotary multi-head attention and SwiGLU, no biases."""
+
+    def __init__(self, width: int, heads: int, ffn: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width, 1e-5), nn.RMSNorm(width, 1e-5)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate_up = nn.Linear(width, 2 * ffn, bias=False)
+        self.down = nn.Linear(ffn, width, bias=False)
+
+    def forward(self, x_btw: torch.Tensor, cosine_td: torch.Tensor, sine_td: torch.Tensor) -> torch.Tensor:
+        b, t, w = x_btw.shape
+        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x_btw)).split(w, 2))
+        q, k = _rotate(q, cosine_td, sine_td), _rotate(k, cosine_td, sine_td)
+        y_bhtd = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_btw = x_btw + self.out(y_bhtd.transpose(1, 2).reshape(b, t, w))
+        gate, up = self.gate_up(self.norm2(x_btw)).chunk(2, dim=-1)
+        return x_btw + self.down(F.silu(gate) * up)
+
+
+class Llama(nn.Module):
+    """A Llama-like decoder with its own head; returns the mean loss."""
+
+    def __init__(self, shape: Workload, ffn: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(LlamaBlock(shape.width, shape.heads, ffn) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width, 1e-5)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        half = shape.width // shape.heads // 2
+        angles = torch.outer(torch.arange(shape.sequence), ROPE_THETA ** (-torch.arange(half) / half))
+        self.register_buffer("cosine", angles.cos().repeat(1, 2), persistent=False)
+        self.register_buffer("sine", angles.sin().repeat(1, 2), persistent=False)
+
+    def forward(self, inputs_bt: torch.Tensor, targets_bt: torch.Tensor) -> torch.Tensor:
+        x_btw = self.tokens(inputs_bt)
+        for block in self.blocks:
+            x_btw = block(x_btw, self.cosine, self.sine)
+        return F.cross_entropy(self.head(self.norm(x_btw)).flatten(0, 1), targets_bt.flatten())
+
+
+def _rotate(x_bhtd: torch.Tensor, cosine_td: torch.Tensor, sine_td: torch.Tensor) -> torch.Tensor:
+    first, second = x_bhtd.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x_bhtd * cosine_td + turned * sine_td).type_as(x_bhtd)
+
+
+def build(size: str, shape: Workload) -> tuple[nn.Module, int]:
+    """The model, with normal 0.02 weights, and its matmul FLOPs a token, forward and backward, attention in full."""
+    torch.manual_seed(shape.seed)
+    if size == "125M":
+        model: nn.Module = GPT2(shape)
+        flops = shape.flops_per_token
+    else:
+        ffn = FFN[shape.width]
+        model = Llama(shape, ffn)
+        matrices = shape.layers * (4 * shape.width**2 + 3 * shape.width * ffn) + shape.width * shape.vocabulary
+        flops = 6 * matrices + attention_flops(shape)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02)
+    return model, flops
+
+
+def attention_flops(shape: Workload) -> int:
+    """Of a token, forward and backward, every position with every other."""
+    return 12 * shape.layers * shape.sequence * shape.width
+
+
+def train(flags: argparse.Namespace, shape: Workload, device: torch.device) -> Measured:
+    """Warm up, then time each step by events on the device; tokens are random and lie on the device already."""
+    torch.set_float32_matmul_precision("high")
+    model, flops = build(flags.size, shape)
+    model.to(device)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = build_optimizer(model, shape)
+    net = cast(nn.Module, torch.compile(model)) if flags.compile == "model" else model
+    window = torch.randint(shape.vocabulary, (shape.sequences_per_rank, shape.sequence + 1), device=device)
+    losses: list[torch.Tensor] = []
+    marks = [_mark(device)]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        for _ in range(flags.warmup + flags.steps):
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = net(window[:, :-1], window[:, 1:])
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), shape.clip, foreach=True)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+            marks.append(_mark(device))
+    step_s = median(_seconds_between(marks)[flags.warmup :])
+    tokens_per_s = shape.tokens_per_rank / step_s
+    return Measured(
+        tokens_per_s=tokens_per_s,
+        mfu=tokens_per_s * flops / flags.peak_flops,
+        mfu_causal=tokens_per_s * (flops - attention_flops(shape) / 2) / flags.peak_flops,
+        step_s=step_s,
+        parameters=parameters,
+        peak_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
+        first_loss=losses[0].item(),
+        last_loss=losses[-1].item(),
+    )
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | float:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds_between(marks: list[torch.cuda.Event | float]) -> list[float]:
+    if isinstance(marks[0], float):
+        stamps = cast(list[float], marks)
+        return [later - earlier for earlier, later in pairwise(stamps)]
+    torch.cuda.synchronize()
+    events = cast(list[torch.cuda.Event], marks)
+    return [earlier.elapsed_time(later) / 1e3 for earlier, later in pairwise(events)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=("125M", "1B"), default="125M")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters of the same kind")
+    parser.add_argument("--compile", choices=("model", "none"), default="model")
+    parser.add_argument("--sequences", type=int, help="a step's sequences, if not the size's own number")
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--peak-flops", type=float, default=H200_BF16_FLOPS, help="dense bfloat16 peak (default: H200)")
+    parser.add_argument("--out", type=Path, help="write the figures and the machine here as JSON")
+    flags = parser.parse_args()
+    shape = TINY if flags.tiny else GPT2_125M if flags.size == "125M" else LLAMA_1B
+    if flags.sequences:
+        shape = replace(shape, sequences_per_rank=flags.sequences)
+    measured = asdict(train(flags, shape, torch.device(flags.device)))
+    print(json.dumps({"size": flags.size, **measured}))
+    if flags.out:
+        report = {"size": flags.size, "shape": asdict(shape), "machine": describe(), **measured}
+        flags.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
