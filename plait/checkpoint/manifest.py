@@ -105,6 +105,7 @@ def arrange(parts: Iterable[Part]) -> tuple[bytes, list[Part]]:
 
 
 def sort_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Parts in the order in which a manifest lists them."""
     return tuple(sorted(parts, key=lambda part: (part.tensor, part.offset, part.extent, part.file)))
 
 

@@ -22,6 +22,9 @@ from plait.plan.split import Split, candidate_splits, micro_sequences
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, Every, format_count, format_duration, parse_every
 
+EVALUATION_SHARE = 0.06
+"""Of a run's work, spent at most on looking at the held-out text along the way."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
@@ -31,6 +34,7 @@ class Draft:
     budget: Amount
     splits: tuple[Split, ...]
     evaluations: Every | Literal["auto"]
+    heldout_tokens: int
 
 
 def draft(
@@ -69,7 +73,11 @@ def draft(
     )
     evaluate = config.report.evaluate
     return Draft(
-        plan=plan, budget=budget, splits=splits, evaluations="auto" if evaluate == "auto" else _in_steps(evaluate)
+        plan=plan,
+        budget=budget,
+        splits=splits,
+        evaluations="auto" if evaluate == "auto" else _in_steps(evaluate),
+        heldout_tokens=corpus.heldout_tokens,
     )
 
 
@@ -94,7 +102,7 @@ def settle(config: RunConfig, draft: Draft, machine: Machine, measured: Sequence
     part = ceil(plan.batch_sequences / best.workers)
     if part > plan.micro_sequences:
         why.append(f"micro-batches of {plan.micro_sequences} of a worker's {part} sequences: what it holds comfortably")
-    steps, evaluate_every = _pace(draft, plan, best, why)
+    steps, evaluate_every = _pace(draft, plan, why)
     optimizer = replace(plan.optimizer, warmup_steps=_warmup(config, steps, why))
     return replace(plan, steps=steps, evaluate_every_steps=evaluate_every, optimizer=optimizer, reasons=tuple(why))
 
@@ -104,6 +112,8 @@ def longer(config: RunConfig, plan: Plan, old_budget: Amount) -> Plan:
     budget = budget_of(config)
     if budget.unit == old_budget.unit == "seconds":
         steps = max(plan.steps, round(plan.steps * budget.value / old_budget.value))
+    elif budget.unit == "seconds" and plan.step_s is None:
+        raise PlaitError(f"this run counts in {old_budget.unit}; raise train.budget in {old_budget.unit} too")
     else:
         steps = _steps(budget, plan.batch_tokens, step_s=plan.step_s)
     if steps < plan.steps or (budget.unit == old_budget.unit and budget.value < old_budget.value):
@@ -218,20 +228,19 @@ def _split_reason(measured: Sequence[Split], best: Split) -> list[str]:
     return [f"{best.workers} worker{'s' if best.workers > 1 else ''}: fastest step of those measured ({told})"]
 
 
-def _pace(draft: Draft, plan: Plan, split: Split, why: list[str]) -> tuple[int, int]:
+def _pace(draft: Draft, plan: Plan, why: list[str]) -> tuple[int, int]:
     """Steps, and steps between evaluations (0: only at the end)."""
-    step_s, evaluate_s = split.step_s or 0.0, split.evaluate_s
     budget = draft.budget
-    rounds = 10
-    if budget.unit == "seconds" and step_s:
-        rounds = max(1, min(10, int(0.06 * budget.value / evaluate_s))) if evaluate_s else 10
-        seconds = max(step_s, budget.value - rounds * evaluate_s)
-        steps = _steps(Amount(seconds, "seconds"), plan.batch_tokens, step_s=step_s)
-        why.append(f"{steps} steps: {budget} at {format_duration(step_s)} a step, as measured")
-    else:
-        steps = _steps(budget, plan.batch_tokens, step_s=None)
-        if step_s and evaluate_s:
-            rounds = max(1, min(10, int(0.06 * steps * step_s / evaluate_s)))
+    # An evaluation is a forward pass, a third of a step's work, over the held-out tokens.
+    evaluation_steps = draft.heldout_tokens / (3 * plan.batch_tokens)
+    rough = _steps(budget, plan.batch_tokens, step_s=plan.step_s)
+    rounds = max(1, min(10, int(EVALUATION_SHARE * rough / evaluation_steps))) if evaluation_steps else 0
+    steps = rough
+    if budget.unit == "seconds" and plan.step_s:
+        steps = max(1, round(rough - rounds * evaluation_steps))
+        why.append(
+            f"{steps} steps: {budget} at {format_duration(plan.step_s)} a step, as measured, evaluations included"
+        )
     if draft.evaluations != "auto":
         return steps, round(draft.evaluations.value)
     return steps, (ceil(steps / rounds) if rounds > 1 else 0)

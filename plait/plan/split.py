@@ -24,8 +24,6 @@ class Split:
     workers: int
     threads: int
     step_s: float | None = None
-    evaluate_s: float = 0.0
-    """Time of one evaluation of the whole held-out part."""
 
 
 def candidate_splits(

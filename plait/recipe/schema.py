@@ -45,6 +45,8 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
+    """[run]: what the run is called, and its seed."""
+
     name: Name | Auto = "auto"
     """Folder under runs/; "auto" takes the recipe file's name."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
@@ -52,6 +54,8 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
+    """[model]: the shape of the decoder; a size by name, or its numbers."""
+
     size: SizeText | Auto = "auto"
     """A named size such as "5M" or "7B"; "auto" takes the size that learns most within the budget."""
     layers: Positive | Auto = "auto"
@@ -77,6 +81,8 @@ class ModelSection(Section):
 
 
 class SourceSection(Section):
+    """One of several sources of text, with its share in the mix."""
+
     path: str
     """File, glob, or "hf:NAME" for a Hugging Face data set."""
     weight: Annotated[float, Field(gt=0)] | None = None
@@ -86,6 +92,8 @@ class SourceSection(Section):
 
 
 class DataSection(Section):
+    """[data]: what to learn from, and how it becomes tokens."""
+
     files: str | tuple[str | SourceSection, ...]
     """What to learn from: text, Markdown, JSONL, Parquet by path or glob, "hf:NAME"; beside the recipe or absolute."""
     tokenizer: str = "auto"
@@ -97,6 +105,8 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
+    """[train]: how long, and in what portions."""
+
     budget: AmountText | Auto = "auto"
     """How long: "10 minutes", "500 steps", "20M tokens"."""
     sequence: Annotated[int, Field(ge=2)] | Auto = "auto"
@@ -108,6 +118,8 @@ class TrainSection(Section):
 
 
 class OptimizerSection(Section):
+    """[optimizer]: AdamW and the course of its learning rate."""
+
     lr: Annotated[float, Field(gt=0)] | Auto = "auto"
     """Peak learning rate of AdamW."""
     warmup_steps: Annotated[int, Field(ge=0)] | Auto = "auto"
@@ -121,6 +133,8 @@ class OptimizerSection(Section):
 
 
 class LayoutSection(Section):
+    """[layout]: how the work is split over devices."""
+
     replicate: Positive | Auto = "auto"
     """Full copies of the model, each with its part of every batch (DP)."""
     micro_sequences: Positive | Auto = "auto"
@@ -128,6 +142,8 @@ class LayoutSection(Section):
 
 
 class CheckpointSection(Section):
+    """[checkpoint]: how often the run is saved."""
+
     every: EveryText | Auto = "auto"
     """How often to save: "10 steps", "5 minutes", "never" (then only at the end)."""
     keep: Positive = 2
@@ -135,6 +151,8 @@ class CheckpointSection(Section):
 
 
 class ReportSection(Section):
+    """[report]: how often the run tells of itself."""
+
     every: EveryText | Auto = "auto"
     """How often the scalars are fetched from the devices; every step has its line all the same."""
     evaluate: EveryText | Auto = "auto"

@@ -49,7 +49,10 @@ def make_plan(config: RunConfig, corpus: Corpus, site: Site, workers: Crew, *, f
     facts = corpus_facts(corpus)
     outline = draft(config, facts, site.machine, peak_flops=site.peak_flops, recipe_hash=key)
     outline = _with_given_workers(outline, workers)
-    plan = settle(config, outline, site.machine, measure(config, outline.plan, site, workers, outline.splits))
+    measured = list(outline.splits)
+    if len(measured) > 1 or outline.budget.unit == "seconds":
+        measured = measure(config, outline.plan, site, workers, outline.splits)
+    plan = settle(config, outline, site.machine, measured)
     kept.parent.mkdir(parents=True, exist_ok=True)
     write_plan(plan, kept)
     return plan
@@ -60,7 +63,9 @@ def replan(config: RunConfig, plan: Plan, corpus: Corpus, site: Site, workers: C
     key = plan_key(config, corpus.content_hash, site.machine, workers)
     outline = draft(config, corpus_facts(corpus), site.machine, peak_flops=site.peak_flops, recipe_hash=key)
     outline = _with_given_workers(replace(outline, plan=_moved(plan, outline.plan)), workers)
-    measured = measure(config, outline.plan, site, workers, outline.splits)
+    measured = (
+        measure(config, outline.plan, site, workers, outline.splits) if len(outline.splits) > 1 else outline.splits
+    )
     best = min(measured, key=lambda split: split.step_s or float("inf"))
     return with_split(config, outline.plan, site.machine, best)
 
@@ -97,7 +102,7 @@ def _measured(config: RunConfig, plan: Plan, split: Split, workers: Crew) -> Spl
             log_dir=name,
         )
         found = _ask(workers, job, "measured")
-    return replace(split, step_s=found["step_s"], evaluate_s=found["evaluate_s"])
+    return replace(split, step_s=found["step_s"])
 
 
 def _ask(workers: Crew, job: Job, kind: str) -> dict[str, Any]:

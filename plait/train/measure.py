@@ -1,4 +1,4 @@
-"""Times a few real steps of a plan, and an evaluation, to turn a time budget into steps."""
+"""Times a few real steps of a plan, to turn a time budget into steps and to choose among numbers of workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEAST_S = 4.0
 def rank(context: Context, argument: str) -> None:
     """Entry of each rank of a measurement; the argument is a folder with plan.json and recipe.toml.
 
-    Rank 0 tells the median time of a step and the time that an evaluation of the whole held-out part would take.
+    Rank 0 tells the median time of a step.
     """
     folder = Path(argument)
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
@@ -31,10 +31,9 @@ def rank(context: Context, argument: str) -> None:
         mesh = make_mesh(plan.layout, plan.device)
         assembly = assemble(config, plan, sums=data_sums(mesh), mesh=mesh)
         step_s = _time_steps(assembly)
-        evaluate_s = step_s / 3 * assembly.corpus.heldout_tokens / plan.batch_tokens  # forward is a third of a step
         assembly.loader.close()
         if context.rank == 0:
-            context.tell("measured", step_s=step_s, evaluate_s=evaluate_s)
+            context.tell("measured", step_s=step_s)
 
 
 def _time_steps(assembly: Assembly) -> float:

@@ -53,6 +53,7 @@ def main(context: Context, argument: str) -> None:
     with joined(context, plan):
         world = world_sums()
         mesh = make_mesh(plan.layout, plan.device)
+        torch.manual_seed(config.run.seed + context.rank)
         assembly = assemble(config, plan, sums=data_sums(mesh), mesh=mesh)
         state = TrainState()
         if asked["resume"]:
