@@ -1,8 +1,8 @@
 """`make bench`: the same small GPT-2 trained by plait and by its peers, first for equal losses, then for time.
 
-Contenders take turns (see pairing.py) with 1 process of all cores' threads and with 1 process of 1 thread a core. They
-do the same mathematics on the same tokens, clipping and data loading included; losses that differ by more than 1e-3
-within 20 steps end the benchmark before anything is timed.
+Contenders take turns (see pairing.py), first as one process with a thread a core, then as a one-thread process a core.
+They do the same mathematics on the same tokens, clipping and data loading included; losses that differ by more than
+1e-3 within 20 steps end the benchmark before anything is timed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from benchmarks.workload import FIRST_RUN, SMOKE, Workload, prepare
 
 # The first row is the reference of all ratios; the interface of a row is described in peers/README.md.
 CONTENDERS = (
+    Contender(name="plait", command="{python} -m benchmarks.plait_contender"),
     Contender(name="torch loop", command="{python} -m benchmarks.peers.ddp_loop"),
     Contender(name="HF Trainer, tuned", command="{python} -m benchmarks.peers.hf_trainer --settings tuned"),
     Contender(name="HF Trainer, defaults", command="{python} -m benchmarks.peers.hf_trainer --settings defaults"),

@@ -36,7 +36,7 @@ def sample(
 
 
 def evaluate(run: str, files: Sequence[str] = ()) -> dict[str, Any]:
-    """The run's exact loss on its held-out text or on other files: step, eval_loss, eval_nats_per_byte, tokens, bytes."""
+    """The run's exact loss on its held-out text or on other files, as `plait eval` prints it."""
     import json
 
     from plait.run.evaluate import evaluate as measure

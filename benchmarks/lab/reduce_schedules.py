@@ -31,8 +31,8 @@ from benchmarks.workload import FIRST_RUN, prepare
 
 MIB = 2**20
 RANKS = 2
-QUIET = 0.03
-TRIES = 20
+QUIET = 0.05
+TRIES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +219,11 @@ def _start_ranks(workdir: Path, rounds: int) -> list[dict[str, list[list[float]]
         subprocess.Popen([*command, "--workdir", workdir, "--rank-out", out], env={**common, "RANK": str(rank)})
         for rank, out in enumerate(outs)
     ]
-    for process in running:
-        assert process.wait() == 0, "a rank failed"
+    try:
+        assert all(process.wait() == 0 for process in running), "a rank failed"
+    finally:
+        for process in running:
+            process.kill()
     return [json.loads(out.read_text()) for out in outs]
 
 

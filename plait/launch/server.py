@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _stop_signals_blocked():
+def _stop_signals_blocked() -> Iterator[None]:
     """A child inherits the mask: until the ranks' own handlers stand, no signal can end or reach it halfway."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -45,9 +46,10 @@ def _prepared(files: Sequence[str], corpus: Corpus, cache: Path) -> Corpus:
         sources=tuple(Source(path=path) for path in files),
         tokenizer=str(corpus.tokenizer_path.parent),
         vocabulary=None,
-        holdout=1.0,
+        holdout=0.0,
     )
-    return open_corpus(prepare(request, cache, lambda done, total, stage: None))
+    other = open_corpus(prepare(request, cache, lambda done, total, stage: None))
+    return replace(other, train=(), heldout=other.train, heldout_bytes=other.train_bytes)
 
 
 def _windows(corpus: Corpus, plan: Plan) -> Iterable[Micro]:

@@ -99,7 +99,7 @@ def test_nothing_of_ours_imports_benchmarks_or_tests() -> None:
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
 def test_starts_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT, timeout=60).returncode == 0
 
 
 def test_no_pickle() -> None:

@@ -1,0 +1,142 @@
+"""plait itself as a contender: its model, strands, loader, loss, step and optimizer, fed with the common workload."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from benchmarks.contender import Journal, Orders, leave, read_orders
+from benchmarks.workload import Workload, load_workload
+from plait.data.loader import Loader
+from plait.data.shards import Corpus, Shard
+from plait.layout import Layout
+from plait.model.gpt import GPT
+from plait.model.shape import ModelShape
+from plait.parallel.apply import STAGES, weave
+from plait.parallel.mesh import data_sums, make_mesh, world_sums
+from plait.plan.plan import OptimizerPlan, Plan
+from plait.train.assemble import make_autocast
+from plait.train.optim import make_optimizer
+from plait.train.step import run_micros_in_turn, take_step
+from plait.units import Every
+
+
+class GivenOrder:
+    """The benchmark's list of windows in the place of plait's own shuffle, which costs no less (data_speed.py)."""
+
+    def __init__(self, folder: Path, sequence: int) -> None:
+        self.sequence = sequence
+        self._windows = np.load(folder / "order.npy", mmap_mode="r")
+
+    def windows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        numbers = self._windows[np.minimum(positions, len(self._windows) - 1)]  # the prefetch looks one step too far
+        return np.zeros(len(positions), dtype=np.int32), numbers * self.sequence
+
+
+def main() -> None:
+    orders, _ = read_orders()
+    torch.set_num_threads(orders.threads)
+    dist.init_process_group("gloo")
+    workload = load_workload(orders.workdir)
+    plan = plan_for(workload, orders)
+    mesh = make_mesh(plan.layout, "cpu")
+    model = GPT(plan.shape)
+    model.load_state_dict(weights(load_file(orders.workdir / "init.safetensors")))
+    woven = weave(model, mesh, plan, STAGES)
+    optimizer = make_optimizer(model, plan.optimizer)
+    decay_all_matrices(optimizer, workload.weight_decay)
+    sums, world = data_sums(mesh), world_sums()
+    loader = make_loader(orders, workload, plan)
+    run_micros = partial(run_micros_in_turn, woven=woven, autocast=make_autocast("float32", torch.device("cpu")))
+
+    journal = Journal()
+    journal.begin()
+    for step in range(orders.all_steps):
+        micros = loader.micros(step * plan.batch_sequences)
+        scalars = take_step(micros, run_micros=run_micros, sums=sums, optimizer=optimizer, clip=workload.clip)
+        world.largest(torch.tensor([0, 0]))  # the loop's question whether to stop or save
+        loss, tokens = scalars.totals.tolist()
+        journal.step(loss / tokens)
+    journal.write(orders)
+    leave()
+
+
+def decay_all_matrices(optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
+    """The peers' habit, so that all do the same: embeddings decay too, which plait leaves alone."""
+    plain = optimizer.param_groups[1]
+    tables = [parameter for parameter in plain["params"] if parameter.dim() > 1]
+    plain["params"] = [parameter for parameter in plain["params"] if parameter.dim() == 1]
+    optimizer.add_param_group({"params": tables, "weight_decay": weight_decay})
+
+
+def plan_for(workload: Workload, orders: Orders) -> Plan:
+    """The workload as plait's own plan."""
+    shape = ModelShape(
+        layers=workload.layers, width=workload.width, heads=workload.heads, kv_heads=workload.heads,
+        head_width=workload.width // workload.heads, ffn=4 * workload.width, vocabulary=workload.vocabulary,
+        sequence=workload.sequence, norm="layernorm", activation="gelu", positions="learned", bias="all", tied=True,
+        norm_eps=workload.norm_epsilon,
+    )  # fmt: skip
+    optimizer = OptimizerPlan(
+        lr=workload.learning_rate, warmup_steps=0, weight_decay=workload.weight_decay,
+        betas=(workload.beta1, workload.beta2), clip=workload.clip, schedule="constant",
+    )  # fmt: skip
+    return Plan(
+        layout=Layout(replicate=orders.world_size), threads=orders.threads, device="cpu", precision="float32",
+        compile="off", shape=shape, sequence=workload.sequence,
+        batch_sequences=workload.sequences_per_rank * orders.world_size, micro_sequences=workload.sequences_per_rank,
+        steps=orders.all_steps, optimizer=optimizer, corpus="", corpus_hash="", documents="join",
+        checkpoint_every=Every(0, "steps"), checkpoint_keep=1, report_every_steps=1, evaluate_every_steps=0,
+        step_s=None, peak_flops=None, fingerprint={}, recipe_hash="", reasons=(),
+    )  # fmt: skip
+
+
+def make_loader(orders: Orders, workload: Workload, plan: Plan) -> Loader:
+    """plait's loader over the common token file."""
+    tokens = np.memmap(orders.workdir / "tokens.bin", dtype=np.uint16, mode="r")
+    shard = Shard(source=0, tokens=tokens, starts=np.zeros(1, dtype=np.int64))
+    corpus = Corpus(
+        folder=orders.workdir, vocabulary=workload.vocabulary, eot=0, dtype=np.dtype(np.uint16), train=(shard,),
+        heldout=(), train_bytes=0, heldout_bytes=0, weights=(), source_names=(), content_hash="", entries=(),
+    )  # fmt: skip
+    return Loader(
+        corpus,
+        GivenOrder(orders.workdir, workload.sequence),  # type: ignore[arg-type]
+        batch_sequences=plan.batch_sequences,
+        first=orders.rank * workload.sequences_per_rank,
+        count=workload.sequences_per_rank,
+        micro_sequences=workload.sequences_per_rank,
+        documents="join",
+        device=torch.device("cpu"),
+    )
+
+
+def weights(common: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The common initial weights under plait's names; the fused qkv rows come apart."""
+    ours = {"embed.tokens.weight": common["tokens.weight"], "embed.positions.weight": common["positions.weight"]}
+    renamed = {
+        "norm1": "attention_norm",
+        "out": "attention.o",
+        "norm2": "feedforward_norm",
+        "up": "feedforward.up",
+        "down": "feedforward.down",
+    }
+    for name, value in common.items():
+        parts = name.split(".")
+        if parts[0] == "norm":
+            ours[name] = value
+        elif parts[0] == "blocks" and parts[2] == "qkv":
+            for letter, rows in zip("qkv", value.chunk(3), strict=True):
+                ours[f"layers.{parts[1]}.attention.{letter}.{parts[3]}"] = rows
+        elif parts[0] == "blocks":
+            ours[f"layers.{parts[1]}.{renamed[parts[2]]}.{parts[3]}"] = value
+    return ours
+
+
+if __name__ == "__main__":
+    main()
