@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from plait.errors import PlaitError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 Recipe = Annotated[Path, typer.Argument(help="A recipe file (.toml).")]
 Overrides = Annotated[list[str] | None, typer.Argument(help='Changes, as section.key=value: train.budget="60 steps".')]
 Run = Annotated[str, typer.Argument(help="A run: its folder or its name.")]
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # click's UsageError, wherever this version of typer keeps its click
 EXIT_OF_SIGNAL = {"finished": 0, "SIGINT": 130, "SIGTERM": 143}
 
 
@@ -80,9 +81,12 @@ def _screen() -> Console:
 def main() -> None:
     """The `plait` command: one sentence and an exit code for what the user can mend; a traceback only for our bugs."""
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0)
     except PlaitError as error:
         sys.stderr.write(f"plait: {error}\n")
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except USAGE_ERROR as error:
+        sys.stderr.write(f"plait: {error.format_message().rstrip('.')}; plait --help tells what there is\n")
+        sys.exit(PlaitError.exit_code)
+    except (KeyboardInterrupt, typer.Abort):  # click turns the first into the second
+        sys.exit(EXIT_OF_SIGNAL["SIGINT"])

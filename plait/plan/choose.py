@@ -199,7 +199,10 @@ def _checkpoint_every(config: RunConfig, why: list[str]) -> Every:
 def _report_every(config: RunConfig, device: str) -> int:
     asked = config.report.every
     if asked != "auto":
-        return max(1, round(_in_steps(asked).value))
+        every = _in_steps(asked)
+        if every.value == 0:
+            raise PlaitError('report.every = "never" would lose the losses; write for example "100 steps"')
+        return max(1, round(every.value))
     return 10 if device == "cuda" else 1
 
 

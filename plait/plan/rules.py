@@ -50,14 +50,6 @@ def warmup_steps(steps: int) -> int:
     return min(steps // 2, max(10, min(2000, steps // 20)))
 
 
-def trained_vocabulary(text_bytes: int) -> int:
-    """Entries of a tokenizer trained on first use: more text, more entries, so that each is seen often enough."""
-    for limit, entries in ((300_000, 1024), (2_000_000, 2048), (20_000_000, 4096), (200_000_000, 8192)):
-        if text_bytes <= limit:
-            return entries
-    return 32768
-
-
 def usual_sequence(parameters: float) -> int:
     """Tokens of a window by model size, as published runs of that size have it, shorter for the very small."""
     for limit, tokens in ((2e7, 256), (1e8, 512), (1e9, 1024), (4e9, 2048)):

@@ -32,7 +32,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         override = parse_override(text)
         _resolve_paths(override, (here, beside))
         _merge(asked, override)
-    asked.setdefault("run", {}).setdefault("name", path.stem.lower())
+    run = asked.setdefault("run", {})
+    if isinstance(run, dict) and run.get("name", "auto") == "auto":
+        run["name"] = path.stem.lower()
     return parse_config(asked)
 
 

@@ -5,6 +5,7 @@ Only `data.files` must be said. Every `"auto"` is derived in plan/choose.py and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Literal
 
@@ -30,10 +31,15 @@ def _valid(parse: Callable[[str], object]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _check_name(text: str) -> None:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,62}", text):
+        raise PlaitError(f'"{text}" is not a name; write small letters, digits, ".", "_" and "-", at most 63')
+
+
 AmountText = Annotated[str, _valid(parse_amount)]
 EveryText = Annotated[str, _valid(parse_every)]
 SizeText = Annotated[str, _valid(parse_count)]
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+Name = Annotated[str, _valid(_check_name)]
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=0.5)]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,20 @@ from plait.errors import PlaitError
 from plait.plan.plan import Plan, read_plan, write_plan
 from plait.recipe.load import flat_values, load_recipe, recipe_text
 from plait.recipe.schema import RunConfig
+from plait.report.atomic import replace_file
 from plait.report.metrics import trim_metrics
 
 MAY_CHANGE = ("train.budget", "layout.", "checkpoint.", "report.")
 """What a begun run may be asked anew; `data.files` may move as long as the text in it is the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class SoFar:
+    """What goes into a receipt and no metrics line tells: training time, and the memory of each device."""
+
+    wall_s: float = 0.0
+    peak_tensor_bytes: Sequence[int] = ()
+    peak_rss_bytes: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +88,15 @@ class RunFolder:
         trim_metrics(self.metrics, found.manifest.step if found else 0)
         return found
 
-    def add_wall_s(self, seconds: float) -> float:
-        """Count a session's time and return that of all sessions together."""
-        clock = self.path / "clock.json"
-        total = seconds + (json.loads(clock.read_text())["wall_s"] if clock.exists() else 0.0)
-        clock.write_text(json.dumps({"wall_s": total}))
-        return total
+    @property
+    def so_far(self) -> SoFar:
+        """What all sessions of the run together come to."""
+        path = self.path / "so-far.json"
+        return SoFar(**json.loads(path.read_text())) if path.exists() else SoFar()
+
+    def note_so_far(self, so_far: SoFar) -> None:
+        """Keep what the sessions come to by now, for the receipt of a later one."""
+        replace_file(self.path / "so-far.json", json.dumps(asdict(so_far)).encode())
 
 
 def run_folder(name: str) -> RunFolder:

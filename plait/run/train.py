@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +45,7 @@ def train(recipe: Path, overrides: Sequence[str] = (), *, fresh_plan: bool = Fal
     folder = run_folder(config.run.name)
     with alone(folder):
         changed = check_changes(folder.begun_config(), config) if folder.has_begun else []
-        if folder.has_begun and not changed and _is_finished(folder) and not fresh_plan:
+        if folder.has_begun and "train.budget" not in changed and _is_finished(folder):
             screen.print(f"{folder.path} is finished; a larger train.budget continues it")
             screen.print(read_receipt(folder.receipt).table())
             return "finished"
@@ -74,8 +74,12 @@ def _train(
             screen.print(f"[yellow]passed over[/yellow] {sentence}", highlight=False)
         screen.print(f"resume   from {point.path.name}")
     done = point.manifest.step if point else 0
-    session = _run(plan, folder, workers, done, point.path.name if point else None, screen)
-    return _conclude(config, folder, plan, session, done, screen)
+    result, step = _run(plan, folder, workers, done, point.path.name if point else None, screen)
+    if step < plan.steps:
+        screen.print(f"stopped after step {step} of {plan.steps}, saved; the same command goes on from there")
+        return result.stopped_by
+    _conclude(config, folder, plan, done, screen)
+    return "finished"
 
 
 def _plan_of_begun(
@@ -130,34 +134,41 @@ def _introduce(plan: Plan, site: Site, screen: Screen) -> None:
         )
 
 
-@dataclass(slots=True)
 class _Session:
-    """What came of one start of the workers."""
+    """One start of the workers: shows what they tell, and keeps account of it in the run's folder."""
 
-    result: JobResult
-    step: int = 0
-    peak_tensor_bytes: tuple[int, ...] = ()
-    peak_rss_bytes: tuple[int, ...] = ()
+    def __init__(self, folder: RunFolder, bar: Console) -> None:
+        self.step = 0
+        self._folder, self._bar = folder, bar
+        self._counted_at = time.monotonic()
 
-
-def _run(plan: Plan, folder: RunFolder, workers: Crew, done: int, resume: str | None, screen: Screen) -> _Session:
-    """Start the workers, show what they tell, and wait for their end."""
-    session = _Session(JobResult(stopped_by="finished", wall_s=0.0))
-    bar = Console(plan.steps, done, screen=screen)
-
-    def on_message(message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         values = dict(message.values)
         if message.kind == "step":
-            bar.step(StepReport(**_numbers(values)))
+            self._bar.step(StepReport(**_numbers(values)))
         elif message.kind == "evaluation":
-            bar.evaluation(EvalReport(**_numbers(values)))
-        elif message.kind == "note":
-            bar.note(values["text"])
-        elif message.kind == "end" and message.rank == 0:
-            session.step = values["step"]
-            session.peak_tensor_bytes = tuple(values["peak_tensor_bytes"])
-            session.peak_rss_bytes = tuple(values["peak_rss_bytes"])
+            self._bar.evaluation(EvalReport(**_numbers(values)))
+        elif message.kind == "memory":
+            self.count(**{key: tuple(value) for key, value in values.items()})
+        elif message.kind == "saved":
+            self.step = values["step"]
+            self.count()
 
+    def count(self, **peaks: Sequence[int]) -> None:
+        """Add the time since the last count, and memory peaks where they are news."""
+        now = time.monotonic()
+        so_far = self._folder.so_far
+        self._folder.note_so_far(replace(so_far, wall_s=so_far.wall_s + now - self._counted_at, **peaks))
+        self._counted_at = now
+
+
+def _run(
+    plan: Plan, folder: RunFolder, workers: Crew, done: int, resume: str | None, screen: Screen
+) -> tuple[JobResult, int]:
+    """Start the workers and wait for their end; returns also the step that is saved."""
+    bar = Console(plan.steps, done, screen=screen)
+    session = _Session(folder, bar)
+    session.step = done
     job = Job(
         entry="plait.train.worker:main",
         argument=json.dumps({"folder": str(folder.path.resolve()), "resume": resume}),
@@ -165,44 +176,31 @@ def _run(plan: Plan, folder: RunFolder, workers: Crew, done: int, resume: str | 
         threads=plan.threads,
         log_dir=log_folder(folder.path),
     )
-    began = time.monotonic()
     try:
-        session.result = workers.run(job, on_message)
+        return workers.run(job, session.on_message), session.step
     finally:
         bar.close()
-        folder.add_wall_s(time.monotonic() - began)
-    return session
+        session.count()
 
 
-def _conclude(
-    config: RunConfig, folder: RunFolder, plan: Plan, session: _Session, done: int, screen: Screen
-) -> Outcome:
-    """The receipt of a finished run, or where a stopped one stands."""
-    if session.step < plan.steps:
-        screen.print(f"stopped after step {session.step} of {plan.steps}, saved; the same command goes on from there")
-        return session.result.stopped_by
-    receipt = _receipt(folder, plan, session, done)
+def _conclude(config: RunConfig, folder: RunFolder, plan: Plan, done: int, screen: Screen) -> None:
+    """Write and print the receipt of a finished run; say so when a time budget was missed."""
+    receipt = _receipt(folder, plan, done)
     receipt.write(folder.receipt)
     screen.print(receipt.table(), highlight=False)
-    budget = budget_of(config)
-    wall_s = receipt.wall_s
-    if (
-        budget.unit == "seconds"
-        and done == 0
-        and not 1 / TOLERATED_OVERRUN <= wall_s / budget.value <= TOLERATED_OVERRUN
-    ):
+    budget, wall_s = budget_of(config), receipt.wall_s
+    if budget.unit == "seconds" and not 1 / TOLERATED_OVERRUN <= wall_s / budget.value <= TOLERATED_OVERRUN:
         screen.print(
             f"the run took {format_duration(wall_s)}, not {budget}: steps took other times than when they were measured"
         )
-    return "finished"
 
 
-def _receipt(folder: RunFolder, plan: Plan, session: _Session, done: int) -> Receipt:
+def _receipt(folder: RunFolder, plan: Plan, done: int) -> Receipt:
     steps, evaluations = read_metrics(folder.metrics)
     speed = median_speed(steps, (0, done))
     evaluation = evaluations[-1] if evaluations else None
-    wall_s = folder.add_wall_s(0.0)
-    causal = training_flops_per_token(plan.shape, plan.sequence, "causal")
+    so_far = folder.so_far
+    full, causal = (training_flops_per_token(plan.shape, plan.sequence, kind) for kind in ("full", "causal"))
     devices = plan.world_size if plan.device == "cuda" else 1
     return Receipt(
         steps=plan.steps,
@@ -214,12 +212,12 @@ def _receipt(folder: RunFolder, plan: Plan, session: _Session, done: int) -> Rec
         eval_nats_per_byte=evaluation.eval_nats_per_byte if evaluation else None,
         step_s_median=speed.step_s_median,
         tokens_per_s=speed.tokens_per_s,
-        mfu=speed.mfu,
+        mfu=speed.tokens_per_s * full / plan.peak_flops if plan.peak_flops else None,
         mfu_causal=speed.tokens_per_s * causal / plan.peak_flops if plan.peak_flops else None,
-        peak_tensor_bytes=session.peak_tensor_bytes,
-        peak_rss_bytes=session.peak_rss_bytes,
-        wall_s=wall_s,
-        device_hours=wall_s * devices / 3600,
+        peak_tensor_bytes=so_far.peak_tensor_bytes,
+        peak_rss_bytes=so_far.peak_rss_bytes,
+        wall_s=so_far.wall_s,
+        device_hours=so_far.wall_s * devices / 3600,
         versions=dict(plan.fingerprint["versions"]),
         device=f"{devices} × {plan.fingerprint['name']}",
     )

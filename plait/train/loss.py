@@ -11,7 +11,7 @@ Legend: n tokens (rows times columns, flattened), d width, v vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,27 +30,29 @@ def sum_of_losses(hidden_nd: Tensor, head_vd: Tensor, targets_n: Tensor) -> Tens
     Works through the tokens in pieces and makes the gradient in the same pass, so that the n × v scores never exist at
     once. Differentiable once, in hidden and head. Returns a scalar in float32, or float64 for float64 inputs.
     """
-    total: Tensor = _SumOfLosses.apply(hidden_nd, head_vd, targets_n)  # type: ignore[assignment]
+    want_grads = torch.is_grad_enabled()
+    total: Tensor = _SumOfLosses.apply(hidden_nd, head_vd, targets_n, want_grads)  # type: ignore[assignment]
     return total
 
 
 class _SumOfLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_nd: Tensor, head_vd: Tensor, targets_n: Tensor) -> Tensor:
-        want_hidden, want_head, _ = ctx.needs_input_grad
+    def forward(
+        ctx: Any, hidden_nd: Tensor, head_vd: Tensor, targets_n: Tensor, want_grads: Literal[True, False]
+    ) -> Tensor:
         exact = torch.float64 if hidden_nd.dtype == torch.float64 else torch.float32
         weight_vd = head_vd.detach().to(hidden_nd.dtype)
         total = torch.zeros((), dtype=exact, device=hidden_nd.device)
-        grad_hidden = torch.empty_like(hidden_nd) if want_hidden else None
-        grad_head = torch.zeros_like(head_vd, dtype=exact) if want_head else None
+        grad_hidden = torch.empty_like(hidden_nd) if want_grads and ctx.needs_input_grad[0] else None
+        grad_head = torch.zeros_like(head_vd, dtype=exact) if want_grads and ctx.needs_input_grad[1] else None
         piece = max(1, _PIECE_NUMBERS[hidden_nd.device.type] // head_vd.shape[0])
         for first in range(0, hidden_nd.shape[0], piece):
             part = slice(first, first + piece)
             hidden, targets = hidden_nd[part].detach(), targets_n[part]
-            scores = (hidden @ weight_vd.T).to(exact)
-            total += _losses(scores, targets)
+            losses, probabilities = _losses((hidden @ weight_vd.T).to(exact), targets)
+            total += losses
             if grad_hidden is not None or grad_head is not None:
-                grad = _grad_of_scores(scores, targets).to(hidden.dtype)
+                grad = _grad_of_scores(probabilities, targets).to(hidden.dtype)
                 if grad_hidden is not None:
                     torch.mm(grad, weight_vd, out=grad_hidden[part])
                 if grad_head is not None:
@@ -60,31 +62,32 @@ class _SumOfLosses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
         (grad_total,) = grads
         grad_hidden, grad_head = ctx.saved_tensors
         return (
             None if grad_hidden is None else grad_hidden.mul_(grad_total),
             None if grad_head is None else grad_head.mul_(grad_total),
             None,
+            None,
         )
 
 
-def _losses(scores_nv: Tensor, targets_n: Tensor) -> Tensor:
-    """Summed cross-entropy; leaves the log-probabilities in `scores_nv`."""
-    scores_nv.sub_(scores_nv.logsumexp(dim=1, keepdim=True))
-    counted = targets_n != IGNORED
-    picked = scores_nv.gather(1, targets_n.clamp(min=0).unsqueeze(1)).squeeze(1)
-    return -(picked * counted).sum()
+def _losses(scores_nv: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed cross-entropy and the probabilities, which take the place of the scores."""
+    shifted = scores_nv.sub_(scores_nv.amax(dim=1, keepdim=True))
+    picked = shifted.gather(1, targets_n.clamp(min=0).unsqueeze(1))
+    exponentials = shifted.exp_()
+    sums = exponentials.sum(dim=1, keepdim=True)
+    losses = (sums.log() - picked).squeeze(1)
+    return (losses * (targets_n != IGNORED)).sum(), exponentials.div_(sums)
 
 
-def _grad_of_scores(log_probabilities_nv: Tensor, targets_n: Tensor) -> Tensor:
+def _grad_of_scores(probabilities_nv: Tensor, targets_n: Tensor) -> Tensor:
     """Probabilities minus one at the target, in place; zero where the target is not counted."""
-    counted = (targets_n != IGNORED).unsqueeze(1)
-    grad = log_probabilities_nv.exp_()
     index = targets_n.clamp(min=0).unsqueeze(1)
-    grad.scatter_add_(1, index, torch.full_like(index, -1, dtype=grad.dtype))
-    return grad.mul_(counted)
+    grad = probabilities_nv.scatter_add_(1, index, torch.full_like(index, -1, dtype=probabilities_nv.dtype))
+    return grad.masked_fill_((targets_n == IGNORED).unsqueeze(1), 0)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

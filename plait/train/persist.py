@@ -45,7 +45,8 @@ def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Sums) -> 
     updates = read_tensor(path, manifest, "adam_step")[0]
     for name, parameter in assembly.woven.model.named_parameters():
         assembly.optimizer.state[parameter] = {
-            "step": updates.to(torch.float32).to(parameter.device),
+            # A copy each: AdamW counts in place, and one tensor for all would count a step once for every parameter.
+            "step": updates.to(parameter.device, torch.float32, copy=True),
             **{
                 key: read_tensor(path, manifest, f"{kind}/{name}").to(parameter.device)
                 for kind, key in _MOMENTS.items()

@@ -28,6 +28,7 @@ from plait.train.loop import Actions, Pace, run_loop
 from plait.train.optim import learning_rate
 from plait.train.persist import restore, save
 from plait.train.state import TrainState
+from plait.train.step import Scalars
 
 PEER_TIMEOUT = timedelta(minutes=10)
 
@@ -60,15 +61,12 @@ def main(context: Context, argument: str) -> None:
             path = folder / "checkpoints" / asked["resume"]
             state = restore(assembly, path, verify(path), world)
         sink = _sinks(context, folder, state.step)
-        memory = _FirstStep(assembly)
+        memory = _FirstStep(assembly, world)
         try:
-            state, ended = run_loop(state, _pace(plan), _actions(context, assembly, folder, world, memory), sink)
+            run_loop(state, _pace(plan), _actions(context, assembly, folder, world, memory), sink)
         finally:
             sink.close()
             assembly.loader.close()
-        peaks = [world.gather(torch.tensor([value])) for value in (memory.peak_bytes, peak_rss_bytes())]
-        tensor_bytes, rss_bytes = ([int(value) for value in peak] for peak in peaks)
-        context.tell("end", ended=ended, step=state.step, peak_tensor_bytes=tensor_bytes, peak_rss_bytes=rss_bytes)
 
 
 @contextmanager
@@ -112,6 +110,7 @@ def _actions(context: Context, assembly: Assembly, folder: Path, world: Sums, me
     def save_here(state: TrainState) -> None:
         began = time.perf_counter()
         path = save(assembly, state, folder / "checkpoints", world)
+        memory.tell_peaks(context)
         if context.rank == 0:
             context.tell("saved", step=state.step, name=path.name, seconds=time.perf_counter() - began)
 
@@ -146,19 +145,27 @@ def evaluation(assembly: Assembly, step: int) -> EvalReport | None:
 class _FirstStep:
     """Watches memory during the first step of this process, and then steps aside."""
 
-    def __init__(self, assembly: Assembly) -> None:
-        self._assembly = assembly
-        self._seen = False
-        self.peak_bytes = 0
+    def __init__(self, assembly: Assembly, world: Sums) -> None:
+        self._assembly, self._world = assembly, world
+        self._peak_bytes: int | None = None
 
-    def watched(self, state: TrainState) -> Any:
-        if self._seen:
+    def watched(self, state: TrainState) -> tuple[TrainState, Scalars]:
+        """A step as the assembly takes it."""
+        if self._peak_bytes is not None:
             return self._assembly.step(state)
-        self._seen = True
         with LiveTensorPeak(self._assembly.device, self._assembly.tensors()) as peak:
             result = self._assembly.step(state)
-        self.peak_bytes = peak.bytes
+        self._peak_bytes = peak.bytes
         return result
+
+    def tell_peaks(self, context: Context) -> None:
+        """Tell every rank's peaks, once a step was taken; every rank must call it."""
+        if self._peak_bytes is None:
+            return
+        peaks = self._world.gather(torch.tensor([self._peak_bytes, peak_rss_bytes()]))
+        if context.rank == 0:
+            tensor_bytes, rss_bytes = zip(*[peak.tolist() for peak in peaks], strict=True)
+            context.tell("memory", peak_tensor_bytes=tensor_bytes, peak_rss_bytes=rss_bytes)
 
 
 def _sinks(context: Context, folder: Path, steps_done: int) -> Sink:

@@ -1,0 +1,217 @@
+"""Real `plait` processes in a folder of their own, and what their runs left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MARK = "PLAIT_TEST_PLACE"
+STEPS = 60
+RECIPE = f"""
+[data]
+files = "play.txt"
+
+[model]
+layers = 2
+width = 32
+heads = 2
+vocabulary = 300
+
+[train]
+sequence = 16
+batch_tokens = 112
+budget = "{STEPS} steps"
+
+[layout]
+replicate = 2
+micro_sequences = 2
+
+[checkpoint]
+every = "10 steps"
+
+[report]
+evaluate = "30 steps"
+"""
+"""Seven sequences a step: no number of workers but one shares them evenly, and the last micro-batch is short."""
+
+COUNTED = ("step", "tokens", "loss", "grad_norm", "lr")
+EVALUATED = ("step", "eval_loss", "eval_nats_per_byte")
+
+
+def some_text(lines: int, seed: int = 1) -> str:
+    """Lines of made-up words, the same for the same seed."""
+    draw = random.Random(seed)
+    syllables = ["ka", "lo", "mi", "ren", "tor", "us", "wy", "ga", "éa", "den"]
+    words = ["".join(draw.choices(syllables, k=draw.randint(1, 3))) for _ in range(60)]
+    return "".join(" ".join(draw.choices(words, k=draw.randint(4, 9))).capitalize() + ".\n" for _ in range(lines))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a command ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+    def sentence(self) -> str:
+        """The one sentence on stderr of a command that failed as a command should."""
+        assert self.err.startswith("plait: ") and self.err.endswith("\n"), self.err
+        assert self.err.count("\n") == 1 and "Traceback" not in self.out + self.err, self.err
+        return self.err.removeprefix("plait: ").strip()
+
+
+class Place:
+    """A folder with a text and a recipe, where commands run; every process that they start carries the place's mark."""
+
+    def __init__(self, folder: Path, recipe: str = RECIPE) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._mark = uuid.uuid4().hex
+        (folder / "play.txt").write_text(some_text(400))
+        (folder / "tiny.toml").write_text(recipe)
+
+    def start(self, *arguments: str, module: Sequence[str] = ("-m", "plait"), **more: Any) -> subprocess.Popen[str]:
+        """Start `plait` in a process group of its own."""
+        return subprocess.Popen(
+            [sys.executable, *module, *arguments],
+            cwd=self.folder,
+            env={**os.environ, MARK: self._mark, "PYTHONPATH": str(Path(__file__).parents[2])},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            **more,
+        )
+
+    def run(self, *arguments: str, **more: Any) -> Ended:
+        """Run `plait` to its end."""
+        return ended(self.start(*arguments, **more))
+
+    def train(self, name: str, *overrides: str, **more: Any) -> Ended:
+        return self.run("train", "tiny.toml", f"run.name={name}", *overrides, **more)
+
+    def start_training(self, name: str, *overrides: str) -> subprocess.Popen[str]:
+        return self.start("train", "tiny.toml", f"run.name={name}", *overrides)
+
+    def processes(self) -> list[int]:
+        """Living processes of this place: those that were started with its mark, and all their forks."""
+        wanted = f"{MARK}={self._mark}".encode()
+        return [pid for pid in all_pids() if wanted in _environment(pid) and _is_alive(pid)]
+
+    def rank_process(self, name: str, rank: int) -> int:
+        """The process that writes the log of a rank."""
+        log = str(self.path(name) / "logs" / f"rank-{rank}.log")
+        found = [pid for pid in self.processes() if log in _open_files(pid)]
+        assert len(found) == 1, found
+        return found[0]
+
+    def assert_nobody_left(self) -> None:
+        """All processes, and with them all ports, are gone within five seconds."""
+        wait_until(lambda: not self.processes(), within_s=5)
+
+    def path(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def checkpoints(self, name: str) -> list[int]:
+        """Steps of the published checkpoints, oldest first."""
+        return sorted(int(path.name[5:]) for path in (self.path(name) / "checkpoints").glob("step-*"))
+
+    def manifest(self, name: str, step: int = STEPS) -> bytes:
+        return (self.path(name) / "checkpoints" / f"step-{step}" / "manifest.json").read_bytes()
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.path(name) / "metrics.jsonl").read_text().splitlines()]
+
+    def numbers(self, name: str) -> list[tuple[Any, ...]]:
+        """What of metrics.jsonl must be the same in every run of the same recipe: all but the clock's part."""
+        return [tuple(line[key] for key in (COUNTED if "loss" in line else EVALUATED)) for line in self.lines(name)]
+
+    def plan(self, name: str, file: str = "plan.json") -> dict[str, Any]:
+        return json.loads((self.path(name) / file).read_text())
+
+    def copy_run(self, old: str, new: str) -> Path:
+        """Another run in the same state, under a name of its own."""
+        shutil.copytree(self.path(old), self.path(new))
+        recipe = self.path(new) / "recipe.toml"
+        recipe.write_text(recipe.read_text().replace(f'name = "{old}"', f'name = "{new}"'))
+        return self.path(new)
+
+
+def ended(process: subprocess.Popen[str], within_s: float = 150) -> Ended:
+    """Wait for a command's end."""
+    try:
+        out, err = process.communicate(timeout=within_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"not over within {within_s} s: {out[-2000:]}\n{err[-2000:]}") from None
+    return Ended(code=process.returncode, out=out, err=err)
+
+
+def kill_group(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """Send a signal to the command and all its workers at once, as a terminal does."""
+    os.killpg(process.pid, number)
+
+
+def wait_while_running(fact: Callable[[], bool], process: subprocess.Popen[str], *, within_s: float = 90) -> None:
+    """Block until a fact holds; fails at once, with what it said, when the process ends before that."""
+    deadline = time.monotonic() + within_s
+    while not fact():
+        if process.poll() is not None:
+            raise AssertionError(f"over too soon: {ended(process)}")
+        assert time.monotonic() < deadline, f"not so within {within_s} s"
+        threading.Event().wait(0.0005)
+
+
+def wait_until(fact: Callable[[], bool], *, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while not fact():
+        assert time.monotonic() < deadline, f"not so within {within_s} s"
+        threading.Event().wait(0.01)
+
+
+def flip_bit(path: Path, at: float = 0.5) -> None:
+    """Damage one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def all_pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if re.fullmatch(r"\d+", entry.name)]
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _open_files(pid: int) -> list[str]:
+    try:
+        return [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:
+        return []

@@ -1,0 +1,144 @@
+"""Bad input: one sentence with the mend, exit code 2, no traceback, nothing begun and nothing damaged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait.checkpoint.store import checkpoint_for, publish, staging_for
+from plait.checkpoint.transfer import whole, write_rank
+from tests.end_to_end.command import Place, ended, flip_bit, kill_group, wait_while_running
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """A place with every kind of bad file."""
+    place = Place(tmp_path_factory.mktemp("bad"))
+    (place.folder / "empty.txt").write_bytes(b"")
+    (place.folder / "binary.txt").write_bytes(b"some text\0and more")
+    (place.folder / "latin.txt").write_bytes("über".encode("latin-1") * 100)
+    lines = [json.dumps({"text": "something to read"}), json.dumps({"body": "the field has another name"})]
+    (place.folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    (place.folder / "torn.toml").write_text("[data\nfiles = 3")
+    (place.folder / "nameless.toml").write_text('[train]\nbudget = "3 steps"\n')
+    (place.folder / "typo.toml").write_text('[data]\nfiles = "play.txt"\n[model]\nwidht = 32\n')
+    (place.folder / "flat.toml").write_text('run = "x"\n')
+    return place
+
+
+TRAIN = ("train", "tiny.toml")
+CASES = {
+    "a misspelt key on the command line": ((*TRAIN, "train.budgett=3 steps"), ["train.budgett", "train.budget?"]),
+    "a misspelt key in the recipe": (("train", "typo.toml"), ["model.widht", "model.width?"]),
+    "a key in the wrong section": ((*TRAIN, "train.lr=1"), ["train.lr", "optimizer.lr?"]),
+    "a reserved key": ((*TRAIN, "layout.tensor=2"), ["layout.tensor comes with a later version"]),
+    "a value of the wrong kind": ((*TRAIN, "model.layers=two"), ["model.layers is not usable"]),
+    "a budget without a unit": ((*TRAIN, "train.budget=500"), ["train.budget is not usable", "500 steps"]),
+    "not an override": ((*TRAIN, "budget"), ['"budget" is not an override', "section.key=value"]),
+    "a name that is a path": ((*TRAIN, "run.name=../up"), ['"../up" is not a name']),
+    "no such recipe": (("train", "tinny.toml"), ['there is no recipe "tinny.toml"; did you mean "tiny.toml"?']),
+    "a folder as recipe": (("train", "."), ["is a folder"]),
+    "a recipe that is not TOML": (("train", "torn.toml"), ["is not valid TOML", "line 1"]),
+    "a recipe without data": (("train", "nameless.toml"), ["data.files"]),
+    "a recipe that is no table": (("train", "flat.toml"), ["run is not usable"]),
+    "an unknown option": ((*TRAIN, "--frobnicate"), ["--frobnicate", "--help"]),
+    "an unknown command": (("trian", "tiny.toml"), ["trian", "--help"]),
+    "no recipe": (("train",), ["recipe", "--help"]),
+    "a file that is not there": ((*TRAIN, "data.files=plai.txt"), ["plai.txt", "data.files"]),
+    "an empty file": ((*TRAIN, "data.files=empty.txt"), ["empty.txt is empty"]),
+    "a binary file": ((*TRAIN, "data.files=binary.txt"), ["binary.txt is binary", "byte 9"]),
+    "a file that is not UTF-8": ((*TRAIN, "data.files=latin.txt"), ["latin.txt is not UTF-8 text at byte 0"]),
+    "JSONL without the field": ((*TRAIN, "data.files=rows.jsonl"), ['rows.jsonl:2 has no field "text"']),
+    "a vocabulary larger than the model's": ((*TRAIN, "data.tokenizer=gpt2"), ["50257", "model.vocabulary = 300"]),
+    "a run that is not there": (("sample", "nobody"), ['there is no run "nobody"']),
+    "a bad number for an option": (("sample", "x", "--temperature", "-1"), ["--temperature"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_sentence_before_anything_begins(bad: Place, case: str) -> None:
+    arguments, told = CASES[case]
+    run = bad.run(*arguments)
+    assert run.code == 2, run
+    assert all(text in run.sentence() for text in told), run.err
+    assert not list(bad.folder.glob("runs/*/plan.json"))
+
+
+def test_a_sequence_longer_than_the_data(bad: Place) -> None:
+    run = bad.train("long", "train.sequence=9000", "train.batch_tokens=9000")
+    assert run.code == 2
+    assert "train.sequence = 9000 is longer than the data allow" in run.sentence()
+    assert "choose at most" in run.err
+    assert not (bad.path("long") / "plan.json").exists()
+
+
+def test_ctrl_c_while_looking_at_the_world_leaves_no_traceback(bad: Place) -> None:
+    process = bad.start_training("early")
+    wait_while_running(lambda: len(bad.processes()) > 1, process)  # the fork server is up
+    kill_group(process, signal.SIGINT)
+    run = ended(process)
+    assert run.code == 130 and "Traceback" not in run.out + run.err
+    bad.assert_nobody_left()
+
+
+@pytest.fixture(scope="module")
+def crippled(place: Place, reference: Callable[[int], str]) -> Callable[[str], Path]:
+    """Makes an unfinished run with one checkpoint, and returns that checkpoint's folder."""
+
+    def make(name: str) -> Path:
+        folder = place.copy_run(reference(2), name)
+        (folder / "receipt.json").unlink()
+        newest, older = place.checkpoints(name)[-1], place.checkpoints(name)[0]
+        shutil.rmtree(folder / "checkpoints" / f"step-{newest}")
+        return folder / "checkpoints" / f"step-{older}"
+
+    return make
+
+
+def refused(place: Place, name: str, checkpoint: Path) -> str:
+    """The sentence with which a run is refused that cannot go on; its checkpoint stays as it is."""
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    run = place.train(name)
+    assert run.code == 2, run
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
+    assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name]
+    return run.sentence()
+
+
+def test_a_flipped_bit_in_the_only_checkpoint(place: Place, crippled: Callable[[str], Path]) -> None:
+    checkpoint = crippled("flipped")
+    flip_bit(checkpoint / "rank-00000.safetensors")
+    sentence = refused(place, "flipped", checkpoint)
+    assert "none of the 1 checkpoints" in sentence and "rank-00000.safetensors is damaged" in sentence
+
+
+def test_a_missing_shard(place: Place, crippled: Callable[[str], Path]) -> None:
+    checkpoint = crippled("missing")
+    (checkpoint / "rank-00001.safetensors").unlink()
+    assert "rank-00001.safetensors is missing" in refused(place, "missing", checkpoint)
+
+
+def test_a_checkpoint_of_another_model(place: Place, crippled: Callable[[str], Path]) -> None:
+    checkpoint = crippled("foreign")
+    shape = place.plan("foreign")["shape"] | {"width": 64}
+    shutil.rmtree(checkpoint)
+    staging = staging_for(checkpoint.parent, 50)
+    write_rank(staging, 0, {"model/norm.weight": whole(torch.ones(64))})
+    publish(staging, checkpoint_for(checkpoint.parent, 50), step=50, cursor=350, model=shape, world_size=1)
+    sentence = refused(place, "foreign", checkpoint)
+    assert "this checkpoint has width 64, the recipe asks 32" in sentence
+
+
+def test_ctrl_c_while_sampling(place: Place, reference: Callable[[int], str]) -> None:
+    process = place.start("sample", reference(2), "--prompt", "Ka", "--tokens", "1000000")
+    assert process.stdout is not None
+    first = process.stdout.read(2)
+    kill_group(process, signal.SIGINT)
+    run = ended(process)
+    assert first == "Ka" and run.code == 130 and "Traceback" not in run.err

@@ -1,0 +1,80 @@
+"""A disk that fills up while preparing or saving: a clean stop, nothing damaged, and on it goes once there is room."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from plait.checkpoint.store import verify
+from tests.end_to_end.command import Place
+
+FILE_LIMIT_BYTES = 150_000
+
+
+def limit_file_size() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT_BYTES, FILE_LIMIT_BYTES))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of eight MiB; needs the right to mount."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a file system here; the test of the file size limit covers a write that fails")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def fill(disk: Path, leave_bytes: int) -> Path:
+    """Fill a disk but for so much."""
+    filler = disk / "filler"
+    with filler.open("wb") as file:
+        while True:
+            try:
+                file.write(b"x" * 4096)
+                file.flush()
+            except OSError:
+                break
+    filler.open("r+b").truncate(filler.stat().st_size - leave_bytes)
+    return filler
+
+
+def test_a_full_disk(small_disk: Path, place: Place, reference: Callable[[int], str]) -> None:
+    here = Place(small_disk / "work")
+    filler = fill(small_disk, 8_192)
+    preparing = here.run("data", "tiny.toml")
+    assert preparing.code == 2
+    assert "No space left on device" in preparing.sentence()
+    assert not [path for path in (here.folder / ".plait" / "data").glob("*") if path.is_dir()]
+
+    filler.unlink()
+    assert here.run("data", "tiny.toml").code == 0
+    filler = fill(small_disk, 300_000)
+    saving = here.train("full")
+    assert saving.code == 1
+    assert "free" in saving.sentence() and "earlier checkpoints are whole" in saving.err
+    here.assert_nobody_left()
+    assert here.checkpoints("full") == []
+
+    filler.unlink()
+    last = here.train("full")
+    assert last.code == 0 and not last.err
+    assert here.manifest("full") == place.manifest(reference(2))
+    assert here.numbers("full") == place.numbers(reference(2))
+
+
+def test_a_write_that_fails_while_saving(place: Place, reference: Callable[[int], str]) -> None:
+    process = place.train("limited", "layout.replicate=1", preexec_fn=limit_file_size)
+    assert process.code == 1
+    assert "File too large" in process.sentence() and "earlier checkpoints are whole" in process.err
+    assert place.checkpoints("limited") == [] and not list((place.path("limited") / "checkpoints").glob(".*"))
+    last = place.train("limited", "layout.replicate=1")
+    assert last.code == 0
+    assert place.manifest("limited") == place.manifest(reference(1))
+    assert [verify(path) for path in (place.path("limited") / "checkpoints").iterdir()]

@@ -1,0 +1,142 @@
+"""What a finished run leaves: its files, its receipt, and a model to sample from and to measure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plait
+from tests.end_to_end.command import STEPS, Place
+
+RECEIPT = {
+    "steps", "tokens", "world_size", "layout", "train_loss", "eval_loss", "eval_nats_per_byte", "step_s_median",
+    "tokens_per_s", "mfu", "mfu_causal", "peak_tensor_bytes", "peak_rss_bytes", "wall_s", "device_hours", "versions",
+    "device",
+}  # fmt: skip
+STEP_LINE = {"step", "tokens", "loss", "grad_norm", "lr", "step_s", "tokens_per_s", "mfu", "data_wait_s"}
+EVALUATION_LINE = {"step", "eval_loss", "eval_nats_per_byte"}
+
+
+@pytest.fixture
+def name(reference: Callable[[int], str]) -> str:
+    return reference(2)
+
+
+@pytest.fixture
+def folder(place: Place, name: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(place.folder)
+    return place.path(name)
+
+
+def test_the_receipt_says_everything_and_agrees_with_the_lines(place: Place, name: str, folder: Path) -> None:
+    receipt: dict[str, Any] = json.loads((folder / "receipt.json").read_text())
+    assert receipt.keys() == RECEIPT
+    steps = [line for line in place.lines(name) if "loss" in line]
+    evaluations = [line for line in place.lines(name) if "eval_loss" in line]
+    assert receipt["steps"] == STEPS == len(steps)
+    assert receipt["tokens"] == steps[-1]["tokens"] == STEPS * 112
+    assert receipt["world_size"] == 2 and receipt["layout"]["replicate"] == 2
+    assert receipt["train_loss"] == steps[-1]["loss"] < steps[0]["loss"] - 1
+    assert receipt["eval_loss"] == evaluations[-1]["eval_loss"]
+    assert receipt["eval_nats_per_byte"] == evaluations[-1]["eval_nats_per_byte"]
+    assert 0 < receipt["mfu_causal"] < receipt["mfu"] < 1
+    assert len(receipt["peak_tensor_bytes"]) == len(receipt["peak_rss_bytes"]) == 2
+    assert min(receipt["peak_rss_bytes"]) > 50e6 and min(receipt["peak_tensor_bytes"]) > 16 * 40_000
+    assert receipt["wall_s"] > sum(line["step_s"] for line in steps)
+    assert receipt["device_hours"] == pytest.approx(receipt["wall_s"] / 3600)  # two workers on one device
+    assert {"torch", "python", "plait"} <= receipt["versions"].keys()
+
+
+def test_every_step_has_its_line_with_the_promised_keys_and_no_other(place: Place, name: str) -> None:
+    lines = place.lines(name)
+    steps = [line for line in lines if line.keys() == STEP_LINE]
+    evaluations = [line for line in lines if line.keys() == EVALUATION_LINE]
+    assert len(steps) + len(evaluations) == len(lines)
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in evaluations] == [STEPS // 2, STEPS]
+    assert all(line["step_s"] > 0 and line["data_wait_s"] >= 0 and 0 < line["mfu"] < 1 for line in steps)
+
+
+def test_the_folder_has_the_promised_files(place: Place, name: str, folder: Path) -> None:
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    promised = {"recipe.toml", "plan.json", "metrics.jsonl", "tensorboard", "checkpoints", "receipt.json"}
+    assert promised <= names
+    assert place.checkpoints(name) == [STEPS - 10, STEPS]
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    files = {path.name for path in (folder / "checkpoints" / f"step-{STEPS}").iterdir()}
+    assert files == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
+
+
+def test_nothing_in_the_manifest_tells_of_clock_host_path_or_name(place: Place, name: str, folder: Path) -> None:
+    text = place.manifest(name).decode()
+    assert name not in text and str(place.folder) not in text and "/" not in text.replace("model/", "").replace(
+        "adam_m/", ""
+    ).replace("adam_v/", "").replace("rng/", "")
+    hashes = [part["sha256"] for part in [*json.loads(text)["parts"], *json.loads(text)["rng"]]]
+    hashes += [json.loads(text)[key]["sha256"] for key in ("step", "cursor")]
+    assert all(len(each) == 64 and set(each) <= set("0123456789abcdef") for each in hashes)
+    assert len(json.loads(text)["rng"]) == 2
+
+
+def test_a_finished_run_asked_again_prints_its_receipt_and_writes_nothing(place: Place, name: str) -> None:
+    def state() -> dict[str, tuple[int, bytes]]:
+        files = [path for path in place.path(name).rglob("*") if path.is_file() and path.name != ".lock"]
+        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before = state()
+    again = place.train(name, "layout.replicate=2")
+    assert again.code == 0 and not again.err
+    assert "is finished" in again.out and f"{STEPS} steps" in again.out and "nats per token" in again.out
+    assert state() == before
+
+
+def test_sample_goes_on_with_the_prompt_and_the_same_seed_gives_the_same(
+    place: Place, name: str, folder: Path
+) -> None:
+    asked = ("sample", name, "--prompt", "Kalo mi", "--tokens", "24", "--seed", "5")
+    one = place.run(*asked)
+    assert one.code == 0 and not one.err
+    assert one.out.startswith("Kalo mi") and one.out.endswith("\n") and len(one.out) > len("Kalo mi") + 12
+    assert one.out == "".join(plait.sample(name, "Kalo mi", tokens=24, seed=5)) + "\n"
+    assert one.out != "".join(plait.sample(name, "Kalo mi", tokens=24, seed=6)) + "\n"
+
+
+def test_temperature_0_needs_no_seed(folder: Path) -> None:
+    texts = {"".join(plait.sample(str(folder), "Lo", tokens=20, temperature=0, seed=seed)) for seed in (1, 2)}
+    assert len(texts) == 1
+
+
+def test_eval_says_what_training_said(place: Place, name: str, folder: Path) -> None:
+    run = place.run("eval", name)
+    assert run.code == 0 and not run.err
+    told = json.loads(run.out)
+    assert told.keys() == {"step", "eval_loss", "eval_nats_per_byte", "tokens", "bytes"}
+    last = place.lines(name)[-1]
+    assert told["step"] == STEPS == last["step"]
+    assert told["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
+    assert told["eval_nats_per_byte"] == pytest.approx(last["eval_nats_per_byte"], rel=1e-6)
+
+
+def test_eval_of_the_held_out_bytes_as_a_file_is_the_same(place: Place, name: str, folder: Path) -> None:
+    data = (place.folder / "play.txt").read_bytes()
+    cut = len(data) - int(len(data) * 0.05)
+    while data[cut] & 0xC0 == 0x80:  # the hold-out begins with a whole character
+        cut += 1
+    (place.folder / "tail.txt").write_bytes(data[cut:])
+    own, tail, all_of_it = (plait.evaluate(name, files) for files in ((), ["tail.txt"], ["tail.txt", "play.txt"]))
+    assert tail["bytes"] == own["bytes"] == len(data) - cut
+    assert tail["tokens"] == own["tokens"]
+    assert tail["eval_loss"] == pytest.approx(own["eval_loss"], rel=1e-6)
+    assert tail["eval_nats_per_byte"] == pytest.approx(own["eval_nats_per_byte"], rel=1e-6)
+    assert all_of_it["bytes"] == len(data) + tail["bytes"]
+    assert all_of_it["eval_loss"] < tail["eval_loss"]  # most of it was trained on
+
+
+def test_eval_of_a_file_that_is_not_there(place: Place, name: str) -> None:
+    run = place.run("eval", name, "--files", "nothing.txt")
+    assert run.code == 2
+    assert 'no file matches "nothing.txt"' in run.sentence()

@@ -1,0 +1,123 @@
+"""Kill, interrupt and damage a run, give the same command again: the end is that of a run that was left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.end_to_end.command import STEPS, Place, ended, flip_bit, kill_group, wait_while_running
+
+
+def assert_same_end(place: Place, name: str, reference: str) -> None:
+    assert place.numbers(name) == place.numbers(reference)
+    assert place.manifest(name) == place.manifest(reference)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_kill_9_at_several_moments_changes_nothing(place: Place, reference: Callable[[int], str], workers: int) -> None:
+    whole, name = reference(workers), f"killed-{workers}"
+    folder = place.path(name)
+
+    def begun() -> bool:
+        return (folder / "plan.json").exists()
+
+    def saved_once() -> bool:
+        return bool(place.checkpoints(name))
+
+    def saving_again() -> bool:
+        return any(path.name > ".step-2" for path in (folder / "checkpoints").glob(".step-*.staging"))
+
+    def after_line_45() -> bool:
+        return (folder / "metrics.jsonl").read_bytes().count(b'"loss"') > 45
+
+    for moment in (begun, saved_once, saving_again, after_line_45):
+        process = place.start_training(name, f"layout.replicate={workers}")
+        wait_while_running(moment, process)
+        if moment is saved_once:
+            process.kill()  # the command alone: its workers must see for themselves that it is gone
+        else:
+            kill_group(process, signal.SIGKILL)
+        assert ended(process).code == -signal.SIGKILL
+        place.assert_nobody_left()
+    assert place.checkpoints(name)[-1] < STEPS
+    last = place.train(name, f"layout.replicate={workers}")
+    assert last.code == 0 and not last.err and "resume   from step-" in last.out
+    assert_same_end(place, name, whole)
+    assert not list((folder / "checkpoints").glob(".*"))
+
+
+def newest(place: Place, name: str) -> int:
+    return max(place.checkpoints(name), default=0)
+
+
+def test_a_dead_worker_and_signals_stop_cleanly_and_the_run_goes_on(
+    place: Place, reference: Callable[[int], str]
+) -> None:
+    whole, name = reference(2), "stopped"
+
+    process = place.start_training(name)
+    wait_while_running(lambda: newest(place, name) >= 10, process)
+    victim = place.rank_process(name, 1)
+    at = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    dead = ended(process)
+    assert time.monotonic() - at < 5
+    assert dead.code == 1
+    assert dead.sentence().startswith("rank 1 was killed by SIGKILL")
+    place.assert_nobody_left()
+
+    process = place.start_training(name)
+    wait_while_running(lambda: newest(place, name) >= 20, process)
+    kill_group(process, signal.SIGINT)
+    assert_stopped(place, name, process, 130)
+
+    process = place.start_training(name)
+    wait_while_running(lambda: newest(place, name) >= 35, process)
+    process.terminate()
+    step = assert_stopped(place, name, process, 143)
+
+    damaged = place.path(name) / "checkpoints" / f"step-{step}" / "rank-00001.safetensors"
+    flip_bit(damaged)
+    moved = place.folder / "elsewhere.txt"
+    moved.write_bytes((place.folder / "play.txt").read_bytes())
+    last = place.train(name, f"data.files={moved}")
+    assert last.code == 0 and not last.err
+    assert "passed over" in last.out and f"step-{step}/rank-00001.safetensors is damaged" in last.out
+    assert_same_end(place, name, whole)
+
+
+def assert_stopped(place: Place, name: str, process: subprocess.Popen[str], code: int) -> int:
+    """Stopped by a signal: saved at the step where it stood, said so, and left no process."""
+    stopped = ended(process)
+    assert stopped.code == code and not stopped.err
+    step = newest(place, name)
+    assert step < STEPS and place.lines(name)[-1]["step"] == step
+    assert f"stopped after step {step} of {STEPS}, saved" in stopped.out
+    place.assert_nobody_left()
+    return step
+
+
+def test_two_runs_in_one_folder_at_once(place: Place, reference: Callable[[int], str]) -> None:
+    whole, name = reference(2), "both"
+    first = place.start_training(name)
+    wait_while_running(lambda: (place.path(name) / ".lock").exists(), first)
+    second = place.train(name)
+    assert second.code == 2
+    assert second.sentence() == ('another plait is training in "runs/both"; wait for it, or choose another run.name')
+    assert ended(first).code == 0
+    assert_same_end(place, name, whole)
+
+
+def test_the_same_recipe_in_another_place_ends_the_same(
+    place: Place, reference: Callable[[int], str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = Place(tmp_path_factory.mktemp("other") / "with spaces" / "and äöü")
+    run = other.train("another-name")
+    assert run.code == 0 and "as made before" not in run.out
+    assert other.numbers("another-name") == place.numbers(reference(2))
+    assert other.manifest("another-name") == place.manifest(reference(2))
