@@ -49,8 +49,8 @@ class Schedule:
 NEVER = Schedule(when="never")
 SCHEDULES = [
     NEVER,
-    *(Schedule(when="during", bucket_mib=size) for size in (1, 2, 5, 10, 25)),
-    *(Schedule(when="after", bucket_mib=size) for size in (1, 5, 25, 64)),
+    *(Schedule(when="during", bucket_mib=size) for size in (1, 5, 10, 25)),
+    *(Schedule(when="after", bucket_mib=size) for size in (5, 25, 64)),
     Schedule(when="shared memory"),
 ]
 
@@ -156,30 +156,33 @@ def rank_main(workdir: Path, out: Path, rounds: int) -> None:
         tries += 1
         for schedule in SCHEDULES:
             if len(pairs[str(schedule)]) < rounds:
-                pair, others = timed_pair(schedule, gradients, lambda: model(*windows(0)).backward())
+                order = (NEVER, schedule) if tries % 2 else (schedule, NEVER)
+                pair, others = timed_pair(order, gradients, lambda: model(*windows(0)).backward())
                 optimizer.step()
                 if tries > 1 and others < QUIET:
-                    pairs[str(schedule)].append(pair)
+                    pairs[str(schedule)].append(pair if tries % 2 else pair[2:] + pair[:2])
     out.write_text(json.dumps(pairs))
     leave()
 
 
-def timed_pair(schedule: Schedule, gradients: FlatGradients, backward: Callable[[], None]) -> tuple[list[float], float]:
-    """Wall and CPU seconds without sums, then with them, the slower rank's; and what share others took meanwhile."""
-    dist.all_reduce(torch.zeros(1))
+def timed_pair(
+    order: tuple[Schedule, Schedule], gradients: FlatGradients, backward: Callable[[], None]
+) -> tuple[list[float], float]:
+    """Wall and CPU seconds of either step, the slower rank's, and the share that others took of the machine."""
     before = ProcessorSeconds.now()
-    alone = step_with(NEVER, gradients, backward)
-    dist.all_reduce(torch.zeros(1))
-    summed = step_with(schedule, gradients, backward)
+    seconds: list[float] = []
+    for schedule in order:
+        dist.all_reduce(torch.zeros(1))
+        seconds += step_with(schedule, gradients, backward)
     after = ProcessorSeconds.now()
-    own = torch.tensor([alone[1] + summed[1]])
-    slowest = torch.tensor([*alone, *summed])
-    dist.all_reduce(own)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    own_cpu_s = torch.tensor([seconds[1] + seconds[3]])
+    slower = torch.tensor(seconds)
+    dist.all_reduce(own_cpu_s)
+    dist.all_reduce(slower, op=dist.ReduceOp.MAX)
     busy_s = after.busy_s - before.busy_s
-    share = torch.tensor([(busy_s - own.item()) / (busy_s + after.idle_s - before.idle_s)])
+    share = torch.tensor([(busy_s - own_cpu_s.item()) / (busy_s + after.idle_s - before.idle_s)])
     dist.broadcast(share, 0)
-    return slowest.tolist(), share.item()
+    return slower.tolist(), share.item()
 
 
 def main() -> None:

@@ -130,7 +130,7 @@ def train(flags: argparse.Namespace, shape: Workload, device: torch.device) -> M
     net = cast(nn.Module, torch.compile(model)) if flags.compile == "model" else model
     window = torch.randint(shape.vocabulary, (shape.sequences_per_rank, shape.sequence + 1), device=device)
     losses: list[torch.Tensor] = []
-    marks = [_mark(device)]
+    marks = [mark(device)]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         for _ in range(flags.warmup + flags.steps):
             with torch.autocast(device.type, torch.bfloat16):
@@ -140,8 +140,8 @@ def train(flags: argparse.Namespace, shape: Workload, device: torch.device) -> M
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.detach())
-            marks.append(_mark(device))
-    step_s = median(_seconds_between(marks)[flags.warmup :])
+            marks.append(mark(device))
+    step_s = median(seconds_between(marks)[flags.warmup :])
     tokens_per_s = shape.tokens_per_rank / step_s
     return Measured(
         tokens_per_s=tokens_per_s,
@@ -155,7 +155,8 @@ def train(flags: argparse.Namespace, shape: Workload, device: torch.device) -> M
     )
 
 
-def _mark(device: torch.device) -> torch.cuda.Event | float:
+def mark(device: torch.device) -> torch.cuda.Event | float:
+    """Now, as the device sees it."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -163,7 +164,8 @@ def _mark(device: torch.device) -> torch.cuda.Event | float:
     return event
 
 
-def _seconds_between(marks: list[torch.cuda.Event | float]) -> list[float]:
+def seconds_between(marks: list[torch.cuda.Event | float]) -> list[float]:
+    """The times between marks; waits for the device."""
     if isinstance(marks[0], float):
         stamps = cast(list[float], marks)
         return [later - earlier for earlier, later in pairwise(stamps)]
@@ -172,7 +174,8 @@ def _seconds_between(marks: list[torch.cuda.Event | float]) -> list[float]:
     return [earlier.elapsed_time(later) / 1e3 for earlier, later in pairwise(events)]
 
 
-def main() -> None:
+def gpu_flags() -> argparse.Namespace:
+    """The command line that every contender on a GPU understands."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=("125M", "1B"), default="125M")
     parser.add_argument("--device", default="cuda")
@@ -183,7 +186,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--peak-flops", type=float, default=H200_BF16_FLOPS, help="dense bfloat16 peak (default: H200)")
     parser.add_argument("--out", type=Path, help="write the figures and the machine here as JSON")
-    flags = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    flags = gpu_flags()
     shape = TINY if flags.tiny else GPT2_125M if flags.size == "125M" else LLAMA_1B
     if flags.sequences:
         shape = replace(shape, sequences_per_rank=flags.sequences)

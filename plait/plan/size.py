@@ -9,7 +9,7 @@ from typing import Any
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 from plait.model.shape import ModelShape, parameter_count
-from plait.model.sizes import named_shape, nearest_size
+from plait.model.sizes import explicit_shape, named_shape, nearest_size
 from plait.plan import rules
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, format_count, parse_amount
@@ -45,16 +45,16 @@ def size_up(
     budget = budget_of(config)
     rate = rules.EXPECTED_MFU * (peak_flops or 100e12 * machine.devices)
     vocabulary = _vocabulary(config, corpus)
-    size = config.model.size
+    size, spelt_out = config.model.size, "auto" not in (config.model.layers, config.model.width)
     if config.train.budget == "auto":
         what = "20 tokens a parameter (Hoffmann 2022)" if size != "auto" else "no model size or budget was asked for"
         why.append(f"budget {budget}: {what}")
-    if size == "auto":
+    if size == "auto" and not spelt_out:
         flops = _free_flops(config, budget, rate, corpus.train_tokens)
         best = rules.best_parameters(flops=flops, unique_tokens=corpus.train_tokens)
         size = nearest_size(best, vocabulary)
     shape = _shape(config, size, vocabulary, corpus, why)
-    if config.model.size == "auto":
+    if config.model.size == "auto" and not spelt_out:
         why.append(
             f"model {format_count(parameter_count(shape))} parameters: learns most within the budget "
             "(20 tokens a parameter, at most four passes over the text)"
@@ -106,7 +106,10 @@ def _vocabulary(config: RunConfig, corpus: CorpusFacts) -> int:
 def _shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFacts, why: list[str]) -> ModelShape:
     asked = config.model.model_dump(exclude={"size", "vocabulary"})
     explicit: dict[str, Any] = {key: value for key, value in asked.items() if value != "auto"}
-    provisional = named_shape(size, vocabulary=vocabulary, sequence=1024, **explicit)
+    if size == "auto":
+        provisional = explicit_shape(vocabulary=vocabulary, sequence=1024, **explicit)
+    else:
+        provisional = named_shape(size, vocabulary=vocabulary, sequence=1024, **explicit)
     sequence = _sequence(config, parameter_count(provisional), corpus, why)
     return replace(provisional, sequence=sequence)
 

@@ -158,13 +158,17 @@ def _sentence(error: ValidationError) -> str:
     section, name = _section(location)
     if first["type"] == "extra_forbidden":
         return _unknown(".".join(location), location[-1], section)
-    if first["type"] == "missing":
+    if first["type"] == "missing" and len(first["loc"]) <= 2:
         return f'the recipe does not say {".".join(location)}; add for example files = "my-text.txt" under [data]'
     key = ".".join(location[: 2 if name else 1])
-    why = [str(c["msg"]) for c in complaints if _names(c["loc"])[:2] == location[:2]]
+    why = [_complaint(c["type"], c["msg"]) for c in complaints if _names(c["loc"])[:2] == location[:2]]
     told = next((text.removeprefix("Value error, ") for text in why if text.startswith("Value error, ")), None)
     wanted = " or ".join(dict.fromkeys(text.removeprefix("Input should be ") for text in why))
     return f"{key} is not usable: {told or f'it should be {wanted}'}{_describe(section, name)}"
+
+
+def _complaint(kind: str, text: str) -> str:
+    return "given in full" if kind == "missing" else text
 
 
 def _names(loc: Sequence[int | str]) -> list[str]:

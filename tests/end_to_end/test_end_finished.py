@@ -73,9 +73,11 @@ def test_the_folder_has_the_promised_files(place: Place, name: str, folder: Path
 
 def test_nothing_in_the_manifest_tells_of_clock_host_path_or_name(place: Place, name: str, folder: Path) -> None:
     text = place.manifest(name).decode()
-    assert name not in text and str(place.folder) not in text and "/" not in text.replace("model/", "").replace(
-        "adam_m/", ""
-    ).replace("adam_v/", "").replace("rng/", "")
+    assert (
+        name not in text
+        and str(place.folder) not in text
+        and "/" not in text.replace("model/", "").replace("adam_m/", "").replace("adam_v/", "").replace("rng/", "")
+    )
     hashes = [part["sha256"] for part in [*json.loads(text)["parts"], *json.loads(text)["rng"]]]
     hashes += [json.loads(text)[key]["sha256"] for key in ("step", "cursor")]
     assert all(len(each) == 64 and set(each) <= set("0123456789abcdef") for each in hashes)
@@ -94,9 +96,7 @@ def test_a_finished_run_asked_again_prints_its_receipt_and_writes_nothing(place:
     assert state() == before
 
 
-def test_sample_goes_on_with_the_prompt_and_the_same_seed_gives_the_same(
-    place: Place, name: str, folder: Path
-) -> None:
+def test_sample_goes_on_with_the_prompt_and_the_same_seed_gives_the_same(place: Place, name: str, folder: Path) -> None:
     asked = ("sample", name, "--prompt", "Kalo mi", "--tokens", "24", "--seed", "5")
     one = place.run(*asked)
     assert one.code == 0 and not one.err

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 
-from tests.end_to_end.command import STEPS, Place, ended, wait_while_running
+from tests.end_to_end.command import STEPS, Place, ended
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 

@@ -1,0 +1,48 @@
+"""A fork server for the ranks of these tests, and a group of one for what can be seen in one process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from plait.launch.job import Job, Message
+from plait.launch.local import ForkServer
+
+ROOT = str(Path(__file__).parents[2])
+if ROOT not in sys.path:
+    sys.path.insert(0, ROOT)
+
+ReduceOn = Callable[..., dict[int, dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def reduce_on() -> Iterator[ReduceOn]:
+    """Run an entry of reduce_entries on so many ranks, and return what each told."""
+    with ForkServer(preload=("torch.distributed", "plait.parallel.reduce"), threads=1) as server:
+
+        def run(entry: str, world_size: int, argument: str = "") -> dict[int, dict[str, Any]]:
+            told: dict[int, dict[str, Any]] = {}
+
+            def hear(message: Message) -> None:
+                told[message.rank] = dict(message.values)
+
+            job = Job(
+                entry=f"tests.parallel.reduce_entries:{entry}", argument=argument, world_size=world_size, threads=1
+            )
+            server.run(job, on_message=hear)
+            return told
+
+        yield run
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()

@@ -1,0 +1,37 @@
+"""The ordered list of stages: every one on an axis of the mesh with a reason, and none needed for one process."""
+
+from __future__ import annotations
+
+import torch
+
+from plait.layout import AXES
+from plait.model.gpt import GPT
+from plait.model.shape import ModelShape
+from plait.parallel.apply import STAGES, weave
+from plait.parallel.mesh import ALONE
+from tests.train.tiny import make_tiny
+
+SHAPE = ModelShape(layers=2, width=16, heads=2, kv_heads=2, head_width=8, ffn=32, vocabulary=50, sequence=8)
+
+
+def test_stages_name_their_axis_and_their_place() -> None:
+    assert [stage.axis for stage in STAGES if stage.axis] == ["replicate"]
+    assert all(stage.axis in ("", *AXES) and stage.reason for stage in STAGES)
+
+
+def test_without_stages_a_model_is_one_process_own(tmp_path) -> None:
+    model = GPT(SHAPE)
+    _, plan = make_tiny(tmp_path)
+    woven = weave(model, None, plan, ())
+    assert woven.model is model and woven.gradients.buckets == []
+    for _ in range(2):
+        woven.gradients.open()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        woven.gradients.arm()
+        model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+        woven.gradients.close()
+
+
+def test_alone_every_sum_is_global_already() -> None:
+    values = torch.tensor([1.0, 2.0])
+    assert ALONE(values) is values and ALONE.largest(values) is values and ALONE.gather(values) == [values]

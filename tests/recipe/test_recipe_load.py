@@ -1,0 +1,198 @@
+"""Recipes and overrides: what is read, where paths lead, and the one sentence for each mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from plait.errors import PlaitError
+from plait.recipe.load import flat_values, load_recipe, parse_config, parse_override, recipe_text
+from plait.recipe.schema import RESERVED, RunConfig
+
+MINIMAL = '[data]\nfiles = "a.txt"\n'
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe in one folder, the current folder another."""
+    beside, here = tmp_path / "beside", tmp_path / "here"
+    beside.mkdir()
+    here.mkdir()
+    (beside / "a.txt").write_text("text")
+    path = beside / "My-Run.toml"
+    path.write_text(MINIMAL)
+    monkeypatch.chdir(here)
+    return path
+
+
+def refused(path: Path, *overrides: str) -> str:
+    with pytest.raises(PlaitError) as caught:
+        load_recipe(path, overrides)
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_only_the_data_must_be_said(recipe: Path) -> None:
+    config = load_recipe(recipe)
+    assert config.run.name == "my-run"
+    assert config.train.budget == config.model.size == config.optimizer.lr == config.layout.replicate == "auto"
+    assert config.data.holdout == 0.05 and config.run.seed == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("train.budget=60 steps", "train.budget", "60 steps"),
+        ('train.budget="60 steps"', "train.budget", "60 steps"),
+        ("train.budget = 20M tokens ", "train.budget", "20M tokens"),
+        ("optimizer.lr=3e-4", "optimizer.lr", 3e-4),
+        ("optimizer.lr=auto", "optimizer.lr", "auto"),
+        ("optimizer.betas=[0.9, 0.99]", "optimizer.betas", [0.9, 0.99]),
+        ("optimizer.clip=never", "optimizer.clip", "never"),
+        ("model.tied=true", "model.tied", True),
+        ("model.size=125M", "model.size", "125M"),
+        ("layout.replicate=4", "layout.replicate", 4),
+        ("checkpoint.every=5 minutes", "checkpoint.every", "5 minutes"),
+        ("run.name=other", "run.name", "other"),
+        ("run.name=auto", "run.name", "my-run"),
+    ],
+)
+def test_an_override_is_a_toml_value_or_bare_text(recipe: Path, override: str, key: str, value: object) -> None:
+    assert flat_values(load_recipe(recipe, [override]))[key] == value
+
+
+def test_the_last_override_wins_and_the_others_stay(recipe: Path) -> None:
+    recipe.write_text(MINIMAL + "[train]\nsequence = 8\nbatch_tokens = 64\n")
+    config = load_recipe(recipe, ["train.sequence=16", "train.sequence=32"])
+    assert (config.train.sequence, config.train.batch_tokens) == (32, 64)
+
+
+def test_a_path_in_the_recipe_is_beside_it_and_one_given_here_is_here(recipe: Path, tmp_path: Path) -> None:
+    assert load_recipe(recipe).data.files == str(tmp_path / "beside" / "a.txt")
+    (tmp_path / "here" / "a.txt").write_text("other text")
+    assert load_recipe(recipe).data.files == str(tmp_path / "beside" / "a.txt")
+    assert load_recipe(recipe, ["data.files=a.txt"]).data.files == str(tmp_path / "here" / "a.txt")
+    (tmp_path / "here" / "b.jsonl").write_text("{}")
+    assert load_recipe(recipe, ["data.files=b*.jsonl"]).data.files == str(tmp_path / "here" / "b*.jsonl")
+    recipe.write_text('[data]\nfiles = "b.jsonl"\n')  # not beside the recipe, but in the current folder
+    assert load_recipe(recipe).data.files == str(tmp_path / "here" / "b.jsonl")
+    assert load_recipe(recipe, ["data.files=none.txt"]).data.files == str(tmp_path / "here" / "none.txt")
+
+
+def test_paths_in_lists_tables_and_tokenizers_are_found_too(recipe: Path, tmp_path: Path) -> None:
+    recipe.write_text(
+        '[data]\nfiles = ["a.txt", {path = "a.txt", weight = 2, field = "body"}, "hf:some/name"]\ntokenizer = "tok"\n'
+    )
+    (recipe.parent / "tok").mkdir()
+    data = load_recipe(recipe).data
+    text = str(tmp_path / "beside" / "a.txt")
+    one, two, three = data.files
+    assert (one, three) == (text, "hf:some/name")
+    assert not isinstance(two, str) and (two.path, two.weight, two.field) == (text, 2, "body")
+    assert data.tokenizer == str(recipe.parent / "tok")
+    assert load_recipe(recipe, ["data.tokenizer=gpt2"]).data.tokenizer == "gpt2"
+
+
+def test_a_saved_recipe_reads_back_the_same(recipe: Path, tmp_path: Path) -> None:
+    config = load_recipe(recipe, ["train.budget=60 steps", "optimizer.betas=[0.8, 0.9]", "model.qk_norm=true"])
+    saved = tmp_path / "here" / "recipe.toml"
+    saved.write_text(recipe_text(config))
+    assert load_recipe(saved) == config
+
+
+def test_a_config_is_frozen(recipe: Path) -> None:
+    config = load_recipe(recipe)
+    with pytest.raises(ValidationError):
+        config.run.seed = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("key", sorted(RESERVED))
+def test_reserved_keys_come_with_a_later_version(recipe: Path, key: str) -> None:
+    assert refused(recipe, f"{key}=2").startswith(f"{key} comes with a later version")
+    section, _, name = key.partition(".")
+    assert name not in RunConfig.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
+
+
+def test_exactly_the_settled_names_are_reserved() -> None:
+    assert {"model.from", "layout.shard", "layout.tensor", "layout.pipeline", "layout.context"} == RESERVED
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("train.budgett=1", ["train.budgett is not a key of the recipe; did you mean train.budget?"]),
+        ("trian.budget=1", ["trian", "did you mean train"]),
+        ("train.lr=1", ["did you mean optimizer.lr?"]),
+        ("optimizer.weight_decy=1", ["did you mean optimizer.weight_decay?"]),
+        ("data.zzz=1", ["data.zzz is not a key", "known here are files, tokenizer"]),
+        ("train.budget=10 parsecs", ['train.budget is not usable: "10 parsecs" is not an amount', "500 steps"]),
+        ("train.budget=-5 steps", ["train.budget is not usable"]),
+        ("train.sequence=1", ["train.sequence is not usable", "greater than or equal to 2"]),
+        ("model.layers=0", ["model.layers is not usable", "greater than 0"]),
+        ("model.layers=2.5", ["model.layers is not usable"]),
+        ("model.norm=batchnorm", ["model.norm is not usable", "'layernorm' or 'rmsnorm'"]),
+        ("model.size=big", ['model.size is not usable: "big" is not a number']),
+        ("data.holdout=0.7", ["data.holdout is not usable", "less than or equal to 0.5"]),
+        ("optimizer.betas=[0.9]", ["optimizer.betas is not usable"]),
+        ("optimizer.lr=0", ["optimizer.lr is not usable", "greater than 0"]),
+        ("optimizer.clip=maybe", ["optimizer.clip is not usable"]),
+        ("checkpoint.every=3 tokens", ['checkpoint.every is not usable: "3 tokens" is not an interval']),
+        ("checkpoint.keep=0", ["checkpoint.keep is not usable"]),
+        ("run.seed=-1", ["run.seed is not usable"]),
+        ("run.name=A/B", ['run.name is not usable: "A/B" is not a name']),
+        ("data.files=[3]", ["data.files is not usable"]),
+        ("data.files=[{weight=1}]", ["data.files is not usable"]),
+        ("run=3", ['"run=3" is not an override']),
+        ("run.=3", ["is not an override"]),
+        ("train.budget", ["is not an override", 'train.budget="60 steps"']),
+        ("model.layers.x=3", ["model.layers is not usable"]),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence_with_the_key(recipe: Path, override: str, parts: list[str]) -> None:
+    sentence = refused(recipe, override)
+    assert all(part in sentence for part in parts), sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "does not say data"),
+        ("[data]\n", "does not say data.files"),
+        ("[data\n", "is not valid TOML"),
+        ("data = 3\n", "data is not usable"),
+        ('run = "x"\n' + MINIMAL, "run is not usable"),
+        (MINIMAL + "[extra]\nkey = 1\n", "extra is not a key of the recipe"),
+        (MINIMAL + "[layout]\ntensor = 1\n", "layout.tensor comes with a later version"),
+    ],
+)
+def test_recipes_that_say_too_little_or_nonsense(recipe: Path, text: str, part: str) -> None:
+    recipe.write_text(text)
+    assert part in refused(recipe)
+
+
+def test_files_that_are_no_recipe(recipe: Path, tmp_path: Path) -> None:
+    assert 'did you mean "' in refused(recipe.with_name("My-Rum.toml"))
+    assert "give the path of a .toml file" in refused(tmp_path / "nothing" / "x.toml")
+    assert "is a folder" in refused(tmp_path)
+    recipe.write_bytes(b'[data]\nfiles = "\xff"\n')
+    assert "is not UTF-8" in refused(recipe)
+
+
+def test_an_unknown_key_is_told_before_everything_else(recipe: Path) -> None:
+    assert "model.widht" in refused(recipe, "model.layers=0", "model.widht=4")
+
+
+def test_an_override_becomes_nested_values() -> None:
+    assert parse_override("a.b.c=[1, 2]") == {"a": {"b": {"c": [1, 2]}}}
+    assert parse_override("a.b=x=y") == {"a": {"b": "x=y"}}
+
+
+def test_the_shipped_recipes_load() -> None:
+    shipped = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+    assert shipped
+    for path in shipped:
+        config = load_recipe(path)
+        assert parse_config(config.model_dump(exclude_none=True)) == config
+        assert isinstance(config.data.files, str) and Path(config.data.files).exists()

@@ -1,0 +1,152 @@
+"""What the ranks of these tests do; each reads plan.json and recipe.toml in a folder and leaves its results there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from plait.checkpoint.store import verify
+from plait.data.loader import Loader, Micro
+from plait.data.order import make_order
+from plait.launch.job import RankContext
+from plait.parallel.mesh import Sums, data_sums, make_mesh, world_sums
+from plait.plan.plan import read_plan
+from plait.recipe.load import load_recipe
+from plait.train.assemble import Assembly, assemble
+from plait.train.persist import restore, save
+from plait.train.state import TrainState
+from plait.train.step import micro_loss
+from plait.train.worker import joined
+
+Asked = dict[str, Any]
+
+
+def take_steps(context: RankContext, argument: str) -> None:
+    """For each case: so many steps with these shares; leaves weights, gradients and scalars of every rank."""
+    folder, cases = Path(json.loads(argument)["folder"]), json.loads(argument)["cases"]
+    with assembled(context, folder, cases) as assemblies:
+        for number, (assembly, case) in enumerate(zip(assemblies, cases, strict=True)):
+            if case.get("mutant") == "mean of means":
+                assembly = replace(assembly, run_micros=MeanOfMeans(assembly))
+            results = steps_taken(assembly, case["steps"])
+            save_file(results, folder / f"case-{number}-rank-{context.rank}.safetensors")
+
+
+def meet_a_bad_gradient(context: RankContext, argument: str) -> None:
+    """The second of three steps has a gradient that is not finite, on rank 1 alone."""
+    folder = Path(argument)
+    with assembled(context, folder, [{}]) as (assembly,):
+        state, weights = TrainState(), assembly.woven.model.state_dict()
+        taken: list[dict[str, Tensor]] = []
+        norms: list[float] = []
+        for bad in (False, True, False):
+            poison = None
+            if bad and context.rank == 1:
+                first = next(assembly.woven.model.parameters())
+                poison = first.register_hook(lambda grad: grad * float("nan"))
+            state, scalars = assembly.step(state)
+            if poison:
+                poison.remove()
+            norms.append(float(scalars.norm))
+            taken.append({name: weight.clone() for name, weight in weights.items()})
+        counts = [int(moments["step"]) for moments in assembly.optimizer.state.values()]
+        context.tell("norms", finite=[torch.isfinite(torch.tensor(norm)).item() for norm in norms], counts=counts)
+        for number, tensors in enumerate(taken):
+            save_file(tensors, folder / f"after-{number}-rank-{context.rank}.safetensors")
+
+
+def restore_and_save(context: RankContext, argument: str) -> None:
+    """Go on from a checkpoint for so many steps, then save another one."""
+    asked = json.loads(argument)
+    folder = Path(asked["folder"])
+    with assembled(context, folder, [{}]) as (assembly,):
+        world, state = world_sums(), TrainState()
+        torch.manual_seed(context.rank)
+        if asked["old"]:
+            path = Path(asked["old"])
+            state = restore(assembly, path, verify(path), world)
+        for _ in range(asked["steps"]):
+            state, scalars = assembly.step(state)
+            state = replace(state, tokens=state.tokens + int(scalars.totals[1]))
+        Path(asked["new"]).mkdir(exist_ok=True)
+        save(assembly, state, Path(asked["new"]), world)
+
+
+@contextmanager
+def assembled(context: RankContext, folder: Path, cases: Sequence[Asked]) -> Iterator[list[Assembly]]:
+    """An assembly for each case, on this rank's place in the mesh."""
+    config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
+    plan = replace(plan, layout=replace(plan.layout, replicate=context.world_size))
+    with joined(context, plan):
+        mesh = make_mesh(plan.layout, plan.device)
+        sums = data_sums(mesh)
+        made = []
+        for case in cases:
+            here = replace(plan, **{key: case[key] for key in ("documents", "micro_sequences") if key in case})
+            assembly = assemble(config, here, sums=sums, mesh=mesh)
+            made.append(with_shares(assembly, config.run.seed, case, sums))
+        yield made
+        for assembly in made:
+            assembly.loader.close()
+
+
+def with_shares(assembly: Assembly, seed: int, case: Asked, sums: Sums) -> Assembly:
+    """The assembly with this rank's part of each step cut otherwise than evenly."""
+    if "shares" not in case:
+        return assembly
+    assembly.loader.close()
+    plan, shares = assembly.plan, case["shares"]
+    loader = Loader(
+        assembly.corpus,
+        make_order(assembly.corpus, seed, plan.sequence),
+        batch_sequences=plan.batch_sequences,
+        first=sum(shares[: sums.index]),
+        count=shares[sums.index],
+        micro_sequences=case["micros"][sums.index],
+        documents=plan.documents,
+        device=assembly.device,
+    )
+    return replace(assembly, loader=loader)
+
+
+def steps_taken(assembly: Assembly, steps: int) -> dict[str, Tensor]:
+    """Take steps and return what came of them: the last gradients, the weights, each step's totals and norm."""
+    state, found = TrainState(), {}
+    for step in range(steps):
+        state, scalars = assembly.step(state)
+        found[f"totals-{step}"], found[f"norm-{step}"] = scalars.totals.clone(), scalars.norm.clone()
+    for name, parameter in assembly.woven.model.named_parameters():
+        assert parameter.grad is not None
+        found[f"weight/{name}"] = parameter.detach().clone()
+        found[f"grad/{name}"] = parameter.grad.clone()
+    return found
+
+
+class MeanOfMeans:
+    """The usual mistake: each rank takes the mean over its own tokens, and the means are averaged."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._assembly = assembly
+
+    def __call__(self, micros: Sequence[Micro]) -> Tensor:
+        woven, sums = self._assembly.woven, self._assembly.sums
+        own = sum(micro.targets.numel() for micro in micros)
+        everybody = float(sums(torch.tensor(float(own))))
+        woven.gradients.open()
+        total = 0.0
+        for micro in micros:
+            if micro is micros[-1]:
+                woven.gradients.arm()
+            loss = micro_loss(micro, woven, self._assembly.autocast)
+            (loss / own * everybody / sums.size).backward()
+            total += float(loss)
+        woven.gradients.close()
+        return torch.tensor([total, own], dtype=torch.float64)
