@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,3 +91,9 @@ def main() -> None:
         sys.exit(PlaitError.exit_code)
     except (KeyboardInterrupt, typer.Abort):  # click turns the first into the second
         sys.exit(EXIT_OF_SIGNAL["SIGINT"])
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.write(
+            "plait: this is a bug in plait, not in what you asked; please report it with the lines above\n"
+        )
+        sys.exit(1)

@@ -32,7 +32,6 @@ from benchmarks.workload import FIRST_RUN, prepare
 MIB = 2**20
 RANKS = 2
 QUIET = 0.05
-TRIES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +139,8 @@ def _sum_in_shared_memory(gradients: FlatGradients) -> None:
     dist.all_reduce(tick)  # the peer has read its copy of this half; it may be overwritten
 
 
-def rank_main(workdir: Path, out: Path, rounds: int) -> None:
-    """One rank: warm up with a round, then take rounds until every schedule has its `rounds` quiet pairs."""
+def rank_main(workdir: Path, out: Path, rounds: int, limit_s: float) -> None:
+    """One rank: a round to warm up, then rounds until every schedule has its `rounds` quiet pairs or time is up."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     orders = Orders(workdir=workdir, out=out, warmup=0, steps=1, threads=1, rank=dist.get_rank(), world_size=RANKS)
@@ -152,7 +151,8 @@ def rank_main(workdir: Path, out: Path, rounds: int) -> None:
     windows = Windows(workdir, FIRST_RUN, orders)
     pairs: dict[str, list[list[float]]] = {str(schedule): [] for schedule in SCHEDULES}
     tries = 0
-    while tries < TRIES * rounds and any(len(each) < rounds for each in pairs.values()):
+    end = time.monotonic() + limit_s
+    while not _agreed(time.monotonic() > end) and any(len(each) < rounds for each in pairs.values()):
         tries += 1
         for schedule in SCHEDULES:
             if len(pairs[str(schedule)]) < rounds:
@@ -163,6 +163,13 @@ def rank_main(workdir: Path, out: Path, rounds: int) -> None:
                     pairs[str(schedule)].append(pair if tries % 2 else pair[2:] + pair[:2])
     out.write_text(json.dumps(pairs))
     leave()
+
+
+def _agreed(here: bool) -> bool:
+    """Whether any rank says so: their clocks differ, and all must leave the loop together."""
+    anywhere = torch.tensor([float(here)])
+    dist.all_reduce(anywhere)
+    return anywhere.item() > 0
 
 
 def timed_pair(
@@ -188,14 +195,15 @@ def timed_pair(
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--minutes", type=float, default=8, help="the most it may take while the machine is busy")
     parser.add_argument("--rank-out", type=Path)
     parser.add_argument("--workdir", type=Path)
     flags = parser.parse_args()
     if flags.rank_out:
-        rank_main(flags.workdir, flags.rank_out, flags.rounds)
+        rank_main(flags.workdir, flags.rank_out, flags.rounds, flags.minutes * 60)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         prepare(FIRST_RUN, Path(folder), steps=1, world_size=RANKS)
-        answers = _start_ranks(Path(folder), flags.rounds)
+        answers = _start_ranks(Path(folder), flags.rounds, flags.minutes)
     print("| schedule | pairs | ms alone | ms more | wall ÷ alone | least … greatest | CPU ÷ alone |")
     print("| --- " * 7 + "|")
     for name, pairs in answers[0].items():
@@ -213,11 +221,12 @@ def _row(name: str, pairs: list[list[float]]) -> str:
     )
 
 
-def _start_ranks(workdir: Path, rounds: int) -> list[dict[str, list[list[float]]]]:
+def _start_ranks(workdir: Path, rounds: int, minutes: float) -> list[dict[str, list[list[float]]]]:
     outs = [workdir / f"rank-{rank}.json" for rank in range(RANKS)]
     common = {**os.environ, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     common.setdefault("MASTER_PORT", "29571")
     command = [sys.executable, "-m", "benchmarks.lab.reduce_schedules", "--rounds", str(rounds)]
+    command += ["--minutes", str(minutes)]
     running = [
         subprocess.Popen([*command, "--workdir", workdir, "--rank-out", out], env={**common, "RANK": str(rank)})
         for rank, out in enumerate(outs)

@@ -42,9 +42,9 @@ def draft(
 ) -> Draft:
     """Everything that can be decided before a step was timed; raises PlaitError for what cannot work."""
     why: list[str] = []
-    budget, shape, flops = size_up(config, corpus, machine, peak_flops, why)
-    sequence = shape.sequence
-    batch = batch_sequences(config, flops, sequence, why)
+    scale = size_up(config, corpus, machine, peak_flops, why)
+    shape, sequence = scale.shape, scale.shape.sequence
+    batch = batch_sequences(config, scale, why)
     splits = candidate_splits(config, machine, batch, shape, why)
     plan = Plan(
         layout=Layout(replicate=splits[0].workers),
@@ -56,8 +56,8 @@ def draft(
         sequence=sequence,
         batch_sequences=batch,
         micro_sequences=micro_sequences(config, machine, batch, splits[0].workers, shape),
-        steps=_steps(budget, batch * sequence, step_s=None),
-        optimizer=_optimizer(config, flops, batch * sequence, why),
+        steps=_steps(scale.budget, batch * sequence, step_s=None),
+        optimizer=_optimizer(config, scale.flops, batch * sequence, why),
         corpus=corpus.folder,
         corpus_hash=corpus.content_hash,
         documents=_documents(config, corpus, sequence, why),
@@ -74,7 +74,7 @@ def draft(
     evaluate = config.report.evaluate
     return Draft(
         plan=plan,
-        budget=budget,
+        budget=scale.budget,
         splits=splits,
         evaluations="auto" if evaluate == "auto" else _in_steps(evaluate),
         heldout_tokens=corpus.heldout_tokens,

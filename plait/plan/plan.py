@@ -89,8 +89,11 @@ def share(sequences: int, ranks: int, index: int) -> tuple[int, int]:
 def write_plan(plan: Plan, path: Path) -> None:
     """Put plan.json in place in one move, so that a reader sees all of it or none."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(plan.to_json())
-    aside.rename(path)
+    try:
+        aside.write_text(plan.to_json())
+        aside.rename(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def read_plan(path: Path) -> Plan:

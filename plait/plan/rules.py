@@ -27,9 +27,18 @@ def best_parameters(*, flops: float, unique_tokens: int) -> float:
     return max(by_flops, by_text)
 
 
+LEAST_STEPS = 1000
+"""Measured, see docs/log.md: a short run learns more from many small steps than the fit of large runs would give it."""
+
+
 def batch_tokens(flops: float) -> float:
     """Tokens of a step from the whole run's training FLOPs (Bi et al. 2024: 0.2920 C^0.3271)."""
     return 0.2920 * flops**0.3271
+
+
+def short_run_batch(tokens: float) -> float:
+    """The largest batch of a run over so many tokens that leaves it its least number of steps; 1,024 tokens or more."""
+    return max(1024.0, tokens / LEAST_STEPS)
 
 
 def peak_lr(flops: float) -> float:

@@ -28,6 +28,19 @@ class CorpusFacts:
     documents: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How large a run is: what was asked, the model, and the tokens and FLOPs of training they come to.
+
+    Tokens and FLOPs are a first guess where the budget is time, or steps of an open batch.
+    """
+
+    budget: Amount
+    shape: ModelShape
+    tokens: float
+    flops: float
+
+
 def budget_of(config: RunConfig) -> Amount:
     """The budget that was asked for; without one, ten minutes, or 20 tokens a parameter where a size was named."""
     if config.train.budget != "auto":
@@ -40,8 +53,8 @@ def budget_of(config: RunConfig) -> Amount:
 
 def size_up(
     config: RunConfig, corpus: CorpusFacts, machine: Machine, peak_flops: float | None, why: list[str]
-) -> tuple[Amount, ModelShape, float]:
-    """Budget, shape and the run's training FLOPs (a first guess where the budget is time)."""
+) -> Scale:
+    """Settle budget and shape, and with them the size of the run."""
     budget = budget_of(config)
     rate = rules.EXPECTED_MFU * (peak_flops or 100e12 * machine.devices)
     vocabulary = _vocabulary(config, corpus)
@@ -61,7 +74,7 @@ def size_up(
         )
     per_token = 6 * parameter_count(shape)
     tokens = _tokens(config, budget, rate / per_token, shape.sequence)
-    return budget, shape, per_token * tokens
+    return Scale(budget=budget, shape=shape, tokens=tokens, flops=per_token * tokens)
 
 
 def _free_flops(config: RunConfig, budget: Amount, rate: float, unique_tokens: int) -> float:
@@ -130,8 +143,9 @@ def _sequence(config: RunConfig, parameters: int, corpus: CorpusFacts, why: list
     return sequence
 
 
-def batch_sequences(config: RunConfig, flops: float, sequence: int, why: list[str]) -> int:
+def batch_sequences(config: RunConfig, scale: Scale, why: list[str]) -> int:
     """Sequences of a step."""
+    sequence, flops = scale.shape.sequence, scale.flops
     asked = config.train.batch_tokens
     if asked != "auto":
         if asked < sequence:
@@ -142,8 +156,13 @@ def batch_sequences(config: RunConfig, flops: float, sequence: int, why: list[st
         if asked % sequence:
             why.append(f"batch {asked // sequence * sequence} tokens: the whole sequences in {asked}")
         return asked // sequence
-    sequences = max(1, round(rules.batch_tokens(flops) / sequence))
+    usual = rules.batch_tokens(flops)
+    least = usual if scale.budget.unit == "steps" else rules.short_run_batch(scale.tokens)
+    sequences = max(1, round(min(usual, least) / sequence))
     if sequences >= 8:
-        sequences = round(sequences / 8) * 8
-    why.append(f"batch {sequences * sequence} tokens: suits {flops:.1e} training FLOPs (DeepSeek LLM 2024)")
+        sequences = sequences // 8 * 8
+    reason = f"suits {flops:.1e} training FLOPs (DeepSeek LLM 2024)"
+    if least < usual:
+        reason = f"small, so that a short run has some {rules.LEAST_STEPS:,} steps"
+    why.append(f"batch {sequences * sequence} tokens: {reason}")
     return sequences

@@ -13,7 +13,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from plait.errors import PlaitError
-from plait.recipe.schema import RESERVED, RunConfig
+from plait.recipe.schema import RESERVED, RunConfig, SourceSection
 
 PATH_KEYS = ("data.files", "data.tokenizer")
 _NAMED_TOKENIZERS = ("auto", "bpe", "gpt2")
@@ -157,7 +157,8 @@ def _sentence(error: ValidationError) -> str:
     location = _names(first["loc"])
     section, name = _section(location)
     if first["type"] == "extra_forbidden":
-        return _unknown(".".join(location), location[-1], section)
+        inside = SourceSection if location[:2] == ["data", "files"] else section
+        return _unknown(".".join(location), location[-1], inside)
     if first["type"] == "missing" and len(first["loc"]) <= 2:
         return f'the recipe does not say {".".join(location)}; add for example files = "my-text.txt" under [data]'
     key = ".".join(location[: 2 if name else 1])

@@ -118,6 +118,13 @@ def serve_if_asked() -> bool:
     return True
 
 
+def dismiss_others() -> None:
+    """Under torchrun, on rank 0, where there is nothing to do: tell the other ranks, which else would wait for ever."""
+    context = torchrun_context()
+    if context is not None:
+        TorchrunCrew(context).dismiss()
+
+
 def log_folder(folder: Path) -> str:
     """Where the ranks of a run leave what they print and their tracebacks."""
     path = folder / "logs"

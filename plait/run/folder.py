@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,9 @@ class SoFar:
     wall_s: float = 0.0
     peak_tensor_bytes: Sequence[int] = ()
     peak_rss_bytes: Sequence[int] = ()
+
+
+_DISK_SAYS_NO = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,7 @@ def finished_run(text: str) -> RunFolder:
 
 @contextmanager
 def alone(folder: RunFolder) -> Iterator[None]:
-    """Hold the run's folder for this process; raises PlaitError when another one trains in it."""
+    """Hold the run's folder for this process; raises PlaitError when another one trains in it, or the disk says no."""
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         lock = (folder.path / ".lock").open("w")
@@ -130,7 +134,15 @@ def alone(folder: RunFolder) -> Iterator[None]:
             raise PlaitError(
                 f'another plait is training in "{folder.path}"; wait for it, or choose another run.name'
             ) from None
-        yield
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _DISK_SAYS_NO:
+                raise
+            raise PlaitError(
+                f"{error.filename or folder.path}: {error.strerror}; "
+                "free some space or mend its rights, then give the same command again"
+            ) from error
 
 
 def check_changes(old: RunConfig, new: RunConfig) -> list[str]:

@@ -24,7 +24,7 @@ from plait.recipe.schema import RunConfig
 from plait.report.console import Console
 from plait.report.metrics import EvalReport, StepReport, read_metrics
 from plait.report.receipt import Receipt, median_speed, read_receipt
-from plait.run.crew import Crew, crew, log_folder, serve_if_asked
+from plait.run.crew import Crew, crew, dismiss_others, log_folder, serve_if_asked
 from plait.run.data import prepare_data, told
 from plait.run.folder import RunFolder, alone, check_changes, run_folder
 from plait.run.planning import Interrupted, Site, look_around, make_plan, replan
@@ -48,6 +48,7 @@ def train(recipe: Path, overrides: Sequence[str] = (), *, fresh_plan: bool = Fal
         if folder.has_begun and "train.budget" not in changed and _is_finished(folder):
             screen.print(f"{folder.path} is finished; a larger train.budget continues it")
             screen.print(read_receipt(folder.receipt).table())
+            dismiss_others()
             return "finished"
         with crew() as workers:
             try:
@@ -66,7 +67,7 @@ def _train(
         plan = _plan_of_begun(config, folder, corpus, site, workers, changed, fresh_plan, screen)
     else:
         plan = make_plan(config, corpus, site, workers, fresh=fresh_plan, say=screen.print)
-    _introduce(plan, site, screen)
+    _introduce(plan, site, () if folder.has_begun else plan.reasons, screen)
     point = folder.resume_point()
     folder.put(config, plan)
     if point:
@@ -115,7 +116,7 @@ def _other_crew(plan: Plan, workers: Crew) -> bool:
     return workers.given is not None and workers.given.workers != plan.world_size
 
 
-def _introduce(plan: Plan, site: Site, screen: Screen) -> None:
+def _introduce(plan: Plan, site: Site, reasons: Sequence[str], screen: Screen) -> None:
     """What was found and what will be done, in a few lines."""
     machine = site.machine
     found = (
@@ -126,7 +127,7 @@ def _introduce(plan: Plan, site: Site, screen: Screen) -> None:
     crew_words = f"{plan.world_size} worker{'s' if plan.world_size > 1 else ''}"
     split = f"replicate (DP) {plan.layout.replicate}" if plan.world_size > 1 else "one copy"
     screen.print(f"layout   {split}: {crew_words} × {plan.threads} threads, {plan.precision}")
-    for reason in plan.reasons:
+    for reason in reasons:
         screen.print(f"         · {reason}", highlight=False)
     if plan.step_s:
         screen.print(

@@ -73,6 +73,8 @@ def main(context: Context, argument: str) -> None:
 def joined(context: Context, plan: Plan) -> Iterator[None]:
     """This rank among its peers, with the plan's threads and device; leaves the group at the end."""
     torch.set_num_threads(plan.threads)
+    # Moments of embedding rows that stay without a gradient decay into denormal numbers, which CPUs compute slowly.
+    torch.set_flush_denormal(True)
     backend = "gloo"
     if plan.device == "cuda":
         torch.cuda.set_device(context.local_rank)

@@ -212,6 +212,6 @@ def _is_alive(pid: int) -> bool:
 
 def _open_files(pid: int) -> list[str]:
     try:
-        return [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        return [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
     except OSError:
         return []

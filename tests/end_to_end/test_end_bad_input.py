@@ -45,7 +45,7 @@ CASES = {
     "no such recipe": (("train", "tinny.toml"), ['there is no recipe "tinny.toml"; did you mean "tiny.toml"?']),
     "a folder as recipe": (("train", "."), ["is a folder"]),
     "a recipe that is not TOML": (("train", "torn.toml"), ["is not valid TOML", "line 1"]),
-    "a recipe without data": (("train", "nameless.toml"), ["data.files"]),
+    "a recipe without data": (("train", "nameless.toml"), ["the recipe does not say data", "[data]"]),
     "a recipe that is no table": (("train", "flat.toml"), ["run is not usable"]),
     "an unknown option": ((*TRAIN, "--frobnicate"), ["--frobnicate", "--help"]),
     "an unknown command": (("trian", "tiny.toml"), ["trian", "--help"]),

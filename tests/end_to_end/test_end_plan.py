@@ -15,7 +15,7 @@ from tests.end_to_end.command import STEPS, Ended, Place, ended, kill_group, wai
 def begun_and_stopped(place: Place, name: str, *arguments: str) -> Ended:
     """Start a run and stop it as soon as its plan stands."""
     process = place.start_training(name, *arguments)
-    wait_while_running(lambda: (place.path(name) / "plan.json").exists(), process)
+    wait_while_running((place.path(name) / "plan.json").exists, process)
     kill_group(process, signal.SIGINT)
     return ended(process)
 

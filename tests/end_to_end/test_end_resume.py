@@ -105,7 +105,7 @@ def assert_stopped(place: Place, name: str, process: subprocess.Popen[str], code
 def test_two_runs_in_one_folder_at_once(place: Place, reference: Callable[[int], str]) -> None:
     whole, name = reference(2), "both"
     first = place.start_training(name)
-    wait_while_running(lambda: (place.path(name) / ".lock").exists(), first)
+    wait_while_running((place.path(name) / ".lock").exists, first)
     second = place.train(name)
     assert second.code == 2
     assert second.sentence() == ('another plait is training in "runs/both"; wait for it, or choose another run.name')

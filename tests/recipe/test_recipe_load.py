@@ -144,6 +144,7 @@ def test_exactly_the_settled_names_are_reserved() -> None:
         ("run.name=A/B", ['run.name is not usable: "A/B" is not a name']),
         ("data.files=[3]", ["data.files is not usable"]),
         ("data.files=[{weight=1}]", ["data.files is not usable"]),
+        ("data.files=[{path=1, weigth=1}]", ["did you mean data.files.weight?"]),
         ("run=3", ['"run=3" is not an override']),
         ("run.=3", ["is not an override"]),
         ("train.budget", ["is not an override", 'train.budget="60 steps"']),

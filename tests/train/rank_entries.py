@@ -71,10 +71,12 @@ def restore_and_save(context: RankContext, argument: str) -> None:
         world, state = world_sums(), TrainState()
         torch.manual_seed(context.rank)
         if asked["old"]:
+            torch.manual_seed(1000)  # what a resume must not go on from
             path = Path(asked["old"])
             state = restore(assembly, path, verify(path), world)
         for _ in range(asked["steps"]):
             state, scalars = assembly.step(state)
+            torch.rand(3)  # as a step with dropout would draw
             state = replace(state, tokens=state.tokens + int(scalars.totals[1]))
         Path(asked["new"]).mkdir(exist_ok=True)
         save(assembly, state, Path(asked["new"]), world)

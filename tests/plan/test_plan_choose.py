@@ -1,0 +1,211 @@
+"""From recipe, corpus and machine to a plan: pure, resolved, and refused with a reason where it cannot work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from plait.errors import PlaitError
+from plait.plan.choose import longer, settle, with_reports, with_split
+from plait.plan.plan import Plan, read_plan, share, write_plan
+from plait.plan.size import budget_of
+from plait.plan.split import Split
+from plait.units import Every
+from tests.plan.machines import EIGHT_H100, LAPTOP, ONE_H100, PLAYS, SERVER, STORIES, corpus, drafted, planned, recipe
+
+STEPS = ("train.budget=100 steps",)
+TINY = ("model.layers=2", "model.width=32", "model.heads=2", "train.sequence=16", "train.batch_tokens=112")
+
+
+def refused(tmp_path: Path, *overrides: str, machine=LAPTOP, facts=PLAYS) -> str:
+    with pytest.raises(PlaitError) as caught:
+        planned(recipe(tmp_path, *overrides), facts, machine)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("machine", [LAPTOP, SERVER, ONE_H100, EIGHT_H100], ids=lambda machine: machine.name)
+def test_the_same_question_has_the_same_answer_without_any_auto(machine, tmp_path: Path) -> None:
+    config = recipe(tmp_path, "train.budget=20 minutes")
+    one, two = planned(config, STORIES, machine), planned(config, STORIES, machine)
+    assert one == two
+    assert "auto" not in json.dumps(asdict(one))
+    assert one.shape.layers >= 4 and one.shape.heads % 2 == 0 and one.sequence % 16 == 0
+    assert all(reason and "\n" not in reason for reason in one.reasons)
+
+
+def test_what_is_said_is_done_and_has_no_reason(tmp_path: Path) -> None:
+    asked = ("optimizer.lr=0.01", "optimizer.warmup_steps=7", "layout.replicate=2", "layout.micro_sequences=2")
+    more = ("optimizer.schedule=wsd", "optimizer.clip=never", "optimizer.betas=[0.8, 0.9]", "train.precision=bf16")
+    plan = planned(recipe(tmp_path, *STEPS, *TINY, *asked, *more), PLAYS, LAPTOP)
+    assert (plan.shape.layers, plan.shape.width, plan.shape.heads, plan.sequence) == (2, 32, 2, 16)
+    assert (plan.steps, plan.batch_sequences, plan.micro_sequences) == (100, 7, 2)
+    assert (plan.layout.replicate, plan.threads, plan.precision) == (2, 4, "bf16")
+    optimizer = plan.optimizer
+    assert (optimizer.lr, optimizer.warmup_steps, optimizer.schedule, optimizer.clip) == (0.01, 7, "wsd", None)
+    assert optimizer.betas == (0.8, 0.9)
+    told = " ".join(plan.reasons)
+    assert not any(word in told for word in ("learning rate", "warm-up", "precision", "budget", "sequence "))
+
+
+def test_a_time_budget_becomes_as_many_steps_as_were_measured_to_fit(tmp_path: Path) -> None:
+    config = recipe(tmp_path, "train.budget=10 minutes", "report.evaluate=never")
+    fast, slow = (planned(config, PLAYS, LAPTOP, whole_s) for whole_s in (2.0, 8.0))
+    for plan in (fast, slow):
+        assert plan.step_s is not None
+        assert 0.9 * 600 < plan.steps * plan.step_s <= 600
+    assert fast.steps > 2 * slow.steps
+    assert replace(fast.shape) == slow.shape and fast.batch_sequences == slow.batch_sequences
+
+
+@pytest.mark.parametrize(("budget", "steps"), [("100 steps", 100), ("11200 tokens", 100), ("1 tokens", 1)])
+def test_other_budgets_need_no_measurement(tmp_path: Path, budget: str, steps: int) -> None:
+    plan = planned(recipe(tmp_path, f"train.budget={budget}", *TINY, "layout.replicate=1"), PLAYS, LAPTOP)
+    assert plan.steps == steps and plan.step_s is None
+
+
+def test_a_longer_budget_takes_a_larger_model(tmp_path: Path) -> None:
+    sizes = [
+        planned(recipe(tmp_path, f"train.budget={budget}"), STORIES, LAPTOP).shape.width
+        for budget in ("1 minute", "30 minutes", "20 hours")
+    ]
+    assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
+
+
+def test_the_fastest_split_is_taken_and_said(tmp_path: Path) -> None:
+    config = recipe(tmp_path, *STEPS, *TINY)
+    outline = drafted(config, PLAYS, LAPTOP)
+    assert [(split.workers, split.threads) for split in outline.splits] == [(1, 8), (2, 4), (4, 2)]
+    times = {1: 0.5, 2: 0.2, 4: 0.3}
+    plan = settle(config, outline, LAPTOP, [replace(s, step_s=times[s.workers]) for s in outline.splits])
+    assert (plan.layout.replicate, plan.threads, plan.step_s) == (2, 4, 0.2)
+    assert any(reason.startswith("2 workers: fastest step of those measured") for reason in plan.reasons)
+
+
+def test_a_split_that_memory_or_the_batch_does_not_allow_is_not_tried(tmp_path: Path) -> None:
+    small = replace(LAPTOP, memory_bytes=2**30)
+    outline = drafted(recipe(tmp_path, *STEPS, "model.size=11M"), PLAYS, small)
+    assert [split.workers for split in outline.splits] == [1, 2]
+    one_sequence = ("train.sequence=16", "train.batch_tokens=16", "model.size=1M")
+    outline = drafted(recipe(tmp_path, *STEPS, *one_sequence), PLAYS, LAPTOP)
+    assert [split.workers for split in outline.splits] == [1]
+
+
+def test_another_split_changes_who_does_the_work_and_nothing_of_the_work(tmp_path: Path) -> None:
+    config = recipe(tmp_path, *STEPS, *TINY, "layout.replicate=2")
+    plan = planned(config, PLAYS, LAPTOP)
+    other = with_split(config, plan, LAPTOP, Split(workers=4, threads=2))
+    assert other.layout.replicate == 4 and other.threads == 2
+    same = replace(
+        other, layout=plan.layout, threads=plan.threads, micro_sequences=plan.micro_sequences, step_s=plan.step_s
+    )
+    assert same == plan
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (("model.size=2M",), ['no model size "2M"', "choose one of"]),
+        (("model.vocabulary=100",), ["the tokenizer has 4096 entries", "model.vocabulary = 100", "choose at least"]),
+        (("train.sequence=2000000",), ["train.sequence = 2000000 is longer than the data allow", "1499999"]),
+        (("train.sequence=64", "train.batch_tokens=63"), ["train.batch_tokens = 63", "choose at least 64"]),
+        (("layout.replicate=8", *TINY), ["8 workers cannot share 7 sequences"]),
+        (("model.heads=8", "model.kv_heads=3"), ["kv_heads = 3 does not divide 8 heads", "choose one of 1, 2, 4, 8"]),
+        (("model.size=7B",), ["need", "GiB for weights and optimizer", "choose a smaller model.size"]),
+        (("report.evaluate=5 minutes",), ["[report]", "must count steps"]),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_mend(
+    tmp_path: Path, overrides: tuple[str, ...], parts: list[str]
+) -> None:
+    sentence = refused(tmp_path, *STEPS, *overrides)
+    assert all(part in sentence for part in parts), sentence
+
+
+def test_gpus_take_one_worker_each(tmp_path: Path) -> None:
+    assert planned(recipe(tmp_path, *STEPS), STORIES, EIGHT_H100).layout.replicate == 8
+    sentence = refused(tmp_path, *STEPS, "layout.replicate=3", machine=EIGHT_H100, facts=STORIES)
+    assert "layout.replicate = 3, but this machine has 8 GPUs" in sentence and "CUDA_VISIBLE_DEVICES" in sentence
+    sentence = refused(tmp_path, *STEPS, "model.size=30B", machine=ONE_H100, facts=STORIES)
+    assert "does not hold this model" in sentence
+
+
+def test_short_documents_are_masked_and_long_ones_joined(tmp_path: Path) -> None:
+    def documents(facts, *overrides: str) -> str:
+        return planned(recipe(tmp_path, *STEPS, *TINY, *overrides), facts, LAPTOP).documents
+
+    assert documents(corpus(100_000, 2_000)) == "mask" and documents(corpus(100_000, 3)) == "join"
+    assert documents(corpus(100_000, 3), "data.mask_documents=true") == "mask"
+    assert documents(corpus(100_000, 2_000), "data.mask_documents=false") == "join"
+
+
+def test_text_shorter_than_the_usual_sequence_gives_a_shorter_one(tmp_path: Path) -> None:
+    plan = planned(recipe(tmp_path, *STEPS, "model.size=1M"), corpus(200, 1), LAPTOP)
+    assert plan.sequence == 192 == plan.shape.sequence
+
+
+def test_a_budget_may_grow(tmp_path: Path) -> None:
+    def config(budget: str):
+        return recipe(tmp_path, f"train.budget={budget}", *TINY, "layout.replicate=1")
+
+    plan = planned(config("100 steps"), PLAYS, LAPTOP)
+    old = budget_of(config("100 steps"))
+    assert longer(config("150 steps"), plan, old) == replace(plan, steps=150)
+    assert longer(config("100 steps"), plan, old) == plan
+    assert longer(config("22400 tokens"), plan, old).steps == 200
+    for smaller in ("99 steps", "1000 tokens"):
+        with pytest.raises(PlaitError, match=r"train.budget = .* is less than the 100 steps .* may only grow"):
+            longer(config(smaller), plan, old)
+    with pytest.raises(PlaitError, match=r"this run counts in steps; raise train.budget in steps too"):
+        longer(config("10 minutes"), plan, old)
+
+
+def test_a_time_budget_grows_by_its_own_measure(tmp_path: Path) -> None:
+    short = recipe(tmp_path, "train.budget=10 minutes", *TINY)
+    plan = planned(short, PLAYS, LAPTOP)
+    long = recipe(tmp_path, "train.budget=20 minutes", *TINY)
+    assert longer(long, plan, budget_of(short)).steps == pytest.approx(2 * plan.steps, abs=1)
+    with pytest.raises(PlaitError, match="may only grow"):
+        longer(short, replace(plan, steps=2 * plan.steps), budget_of(long))
+
+
+def test_reports_and_checkpoints_follow_the_recipe_as_it_is_now(tmp_path: Path) -> None:
+    plan = planned(recipe(tmp_path, *STEPS, *TINY, "layout.replicate=1"), PLAYS, LAPTOP)
+    new = recipe(
+        tmp_path, *STEPS, *TINY, "checkpoint.every=7 steps", "checkpoint.keep=5", "report.every=3 steps",
+        "report.evaluate=20 steps",
+    )  # fmt: skip
+    changed = with_reports(new, plan)
+    assert (changed.checkpoint_every, changed.checkpoint_keep) == (Every(7, "steps"), 5)
+    assert (changed.report_every_steps, changed.evaluate_every_steps) == (3, 20)
+    assert with_reports(recipe(tmp_path, *STEPS, *TINY), changed).checkpoint_every == Every(7, "steps")
+
+
+def test_shares_of_a_step_lie_end_to_end_and_differ_by_one_at_most() -> None:
+    for sequences in range(1, 30):
+        for ranks in range(1, 9):
+            shares = [share(sequences, ranks, index) for index in range(ranks)]
+            ends = [first + count for first, count in shares]
+            assert [first for first, _ in shares] == [0, *ends[:-1]] and ends[-1] == sequences
+            assert max(count for _, count in shares) - min(count for _, count in shares) <= 1
+
+
+def example(tmp_path: Path) -> Plan:
+    return planned(recipe(tmp_path, "train.budget=10 minutes"), STORIES, LAPTOP)
+
+
+def test_plan_json_reads_back_the_same(tmp_path: Path) -> None:
+    plan = example(tmp_path)
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+    assert [path.name for path in tmp_path.glob("*plan*")] == ["plan.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 1}', '{"format": 99}', "not json"])
+def test_what_is_no_plan_is_refused_in_one_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(PlaitError, match=r"plan.json.*start the run under a new run.name$"):
+        read_plan(tmp_path / "plan.json")

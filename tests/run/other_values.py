@@ -1,0 +1,71 @@
+"""Every key of the recipe with another value than the base recipe's: keep it complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from plait.recipe.load import load_recipe
+from plait.recipe.schema import RunConfig
+
+BASE = """
+[data]
+files = "text.txt"
+
+[model]
+size = "1M"
+
+[train]
+budget = "100 steps"
+"""
+
+OTHER_VALUES = {
+    "run.name": "another",
+    "run.seed": "2",
+    "model.size": "3M",
+    "model.layers": "3",
+    "model.width": "256",
+    "model.heads": "8",
+    "model.kv_heads": "2",
+    "model.head_width": "64",
+    "model.ffn": "100",
+    "model.vocabulary": "5000",
+    "model.norm": "layernorm",
+    "model.activation": "gelu",
+    "model.positions": "learned",
+    "model.rope_theta": "500000.0",
+    "model.bias": "all",
+    "model.qk_norm": "true",
+    "model.tied": "false",
+    "data.files": '[{path = "text.txt", weight = 1.0}, {path = "more.jsonl", weight = 2.0, field = "body"}]',
+    "data.tokenizer": "gpt2",
+    "data.holdout": "0.1",
+    "data.mask_documents": "true",
+    "train.budget": "200 steps",
+    "train.sequence": "64",
+    "train.batch_tokens": "65536",
+    "train.precision": "bf16",
+    "optimizer.lr": "0.0123",
+    "optimizer.warmup_steps": "1",
+    "optimizer.weight_decay": "0.3",
+    "optimizer.betas": "[0.8, 0.9]",
+    "optimizer.clip": "never",
+    "optimizer.schedule": "wsd",
+    "layout.replicate": "2",
+    "layout.micro_sequences": "1",
+    "checkpoint.every": "7 steps",
+    "checkpoint.keep": "5",
+    "report.every": "9 steps",
+    "report.evaluate": "13 steps",
+}
+
+
+def base_recipe(folder: Path) -> RunConfig:
+    """The recipe that all others differ from in one key."""
+    return changed_recipe(folder, None)
+
+
+def changed_recipe(folder: Path, key: str | None) -> RunConfig:
+    (folder / "base.toml").write_text(BASE)
+    for name in ("text.txt", "more.jsonl"):
+        (folder / name).write_text("text")
+    return load_recipe(folder / "base.toml", [f"{key}={OTHER_VALUES[key]}"] if key else [])

@@ -1,0 +1,115 @@
+"""A run's folder: who may write it, what may change, and what is kept of earlier plans."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from plait.errors import PlaitError
+from plait.plan.plan import Plan, read_plan
+from plait.recipe.load import flat_values, load_recipe
+from plait.recipe.schema import RunConfig
+from plait.report.metrics import read_metrics
+from plait.run.folder import MAY_CHANGE, RunFolder, alone, check_changes, finished_run, run_folder
+from tests.plan.machines import LAPTOP, PLAYS, planned, recipe
+from tests.run.other_values import OTHER_VALUES, base_recipe, changed_recipe
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunConfig, Plan]:
+    monkeypatch.chdir(tmp_path)
+    config = recipe(tmp_path, "train.budget=100 steps", "layout.replicate=1", "model.size=1M")
+    return config, planned(config, PLAYS, LAPTOP)
+
+
+def test_a_folder_that_one_process_holds_is_refused_to_the_next(made) -> None:
+    folder = run_folder("x")
+    with alone(folder), pytest.raises(PlaitError, match="another plait is training in"), alone(folder):
+        pass
+    with alone(folder):
+        pass
+
+
+def test_a_lock_dies_with_its_process(made) -> None:
+    folder = run_folder("x")
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with alone(folder):
+            os.write(write, b"held")
+            os._exit(0)
+    os.read(read, 4)
+    os.waitpid(child, 0)
+    with alone(folder):
+        pass
+
+
+def test_a_disk_that_says_no_is_told_in_a_sentence_and_our_bugs_are_not(made) -> None:
+    with pytest.raises(PlaitError, match=r"^here: No space left on device; free some space"), alone(run_folder("x")):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
+    with pytest.raises(FileNotFoundError), alone(run_folder("x")):
+        Path("nothing").read_text()
+    Path("runs/y").write_text("a file where the folder should be")
+    with pytest.raises(PlaitError, match=r"cannot be written"), alone(run_folder("y")):
+        pass
+
+
+def test_recipe_and_plan_read_back_and_earlier_plans_are_kept(made) -> None:
+    config, plan = made
+    folder = run_folder("x")
+    with alone(folder):
+        assert not folder.has_begun
+        folder.put(config, plan)
+        assert folder.has_begun and folder.begun_config() == config and folder.begun_plan() == plan
+        folder.put(config, plan)
+        assert not list(folder.path.glob("plan-*.json"))
+        second, third = replace(plan, steps=200), replace(plan, steps=300)
+        folder.put(config, second)
+        folder.put(config, third)
+    assert folder.begun_plan() == third
+    assert read_plan(folder.path / "plan-1.json") == plan and read_plan(folder.path / "plan-2.json") == second
+    assert sorted(path.name for path in folder.path.iterdir() if path.name != ".lock") == [
+        "plan-1.json", "plan-2.json", "plan.json", "recipe.toml",
+    ]  # fmt: skip
+
+
+def test_a_run_without_checkpoint_begins_anew_with_empty_metrics(made) -> None:
+    folder = run_folder("x")
+    with alone(folder):
+        folder.put(*made)
+        folder.metrics.write_text('{"step": 1, "eval_loss": 1.0, "eval_nats_per_byte": 1.0}\n')
+        assert folder.resume_point() is None
+        assert read_metrics(folder.metrics) == ([], [])
+
+
+def test_runs_are_found_by_name_and_by_path(made) -> None:
+    with pytest.raises(PlaitError, match=r'there is no run "x"; train one with: plait train RECIPE'):
+        finished_run("x")
+    folder = run_folder("x")
+    with alone(folder):
+        folder.put(*made)
+    assert finished_run("x") == folder and finished_run("runs/x") == folder
+    assert finished_run(str(folder.path.resolve())) == RunFolder(folder.path.resolve())
+    with pytest.raises(PlaitError, match=r'there is no run "z"; there are x'):
+        finished_run("z")
+
+
+@pytest.mark.parametrize("key", sorted(OTHER_VALUES))
+def test_only_what_is_promised_may_change_of_a_begun_run(tmp_path: Path, key: str) -> None:
+    old, new = base_recipe(tmp_path), changed_recipe(tmp_path, key)
+    may = key == "data.files" or key.startswith(MAY_CHANGE)
+    if may:
+        assert check_changes(old, new) == [key]
+        return
+    with pytest.raises(PlaitError, match=rf"^{key} was .* when this run began and is .* now; change it back"):
+        check_changes(old, new)
+
+
+def test_nothing_changed_is_nothing_changed(tmp_path: Path) -> None:
+    config = base_recipe(tmp_path)
+    assert check_changes(config, config) == []
+    assert flat_values(load_recipe(tmp_path / "base.toml")) == flat_values(config)
