@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from plait.train.state import TrainState
 _MOMENTS = {"adam_m": "exp_avg", "adam_v": "exp_avg_sq"}
 """Names in a checkpoint and in torch's AdamW."""
 
+_SENTENCE_BYTES = 2_000
+
 
 def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums) -> Path:
     """Write and publish the checkpoint of `state`; every rank must call it, and blocks until it is on disk.
@@ -26,7 +29,7 @@ def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums) -> Pa
     Raises RunFailed on every rank when one of them could not write; earlier checkpoints stay as they are.
     """
     staging, final = staging_for(folder, state.step), checkpoint_for(folder, state.step)
-    _together(world, lambda: write_rank(staging, world.index, _own_part(assembly, state, world)))
+    _together(world, staging, lambda: write_rank(staging, world.index, _own_part(assembly, state, world)))
 
     def publish_all() -> None:
         if world.index == 0:
@@ -34,7 +37,7 @@ def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums) -> Pa
             publish(staging, final, step=state.step, cursor=state.position, model=shape, world_size=world.size)
             prune(folder, assembly.plan.checkpoint_keep)
 
-    _together(world, publish_all)
+    _together(world, staging, publish_all)
     return final
 
 
@@ -85,15 +88,19 @@ def _shared_tensors(assembly: Assembly, state: TrainState) -> dict[str, Tensor]:
     return tensors
 
 
-def _together(world: Sums, act: Callable[[], None]) -> None:
-    """Do something on every rank and learn whether all of them could; a failure on one is a failure on all."""
-    failure: PlaitError | None = None
+def _together(world: Sums, staging: Path, act: Callable[[], None]) -> None:
+    """Do something on every rank; where one could not, all of them raise its sentence: nobody knows who is heard."""
+    sentence = b""
     try:
         act()
     except PlaitError as error:
-        failure = error
-    failed = int(world.largest(torch.tensor([int(failure is not None)]))[0])
-    if failure is not None:
-        raise failure
-    if failed:
-        raise RunFailed("another worker could not save the checkpoint; see its message")
+        # The first to fail takes the folder away under the others, who then miss their files: they are heard last.
+        order = b"2" if isinstance(error.__cause__, FileNotFoundError) else b"1"
+        sentence = (order + str(error).encode())[:_SENTENCE_BYTES]
+    if not int(world.largest(torch.tensor([len(sentence)]))[0]):
+        return
+    if world.index == 0:  # now that nobody writes into it any more
+        shutil.rmtree(staging, ignore_errors=True)
+    padded = torch.tensor(list(sentence.ljust(_SENTENCE_BYTES, b"\0")), dtype=torch.uint8)
+    told = [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in world.gather(padded)]
+    raise RunFailed(min((text for text in told if text), key=lambda text: text[0])[1:])

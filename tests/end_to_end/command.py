@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 MARK = "PLAIT_TEST_PLACE"
+CALM = {
+    "OMP_WAIT_POLICY": "PASSIVE"
+}  # threads that wait leave the cores of a busy machine to others; no number changes
 STEPS = 60
 RECIPE = f"""
 [data]
@@ -89,7 +92,7 @@ class Place:
         return subprocess.Popen(
             [sys.executable, *module, *arguments],
             cwd=self.folder,
-            env={**os.environ, MARK: self._mark, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={**os.environ, **CALM, MARK: self._mark, "PYTHONPATH": str(Path(__file__).parents[2])},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.manifest import tensor_names
-from plait.checkpoint.store import verify
+from plait.checkpoint.store import staging_for, verify
 from plait.checkpoint.transfer import read_tensor
-from plait.errors import PlaitError
+from plait.errors import PlaitError, RunFailed
 from plait.parallel.mesh import ALONE
 from plait.train.assemble import assemble
 from plait.train.persist import restore
@@ -58,6 +58,17 @@ def test_going_on_gives_the_bits_of_never_having_stopped(run_ranks, folder: Path
     rest = saved(run_ranks, folder, workers, old=half, new=f"rest-{workers}", steps=4)
     assert (rest / "manifest.json").read_bytes() == (whole / "manifest.json").read_bytes()
     assert int(tensors(rest)["adam_step"][0]) == 7
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whichever_rank_cannot_write_its_reason_is_told(run_ranks, folder: Path, tmp_path: Path, rank: int) -> None:
+    staging = staging_for(tmp_path, 1)
+    staging.mkdir()
+    (staging / f"rank-{rank:05d}.safetensors").symlink_to("/dev/full")
+    asked = {"folder": str(folder), "old": None, "new": str(tmp_path), "steps": 1}
+    with pytest.raises(RunFailed, match=r"could not save the checkpoint \(No space left on device.*earlier .* whole"):
+        run_ranks("restore_and_save", json.dumps(asked), 2)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_of_another_shape_is_refused(run_ranks, folder: Path, tmp_path: Path) -> None:
