@@ -23,7 +23,7 @@ from plait.plan.plan import OptimizerPlan, Plan
 from plait.train.assemble import make_autocast
 from plait.train.optim import make_optimizer
 from plait.train.step import run_micros_in_turn, take_step
-from plait.units import Every
+from plait.units import Amount, Every
 
 
 class GivenOrder:
@@ -90,7 +90,8 @@ def plan_for(workload: Workload, orders: Orders) -> Plan:
         layout=Layout(replicate=orders.world_size), threads=orders.threads, device="cpu", precision="float32",
         compile="off", shape=shape, sequence=workload.sequence,
         batch_sequences=workload.sequences_per_rank * orders.world_size, micro_sequences=workload.sequences_per_rank,
-        steps=orders.all_steps, optimizer=optimizer, corpus="", corpus_hash="", documents="join",
+        budget=Amount(1, "steps"), steps=orders.all_steps, optimizer=optimizer, corpus="", corpus_hash="",
+        documents="join",
         checkpoint_every=Every(0, "steps"), checkpoint_keep=1, report_every_steps=1, evaluate_every_steps=0,
         step_s=None, peak_flops=None, fingerprint={}, recipe_hash="", reasons=(),
     )  # fmt: skip

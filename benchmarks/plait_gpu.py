@@ -28,7 +28,7 @@ from plait.plan.plan import OptimizerPlan, Plan
 from plait.train.assemble import make_autocast
 from plait.train.optim import make_optimizer
 from plait.train.step import run_micros_in_turn, take_step
-from plait.units import Every
+from plait.units import Amount, Every
 
 
 def model_shape(size: str, work: Workload) -> ModelShape:
@@ -49,7 +49,7 @@ def plan_for(shape: ModelShape, work: Workload, flags: argparse.Namespace) -> Pl
         layout=Layout(), threads=1, device="cuda" if flags.device == "cuda" else "cpu", precision="bf16",
         compile="off" if flags.compile == "none" else "blocks", shape=shape, sequence=work.sequence,
         batch_sequences=work.sequences_per_rank, micro_sequences=work.sequences_per_rank,
-        steps=flags.warmup + flags.steps,
+        budget=Amount(1, "steps"), steps=flags.warmup + flags.steps,
         optimizer=OptimizerPlan(lr=work.learning_rate, warmup_steps=0, weight_decay=work.weight_decay,
                                 betas=(work.beta1, work.beta2), clip=work.clip, schedule="constant"),
         corpus="", corpus_hash="", documents="join", checkpoint_every=Every(0, "steps"), checkpoint_keep=1,

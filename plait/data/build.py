@@ -197,6 +197,6 @@ def _source_entries(work: Build, found: Sequence[Survey]) -> list[dict[str, Any]
 def _disk_full(folder: Path, written: int, done: int, total: int) -> PlaitError:
     needed = written * total / done if done else total
     return PlaitError(
-        f"the disk is full: the tokens need about {format_bytes(needed)} in {folder.parent}; free that much or choose "
-        "another cache folder"
+        f"the disk is full: the tokens need about {format_bytes(needed)} in {folder.parent}; free that much, or "
+        "work in a folder on another disk"
     )

@@ -12,15 +12,15 @@ from math import ceil
 from typing import Literal
 
 from plait.cluster.topology import Machine
-from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.model.shape import parameter_count, training_flops_per_token
 from plait.plan import rules
+from plait.plan.pace import checkpoint_every, in_steps, report_every_steps, steps_for
 from plait.plan.plan import OptimizerPlan, Plan, Precision
-from plait.plan.size import CorpusFacts, batch_sequences, budget_of, size_up
+from plait.plan.size import CorpusFacts, batch_sequences, size_up
 from plait.plan.split import Split, candidate_splits, micro_sequences
 from plait.recipe.schema import RunConfig
-from plait.units import Amount, Every, format_count, format_duration, parse_every
+from plait.units import Every, format_count, format_duration
 
 EVALUATION_SHARE = 0.06
 """Of a run's work, spent at most on looking at the held-out text along the way."""
@@ -31,7 +31,6 @@ class Draft:
     """A plan but for its split and, for a time budget, its steps; with the splits worth measuring."""
 
     plan: Plan
-    budget: Amount
     splits: tuple[Split, ...]
     evaluations: Every | Literal["auto"]
     heldout_tokens: int
@@ -56,14 +55,15 @@ def draft(
         sequence=sequence,
         batch_sequences=batch,
         micro_sequences=micro_sequences(config, machine, batch, splits[0].workers, shape),
-        steps=_steps(scale.budget, batch * sequence, step_s=None),
+        budget=scale.budget,
+        steps=steps_for(scale.budget, batch * sequence, step_s=None),
         optimizer=_optimizer(config, scale.flops, batch * sequence, why),
         corpus=corpus.folder,
         corpus_hash=corpus.content_hash,
         documents=_documents(config, corpus, sequence, why),
-        checkpoint_every=_checkpoint_every(config, why),
+        checkpoint_every=checkpoint_every(config, why),
         checkpoint_keep=config.checkpoint.keep,
-        report_every_steps=_report_every(config, machine.device),
+        report_every_steps=report_every_steps(config, machine.device),
         evaluate_every_steps=0,
         step_s=None,
         peak_flops=peak_flops,
@@ -74,9 +74,8 @@ def draft(
     evaluate = config.report.evaluate
     return Draft(
         plan=plan,
-        budget=scale.budget,
         splits=splits,
-        evaluations="auto" if evaluate == "auto" else _in_steps(evaluate),
+        evaluations="auto" if evaluate == "auto" else in_steps(evaluate),
         heldout_tokens=corpus.heldout_tokens,
     )
 
@@ -105,37 +104,6 @@ def settle(config: RunConfig, draft: Draft, machine: Machine, measured: Sequence
     steps, evaluate_every = _pace(draft, plan, why)
     optimizer = replace(plan.optimizer, warmup_steps=_warmup(config, steps, why))
     return replace(plan, steps=steps, evaluate_every_steps=evaluate_every, optimizer=optimizer, reasons=tuple(why))
-
-
-def longer(config: RunConfig, plan: Plan, old_budget: Amount) -> Plan:
-    """A begun run's plan for a raised budget: more steps, all else as it was. Raises PlaitError for a lowered one."""
-    budget = budget_of(config)
-    if budget.unit == old_budget.unit == "seconds":
-        steps = max(plan.steps, round(plan.steps * budget.value / old_budget.value))
-    elif budget.unit == "seconds" and plan.step_s is None:
-        raise PlaitError(f"this run counts in {old_budget.unit}; raise train.budget in {old_budget.unit} too")
-    else:
-        steps = _steps(budget, plan.batch_tokens, step_s=plan.step_s)
-    if steps < plan.steps or (budget.unit == old_budget.unit and budget.value < old_budget.value):
-        raise PlaitError(
-            f"train.budget = {budget} is less than the {plan.steps} steps this run was begun with; "
-            "a begun run's budget may only grow (or take another run.name)"
-        )
-    return replace(plan, steps=steps)
-
-
-def with_reports(config: RunConfig, plan: Plan) -> Plan:
-    """A begun run's plan with what its recipe now says of checkpoints and reports."""
-    every, evaluate = config.checkpoint.every, config.report.evaluate
-    return replace(
-        plan,
-        checkpoint_every=plan.checkpoint_every if every == "auto" else parse_every(every),
-        checkpoint_keep=config.checkpoint.keep,
-        report_every_steps=(
-            plan.report_every_steps if config.report.every == "auto" else _report_every(config, plan.device)
-        ),
-        evaluate_every_steps=plan.evaluate_every_steps if evaluate == "auto" else round(_in_steps(evaluate).value),
-    )
 
 
 def _precision(config: RunConfig, machine: Machine, why: list[str]) -> Precision:
@@ -189,38 +157,6 @@ def _documents(config: RunConfig, corpus: CorpusFacts, sequence: int, why: list[
     return "mask" if short else "join"
 
 
-def _checkpoint_every(config: RunConfig, why: list[str]) -> Every:
-    if config.checkpoint.every != "auto":
-        return parse_every(config.checkpoint.every)
-    why.append("a checkpoint every minute: that much is lost at most")
-    return Every(60, "seconds")
-
-
-def _report_every(config: RunConfig, device: str) -> int:
-    asked = config.report.every
-    if asked != "auto":
-        every = _in_steps(asked)
-        if every.value == 0:
-            raise PlaitError('report.every = "never" would lose the losses; write for example "100 steps"')
-        return max(1, round(every.value))
-    return 10 if device == "cuda" else 1
-
-
-def _in_steps(text: str) -> Every:
-    every = parse_every(text)
-    if every.unit != "steps":
-        raise PlaitError(f'"{text}" under [report] must count steps; write for example "100 steps" or "never"')
-    return every
-
-
-def _steps(budget: Amount, batch_tokens: int, *, step_s: float | None) -> int:
-    if budget.unit == "steps":
-        return max(1, round(budget.value))
-    if budget.unit == "tokens":
-        return max(1, round(budget.value / batch_tokens))
-    return max(1, int(budget.value / step_s)) if step_s else 1
-
-
 def _split_reason(measured: Sequence[Split], best: Split) -> list[str]:
     if len(measured) < 2:
         return []
@@ -233,10 +169,10 @@ def _split_reason(measured: Sequence[Split], best: Split) -> list[str]:
 
 def _pace(draft: Draft, plan: Plan, why: list[str]) -> tuple[int, int]:
     """Steps, and steps between evaluations (0: only at the end)."""
-    budget = draft.budget
+    budget = plan.budget
     # An evaluation is a forward pass, a third of a step's work, over the held-out tokens.
     evaluation_steps = draft.heldout_tokens / (3 * plan.batch_tokens)
-    rough = _steps(budget, plan.batch_tokens, step_s=plan.step_s)
+    rough = steps_for(budget, plan.batch_tokens, step_s=plan.step_s)
     rounds = max(1, min(10, int(EVALUATION_SHARE * rough / evaluation_steps))) if evaluation_steps else 0
     steps = rough
     if budget.unit == "seconds" and plan.step_s:
@@ -244,6 +180,8 @@ def _pace(draft: Draft, plan: Plan, why: list[str]) -> tuple[int, int]:
         why.append(
             f"{steps} steps: {budget} at {format_duration(plan.step_s)} a step, as measured, evaluations included"
         )
+    if evaluation_steps > 0.2 * steps:
+        why.append("looking at the held-out text takes long beside this run; a smaller data.holdout shortens it")
     if draft.evaluations != "auto":
         return steps, round(draft.evaluations.value)
     return steps, (ceil(steps / rounds) if rounds > 1 else 0)

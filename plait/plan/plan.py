@@ -12,7 +12,7 @@ from typing import Any, Literal
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.model.shape import ModelShape
-from plait.units import Every
+from plait.units import Amount, Every
 
 Schedule = Literal["cosine", "wsd", "constant"]
 Precision = Literal["float32", "bf16", "float64"]
@@ -47,6 +47,8 @@ class Plan:
     """Sequences of one optimizer step over all ranks."""
     micro_sequences: int
     """Sequences a rank takes at a time, at most."""
+    budget: Amount
+    """What `steps` was made from."""
     steps: int
     optimizer: OptimizerPlan
     corpus: str
@@ -115,6 +117,7 @@ def _plan(values: dict[str, Any]) -> Plan:
             "layout": Layout(**values["layout"]),
             "shape": ModelShape(**values["shape"]),
             "optimizer": OptimizerPlan(**{**optimizer, "betas": tuple(optimizer["betas"])}),
+            "budget": Amount(**values["budget"]),
             "checkpoint_every": Every(**values["checkpoint_every"]),
             "reasons": tuple(values["reasons"]),
         }

@@ -50,7 +50,7 @@ def make_plan(config: RunConfig, corpus: Corpus, site: Site, workers: Crew, *, f
     outline = draft(config, facts, site.machine, peak_flops=site.peak_flops, recipe_hash=key)
     outline = _with_given_workers(outline, workers)
     measured = list(outline.splits)
-    if len(measured) > 1 or outline.budget.unit == "seconds":
+    if len(measured) > 1 or outline.plan.budget.unit == "seconds":
         measured = measure(config, outline.plan, site, workers, outline.splits)
     plan = settle(config, outline, site.machine, measured)
     kept.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,8 @@ from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.launch.job import Job, JobResult, Message
 from plait.model.shape import training_flops_per_token
-from plait.plan.choose import described, longer, with_reports
+from plait.plan.choose import described
+from plait.plan.pace import longer, with_reports
 from plait.plan.plan import Plan
 from plait.plan.size import budget_of
 from plait.recipe.load import load_recipe
@@ -94,16 +95,16 @@ def _plan_of_begun(
     screen: Screen,
 ) -> Plan:
     """The plan to go on with: the run's own, with more steps or another split where that was asked or is needed."""
-    old = folder.begun_config()
     plan = folder.begun_plan()
     if corpus.content_hash != plan.corpus_hash:
         raise PlaitError(
             "the text (or its tokenizer) is not what this run was begun with; bring it back, or choose another run.name"
         )
     plan = replace(plan, corpus=str(corpus.folder))
-    if "train.budget" in changed:
-        plan = longer(config, plan, budget_of(old))
-        screen.print(f"budget   {budget_of(old)} → {budget_of(config)}: {plan.steps} steps in all")
+    before = plan.budget
+    if budget_of(config) != before:
+        plan = longer(config, plan)
+        screen.print(f"budget   {before} → {plan.budget}: {plan.steps} steps in all")
     moved = site.machine.fingerprint() != plan.fingerprint
     if moved or fresh_plan or any(key.startswith("layout.") for key in changed) or _other_crew(plan, workers):
         why = "this machine is not the one it was made for" if moved else "as asked"

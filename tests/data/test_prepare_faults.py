@@ -122,7 +122,7 @@ def test_a_full_disk_is_told_with_the_bytes_needed_and_leaves_nothing(
     _, told = full.communicate(timeout=60)
     assert full.returncode == 1
     assert "the disk is full: the tokens need about " in told and "MiB in " in told
-    assert told.strip().endswith("free that much or choose another cache folder")
+    assert told.strip().endswith("free that much, or work in a folder on another disk")
     assert len(told.strip().splitlines()) == 1
     assert visible(tmp_path / "cache") == []
     assert not list((tmp_path / "cache" / "data").glob(".*"))

@@ -68,6 +68,6 @@ def planned(config: RunConfig, facts: CorpusFacts, machine: Machine, whole_s: fl
     """The settled plan, with made-up measurements where some are needed."""
     outline = drafted(config, facts, machine)
     measured = outline.splits
-    if len(measured) > 1 or outline.budget.unit == "seconds":
+    if len(measured) > 1 or outline.plan.budget.unit == "seconds":
         measured = tuple(timed(split, whole_s) for split in measured)
     return settle(config, outline, machine, measured)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from plait.errors import PlaitError
-from plait.plan.choose import longer, settle, with_reports, with_split
+from plait.plan.choose import settle, with_split
+from plait.plan.pace import longer, with_reports
 from plait.plan.plan import Plan, read_plan, share, write_plan
-from plait.plan.size import budget_of
 from plait.plan.split import Split
-from plait.units import Every
+from plait.units import Amount, Every
 from tests.plan.machines import EIGHT_H100, LAPTOP, ONE_H100, PLAYS, SERVER, STORIES, corpus, drafted, planned, recipe
 
 STEPS = ("train.budget=100 steps",)
@@ -152,24 +152,23 @@ def test_a_budget_may_grow(tmp_path: Path) -> None:
         return recipe(tmp_path, f"train.budget={budget}", *TINY, "layout.replicate=1")
 
     plan = planned(config("100 steps"), PLAYS, LAPTOP)
-    old = budget_of(config("100 steps"))
-    assert longer(config("150 steps"), plan, old) == replace(plan, steps=150)
-    assert longer(config("100 steps"), plan, old) == plan
-    assert longer(config("22400 tokens"), plan, old).steps == 200
+    assert longer(config("150 steps"), plan) == replace(plan, steps=150, budget=Amount(150, "steps"))
+    assert longer(config("100 steps"), plan) == plan
+    assert longer(config("22400 tokens"), plan).steps == 200
     for smaller in ("99 steps", "1000 tokens"):
         with pytest.raises(PlaitError, match=r"train.budget = .* is less than the 100 steps .* may only grow"):
-            longer(config(smaller), plan, old)
+            longer(config(smaller), plan)
     with pytest.raises(PlaitError, match=r"this run counts in steps; raise train.budget in steps too"):
-        longer(config("10 minutes"), plan, old)
+        longer(config("10 minutes"), plan)
 
 
 def test_a_time_budget_grows_by_its_own_measure(tmp_path: Path) -> None:
     short = recipe(tmp_path, "train.budget=10 minutes", *TINY)
     plan = planned(short, PLAYS, LAPTOP)
     long = recipe(tmp_path, "train.budget=20 minutes", *TINY)
-    assert longer(long, plan, budget_of(short)).steps == pytest.approx(2 * plan.steps, abs=1)
+    assert longer(long, plan).steps == pytest.approx(2 * plan.steps, abs=1)
     with pytest.raises(PlaitError, match="may only grow"):
-        longer(short, replace(plan, steps=2 * plan.steps), budget_of(long))
+        longer(short, longer(long, plan))
 
 
 def test_reports_and_checkpoints_follow_the_recipe_as_it_is_now(tmp_path: Path) -> None:
