@@ -28,7 +28,7 @@ class Workload:
     sequence: int = 256
     vocabulary: int = 512
     sequences_per_rank: int = 4
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-4  # Note [learning rate]
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
@@ -48,6 +48,9 @@ class Workload:
         return 6 * matrices + 12 * self.layers * self.sequence * self.width
 
 
+# Note [learning rate]: equal losses say something only where rounding stays small. At 1e-3 without warm-up the loss
+# jumps by up to 3 within 20 steps, and float32 against float64 of one and the same loop differed by 1.5e-5, 2e-3 and
+# 8e-2 (three seeds); at 3e-4 by at most 8e-6. The speed does not depend on it.
 FIRST_RUN = Workload()
 SMOKE = Workload(layers=2, width=64, heads=2, sequence=64, vocabulary=300)
 
