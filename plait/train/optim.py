@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import cos, pi
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +62,16 @@ def clip_factor(norm: Tensor, limit: float | None) -> Tensor:
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
-def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply every gradient in place."""
-    torch._foreach_mul_(list(gradients), factor)  # pyright: ignore[reportPrivateImportUsage]
+def update(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], *, factor: Tensor, norm: Tensor) -> None:
+    """One update by the gradients times `factor`, which `.grad` holds afterwards; left out where the norm is not finite.
+
+    Fused AdamW reads every gradient anyway and divides it on the way: in float32 that saves a pass through memory.
+    Its divisor is a float32, so exact runs in float64 multiply beforehand.
+    """
+    fused: Any = optimizer
+    fused.found_inf = (~torch.isfinite(norm)).float()
+    if gradients[0].dtype == torch.float32:
+        fused.grad_scale = factor.reciprocal().float()
+    else:
+        torch._foreach_mul_(list(gradients), factor)  # pyright: ignore[reportPrivateImportUsage]
+    optimizer.step()

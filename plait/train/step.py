@@ -14,7 +14,7 @@ from plait.model.attention import Documents
 from plait.parallel.mesh import Sums
 from plait.parallel.woven import Woven
 from plait.train.loss import IGNORED, sum_of_losses
-from plait.train.optim import clip_factor, global_norm, scale
+from plait.train.optim import clip_factor, global_norm, update
 
 RunMicros = Callable[[Sequence[Micro]], Tensor]
 """Forward and backward of this rank's micro-batches: returns [sum of losses, counted tokens] in float64; afterwards
@@ -48,10 +48,7 @@ def take_step(
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     count = totals[1].clamp(min=1)
     norm = global_norm(gradients) / count
-    factor = clip_factor(norm, clip) / count
-    scale(gradients, factor.to(gradients[0].dtype))
-    optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]  # fused AdamW's own switch
-    optimizer.step()
+    update(optimizer, gradients, factor=clip_factor(norm, clip) / count, norm=norm)
     return Scalars(totals=totals, norm=norm)
 
 
