@@ -63,7 +63,7 @@ def clip_factor(norm: Tensor, limit: float | None) -> Tensor:
 
 
 def update(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], *, factor: Tensor, norm: Tensor) -> None:
-    """One update by the gradients times `factor`, which `.grad` holds afterwards; left out where the norm is not finite.
+    """One update by the gradients times `factor`, which `.grad` then holds; left out where the norm is not finite.
 
     Fused AdamW reads every gradient anyway and divides it on the way: in float32 that saves a pass through memory.
     Its divisor is a float32, so exact runs in float64 multiply beforehand.
