@@ -17,7 +17,7 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return load(Path(recipe), overrides)
 
 
-def train(recipe: str | Path, overrides: Sequence[str] = ()) -> Literal["finished", "SIGINT", "SIGTERM"]:
+def train_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Literal["finished", "SIGINT", "SIGTERM"]:
     """Train what a recipe asks for, or go on with it; blocks to the end. Raises PlaitError, or RunFailed on the way."""
     from rich.console import Console
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import plait
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "plait"
 FLOORS = {
@@ -110,3 +112,8 @@ def test_no_pickle() -> None:
                 assert not {"pickle", "dill", "cloudpickle", "shelve", "marshal"} & set(names), path
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
                 assert node.attr not in ("load", "save"), f"{path}: torch.{node.attr} pickles"
+
+
+def test_public_names_do_not_collide_with_folders() -> None:
+    """Importing plait.train.worker binds `plait.train` to the folder, whatever it was before."""
+    assert not set(plait.__all__) & {room(name) for name in modules()}

@@ -97,10 +97,10 @@ def test_a_finished_run_asked_again_prints_its_receipt_and_writes_nothing(place:
 
 
 def test_from_python_it_is_the_same(name: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert plait.train("tiny.toml", [f"run.name={name}"]) == "finished"
+    assert plait.train_recipe("tiny.toml", [f"run.name={name}"]) == "finished"
     assert f"{STEPS} steps" in capfd.readouterr().out
     with pytest.raises(plait.PlaitError, match=r"optimizer.lr was"):
-        plait.train("tiny.toml", [f"run.name={name}", "optimizer.lr=3.0"])
+        plait.train_recipe("tiny.toml", [f"run.name={name}", "optimizer.lr=3.0"])
     assert plait.load_recipe("tiny.toml").run.name == "tiny"
 
 
