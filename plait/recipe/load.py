@@ -15,7 +15,6 @@ from pydantic import BaseModel, ValidationError
 from plait.errors import PlaitError
 from plait.recipe.schema import RESERVED, RunConfig, SourceSection
 
-PATH_KEYS = ("data.files", "data.tokenizer")
 _NAMED_TOKENIZERS = ("auto", "bpe", "gpt2")
 
 
