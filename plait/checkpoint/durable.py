@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from plait.errors import RunFailed
 from plait.units import format_bytes
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -22,9 +25,10 @@ def clean_stop(staging: Path) -> Iterator[None]:
         if isinstance(error, RunFailed):
             raise
         why = f"{error.strerror}: {error.filename or staging}" if isinstance(error, OSError) else str(error)
+        full = isinstance(error, OSError) and error.errno in _NO_SPACE
         raise RunFailed(
             f"could not save the checkpoint ({why}); earlier checkpoints are whole: "
-            f"mend the cause and give the same command again"
+            f"{'free some space' if full else 'mend the cause'} and give the same command again"
         ) from error
 
 
