@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test test-all test-gpu check bench bench-gpu clean
+.PHONY: train test test-all test-gpu check bench bench-strands bench-gpu clean
 
 train: $(VENV)/.plait  ## learn Shakespeare on this machine, then write a little
 	$(BIN)/plait train recipes/01-shakespeare.toml
@@ -32,6 +32,9 @@ check: $(VENV)/.dev  ## style and types
 
 bench: $(VENV)/.bench  ## speed, side by side with the peers
 	$(BIN)/python -m benchmarks.first_run
+
+bench-strands: $(VENV)/.bench  ## each strand beside torch's own means for it
+	$(BIN)/python -m benchmarks.strands
 
 bench-gpu: $(VENV)/.bench  ## speed on one NVIDIA GPU
 	$(BIN)/python -m benchmarks.one_gpu

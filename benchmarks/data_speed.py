@@ -23,7 +23,7 @@ from typing import Literal
 
 import torch
 
-from plait.data.loader import Loader
+from plait.data.loader import Loader, Samples
 from plait.data.order import make_order
 from plait.data.prepare import DataRequest, prepare
 from plait.data.shards import Corpus, open_corpus
@@ -124,16 +124,17 @@ def loading(corpus: Corpus) -> dict[str, float | str]:
 def load(corpus: Corpus, sequence: int, documents: Literal["mask", "join"], repeat: int) -> float:
     """Tokens a second over STEPS steps; each repeat reads other ones."""
     rows = STEP_TOKENS // sequence
-    loader = Loader(
-        corpus,
-        make_order(corpus, 1, sequence),
+    samples = Samples(
+        sequence=sequence,
         batch_sequences=rows,
         first=0,
         count=rows,
         micro_sequences=MICRO_TOKENS // sequence,
+        micros=ceil(rows / (MICRO_TOKENS // sequence)),
         documents=documents,
         device=torch.device("cpu"),
     )
+    loader = Loader(corpus, make_order(corpus, 1, sequence), samples)
     began = time.perf_counter()
     for step in range(repeat * STEPS, (repeat + 1) * STEPS):
         loader.micros(step * rows)

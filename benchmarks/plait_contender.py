@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +17,11 @@ from plait.layout import Layout
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape
 from plait.parallel.apply import STAGES, weave
-from plait.parallel.mesh import data_sums, make_mesh, world_sums
+from plait.parallel.mesh import make_mesh, world_sums
 from plait.plan.plan import OptimizerPlan, Plan
-from plait.train.assemble import make_autocast
+from plait.train.assemble import make_autocast, runners, samples_of
 from plait.train.optim import make_optimizer
-from plait.train.step import run_micros_in_turn, take_step
+from plait.train.step import take_step
 from plait.units import Amount, Every
 
 
@@ -48,17 +47,19 @@ def main() -> None:
     model = GPT(plan.shape)
     model.load_state_dict(weights(load_file(orders.workdir / "init.safetensors")))
     woven = weave(model, mesh, plan, STAGES)
-    optimizer = make_optimizer(model, plan.optimizer)
+    optimizer = make_optimizer(woven.units, plan.optimizer)
     decay_all_matrices(optimizer, workload.weight_decay)
-    sums, world = data_sums(mesh), world_sums()
+    world = world_sums()
     loader = make_loader(orders, workload, plan)
-    run_micros = partial(run_micros_in_turn, woven=woven, autocast=make_autocast("float32", torch.device("cpu")))
+    run_micros, _ = runners(woven, make_autocast("float32", torch.device("cpu")))
 
     journal = Journal()
     journal.begin()
     for step in range(orders.all_steps):
         micros = loader.micros(step * plan.batch_sequences)
-        scalars = take_step(micros, run_micros=run_micros, sums=sums, optimizer=optimizer, clip=workload.clip)
+        scalars = take_step(
+            micros, woven=woven, run_micros=run_micros, sums=world, optimizer=optimizer, clip=workload.clip
+        )
         world.largest(torch.tensor([0, 0]))  # the loop's question whether to stop or save
         loss, tokens = scalars.totals.tolist()
         journal.step(loss / tokens)
@@ -108,12 +109,7 @@ def make_loader(orders: Orders, workload: Workload, plan: Plan) -> Loader:
     return Loader(
         corpus,
         GivenOrder(orders.workdir, workload.sequence),  # type: ignore[arg-type]
-        batch_sequences=plan.batch_sequences,
-        first=orders.rank * workload.sequences_per_rank,
-        count=workload.sequences_per_rank,
-        micro_sequences=workload.sequences_per_rank,
-        documents="join",
-        device=torch.device("cpu"),
+        samples_of(plan, plan.layout, orders.rank, torch.device("cpu")),
     )
 
 

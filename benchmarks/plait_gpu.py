@@ -7,7 +7,6 @@ import json
 import os
 import tempfile
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -23,11 +22,11 @@ from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape, parameter_count, training_flops_per_token
 from plait.parallel.apply import weave
-from plait.parallel.mesh import data_sums, make_mesh
+from plait.parallel.mesh import make_mesh, world_sums
 from plait.plan.plan import OptimizerPlan, Plan
-from plait.train.assemble import make_autocast
+from plait.train.assemble import make_autocast, runners
 from plait.train.optim import make_optimizer
-from plait.train.step import run_micros_in_turn, take_step
+from plait.train.step import take_step
 from plait.units import Amount, Every
 
 
@@ -65,14 +64,19 @@ def train(flags: argparse.Namespace, work: Workload, device: torch.device) -> Me
     initialize(model, work.seed)
     mesh = make_mesh(plan.layout, plan.device)
     woven = weave(model, mesh, plan)
-    optimizer = make_optimizer(model, plan.optimizer)
-    run_micros = partial(run_micros_in_turn, woven=woven, autocast=make_autocast(plan.precision, device))
+    optimizer = make_optimizer(woven.units, plan.optimizer)
+    run_micros, _ = runners(woven, make_autocast(plan.precision, device))
     window = torch.randint(work.vocabulary, (work.sequences_per_rank, work.sequence + 1), device=device)
     micro = Micro(inputs=window[:, :-1].contiguous(), targets=window[:, 1:].contiguous(), positions=None, lengths=None)
     totals, marks = [], [mark(device)]
     for _ in range(plan.steps):
         scalars = take_step(
-            [micro], run_micros=run_micros, sums=data_sums(mesh), optimizer=optimizer, clip=plan.optimizer.clip
+            [micro],
+            woven=woven,
+            run_micros=run_micros,
+            sums=world_sums(),
+            optimizer=optimizer,
+            clip=plan.optimizer.clip,
         )
         totals.append(scalars.totals)
         marks.append(mark(device))

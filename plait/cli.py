@@ -45,6 +45,22 @@ def data(recipe: Recipe, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def verify(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the result here, as JSON.")] = None,
+    here: Annotated[
+        bool, typer.Option("--here", help="On this machine's devices, in the run's own precision and kernels.")
+    ] = False,
+) -> None:
+    """Prove that a layout (layout.tensor=2 …) computes what one plain process computes."""
+    from plait.run.verify import verify
+
+    proven = verify(recipe, overrides or [], where="here" if here else "anywhere", json_file=json, screen=_screen())
+    raise typer.Exit(0 if proven else 1)
+
+
+@app.command()
 def sample(
     run: Run,
     prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "",

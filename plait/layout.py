@@ -1,26 +1,39 @@
-"""How a job is split: the degree of each mesh axis, and which rank sits where."""
+"""How a job is split: the degree of each mesh axis, which rank sits where, and what cannot be combined."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """The mesh axes from the outermost to the innermost: neighbours along `tensor` have adjacent ranks."""
 
 ABBREVIATIONS = {"pipeline": "PP", "replicate": "DP", "shard": "FSDP", "context": "CP", "tensor": "TP"}
 
+ShardWhat = Literal["optimizer", "parameters"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+Recompute = Literal["none", "selective", "full"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Degrees of the mesh axes; their product is the number of ranks."""
+    """Degrees of the mesh axes, whose product is the number of ranks, and how each strand goes about it."""
 
     pipeline: int = 1
     replicate: int = 1
     shard: int = 1
     context: int = 1
     tensor: int = 1
+    shard_what: ShardWhat = "optimizer"
+    """What `shard` splits: gradients and optimizer state, or the parameters as well (FSDP)."""
+    schedule: Schedule = "1f1b"
+    """The order in which a pipeline works through its micro-batches."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each stage, in the model's order; stage s is on pipeline coordinate s % pipeline. Empty: one stage."""
+    recompute: Recompute = "none"
+    """What is computed again in the backward pass instead of being kept."""
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -29,6 +42,21 @@ class Layout:
     @property
     def world_size(self) -> int:
         return prod(self.degrees.values())
+
+    @property
+    def batch_parts(self) -> int:
+        """How many ranks see different sequences: those along `replicate` and `shard`."""
+        return self.replicate * self.shard
+
+    def batch_part(self, rank: int) -> int:
+        """Which of the `batch_parts` a rank works on."""
+        place = self.coordinates(rank)
+        return place["replicate"] * self.shard + place["shard"]
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages on each pipeline rank."""
+        return max(1, len(self.stage_layers) // self.pipeline)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a global rank sits on each axis."""
@@ -49,4 +77,45 @@ class Layout:
         return " × ".join(named) if named else "one device"
 
 
-assert tuple(field.name for field in fields(Layout)) == AXES
+def in_words(layout: Layout) -> str:
+    """A layout as people read it, with the field's abbreviations and whatever is not as usual."""
+    named = [f"{axis} ({ABBREVIATIONS[axis]}) {degree}" for axis, degree in layout.degrees.items() if degree > 1]
+    told = [" × ".join(named) if named else "one copy"]
+    if layout.shard > 1:
+        told.append("splitting optimizer state" if layout.shard_what == "optimizer" else "splitting parameters")
+    if layout.pipeline > 1:
+        told.append(f"schedule {layout.schedule} with layers {' + '.join(str(count) for count in layout.stage_layers)}")
+    if layout.recompute != "none":
+        told.append(f"recompute {layout.recompute}")
+    return ", ".join(told)
+
+
+def share(count: int, parts: int, index: int) -> tuple[int, int]:
+    """The part of `count` things that falls to one of `parts`, as (first, count); counts differ by one at most."""
+    each, more = divmod(count, parts)
+    return index * each + min(index, more), each + (1 if index < more else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conflict:
+    """Two ways of splitting that do not go together, and what to do instead."""
+
+    applies: Callable[[Layout], bool]
+    reason: str
+
+
+INCOMPATIBLE: tuple[Conflict, ...] = (
+    Conflict(
+        applies=lambda layout: (
+            layout.schedule == "zero-bubble" and layout.shard > 1 and layout.shard_what == "parameters"
+        ),
+        reason="a zero-bubble pipeline puts weight gradients off until the sharded parameters' own hooks have already "
+        'run; choose layout.shard_what = "optimizer" or layout.schedule = "1f1b"',
+    ),
+)
+"""What cannot be combined, for everyone who lists or checks layouts."""
+
+
+def conflict(layout: Layout) -> str | None:
+    """Why a layout cannot be, as a sentence with the mend; None where it can."""
+    return next((row.reason for row in INCOMPATIBLE if row.applies(layout)), None)

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from plait.data.holdout import Rule, Split, Survey, choose_rule, spans, survey, text_blocks
-from plait.data.shards import FORMAT, ShardEntry, ShardWriter, token_dtype, write_synced
+from plait.data.shards import FORMAT, ShardEntry, token_dtype, write_synced
 from plait.data.sources import OpenSource
 from plait.data.tokens import GPT2_CUT, Tokenizer, bpe_vocabulary, pieces, train_bpe
+from plait.data.writer import ShardWriter
 from plait.errors import PlaitError
 from plait.units import format_bytes
 
@@ -177,8 +178,13 @@ def _index(tokenizer: Tokenizer, rule: Rule, sizes: dict[Split, int], entries: l
         "held_out_by": rule,
         "train_bytes": sizes["train"],
         "heldout_bytes": sizes["heldout"],
-        "shards": [asdict(entry) for entry in entries],
+        "shards": [index_row(entry) for entry in entries],
     }
+
+
+def index_row(entry: ShardEntry) -> dict[str, Any]:
+    """A shard as the index has it: without a word on a mask that is not there."""
+    return {key: value for key, value in asdict(entry).items() if value is not None}
 
 
 def _source_entries(work: Build, found: Sequence[Survey]) -> list[dict[str, Any]]:

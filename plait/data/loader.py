@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from plait.data.order import Order
-from plait.data.packing import restarting_positions, segment_lengths
+from plait.data.packing import restarting_positions, segment_lengths, zigzag_columns
 from plait.data.shards import Corpus, Shard
 
 DocumentMode = Literal["mask", "join"]
@@ -26,7 +27,8 @@ class Micro:
     """One micro-batch of B rows and T tokens.
 
     `inputs` and `targets` are int64 [B, T]; a target NOT_COUNTED is padding. Where documents are masked, `positions`
-    [B, T] restart at each document and `lengths` are the segments of the flattened rows; else both are None.
+    [B, T] restart at each document and `lengths` are the segments of the flattened rows. Where this is a part of the
+    sequences, `positions` are those of the whole ones ([1, T] if alike in all rows), and so are `lengths`. Else None.
     """
 
     inputs: torch.Tensor
@@ -35,30 +37,39 @@ class Micro:
     lengths: tuple[int, ...] | None
 
 
-class Loader:
-    """Gives one rank its samples of each step and prepares the next step's in one background thread.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Which samples fall to a rank, and how it takes them.
 
-    A step holds `batch_sequences` samples from a global position on; this rank's are `first` to `first + count`.
+    Of each step's `batch_sequences` these are `first` to `first + count`, at most `micro_sequences` at a time, in
+    `micros` micro-batches: as many as all other ranks take, since ranks meet in the middle of one. Where a rank has no
+    sequence left for one, nothing in it is counted. Held-out windows go round `parts` ranks. Of each sequence the rank
+    sees part `context` of `contexts`.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        order: Order,
-        *,
-        batch_sequences: int,
-        first: int,
-        count: int,
-        micro_sequences: int,
-        documents: DocumentMode,
-        device: torch.device,
-    ) -> None:
-        assert first >= 0 and count >= 0 and first + count <= batch_sequences and micro_sequences > 0
+    sequence: int
+    batch_sequences: int
+    first: int
+    count: int
+    micro_sequences: int
+    micros: int
+    documents: DocumentMode
+    device: torch.device
+    part: int = 0
+    parts: int = 1
+    context: int = 0
+    contexts: int = 1
+
+
+class Loader:
+    """Gives one rank its samples of each step and prepares the next step's in one background thread."""
+
+    def __init__(self, corpus: Corpus, order: Order, samples: Samples) -> None:
+        assert samples.first >= 0 and 0 <= samples.count <= samples.batch_sequences - samples.first
+        assert samples.micro_sequences > 0 and samples.sequence == order.sequence
         self.wait_s = 0.0
         """Seconds that the last call of `micros` had to wait."""
-        self._corpus, self._order = corpus, order
-        self._batch_sequences, self._first, self._count = batch_sequences, first, count
-        self._micro_sequences, self._documents, self._device = micro_sequences, documents, device
+        self._corpus, self._order, self._samples = corpus, order, samples
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         self._ahead: tuple[int, Future[list[Micro]]] | None = None
 
@@ -70,7 +81,7 @@ class Loader:
         assert self._ahead is not None
         found = self._ahead[1].result()
         self.wait_s = time.perf_counter() - began
-        self._fetch_ahead(position + self._batch_sequences)
+        self._fetch_ahead(position + self._samples.batch_sequences)
         return found
 
     def close(self) -> None:
@@ -81,42 +92,41 @@ class Loader:
         self._ahead = (position, self._thread.submit(self._fetch, position))
 
     def _fetch(self, position: int) -> list[Micro]:
-        begin = position + self._first
-        shard, start = self._order.windows(np.arange(begin, begin + self._count))
+        samples, train = self._samples, self._corpus.train
+        begin = position + samples.first
+        shard, start = self._order.windows(np.arange(begin, begin + samples.count))
         found = []
-        for row in range(0, self._count, self._micro_sequences):
-            rows = slice(row, row + self._micro_sequences)
-            tokens = gather(self._corpus.train, shard[rows], start[rows], self._order.sequence + 1)
+        for row in range(0, samples.count, samples.micro_sequences):
+            rows = slice(row, row + samples.micro_sequences)
+            tokens = gather(train, shard[rows], start[rows], samples.sequence + 1)
             lengths = None
-            if self._documents == "mask":
-                lengths = segment_lengths(self._corpus.train, shard[rows], start[rows], self._order.sequence)
-            found.append(_micro(tokens[:, :-1], tokens[:, 1:], lengths, self._device))
-        return found
+            if samples.documents == "mask":
+                lengths = segment_lengths(train, shard[rows], start[rows], samples.sequence)
+            targets = _targets(train, shard[rows], start[rows], tokens)
+            found.append(_micro(tokens[:, :-1], targets, lengths, samples))
+        missing = samples.micros - len(found)
+        assert missing >= 0
+        return found + [_uncounted_micro(self._corpus, samples)] * missing
 
 
-def heldout_micros(
-    corpus: Corpus,
-    *,
-    sequence: int,
-    micro_sequences: int,
-    part: int,
-    parts: int,
-    documents: DocumentMode,
-    device: torch.device,
-) -> Iterator[Micro]:
-    """Part `part` of `parts` of the held-out windows: over all parts each held-out token is a target exactly once.
+def heldout_micros(corpus: Corpus, samples: Samples) -> Iterator[Micro]:
+    """This rank's part of the held-out windows: over all parts each held-out token is a target exactly once.
 
-    Windows lie end to end over every shard and number i goes to part i % parts, so a part may get none.
+    Windows lie end to end over every shard and number i goes to part i % parts.
     """
-    shard, start = _windows_end_to_end(corpus.heldout, sequence)
-    shard, start = shard[part::parts], start[part::parts]
-    for row in range(0, len(start), micro_sequences):
-        rows = slice(row, row + micro_sequences)
-        inputs, targets = _padded_rows(corpus, shard[rows], start[rows], sequence)
+    shard, start = _windows_end_to_end(corpus.heldout, samples.sequence)
+    micros = ceil(ceil(len(start) / samples.parts) / samples.micro_sequences)
+    shard, start = shard[samples.part :: samples.parts], start[samples.part :: samples.parts]
+    for row in range(0, micros * samples.micro_sequences, samples.micro_sequences):
+        rows = slice(row, row + samples.micro_sequences)
+        if not len(start[rows]):
+            yield _uncounted_micro(corpus, samples)
+            continue
+        inputs, targets = _padded_rows(corpus, shard[rows], start[rows], samples.sequence)
         lengths = None
-        if documents == "mask":
-            lengths = segment_lengths(corpus.heldout, shard[rows], start[rows], sequence)
-        yield _micro(inputs, targets, lengths, device)
+        if samples.documents == "mask":
+            lengths = segment_lengths(corpus.heldout, shard[rows], start[rows], samples.sequence)
+        yield _micro(inputs, targets, lengths, samples)
 
 
 def gather(
@@ -133,6 +143,20 @@ def gather(
     return rows
 
 
+def _targets(
+    shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """The token after each one, NOT_COUNTED where that is marked."""
+    if all(shards[number].mask is None for number in np.unique(shard)):
+        return tokens[:, 1:]
+    targets = tokens[:, 1:].astype(np.int64)
+    for number in np.unique(shard):
+        mine = np.flatnonzero(shard == number)
+        marks = shards[number].mask_rows(start[mine] + 1, targets.shape[1])
+        targets[mine] = np.where(marks, NOT_COUNTED, targets[mine])
+    return targets
+
+
 def _windows_end_to_end(shards: Sequence[Shard], sequence: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     starts = [np.arange(0, len(shard.tokens) - 1, sequence) for shard in shards]
     numbers = np.repeat(np.arange(len(shards)), [len(each) for each in starts])
@@ -140,29 +164,41 @@ def _windows_end_to_end(shards: Sequence[Shard], sequence: int) -> tuple[np.ndar
 
 
 def _padded_rows(
-    corpus: Corpus, shard: np.ndarray[Any, Any], start: np.ndarray[Any, Any], sequence: int
+    corpus: Corpus, numbers: np.ndarray[Any, Any], start: np.ndarray[Any, Any], sequence: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Inputs and targets; past a shard's end the inputs are <eot> and the targets NOT_COUNTED."""
     inputs = np.full((len(start), sequence), corpus.eot, dtype=np.int64)
     targets = np.full((len(start), sequence), NOT_COUNTED, dtype=np.int64)
-    for row, (number, first) in enumerate(zip(shard.tolist(), start.tolist(), strict=True)):
-        tokens = corpus.heldout[number].tokens[first : first + sequence + 1]
+    for row, (number, first) in enumerate(zip(numbers.tolist(), start.tolist(), strict=True)):
+        shard = corpus.heldout[number]
+        tokens = shard.tokens[first : first + sequence + 1]
+        marks = shard.mask_rows(np.array([first]), len(tokens))[0, 1:]
         inputs[row, : len(tokens) - 1] = tokens[:-1]
-        targets[row, : len(tokens) - 1] = tokens[1:]
+        targets[row, : len(tokens) - 1] = np.where(marks, NOT_COUNTED, tokens[1:].astype(np.int64))
     return inputs, targets
+
+
+def _uncounted_micro(corpus: Corpus, samples: Samples) -> Micro:
+    inputs = np.full((1, samples.sequence), corpus.eot, dtype=np.int64)
+    lengths = np.array([samples.sequence]) if samples.documents == "mask" else None
+    return _micro(inputs, np.full_like(inputs, NOT_COUNTED), lengths, samples)
 
 
 def _micro(
     inputs: np.ndarray[Any, Any],
     targets: np.ndarray[Any, Any],
     lengths: np.ndarray[Any, Any] | None,
-    device: torch.device,
+    samples: Samples,
 ) -> Micro:
     positions = None if lengths is None else restarting_positions(lengths).reshape(inputs.shape)
+    if samples.contexts > 1:
+        columns = zigzag_columns(samples.sequence, samples.contexts, samples.context)
+        positions = columns[None] if positions is None else positions[:, columns]
+        inputs, targets = inputs[:, columns], targets[:, columns]
     return Micro(
-        inputs=_tensor(inputs, device),
-        targets=_tensor(targets, device),
-        positions=None if positions is None else _tensor(positions, device),
+        inputs=_tensor(inputs, samples.device),
+        targets=_tensor(targets, samples.device),
+        positions=None if positions is None else _tensor(positions, samples.device),
         lengths=None if lengths is None else tuple(lengths.tolist()),
     )
 

@@ -30,6 +30,20 @@ def restarting_positions(lengths: Ints) -> Ints:
     return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
 
 
+def zigzag_columns(sequence: int, parts: int, index: int) -> Ints:
+    """The columns of a row that one of `parts` context ranks holds, in their order: two of 2 × parts equal chunks.
+
+    Chunk `index` and the one as far from the row's end, so that all ranks have equally many pairs of a token and an
+    earlier one. `parts` 1 holds the whole row.
+    """
+    chunk, rest = divmod(sequence, 2 * parts)
+    assert parts == 1 or rest == 0, f"{2 * parts} chunks do not divide a row of {sequence} tokens"
+    if parts == 1:
+        return np.arange(sequence)
+    firsts = (index * chunk, (2 * parts - 1 - index) * chunk)
+    return np.concatenate([np.arange(first, first + chunk) for first in firsts])
+
+
 def _inner_begins(starts: Ints, rows: Ints, first: Ints, sequence: int) -> Ints:
     """Flat places of the documents that begin inside the rows, row beginnings left out."""
     low = np.searchsorted(starts, first, side="right")

@@ -1,4 +1,4 @@
-"""Token shards on disk: written once as a stream, then memory-mapped by everyone who trains or evaluates."""
+"""Token shards on disk: memory-mapped by everyone who trains or evaluates; writer.py writes them, once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from plait.errors import PlaitError
 # Note [stream of a shard]: <eot> document <eot> document … document <eot>. Each document is preceded by the end of text
 # and one more closes the stream, so over windows shifted by one every token and every end is a target exactly once, and
 # a document's first token is predicted from <eot>. A document that outgrows a shard goes on in the next one as if it
-# began there: one false end in SHARD_TOKENS.
+# began there: one false end in SHARD_TOKENS. Where some tokens are never to be learned (a prompt, say), a mask beside
+# the shard marks them with 1, one byte a token.
 
 FORMAT = 1
 SHARD_TOKENS = 2**28
@@ -31,7 +32,7 @@ def token_dtype(vocabulary: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
-    """A shard as the index lists it: `documents` starts, SHA-256 of the token and of the starts file."""
+    """A shard as the index lists it: `documents` starts, SHA-256 of its files; no mask where every token is learned."""
 
     name: str
     split: Split
@@ -40,21 +41,36 @@ class ShardEntry:
     documents: int
     sha256: str
     starts_sha256: str
+    mask_sha256: str | None = None
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The files of the shard and their hashes."""
+        found = {f"{self.name}.bin": self.sha256, f"{self.name}.starts.npy": self.starts_sha256}
+        return found if self.mask_sha256 is None else {**found, f"{self.name}.mask.bin": self.mask_sha256}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shard:
-    """A memory-mapped stream of tokens and the positions of the <eot> before each of its documents."""
+    """A memory-mapped stream of tokens and the positions of the <eot> before each of its documents.
+
+    `mask`, where there is one, is 1 at tokens that are never a target.
+    """
 
     source: int
     tokens: np.ndarray[Any, Any]
     starts: np.ndarray[Any, Any]
+    mask: np.ndarray[Any, Any] | None = None
 
     def rows(self, starts: np.ndarray[Any, Any], length: int) -> np.ndarray[Any, Any]:
         """The `length` tokens from each of the given positions, one row each."""
-        step = self.tokens.itemsize
-        every = as_strided(self.tokens, (len(self.tokens) - length + 1, length), (step, step), writeable=False)
-        return every[starts]
+        return _rows(self.tokens, starts, length)
+
+    def mask_rows(self, starts: np.ndarray[Any, Any], length: int) -> np.ndarray[Any, Any]:
+        """Their marks; 0 all over where the shard has no mask."""
+        if self.mask is None:
+            return np.zeros((len(starts), length), dtype=np.uint8)
+        return _rows(self.mask, starts, length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,78 +105,9 @@ class Corpus:
     def verify(self) -> None:
         """Read everything and compare the hashes; raises PlaitError naming the first file that differs."""
         for entry in self.entries:
-            for name, expected in (
-                (f"{entry.name}.bin", entry.sha256),
-                (f"{entry.name}.starts.npy", entry.starts_sha256),
-            ):
+            for name, expected in entry.files.items():
                 if file_sha256(self.folder / name) != expected:
                     raise _damaged(self.folder, f"{name} is not what was written")
-
-
-class ShardWriter:
-    """Writes one split as numbered shards; call `begin_document`, `add`, … and at the end `close_shard`."""
-
-    def __init__(self, folder: Path, split: Split, *, eot: int, dtype: np.dtype[Any], shard_tokens: int) -> None:
-        assert shard_tokens >= 8
-        self.entries: list[ShardEntry] = []
-        self.bytes_written = self.text_bytes = 0
-        self._folder, self._dtype, self._limit = folder, dtype, shard_tokens
-        self._split: Split = split
-        self._eot = np.array([eot], dtype=dtype)
-        self._file: BinaryIO | None = None
-        self._source = self._tokens = 0
-
-    def begin_document(self, source: int) -> None:
-        """Start a document; a new shard is opened for a new source, and before one is so full that documents tear."""
-        if source != self._source or self._tokens >= self._limit - self._limit // 8:
-            self.close_shard()
-        if self._file is None:
-            self._open(source)
-        self._starts.append(self._tokens)
-        self._write(self._eot)
-
-    def add(self, ids: np.ndarray[Any, Any]) -> None:
-        """Append tokens to the document that was begun."""
-        while len(ids):
-            room = self._limit - 1 - self._tokens  # the closing <eot> has its place reserved
-            self._write(ids[:room])
-            ids = ids[room:]
-            if len(ids):
-                self.close_shard()
-                self.begin_document(self._source)
-
-    def close_shard(self) -> None:
-        """Close the stream with its last <eot> and put it safely on the disk; nothing happens where none is open."""
-        if self._file is None:
-            return
-        self._write(self._eot)
-        _sync_and_close(self._file)
-        self._file = None
-        starts_sha256 = _save_starts(self._folder / f"{self._name}.starts.npy", self._starts)
-        entry = ShardEntry(
-            name=self._name,
-            split=self._split,
-            source=self._source,
-            tokens=self._tokens,
-            documents=len(self._starts),
-            sha256=self._hash.hexdigest(),
-            starts_sha256=starts_sha256,
-        )
-        self.entries.append(entry)
-        self._tokens = 0
-
-    def _open(self, source: int) -> None:
-        self._name = f"{self._split}-{len(self.entries):05d}"
-        self._file = (self._folder / f"{self._name}.bin").open("wb", buffering=1 << 20)
-        self._source, self._starts, self._hash = source, [], sha256()
-
-    def _write(self, ids: np.ndarray[Any, Any]) -> None:
-        assert self._file is not None
-        data = np.ascontiguousarray(ids, dtype=self._dtype).data
-        self._file.write(data)
-        self._hash.update(data)
-        self._tokens += len(ids)
-        self.bytes_written += data.nbytes
 
 
 def open_corpus(folder: Path) -> Corpus:
@@ -204,41 +151,47 @@ def write_synced(path: Path, text: str) -> None:
     """Write a small text file and wait until it is on the disk."""
     file = path.open("wb")
     file.write(text.encode("utf-8"))
-    _sync_and_close(file)
+    sync_and_close(file)
+
+
+def sync_and_close(file: BinaryIO) -> None:
+    """Close a file that is surely on the disk."""
+    with file:
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _open_shard(folder: Path, entry: ShardEntry, dtype: np.dtype[Any]) -> Shard:
-    # A file shorter than its index would read as zeros or end in a bus error only hours later.
-    path, expected = folder / f"{entry.name}.bin", entry.tokens * dtype.itemsize
-    if (size := path.stat().st_size) != expected:
-        raise _damaged(folder, f"{path.name} has {size} bytes, its index says {expected}")
     starts_path = folder / f"{entry.name}.starts.npy"
     starts = np.load(starts_path, mmap_mode="r", allow_pickle=False)
     if starts.shape != (entry.documents,) or starts_path.stat().st_size != starts.offset + starts.nbytes:
         raise _damaged(folder, f"{starts_path.name} does not list {entry.documents} documents")
-    tokens = np.memmap(path, dtype=dtype, mode="r")
-    # Plain arrays on the same memory: numpy's memmap subclass costs more per call than a short read.
-    return Shard(source=entry.source, tokens=tokens.view(np.ndarray), starts=starts.view(np.ndarray))
+    return Shard(
+        source=entry.source,
+        tokens=_mapped(folder / f"{entry.name}.bin", entry.tokens, dtype),
+        starts=starts.view(np.ndarray),
+        mask=_mapped(folder / f"{entry.name}.mask.bin", entry.tokens, np.dtype("u1")) if entry.mask_sha256 else None,
+    )
+
+
+def _mapped(path: Path, numbers: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    # A file shorter than its index would read as zeros or end in a bus error only hours later.
+    if (size := path.stat().st_size) != numbers * dtype.itemsize:
+        raise _damaged(path.parent, f"{path.name} has {size} bytes, its index says {numbers * dtype.itemsize}")
+    # A plain array on the same memory: numpy's memmap subclass costs more per call than a short read.
+    return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
+
+
+def _rows(values: np.ndarray[Any, Any], starts: np.ndarray[Any, Any], length: int) -> np.ndarray[Any, Any]:
+    step = values.itemsize
+    return as_strided(values, (len(values) - length + 1, length), (step, step), writeable=False)[starts]
 
 
 def _content_hash(index: dict[str, Any], entries: tuple[ShardEntry, ...], weights: tuple[float, ...]) -> str:
-    """What training sees: tokens, ends, weights and ids; not where the text lay or what its files were called."""
+    """What training sees: tokens, ends, marks, weights and ids; not where the text lay or what files were called."""
     kept = [index["dtype"], index["vocabulary"], index["eot"], index["tokenizer_hash"], weights]
-    kept += [(entry.split, entry.source, entry.sha256, entry.starts_sha256) for entry in entries]
+    kept += [(entry.split, entry.source, *entry.files.values()) for entry in entries]
     return sha256(json.dumps(kept).encode()).hexdigest()
-
-
-def _save_starts(path: Path, starts: list[int]) -> str:
-    file = path.open("wb")
-    np.save(file, np.array(starts, dtype="<i8"), allow_pickle=False)
-    _sync_and_close(file)
-    return file_sha256(path)
-
-
-def _sync_and_close(file: BinaryIO) -> None:
-    with file:
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _damaged(folder: Path, what: str) -> PlaitError:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
+from plait.model.linear import Linear
 from plait.model.norm import make_head_norm
 from plait.model.rotary import Rotation, rotate
 from plait.model.shape import ModelShape
@@ -57,6 +58,18 @@ class Cache:
         return keys[:, :end], values[:, :end]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """How the tokens of a flat stream lie in rows: what attention needs besides the stream itself."""
+
+    rows: int
+    tokens: int
+    """Of a row."""
+    rotation: Rotation | None
+    documents: Documents | None
+    cache: Cache | None
+
+
 Attend = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
 """The core of attention: q_bthd, k_bthd, v_bthd and documents in, values mixed by the scores out, as q_bthd."""
 
@@ -74,28 +87,26 @@ class Attention(nn.Module):
         query_width, kv_width = shape.size_of("heads"), shape.size_of("kv_heads")
         self.layer = layer
         self.head_width = shape.head_width
-        self.q = nn.Linear(shape.width, query_width, bias=bias)
-        self.k = nn.Linear(shape.width, kv_width, bias=bias)
-        self.v = nn.Linear(shape.width, kv_width, bias=bias)
+        self.q = Linear(shape.width, query_width, bias=bias)
+        self.k = Linear(shape.width, kv_width, bias=bias)
+        self.v = Linear(shape.width, kv_width, bias=bias)
         self.q_norm = make_head_norm(shape) if shape.qk_norm else nn.Identity()
         self.k_norm = make_head_norm(shape) if shape.qk_norm else nn.Identity()
-        self.o = nn.Linear(query_width, shape.width, bias=shape.bias == "all")
+        self.o = Linear(query_width, shape.width, bias=shape.bias == "all")
         self.attend: Attend = attend
 
-    def forward(
-        self, x_btd: Tensor, rotation: Rotation | None, documents: Documents | None, cache: Cache | None
-    ) -> Tensor:
-        heads = (*x_btd.shape[:2], -1, self.head_width)
-        q_bthd = self.q_norm(self.q(x_btd).view(heads))
-        k_bthd = self.k_norm(self.k(x_btd).view(heads))
-        v_bthd = self.v(x_btd).view(heads)
-        if rotation is not None:
-            q_bthd, k_bthd = rotate(q_bthd, rotation), rotate(k_bthd, rotation)
-        if cache is not None:
-            mixed_bthd = attend_cached(q_bthd, *cache.extend(self.layer, k_bthd, v_bthd))
+    def forward(self, x_nd: Tensor, rows: Rows) -> Tensor:
+        heads = (rows.rows, rows.tokens, -1, self.head_width)
+        q_bthd = self.q_norm(self.q(x_nd).view(heads))
+        k_bthd = self.k_norm(self.k(x_nd).view(heads))
+        v_bthd = self.v(x_nd).view(heads)
+        if rows.rotation is not None:
+            q_bthd, k_bthd = rotate(q_bthd, rows.rotation), rotate(k_bthd, rows.rotation)
+        if rows.cache is not None:
+            mixed_bthd = attend_cached(q_bthd, *rows.cache.extend(self.layer, k_bthd, v_bthd))
         else:
-            mixed_bthd = self.attend(q_bthd, k_bthd, v_bthd, documents)
-        return self.o(mixed_bthd.flatten(2))
+            mixed_bthd = self.attend(q_bthd, k_bthd, v_bthd, rows.documents)
+        return self.o(mixed_bthd.reshape(len(x_nd), -1))
 
 
 def attend(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plait.model.linear import Linear
 from plait.model.shape import ModelShape
 
 
@@ -16,13 +17,13 @@ class FeedForward(nn.Module):
         bias = shape.bias == "all"
         self.activation = shape.activation
         if shape.activation == "swiglu":
-            self.gate = nn.Linear(shape.width, shape.ffn, bias=bias)
-        self.up = nn.Linear(shape.width, shape.ffn, bias=bias)
-        self.down = nn.Linear(shape.ffn, shape.width, bias=bias)
+            self.gate = Linear(shape.width, shape.ffn, bias=bias)
+        self.up = Linear(shape.width, shape.ffn, bias=bias)
+        self.down = Linear(shape.ffn, shape.width, bias=bias)
 
-    def forward(self, x_btd: Tensor) -> Tensor:
+    def forward(self, x_nd: Tensor) -> Tensor:
         if self.activation == "swiglu":
-            return self.down(F.silu(self.gate(x_btd)) * self.up(x_btd))
+            return self.down(F.silu(self.gate(x_nd)) * self.up(x_nd))
         if self.activation == "relu2":
-            return self.down(F.relu(self.up(x_btd)).square())
-        return self.down(F.gelu(self.up(x_btd), approximate="tanh"))
+            return self.down(F.relu(self.up(x_nd)).square())
+        return self.down(F.gelu(self.up(x_nd), approximate="tanh"))

@@ -1,34 +1,42 @@
 """The decoder: embedding, layers, final norm, head.
 
-Legend: b rows of the batch, t tokens of a row, d numbers of the model's width.
+Legend: b rows of the batch, t tokens of a row, n all tokens one row after the other, d numbers of the model's width.
+The stream between the parts is flat, [N, width]: whoever splits tokens over ranks need not know rows.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.model.attention import Attention, Cache, Documents
+from plait.model.attention import Attention, Cache, Documents, Rows
 from plait.model.feedforward import FeedForward
+from plait.model.linear import Linear
 from plait.model.norm import make_norm
-from plait.model.rotary import Rotary, Rotation
-from plait.model.shape import ModelShape
+from plait.model.rotary import Rotary
+from plait.model.shape import ModelShape, Part, whole_model
 
 
 class GPT(nn.Module):
-    """A language model of the given shape; its weights mean nothing until `initialize` or a checkpoint fills them.
+    """A language model of the given shape, or some layers of it; weights mean nothing until something fills them.
 
-    Layers live in a dict keyed by their global number, so whoever keeps a part of them keeps their names.
+    Layers live in a dict keyed by their global number, so whoever keeps a part of them keeps their names. `embed` is
+    None in a part that begins later, `norm` in one that ends earlier.
     """
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, part: Part | None = None) -> None:
         super().__init__()
+        part = part or whole_model(shape)
         self.shape = shape
-        self.embed = Embedding(shape)
-        self.layers = nn.ModuleDict({str(layer): Layer(shape, layer) for layer in range(shape.layers)})
-        self.norm = make_norm(shape)
-        self.head = None if shape.tied else nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.part = part
+        # A tied head needs the embedding's weight, wherever it is.
+        self.embed = Embedding(shape, part) if part.embeds or (part.ends and shape.tied) else None
+        self.layers = nn.ModuleDict({str(layer): Layer(shape, layer) for layer in part.layers})
+        self.norm = make_norm(shape) if part.ends else None
+        self.head = Linear(shape.width, shape.vocabulary, bias=False) if part.ends and not shape.tied else None
         self.rotary = (
             Rotary(sequence=shape.sequence, head_width=shape.head_width, theta=shape.rope_theta)
             if shape.positions == "rope"
@@ -41,54 +49,66 @@ class GPT(nn.Module):
         positions_bt: Tensor | None = None,
         documents: Documents | None = None,
         cache: Cache | None = None,
+        stream_nd: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [B, T, width] after the final norm, before the head.
+        """The stream [B × T, width] after this part: after the final norm, before the head, where the model ends here.
 
-        Positions count from 0 in each row (from the cache's length where there is one) unless given; documents need
-        them given, restarting with each document.
+        A part that does not begin with the embedding takes the stream that the part before it gave. Positions count
+        from 0 in each row (from the cache's length where there is one) unless given; documents need them given,
+        restarting with each document.
         """
         if positions_bt is None:
             positions_bt = row_positions(tokens_bt, first=cache.length if cache is not None else 0)
-        hidden_btd = self.embed(tokens_bt, positions_bt)
-        hidden_btd = self.run_layers(hidden_btd, positions_bt, documents, cache)
-        return self.norm(hidden_btd)
-
-    def run_layers(
-        self, hidden_btd: Tensor, positions_bt: Tensor, documents: Documents | None = None, cache: Cache | None = None
-    ) -> Tensor:
-        """The layers that are present, in order, without embedding and final norm."""
-        rotation = self.rotary(positions_bt, hidden_btd.dtype) if self.rotary is not None else None
-        documents = documents.on(hidden_btd.device) if documents is not None else None
+        if stream_nd is None:
+            assert self.embed is not None, "this part of the model begins with the stream of the part before it"
+            stream_nd = self.embed(tokens_bt, positions_bt)
+        rows = Rows(
+            rows=tokens_bt.shape[0],
+            tokens=tokens_bt.shape[1],
+            rotation=self.rotary(positions_bt, stream_nd.dtype) if self.rotary is not None else None,
+            documents=documents.on(stream_nd.device) if documents is not None else None,
+            cache=cache,
+        )
         for layer in self.layers.values():
-            hidden_btd = layer(hidden_btd, rotation, documents, cache)
+            stream_nd = layer(stream_nd, rows)
         if cache is not None:
-            cache.length += hidden_btd.shape[1]
-        return hidden_btd
+            cache.length += rows.tokens
+        return stream_nd if self.norm is None else self.norm(stream_nd)
 
-    def logits(self, hidden_btd: Tensor) -> Tensor:
-        """Scores of every vocabulary entry, [B, T, vocabulary]."""
-        return F.linear(hidden_btd, self.head_weight())
+    def logits(self, hidden_nd: Tensor) -> Tensor:
+        """Scores of every vocabulary entry, [N, vocabulary]."""
+        return F.linear(hidden_nd, self.head_weight())
 
     def head_weight(self) -> Tensor:
         """The head's matrix [vocabulary, width], for losses that work through it in pieces; the embedding when tied."""
-        return self.embed.tokens.weight if self.head is None else self.head.weight
+        if self.head is not None:
+            return self.head.weight
+        assert self.embed is not None and self.norm is not None, "this part of the model has no head"
+        return self.embed.tokens.weight
 
 
 class Embedding(nn.Module):
     """Token embedding, plus a learned vector a position where the shape says so."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, part: Part) -> None:
         super().__init__()
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
-        self.positions = nn.Embedding(shape.sequence, shape.width) if shape.positions == "learned" else None
+        learned = shape.positions == "learned" and part.embeds
+        self.positions = nn.Embedding(shape.sequence, shape.width) if learned else None
 
     def forward(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
+        """The stream [B × T, width]."""
         embedded_btd = self.tokens(tokens_bt)
-        return embedded_btd if self.positions is None else embedded_btd + self.positions(positions_bt)
+        if self.positions is not None:
+            embedded_btd = embedded_btd + self.positions(positions_bt)
+        return embedded_btd.flatten(0, 1)
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each on a normed copy and added to the stream."""
+    """Attention, then feed-forward, each on a normed copy and added to the stream.
+
+    `run` may be replaced by another way to the same result, one that keeps less of it for the backward pass.
+    """
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
@@ -96,16 +116,20 @@ class Layer(nn.Module):
         self.attention = Attention(shape, layer)
         self.feedforward_norm = make_norm(shape)
         self.feedforward = FeedForward(shape)
+        self.run: Run = run_layer
 
-    def forward(
-        self,
-        hidden_btd: Tensor,
-        rotation: Rotation | None = None,
-        documents: Documents | None = None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        hidden_btd = hidden_btd + self.attention(self.attention_norm(hidden_btd), rotation, documents, cache)
-        return hidden_btd + self.feedforward(self.feedforward_norm(hidden_btd))
+    def forward(self, stream_nd: Tensor, rows: Rows) -> Tensor:
+        return self.run(self, stream_nd, rows)
+
+
+Run = Callable[[Layer, Tensor, Rows], Tensor]
+"""A layer, the stream before it and how its tokens lie in rows, to the stream after it."""
+
+
+def run_layer(layer: Layer, stream_nd: Tensor, rows: Rows) -> Tensor:
+    """What a layer computes."""
+    stream_nd = stream_nd + layer.attention(layer.attention_norm(stream_nd), rows)
+    return stream_nd + layer.feedforward(layer.feedforward_norm(stream_nd))
 
 
 def row_positions(tokens_bt: Tensor, first: int = 0) -> Tensor:

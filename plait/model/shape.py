@@ -87,6 +87,20 @@ class ModelShape:
         return cls(**values)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Which part of a model: whether it begins with the embedding, its layers, whether it ends with norm and head."""
+
+    embeds: bool
+    layers: tuple[int, ...]
+    ends: bool
+
+
+def whole_model(shape: ModelShape) -> Part:
+    """All of it."""
+    return Part(embeds=True, layers=tuple(range(shape.layers)), ends=True)
+
+
 def weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Every weight of the model in the order of the forward pass, with its size; a tied head has none of its own."""
     names = ["embed.tokens.weight"]

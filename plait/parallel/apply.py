@@ -9,12 +9,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.model.gpt import GPT
 from plait.parallel.compile import compile_layers
+from plait.parallel.context import context
+from plait.parallel.fill import fill
+from plait.parallel.pipeline import pipeline
+from plait.parallel.recompute import recompute
 from plait.parallel.replicate import replicate
-from plait.parallel.woven import LocalGradients, Woven
+from plait.parallel.shard import shard
+from plait.parallel.tensor import tensor
+from plait.parallel.woven import Woven, alone
 from plait.plan.plan import Plan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """One thing done to the model, the mesh axis it works along, and why it stands where it does."""
 
@@ -24,14 +30,24 @@ class Stage:
 
 
 STAGES: tuple[Stage, ...] = (
-    Stage("", compile_layers, "before the gradients' hooks: it touches the layers' code, never their parameters"),
-    Stage("replicate", replicate, "last: its buckets hold the parameters as all other strands leave them"),
+    Stage(axis="pipeline", apply=pipeline, reason="first: what another rank has needs no further care here"),
+    Stage(axis="tensor", apply=tensor, reason="cuts the weights that are left, before anybody looks at their sizes"),
+    Stage(axis="context", apply=context, reason="replaces attention's core, whatever heads are left to it"),
+    Stage(axis="", apply=recompute, reason="wraps layers with all communication that they repeat"),
+    Stage(axis="", apply=compile_layers, reason="sees the layers' final code"),
+    Stage(axis="shard", apply=shard, reason="splits parameters before they take memory"),
+    Stage(axis="", apply=fill, reason="real memory for what this rank holds, and no more"),
+    Stage(
+        axis="replicate",
+        apply=replicate,
+        reason="last: its buckets hold what all other strands leave",
+    ),
 )
 
 
 def weave(model: GPT, mesh: DeviceMesh | None, plan: Plan, stages: Sequence[Stage] = STAGES) -> Woven:
     """Apply the stages in order; without stages the model stays one process' own. Every rank must call it."""
-    woven = Woven(model=model, gradients=LocalGradients(model))
+    woven = alone(model)
     for stage in stages:
         assert mesh is not None, "a stage needs a mesh"
         woven = stage.apply(woven, mesh, plan)

@@ -11,6 +11,7 @@ from plait.plan.plan import Plan
 def compile_layers(woven: Woven, mesh: DeviceMesh, plan: Plan) -> Woven:
     """Compile the layers in place; parameter names stay as they are."""
     if plan.compile == "blocks":
-        for layer in woven.model.layers.values():
-            layer.compile(dynamic=False)
+        for chunk in woven.chunks:
+            for layer in chunk.layers.values():
+                layer.compile(dynamic=False)
     return woven

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from plait.layout import AXES, Layout
 
 
 class Sums(Protocol):
-    """Global sums over all that see different data, and this rank's place among them."""
+    """Sums over all ranks of a job, and this rank's place among them."""
 
     index: int
     size: int
@@ -100,6 +101,17 @@ def world_sums() -> Sums:
     return GroupSums(dist.group.WORLD)
 
 
-def data_sums(mesh: DeviceMesh) -> Sums:
-    """Sums over the ranks that see different sequences: those along `replicate`."""
-    return GroupSums(mesh.get_group("replicate"))
+def make_groups(sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A process group for each set of several ranks; answers those that this rank is in.
+
+    Every rank of the job must call it, with the same sets in the same order.
+    """
+    rank, everybody = dist.get_rank(), tuple(range(dist.get_world_size()))
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for ranks in sets:
+        if len(ranks) == 1:
+            continue
+        group = dist.group.WORLD if ranks == everybody else dist.new_group(list(ranks))
+        if rank in ranks and isinstance(group, dist.ProcessGroup):
+            groups[ranks] = group
+    return groups

@@ -1,113 +1,221 @@
-"""Sums gradients over a group of ranks in fixed buckets, while backward still runs.
-
-Note [fixed buckets]: a sum of floats depends on its order, and gloo's order on a value's offset in the buffer. torch's
-DDP rebuilds its buckets after the first step, so a restarted run of three ranks adds in another order and is no longer
-the same bit for bit. Here a parameter's bucket and offset follow from names and sizes alone, from the first step on.
-"""
+"""Sums gradients over groups of ranks in fixed buckets, while backward still runs; splits them where that is asked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-BUCKET_BYTES = 8 * 2**20
+from plait.model.gpt import GPT
+from plait.parallel.buckets import BUCKET_BYTES, Ranks, Shared, fill_buckets, flat_for, unit_of_range, views_of
+from plait.parallel.woven import Unit
+
+Groups = Mapping[Ranks, dist.ProcessGroup]
 
 
 class Reducer:
-    """Gives every parameter the sum of its gradients over a group, SUM and never mean.
+    """Gives every weight the sum of its gradients over all ranks that hold it, SUM and never mean.
 
-    A step calls `open`, runs its micro-batches, calls `arm` before the last one's backward, then `close`; in between
-    `.grad` collects this rank's own sum. After `close` each `.grad` is a view into `buckets`. Every rank of the group
-    must do the same in the same order.
+    A step calls `open`, runs its micro-batches, calls `arm` before a chunk's last backward, then `close`; in between
+    `.grad` collects this rank's own sum. With a `split` group each of its ranks ends up with an equal part of every
+    bucket and updates that alone (the units of `split_units`); `publish` then gathers the weights, and the forward of
+    each layer waits for its own. Every rank must do the same in the same order.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES
+        self,
+        weights: Sequence[Shared],
+        groups: Groups,
+        split: dist.ProcessGroup | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self.group = group
-        # Backward reaches the last layers first, so the first bucket to be full holds the last parameters.
-        self.parameters = list(parameters)[::-1]
-        members = _fill(self.parameters, bucket_bytes)
-        self.buckets = [_flat([self.parameters[i] for i in bucket]) for bucket in members]
-        self._bucket_of = [number for number, bucket in enumerate(members) for _ in bucket]
-        self._views = [
-            view
-            for flat, bucket in zip(self.buckets, members, strict=True)
-            for view in _views(flat, [self.parameters[i] for i in bucket])
-        ]
-        self._sizes = [len(bucket) for bucket in members]
-        self._missing: list[set[int]] = []
-        self._works: list[dist.Work] = []
-        self._armed = False
-        for index, parameter in enumerate(self.parameters):
+        # Backward reaches the last layers first, so the first bucket to be full holds the last weights.
+        self._weights = list(weights)[::-1]
+        members = fill_buckets(self._weights, dist.get_world_size(split) if split else 1, bucket_bytes)
+        self._buckets = [_Bucket([self._weights[i] for i in some], groups, split) for some in members]
+        self._place = {index: (b, k) for b, some in enumerate(members) for k, index in enumerate(some)}
+        self._armed: set[int] = set()
+        self._started = self._advanced = 0
+        for index in self._place:
+            parameter = self._weights[index].parameter
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._arrived(index))
+
+    @property
+    def buckets(self) -> list[Tensor]:
+        """The flat gradients, for whoever counts memory."""
+        return [bucket.flat for bucket in self._buckets]
+
+    def split_units(self) -> list[Unit]:
+        """What the optimizer updates on this rank where the buckets are split."""
+        return [bucket.unit(number) for number, bucket in enumerate(self._buckets)]
+
+    def wait_in_forward(self, chunks: Sequence[GPT]) -> None:
+        """Let each part of the model wait for its own weights before it runs."""
+        bucket_of = {id(weight.parameter): self._place[i][0] for i, weight in enumerate(self._weights)}
+        for chunk in chunks:
+            for module, needed in _waiting(chunk):
+                numbers = sorted({bucket_of[id(p)] for one in needed for p in one.parameters()})
+                module.register_forward_pre_hook(lambda *_, numbers=numbers: self._wait(numbers))
 
     def open(self) -> None:
         """Begin a step: no gradient yet."""
-        for parameter in self.parameters:
-            parameter.grad = None
-        first = 0
-        self._missing = []
-        for size in self._sizes:
-            self._missing.append(set(range(first, first + size)))
-            first += size
-        self._works = []
+        for weight in self._weights:
+            weight.parameter.grad = None
+        for bucket in self._buckets:
+            bucket.missing = set(range(len(bucket.weights)))
+        self._started = self._advanced = 0
 
-    def arm(self) -> None:
-        """The next backward is the step's last: sum each bucket as soon as it is full."""
-        self._armed = True
+    def arm(self, chunk: int) -> None:
+        """The next backward through this chunk is its last of the step: sum each bucket as soon as it is full."""
+        self._armed.add(chunk)
 
     def close(self) -> None:
-        """Wait until every gradient is the global sum. A parameter that got none on this rank counts as zero."""
-        self._armed = False
-        for missing in self._missing[len(self._works) :]:
-            for index in sorted(missing):
-                self._views[index].zero_()
-                self.parameters[index].grad = self._views[index]
-            missing.clear()
-        self._send_full_buckets()
-        for work in self._works:
-            work.wait()
+        """Wait until every gradient is the global sum. A weight that got none on this rank counts as zero."""
+        self._armed.clear()
+        for bucket in self._buckets[self._started :]:
+            for k in sorted(bucket.missing):
+                bucket.take(k)
+        self._start_full_buckets()
+        for bucket in self._buckets[self._advanced :]:
+            bucket.advance()
+        for bucket in self._buckets:
+            bucket.finish()
+
+    def publish(self) -> None:
+        """Gather split weights, the model's first ones first."""
+        for bucket in reversed(self._buckets):
+            bucket.gather()
+
+    def settle(self) -> None:
+        """Wait until every weight is here."""
+        self._wait(range(len(self._buckets)))
+
+    def _wait(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._buckets[number].settle()
 
     def _arrived(self, index: int) -> None:
-        if not self._armed:
+        if self._weights[index].chunk not in self._armed:
             return
-        parameter, view = self.parameters[index], self._views[index]
-        assert parameter.grad is not None
-        view.copy_(parameter.grad)
+        bucket, k = self._place[index]
+        self._buckets[bucket].take(k)
+        self._start_full_buckets()
+
+    def _start_full_buckets(self) -> None:
+        """Start the sums that can start, first and second ones always in bucket order: ranks must agree on it."""
+        while self._started < len(self._buckets) and not self._buckets[self._started].missing:
+            self._buckets[self._started].start()
+            self._started += 1
+        while self._advanced < self._started and self._buckets[self._advanced].scattered():
+            self._buckets[self._advanced].advance()
+            self._advanced += 1
+
+
+def _waiting(chunk: GPT) -> list[tuple[nn.Module, list[nn.Module]]]:
+    """Each module of a chunk that waits for weights before it runs, and those whose weights it waits for."""
+    found: list[tuple[nn.Module, list[nn.Module]]] = [(layer, [layer]) for layer in chunk.layers.values()]
+    if chunk.embed is not None and chunk.part.embeds:
+        found.append((chunk.embed, [chunk.embed]))
+    if chunk.norm is not None:
+        # The loss uses the head after the final norm, without a forward of the head's own.
+        head = chunk.embed if chunk.head is None else chunk.head
+        found.append((chunk.norm, [chunk.norm, *([head] if head is not None else [])]))
+    return found
+
+
+class _Bucket:
+    """Gradients that travel together: one sum over `group`, after a scatter over `split` where there is one."""
+
+    def __init__(self, weights: list[Shared], groups: Groups, split: dist.ProcessGroup | None) -> None:
+        parts = dist.get_world_size(split) if split else 1
+        self.weights = weights
+        self.flat = flat_for(weights, parts)
+        self.missing: set[int] = set()
+        self._views = views_of(self.flat, weights)
+        self._group, self._split = groups.get(weights[0].ranks), split
+        self._works: list[dist.Work] = []
+        self._gathering: dist.Work | None = None
+        length = len(self.flat) // parts
+        self._first = length * dist.get_rank(split) if split else 0
+        self._own = self.flat[self._first : self._first + length]
+        # gloo's own reduce-scatter sums everything on every rank: to exchange parts and add them takes half its time.
+        self._received = torch.empty_like(self.flat) if split and self.flat.device.type == "cpu" else None
+        if split:
+            self._values = flat_for(weights, parts)
+            for view, weight in zip(views_of(self._values, weights), weights, strict=True):
+                view.copy_(weight.parameter.detach())
+                weight.parameter.data = view
+            self._parameter = nn.Parameter(self._values[self._first : self._first + length])
+
+    def unit(self, number: int) -> Unit:
+        """This rank's part of the weights; the ranks that keep the same part take turns in answering for it."""
+        ranks = self.weights[0].ranks
+        owned = ranks[number % len(ranks)] == dist.get_rank()
+        unit = unit_of_range(self.weights, self._parameter.data, self._first, owned=owned)
+        self._parameter = unit.parameter
+        return unit
+
+    def take(self, k: int) -> None:
+        """Put what this rank has of a weight's gradient into the bucket."""
+        parameter, view = self.weights[k].parameter, self._views[k]
+        if parameter.grad is None:
+            view.zero_()
+        else:
+            view.copy_(parameter.grad)
         parameter.grad = view
-        self._missing[self._bucket_of[index]].discard(index)
-        self._send_full_buckets()
+        self.missing.discard(k)
 
-    def _send_full_buckets(self) -> None:
-        """Start the sums that can start, always in bucket order: ranks must agree on it."""
-        while len(self._works) < len(self.buckets) and not self._missing[len(self._works)]:
-            work = dist.all_reduce(self.buckets[len(self._works)], group=self.group, async_op=True)
-            assert work is not None
-            self._works.append(work)
+    def start(self) -> None:
+        """Begin the first sum."""
+        if self._received is not None:
+            self._begin(dist.all_to_all_single(self._received, self.flat, group=self._split, async_op=True))
+        elif self._split:
+            self._begin(dist.reduce_scatter_tensor(self._own, self.flat, group=self._split, async_op=True))
+        else:
+            self._begin(dist.all_reduce(self.flat, group=self._group, async_op=True))
 
+    def scattered(self) -> bool:
+        """Whether the first sum is done, so that a second one may begin without waiting."""
+        return self._works[0].is_completed()
 
-def _fill(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[int]]:
-    """Indices of the parameters in each bucket: in order, one dtype each, a bucket ends once it has the size."""
-    buckets: list[list[int]] = []
-    size, dtype = 0, None
-    for index, parameter in enumerate(parameters):
-        if not buckets or size >= bucket_bytes or parameter.dtype != dtype:
-            buckets.append([])
-            size, dtype = 0, parameter.dtype
-        buckets[-1].append(index)
-        size += parameter.numel() * parameter.element_size()
-    return buckets
+    def advance(self) -> None:
+        """Begin the second sum where there is one: that of the own part over those who keep the same part."""
+        if self._split and self._group and len(self._works) == 1:
+            self._end_scatter()
+            self._begin(dist.all_reduce(self._own, group=self._group, async_op=True))
 
+    def finish(self) -> None:
+        """Wait for the sums; the own part's is then the gradient of its unit."""
+        if len(self._works) == 1:
+            self._end_scatter()
+        else:
+            self._works[1].wait()
+        self._works.clear()
+        if self._split:
+            self._parameter.grad = self._own
+            for weight in self.weights:
+                weight.parameter.grad = None
 
-def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
-    first = parameters[0]
-    return torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+    def gather(self) -> None:
+        """Begin to collect the updated weights from all that keep a part of them."""
+        if self._split:
+            self._gathering = dist.all_gather_into_tensor(
+                self._values, self._parameter.data, group=self._split, async_op=True
+            )
 
+    def settle(self) -> None:
+        """Wait for the weights."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
 
-def _views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    parts = flat.split([parameter.numel() for parameter in parameters])
-    return [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
+    def _end_scatter(self) -> None:
+        self._works[0].wait()
+        if self._received is not None:
+            torch.sum(self._received.view(-1, len(self._own)), dim=0, out=self._own)
+
+    def _begin(self, work: dist.Work | None) -> None:
+        assert work is not None
+        self._works.append(work)

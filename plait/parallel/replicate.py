@@ -1,18 +1,53 @@
-"""`replicate` (DP): each rank has the whole model and its own sequences; gradients are summed over the copies."""
+"""`replicate` (DP): ranks with the same weights and other sequences; the end of all weaving, where gradients meet.
+
+What is summed over whom follows from who holds what: Note [same box, same sum] in plan/placement.py. So the copies of
+`replicate`, the sequences of `shard`, the tokens of `context` and the copied weights of `tensor` all meet in one
+reducer, and so do the two ends of a pipeline whose head is the embedding.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from plait.parallel.buckets import BUCKET_BYTES, Shared, whole_units
+from plait.parallel.mesh import make_groups
 from plait.parallel.reduce import Reducer
-from plait.parallel.woven import Woven
+from plait.parallel.shard import fully_sharded
+from plait.parallel.woven import Held, Woven
+from plait.plan.placement import boxes, sharers, sharing_sets
 from plait.plan.plan import Plan
 
 
-def replicate(woven: Woven, mesh: DeviceMesh, plan: Plan) -> Woven:
-    """Sum every gradient over the axis' ranks during the last backward of a step. Every rank must call it."""
-    if mesh["replicate"].size() == 1:
-        return woven  # nobody to add to: filling buckets would cost a pass through memory, 2 % of a small model's step
-    return replace(woven, gradients=Reducer(woven.model.parameters(), mesh.get_group("replicate")))
+def replicate(woven: Woven, mesh: DeviceMesh, plan: Plan, *, bucket_bytes: int = BUCKET_BYTES) -> Woven:
+    """Sum every gradient over the ranks that hold the same weight, during backward. Every rank must call it."""
+    layout = plan.layout
+    weights, groups = shared_weights(woven, plan), make_groups(sharing_sets(plan.shape, layout))
+    if layout.shard > 1 and layout.shard_what == "parameters":
+        return fully_sharded(woven, weights, groups, bucket_bytes)
+    split = mesh.get_group("shard") if layout.shard > 1 else None
+    reducer = Reducer(weights, groups, split, bucket_bytes)
+    units = reducer.split_units() if split else whole_units(weights)
+    if split:
+        reducer.wait_in_forward(woven.chunks)
+    held = tuple(Held(name=w.name, tensor=w.parameter.detach(), box=w.box) for w in weights)
+    return replace(woven, weights=held, units=tuple(units), gradients=reducer)
+
+
+def shared_weights(woven: Woven, plan: Plan) -> list[Shared]:
+    """The weights of this rank's model with their places and the ranks they are shared with, in the model's order.
+
+    Where `shard` splits, those are the ranks with the same coordinate on it.
+    """
+    layout, rank = plan.layout, dist.get_rank()
+    here = layout.coordinates(rank)
+    places = boxes(plan.shape, layout, here)
+    weights = []
+    for number, chunk in enumerate(woven.chunks):
+        for name, parameter in chunk.named_parameters():
+            box = places[name]
+            ranks = sharers(plan.shape, layout, name, box, here["shard"])
+            weights.append(Shared(name=name, parameter=parameter, box=box, chunk=number, ranks=ranks))
+    return weights

@@ -12,7 +12,6 @@ from math import ceil
 from typing import Literal
 
 from plait.cluster.topology import Machine
-from plait.layout import Layout
 from plait.model.shape import parameter_count, training_flops_per_token
 from plait.plan import rules
 from plait.plan.pace import checkpoint_every, in_steps, report_every_steps, steps_for
@@ -46,7 +45,7 @@ def draft(
     batch = batch_sequences(config, scale, why)
     splits = candidate_splits(config, machine, batch, shape, why)
     plan = Plan(
-        layout=Layout(replicate=splits[0].workers),
+        layout=splits[0].layout,
         threads=splits[0].threads,
         device=machine.device,
         precision=_precision(config, machine, why),
@@ -54,7 +53,7 @@ def draft(
         shape=shape,
         sequence=sequence,
         batch_sequences=batch,
-        micro_sequences=micro_sequences(config, machine, batch, splits[0].workers, shape),
+        micro_sequences=micro_sequences(config, machine, batch, splits[0].layout, shape),
         budget=scale.budget,
         steps=steps_for(scale.budget, batch * sequence, step_s=None),
         optimizer=_optimizer(config, scale.flops, batch * sequence, why),
@@ -81,11 +80,11 @@ def draft(
 
 
 def with_split(config: RunConfig, plan: Plan, machine: Machine, split: Split) -> Plan:
-    """The plan carried out by another number of workers."""
-    micro = micro_sequences(config, machine, plan.batch_sequences, split.workers, plan.shape)
+    """The plan carried out in another way."""
+    micro = micro_sequences(config, machine, plan.batch_sequences, split.layout, plan.shape)
     return replace(
         plan,
-        layout=Layout(replicate=split.workers),
+        layout=split.layout,
         threads=split.threads,
         micro_sequences=micro,
         step_s=split.step_s,
@@ -98,7 +97,7 @@ def settle(config: RunConfig, draft: Draft, machine: Machine, measured: Sequence
     plan = with_split(config, draft.plan, machine, best)
     why = list(plan.reasons)
     why += _split_reason(measured, best)
-    part = ceil(plan.batch_sequences / best.workers)
+    part = ceil(plan.batch_sequences / best.layout.batch_parts)
     if part > plan.micro_sequences:
         why.append(f"micro-batches of {plan.micro_sequences} of a worker's {part} sequences: what it holds comfortably")
     steps, evaluate_every = _pace(draft, plan, why)

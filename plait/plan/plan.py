@@ -82,12 +82,6 @@ class Plan:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
 
-def share(sequences: int, ranks: int, index: int) -> tuple[int, int]:
-    """The part of a step's sequences that falls to one of `ranks`, as (first, count); counts differ by one at most."""
-    count, more = divmod(sequences, ranks)
-    return index * count + min(index, more), count + (1 if index < more else 0)
-
-
 def write_plan(plan: Plan, path: Path) -> None:
     """Put plan.json in place in one move, so that a reader sees all of it or none."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -110,11 +104,11 @@ def read_plan(path: Path) -> Plan:
 
 
 def _plan(values: dict[str, Any]) -> Plan:
-    optimizer = values["optimizer"]
+    optimizer, layout = values["optimizer"], values["layout"]
     return Plan(
         **{
             **values,
-            "layout": Layout(**values["layout"]),
+            "layout": Layout(**{**layout, "stage_layers": tuple(layout["stage_layers"])}),
             "shape": ModelShape(**values["shape"]),
             "optimizer": OptimizerPlan(**{**optimizer, "betas": tuple(optimizer["betas"])}),
             "budget": Amount(**values["budget"]),

@@ -141,8 +141,26 @@ class OptimizerSection(Section):
 class LayoutSection(Section):
     """[layout]: how the work is split over devices."""
 
+    pipeline: Positive | Auto = "auto"
+    """Groups of layers one after the other, each on workers of its own (PP). A degree named, those not named are 1."""
     replicate: Positive | Auto = "auto"
     """Full copies of the model, each with its part of every batch (DP)."""
+    shard: Positive | Auto = "auto"
+    """Workers that split what `shard_what` says, each with its part of every batch (ZeRO, FSDP)."""
+    context: Positive | Auto = "auto"
+    """Parts of every sequence (CP)."""
+    tensor: Positive | Auto = "auto"
+    """Parts of every matrix (TP)."""
+    shard_what: Literal["optimizer", "parameters"] | Auto = "auto"
+    """Split gradients and optimizer state, or the parameters as well (FSDP2)."""
+    stage_layers: tuple[Positive, ...] | Auto = "auto"
+    """Layers of each pipeline stage: [4, 2]; "auto" balances their cost, the head included."""
+    virtual_stages: Positive | Auto = "auto"
+    """Stages on each pipeline worker, for the interleaved schedule."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] | Auto = "auto"
+    """Order in which a pipeline works through the micro-batches."""
+    recompute: Literal["none", "selective", "full"] | Auto = "auto"
+    """What is computed again in the backward pass instead of being kept in memory."""
     micro_sequences: Positive | Auto = "auto"
     """Sequences a device takes at a time; the rest of its part follows by accumulation."""
 
@@ -178,5 +196,5 @@ class RunConfig(Section):
     report: ReportSection = ReportSection()
 
 
-RESERVED = frozenset({"model.from", "layout.shard", "layout.tensor", "layout.pipeline", "layout.context"})
+RESERVED = frozenset({"model.from"})
 """Keys whose names are settled but which this version cannot do yet."""

@@ -15,7 +15,7 @@ from plait.errors import PlaitError
 from plait.launch.environment import torchrun_context
 from plait.launch.job import Job, JobResult, Message, RankContext
 from plait.launch.local import ForkServer
-from plait.plan.split import Split
+from plait.plan.split import Given
 
 PRELOAD = ("plait.train.worker", "plait.train.measure", "plait.cluster.measure")
 OnMessage = Callable[[Message], None]
@@ -25,7 +25,7 @@ class Crew(Protocol):
     """Runs a job's ranks and blocks until all of them returned; raises PlaitError when one could not."""
 
     @property
-    def given(self) -> Split | None:
+    def given(self) -> Given | None:
         """The workers and their threads where somebody else decided them; None where the plan may."""
         ...
 
@@ -53,7 +53,7 @@ class TorchrunCrew:
         self._context = context
         self._store = open_store("env://orders", context.rank, context.world_size)
         self._orders = 0
-        self.given = Split(workers=context.world_size, threads=context.threads)
+        self.given = Given(workers=context.world_size, threads=context.threads)
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
         began = time.monotonic()

@@ -125,13 +125,17 @@ def _with_given_workers(outline: Draft, workers: Crew) -> Draft:
     given = workers.given
     if given is None:
         return outline
-    asked = [split.workers for split in outline.splits]
-    if len(asked) == 1 and asked[0] != given.workers:
+    first = outline.splits[0]
+    if len(outline.splits) > 1:
+        layout = replace(first.layout, replicate=given.workers)
+    elif first.workers == given.workers:
+        layout = first.layout
+    else:
         raise PlaitError(
-            f"torchrun started {given.workers} workers and the layout needs {asked[0]}; "
-            f"start torchrun with --nproc-per-node {asked[0]}"
+            f"torchrun started {given.workers} workers and the layout needs {first.workers}; "
+            f"start torchrun with --nproc-per-node {first.workers}"
         )
-    return replace(outline, splits=(given,))
+    return replace(outline, splits=(Split(layout=layout, threads=given.threads),))
 
 
 def plan_key(config: RunConfig, content_hash: str, machine: Machine, workers: Crew) -> str:

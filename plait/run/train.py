@@ -15,6 +15,7 @@ from plait.cluster.topology import usable_cores
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.launch.job import Job, JobResult, Message
+from plait.layout import in_words
 from plait.model.shape import training_flops_per_token
 from plait.plan.choose import described
 from plait.plan.pace import longer, with_reports
@@ -28,7 +29,7 @@ from plait.report.receipt import Receipt, median_speed, read_receipt
 from plait.run.crew import Crew, crew, dismiss_others, log_folder, serve_if_asked
 from plait.run.data import prepare_data, told
 from plait.run.folder import RunFolder, alone, check_changes, run_folder
-from plait.run.planning import Interrupted, Site, look_around, make_plan, replan
+from plait.run.planning import Interrupted, Say, Site, look_around, make_plan, replan
 from plait.units import format_duration
 
 Outcome = Literal["finished", "SIGINT", "SIGTERM"]
@@ -65,7 +66,8 @@ def _train(
     screen.print(told(corpus))
     site = look_around(workers, usable_cores())
     if folder.has_begun:
-        plan = _plan_of_begun(config, folder, corpus, site, workers, changed, fresh_plan, screen)
+        fresh_plan = fresh_plan or any(key.startswith("layout.") for key in changed)
+        plan = _plan_of_begun(config, folder.begun_plan(), corpus, site, workers, fresh=fresh_plan, say=screen.print)
     else:
         plan = make_plan(config, corpus, site, workers, fresh=fresh_plan, say=screen.print)
     _introduce(plan, site, () if folder.has_begun else plan.reasons, screen)
@@ -85,17 +87,9 @@ def _train(
 
 
 def _plan_of_begun(
-    config: RunConfig,
-    folder: RunFolder,
-    corpus: Corpus,
-    site: Site,
-    workers: Crew,
-    changed: list[str],
-    fresh_plan: bool,
-    screen: Screen,
+    config: RunConfig, plan: Plan, corpus: Corpus, site: Site, workers: Crew, *, fresh: bool, say: Say
 ) -> Plan:
     """The plan to go on with: the run's own, with more steps or another split where that was asked or is needed."""
-    plan = folder.begun_plan()
     if corpus.content_hash != plan.corpus_hash:
         raise PlaitError(
             "the text (or its tokenizer) is not what this run was begun with; bring it back, or choose another run.name"
@@ -104,12 +98,12 @@ def _plan_of_begun(
     before = plan.budget
     if budget_of(config) != before:
         plan = longer(config, plan)
-        screen.print(f"budget   {before} → {plan.budget}: {plan.steps} steps in all")
+        say(f"budget   {before} → {plan.budget}: {plan.steps} steps in all")
     moved = site.machine.fingerprint() != plan.fingerprint
-    if moved or fresh_plan or any(key.startswith("layout.") for key in changed) or _other_crew(plan, workers):
+    if moved or fresh or _other_crew(plan, workers):
         why = "this machine is not the one it was made for" if moved else "as asked"
         plan = replan(config, plan, corpus, site, workers)
-        screen.print(f"plan     a new one for the remaining steps ({why}); {plan.steps} steps in all, as before")
+        say(f"plan     a new one for the remaining steps ({why}); {plan.steps} steps in all, as before")
     return with_reports(config, plan)
 
 
@@ -126,7 +120,7 @@ def _introduce(plan: Plan, site: Site, reasons: Sequence[str], screen: Screen) -
     screen.print(f"machine  {found}, {machine.memory_bytes / 2**30:.0f} GiB")
     screen.print(f"model    {described(plan)}")
     crew_words = f"{plan.world_size} worker{'s' if plan.world_size > 1 else ''}"
-    split = f"replicate (DP) {plan.layout.replicate}" if plan.world_size > 1 else "one copy"
+    split = in_words(plan.layout)
     screen.print(f"layout   {split}: {crew_words} × {plan.threads} threads, {plan.precision}")
     for reason in reasons:
         screen.print(f"         · {reason}", highlight=False)

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.data.loader import Loader, Micro, heldout_micros
+from plait.data.loader import Loader, Micro, Samples, heldout_micros
 from plait.data.order import make_order
 from plait.data.shards import Corpus, open_corpus
+from plait.layout import Layout, share
 from plait.model.gpt import GPT
-from plait.model.init import initialize
+from plait.model.init import first_value
+from plait.model.shape import ModelShape
 from plait.parallel.apply import STAGES, Stage, weave
 from plait.parallel.mesh import Sums
 from plait.parallel.woven import Woven
-from plait.plan.plan import Plan, Precision, share
+from plait.plan.plan import Plan, Precision
 from plait.recipe.schema import RunConfig
 from plait.train.optim import learning_rate, make_optimizer, set_learning_rate
 from plait.train.state import TrainState
-from plait.train.step import RunMicros, Scalars, counted, micro_loss, run_micros_in_turn, take_step
+from plait.train.step import (
+    Autocast,
+    RunMicros,
+    Scalars,
+    evaluate_in_turn,
+    make_forward,
+    make_loss,
+    run_micros_in_turn,
+    take_step,
+)
 
-Autocast = Callable[[], AbstractContextManager[object]]
+EvaluateMicros = Callable[[Iterable[Micro]], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +48,13 @@ class Assembly:
     plan: Plan
     device: torch.device
     woven: Woven
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     corpus: Corpus
     loader: Loader
+    heldout: Callable[[], Iterator[Micro]]
     sums: Sums
     run_micros: RunMicros
-    autocast: Autocast
+    evaluate_micros: EvaluateMicros
 
     def step(self, state: TrainState) -> tuple[TrainState, Scalars]:
         """The update after `state`; the number of tokens is added by whoever reads the scalars."""
@@ -49,33 +62,23 @@ class Assembly:
         micros = self.loader.micros(state.position)
         set_learning_rate(self.optimizer, learning_rate(plan.optimizer, state.step, plan.steps))
         scalars = take_step(
-            micros, run_micros=self.run_micros, sums=self.sums, optimizer=self.optimizer, clip=plan.optimizer.clip
+            micros,
+            woven=self.woven,
+            run_micros=self.run_micros,
+            sums=self.sums,
+            optimizer=self.optimizer,
+            clip=plan.optimizer.clip,
         )
         return replace(state, step=state.step + 1, position=state.position + plan.batch_sequences), scalars
 
     def evaluate(self) -> Tensor:
         """[sum of losses, tokens] over the whole held-out part, each of its tokens once. Every rank must call it."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        with torch.no_grad():
-            for micro in self._heldout():
-                totals += torch.stack([micro_loss(micro, self.woven, self.autocast).double(), counted(micro)])
-        return self.sums(totals)
+        return self.sums(self.evaluate_micros(self.heldout()))
 
     def tensors(self) -> list[Tensor]:
         """What stays from step to step: weights, moments, gradient buckets."""
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
-        return [*self.woven.model.parameters(), *moments, *self.woven.gradients.buckets]
-
-    def _heldout(self) -> Iterator[Micro]:
-        return heldout_micros(
-            self.corpus,
-            sequence=self.plan.sequence,
-            micro_sequences=self.plan.micro_sequences,
-            part=self.sums.index,
-            parts=self.sums.size,
-            documents=self.plan.documents,
-            device=self.device,
-        )
+        return [*(held.tensor for held in self.woven.weights), *moments, *self.woven.gradients.buckets]
 
 
 def assemble(
@@ -91,32 +94,72 @@ def assemble(
     With `stages=()` and `sums=ALONE` it is one plain process without a mesh: the reference that layouts are proven by.
     """
     device = torch.device(plan.device, torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
-    model = GPT(plan.shape).to(device=device, dtype=torch.float64 if plan.precision == "float64" else torch.float32)
-    initialize(model, config.run.seed)
-    woven = weave(model, mesh, plan, stages)
+    layout = plan.layout if stages else Layout()
+    # Described first, cut next, and only then given memory: a rank never holds more than its part.
+    with torch.device("meta" if stages else device):
+        model = GPT(plan.shape)
+    woven = weave(model.to(torch.float64 if plan.precision == "float64" else torch.float32), mesh, plan, stages)
+    put_first_values(woven, plan.shape, config.run.seed)
     corpus = open_corpus(Path(plan.corpus))
-    first, count = share(plan.batch_sequences, sums.size, sums.index)
-    loader = Loader(
-        corpus,
-        make_order(corpus, config.run.seed, plan.sequence),
-        batch_sequences=plan.batch_sequences,
-        first=first,
-        count=count,
-        micro_sequences=plan.micro_sequences,
-        documents=plan.documents,
-        device=device,
-    )
-    autocast = make_autocast(plan.precision, device)
+    samples = samples_of(plan, layout, sums.index, device)
+    loader = Loader(corpus, make_order(corpus, config.run.seed, plan.sequence), samples)
+    run_micros, evaluate_micros = runners(woven, make_autocast(plan.precision, device))
     return Assembly(
         plan=plan,
         device=device,
         woven=woven,
-        optimizer=make_optimizer(model, plan.optimizer),
+        optimizer=make_optimizer(woven.units, plan.optimizer),
         corpus=corpus,
         loader=loader,
+        heldout=partial(heldout_micros, corpus, samples),
         sums=sums,
-        run_micros=partial(run_micros_in_turn, woven=woven, autocast=autocast),
-        autocast=autocast,
+        run_micros=run_micros,
+        evaluate_micros=evaluate_micros,
+    )
+
+
+@torch.no_grad()
+def put_first_values(woven: Woven, shape: ModelShape, seed: int) -> None:
+    """Fill this rank's weights from the seed: each a part of the value that it has in one process."""
+    for held in woven.weights:
+        value = first_value(held.name, shape, seed)
+        for dim, (first, length) in enumerate(zip(held.box.offset, held.box.extent, strict=True)):
+            value = value.narrow(dim, first, length)
+        held.tensor.copy_(value)
+
+
+def samples_of(plan: Plan, layout: Layout, rank: int, device: torch.device) -> Samples:
+    """What a rank of a layout reads of each step."""
+    part = layout.batch_part(rank)
+    first, count = share(plan.batch_sequences, layout.batch_parts, part)
+    return Samples(
+        sequence=plan.sequence,
+        batch_sequences=plan.batch_sequences,
+        first=first,
+        count=count,
+        micro_sequences=plan.micro_sequences,
+        micros=ceil(ceil(plan.batch_sequences / layout.batch_parts) / plan.micro_sequences),
+        documents=plan.documents,
+        device=device,
+        part=part,
+        parts=layout.batch_parts,
+        context=layout.coordinates(rank)["context"],
+        contexts=layout.context,
+    )
+
+
+def runners(woven: Woven, autocast: Autocast) -> tuple[RunMicros, EvaluateMicros]:
+    """How micro-batches go through what was woven, in training and in evaluation: in turn, or through a pipeline."""
+    forward, loss_of = make_forward(autocast), make_loss(autocast, woven.vocabulary)
+    pipe = woven.pipe
+    if pipe is None:
+        return (
+            partial(run_micros_in_turn, woven=woven, forward=forward, loss_of=loss_of),
+            partial(evaluate_in_turn, woven=woven, forward=forward, loss_of=loss_of),
+        )
+    return (
+        lambda micros: pipe.run(micros, forward=forward, loss_of=loss_of, gradients=woven.gradients) * woven.reports,
+        lambda micros: pipe.evaluate(list(micros), forward=forward, loss_of=loss_of) * woven.reports,
     )
 
 

@@ -51,8 +51,8 @@ def _generate(model: GPT, text: list[int], tokens: int, choose: _Chooser, stop: 
 def _read(model: GPT, ids: list[int], cache: Cache) -> Tensor:
     """Scores of the token that follows, in float32 on the CPU, so that every device chooses by the same draws."""
     tokens_bt = torch.tensor([ids], device=model.head_weight().device)
-    hidden_btd = model(tokens_bt, cache=cache)
-    return model.logits(hidden_btd[0, -1]).float().cpu()
+    hidden_nd = model(tokens_bt, cache=cache)
+    return model.logits(hidden_nd[-1]).float().cpu()
 
 
 def _empty_cache(model: GPT) -> Cache:

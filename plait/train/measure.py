@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from plait.parallel.mesh import data_sums, make_mesh, world_sums
+from plait.parallel.mesh import make_mesh, world_sums
 from plait.plan.plan import read_plan
 from plait.recipe.load import load_recipe
 from plait.train.assemble import Assembly, assemble
@@ -29,7 +29,7 @@ def rank(context: Context, argument: str) -> None:
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
     with joined(context, plan):
         mesh = make_mesh(plan.layout, plan.device)
-        assembly = assemble(config, plan, sums=data_sums(mesh), mesh=mesh)
+        assembly = assemble(config, plan, sums=world_sums(), mesh=mesh)
         step_s = _time_steps(assembly)
         assembly.loader.close()
         if context.rank == 0:

@@ -1,15 +1,15 @@
-"""AdamW's parameter groups, the schedule of the learning rate, and the global norm of the gradient."""
+"""AdamW's parameter groups, the schedule of the learning rate, and this rank's part of the gradient's norm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import cos, pi
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from plait.model.names import decays
+from plait.parallel.woven import Unit
 from plait.plan.plan import OptimizerPlan
 
 FINAL_FRACTION = 0.1
@@ -18,14 +18,11 @@ DECAY_FRACTION = 0.2
 """Of the steps, over which "wsd" falls to zero (Hägele et al. 2024)."""
 
 
-def make_optimizer(model: nn.Module, plan: OptimizerPlan) -> torch.optim.AdamW:
-    """AdamW over the model's parameters, weight decay on matrices only."""
-    named = list(model.named_parameters())
-    decayed = [p for name, p in named if decays(name)]
-    plain = [p for name, p in named if not decays(name)]
+def make_optimizer(units: Sequence[Unit], plan: OptimizerPlan) -> torch.optim.AdamW:
+    """AdamW over this rank's units, weight decay on matrices only."""
     groups = [
-        {"params": decayed, "weight_decay": plan.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+        {"params": [unit.parameter for unit in units if unit.decays], "weight_decay": plan.weight_decay},
+        {"params": [unit.parameter for unit in units if not unit.decays], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=plan.lr, betas=plan.betas, eps=1e-8, fused=True)
 
@@ -49,10 +46,16 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def global_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The Euclidean norm over all gradients together, each parameter counted once; a scalar on their device."""
-    norms = torch._foreach_norm(list(gradients))  # pyright: ignore[reportPrivateImportUsage]
-    return torch.linalg.vector_norm(torch.stack(norms))
+def owned_squares(units: Sequence[Unit], *, like: Tensor) -> Tensor:
+    """The sum of squares of the gradients that this rank answers for, as a tensor of one number like `like`.
+
+    Each number of the model is owned by one rank, so the sum over all ranks is the square of the gradient's norm.
+    """
+    owned = [unit.parameter.grad for unit in units if unit.owned and unit.parameter.grad is not None]
+    if not owned:
+        return like.new_zeros(1)
+    norms = torch._foreach_norm(owned)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack(norms).to(like.dtype).square().sum().reshape(1)
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor:
@@ -62,16 +65,17 @@ def clip_factor(norm: Tensor, limit: float | None) -> Tensor:
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
-def update(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], *, factor: Tensor, norm: Tensor) -> None:
+def update(optimizer: torch.optim.Optimizer, units: Sequence[Unit], *, factor: Tensor, norm: Tensor) -> None:
     """One update by the gradients times `factor`, which `.grad` then holds; left out where the norm is not finite.
 
     Fused AdamW reads every gradient anyway and divides it on the way: in float32 that saves a pass through memory.
     Its divisor is a float32, so exact runs in float64 multiply beforehand.
     """
+    gradients = [unit.parameter.grad for unit in units if unit.parameter.grad is not None]
     fused: Any = optimizer
     fused.found_inf = (~torch.isfinite(norm)).float()
-    if gradients[0].dtype == torch.float32:
+    if gradients and gradients[0].dtype == torch.float32:
         fused.grad_scale = factor.reciprocal().float()
     else:
-        torch._foreach_mul_(list(gradients), factor)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
     optimizer.step()

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from plait.checkpoint.manifest import Manifest, check_model, tensor_names
 from plait.checkpoint.store import checkpoint_for, prune, publish, staging_for
-from plait.checkpoint.transfer import TensorSlice, read_tensor, share_out, whole, write_rank
+from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whole, write_rank
 from plait.errors import PlaitError, RunFailed
 from plait.parallel.mesh import Sums
+from plait.parallel.woven import UnitPart
 from plait.train.assemble import Assembly
 from plait.train.state import TrainState
 
@@ -41,20 +42,23 @@ def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums) -> Pa
     return final
 
 
+@torch.no_grad()
 def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Sums) -> TrainState:
     """Load a checkpoint of any layout into this rank and say where it stands; PlaitError for another model."""
     check_model(manifest, assembly.plan.shape.to_dict())
-    load_weights(assembly.woven.model, path, manifest)
+    woven = assembly.woven
+    for held in woven.weights:
+        held.tensor.copy_(read_slice(path, manifest, f"model/{held.name}", held.box.offset, held.box.extent))
     updates = read_tensor(path, manifest, "adam_step")[0]
-    for name, parameter in assembly.woven.model.named_parameters():
-        assembly.optimizer.state[parameter] = {
-            # A copy each: AdamW counts in place, and one tensor for all would count a step once for every parameter.
-            "step": updates.to(parameter.device, torch.float32, copy=True),
-            **{
-                key: read_tensor(path, manifest, f"{kind}/{name}").to(parameter.device)
-                for kind, key in _MOMENTS.items()
-            },
-        }
+    for unit in woven.units:
+        moments = {key: torch.zeros_like(unit.parameter) for key in _MOMENTS.values()}
+        for kind, key in _MOMENTS.items():
+            for part in unit.parts:
+                saved = read_slice(path, manifest, f"{kind}/{part.name}", part.box.offset, part.box.extent)
+                _numbers(moments[key], part).copy_(saved)
+        # A copy each: AdamW counts in place, and one tensor for all would count a step once for every parameter.
+        step = updates.to(unit.parameter.device, torch.float32, copy=True)
+        assembly.optimizer.state[unit.parameter] = {"step": step, **moments}
     random = f"rng/rank-{world.index}"
     if random in tensor_names(manifest):
         torch.set_rng_state(read_tensor(path, manifest, random))
@@ -69,23 +73,28 @@ def load_weights(model: torch.nn.Module, path: Path, manifest: Manifest) -> None
             parameter.copy_(read_tensor(path, manifest, f"model/{name}"))
 
 
-def _own_part(assembly: Assembly, state: TrainState, world: Sums) -> dict[str, TensorSlice]:
-    """What this rank writes: its share of the tensors that all replicas have, and its own random state."""
-    tensors = _shared_tensors(assembly, state)
-    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-    mine = {name: tensors[name] for name in share_out(sizes, world.size)[world.index]}
-    mine[f"rng/rank-{world.index}"] = torch.get_rng_state()
-    return {name: whole(tensor) for name, tensor in mine.items()}
+def _own_part(assembly: Assembly, state: TrainState, world: Sums) -> dict[str, list[TensorSlice]]:
+    """What this rank writes: the units that it answers for, its random state, and on rank 0 what is one for all."""
+    assembly.woven.gradients.settle()
+    slices: dict[str, list[TensorSlice]] = {f"rng/rank-{world.index}": [whole(torch.get_rng_state())]}
+    if world.index == 0:
+        moments = next(iter(assembly.optimizer.state.values()))
+        slices["tokens"] = [whole(torch.tensor([state.tokens]))]
+        slices["adam_step"] = [whole(moments["step"].reshape(1))]
+    for unit in assembly.woven.units:
+        if unit.owned:
+            moments = assembly.optimizer.state[unit.parameter]
+            kinds = {"model": unit.parameter.detach(), **{kind: moments[key] for kind, key in _MOMENTS.items()}}
+            for kind, tensor in kinds.items():
+                for part in unit.parts:
+                    one = TensorSlice(tensor=_numbers(tensor, part), shape=part.box.shape, offset=part.box.offset)
+                    slices.setdefault(f"{kind}/{part.name}", []).append(one)
+    return slices
 
 
-def _shared_tensors(assembly: Assembly, state: TrainState) -> dict[str, Tensor]:
-    tensors = {"tokens": torch.tensor([state.tokens])}
-    for name, parameter in assembly.woven.model.named_parameters():
-        tensors[f"model/{name}"] = parameter.detach()
-        moments = assembly.optimizer.state[parameter]
-        tensors |= {f"{kind}/{name}": moments[key] for kind, key in _MOMENTS.items()}
-        tensors["adam_step"] = moments["step"].reshape(1)
-    return tensors
+def _numbers(tensor: Tensor, part: UnitPart) -> Tensor:
+    """The numbers of a unit's tensor that belong to one of its parts, as a view of the part's shape."""
+    return tensor.view(-1)[part.first : part.first + part.box.numbers].view(part.box.extent)
 
 
 def _together(world: Sums, staging: Path, act: Callable[[], None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -11,14 +11,17 @@ from torch import Tensor
 
 from plait.data.loader import Micro
 from plait.model.attention import Documents
+from plait.model.gpt import GPT
 from plait.parallel.mesh import Sums
-from plait.parallel.woven import Woven
+from plait.parallel.woven import Forward, LossOf, Vocabulary, Woven
 from plait.train.loss import IGNORED, sum_of_losses
-from plait.train.optim import clip_factor, global_norm, update
+from plait.train.optim import clip_factor, owned_squares, update
+
+Autocast = Callable[[], AbstractContextManager[object]]
 
 RunMicros = Callable[[Sequence[Micro]], Tensor]
-"""Forward and backward of this rank's micro-batches: returns [sum of losses, counted tokens] in float64; afterwards
-each `.grad` is the sum over all ranks."""
+"""Forward and backward of this rank's micro-batches: returns its [sum of losses, counted tokens] in float64, zeros
+where another rank reports the same; afterwards each unit's `.grad` is the sum over all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,7 @@ class Scalars:
 def take_step(
     micros: Sequence[Micro],
     *,
+    woven: Woven,
     run_micros: RunMicros,
     sums: Sums,
     optimizer: torch.optim.Optimizer,
@@ -44,36 +48,61 @@ def take_step(
     See Note [loss is a sum] in loss.py: the global number of tokens divides once, here. An update whose gradient is
     not finite is left out on all ranks alike, so that it cannot reach the weights.
     """
-    totals = sums(run_micros(micros))
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    count = totals[1].clamp(min=1)
-    norm = global_norm(gradients) / count
-    update(optimizer, gradients, factor=clip_factor(norm, clip) / count, norm=norm)
-    return Scalars(totals=totals, norm=norm)
+    local = run_micros(micros)
+    loss_sum, tokens, squares = sums(torch.cat([local, owned_squares(woven.units, like=local)])).unbind()
+    count = tokens.clamp(min=1)
+    norm = squares.sqrt() / count
+    update(optimizer, woven.units, factor=clip_factor(norm, clip) / count, norm=norm)
+    woven.gradients.publish()
+    return Scalars(totals=torch.stack([loss_sum, tokens]), norm=norm)
 
 
-def run_micros_in_turn(
-    micros: Sequence[Micro], *, woven: Woven, autocast: Callable[[], AbstractContextManager[object]]
-) -> Tensor:
-    """RunMicros for a model that is whole on each rank: one micro-batch after the other, gradients adding up."""
+def run_micros_in_turn(micros: Sequence[Micro], *, woven: Woven, forward: Forward, loss_of: LossOf) -> Tensor:
+    """RunMicros without a pipeline: one micro-batch after the other, gradients adding up."""
+    (model,) = woven.chunks
     totals = torch.zeros(2, dtype=torch.float64, device=micros[0].inputs.device)
     woven.gradients.open()
     for micro in micros:
         if micro is micros[-1]:
-            woven.gradients.arm()
-        loss = micro_loss(micro, woven, autocast)
+            woven.gradients.arm(0)
+        loss = loss_of(forward(model, micro, None), model, micro)
         loss.backward()
         totals += torch.stack([loss.detach().double(), counted(micro)])
     woven.gradients.close()
-    return totals
+    return totals * woven.reports
 
 
-def micro_loss(micro: Micro, woven: Woven, autocast: Callable[[], AbstractContextManager[object]]) -> Tensor:
-    """The sum of a micro-batch's token losses."""
-    documents = None if micro.lengths is None else Documents(lengths=micro.lengths)
-    with autocast():
-        hidden_btd = woven.model(micro.inputs, micro.positions, documents)
-        return sum_of_losses(hidden_btd.flatten(0, 1), woven.model.head_weight(), micro.targets.flatten())
+def evaluate_in_turn(micros: Iterable[Micro], *, woven: Woven, forward: Forward, loss_of: LossOf) -> Tensor:
+    """[sum of losses, counted tokens] of this rank's micro-batches, forward only, without a pipeline."""
+    (model,) = woven.chunks
+    totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
+    with torch.no_grad():
+        for micro in micros:
+            loss = loss_of(forward(model, micro, None), model, micro)
+            totals += torch.stack([loss.double(), counted(micro)])
+    return totals * woven.reports
+
+
+def make_forward(autocast: Autocast) -> Forward:
+    """How a micro-batch goes through a part of the model, in the given precision."""
+
+    def forward(chunk: GPT, micro: Micro, stream_nd: Tensor | None) -> Tensor:
+        documents = None if micro.lengths is None else Documents(lengths=micro.lengths)
+        with autocast():
+            return chunk(micro.inputs, micro.positions, documents, stream_nd=stream_nd)
+
+    return forward
+
+
+def make_loss(autocast: Autocast, vocabulary: Vocabulary) -> LossOf:
+    """The sum of a micro-batch's token losses, from the stream after the final norm."""
+
+    def loss_of(hidden_nd: Tensor, chunk: GPT, micro: Micro) -> Tensor:
+        with autocast():
+            every_nd = vocabulary.enter(hidden_nd, micro.targets.numel())
+            return sum_of_losses(every_nd, chunk.head_weight(), micro.targets.flatten(), vocabulary)
+
+    return loss_of
 
 
 def counted(micro: Micro) -> Tensor:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from plait.checkpoint.store import verify
 from plait.errors import RunFailed
 from plait.model.shape import training_flops_per_token
-from plait.parallel.mesh import Sums, data_sums, make_mesh, open_store, world_sums
+from plait.parallel.mesh import Sums, make_mesh, open_store, world_sums
 from plait.plan.plan import Plan, read_plan
 from plait.recipe.load import load_recipe
 from plait.report.memory import LiveTensorPeak, peak_rss_bytes
@@ -55,7 +55,7 @@ def main(context: Context, argument: str) -> None:
         world = world_sums()
         mesh = make_mesh(plan.layout, plan.device)
         torch.manual_seed(config.run.seed + context.rank)
-        assembly = assemble(config, plan, sums=data_sums(mesh), mesh=mesh)
+        assembly = assemble(config, plan, sums=world, mesh=mesh)
         state = TrainState()
         if asked["resume"]:
             path = folder / "checkpoints" / asked["resume"]

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from math import ceil
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from plait.data.loader import NOT_COUNTED, DocumentMode, Loader, Micro, heldout_micros
+from plait.data.loader import NOT_COUNTED, DocumentMode, Loader, Micro, Samples, heldout_micros
 from plait.data.order import Order, make_order
+from plait.data.packing import zigzag_columns
 from plait.data.shards import Corpus
 
 CPU = torch.device("cpu")
@@ -26,15 +29,22 @@ def corpus(make_corpus: Callable[..., Corpus], text: str) -> Corpus:
 def loader(
     corpus: Corpus, order: Order, first: int, count: int, *, micro: int = 3, documents: DocumentMode = "mask"
 ) -> Loader:
-    return Loader(
-        corpus,
-        order,
+    return Loader(corpus, order, samples(order.sequence, first, count, micro=micro, documents=documents))
+
+
+def samples(
+    sequence: int, first: int, count: int, *, micro: int = 3, documents: DocumentMode = "mask", **other: int
+) -> Samples:
+    given: dict[str, Any] = {"micros": ceil(count / micro), **other}
+    return Samples(
+        sequence=sequence,
         batch_sequences=8,
         first=first,
         count=count,
         micro_sequences=micro,
         documents=documents,
         device=CPU,
+        **given,
     )
 
 
@@ -126,15 +136,15 @@ def test_every_held_out_token_is_a_target_once(
     windows: dict[int, tuple[list[int], list[int]]] = {}
     for part in range(parts):
         number = part
-        for micro in heldout_micros(
-            corpus, sequence=sequence, micro_sequences=3, part=part, parts=parts, documents=documents, device=CPU
-        ):
+        mine = samples(sequence, 0, 8, documents=documents, part=part, parts=parts)
+        for micro in heldout_micros(corpus, mine):
             assert micro.inputs.shape == micro.targets.shape == (len(micro.inputs), sequence)
             assert (micro.lengths is None) == (documents == "join")
             assert micro.lengths is None or sum(micro.lengths) == micro.inputs.numel()
             for row in rows([micro]):
-                windows[number] = row
-                number += parts
+                if any(target != NOT_COUNTED for target in row[1]):
+                    windows[number] = row
+                    number += parts
     assert sorted(windows) == list(range(len(windows)))
     inputs, targets = [], []
     for number in sorted(windows):
@@ -149,5 +159,38 @@ def test_every_held_out_token_is_a_target_once(
 
 def test_nothing_held_out_gives_no_windows(make_corpus: Callable[..., Corpus], text: str) -> None:
     corpus = make_corpus([text[:500]])
-    given = {"sequence": 8, "micro_sequences": 2, "part": 0, "parts": 1, "device": CPU}
-    assert list(heldout_micros(corpus, documents="mask", **given)) == []
+    assert list(heldout_micros(corpus, samples(8, 0, 8))) == []
+
+
+def test_all_parts_take_the_same_number_of_held_out_micro_batches(corpus: Corpus) -> None:
+    for parts in (2, 3, 200):
+        numbers = {
+            len(list(heldout_micros(corpus, samples(16, 0, 8, part=part, parts=parts)))) for part in range(parts)
+        }
+        assert len(numbers) == 1 and numbers != {0}
+
+
+def test_a_rank_without_a_sequence_left_takes_one_that_is_not_counted(corpus: Corpus, closing) -> None:
+    order = make_order(corpus, 3, 16)
+    found = closing(Loader(corpus, order, samples(16, 4, 2, micro=1, micros=3))).micros(0)
+    assert [int((micro.targets != NOT_COUNTED).sum()) for micro in found] == [16, 16, 0]
+    assert found[2].lengths == (16,)
+
+
+@pytest.mark.parametrize("documents", ["mask", "join"])
+def test_context_ranks_see_every_token_of_a_sequence_once(corpus: Corpus, closing, documents: DocumentMode) -> None:
+    order = make_order(corpus, 3, 16)
+    whole = closing(Loader(corpus, order, samples(16, 0, 3, documents=documents))).micros(8)[0]
+    positions = torch.arange(16)[None].expand(3, -1) if whole.positions is None else whole.positions
+    seen = torch.zeros(3, 16, dtype=torch.long)
+    for context in range(4):
+        mine = samples(16, 0, 3, documents=documents, context=context, contexts=4)
+        part = closing(Loader(corpus, order, mine)).micros(8)[0]
+        columns = torch.from_numpy(zigzag_columns(16, 4, context))
+        assert part.lengths == whole.lengths and part.positions is not None
+        assert torch.equal(part.inputs, whole.inputs[:, columns]) and torch.equal(
+            part.targets, whole.targets[:, columns]
+        )
+        assert torch.equal(part.positions.expand(3, -1), positions[:, columns])
+        seen[:, columns] += 1
+    assert (seen == 1).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -10,8 +11,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from plait.launch.job import RankContext
-from plait.parallel.mesh import GroupSums, open_store
+from plait.parallel.buckets import Ranks, Shared
+from plait.parallel.mesh import GroupSums, make_groups, open_store
 from plait.parallel.reduce import Reducer
+from plait.plan.placement import whole
 
 SMALL_BUCKET_BYTES = 64
 
@@ -22,7 +25,7 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
-        sizes = {"a": 5, "b": 40, "c": 3, "d": 17, "e": 29}
+        sizes = {"a": (5,), "b": (8, 5), "c": (3,), "d": (17,), "e": (29,)}
         for name, size in sizes.items():
             self.register_parameter(name, nn.Parameter(torch.randn(size, generator=generator, dtype=torch.float64)))
 
@@ -34,34 +37,78 @@ class Branches(nn.Module):
         return total
 
 
+def shared(model: nn.Module, ranks: Ranks) -> list[Shared]:
+    """All weights of a model, shared by these ranks."""
+    return [
+        Shared(name=name, parameter=parameter, box=whole(parameter.shape), chunk=0, ranks=ranks)
+        for name, parameter in model.named_parameters()
+    ]
+
+
 def reduce_branches(context: RankContext, argument: str) -> None:
-    """Two steps of two micro-batches; rank 1 goes through the branches backwards and never reaches "c"."""
+    """Two steps of two micro-batches; ranks but 0 go through the branches backwards and never reach "c"."""
     with_group(context)
-    group = dist.group.WORLD
-    assert group is not None
     model = Branches()
-    reducer = Reducer(model.parameters(), group, SMALL_BUCKET_BYTES)
+    weights = shared(model, everybody(context))
+    reducer = Reducer(weights, make_groups([everybody(context)]), bucket_bytes=SMALL_BUCKET_BYTES)
     for step in (1, 2):
-        reducer.open()
-        assert all(parameter.grad is None for parameter in model.parameters())
-        model(1.0, "abcde" if context.rank == 0 else "abde").backward()
-        reducer.arm()
-        model(10.0 * step, "abcde" if context.rank == 0 else "edba").backward()
-        reducer.close()
+        take_step(reducer, model, context.rank, step)
         grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         save_file(grads, Path(argument) / f"step-{step}-rank-{context.rank}.safetensors")
     dist.destroy_process_group()
 
 
-def reduce_nothing(context: RankContext, argument: str) -> None:
-    """No rank has a gradient at all: a step without a sequence must still end."""
+def split_branches(context: RankContext, argument: str) -> None:
+    """The same steps with buckets split over neighbours, `split` of them, and plain descent on this rank's parts."""
+    asked = json.loads(argument)
     with_group(context)
-    assert dist.group.WORLD is not None
+    split = asked["split"]
+    first = context.rank - context.rank % split
+    neighbours = tuple(range(first, first + split))
+    same_part = tuple(range(context.rank % split, context.world_size, split))
+    everyone = range(context.world_size)
+    sets = {tuple(r for r in everyone if r // split == rank // split) for rank in everyone}
+    sets |= {tuple(r for r in everyone if r % split == rank % split) for rank in everyone}
+    groups = make_groups(sorted(sets))
     model = Branches()
-    reducer = Reducer(model.parameters(), dist.group.WORLD)
+    reducer = Reducer(shared(model, same_part), groups, groups[neighbours], asked["bucket_bytes"])
+    units = reducer.split_units()
+    for step in (1, 2):
+        take_step(reducer, model, context.rank, step)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        with torch.no_grad():
+            for unit in units:
+                assert unit.parameter.grad is not None
+                unit.parameter -= 0.01 * unit.parameter.grad
+        reducer.publish()
+        reducer.settle()
+    found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    save_file(found, Path(asked["folder"]) / f"rank-{context.rank}.safetensors")
+    parts = [[part.name, part.box.numbers] for unit in units if unit.owned for part in unit.parts]
+    context.tell("parts", parts=parts, buckets=[bucket.numel() for bucket in reducer.buckets])
+    dist.destroy_process_group()
+
+
+def take_step(reducer: Reducer, model: Branches, rank: int, step: int) -> None:
+    reducer.open()
+    before = [bucket.clone() for bucket in reducer.buckets]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(1.0, "abcde" if rank == 0 else "abde").backward()
+    assert all(torch.equal(*pair) for pair in zip(reducer.buckets, before, strict=True)), "a sum before the last micro"
+    reducer.arm(0)
+    model(10.0 * step, "abcde" if rank == 0 else "edba").backward()
+    reducer.close()
+
+
+def reduce_nothing(context: RankContext, argument: str) -> None:
+    """A rank has no gradient at all: the step must still end."""
+    with_group(context)
+    model = Branches()
+    weights = shared(model, everybody(context))
+    reducer = Reducer(weights, make_groups([everybody(context)]))
     reducer.open()
     if context.rank == 0:
-        reducer.arm()
+        reducer.arm(0)
         model(1.0, "abcde").backward()
     reducer.close()
     context.tell("sums", sums=[float(p.grad.sum()) for p in model.parameters() if p.grad is not None])
@@ -80,6 +127,10 @@ def sum_and_gather(context: RankContext, argument: str) -> None:
         place=[sums.index, sums.size],
     )  # fmt: skip
     dist.destroy_process_group()
+
+
+def everybody(context: RankContext) -> Ranks:
+    return tuple(range(context.world_size))
 
 
 def with_group(context: RankContext) -> None:

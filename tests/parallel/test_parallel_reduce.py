@@ -1,22 +1,27 @@
-"""The reducer: sums and never means, in buckets that names and sizes alone decide."""
+"""The reducer: sums and never means, in buckets that names and sizes alone decide, whole or split."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
+from plait.parallel.buckets import Ranks, Shared, fill_buckets
 from plait.parallel.reduce import Reducer
-from tests.parallel.reduce_entries import SMALL_BUCKET_BYTES, Branches
+from plait.plan.placement import whole
+from tests.parallel.reduce_entries import SMALL_BUCKET_BYTES, Branches, shared
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, kv_heads=2, head_width=8, ffn=32, vocabulary=50, sequence=8, tied=True)
+TWO: Ranks = (0, 1)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -24,12 +29,43 @@ def test_gradients_are_sums_whatever_order_backward_takes_on_each_rank(reduce_on
     reduce_on("reduce_branches", workers, str(tmp_path))
     weights = {name: p.detach() for name, p in Branches().named_parameters()}
     for step in (1, 2):
-        factor = 2 * (1 + 10 * step)
         ranks = [load_file(tmp_path / f"step-{step}-rank-{rank}.safetensors") for rank in range(workers)]
         for name, weight in weights.items():
-            times = 1 if name == "c" else workers  # only rank 0 ever reaches c; on the others it counts as zero
             for found in ranks:
-                torch.testing.assert_close(found[name], factor * times * weight, rtol=1e-14, atol=0)
+                wanted = gradient(name, weight, step, workers)
+                torch.testing.assert_close(found.get(name, torch.zeros(())), wanted, rtol=1e-14, atol=0)
+
+
+def gradient(name: str, weight: Tensor, step: int, workers: int) -> Tensor:
+    """Only rank 0 ever reaches c; on the others it counts as zero."""
+    return 2 * (1 + 10 * step) * (1 if name == "c" else workers) * weight
+
+
+@pytest.mark.parametrize(
+    ("workers", "split", "bucket_bytes"), [(2, 2, 64), (3, 3, 64), (4, 4, 1), (4, 2, 64), (4, 2, 10**6), (4, 4, 10**6)]
+)
+def test_split_buckets_update_every_weight_once(
+    reduce_on, tmp_path: Path, workers: int, split: int, bucket_bytes: int
+) -> None:
+    """Also where a bucket has fewer numbers than there are ranks, and where other ranks keep the same part."""
+    asked = {"folder": str(tmp_path), "split": split, "bucket_bytes": bucket_bytes}
+    told = reduce_on("split_branches", workers, json.dumps(asked))
+    found = [load_file(tmp_path / f"rank-{rank}.safetensors") for rank in range(workers)]
+    owned: Counter[str] = Counter()
+    for rank in range(workers):
+        for name, numbers in told[rank]["parts"]:
+            owned[name] += numbers
+    for name, parameter in Branches().named_parameters():
+        weight = parameter.detach()
+        for step in (1, 2):
+            weight = weight - 0.01 * gradient(name, weight, step, workers)
+        for rank in range(workers):
+            torch.testing.assert_close(found[rank][name], weight, rtol=1e-13, atol=0)
+            assert torch.equal(found[rank][name], found[0][name]), "ranks must hold the same bits"
+        assert owned[name] == weight.numel(), "each number has one owner"
+    sizes = told[0]["buckets"]
+    assert all(size % split == 0 for size in sizes) and sum(sizes) >= 94
+    assert len(sizes) == {1: 5, 64: 4, 10**6: 2}[bucket_bytes]
 
 
 def test_a_rank_without_any_gradient_adds_zero(reduce_on) -> None:
@@ -49,10 +85,6 @@ def test_group_sums(reduce_on) -> None:
         }
 
 
-def bucket_sizes(parameters: list[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: int) -> list[int]:
-    return [bucket.numel() for bucket in Reducer(parameters, group, bucket_bytes).buckets]
-
-
 def places(model: nn.Module) -> list[tuple[str, int]]:
     """Which flat tensor each gradient is a view of, and where in it."""
     found = []
@@ -67,10 +99,10 @@ def test_buckets_follow_from_names_and_sizes_alone(group_of_one: dist.ProcessGro
     seen = []
     for names in ("abcde", "edcba"):
         model = Branches()
-        reducer = Reducer(model.parameters(), group_of_one, SMALL_BUCKET_BYTES)
+        reducer = as_if_two(model, group_of_one)
         for order in (names, "cabed"):
             reducer.open()
-            reducer.arm()
+            reducer.arm(0)
             model(3.0, order).backward()
             reducer.close()
             seen.append(places(model))
@@ -78,23 +110,49 @@ def test_buckets_follow_from_names_and_sizes_alone(group_of_one: dist.ProcessGro
     assert len({size for _, size, _ in seen[0]}) > 1
 
 
-def test_a_bucket_ends_once_it_has_its_size_and_where_the_type_changes(group_of_one: dist.ProcessGroup) -> None:
-    floats = [nn.Parameter(torch.zeros(10)) for _ in range(5)]
-    assert bucket_sizes(floats, group_of_one, 80) == [20, 20, 10]
-    assert bucket_sizes(floats, group_of_one, 1) == [10] * 5
-    assert bucket_sizes(floats, group_of_one, 10**6) == [50]
-    mixed = [*floats[:2], nn.Parameter(torch.zeros(7, dtype=torch.float64)), floats[2]]
-    assert bucket_sizes(mixed, group_of_one, 10**6) == [10, 7, 20]
+def as_if_two(model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = SMALL_BUCKET_BYTES) -> Reducer:
+    """A reducer whose weights are shared by two, where a group of one stands for them."""
+    return Reducer(shared(model, TWO), {TWO: group}, bucket_bytes=bucket_bytes)
+
+
+def weights(
+    *sizes: int, ranks: Ranks = TWO, dtype: torch.dtype = torch.float32, name: str = "x.weight"
+) -> list[Shared]:
+    parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+    return [Shared(name=name, parameter=p, box=whole(p.shape), chunk=0, ranks=ranks) for p in parameters]
+
+
+def test_a_bucket_ends_once_it_has_its_size() -> None:
+    floats = weights(10, 10, 10, 10, 10)
+    assert fill_buckets(floats, 1, 80) == [[0, 1], [2, 3], [4]]
+    assert fill_buckets(floats, 1, 1) == [[0], [1], [2], [3], [4]]
+    assert fill_buckets(floats, 1, 10**6) == [[0, 1, 2, 3, 4]]
+
+
+def test_a_bucket_holds_one_type_one_group_and_where_it_is_split_one_decay() -> None:
+    floats = weights(10, 10)
+    doubles, others = weights(7, dtype=torch.float64), weights(5, ranks=(0, 2))
+    bias = weights(10, name="x.bias")
+    assert fill_buckets([*floats[:1], *doubles, *floats[1:]], 1, 10**6) == [[1], [0, 2]]
+    assert fill_buckets([*floats[:1], *others, *floats[1:]], 1, 10**6) == [[1], [0, 2]]
+    assert fill_buckets([*floats[:1], *bias, *floats[1:]], 1, 10**6) == [[0, 1, 2]]
+    assert fill_buckets([*floats[:1], *bias, *floats[1:]], 2, 10**6) == [[1], [0, 2]]
+
+
+def test_what_nobody_shares_has_no_bucket_unless_it_is_split() -> None:
+    mine = weights(10, 10, ranks=(3,))
+    assert fill_buckets(mine, 1, 10**6) == []
+    assert fill_buckets(mine, 2, 10**6) == [[0, 1]]
 
 
 def test_earlier_micro_batches_only_add_up_and_the_sum_waits_for_the_last(group_of_one: dist.ProcessGroup) -> None:
     model = Branches()
-    reducer = Reducer(model.parameters(), group_of_one, SMALL_BUCKET_BYTES)
+    reducer = as_if_two(model, group_of_one)
     reducer.open()
     for _ in range(3):
         model(1.0, "abcde").backward()
     assert all(not bucket.any() for bucket in reducer.buckets)
-    reducer.arm()
+    reducer.arm(0)
     model(1.0, "abcde").backward()
     reducer.close()
     for parameter in model.parameters():
@@ -108,10 +166,10 @@ def test_a_tied_weight_counts_both_its_uses(group_of_one: dist.ProcessGroup) -> 
     for reduced in (False, True):
         model = GPT(SHAPE).double()
         initialize(model, 1)
-        reducer = Reducer(model.parameters(), group_of_one, 256) if reduced else None
+        reducer = as_if_two(model, group_of_one, 256) if reduced else None
         if reducer:
             reducer.open()
-            reducer.arm()
+            reducer.arm(0)
         model.logits(model(tokens)).pow(2).sum().backward()
         if reducer:
             reducer.close()

@@ -58,7 +58,7 @@ def drafted(config: RunConfig, facts: CorpusFacts, machine: Machine) -> Draft:
 def timed(split: Split, whole_s: float) -> Split:
     """As if a step took so long on one core, and workers lost a little to each other and threads somewhat more."""
     return Split(
-        workers=split.workers,
+        layout=split.layout,
         threads=split.threads,
         step_s=whole_s / split.workers / split.threads**0.8 + 0.001 * split.workers,
     )

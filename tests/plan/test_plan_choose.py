@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from plait.errors import PlaitError
+from plait.layout import Layout, share
 from plait.plan.choose import settle, with_split
 from plait.plan.pace import longer, with_reports
-from plait.plan.plan import Plan, read_plan, share, write_plan
+from plait.plan.plan import Plan, read_plan, write_plan
 from plait.plan.split import Split
 from plait.units import Amount, Every
 from tests.plan.machines import EIGHT_H100, LAPTOP, ONE_H100, PLAYS, SERVER, STORIES, corpus, drafted, planned, recipe
@@ -97,7 +98,7 @@ def test_a_split_that_memory_or_the_batch_does_not_allow_is_not_tried(tmp_path: 
 def test_another_split_changes_who_does_the_work_and_nothing_of_the_work(tmp_path: Path) -> None:
     config = recipe(tmp_path, *STEPS, *TINY, "layout.replicate=2")
     plan = planned(config, PLAYS, LAPTOP)
-    other = with_split(config, plan, LAPTOP, Split(workers=4, threads=2))
+    other = with_split(config, plan, LAPTOP, Split(layout=Layout(replicate=4), threads=2))
     assert other.layout.replicate == 4 and other.threads == 2
     same = replace(
         other, layout=plan.layout, threads=plan.threads, micro_sequences=plan.micro_sequences, step_s=plan.step_s
@@ -128,7 +129,7 @@ def test_what_cannot_work_is_refused_with_its_mend(
 def test_gpus_take_one_worker_each(tmp_path: Path) -> None:
     assert planned(recipe(tmp_path, *STEPS), STORIES, EIGHT_H100).layout.replicate == 8
     sentence = refused(tmp_path, *STEPS, "layout.replicate=3", machine=EIGHT_H100, facts=STORIES)
-    assert "layout.replicate = 3, but this machine has 8 GPUs" in sentence and "CUDA_VISIBLE_DEVICES" in sentence
+    assert "needs 3 GPUs, and this machine has 8" in sentence and "CUDA_VISIBLE_DEVICES" in sentence
     sentence = refused(tmp_path, *STEPS, "model.size=30B", machine=ONE_H100, facts=STORIES)
     assert "does not hold this model" in sentence
 

@@ -116,7 +116,7 @@ def test_reserved_keys_come_with_a_later_version(recipe: Path, key: str) -> None
 
 
 def test_exactly_the_settled_names_are_reserved() -> None:
-    assert {"model.from", "layout.shard", "layout.tensor", "layout.pipeline", "layout.context"} == RESERVED
+    assert {"model.from"} == RESERVED
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_mistakes_are_told_in_one_sentence_with_the_key(recipe: Path, override: 
         ("data = 3\n", "data is not usable"),
         ('run = "x"\n' + MINIMAL, "run is not usable"),
         (MINIMAL + "[extra]\nkey = 1\n", "extra is not a key of the recipe"),
-        (MINIMAL + "[layout]\ntensor = 1\n", "layout.tensor comes with a later version"),
+        (MINIMAL + "[model]\nfrom = 'x'\n", "model.from comes with a later version"),
     ],
 )
 def test_recipes_that_say_too_little_or_nonsense(recipe: Path, text: str, part: str) -> None:

@@ -16,6 +16,9 @@ size = "1M"
 
 [train]
 budget = "100 steps"
+
+[layout]
+pipeline = 2
 """
 
 OTHER_VALUES = {
@@ -50,7 +53,16 @@ OTHER_VALUES = {
     "optimizer.betas": "[0.8, 0.9]",
     "optimizer.clip": "never",
     "optimizer.schedule": "wsd",
+    "layout.pipeline": "3",
     "layout.replicate": "2",
+    "layout.shard": "2",
+    "layout.context": "2",
+    "layout.tensor": "2",
+    "layout.shard_what": "parameters",
+    "layout.stage_layers": "[1, 3]",
+    "layout.virtual_stages": "2",
+    "layout.schedule": "gpipe",
+    "layout.recompute": "full",
     "layout.micro_sequences": "1",
     "checkpoint.every": "7 steps",
     "checkpoint.keep": "5",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plait.launch.job import Job, JobResult
-from plait.plan.split import Split
+from plait.plan.split import Given
 from plait.run.crew import OnMessage
 from plait.run.planning import plan_key
 from tests.plan.machines import LAPTOP
@@ -18,7 +18,7 @@ from tests.run.other_values import OTHER_VALUES, base_recipe, changed_recipe
 class NobodyYet:
     """A crew that runs nothing."""
 
-    def __init__(self, given: Split | None = None) -> None:
+    def __init__(self, given: Given | None = None) -> None:
         self.given = given
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
@@ -41,8 +41,8 @@ def test_text_machine_and_given_workers_count(tmp_path: Path) -> None:
         plan_key(config, "other text", LAPTOP, NobodyYet()),
         plan_key(config, "text", replace(LAPTOP, cores=7), NobodyYet()),
         plan_key(config, "text", replace(LAPTOP, versions=(("torch", "3"),)), NobodyYet()),
-        plan_key(config, "text", LAPTOP, NobodyYet(Split(workers=2, threads=1))),
-        plan_key(config, "text", LAPTOP, NobodyYet(Split(workers=3, threads=1))),
+        plan_key(config, "text", LAPTOP, NobodyYet(Given(workers=2, threads=1))),
+        plan_key(config, "text", LAPTOP, NobodyYet(Given(workers=3, threads=1))),
     ]
     assert len(set(keys)) == len(keys)
     assert plan_key(config, "text", LAPTOP, NobodyYet()) == keys[0]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from plait.checkpoint.store import verify
 from plait.data.loader import Loader, Micro
 from plait.data.order import make_order
 from plait.launch.job import RankContext
-from plait.parallel.mesh import Sums, data_sums, make_mesh, world_sums
+from plait.parallel.mesh import Sums, make_mesh, world_sums
 from plait.plan.plan import read_plan
 from plait.recipe.load import load_recipe
-from plait.train.assemble import Assembly, assemble
+from plait.train.assemble import Assembly, assemble, samples_of
 from plait.train.persist import restore, save
 from plait.train.state import TrainState
-from plait.train.step import micro_loss
+from plait.train.step import make_forward, make_loss
 from plait.train.worker import joined
 
 Asked = dict[str, Any]
@@ -44,13 +45,13 @@ def meet_a_bad_gradient(context: RankContext, argument: str) -> None:
     """The second of three steps has a gradient that is not finite, on rank 1 alone."""
     folder = Path(argument)
     with assembled(context, folder, [{}]) as (assembly,):
-        state, weights = TrainState(), assembly.woven.model.state_dict()
+        state, weights = TrainState(), {name: p.detach() for name, p in assembly.woven.named_parameters()}
         taken: list[dict[str, Tensor]] = []
         norms: list[float] = []
         for bad in (False, True, False):
             poison = None
             if bad and context.rank == 1:
-                first = next(assembly.woven.model.parameters())
+                first = next(assembly.woven.chunks[0].parameters())
                 poison = first.register_hook(lambda grad: grad * float("nan"))
             state, scalars = assembly.step(state)
             if poison:
@@ -89,7 +90,7 @@ def assembled(context: RankContext, folder: Path, cases: Sequence[Asked]) -> Ite
     plan = replace(plan, layout=replace(plan.layout, replicate=context.world_size))
     with joined(context, plan):
         mesh = make_mesh(plan.layout, plan.device)
-        sums = data_sums(mesh)
+        sums = world_sums()
         made = []
         for case in cases:
             here = replace(plan, **{key: case[key] for key in ("documents", "micro_sequences") if key in case})
@@ -106,16 +107,15 @@ def with_shares(assembly: Assembly, seed: int, case: Asked, sums: Sums) -> Assem
         return assembly
     assembly.loader.close()
     plan, shares = assembly.plan, case["shares"]
-    loader = Loader(
-        assembly.corpus,
-        make_order(assembly.corpus, seed, plan.sequence),
-        batch_sequences=plan.batch_sequences,
+    count, micro = shares[sums.index], case["micros"][sums.index]
+    samples = replace(
+        samples_of(plan, plan.layout, sums.index, assembly.device),
         first=sum(shares[: sums.index]),
-        count=shares[sums.index],
-        micro_sequences=case["micros"][sums.index],
-        documents=plan.documents,
-        device=assembly.device,
+        count=count,
+        micro_sequences=micro,
+        micros=ceil(count / micro),
     )
+    loader = Loader(assembly.corpus, make_order(assembly.corpus, seed, plan.sequence), samples)
     return replace(assembly, loader=loader)
 
 
@@ -125,7 +125,7 @@ def steps_taken(assembly: Assembly, steps: int) -> dict[str, Tensor]:
     for step in range(steps):
         state, scalars = assembly.step(state)
         found[f"totals-{step}"], found[f"norm-{step}"] = scalars.totals.clone(), scalars.norm.clone()
-    for name, parameter in assembly.woven.model.named_parameters():
+    for name, parameter in assembly.woven.named_parameters():
         assert parameter.grad is not None
         found[f"weight/{name}"] = parameter.detach().clone()
         found[f"grad/{name}"] = parameter.grad.clone()
@@ -140,14 +140,16 @@ class MeanOfMeans:
 
     def __call__(self, micros: Sequence[Micro]) -> Tensor:
         woven, sums = self._assembly.woven, self._assembly.sums
+        forward, loss_of = make_forward(nullcontext), make_loss(nullcontext, woven.vocabulary)
         own = sum(micro.targets.numel() for micro in micros)
         everybody = float(sums(torch.tensor(float(own))))
         woven.gradients.open()
         total = 0.0
         for micro in micros:
             if micro is micros[-1]:
-                woven.gradients.arm()
-            loss = micro_loss(micro, woven, self._assembly.autocast)
+                woven.gradients.arm(0)
+            model = woven.chunks[0]
+            loss = loss_of(forward(model, micro, None), model, micro)
             (loss / own * everybody / sums.size).backward()
             total += float(loss)
         woven.gradients.close()

@@ -34,7 +34,7 @@ def build(shape: ModelShape) -> GPT:
 def greedy_without_cache(model: GPT, text: list[int], tokens: int) -> list[int]:
     for _ in range(tokens):
         with torch.no_grad():
-            text = [*text, int(model.logits(model(torch.tensor([text])))[0, -1].argmax())]
+            text = [*text, int(model.logits(model(torch.tensor([text])))[-1].argmax())]
     return text[-tokens:]
 
 
@@ -44,9 +44,9 @@ def test_the_cache_gives_the_hidden_states_of_the_whole_forward(shape: ModelShap
     tokens_bt = torch.randint(0, shape.vocabulary, (2, 16), generator=torch.Generator().manual_seed(1))
     cache = Cache(shape, rows=2, dtype=torch.float64, device=torch.device("cpu"))
     with torch.inference_mode():
-        whole = model(tokens_bt)
-        pieces = [model(tokens_bt[:, :7], cache=cache)]
-        pieces += [model(tokens_bt[:, place : place + 1], cache=cache) for place in range(7, 16)]
+        whole = model(tokens_bt).view(2, 16, -1)
+        pieces = [model(tokens_bt[:, :7], cache=cache).view(2, 7, -1)]
+        pieces += [model(tokens_bt[:, place : place + 1], cache=cache).unsqueeze(1) for place in range(7, 16)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=0, atol=1e-11)
 
 
@@ -85,7 +85,7 @@ def test_a_small_top_p_is_greedy_and_a_large_one_follows_the_probabilities() -> 
     greedy = list(generate(model, PROMPT, tokens=5, temperature=0))
     assert list(generate(model, PROMPT, tokens=5, temperature=1.0, top_p=1e-9)) == greedy
     with torch.no_grad():
-        likely = model.logits(model(torch.tensor([PROMPT])))[0, -1].softmax(-1)
+        likely = model.logits(model(torch.tensor([PROMPT])))[-1].softmax(-1)
     drawn = [next(generate(model, PROMPT, tokens=1, seed=seed)) for seed in range(400)]
     shares = torch.bincount(torch.tensor(drawn), minlength=50) / 400
     assert (shares - likely).abs().max() < 0.1

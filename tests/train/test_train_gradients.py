@@ -84,9 +84,8 @@ def test_a_step_is_gradient_descent_on_the_mean_over_all_tokens(run) -> None:
     """Against autograd on the whole batch, written out as anybody would."""
     assembly = alone(run, documents="join")
     (micro,) = assembly.loader.micros(0)
-    model = assembly.woven.model
-    scores = model.logits(model(micro.inputs))
-    mean = F.cross_entropy(scores.flatten(0, 1), micro.targets.flatten())
+    (model,) = assembly.woven.chunks
+    mean = F.cross_entropy(model.logits(model(micro.inputs)), micro.targets.flatten())
     wanted = dict(zip(dict(model.named_parameters()), torch.autograd.grad(mean, list(model.parameters())), strict=True))
     norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in wanted.values()]))
     _, scalars = assembly.step(TrainState())

@@ -10,8 +10,10 @@ import torch
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
+from plait.parallel.woven import alone, plain_unit
+from plait.plan.placement import whole
 from plait.plan.plan import OptimizerPlan
-from plait.train.optim import clip_factor, global_norm, learning_rate, make_optimizer, set_learning_rate
+from plait.train.optim import clip_factor, learning_rate, make_optimizer, owned_squares, set_learning_rate
 
 SHAPE = ModelShape(
     layers=2, width=16, heads=2, kv_heads=2, head_width=8, ffn=32, vocabulary=50, sequence=8,
@@ -23,7 +25,7 @@ PLAN = OptimizerPlan(lr=0.01, warmup_steps=10, weight_decay=0.1, betas=(0.9, 0.9
 def test_weight_decay_is_for_the_matrices_of_linear_layers_alone() -> None:
     model = GPT(SHAPE)
     initialize(model, 1)
-    optimizer = make_optimizer(model, PLAN)
+    optimizer = make_optimizer(alone(model).units, PLAN)
     decay_of = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         matrix = name.endswith("weight") and parameter.ndim == 2 and not name.startswith("embed.")
@@ -34,7 +36,7 @@ def test_weight_decay_is_for_the_matrices_of_linear_layers_alone() -> None:
 def test_decay_shrinks_and_the_others_stay_without_gradient() -> None:
     model = GPT(SHAPE)
     initialize(model, 1)
-    optimizer = make_optimizer(model, PLAN)
+    optimizer = make_optimizer(alone(model).units, PLAN)
     set_learning_rate(optimizer, 0.5)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
@@ -47,10 +49,8 @@ def test_decay_shrinks_and_the_others_stay_without_gradient() -> None:
 
 def test_an_update_is_adamw_s_by_hand() -> None:
     torch.manual_seed(1)
-    head = torch.nn.Module()
-    head.head = torch.nn.Linear(4, 3, bias=False)
-    weight = head.head.weight
-    optimizer = make_optimizer(head, PLAN)
+    weight = torch.nn.Parameter(torch.randn(3, 4))
+    optimizer = make_optimizer([plain_unit("head.weight", weight, whole(weight.shape), owned=True)], PLAN)
     mean, square, value = torch.zeros(3, 4), torch.zeros(3, 4), weight.detach().clone()
     for step in range(1, 4):
         grad = torch.randn(3, 4)
@@ -101,10 +101,15 @@ def test_short_runs_and_long_warm_ups_stay_in_bounds(schedule: str, steps: int, 
     assert all(0 < rate <= 0.01 + 1e-12 for rate in course(schedule, steps, warmup))
 
 
-def test_the_norm_is_that_of_all_gradients_in_one_row() -> None:
-    parts = [torch.randn(3, 4), torch.randn(7), torch.randn(())]
-    row = torch.cat([part.reshape(-1) for part in parts])
-    assert float(global_norm(parts)) == pytest.approx(float(row.norm()), rel=1e-6)
+def test_the_norm_is_that_of_all_owned_gradients_in_one_row() -> None:
+    like, parts = torch.zeros(1, dtype=torch.float64), [torch.randn(3, 4), torch.randn(7), torch.randn(5)]
+    units = []
+    for owned, part in zip((True, False, True), parts, strict=True):
+        units.append(plain_unit("head.weight", torch.nn.Parameter(part), whole(part.shape), owned=owned))
+        units[-1].parameter.grad = part
+    row = torch.cat([parts[0].reshape(-1), parts[2]])
+    assert owned_squares(units, like=like).tolist() == pytest.approx([float(row.norm()) ** 2], rel=1e-6)
+    assert owned_squares(units[1:2], like=like).tolist() == [0.0]
 
 
 @pytest.mark.parametrize(

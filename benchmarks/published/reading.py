@@ -1,0 +1,198 @@
+"""Reads the tables of published runs into cases that the planner's model can price."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from benchmarks.published.cells import (
+    Row,
+    count,
+    is_sparse,
+    is_tpu,
+    number,
+    published_cluster,
+    published_precision,
+    published_recompute,
+    published_sharding,
+)
+from benchmarks.published.shapes import published_shape
+from benchmarks.published.stacks import published_stack
+from plait.cluster.cluster import Cluster
+from plait.plan.candidates import Candidates
+from plait.plan.memory import USABLE, memory
+from plait.plan.stack import Stack
+from plait.plan.timing import timing
+from plait.plan.workload import Attention, Workload
+
+Kind = Literal["dense", "moe_tpu"]
+Knobs = Mapping[str, int | str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One published row, ready to be priced."""
+
+    id: str
+    source: str
+    """The id up to its last hyphen."""
+    kind: Kind
+    workload: Workload
+    cluster: Cluster
+    knobs: Knobs
+    stack: Stack
+    step_s: float | None
+    """Measured seconds of a step, where the row has them."""
+    memory_bytes: float | None
+    reading: str
+    """What kind of memory reading it is."""
+    ran_out: bool
+    """Published as out of memory, without a time."""
+    guessed: bool
+    """Whether a blank cell had to be filled."""
+    job: tuple[str, ...]
+    """What must be equal for rows to be layouts of the same job."""
+
+
+READINGS = {"simu": "allocated", "kor22": "allocated", "kor22mem": "allocated", "titan": "reserved", "bloom": "device"}
+"""Kinds of memory readings by source: "allocated" is the allocator's highest sum (SimuMax's tables; Korthikanti's figures
+by formula), "reserved" what the allocator holds (torchtitan's log), "device" what the device's own tool shows."""
+JOB = ("model", "hardware", "n_devices", "seq", "global_batch_seqs", "precision")
+
+
+def read_rows(*paths: Path) -> list[Row]:
+    """The rows of the given tables."""
+    rows: list[Row] = []
+    for path in paths:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows += list(csv.DictReader(file))
+    return rows
+
+
+def case_of(row: Row) -> Case:
+    """A row as a case; blank cells are filled by the rules of `fill_knobs` and `published_shape`."""
+    shape, guessed = published_shape(row)
+    source = row["id"].rpartition("-")[0]
+    stack = published_stack(row)
+    cluster = published_cluster(row)
+    sequence = count(row, "seq") or 2048
+    devices = count(row, "n_devices") or 1
+    batch = count(row, "global_batch_seqs") or max(devices * (count(row, "micro_batch") or 1), 1)
+    workload = Workload(
+        **shape,
+        sequence=sequence,
+        batch_sequences=batch,
+        precision=published_precision(row),
+        attention=published_attention(row, stack),
+    )
+    knobs, filled = fill_knobs(row, workload, cluster, stack)
+    memory_gb = number(row, "mem_gb_per_gpu")
+    return Case(
+        id=row["id"],
+        source=source,
+        kind="moe_tpu" if is_tpu(row) or is_sparse(row) else "dense",
+        workload=workload,
+        cluster=cluster,
+        knobs=knobs,
+        stack=stack,
+        step_s=measured_step_s(row, workload, devices),
+        memory_bytes=memory_gb * 2**30 if memory_gb else None,
+        reading=READINGS.get(source, "device"),
+        ran_out="OUT-OF-MEMORY" in row["notes"] and not number(row, "step_time_s"),
+        guessed=guessed or filled or not (count(row, "seq") and count(row, "global_batch_seqs")),
+        job=(source, *(row[column] for column in JOB)),
+    )
+
+
+def measured_step_s(row: Row, workload: Workload, devices: int) -> float | None:
+    """The published time of a step, or the one that follows from tokens per second."""
+    if step := number(row, "step_time_s"):
+        return step
+    rate = number(row, "tokens_per_s_per_gpu")
+    return workload.tokens / (rate * devices) if rate else None
+
+
+def published_attention(row: Row, stack: Stack) -> Attention:
+    """Fused where the row says flash or its stack is later than 2022."""
+    early = stack.name.startswith(("megatron 2021", "megatron-deepspeed"))
+    return "unfused" if early and "flash" not in (row["notes"] + row["recompute"]).lower() else "flash"
+
+
+def fill_knobs(row: Row, workload: Workload, cluster: Cluster, stack: Stack) -> tuple[Knobs, bool]:
+    """A row's layout, and whether something was filled in.
+
+    Rules for blanks: an axis that is not named has degree 1 if any other of tensor and pipeline is named; if neither is,
+    both, the micro-batch and recomputation are the planner's own choice (`own_choice`). Data ranks are what is left of the
+    devices. Sharding: of the optimizer if a pipeline or tensor axis is at work, else of the parameters. A micro-batch of
+    what one data rank has, at most 1 with a pipeline; recomputation none, or full where none does not fit.
+    """
+    devices = count(row, "n_devices") or 1
+    tensor, pipeline, context = count(row, "tp"), count(row, "pp"), count(row, "cp") or 1
+    open_axes = tensor is None and pipeline is None
+    known: dict[str, int | str] = {
+        "tensor": tensor or 1,
+        "pipeline": pipeline or 1,
+        "context": context,
+        "expert": count(row, "ep") or 1,
+        "virtual": (count(row, "vp_interleave") or 1) if (pipeline or 1) > 1 else 1,
+        "sequence_parallel": int(number(row, "sp") or 0) if row.get("sp") else int((tensor or 1) > 1),
+    }
+    recompute, micro = published_recompute(row), count(row, "micro_batch")
+    filled = open_axes or recompute is None or micro is None or published_sharding(row) is None
+    options = [known]
+    if open_axes:
+        options = [
+            dict(known, tensor=t, pipeline=p, sequence_parallel=int(t > 1))
+            for t in (1, 2, 4, 8)
+            for p in (1, 2, 4, 8, 16)
+            if devices % (t * p * context) == 0 and workload.layers >= p and (t == 1 or t <= cluster.islands[0].per_node)
+        ] or [known]
+    rows = [
+        dict(option, **_data(row, option, devices), micro_sequences=m, recompute=r)
+        for option in options
+        for m in ([micro] if micro else _micros(row, workload, option, devices))
+        for r in ([recompute] if recompute else ["none", "full"])
+    ]
+    return (own_choice(rows, workload, cluster, stack) if len(rows) > 1 else rows[0]), filled
+
+
+def _data(row: Row, option: Knobs, devices: int) -> dict[str, int | str]:
+    taken = int(option["tensor"]) * int(option["pipeline"]) * int(option["context"])
+    ranks = max(devices // taken, 1)
+    sharding = published_sharding(row)
+    if sharding is None:
+        what = "optimizer" if taken > 1 else "parameters"
+        return {"shard": ranks, "replicate": 1, "shard_what": what if ranks > 1 else "nothing"}
+    if sharding.what == "nothing":
+        return {"shard": 1, "replicate": ranks, "shard_what": "nothing"}
+    size = min(sharding.ranks or ranks, ranks)
+    size = size if ranks % size == 0 else ranks
+    return {"shard": size, "replicate": ranks // size, "shard_what": sharding.what}
+
+
+def _micros(row: Row, workload: Workload, option: Knobs, devices: int) -> list[int]:
+    taken = int(option["tensor"]) * int(option["pipeline"]) * int(option["context"])
+    each = max(workload.batch_sequences * taken // devices, 1)
+    limit = 1 if int(option["pipeline"]) > 1 else each
+    return [m for m in (1, 2, 4, 8, 16) if m <= limit] or [1]
+
+
+def own_choice(rows: list[Knobs], workload: Workload, cluster: Cluster, stack: Stack) -> Knobs:
+    """The fastest of these that fits, or the smallest where none does."""
+    candidates = Candidates.of(rows)
+    needed = memory(workload, candidates, stack).reserved
+    fits = needed <= min(island.device.memory_bytes for island in cluster.islands) * USABLE
+    if not fits.any():
+        return rows[int(np.argmin(needed))]
+    step = np.where(fits, timing(workload, cluster, candidates, stack).step_s, np.inf)
+    return rows[int(np.argmin(step))]
+
+
+def scaled(case: Case, speed: float) -> Case:
+    """The same case by a stack of another speed."""
+    return replace(case, stack=replace(case.stack, speed=speed))

@@ -1,0 +1,114 @@
+"""plait's side of the strands' benchmark: a plan with the strand's layout, put together as a training run is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.strands_work import Work, join, serve, tokens_of, window_starts
+from plait.data.loader import Loader, heldout_micros
+from plait.data.shards import Corpus, Shard
+from plait.layout import Layout
+from plait.model.gpt import GPT
+from plait.parallel.apply import STAGES, weave
+from plait.parallel.mesh import ALONE, make_mesh, world_sums
+from plait.plan.fit import balanced_stages
+from plait.plan.plan import OptimizerPlan, Plan
+from plait.train.assemble import Assembly, make_autocast, put_first_values, runners, samples_of
+from plait.train.optim import make_optimizer
+from plait.train.state import TrainState
+from plait.units import Amount, Every
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InOrder:
+    """One window after the other, where plait would shuffle."""
+
+    work: Work
+    sequence: int
+
+    def windows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(len(positions), dtype=np.int32), window_starts(self.work, positions)
+
+
+def main() -> None:
+    work, flags = join()
+    assembly = assembled(work, plan_for(work, flags.kind))
+    state = TrainState()
+
+    def take_step(step: int) -> float:
+        nonlocal state
+        state, scalars = assembly.step(state)
+        loss, tokens = scalars.totals.tolist()
+        return loss / tokens
+
+    serve(take_step)
+
+
+def plan_for(work: Work, kind: str) -> Plan:
+    """The work as plait's own plan; `kind` is the layout as JSON, with "micro_sequences" where it is not the usual."""
+    asked = json.loads(kind)
+    micro_sequences = asked.pop("micro_sequences", None)
+    if "pipeline" in asked:
+        asked["stage_layers"] = balanced_stages(work.shape, asked["pipeline"])
+    layout = Layout(**asked)
+    optimizer = OptimizerPlan(
+        lr=work.learning_rate, warmup_steps=0, weight_decay=work.weight_decay, betas=work.betas, clip=None,
+        schedule="constant",
+    )  # fmt: skip
+    return Plan(
+        layout=layout, threads=1, device="cpu", precision="float32", compile="off", shape=work.shape,
+        sequence=work.sequence, batch_sequences=work.sequences,
+        micro_sequences=micro_sequences or work.sequences // layout.batch_parts,
+        budget=Amount(1, "steps"), steps=1, optimizer=optimizer, corpus="", corpus_hash="", documents="join",
+        checkpoint_every=Every(0, "steps"), checkpoint_keep=1, report_every_steps=1, evaluate_every_steps=0,
+        step_s=None, peak_flops=None, fingerprint={}, recipe_hash="", reasons=(),
+    )  # fmt: skip
+
+
+def assembled(work: Work, plan: Plan) -> Assembly:
+    """What `plait.train.assemble.assemble` makes of a recipe, with the benchmark's tokens for the recipe's."""
+    together = dist.is_initialized()
+    device = torch.device("cpu")
+    with torch.device("meta" if together else "cpu"):
+        model = GPT(plan.shape)
+    mesh = make_mesh(plan.layout, "cpu") if together else None
+    woven = weave(model, mesh, plan, STAGES if together else ())
+    put_first_values(woven, plan.shape, work.seed)
+    sums = world_sums() if together else ALONE
+    samples = samples_of(plan, plan.layout, sums.index, device)
+    corpus = corpus_of(work)
+    order: Any = InOrder(work=work, sequence=work.sequence)
+    run_micros, evaluate_micros = runners(woven, make_autocast(plan.precision, device))
+    return Assembly(
+        plan=plan,
+        device=device,
+        woven=woven,
+        optimizer=make_optimizer(woven.units, plan.optimizer),
+        corpus=corpus,
+        loader=Loader(corpus, order, samples),
+        heldout=partial(heldout_micros, corpus, samples),
+        sums=sums,
+        run_micros=run_micros,
+        evaluate_micros=evaluate_micros,
+    )
+
+
+def corpus_of(work: Work) -> Corpus:
+    """The benchmark's text as plait's own prepared tokens."""
+    shard = Shard(source=0, tokens=tokens_of(work), starts=np.zeros(1, dtype=np.int64))
+    return Corpus(
+        folder=Path(), vocabulary=work.vocabulary, eot=0, dtype=np.dtype(np.uint16), train=(shard,), heldout=(),
+        train_bytes=0, heldout_bytes=0, weights=(), source_names=(), content_hash="", entries=(),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

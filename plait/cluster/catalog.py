@@ -1,0 +1,235 @@
+"""The devices and links that plait knows, read from catalog.toml; for the planner, which needs no torch."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from plait.errors import PlaitError
+
+DeviceKind = Literal["gpu", "tpu", "cpu"]
+Shape = Literal["switch", "torus", "shared"]
+
+_PRECISIONS = {
+    "bf16": "bf16_dense_tflops", "fp16": "bf16_dense_tflops", "fp8": "fp8_dense_tflops", "fp4": "fp4_dense_tflops",
+    "tf32": "tf32_dense_tflops", "float32": "float32_tflops",
+}  # fmt: skip
+# Words that people write around a device's name and that tell it from no other: makers, sockets, kinds of memory, and
+# the size of a TPU slice ("v3-256").
+_NOISE = re.compile(
+    r"\(.*?\)|\b(?:nvidia|geforce|rtx|tesla|amd|instinct|google|cloud|tpu|apple|gpu|processor|hgx|dgx|nvl72|sxm\d?"
+    r"|hbm\d\w*|\d+w|[\d.]+\s*tb/s)\b|(?<=\bv\d)-\d+\b|(?<=\bv\d[a-z])-\d+\b"
+)
+_MEMORY = re.compile(r"\b(\d+)\s*gi?b\b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator or processor as programs see it: a GPU, a TPU chip, all cores of a machine."""
+
+    name: str
+    vendor: str
+    kind: DeviceKind
+    peak_flops: Mapping[str, float] = field(hash=False)
+    """By precision (bf16, fp16, fp8, fp4, tf32, float32): dense FLOP/s; what the device lacks is absent."""
+    achievable: float | None
+    """Share of the bf16 peak that large matrix products reach; None where nobody measured it."""
+    memory_bytes: int
+    """What is left to a program after the driver's share."""
+    memory_bytes_per_s: float
+    inside: str
+    """Name of the link that joins the devices of a node."""
+    per_node: int
+    """Devices that this link joins at most: those of a server, of a rack, of a TPU slice."""
+    node_part: int | None
+    """A node that may be used in part: in any multiple of so many devices."""
+    between: str
+    """Name of the link between nodes that one finds most often."""
+    price_per_hour: float | None
+    """US dollars for one device."""
+    watts: float | None
+    units: int | None
+    """Multiprocessors, compute units or cores, that work is dealt out to in waves."""
+    source: str
+
+    def __post_init__(self) -> None:
+        amounts = {
+            "memory_bytes": self.memory_bytes,
+            "memory_bytes_per_s": self.memory_bytes_per_s,
+            "per_node": self.per_node,
+            **{f"peak_flops of {precision}": rate for precision, rate in self.peak_flops.items()},
+        }
+        for what, amount in amounts.items():
+            _must_be_positive(self.name, what, amount)
+
+    def flops(self, precision: str) -> float:
+        """Peak FLOP/s in this precision; raises PlaitError where the device has none or none was published."""
+        if precision in self.peak_flops:
+            return self.peak_flops[precision]
+        known = ", ".join(self.peak_flops)
+        raise PlaitError(f"the catalogue knows no {precision} arithmetic of {self.name}; choose one of {known}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What joins devices or nodes."""
+
+    name: str
+    bytes_per_s: float
+    """Line rate in one direction. On a "switch": of each device. "shared": of the one wire that all devices of a node
+    use together. "torus": of each of the two wires that a device has along each axis."""
+    latency_s: float
+    """Of one step of a ring, from a device to the next, software included."""
+    reached: float
+    """Share of the line rate that large ring collectives reach."""
+    all_reduce_reached: float
+    """The same for all-reduce: more than `reached` where the switch adds up."""
+    shape: Shape
+    axes: int = 1
+    """Of a torus."""
+    source: str
+
+    def __post_init__(self) -> None:
+        amounts = {"bytes_per_s": self.bytes_per_s, "reached": self.reached, "axes": self.axes}
+        for what, amount in amounts.items():
+            _must_be_positive(self.name, what, amount)
+        if self.latency_s < 0:
+            raise PlaitError(f"{self.name}: latency_s = {self.latency_s:g} is before it was sent; write 0 or more")
+
+
+def device(name: str) -> Device:
+    """The device that a person means: "H100", "a100-40gb", "RTX 4090", "TPU v5p"; raises PlaitError with near names."""
+    text = name.lower()
+    size = _MEMORY.search(text)
+    word = _word(text)
+    entries = [entry for entry in _entries().values() if word in map(_word, entry["aliases"])]
+    if not entries:
+        raise PlaitError(f'"{name}" is not a device of the catalogue; {_nearest_devices(word)}')
+    if not size:
+        return _device(min(entries, key=lambda entry: len(entry["key"].split())))
+    return _device_of_size(entries, int(size[1]))
+
+
+def reported_device(name: str) -> Device | None:
+    """The device whose driver reports this name, as "NVIDIA A100-SXM4-80GB"; None if it is not in the catalogue."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    found = next((entry for key, entry in _entries().items() if words.issuperset(key.split())), None)
+    if found is None:
+        return None
+    size = _MEMORY.search(name.lower())
+    return _device_of_size([found], int(size[1])) if size and int(size[1]) in _sizes(found) else _device(found)
+
+
+def link(name: str) -> Link:
+    """The link of this name; raises PlaitError with near names."""
+    entry = _catalog()["link"].get(name.lower())
+    if entry is None:
+        near = difflib.get_close_matches(name.lower(), list(_catalog()["link"]), n=3, cutoff=0.4)
+        nearest = f"the nearest names are {', '.join(near)}" if near else "write for example infiniband-ndr"
+        raise PlaitError(f'"{name}" is not a link of the catalogue; {nearest}')
+    return Link(
+        name=name.lower(),
+        bytes_per_s=entry["gbytes_per_s"] * 1e9,
+        latency_s=entry["latency_us"] / 1e6,
+        reached=entry["reached"],
+        all_reduce_reached=entry.get("all_reduce_reached", entry["reached"]),
+        shape=entry["shape"],
+        axes=entry.get("axes", 1),
+        source=entry["source"],
+    )
+
+
+def network(gbit_per_s: float, of: Literal["device", "machine"]) -> Link:
+    """A network of this rate: a card for each device (RoCE and its like), or one card a machine (Ethernet, TCP).
+
+    Rates that the catalogue lacks take latency and reached share of its entry that is nearest as a ratio.
+    """
+    prefix = "roce-" if of == "device" else "ethernet-"
+    names = [name for name in _catalog()["link"] if name.startswith(prefix)]
+    rate = gbit_per_s / 8 * 1e9
+    near = min((link(name) for name in names), key=lambda known: abs(math.log(known.bytes_per_s / rate)))
+    return near if near.bytes_per_s == rate else replace(near, name=f"{prefix}{gbit_per_s:g}g", bytes_per_s=rate)
+
+
+def device_names() -> tuple[str, ...]:
+    """All devices of the catalogue, as their makers call them."""
+    return tuple(entry["name"] for entry in _entries().values())
+
+
+def link_names() -> tuple[str, ...]:
+    """All links of the catalogue."""
+    return tuple(_catalog()["link"])
+
+
+def _must_be_positive(name: str, what: str, amount: float) -> None:
+    if not amount > 0:
+        raise PlaitError(f"{name}: {what} = {amount:g} cannot be; write more than 0")
+
+
+def _device(entry: Mapping[str, Any]) -> Device:
+    lacks = entry.get("without", ())
+    rates = {p: entry[key] * 1e12 for p, key in _PRECISIONS.items() if key in entry and p not in lacks}
+    usable = _catalog()["usable_memory"][entry["vendor"]]
+    return Device(
+        name=entry["name"],
+        vendor=entry["vendor"],
+        kind=entry.get("kind", "gpu"),
+        peak_flops=rates,
+        achievable=entry.get("achievable"),
+        memory_bytes=round(entry["memory_gb"] * 2**30 * usable),
+        memory_bytes_per_s=entry["memory_gbytes_per_s"] * 1e9,
+        inside=entry["inside"],
+        per_node=entry["per_node"],
+        node_part=entry.get("node_part"),
+        between=entry["between"],
+        price_per_hour=entry.get("price_per_hour"),
+        watts=entry.get("watts"),
+        units=entry.get("units"),
+        source=entry["source"],
+    )
+
+
+def _device_of_size(entries: Sequence[Mapping[str, Any]], memory_gb: int) -> Device:
+    for entry in entries:
+        if memory_gb == entry["memory_gb"]:
+            return _device(entry)
+    for entry in entries:
+        if memory_gb in _sizes(entry):
+            base = re.sub(r" \d+GB$", "", entry["name"])
+            # The price is that of the size which the entry describes.
+            return _device({**entry, "name": f"{base} {memory_gb}GB", "memory_gb": memory_gb, "price_per_hour": None})
+    sizes = sorted({size for entry in entries for size in _sizes(entry)})
+    plain = re.sub(r" \d+GB$", "", entries[0]["name"])
+    raise PlaitError(f"no {plain} has {memory_gb} GB; the catalogue knows {' and '.join(map(str, sizes))} GB")
+
+
+def _sizes(entry: Mapping[str, Any]) -> tuple[int, ...]:
+    return (entry["memory_gb"], *entry.get("memory_sizes_gb", ()))
+
+
+def _word(text: str) -> str:
+    """A name without what people write around it: "nvidia a100-sxm4-80gb" -> "a100"."""
+    plain = _NOISE.sub(" ", _MEMORY.sub(" ", text.lower()))
+    return re.sub(r"[^a-z0-9]+", "", plain).removeprefix("tpu").removeprefix("rtx")
+
+
+def _nearest_devices(word: str) -> str:
+    names = {_word(alias): entry["name"] for entry in _entries().values() for alias in entry["aliases"]}
+    near = dict.fromkeys(names[match] for match in difflib.get_close_matches(word, list(names), n=3, cutoff=0.4))
+    return f"the nearest are {', '.join(near)}" if near else "name one of them, or describe yours in a cluster.json"
+
+
+def _entries() -> dict[str, dict[str, Any]]:
+    return {key: {**entry, "key": key} for key, entry in _catalog()["device"].items()}
+
+
+@cache
+def _catalog() -> dict[str, Any]:
+    return tomllib.loads((Path(__file__).parent / "catalog.toml").read_text(encoding="utf-8"))

@@ -1,0 +1,206 @@
+"""Clusters as values: islands of equal nodes and what joins them; from short forms, from cluster.json, from a machine.
+
+A cluster.json is an object with the keys of `Cluster`, each island one with those of `Island`:
+
+    {"name": "two rooms",
+     "islands": [{"device": "H100", "per_node": 8, "nodes": 4, "network": "infiniband-ndr"},
+                 {"device": {"like": "RTX 4090", "name": "RTX 4090 48GB", "memory_bytes": 5e10}, "per_node": 2}],
+     "between": "@10G"}
+
+A device or link is a name of the catalogue, or an object with all its values, or with "like" and those that differ. A
+link may also be a rate: "+400G" with a card for each device, "@1G" for each machine. What may be left out: nodes (1),
+inside and between (what is usual for the device), network (the same as between), speed (1), name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from plait.cluster.catalog import Device, Link, device, link, reported_device
+from plait.cluster.described import check_keys, check_value, described_device, described_link, description
+from plait.cluster.short import read_short
+from plait.cluster.topology import Machine
+from plait.errors import PlaitError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Island:
+    """Equal nodes with equal devices."""
+
+    device: Device
+    per_node: int
+    nodes: int
+    inside: Link
+    """Joins the devices of a node."""
+    speed: float = 1.0
+    """Of these devices, as a share of what the catalogue leads one to expect: power limits, heat, age."""
+    network: Link | None = None
+    """Joins the nodes of this island with each other; None where the cluster's link between nodes does."""
+
+    def __post_init__(self) -> None:
+        for what, amount in (("per_node", self.per_node), ("nodes", self.nodes), ("speed", self.speed)):
+            if not amount > 0:
+                raise PlaitError(f"an island of {self.device.name} has {what} = {amount:g}; write more than 0")
+
+    @property
+    def devices(self) -> int:
+        """Devices of all its nodes."""
+        return self.nodes * self.per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """All machines of a run, as the planner sees them."""
+
+    name: str
+    islands: tuple[Island, ...]
+    between: Link
+    """Joins nodes, and islands."""
+
+    def __post_init__(self) -> None:
+        if not self.islands:
+            raise PlaitError(f"the cluster {self.name} has no islands; name at least one device")
+
+    @property
+    def devices(self) -> int:
+        """Devices of all islands."""
+        return sum(island.devices for island in self.islands)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of all islands."""
+        return sum(island.nodes for island in self.islands)
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """US dollars for all devices; None where one has no public price."""
+        return _sum_of([(island.devices, island.device.price_per_hour) for island in self.islands])
+
+    @property
+    def watts(self) -> float | None:
+        """Board power of all devices; None where one is not published."""
+        return _sum_of([(island.devices, island.device.watts) for island in self.islands])
+
+    def network(self, island: Island) -> Link:
+        """What joins the nodes of this island with each other."""
+        return island.network or self.between
+
+
+def device_bytes_per_s(network: Link, per_node: int) -> float:
+    """One device's part of the line rate, in one direction, when all devices of its node send at once."""
+    match network.shape:
+        case "shared":
+            return network.bytes_per_s / per_node
+        case "torus":
+            return network.bytes_per_s * 2 * network.axes
+        case "switch":
+            return network.bytes_per_s
+
+
+def read_cluster(text: str | Path) -> Cluster:
+    """The cluster of a short form ("512xH100") or of a cluster.json; raises PlaitError with what to write instead."""
+    path = Path(text)
+    if path.suffix.lower() == ".json":
+        return cluster_from_json(_file_text(path), str(path))
+    said = read_short(str(text))
+    islands = [
+        Island(device=part.device, per_node=part.per_node, nodes=part.nodes, inside=link(part.device.inside))
+        for part in said.parts
+    ]
+    between = said.network or _usual_between(islands)
+    return Cluster(name=str(text).strip(), islands=tuple(islands), between=between)
+
+
+def cluster_of(machine: Machine, flops: float | None = None) -> Cluster:
+    """The machine at hand as a cluster of one node; `flops` is the measured rate of a processor's float32 products."""
+    known = _processor(machine, flops) if machine.device == "cpu" else reported_device(machine.name)
+    if known is None:
+        raise PlaitError(
+            f"{machine.name} is not in plait's catalogue; describe it in a cluster.json and pass --cluster"
+        )
+    here = replace(known, name=machine.name, memory_bytes=machine.memory_bytes)
+    island = Island(device=here, per_node=machine.devices, nodes=1, inside=link(known.inside))
+    return Cluster(name="this machine", islands=(island,), between=link(known.between))
+
+
+def cluster_json(cluster: Cluster) -> str:
+    """The text of a cluster.json that reads back as this cluster."""
+    islands = [
+        {
+            "device": description(island.device),
+            "per_node": island.per_node,
+            "nodes": island.nodes,
+            "inside": description(island.inside),
+            "speed": island.speed,
+            **({"network": description(island.network)} if island.network else {}),
+        }
+        for island in cluster.islands
+    ]
+    values = {"name": cluster.name, "islands": islands, "between": description(cluster.between)}
+    return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+
+
+def cluster_from_json(text: str, where: str) -> Cluster:
+    """Read the text of a cluster.json; `where` names it in errors."""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise PlaitError(f"{where} is not JSON ({error}); see plait/cluster/cluster.py for an example") from error
+    check_keys(values, {"islands"}, {"name", "between"}, where)
+    if not isinstance(values["islands"], list) or not values["islands"]:
+        raise PlaitError(
+            f'{where}: islands must be a list of one or more; write "islands": [{{"device": "H100", "per_node": 8}}]'
+        )
+    islands = [_island(entry, f"{where}, island {i}") for i, entry in enumerate(values["islands"], 1)]
+    between = described_link(values["between"], f"{where}: between") if "between" in values else _usual_between(islands)
+    return Cluster(name=str(values.get("name", Path(where).stem)), islands=tuple(islands), between=between)
+
+
+def _island(values: Any, where: str) -> Island:
+    check_keys(values, {"device", "per_node"}, {"nodes", "inside", "speed", "network"}, where)
+    for key, annotation in (("per_node", "int"), ("nodes", "int"), ("speed", "float")):
+        check_value(values.get(key, 1), annotation, f"{where}: {key}")
+    known = described_device(values["device"], f"{where}: device")
+    return Island(
+        device=known,
+        per_node=int(values["per_node"]),
+        nodes=int(values.get("nodes", 1)),
+        inside=described_link(values.get("inside", known.inside), f"{where}: inside"),
+        speed=float(values.get("speed", 1)),
+        network=described_link(values["network"], f"{where}: network") if "network" in values else None,
+    )
+
+
+def _usual_between(islands: list[Island]) -> Link:
+    """The slowest of what is usual for each island's devices."""
+    usual = [(link(island.device.between), island.per_node) for island in islands]
+    return min(usual, key=lambda pair: device_bytes_per_s(*pair))[0]
+
+
+def _processor(machine: Machine, flops: float | None) -> Device:
+    """This machine's processor, as the typical one that is nearest in cores unless its speed was measured."""
+    typical = min(
+        (device(name) for name in ("laptop", "desktop", "server")),
+        key=lambda known: abs(math.log((known.units or 1) / machine.cores)),
+    )
+    rate = flops or typical.flops("float32") * machine.cores / (typical.units or 1)
+    source = f"{'measured' if flops else 'arithmetic of a typical processor'}; memory speed of a {typical.name}"
+    rates = dict.fromkeys(typical.peak_flops, rate)
+    return replace(typical, peak_flops=rates, units=machine.cores, watts=None, source=source)
+
+
+def _sum_of(parts: list[tuple[int, float | None]]) -> float | None:
+    known = [count * amount for count, amount in parts if amount is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+
+def _file_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise PlaitError(f"cannot read the cluster {path}: {reason}; name a cluster.json that exists") from error

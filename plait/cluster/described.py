@@ -1,0 +1,106 @@
+"""Devices and links as a cluster.json tells them: by name, like another one, or by all their values."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any, get_args
+
+from plait.cluster.catalog import Device, DeviceKind, Link, Shape, device, link
+from plait.cluster.short import read_network
+from plait.errors import PlaitError
+
+_WORDS = {"DeviceKind": get_args(DeviceKind), "Shape": get_args(Shape)}
+
+
+def described_device(said: Any, where: str) -> Device:
+    """The device that a cluster.json names or describes; `where` opens the errors."""
+    if isinstance(said, str):
+        return device(said)
+    return Device(**_values(Device, said, where))
+
+
+def described_link(said: Any, where: str) -> Link:
+    """The link that a cluster.json names ("nvlink4"), gives as a rate ("+400G", "@1G") or describes."""
+    if isinstance(said, str):
+        mark, name = (said[0], said[1:].strip()) if said[:1] in ("+", "@") else ("+", said)
+        return read_network(name, mark)
+    return Link(**_values(Link, said, where))
+
+
+def description(value: Device | Link) -> str | dict[str, Any]:
+    """What reads back as this device or link: its name where the catalogue says all the rest."""
+    try:
+        known = device(value.name) if isinstance(value, Device) else link(value.name)
+    except PlaitError:
+        return asdict(value)
+    return value.name if known == value else asdict(value)
+
+
+def check_keys(values: Any, needed: set[str], allowed: set[str], where: str) -> None:
+    """Raises PlaitError unless `values` is an object with all needed keys and no others than the allowed ones."""
+    if not isinstance(values, dict):
+        raise PlaitError(f"{where}: {json.dumps(values)} must be an object, with {_listed(needed or allowed)}")
+    known = needed | allowed
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, sorted(known), n=1)
+            raise PlaitError(f'{where}: "{key}" is not known; write {near[0] if near else _listed(known)}')
+    if missing := needed - set(values):
+        raise PlaitError(f"{where}: {_listed(missing)} missing; add it")
+
+
+def check_value(value: Any, annotation: str, where: str) -> None:
+    """Raises PlaitError unless a value of a cluster.json is of the kind that its field is annotated with."""
+    if not _fits(value, annotation):
+        raise PlaitError(f"{where} = {json.dumps(value)} does not fit; write {_wanted(annotation)}")
+
+
+def _values(kind: type[Device] | type[Link], said: Any, where: str) -> dict[str, Any]:
+    """All values of a Device or Link, those left out taken from the one that it is "like"."""
+    annotations = {field.name: str(field.type) for field in fields(kind)}
+    like = said.get("like") if isinstance(said, dict) else None
+    optional = {name for name, annotation in annotations.items() if "None" in annotation} | {"axes", "source"}
+    needed = set() if like else set(annotations) - optional - {"all_reduce_reached"}
+    check_keys(said, needed, {"like", *annotations}, where)
+    for name in said.keys() - {"like"}:
+        check_value(said[name], annotations[name], f"{where}: {name}")
+    if like:
+        known = device(str(like)) if kind is Device else link(str(like))
+        return {**asdict(known), "source": f"{where}, like {known.name}", **_without_like(said)}
+    defaults: dict[str, Any] = {"source": where, **({} if kind is Device else {"axes": 1})}
+    defaults |= {name: None for name in optional if "None" in annotations[name]}
+    return {**defaults, **({} if kind is Device else {"all_reduce_reached": said["reached"]}), **said}
+
+
+def _without_like(said: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in said.items() if name != "like"}
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    if annotation in _WORDS:
+        return value in _WORDS[annotation]
+    if value is None or isinstance(value, bool):
+        return value is None and "None" in annotation
+    if annotation.startswith("Mapping"):
+        return isinstance(value, dict) and all(_fits(rate, "float") for rate in value.values())
+    if annotation == "str":
+        return isinstance(value, str)
+    # A count of bytes may be written as 8e10; JSON as Python reads it has Infinity and NaN, which are no amounts.
+    number = isinstance(value, int | float) and math.isfinite(value)
+    return number and ("int" not in annotation or value == int(value))
+
+
+def _wanted(annotation: str) -> str:
+    if annotation in _WORDS:
+        return f"one of {_listed(set(_WORDS[annotation]))}"
+    if annotation.startswith("Mapping"):
+        return 'FLOP/s by precision, for example {"bf16": 1e15}'
+    return "text" if annotation == "str" else "a whole number" if "int" in annotation else "a number"
+
+
+def _listed(words: set[str]) -> str:
+    return ", ".join(sorted(words))

@@ -1,0 +1,122 @@
+"""Clusters in a few characters: "512xH100", "2x(8xA100)+400G", "macbook+4090@1G"."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from plait.cluster.catalog import Device, Link, device, link, link_names, network
+from plait.errors import PlaitError
+
+# Note [the grammar of short forms]
+#   cluster := part {"+" part} [network]
+#   part    := [COUNT "x"] DEVICE  |  COUNT "x(" COUNT "x" DEVICE ")"      2x(8xA100): two nodes of eight
+#   network := "+" RATE  |  "@" RATE  |  "+" LINK  |  "@" LINK             between the nodes; the usual one if left out
+#   RATE    := NUMBER ("M" | "G" | "T")                                    bits a second; 50GB/s is bytes
+# DEVICE is any name of the catalogue, with or without its memory size ("A100", "a100-40gb", "TPU v5p"); LINK is a link
+# of it ("infiniband-ndr"). Upper and lower case are the same.
+# A count of devices becomes full nodes of their usual size: 512xH100 is 64 nodes of 8. Racks and TPU slices may be used
+# in part, by the fewest equal ones: 128xGB200 is 2 racks of 64.
+# "+400G" is what data centres quote: a network card of 400 Gbit/s for each *device*, with direct memory access.
+# "@1G" is what offices and homes have: one network card of 1 Gbit/s for each *machine*, shared by its devices.
+
+_COUNTED = re.compile(r"(-?\d+)\s*[x×*]\s*(.+)", re.IGNORECASE)
+_RATE = re.compile(r"(-?\d+(?:\.\d+)?)\s*([MGTmgt])(?:(b|bit)?(?:/s|ps)?|(B(?:/s|ps)))")
+_GBIT = {"m": 1e-3, "g": 1.0, "t": 1e3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Equal nodes of one kind of device."""
+
+    device: Device
+    per_node: int
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Short:
+    """What a short form says; `network` is None where it leaves the usual one."""
+
+    parts: tuple[Part, ...]
+    network: Link | None
+
+
+def read_short(text: str) -> Short:
+    """Read a short form, see Note [the grammar of short forms]; raises PlaitError on anything else."""
+    pieces = re.split(r"([+@])", f"+{text}")[1:]
+    marked = list(zip(pieces[::2], (piece.strip() for piece in pieces[1::2]), strict=True))
+    if any(not piece for _, piece in marked):
+        raise PlaitError(
+            f'"{text}" is not a cluster; write for example 512xH100, "2x(8xA100)+400G" or "macbook+4090@1G"'
+        )
+    mark, last = marked[-1]
+    joined = read_network(last, mark) if mark == "@" or _is_network(last) else None
+    parts = marked[:-1] if joined else marked
+    for mark, piece in parts:
+        if mark == "@" or _is_network(piece):
+            raise PlaitError(f'"{text}" names the network before its end; write it once, last, as in "macbook+4090@1G"')
+    if not parts:
+        raise PlaitError(f'"{text}" is a network without devices; write for example "2x(8xA100)+400G"')
+    return Short(parts=tuple(_part(piece) for _, piece in parts), network=joined)
+
+
+def read_network(text: str, mark: str) -> Link:
+    """The link that "400G" or "infiniband-ndr" means; a rate is each device's after "+", each machine's after "@"."""
+    if text.lower() in link_names():
+        return link(text)
+    rate = _RATE.fullmatch(text)
+    if rate is None:
+        raise PlaitError(f'"{text}" is neither a rate such as 400G nor a link; {_nearest_link(text)}')
+    gbit_per_s = float(rate[1]) * _GBIT[rate[2].lower()] * (8 if rate[4] else 1)
+    if gbit_per_s <= 0:
+        raise PlaitError(f'a link of "{text}" carries nothing; write a rate above zero, for example 1G')
+    return network(gbit_per_s, "machine" if mark == "@" else "device")
+
+
+def _is_network(piece: str) -> bool:
+    return bool(_RATE.fullmatch(piece)) or piece.lower() in link_names()
+
+
+def _part(piece: str) -> Part:
+    counted = _COUNTED.fullmatch(piece)
+    count, rest = (int(counted[1]), counted[2].strip()) if counted else (1, piece)
+    if count < 1:
+        raise PlaitError(f'"{piece}" has no devices; write a count of 1 or more')
+    if not (rest.startswith("(") and rest.endswith(")")):
+        return _full_nodes(device(rest), count)
+    node = _COUNTED.fullmatch(rest[1:-1].strip())
+    per_node, name = (int(node[1]), node[2]) if node else (1, rest[1:-1])
+    known = device(name)
+    if per_node < 1:
+        raise PlaitError(f'"{piece}" has no devices; write a count of 1 or more')
+    if per_node > known.per_node:
+        raise PlaitError(
+            f'"{piece}" has {per_node} {known.name} in a node, but {known.inside} joins {known.per_node} at most; '
+            f"write {math.ceil(count * per_node / known.per_node)}x({known.per_node}x{name}), or a cluster.json"
+        )
+    return Part(device=known, per_node=per_node, nodes=count)
+
+
+def _full_nodes(known: Device, count: int) -> Part:
+    """So many devices in the fewest equal nodes of their kind."""
+    usual, part = known.per_node, known.node_part
+    if count <= usual:
+        return Part(device=known, per_node=count, nodes=1)
+    for nodes in range(math.ceil(count / usual), count // (part or usual) + 1):
+        if count % nodes == 0 and count // nodes % (part or usual) == 0:
+            return Part(device=known, per_node=count // nodes, nodes=nodes)
+    fit, equal = part or usual, math.gcd(count, usual)
+    raise PlaitError(
+        f"{count} {known.name} do not fill nodes of {usual}; take {count // fit * fit} or {(count // fit + 1) * fit}, "
+        f"or write the nodes, as in {count // equal}x({equal}x{known.name})"
+    )
+
+
+def _nearest_link(text: str) -> str:
+    try:
+        link(text)
+    except PlaitError as error:
+        return str(error).partition("; ")[2]
+    return "write for example 1G"

@@ -1,0 +1,112 @@
+"""Writes token shards: a stream that appears on the disk as it comes."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+
+from plait.data.holdout import Split
+from plait.data.shards import ShardEntry, file_sha256, sync_and_close
+
+_COUNTED = np.zeros(1, dtype=np.uint8)
+
+
+class ShardWriter:
+    """Writes one split as numbered shards; call `begin_document`, `add`, … and at the end `close_shard`.
+
+    `marks` "kept" writes a mask beside each shard.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: Split,
+        *,
+        eot: int,
+        dtype: np.dtype[Any],
+        shard_tokens: int,
+        marks: Literal["none", "kept"] = "none",
+    ) -> None:
+        assert shard_tokens >= 8
+        self.entries: list[ShardEntry] = []
+        self.bytes_written = self.text_bytes = 0
+        self._folder, self._dtype, self._limit = folder, dtype, shard_tokens
+        self._split: Split = split
+        self._eot = np.array([eot], dtype=dtype)
+        self._marks = marks
+        self._file: BinaryIO | None = None
+        self._mask_file: BinaryIO | None = None
+        self._source = self._tokens = 0
+
+    def begin_document(self, source: int) -> None:
+        """Start a document; a new shard is opened for a new source, and before one is so full that documents tear."""
+        if source != self._source or self._tokens >= self._limit - self._limit // 8:
+            self.close_shard()
+        if self._file is None:
+            self._open(source)
+        self._starts.append(self._tokens)
+        self._write(self._eot, _COUNTED)
+
+    def add(self, ids: np.ndarray[Any, Any], mask: np.ndarray[Any, Any] | None = None) -> None:
+        """Append tokens to the document that was begun; `mask` is 1 at those that are never a target."""
+        assert mask is None or (self._marks == "kept" and len(mask) == len(ids))
+        mask = np.zeros(len(ids), dtype=np.uint8) if mask is None else mask
+        while len(ids):
+            room = self._limit - 1 - self._tokens  # the closing <eot> has its place reserved
+            self._write(ids[:room], mask[:room])
+            ids, mask = ids[room:], mask[room:]
+            if len(ids):
+                self.close_shard()
+                self.begin_document(self._source)
+
+    def close_shard(self) -> None:
+        """Close the stream with its last <eot> and put it safely on the disk; nothing happens where none is open."""
+        if self._file is None:
+            return
+        self._write(self._eot, _COUNTED)
+        sync_and_close(self._file)
+        if self._mask_file is not None:
+            sync_and_close(self._mask_file)
+        self._file = self._mask_file = None
+        starts_sha256 = _save_starts(self._folder / f"{self._name}.starts.npy", self._starts)
+        entry = ShardEntry(
+            name=self._name,
+            split=self._split,
+            source=self._source,
+            tokens=self._tokens,
+            documents=len(self._starts),
+            sha256=self._hash.hexdigest(),
+            starts_sha256=starts_sha256,
+            mask_sha256=self._mask_hash.hexdigest() if self._marks == "kept" else None,
+        )
+        self.entries.append(entry)
+        self._tokens = 0
+
+    def _open(self, source: int) -> None:
+        self._name = f"{self._split}-{len(self.entries):05d}"
+        self._file = (self._folder / f"{self._name}.bin").open("wb", buffering=1 << 20)
+        if self._marks == "kept":
+            self._mask_file = (self._folder / f"{self._name}.mask.bin").open("wb", buffering=1 << 20)
+        self._source, self._starts, self._hash, self._mask_hash = source, [], sha256(), sha256()
+
+    def _write(self, ids: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]) -> None:
+        assert self._file is not None
+        data = np.ascontiguousarray(ids, dtype=self._dtype).data
+        self._file.write(data)
+        self._hash.update(data)
+        if self._mask_file is not None:
+            marks = np.ascontiguousarray(mask, dtype=np.uint8).data
+            self._mask_file.write(marks)
+            self._mask_hash.update(marks)
+        self._tokens += len(ids)
+        self.bytes_written += data.nbytes
+
+
+def _save_starts(path: Path, starts: list[int]) -> str:
+    file = path.open("wb")
+    np.save(file, np.array(starts, dtype="<i8"), allow_pickle=False)
+    sync_and_close(file)
+    return file_sha256(path)

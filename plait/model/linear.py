@@ -1,0 +1,27 @@
+"""A linear layer whose product may be carried out in another way than at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""x [..., in], weight [out, in] and bias [out] or None to x @ weight.T + bias."""
+
+
+class Linear(nn.Module):
+    """A product with a weight [width_out, width_in], plus a bias where asked.
+
+    `multiply` may be replaced by another way to the same result: a pipeline puts the weight's gradient off.
+    """
+
+    def __init__(self, width_in: int, width_out: int, *, bias: bool) -> None:
+        super().__init__()
+        like = nn.Linear(width_in, width_out, bias=bias)
+        self.weight, self.bias = like.weight, like.bias
+        self.multiply: Multiply = F.linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x, self.weight, self.bias)

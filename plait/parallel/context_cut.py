@@ -1,0 +1,110 @@
+"""Which queries of a context rank meet which keys: the arithmetic of balanced (zig-zag) parts, without a tensor.
+
+Each row of T tokens is cut into 2c chunks, and rank i of c holds chunk i and chunk 2c - 1 - i, one after the other. In
+the order of the rank's own tokens a document is then one or more *segments*, each inside one chunk. A segment's queries
+meet its own keys causally, which are all on this rank, and, where its document began in an earlier chunk, all of the
+document's earlier keys: a rectangle. A chunk begins with at most one such segment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+
+Span = tuple[int, int]
+"""First and count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rectangle:
+    """Queries of this rank's rows that meet keys before their chunk; the same in each of `rows`."""
+
+    rows: Span
+    queries: Span
+    """Among the row's tokens on this rank."""
+    keys: Span
+    """Among all tokens of the row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """All that one context rank computes of a micro-batch's attention."""
+
+    rows: int
+    sequence: int
+    parts: int
+    index: int
+    segments: tuple[int, ...]
+    """Lengths, one after the other over this rank's tokens of all rows."""
+    rectangles: tuple[Rectangle, ...]
+    crosses: bool
+    """Whether some document reaches over a chunk's border, on whatever rank: the same answer on all ranks."""
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key, what attention's cost grows with."""
+        squares = sum(length * (length + 1) // 2 for length in self.segments)
+        return squares + sum(one.rows[1] * one.queries[1] * one.keys[1] for one in self.rectangles)
+
+    @property
+    def runs(self) -> tuple[Span, ...]:
+        """(length, how many) of the segments, neighbours of equal length taken together."""
+        return tuple((length, len(list(same))) for length, same in groupby(self.segments))
+
+
+def cut_attention(lengths: tuple[int, ...] | None, *, rows: int, sequence: int, parts: int, index: int) -> Cut:
+    """What rank `index` of `parts` computes.
+
+    `lengths` are those of the documents in the whole rows; None: each row is one.
+    """
+    chunk, rest = divmod(sequence, 2 * parts)
+    assert rest == 0, f"{2 * parts} chunks do not divide a row of {sequence} tokens"
+    borders = _borders(lengths, rows, sequence)
+    segments: list[int] = []
+    rectangles: dict[tuple[Span, Span], list[int]] = {}
+    for row, begins in enumerate(borders):
+        for place, number in enumerate((index, 2 * parts - 1 - index)):
+            first = number * chunk
+            edges = [first, *(begin for begin in begins if first < begin < first + chunk), first + chunk]
+            segments += [end - begin for begin, end in pairwise(edges)]
+            opened = max(begin for begin in begins if begin <= first)
+            if opened < first:
+                key = ((place * chunk, edges[1] - first), (opened, first - opened))
+                rectangles.setdefault(key, []).append(row)
+    return Cut(
+        rows=rows,
+        sequence=sequence,
+        parts=parts,
+        index=index,
+        segments=tuple(segments),
+        rectangles=tuple(
+            Rectangle(rows=some, queries=queries, keys=keys)
+            for (queries, keys), found in rectangles.items()
+            for some in _neighbours(found)
+        ),
+        crosses=any(not set(range(chunk, sequence, chunk)) <= set(begins) for begins in borders),
+    )
+
+
+def _borders(lengths: tuple[int, ...] | None, rows: int, sequence: int) -> list[list[int]]:
+    """Where documents begin within each row, 0 included."""
+    if lengths is None:
+        return [[0] for _ in range(rows)]
+    begins = [0, *accumulate(lengths)]
+    assert begins.pop() == rows * sequence, "the documents' lengths are those of whole rows"
+    borders: list[list[int]] = [[] for _ in range(rows)]
+    for begin in begins:
+        borders[begin // sequence].append(begin % sequence)
+    assert all(begins and begins[0] == 0 for begins in borders), "no document crosses the end of a row"
+    return borders
+
+
+def _neighbours(numbers: list[int]) -> list[Span]:
+    """Ascending numbers as spans of neighbours."""
+    spans: list[Span] = []
+    for number in numbers:
+        if spans and sum(spans[-1]) == number:
+            spans[-1] = (spans[-1][0], spans[-1][1] + 1)
+        else:
+            spans.append((number, 1))
+    return spans

@@ -1,0 +1,94 @@
+"""Carries keys and values to the context ranks whose queries look back at them, and their gradients home.
+
+Note [who needs what]: of 2c chunks, rank i has chunks i and 2c - 1 - i, and its rectangles reach before the later of
+the two: it needs chunks 0 … 2c - 2 - i and no more. Messages between pairs of ranks carry just those. With gloo they
+took half the time of its all-gather and reduce-scatter even when they carried everything.
+
+Legend: b rows, m tokens of a chunk, t = 2m tokens of a row on one rank, k key/value heads, d numbers of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Exchange:
+    """One rank's place on the axis. All ranks of the group must make the same calls in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.parts, self.index = dist.get_world_size(group), dist.get_rank(group)
+        self.needed = 2 * self.parts - 1 - self.index
+        """How many chunks, from the row's first on, this rank's rectangles can reach."""
+
+    def gather(self, k_btkd: Tensor, v_btkd: Tensor) -> Gathering:
+        """Begin to send keys and values; the answer waits for those of the others."""
+        rows, tokens, *head = k_btkd.shape
+        chunks = k_btkd.new_empty((2, 2 * self.parts, rows, tokens // 2, *head))
+        for kind, x in enumerate((k_btkd, v_btkd)):
+            for half, chunk in zip(x.chunk(2, dim=1), _chunks_of(self.index, self.parts), strict=True):
+                chunks[kind, chunk].copy_(half)
+        operations = []
+        for peer in self._peers():
+            for chunk in self._chunks_for(peer):
+                operations += [self._operation(dist.isend, x, peer, chunk) for x in chunks[:, chunk]]
+            for chunk in self._chunks_from(peer):
+                operations += [self._operation(dist.irecv, x, peer, chunk) for x in chunks[:, chunk]]
+        return Gathering(chunks[:, : self.needed], chunks, dist.batch_isend_irecv(operations))
+
+    def add_home(self, grads: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
+        """Add all ranks' gradients [2, b, needed × m, k, d] of keys and values to those [b, t, k, d] where they live.
+
+        Always in the order of the ranks, so that a repeated step gives the same bits. Blocks.
+        """
+        chunks = grads.unflatten(2, (self.needed, -1)).movedim(2, 1).contiguous()
+        arrived: dict[tuple[int, int], Tensor] = {(self.index, self.index): chunks[:, self.index]}
+        operations = []
+        for peer in self._peers():
+            for chunk in self._chunks_from(peer):
+                operations += [self._operation(dist.isend, x, peer, chunk) for x in chunks[:, chunk]]
+            for chunk in self._chunks_for(peer):
+                arrived[peer, chunk] = torch.empty_like(chunks[:, 0])
+                operations += [self._operation(dist.irecv, x, peer, chunk) for x in arrived[peer, chunk]]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        own = _chunks_of(self.index, self.parts)
+        for (_, chunk), parts in sorted(arrived.items(), key=lambda item: item[0]):
+            for home, part in zip((grad_k, grad_v), parts, strict=True):
+                home.chunk(2, dim=1)[own.index(chunk)].add_(part)
+
+    def _peers(self) -> Iterator[int]:
+        return (peer for peer in range(self.parts) if peer != self.index)
+
+    def _chunks_for(self, peer: int) -> list[int]:
+        """This rank's chunks that a peer needs: Note [who needs what]."""
+        return [chunk for chunk in _chunks_of(self.index, self.parts) if chunk < 2 * self.parts - 1 - peer]
+
+    def _chunks_from(self, peer: int) -> list[int]:
+        return [chunk for chunk in _chunks_of(peer, self.parts) if chunk < self.needed]
+
+    def _operation(self, kind: object, tensor: Tensor, peer: int, chunk: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, group=self.group, group_peer=peer, tag=chunk)  # type: ignore[arg-type]
+
+
+class Gathering:
+    """Keys and values on their way."""
+
+    def __init__(self, needed: Tensor, sent: Tensor, works: list[dist.Work]) -> None:
+        self._needed = needed
+        self._sent = sent  # must live until it went out
+        self._works = works
+
+    def wait(self) -> Tensor:
+        """[2, b, needed × m, k, d] in the order of the rows. Blocks."""
+        for work in self._works:
+            work.wait()
+        return self._needed.movedim(1, 2).flatten(2, 3)
+
+
+def _chunks_of(index: int, parts: int) -> tuple[int, int]:
+    return index, 2 * parts - 1 - index

@@ -1,0 +1,83 @@
+"""`recompute`: what a layer computes again in the backward pass instead of keeping it.
+
+"full" keeps a layer's input alone and runs the layer a second time. "selective" also keeps the results of its products
+and of attention, where the work is, and repeats what is cheap and large: norms, rotation, activation. Both run the same
+operations on the same numbers, so gradients are the same bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from plait.model.attention import Rows
+from plait.model.gpt import Layer, Run, run_layer
+from plait.parallel.woven import Woven
+from plait.plan.plan import Plan
+
+_aten: Any = torch.ops.aten
+_packed: Any = torch.ops.torch_attn
+
+PRODUCTS = (_aten.mm.default, _aten.addmm.default)
+ATTENTION = (
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _packed._varlen_attn.default,
+)
+
+
+def recompute(woven: Woven, mesh: DeviceMesh, plan: Plan) -> Woven:
+    """Let every layer keep as little as the layout asks; names and numbers of weights stay."""
+    if plan.layout.recompute != "none":
+        run = run_for(plan)
+        for chunk in woven.chunks:
+            for layer in chunk.layers.values():
+                assert isinstance(layer, Layer)
+                layer.run = run
+    return woven
+
+
+def run_for(plan: Plan) -> Run:
+    """How a layer runs under the plan's `recompute`, which must not be "none"."""
+    if plan.layout.recompute == "full":
+        return run_twice
+    # Attention over the axis `context` adds to its kernels' results in place, so it keeps its own way.
+    kept = PRODUCTS if plan.layout.context > 1 else PRODUCTS + ATTENTION
+    return partial(run_keeping, kept)
+
+
+def run_twice(layer: Layer, stream_nd: Tensor, rows: Rows) -> Tensor:
+    """The layer, of which only the input is kept."""
+    return _checkpoint(noop_context_fn, layer, stream_nd, rows)
+
+
+def run_keeping(kept: tuple[Any, ...], layer: Layer, stream_nd: Tensor, rows: Rows) -> Tensor:
+    """The layer, of which the input and the results of the `kept` operations are kept."""
+    contexts = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
+    return _checkpoint(contexts, layer, stream_nd, rows)
+
+
+def _checkpoint(contexts: Callable[..., Any], layer: Layer, stream_nd: Tensor, rows: Rows) -> Tensor:
+    # A layer draws no random number, so no generator's state is worth keeping.
+    result = checkpoint(
+        run_layer, layer, stream_nd, rows, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+    )
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _policy(kept: tuple[Any, ...], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE

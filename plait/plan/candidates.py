@@ -1,0 +1,95 @@
+"""Layouts to be priced, many at once: a table with one column per knob."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Counts = NDArray[np.int64]
+Reals = NDArray[np.float64]
+
+ShardWhat = Literal["nothing", "optimizer", "gradients", "parameters"]
+Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+
+SHARD_WHAT: tuple[ShardWhat, ...] = ("nothing", "optimizer", "gradients", "parameters")
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+"""The three named knobs; a candidate holds a name's index."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Equally long arrays, one entry per layout.
+
+    The degrees of the axes multiply to the devices: pipeline × replicate × shard × context × tensor. `expert` splits the
+    experts over ranks of the shard, replicate and context axes and takes no devices of its own. `virtual` counts the
+    chunks of layers that a pipeline rank holds. `sequence_parallel` is 1 where the tensor axis also splits the stream
+    between its products.
+    """
+
+    pipeline: Counts
+    virtual: Counts
+    replicate: Counts
+    shard: Counts
+    shard_what: Counts
+    context: Counts
+    tensor: Counts
+    sequence_parallel: Counts
+    expert: Counts
+    micro_sequences: Counts
+    recompute: Counts
+    schedule: Counts
+
+    def __len__(self) -> int:
+        return len(self.pipeline)
+
+    @property
+    def devices(self) -> Counts:
+        """Devices that each layout takes."""
+        return self.pipeline * self.replicate * self.shard * self.context * self.tensor
+
+    @property
+    def batch_parts(self) -> Counts:
+        """Groups of ranks that see different sequences."""
+        return self.replicate * self.shard
+
+    def select(self, index: Counts | NDArray[np.bool_]) -> Candidates:
+        """The candidates at the given places or where the mask holds."""
+        return Candidates(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+
+    def row(self, index: int) -> dict[str, int | str]:
+        """One candidate with its named knobs in words."""
+        values: dict[str, int | str] = {field.name: int(getattr(self, field.name)[index]) for field in fields(self)}
+        named = {"shard_what": SHARD_WHAT, "recompute": RECOMPUTE, "schedule": SCHEDULES}
+        return values | {name: names[int(values[name])] for name, names in named.items()}
+
+    @staticmethod
+    def of(rows: Sequence[Mapping[str, int | str]]) -> Candidates:
+        """Candidates from rows of knobs; a knob that is not named is 1, and the named ones "nothing", "none", "1f1b"."""
+        return Candidates(**{name: np.array([_entry(row, name) for row in rows]) for name in DEFAULTS})
+
+
+DEFAULTS: Mapping[str, int | str] = {
+    **{field.name: 1 for field in fields(Candidates)},
+    "shard_what": "nothing",
+    "recompute": "none",
+    "schedule": "1f1b",
+    "sequence_parallel": 0,
+}
+
+
+def _entry(row: Mapping[str, int | str], name: str) -> int:
+    value = row.get(name, DEFAULTS[name])
+    if isinstance(value, int):
+        return value
+    names: Mapping[str, tuple[str, ...]] = {
+        "shard_what": SHARD_WHAT,
+        "recompute": RECOMPUTE,
+        "schedule": SCHEDULES,
+    }
+    return names[name].index(value)

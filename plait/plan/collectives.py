@@ -1,0 +1,80 @@
+"""How long communication takes: rings inside a node, between nodes at all their network cards at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from plait.cluster.catalog import Link
+from plait.cluster.cluster import Cluster
+from plait.plan.candidates import Reals
+
+Collective = Literal["reduce", "gather", "exchange"]
+"""Sum to everyone; gather or scatter (one direction of a sum); everyone sends everyone a part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roads:
+    """A cluster's links as bytes per second and device that large messages reach."""
+
+    per_node: int
+    inside_bytes_per_s: float
+    reduce_bytes_per_s: float
+    """Inside a node for sums to everyone, which a switch may add up itself."""
+    inside_latency_s: float
+    between_bytes_per_s: float
+    between_latency_s: float
+
+
+def roads(cluster: Cluster) -> Roads:
+    """The narrowest links of a cluster: a collective waits for the slowest."""
+    islands, between = cluster.islands, cluster.between
+    per_node = min(island.per_node for island in islands)
+    return Roads(
+        per_node=per_node,
+        inside_bytes_per_s=min(link_bytes_per_s(island.inside, island.per_node, island.inside.reached) for island in islands),
+        reduce_bytes_per_s=min(link_bytes_per_s(i.inside, i.per_node, i.inside.all_reduce_reached) for i in islands),
+        inside_latency_s=max(island.inside.latency_s for island in islands),
+        between_bytes_per_s=link_bytes_per_s(between, max(i.per_node for i in islands), between.reached),
+        between_latency_s=between.latency_s,
+    )
+
+
+def link_bytes_per_s(link: Link, per_node: int, reached: float) -> float:
+    """What a device gets of a link for large messages when all devices of its node use it at once."""
+    wires = {"switch": 1.0, "shared": 1 / per_node, "torus": 2.0 * link.axes}
+    return link.bytes_per_s * reached * wires[link.shape]
+
+
+def collective_s(roads: Roads, kind: Collective, message: Any, size: Any, stride: Any) -> Reals:
+    """Seconds of a collective over `size` ranks that sit `stride` apart; `message` is the whole result in bytes.
+
+    Ranks are numbered through the nodes. A ring through n ranks, g of them in each node, moves (n-1)/n of the message past
+    every rank; where it leaves a node it does so over the g cards of its ranks at once, while the links inside carry
+    (g-1)/g of it: hence min(link, g cards), not one card.
+    """
+    message, size, stride = (np.asarray(x, dtype=np.float64) for x in (message, size, stride))
+    together = np.clip(np.floor(roads.per_node / stride), 1, np.maximum(size, 1))
+    nodes = np.maximum(np.ceil(size / together), 1)
+    if kind == "exchange":
+        inside = message * (together - 1) / np.maximum(size, 1) / roads.inside_bytes_per_s
+        outside = message * (size - together) / np.maximum(size, 1) / roads.between_bytes_per_s
+        return np.where(size > 1, inside + outside + _latency(roads, together, nodes), 0.0)
+    rate = roads.reduce_bytes_per_s if kind == "reduce" else roads.inside_bytes_per_s
+    inside = message * (together - 1) / together / rate
+    outside = message * (size - 1) / np.maximum(size, 1) / together / roads.between_bytes_per_s * (nodes > 1)
+    ways = 2.0 if kind == "reduce" else 1.0
+    return np.where(size > 1, ways * (np.maximum(inside, outside) + _latency(roads, together, nodes)), 0.0)
+
+
+def pass_s(roads: Roads, message: Any, stride: Any) -> Reals:
+    """Seconds of one message to the rank `stride` further on."""
+    far = np.asarray(stride) >= roads.per_node
+    rate = np.where(far, roads.between_bytes_per_s, roads.inside_bytes_per_s)
+    return np.asarray(message) / rate + np.where(far, roads.between_latency_s, roads.inside_latency_s)
+
+
+def _latency(roads: Roads, together: Reals, nodes: Reals) -> Reals:
+    return (together - 1) * roads.inside_latency_s + (nodes - 1) * roads.between_latency_s

@@ -1,0 +1,203 @@
+"""How long arithmetic takes: matrix products by their shape, attention, and the passes that only move memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from plait.cluster.catalog import Device
+from plait.plan.candidates import Candidates, Reals
+from plait.plan.stack import Stack
+from plait.plan.workload import Precision, Workload
+
+ACHIEVABLE = 0.75
+"""Share of the peak that large products reach where the catalogue has no measurement."""
+STREAMED = 0.80
+"""Share of the memory's rate that element-wise kernels reach (planner's survey: 0.75 to 0.85 on A100 and H100)."""
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.90), (128, 64, 0.72), (64, 64, 0.50))
+"""Blocks of the result that one unit computes at a time, and their speed against the largest (the libraries' tiles)."""
+RAMP = 160
+"""Steps of the inner dim that a tile's beginning and end are worth."""
+COARSER: Mapping[Precision, Precision] = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "float32"}
+"""What a device that lacks a precision computes in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """One device under one stack, as rates."""
+
+    linear_flops: float
+    """Rate of the largest linear layers' products."""
+    plain_flops: float
+    """Rate of the largest products in 16 bits: heads and unfused attention."""
+    peak_flops: float
+    """Peak in 16 bits, what the shares of attention kernels refer to."""
+    stream_bytes_per_s: float
+    units: int
+    """Blocks of a result that are computed at once; 0 where products have no such grain (systolic arrays)."""
+
+
+def chip(device: Device, precision: Precision, stack: Stack, speed: float = 1.0) -> Chip:
+    """The rates of a device in the workload's precision."""
+    peak = peak_flops(device, "bf16" if precision in ("fp8", "fp4") else precision)
+    reached = (device.achievable or ACHIEVABLE) * stack.product_share * speed
+    linear = peak * reached
+    if precision in ("fp8", "fp4"):
+        linear = max(linear, peak_flops(device, precision) * reached * stack.fp8_share)
+    return Chip(
+        linear_flops=linear,
+        plain_flops=peak * reached,
+        peak_flops=peak * speed,
+        stream_bytes_per_s=device.memory_bytes_per_s * STREAMED,
+        units=device.units or 0,
+    )
+
+
+def peak_flops(device: Device, precision: Precision) -> float:
+    """The device's dense peak in a precision, or in the next coarser one that it has."""
+    tried: Precision | None = precision
+    while tried and tried not in device.peak_flops:
+        tried = COARSER.get(tried)
+    return device.peak_flops[tried] if tried else max(device.peak_flops.values())
+
+
+def product_s(chip: Chip, rows: Any, inner: Any, columns: Any, *, flops: float, batch: Any = 1.0) -> Reals:
+    """Seconds of `batch` products of rows × inner by inner × columns, 16-bit operands, on one device.
+
+    The device's units take one tile of the result each: a last wave that is not full costs as much as a full one, and
+    every tile pays a beginning and an end. The best of the libraries' tiles counts; no product is faster than its memory.
+    """
+    rows, inner, columns, batch = (np.asarray(x, dtype=np.float64) for x in (rows, inner, columns, batch))
+    moved = 2.0 * batch * (rows * inner + inner * columns + rows * columns) / chip.stream_bytes_per_s
+    if not chip.units:
+        padded = 2.0 * batch * np.ceil(rows / 128) * 128 * inner * np.ceil(columns / 128) * 128
+        return np.maximum(padded / flops, moved)
+    per_unit = flops / chip.units
+    best = np.full(np.broadcast(rows, inner, columns, batch).shape, np.inf)
+    for high, wide, speed in TILES:
+        tiles = batch * np.ceil(rows / high) * np.ceil(columns / wide)
+        # Long inner dims are cut over idle units, which makes the last wave nearly full.
+        waves = np.maximum(np.ceil(tiles / chip.units), tiles / chip.units)
+        split = np.where((tiles < chip.units) & (inner > 2048), np.minimum(chip.units // np.maximum(tiles, 1), 4), 1)
+        best = np.minimum(best, waves * 2.0 * high * wide * (inner / np.maximum(split, 1) + RAMP) / (per_unit * speed))
+    return np.maximum(best, moved)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTime:
+    """Seconds of one layer and one micro-batch on one device; arrays over candidates."""
+
+    products: Reals
+    products_backward: Reals
+    scores: Reals
+    scores_backward: Reals
+    stream: Reals
+    stream_backward: Reals
+
+    @property
+    def forward(self) -> Reals:
+        return self.products + self.scores + self.stream
+
+    @property
+    def backward(self) -> Reals:
+        return self.products_backward + self.scores_backward + self.stream_backward
+
+
+def local_tokens(workload: Workload, candidates: Candidates) -> Reals:
+    """Tokens of a micro-batch on one rank."""
+    return candidates.micro_sequences * workload.sequence / candidates.context
+
+
+def layer_time(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates) -> LayerTime:
+    """An average layer's arithmetic: sparse and plain layers weighted by their number."""
+    forward, backward = _products(workload, chip, candidates)
+    scores, scores_backward = _scores(workload, chip, stack, candidates)
+    stream = _stream(workload, chip, stack, candidates)
+    return LayerTime(
+        products=forward,
+        products_backward=backward,
+        scores=scores,
+        scores_backward=scores_backward,
+        stream=stream,
+        stream_backward=1.5 * stream,
+    )
+
+
+def head_time(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates) -> tuple[Reals, Reals]:
+    """The head and the loss: seconds of the forward and the backward pass of one micro-batch."""
+    tokens, columns = local_tokens(workload, candidates), workload.vocabulary / candidates.tensor
+    there = product_s(chip, tokens, workload.width, columns, flops=chip.plain_flops)
+    back = product_s(chip, tokens, columns, workload.width, flops=chip.plain_flops)
+    back = back + product_s(chip, workload.width, tokens, columns, flops=chip.plain_flops)
+    loss = tokens * columns * stack.logit_bytes / chip.stream_bytes_per_s
+    return there + loss / 2, back + loss / 2
+
+
+def _products(workload: Workload, chip: Chip, candidates: Candidates) -> tuple[Reals, Reals]:
+    w, tokens, tensor = workload, local_tokens(workload, candidates), candidates.tensor
+    heads = w.heads * w.head_width / tensor
+    # Keys and values are copied where there are fewer of them than ranks.
+    keys = np.maximum(w.kv_heads / tensor, 1.0) * w.head_width
+    if w.projection_weights:
+        shapes = [(1.0, tokens, w.width, w.projection_weights / w.width / tensor, 1.0)]
+    else:
+        shapes = [(1.0, tokens, w.width, heads + 2 * keys, 1.0), (1.0, tokens, heads, w.width, 1.0)]
+    sparse = w.sparse_layers / w.layers
+    if sparse < 1:
+        shapes += _feedforward(w, tokens, w.ffn / tensor, 1.0, 1 - sparse)
+    if sparse > 0:
+        held = w.experts / candidates.expert
+        across = np.where(candidates.expert > 1, 1, tensor)  # experts over ranks are not cut by tensor as well
+        share = np.where(candidates.expert > 1, tensor, 1)
+        rows = np.maximum(tokens / share * w.experts_per_token / held, 1.0)
+        shapes += _feedforward(w, rows, w.expert_ffn / across, held, sparse)
+        if w.shared_ffn:
+            shapes += _feedforward(w, tokens, w.shared_ffn / tensor, 1.0, sparse)
+    forward = backward = np.zeros(len(candidates))
+    for weight, rows, inner, columns, batch in shapes:
+        forward = forward + weight * product_s(chip, rows, inner, columns, flops=chip.linear_flops, batch=batch)
+        back = product_s(chip, rows, columns, inner, flops=chip.linear_flops, batch=batch)
+        back = back + product_s(chip, inner, rows, columns, flops=chip.linear_flops, batch=batch)
+        backward = backward + weight * back
+    return forward, backward
+
+
+def _feedforward(w: Workload, rows: Any, inner: Any, batch: Any, weight: float) -> list[tuple[Any, ...]]:
+    return [(weight, rows, w.width, (w.gate_factor - 1) * inner, batch), (weight, rows, inner, w.width, batch)]
+
+
+def _scores(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates) -> tuple[Reals, Reals]:
+    w, tokens = workload, local_tokens(workload, candidates)
+    heads = w.heads / candidates.tensor
+    if workload.attention == "flash":
+        flops = 2.0 * tokens * w.mean_keys * heads * w.head_width  # causal: half of 4 per key
+        # Narrow heads and short sequences leave the kernel less to reuse.
+        shape = min(1.0, (w.head_width / 128) ** 0.4) * w.mean_keys / (w.mean_keys + 512)
+        return (
+            flops / (chip.peak_flops * stack.flash_forward * shape),
+            2.5 * flops / (chip.peak_flops * stack.flash_backward * shape),
+        )
+    batch = candidates.micro_sequences * heads
+    there = product_s(chip, w.sequence, w.head_width, w.sequence, flops=chip.plain_flops, batch=batch)
+    there = there + product_s(chip, w.sequence, w.sequence, w.head_width, flops=chip.plain_flops, batch=batch)
+    ragged = 1.0 if w.head_width % 8 == 0 else RAGGED
+    moved = batch * float(w.sequence) ** 2 * stack.score_bytes / chip.stream_bytes_per_s
+    return there * ragged + moved, 2 * there * ragged + 1.3 * moved
+
+
+RAGGED = 4.0
+"""How much slower 16-bit products are whose rows do not begin on 16 bytes: the tensor units' loads need that (cuBLAS
+guide on alignment)."""
+
+
+def _stream(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates) -> Reals:
+    w, tokens = workload, local_tokens(workload, candidates)
+    whole = tokens * w.width * stack.stream_bytes / np.where(candidates.sequence_parallel > 0, candidates.tensor, 1)
+    sparse = w.sparse_layers / w.layers
+    ffn = w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
+    inner = tokens * ffn * stack.inner_bytes * (w.gate_factor - 1) / candidates.tensor
+    routed = sparse * tokens * w.experts_per_token * w.width * 16.0 / candidates.tensor  # sorted there and back
+    return (whole + inner + routed) / chip.stream_bytes_per_s

@@ -1,0 +1,126 @@
+"""Whether a layout fits a model, a batch and a machine: from the named degrees to a Layout, or one sentence why not."""
+
+from __future__ import annotations
+
+from math import prod
+
+from plait.cluster.topology import Machine
+from plait.errors import PlaitError
+from plait.layout import AXES, Layout, conflict
+from plait.model.shape import ModelShape, weight_sizes
+from plait.recipe.schema import RunConfig
+
+
+def named_degrees(config: RunConfig) -> dict[str, int]:
+    """The degrees that the recipe names; as soon as there is one, those not named are 1."""
+    asked = {axis: getattr(config.layout, axis) for axis in AXES}
+    return {axis: degree for axis, degree in asked.items() if degree != "auto"}
+
+
+def layout_of(config: RunConfig, shape: ModelShape, degrees: dict[str, int]) -> Layout:
+    """The layout with these degrees and, for all else, what the recipe asks or what is usual."""
+    asked = config.layout
+    virtual = 1 if asked.virtual_stages == "auto" else asked.virtual_stages
+    schedule = asked.schedule
+    if schedule == "auto":
+        schedule = "interleaved" if virtual > 1 else "1f1b"
+    stages = degrees.get("pipeline", 1) * virtual
+    layers = asked.stage_layers
+    if layers == "auto":
+        layers = balanced_stages(shape, stages) if stages > 1 else ()
+    return Layout(
+        **degrees,
+        shard_what="optimizer" if asked.shard_what == "auto" else asked.shard_what,
+        schedule=schedule,
+        stage_layers=layers,
+        recompute="none" if asked.recompute == "auto" else asked.recompute,
+    )
+
+
+def balanced_stages(shape: ModelShape, stages: int) -> tuple[int, ...]:
+    """Layers of each stage so that the dearest stage is as cheap as can be, the head counted with the last one.
+
+    Costs are those of the matrix products: looking up the embedding is all but free, the head is a product with the
+    whole vocabulary.
+    """
+    if stages > shape.layers:
+        raise PlaitError(
+            f"a pipeline of {stages} stages needs as many layers, and the model has {shape.layers}; lower "
+            "layout.pipeline or layout.virtual_stages, or raise model.layers"
+        )
+    layer = sum(
+        prod(sizes) for name, sizes in weight_sizes(shape).items() if name.startswith("layers.0.") and len(sizes) == 2
+    )
+    costs = [1.0] * (stages - 1) + [1.0 + shape.vocabulary * shape.width / layer]
+    layers = [1] * stages
+    for _ in range(shape.layers - stages):
+        cheapest = costs.index(min(costs))
+        layers[cheapest] += 1
+        costs[cheapest] += 1
+    return tuple(layers)
+
+
+def check_layout(layout: Layout, shape: ModelShape, *, sequence: int, batch_sequences: int) -> None:
+    """Raise PlaitError, with the mend, where a layout cannot carry this model and batch exactly."""
+    if reason := conflict(layout):
+        raise PlaitError(reason)
+    _check_tensor(layout.tensor, shape)
+    if layout.context > 1 and sequence % (2 * layout.context):
+        raise PlaitError(
+            f"layout.context = {layout.context} cuts each sequence into {2 * layout.context} equal pieces, and "
+            f"train.sequence is {sequence}; choose a multiple of {2 * layout.context}"
+        )
+    _check_stages(layout, shape)
+    if layout.batch_parts > batch_sequences:
+        raise PlaitError(
+            f"{layout.batch_parts} workers cannot share {batch_sequences} sequences a step: each needs one; raise "
+            f"train.batch_tokens to {layout.batch_parts} sequences or lower layout.replicate or layout.shard"
+        )
+
+
+def check_devices(layout: Layout, machine: Machine) -> None:
+    """Raise PlaitError where GPUs would be left over or missing; CPU workers may be as many as are asked for."""
+    if machine.device == "cuda" and layout.world_size != machine.devices:
+        raise PlaitError(
+            f"the layout {layout} needs {layout.world_size} GPUs, and this machine has {machine.devices}; name degrees "
+            f"whose product is {machine.devices}, or hide GPUs with CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _check_tensor(tensor: int, shape: ModelShape) -> None:
+    if shape.heads % tensor:
+        fitting = [str(number) for number in range(1, shape.heads + 1) if shape.heads % number == 0]
+        raise PlaitError(
+            f"layout.tensor = {tensor} does not divide {shape.heads} heads; choose one of {', '.join(fitting)}"
+        )
+    for dim in ("ffn", "vocabulary"):
+        if shape.size_of(dim) < tensor:
+            raise PlaitError(
+                f"layout.tensor = {tensor} is more than the model's {dim}, {shape.size_of(dim)}; "
+                f"lower it or raise model.{dim}"
+            )
+
+
+def _check_stages(layout: Layout, shape: ModelShape) -> None:
+    stages = layout.stage_layers
+    if not stages:
+        return
+    if layout.pipeline == 1:
+        raise PlaitError(
+            "layout.stage_layers and layout.virtual_stages cut a pipeline; set layout.pipeline above 1, too"
+        )
+    if len(stages) % layout.pipeline or sum(stages) != shape.layers:
+        raise PlaitError(
+            f"layout.stage_layers = {list(stages)} should be {layout.pipeline} numbers (or a multiple of it) that add "
+            f"up to the model's {shape.layers} layers; change them or leave them out"
+        )
+    if layout.virtual_stages > 1 and layout.schedule != "interleaved":
+        raise PlaitError(
+            f'{layout.virtual_stages} stages on a worker need layout.schedule = "interleaved", '
+            f'not "{layout.schedule}"; change it, or give each worker one stage'
+        )
+    if layout.virtual_stages == 1 and layout.schedule == "interleaved":
+        raise PlaitError(
+            'layout.schedule = "interleaved" needs several stages on each worker; set layout.virtual_stages = 2, or '
+            'choose layout.schedule = "1f1b"'
+        )

@@ -1,0 +1,123 @@
+"""How many bytes each device needs, item by item, for many layouts at once: the fullest rank of each pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from plait.plan.candidates import RECOMPUTE, SHARD_WHAT, Candidates, Reals
+from plait.plan.compute import local_tokens
+from plait.plan.stack import Stack
+from plait.plan.stages import kept_micros, layer_weights, micro_batches, stage_layers
+from plait.plan.workload import Workload
+
+RESERVED = 1.06
+"""What the allocator holds beside what is allocated: fragments (readings of 1.05 to 1.20, planner's survey)."""
+OUTSIDE_BYTES = 2.5e9
+"""What no allocator of the program sees: the device's context, kernels, communication buffers."""
+USABLE = 0.96
+"""Of the device's memory, what a plan may fill: the rest is for steps that are larger than others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes per device at the highest point of a step, arrays over candidates; `allocated` is the items' sum.
+
+    `allocated` is what a framework's allocator reports at most, `reserved` what the device's own tool shows.
+    """
+
+    parameters: Reals
+    gradients: Reals
+    optimizer: Reals
+    gathered: Reals
+    activations: Reals
+    logits: Reals
+    fixed: Reals
+    allocated: Reals
+    reserved: Reals
+    stage: Reals
+    """The pipeline rank that is fullest: 0 the first, 1 the last."""
+
+
+def memory(workload: Workload, candidates: Candidates, stack: Stack) -> Memory:
+    """Memory of every candidate: the fuller of its first and its last pipeline rank."""
+    first = _rank(workload, candidates, stack, last=np.zeros(len(candidates), dtype=bool))
+    last = _rank(workload, candidates, stack, last=np.ones(len(candidates), dtype=bool))
+    fuller = sum(last.values()) > sum(first.values())
+    items = {name: np.where(fuller, last[name], first[name]) for name in first}
+    allocated = np.add.reduce(list(items.values()))
+    return Memory(
+        **items, allocated=allocated, reserved=RESERVED * allocated + OUTSIDE_BYTES, stage=fuller.astype(np.float64)
+    )
+
+
+def _rank(w: Workload, c: Candidates, stack: Stack, last: Reals) -> dict[str, Reals]:
+    layers = np.where(last, stage_layers(w, c).last, stage_layers(w, c).first)
+    common, experts = layer_weights(w, c)
+    alone = c.pipeline == 1
+    tables = np.where(alone, 1 if w.tied else 2, 1) * w.embedding_weights / c.tensor
+    weights = layers * (common + experts) + tables
+    ranks = c.shard * c.context
+    rule = c.shard_what
+    split = {
+        what: np.where(rule >= SHARD_WHAT.index(what), ranks, 1) for what in ("optimizer", "gradients", "parameters")
+    }
+    # Experts' copies are fewer than the rest's: their share of the optimizer is split over fewer ranks.
+    own_experts = np.maximum(split["optimizer"] / np.where(c.expert > 1, c.expert / np.minimum(c.tensor, c.expert), 1), 1)
+    states = (layers * common + tables) / split["optimizer"] + layers * experts / own_experts
+    fully = rule == SHARD_WHAT.index("parameters")
+    layer = common + experts
+    micros = micro_batches(w, c)
+    kept = np.where(last & ~alone, np.where(c.virtual > 1, kept_micros(c, micros) - c.pipeline + 1, 1), kept_micros(c, micros))
+    tokens = local_tokens(w, c)
+    return {
+        "parameters": weights * 2.0 / split["parameters"] * np.where(fully, 0.0, 1.0),
+        "gradients": weights * stack.gradient_bytes / split["gradients"],
+        "optimizer": states * stack.state_bytes,
+        "gathered": np.where(fully, 2 * (2.0 + stack.gradient_bytes / 2) * layer + 2.0 * tables, 0.0),
+        "activations": _activations(w, c, stack, layers, np.maximum(kept, 1)),
+        "logits": np.where(last | alone, tokens * w.vocabulary / c.tensor * stack.logit_copies_bytes, 0.0),
+        "fixed": np.full(len(c), stack.fixed_bytes),
+    }
+
+
+def _activations(w: Workload, c: Candidates, stack: Stack, layers: Reals, kept: Reals) -> Reals:
+    tokens = local_tokens(w, c)
+    stream = np.where(c.sequence_parallel > 0, c.tensor, 1)
+    whole = layer_activations(w, c, stack)
+    edge = 2.0 * tokens * w.width / stream
+    cores = scores_held(w, c)
+    full = c.recompute == RECOMPUTE.index("full")
+    selective = c.recompute == RECOMPUTE.index("selective")
+    thinned = (whole - cores) * (1 - stack.selective_products)
+    each = np.where(full, edge, np.where(selective, thinned, whole))
+    return layers * each * kept + np.where(full, whole, 0.0) + np.where(selective, whole - each, 0.0)
+
+
+def layer_activations(w: Workload, c: Candidates, stack: Stack) -> Reals:
+    """Bytes that one layer keeps of one micro-batch for its backward pass, nothing recomputed.
+
+    Counted as by Korthikanti et al. 2022, whose 34 bytes per token and unit of width (plain feedforward of four widths)
+    are 10 for inputs of norms and products, 8 for queries, keys, values and their result, 16 for the feedforward.
+    """
+    tokens = local_tokens(w, c)
+    stream = np.where(c.sequence_parallel > 0, c.tensor, 1)
+    keys = np.maximum(w.kv_heads / c.tensor, 1) * w.head_width
+    heads = w.heads / c.tensor * w.head_width
+    sparse = w.sparse_layers / w.layers
+    ffn = w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
+    inner = (6.0 if w.gated else 4.0) * ffn / c.tensor
+    routed = sparse * 4.0 * w.experts_per_token * w.width / c.tensor
+    return tokens * (STREAM_BYTES * w.width / stream + 4 * heads + 4 * keys + inner + routed) + scores_held(w, c)
+
+
+STREAM_BYTES = 10.0
+"""Kept per token and unit of width by norms, residuals and the products' inputs."""
+
+
+def scores_held(w: Workload, c: Candidates) -> Reals:
+    """Bytes that attention keeps of one micro-batch: 5 per score where it is not fused, else one float a row."""
+    tokens = local_tokens(w, c)
+    heads = w.heads / c.tensor
+    return tokens * heads * (5.0 * w.sequence if w.attention == "unfused" else 4.0)

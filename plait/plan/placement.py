@@ -1,0 +1,165 @@
+"""Which rectangle of which weight each rank holds: a pure function of layout and shape.
+
+Note [same box, same sum]: ranks that hold the same rectangle of a weight always see different work: other sequences,
+other tokens of a sequence, or another use of the weight (an embedding that is also the head). So the gradient of a
+rectangle is the sum over all ranks that hold it, whatever the mix of strands, and each rectangle is counted once in a
+norm and written once to a checkpoint by one of its holders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from math import prod
+
+from plait.layout import AXES, Layout, share
+from plait.model.names import cut_dim, dims_of, layer_of
+from plait.model.shape import ModelShape, Part, weight_sizes, whole_model
+
+Span = tuple[int, int]
+"""First and length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A rectangle of a global tensor of shape `shape`: `extent` numbers along each dim, from `offset` on."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+
+    @property
+    def numbers(self) -> int:
+        return prod(self.extent)
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box(shape=tuple(shape), offset=(0,) * len(shape), extent=tuple(shape))
+
+
+def parts_of(shape: ModelShape, layout: Layout, pipeline: int) -> tuple[Part, ...]:
+    """The parts of the model that a coordinate of the pipeline holds, in the model's order."""
+    if not layout.stage_layers:
+        return (whole_model(shape),)
+    stages = len(layout.stage_layers)
+    first = [sum(layout.stage_layers[:stage]) for stage in range(stages)]
+    return tuple(
+        Part(
+            embeds=stage == 0,
+            layers=tuple(range(first[stage], first[stage] + layout.stage_layers[stage])),
+            ends=stage == stages - 1,
+        )
+        for stage in range(pipeline, stages, layout.pipeline)
+    )
+
+
+def boxes(shape: ModelShape, layout: Layout, coordinates: Mapping[str, int]) -> dict[str, Box]:
+    """Every weight that the model of a rank holds, as pipeline and tensor cut it, in the order of the model."""
+    parts = parts_of(shape, layout, coordinates["pipeline"])
+    return {
+        name: cut(name, shape, layout.tensor, coordinates["tensor"])
+        for name in weight_sizes(shape)
+        if any(holds(part, name, shape) for part in parts)
+    }
+
+
+def holds(part: Part, name: str, shape: ModelShape) -> bool:
+    """Whether a part of the model has a weight; the end of a model with a tied head has the embedding."""
+    layer = layer_of(name)
+    if layer is not None:
+        return layer in part.layers
+    if name == "embed.tokens.weight":
+        return part.embeds or (part.ends and shape.tied)
+    return part.embeds if name.startswith("embed.") else part.ends
+
+
+def cut(name: str, shape: ModelShape, tensor: int, index: int) -> Box:
+    """What rank `index` of `tensor` holds of a weight. Head counts are cut between heads, other dims anywhere."""
+    sizes = tuple(shape.size_of(dim) for dim in dims_of(name))
+    dim = cut_dim(name)
+    if dim is None or tensor == 1:
+        return whole(sizes)
+    match dims_of(name)[dim]:
+        case "heads":
+            first, length = (shape.head_width * number for number in share(shape.heads, tensor, index))
+        case "kv_heads":
+            first, length = (shape.head_width * number for number in kv_heads_of(shape, tensor, index))
+        case _:
+            first, length = share(sizes[dim], tensor, index)
+    offset, extent = [0] * len(sizes), list(sizes)
+    offset[dim], extent[dim] = first, length
+    return Box(shape=sizes, offset=tuple(offset), extent=tuple(extent))
+
+
+def kv_heads_of(shape: ModelShape, tensor: int, index: int) -> Span:
+    """The key/value heads that rank `index` of `tensor` holds.
+
+    Each its own; or, where there are more ranks than heads, several ranks the same one; or all of them where query
+    groups would be torn apart between ranks.
+    """
+    needs = [_kv_heads_needed(shape, *share(shape.heads, tensor, rank)) for rank in range(tensor)]
+    torn = any(one != other and sum(one) > other[0] for one, other in pairwise(needs))
+    return (0, shape.kv_heads) if torn else needs[index]
+
+
+def _kv_heads_needed(shape: ModelShape, first: int, queries: int) -> Span:
+    """The key/value heads that so many query heads, from the first on, look at."""
+    group = shape.heads // shape.kv_heads
+    first_kv = first // group
+    return first_kv, (first + queries - 1) // group + 1 - first_kv
+
+
+def holders(shape: ModelShape, layout: Layout, name: str, box: Box) -> tuple[int, ...]:
+    """All ranks that hold this rectangle of a weight, in order: Note [same box, same sum]."""
+    tensors = [index for index in range(layout.tensor) if cut(name, shape, layout.tensor, index) == box]
+    pipelines = [
+        index
+        for index in range(layout.pipeline)
+        if any(holds(part, name, shape) for part in parts_of(shape, layout, index))
+    ]
+    places = product(pipelines, range(layout.replicate), range(layout.shard), range(layout.context), tensors)
+    return tuple(layout.rank(dict(zip(AXES, place, strict=True))) for place in places)
+
+
+def sharers(shape: ModelShape, layout: Layout, name: str, box: Box, shard: int) -> tuple[int, ...]:
+    """Those of the holders that update the same numbers: where `shard` splits, the ones with this coordinate on it."""
+    return tuple(rank for rank in holders(shape, layout, name, box) if layout.coordinates(rank)["shard"] == shard)
+
+
+def sharing_sets(shape: ModelShape, layout: Layout) -> list[tuple[int, ...]]:
+    """Every set of ranks in the whole job that shares something, in order: all ranks must agree on groups to make."""
+    found: set[tuple[int, ...]] = set()
+    for pipeline, shard, tensor in product(range(layout.pipeline), range(layout.shard), range(layout.tensor)):
+        here = {"pipeline": pipeline, "replicate": 0, "shard": shard, "context": 0, "tensor": tensor}
+        firsts = {part.layers[0] for part in parts_of(shape, layout, pipeline) if part.layers}
+        for name, box in boxes(shape, layout, here).items():
+            if layer_of(name) is None or layer_of(name) in firsts:  # layers are alike
+                found.add(sharers(shape, layout, name, box, shard))
+    return sorted(found)
+
+
+def boxes_of_range(box: Box, first: int, last: int) -> Iterator[tuple[Box, int]]:
+    """Numbers `first` to `last` of a flattened box of one or two dims as boxes of whole and torn rows.
+
+    With each comes its own first number, counted as `first` is.
+    """
+    if first >= last:
+        return
+    width = box.extent[-1]
+    row, column = divmod(first, width)
+    if column or last - first < width:
+        end = min(last, (row + 1) * width)
+        yield _rows(box, row, column, 1, end - first), first
+        yield from boxes_of_range(box, end, last)
+        return
+    rows = (last - first) // width
+    yield _rows(box, row, 0, rows, width), first
+    yield from boxes_of_range(box, first + rows * width, last)
+
+
+def _rows(box: Box, row: int, column: int, rows: int, columns: int) -> Box:
+    if len(box.extent) == 1:
+        return replace(box, offset=(box.offset[0] + column,), extent=(columns,))
+    return replace(box, offset=(box.offset[0] + row, box.offset[1] + column), extent=(rows, columns))

@@ -1,0 +1,212 @@
+"""How long a step takes, item by item, for many layouts at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from plait.cluster.cluster import Cluster
+from plait.plan.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates, Reals
+from plait.plan.collectives import Roads, collective_s, pass_s, roads
+from plait.plan.compute import Chip, LayerTime, chip, head_time, layer_time, local_tokens
+from plait.plan.stack import Stack
+from plait.plan.stages import fullest_weights, layer_weights, micro_batches, stage_layers
+from plait.plan.workload import Workload
+
+SHARPNESS = 6.0
+"""How abruptly the host becomes the limit: device and host times combine in a norm of this order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds of a step, arrays over candidates; the items of the busiest device add up to `step_s`.
+
+    Communication is given as what is exposed; `hidden` is what runs under arithmetic.
+    """
+
+    products: Reals
+    scores: Reals
+    stream: Reals
+    head: Reals
+    recompute: Reals
+    tensor: Reals
+    context: Reals
+    experts: Reals
+    passes: Reals
+    parameters: Reals
+    gradients: Reals
+    bubble: Reals
+    host: Reals
+    optimizer: Reals
+    hidden: Reals
+    step_s: Reals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scene:
+    """What every item is priced with."""
+
+    workload: Workload
+    candidates: Candidates
+    stack: Stack
+    chip: Chip
+    roads: Roads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exposed:
+    """One layer's and one micro-batch's communication that arithmetic does not hide, and what it does."""
+
+    tensor: Reals
+    context: Reals
+    experts: Reals
+    hidden: Reals
+
+
+def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack) -> Timing:
+    """Seconds of a step of every candidate on the cluster, its slowest device setting the pace."""
+    slowest = min(cluster.islands, key=lambda i: chip(i.device, workload.precision, stack, i.speed).linear_flops)
+    scene = _Scene(
+        workload=workload,
+        candidates=candidates,
+        stack=stack,
+        chip=chip(slowest.device, workload.precision, stack, slowest.speed),
+        roads=roads(cluster),
+    )
+    layer = layer_time(workload, scene.chip, stack, candidates)
+    again = _again(scene, layer)
+    exposed = _exposed(scene, layer)
+    head = np.add(*head_time(workload, scene.chip, stack, candidates))
+    per_layer = layer.forward + layer.backward + again + exposed.tensor + exposed.context + exposed.experts
+    held = stage_layers(workload, candidates)
+    micros = micro_batches(workload, candidates)
+    alone = candidates.pipeline == 1
+    busiest = np.where(
+        alone, held.most * per_layer + head, np.maximum(held.most * per_layer, held.last * per_layer + head)
+    )
+    layers = np.where(busiest > held.most * per_layer, held.last, held.most)
+    heads = np.where(busiest > held.most * per_layer, head, 0.0)
+    host = _host(scene, held.most, busiest)
+    passes = _passes(scene)
+    stage = busiest + host + passes
+    whole = np.where(alone, stage, (workload.layers * per_layer + head) + candidates.pipeline * (host + passes))
+    bubble = _bubble(scene, stage, whole)
+    parameters, gradients, hidden = _data(scene, layer, again, layers, micros)
+    optimizer = _optimizer(scene)
+    busy = {
+        "products": layers * (layer.products + layer.products_backward),
+        "scores": layers * (layer.scores + layer.scores_backward),
+        "stream": layers * (layer.stream + layer.stream_backward),
+        "head": heads,
+        "recompute": layers * again,
+        "tensor": layers * exposed.tensor,
+        "context": layers * exposed.context,
+        "experts": layers * exposed.experts,
+        "passes": passes,
+        "host": host,
+    }
+    items = {name: micros * value / stack.speed for name, value in busy.items()}
+    once = {"parameters": parameters, "gradients": gradients, "bubble": bubble, "optimizer": optimizer}
+    items |= {name: value / stack.speed for name, value in once.items()}
+    return Timing(**items, hidden=hidden + micros * layers * exposed.hidden, step_s=np.add.reduce(list(items.values())))
+
+
+def _again(scene: _Scene, layer: LayerTime) -> Reals:
+    """What is computed a second time for one layer and micro-batch."""
+    recompute = scene.candidates.recompute
+    core = layer.scores if scene.workload.attention == "unfused" else 0.0 * layer.scores
+    selective = core + scene.stack.selective_products * (layer.products + layer.stream)
+    chosen = np.where(recompute == RECOMPUTE.index("selective"), selective, 0.0)
+    return np.where(recompute == RECOMPUTE.index("full"), layer.forward, chosen)
+
+
+def _exposed(scene: _Scene, layer: LayerTime) -> _Exposed:
+    w, c, stack = scene.workload, scene.candidates, scene.stack
+    tokens = local_tokens(w, c)
+    full = c.recompute == RECOMPUTE.index("full")
+    tensor = (4 + 2 * full) * collective_s(scene.roads, "reduce", 2.0 * tokens * w.width, c.tensor, 1)
+    # Keys and values travel round the context axis, and back with their gradients.
+    keys = 2.0 * 2 * tokens * c.context * np.maximum(w.kv_heads / c.tensor, 1) * w.head_width
+    once = collective_s(scene.roads, "gather", keys, c.context, c.tensor)
+    context = (3 + full) * once
+    under = stack.hides_context * (layer.scores + layer.scores_backward)
+    sent = 2.0 * tokens / c.tensor * w.experts_per_token * w.width * w.sparse_layers / w.layers
+    experts = (4 + 2 * full) * collective_s(scene.roads, "exchange", sent, c.expert, 1)
+    left = np.maximum(context - under, 0.0) * (c.context > 1)
+    return _Exposed(
+        tensor=tensor * (1 - stack.hides_tensor),
+        context=left,
+        experts=experts * (1 - stack.hides_experts),
+        hidden=tensor * stack.hides_tensor + (context - left) + experts * stack.hides_experts,
+    )
+
+
+def _host(scene: _Scene, layers: Reals, device_s: Reals) -> Reals:
+    """What a micro-batch takes longer than the device's work because the host cannot launch kernels any faster."""
+    stack, c = scene.stack, scene.candidates
+    passes = 3 + (c.recompute == RECOMPUTE.index("full"))
+    kernels = stack.layer_kernels + 4 * (c.tensor > 1)
+    host = layers * passes * kernels * stack.launch_s + stack.micro_s
+    return (device_s**SHARPNESS + host**SHARPNESS) ** (1 / SHARPNESS) - device_s
+
+
+def _passes(scene: _Scene) -> Reals:
+    """Exposed sends between stages for one micro-batch, there and back."""
+    w, c = scene.workload, scene.candidates
+    split = np.where(c.sequence_parallel > 0, c.tensor, 1)
+    once = pass_s(scene.roads, 2.0 * local_tokens(w, c) * w.width / split, c.devices // c.pipeline)
+    return np.where(c.pipeline > 1, 2 * c.virtual * once * (1 - scene.stack.hides_pipeline), 0.0)
+
+
+def _bubble(scene: _Scene, stage: Reals, whole: Reals) -> Reals:
+    """Waiting of the busiest stage: all other stages' work on one micro-batch, cut into the chunks of an interleaving."""
+    c = scene.candidates
+    wait = np.maximum(whole - stage, 0.0) / c.virtual
+    # Weight gradients fill two thirds of it where they are put off (Qi et al. 2023, ZB-H1).
+    return np.where(c.schedule == SCHEDULES.index("zero-bubble"), wait / 3, wait)
+
+
+def _data(scene: _Scene, layer: LayerTime, again: Reals, layers: Reals, micros: Reals) -> tuple[Reals, Reals, Reals]:
+    """Exposed gathers of parameters, exposed gradient sums and what of both is hidden, per step."""
+    c, stack = scene.candidates, scene.stack
+    forward, backward = layers * layer.forward, layers * (layer.backward + again)
+    common, experts = fullest_weights(scene.workload, c)
+    stride = c.tensor
+    sharded = c.shard * c.context
+    group = np.where(c.shard_what > 0, sharded, 1)
+    one = common + experts
+    gather = collective_s(scene.roads, "gather", 2.0 * one, group, stride)
+    scatter = collective_s(scene.roads, "gather", stack.gradient_bytes * one, group, stride)
+    # Each shard is summed with its copies; without shards, over everyone.
+    copies = np.where(c.shard_what > 0, c.replicate, c.replicate * sharded)
+    far = np.where(c.shard_what > 0, stride * sharded, stride)
+    summed = collective_s(scene.roads, "reduce", stack.gradient_bytes * common / group, copies, far)
+    summed += collective_s(scene.roads, "reduce", stack.gradient_bytes * experts / group, copies / c.expert, far * c.expert)
+    window = stack.hides_parameters
+    fully = c.shard_what == SHARD_WHAT.index("parameters")
+    halfway = c.shard_what == SHARD_WHAT.index("gradients")
+    # Parameters sharded: gathered for each pass of each micro-batch, gradients scattered after each.
+    one_layer = np.where(c.pipeline * layers > 0, 1 / np.maximum(layers, 1), 1.0)
+    each_forward = np.maximum(gather - window * forward, gather * one_layer)
+    each_backward = np.maximum(gather + scatter - window * backward, scatter * one_layer)
+    late = np.maximum(scatter + summed - stack.hides_gradients * backward, (scatter + summed) * one_layer)
+    early = np.maximum(gather - stack.hides_gradients * forward, gather * one_layer)
+    parameters = np.where(fully, micros * each_forward, np.where(c.shard_what > 0, early, 0.0))
+    gradients = np.where(fully, micros * each_backward + summed * (1 - stack.hides_gradients), late)
+    gradients = np.where(halfway, gradients + (micros - 1) * np.maximum(scatter - window * backward, 0.0), gradients)
+    total = np.where(fully, micros * (2 * gather + scatter) + summed, gather + scatter + summed)
+    return parameters, gradients, np.maximum(total - parameters - gradients, 0.0)
+
+
+def _optimizer(scene: _Scene) -> Reals:
+    c = scene.candidates
+    common, experts = fullest_weights(scene.workload, c)
+    split = np.where(c.shard_what > 0, c.shard * c.context, 1)
+    own = (common + experts) / split
+    return own * scene.stack.update_bytes / scene.chip.stream_bytes_per_s + scene.stack.step_s
+
+
+def layer_bytes(workload: Workload, candidates: Candidates) -> Reals:
+    """Bytes of one layer's 16-bit weights on a rank before sharding: what a gather of sharded parameters brings."""
+    return 2.0 * np.add(*layer_weights(workload, candidates))

@@ -1,0 +1,150 @@
+"""What is trained, as the numbers that decide its cost: the planner's view of a model and its batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from plait.model.shape import ModelShape
+
+Precision = Literal["float32", "fp16", "bf16", "fp8", "fp4"]
+Attention = Literal["flash", "unfused"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A decoder-only transformer and its global batch.
+
+    `experts` = 0 is a dense model. With experts, `expert_ffn` is the width of one expert, `shared_ffn` that of the part
+    that every token passes, and the first `dense_layers` layers have a plain feedforward of width `ffn`.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    ffn: int
+    gated: bool
+    """Whether the feedforward has a gate (SwiGLU): three matrices in place of two."""
+    vocabulary: int
+    tied: bool
+    sequence: int
+    batch_sequences: int
+    precision: Precision = "bf16"
+    attention: Attention = "flash"
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    projection_weights: int = 0
+    """Weights of one layer's attention where heads do not tell (latent attention, state-space layers); 0: they do."""
+    attending_layers: int = -1
+    """Layers that compute attention scores, where some do not (state-space hybrids); -1: all of them."""
+    window: int = 0
+    """Keys that a local layer looks back on, 0: all of them."""
+    local_layers: int = 0
+    """Layers whose attention sees only the window."""
+
+    @property
+    def gate_factor(self) -> int:
+        """Matrices of a feedforward: 3 with a gate, else 2."""
+        return 3 if self.gated else 2
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of one layer's attention."""
+        if self.projection_weights:
+            return self.projection_weights
+        return self.width * self.head_width * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def sparse_layers(self) -> int:
+        """Layers with experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def dense_feedforward_weights(self) -> int:
+        """Weights of one plain feedforward."""
+        return self.gate_factor * self.width * self.ffn
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one expert."""
+        return self.gate_factor * self.width * self.expert_ffn
+
+    @property
+    def shared_weights(self) -> int:
+        """Weights of one sparse layer that every token uses beside the attention: shared experts and the router."""
+        return self.gate_factor * self.width * self.shared_ffn + self.width * self.experts
+
+    @property
+    def embedding_weights(self) -> int:
+        """Weights of one vocabulary table."""
+        return self.vocabulary * self.width
+
+    @property
+    def parameters(self) -> int:
+        """All weights (norms and biases, below a thousandth, left out); a tied head counts once."""
+        sparse, plain = self.sparse_layers, self.layers - self.sparse_layers
+        return (
+            self.layers * self.attention_weights
+            + plain * self.dense_feedforward_weights
+            + sparse * (self.experts * self.expert_weights + self.shared_weights)
+            + self.embedding_weights * (1 if self.tied else 2)
+        )
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied with."""
+        sparse, plain = self.sparse_layers, self.layers - self.sparse_layers
+        return (
+            self.layers * self.attention_weights
+            + plain * self.dense_feedforward_weights
+            + sparse * (self.experts_per_token * self.expert_weights + self.shared_weights)
+            + self.embedding_weights
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.batch_sequences * self.sequence
+
+    @property
+    def mean_keys(self) -> float:
+        """Keys that a token's query meets on average over the layers when nothing is masked out."""
+        attending = self.layers if self.attending_layers < 0 else self.attending_layers
+        seen = min(self.window or self.sequence, self.sequence)
+        return (self.sequence * (attending - self.local_layers) + 2 * seen * self.local_layers) / self.layers
+
+    def flops_per_token(self, counting: Literal["full", "causal"]) -> float:
+        """Arithmetic of training one token, nothing recomputed: "full" counts every score, "causal" half of them."""
+        scores = 4 * self.layers * self.mean_keys * self.heads * self.head_width
+        return 3 * (2 * self.active_parameters + (scores if counting == "full" else scores / 2))
+
+
+def workload_of(
+    shape: ModelShape,
+    *,
+    sequence: int,
+    batch_sequences: int,
+    precision: Precision = "bf16",
+    attention: Attention = "flash",
+) -> Workload:
+    """The workload of a model that plait trains."""
+    return Workload(
+        layers=shape.layers,
+        width=shape.width,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_width=shape.head_width,
+        ffn=shape.ffn,
+        gated=shape.activation == "swiglu",
+        vocabulary=shape.vocabulary,
+        tied=shape.tied,
+        sequence=sequence,
+        batch_sequences=batch_sequences,
+        precision=precision,
+        attention=attention,
+    )

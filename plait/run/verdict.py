@@ -1,0 +1,202 @@
+"""Compares what a layout's ranks left with what one plain process left: how far apart, where, and in words."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+from safetensors.numpy import load_file
+
+from plait.layout import Layout
+from plait.model.names import layer_of, pattern_of
+
+Array = np.ndarray[Any, Any]
+
+NAMED = 5
+
+_KINDS = {"gradient": "gradient", "sgd": "after plain steps", "adamw": "after AdamW steps", "sums": "sum over ranks"}
+_PARTS = {
+    "attention_norm": "attention norm",
+    "attention.q": "attention query",
+    "attention.k": "attention key",
+    "attention.v": "attention value",
+    "attention.q_norm": "query norm",
+    "attention.k_norm": "key norm",
+    "attention.o": "attention output",
+    "feedforward_norm": "feed-forward norm",
+    "feedforward.gate": "feed-forward gate",
+    "feedforward.up": "feed-forward input",
+    "feedforward.down": "feed-forward output",
+}
+_WHOLE = {
+    "embed.tokens.weight": "the token embedding",
+    "embed.positions.weight": "the position table",
+    "norm.weight": "the final norm's weight",
+    "norm.bias": "the final norm's bias",
+    "head.weight": "the head's weight",
+    "norm": "the gradient's norm",
+    "loss": "the loss and its tokens",
+    "evaluation": "the held-out loss",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bars:
+    """The largest errors that pass.
+
+    Below `least_share` of the largest gradient of all a gradient's own size says nothing: a key bias' true gradient is
+    zero.
+    """
+
+    gradient: float
+    parameter: float
+    least_share: float
+
+
+EXACT = Bars(gradient=1e-10, parameter=1e-9, least_share=1e-6)
+"""For float64."""
+SINGLE = Bars(gradient=1e-4, parameter=1e-4, least_share=1e-2)
+"""For float32: its 7 digits leave nothing of a gradient far below the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """How far one tensor of the layout is from the reference's; `error` is infinite where numbers are missing."""
+
+    name: str
+    kind: str
+    error: float
+    bar: float
+    remark: str = ""
+
+    @property
+    def passes(self) -> bool:
+        return self.error <= self.bar
+
+    def __str__(self) -> str:
+        return f"{in_words(self.name)}, {_KINDS[self.kind]}" + (f" ({self.remark})" if self.remark else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether a layout computes what one process computes."""
+
+    layout: Layout
+    findings: tuple[Finding, ...]
+    """The worst first."""
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.findings) and all(finding.passes for finding in self.findings)
+
+    @property
+    def worst(self) -> tuple[Finding, ...]:
+        return self.findings[:NAMED]
+
+    def largest(self, *kinds: str) -> float:
+        """The largest error among findings of some kinds."""
+        return max((finding.error for finding in self.findings if finding.kind in kinds), default=0.0)
+
+    def to_json(self) -> str:
+        """For programs; an error that is no number is null."""
+        worst = [
+            {"name": one.name, "what": str(one), "error": _finite(one.error), "bar": one.bar} for one in self.worst
+        ]
+        told = {
+            "ok": self.ok,
+            "layout": asdict(self.layout),
+            "world_size": self.layout.world_size,
+            "max_grad_rel_err": _finite(self.largest("gradient", "sums")),
+            "max_param_rel_err": _finite(self.largest("sgd", "adamw")),
+            "worst": worst,
+        }
+        return json.dumps(told, indent=2, allow_nan=False) + "\n"
+
+    def table(self) -> Table:
+        """For people."""
+        table = Table(box=None, header_style="", pad_edge=False)
+        for title in ("the largest differences", "error", "allowed", ""):
+            table.add_column(title, justify="left" if title.startswith("the") else "right")
+        for one in self.worst:
+            table.add_row(str(one), f"{one.error:.1e}", f"{one.bar:.0e}", "" if one.passes else "[red]differs[/red]")
+        return table
+
+
+def judge(reference: Path, ranks: Sequence[Path], layout: Layout, *, lr: float, bars: Bars) -> Verdict:
+    """Compare the files that a layout's ranks left with the reference's."""
+    found = list(_findings(load_file(reference), [load_file(rank) for rank in ranks], lr, bars))
+    return Verdict(layout=layout, findings=tuple(sorted(found, key=lambda one: one.error / one.bar, reverse=True)))
+
+
+def in_words(name: str) -> str:
+    """ "layers.3.attention.o.weight" as "layer 3's attention output weight"."""
+    layer = layer_of(name)
+    if layer is None:
+        return _WHOLE.get(name, name)
+    part, _, kind = pattern_of(name).removeprefix("layers.*.").rpartition(".")
+    return f"layer {layer}'s {_PARTS[part]} {kind}"
+
+
+def _findings(wanted: Mapping[str, Array], ranks: list[dict[str, Array]], lr: float, bars: Bars) -> Iterator[Finding]:
+    """Each tensor's largest error over all ranks, and each gradient that is not answered for exactly once."""
+    largest = max(np.abs(values).max() for key, values in wanted.items() if key.startswith("gradient/"))
+    pieces = _pieces(ranks)
+    for key, values in wanted.items():
+        kind, name = key.split("/")[:2]
+        bar = bars.gradient if kind in ("gradient", "sums") else bars.parameter
+        least = {"gradient": bars.least_share * largest, "sums": 1e-30}.get(kind, lr)
+        scale = max(np.abs(values).max(), least)
+        apart = [_distance(values, *piece) for piece in pieces.get((kind, name), [])]
+        error = float(np.max(apart) / scale) if apart else math.inf
+        yield Finding(name=name, kind=kind, error=_number(error), bar=bar, remark="" if apart else "missing")
+        if kind == "gradient" and (remark := _ownership(values, pieces.get((kind, name), []))):
+            yield Finding(name=name, kind=kind, error=math.inf, bar=bar, remark=remark)
+
+
+Piece = tuple[tuple[int, ...], str, Array]
+"""Where it begins, who has it, its numbers."""
+
+
+def _pieces(ranks: list[dict[str, Array]]) -> dict[tuple[str, str], list[Piece]]:
+    pieces: dict[tuple[str, str], list[Piece]] = {}
+    for tensors in ranks:
+        for key, values in tensors.items():
+            kind, name, *place = key.split("/")
+            offset = tuple(int(first) for first in place[0].split(",")) if place else (0,)
+            pieces.setdefault((kind, name), []).append((offset, place[1] if place else "copy", values))
+    return pieces
+
+
+def _distance(wanted: Array, offset: tuple[int, ...], who: str, values: Array) -> float:
+    if not values.size:
+        return 0.0
+    return float(np.abs(wanted[_slices(offset, values)].astype(np.float64) - values).max())
+
+
+def _ownership(wanted: Array, pieces: list[Piece]) -> str:
+    """What is wrong with who answers for a gradient's numbers; nothing where one rank does for each."""
+    owners = np.zeros(wanted.shape, dtype=np.int64)
+    for offset, who, values in pieces:
+        if who == "own":
+            owners[_slices(offset, values)] += 1
+    if owners.max() > 1:
+        return f"{owners.max()} ranks answer for the same numbers"
+    return "nobody answers for some numbers" if owners.min() < 1 else ""
+
+
+def _slices(offset: tuple[int, ...], values: Array) -> tuple[slice, ...]:
+    return tuple(slice(first, first + length) for first, length in zip(offset, values.shape, strict=True))
+
+
+def _number(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def _finite(error: float) -> float | None:
+    return error if math.isfinite(error) else None

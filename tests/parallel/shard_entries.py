@@ -1,0 +1,126 @@
+"""What the ranks of the tests of `shard` and `recompute` do; each leaves what it holds in a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from plait.checkpoint.store import verify
+from plait.launch.job import RankContext
+from plait.layout import Layout
+from plait.parallel.apply import STAGES, Stage
+from plait.parallel.mesh import ALONE, make_mesh, world_sums
+from plait.parallel.replicate import replicate
+from plait.plan.placement import Box
+from plait.plan.plan import Plan, read_plan
+from plait.recipe.load import load_recipe
+from plait.train.assemble import Assembly, assemble
+from plait.train.persist import restore, save
+from plait.train.state import TrainState
+from plait.train.worker import joined
+
+SMALL_BUCKET_BYTES = 3000
+"""Of 8-byte numbers: several buckets in a tiny model, which end inside of rows."""
+
+
+def take_steps(context: RankContext, argument: str) -> None:
+    """For each case, so many steps of its layout and what came of them."""
+    cases = json.loads(argument)
+    with joined(context, plan_of(cases[0])):
+        for number, case in enumerate(cases):
+            with assembled(case) as assembly:
+                found = steps_taken(assembly, case["steps"])
+            save_file(found, Path(case["folder"]) / f"{case['name']}-{number}-rank-{context.rank}.safetensors")
+
+
+def restore_and_save(context: RankContext, argument: str) -> None:
+    """Go on from a checkpoint, where there is one, for so many steps, and save another one."""
+    case = json.loads(argument)
+    with joined(context, plan_of(case)), assembled(case) as assembly:
+        world, state = world_sums(), TrainState()
+        if case["old"]:
+            # A forward gathers weights, which must not outlive what is restored.
+            assembly.evaluate()
+            path = Path(case["old"])
+            state = restore(assembly, path, verify(path), world)
+        for _ in range(case["steps"]):
+            state, _ = assembly.step(state)
+        Path(case["new"]).mkdir(exist_ok=True)
+        save(assembly, state, Path(case["new"]), world)
+
+
+def plan_of(case: dict[str, Any]) -> Plan:
+    """The folder's plan with the case's layout and changes."""
+    layout = Layout(**{key: tuple(v) if isinstance(v, list) else v for key, v in case.get("layout", {}).items()})
+    return replace(read_plan(Path(case["folder"]) / "plan.json"), layout=layout, **case.get("plan", {}))
+
+
+@contextmanager
+def assembled(case: dict[str, Any]) -> Iterator[Assembly]:
+    """The case's layout put together among its ranks, which must have joined."""
+    plan = plan_of(case)
+    mesh = make_mesh(plan.layout, plan.device)
+    config = load_recipe(Path(case["folder"]) / "recipe.toml")
+    assembly = assemble(config, plan, sums=world_sums(), mesh=mesh, stages=small_buckets(STAGES))
+    yield assembly
+    assembly.loader.close()
+
+
+def small_buckets(stages: Sequence[Stage]) -> list[Stage]:
+    """The stages with many small buckets, which a tiny model would not have."""
+    last = stages[-1]
+    assert last.apply is replicate
+    small = replace(last, apply=partial(replicate, bucket_bytes=SMALL_BUCKET_BYTES))
+    return [*stages[:-1], small]
+
+
+def steps_taken(assembly: Assembly, steps: int) -> dict[str, Tensor]:
+    """Gradients of the first step, weights after the last, each step's totals and norm, and the held-out loss.
+
+    The parts of a weight are named kind|weight|offset|owner, the weights that a rank holds kind "held".
+    """
+    state, found = TrainState(), {}
+    for step in range(steps):
+        state, scalars = assembly.step(state)
+        found[f"totals-{step}"], found[f"norm-{step}"] = scalars.totals.clone(), scalars.norm.reshape(1).clone()
+        if step == 0:
+            found |= parts_of(assembly, "gradient")
+    found["held-out"] = assembly.evaluate()
+    assembly.woven.gradients.settle()
+    for held in assembly.woven.weights:
+        found[part_name("held", held.name, held.box, "each")] = held.tensor.clone().contiguous()
+    return found | parts_of(assembly, "weight")
+
+
+def parts_of(assembly: Assembly, kind: str) -> dict[str, Tensor]:
+    """A copy of all parts of this rank's units, the gradients or the numbers themselves."""
+    found = {}
+    for unit in assembly.woven.units:
+        tensor = unit.parameter.grad if kind == "gradient" else unit.parameter.detach()
+        assert tensor is not None
+        for part in unit.parts:
+            numbers = tensor.reshape(-1)[part.first : part.first + part.box.numbers].reshape(part.box.extent)
+            owner = "owned" if unit.owned else "copy"
+            found[part_name(kind, part.name, part.box, owner)] = numbers.clone().contiguous()
+    return found
+
+
+def part_name(kind: str, name: str, box: Box, owner: str) -> str:
+    return "|".join([kind, name, ",".join(map(str, box.offset)), owner])
+
+
+def alone_with(case: dict[str, Any]) -> dict[str, Tensor]:
+    """The same steps by one plain process without a mesh."""
+    config = load_recipe(Path(case["folder"]) / "recipe.toml")
+    assembly = assemble(config, plan_of(case), sums=ALONE, stages=())
+    found = steps_taken(assembly, case["steps"])
+    assembly.loader.close()
+    return found

@@ -1,0 +1,161 @@
+"""Whatever `shard` splits, alone and beside other strands, the steps are those of one plain process: to 1e-10."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from plait.checkpoint.manifest import tensor_names
+from plait.checkpoint.store import verify
+from plait.checkpoint.transfer import read_tensor
+from plait.launch.job import Job
+from plait.launch.local import ForkServer
+from tests.parallel.shard_entries import alone_with
+from tests.train.tiny import make_tiny
+
+STEPS = 3
+BAR = 1e-10
+LR = 0.01
+Case = dict[str, Any]
+Launch = Callable[[str, Any, int], None]
+
+SHAPES = {
+    # Rows that no number of ranks divides, and for four ranks a norm of 6 rows: 2, 2, 2 and none.
+    "plain": ("model.width=24", "model.heads=4", "model.qk_norm=true", "model.tied=false"),
+    "tied": ("model.positions=learned", "model.bias=all", "model.tied=true"),
+}
+SPLITS = ("optimizer", "parameters")
+
+
+@pytest.fixture(scope="module")
+def launch() -> Iterator[Launch]:
+    """Run an entry of shard_entries on so many ranks."""
+    preload = ("plait.train.worker", "torch.distributed.fsdp", "tests.parallel.shard_entries")
+    with ForkServer(preload=preload, threads=1) as server:
+
+        def run(entry: str, argument: Any, world_size: int) -> None:
+            text = json.dumps(argument)
+            job = Job(entry=f"tests.parallel.shard_entries:{entry}", argument=text, world_size=world_size, threads=1)
+            server.run(job, on_message=lambda message: None)
+
+        yield run
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny run of each shape."""
+    made = {name: tmp_path_factory.mktemp(name) for name in SHAPES}
+    for name, folder in made.items():
+        make_tiny(folder, *SHAPES[name], precision="float64")
+    return made
+
+
+def layouts(world_size: int) -> list[dict[str, Any]]:
+    """Those with a `shard`, where two kinds of sums meet as well: over `shard` and over others with the same rows."""
+    return {
+        2: [{"shard": 2}],
+        3: [{"shard": 3}],
+        4: [
+            {"shard": 4},
+            {"replicate": 2, "shard": 2},
+            {"shard": 2, "context": 2},
+            {"shard": 2, "tensor": 2},
+            {"pipeline": 2, "shard": 2, "stage_layers": [1, 1]},
+            {"pipeline": 2, "shard": 2, "stage_layers": [1, 1], "schedule": "gpipe"},
+        ],
+    }[world_size]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_split_takes_one_process_s_steps(launch: Launch, folders, world_size: int, shape: str) -> None:
+    """With 7 sequences and at most 2 at a time: unequal rows on each rank, and some micro-batches without any."""
+    shared = {"folder": str(folders[shape]), "name": f"of-{world_size}", "steps": STEPS, "plan": {"micro_sequences": 2}}
+    wanted = alone_with(shared)
+    cases = [
+        {**shared, "layout": {**layout, "shard_what": split}} for layout in layouts(world_size) for split in SPLITS
+    ]
+    launch("take_steps", cases, world_size)
+    for number, case in enumerate(cases):
+        check(case, number, world_size, wanted)
+
+
+def check(case: Case, number: int, world_size: int, wanted: dict[str, Tensor]) -> None:
+    """Each rank's scalars and all that it holds, and that each number has one owner, who agrees with its copies."""
+    owned: dict[str, int] = defaultdict(int)
+    largest = max(float(value.abs().max()) for key, value in wanted.items() if key.startswith("gradient|"))
+    # A key bias' true gradient is zero: what is small beside everything else is measured against that.
+    floors = {"gradient": 1e-6 * largest, "weight": LR, "held": LR}
+    for rank in range(world_size):
+        found = load_file(Path(case["folder"]) / f"{case['name']}-{number}-rank-{rank}.safetensors")
+        for key, value in found.items():
+            kind, name, offset, owner = key.split("|") if "|" in key else ("", key, "", "")
+            whole = part = whole_of(wanted, kind, name)
+            for dim, first in enumerate(map(int, offset.split(",")) if offset else ()):
+                part = part.narrow(dim, first, value.shape[dim])
+            worst = float((value - part).abs().max()) / max(float(whole.abs().max()), floors.get(kind, 0))
+            assert worst < BAR, f"{case['layout']}: {key} on rank {rank} is off by {worst:.1e}"
+            owned[f"{kind}|{name}"] += value.numel() if owner == "owned" else 0
+    for key in (key for key in wanted if key.startswith(("gradient|", "weight|"))):
+        kind, name, *_ = key.split("|")
+        assert owned[f"{kind}|{name}"] == wanted[key].numel(), f"{case['layout']}: {name} has not one owner"
+
+
+def whole_of(found: dict[str, Tensor], kind: str, name: str) -> Tensor:
+    if not kind:
+        return found[name]
+    (key,) = (key for key in found if key.startswith(f"{kind}|{name}|"))
+    return found[key]
+
+
+def tensors(checkpoint: Path) -> dict[str, Tensor]:
+    manifest = verify(checkpoint)
+    names = [name for name in tensor_names(manifest) if not name.startswith("rng/")]
+    return {name: read_tensor(checkpoint, manifest, name) for name in names}
+
+
+def saved(launch: Launch, folder: Path, layout: dict[str, Any], *, old: Path | None, new: str, steps: int) -> Path:
+    case = {"folder": str(folder), "layout": layout, "old": str(old) if old else None, "new": str(folder / new)}
+    ranks = 1
+    for axis in ("replicate", "shard", "tensor", "context"):
+        ranks *= layout.get(axis, 1)
+    launch("restore_and_save", {**case, "steps": steps}, ranks)
+    (found,) = (folder / new).iterdir()
+    return found
+
+
+OTHERS = {
+    "split-optimizer": {"shard": 3},
+    "split-parameters": {"shard": 4, "shard_what": "parameters"},
+    "hybrid": {"replicate": 2, "shard": 2, "shard_what": "parameters"},
+    "copies": {"replicate": 2},
+}
+
+
+@pytest.mark.parametrize("first", ["split-optimizer", "hybrid"])
+def test_other_layouts_restore_every_bit(launch: Launch, folders, first: str) -> None:
+    folder = folders["plain"]
+    old = saved(launch, folder, OTHERS[first], old=None, new=f"{first}-first", steps=3)
+    for name, layout in OTHERS.items():
+        new = saved(launch, folder, layout, old=old, new=f"{first}-{name}", steps=0)
+        mine, theirs = tensors(new), tensors(old)
+        assert mine.keys() == theirs.keys() and {"adam_step", "tokens"} < mine.keys()
+        assert any(key.startswith("adam_m/") and bool(value.any()) for key, value in mine.items())
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine), name
+
+
+@pytest.mark.parametrize("name", ["split-optimizer", "hybrid"])
+def test_going_on_gives_the_bits_of_never_having_stopped(launch: Launch, folders, name: str) -> None:
+    folder, layout = folders["plain"], OTHERS[name]
+    whole = saved(launch, folder, layout, old=None, new=f"whole-{name}", steps=5)
+    half = saved(launch, folder, layout, old=None, new=f"half-{name}", steps=2)
+    rest = saved(launch, folder, layout, old=half, new=f"rest-{name}", steps=3)
+    assert (rest / "manifest.json").read_bytes() == (whole / "manifest.json").read_bytes()

@@ -1,0 +1,86 @@
+"""The families of models and the mixes of strands that must all compute the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plait.layout import Layout
+from plait.model.shape import ModelShape
+
+LLAMA = ModelShape(layers=8, width=64, heads=8, kv_heads=4, head_width=8, ffn=128, vocabulary=256, sequence=64)
+FAMILIES: dict[str, ModelShape] = {
+    "llama": LLAMA,
+    "gpt2": replace(LLAMA, kv_heads=8, norm="layernorm", activation="gelu", positions="learned", bias="all", tied=True),
+    "qwen2": replace(LLAMA, kv_heads=2, bias="qkv", tied=True),
+    "qwen3": replace(LLAMA, kv_heads=2, qk_norm=True, head_width=16),
+    "multi-query": replace(LLAMA, kv_heads=1, activation="relu2", tied=True),
+    "odd groups": replace(LLAMA, heads=12, kv_heads=3, width=96, bias="all", qk_norm=True),
+}
+"""Between them: biases, tied heads, grouped and single key/value heads, norms of queries and keys."""
+
+EVERY_DAY: dict[str, tuple[str, Layout]] = {
+    "replicate": ("gpt2", Layout(replicate=3)),
+    "shard": ("qwen2", Layout(shard=2)),
+    "shard parameters": ("gpt2", Layout(shard=2, shard_what="parameters")),
+    "tensor": ("qwen3", Layout(tensor=2)),
+    "tensor beyond kv heads": ("multi-query", Layout(tensor=4)),
+    "context": ("gpt2", Layout(context=2)),
+    "pipeline, unequal": ("qwen3", Layout(pipeline=2, stage_layers=(5, 3))),
+    "pipeline, tied": ("qwen2", Layout(pipeline=2, stage_layers=(4, 4), schedule="gpipe")),
+    "interleaved": ("gpt2", Layout(pipeline=2, stage_layers=(2, 3, 2, 1), schedule="interleaved")),
+    "zero-bubble": ("gpt2", Layout(pipeline=2, stage_layers=(4, 4), schedule="zero-bubble", recompute="full")),
+    "shard × tensor": ("gpt2", Layout(shard=2, tensor=2, recompute="selective")),
+    "context × tensor": ("qwen2", Layout(context=2, tensor=2)),
+    "pipeline × shard": ("llama", Layout(pipeline=2, stage_layers=(3, 5), shard=2)),
+}
+
+_TWO = (3, 5)
+_FOUR = (1, 2, 1, 2)
+_VIRTUAL = (1, 2, 2, 1)
+LONG: tuple[Layout, ...] = (
+    Layout(replicate=5),
+    Layout(replicate=2, shard=2),
+    Layout(replicate=2, shard=2, shard_what="parameters"),
+    Layout(shard=3),
+    Layout(shard=3, shard_what="parameters", recompute="full"),
+    Layout(shard=8),
+    Layout(tensor=2, recompute="full"),
+    Layout(tensor=4, recompute="selective"),
+    Layout(context=4),
+    Layout(context=3, recompute="selective"),
+    Layout(context=8),
+    Layout(replicate=2, tensor=2),
+    Layout(replicate=3, tensor=2),
+    Layout(shard=2, tensor=4),
+    Layout(shard=2, tensor=2, shard_what="parameters"),
+    Layout(replicate=2, shard=2, tensor=2),
+    Layout(replicate=2, context=2),
+    Layout(shard=2, context=2),
+    Layout(shard=2, context=2, shard_what="parameters"),
+    Layout(context=2, tensor=2, recompute="full"),
+    Layout(context=2, tensor=4),
+    Layout(context=4, tensor=2),
+    Layout(shard=2, context=2, tensor=2),
+    Layout(shard=2, context=2, tensor=2, shard_what="parameters"),
+    Layout(pipeline=2, stage_layers=_TWO, replicate=2),
+    Layout(pipeline=2, stage_layers=_TWO, tensor=2, schedule="gpipe"),
+    Layout(pipeline=2, stage_layers=_TWO, tensor=2, schedule="zero-bubble"),
+    Layout(pipeline=2, stage_layers=_VIRTUAL, tensor=2, schedule="interleaved"),
+    Layout(pipeline=2, stage_layers=_TWO, context=2),
+    Layout(pipeline=2, stage_layers=_TWO, context=2, schedule="zero-bubble"),
+    Layout(pipeline=2, stage_layers=_VIRTUAL, context=2, schedule="interleaved"),
+    Layout(pipeline=2, stage_layers=_TWO, shard=2, schedule="zero-bubble"),
+    Layout(pipeline=2, stage_layers=_TWO, shard=2, shard_what="parameters"),
+    Layout(pipeline=2, stage_layers=_VIRTUAL, shard=2, schedule="interleaved", shard_what="parameters"),
+    Layout(pipeline=3, stage_layers=(1, 3, 2)),
+    Layout(pipeline=3, stage_layers=(1, 2, 1), schedule="zero-bubble", recompute="selective"),
+    Layout(pipeline=4, stage_layers=_FOUR, schedule="zero-bubble"),
+    Layout(pipeline=4, stage_layers=(1, 1, 2, 1, 1, 1, 2, 1), schedule="interleaved"),
+    Layout(pipeline=4, stage_layers=_FOUR, tensor=2),
+    Layout(pipeline=4, stage_layers=_FOUR, shard=2, schedule="zero-bubble"),
+    Layout(pipeline=2, stage_layers=_TWO, replicate=2, shard=2),
+    Layout(pipeline=2, stage_layers=_TWO, shard=2, tensor=2),
+    Layout(pipeline=2, stage_layers=_TWO, context=2, tensor=2),
+    Layout(pipeline=2, stage_layers=_TWO, shard=2, context=2, schedule="zero-bubble"),
+    Layout(pipeline=2, stage_layers=_TWO, shard=2, tensor=2, shard_what="parameters", recompute="full"),
+)

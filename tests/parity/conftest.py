@@ -1,0 +1,22 @@
+"""One warm fork server for all proofs of a session."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from plait.launch.local import ForkServer
+from plait.run.crew import OwnCrew
+
+ROOT = str(Path(__file__).parents[2])
+if ROOT not in sys.path:
+    sys.path.insert(0, ROOT)
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[OwnCrew]:
+    with ForkServer(preload=("plait.run.oracle",)) as server:
+        yield OwnCrew(server)

@@ -1,0 +1,51 @@
+"""Every mix of strands computes what one plain process computes, for every family of models."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from plait.layout import Layout, conflict
+from plait.model.shape import weight_sizes
+from plait.plan.fit import check_layout
+from plait.recipe.load import parse_config
+from plait.run.crew import OwnCrew
+from plait.run.shrink import shrunk_plan
+from plait.run.verify import prove
+from tests.parity.cases import EVERY_DAY, FAMILIES, LONG
+
+CONFIG = parse_config({"data": {"files": "none"}, "run": {"name": "matrix"}})
+
+
+@pytest.mark.parametrize("name", EVERY_DAY)
+def test_layout_computes_what_one_process_computes(name: str, workers: OwnCrew) -> None:
+    family, layout = EVERY_DAY[name]
+    check(family, layout, workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", LONG, ids=str)
+def test_any_mix_computes_what_one_process_computes(layout: Layout, family: str, workers: OwnCrew) -> None:
+    """Each layout with two families here, so that each family meets each strand."""
+    place = LONG.index(layout)
+    if family not in [list(FAMILIES)[(place + turn) % len(FAMILIES)] for turn in (0, 3)]:
+        pytest.skip("another family meets this layout")
+    check(family, layout, workers)
+
+
+def check(family: str, layout: Layout, workers: OwnCrew) -> None:
+    plan = shrunk_plan(CONFIG, FAMILIES[family], layout)
+    check_layout(plan.layout, plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences)
+    verdict = prove(CONFIG, plan, workers)
+    assert verdict.ok, "\n".join(f"{one}: {one.error:.1e}" for one in verdict.worst)
+    compared = {(one.kind, one.name) for one in verdict.findings}
+    weights = product(("gradient", "sgd", "adamw"), weight_sizes(plan.shape))
+    assert compared == {*weights, *(("sums", name) for name in ("norm", "loss", "evaluation"))}
+
+
+def test_there_are_enough_layouts_and_all_are_allowed() -> None:
+    assert len(EVERY_DAY) >= 12 and len(set(LONG)) >= 40
+    assert not any(conflict(layout) for layout in LONG)
+    assert max(layout.world_size for layout in LONG) == 8
