@@ -18,6 +18,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from math import ceil
 from pathlib import Path
 from typing import Literal
 

@@ -7,7 +7,6 @@ end the benchmark before anything is timed. Then they take turns (strands_work.p
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,92 +17,14 @@ from statistics import median
 from benchmarks.machine import describe, matmul_rate
 from benchmarks.pairing import alternate, compare, save
 from benchmarks.strands_floor import floor_of, loopback_rate
+from benchmarks.strands_groups import CONTENDERS, GROUPS, Comparison, Group
 from benchmarks.strands_party import Party, Turn
 from benchmarks.strands_work import SMOKE, WORKS, Work, work_as_text
 
 EQUAL_WITHIN = 1e-4
 DISTURBED = 0.1
+"""Share of the machine that other programs may take before a turn is taken once more."""
 CONTEXT_TOKENS = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
-    """Who takes part: a kind that its module understands, and how many ranks it has."""
-
-    kind: str
-    module: str = "benchmarks.peers.strand_loops"
-    ranks: int = 2
-
-
-def plait(ranks: int = 2, **layout: object) -> Contender:
-    """plait with a layout."""
-    return Contender(kind=json.dumps(layout), module="benchmarks.strands_contender", ranks=ranks)
-
-
-CONTENDERS = {
-    "plait, replicate": plait(replicate=2),
-    "plait, shard optimizer": plait(shard=2),
-    "plait, shard parameters": plait(shard=2, shard_what="parameters"),
-    "plait, tensor": plait(tensor=2),
-    "plait, 1F1B": plait(pipeline=2, schedule="1f1b", micro_sequences=1),
-    "plait, GPipe": plait(pipeline=2, schedule="gpipe", micro_sequences=1),
-    "plait, context": plait(context=2),
-    "plait, one process": plait(ranks=1),
-    "DDP": Contender(kind="ddp"),
-    "DDP + ZeroRedundancyOptimizer": Contender(kind="ddp-zero"),
-    "FSDP2": Contender(kind="fsdp"),
-    "FSDP2, gathered once": Contender(kind="fsdp-kept"),
-    "parallelize_module": Contender(kind="tensor-copies"),
-    "parallelize_module, SequenceParallel": Contender(kind="tensor-rows"),
-    "torch, 1F1B": Contender(kind="pipeline-1f1b"),
-    "torch, GPipe": Contender(kind="pipeline-gpipe"),
-    "torch, one process": Contender(kind="alone", ranks=1),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """A row of the table: plait's time over the fastest peer's, or over that `share` of it, and what it may be."""
-
-    strand: str
-    ours: str
-    peers: tuple[str, ...]
-    bar: float | None
-    share: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Comparisons whose contenders are alive at the same time: as many as memory holds."""
-
-    comparisons: tuple[Comparison, ...]
-    long: bool = False
-    """One sequence of CONTEXT_TOKENS is the batch."""
-
-
-def row(strand: str, ours: str, *peers: str, bar: float | None = 1.02, share: float = 1.0) -> Comparison:
-    return Comparison(strand=strand, ours=ours, peers=peers, bar=bar, share=share)
-
-
-GROUPS = (
-    Group(comparisons=(row("model alone", "plait, one process", "torch, one process", bar=None),)),
-    Group(
-        comparisons=(
-            row("replicate", "plait, replicate", "DDP"),
-            row("shard, optimizer", "plait, shard optimizer", "FSDP2, gathered once", "DDP + ZeroRedundancyOptimizer"),
-            row("shard, optimizer", "plait, shard optimizer", "plait, replicate", bar=1.05),
-        )
-    ),
-    Group(comparisons=(row("shard, parameters", "plait, shard parameters", "FSDP2", bar=1.05),)),
-    Group(comparisons=(row("tensor", "plait, tensor", "parallelize_module", "parallelize_module, SequenceParallel"),)),
-    Group(
-        comparisons=(
-            row("pipeline, 1F1B", "plait, 1F1B", "torch, 1F1B"),
-            row("pipeline, GPipe", "plait, GPipe", "torch, GPipe"),
-        )
-    ),
-    Group(comparisons=(row("context", "plait, context", "plait, one process", bar=1.15, share=0.5),), long=True),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +86,11 @@ def take_turns(group: Group, model: str, work: Work, flags: argparse.Namespace) 
             def turn(name: str) -> Turn:
                 print(f"  {model}: {name}", file=sys.stderr, flush=True)
                 # Untimed first: what a step hides under the next one's forward is under way from then on.
-                steps = {"untimed": 0, "timed": 1} if group.long else {"untimed": 1, "timed": flags.steps}
-                once = parties[name].turn(**steps)
-                return once if once.others <= DISTURBED or flags.smoke else parties[name].turn(**steps)
+                untimed, timed = (0, 1) if group.long else (1, flags.steps or work.timed_steps)
+                once = parties[name].turn(untimed=untimed, timed=timed)
+                if once.others <= DISTURBED or flags.smoke:
+                    return once
+                return min(once, parties[name].turn(untimed=untimed, timed=timed), key=lambda turn: turn.others)
 
             return alternate(names, flags.rounds, turn)
         finally:
@@ -239,7 +162,9 @@ def _cells(texts: Sequence[str]) -> str:
 def _flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time plait's strands and torch's own means for them, in turns.")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every contender (default 5)")
-    parser.add_argument("--steps", type=int, default=2, help="timed steps a turn (default 2; the long sequence: 1)")
+    parser.add_argument(
+        "--steps", type=int, help="timed steps a turn (default: 2 of 11M, 1 of 50M and of long sequences)"
+    )
     parser.add_argument("--models", nargs="+", choices=list(WORKS), default=list(WORKS))
     parser.add_argument("--only", metavar="STRAND", help="only rows whose strand begins so: replicate, shard, tensor …")
     parser.add_argument("--smoke", action="store_true", help="a tiny model; nothing is saved")

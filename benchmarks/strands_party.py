@@ -85,14 +85,13 @@ class Party:
         """One answer of each rank, whichever comes first: where one has died, the others would wait for ever."""
         found: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + ANSWER_LIMIT_S
-        streams = {rank.stdout: number for number, rank in enumerate(self._ranks)}
+        streams = {rank.stdout: number for number, rank in enumerate(self._ranks) if rank.stdout is not None}
         while len(found) < len(self._ranks):
             waiting = [stream for stream, number in streams.items() if number not in found]
             ready, _, _ = select.select(waiting, [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 self._fail(next(number for number in streams.values() if number not in found), "did not answer")
             for stream in ready:
-                assert stream is not None
                 line = stream.readline()
                 if not line:
                     self._fail(streams[stream], "ended")

@@ -39,6 +39,8 @@ class Work:
     sequences: int
     """Of a step, over all ranks."""
     sequence: int = 256
+    timed_steps: int = 2
+    """Of a turn: the longer a step, the fewer."""
     learning_rate: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
@@ -58,7 +60,7 @@ class Work:
 
 WORKS = {
     "11M": Work(layers=6, width=384, heads=6, ffn=896, vocabulary=2048, sequences=8),
-    "50M": Work(layers=8, width=640, heads=10, ffn=1728, vocabulary=8192, sequences=4),
+    "50M": Work(layers=8, width=640, heads=10, ffn=1728, vocabulary=8192, sequences=4, timed_steps=1),
 }
 SMOKE = {"smoke": Work(layers=2, width=64, heads=2, ffn=128, vocabulary=256, sequences=4, sequence=64)}
 

@@ -26,11 +26,16 @@ def train(
     recipe: Recipe,
     overrides: Overrides = None,
     replan: Annotated[bool, typer.Option("--replan", help="Measure again and make a new plan.")] = False,
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Do not prove a layout's gradients that is new to this machine.")
+    ] = False,
 ) -> None:
     """Train what a recipe asks for; the same command goes on with a run that was stopped."""
     from plait.run.train import train
 
-    raise typer.Exit(EXIT_OF_SIGNAL[train(recipe, overrides or [], fresh_plan=replan, screen=_screen())])
+    check = "never" if no_check else "new layouts"
+    outcome = train(recipe, overrides or [], fresh_plan=replan, check=check, screen=_screen())
+    raise typer.Exit(EXIT_OF_SIGNAL[outcome])
 
 
 @app.command()

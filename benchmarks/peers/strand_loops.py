@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers.strand_model import Llama, decay_groups, filled, mean_loss
@@ -77,7 +78,7 @@ def tensor_rows(work: Work) -> TakeStep:
     gathered = PrepareModuleInput(
         input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None), use_local_output=True
     )
-    plan = {
+    plan: dict[str, ParallelStyle] = {
         "embed.tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "layers.*.attention_norm": SequenceParallel(),
         "layers.*.attention": gathered,
@@ -95,7 +96,7 @@ def tensor_rows(work: Work) -> TakeStep:
 
 def tensor_copies(work: Work) -> TakeStep:
     """parallelize_module, the stream between layers whole on every rank."""
-    plan = {
+    plan: dict[str, ParallelStyle] = {
         "embed.tokens": RowwiseParallel(input_layouts=Replicate()),
         "layers.*.attention.o": RowwiseParallel(),
         "layers.*.feedforward.down": RowwiseParallel(),
@@ -156,7 +157,7 @@ def _fsdp(work: Work, *, reshard_after_forward: bool) -> TakeStep:
     return _plain_loop(work, model, _adamw(work, model), ranks=2)
 
 
-def _tensor(work: Work, plan: dict[str, object]) -> TakeStep:
+def _tensor(work: Work, plan: dict[str, ParallelStyle]) -> TakeStep:
     """Every rank sees all sequences; heads, feed-forward width and vocabulary are split."""
     columns = ("attention.q", "attention.k", "attention.v", "feedforward.gate", "feedforward.up")
     plan |= {f"layers.*.{name}": ColwiseParallel() for name in columns}

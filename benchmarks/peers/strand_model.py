@@ -23,8 +23,7 @@ class Attention(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.head_width = shape.head_width
-        for name in ("q", "k", "v", "o"):
-            self.add_module(name, nn.Linear(shape.width, shape.width, bias=False))
+        self.q, self.k, self.v, self.o = (nn.Linear(shape.width, shape.width, bias=False) for _ in "qkvo")
 
     def forward(self, x_btw: torch.Tensor, cos_td: torch.Tensor, sin_td: torch.Tensor) -> torch.Tensor:
         q_bhtd, k_bhtd, v_bhtd = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from plait.cluster.catalog import Device, Link, device, link
 from plait.cluster.cluster import Cluster, Island
@@ -58,11 +59,15 @@ def is_sparse(row: Row) -> bool:
 
 def published_device(row: Row) -> Device:
     """The catalogue's device of a row."""
-    text = row["hardware"].lower()
+    return _device_named(row["hardware"].lower())
+
+
+@cache
+def _device_named(text: str) -> Device:
     for pattern, name in HARDWARE:
         if found := re.search(pattern, text):
             return device(found.expand(name))
-    return device(row["hardware"])
+    return device(text)
 
 
 def published_cluster(row: Row) -> Cluster:
@@ -111,6 +116,8 @@ def _card(text: str, per_node: int) -> tuple[float, float]:
 def published_precision(row: Row) -> Precision:
     """What the linear layers multiply in."""
     text = row["precision"].lower()
+    if "rowwise" in text:  # scaled by row, fp8 gained nothing over bf16 in torchtitan's own tables of that time
+        return "bf16"
     for mark, precision in (("fp4", "fp4"), ("fp8", "fp8"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "float32")):
         if mark in text:
             return precision
@@ -118,11 +125,11 @@ def published_precision(row: Row) -> Precision:
 
 
 def published_recompute(row: Row) -> Recompute | None:
-    """What the row says of recomputation; None where it does not."""
+    """What the row says of recomputation; None where it does not, or refers to a recipe."""
     text = row["recompute"].lower()
     if text.startswith(("full", "yes")):
         return "full"
-    if text.startswith(("none", "per nemo", "no")):
+    if text.startswith(("none", "no")):
         return "none"
     if text.startswith(("sel", "minimal", "custom", "qkv", "op", "norm")):
         return "selective"
@@ -142,7 +149,7 @@ def published_sharding(row: Row) -> Sharding | None:
     text = row["fsdp_or_zero"].lower()
     if not text.strip():
         return None
-    ranks = re.search(r"(?:fsdp2?\s*(?:\(shard\s*)?|group of |within )(\d+)", text)
+    ranks = re.search(r"(?:fsdp |\(shard |group of |within )(\d+)", text)
     size = int(ranks[1]) if ranks else None
     if text.startswith(("none", "zero0", "ddp")):
         return Sharding(what="nothing", ranks=None)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +26,7 @@ from benchmarks.published.shapes import published_shape
 from benchmarks.published.stacks import published_stack
 from plait.cluster.cluster import Cluster
 from plait.plan.candidates import Candidates
-from plait.plan.memory import USABLE, memory
+from plait.plan.memory import fits, memory
 from plait.plan.stack import Stack
 from plait.plan.timing import timing
 from plait.plan.workload import Attention, Workload
@@ -55,6 +56,7 @@ class Case:
     """Published as out of memory, without a time."""
     guessed: bool
     """Whether a blank cell had to be filled."""
+    multi_node: bool
     job: tuple[str, ...]
     """What must be equal for rows to be layouts of the same job."""
 
@@ -80,9 +82,9 @@ def case_of(row: Row) -> Case:
     source = row["id"].rpartition("-")[0]
     stack = published_stack(row)
     cluster = published_cluster(row)
-    sequence = count(row, "seq") or 2048
+    sequence = count(row, "seq") or USUAL_SEQUENCE
     devices = count(row, "n_devices") or 1
-    batch = count(row, "global_batch_seqs") or max(devices * (count(row, "micro_batch") or 1), 1)
+    batch = count(row, "global_batch_seqs") or filled_batch(row, sequence, devices)
     workload = Workload(
         **shape,
         sequence=sequence,
@@ -105,8 +107,22 @@ def case_of(row: Row) -> Case:
         reading=READINGS.get(source, "device"),
         ran_out="OUT-OF-MEMORY" in row["notes"] and not number(row, "step_time_s"),
         guessed=guessed or filled or not (count(row, "seq") and count(row, "global_batch_seqs")),
+        multi_node=devices > (count(row, "gpus_per_node") or 8),
         job=(source, *(row[column] for column in JOB)),
     )
+
+
+USUAL_SEQUENCE = 4096
+"""Where the row does not tell."""
+
+
+def filled_batch(row: Row, sequence: int, devices: int) -> int:
+    """Sequences of a step where the row leaves them open: the tokens that its time and rate, or its notes, come to;
+    else four micro-batches for each device."""
+    step, rate = number(row, "step_time_s"), number(row, "tokens_per_s_per_gpu")
+    said = re.search(r"total[ _](?:weights|tokens per step) (\d+)", row["notes"])
+    tokens = step * rate * devices if step and rate else float(said[1]) if said else None
+    return max(round(tokens / sequence), 1) if tokens else 4 * devices * (count(row, "micro_batch") or 1)
 
 
 def measured_step_s(row: Row, workload: Workload, devices: int) -> float | None:
@@ -120,16 +136,18 @@ def measured_step_s(row: Row, workload: Workload, devices: int) -> float | None:
 def published_attention(row: Row, stack: Stack) -> Attention:
     """Fused where the row says flash or its stack is later than 2022."""
     early = stack.name.startswith(("megatron 2021", "megatron-deepspeed"))
-    return "unfused" if early and "flash" not in (row["notes"] + row["recompute"]).lower() else "flash"
+    text = re.sub(r"no flash", "", (row["notes"] + row["recompute"]).lower())
+    return "unfused" if early and "flash" not in text else "flash"
 
 
 def fill_knobs(row: Row, workload: Workload, cluster: Cluster, stack: Stack) -> tuple[Knobs, bool]:
     """A row's layout, and whether something was filled in.
 
     Rules for blanks: an axis that is not named has degree 1 if any other of tensor and pipeline is named; if neither is,
-    both, the micro-batch and recomputation are the planner's own choice (`own_choice`). Data ranks are what is left of the
+    both, the micro-batch and recomputation are the planner's own choice (`own_choice`); MaxText's rows are then sharded
+    alone, all of a rank's sequences at once, and cut along the sequence where there are fewer sequences than devices. Data ranks are what is left of the
     devices. Sharding: of the optimizer if a pipeline or tensor axis is at work, else of the parameters. A micro-batch of
-    what one data rank has, at most 1 with a pipeline; recomputation none, or full where none does not fit.
+    what one data rank has, at most 1 with a pipeline; recomputation the least that fits.
     """
     devices = count(row, "n_devices") or 1
     tensor, pipeline, context = count(row, "tp"), count(row, "pp"), count(row, "cp") or 1
@@ -145,7 +163,9 @@ def fill_knobs(row: Row, workload: Workload, cluster: Cluster, stack: Stack) -> 
     recompute, micro = published_recompute(row), count(row, "micro_batch")
     filled = open_axes or recompute is None or micro is None or published_sharding(row) is None
     options = [known]
-    if open_axes:
+    if open_axes and stack.name == "maxtext":
+        options = [dict(known, context=max(devices // workload.batch_sequences, context))]
+    elif open_axes:
         options = [
             dict(known, tensor=t, pipeline=p, sequence_parallel=int(t > 1))
             for t in (1, 2, 4, 8)
@@ -155,8 +175,8 @@ def fill_knobs(row: Row, workload: Workload, cluster: Cluster, stack: Stack) -> 
     rows = [
         dict(option, **_data(row, option, devices), micro_sequences=m, recompute=r)
         for option in options
-        for m in ([micro] if micro else _micros(row, workload, option, devices))
-        for r in ([recompute] if recompute else ["none", "full"])
+        for m in ([micro] if micro else _micros(workload, stack, option, devices))
+        for r in ([recompute] if recompute else ["none", "selective", "full"])
     ]
     return (own_choice(rows, workload, cluster, stack) if len(rows) > 1 else rows[0]), filled
 
@@ -175,9 +195,11 @@ def _data(row: Row, option: Knobs, devices: int) -> dict[str, int | str]:
     return {"shard": size, "replicate": ranks // size, "shard_what": sharding.what}
 
 
-def _micros(row: Row, workload: Workload, option: Knobs, devices: int) -> list[int]:
+def _micros(workload: Workload, stack: Stack, option: Knobs, devices: int) -> list[int]:
     taken = int(option["tensor"]) * int(option["pipeline"]) * int(option["context"])
     each = max(workload.batch_sequences * taken // devices, 1)
+    if stack.name == "maxtext":
+        return [each]
     limit = 1 if int(option["pipeline"]) > 1 else each
     return [m for m in (1, 2, 4, 8, 16) if m <= limit] or [1]
 
@@ -185,14 +207,9 @@ def _micros(row: Row, workload: Workload, option: Knobs, devices: int) -> list[i
 def own_choice(rows: list[Knobs], workload: Workload, cluster: Cluster, stack: Stack) -> Knobs:
     """The fastest of these that fits, or the smallest where none does."""
     candidates = Candidates.of(rows)
-    needed = memory(workload, candidates, stack).reserved
-    fits = needed <= min(island.device.memory_bytes for island in cluster.islands) * USABLE
-    if not fits.any():
-        return rows[int(np.argmin(needed))]
-    step = np.where(fits, timing(workload, cluster, candidates, stack).step_s, np.inf)
+    needed = memory(workload, candidates, stack)
+    room = fits(needed, cluster)
+    if not room.any():
+        return rows[int(np.argmin(needed.reserved))]
+    step = np.where(room, timing(workload, cluster, candidates, stack).step_s, np.inf)
     return rows[int(np.argmin(step))]
-
-
-def scaled(case: Case, speed: float) -> Case:
-    """The same case by a stack of another speed."""
-    return replace(case, stack=replace(case.stack, speed=speed))

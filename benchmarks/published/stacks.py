@@ -16,9 +16,14 @@ PROGRAMS: tuple[tuple[str, Stack], ...] = (
     ("internevo", stacks.INTERNEVO),
     ("maxtext|jax", stacks.MAXTEXT),
     ("fsdp|levanter|tinyllama|nanotron|flash-attention|playbook", stacks.FSDP),
-    ("megatron|nemo|dgxc|simumax|primus", stacks.MEGATRON),
+    ("megatron-bridge|nemo|dgxc", stacks.NEMO),
+    ("megatron|simumax|primus", stacks.MEGATRON),
 )
 """Patterns of what a row names as its paper, repository or notes, the first match counting."""
+
+
+GRAPHS_SINCE = "26.06"
+"""Release of NVIDIA's container from which on layers of experts run as graphs, without the host."""
 
 
 def published_stack(row: Row) -> Stack:
@@ -27,5 +32,10 @@ def published_stack(row: Row) -> Stack:
         return stacks.MAXTEXT
     if "maxtext" in row["model"].lower():
         return stacks.MAXTEXT
+    if "fp32 grad accumulation" in row["notes"]:
+        return stacks.MEGATRON_DEEPSPEED_BF16
+    container = re.search(r"container (\d+\.\d+)", row["notes"])
+    if container and container[1] >= GRAPHS_SINCE:
+        return stacks.NEMO_2026
     text = row["paper_or_repo"].lower()
     return next((stack for pattern, stack in PROGRAMS if re.search(pattern, text)), stacks.FSDP)

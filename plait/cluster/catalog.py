@@ -155,7 +155,9 @@ def network(gbit_per_s: float, of: Literal["device", "machine"]) -> Link:
     names = [name for name in _catalog()["link"] if name.startswith(prefix)]
     rate = gbit_per_s / 8 * 1e9
     near = min((link(name) for name in names), key=lambda known: abs(math.log(known.bytes_per_s / rate)))
-    return near if near.bytes_per_s == rate else replace(near, name=f"{prefix}{gbit_per_s:g}g", bytes_per_s=rate)
+    if near.bytes_per_s == rate:
+        return near
+    return replace(near, name=f"{prefix}{gbit_per_s:g}g", bytes_per_s=rate, source=f"as {near.name}, at another rate")
 
 
 def device_names() -> tuple[str, ...]:

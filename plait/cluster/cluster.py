@@ -155,9 +155,10 @@ def cluster_from_json(text: str, where: str) -> Cluster:
         raise PlaitError(
             f'{where}: islands must be a list of one or more; write "islands": [{{"device": "H100", "per_node": 8}}]'
         )
+    check_value(values.get("name", ""), "str", f"{where}: name")
     islands = [_island(entry, f"{where}, island {i}") for i, entry in enumerate(values["islands"], 1)]
     between = described_link(values["between"], f"{where}: between") if "between" in values else _usual_between(islands)
-    return Cluster(name=str(values.get("name", Path(where).stem)), islands=tuple(islands), between=between)
+    return Cluster(name=values.get("name", Path(where).stem), islands=tuple(islands), between=between)
 
 
 def _island(values: Any, where: str) -> Island:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, get_args
 
@@ -62,22 +61,20 @@ def check_value(value: Any, annotation: str, where: str) -> None:
 def _values(kind: type[Device] | type[Link], said: Any, where: str) -> dict[str, Any]:
     """All values of a Device or Link, those left out taken from the one that it is "like"."""
     annotations = {field.name: str(field.type) for field in fields(kind)}
+    unknown = {name: None for name, annotation in annotations.items() if "None" in annotation}
     like = said.get("like") if isinstance(said, dict) else None
-    optional = {name for name, annotation in annotations.items() if "None" in annotation} | {"axes", "source"}
-    needed = set() if like else set(annotations) - optional - {"all_reduce_reached"}
-    check_keys(said, needed, {"like", *annotations}, where)
-    for name in said.keys() - {"like"}:
-        check_value(said[name], annotations[name], f"{where}: {name}")
+    optional = {*unknown, "axes", "source", "all_reduce_reached"}
+    check_keys(said, set() if like else set(annotations) - optional, {"like", *annotations}, where)
+    told = {name: value for name, value in said.items() if name != "like"}
+    for name, value in told.items():
+        check_value(value, annotations[name], f"{where}: {name}")
+        if value is not None and "int" in annotations[name]:
+            told[name] = int(value)
     if like:
         known = device(str(like)) if kind is Device else link(str(like))
-        return {**asdict(known), "source": f"{where}, like {known.name}", **_without_like(said)}
-    defaults: dict[str, Any] = {"source": where, **({} if kind is Device else {"axes": 1})}
-    defaults |= {name: None for name in optional if "None" in annotations[name]}
-    return {**defaults, **({} if kind is Device else {"all_reduce_reached": said["reached"]}), **said}
-
-
-def _without_like(said: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in said.items() if name != "like"}
+        return {**asdict(known), "source": f"{where}, like {known.name}", **told}
+    usual = {} if kind is Device else {"axes": 1, "all_reduce_reached": told["reached"]}
+    return {**unknown, "source": where, **usual, **told}
 
 
 def _fits(value: Any, annotation: str) -> bool:

@@ -59,21 +59,23 @@ class GPT(nn.Module):
         """
         if positions_bt is None:
             positions_bt = row_positions(tokens_bt, first=cache.length if cache is not None else 0)
-        if stream_nd is None:
-            assert self.embed is not None, "this part of the model begins with the stream of the part before it"
-            stream_nd = self.embed(tokens_bt, positions_bt)
+        hidden_nd = self._enter(tokens_bt, positions_bt) if stream_nd is None else stream_nd
         rows = Rows(
             rows=tokens_bt.shape[0],
             tokens=tokens_bt.shape[1],
-            rotation=self.rotary(positions_bt, stream_nd.dtype) if self.rotary is not None else None,
-            documents=documents.on(stream_nd.device) if documents is not None else None,
+            rotation=self.rotary(positions_bt, hidden_nd.dtype) if self.rotary is not None else None,
+            documents=documents.on(hidden_nd.device) if documents is not None else None,
             cache=cache,
         )
         for layer in self.layers.values():
-            stream_nd = layer(stream_nd, rows)
+            hidden_nd = layer(hidden_nd, rows)
         if cache is not None:
             cache.length += rows.tokens
-        return stream_nd if self.norm is None else self.norm(stream_nd)
+        return hidden_nd if self.norm is None else self.norm(hidden_nd)
+
+    def _enter(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
+        assert self.embed is not None, "this part of the model begins with the stream of the part before it"
+        return self.embed(tokens_bt, positions_bt)
 
     def logits(self, hidden_nd: Tensor) -> Tensor:
         """Scores of every vocabulary entry, [N, vocabulary]."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from plait.model.gpt import GPT
 from plait.parallel.buckets import BUCKET_BYTES, Ranks, Shared, fill_buckets, flat_for, unit_of_range, views_of
+from plait.parallel.collectives import all_gather, reduce_scatter
 from plait.parallel.woven import Unit
 
 Groups = Mapping[Ranks, dist.ProcessGroup]
@@ -172,13 +173,13 @@ class _Bucket:
         if self._received is not None:
             self._begin(dist.all_to_all_single(self._received, self.flat, group=self._split, async_op=True))
         elif self._split:
-            self._begin(dist.reduce_scatter_tensor(self._own, self.flat, group=self._split, async_op=True))
+            self._begin(reduce_scatter(self._own, self.flat, group=self._split, async_op=True))
         else:
             self._begin(dist.all_reduce(self.flat, group=self._group, async_op=True))
 
     def scattered(self) -> bool:
-        """Whether the first sum is done, so that a second one may begin without waiting."""
-        return self._works[0].is_completed()
+        """Whether a second sum may begin without waiting: on a GPU always, it is its streams that wait."""
+        return self.flat.is_cuda or self._works[0].is_completed()
 
     def advance(self) -> None:
         """Begin the second sum where there is one: that of the own part over those who keep the same part."""
@@ -201,7 +202,7 @@ class _Bucket:
     def gather(self) -> None:
         """Begin to collect the updated weights from all that keep a part of them."""
         if self._split:
-            self._gathering = dist.all_gather_into_tensor(
+            self._gathering = all_gather(
                 self._values, self._parameter.data, group=self._split, async_op=True
             )
 

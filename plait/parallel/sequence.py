@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from plait.parallel.collectives import all_gather, reduce_scatter
+
 
 def stream_rows(rows: int, parts: int) -> int:
     """How many rows of a stream each of so many ranks holds, padding included."""
@@ -80,7 +82,7 @@ class _Scatter(torch.autograd.Function):
 def _gathered(own_md: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
     parts = dist.get_world_size(group)
     every = own_md.new_empty((parts * len(own_md), *own_md.shape[1:]))
-    dist.all_gather_into_tensor(every, own_md.contiguous(), group=group)
+    all_gather(every, own_md.contiguous(), group=group)
     return every if len(every) == rows else every[:rows]
 
 
@@ -93,7 +95,7 @@ def _summed(partial_nd: Tensor, group: dist.ProcessGroup) -> Tensor:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         return torch.sum(received.view(parts, *own.shape), dim=0, out=own)
-    dist.reduce_scatter_tensor(own, sent, group=group)
+    reduce_scatter(own, sent, group=group)
     return own
 
 

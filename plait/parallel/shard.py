@@ -75,8 +75,9 @@ class ShardedGradients:
         self.buckets = reducer.buckets
 
     def open(self) -> None:
-        """Begin a step: no gradient yet."""
+        """Begin a step: no gradient yet, and no weight that was gathered before its rows were loaded or updated."""
         self._reducer.open()
+        self.publish()
         for one in self._rows:
             one.sharded.grad = None
 

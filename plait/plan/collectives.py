@@ -11,8 +11,8 @@ from plait.cluster.catalog import Link
 from plait.cluster.cluster import Cluster
 from plait.plan.candidates import Reals
 
-Collective = Literal["reduce", "gather", "exchange"]
-"""Sum to everyone; gather or scatter (one direction of a sum); everyone sends everyone a part."""
+Collective = Literal["reduce", "gather"]
+"""Sum to everyone; gather or scatter, which are one half of it each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,12 @@ def link_bytes_per_s(link: Link, per_node: int, reached: float) -> float:
     return link.bytes_per_s * reached * wires[link.shape]
 
 
-def collective_s(roads: Roads, kind: Collective, message: Any, size: Any, stride: Any) -> Reals:
+def collective_s(
+    roads: Roads, kind: Collective, message: Any, size: Any, stride: Any, pieces: Any = 1.0
+) -> Reals:
     """Seconds of a collective over `size` ranks that sit `stride` apart; `message` is the whole result in bytes.
+
+    It is sent in so many `pieces`, each of which pays the latency.
 
     Ranks are numbered through the nodes. A ring through n ranks, g of them in each node, moves (n-1)/n of the message past
     every rank; where it leaves a node it does so over the g cards of its ranks at once, while the links inside carry
@@ -58,15 +62,31 @@ def collective_s(roads: Roads, kind: Collective, message: Any, size: Any, stride
     message, size, stride = (np.asarray(x, dtype=np.float64) for x in (message, size, stride))
     together = np.clip(np.floor(roads.per_node / stride), 1, np.maximum(size, 1))
     nodes = np.maximum(np.ceil(size / together), 1)
-    if kind == "exchange":
-        inside = message * (together - 1) / np.maximum(size, 1) / roads.inside_bytes_per_s
-        outside = message * (size - together) / np.maximum(size, 1) / roads.between_bytes_per_s
-        return np.where(size > 1, inside + outside + _latency(roads, together, nodes), 0.0)
     rate = roads.reduce_bytes_per_s if kind == "reduce" else roads.inside_bytes_per_s
     inside = message * (together - 1) / together / rate
     outside = message * (size - 1) / np.maximum(size, 1) / together / roads.between_bytes_per_s * (nodes > 1)
-    ways = 2.0 if kind == "reduce" else 1.0
-    return np.where(size > 1, ways * (np.maximum(inside, outside) + _latency(roads, together, nodes)), 0.0)
+    carried = np.maximum(inside, outside)
+    if kind == "reduce":
+        return np.where(size > 1, 2 * (carried + pieces * _tree_s(roads, together, nodes)), 0.0)
+    return np.where(size > 1, carried + pieces * _ring_s(roads, together, nodes), 0.0)
+
+
+def exchange_s(
+    roads: Roads, tokens: Any, token_bytes: float, choices: int, size: Any, stride: Any
+) -> tuple[Reals, Reals]:
+    """Seconds for each rank to send `tokens` to `choices` of the experts that `size` ranks hold: (inside, between) nodes.
+
+    Between nodes a token goes once to each node that it has an expert on, and is copied there: libraries for experts
+    (DeepEP) do so since 2025. With k nodes and c choices it has experts on k (1 - (1 - 1/k)^c) of them.
+    """
+    tokens, size, stride = (np.asarray(x, dtype=np.float64) for x in (tokens, size, stride))
+    together = np.clip(np.floor(roads.per_node / stride), 1, np.maximum(size, 1))
+    nodes = np.maximum(np.ceil(size / together), 1)
+    inside = tokens * token_bytes * choices * (together - 1) / together / roads.inside_bytes_per_s
+    met = nodes * (1 - (1 - 1 / nodes) ** choices)
+    outside = tokens * token_bytes * met * (nodes - 1) / nodes / roads.between_bytes_per_s
+    latency = (together - 1) * roads.inside_latency_s
+    return np.where(size > 1, inside + latency, 0.0), np.where(size > 1, outside, 0.0)
 
 
 def pass_s(roads: Roads, message: Any, stride: Any) -> Reals:
@@ -76,5 +96,11 @@ def pass_s(roads: Roads, message: Any, stride: Any) -> Reals:
     return np.asarray(message) / rate + np.where(far, roads.between_latency_s, roads.inside_latency_s)
 
 
-def _latency(roads: Roads, together: Reals, nodes: Reals) -> Reals:
-    return (together - 1) * roads.inside_latency_s + (nodes - 1) * roads.between_latency_s
+def _ring_s(roads: Roads, together: Reals, nodes: Reals) -> Reals:
+    """Latency of passing once through all ranks."""
+    return nodes * (together - 1) * roads.inside_latency_s + (nodes - 1) * roads.between_latency_s
+
+
+def _tree_s(roads: Roads, together: Reals, nodes: Reals) -> Reals:
+    """Latency of a sum: a chain inside the node, a tree over the nodes, which the library takes for short messages."""
+    return (together - 1) * roads.inside_latency_s + np.log2(np.maximum(nodes, 1)) * roads.between_latency_s

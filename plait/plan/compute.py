@@ -15,11 +15,16 @@ from plait.plan.workload import Precision, Workload
 
 ACHIEVABLE = 0.75
 """Share of the peak that large products reach where the catalogue has no measurement."""
+COOL_FLOPS_PER_WATT = 0.8e12
+THROTTLE = 0.24
+"""Up to this rate per watt of board power a device keeps its clock; beyond it the rate falls with this power of the excess.
+The A100 (0.78) keeps it, the H100 (1.41 in bf16, 2.83 in fp8) does not. Fitted on all rows of H100, B200 and GB200 at once."""
+A100_FLOPS = 312e12
 STREAMED = 0.80
 """Share of the memory's rate that element-wise kernels reach (planner's survey: 0.75 to 0.85 on A100 and H100)."""
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.90), (128, 64, 0.72), (64, 64, 0.50))
 """Blocks of the result that one unit computes at a time, and their speed against the largest (the libraries' tiles)."""
-RAMP = 160
+RAMP = 106
 """Steps of the inner dim that a tile's beginning and end are worth."""
 COARSER: Mapping[Precision, Precision] = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "float32"}
 """What a device that lacks a precision computes in."""
@@ -33,8 +38,8 @@ class Chip:
     """Rate of the largest linear layers' products."""
     plain_flops: float
     """Rate of the largest products in 16 bits: heads and unfused attention."""
-    peak_flops: float
-    """Peak in 16 bits, what the shares of attention kernels refer to."""
+    score_flops: float
+    """What the shares of attention kernels refer to."""
     stream_bytes_per_s: float
     units: int
     """Blocks of a result that are computed at once; 0 where products have no such grain (systolic arrays)."""
@@ -44,16 +49,25 @@ def chip(device: Device, precision: Precision, stack: Stack, speed: float = 1.0)
     """The rates of a device in the workload's precision."""
     peak = peak_flops(device, "bf16" if precision in ("fp8", "fp4") else precision)
     reached = (device.achievable or ACHIEVABLE) * stack.product_share * speed
-    linear = peak * reached
+    plain = linear = peak * reached * sustained(peak, device.watts)
     if precision in ("fp8", "fp4"):
-        linear = max(linear, peak_flops(device, precision) * reached * stack.fp8_share)
+        narrow = peak_flops(device, precision)
+        linear = max(linear, narrow * reached * stack.fp8_share * sustained(narrow, device.watts))
+    # Attention kernels lag behind the devices: one written for another generation gets less out of it.
+    lag = min(1.0, (A100_FLOPS / peak) ** stack.flash_lag)
     return Chip(
         linear_flops=linear,
-        plain_flops=peak * reached,
-        peak_flops=peak * speed,
+        plain_flops=plain,
+        score_flops=peak * speed * lag * sustained(peak, device.watts),
         stream_bytes_per_s=device.memory_bytes_per_s * STREAMED,
         units=device.units or 0,
     )
+
+
+def sustained(peak: float, watts: float | None) -> float:
+    """Share of its short-run rate that a device holds in a long run: the more arithmetic a watt must feed, the slower
+    the clock that its power limit leaves."""
+    return min(1.0, (COOL_FLOPS_PER_WATT * watts / peak) ** THROTTLE) if watts else 1.0
 
 
 def peak_flops(device: Device, precision: Precision) -> float:
@@ -75,15 +89,13 @@ def product_s(chip: Chip, rows: Any, inner: Any, columns: Any, *, flops: float, 
     if not chip.units:
         padded = 2.0 * batch * np.ceil(rows / 128) * 128 * inner * np.ceil(columns / 128) * 128
         return np.maximum(padded / flops, moved)
-    per_unit = flops / chip.units
-    best = np.full(np.broadcast(rows, inner, columns, batch).shape, np.inf)
-    for high, wide, speed in TILES:
-        tiles = batch * np.ceil(rows / high) * np.ceil(columns / wide)
-        # Long inner dims are cut over idle units, which makes the last wave nearly full.
-        waves = np.maximum(np.ceil(tiles / chip.units), tiles / chip.units)
-        split = np.where((tiles < chip.units) & (inner > 2048), np.minimum(chip.units // np.maximum(tiles, 1), 4), 1)
-        best = np.minimum(best, waves * 2.0 * high * wide * (inner / np.maximum(split, 1) + RAMP) / (per_unit * speed))
-    return np.maximum(best, moved)
+    shape = (-1,) + (1,) * np.broadcast(rows, inner, columns, batch).ndim
+    high, wide, speed = (np.array(column).reshape(shape) for column in zip(*TILES, strict=True))
+    tiles = batch * np.ceil(rows / high) * np.ceil(columns / wide)
+    # Long inner dims are cut over idle units, which makes the last wave nearly full.
+    cuts = np.where((tiles < chip.units) & (inner > 2048), np.minimum(np.floor(chip.units / np.maximum(tiles, 1)), 4), 1)
+    tile_s = 2.0 * high * wide * (inner / np.maximum(cuts, 1) + RAMP) / (flops / chip.units * speed)
+    return np.maximum((np.ceil(tiles / chip.units) * tile_s).min(axis=0), moved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +125,7 @@ def local_tokens(workload: Workload, candidates: Candidates) -> Reals:
 
 def layer_time(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates) -> LayerTime:
     """An average layer's arithmetic: sparse and plain layers weighted by their number."""
-    forward, backward = _products(workload, chip, candidates)
+    forward, backward = _products(workload, chip, stack, candidates)
     scores, scores_backward = _scores(workload, chip, stack, candidates)
     stream = _stream(workload, chip, stack, candidates)
     return LayerTime(
@@ -136,7 +148,7 @@ def head_time(workload: Workload, chip: Chip, stack: Stack, candidates: Candidat
     return there + loss / 2, back + loss / 2
 
 
-def _products(workload: Workload, chip: Chip, candidates: Candidates) -> tuple[Reals, Reals]:
+def _products(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates) -> tuple[Reals, Reals]:
     w, tokens, tensor = workload, local_tokens(workload, candidates), candidates.tensor
     heads = w.heads * w.head_width / tensor
     # Keys and values are copied where there are fewer of them than ranks.
@@ -153,16 +165,23 @@ def _products(workload: Workload, chip: Chip, candidates: Candidates) -> tuple[R
         across = np.where(candidates.expert > 1, 1, tensor)  # experts over ranks are not cut by tensor as well
         share = np.where(candidates.expert > 1, tensor, 1)
         rows = np.maximum(tokens / share * w.experts_per_token / held, 1.0)
-        shapes += _feedforward(w, rows, w.expert_ffn / across, held, sparse)
+        shapes += _feedforward(w, rows, w.expert_ffn / across, held, sparse / stack.expert_share)
         if w.shared_ffn:
             shapes += _feedforward(w, tokens, w.shared_ffn / tensor, 1.0, sparse)
-    forward = backward = np.zeros(len(candidates))
-    for weight, rows, inner, columns, batch in shapes:
-        forward = forward + weight * product_s(chip, rows, inner, columns, flops=chip.linear_flops, batch=batch)
-        back = product_s(chip, rows, columns, inner, flops=chip.linear_flops, batch=batch)
-        back = back + product_s(chip, inner, rows, columns, flops=chip.linear_flops, batch=batch)
-        backward = backward + weight * back
-    return forward, backward
+    # One call prices all: forward, gradient of the input, gradient of the weight.
+    weight, rows, inner, columns, batch = (
+        np.array([np.broadcast_to(x, len(candidates)) for x in column]) for column in zip(*shapes, strict=True)
+    )
+    every = product_s(
+        chip,
+        np.stack([rows, rows, inner]),
+        np.stack([inner, columns, rows]),
+        np.stack([columns, inner, columns]),
+        flops=chip.linear_flops,
+        batch=np.stack([batch] * 3),
+    )
+    spent = (every * weight).sum(axis=1)
+    return spent[0], spent[1] + spent[2]
 
 
 def _feedforward(w: Workload, rows: Any, inner: Any, batch: Any, weight: float) -> list[tuple[Any, ...]]:
@@ -176,10 +195,8 @@ def _scores(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates
         flops = 2.0 * tokens * w.mean_keys * heads * w.head_width  # causal: half of 4 per key
         # Narrow heads and short sequences leave the kernel less to reuse.
         shape = min(1.0, (w.head_width / 128) ** 0.4) * w.mean_keys / (w.mean_keys + 512)
-        return (
-            flops / (chip.peak_flops * stack.flash_forward * shape),
-            2.5 * flops / (chip.peak_flops * stack.flash_backward * shape),
-        )
+        there = flops / (chip.score_flops * stack.flash_share * shape)
+        return there, FLASH_BACKWARD * there
     batch = candidates.micro_sequences * heads
     there = product_s(chip, w.sequence, w.head_width, w.sequence, flops=chip.plain_flops, batch=batch)
     there = there + product_s(chip, w.sequence, w.sequence, w.head_width, flops=chip.plain_flops, batch=batch)
@@ -188,7 +205,9 @@ def _scores(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates
     return there * ragged + moved, 2 * there * ragged + 1.3 * moved
 
 
-RAGGED = 4.0
+FLASH_BACKWARD = 3.0
+"""Time of a fused attention's backward pass against its forward: 2.5 times the arithmetic at 0.83 of the rate (Dao 2023)."""
+RAGGED = 12.0
 """How much slower 16-bit products are whose rows do not begin on 16 bytes: the tensor units' loads need that (cuBLAS
 guide on alignment)."""
 
@@ -199,5 +218,5 @@ def _stream(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates
     sparse = w.sparse_layers / w.layers
     ffn = w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
     inner = tokens * ffn * stack.inner_bytes * (w.gate_factor - 1) / candidates.tensor
-    routed = sparse * tokens * w.experts_per_token * w.width * 16.0 / candidates.tensor  # sorted there and back
+    routed = sparse * tokens * w.experts_per_token * w.width * stack.routed_bytes / candidates.tensor  # sorted there and back
     return (whole + inner + routed) / chip.stream_bytes_per_s

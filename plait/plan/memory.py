@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from plait.cluster.cluster import Cluster
 from plait.plan.candidates import RECOMPUTE, SHARD_WHAT, Candidates, Reals
 from plait.plan.compute import local_tokens
 from plait.plan.stack import Stack
@@ -16,10 +18,6 @@ RESERVED = 1.06
 """What the allocator holds beside what is allocated: fragments (readings of 1.05 to 1.20, planner's survey)."""
 OUTSIDE_BYTES = 2.5e9
 """What no allocator of the program sees: the device's context, kernels, communication buffers."""
-USABLE = 0.96
-"""Of the device's memory, what a plan may fill: the rest is for steps that are larger than others."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Bytes per device at the highest point of a step, arrays over candidates; `allocated` is the items' sum.
@@ -52,6 +50,11 @@ def memory(workload: Workload, candidates: Candidates, stack: Stack) -> Memory:
     )
 
 
+def fits(needed: Memory, cluster: Cluster) -> NDArray[np.bool_]:
+    """Which candidates fit the smallest device of the cluster."""
+    return needed.reserved <= min(island.device.memory_bytes for island in cluster.islands)
+
+
 def _rank(w: Workload, c: Candidates, stack: Stack, last: Reals) -> dict[str, Reals]:
     layers = np.where(last, stage_layers(w, c).last, stage_layers(w, c).first)
     common, experts = layer_weights(w, c)
@@ -73,12 +76,12 @@ def _rank(w: Workload, c: Candidates, stack: Stack, last: Reals) -> dict[str, Re
     tokens = local_tokens(w, c)
     return {
         "parameters": weights * 2.0 / split["parameters"] * np.where(fully, 0.0, 1.0),
-        "gradients": weights * stack.gradient_bytes / split["gradients"],
+        "gradients": weights * (stack.gradients_held_bytes or stack.gradient_bytes) / split["gradients"],
         "optimizer": states * stack.state_bytes,
         "gathered": np.where(fully, 2 * (2.0 + stack.gradient_bytes / 2) * layer + 2.0 * tables, 0.0),
         "activations": _activations(w, c, stack, layers, np.maximum(kept, 1)),
         "logits": np.where(last | alone, tokens * w.vocabulary / c.tensor * stack.logit_copies_bytes, 0.0),
-        "fixed": np.full(len(c), stack.fixed_bytes),
+        "fixed": stack.fixed_bytes + np.where(rule > 0, stack.bucket_bytes, 0.0),
     }
 
 
@@ -90,7 +93,7 @@ def _activations(w: Workload, c: Candidates, stack: Stack, layers: Reals, kept: 
     cores = scores_held(w, c)
     full = c.recompute == RECOMPUTE.index("full")
     selective = c.recompute == RECOMPUTE.index("selective")
-    thinned = (whole - cores) * (1 - stack.selective_products)
+    thinned = (whole - cores) * (stack.selective_kept if w.attention == "flash" else 1.0)
     each = np.where(full, edge, np.where(selective, thinned, whole))
     return layers * each * kept + np.where(full, whole, 0.0) + np.where(selective, whole - each, 0.0)
 
@@ -109,11 +112,7 @@ def layer_activations(w: Workload, c: Candidates, stack: Stack) -> Reals:
     ffn = w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
     inner = (6.0 if w.gated else 4.0) * ffn / c.tensor
     routed = sparse * 4.0 * w.experts_per_token * w.width / c.tensor
-    return tokens * (STREAM_BYTES * w.width / stream + 4 * heads + 4 * keys + inner + routed) + scores_held(w, c)
-
-
-STREAM_BYTES = 10.0
-"""Kept per token and unit of width by norms, residuals and the products' inputs."""
+    return tokens * (stack.stream_held_bytes * w.width / stream + 4 * heads + 4 * keys + inner + routed) + scores_held(w, c)
 
 
 def scores_held(w: Workload, c: Candidates) -> Reals:

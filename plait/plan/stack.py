@@ -18,21 +18,28 @@ class Stack:
     """How fast the software is against this model's expectation: the one scalar that a measurement sets."""
     product_share: float = 1.0
     """Of the rate that the largest single products reach on a device, what a long run with real data holds."""
-    fp8_share: float = 0.80
+    fp8_share: float = 0.95
     """Of the device's fp8 rate: casts, scales and the products that stay in bf16."""
-    flash_forward: float = 0.60
-    """Share of the 16-bit peak that a fused attention kernel reaches, heads of width 128 and a long sequence."""
-    flash_backward: float = 0.50
+    flash_share: float = 0.60
+    """Share of the 16-bit peak that a fused attention kernel reaches forward, heads of width 128 and a long sequence."""
+    flash_lag: float = 0.0
+    """How far the attention kernel falls behind on devices faster than an A100: 0 not at all, 1 no faster than there."""
     stream_bytes: float = 30.0
     """Memory traffic of a layer's forward pass per token and unit of width: norms, residuals, dropout, casts."""
     inner_bytes: float = 6.0
     """The same per token and unit of the feedforward's width: activation and gate."""
     score_bytes: float = 13.0
     """Traffic per attention score of the forward pass where attention is not fused."""
+    routed_bytes: float = 16.0
+    """The same per token, expert that it goes to and unit of width: sorting tokens by expert and back."""
+    expert_share: float = 1.0
+    """Of the linear layers' rate, what products of many experts at once reach."""
     logit_bytes: float = 20.0
     """Traffic per logit, forward and backward: the loss in float32."""
     layer_kernels: float = 22.0
     """Kernels that the host launches for one layer's forward pass; the backward pass launches twice as many."""
+    sparse_kernels: float = 60.0
+    """Launches' worth of host time that a layer of experts costs beside them: routing, and waiting for its counts."""
     launch_s: float = 6e-6
     """Host time to launch one kernel."""
     micro_s: float = 1e-3
@@ -48,10 +55,21 @@ class Stack:
     hides_parameters: float = 0.9
     """Share of the arithmetic that gathers of sharded parameters may run under."""
     hides_experts: float = 0.0
+    """Share of the tokens' way to experts on other nodes that runs under arithmetic."""
     selective_products: float = 0.0
     """Share of the forward products that selective recomputation repeats beside what attention keeps."""
+    layer_pieces: float = 1.0
+    """Messages that one layer's parameters, or gradients, are sent in over the data axes."""
+    selective_kept: float = 0.65
+    """Share of a layer's activations that selective recomputation keeps, attention's scores aside."""
+    stream_held_bytes: float = 8.0
+    """Kept for the backward pass per token and unit of width by norms, residuals and products' inputs (10 with dropout)."""
+    bucket_bytes: float = 0.0
+    """Flat copies of gradients and parameters on their way, where the optimizer is sharded."""
     gradient_bytes: int = 4
     """Bytes of one gradient as it is summed over ranks and kept."""
+    gradients_held_bytes: int = 0
+    """Bytes that a parameter's gradients take where they are held more than once; 0: as `gradient_bytes`."""
     update_bytes: float = 30.0
     """Memory traffic of the optimizer per parameter that a rank updates."""
     state_bytes: int = 12
@@ -65,13 +83,95 @@ class Stack:
 
 PLAIT = Stack(name="plait", hides_gradients=0.7, logit_copies_bytes=0.3)
 
-MEGATRON_2021 = Stack(
-    name="megatron 2021", stream_bytes=40.0, layer_kernels=30.0, gradient_bytes=2, logit_copies_bytes=14.0
+MEGATRON_DEEPSPEED = Stack(
+    name="megatron-deepspeed",
+    stream_bytes=32.0,
+    inner_bytes=5.0,
+    score_bytes=10.0,
+    logit_bytes=55.0,
+    layer_kernels=30.0,
+    launch_s=22e-6,
+    micro_s=3e-3,
+    step_s=14e-3,
+    update_bytes=16.0,
+    hides_gradients=0.2,
+    gradient_bytes=2,
+    stream_held_bytes=10.0,
+    bucket_bytes=6.5e9,
+    logit_copies_bytes=14.0,
 )
-MEGATRON_DEEPSPEED = replace(MEGATRON_2021, name="megatron-deepspeed")
-MEGATRON = Stack(name="megatron", hides_tensor=0.6, hides_pipeline=0.5, hides_gradients=0.8, hides_experts=0.3)
-COMPOSER = Stack(name="composer fsdp", layer_kernels=30.0)
-TORCHTITAN = Stack(name="torchtitan", selective_products=0.5, hides_tensor=0.3)
-INTERNEVO = Stack(name="internevo", hides_gradients=0.7)
-MAXTEXT = Stack(name="maxtext", hides_gradients=0.8, launch_s=0.5e-6)
+MEGATRON_DEEPSPEED_BF16 = replace(MEGATRON_DEEPSPEED, name="megatron-deepspeed bf16", gradients_held_bytes=8)
+MEGATRON_2021 = replace(MEGATRON_DEEPSPEED, name="megatron 2021", launch_s=8e-6, bucket_bytes=0.0)
+MEGATRON = Stack(
+    name="megatron",
+    fp8_share=1.0,
+    flash_share=0.65,
+    stream_bytes=40.0,
+    inner_bytes=5.7,
+    logit_bytes=28.0,
+    micro_s=4e-3,
+    update_bytes=60.0,
+    hides_tensor=0.35,
+    hides_pipeline=0.9,
+    hides_gradients=0.9,
+    hides_experts=0.33,
+    sparse_kernels=420.0,
+    routed_bytes=47.0,
+    expert_share=0.79,
+)
+NEMO = replace(MEGATRON, name="nemo", gradient_bytes=2)
+NEMO_2026 = replace(
+    NEMO, name="nemo 2026", hides_experts=0.5, sparse_kernels=170.0, routed_bytes=25.0, expert_share=0.92
+)
+COMPOSER = Stack(
+    name="composer fsdp",
+    layer_kernels=30.0,
+    flash_share=0.41,
+    flash_lag=0.44,
+    product_share=0.88,
+    fp8_share=0.85,
+    stream_bytes=40.0,
+    inner_bytes=6.8,
+    logit_bytes=23.0,
+    update_bytes=60.0,
+    logit_copies_bytes=6.0,
+)
+TORCHTITAN = Stack(
+    name="torchtitan",
+    product_share=0.8,
+    fp8_share=0.93,
+    flash_share=0.48,
+    flash_lag=0.45,
+    stream_bytes=15.0,
+    hides_tensor=0.32,
+    selective_products=0.65,
+    selective_kept=0.4,
+)
+INTERNEVO = Stack(
+    name="internevo",
+    product_share=0.80,
+    flash_share=0.54,
+    stream_bytes=27.0,
+    hides_gradients=0.4,
+    layer_pieces=10.0,
+    gradient_bytes=2,
+)
+MAXTEXT = Stack(
+    name="maxtext",
+    product_share=0.98,
+    fp8_share=1.0,
+    flash_share=0.57,
+    stream_bytes=49.0,
+    inner_bytes=13.0,
+    logit_bytes=57.0,
+    routed_bytes=48.0,
+    expert_share=0.7,
+    selective_products=0.41,
+    selective_kept=0.15,
+    logit_copies_bytes=4.0,
+    hides_gradients=0.8,
+    launch_s=0.5e-6,
+    sparse_kernels=0.0,
+    update_bytes=60.0,
+)
 FSDP = replace(COMPOSER, name="fsdp")

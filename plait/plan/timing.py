@@ -8,13 +8,13 @@ import numpy as np
 
 from plait.cluster.cluster import Cluster
 from plait.plan.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates, Reals
-from plait.plan.collectives import Roads, collective_s, pass_s, roads
+from plait.plan.collectives import Roads, collective_s, exchange_s, pass_s, roads
 from plait.plan.compute import Chip, LayerTime, chip, head_time, layer_time, local_tokens
 from plait.plan.stack import Stack
 from plait.plan.stages import fullest_weights, layer_weights, micro_batches, stage_layers
 from plait.plan.workload import Workload
 
-SHARPNESS = 6.0
+SHARPNESS = 2.5
 """How abruptly the host becomes the limit: device and host times combine in a norm of this order."""
 
 
@@ -115,8 +115,10 @@ def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: 
 def _again(scene: _Scene, layer: LayerTime) -> Reals:
     """What is computed a second time for one layer and micro-batch."""
     recompute = scene.candidates.recompute
-    core = layer.scores if scene.workload.attention == "unfused" else 0.0 * layer.scores
-    selective = core + scene.stack.selective_products * (layer.products + layer.stream)
+    # Without fused attention only its core is repeated; with it, norms and activations, and of the products a share.
+    share = scene.stack.selective_products
+    flash = share * layer.products + max(share, 0.3) * layer.stream
+    selective = layer.scores if scene.workload.attention == "unfused" else flash
     chosen = np.where(recompute == RECOMPUTE.index("selective"), selective, 0.0)
     return np.where(recompute == RECOMPUTE.index("full"), layer.forward, chosen)
 
@@ -131,14 +133,17 @@ def _exposed(scene: _Scene, layer: LayerTime) -> _Exposed:
     once = collective_s(scene.roads, "gather", keys, c.context, c.tensor)
     context = (3 + full) * once
     under = stack.hides_context * (layer.scores + layer.scores_backward)
-    sent = 2.0 * tokens / c.tensor * w.experts_per_token * w.width * w.sparse_layers / w.layers
-    experts = (4 + 2 * full) * collective_s(scene.roads, "exchange", sent, c.expert, 1)
+    # Half of the messages, those to the experts, are as narrow as what the experts multiply.
+    token_bytes = w.width * (1.5 if w.precision in ("fp8", "fp4") else 2.0)
+    inside, between = exchange_s(scene.roads, tokens / c.tensor, token_bytes, w.experts_per_token, c.expert, 1)
+    times = (4 + 2 * full) * w.sparse_layers / w.layers
+    experts = times * np.maximum(inside, between * (1 - stack.hides_experts))
     left = np.maximum(context - under, 0.0) * (c.context > 1)
     return _Exposed(
         tensor=tensor * (1 - stack.hides_tensor),
         context=left,
-        experts=experts * (1 - stack.hides_experts),
-        hidden=tensor * stack.hides_tensor + (context - left) + experts * stack.hides_experts,
+        experts=experts,
+        hidden=tensor * stack.hides_tensor + (context - left) + times * np.maximum(inside, between) - experts,
     )
 
 
@@ -146,7 +151,8 @@ def _host(scene: _Scene, layers: Reals, device_s: Reals) -> Reals:
     """What a micro-batch takes longer than the device's work because the host cannot launch kernels any faster."""
     stack, c = scene.stack, scene.candidates
     passes = 3 + (c.recompute == RECOMPUTE.index("full"))
-    kernels = stack.layer_kernels + 4 * (c.tensor > 1)
+    sparse = scene.workload.sparse_layers / scene.workload.layers
+    kernels = stack.layer_kernels + 4 * (c.tensor > 1) + sparse * stack.sparse_kernels
     host = layers * passes * kernels * stack.launch_s + stack.micro_s
     return (device_s**SHARPNESS + host**SHARPNESS) ** (1 / SHARPNESS) - device_s
 
@@ -176,13 +182,15 @@ def _data(scene: _Scene, layer: LayerTime, again: Reals, layers: Reals, micros: 
     sharded = c.shard * c.context
     group = np.where(c.shard_what > 0, sharded, 1)
     one = common + experts
-    gather = collective_s(scene.roads, "gather", 2.0 * one, group, stride)
-    scatter = collective_s(scene.roads, "gather", stack.gradient_bytes * one, group, stride)
+    pieces = layers * stack.layer_pieces
+    gather = collective_s(scene.roads, "gather", 2.0 * one, group, stride, pieces)
+    scatter = collective_s(scene.roads, "gather", stack.gradient_bytes * one, group, stride, pieces)
     # Each shard is summed with its copies; without shards, over everyone.
     copies = np.where(c.shard_what > 0, c.replicate, c.replicate * sharded)
     far = np.where(c.shard_what > 0, stride * sharded, stride)
-    summed = collective_s(scene.roads, "reduce", stack.gradient_bytes * common / group, copies, far)
-    summed += collective_s(scene.roads, "reduce", stack.gradient_bytes * experts / group, copies / c.expert, far * c.expert)
+    summed = collective_s(scene.roads, "reduce", stack.gradient_bytes * common / group, copies, far, pieces)
+    few = np.maximum(copies / c.expert, 1)
+    summed += collective_s(scene.roads, "reduce", stack.gradient_bytes * experts / group, few, far * c.expert, pieces)
     window = stack.hides_parameters
     fully = c.shard_what == SHARD_WHAT.index("parameters")
     halfway = c.shard_what == SHARD_WHAT.index("gradients")

@@ -106,7 +106,8 @@ def _plain(value: Any) -> Any:
 
 
 def _rows(receipt: Receipt) -> list[tuple[str, str]]:
-    layout, ranks = Layout(**receipt.layout), receipt.world_size
+    degrees: Mapping[str, Any] = receipt.layout
+    layout, ranks = Layout(**degrees), receipt.world_size
     speed = f"{format_count(receipt.tokens_per_s)} tokens/s, {format_duration(receipt.step_s_median)} a step (median)"
     held_out = _text(receipt.eval_loss, "{:.4f} nats per token") + _text(
         receipt.eval_nats_per_byte, ", {:.4f} per byte"

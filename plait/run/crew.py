@@ -17,7 +17,7 @@ from plait.launch.job import Job, JobResult, Message, RankContext
 from plait.launch.local import ForkServer
 from plait.plan.split import Given
 
-PRELOAD = ("plait.train.worker", "plait.train.measure", "plait.cluster.measure")
+PRELOAD = ("plait.train.worker", "plait.train.measure", "plait.cluster.measure", "plait.run.oracle")
 OnMessage = Callable[[Message], None]
 
 

@@ -30,13 +30,22 @@ from plait.run.crew import Crew, crew, dismiss_others, log_folder, serve_if_aske
 from plait.run.data import prepare_data, told
 from plait.run.folder import RunFolder, alone, check_changes, run_folder
 from plait.run.planning import Interrupted, Say, Site, look_around, make_plan, replan
+from plait.run.verify import check_once
 from plait.units import format_duration
 
+Check = Literal["new layouts", "never"]
 Outcome = Literal["finished", "SIGINT", "SIGTERM"]
 TOLERATED_OVERRUN = 1.15
 
 
-def train(recipe: Path, overrides: Sequence[str] = (), *, fresh_plan: bool = False, screen: Screen) -> Outcome:
+def train(
+    recipe: Path,
+    overrides: Sequence[str] = (),
+    *,
+    fresh_plan: bool = False,
+    check: Check = "new layouts",
+    screen: Screen,
+) -> Outcome:
     """Run a recipe to its end, from where it stands; raises PlaitError (before) or RunFailed (during) with the mend.
 
     A run that is finished prints its receipt. A first SIGINT or SIGTERM saves and returns the signal's name.
@@ -54,23 +63,29 @@ def train(recipe: Path, overrides: Sequence[str] = (), *, fresh_plan: bool = Fal
             return "finished"
         with crew() as workers:
             try:
-                return _train(config, folder, workers, changed, fresh_plan, screen)
+                fresh = fresh_plan or any(key.startswith("layout.") for key in changed)
+                plan = _plan(config, folder, workers, fresh=fresh, screen=screen)
+                if check == "new layouts":
+                    check_once(config, plan, workers, screen)
+                return _train(config, folder, workers, plan, screen)
             except Interrupted as interrupted:
                 return "SIGINT" if str(interrupted) == "SIGINT" else "SIGTERM"
 
 
-def _train(
-    config: RunConfig, folder: RunFolder, workers: Crew, changed: list[str], fresh_plan: bool, screen: Screen
-) -> Outcome:
+def _plan(config: RunConfig, folder: RunFolder, workers: Crew, *, fresh: bool, screen: Screen) -> Plan:
+    """Prepare the data, look at the machine, and say what will be done."""
     corpus = prepare_data(config, screen)
     screen.print(told(corpus))
     site = look_around(workers, usable_cores())
     if folder.has_begun:
-        fresh_plan = fresh_plan or any(key.startswith("layout.") for key in changed)
-        plan = _plan_of_begun(config, folder.begun_plan(), corpus, site, workers, fresh=fresh_plan, say=screen.print)
+        plan = _plan_of_begun(config, folder.begun_plan(), corpus, site, workers, fresh=fresh, say=screen.print)
     else:
-        plan = make_plan(config, corpus, site, workers, fresh=fresh_plan, say=screen.print)
+        plan = make_plan(config, corpus, site, workers, fresh=fresh, say=screen.print)
     _introduce(plan, site, () if folder.has_begun else plan.reasons, screen)
+    return plan
+
+
+def _train(config: RunConfig, folder: RunFolder, workers: Crew, plan: Plan, screen: Screen) -> Outcome:
     point = folder.resume_point()
     folder.put(config, plan)
     if point:

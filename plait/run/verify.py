@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
@@ -69,8 +70,7 @@ def verify(
 
 def prove(config: RunConfig, plan: Plan, workers: Crew, *, extent: Extent = "all", bars: Bars = EXACT) -> Verdict:
     """Run a small plan's ranks, and one plain process, and compare what they leave; side by side where cores serve."""
-    with TemporaryDirectory(prefix="plait-verify-") as name:
-        folder = Path(name)
+    with _folder(workers) as folder:
         _prepare(folder, config, plan)
         if plan.device == "cpu" and workers.given is None:
             _run(folder, plan, workers, extent, "everybody")
@@ -132,15 +132,24 @@ def _prove_here(config: RunConfig, plan: Plan, machine: Machine, workers: Crew, 
 
 def _noise(config: RunConfig, plan: Plan, workers: Crew) -> float:
     """The largest error between two runs on one device that add in another order."""
-    with TemporaryDirectory(prefix="plait-verify-") as name:
+    with _folder(workers) as parent:
         files = []
         for micro in (plan.micro_sequences, 1):
-            folder = Path(name) / str(micro)
+            folder = parent / str(micro)
             folder.mkdir()
             _prepare(folder, config, replace(plan, micro_sequences=micro))
             _run(folder, plan, workers, "gradients", "reference")
             files.append(folder / "reference.safetensors")
         return judge(files[0], files[1:], Layout(), lr=plan.optimizer.lr, bars=SINGLE).largest("gradient", "sums")
+
+
+@contextmanager
+def _folder(workers: Crew) -> Iterator[Path]:
+    """A folder for one proof, gone after it; other hosts, where torchrun has workers, see the current folder only."""
+    if workers.given is not None:
+        CACHE.mkdir(exist_ok=True)
+    with TemporaryDirectory(prefix="plait-verify-", dir=CACHE.resolve() if workers.given else None) as name:
+        yield Path(name)
 
 
 def _prepare(folder: Path, config: RunConfig, plan: Plan) -> None:

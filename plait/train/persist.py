@@ -59,6 +59,7 @@ def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Sums) -> 
         # A copy each: AdamW counts in place, and one tensor for all would count a step once for every parameter.
         step = updates.to(unit.parameter.device, torch.float32, copy=True)
         assembly.optimizer.state[unit.parameter] = {"step": step, **moments}
+    woven.gradients.publish()
     random = f"rng/rank-{world.index}"
     if random in tensor_names(manifest):
         torch.set_rng_state(read_tensor(path, manifest, random))

@@ -140,6 +140,7 @@ def test_a_device_like_another_differs_only_in_what_is_said() -> None:
         ("{", r"is not JSON"),
         ("[]", r"must be an object, with islands"),
         ("{}", r"islands missing; add it"),
+        ('{"name": null, "islands": [{"device": "H100", "per_node": 8}]}', r"name = null does not fit; write text"),
         ('{"islands": []}', r"islands must be a list of one or more"),
         ('{"islands": 3}', r"islands must be a list"),
         ('{"islands": [{"device": "H100"}]}', r"island 1: per_node missing"),

@@ -233,4 +233,6 @@ def test_the_unchanged_other_implementation_agrees_in_float32(family: Family) ->
     theirs, ours, _ = both(family, torch.float32)
     tokens_bt = torch.randint(0, VOCABULARY, (3, SEQUENCE))
     with torch.no_grad():
-        torch.testing.assert_close(ours.logits(ours(tokens_bt)), theirs(tokens_bt).logits.flatten(0, 1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            ours.logits(ours(tokens_bt)), theirs(tokens_bt).logits.flatten(0, 1), rtol=1e-4, atol=1e-4
+        )

@@ -17,6 +17,14 @@ from plait.parallel.reduce import Reducer
 from plait.plan.placement import whole
 
 SMALL_BUCKET_BYTES = 64
+NAMES = {
+    "a": "norm.weight",
+    "b": "head.weight",
+    "c": "layers.0.attention.q.bias",
+    "d": "layers.0.attention.k.bias",
+    "e": "layers.0.attention_norm.weight",
+}
+"""What the branches are called in a model: a bucket that is split asks which of them decay, and only b does."""
 
 
 class Branches(nn.Module):
@@ -40,7 +48,7 @@ class Branches(nn.Module):
 def shared(model: nn.Module, ranks: Ranks) -> list[Shared]:
     """All weights of a model, shared by these ranks."""
     return [
-        Shared(name=name, parameter=parameter, box=whole(parameter.shape), chunk=0, ranks=ranks)
+        Shared(name=NAMES.get(name, name), parameter=parameter, box=whole(parameter.shape), chunk=0, ranks=ranks)
         for name, parameter in model.named_parameters()
     ]
 
@@ -79,7 +87,7 @@ def split_branches(context: RankContext, argument: str) -> None:
         with torch.no_grad():
             for unit in units:
                 assert unit.parameter.grad is not None
-                unit.parameter -= 0.01 * unit.parameter.grad
+                unit.parameter.sub_(unit.parameter.grad, alpha=0.01)
         reducer.publish()
         reducer.settle()
     found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

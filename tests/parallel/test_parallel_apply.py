@@ -15,7 +15,8 @@ SHAPE = ModelShape(layers=2, width=16, heads=2, kv_heads=2, head_width=8, ffn=32
 
 
 def test_stages_name_their_axis_and_their_place() -> None:
-    assert [stage.axis for stage in STAGES if stage.axis] == ["replicate"]
+    assert [stage.axis for stage in STAGES if stage.axis] == ["pipeline", "tensor", "context", "shard", "replicate"]
+    assert {stage.axis for stage in STAGES} >= set(AXES)
     assert all(stage.axis in ("", *AXES) and stage.reason for stage in STAGES)
 
 
@@ -23,11 +24,11 @@ def test_without_stages_a_model_is_one_process_own(tmp_path) -> None:
     model = GPT(SHAPE)
     _, plan = make_tiny(tmp_path)
     woven = weave(model, None, plan, ())
-    assert woven.model is model and woven.gradients.buckets == []
+    assert woven.chunks == (model,) and woven.gradients.buckets == []
     for _ in range(2):
         woven.gradients.open()
         assert all(parameter.grad is None for parameter in model.parameters())
-        woven.gradients.arm()
+        woven.gradients.arm(0)
         model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
         woven.gradients.close()
 

@@ -18,7 +18,7 @@ from plait.model.shape import ModelShape
 from plait.parallel.buckets import Ranks, Shared, fill_buckets
 from plait.parallel.reduce import Reducer
 from plait.plan.placement import whole
-from tests.parallel.reduce_entries import SMALL_BUCKET_BYTES, Branches, shared
+from tests.parallel.reduce_entries import NAMES, SMALL_BUCKET_BYTES, Branches, shared
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, kv_heads=2, head_width=8, ffn=32, vocabulary=50, sequence=8, tied=True)
 TWO: Ranks = (0, 1)
@@ -62,7 +62,7 @@ def test_split_buckets_update_every_weight_once(
         for rank in range(workers):
             torch.testing.assert_close(found[rank][name], weight, rtol=1e-13, atol=0)
             assert torch.equal(found[rank][name], found[0][name]), "ranks must hold the same bits"
-        assert owned[name] == weight.numel(), "each number has one owner"
+        assert owned[NAMES[name]] == weight.numel(), "each number has one owner"
     sizes = told[0]["buckets"]
     assert all(size % split == 0 for size in sizes) and sum(sizes) >= 94
     assert len(sizes) == {1: 5, 64: 4, 10**6: 2}[bucket_bytes]
@@ -116,7 +116,7 @@ def as_if_two(model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = SM
 
 
 def weights(
-    *sizes: int, ranks: Ranks = TWO, dtype: torch.dtype = torch.float32, name: str = "x.weight"
+    *sizes: int, ranks: Ranks = TWO, dtype: torch.dtype = torch.float32, name: str = "head.weight"
 ) -> list[Shared]:
     parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
     return [Shared(name=name, parameter=p, box=whole(p.shape), chunk=0, ranks=ranks) for p in parameters]
@@ -132,7 +132,7 @@ def test_a_bucket_ends_once_it_has_its_size() -> None:
 def test_a_bucket_holds_one_type_one_group_and_where_it_is_split_one_decay() -> None:
     floats = weights(10, 10)
     doubles, others = weights(7, dtype=torch.float64), weights(5, ranks=(0, 2))
-    bias = weights(10, name="x.bias")
+    bias = weights(10, name="layers.0.attention.q.bias")
     assert fill_buckets([*floats[:1], *doubles, *floats[1:]], 1, 10**6) == [[1], [0, 2]]
     assert fill_buckets([*floats[:1], *others, *floats[1:]], 1, 10**6) == [[1], [0, 2]]
     assert fill_buckets([*floats[:1], *bias, *floats[1:]], 1, 10**6) == [[0, 1, 2]]

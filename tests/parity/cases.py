@@ -84,3 +84,9 @@ LONG: tuple[Layout, ...] = (
     Layout(pipeline=2, stage_layers=_TWO, shard=2, context=2, schedule="zero-bubble"),
     Layout(pipeline=2, stage_layers=_TWO, shard=2, tensor=2, shard_what="parameters", recompute="full"),
 )
+
+
+def pairs() -> list[tuple[Layout, str]]:
+    """Each layout with two of the families in turn, so that every family meets every strand."""
+    names = list(FAMILIES)
+    return [(layout, names[(place + turn) % len(names)]) for place, layout in enumerate(LONG) for turn in (0, 3)]

@@ -13,7 +13,7 @@ from plait.recipe.load import parse_config
 from plait.run.crew import OwnCrew
 from plait.run.shrink import shrunk_plan
 from plait.run.verify import prove
-from tests.parity.cases import EVERY_DAY, FAMILIES, LONG
+from tests.parity.cases import EVERY_DAY, FAMILIES, LONG, pairs
 
 CONFIG = parse_config({"data": {"files": "none"}, "run": {"name": "matrix"}})
 
@@ -24,14 +24,16 @@ def test_layout_computes_what_one_process_computes(name: str, workers: OwnCrew) 
     check(family, layout, workers)
 
 
+def described(value: Layout | str) -> str:
+    if isinstance(value, str):
+        return value
+    how = [value.shard_what] * (value.shard > 1) + [value.schedule] * (value.pipeline > 1) + [value.recompute]
+    return f"{value}, {' '.join(how)}"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", LONG, ids=str)
+@pytest.mark.parametrize(("layout", "family"), pairs(), ids=described)
 def test_any_mix_computes_what_one_process_computes(layout: Layout, family: str, workers: OwnCrew) -> None:
-    """Each layout with two families here, so that each family meets each strand."""
-    place = LONG.index(layout)
-    if family not in [list(FAMILIES)[(place + turn) % len(FAMILIES)] for turn in (0, 3)]:
-        pytest.skip("another family meets this layout")
     check(family, layout, workers)
 
 
@@ -47,5 +49,6 @@ def check(family: str, layout: Layout, workers: OwnCrew) -> None:
 
 def test_there_are_enough_layouts_and_all_are_allowed() -> None:
     assert len(EVERY_DAY) >= 12 and len(set(LONG)) >= 40
+    assert {family for _, family in pairs()} == set(FAMILIES)
     assert not any(conflict(layout) for layout in LONG)
     assert max(layout.world_size for layout in LONG) == 8

@@ -1,0 +1,68 @@
+"""Prices cases with the planner's model: rows of the same work on the same machines together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.published.reading import Case, case_of
+from benchmarks.published.cells import Row
+from plait.errors import PlaitError
+from plait.plan.candidates import Candidates
+from plait.plan.memory import fits, memory
+from plait.plan.timing import timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A case with what the model says of it."""
+
+    case: Case
+    step_s: float
+    """Predicted by the stack as it stands, nothing fitted to the source."""
+    allocated_bytes: float
+    reserved_bytes: float
+    fits: bool
+
+    @property
+    def memory_bytes(self) -> float:
+        """The prediction of the kind of reading that the source gives."""
+        return self.allocated_bytes if self.case.reading == "allocated" else self.reserved_bytes
+
+
+def cases_of(rows: Iterable[Row]) -> tuple[list[Case], dict[str, str]]:
+    """The rows as cases, and the reasons of those that could not be read, by id."""
+    cases: list[Case] = []
+    unread: dict[str, str] = {}
+    for row in rows:
+        try:
+            cases.append(case_of(row))
+        except (PlaitError, ArithmeticError, KeyError, ValueError) as error:
+            unread[row["id"]] = f"{type(error).__name__}: {error}"
+    return cases, unread
+
+
+def price(cases: Sequence[Case]) -> list[Priced]:
+    """Every case priced, in the order given."""
+    together: dict[Any, list[Case]] = defaultdict(list)
+    for case in cases:
+        islands = tuple((i.device.name, i.per_node, i.nodes) for i in case.cluster.islands)
+        together[case.workload, case.stack, islands, case.cluster.between].append(case)
+    priced: dict[str, Priced] = {}
+    for group in together.values():
+        candidates = Candidates.of([case.knobs for case in group])
+        first = group[0]
+        times = timing(first.workload, first.cluster, candidates, first.stack).step_s
+        needs = memory(first.workload, candidates, first.stack)
+        room = fits(needs, first.cluster)
+        for index, case in enumerate(group):
+            priced[case.id] = Priced(
+                case=case,
+                step_s=float(times[index]),
+                allocated_bytes=float(needs.allocated[index]),
+                reserved_bytes=float(needs.reserved[index]),
+                fits=bool(room[index]),
+            )
+    return [priced[case.id] for case in cases]

@@ -1,0 +1,125 @@
+"""Pipelines timed by their actual lists of actions with unequal stages, for the few layouts that are nearly the best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from plait.cluster.cluster import Cluster
+from plait.plan.candidates import SCHEDULES, Candidates, Counts, Reals, Schedule
+from plait.plan.compute import chip, head_time, layer_time
+from plait.plan.schedule import Action, Kind, actions, awaited
+from plait.plan.stack import Stack
+from plait.plan.stages import micro_batches
+from plait.plan.timing import Timing
+from plait.plan.workload import Workload
+
+ROUNDS = 1
+"""Times the pipeline's length after which one micro-batch more costs just the busiest rank's time for it."""
+
+
+def simulated_s(workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, times: Timing) -> Reals:
+    """Seconds of a step of each candidate with its pipeline's part simulated in place of `timing`'s closed form.
+
+    `times` are those of the same candidates. Layouts without a pipeline keep their time.
+    """
+    step_s = times.step_s.copy()
+    micros = np.rint(micro_batches(workload, candidates)).astype(np.int64)
+    rounds = ROUNDS * candidates.pipeline + micros % candidates.pipeline
+    short = np.minimum(micros, rounds)
+    keys = np.stack([candidates.schedule, candidates.pipeline, candidates.virtual, short])
+    busy = _busy(workload, cluster, candidates, stack, times)
+    piped = candidates.pipeline > 1
+    for key in np.unique(keys[:, piped], axis=1).T:
+        rows = np.flatnonzero((keys == key[:, None]).all(axis=0) & piped)
+        schedule, ranks, virtual, simulated = (int(value) for value in key)
+        forward, backward = _chunks(busy, rows, ranks, virtual, workload.layers)
+        slowest = (forward + backward).reshape(virtual, ranks, -1).sum(axis=0).max(axis=0)
+        whole = _durations(SCHEDULES[schedule], (ranks, virtual, simulated), forward, backward)
+        whole = whole + (micros[rows] - simulated) * slowest
+        step_s[rows] += whole / stack.speed - busy.closed_s[rows]
+    return step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Busy:
+    """Seconds of one micro-batch; arrays over candidates, whose pipelines by the closed form take `closed_s`."""
+
+    layer: Reals
+    head: Reals
+    other: Reals
+    """What every rank spends beside: the host, and messages to its neighbours."""
+    forward: Reals
+    """The forward pass' share of a layer's time."""
+    closed_s: Reals
+
+
+def _busy(w: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, times: Timing) -> _Busy:
+    micros = micro_batches(w, candidates) / stack.speed
+    slowest = min(cluster.islands, key=lambda i: chip(i.device, w.precision, stack, i.speed).linear_flops)
+    rates = chip(slowest.device, w.precision, stack, slowest.speed)
+    layer = layer_time(w, rates, stack, candidates)
+    layers = times.products / micros / (layer.products + layer.products_backward)
+    per_rank = times.products + times.scores + times.stream + times.recompute
+    per_rank = per_rank + times.tensor + times.context + times.experts
+    other = times.host + times.passes
+    again = times.recompute / micros / layers
+    return _Busy(
+        layer=per_rank / micros / layers,
+        head=np.add(*head_time(w, rates, stack, candidates)),
+        other=other / micros,
+        forward=layer.forward / (layer.forward + layer.backward + again),
+        closed_s=per_rank + times.head + other + times.bubble,
+    )
+
+
+def _chunks(busy: _Busy, rows: Counts, ranks: int, virtual: int, layers: int) -> tuple[Reals, Reals]:
+    """Forward and backward seconds of every chunk of layers, (chunks, rows)."""
+    held = np.array(dealt(layers, ranks * virtual))[:, None]
+    whole = held * busy.layer[rows] + busy.other[rows] / virtual
+    whole[-1] += busy.head[rows]
+    forward = whole * busy.forward[rows]
+    return forward, whole - forward
+
+
+def dealt(layers: int, chunks: int) -> list[int]:
+    """Layers of each chunk; where they do not divide, chunks in the middle hold one more than the first and the last."""
+    each, more = divmod(layers, chunks)
+    favoured = sorted(range(chunks), key=lambda chunk: (chunk in (0, chunks - 1), -chunk))[:more]
+    return [each + (chunk in favoured) for chunk in range(chunks)]
+
+
+def _durations(schedule: Schedule, counts: tuple[int, int, int], forward: Reals, backward: Reals) -> Reals:
+    """How long the pipelines take whose chunks need these times, all of one schedule and size at once."""
+    spent: dict[Kind, Reals] = {
+        "forward": forward, "backward": backward, "backward-input": backward / 2, "backward-weight": backward / 2
+    }  # fmt: skip
+    order = _order(schedule, *counts)
+    ended = np.zeros((len(order) + 1, forward.shape[1]))
+    for slot, (kind, stage, before) in enumerate(order, 1):
+        np.maximum.reduce(ended[before], axis=0, out=ended[slot])
+        ended[slot] += spent[kind][stage]
+    return ended.max(axis=0)
+
+
+@lru_cache(maxsize=256)
+def _order(schedule: Schedule, ranks: int, virtual: int, micros: int) -> list[tuple[Kind, int, list[int]]]:
+    """All actions, none before what it waits for: kind, stage, and the places (from 1) of what comes before it."""
+    stages = ranks * virtual
+    lists = actions(schedule, ranks=ranks, virtual=virtual, micros=micros)
+    waits = [[(action, awaited(action, stages)) for action in own] for own in lists]
+    place: dict[Action, int] = {}
+    order: list[tuple[Kind, int, list[int]]] = []
+    latest, done = [0] * ranks, [0] * ranks
+    while len(order) < sum(map(len, lists)):
+        for rank, own in enumerate(waits):
+            for action, needed in own[done[rank] :]:
+                before = [place.get(each, 0) for each in needed]
+                if 0 in before:
+                    break
+                order.append((action.kind, action.stage, [latest[rank], *before]))
+                place[action] = latest[rank] = len(order)
+                done[rank] += 1
+    return order

@@ -1,0 +1,100 @@
+"""Every strand as a user would run it: kill -9 and go on bit for bit, go on under another layout, sample, evaluate."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+import torch
+
+from plait.checkpoint.manifest import tensor_names
+from plait.checkpoint.store import verify
+from plait.checkpoint.transfer import read_tensor
+from tests.end_to_end.command import STEPS, Place, ended, kill_group, wait_while_running
+
+MIXED = {
+    "pipeline 2 × tensor 2": ("pipeline=2", "tensor=2"),
+    "shard 2 × context 2": ("shard=2", "context=2"),
+    "shard 2, parameters": ("shard=2", 'shard_what="parameters"'),
+}
+ALONE = {
+    "pipeline 2, zero-bubble": ("pipeline=2", 'schedule="zero-bubble"'),
+    "tensor 2": ("tensor=2",),
+    "context 2": ("context=2", 'recompute="full"'),
+    "shard 3, optimizer": ("shard=3",),
+    "shard 2 × replicate 2, parameters": ("shard=2", "replicate=2", 'shard_what="parameters"'),
+}
+BOTH = [
+    *(pytest.param(name, overrides, id=name) for name, overrides in MIXED.items()),
+    *(pytest.param(name, overrides, id=name, marks=pytest.mark.slow) for name, overrides in ALONE.items()),
+]
+
+
+def asked(overrides: tuple[str, ...]) -> list[str]:
+    """The overrides of a layout; the recipe of these tests names two copies."""
+    named = [f"layout.{text}" for text in overrides]
+    return named if any("replicate" in text for text in overrides) else ["layout.replicate=1", *named]
+
+
+@pytest.mark.parametrize(("layout", "overrides"), BOTH)
+def test_kill_9_and_go_on_bit_for_bit(place: Place, layout: str, overrides: tuple[str, ...]) -> None:
+    slug = "".join(letter if letter.isalnum() else "-" for letter in layout.replace("×", "x"))
+    whole, killed = f"whole-{slug}", f"killed-{slug}"
+    run = place.train(whole, *asked(overrides))
+    assert run.code == 0 and not run.err, run
+    process = place.start_training(killed, *asked(overrides))
+    wait_while_running(lambda: max(place.checkpoints(killed), default=0) >= 20, process)
+    kill_group(process, signal.SIGKILL)
+    assert ended(process).code == -signal.SIGKILL
+    place.assert_nobody_left()
+    assert place.checkpoints(killed)[-1] < STEPS
+    last = place.train(killed, *asked(overrides))
+    assert last.code == 0 and not last.err and "resume   from step-" in last.out
+    assert place.numbers(killed) == place.numbers(whole)
+    assert place.manifest(killed) == place.manifest(whole)
+
+
+def test_any_layout_goes_on_with_any_other_s_run(place: Place) -> None:
+    """One after the other takes a run further, and the losses stay those of one process."""
+    name, layouts = "round", [*MIXED.values(), ("replicate=2",)]
+    fixed = ("optimizer.schedule=constant", "optimizer.warmup_steps=2", "optimizer.lr=0.01")
+    for steps, overrides in zip(range(15, STEPS + 1, 15), layouts, strict=True):
+        run = place.train(name, f"train.budget={steps} steps", *fixed, *asked(overrides))
+        assert run.code == 0 and not run.err, run
+    assert place.checkpoints(name)[-1] == STEPS
+    assert place.train("alone", "layout.replicate=1", *fixed).code == 0
+    reference = {line["step"]: line["loss"] for line in place.lines("alone") if "loss" in line}
+    found = {line["step"]: line["loss"] for line in place.lines(name) if "loss" in line}
+    assert found.keys() == reference.keys()
+    assert all(abs(found[step] - loss) < 1e-4 for step, loss in reference.items())
+
+
+def test_a_checkpoint_of_any_layout_is_whole_and_speaks(place: Place) -> None:
+    run = place.train("speaks", *asked(("pipeline=2", "tensor=2")))
+    assert run.code == 0
+    path = place.path("speaks") / "checkpoints" / f"step-{STEPS}"
+    manifest = verify(path)
+    weights = [name for name in tensor_names(manifest) if name.startswith("model/")]
+    assert all(torch.isfinite(read_tensor(path, manifest, name)).all() for name in weights)
+    said = place.run("sample", "speaks", "--prompt", "Ka", "--tokens", "5")
+    assert said.code == 0 and said.out.startswith("Ka") and len(said.out) > 3
+    judged = place.run("eval", "speaks")
+    assert judged.code == 0
+    told = [line["eval_loss"] for line in place.lines("speaks") if "eval_loss" in line][-1]
+    assert json.loads(judged.out)["eval_loss"] == pytest.approx(told, rel=1e-5)
+
+
+def test_wrong_layouts_are_refused_in_one_sentence(place: Place) -> None:
+    for overrides, part in (
+        (("tensor=3",), "layout.tensor = 3 does not divide 2 heads; choose one of 1, 2"),
+        (("context=3",), "choose a multiple of 6"),
+        (("pipeline=3",), "a pipeline of 3 stages needs as many layers, and the model has 2"),
+        (("pipeline=2", "stage_layers=[2, 1]"), "add up to the model's 2 layers"),
+        (("shard=8",), "8 workers cannot share 7 sequences a step"),
+        (("pipeline=2", "schedule=interleaved"), "layout.virtual_stages = 2"),
+    ):
+        refused = place.train("refused", *asked(overrides))
+        assert refused.code == 2
+        assert part in refused.sentence(), refused.sentence()
+        assert not place.path("refused").exists() or not (place.path("refused") / "plan.json").exists()

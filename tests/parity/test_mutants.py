@@ -1,0 +1,99 @@
+"""Verify can go red: bugs known from the field, put into a copy of plait, are all caught."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.recipe.load import load_recipe
+from plait.run.crew import OwnCrew
+from plait.run.shrink import asked_layout, shrunk_plan
+from plait.run.verify import prove
+from tests.parity.mutate import MUTANTS, apply, mutated_copy
+
+RECIPE = """
+[data]
+files = "nothing.txt"
+
+[model]
+layers = 4
+width = 64
+heads = 4
+kv_heads = 2
+bias = "qkv"
+
+[train]
+sequence = 32
+"""
+
+SHOWN_BY: dict[str, tuple[str, ...]] = {
+    "mean-of-each-rank": ("layout.replicate=3",),
+    "pipeline-not-divided": ("layout.pipeline=2",),
+    "copied-not-summed": ("layout.tensor=2",),
+    "mean-of-each-micro-batch": ("layout.replicate=2",),
+    "context-positions": ("layout.context=2",),
+    "norm-counts-copies": ("layout.tensor=2",),
+    "last-micro-batch-dropped": ("layout.shard=2",),
+    "chunks-begin-alike": ("layout.pipeline=2", "layout.virtual_stages=2"),
+}
+"""Each mutant, and a layout in which its bug matters."""
+
+
+def test_every_mutant_has_its_layout() -> None:
+    assert {path.stem for path in MUTANTS.glob("*.patch")} == set(SHOWN_BY)
+
+
+@pytest.mark.parametrize("name", SHOWN_BY)
+def test_a_mutant_is_caught(name: str, tmp_path: Path) -> None:
+    code, told = verify_from(mutated_copy(MUTANTS / f"{name}.patch", tmp_path), SHOWN_BY[name])
+    assert code == 1 and told is not None, "it did not come to a verdict"
+    assert not told["ok"]
+    off = [one["error"] for one in told["worst"] if one["error"] is not None]
+    assert max(off) > 1e-4, "a bug is no matter of rounding"
+
+
+def test_the_same_copy_without_a_patch_is_green(tmp_path: Path) -> None:
+    code, told = verify_from(mutated_copy(None, tmp_path), SHOWN_BY["copied-not-summed"])
+    assert code == 0 and told is not None and told["ok"]
+    assert set(told) == {"ok", "layout", "world_size", "max_grad_rel_err", "max_param_rel_err", "worst"}
+    assert told["world_size"] == 2 and 0 < told["max_grad_rel_err"] < 1e-12 and told["max_param_rel_err"] < 1e-9
+
+
+@pytest.mark.parametrize("asked", sorted(set(SHOWN_BY.values())), ids=" ".join)
+def test_without_the_bugs_all_these_layouts_are_green(asked: tuple[str, ...], tmp_path: Path, workers: OwnCrew) -> None:
+    (tmp_path / "small.toml").write_text(RECIPE)
+    config = load_recipe(tmp_path / "small.toml", asked)
+    assert prove(config, shrunk_plan(config, *asked_layout(config)), workers).ok
+
+
+def test_a_patch_that_no_longer_applies_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("one\ntwo\n")
+    with pytest.raises(AssertionError, match="no longer applies"):
+        apply("--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-three\n+four\n", tmp_path)
+    apply("--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-two\n+four\n", tmp_path)
+    assert (tmp_path / "a.py").read_text() == "one\nfour\n"
+
+
+def verify_from(folder: Path, asked: tuple[str, ...]) -> tuple[int, dict[str, Any] | None]:
+    """Exit code and JSON of `plait verify` as the copy in a folder does it."""
+    (folder / "small.toml").write_text(RECIPE)
+    ended = subprocess.run(
+        [sys.executable, "-m", "plait", "verify", "small.toml", *asked, "--json", "told.json"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    told = folder / "told.json"
+    if not told.exists():
+        print(ended.stdout, ended.stderr)
+        return ended.returncode, None
+    return ended.returncode, json.loads(told.read_text())
