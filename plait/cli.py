@@ -39,6 +39,29 @@ def train(
 
 
 @app.command()
+def plan(
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe file (.toml).")] = None,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        list[str] | None,
+        typer.Option("--cluster", help='Machines: 8xH100, "2x(8xA100)+400G", "macbook+4090@1G", a cluster.json.'),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", help="How many other layouts to tell of.", min=0)] = 10,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the result here, as JSON.")] = None,
+    terms: Annotated[bool, typer.Option("--terms", help="Explain the words, for someone new.")] = False,
+) -> None:
+    """Choose the simplest fast layout for machines that need not be there, and say why."""
+    from plait.run import plan as command
+
+    if terms:
+        _screen().print(command.terms(), markup=False)
+    if recipe:
+        command.plan(recipe, overrides or [], clusters=cluster or [], top=top, json_file=json, screen=_screen())
+    elif not terms:
+        raise PlaitError("plait plan needs a recipe; name a .toml file, or write plait plan --terms")
+
+
+@app.command()
 def data(recipe: Recipe, overrides: Overrides = None) -> None:
     """Prepare a recipe's text: tokens on disk, once."""
     from plait.recipe.load import load_recipe

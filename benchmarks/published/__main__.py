@@ -66,7 +66,14 @@ def figures(paths: Sequence[Path]) -> dict[str, Any]:
         "unpriced": {id: unread[id] for id in lost},
         "refused": [row.case.id for row in priced if row.case.step_s and not row.fits],
         "jobs": [
-            {"source": j.source, "job": j.name, "multi_node": j.multi_node, "layouts": j.layouts, "tau": j.tau, "regret": j.regret}
+            {
+                "source": j.source,
+                "job": j.name,
+                "multi_node": j.multi_node,
+                "layouts": j.layouts,
+                "tau": j.tau,
+                "regret": j.regret,
+            }
             for j in ranked
         ],
     }

@@ -1,4 +1,4 @@
-"""Cells of the tables of published runs as numbers, hardware and layouts; every rule for what a cell leaves open is here."""
+"""Cells of the tables of published runs as numbers, hardware and layouts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _device_named(text: str) -> Device:
 def published_cluster(row: Row) -> Cluster:
     """The machines of a row: equal nodes, a card for each device."""
     chosen = published_device(row)
-    devices = count(row, "n_devices") or 8
+    devices = count(row, "n_devices") or 64
     per_node = min(count(row, "gpus_per_node") or chosen.per_node or 8, devices)
     island = Island(
         device=chosen, per_node=per_node, nodes=-(-devices // per_node), inside=link(chosen.inside), speed=1.0
@@ -118,10 +118,9 @@ def published_precision(row: Row) -> Precision:
     text = row["precision"].lower()
     if "rowwise" in text:  # scaled by row, fp8 gained nothing over bf16 in torchtitan's own tables of that time
         return "bf16"
-    for mark, precision in (("fp4", "fp4"), ("fp8", "fp8"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "float32")):
-        if mark in text:
-            return precision
-    return "bf16"
+    marks: dict[str, Precision] = {"fp4": "fp4", "fp8": "fp8", "bf16": "bf16", "fp16": "fp16", "fp32": "float32"}
+    found = [precision for mark, precision in marks.items() if mark in text]
+    return found[0] if found else "bf16"
 
 
 def published_recompute(row: Row) -> Recompute | None:

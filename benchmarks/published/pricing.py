@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.published.reading import Case, case_of
 from benchmarks.published.cells import Row
+from benchmarks.published.reading import Case, case_of
 from plait.errors import PlaitError
 from plait.plan.candidates import Candidates
-from plait.plan.memory import fits, memory
+from plait.plan.memory import impossible, memory
 from plait.plan.timing import timing
 
 
@@ -56,13 +56,13 @@ def price(cases: Sequence[Case]) -> list[Priced]:
         first = group[0]
         times = timing(first.workload, first.cluster, candidates, first.stack).step_s
         needs = memory(first.workload, candidates, first.stack)
-        room = fits(needs, first.cluster)
+        refused = impossible(needs, first.cluster)
         for index, case in enumerate(group):
             priced[case.id] = Priced(
                 case=case,
                 step_s=float(times[index]),
                 allocated_bytes=float(needs.allocated[index]),
                 reserved_bytes=float(needs.reserved[index]),
-                fits=bool(room[index]),
+                fits=not refused[index],
             )
     return [priced[case.id] for case in cases]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -62,8 +62,8 @@ class Case:
 
 
 READINGS = {"simu": "allocated", "kor22": "allocated", "kor22mem": "allocated", "titan": "reserved", "bloom": "device"}
-"""Kinds of memory readings by source: "allocated" is the allocator's highest sum (SimuMax's tables; Korthikanti's figures
-by formula), "reserved" what the allocator holds (torchtitan's log), "device" what the device's own tool shows."""
+"""Kinds of memory readings by source: "allocated" is the allocator's highest sum (SimuMax's tables; Korthikanti's
+figures by formula), "reserved" what the allocator holds (torchtitan's log), "device" what the device's tool shows."""
 JOB = ("model", "hardware", "n_devices", "seq", "global_batch_seqs", "precision")
 
 
@@ -83,7 +83,7 @@ def case_of(row: Row) -> Case:
     stack = published_stack(row)
     cluster = published_cluster(row)
     sequence = count(row, "seq") or USUAL_SEQUENCE
-    devices = count(row, "n_devices") or 1
+    devices = count(row, "n_devices") or USUAL_DEVICES
     batch = count(row, "global_batch_seqs") or filled_batch(row, sequence, devices)
     workload = Workload(
         **shape,
@@ -113,6 +113,7 @@ def case_of(row: Row) -> Case:
 
 
 USUAL_SEQUENCE = 4096
+USUAL_DEVICES = 64
 """Where the row does not tell."""
 
 
@@ -143,13 +144,14 @@ def published_attention(row: Row, stack: Stack) -> Attention:
 def fill_knobs(row: Row, workload: Workload, cluster: Cluster, stack: Stack) -> tuple[Knobs, bool]:
     """A row's layout, and whether something was filled in.
 
-    Rules for blanks: an axis that is not named has degree 1 if any other of tensor and pipeline is named; if neither is,
-    both, the micro-batch and recomputation are the planner's own choice (`own_choice`); MaxText's rows are then sharded
-    alone, all of a rank's sequences at once, and cut along the sequence where there are fewer sequences than devices. Data ranks are what is left of the
-    devices. Sharding: of the optimizer if a pipeline or tensor axis is at work, else of the parameters. A micro-batch of
-    what one data rank has, at most 1 with a pipeline; recomputation the least that fits.
+    Rules for blanks: an axis that is not named has degree 1 if tensor or pipeline is named; if neither is, both, the
+    micro-batch and recomputation are the planner's own choice (`own_choice`). MaxText's rows are then sharded alone,
+    all sequences of a rank at once, and cut along the sequence where there are fewer of them than devices. Data ranks
+    are what is left of the devices. Sharding: of the optimizer if a pipeline or tensor axis is at work, else of the
+    parameters. A micro-batch is at most what one data rank has, and 1 with a pipeline; recomputation what is fastest
+    and fits.
     """
-    devices = count(row, "n_devices") or 1
+    devices = count(row, "n_devices") or USUAL_DEVICES
     tensor, pipeline, context = count(row, "tp"), count(row, "pp"), count(row, "cp") or 1
     open_axes = tensor is None and pipeline is None
     known: dict[str, int | str] = {
@@ -170,7 +172,9 @@ def fill_knobs(row: Row, workload: Workload, cluster: Cluster, stack: Stack) -> 
             dict(known, tensor=t, pipeline=p, sequence_parallel=int(t > 1))
             for t in (1, 2, 4, 8)
             for p in (1, 2, 4, 8, 16)
-            if devices % (t * p * context) == 0 and workload.layers >= p and (t == 1 or t <= cluster.islands[0].per_node)
+            if devices % (t * p * context) == 0
+            and workload.layers >= p
+            and (t == 1 or t <= cluster.islands[0].per_node)
         ] or [known]
     rows = [
         dict(option, **_data(row, option, devices), micro_sequences=m, recompute=r)
@@ -186,7 +190,7 @@ def _data(row: Row, option: Knobs, devices: int) -> dict[str, int | str]:
     ranks = max(devices // taken, 1)
     sharding = published_sharding(row)
     if sharding is None:
-        what = "optimizer" if taken > 1 else "parameters"
+        what = "optimizer" if int(option["tensor"]) * int(option["pipeline"]) > 1 else "parameters"
         return {"shard": ranks, "replicate": 1, "shard_what": what if ranks > 1 else "nothing"}
     if sharding.what == "nothing":
         return {"shard": 1, "replicate": ranks, "shard_what": "nothing"}
@@ -204,7 +208,7 @@ def _micros(workload: Workload, stack: Stack, option: Knobs, devices: int) -> li
     return [m for m in (1, 2, 4, 8, 16) if m <= limit] or [1]
 
 
-def own_choice(rows: list[Knobs], workload: Workload, cluster: Cluster, stack: Stack) -> Knobs:
+def own_choice(rows: Sequence[Knobs], workload: Workload, cluster: Cluster, stack: Stack) -> Knobs:
     """The fastest of these that fits, or the smallest where none does."""
     candidates = Candidates.of(rows)
     needed = memory(workload, candidates, stack)

@@ -22,7 +22,8 @@ def print_report(found: Mapping[str, Any]) -> None:
     print(f"rows that could not be priced: {found['unpriced'] or 'none'}")
     for job in sorted(found["jobs"], key=lambda job: (not job["multi_node"], -job["regret"])):
         kind = "several nodes" if job["multi_node"] else "one node"
-        print(f"  tau {job['tau']:5.2f} regret {job['regret']:6.1%} of {job['layouts']:3d} layouts, {kind}: {job['source']} {job['job']}")
+        told = f"tau {job['tau']:5.2f} regret {job['regret']:6.1%} of {job['layouts']:3d} layouts, {kind}"
+        print(f"  {told}: {job['source']} {job['job']}")
 
 
 def _line(name: str, values: Mapping[str, Any]) -> str:

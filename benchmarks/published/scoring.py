@@ -84,7 +84,9 @@ def errors(rows: Sequence[Priced], fitted: Sequence[float], unpriced: int = 0) -
         p90_abs_err=_quantile(judged, 0.9),
         median_abs_err_unfitted=_quantile([*map(abs, plain), *[UNPRICED] * unpriced], 0.5),
         bias_unfitted=_quantile(plain, 0.5),
-        memory_median_abs_err=_quantile([abs(row.memory_bytes / (row.case.memory_bytes or 1) - 1) for row in sizes], 0.5),
+        memory_median_abs_err=_quantile(
+            [abs(row.memory_bytes / (row.case.memory_bytes or 1) - 1) for row in sizes], 0.5
+        ),
         n_memory=len(sizes),
     )
 

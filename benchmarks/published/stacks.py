@@ -10,7 +10,10 @@ from plait.plan.stack import Stack
 
 PROGRAMS: tuple[tuple[str, Stack], ...] = (
     ("vtrain|bloom", stacks.MEGATRON_DEEPSPEED),
-    ("narayanan|korthikanti|readme 20(19|20|21)|mt-nlg|mist|nemo-megatron|bignlp|dlperf|oneflow|colossal", stacks.MEGATRON_2021),
+    (
+        "narayanan|korthikanti|readme 20(19|20|21)|mt-nlg|mist|nemo-megatron|bignlp|dlperf|oneflow|colossal",
+        stacks.MEGATRON_2021,
+    ),
     ("llm-foundry|mosaic", stacks.COMPOSER),
     ("torchtitan|torchao", stacks.TORCHTITAN),
     ("internevo", stacks.INTERNEVO),

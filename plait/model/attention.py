@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 
 from plait.model.linear import Linear
 from plait.model.norm import make_head_norm
@@ -142,6 +141,8 @@ def _attend_segments(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, lengths: tu
 
 def _attend_packed(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, ends: Tensor, longest: int) -> Tensor:
     """All documents in one call of the flash kernel for ragged lengths; it looks backward only: window (-1, 0)."""
+    from torch.nn.attention.varlen import varlen_attn  # a second of imports, which nobody needs but on a GPU
+
     q_nhd, k_nhd, v_nhd = (x.flatten(0, 1) for x in (q_bthd, k_bthd, v_bthd))
     grouped = q_nhd.shape[1] != k_nhd.shape[1]
     mixed = varlen_attn(q_nhd, k_nhd, v_nhd, ends, ends, longest, longest, window_size=(-1, 0), enable_gqa=grouped)

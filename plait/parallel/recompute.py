@@ -27,7 +27,6 @@ from plait.parallel.woven import Woven
 from plait.plan.plan import Plan
 
 _aten: Any = torch.ops.aten
-_packed: Any = torch.ops.torch_attn
 
 PRODUCTS = (_aten.mm.default, _aten.addmm.default)
 ATTENTION = (
@@ -35,7 +34,6 @@ ATTENTION = (
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
-    _packed._varlen_attn.default,
 )
 
 
@@ -56,6 +54,10 @@ def run_for(plan: Plan) -> Run:
         return run_twice
     # Attention over the axis `context` adds to its kernels' results in place, so it keeps its own way.
     kept = PRODUCTS if plan.layout.context > 1 else PRODUCTS + ATTENTION
+    if plan.device == "cuda" and plan.layout.context == 1:
+        import torch.nn.attention.varlen  # registers the kernel for documents; a second of imports
+
+        kept += (torch.ops.torch_attn._varlen_attn.default,)
     return partial(run_keeping, kept)
 
 

@@ -202,9 +202,7 @@ class _Bucket:
     def gather(self) -> None:
         """Begin to collect the updated weights from all that keep a part of them."""
         if self._split:
-            self._gathering = all_gather(
-                self._values, self._parameter.data, group=self._split, async_op=True
-            )
+            self._gathering = all_gather(self._values, self._parameter.data, group=self._split, async_op=True)
 
     def settle(self) -> None:
         """Wait for the weights."""

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.parallel.buckets import BUCKET_BYTES, Shared, whole_units
 from plait.parallel.mesh import make_groups
 from plait.parallel.reduce import Reducer
-from plait.parallel.shard import fully_sharded
 from plait.parallel.woven import Held, Woven
 from plait.plan.placement import boxes, sharers, sharing_sets
 from plait.plan.plan import Plan
@@ -26,6 +25,8 @@ def replicate(woven: Woven, mesh: DeviceMesh, plan: Plan, *, bucket_bytes: int =
     layout = plan.layout
     weights, groups = shared_weights(woven, plan), make_groups(sharing_sets(plan.shape, layout))
     if layout.shard > 1 and layout.shard_what == "parameters":
+        from plait.parallel.fully_sharded import fully_sharded  # most of a second of imports
+
         return fully_sharded(woven, weights, groups, bucket_bytes)
     split = mesh.get_group("shard") if layout.shard > 1 else None
     reducer = Reducer(weights, groups, split, bucket_bytes)

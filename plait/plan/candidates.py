@@ -26,9 +26,8 @@ SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble"
 class Candidates:
     """Equally long arrays, one entry per layout.
 
-    The degrees of the axes multiply to the devices: pipeline × replicate × shard × context × tensor. `expert` splits the
-    experts over ranks of the shard, replicate and context axes and takes no devices of its own. `virtual` counts the
-    chunks of layers that a pipeline rank holds. `sequence_parallel` is 1 where the tensor axis also splits the stream
+    The degrees of the axes multiply to the devices: pipeline × replicate × shard × context × tensor. `expert` splits
+    the experts over ranks of these axes but the first and takes no devices of its own. `virtual` counts the chunks of layers that a pipeline rank holds. `sequence_parallel` is 1 where the tensor axis also splits the stream
     between its products.
     """
 
@@ -70,7 +69,7 @@ class Candidates:
 
     @staticmethod
     def of(rows: Sequence[Mapping[str, int | str]]) -> Candidates:
-        """Candidates from rows of knobs; a knob that is not named is 1, and the named ones "nothing", "none", "1f1b"."""
+        """Candidates from rows of knobs; what a row leaves out is 1, or "nothing", "none", "1f1b"."""
         return Candidates(**{name: np.array([_entry(row, name) for row in rows]) for name in DEFAULTS})
 
 

@@ -34,7 +34,9 @@ def roads(cluster: Cluster) -> Roads:
     per_node = min(island.per_node for island in islands)
     return Roads(
         per_node=per_node,
-        inside_bytes_per_s=min(link_bytes_per_s(island.inside, island.per_node, island.inside.reached) for island in islands),
+        inside_bytes_per_s=min(
+            link_bytes_per_s(island.inside, island.per_node, island.inside.reached) for island in islands
+        ),
         reduce_bytes_per_s=min(link_bytes_per_s(i.inside, i.per_node, i.inside.all_reduce_reached) for i in islands),
         inside_latency_s=max(island.inside.latency_s for island in islands),
         between_bytes_per_s=link_bytes_per_s(between, max(i.per_node for i in islands), between.reached),
@@ -48,15 +50,13 @@ def link_bytes_per_s(link: Link, per_node: int, reached: float) -> float:
     return link.bytes_per_s * reached * wires[link.shape]
 
 
-def collective_s(
-    roads: Roads, kind: Collective, message: Any, size: Any, stride: Any, pieces: Any = 1.0
-) -> Reals:
+def collective_s(roads: Roads, kind: Collective, message: Any, size: Any, stride: Any, pieces: Any = 1.0) -> Reals:
     """Seconds of a collective over `size` ranks that sit `stride` apart; `message` is the whole result in bytes.
 
     It is sent in so many `pieces`, each of which pays the latency.
 
-    Ranks are numbered through the nodes. A ring through n ranks, g of them in each node, moves (n-1)/n of the message past
-    every rank; where it leaves a node it does so over the g cards of its ranks at once, while the links inside carry
+    Ranks are numbered through the nodes. A ring through n ranks, g of them in each node, moves (n-1)/n of the message
+    past every rank; where it leaves a node it does so over the g cards of its ranks at once, while the links inside carry
     (g-1)/g of it: hence min(link, g cards), not one card.
     """
     message, size, stride = (np.asarray(x, dtype=np.float64) for x in (message, size, stride))
@@ -74,7 +74,7 @@ def collective_s(
 def exchange_s(
     roads: Roads, tokens: Any, token_bytes: float, choices: int, size: Any, stride: Any
 ) -> tuple[Reals, Reals]:
-    """Seconds for each rank to send `tokens` to `choices` of the experts that `size` ranks hold: (inside, between) nodes.
+    """Seconds for each rank to send `tokens` to `choices` of the experts on `size` ranks: (inside, between) nodes.
 
     Between nodes a token goes once to each node that it has an expert on, and is copied there: libraries for experts
     (DeepEP) do so since 2025. With k nodes and c choices it has experts on k (1 - (1 - 1/k)^c) of them.

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plait.plan.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates, Counts
 from plait.plan.collectives import Roads
+
+Holds = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,38 +20,44 @@ class Rung:
 
     points: int
     what: str
-    holds: Callable[[Candidates, int], Counts]
-    """Which candidates have it, given the devices of a node: 1, or 0."""
+    holds: Callable[[Candidates, int], Holds]
+    """Which candidates have it, given the devices of a node."""
 
 
-def _schedule(name: str) -> Callable[[Candidates, int], Counts]:
-    return lambda c, _: (c.pipeline > 1) * (c.schedule == SCHEDULES.index(name))  # type: ignore[arg-type]
+def _schedule(name: str) -> Callable[[Candidates, int], Holds]:
+    return lambda c, _: (c.pipeline > 1) & (c.schedule == SCHEDULES.index(name))
 
 
-def _recompute(name: str) -> Callable[[Candidates, int], Counts]:
-    return lambda c, _: 1 * (c.recompute == RECOMPUTE.index(name))  # type: ignore[arg-type]
+def _recompute(name: str) -> Callable[[Candidates, int], Holds]:
+    return lambda c, _: c.recompute == RECOMPUTE.index(name)
 
 
 LADDER: tuple[Rung, ...] = (
-    Rung(points=1, what="optimizer state split over copies", holds=lambda c, _: 1 * (c.shard_what == 1)),
+    Rung(
+        points=1,
+        what="optimizer state split over copies",
+        holds=lambda c, _: c.shard_what == SHARD_WHAT.index("optimizer"),
+    ),
     Rung(
         points=2,
         what="parameters split over copies",
-        holds=lambda c, _: 1 * (c.shard_what == SHARD_WHAT.index("parameters")),
+        holds=lambda c, _: c.shard_what == SHARD_WHAT.index("parameters"),
     ),
-    Rung(points=1, what="split over some of the copies only", holds=lambda c, _: (c.shard_what > 0) * (c.replicate > 1)),
+    Rung(
+        points=1, what="split over some of the copies only", holds=lambda c, _: (c.shard_what > 0) & (c.replicate > 1)
+    ),
     Rung(points=1, what="a part of each layer computed again", holds=_recompute("selective")),
     Rung(points=2, what="whole layers computed again", holds=_recompute("full")),
-    Rung(points=10, what="layers' matrices cut over devices (tensor)", holds=lambda c, _: 1 * (c.tensor > 1)),
-    Rung(points=10, what="sequences cut over devices (context)", holds=lambda c, _: 1 * (c.context > 1)),
-    Rung(points=10, what="experts dealt over devices (expert)", holds=lambda c, _: 1 * (c.expert > 1)),
-    Rung(points=12, what="layers dealt over devices (pipeline)", holds=lambda c, _: 1 * (c.pipeline > 1)),
+    Rung(points=10, what="layers' matrices cut over devices (tensor)", holds=lambda c, _: c.tensor > 1),
+    Rung(points=10, what="sequences cut over devices (context)", holds=lambda c, _: c.context > 1),
+    Rung(points=10, what="experts dealt over devices (expert)", holds=lambda c, _: c.expert > 1),
+    Rung(points=12, what="layers dealt over devices (pipeline)", holds=lambda c, _: c.pipeline > 1),
     Rung(points=3, what="several chunks of layers on a device in turn", holds=_schedule("interleaved")),
     Rung(points=4, what="weight gradients put off to fill the pipeline's gaps", holds=_schedule("zero-bubble")),
     Rung(
         points=5,
         what="matrices cut over more devices than a node has",
-        holds=lambda c, per_node: 1 * (c.tensor > per_node),
+        holds=lambda c, per_node: c.tensor > per_node,
     ),
 )
 """From the simplest on. Each axis that cuts the model itself weighs more than everything below it together."""

@@ -11,20 +11,22 @@ import numpy as np
 from plait.cluster.catalog import Device
 from plait.plan.candidates import Candidates, Reals
 from plait.plan.stack import Stack
+from plait.plan.stages import layer_weights
 from plait.plan.workload import Precision, Workload
 
 ACHIEVABLE = 0.75
 """Share of the peak that large products reach where the catalogue has no measurement."""
 COOL_FLOPS_PER_WATT = 0.8e12
 THROTTLE = 0.24
-"""Up to this rate per watt of board power a device keeps its clock; beyond it the rate falls with this power of the excess.
-The A100 (0.78) keeps it, the H100 (1.41 in bf16, 2.83 in fp8) does not. Fitted on all rows of H100, B200 and GB200 at once."""
+"""Up to this rate per watt of board power a device keeps its clock; beyond, the rate falls with this power of the excess.
+The A100 (0.78) keeps it, the H100 (1.41 in bf16, 2.83 in fp8) does not. Fitted on the even half of all rows of H100,
+B200 and GB200 at once (llm-foundry, dgxc, NVIDIA's summary, torchtitan, SimuMax)."""
 A100_FLOPS = 312e12
 STREAMED = 0.80
 """Share of the memory's rate that element-wise kernels reach (planner's survey: 0.75 to 0.85 on A100 and H100)."""
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.90), (128, 64, 0.72), (64, 64, 0.50))
 """Blocks of the result that one unit computes at a time, and their speed against the largest (the libraries' tiles)."""
-RAMP = 106
+RAMP = 115
 """Steps of the inner dim that a tile's beginning and end are worth."""
 COARSER: Mapping[Precision, Precision] = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "float32"}
 """What a device that lacks a precision computes in."""
@@ -82,7 +84,7 @@ def product_s(chip: Chip, rows: Any, inner: Any, columns: Any, *, flops: float, 
     """Seconds of `batch` products of rows × inner by inner × columns, 16-bit operands, on one device.
 
     The device's units take one tile of the result each: a last wave that is not full costs as much as a full one, and
-    every tile pays a beginning and an end. The best of the libraries' tiles counts; no product is faster than its memory.
+    every tile pays a beginning and an end. The best of the libraries' tiles counts; no product outruns its memory.
     """
     rows, inner, columns, batch = (np.asarray(x, dtype=np.float64) for x in (rows, inner, columns, batch))
     moved = 2.0 * batch * (rows * inner + inner * columns + rows * columns) / chip.stream_bytes_per_s
@@ -93,7 +95,9 @@ def product_s(chip: Chip, rows: Any, inner: Any, columns: Any, *, flops: float, 
     high, wide, speed = (np.array(column).reshape(shape) for column in zip(*TILES, strict=True))
     tiles = batch * np.ceil(rows / high) * np.ceil(columns / wide)
     # Long inner dims are cut over idle units, which makes the last wave nearly full.
-    cuts = np.where((tiles < chip.units) & (inner > 2048), np.minimum(np.floor(chip.units / np.maximum(tiles, 1)), 4), 1)
+    cuts = np.where(
+        (tiles < chip.units) & (inner > 2048), np.minimum(np.floor(chip.units / np.maximum(tiles, 1)), 4), 1
+    )
     tile_s = 2.0 * high * wide * (inner / np.maximum(cuts, 1) + RAMP) / (flops / chip.units * speed)
     return np.maximum((np.ceil(tiles / chip.units) * tile_s).min(axis=0), moved)
 
@@ -128,13 +132,14 @@ def layer_time(workload: Workload, chip: Chip, stack: Stack, candidates: Candida
     forward, backward = _products(workload, chip, stack, candidates)
     scores, scores_backward = _scores(workload, chip, stack, candidates)
     stream = _stream(workload, chip, stack, candidates)
+    weights = np.add(*layer_weights(workload, candidates))
     return LayerTime(
         products=forward,
         products_backward=backward,
         scores=scores,
         scores_backward=scores_backward,
         stream=stream,
-        stream_backward=1.5 * stream,
+        stream_backward=1.5 * stream + weights * ACCUMULATED_BYTES / chip.stream_bytes_per_s,
     )
 
 
@@ -145,7 +150,8 @@ def head_time(workload: Workload, chip: Chip, stack: Stack, candidates: Candidat
     back = product_s(chip, tokens, columns, workload.width, flops=chip.plain_flops)
     back = back + product_s(chip, workload.width, tokens, columns, flops=chip.plain_flops)
     loss = tokens * columns * stack.logit_bytes / chip.stream_bytes_per_s
-    return there + loss / 2, back + loss / 2
+    tables = (1 if workload.tied else 2) * workload.width * columns
+    return there + loss / 2, back + loss / 2 + tables * ACCUMULATED_BYTES / chip.stream_bytes_per_s
 
 
 def _products(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates) -> tuple[Reals, Reals]:
@@ -205,8 +211,11 @@ def _scores(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates
     return there * ragged + moved, 2 * there * ragged + 1.3 * moved
 
 
+ACCUMULATED_BYTES = 5.0
+"""Traffic per weight and micro-batch of adding gradients to those before: 2 where they are only written in 16 bits, 6
+where the sum is read and written; fitted on vTrain's and BLOOM's sweeps of micro-batches."""
 FLASH_BACKWARD = 3.0
-"""Time of a fused attention's backward pass against its forward: 2.5 times the arithmetic at 0.83 of the rate (Dao 2023)."""
+"""Time of fused attention's backward pass against its forward: 2.5 times the arithmetic, 0.83 of the rate (Dao 2023)."""
 RAGGED = 12.0
 """How much slower 16-bit products are whose rows do not begin on 16 bytes: the tensor units' loads need that (cuBLAS
 guide on alignment)."""
@@ -218,5 +227,5 @@ def _stream(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates
     sparse = w.sparse_layers / w.layers
     ffn = w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
     inner = tokens * ffn * stack.inner_bytes * (w.gate_factor - 1) / candidates.tensor
-    routed = sparse * tokens * w.experts_per_token * w.width * stack.routed_bytes / candidates.tensor  # sorted there and back
+    routed = sparse * tokens * w.experts_per_token * w.width * stack.routed_bytes / candidates.tensor
     return (whole + inner + routed) / chip.stream_bytes_per_s

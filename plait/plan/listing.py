@@ -125,14 +125,15 @@ def _options(w: Workload, degrees: _Degrees, pins: Pins, refused: Counter[str]) 
     experts = _experts(w, degrees)
     weaves = []
     for (shard, what), (virtual, schedule) in product(splits, orders):
-        if _clash(min(degrees.pipeline, 2), min(shard, 2), min(degrees.context, 2), min(degrees.tensor, 2), what, schedule):
+        if _clash(
+            min(degrees.pipeline, 2), min(shard, 2), min(degrees.context, 2), min(degrees.tensor, 2), what, schedule
+        ):
             refused[NOT_TOGETHER] += len(micros) * len(experts)
         else:
             weaves.append((shard, SHARD_WHAT.index(what), virtual, SCHEDULES.index(schedule)))
     again = _pinned(pins, "recompute", RECOMPUTE)
     weave, micro, expert, recompute = (
-        index.ravel()
-        for index in np.meshgrid(np.arange(len(weaves)), micros, experts, again, indexing="ij")
+        index.ravel() for index in np.meshgrid(np.arange(len(weaves)), micros, experts, again, indexing="ij")
     )
     shard, what, virtual, schedule = np.array(weaves, dtype=np.int64).reshape(-1, 4)[weave].T
     ones = np.ones(len(weave), dtype=np.int64)

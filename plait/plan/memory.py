@@ -18,6 +18,12 @@ RESERVED = 1.06
 """What the allocator holds beside what is allocated: fragments (readings of 1.05 to 1.20, planner's survey)."""
 OUTSIDE_BYTES = 2.5e9
 """What no allocator of the program sees: the device's context, kernels, communication buffers."""
+
+
+POSSIBLE = 1.0
+"""Of the device's memory, what a layout that was asked for may fill by this model's sums."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Bytes per device at the highest point of a step, arrays over candidates; `allocated` is the items' sum.
@@ -42,7 +48,7 @@ def memory(workload: Workload, candidates: Candidates, stack: Stack) -> Memory:
     """Memory of every candidate: the fuller of its first and its last pipeline rank."""
     first = _rank(workload, candidates, stack, last=np.zeros(len(candidates), dtype=bool))
     last = _rank(workload, candidates, stack, last=np.ones(len(candidates), dtype=bool))
-    fuller = sum(last.values()) > sum(first.values())
+    fuller = np.add.reduce(list(last.values())) > np.add.reduce(list(first.values()))
     items = {name: np.where(fuller, last[name], first[name]) for name in first}
     allocated = np.add.reduce(list(items.values()))
     return Memory(
@@ -50,8 +56,14 @@ def memory(workload: Workload, candidates: Candidates, stack: Stack) -> Memory:
     )
 
 
+def impossible(needed: Memory, cluster: Cluster) -> NDArray[np.bool_]:
+    """Which candidates cannot run on the smallest device even if the allocator wastes nothing: what a layout that was
+    asked for is refused for."""
+    return needed.allocated > POSSIBLE * min(island.device.memory_bytes for island in cluster.islands)
+
+
 def fits(needed: Memory, cluster: Cluster) -> NDArray[np.bool_]:
-    """Which candidates fit the smallest device of the cluster."""
+    """Which candidates fit the smallest device of the cluster with the usual slack: what a plan may choose from."""
     return needed.reserved <= min(island.device.memory_bytes for island in cluster.islands)
 
 
@@ -67,18 +79,22 @@ def _rank(w: Workload, c: Candidates, stack: Stack, last: Reals) -> dict[str, Re
         what: np.where(rule >= SHARD_WHAT.index(what), ranks, 1) for what in ("optimizer", "gradients", "parameters")
     }
     # Experts' copies are fewer than the rest's: their share of the optimizer is split over fewer ranks.
-    own_experts = np.maximum(split["optimizer"] / np.where(c.expert > 1, c.expert / np.minimum(c.tensor, c.expert), 1), 1)
+    own_experts = np.maximum(
+        split["optimizer"] / np.where(c.expert > 1, c.expert / np.minimum(c.tensor, c.expert), 1), 1
+    )
     states = (layers * common + tables) / split["optimizer"] + layers * experts / own_experts
     fully = rule == SHARD_WHAT.index("parameters")
     layer = common + experts
     micros = micro_batches(w, c)
-    kept = np.where(last & ~alone, np.where(c.virtual > 1, kept_micros(c, micros) - c.pipeline + 1, 1), kept_micros(c, micros))
+    kept = np.where(
+        last & ~alone, np.where(c.virtual > 1, kept_micros(c, micros) - c.pipeline + 1, 1), kept_micros(c, micros)
+    )
     tokens = local_tokens(w, c)
     return {
         "parameters": weights * 2.0 / split["parameters"] * np.where(fully, 0.0, 1.0),
         "gradients": weights * (stack.gradients_held_bytes or stack.gradient_bytes) / split["gradients"],
-        "optimizer": states * stack.state_bytes,
-        "gathered": np.where(fully, 2 * (2.0 + stack.gradient_bytes / 2) * layer + 2.0 * tables, 0.0),
+        "optimizer": states * stack.state_bytes * (1 - stack.offloaded),
+        "gathered": np.where(fully, stack.layers_ahead * (2.0 + stack.gradient_bytes / 2) * layer + 1.0 * tables, 0.0),
         "activations": _activations(w, c, stack, layers, np.maximum(kept, 1)),
         "logits": np.where(last | alone, tokens * w.vocabulary / c.tensor * stack.logit_copies_bytes, 0.0),
         "fixed": stack.fixed_bytes + np.where(rule > 0, stack.bucket_bytes, 0.0),
@@ -89,11 +105,11 @@ def _activations(w: Workload, c: Candidates, stack: Stack, layers: Reals, kept: 
     tokens = local_tokens(w, c)
     stream = np.where(c.sequence_parallel > 0, c.tensor, 1)
     whole = layer_activations(w, c, stack)
-    edge = 2.0 * tokens * w.width / stream
+    edge = 2.0 * tokens * w.width / stream * (1 - stack.offloaded)
     cores = scores_held(w, c)
     full = c.recompute == RECOMPUTE.index("full")
     selective = c.recompute == RECOMPUTE.index("selective")
-    thinned = (whole - cores) * (stack.selective_kept if w.attention == "flash" else 1.0)
+    thinned = (whole - cores) * (stack.selective_kept * (1 - stack.offloaded) if w.attention == "flash" else 1.0)
     each = np.where(full, edge, np.where(selective, thinned, whole))
     return layers * each * kept + np.where(full, whole, 0.0) + np.where(selective, whole - each, 0.0)
 
@@ -112,7 +128,9 @@ def layer_activations(w: Workload, c: Candidates, stack: Stack) -> Reals:
     ffn = w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
     inner = (6.0 if w.gated else 4.0) * ffn / c.tensor
     routed = sparse * 4.0 * w.experts_per_token * w.width / c.tensor
-    return tokens * (stack.stream_held_bytes * w.width / stream + 4 * heads + 4 * keys + inner + routed) + scores_held(w, c)
+    return tokens * (stack.stream_held_bytes * w.width / stream + 4 * heads + 4 * keys + inner + routed) + scores_held(
+        w, c
+    )
 
 
 def scores_held(w: Workload, c: Candidates) -> Reals:

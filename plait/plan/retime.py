@@ -1,4 +1,4 @@
-"""Pipelines timed by their actual lists of actions with unequal stages, for the few layouts that are nearly the best."""
+"""Pipelines timed by their actual lists of actions with unequal stages, for the layouts that are nearly the best."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def simulated_s(workload: Workload, cluster: Cluster, candidates: Candidates, st
     for key in np.unique(keys[:, piped], axis=1).T:
         rows = np.flatnonzero((keys == key[:, None]).all(axis=0) & piped)
         schedule, ranks, virtual, simulated = (int(value) for value in key)
-        forward, backward = _chunks(busy, rows, ranks, virtual, workload.layers)
-        slowest = (forward + backward).reshape(virtual, ranks, -1).sum(axis=0).max(axis=0)
-        whole = _durations(SCHEDULES[schedule], (ranks, virtual, simulated), forward, backward)
+        spent = _chunks(busy, rows, ranks, virtual, workload.layers)
+        slowest = np.add.reduce(list(spent.values())).reshape(virtual, ranks, -1).sum(axis=0).max(axis=0)
+        whole = durations_s(SCHEDULES[schedule], (ranks, virtual, simulated), spent)
         whole = whole + (micros[rows] - simulated) * slowest
         step_s[rows] += whole / stack.speed - busy.closed_s[rows]
     return step_s
@@ -53,6 +53,9 @@ class _Busy:
     """What every rank spends beside: the host, and messages to its neighbours."""
     forward: Reals
     """The forward pass' share of a layer's time."""
+    weight: Reals
+    """The share of the gradients of weights, which a schedule may put off: half of a backward pass without what it
+    computes a second time."""
     closed_s: Reals
 
 
@@ -71,36 +74,41 @@ def _busy(w: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, t
         head=np.add(*head_time(w, rates, stack, candidates)),
         other=other / micros,
         forward=layer.forward / (layer.forward + layer.backward + again),
+        weight=layer.backward / 2 / (layer.forward + layer.backward + again),
         closed_s=per_rank + times.head + other + times.bubble,
     )
 
 
-def _chunks(busy: _Busy, rows: Counts, ranks: int, virtual: int, layers: int) -> tuple[Reals, Reals]:
-    """Forward and backward seconds of every chunk of layers, (chunks, rows)."""
+Spent = dict[Kind, Reals]
+"""Seconds of each kind of action, (chunks, pipelines); a whole backward takes those of both its halves."""
+
+
+def _chunks(busy: _Busy, rows: Counts, ranks: int, virtual: int, layers: int) -> Spent:
     held = np.array(dealt(layers, ranks * virtual))[:, None]
     whole = held * busy.layer[rows] + busy.other[rows] / virtual
     whole[-1] += busy.head[rows]
-    forward = whole * busy.forward[rows]
-    return forward, whole - forward
+    forward, weight = whole * busy.forward[rows], whole * busy.weight[rows]
+    return {"forward": forward, "backward-input": whole - forward - weight, "backward-weight": weight}
 
 
 def dealt(layers: int, chunks: int) -> list[int]:
-    """Layers of each chunk; where they do not divide, chunks in the middle hold one more than the first and the last."""
+    """Layers of each chunk; where they do not divide, chunks in the middle hold one more than those at the ends."""
     each, more = divmod(layers, chunks)
     favoured = sorted(range(chunks), key=lambda chunk: (chunk in (0, chunks - 1), -chunk))[:more]
     return [each + (chunk in favoured) for chunk in range(chunks)]
 
 
-def _durations(schedule: Schedule, counts: tuple[int, int, int], forward: Reals, backward: Reals) -> Reals:
-    """How long the pipelines take whose chunks need these times, all of one schedule and size at once."""
-    spent: dict[Kind, Reals] = {
-        "forward": forward, "backward": backward, "backward-input": backward / 2, "backward-weight": backward / 2
-    }  # fmt: skip
+def durations_s(schedule: Schedule, counts: tuple[int, int, int], spent: Spent) -> Reals:
+    """How long pipelines take whose chunks need these times, all of one schedule at once.
+
+    `counts` are ranks, chunks on each, and micro-batches. The same as `schedule.simulate` without time for links.
+    """
+    times = {**spent, "backward": spent["backward-input"] + spent["backward-weight"]}
     order = _order(schedule, *counts)
-    ended = np.zeros((len(order) + 1, forward.shape[1]))
+    ended = np.zeros((len(order) + 1, spent["forward"].shape[1]))
     for slot, (kind, stage, before) in enumerate(order, 1):
         np.maximum.reduce(ended[before], axis=0, out=ended[slot])
-        ended[slot] += spent[kind][stage]
+        ended[slot] += times[kind][stage]
     return ended.max(axis=0)
 
 

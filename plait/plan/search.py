@@ -13,15 +13,17 @@ from plait.errors import PlaitError
 from plait.plan.candidates import Candidates, Counts, Reals
 from plait.plan.collectives import roads
 from plait.plan.complexity import complexity
+from plait.plan.kinds import kinds
 from plait.plan.listing import Pins, listed
-from plait.plan.memory import fits, memory
+from plait.plan.memory import memory
 from plait.plan.retime import simulated_s
 from plait.plan.stack import PLAIT, Stack
 from plait.plan.timing import Timing, timing
 from plait.plan.workload import Workload
+from plait.units import format_bytes, format_count
 
 MODEL_ERROR = 0.08
-"""Median error of a step time where nothing was measured (benchmarks/published): smaller differences are no evidence."""
+"""Median error of a step time where nothing was measured (benchmarks/published): less than that is no evidence."""
 MEASURED_TOLERANCE = 0.05
 NEAR = 0.15
 """Pipelines within this of the best are timed by their actual list of actions."""
@@ -30,6 +32,18 @@ PORTION = 4096
 
 TOO_LARGE = "needs more memory than a device has"
 NEEDLESS = "computes again what fits in memory anyway"
+
+
+class DoesNotFit(PlaitError):
+    """No layout fits the devices; with what is needed to find out what would."""
+
+    def __init__(self, workload: Workload, cluster: Cluster, stack: Stack, least_bytes: float) -> None:
+        have = min(island.device.memory_bytes for island in cluster.islands)
+        super().__init__(
+            f"a model of {format_count(workload.parameters)} parameters fits no layout of {cluster.name}: the "
+            f"leanest needs {format_bytes(least_bytes)} a device, and the smallest device has {format_bytes(have)}"
+        )
+        self.workload, self.cluster, self.stack, self.least_bytes = workload, cluster, stack, least_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +65,8 @@ class Search:
     fastest: int
     refused: Mapping[str, int]
     """How many layouts were not priced, by reason."""
+    leanest: Mapping[int, float]
+    """Bytes per device of the leanest layout of every kind (kinds.py), priced or not."""
 
     @property
     def n_refused(self) -> int:
@@ -62,7 +78,12 @@ class Search:
 
 
 def search(
-    workload: Workload, cluster: Cluster, *, stack: Stack = PLAIT, pins: Pins | None = None, tolerance: float = MODEL_ERROR
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    stack: Stack = PLAIT,
+    pins: Pins | None = None,
+    tolerance: float = MODEL_ERROR,
 ) -> Search:
     """The simplest layout within `tolerance` of the fastest; raises PlaitError where none can be or none fits."""
     found = listed(workload, cluster.devices, pins or Pins())
@@ -72,7 +93,7 @@ def search(
     kept = reserved <= capacity
     refused[TOO_LARGE] += int((~kept).sum())
     if not kept.any():
-        raise PlaitError("does not fit")
+        raise DoesNotFit(workload, cluster, stack, float(reserved.min()))
     needed = ~_needless(found.candidates, kept)
     refused[NEEDLESS] += int((kept & ~needed).sum())
     candidates = found.candidates.select(kept & needed)
@@ -91,6 +112,7 @@ def search(
         chosen=simplest(step_s, points, tolerance),
         fastest=fastest,
         refused={reason: count for reason, count in refused.items() if count},
+        leanest=_leanest(found.candidates, reserved),
     )
 
 
@@ -105,11 +127,13 @@ def step_seconds(workload: Workload, cluster: Cluster, candidates: Candidates, s
     step_s = np.empty(len(candidates))
     for rows, whole in portions(workload, candidates):
         step_s[rows] = timing(whole, cluster, candidates.select(rows), stack).step_s
-    near = step_s <= step_s.min() * (1 + NEAR)
-    again = np.flatnonzero(near & (candidates.pipeline > 1))
-    for rows, whole in portions(workload, candidates, again):
-        few = candidates.select(rows)
-        step_s[rows] = simulated_s(whole, cluster, few, stack, timing(whole, cluster, few, stack))
+    closed = candidates.pipeline > 1
+    # Simulated times are longer, so that others come near the best.
+    while len(again := np.flatnonzero(closed & (step_s <= step_s.min() * (1 + NEAR)))):
+        for rows, whole in portions(workload, candidates, again):
+            few = candidates.select(rows)
+            step_s[rows] = simulated_s(whole, cluster, few, stack, timing(whole, cluster, few, stack))
+        closed[again] = False
     return step_s
 
 
@@ -141,6 +165,13 @@ def portions(
         same, whole = rows[filled == batch], replace(workload, batch_sequences=int(batch))
         for first in range(0, len(same), PORTION):
             yield same[first : first + PORTION], whole
+
+
+def _leanest(candidates: Candidates, reserved: Reals) -> dict[int, float]:
+    names, place = np.unique(kinds(candidates), return_inverse=True)
+    least = np.full(len(names), np.inf)
+    np.minimum.at(least, place, reserved)
+    return {int(name): float(value) for name, value in zip(names, least, strict=True)}
 
 
 def _needless(candidates: Candidates, kept: np.ndarray) -> np.ndarray:

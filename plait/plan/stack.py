@@ -21,9 +21,9 @@ class Stack:
     fp8_share: float = 0.95
     """Of the device's fp8 rate: casts, scales and the products that stay in bf16."""
     flash_share: float = 0.60
-    """Share of the 16-bit peak that a fused attention kernel reaches forward, heads of width 128 and a long sequence."""
+    """Share of the 16-bit peak that a fused attention kernel reaches forward, heads 128 wide, long sequence."""
     flash_lag: float = 0.0
-    """How far the attention kernel falls behind on devices faster than an A100: 0 not at all, 1 no faster than there."""
+    """How far the attention kernel lags on devices faster than an A100: 0 not at all, 1 no faster than there."""
     stream_bytes: float = 30.0
     """Memory traffic of a layer's forward pass per token and unit of width: norms, residuals, dropout, casts."""
     inner_bytes: float = 6.0
@@ -42,16 +42,24 @@ class Stack:
     """Launches' worth of host time that a layer of experts costs beside them: routing, and waiting for its counts."""
     launch_s: float = 6e-6
     """Host time to launch one kernel."""
+    gap_s: float = 3e-6
+    """Time on the device between one kernel's last work and the next one's first."""
     micro_s: float = 1e-3
     """Host time that each micro-batch costs beside its kernels."""
     step_s: float = 10e-3
     """Time that each step costs whatever its size: the optimizer's launches, the norm, the data, the log."""
+    straggling: float = 0.0
+    """What everyone loses to the slowest, for each doubling of the nodes."""
     hides_tensor: float = 0.0
     """Share of the tensor axis' communication that runs under arithmetic."""
     hides_context: float = 0.7
     hides_pipeline: float = 0.0
     hides_gradients: float = 0.0
     """Share of the backward pass that gradient sums may run under."""
+    hides_updates: float = 0.0
+    """Share of the forward pass that gathers of updated parameters may run under."""
+    sums_whole: bool = False
+    """Whether gradients are summed to everyone although each rank keeps a shard of them: twice the traffic."""
     hides_parameters: float = 0.9
     """Share of the arithmetic that gathers of sharded parameters may run under."""
     hides_experts: float = 0.0
@@ -62,8 +70,12 @@ class Stack:
     """Messages that one layer's parameters, or gradients, are sent in over the data axes."""
     selective_kept: float = 0.65
     """Share of a layer's activations that selective recomputation keeps, attention's scores aside."""
+    offloaded: float = 0.0
+    """Share of the optimizer's state and of what recomputed layers keep that waits in the host's memory."""
+    layers_ahead: float = 2.0
+    """Layers whose sharded parameters lie gathered at once."""
     stream_held_bytes: float = 8.0
-    """Kept for the backward pass per token and unit of width by norms, residuals and products' inputs (10 with dropout)."""
+    """Kept for the backward pass per token and unit of width by norms and products' inputs (10 with dropout)."""
     bucket_bytes: float = 0.0
     """Flat copies of gradients and parameters on their way, where the optimizer is sharded."""
     gradient_bytes: int = 4
@@ -75,33 +87,46 @@ class Stack:
     state_bytes: int = 12
     """Bytes of optimizer state per parameter: float32 master weight and two moments."""
     logit_copies_bytes: float = 10.0
-    """Memory held per logit at the loss: 16-bit logits, float32 copy and its gradient; little where the loss is fused."""
+    """Memory held per logit at the loss: 16-bit, float32 copy and its gradient; little where the loss is fused."""
     fixed_bytes: float = 1.0e9
     """Memory that no tensor of the model explains: communication buffers, workspaces."""
     reading: str = "allocated"
 
 
-PLAIT = Stack(name="plait", hides_gradients=0.7, logit_copies_bytes=0.3)
+PLAIT = Stack(name="plait", hides_gradients=0.7, hides_updates=0.7, logit_copies_bytes=0.3)
 
 MEGATRON_DEEPSPEED = Stack(
     name="megatron-deepspeed",
-    stream_bytes=32.0,
-    inner_bytes=5.0,
+    stream_bytes=36.0,
+    inner_bytes=1.0,
     score_bytes=10.0,
-    logit_bytes=55.0,
+    logit_bytes=67.0,
     layer_kernels=30.0,
-    launch_s=22e-6,
+    launch_s=25e-6,
     micro_s=3e-3,
-    step_s=14e-3,
-    update_bytes=16.0,
-    hides_gradients=0.2,
+    step_s=7.5e-3,
+    hides_tensor=0.35,
+    hides_pipeline=0.85,
+    sums_whole=True,
+    straggling=0.03,
+    update_bytes=14.0,
     gradient_bytes=2,
     stream_held_bytes=10.0,
     bucket_bytes=6.5e9,
     logit_copies_bytes=14.0,
 )
 MEGATRON_DEEPSPEED_BF16 = replace(MEGATRON_DEEPSPEED, name="megatron-deepspeed bf16", gradients_held_bytes=8)
-MEGATRON_2021 = replace(MEGATRON_DEEPSPEED, name="megatron 2021", launch_s=8e-6, bucket_bytes=0.0)
+MEGATRON_2021 = replace(
+    MEGATRON_DEEPSPEED,
+    name="megatron 2021",
+    product_share=0.88,
+    launch_s=10e-6,
+    hides_tensor=0.25,
+    hides_pipeline=0.8,
+    bucket_bytes=0.0,
+    sums_whole=False,
+    straggling=0.0,
+)
 MEGATRON = Stack(
     name="megatron",
     fp8_share=1.0,
@@ -114,14 +139,15 @@ MEGATRON = Stack(
     hides_tensor=0.35,
     hides_pipeline=0.9,
     hides_gradients=0.9,
-    hides_experts=0.33,
-    sparse_kernels=420.0,
-    routed_bytes=47.0,
-    expert_share=0.79,
+    hides_updates=0.9,
+    hides_experts=0.15,
+    sparse_kernels=400.0,
+    routed_bytes=31.0,
+    expert_share=0.80,
 )
 NEMO = replace(MEGATRON, name="nemo", gradient_bytes=2)
 NEMO_2026 = replace(
-    NEMO, name="nemo 2026", hides_experts=0.5, sparse_kernels=170.0, routed_bytes=25.0, expert_share=0.92
+    NEMO, name="nemo 2026", hides_experts=0.5, sparse_kernels=100.0, routed_bytes=18.5, expert_share=0.92
 )
 COMPOSER = Stack(
     name="composer fsdp",
@@ -134,7 +160,7 @@ COMPOSER = Stack(
     inner_bytes=6.8,
     logit_bytes=23.0,
     update_bytes=60.0,
-    logit_copies_bytes=6.0,
+    logit_copies_bytes=5.0,
 )
 TORCHTITAN = Stack(
     name="torchtitan",
@@ -158,20 +184,23 @@ INTERNEVO = Stack(
 )
 MAXTEXT = Stack(
     name="maxtext",
-    product_share=0.98,
+    product_share=0.94,
     fp8_share=1.0,
-    flash_share=0.57,
-    stream_bytes=49.0,
-    inner_bytes=13.0,
-    logit_bytes=57.0,
-    routed_bytes=48.0,
+    flash_share=0.43,
+    stream_bytes=46.0,
+    inner_bytes=11.5,
+    logit_bytes=25.0,
+    routed_bytes=68.0,
     expert_share=0.7,
-    selective_products=0.41,
+    selective_products=0.34,
     selective_kept=0.15,
-    logit_copies_bytes=4.0,
+    offloaded=0.9,
+    gradient_bytes=2,
+    layers_ahead=0.7,
+    logit_copies_bytes=2.0,
     hides_gradients=0.8,
     launch_s=0.5e-6,
     sparse_kernels=0.0,
-    update_bytes=60.0,
+    update_bytes=17.0,
 )
 FSDP = replace(COMPOSER, name="fsdp")

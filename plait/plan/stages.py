@@ -22,8 +22,8 @@ class StageLayers:
 def stage_layers(workload: Workload, candidates: Candidates) -> StageLayers:
     """Layers by rank of the pipeline.
 
-    Where the layers do not divide, but would with the embedding and the head counted as one layer each, they are dealt so
-    (Llama 3's 126 layers over 8 × 8 chunks, BLOOM's 70 over 12); else some stages hold one layer more than others, the
+    Where the layers do not divide, but would with the embedding and the head counted as one layer each, they are dealt
+    so (Llama 3's 126 layers over 8 × 8 chunks, BLOOM's 70 over 12); else some stages hold one layer more than others, the
     first and the last not among them if that can be helped.
     """
     layers, virtual = workload.layers, candidates.virtual
@@ -33,7 +33,9 @@ def stage_layers(workload: Workload, candidates: Candidates) -> StageLayers:
     per_chunk = np.where(even, layers / chunks, np.where(counted, (layers + 2) / chunks, np.ceil(layers / chunks)))
     most = np.minimum(per_chunk * virtual, layers)
     least = np.where(even, most, np.where(counted, most - 1, np.maximum(np.floor(layers / chunks) * virtual, 1)))
-    return StageLayers(first=least, last=least, most=np.where(candidates.pipeline == 2, np.where(even, most, least), most))
+    return StageLayers(
+        first=least, last=least, most=np.where(candidates.pipeline == 2, np.where(even, most, least), most)
+    )
 
 
 def kept_micros(candidates: Candidates, micros: Reals) -> Reals:
@@ -50,7 +52,7 @@ def micro_batches(workload: Workload, candidates: Candidates) -> Reals:
 
 
 def layer_weights(workload: Workload, candidates: Candidates) -> tuple[Reals, Reals]:
-    """Weights of an average layer on one rank before sharding: (those that all ranks of an expert group copy, experts')."""
+    """Weights of an average layer on one rank before sharding: (those that expert groups copy, the experts')."""
     w = workload
     sparse = w.sparse_layers / w.layers
     common = w.attention_weights + (1 - sparse) * w.dense_feedforward_weights + sparse * w.shared_weights

@@ -14,7 +14,7 @@ from plait.plan.stack import Stack
 from plait.plan.stages import fullest_weights, layer_weights, micro_batches, stage_layers
 from plait.plan.workload import Workload
 
-SHARPNESS = 2.5
+SHARPNESS = 3.2
 """How abruptly the host becomes the limit: device and host times combine in a norm of this order."""
 
 
@@ -37,6 +37,8 @@ class Timing:
     parameters: Reals
     gradients: Reals
     bubble: Reals
+    waiting: Reals
+    """For the slowest node, beyond what its speed explains."""
     host: Reals
     optimizer: Reals
     hidden: Reals
@@ -109,6 +111,8 @@ def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: 
     items = {name: micros * value / stack.speed for name, value in busy.items()}
     once = {"parameters": parameters, "gradients": gradients, "bubble": bubble, "optimizer": optimizer}
     items |= {name: value / stack.speed for name, value in once.items()}
+    nodes = np.maximum(candidates.devices / scene.roads.per_node, 1)
+    items["waiting"] = sum(items.values()) * stack.straggling * np.log2(nodes)
     return Timing(**items, hidden=hidden + micros * layers * exposed.hidden, step_s=np.add.reduce(list(items.values())))
 
 
@@ -152,9 +156,10 @@ def _host(scene: _Scene, layers: Reals, device_s: Reals) -> Reals:
     stack, c = scene.stack, scene.candidates
     passes = 3 + (c.recompute == RECOMPUTE.index("full"))
     sparse = scene.workload.sparse_layers / scene.workload.layers
-    kernels = stack.layer_kernels + 4 * (c.tensor > 1) + sparse * stack.sparse_kernels
-    host = layers * passes * kernels * stack.launch_s + stack.micro_s
-    return (device_s**SHARPNESS + host**SHARPNESS) ** (1 / SHARPNESS) - device_s
+    kernels = stack.layer_kernels + 4 * (c.tensor > 1)
+    host = layers * passes * (kernels + sparse * stack.sparse_kernels) * stack.launch_s + stack.micro_s
+    device = device_s + layers * passes * kernels * stack.gap_s
+    return (device**SHARPNESS + host**SHARPNESS) ** (1 / SHARPNESS) - device_s
 
 
 def _passes(scene: _Scene) -> Reals:
@@ -166,7 +171,7 @@ def _passes(scene: _Scene) -> Reals:
 
 
 def _bubble(scene: _Scene, stage: Reals, whole: Reals) -> Reals:
-    """Waiting of the busiest stage: all other stages' work on one micro-batch, cut into the chunks of an interleaving."""
+    """Waiting of the busiest stage: the others' work on one micro-batch, cut into the chunks of an interleaving."""
     c = scene.candidates
     wait = np.maximum(whole - stage, 0.0) / c.virtual
     # Weight gradients fill two thirds of it where they are put off (Qi et al. 2023, ZB-H1).
@@ -185,6 +190,7 @@ def _data(scene: _Scene, layer: LayerTime, again: Reals, layers: Reals, micros: 
     pieces = layers * stack.layer_pieces
     gather = collective_s(scene.roads, "gather", 2.0 * one, group, stride, pieces)
     scatter = collective_s(scene.roads, "gather", stack.gradient_bytes * one, group, stride, pieces)
+    scatter = scatter * np.where(stack.sums_whole & (c.shard_what < SHARD_WHAT.index("gradients")), 2.0, 1.0)
     # Each shard is summed with its copies; without shards, over everyone.
     copies = np.where(c.shard_what > 0, c.replicate, c.replicate * sharded)
     far = np.where(c.shard_what > 0, stride * sharded, stride)
@@ -199,7 +205,7 @@ def _data(scene: _Scene, layer: LayerTime, again: Reals, layers: Reals, micros: 
     each_forward = np.maximum(gather - window * forward, gather * one_layer)
     each_backward = np.maximum(gather + scatter - window * backward, scatter * one_layer)
     late = np.maximum(scatter + summed - stack.hides_gradients * backward, (scatter + summed) * one_layer)
-    early = np.maximum(gather - stack.hides_gradients * forward, gather * one_layer)
+    early = np.maximum(gather - stack.hides_updates * forward, gather * one_layer)
     parameters = np.where(fully, micros * each_forward, np.where(c.shard_what > 0, early, 0.0))
     gradients = np.where(fully, micros * each_backward + summed * (1 - stack.hides_gradients), late)
     gradients = np.where(halfway, gradients + (micros - 1) * np.maximum(scatter - window * backward, 0.0), gradients)

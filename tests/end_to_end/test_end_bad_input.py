@@ -37,7 +37,7 @@ CASES = {
     "a misspelt key on the command line": ((*TRAIN, "train.budgett=3 steps"), ["train.budgett", "train.budget?"]),
     "a misspelt key in the recipe": (("train", "typo.toml"), ["model.widht", "model.width?"]),
     "a key in the wrong section": ((*TRAIN, "train.lr=1"), ["train.lr", "optimizer.lr?"]),
-    "a reserved key": ((*TRAIN, "layout.tensor=2"), ["layout.tensor comes with a later version"]),
+    "a reserved key": ((*TRAIN, "model.from=x"), ["model.from comes with a later version"]),
     "a value of the wrong kind": ((*TRAIN, "model.layers=two"), ["model.layers is not usable"]),
     "a budget without a unit": ((*TRAIN, "train.budget=500"), ["train.budget is not usable", "500 steps"]),
     "not an override": ((*TRAIN, "budget"), ['"budget" is not an override', "section.key=value"]),

@@ -1,0 +1,119 @@
+"""What would change the answer, how sure it is, and whether all machines are worth their part: in sentences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plait.cluster.catalog import Link
+from plait.cluster.cluster import Cluster, device_bytes_per_s
+from plait.errors import PlaitError
+from plait.plan.compute import ACHIEVABLE
+from plait.plan.kinds import kind_words
+from plait.plan.search import Search, search
+from plait.plan.shares import shared_s
+from plait.plan.thresholds import FARTHEST, Flip, flips
+from plait.units import format_bytes, format_duration
+
+FEW_NODES = 8
+"""Up to so many nodes it is worth a word whether one of them alone would be as fast."""
+
+
+def changes(found: Search) -> list[str]:
+    """At what bandwidth, memory or batch another kind of layout would be chosen."""
+    all_flips = flips(found)
+    told = [_flip_sentence(found, flip) for flip in all_flips]
+    for what, words in (("between", "between the nodes"), ("inside", "inside a node")):
+        there = found.cluster.nodes > 1 if what == "between" else _several_inside(found.cluster)
+        if there and not any(flip.what == what for flip in all_flips):
+            told.append(f"no link {words}, {FARTHEST:.0f} times slower or faster, would change the kind of layout")
+    return told
+
+
+def certainty(found: Search) -> list[str]:
+    """How sure the forecast is, and what it takes on trust."""
+    step_s = float(found.step_s[found.chosen])
+    low, high = format_duration(step_s * (1 - found.tolerance)), format_duration(step_s * (1 + found.tolerance))
+    told = [
+        f"nothing was measured on these machines: on published runs such forecasts are off by {found.tolerance:.0%} in "
+        f"the median, so read {low} to {high}; layouts closer than that count as equally fast"
+    ]
+    guessed = [i.device.name for i in found.cluster.islands if i.device.achievable is None]
+    if guessed:
+        told.append(
+            f"nobody has published how much of its arithmetic peak {' or '.join(dict.fromkeys(guessed))} reaches in "
+            f"large products; {ACHIEVABLE:.0%} is assumed"
+        )
+    return told
+
+
+def idle_machines(found: Search) -> list[str]:
+    """Whether one machine alone would be as fast as all, and what unequal ones lose by equal shares."""
+    cluster = found.cluster
+    told = []
+    if 1 < cluster.nodes <= FEW_NODES:
+        told += [line for place in range(len(cluster.islands)) if (line := _alone(found, place))]
+    if len(cluster.islands) > 1:
+        told.append(_unequal(found))
+    return told
+
+
+def _alone(found: Search, place: int) -> str | None:
+    island = replace(found.cluster.islands[place], nodes=1)
+    words = f"{island.per_node} × {island.device.name}" if island.per_node > 1 else f"one {island.device.name}"
+    one = Cluster(name=words, islands=(island,), between=found.cluster.between)
+    try:
+        alone = search(found.workload, one, stack=found.stack, tolerance=found.tolerance)
+    except PlaitError:
+        return f"{words} alone does not hold this model"
+    alone_s, step_s = float(alone.step_s[alone.chosen]), float(found.step_s[found.chosen])
+    if alone_s <= step_s:
+        return (
+            f"{words} alone would take {format_duration(alone_s)} a step, no longer than all machines together: they "
+            "cost more waiting than they bring; leave them out, or join them by a faster link"
+        )
+    return f"{words} alone would take {format_duration(alone_s)} a step, {alone_s / step_s:.2g} times as long"
+
+
+def _unequal(found: Search) -> str:
+    names = " and ".join(island.device.name for island in found.cluster.islands)
+    shared = shared_s(found, found.chosen)
+    if shared is None or shared > 0.99 * found.step_s[found.chosen]:
+        return f"{names} are unequal, and the slowest sets the pace"
+    return (
+        f"{names} are unequal, and with equal shares the slowest sets the pace; shares in proportion to their speed "
+        f"would take {format_duration(shared)} a step"
+    )
+
+
+def _flip_sentence(found: Search, flip: Flip) -> str:
+    condition, have = _condition(found, flip)
+    return f"{condition} this would be chosen: {kind_words(flip.winner)}; you have {have}"
+
+
+def _condition(found: Search, flip: Flip) -> tuple[str, str]:
+    """Where another layout takes over, and what there is."""
+    cluster, island, side = found.cluster, found.cluster.islands[0], "below" if flip.factor < 1 else "above"
+    match flip.what:
+        case "between":
+            there, have = (_rate(cluster.between, factor) for factor in (flip.factor, 1.0))
+            return f"{side} about {there} between the nodes", have
+        case "inside":
+            rate = device_bytes_per_s(island.inside, island.per_node) / 1e9
+            return f"{side} about {rate * flip.factor:.2g} GB/s a device inside a node", f"{rate:.3g} GB/s"
+        case "memory":
+            memory = min(each.device.memory_bytes for each in cluster.islands)
+            than = "less" if flip.factor < 1 else "more"
+            return f"with about {format_bytes(memory * flip.factor)} a device or {than}", format_bytes(memory)
+        case "batch":
+            batch = found.workload.batch_sequences
+            return f"with {round(batch * flip.factor):,} sequences a step", f"{batch:,}"
+
+
+def _rate(network: Link, factor: float) -> str:
+    wires = 2 * network.axes if network.shape == "torus" else 1
+    whose = "a machine" if network.shape == "shared" else "a device"
+    return f"{network.bytes_per_s * wires * factor * 8 / 1e9:.3g} Gbit/s {whose}"
+
+
+def _several_inside(cluster: Cluster) -> bool:
+    return max(island.per_node for island in cluster.islands) > 1

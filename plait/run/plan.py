@@ -1,0 +1,190 @@
+"""`plait plan`: what a recipe would take on machines that need not be there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
+
+from rich.console import Console
+
+from plait.cluster.cluster import Cluster, cluster_of, read_cluster
+from plait.cluster.topology import Machine, usable_cores
+from plait.model.shape import ModelShape, parameter_count
+from plait.model.sizes import SIZES
+from plait.plan.complexity import table
+from plait.plan.compute import peak_flops
+from plait.plan.explain import Section, explained, plan_json
+from plait.plan.fit import named_degrees
+from plait.plan.listing import Pins
+from plait.plan.remedy import mended
+from plait.plan.search import DoesNotFit, Search, search
+from plait.plan.size import CorpusFacts, batch_sequences, size_up
+from plait.plan.terms import terms_text
+from plait.plan.workload import Precision, Workload, workload_of
+from plait.recipe.load import load_recipe
+from plait.recipe.schema import RunConfig
+from plait.run.crew import crew
+from plait.run.planning import look_around
+from plait.units import Amount, format_count
+
+GPT2_VOCABULARY = 50257
+USUAL_VOCABULARY = 32768
+PLENTY_TOKENS = 10**15
+WIDTH = 110
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A recipe as the planner takes it."""
+
+    shape: ModelShape
+    workload: Workload
+    budget: Amount
+    notes: tuple[str, ...]
+    """What was derived or assumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The plan for one cluster."""
+
+    asked: Asked
+    found: Search
+    sections: tuple[Section, ...]
+
+
+def plan(
+    recipe: Path,
+    overrides: Sequence[str],
+    *,
+    clusters: Sequence[str],
+    top: int,
+    json_file: Path | None,
+    screen: Console,
+) -> None:
+    """Print the plan for each cluster, or for this machine where none is named; raises PlaitError in one sentence."""
+    config = load_recipe(recipe, overrides)
+    sites = [read_cluster(text) for text in clusters] or [_this_machine()]
+    answers = [answer(config, site, top=top) for site in sites]
+    for one in answers:
+        screen.print(answer_text(one), markup=False, soft_wrap=True)
+    if len(answers) > 1:
+        screen.print(side_by_side(answers), markup=False, soft_wrap=True)
+    if json_file:
+        values = [plan_json(one.found, one.sections, top) for one in answers]
+        json_file.write_text(json.dumps(values[0] if len(values) == 1 else values, indent=2) + "\n", encoding="utf-8")
+
+
+def terms() -> str:
+    """The planner's words and its table of complexity, for someone new."""
+    return f"{terms_text()}\nPoints of complexity, added up:\n{table()}"
+
+
+def answer(config: RunConfig, cluster: Cluster, *, top: int) -> Answer:
+    """Plan a recipe on one cluster."""
+    asked, pins = asked_of(config, cluster), pins_of(config)
+    try:
+        found = search(asked.workload, cluster, pins=pins)
+    except DoesNotFit as error:
+        raise mended(error, pins) from None
+    free = search(asked.workload, cluster) if pins else None
+    return Answer(asked=asked, found=found, sections=explained(found, asked.budget, top=top, free=free))
+
+
+def asked_of(config: RunConfig, cluster: Cluster) -> Asked:
+    """The model, its batch and its budget; what hangs on text that was not looked at takes usual values and says so."""
+    notes: list[str] = []
+    precision = _precision(config, cluster)
+    peak = sum(island.devices * peak_flops(island.device, precision) for island in cluster.islands)
+    machine = Machine(device="cuda", name=cluster.name, devices=cluster.devices, cores=1, memory_bytes=1, versions=())
+    scale = size_up(config, _usual_corpus(config, notes), machine, peak, notes)
+    batch = batch_sequences(config, scale, notes)
+    workload = workload_of(scale.shape, sequence=scale.shape.sequence, batch_sequences=batch, precision=precision)
+    return Asked(shape=scale.shape, workload=workload, budget=scale.budget, notes=tuple(notes))
+
+
+def pins_of(config: RunConfig) -> Pins:
+    """What the recipe's [layout] settles."""
+    asked = config.layout
+    named = {
+        "virtual": asked.virtual_stages,
+        "schedule": asked.schedule,
+        "recompute": asked.recompute,
+        "shard_what": asked.shard_what,
+        "micro_sequences": asked.micro_sequences,
+    }
+    return Pins(degrees=named_degrees(config), knobs={knob: value for knob, value in named.items() if value != "auto"})
+
+
+def answer_text(one: Answer) -> str:
+    """The whole answer for people."""
+    asked, cluster = one.asked, one.found.cluster
+    w = asked.workload
+    lines = [
+        f"plan     {format_count(parameter_count(asked.shape))} parameters on {cluster.name}: {_devices(cluster)}",
+        f"batch    {w.batch_sequences:,} sequences of {w.sequence:,} tokens a step, {w.precision}",
+        *(f"         · {note}" for note in asked.notes),
+    ]
+    for section in one.sections:
+        lines += [f"{section.title if first == 0 else '':8} {line}" for first, line in enumerate(section.lines)]
+    return "\n".join(_wrapped(line) for line in lines) + "\n"
+
+
+def _wrapped(line: str) -> str:
+    indent = " " * (11 if line[9:10] == "·" else 9)
+    return fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def side_by_side(answers: Sequence[Answer]) -> str:
+    """Several clusters in a table."""
+    rows = [("cluster", "step", "tokens/s", "layout")]
+    for one in answers:
+        step_s = float(one.found.step_s[one.found.chosen])
+        tokens = format_count(one.asked.workload.tokens / step_s)
+        rows.append((one.found.cluster.name, f"{step_s:.3g} s", tokens, one.sections[0].lines[0]))
+    wide = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, wide, strict=False)), row[3]]) for row in rows
+    )
+
+
+def _devices(cluster: Cluster) -> str:
+    islands = [f"{i.nodes} × ({i.per_node} × {i.device.name})" for i in cluster.islands]
+    joined = f", joined by {cluster.between.name}" if cluster.nodes > 1 else ""
+    return " + ".join(islands) + joined
+
+
+def _precision(config: RunConfig, cluster: Cluster) -> Precision:
+    if config.train.precision != "auto":
+        return config.train.precision
+    return "float32" if any(island.device.kind == "cpu" for island in cluster.islands) else "bf16"
+
+
+def _usual_corpus(config: RunConfig, notes: list[str]) -> CorpusFacts:
+    """Text enough, and the vocabulary that the recipe or the size usually has."""
+    size, asked = config.model.size, config.model.vocabulary
+    if asked != "auto":
+        vocabulary = asked
+    elif config.data.tokenizer == "gpt2":
+        vocabulary = GPT2_VOCABULARY
+    else:
+        vocabulary = SIZES[size].vocabulary if size in SIZES else USUAL_VOCABULARY
+        notes.append(f"vocabulary {vocabulary}: usual for this size; the text was not looked at")
+    return CorpusFacts(
+        folder="",
+        content_hash="",
+        vocabulary=vocabulary,
+        train_tokens=PLENTY_TOKENS,
+        longest_sequence=PLENTY_TOKENS,
+        heldout_tokens=0,
+        documents=1,
+    )
+
+
+def _this_machine() -> Cluster:
+    with crew() as workers:
+        site = look_around(workers, usable_cores())
+    return cluster_of(site.machine, site.peak_flops if site.machine.device == "cpu" else None)

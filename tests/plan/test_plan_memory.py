@@ -1,0 +1,112 @@
+"""Are the bytes per device those of published formulas and readings?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from plait.cluster.cluster import read_cluster
+from plait.plan.candidates import Candidates
+from plait.plan.memory import fits, impossible, layer_activations, memory
+from plait.plan.stack import MEGATRON, MEGATRON_2021, PLAIT
+from plait.plan.workload import Workload
+
+GPT_22B = Workload(
+    layers=48,
+    width=6144,
+    heads=64,
+    kv_heads=64,
+    head_width=96,
+    ffn=24576,
+    gated=False,
+    vocabulary=51200,
+    tied=True,
+    sequence=2048,
+    batch_sequences=4,
+    precision="fp16",
+    attention="unfused",
+)
+A100 = read_cluster("8xA100-80GB")
+
+
+def test_activations_of_a_layer_are_the_published_formula():
+    # Korthikanti et al. 2022, equations 1, 2 and 4: sbh (34 + 5as/h), then 10 + 24/t + 5as/(ht), then all of it over t.
+    s, b, h, a, t = 2048, 4, 6144, 64, 8
+    rows = [{"micro_sequences": b}, {"micro_sequences": b, "tensor": t}]
+    rows.append({"micro_sequences": b, "tensor": t, "sequence_parallel": 1})
+    found = layer_activations(GPT_22B, Candidates.of(rows), MEGATRON_2021)
+    scores = 5 * a * s / h
+    expected = [34 + scores, 10 + 24 / t + scores / t, (34 + scores) / t]
+    np.testing.assert_allclose(found / (s * b * h), expected)
+
+
+@pytest.mark.parametrize(
+    ("way", "low", "high"),
+    [
+        ({"sequence_parallel": 1}, 0.58, 0.67),
+        ({"recompute": "selective"}, 0.49, 0.63),
+        ({"sequence_parallel": 1, "recompute": "selective"}, 0.16, 0.21),
+        ({"recompute": "full", "sequence_parallel": 1}, 0.01, 0.13),
+    ],
+)
+def test_what_each_way_saves_is_what_was_published(way, low, high):
+    # Korthikanti et al. 2022, figure 7: shares of what tensor parallelism alone keeps, for models of 22B to 1T.
+    table = Candidates.of([{"tensor": 8, "micro_sequences": 4}, {"tensor": 8, "micro_sequences": 4, **way}])
+    kept = memory(GPT_22B, table, MEGATRON_2021).activations
+    assert low <= kept[1] / kept[0] <= high
+
+
+def test_states_follow_what_is_sharded():
+    work = replace(GPT_22B, attention="flash")
+    ways = ("nothing", "optimizer", "gradients", "parameters")
+    table = Candidates.of([{"shard": 64, "shard_what": what, "tensor": 1} for what in ways])
+    needed = memory(work, table, MEGATRON)
+    total = work.parameters
+    expected = [18 * total, 6 * total + 12 * total / 64, 2 * total + 16 * total / 64, 16 * total / 64]
+    np.testing.assert_allclose(needed.parameters + needed.gradients + needed.optimizer, expected, rtol=1e-6)
+    assert (needed.gathered > 0).tolist() == [False, False, False, True]
+
+
+def test_the_items_are_all_that_is_allocated():
+    needed = memory(GPT_22B, Candidates.of([{"tensor": 8, "pipeline": 4, "micro_sequences": 1}]), PLAIT)
+    names = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "fixed")
+    np.testing.assert_allclose(sum(getattr(needed, name) for name in names), needed.allocated)
+
+
+def test_a_pipeline_keeps_as_many_micro_batches_as_it_has_stages_at_most():
+    work = replace(GPT_22B, batch_sequences=64)
+    table = Candidates.of([{"pipeline": 8, "schedule": schedule} for schedule in ("1f1b", "gpipe")])
+    kept = memory(work, table, MEGATRON_2021).activations
+    assert kept[1] == pytest.approx(kept[0] * 64 / 8)
+
+
+def test_published_readings_of_the_allocator_are_met():
+    # MooreThreads/SimuMax v1.2, measured on eight B200: Llama 3 70B cut to 12 layers, GiB at most allocated.
+    llama = Workload(
+        layers=12,
+        width=8192,
+        heads=64,
+        kv_heads=8,
+        head_width=128,
+        ffn=28672,
+        gated=True,
+        vocabulary=128256,
+        tied=False,
+        sequence=4096,
+        batch_sequences=8,
+    )
+    knobs = {"shard_what": "optimizer", "sequence_parallel": 1}
+    table = Candidates.of([{"tensor": 4, "shard": 2, **knobs}, {"tensor": 8, "shard": 1, **knobs}])
+    found = memory(llama, table, MEGATRON).allocated / 2**30
+    np.testing.assert_allclose(found, [39.07, 28.29], rtol=0.05)
+
+
+def test_what_was_published_as_out_of_memory_is_refused_and_its_neighbour_is_not():
+    bloom = replace(GPT_22B, layers=72, width=14336, head_width=224, ffn=57344, vocabulary=250880, batch_sequences=2016)
+    knobs = {"tensor": 8, "shard_what": "optimizer", "recompute": "full", "micro_sequences": 1}
+    table = Candidates.of([{"shard": 48, **knobs}, {"shard": 8, "pipeline": 6, **knobs}])
+    needed = memory(bloom, table, MEGATRON_2021)
+    assert impossible(needed, A100).tolist() == [True, False]
+    assert fits(needed, A100).tolist() == [False, True]
