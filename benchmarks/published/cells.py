@@ -118,9 +118,14 @@ def published_precision(row: Row) -> Precision:
     text = row["precision"].lower()
     if "rowwise" in text:  # scaled by row, fp8 gained nothing over bf16 in torchtitan's own tables of that time
         return "bf16"
-    marks: dict[str, Precision] = {"fp4": "fp4", "fp8": "fp8", "bf16": "bf16", "fp16": "fp16", "fp32": "float32"}
-    found = [precision for mark, precision in marks.items() if mark in text]
-    return found[0] if found else "bf16"
+    for mark, precision in PRECISIONS.items():
+        if mark in text:
+            return precision
+    return "bf16"
+
+
+PRECISIONS: Mapping[str, Precision] = {"fp4": "fp4", "fp8": "fp8", "bf16": "bf16", "fp16": "fp16", "fp32": "float32"}
+"""What a precision cell says, the first match counting."""
 
 
 def published_recompute(row: Row) -> Recompute | None:

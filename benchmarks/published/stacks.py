@@ -9,6 +9,7 @@ from plait.plan import stack as stacks
 from plait.plan.stack import Stack
 
 PROGRAMS: tuple[tuple[str, Stack], ...] = (
+    (r"deepseek-v3 \(", stacks.DUALPIPE),
     ("vtrain|bloom", stacks.MEGATRON_DEEPSPEED),
     (
         "narayanan|korthikanti|readme 20(19|20|21)|mt-nlg|mist|nemo-megatron|bignlp|dlperf|oneflow|colossal",
@@ -37,6 +38,8 @@ def published_stack(row: Row) -> Stack:
         return stacks.MAXTEXT
     if "fp32 grad accumulation" in row["notes"]:
         return stacks.MEGATRON_DEEPSPEED_BF16
+    if "tokendrop" in row["model"].lower():
+        return stacks.NEMO_DROPPING
     container = re.search(r"container (\d+\.\d+)", row["notes"])
     if container and container[1] >= GRAPHS_SINCE:
         return stacks.NEMO_2026

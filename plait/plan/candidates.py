@@ -27,8 +27,9 @@ class Candidates:
     """Equally long arrays, one entry per layout.
 
     The degrees of the axes multiply to the devices: pipeline × replicate × shard × context × tensor. `expert` splits
-    the experts over ranks of these axes but the first and takes no devices of its own. `virtual` counts the chunks of layers that a pipeline rank holds. `sequence_parallel` is 1 where the tensor axis also splits the stream
-    between its products.
+    the experts over ranks of these axes but the first and takes no devices of its own. `virtual` counts the chunks of
+    layers that a pipeline rank holds. `sequence_parallel` is 1 where the tensor axis also splits the stream between its
+    products.
     """
 
     pipeline: Counts

@@ -56,8 +56,8 @@ def collective_s(roads: Roads, kind: Collective, message: Any, size: Any, stride
     It is sent in so many `pieces`, each of which pays the latency.
 
     Ranks are numbered through the nodes. A ring through n ranks, g of them in each node, moves (n-1)/n of the message
-    past every rank; where it leaves a node it does so over the g cards of its ranks at once, while the links inside carry
-    (g-1)/g of it: hence min(link, g cards), not one card.
+    past every rank; where it leaves a node it does so over the g cards of its ranks at once, while the links inside
+    carry (g-1)/g of it: hence min(link, g cards), not one card.
     """
     message, size, stride = (np.asarray(x, dtype=np.float64) for x in (message, size, stride))
     together = np.clip(np.floor(roads.per_node / stride), 1, np.maximum(size, 1))

@@ -18,7 +18,7 @@ ACHIEVABLE = 0.75
 """Share of the peak that large products reach where the catalogue has no measurement."""
 COOL_FLOPS_PER_WATT = 0.8e12
 THROTTLE = 0.24
-"""Up to this rate per watt of board power a device keeps its clock; beyond, the rate falls with this power of the excess.
+"""Up to this rate per watt of board power a device keeps its clock; beyond, it falls with this power of the excess.
 The A100 (0.78) keeps it, the H100 (1.41 in bf16, 2.83 in fp8) does not. Fitted on the even half of all rows of H100,
 B200 and GB200 at once (llm-foundry, dgxc, NVIDIA's summary, torchtitan, SimuMax)."""
 A100_FLOPS = 312e12
@@ -171,7 +171,8 @@ def _products(workload: Workload, chip: Chip, stack: Stack, candidates: Candidat
         across = np.where(candidates.expert > 1, 1, tensor)  # experts over ranks are not cut by tensor as well
         share = np.where(candidates.expert > 1, tensor, 1)
         rows = np.maximum(tokens / share * w.experts_per_token / held, 1.0)
-        shapes += _feedforward(w, rows, w.expert_ffn / across, held, sparse / stack.expert_share)
+        outer, inner = w.routed_width, w.expert_ffn / across
+        shapes += _feedforward(w, rows, inner, held, sparse / stack.expert_share, outer)
         if w.shared_ffn:
             shapes += _feedforward(w, tokens, w.shared_ffn / tensor, 1.0, sparse)
     # One call prices all: forward, gradient of the input, gradient of the weight.
@@ -190,8 +191,11 @@ def _products(workload: Workload, chip: Chip, stack: Stack, candidates: Candidat
     return spent[0], spent[1] + spent[2]
 
 
-def _feedforward(w: Workload, rows: Any, inner: Any, batch: Any, weight: float) -> list[tuple[Any, ...]]:
-    return [(weight, rows, w.width, (w.gate_factor - 1) * inner, batch), (weight, rows, inner, w.width, batch)]
+def _feedforward(
+    w: Workload, rows: Any, inner: Any, batch: Any, weight: float, outer: int = 0
+) -> list[tuple[Any, ...]]:
+    outer = outer or w.width
+    return [(weight, rows, outer, (w.gate_factor - 1) * inner, batch), (weight, rows, inner, outer, batch)]
 
 
 def _scores(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates) -> tuple[Reals, Reals]:
@@ -215,7 +219,7 @@ ACCUMULATED_BYTES = 5.0
 """Traffic per weight and micro-batch of adding gradients to those before: 2 where they are only written in 16 bits, 6
 where the sum is read and written; fitted on vTrain's and BLOOM's sweeps of micro-batches."""
 FLASH_BACKWARD = 3.0
-"""Time of fused attention's backward pass against its forward: 2.5 times the arithmetic, 0.83 of the rate (Dao 2023)."""
+"""Time of fused attention's backward pass against its forward: 2.5 × the arithmetic, 0.83 × the rate (Dao 2023)."""
 RAGGED = 12.0
 """How much slower 16-bit products are whose rows do not begin on 16 bytes: the tensor units' loads need that (cuBLAS
 guide on alignment)."""
@@ -228,4 +232,10 @@ def _stream(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates
     ffn = w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
     inner = tokens * ffn * stack.inner_bytes * (w.gate_factor - 1) / candidates.tensor
     routed = sparse * tokens * w.experts_per_token * w.width * stack.routed_bytes / candidates.tensor
-    return (whole + inner + routed) / chip.stream_bytes_per_s
+    scanned = tokens * 2 * w.width * SCANNED_BYTES * w.scanning_layers / w.layers / candidates.tensor
+    return (whole + inner + routed + scanned) / chip.stream_bytes_per_s
+
+
+SCANNED_BYTES = 90.0
+"""A state-space layer's scan, as the traffic that would take as long, per token and unit of its inner width (twice the
+model's): kernels that are far from both limits. Fitted on the even half of all Nemotron 3 rows at once."""

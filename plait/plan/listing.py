@@ -65,7 +65,7 @@ def listed(workload: Workload, devices: int, pins: Pins) -> Listed:
             continue
         for name, column in _options(workload, degrees, pins, refused).items():
             columns[name].append(column)
-    if not columns["tensor"]:
+    if not sum(map(len, columns["tensor"])):
         raise PlaitError(_nothing_left(workload, devices, pins, refused))
     return Listed(
         candidates=Candidates(**{name: np.concatenate(parts) for name, parts in columns.items()}), refused=refused
@@ -188,9 +188,14 @@ def _orders(w: Workload, pipeline: int, pins: Pins, refused: Counter[str]) -> li
     else:
         refused[IN_VAIN] += 1
     kept = [(v, s) for v, s in found if asked in (None, s) and asked_chunks in (None, v)]
-    if kept:
+    if kept or not pins.degrees:
         return kept
-    return [(int(asked_chunks or 2), str(asked or "interleaved"))] if asked_chunks != 1 else [(1, str(asked or "1f1b"))]
+    # A person may ask for chunks that do not divide evenly, if there are layers for them.
+    chunks = int(asked_chunks or (2 if asked == "interleaved" else 1))
+    if chunks * pipeline > w.layers:
+        refused[FEW_LAYERS] += 1
+        return []
+    return [(chunks, str(asked or ("interleaved" if chunks > 1 else "1f1b")))]
 
 
 def _experts(w: Workload, degrees: _Degrees) -> list[int]:
@@ -220,7 +225,8 @@ def divisors(number: int) -> list[int]:
 
 def _nothing_left(w: Workload, devices: int, pins: Pins, refused: Counter[str]) -> str:
     if pins.degrees:
-        return f"the layout named under [layout] cannot carry this model and batch ({next(iter(refused))}); change it"
+        reason = next(reason for reason in (FEW_LAYERS, HEADS, SEQUENCE, BATCH, NOT_TOGETHER) if refused[reason])
+        return f"the layout named under [layout] cannot carry this model and batch ({reason}); change it"
     return (
         f"no layout of {devices} devices carries {w.batch_sequences} sequences a step, {w.layers} layers and {w.heads} "
         f"heads; raise train.batch_tokens to {devices * w.sequence} or more, or take fewer devices"

@@ -127,7 +127,7 @@ def layer_activations(w: Workload, c: Candidates, stack: Stack) -> Reals:
     sparse = w.sparse_layers / w.layers
     ffn = w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
     inner = (6.0 if w.gated else 4.0) * ffn / c.tensor
-    routed = sparse * 4.0 * w.experts_per_token * w.width / c.tensor
+    routed = sparse * 4.0 * w.experts_per_token * w.routed_width / c.tensor
     return tokens * (stack.stream_held_bytes * w.width / stream + 4 * heads + 4 * keys + inner + routed) + scores_held(
         w, c
     )

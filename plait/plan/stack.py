@@ -131,8 +131,8 @@ MEGATRON = Stack(
     name="megatron",
     fp8_share=1.0,
     flash_share=0.65,
-    stream_bytes=40.0,
-    inner_bytes=5.7,
+    stream_bytes=38.0,
+    inner_bytes=3.4,
     logit_bytes=28.0,
     micro_s=4e-3,
     update_bytes=60.0,
@@ -140,15 +140,19 @@ MEGATRON = Stack(
     hides_pipeline=0.9,
     hides_gradients=0.9,
     hides_updates=0.9,
-    hides_experts=0.15,
-    sparse_kernels=400.0,
-    routed_bytes=31.0,
-    expert_share=0.80,
+    hides_experts=0.05,
+    sparse_kernels=430.0,
+    routed_bytes=28.0,
+    expert_share=0.85,
 )
 NEMO = replace(MEGATRON, name="nemo", gradient_bytes=2)
 NEMO_2026 = replace(
-    NEMO, name="nemo 2026", hides_experts=0.5, sparse_kernels=100.0, routed_bytes=18.5, expert_share=0.92
+    NEMO, name="nemo 2026", hides_experts=0.5, sparse_kernels=165.0, routed_bytes=15.0, expert_share=1.0
 )
+# Tokens beyond a fixed count for each expert are dropped, so the host need not wait to learn the counts.
+NEMO_DROPPING = replace(NEMO, name="nemo dropping tokens", sparse_kernels=60.0)
+# DeepSeek's own program: its pipeline runs the whole way to the experts under arithmetic (arXiv 2412.19437, 3.2).
+DUALPIPE = replace(NEMO_2026, name="dualpipe", hides_experts=1.0)
 COMPOSER = Stack(
     name="composer fsdp",
     layer_kernels=30.0,

@@ -23,8 +23,8 @@ def stage_layers(workload: Workload, candidates: Candidates) -> StageLayers:
     """Layers by rank of the pipeline.
 
     Where the layers do not divide, but would with the embedding and the head counted as one layer each, they are dealt
-    so (Llama 3's 126 layers over 8 × 8 chunks, BLOOM's 70 over 12); else some stages hold one layer more than others, the
-    first and the last not among them if that can be helped.
+    so (Llama 3's 126 layers over 8 × 8 chunks, BLOOM's 70 over 12); else some stages hold one layer more than others,
+    the first and the last not among them if that can be helped.
     """
     layers, virtual = workload.layers, candidates.virtual
     chunks = candidates.pipeline * virtual

@@ -99,7 +99,7 @@ def _condition(found: Search, flip: Flip) -> tuple[str, str]:
             return f"{side} about {there} between the nodes", have
         case "inside":
             rate = device_bytes_per_s(island.inside, island.per_node) / 1e9
-            return f"{side} about {rate * flip.factor:.2g} GB/s a device inside a node", f"{rate:.3g} GB/s"
+            return f"{side} about {rate * flip.factor:.3g} GB/s a device inside a node", f"{rate:.3g} GB/s"
         case "memory":
             memory = min(each.device.memory_bytes for each in cluster.islands)
             than = "less" if flip.factor < 1 else "more"

@@ -138,7 +138,7 @@ def _exposed(scene: _Scene, layer: LayerTime) -> _Exposed:
     context = (3 + full) * once
     under = stack.hides_context * (layer.scores + layer.scores_backward)
     # Half of the messages, those to the experts, are as narrow as what the experts multiply.
-    token_bytes = w.width * (1.5 if w.precision in ("fp8", "fp4") else 2.0)
+    token_bytes = w.routed_width * (1.5 if w.precision in ("fp8", "fp4") else 2.0)
     inside, between = exchange_s(scene.roads, tokens / c.tensor, token_bytes, w.experts_per_token, c.expert, 1)
     times = (4 + 2 * full) * w.sparse_layers / w.layers
     experts = times * np.maximum(inside, between * (1 - stack.hides_experts))

@@ -36,12 +36,16 @@ class Workload:
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
+    expert_width: int = 0
+    """Width in which experts take and return tokens, where it is less than the model's (latent experts); 0: the same."""
     shared_ffn: int = 0
     dense_layers: int = 0
     projection_weights: int = 0
     """Weights of one layer's attention where heads do not tell (latent attention, state-space layers); 0: they do."""
     attending_layers: int = -1
     """Layers that compute attention scores, where some do not (state-space hybrids); -1: all of them."""
+    scanning_layers: int = 0
+    """Layers that pass a state along the sequence (Mamba 2) in place of attention."""
     window: int = 0
     """Keys that a local layer looks back on, 0: all of them."""
     local_layers: int = 0
@@ -70,9 +74,14 @@ class Workload:
         return self.gate_factor * self.width * self.ffn
 
     @property
+    def routed_width(self) -> int:
+        """Width of a token on its way to experts and back."""
+        return self.expert_width or self.width
+
+    @property
     def expert_weights(self) -> int:
         """Weights of one expert."""
-        return self.gate_factor * self.width * self.expert_ffn
+        return self.gate_factor * self.routed_width * self.expert_ffn
 
     @property
     def shared_weights(self) -> int:

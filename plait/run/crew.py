@@ -17,7 +17,8 @@ from plait.launch.job import Job, JobResult, Message, RankContext
 from plait.launch.local import ForkServer
 from plait.plan.split import Given
 
-PRELOAD = ("plait.train.worker", "plait.train.measure", "plait.cluster.measure", "plait.run.oracle")
+# torch's optimizers import torch._dynamo when the first is made, a second for each rank: so once for all of them.
+PRELOAD = ("torch._dynamo", "plait.train.worker", "plait.train.measure", "plait.cluster.measure", "plait.run.oracle")
 OnMessage = Callable[[Message], None]
 
 

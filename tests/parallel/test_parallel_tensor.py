@@ -61,7 +61,7 @@ def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCases]:
     """Run an entry of tensor_entries on so many ranks, over micro-batches of ten tokens in rows of five."""
     folder = tmp_path_factory.mktemp("tensor")
     make_tiny(folder, precision="float64", sequence=5, micro_sequences=2)
-    with ForkServer(preload=("plait.train.worker",), threads=1) as server:
+    with ForkServer(preload=("torch._dynamo", "plait.train.worker"), threads=1) as server:
 
         def run(entry: str, ranks: int, cases: list[Any]) -> Told:
             told: Told = {rank: [] for rank in range(ranks)}

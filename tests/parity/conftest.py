@@ -18,5 +18,5 @@ if ROOT not in sys.path:
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[OwnCrew]:
-    with ForkServer(preload=("plait.run.oracle",)) as server:
+    with ForkServer(preload=("torch._dynamo", "plait.run.oracle")) as server:
         yield OwnCrew(server)

@@ -143,6 +143,7 @@ def test_pinned_degrees_are_obeyed_and_their_price_is_told(tmp_path: Path) -> No
         ("8xH10", ("1B", 1024, 64, "1B tokens"), (), "the nearest are"),
         ("8192x4090", ("1B", 1024, 2, "1B tokens"), (), "raise train.batch_tokens to 8388608"),
         ("8x4090", ("1B", 1024, 4, "1B tokens"), ("layout.replicate=8",), "more groups of devices than sequences"),
+        ("8x4090", ("1B", 1024, 64, "1B tokens"), ("layout.pipeline=8", "layout.virtual_stages=3"), "than layers"),
         ("2x(16xH100)", ("1B", 1024, 64, "1B tokens"), (), "joins 8 at most"),
     ],
 )  # fmt: skip

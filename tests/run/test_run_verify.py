@@ -75,7 +75,7 @@ class Tampering:
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[OwnCrew]:
-    with ForkServer(preload=("plait.run.oracle",)) as server:
+    with ForkServer(preload=("torch._dynamo", "plait.run.oracle")) as server:
         yield OwnCrew(server)
 
 

@@ -22,7 +22,7 @@ RunRanks = Callable[[str, str, int], dict[int, dict[str, Any]]]
 @pytest.fixture(scope="session")
 def run_ranks() -> Iterator[RunRanks]:
     """Run an entry of rank_entries on so many ranks, and return the last message of each."""
-    with ForkServer(preload=("plait.train.worker",), threads=1) as server:
+    with ForkServer(preload=("torch._dynamo", "plait.train.worker"), threads=1) as server:
 
         def run(entry: str, argument: str, world_size: int) -> dict[int, dict[str, Any]]:
             told: dict[int, dict[str, Any]] = {}

@@ -1,0 +1,87 @@
+"""Does the scorer of published runs keep its written rules, and does the model keep its word on a sample of them?"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published import __main__ as published
+from benchmarks.published.pricing import cases_of, price
+from benchmarks.published.reading import read_rows
+from benchmarks.published.scoring import fitted_errors, fitting_half, jobs, kendall_tau, scalar
+
+HERE = Path(published.__file__).parent
+ROWS = read_rows(HERE / "rows.csv")
+
+
+def sample(*ids: str) -> list:
+    chosen = [row for row in ROWS if row["id"] in ids]
+    cases, unread = cases_of(chosen)
+    assert not unread
+    return price(cases)
+
+
+def source(name: str) -> list:
+    return sample(*(row["id"] for row in ROWS if row["id"].rpartition("-")[0] == name))
+
+
+def test_halves_follow_the_checksum_of_the_id():
+    assert not fitting_half("meg21-001")
+    assert {fitting_half(f"meg21-{number:03d}") for number in range(1, 9)} == {True, False}
+
+
+def test_a_small_source_is_scored_unfitted_and_a_large_one_on_its_odd_half():
+    few, many = source("fa"), source("meg21")
+    assert scalar(few) is None
+    assert len(fitted_errors(few, None)) == 3
+    factor = scalar(many)
+    assert factor is not None
+    assert len(fitted_errors(many, factor)) == sum(not fitting_half(row.case.id) for row in many)
+
+
+def test_tau_counts_pairs_that_differ():
+    assert kendall_tau([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]) == 1
+    assert kendall_tau([3.0, 2.0, 1.0], [1.0, 2.0, 3.0]) == -1
+    assert kendall_tau([2.0, 1.0, 3.0], [1.0, 1.01, 3.0]) == 1  # the first two are too close to say
+
+
+def test_blank_cells_are_counted_and_every_row_is_priced():
+    dense, blank = sample("vtrmulti-001")[0], sample("v6e-019")[0]
+    assert (dense.case.guessed, blank.case.guessed) == (False, True)
+    assert blank.step_s > 0
+    cases, unread = cases_of(ROWS)
+    assert not unread
+    assert all(row.step_s > 0 for row in price(cases))
+
+
+def test_sources_that_must_hold_hold():
+    for name, most in (("meg21", 0.08), ("ievo", 0.10), ("vtrmulti", 0.10)):
+        rows = source(name)
+        found = sorted(fitted_errors(rows, scalar(rows)))
+        assert found[len(found) // 2] < most, name
+
+
+def test_the_best_layout_that_the_model_names_is_nearly_the_best_measured():
+    found = jobs(source("vtrmulti"))
+    assert len(found) == 2
+    assert all(job.regret < 0.10 and job.tau > 0.6 and job.multi_node for job in found)
+
+
+def test_published_out_of_memory_is_refused_and_what_ran_is_not():
+    rows = source("bloom")
+    assert not [row.case.id for row in rows if row.case.step_s and not row.fits]
+    assert sum(not row.fits for row in rows if row.case.ran_out) >= 4
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_the_report_is_written_for_a_few_rows_and_for_none(tmp_path: Path, capsys: pytest.CaptureFixture, empty: bool):
+    table, out = tmp_path / "rows.csv", tmp_path / "out.json"
+    with table.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(ROWS[0]))
+        writer.writeheader()
+        writer.writerows([] if empty else ROWS[:20])
+    published.main(["--rows", str(table), "--json", str(out)])
+    assert "unfitted" in capsys.readouterr().out
+    assert '"median_abs_err"' in out.read_text(encoding="utf-8")
