@@ -17,6 +17,11 @@ Row = Mapping[str, str]
 HARDWARE = (
     ("96gb hbm2e", "H100 96GB"),
     ("h100.*pcie", "H100 PCIe"),
+    ("h100 nvl", "H100 NVL"),
+    ("gh200", "H200"),
+    ("a40(?!0)", "RTX A6000"),
+    ("mi250", "MI250X"),
+    ("a100.*pcie.*40gb", "A100 PCIe 40GB"),
     ("a100.*pcie", "A100 PCIe"),
     ("a100.*40gb", "A100 40GB"),
     ("a100", "A100 80GB"),
@@ -108,6 +113,8 @@ def _card(text: str, per_node: int) -> tuple[float, float]:
         return float(found[1]) * float(found[2]) * 1e9 / 8 / per_node, BETWEEN_REACHED
     if found := re.search(r"([\d.]+)\s*Gb/s per GPU", text):
         return float(found[1]) * 1e9 / 8, BETWEEN_REACHED
+    if found := re.search(r"([\d.]+)\s*Gb(?:it/s|/s|ps)?\b", text):
+        return float(found[1]) * 1e9 / 8 / per_node, BETWEEN_REACHED
     if "DCN" in text:
         return 6.25e9, BETWEEN_REACHED  # 25 GB/s for each host of four chips (scaling-book)
     return BETWEEN_BYTES_PER_S, BETWEEN_REACHED

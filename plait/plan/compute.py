@@ -20,7 +20,7 @@ COOL_FLOPS_PER_WATT = 0.8e12
 THROTTLE = 0.24
 """Up to this rate per watt of board power a device keeps its clock; beyond, it falls with this power of the excess.
 The A100 (0.78) keeps it, the H100 (1.41 in bf16, 2.83 in fp8) does not. Fitted on the even half of all rows of H100,
-B200 and GB200 at once (llm-foundry, dgxc, NVIDIA's summary, torchtitan, SimuMax)."""
+B200 and GB200 at once (llm-foundry, dgxc, NVIDIA's summary, torchtitan, SimuMax); the knee, 0.8, is assumed."""
 A100_FLOPS = 312e12
 STREAMED = 0.80
 """Share of the memory's rate that element-wise kernels reach (planner's survey: 0.75 to 0.85 on A100 and H100)."""
@@ -217,9 +217,9 @@ def _scores(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates
 
 ACCUMULATED_BYTES = 5.0
 """Traffic per weight and micro-batch of adding gradients to those before: 2 where they are only written in 16 bits, 6
-where the sum is read and written; fitted on vTrain's and BLOOM's sweeps of micro-batches."""
+where the sum is read and written. Chosen among 2, 5, 8 by the ranking of all layouts of vTrain's and BLOOM's jobs."""
 FLASH_BACKWARD = 3.0
-"""Time of fused attention's backward pass against its forward: 2.5 × the arithmetic, 0.83 × the rate (Dao 2023)."""
+"""Time of fused attention's backward pass against its forward: 2.5 × the arithmetic; 0.83 × the rate is assumed."""
 RAGGED = 12.0
 """How much slower 16-bit products are whose rows do not begin on 16 bytes: the tensor units' loads need that (cuBLAS
 guide on alignment)."""
@@ -238,4 +238,4 @@ def _stream(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates
 
 SCANNED_BYTES = 90.0
 """A state-space layer's scan, as the traffic that would take as long, per token and unit of its inner width (twice the
-model's): kernels that are far from both limits. Fitted on the even half of all Nemotron 3 rows at once."""
+model's): kernels that are far from both limits. Set by hand between 70 and 190 on all Nemotron 3 rows, both halves."""

@@ -11,7 +11,7 @@ from plait.plan.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates, 
 from plait.plan.collectives import Roads, collective_s, exchange_s, pass_s, roads
 from plait.plan.compute import Chip, LayerTime, chip, head_time, layer_time, local_tokens
 from plait.plan.stack import Stack
-from plait.plan.stages import fullest_weights, layer_weights, micro_batches, stage_layers
+from plait.plan.stages import fullest_weights, micro_batches, stage_layers
 from plait.plan.workload import Workload
 
 SHARPNESS = 3.2
@@ -219,8 +219,3 @@ def _optimizer(scene: _Scene) -> Reals:
     split = np.where(c.shard_what > 0, c.shard * c.context, 1)
     own = (common + experts) / split
     return own * scene.stack.update_bytes / scene.chip.stream_bytes_per_s + scene.stack.step_s
-
-
-def layer_bytes(workload: Workload, candidates: Candidates) -> Reals:
-    """Bytes of one layer's 16-bit weights on a rank before sharding: what a gather of sharded parameters brings."""
-    return 2.0 * np.add(*layer_weights(workload, candidates))

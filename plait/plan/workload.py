@@ -37,7 +37,7 @@ class Workload:
     experts_per_token: int = 0
     expert_ffn: int = 0
     expert_width: int = 0
-    """Width in which experts take and return tokens, where it is less than the model's (latent experts); 0: the same."""
+    """Width in which experts take and return tokens where it is not the model's (latent experts); 0: the same."""
     shared_ffn: int = 0
     dense_layers: int = 0
     projection_weights: int = 0

@@ -38,7 +38,7 @@ SPLITS = ("optimizer", "parameters")
 @pytest.fixture(scope="module")
 def launch() -> Iterator[Launch]:
     """Run an entry of shard_entries on so many ranks."""
-    preload = ("plait.train.worker", "torch.distributed.fsdp", "tests.parallel.shard_entries")
+    preload = ("torch._dynamo", "plait.train.worker", "torch.distributed.fsdp", "tests.parallel.shard_entries")
     with ForkServer(preload=preload, threads=1) as server:
 
         def run(entry: str, argument: Any, world_size: int) -> None:
