@@ -32,6 +32,7 @@ class Bounds:
     grace_s: float
     collect_s: float = 0.7
     end_s: float = 3.0
+    report_s: float = 4.0
     silence_s: float = 1.0
 
 
@@ -60,6 +61,7 @@ class Supervision:
         self._alive = set(range(job.world_size))
         self._returned: set[int] = set()
         self._failures: list[Failure] = []
+        self._report_due: dict[int, float] = {}
         self._verdict: PlaitError | None = None
         self._stopped_by: StoppedBy = "finished"
         self._enter("starting", bounds.start_s)
@@ -107,8 +109,10 @@ class Supervision:
             self._hear_rank(rank, value)
         if reader.ended:
             self._selector.unregister(reader.wire)
-            if self._phase == "running":  # its death must be reported soon, or the server is stuck
-                self._deadline = min(self._deadline, time.monotonic() + self._bounds.end_s)
+            # Its death must be reported soon, or the server is stuck.
+            self._report_due[rank] = time.monotonic() + self._bounds.report_s
+            if self._phase == "running":
+                self._deadline = min(self._deadline, self._report_due[rank])
 
     def _read_server(self) -> None:
         for value in self._server.answers.read():
@@ -183,8 +187,9 @@ class Supervision:
             self._give_up_waiting()
 
     def _look_for_unreported_deaths(self) -> None:
-        self._enter("running", math.inf)
-        if any(self._ranks[rank].ended for rank in self._alive):
+        due = [self._report_due[rank] for rank in self._alive if rank in self._report_due]
+        self._enter("running", min(due, default=math.inf) - time.monotonic())
+        if self._deadline <= time.monotonic():
             self._verdict = RunFailed(f"the process that starts the workers does not answer; {AGAIN}")
             self._server.kill()
 
