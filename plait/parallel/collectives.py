@@ -1,13 +1,54 @@
-"""Two collectives that torch renamed in 2.13 and warns of under their old names; plait runs from 2.11 on."""
+"""Moves between ranks: two collectives under torch's new names, and what goes point to point where gloo is slow.
+
+torch renamed the two in 2.13 and warns of their old names; plait runs from 2.11 on.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 # The arguments' order is the same under both names.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """all_gather(whole, own, group=…, async_op=…): every rank's own tensor, one after the other."""
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """reduce_scatter(own, whole, group=…, async_op=…): this rank's part of the sum of everybody's whole."""
+
+
+def swap_parts(whole: Tensor, received: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
+    """Begin to send every other rank its part of `whole`, and to receive what they have of this rank's.
+
+    `received` [ranks - 1, part] holds the others' in rank order. gloo's reduce-scatter sums it all on every rank, its
+    all-to-all copies the own part as well: messages from rank to rank move what must move, and nothing else.
+    """
+    others = _others(group)
+    parts = whole.view(len(others) + 1, -1)
+    return [
+        *(
+            _work(dist.irecv(into, group=group, group_src=rank, tag=tag))
+            for into, rank in zip(received, others, strict=True)
+        ),
+        *(_work(dist.isend(parts[rank], group=group, group_dst=rank, tag=tag)) for rank in others),
+    ]
+
+
+def spread_own(whole: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
+    """Begin to send this rank's part of `whole` to all others, and to receive theirs in their places."""
+    others = _others(group)
+    parts = whole.view(len(others) + 1, -1)
+    own = parts[dist.get_rank(group)]
+    return [
+        *(_work(dist.irecv(parts[rank], group=group, group_src=rank, tag=tag)) for rank in others),
+        *(_work(dist.isend(own, group=group, group_dst=rank, tag=tag)) for rank in others),
+    ]
+
+
+def _others(group: dist.ProcessGroup) -> list[int]:
+    return [rank for rank in range(dist.get_world_size(group)) if rank != dist.get_rank(group)]
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work

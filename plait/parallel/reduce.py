@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.model.gpt import GPT
 from plait.parallel.buckets import BUCKET_BYTES, Ranks, Shared, fill_buckets, flat_for, unit_of_range, views_of
-from plait.parallel.collectives import all_gather, reduce_scatter
+from plait.parallel.collectives import all_gather, reduce_scatter, spread_own, swap_parts
 from plait.parallel.woven import Unit
 
 Groups = Mapping[Ranks, dist.ProcessGroup]
@@ -35,7 +34,9 @@ class Reducer:
         # Backward reaches the last layers first, so the first bucket to be full holds the last weights.
         self._weights = list(weights)[::-1]
         members = fill_buckets(self._weights, dist.get_world_size(split) if split else 1, bucket_bytes)
-        self._buckets = [_Bucket([self._weights[i] for i in some], groups, split) for some in members]
+        self._buckets = [
+            _Bucket([self._weights[i] for i in some], groups, split, tag) for tag, some in enumerate(members)
+        ]
         self._place = {index: (b, k) for b, some in enumerate(members) for k, index in enumerate(some)}
         self._armed: set[int] = set()
         self._started = self._advanced = 0
@@ -129,20 +130,22 @@ def _waiting(chunk: GPT) -> list[tuple[nn.Module, list[nn.Module]]]:
 class _Bucket:
     """Gradients that travel together: one sum over `group`, after a scatter over `split` where there is one."""
 
-    def __init__(self, weights: list[Shared], groups: Groups, split: dist.ProcessGroup | None) -> None:
+    def __init__(self, weights: list[Shared], groups: Groups, split: dist.ProcessGroup | None, tag: int) -> None:
         parts = dist.get_world_size(split) if split else 1
         self.weights = weights
         self.flat = flat_for(weights, parts)
         self.missing: set[int] = set()
+        self._tag = tag
         self._views = views_of(self.flat, weights)
         self._group, self._split = groups.get(weights[0].ranks), split
-        self._works: list[dist.Work] = []
-        self._gathering: dist.Work | None = None
+        self._scattering: list[dist.Work] = []
+        self._summing: dist.Work | None = None
+        self._gathering: list[dist.Work] = []
         length = len(self.flat) // parts
         self._first = length * dist.get_rank(split) if split else 0
         self._own = self.flat[self._first : self._first + length]
-        # gloo's own reduce-scatter sums everything on every rank: to exchange parts and add them takes half its time.
-        self._received = torch.empty_like(self.flat) if split and self.flat.device.type == "cpu" else None
+        # On CPUs parts travel from rank to rank: see swap_parts.
+        self._received = self.flat.new_empty(parts - 1, length) if split and self.flat.device.type == "cpu" else None
         if split:
             self._values = flat_for(weights, parts)
             for view, weight in zip(views_of(self._values, weights), weights, strict=True):
@@ -170,30 +173,33 @@ class _Bucket:
 
     def start(self) -> None:
         """Begin the first sum."""
-        if self._received is not None:
-            self._begin(dist.all_to_all_single(self._received, self.flat, group=self._split, async_op=True))
+        if self._split and self._received is not None:
+            self._scattering = swap_parts(self.flat, self._received, self._split, self._tag)
         elif self._split:
-            self._begin(reduce_scatter(self._own, self.flat, group=self._split, async_op=True))
+            self._scattering = [reduce_scatter(self._own, self.flat, group=self._split, async_op=True)]
         else:
-            self._begin(dist.all_reduce(self.flat, group=self._group, async_op=True))
+            self._summing = dist.all_reduce(self.flat, group=self._group, async_op=True)
 
     def scattered(self) -> bool:
         """Whether a second sum may begin without waiting: on a GPU always, it is its streams that wait."""
-        return self.flat.is_cuda or self._works[0].is_completed()
+        return self.flat.is_cuda or all(work.is_completed() for work in self._scattering)
 
     def advance(self) -> None:
-        """Begin the second sum where there is one: that of the own part over those who keep the same part."""
-        if self._split and self._group and len(self._works) == 1:
-            self._end_scatter()
-            self._begin(dist.all_reduce(self._own, group=self._group, async_op=True))
+        """End the scatter; begin the second sum where there is one: over those who keep the same part."""
+        if not self._scattering:
+            return
+        _wait(self._scattering)
+        if self._received is not None:
+            for other in self._received:
+                self._own += other
+        if self._group:
+            self._summing = dist.all_reduce(self._own, group=self._group, async_op=True)
 
     def finish(self) -> None:
         """Wait for the sums; the own part's is then the gradient of its unit."""
-        if len(self._works) == 1:
-            self._end_scatter()
-        else:
-            self._works[1].wait()
-        self._works.clear()
+        if self._summing is not None:
+            self._summing.wait()
+            self._summing = None
         if self._split:
             self._parameter.grad = self._own
             for weight in self.weights:
@@ -201,20 +207,17 @@ class _Bucket:
 
     def gather(self) -> None:
         """Begin to collect the updated weights from all that keep a part of them."""
-        if self._split:
-            self._gathering = all_gather(self._values, self._parameter.data, group=self._split, async_op=True)
+        if self._split and self._received is not None:
+            self._gathering = spread_own(self._values, self._split, self._tag)
+        elif self._split:
+            self._gathering = [all_gather(self._values, self._parameter.data, group=self._split, async_op=True)]
 
     def settle(self) -> None:
         """Wait for the weights."""
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+        _wait(self._gathering)
 
-    def _end_scatter(self) -> None:
-        self._works[0].wait()
-        if self._received is not None:
-            torch.sum(self._received.view(-1, len(self._own)), dim=0, out=self._own)
 
-    def _begin(self, work: dist.Work | None) -> None:
-        assert work is not None
-        self._works.append(work)
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+    works.clear()
