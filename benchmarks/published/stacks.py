@@ -9,7 +9,6 @@ from plait.plan import stack as stacks
 from plait.plan.stack import Stack
 
 PROGRAMS: tuple[tuple[str, Stack], ...] = (
-    (r"deepseek-v3 \(", stacks.DUALPIPE),
     ("vtrain|bloom", stacks.MEGATRON_DEEPSPEED),
     (
         "narayanan|korthikanti|readme 20(19|20|21)|mt-nlg|mist|nemo-megatron|bignlp|dlperf|oneflow|colossal",

@@ -164,9 +164,6 @@ NEMO_2026 = replace(
 # Tokens beyond a fixed count for each expert are dropped, so the host need not wait to learn the counts. Added
 # after seeing the errors of these eight rows.
 NEMO_DROPPING = replace(NEMO, name="nemo dropping tokens", sparse_kernels=60.0)
-# DeepSeek's own program: its pipeline runs the whole way to the experts under arithmetic (arXiv 2412.19437, 3.2).
-# Only one published row is of it, whose error led here: no evidence for the value.
-DUALPIPE = replace(NEMO_2026, name="dualpipe", hides_experts=1.0)
 # Fitted on the even half of llm-foundry's tables (A100 and H100, attention kernels of 2023). logit_copies_bytes is
 # set by hand so that no micro-batch that ran counts as impossible.
 COMPOSER = Stack(
