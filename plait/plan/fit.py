@@ -20,11 +20,19 @@ def named_degrees(config: RunConfig) -> dict[str, int]:
 def layout_of(config: RunConfig, shape: ModelShape, degrees: dict[str, int]) -> Layout:
     """The layout with these degrees and, for all else, what the recipe asks or what is usual."""
     asked = config.layout
+    pipeline = degrees.get("pipeline", 1)
     virtual = 1 if asked.virtual_stages == "auto" else asked.virtual_stages
+    if asked.stage_layers != "auto":
+        if asked.virtual_stages != "auto" and len(asked.stage_layers) != pipeline * virtual:
+            raise PlaitError(
+                f"layout.stage_layers names {len(asked.stage_layers)} stages, and layout.virtual_stages = {virtual} on "
+                f"{pipeline} pipeline workers are {pipeline * virtual}; leave one of the two out"
+            )
+        virtual = len(asked.stage_layers) // pipeline
     schedule = asked.schedule
     if schedule == "auto":
         schedule = "interleaved" if virtual > 1 else "1f1b"
-    stages = degrees.get("pipeline", 1) * virtual
+    stages = pipeline * virtual
     layers = asked.stage_layers
     if layers == "auto":
         layers = balanced_stages(shape, stages) if stages > 1 else ()

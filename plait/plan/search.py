@@ -23,8 +23,7 @@ from plait.plan.workload import Workload
 from plait.units import format_bytes, format_count
 
 MODEL_ERROR = 0.08
-"""Median error of a step time where nothing was measured (benchmarks/published): less than that is no evidence."""
-MEASURED_TOLERANCE = 0.05
+"""Half of the dense GPU runs of benchmarks/published are priced closer than this, unfitted: less is no evidence."""
 NEAR = 0.15
 """Pipelines within this of the best are timed by their actual list of actions."""
 PORTION = 4096

@@ -102,6 +102,8 @@ def asked_of(config: RunConfig, cluster: Cluster) -> Asked:
     machine = Machine(device="cuda", name=cluster.name, devices=cluster.devices, cores=1, memory_bytes=1, versions=())
     scale = size_up(config, _usual_corpus(config, notes), machine, peak, notes)
     batch = batch_sequences(config, scale, notes)
+    if config.layout.stage_layers != "auto":
+        notes.append("layout.stage_layers is left out of account: stages as equal as can be are priced")
     workload = workload_of(scale.shape, sequence=scale.shape.sequence, batch_sequences=batch, precision=precision)
     return Asked(shape=scale.shape, workload=workload, budget=scale.budget, notes=tuple(notes))
 

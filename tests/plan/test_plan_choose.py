@@ -209,3 +209,11 @@ def test_what_is_no_plan_is_refused_in_one_sentence(tmp_path: Path, text: str) -
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(PlaitError, match=r"plan.json.*start the run under a new run.name$"):
         read_plan(tmp_path / "plan.json")
+
+
+def test_named_stages_decide_how_many_a_worker_has(tmp_path: Path) -> None:
+    asked = (*STEPS, "model.layers=4", "model.width=64", "model.heads=2", "layout.pipeline=2")
+    plan = planned(recipe(tmp_path, *asked, "layout.stage_layers=[1, 1, 1, 1]"), PLAYS, LAPTOP)
+    assert plan.layout.virtual_stages == 2 and plan.layout.schedule == "interleaved"
+    both = (*asked, "layout.stage_layers=[1, 3]", "layout.virtual_stages=2")
+    assert "names 2 stages, and layout.virtual_stages = 2 on 2 pipeline workers are 4" in refused(tmp_path, *both)
