@@ -56,6 +56,9 @@ def candidate_splits(
     if named and machine.device == "cpu" and layouts[0].world_size > machine.cores:
         why.append(f"{layouts[0].world_size} workers on {machine.cores} cores: as asked, though they will take turns")
     _check_memory(layouts[0], machine, shape)
+    for key, axis in (("schedule", "pipeline"), ("shard_what", "shard")):
+        if getattr(config.layout, key) != "auto" and layouts[0].degrees[axis] == 1:
+            why.append(f"layout.{key} changes nothing: layout.{axis} is 1")
     fitting = [
         layout
         for layout in layouts

@@ -217,3 +217,10 @@ def test_named_stages_decide_how_many_a_worker_has(tmp_path: Path) -> None:
     assert plan.layout.virtual_stages == 2 and plan.layout.schedule == "interleaved"
     both = (*asked, "layout.stage_layers=[1, 3]", "layout.virtual_stages=2")
     assert "names 2 stages, and layout.virtual_stages = 2 on 2 pipeline workers are 4" in refused(tmp_path, *both)
+
+
+def test_a_key_for_a_strand_that_is_not_there_is_said_to_change_nothing(tmp_path: Path) -> None:
+    told = planned(recipe(tmp_path, *STEPS, "layout.replicate=2", "layout.schedule=gpipe"), PLAYS, LAPTOP).reasons
+    assert "layout.schedule changes nothing: layout.pipeline is 1" in told
+    quiet = planned(recipe(tmp_path, *STEPS, "layout.shard=2", "layout.shard_what=parameters"), PLAYS, LAPTOP).reasons
+    assert not any("changes nothing" in reason for reason in quiet)
