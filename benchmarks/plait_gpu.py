@@ -52,7 +52,8 @@ def plan_for(shape: ModelShape, work: Workload, flags: argparse.Namespace) -> Pl
         optimizer=OptimizerPlan(lr=work.learning_rate, warmup_steps=0, weight_decay=work.weight_decay,
                                 betas=(work.beta1, work.beta2), clip=work.clip, schedule="constant"),
         corpus="", corpus_hash="", documents="join", checkpoint_every=Every(0, "steps"), checkpoint_keep=1,
-        report_every_steps=10, evaluate_every_steps=0, step_s=None, peak_flops=flags.peak_flops, fingerprint={},
+        report_every_steps=10, evaluate_every_steps=0, step_s=None,
+        forecast=None, peak_flops=flags.peak_flops, fingerprint={},
         recipe_hash="", reasons=(),
     )  # fmt: skip
 

@@ -69,7 +69,8 @@ def plan_for(work: Work, kind: str) -> Plan:
         micro_sequences=micro_sequences or work.sequences // layout.batch_parts,
         budget=Amount(1, "steps"), steps=1, optimizer=optimizer, corpus="", corpus_hash="", documents="join",
         checkpoint_every=Every(0, "steps"), checkpoint_keep=1, report_every_steps=1, evaluate_every_steps=0,
-        step_s=None, peak_flops=None, fingerprint={}, recipe_hash="", reasons=(),
+        step_s=None,
+        forecast=None, peak_flops=None, fingerprint={}, recipe_hash="", reasons=(),
     )  # fmt: skip
 
 

@@ -17,6 +17,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 Recipe = Annotated[Path, typer.Argument(help="A recipe file (.toml).")]
 Overrides = Annotated[list[str] | None, typer.Argument(help='Changes, as section.key=value: train.budget="60 steps".')]
 Run = Annotated[str, typer.Argument(help="A run: its folder or its name.")]
+SecretFile = Annotated[
+    Path | None, typer.Option("--secret-file", help="A file, private to you, that holds the hosts' secret.")
+]
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # click's UsageError, wherever this version of typer keeps its click
 EXIT_OF_SIGNAL = {"finished": 0, "SIGINT": 130, "SIGTERM": 143}
 
@@ -29,13 +32,32 @@ def train(
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Do not prove a layout's gradients that is new to this machine.")
     ] = False,
+    hosts: Annotated[int, typer.Option("--hosts", help="Over so many machines, this one included.", min=1)] = 1,
+    address: Annotated[
+        str | None, typer.Option("--address", help="This machine's address that the other hosts reach.")
+    ] = None,
+    port: Annotated[int, typer.Option("--port", help="Where they join; any free one else.", min=0, max=65535)] = 0,
+    secret_file: SecretFile = None,
 ) -> None:
     """Train what a recipe asks for; the same command goes on with a run that was stopped."""
+    from plait.run.hosts import HostsAsked
     from plait.run.train import train
 
     check = "never" if no_check else "new layouts"
-    outcome = train(recipe, overrides or [], fresh_plan=replan, check=check, screen=_screen())
+    asked = HostsAsked(hosts=hosts, address=address, port=port, secret_file=secret_file)
+    outcome = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=asked, screen=_screen())
     raise typer.Exit(EXIT_OF_SIGNAL[outcome])
+
+
+@app.command()
+def join(
+    at: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where plait train --hosts waits.")],
+    secret_file: SecretFile = None,
+) -> None:
+    """Lend this machine to a run that another one leads; the secret is asked for, or read from PLAIT_SECRET."""
+    from plait.run.join import join
+
+    raise typer.Exit(EXIT_OF_SIGNAL[join(at, secret_file=secret_file, screen=_screen())])
 
 
 @app.command()
@@ -48,17 +70,40 @@ def plan(
     ] = None,
     top: Annotated[int, typer.Option("--top", help="How many other layouts to tell of.", min=0)] = 10,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the result here, as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with pictures here.")] = None,
+    measured: Annotated[
+        str | None, typer.Option("--measured", help="What a step really takes (412ms); says what can explain it.")
+    ] = None,
+    prove: Annotated[
+        int | None, typer.Option("--prove", help="Run so many of the best layouts here for a few steps each.", min=1)
+    ] = None,
     terms: Annotated[bool, typer.Option("--terms", help="Explain the words, for someone new.")] = False,
 ) -> None:
     """Choose the simplest fast layout for machines that need not be there, and say why."""
     from plait.run import plan as command
 
+    if prove and recipe:
+        _prove(recipe, overrides or [], prove, json, elsewhere=bool(cluster or html or measured))
+        return
     if terms:
         _screen().print(command.terms(), markup=False)
     if recipe:
-        command.plan(recipe, overrides or [], clusters=cluster or [], top=top, json_file=json, screen=_screen())
+        told = {"json_file": json, "html_file": html, "measured": measured}
+        command.plan(recipe, overrides or [], clusters=cluster or [], top=top, **told, screen=_screen())
     elif not terms:
         raise PlaitError("plait plan needs a recipe; name a .toml file, or write plait plan --terms")
+
+
+def _prove(recipe: Path, overrides: list[str], count: int, json_file: Path | None, *, elsewhere: bool) -> None:
+    from json import dumps
+
+    from plait.run.prove import prove
+
+    if elsewhere:
+        raise PlaitError("--prove runs layouts on this machine; leave --cluster, --html and --measured out")
+    trials = prove(recipe, overrides, count=count, screen=_screen())
+    if json_file:
+        json_file.write_text(dumps(trials, indent=2) + "\n", encoding="utf-8")
 
 
 @app.command()
@@ -86,6 +131,24 @@ def verify(
 
     proven = verify(recipe, overrides or [], where="here" if here else "anywhere", json_file=json, screen=_screen())
     raise typer.Exit(0 if proven else 1)
+
+
+@app.command()
+def probe(
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe file (.toml): measure what its model needs.")] = None,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Also write a cluster.json with the figures here.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Workers side by side; one a GPU or core if left out.", min=1)
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of each worker.", min=1)] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure anew, also what was measured before.")] = False,
+) -> None:
+    """Measure this machine: arithmetic, memory, links, and how much communication hides behind arithmetic."""
+    from plait.run.probe import probe
+
+    fresh = "again" if again else "kept"
+    probe(recipe, overrides or [], workers=workers, threads=threads, fresh=fresh, out=out, screen=_screen())
 
 
 @app.command()

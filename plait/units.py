@@ -10,7 +10,19 @@ from plait.errors import PlaitError
 
 AmountUnit = Literal["seconds", "steps", "tokens"]
 
-_SECONDS = {"s": 1, "second": 1, "m": 60, "min": 60, "minute": 60, "h": 3600, "hour": 3600, "d": 86400, "day": 86400}
+_SECONDS = {
+    "ms": 0.001,
+    "millisecond": 0.001,
+    "s": 1,
+    "second": 1,
+    "m": 60,
+    "min": 60,
+    "minute": 60,
+    "h": 3600,
+    "hour": 3600,
+    "d": 86400,
+    "day": 86400,
+}
 _MULTIPLES = {"": 1, "K": 1_000, "M": 1_000_000, "B": 1_000_000_000, "T": 1_000_000_000_000}
 _AMOUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMBT]?)\s*([a-z]+)\s*$")
 _COUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMBT]?)\s*$", re.IGNORECASE)
@@ -45,7 +57,7 @@ def parse_amount(text: str) -> Amount:
     match = _AMOUNT.match(text)
     if match:
         number, multiple, word = float(match[1]), _MULTIPLES[match[2]], match[3]
-        singular = word.removesuffix("s") or word
+        singular = word if word in _SECONDS else word.removesuffix("s")  # "ms" is no plural
         if number > 0 and singular in ("step", "token"):
             return Amount(number * multiple, "steps" if singular == "step" else "tokens")
         if number > 0 and not match[2] and singular in _SECONDS:

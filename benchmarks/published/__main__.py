@@ -1,101 +1,62 @@
 """Prices published runs and tells how far off the planner's model is.
 
-python -m benchmarks.published --rows FILE [--sweeps FILE] [--json OUT]
+python -m benchmarks.published --rows FILE [--sweeps FILE] [--json OUT] [--plot SVG] [--errors TOML]
+
+`--errors plait/plan/errors.toml` renews what the planner says of its own error.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published.pricing import Priced, cases_of, price
-from benchmarks.published.reading import read_rows
+from benchmarks.published.figures import figures, judge
+from benchmarks.published.plot import drawing
 from benchmarks.published.report import print_report
-from benchmarks.published.scoring import Job, as_dict, errors, fitted_errors, jobs, ranking, scalar
 
 HERE = Path(__file__).parent
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the tables, prices them, prints the figures and writes them as JSON."""
+    """Reads the tables, prices them, prints the figures and writes what was asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
     parser.add_argument("--rows", type=Path, default=HERE / "rows.csv")
-    parser.add_argument("--sweeps", type=Path)
-    parser.add_argument("--json", type=Path)
+    for name in ("--sweeps", "--json", "--plot", "--errors"):
+        parser.add_argument(name, type=Path)
     chosen = parser.parse_args(arguments)
-    found = figures([chosen.rows, *([chosen.sweeps] if chosen.sweeps else [])])
+    judged = judge([chosen.rows, *([chosen.sweeps] if chosen.sweeps else [])])
+    found = figures(judged)
     print_report(found)
     if chosen.json:
-        chosen.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        chosen.json.write_text(json.dumps({**_made(), **found}, indent=1) + "\n", encoding="utf-8")
+    if chosen.plot:
+        chosen.plot.write_text(drawing(judged, datetime.now(UTC).date()), encoding="utf-8")
+    if chosen.errors:
+        chosen.errors.write_text(errors_text(found, datetime.now(UTC).date().isoformat()), encoding="utf-8")
 
 
-def figures(paths: Sequence[Path]) -> dict[str, Any]:
-    """All figures of the given tables, ready for JSON."""
-    rows = read_rows(*paths)
-    cases, unread = cases_of(rows)
-    priced = price(cases)
-    timed = {row["id"] for row in rows if row.get("step_time_s") or row.get("tokens_per_s_per_gpu")}
-    lost = sorted(timed & set(unread))
-    ranked = jobs(priced)
-    by_source: dict[str, list[Priced]] = defaultdict(list)
-    for row in priced:
-        by_source[row.case.source].append(row)
-    factors = {source: scalar(found) for source, found in by_source.items()}
-    return {
-        "sources": {
-            f"{source} ({kind})" if len({row.case.kind for row in found}) > 1 else source: {
-                "kind": kind,
-                "scalar": factors[source],
-                "memory_reading": found[0].case.reading,
-                **as_dict(errors(chosen, fitted_errors(chosen, factors[source]))),
-            }
-            for source, found in sorted(by_source.items())
-            for kind in ("dense", "moe_tpu")
-            if (chosen := [row for row in found if row.case.kind == kind])
-        },
-        "all": _pool(by_source, factors, ranked, "dense", len(lost)),
-        "moe_tpu": _pool(by_source, factors, ranked, "moe_tpu", 0),
-        "out_of_memory": {
-            "n_rows": sum(row.case.ran_out for row in priced),
-            "n_refused": sum(row.case.ran_out and not row.fits for row in priced),
-        },
-        "unpriced": {id: unread[id] for id in lost},
-        "refused": [row.case.id for row in priced if row.case.step_s and not row.fits],
-        "jobs": [
-            {
-                "source": j.source,
-                "job": j.name,
-                "multi_node": j.multi_node,
-                "layouts": j.layouts,
-                "tau": j.tau,
-                "regret": j.regret,
-            }
-            for j in ranked
-        ],
-    }
+def errors_text(found: Mapping[str, Any], date: str) -> str:
+    """The planner's errors.toml."""
+    lines = [
+        "# How far off the planner's model is on published runs, no scalar fitted to a source: written by",
+        "# `python -m benchmarks.published --rows ... --sweeps ... --errors plait/plan/errors.toml`; not by hand.",
+        f'date = "{date}"',
+    ]
+    for family, values in found["families"].items():
+        lines += ["", f"[{family}]", f"rows = {values['rows']}"]
+        lines += [f"{name} = {values[name]:.4f}" for name in ("median", "p90") if values["rows"]]
+    return "\n".join(lines) + "\n"
 
 
-def _pool(
-    by_source: Mapping[str, Sequence[Priced]],
-    factors: Mapping[str, float | None],
-    ranked: Sequence[Job],
-    kind: str,
-    unpriced: int,
-) -> dict[str, Any]:
-    chosen = {source: [row for row in rows if row.case.kind == kind] for source, rows in by_source.items()}
-    fitted = [error for source, rows in chosen.items() for error in fitted_errors(rows, factors[source])]
-    rows = [row for found in chosen.values() for row in found]
-    kinds = {row.case.job: row.case.kind for row in rows}
-    here = [job for job in ranked if any(" ".join(name[1:]) == job.name and name[0] == job.source for name in kinds)]
-    return {
-        **as_dict(errors(rows, fitted, unpriced)),
-        "multi_node": ranking([job for job in here if job.multi_node]),
-        "single_node": ranking([job for job in here if not job.multi_node]),
-    }
+def _made() -> dict[str, object]:
+    """When and on what a result was made; the machine's description is the other benchmarks', and needs torch."""
+    from benchmarks.machine import describe
+
+    return {"name": "published", "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": describe()}
 
 
 if __name__ == "__main__":

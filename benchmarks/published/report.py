@@ -23,7 +23,7 @@ def print_report(found: Mapping[str, Any]) -> None:
     for job in sorted(found["jobs"], key=lambda job: (not job["multi_node"], -job["regret"])):
         kind = "several nodes" if job["multi_node"] else "one node"
         told = f"tau {job['tau']:5.2f} regret {job['regret']:6.1%} of {job['layouts']:3d} layouts, {kind}"
-        print(f"  {told}: {job['source']} {job['job']}")
+        print(f"  {told}: {job['source']} {job['name']}")
 
 
 def _line(name: str, values: Mapping[str, Any]) -> str:

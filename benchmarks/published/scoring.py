@@ -42,8 +42,8 @@ class Errors:
 class Job:
     """Layouts of one piece of work on the same machines, ranked by the model."""
 
-    name: str
     source: str
+    name: str
     multi_node: bool
     layouts: int
     tau: float
@@ -89,6 +89,12 @@ def errors(rows: Sequence[Priced], fitted: Sequence[float], unpriced: int = 0) -
         ),
         n_memory=len(sizes),
     )
+
+
+def plain_errors(rows: Sequence[Priced]) -> dict[str, float | int | None]:
+    """How many timed rows, and the median and 90th percentile of |error| as the model stands."""
+    plain = [abs(_error(row, 1.0)) for row in rows if row.case.step_s]
+    return {"rows": len(plain), "median": _quantile(plain, 0.5), "p90": _quantile(plain, 0.9)}
 
 
 def jobs(rows: Sequence[Priced]) -> list[Job]:

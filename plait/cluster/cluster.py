@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,16 +116,50 @@ def read_cluster(text: str | Path) -> Cluster:
     return Cluster(name=str(text).strip(), islands=tuple(islands), between=between)
 
 
-def cluster_of(machine: Machine, flops: float | None = None) -> Cluster:
-    """The machine at hand as a cluster of one node; `flops` is the measured rate of a processor's float32 products."""
-    known = _processor(machine, flops) if machine.device == "cpu" else reported_device(machine.name)
+def cluster_of(machine: Machine, flops: float | None = None, *, workers: int = 1) -> Cluster:
+    """The machine at hand as a cluster of one node; `flops` is the measured rate of a processor's float32 products.
+
+    A processor is one device, or so many `workers` that share its cores, its memory and the road to it.
+    """
+    if machine.device == "cpu":
+        whole = _processor(machine, flops)
+        known = _part_of(replace(whole, memory_bytes=machine.memory_bytes), workers)
+        per_node = workers
+    else:
+        known, per_node = reported_device(machine.name), machine.devices
     if known is None:
         raise PlaitError(
             f"{machine.name} is not in plait's catalogue; describe it in a cluster.json and pass --cluster"
         )
-    here = replace(known, name=machine.name, memory_bytes=machine.memory_bytes)
-    island = Island(device=here, per_node=machine.devices, nodes=1, inside=link(known.inside))
+    memory = machine.memory_bytes if machine.device == "cuda" else known.memory_bytes
+    here = replace(known, name=machine.name, memory_bytes=memory)
+    island = Island(device=here, per_node=per_node, nodes=1, inside=link(known.inside))
     return Cluster(name="this machine", islands=(island,), between=link(known.between))
+
+
+def cluster_of_hosts(hosts: Sequence[tuple[Machine, float | None, int]], between: Link) -> Cluster:
+    """Several hosts as one cluster: of each its machine, the rate of its processor, and how many workers it has.
+
+    Equal hosts in a row form an island.
+    """
+    islands: list[Island] = []
+    for machine, flops, workers in hosts:
+        [one] = cluster_of(machine, flops, workers=workers).islands
+        if islands and replace(islands[-1], nodes=1) == one:
+            islands[-1] = replace(islands[-1], nodes=islands[-1].nodes + 1)
+        else:
+            islands.append(one)
+    return Cluster(name=f"{len(hosts)} hosts", islands=tuple(islands), between=between)
+
+
+def _part_of(processor: Device, workers: int) -> Device:
+    return replace(
+        processor,
+        peak_flops={precision: rate / workers for precision, rate in processor.peak_flops.items()},
+        memory_bytes=processor.memory_bytes // workers,
+        memory_bytes_per_s=processor.memory_bytes_per_s / workers,
+        units=max(1, (processor.units or 1) // workers),
+    )
 
 
 def cluster_json(cluster: Cluster) -> str:

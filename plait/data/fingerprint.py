@@ -41,6 +41,15 @@ def hash_files(files: Sequence[Path], memory: Path, on_file: Callable[[Path], No
     return hashes
 
 
+def known_hashes(files: Sequence[Path], memory: Path) -> list[str] | None:
+    """What `hash_files` answered before, without reading a file; None where one was changed or never seen."""
+    known = _recall(memory)
+    entries = [(stamp(path), known.get(str(path.resolve()))) for path in files]
+    if any(entry is None or tuple(entry[:3]) != now for now, entry in entries):
+        return None
+    return [entry[3] for _, entry in entries if entry is not None]
+
+
 @contextmanager
 def alone(lock: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """Hold a file lock: a second process waits here (`on_wait` is called once); a dead holder frees it."""

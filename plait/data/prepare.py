@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from plait.data.build import Build, Progress, build
-from plait.data.fingerprint import Stamp, alone, hash_files, stamp
+from plait.data.fingerprint import Stamp, alone, hash_files, known_hashes, stamp
 from plait.data.shards import FORMAT, SHARD_TOKENS, open_corpus
 from plait.data.sources import OpenSource, Source, open_source
 from plait.data.tokens import Tokenizer, load_tokenizer
@@ -63,6 +63,31 @@ def prepare(request: DataRequest, cache: Path, on_progress: Progress, *, shard_t
         place = error.filename or home
         raise PlaitError(f"{place}: {error.strerror}; free space or mend its rights, then run it again") from error
     return folder
+
+
+def prepared(request: DataRequest, cache: Path) -> Path | None:
+    """The corpus folder that `prepare` made before, found without reading the text; None where there is none."""
+    _check(request)
+    home = cache / "data"
+    try:
+        sources = tuple(open_source(source) for source in request.sources)
+        files = list(dict.fromkeys(chain.from_iterable(source.files for source in sources)))
+        hashes = known_hashes(files, home / "hashes.json")
+    except OSError:
+        return None
+    if hashes is None:
+        return None
+    work = Build(
+        sources=sources,
+        file_hashes=dict(zip(files, hashes, strict=True)),
+        tokenizer=_ready_tokenizer(request),
+        vocabulary=request.vocabulary,
+        holdout=request.holdout,
+        shard_tokens=SHARD_TOKENS,
+        on_progress=lambda *_: None,
+    )
+    folder = home / _key(work)
+    return folder if folder.is_dir() else None
 
 
 def _check(request: DataRequest) -> None:

@@ -16,6 +16,10 @@ ShardWhat = Literal["nothing", "optimizer", "gradients", "parameters"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
+Dealing = Literal["balanced", "published"] | tuple[int, ...]
+"""How layers fall to a pipeline's stages: as plait runs them, as published programs deal them, or as a person names
+them, the layers of each stage in the model's order."""
+
 SHARD_WHAT: tuple[ShardWhat, ...] = ("nothing", "optimizer", "gradients", "parameters")
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -29,7 +33,7 @@ class Candidates:
     The degrees of the axes multiply to the devices: pipeline × replicate × shard × context × tensor. `expert` splits
     the experts over ranks of these axes but the first and takes no devices of its own. `virtual` counts the chunks of
     layers that a pipeline rank holds. `sequence_parallel` is 1 where the tensor axis also splits the stream between its
-    products.
+    products. `dealing` is one for all of them; rows of published runs, which know no other, need not name it.
     """
 
     pipeline: Counts
@@ -44,6 +48,7 @@ class Candidates:
     micro_sequences: Counts
     recompute: Counts
     schedule: Counts
+    dealing: Dealing = "published"
 
     def __len__(self) -> int:
         return len(self.pipeline)
@@ -60,22 +65,25 @@ class Candidates:
 
     def select(self, index: Counts | NDArray[np.bool_]) -> Candidates:
         """The candidates at the given places or where the mask holds."""
-        return Candidates(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+        return Candidates(**{name: getattr(self, name)[index] for name in COLUMNS}, dealing=self.dealing)
 
     def row(self, index: int) -> dict[str, int | str]:
         """One candidate with its named knobs in words."""
-        values: dict[str, int | str] = {field.name: int(getattr(self, field.name)[index]) for field in fields(self)}
+        values: dict[str, int | str] = {name: int(getattr(self, name)[index]) for name in COLUMNS}
         named = {"shard_what": SHARD_WHAT, "recompute": RECOMPUTE, "schedule": SCHEDULES}
         return values | {name: names[int(values[name])] for name, names in named.items()}
 
     @staticmethod
-    def of(rows: Sequence[Mapping[str, int | str]]) -> Candidates:
+    def of(rows: Sequence[Mapping[str, int | str]], dealing: Dealing = "published") -> Candidates:
         """Candidates from rows of knobs; what a row leaves out is 1, or "nothing", "none", "1f1b"."""
-        return Candidates(**{name: np.array([_entry(row, name) for row in rows]) for name in DEFAULTS})
+        columns = {name: np.array([_entry(row, name) for row in rows]) for name in COLUMNS}
+        return Candidates(**columns, dealing=dealing)
 
 
+COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(Candidates) if field.name != "dealing")
+"""The knobs in which candidates differ."""
 DEFAULTS: Mapping[str, int | str] = {
-    **{field.name: 1 for field in fields(Candidates)},
+    **dict.fromkeys(COLUMNS, 1),
     "shard_what": "nothing",
     "recompute": "none",
     "schedule": "1f1b",

@@ -6,7 +6,7 @@ steps; those wait for a short measurement, whose result `settle` takes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
@@ -17,7 +17,7 @@ from plait.plan import rules
 from plait.plan.pace import checkpoint_every, in_steps, report_every_steps, steps_for
 from plait.plan.plan import OptimizerPlan, Plan, Precision
 from plait.plan.size import CorpusFacts, batch_sequences, size_up
-from plait.plan.split import Split, candidate_splits, micro_sequences
+from plait.plan.split import MEASURED_TOLERANCE, Grounds, Question, Split, candidate_splits, simplest
 from plait.recipe.schema import RunConfig
 from plait.units import Every, format_count, format_duration
 
@@ -36,24 +36,32 @@ class Draft:
 
 
 def draft(
-    config: RunConfig, corpus: CorpusFacts, machine: Machine, *, peak_flops: float | None, recipe_hash: str
+    config: RunConfig,
+    corpus: CorpusFacts,
+    grounds: Grounds,
+    *,
+    recipe_hash: str,
+    worth_trying: Callable[[Question, list[str]], tuple[Split, ...]] = candidate_splits,
 ) -> Draft:
     """Everything that can be decided before a step was timed; raises PlaitError for what cannot work."""
     why: list[str] = []
-    scale = size_up(config, corpus, machine, peak_flops, why)
+    machine = grounds.machine
+    scale = size_up(config, corpus, machine, grounds.peak_flops, why)
     shape, sequence = scale.shape, scale.shape.sequence
     batch = batch_sequences(config, scale, why)
-    splits = candidate_splits(config, machine, batch, shape, why)
+    precision = _precision(config, machine, why)
+    question = Question(config=config, grounds=grounds, shape=shape, batch_sequences=batch, precision=precision)
+    splits = worth_trying(question, why)
     plan = Plan(
         layout=splits[0].layout,
         threads=splits[0].threads,
         device=machine.device,
-        precision=_precision(config, machine, why),
+        precision=precision,
         compile="blocks" if machine.device == "cuda" else "off",
         shape=shape,
         sequence=sequence,
         batch_sequences=batch,
-        micro_sequences=micro_sequences(config, machine, batch, splits[0].layout, shape),
+        micro_sequences=splits[0].micro_sequences,
         budget=scale.budget,
         steps=steps_for(scale.budget, batch * sequence, step_s=None),
         optimizer=_optimizer(config, scale.flops, batch * sequence, why),
@@ -65,7 +73,8 @@ def draft(
         report_every_steps=report_every_steps(config, machine.device),
         evaluate_every_steps=0,
         step_s=None,
-        peak_flops=peak_flops,
+        forecast=splits[0].forecast,
+        peak_flops=grounds.peak_flops,
         fingerprint=machine.fingerprint(),
         recipe_hash=recipe_hash,
         reasons=tuple(why),
@@ -79,24 +88,23 @@ def draft(
     )
 
 
-def with_split(config: RunConfig, plan: Plan, machine: Machine, split: Split) -> Plan:
+def with_split(plan: Plan, split: Split) -> Plan:
     """The plan carried out in another way."""
-    micro = micro_sequences(config, machine, plan.batch_sequences, split.layout, plan.shape)
     return replace(
         plan,
         layout=split.layout,
         threads=split.threads,
-        micro_sequences=micro,
+        micro_sequences=split.micro_sequences,
         step_s=split.step_s,
+        forecast=split.forecast,
     )
 
 
-def settle(config: RunConfig, draft: Draft, machine: Machine, measured: Sequence[Split]) -> Plan:
-    """The finished plan: the fastest split, and a time budget turned into steps."""
-    best = min(measured, key=lambda split: split.step_s or float("inf"))
-    plan = with_split(config, draft.plan, machine, best)
-    why = list(plan.reasons)
-    why += _split_reason(measured, best)
+def settle(config: RunConfig, draft: Draft, measured: Sequence[Split]) -> Plan:
+    """The finished plan: the simplest split that is fast, and a time budget turned into steps."""
+    best = simplest(measured)
+    plan = with_split(draft.plan, best)
+    why = [*_split_reason(measured, best), *best.why, *plan.reasons]
     part = ceil(plan.batch_sequences / best.layout.batch_parts)
     if part > plan.micro_sequences:
         why.append(f"micro-batches of {plan.micro_sequences} of a worker's {part} sequences: what it holds comfortably")
@@ -159,11 +167,21 @@ def _documents(config: RunConfig, corpus: CorpusFacts, sequence: int, why: list[
 def _split_reason(measured: Sequence[Split], best: Split) -> list[str]:
     if len(measured) < 2:
         return []
+    alike = len({split.workers for split in measured}) < len(measured)
+    words = [_layout_words(split) if alike else f"{split.workers}" for split in measured]
     told = ", ".join(
-        f"{s.workers} × {s.threads} threads {format_duration(s.step_s or 0)}"
-        for s in sorted(measured, key=lambda s: s.workers)
+        f"{name} × {split.threads} threads {format_duration(split.step_s or 0)}"
+        for split, name in sorted(zip(measured, words, strict=True), key=lambda pair: pair[0].workers)
     )
-    return [f"{best.workers} worker{'s' if best.workers > 1 else ''}: fastest step of those measured ({told})"]
+    winner = _layout_words(best) if alike else f"{best.workers} worker{'s' if best.workers > 1 else ''}"
+    if best.step_s == min(split.step_s or 0.0 for split in measured):
+        return [f"{winner}: fastest step of those timed ({told})"]
+    return [f"{winner}: the simplest within {MEASURED_TOLERANCE:.0%} of the fastest step of those timed ({told})"]
+
+
+def _layout_words(split: Split) -> str:
+    what = f" splitting {split.layout.shard_what}" if split.layout.shard > 1 else ""
+    return f"{split.layout}{what}"
 
 
 def _pace(draft: Draft, plan: Plan, why: list[str]) -> tuple[int, int]:

@@ -30,7 +30,7 @@ class Roads:
 
 def roads(cluster: Cluster) -> Roads:
     """The narrowest links of a cluster: a collective waits for the slowest."""
-    islands, between = cluster.islands, cluster.between
+    islands, networks = cluster.islands, _networks(cluster)
     per_node = min(island.per_node for island in islands)
     return Roads(
         per_node=per_node,
@@ -39,9 +39,17 @@ def roads(cluster: Cluster) -> Roads:
         ),
         reduce_bytes_per_s=min(link_bytes_per_s(i.inside, i.per_node, i.inside.all_reduce_reached) for i in islands),
         inside_latency_s=max(island.inside.latency_s for island in islands),
-        between_bytes_per_s=link_bytes_per_s(between, max(i.per_node for i in islands), between.reached),
-        between_latency_s=between.latency_s,
+        between_bytes_per_s=min(link_bytes_per_s(network, many, network.reached) for network, many in networks),
+        between_latency_s=max(network.latency_s for network, _ in networks),
     )
+
+
+def _networks(cluster: Cluster) -> list[tuple[Link, int]]:
+    """What messages between nodes may pass, with the devices of a node that share it: within each island of several
+    nodes its own network, and what joins the islands."""
+    islands = cluster.islands
+    within = [(cluster.network(island), island.per_node) for island in islands if island.nodes > 1 or len(islands) == 1]
+    return within + ([(cluster.between, max(island.per_node for island in islands))] if len(islands) > 1 else [])
 
 
 def link_bytes_per_s(link: Link, per_node: int, reached: float) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from plait.cluster.catalog import Device
-from plait.plan.candidates import Candidates, Reals
+from plait.plan.candidates import Candidates, Counts, Reals
 from plait.plan.stack import Stack
 from plait.plan.stages import layer_weights
 from plait.plan.workload import Precision, Workload
@@ -125,6 +125,11 @@ class LayerTime:
 def local_tokens(workload: Workload, candidates: Candidates) -> Reals:
     """Tokens of a micro-batch on one rank."""
     return candidates.micro_sequences * workload.sequence / candidates.context
+
+
+def sharing_ranks(candidates: Candidates, stack: Stack) -> Counts:
+    """Ranks that share the shards of one weight where it is sharded."""
+    return candidates.shard * (candidates.context if stack.shards_over == "shard and context" else 1)
 
 
 def layer_time(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates) -> LayerTime:

@@ -49,6 +49,15 @@ def explained(found: Search, budget: Amount, *, top: int, free: Search | None = 
     return tuple(Section(title=title, lines=tuple(lines)) for title, lines in told.items())
 
 
+def in_short(found: Search, free: Search | None) -> tuple[str, ...]:
+    """The choice in a few sentences, for the head of a run: why this layout, what binds, what would change it."""
+    if found.cluster.devices == 1:
+        return tuple(_binds(found)[:1])
+    first = _price_of_simplicity(found) if free is None else _as_pinned(found, free)
+    changed = [] if free else [line for line in changes(found) if "would be chosen" in line]
+    return (first, *_binds(found)[:2], *changed[:2])
+
+
 def plan_json(found: Search, sections: Sequence[Section], top: int) -> dict[str, Any]:
     """The answer as plain values, for plan's --json."""
     row, (full, causal) = found.candidates.row(found.chosen), mfu(found, found.chosen)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Mapping
+from dataclasses import replace
+from math import ceil, prod
 
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout, conflict
 from plait.model.shape import ModelShape, weight_sizes
+from plait.plan.stages import balanced
 from plait.recipe.schema import RunConfig
+
+CPU_MICRO_TOKENS = 4096
+"""Tokens at a time on a processor: more outgrow its caches and are no faster (measured)."""
+MICROS_PER_STAGE = 4
 
 
 def named_degrees(config: RunConfig) -> dict[str, int]:
@@ -59,13 +66,7 @@ def balanced_stages(shape: ModelShape, stages: int) -> tuple[int, ...]:
     layer = sum(
         prod(sizes) for name, sizes in weight_sizes(shape).items() if name.startswith("layers.0.") and len(sizes) == 2
     )
-    costs = [1.0] * (stages - 1) + [1.0 + shape.vocabulary * shape.width / layer]
-    layers = [1] * stages
-    for _ in range(shape.layers - stages):
-        cheapest = costs.index(min(costs))
-        layers[cheapest] += 1
-        costs[cheapest] += 1
-    return tuple(layers)
+    return balanced(shape.layers, stages, shape.vocabulary * shape.width / layer)
 
 
 def check_layout(layout: Layout, shape: ModelShape, *, sequence: int, batch_sequences: int) -> None:
@@ -132,3 +133,26 @@ def _check_stages(layout: Layout, shape: ModelShape) -> None:
             'layout.schedule = "interleaved" needs several stages on each worker; set layout.virtual_stages = 2, or '
             'choose layout.schedule = "1f1b"'
         )
+
+
+def layout_from(row: Mapping[str, int | str], shape: ModelShape) -> Layout:
+    """A candidate of the planner as the layout that runs."""
+    pipeline, stages = int(row["pipeline"]), int(row["pipeline"]) * int(row["virtual"])
+    return replace(
+        Layout(),
+        **{axis: int(row[axis]) for axis in AXES},
+        shard_what="parameters" if row["shard_what"] == "parameters" else "optimizer",
+        schedule=row["schedule"] if pipeline > 1 else "1f1b",
+        stage_layers=balanced_stages(shape, stages) if pipeline > 1 else (),
+        recompute=row["recompute"],
+    )
+
+
+def cpu_micro_sequences(batch_sequences: int, layout: Layout, shape: ModelShape) -> int:
+    """Sequences a worker on a processor takes at a time."""
+    part = ceil(batch_sequences / layout.batch_parts)
+    limit = max(1, CPU_MICRO_TOKENS * layout.context // shape.sequence)
+    if layout.pipeline > 1:
+        # A pipeline idles (stages - 1) / (micro-batches + stages - 1) of its time (Huang et al. 2019).
+        limit = min(limit, max(1, part // (MICROS_PER_STAGE * layout.pipeline)))
+    return ceil(part / ceil(part / limit))

@@ -13,7 +13,7 @@ import numpy as np
 
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout, conflict
-from plait.plan.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates
+from plait.plan.candidates import COLUMNS, RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates
 from plait.plan.workload import Workload
 
 LONGEST_MICRO_TOKENS = 65536
@@ -35,13 +35,26 @@ LONG_MICRO = "a micro-batch of more tokens than make a device any faster"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pins:
-    """What a person has settled: degrees by axis (all of them, or none), and other knobs by their name."""
+    """What a person has settled: degrees by axis (all of them, or none), and other knobs by their name.
+
+    `stage_layers`, the layers of each stage of the named pipeline as fit.check_layout lets them pass, settles how many
+    stages a rank holds, too.
+    """
 
     degrees: Mapping[str, int] = field(default_factory=dict)
     knobs: Mapping[str, int | str] = field(default_factory=dict)
+    stage_layers: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.degrees or self.knobs)
+        return bool(self.degrees or self.knobs or self.stage_layers)
+
+    @property
+    def chunks(self) -> int | None:
+        """Stages on each rank of the pipeline, where that is settled."""
+        if self.stage_layers:
+            return len(self.stage_layers) // self.degrees.get("pipeline", 1)
+        asked = self.knobs.get("virtual")
+        return None if asked is None else int(asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,25 +70,20 @@ class Listed:
 
 def listed(workload: Workload, devices: int, pins: Pins) -> Listed:
     """All layouts of so many devices; raises PlaitError where the pins leave none."""
+    named = pins.stage_layers
+    assert not named or (len(named) % pins.degrees["pipeline"] == 0 and sum(named) == workload.layers)
     refused: Counter[str] = Counter()
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
     for degrees in _degrees(devices, pins):
-        if reason := _against(workload, degrees):
+        if reason := _against(workload, degrees, 1 if pins.degrees else SHORTEST_PIECE_TOKENS):
             refused[reason] += 1
             continue
         for name, column in _options(workload, degrees, pins, refused).items():
             columns[name].append(column)
     if not sum(map(len, columns["tensor"])):
         raise PlaitError(_nothing_left(workload, devices, pins, refused))
-    return Listed(
-        candidates=Candidates(**{name: np.concatenate(parts) for name, parts in columns.items()}), refused=refused
-    )
-
-
-_COLUMNS = (
-    "pipeline", "virtual", "replicate", "shard", "shard_what", "context", "tensor", "sequence_parallel", "expert",
-    "micro_sequences", "recompute", "schedule",
-)  # fmt: skip
+    whole = {name: np.concatenate(parts) for name, parts in columns.items()}
+    return Listed(candidates=Candidates(**whole, dealing=named or "balanced"), refused=refused)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +113,14 @@ def _degrees(devices: int, pins: Pins) -> Iterator[_Degrees]:
                 yield _Degrees(pipeline=pipeline, parts=parts, context=context, tensor=tensor)
 
 
-def _against(w: Workload, degrees: _Degrees) -> str | None:
-    """Why these degrees cannot carry the workload."""
+def _against(w: Workload, degrees: _Degrees, least_piece_tokens: int) -> str | None:
+    """Why these degrees cannot carry the workload, or not usefully."""
     if degrees.pipeline > w.layers:
         return FEW_LAYERS
     if w.heads % degrees.tensor:
         return HEADS
     piece = w.sequence / degrees.context
-    if degrees.context > 1 and (w.sequence % (2 * degrees.context) or piece < SHORTEST_PIECE_TOKENS):
+    if degrees.context > 1 and (w.sequence % (2 * degrees.context) or piece < least_piece_tokens):
         return SEQUENCE
     return BATCH if degrees.parts > w.batch_sequences else None
 
@@ -176,7 +184,7 @@ def _orders(w: Workload, pipeline: int, pins: Pins, refused: Counter[str]) -> li
     """Chunks of layers on a device and the schedule of the pipeline."""
     if pipeline == 1:
         return [(1, "1f1b")]
-    asked, asked_chunks = pins.knobs.get("schedule"), pins.knobs.get("virtual")
+    asked, asked_chunks = pins.knobs.get("schedule"), pins.chunks
     found = [(1, "1f1b"), (1, "zero-bubble")] if pipeline > 1 else []
     for virtual in range(2, min(MOST_CHUNKS, w.layers // pipeline) + 1):
         if w.layers % (pipeline * virtual) and (w.layers + 2) % (pipeline * virtual):
@@ -191,7 +199,7 @@ def _orders(w: Workload, pipeline: int, pins: Pins, refused: Counter[str]) -> li
     if kept or not pins.degrees:
         return kept
     # A person may ask for chunks that do not divide evenly, if there are layers for them.
-    chunks = int(asked_chunks or (2 if asked == "interleaved" else 1))
+    chunks = asked_chunks or (2 if asked == "interleaved" else 1)
     if chunks * pipeline > w.layers:
         refused[FEW_LAYERS] += 1
         return []

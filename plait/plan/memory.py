@@ -9,17 +9,13 @@ from numpy.typing import NDArray
 
 from plait.cluster.cluster import Cluster
 from plait.plan.candidates import RECOMPUTE, SHARD_WHAT, Candidates, Reals
-from plait.plan.compute import local_tokens
+from plait.plan.compute import local_tokens, sharing_ranks
 from plait.plan.stack import Stack
 from plait.plan.stages import kept_micros, layer_weights, micro_batches, stage_layers
 from plait.plan.workload import Workload
 
 RESERVED = 1.06
 """What the allocator holds beside what is allocated: fragments (readings of 1.05 to 1.20, planner's survey)."""
-OUTSIDE_BYTES = 2.5e9
-"""What no allocator of the program sees: the device's context, kernels, communication buffers."""
-
-
 POSSIBLE = 1.0
 """Of the device's memory, what a layout that was asked for may fill by this model's sums."""
 
@@ -52,7 +48,10 @@ def memory(workload: Workload, candidates: Candidates, stack: Stack) -> Memory:
     items = {name: np.where(fuller, last[name], first[name]) for name in first}
     allocated = np.add.reduce(list(items.values()))
     return Memory(
-        **items, allocated=allocated, reserved=RESERVED * allocated + OUTSIDE_BYTES, stage=fuller.astype(np.float64)
+        **items,
+        allocated=allocated,
+        reserved=RESERVED * allocated + stack.outside_bytes,
+        stage=fuller.astype(np.float64),
     )
 
 
@@ -73,7 +72,7 @@ def _rank(w: Workload, c: Candidates, stack: Stack, last: Reals) -> dict[str, Re
     alone = c.pipeline == 1
     tables = np.where(alone, 1 if w.tied else 2, 1) * w.embedding_weights / c.tensor
     weights = layers * (common + experts) + tables
-    ranks = c.shard * c.context
+    ranks = sharing_ranks(c, stack)
     rule = c.shard_what
     split = {
         what: np.where(rule >= SHARD_WHAT.index(what), ranks, 1) for what in ("optimizer", "gradients", "parameters")
@@ -126,11 +125,12 @@ def layer_activations(w: Workload, c: Candidates, stack: Stack) -> Reals:
     heads = w.heads / c.tensor * w.head_width
     sparse = w.sparse_layers / w.layers
     ffn = w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
-    inner = (6.0 if w.gated else 4.0) * ffn / c.tensor
-    routed = sparse * 4.0 * w.experts_per_token * w.routed_width / c.tensor
-    return tokens * (stack.stream_held_bytes * w.width / stream + 4 * heads + 4 * keys + inner + routed) + scores_held(
-        w, c
-    )
+    # Products keep their inputs as they multiply them (8 bits in fp8, as TransformerEngine does), all else is 16 bits.
+    less = 1.0 if w.precision in ("fp8", "fp4") else 0.0
+    inner = ((6.0 if w.gated else 4.0) - less) * ffn / c.tensor
+    routed = sparse * (4.0 - less) * w.experts_per_token * w.routed_width / c.tensor
+    streamed = (stack.stream_held_bytes - 2 * less) * w.width / stream
+    return tokens * (streamed + (4 - less) * heads + 4 * keys + inner + routed) + scores_held(w, c)
 
 
 def scores_held(w: Workload, c: Candidates) -> Reals:

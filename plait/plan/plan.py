@@ -16,7 +16,7 @@ from plait.units import Amount, Every
 
 Schedule = Literal["cosine", "wsd", "constant"]
 Precision = Literal["float32", "bf16", "float64"]
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +32,37 @@ class OptimizerPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What the planner expects of a layout before a step of it was run."""
+
+    step_s: float
+    tensor_bytes: float
+    """Peak on the fullest device of what its programs allocate."""
+    bytes_per_device: float
+    """The same with what allocator, driver and process take beside."""
+    error: float
+    """Half of such forecasts are closer than this share of the truth."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostShare:
+    """One host's part of a run over several: its ranks follow those of the hosts before it."""
+
+    name: str
+    workers: int
+    threads: int
+    """Per worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What will be done. Only this tells the workers the layout; "auto" is gone."""
 
     layout: Layout
     threads: int
-    """Per worker."""
+    """Per worker, where `hosts` does not say otherwise."""
+    hosts: tuple[HostShare, ...] = ()
+    """In the order of their ranks; empty where all ranks are on one host."""
     device: Literal["cpu", "cuda"]
     precision: Precision
     compile: Literal["off", "blocks"]
@@ -62,6 +87,8 @@ class Plan:
     """0: only at the end."""
     step_s: float | None
     """Measured when the plan was made."""
+    forecast: Forecast | None
+    """None where the device is not in the catalogue."""
     peak_flops: float | None
     """Of all devices together; what MFU is a share of."""
     fingerprint: Mapping[str, Any]
@@ -77,6 +104,15 @@ class Plan:
     @property
     def world_size(self) -> int:
         return self.layout.world_size
+
+    def threads_of(self, rank: int) -> int:
+        """Threads of one rank."""
+        last = 0
+        for share in self.hosts:
+            last += share.workers
+            if rank < last:
+                return share.threads
+        return self.threads
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
@@ -109,9 +145,11 @@ def _plan(values: dict[str, Any]) -> Plan:
         **{
             **values,
             "layout": Layout(**{**layout, "stage_layers": tuple(layout["stage_layers"])}),
+            "hosts": tuple(HostShare(**share) for share in values["hosts"]),
             "shape": ModelShape(**values["shape"]),
             "optimizer": OptimizerPlan(**{**optimizer, "betas": tuple(optimizer["betas"])}),
             "budget": Amount(**values["budget"]),
+            "forecast": Forecast(**values["forecast"]) if values["forecast"] else None,
             "checkpoint_every": Every(**values["checkpoint_every"]),
             "reasons": tuple(values["reasons"]),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,10 +11,10 @@ import numpy as np
 from plait.cluster.cluster import Cluster
 from plait.plan.candidates import SCHEDULES, Candidates, Counts, Reals, Schedule
 from plait.plan.compute import chip, head_time, layer_time
-from plait.plan.schedule import Action, Kind, actions, awaited
+from plait.plan.schedule import Action, Kind, StageTimes, actions, awaited
 from plait.plan.stack import Stack
-from plait.plan.stages import micro_batches
-from plait.plan.timing import Timing
+from plait.plan.stages import dealt, head_layers, micro_batches
+from plait.plan.timing import Timing, timing
 from plait.plan.workload import Workload
 
 ROUNDS = 1
@@ -31,16 +32,30 @@ def simulated_s(workload: Workload, cluster: Cluster, candidates: Candidates, st
     short = np.minimum(micros, rounds)
     keys = np.stack([candidates.schedule, candidates.pipeline, candidates.virtual, short])
     busy = _busy(workload, cluster, candidates, stack, times)
-    piped = candidates.pipeline > 1
+    piped, head = candidates.pipeline > 1, head_layers(workload)
     for key in np.unique(keys[:, piped], axis=1).T:
         rows = np.flatnonzero((keys == key[:, None]).all(axis=0) & piped)
         schedule, ranks, virtual, simulated = (int(value) for value in key)
-        spent = _chunks(busy, rows, ranks, virtual, workload.layers)
+        spent = _chunks(busy, rows, dealt(workload.layers, ranks * virtual, head, candidates.dealing), virtual)
         slowest = np.add.reduce(list(spent.values())).reshape(virtual, ranks, -1).sum(axis=0).max(axis=0)
         whole = durations_s(SCHEDULES[schedule], (ranks, virtual, simulated), spent)
         whole = whole + (micros[rows] - simulated) * slowest
         step_s[rows] += whole / stack.speed - busy.closed_s[rows]
     return step_s
+
+
+def stage_times_of(w: Workload, cluster: Cluster, one: Candidates, stack: Stack) -> StageTimes:
+    """Seconds of each stage for one micro-batch of a single candidate, as `simulated_s` takes them."""
+    busy = _busy(w, cluster, one, stack, timing(w, cluster, one, stack))
+    virtual = int(one.virtual[0])
+    layers = dealt(w.layers, int(one.pipeline[0]) * virtual, head_layers(w), one.dealing)
+    spent = _chunks(busy, np.array([0]), layers, virtual)
+    seconds = {kind: tuple(float(s) for s in values[:, 0] / stack.speed) for kind, values in spent.items()}
+    return StageTimes(
+        forward_s=seconds["forward"],
+        backward_input_s=seconds["backward-input"],
+        backward_weight_s=seconds["backward-weight"],
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,19 +98,12 @@ Spent = dict[Kind, Reals]
 """Seconds of each kind of action, (chunks, pipelines); a whole backward takes those of both its halves."""
 
 
-def _chunks(busy: _Busy, rows: Counts, ranks: int, virtual: int, layers: int) -> Spent:
-    held = np.array(dealt(layers, ranks * virtual))[:, None]
+def _chunks(busy: _Busy, rows: Counts, layers: Sequence[int], virtual: int) -> Spent:
+    held = np.array(layers)[:, None]
     whole = held * busy.layer[rows] + busy.other[rows] / virtual
     whole[-1] += busy.head[rows]
     forward, weight = whole * busy.forward[rows], whole * busy.weight[rows]
     return {"forward": forward, "backward-input": whole - forward - weight, "backward-weight": weight}
-
-
-def dealt(layers: int, chunks: int) -> list[int]:
-    """Layers of each chunk; where they do not divide, chunks in the middle hold one more than those at the ends."""
-    each, more = divmod(layers, chunks)
-    favoured = sorted(range(chunks), key=lambda chunk: (chunk in (0, chunks - 1), -chunk))[:more]
-    return [each + (chunk in favoured) for chunk in range(chunks)]
 
 
 def durations_s(schedule: Schedule, counts: tuple[int, int, int], spent: Spent) -> Reals:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from plait.errors import PlaitError
 from plait.plan.candidates import Candidates, Counts, Reals
 from plait.plan.collectives import roads
 from plait.plan.complexity import complexity
+from plait.plan.evidence import stated_error
 from plait.plan.kinds import kinds
 from plait.plan.listing import Pins, listed
 from plait.plan.memory import memory
@@ -22,8 +24,6 @@ from plait.plan.timing import Timing, timing
 from plait.plan.workload import Workload
 from plait.units import format_bytes, format_count
 
-MODEL_ERROR = 0.08
-"""Half of the dense GPU runs of benchmarks/published are priced closer than this, unfitted: less is no evidence."""
 NEAR = 0.15
 """Pipelines within this of the best are timed by their actual list of actions."""
 PORTION = 4096
@@ -82,9 +82,14 @@ def search(
     *,
     stack: Stack = PLAIT,
     pins: Pins | None = None,
-    tolerance: float = MODEL_ERROR,
+    tolerance: float | Literal["stated"] = "stated",
 ) -> Search:
-    """The simplest layout within `tolerance` of the fastest; raises PlaitError where none can be or none fits."""
+    """The simplest layout within `tolerance` of the fastest; raises PlaitError where none can be or none fits.
+
+    "stated" is the model's own error where nothing was measured: less is no evidence.
+    """
+    enough = stated_error(workload, cluster) if tolerance == "stated" else tolerance
+    stack = stack.on(cluster)
     found = listed(workload, cluster.devices, pins or Pins())
     refused = Counter(found.refused)
     reserved = memory_of(workload, found.candidates, stack)
@@ -103,12 +108,12 @@ def search(
         workload=workload,
         cluster=cluster,
         stack=stack,
-        tolerance=tolerance,
+        tolerance=enough,
         candidates=candidates,
         step_s=step_s,
         reserved=reserved[kept & needed],
         points=points,
-        chosen=simplest(step_s, points, tolerance),
+        chosen=simplest(step_s, points, enough),
         fastest=fastest,
         refused={reason: count for reason, count in refused.items() if count},
         leanest=_leanest(found.candidates, reserved),

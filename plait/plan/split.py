@@ -1,21 +1,32 @@
-"""How a machine is used: workers and threads worth a measurement, and what a worker takes at a time."""
+"""How a machine is used: the planner's layout for each number of workers that is worth a measurement."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from plait.cluster.catalog import reported_device
+from plait.cluster.cluster import Cluster, cluster_of
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
-from plait.layout import Layout
-from plait.model.shape import ModelShape, parameter_count
-from plait.plan.fit import check_devices, check_layout, layout_of, named_degrees
+from plait.layout import AXES, Layout
+from plait.model.shape import ModelShape
+from plait.plan.explain import in_short, runners_up
+from plait.plan.fit import check_devices, check_layout, cpu_micro_sequences, layout_from, layout_of, named_degrees
+from plait.plan.kinds import Row
+from plait.plan.listing import Pins
+from plait.plan.pins import pins_of
+from plait.plan.plan import Forecast, Precision
+from plait.plan.prices import memory_items
+from plait.plan.remedy import mended
+from plait.plan.search import DoesNotFit, Search, search
+from plait.plan.workload import Workload, workload_of
 from plait.recipe.schema import RunConfig
 
-CPU_MICRO_TOKENS = 4096
-MICROS_PER_STAGE = 4
-BYTES_PER_PARAMETER = 16
-"""Weights, gradients and AdamW's two moments in float32."""
+STAND_IN = "A100"
+"""What a GPU that is not in the catalogue is laid out as, with its own memory."""
+MEASURED_TOLERANCE = 0.05
+"""A simpler split may be so much slower than the fastest where both were timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +38,57 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Grounds:
+    """What a run is laid out on: a machine, or several hosts of which `machine` is the first."""
+
+    machine: Machine
+    peak_flops: float | None
+    """Of all devices together: measured of processors, published of GPUs, None of unknown ones."""
+    given: Given | None = None
+    described: Cluster | None = None
+    """Where somebody looked at devices and links: the machines of several hosts."""
+
+    @property
+    def known(self) -> bool:
+        """Whether the planner knows what the devices can do."""
+        return self.described is not None or self.machine.device == "cpu" or _in_catalogue(self.machine)
+
+    def cluster(self, workers: int) -> Cluster:
+        """The machines as so many devices."""
+        if self.described:
+            return self.described
+        machine = self.machine if self.known else replace(self.machine, name=STAND_IN)
+        return cluster_of(machine, self.peak_flops if machine.device == "cpu" else None, workers=workers)
+
+    def threads(self, workers: int) -> int:
+        return self.given.threads if self.given else max(1, self.machine.cores // workers)
+
+    def worker_counts(self) -> list[int]:
+        """How many workers there can be: GPUs, or a processor's cores dealt out in several ways."""
+        machine = self.machine
+        if self.given:
+            return [self.given.workers]
+        if machine.device == "cuda":
+            return [machine.devices]
+        powers = [2**k for k in range(machine.cores.bit_length()) if 2**k <= machine.cores]
+        return sorted({*powers, machine.cores})
+
+
+def _in_catalogue(machine: Machine) -> bool:
+    return reported_device(machine.name) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """One way to use a machine: a layout, threads a worker, and how long a step took so (None: not yet)."""
+    """One way to use a machine, what the planner expects of it, and how long a step took (None: not timed)."""
 
     layout: Layout
     threads: int
+    micro_sequences: int
+    points: int
+    """Of complexity (plait plan --terms)."""
+    forecast: Forecast | None
+    why: tuple[str, ...]
     step_s: float | None = None
 
     @property
@@ -39,79 +96,151 @@ class Split:
         return self.layout.world_size
 
 
-def candidate_splits(
-    config: RunConfig, machine: Machine, batch: int, shape: ModelShape, why: list[str]
-) -> tuple[Split, ...]:
-    """The layouts worth a measurement; one when a degree was named or the devices decide. Raises PlaitError."""
-    named = named_degrees(config)
-    if named:
-        layouts = [layout_of(config, shape, named)]
-    elif machine.device == "cuda":
-        layouts = [layout_of(config, shape, {"replicate": machine.devices})]
-    else:
-        powers = [2**k for k in range(machine.cores.bit_length()) if 2**k <= machine.cores]
-        layouts = [layout_of(config, shape, {"replicate": n}) for n in sorted({*powers, machine.cores})]
-    check_devices(layouts[0], machine)
-    check_layout(layouts[0], shape, sequence=shape.sequence, batch_sequences=batch)
-    if named and machine.device == "cpu" and layouts[0].world_size > machine.cores:
-        why.append(f"{layouts[0].world_size} workers on {machine.cores} cores: as asked, though they will take turns")
-    _check_memory(layouts[0], machine, shape)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A run that is settled but for its layout, and what to lay it out on."""
+
+    config: RunConfig
+    grounds: Grounds
+    shape: ModelShape
+    batch_sequences: int
+    precision: Precision
+
+    @property
+    def workload(self) -> Workload:
+        return workload_of(
+            self.shape,
+            sequence=self.shape.sequence,
+            batch_sequences=self.batch_sequences,
+            # What computes in float64 is priced as float32: nobody trains so for speed.
+            precision="float32" if self.precision == "float64" else self.precision,
+        )
+
+
+def candidate_splits(question: Question, why: list[str]) -> tuple[Split, ...]:
+    """The splits worth a measurement: one where degrees are named or the devices decide. Raises PlaitError."""
+    grounds, named = question.grounds, named_degrees(question.config)
+    if not grounds.known:
+        why.append(f"{grounds.machine.name} is not in plait's catalogue: laid out as an {STAND_IN} with its memory")
+    splits = (_as_named(question, named, why),) if named else _chosen(question)
     for key, axis in (("schedule", "pipeline"), ("shard_what", "shard")):
-        if getattr(config.layout, key) != "auto" and layouts[0].degrees[axis] == 1:
+        if getattr(question.config.layout, key) != "auto" and all(s.layout.degrees[axis] == 1 for s in splits):
             why.append(f"layout.{key} changes nothing: layout.{axis} is 1")
-    fitting = [
-        layout
-        for layout in layouts
-        if layout.world_size == 1
-        or (layout.batch_parts <= batch and _resident_bytes(layout, shape) < 0.5 * machine.memory_bytes)
-    ]
-    kept = layouts if named or machine.device == "cuda" else fitting
-    return tuple(Split(layout=one, threads=max(1, machine.cores // one.world_size)) for one in kept)
+    return splits
 
 
-def _check_memory(layout: Layout, machine: Machine, shape: ModelShape) -> None:
-    need = _resident_bytes(layout, shape)
-    if machine.device == "cpu" and need > machine.memory_bytes:
+def simplest(measured: Sequence[Split]) -> Split:
+    """The simplest of those that are about as fast as the fastest; of equally simple ones the fastest."""
+    if any(split.step_s is None for split in measured):
+        return measured[0]
+    limit = min(split.step_s or 0.0 for split in measured) * (1 + MEASURED_TOLERANCE)
+    enough = [split for split in measured if (split.step_s or 0.0) <= limit]
+    return min(enough, key=lambda split: (split.points, split.workers > 1, split.step_s))
+
+
+def _as_named(question: Question, named: dict[str, int], why: list[str]) -> Split:
+    config, grounds, shape = question.config, question.grounds, question.shape
+    machine, given = grounds.machine, grounds.given
+    layout = layout_of(config, shape, named)
+    if given and given.workers != layout.world_size:
         raise PlaitError(
-            f"the layout {layout} needs {need / 2**30:.1f} GiB for weights and optimizer, and the machine has "
-            f"{machine.memory_bytes / 2**30:.1f}; choose a smaller model.size, or fewer copies of it"
+            f"torchrun started {given.workers} workers and the layout needs {layout.world_size}; "
+            f"start torchrun with --nproc-per-node {layout.world_size}"
         )
+    if not given:
+        check_devices(layout, machine)
+    check_layout(layout, shape, sequence=shape.sequence, batch_sequences=question.batch_sequences)
+    if not given and machine.device == "cpu" and layout.world_size > machine.cores:
+        why.append(f"{layout.world_size} workers on {machine.cores} cores: as asked, though they will take turns")
+    return _split(question, pins_of(config), layout.world_size, layout)
 
 
-def _resident_bytes(layout: Layout, shape: ModelShape) -> float:
-    """Weights, gradients and moments over all workers together."""
-    copies = layout.replicate * layout.context
-    weights = layout.shard if layout.shard_what == "optimizer" else 1
-    # Of 16 bytes a number 8 are moments, which `shard` splits in either way.
-    return copies * parameter_count(shape) * BYTES_PER_PARAMETER * (1 + weights) / 2
+def _chosen(question: Question) -> tuple[Split, ...]:
+    """The planner's choice for every number of workers that the machine can have."""
+    pins, splits = pins_of(question.config), []
+    refusal: PlaitError | None = None
+    for workers in question.grounds.worker_counts():
+        try:
+            splits.append(_split(question, pins, workers, None))
+        except PlaitError as error:
+            refusal = refusal or error
+    if not splits:
+        assert refusal is not None
+        raise refusal
+    return tuple(split for split in splits if not any(_outdone(split, other) for other in splits))
 
 
-def micro_sequences(config: RunConfig, machine: Machine, batch: int, layout: Layout, shape: ModelShape) -> int:
-    """Sequences a worker takes at a time."""
-    part = ceil(batch / layout.batch_parts)
-    asked = config.layout.micro_sequences
-    if asked != "auto":
-        return min(asked, part)
-    limit = _micro_limit(machine, layout, shape)
-    if layout.pipeline > 1:
-        # A pipeline idles (stages - 1) / (micro-batches + stages - 1) of its time (Huang et al. 2019).
-        limit = min(limit, max(1, part // (MICROS_PER_STAGE * layout.pipeline)))
-    return ceil(part / ceil(part / limit))
+def _outdone(split: Split, other: Split) -> bool:
+    """Whether another split is simpler and, as far as a forecast can tell, faster."""
+    if split.forecast is None or other.forecast is None or other.points >= split.points:
+        return False
+    return other.forecast.step_s * (1 + other.forecast.error) < split.forecast.step_s
 
 
-def _micro_limit(machine: Machine, layout: Layout, shape: ModelShape) -> int:
-    """The most sequences at a time that a worker holds comfortably."""
-    if machine.device == "cpu":
-        return max(1, CPU_MICRO_TOKENS * layout.context // shape.sequence)
-    # Activations of a layer kept for backward in bf16 with flash attention: about 34 bytes a token and width
-    # (Korthikanti et al. 2022, arXiv 2205.05198), plus what SwiGLU keeps.
-    parts = layout.pipeline * layout.tensor
-    sharded = layout.shard if layout.shard_what == "parameters" else 1
-    free = 0.8 * machine.memory_bytes - BYTES_PER_PARAMETER * parameter_count(shape) / (parts * sharded)
-    per_sequence = shape.sequence * shape.layers * (34 * shape.width + 6 * shape.ffn) / (parts * layout.context)
-    if free < per_sequence:
-        raise PlaitError(
-            f"a GPU of {machine.memory_bytes / 2**30:.0f} GiB does not hold this model, its optimizer and one "
-            "sequence; choose a smaller model.size or train.sequence, or name a layout that splits the model"
-        )
-    return max(1, min(int(free / per_sequence), 65536 * layout.context // shape.sequence))
+def best_splits(question: Question, count: int) -> tuple[Split, ...]:
+    """Splits worth a trial: the planner's choices, and of other kinds those that it expects most of."""
+    chosen = candidate_splits(question, [])
+    if named_degrees(question.config):
+        return chosen
+    pins, others = pins_of(question.config), list[Split]()
+    for workers in {split.workers for split in chosen}:
+        one = _searched(question.workload, question.grounds.cluster(workers), pins)
+        others += [_priced(question, pins, one, at, None) for at in runners_up(one, count)]
+    known = [split.layout for split in chosen]
+    fresh = [split for split in others if split.layout not in known]
+    return (*_by_forecast(chosen), *_by_forecast(fresh))[:count]
+
+
+def _by_forecast(splits: Sequence[Split]) -> list[Split]:
+    return sorted(splits, key=lambda split: split.forecast.step_s if split.forecast else 0.0)
+
+
+def _split(question: Question, pins: Pins, workers: int, layout: Layout | None) -> Split:
+    """The split of a layout that was named, or of the one that the planner chooses, with its forecast."""
+    workload, cluster = question.workload, question.grounds.cluster(workers)
+    found = _searched(workload, cluster, pins)
+    why = in_short(found, search(workload, cluster) if pins.degrees else None)
+    return replace(_priced(question, pins, found, found.chosen, layout), why=why)
+
+
+def _priced(question: Question, pins: Pins, found: Search, at: int, layout: Layout | None) -> Split:
+    row, workers = found.candidates.row(at), found.cluster.devices
+    layout = layout or layout_from(row, question.shape)
+    micro = int(row["micro_sequences"])
+    if question.grounds.machine.device == "cpu" and "micro_sequences" not in pins.knobs:
+        micro = cpu_micro_sequences(question.batch_sequences, layout, question.shape)
+        found = _searched(question.workload, found.cluster, _settled(row, micro, pins))
+        at = found.chosen
+    return Split(
+        layout=layout,
+        threads=question.grounds.threads(workers),
+        micro_sequences=micro,
+        points=int(found.points[at]),
+        forecast=_forecast(found, at) if question.grounds.known else None,
+        why=(),
+    )
+
+
+def _forecast(found: Search, at: int) -> Forecast:
+    items = memory_items(found, at)
+    return Forecast(
+        step_s=float(found.step_s[at]),
+        tensor_bytes=sum(items.values()) - items["reserve"],
+        bytes_per_device=float(found.reserved[at]),
+        error=found.tolerance,
+    )
+
+
+def _searched(workload: Workload, cluster: Cluster, pins: Pins) -> Search:
+    try:
+        return search(workload, cluster, pins=pins)
+    except DoesNotFit as error:
+        raise mended(error, pins) from None
+
+
+def _settled(row: Row, micro_sequences: int, asked: Pins) -> Pins:
+    knobs = {name: row[name] for name in ("virtual", "schedule", "recompute")}
+    split = {"shard_what": row["shard_what"]} if row["shard_what"] != "nothing" else {}
+    degrees = {axis: int(row[axis]) for axis in AXES}
+    knobs = {**knobs, **split, "micro_sequences": micro_sequences}
+    return Pins(degrees=degrees, knobs=knobs, stage_layers=asked.stage_layers)

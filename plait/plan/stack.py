@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
+
+from plait.cluster.cluster import Cluster
+
+PROCESS_BYTES = 3.8e8
+"""Of a worker's process on a processor beside its tensors: libraries, code, buffers (read on Linux with torch 2.13)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """The habits of one training program; every share lies between 0 and 1.
 
-    The constants of named stacks are physical readings where a source is named, else fitted over whole families of
-    published runs at once, never on one row (see benchmarks/published).
+    The defaults are physical readings and what published runs have in common; the constants of other programs, fitted
+    over whole families of their runs, stand in benchmarks/published/programs.py.
     """
 
     name: str
@@ -42,6 +48,8 @@ class Stack:
     """Launches' worth of host time that a layer of experts costs beside them: routing, and waiting for its counts."""
     launch_s: float = 6e-6
     """Host time to launch one kernel."""
+    launches: Literal["ahead", "blocking"] = "ahead"
+    """Whether the host launches ahead of the device, or waits for each kernel to end."""
     gap_s: float = 3e-6
     """Time on the device between one kernel's last work and the next one's first."""
     micro_s: float = 1e-3
@@ -90,140 +98,18 @@ class Stack:
     """Memory held per logit at the loss: 16-bit, float32 copy and its gradient; little where the loss is fused."""
     fixed_bytes: float = 1.0e9
     """Memory that no tensor of the model explains: communication buffers, workspaces."""
+    outside_bytes: float = 2.5e9
+    """What no allocator of the program sees: the device's context, kernels, communication buffers."""
+    shards_over: Literal["shard", "shard and context"] = "shard and context"
+    """The ranks among which sharded states are split."""
+
+    def on(self, cluster: Cluster) -> Stack:
+        """The same program there: processors hold nothing for it beside its tensors but the process itself."""
+        if any(island.device.kind != "cpu" for island in cluster.islands):
+            return self
+        return replace(self, fixed_bytes=0.0, outside_bytes=PROCESS_BYTES)
 
 
-# plait's own: no measurement of it went in yet but what its code does (loss in pieces, sums under the backward
-# pass).
-PLAIT = Stack(name="plait", hides_gradients=0.7, hides_updates=0.7, logit_copies_bytes=0.3)
-
-# Fitted on the even half of vTrain's single-node and multi-node sweeps and BLOOM's prequel at once (the three
-# weighted alike), then rounded. By hand, after looking at all rows of these sources: hides_gradients = 0 (it ranked
-# vTrain's layouts best), straggling (level of the many-node rows), bucket_bytes (level of BLOOM's memory readings).
-MEGATRON_DEEPSPEED = Stack(
-    name="megatron-deepspeed",
-    stream_bytes=36.0,
-    inner_bytes=1.0,
-    score_bytes=10.0,
-    logit_bytes=67.0,
-    layer_kernels=30.0,
-    launch_s=25e-6,
-    micro_s=3e-3,
-    step_s=7.5e-3,
-    hides_tensor=0.35,
-    hides_pipeline=0.85,
-    sums_whole=True,
-    straggling=0.03,
-    update_bytes=14.0,
-    gradient_bytes=2,
-    stream_held_bytes=10.0,
-    bucket_bytes=6.5e9,
-    logit_copies_bytes=14.0,
-)
-# Its bf16 optimizer keeps gradients in both precisions and flat copies; level by hand from BLOOM's rows of
-# 2022-02-28.
-MEGATRON_DEEPSPEED_BF16 = replace(MEGATRON_DEEPSPEED, name="megatron-deepspeed bf16", gradients_held_bytes=8)
-# The same kernels without DeepSpeed; shares from a fit on all rows of Megatron-LM's tables of 2020 and 2021,
-# Korthikanti 2022, MT-NLG and NeMo-Megatron (too few rows to halve).
-MEGATRON_2021 = replace(
-    MEGATRON_DEEPSPEED,
-    name="megatron 2021",
-    product_share=0.88,
-    launch_s=10e-6,
-    hides_tensor=0.25,
-    hides_pipeline=0.8,
-    bucket_bytes=0.0,
-    sums_whole=False,
-    straggling=0.0,
-)
-# Fitted on the even half of dgxc and NVIDIA's performance summary (dense rows with SimuMax's first, then those with
-# experts), then rounded; stream_bytes and inner_bytes were last set by hand to level the dense rows of both halves.
-MEGATRON = Stack(
-    name="megatron",
-    fp8_share=1.0,
-    flash_share=0.65,
-    stream_bytes=38.0,
-    inner_bytes=3.4,
-    logit_bytes=28.0,
-    micro_s=4e-3,
-    update_bytes=60.0,
-    hides_tensor=0.35,
-    hides_pipeline=0.9,
-    hides_gradients=0.9,
-    hides_updates=0.9,
-    hides_experts=0.05,
-    sparse_kernels=430.0,
-    routed_bytes=28.0,
-    expert_share=0.85,
-)
-# NVIDIA's recipes sum gradients in 16 bits.
-NEMO = replace(MEGATRON, name="nemo", gradient_bytes=2)
-# Containers from 26.06 on run layers of experts as graphs; fitted on the even half of their rows.
-NEMO_2026 = replace(
-    NEMO, name="nemo 2026", hides_experts=0.5, sparse_kernels=165.0, routed_bytes=15.0, expert_share=1.0
-)
-# Tokens beyond a fixed count for each expert are dropped, so the host need not wait to learn the counts. Added
-# after seeing the errors of these eight rows.
-NEMO_DROPPING = replace(NEMO, name="nemo dropping tokens", sparse_kernels=60.0)
-# Fitted on the even half of llm-foundry's tables (A100 and H100, attention kernels of 2023). logit_copies_bytes is
-# set by hand so that no micro-batch that ran counts as impossible.
-COMPOSER = Stack(
-    name="composer fsdp",
-    layer_kernels=30.0,
-    flash_share=0.41,
-    flash_lag=0.44,
-    product_share=0.88,
-    fp8_share=0.85,
-    stream_bytes=40.0,
-    inner_bytes=6.8,
-    logit_bytes=23.0,
-    update_bytes=60.0,
-    logit_copies_bytes=5.0,
-)
-# Fitted on the even half of torchtitan's tables.
-TORCHTITAN = Stack(
-    name="torchtitan",
-    product_share=0.8,
-    fp8_share=0.93,
-    flash_share=0.48,
-    flash_lag=0.45,
-    stream_bytes=15.0,
-    hides_tensor=0.32,
-    selective_products=0.65,
-    selective_kept=0.4,
-)
-# Fitted on the even half of InternEvo's three tables; it broadcasts updated parameters tensor by tensor.
-INTERNEVO = Stack(
-    name="internevo",
-    product_share=0.80,
-    flash_share=0.54,
-    stream_bytes=27.0,
-    hides_gradients=0.4,
-    layer_pieces=10.0,
-    gradient_bytes=2,
-)
-# Compiled as a whole, so the host does not count. Fitted on all rows of v6e, v7x and v5p recipes and dgxc's
-# MaxText: sources of five to fifteen rows are too few to halve. What waits in the host's memory is not published;
-# `offloaded`, selective_kept, layers_ahead and logit_copies_bytes are set so that recipes that ran count as
-# possible.
-MAXTEXT = Stack(
-    name="maxtext",
-    product_share=0.94,
-    fp8_share=1.0,
-    flash_share=0.43,
-    stream_bytes=46.0,
-    inner_bytes=11.5,
-    logit_bytes=25.0,
-    routed_bytes=68.0,
-    expert_share=0.7,
-    selective_products=0.34,
-    selective_kept=0.15,
-    offloaded=0.9,
-    gradient_bytes=2,
-    layers_ahead=0.7,
-    logit_copies_bytes=2.0,
-    hides_gradients=0.8,
-    launch_s=0.5e-6,
-    sparse_kernels=0.0,
-    update_bytes=17.0,
-)
-FSDP = replace(COMPOSER, name="fsdp")
+# plait's own: no measurement of it went in yet but what its code does (loss in pieces, sums under the backward pass,
+# shards over their own axis alone).
+PLAIT = Stack(name="plait", hides_gradients=0.7, hides_updates=0.7, logit_copies_bytes=0.3, shards_over="shard")

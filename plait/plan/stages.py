@@ -1,41 +1,95 @@
-"""How layers and weights fall to the pipeline's stages, for pricing: the widest stage, the first and the last."""
+"""How layers and weights fall to the pipeline's stages: the rule by which they are dealt, and its sums for pricing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heapify, heapreplace
 
 import numpy as np
 
-from plait.plan.candidates import SCHEDULES, Candidates, Reals
+from plait.plan.candidates import SCHEDULES, Candidates, Dealing, Reals
 from plait.plan.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
-    """Layers on the ranks of a pipeline that hold its first, its last and its fullest stage; arrays over candidates."""
+    """Layers on a pipeline's first, last and fullest rank; arrays over candidates."""
 
     first: Reals
     last: Reals
     most: Reals
+    behind: Reals
+    """How many ranks stand behind the last of the fullest."""
+    later: Reals
+    """Layers on the fullest of those, the last rank aside; 0 where there is none."""
 
 
 def stage_layers(workload: Workload, candidates: Candidates) -> StageLayers:
-    """Layers by rank of the pipeline.
+    """Layers by rank of the pipeline, from what `dealt` gives to each of its stages."""
+    shapes, place = np.unique(candidates.pipeline * LARGE + candidates.virtual, return_inverse=True)
+    sums = [_sums(workload.layers, *divmod(int(s), LARGE), head_layers(workload), candidates.dealing) for s in shapes]
+    first, last, most, behind, later = np.array(sums, dtype=np.float64).reshape(-1, 5)[place].T
+    return StageLayers(first=first, last=last, most=most, behind=behind, later=later)
+
+
+LARGE = 1 << 20
+"""More than any number of stages on a rank."""
+
+
+@lru_cache(maxsize=4096)
+def _sums(layers: int, pipeline: int, virtual: int, head: float, dealing: Dealing) -> tuple[int, ...]:
+    """The fields of StageLayers for one pipeline."""
+    each = dealt(layers, pipeline * virtual, head, dealing)
+    ranks = [sum(each[rank::pipeline]) for rank in range(pipeline)]
+    behind = ranks[::-1].index(max(ranks))
+    return ranks[0], ranks[-1], max(ranks), behind, max(ranks[pipeline - behind : -1], default=0)
+
+
+def dealt(layers: int, stages: int, head: float, dealing: Dealing) -> tuple[int, ...]:
+    """Layers of each stage, in the model's order; the head costs as much as `head` layers."""
+    if dealing == "balanced":
+        return balanced(layers, stages, head)
+    if dealing == "published":
+        return published(layers, stages)
+    assert (len(dealing), sum(dealing)) == (stages, layers), f"{layers} layers on {stages} stages: {dealing}"
+    return dealing
+
+
+def balanced(layers: int, stages: int, head: float) -> tuple[int, ...]:
+    """So that the dearest stage is as cheap as can be, the head counted with the last: what plait runs.
+
+    Of equally cheap ways, the one with the fuller stages in front: a pipeline fills and drains behind them.
+    """
+    assert stages <= layers
+    costs = [*((1.0, stage) for stage in range(stages - 1)), (1.0 + head, stages - 1)]
+    each = [1] * stages
+    heapify(costs)
+    for _ in range(layers - stages):
+        cost, cheapest = costs[0]
+        each[cheapest] += 1
+        heapreplace(costs, (cost + 1, cheapest))
+    return tuple(each)
+
+
+def published(layers: int, stages: int) -> tuple[int, ...]:
+    """As published programs deal them.
 
     Where the layers do not divide, but would with the embedding and the head counted as one layer each, they are dealt
     so (Llama 3's 126 layers over 8 × 8 chunks, BLOOM's 70 over 12); else some stages hold one layer more than others,
     the first and the last not among them if that can be helped.
     """
-    layers, virtual = workload.layers, candidates.virtual
-    chunks = candidates.pipeline * virtual
-    even = layers % chunks == 0
-    counted = ~even & ((layers + 2) % chunks == 0) & (candidates.pipeline > 1)
-    per_chunk = np.where(even, layers / chunks, np.where(counted, (layers + 2) / chunks, np.ceil(layers / chunks)))
-    most = np.minimum(per_chunk * virtual, layers)
-    least = np.where(even, most, np.where(counted, most - 1, np.maximum(np.floor(layers / chunks) * virtual, 1)))
-    return StageLayers(
-        first=least, last=least, most=np.where(candidates.pipeline == 2, np.where(even, most, least), most)
-    )
+    each, more = divmod(layers, stages)
+    if stages > 1 and more and (layers + 2) % stages == 0:
+        each, more = (layers + 2) // stages - 1, stages - 2
+    favoured = sorted(range(stages), key=lambda stage: (stage in (0, stages - 1), -stage))[:more]
+    return tuple(each + (stage in favoured) for stage in range(stages))
+
+
+def head_layers(workload: Workload) -> float:
+    """What the head costs in average layers, by the weights that a token is multiplied with."""
+    w = workload
+    return w.embedding_weights * w.layers / (w.active_parameters - w.embedding_weights)
 
 
 def kept_micros(candidates: Candidates, micros: Reals) -> Reals:
@@ -66,8 +120,6 @@ def fullest_weights(workload: Workload, candidates: Candidates) -> tuple[Reals, 
     common, experts = layer_weights(workload, candidates)
     layers = stage_layers(workload, candidates)
     table = workload.embedding_weights / candidates.tensor
-    alone = candidates.pipeline == 1
-    tables = np.where(alone, 1 if workload.tied else 2, 1) * table
-    end = layers.first * common + tables
-    middle = layers.most * common
-    return np.maximum(end, np.where(alone, end, middle)), layers.most * experts
+    tables = np.where(candidates.pipeline == 1, 1 if workload.tied else 2, 1) * table
+    ends = np.maximum(layers.first, layers.last) * common + tables
+    return np.maximum(ends, layers.most * common), layers.most * experts

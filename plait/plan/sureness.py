@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from plait.cluster.catalog import Link
 from plait.cluster.cluster import Cluster, device_bytes_per_s
 from plait.errors import PlaitError
 from plait.plan.compute import ACHIEVABLE
+from plait.plan.evidence import Family, evidence, family_of
 from plait.plan.kinds import kind_words
 from plait.plan.search import Search, search
 from plait.plan.shares import shared_s
@@ -34,8 +36,8 @@ def certainty(found: Search) -> list[str]:
     step_s = float(found.step_s[found.chosen])
     low, high = format_duration(step_s * (1 - found.tolerance)), format_duration(step_s * (1 + found.tolerance))
     told = [
-        f"nothing was measured on these machines: of published runs of dense models on GPUs half were forecast within "
-        f"{found.tolerance:.0%}, so read {low} to {high} at best; layouts closer than that count as equally fast"
+        f"nothing was measured on these machines: {_record(found)}, so read {low} to {high} at best; layouts within "
+        f"{found.tolerance:.0%} of each other count as equally fast"
     ]
     guessed = [i.device.name for i in found.cluster.islands if i.device.achievable is None]
     if guessed:
@@ -44,6 +46,24 @@ def certainty(found: Search) -> list[str]:
             f"large products; {ACHIEVABLE:.0%} is assumed"
         )
     return told
+
+
+def _record(found: Search) -> str:
+    """How far off forecasts like this one have been."""
+    family = family_of(found.workload, found.cluster)
+    known = evidence(family)
+    errors = f"half were forecast within {known.median:.0%}, nine of ten within {known.p90:.0%}"
+    if not known.rows:
+        return f"{RUNS[family]}; elsewhere, where the model did worst, {errors}"
+    return f"of {known.rows:,} published runs of {RUNS[family]} {errors}"
+
+
+RUNS: Mapping[Family, str] = {
+    "dense-gpu": "dense models on GPUs",
+    "moe": "models with experts on GPUs",
+    "tpu": "models on TPUs",
+    "cpu": "no run on processors is published",
+}
 
 
 def idle_machines(found: Search) -> list[str]:

@@ -9,13 +9,18 @@ import numpy as np
 from plait.cluster.cluster import Cluster
 from plait.plan.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates, Reals
 from plait.plan.collectives import Roads, collective_s, exchange_s, pass_s, roads
-from plait.plan.compute import Chip, LayerTime, chip, head_time, layer_time, local_tokens
+from plait.plan.compute import Chip, LayerTime, chip, head_time, layer_time, local_tokens, sharing_ranks
 from plait.plan.stack import Stack
 from plait.plan.stages import fullest_weights, micro_batches, stage_layers
 from plait.plan.workload import Workload
 
 SHARPNESS = 3.2
 """How abruptly the host becomes the limit: device and host times combine in a norm of this order."""
+
+SOFTMAX_MATRICES = 4
+SOFTMAX_KERNELS = 16.0
+"""What a masked softmax in single steps launches more than one in one kernel, as means of a forward pass and half a
+backward one: casts, scale, mask, copies. Fitted on the even half of vTrain's and BLOOM's rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +98,10 @@ def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: 
     passes = _passes(scene)
     stage = busiest + host + passes
     whole = np.where(alone, stage, (workload.layers * per_layer + head) + candidates.pipeline * (host + passes))
-    bubble = _bubble(scene, stage, whole)
+    # Fuller stages in front set the pace only while those behind them neither fill nor drain.
+    later = np.maximum(held.later * per_layer, held.last * per_layer + head)
+    eased = np.maximum(busiest - later, 0.0) * np.minimum(held.behind, micros - 1)
+    bubble = np.maximum(_bubble(scene, stage, whole) - np.where(alone, 0.0, eased), 0.0)
     parameters, gradients, hidden = _data(scene, layer, again, layers, micros)
     optimizer = _optimizer(scene)
     busy = {
@@ -156,10 +164,21 @@ def _host(scene: _Scene, layers: Reals, device_s: Reals) -> Reals:
     stack, c = scene.stack, scene.candidates
     passes = 3 + (c.recompute == RECOMPUTE.index("full"))
     sparse = scene.workload.sparse_layers / scene.workload.layers
-    kernels = stack.layer_kernels + 4 * (c.tensor > 1)
+    kernels = stack.layer_kernels + 4 * (c.tensor > 1) + _loose_softmax(scene.workload, c)
     host = layers * passes * (kernels + sparse * stack.sparse_kernels) * stack.launch_s + stack.micro_s
     device = device_s + layers * passes * kernels * stack.gap_s
+    if stack.launches == "blocking":
+        return device + host - device_s
     return (device**SHARPNESS + host**SHARPNESS) ** (1 / SHARPNESS) - device_s
+
+
+def _loose_softmax(workload: Workload, candidates: Candidates) -> Reals:
+    """Kernels more for a layer's scores where they are not fused and the masked softmax's one kernel does not apply.
+
+    It takes four matrices of scores at a time (Megatron-LM, `FusedScaleMaskSoftmax.is_kernel_available`).
+    """
+    matrices = candidates.micro_sequences * workload.heads // candidates.tensor
+    return np.where((workload.attention == "unfused") & (matrices % SOFTMAX_MATRICES > 0), SOFTMAX_KERNELS, 0.0)
 
 
 def _passes(scene: _Scene) -> Reals:
@@ -183,20 +202,15 @@ def _data(scene: _Scene, layer: LayerTime, again: Reals, layers: Reals, micros: 
     c, stack = scene.candidates, scene.stack
     forward, backward = layers * layer.forward, layers * (layer.backward + again)
     common, experts = fullest_weights(scene.workload, c)
-    stride = c.tensor
-    sharded = c.shard * c.context
+    stride, sharded = c.tensor, sharing_ranks(c, stack)
     group = np.where(c.shard_what > 0, sharded, 1)
     one = common + experts
     pieces = layers * stack.layer_pieces
-    gather = collective_s(scene.roads, "gather", 2.0 * one, group, stride, pieces)
-    scatter = collective_s(scene.roads, "gather", stack.gradient_bytes * one, group, stride, pieces)
+    apart = stride * c.context // (sharded // c.shard)  # of two ranks that share the shards of a weight
+    gather = collective_s(scene.roads, "gather", 2.0 * one, group, apart, pieces)
+    scatter = collective_s(scene.roads, "gather", stack.gradient_bytes * one, group, apart, pieces)
     scatter = scatter * np.where(stack.sums_whole & (c.shard_what < SHARD_WHAT.index("gradients")), 2.0, 1.0)
-    # Each shard is summed with its copies; without shards, over everyone.
-    copies = np.where(c.shard_what > 0, c.replicate, c.replicate * sharded)
-    far = np.where(c.shard_what > 0, stride * sharded, stride)
-    summed = collective_s(scene.roads, "reduce", stack.gradient_bytes * common / group, copies, far, pieces)
-    few = np.maximum(copies / c.expert, 1)
-    summed += collective_s(scene.roads, "reduce", stack.gradient_bytes * experts / group, few, far * c.expert, pieces)
+    summed = _summed(scene, common / group, experts / group, pieces)
     window = stack.hides_parameters
     fully = c.shard_what == SHARD_WHAT.index("parameters")
     halfway = c.shard_what == SHARD_WHAT.index("gradients")
@@ -213,9 +227,26 @@ def _data(scene: _Scene, layer: LayerTime, again: Reals, layers: Reals, micros: 
     return parameters, gradients, np.maximum(total - parameters - gradients, 0.0)
 
 
+def _summed(scene: _Scene, common: Reals, experts: Reals, pieces: Reals) -> Reals:
+    """Sums of gradients over the ranks that hold the same: copies of a shard, or everyone where nothing is sharded."""
+    c, stack = scene.candidates, scene.stack
+    sharded = sharing_ranks(c, stack)
+    split = c.shard_what > 0
+    copies = np.where(split, c.replicate, c.replicate * c.shard * c.context)
+    far = np.where(split, c.tensor * c.shard * c.context, c.tensor)
+    summed = collective_s(scene.roads, "reduce", stack.gradient_bytes * common, copies, far, pieces)
+    few = np.maximum(copies / c.expert, 1)
+    summed += collective_s(scene.roads, "reduce", stack.gradient_bytes * experts, few, far * c.expert, pieces)
+    # The pieces of a sequence, where each holds whole what the others hold.
+    near = np.where(split, c.shard * c.context // sharded, 1)
+    return summed + collective_s(
+        scene.roads, "reduce", stack.gradient_bytes * (common + experts), near, c.tensor, pieces
+    )
+
+
 def _optimizer(scene: _Scene) -> Reals:
     c = scene.candidates
     common, experts = fullest_weights(scene.workload, c)
-    split = np.where(c.shard_what > 0, c.shard * c.context, 1)
+    split = np.where(c.shard_what > 0, sharing_ranks(c, scene.stack), 1)
     own = (common + experts) / split
     return own * scene.stack.update_bytes / scene.chip.stream_bytes_per_s + scene.stack.step_s

@@ -23,7 +23,9 @@ WARM_UP_STEPS = 3
 class Receipt:
     """All that a run is judged by; lists hold one entry per device, MFU are fractions or None, times are seconds.
 
-    `mfu` counts the whole attention matrix as work, `mfu_causal` only the half that a causal model needs.
+    `mfu` counts the whole attention matrix as work, `mfu_causal` only the half that a causal model needs. What was
+    predicted is the plan's forecast from before the first step; cost and energy are those of the devices alone, at
+    public prices and full board power, and None where nobody publishes them.
     """
 
     steps: int
@@ -34,19 +36,35 @@ class Receipt:
     eval_loss: float | None
     eval_nats_per_byte: float | None
     step_s_median: float
+    predicted_step_s: float | None
     tokens_per_s: float
     mfu: float | None
     mfu_causal: float | None
     peak_tensor_bytes: Sequence[int]
+    predicted_peak_bytes_per_device: float | None
+    """Of tensors."""
     peak_rss_bytes: Sequence[int]
     wall_s: float
     device_hours: float
+    cost_usd: float | None
+    energy_wh: float | None
     versions: Mapping[str, str]
     device: str
+
+    @property
+    def step_error(self) -> float | None:
+        """How far the predicted step was off: predicted / measured - 1."""
+        return _off(self.predicted_step_s, self.step_s_median)
+
+    @property
+    def memory_error(self) -> float | None:
+        """The same of the peak of tensors on the fullest device."""
+        return _off(self.predicted_peak_bytes_per_device, max(self.peak_tensor_bytes, default=0))
 
     def write(self, path: Path) -> None:
         """Write receipt.json in one piece; raises RunFailed on a full disk."""
         values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        values |= {"step_error": _plain(self.step_error), "memory_error": _plain(self.memory_error)}
         replace_file(path, (json.dumps(values, indent=2, allow_nan=False) + "\n").encode())
 
     def table(self) -> str:
@@ -97,6 +115,10 @@ def median_speed(reports: Sequence[StepReport], starts: Collection[int] = (0,)) 
     )
 
 
+def _off(predicted: float | None, measured: float) -> float | None:
+    return None if predicted is None or not measured > 0 else predicted / measured - 1
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if isfinite(value) else None
@@ -118,12 +140,33 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         ("training loss", f"{receipt.train_loss:.4f} nats per token in the last step"),
         ("held-out loss", held_out),
         ("speed", speed),
+        ("forecast", _forecast(receipt)),
         ("MFU", _text(receipt.mfu, "{:.1%}") + _text(receipt.mfu_causal, " ({:.1%} with causal attention)")),
         ("peak of tensors", _peak(receipt.peak_tensor_bytes)),
         ("peak of memory", _peak(receipt.peak_rss_bytes)),
         ("time", f"{format_duration(receipt.wall_s)}, {receipt.device_hours:.3g} device hours"),
+        ("costs", _costs(receipt)),
         ("versions", ", ".join(f"{name} {version}" for name, version in receipt.versions.items())),
     ]
+
+
+def _forecast(receipt: Receipt) -> str:
+    if receipt.predicted_step_s is None or receipt.step_error is None:
+        return ""
+    told = f"{format_duration(receipt.predicted_step_s)} a step, {_apart(receipt.step_error)}"
+    if receipt.predicted_peak_bytes_per_device is None or receipt.memory_error is None:
+        return told
+    peak = format_bytes(receipt.predicted_peak_bytes_per_device)
+    return f"{told}; {peak} of tensors, {_apart(receipt.memory_error)}"
+
+
+def _apart(error: float) -> str:
+    return f"{error:+.1%} off"
+
+
+def _costs(receipt: Receipt) -> str:
+    parts = [_text(receipt.cost_usd, "${:.2f}"), _text(receipt.energy_wh, "{:.3g} Wh of the devices")]
+    return ", ".join(part for part in parts if part)
 
 
 def _text(value: float | None, form: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from plait.data.prepare import DataRequest, prepare
+from plait.data.prepare import DataRequest, prepare, prepared
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
 from plait.plan.size import CorpusFacts
@@ -29,6 +29,12 @@ def prepare_data(config: RunConfig, screen: Console) -> Corpus:
 
         folder = prepare(data_request(config), CACHE, show)
     return open_corpus(folder)
+
+
+def prepared_corpus(config: RunConfig) -> Corpus | None:
+    """The recipe's data if it was prepared before; looks at nothing but files' sizes and times."""
+    folder = prepared(data_request(config), CACHE)
+    return open_corpus(folder) if folder else None
 
 
 def data_request(config: RunConfig) -> DataRequest:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from textwrap import fill
 
@@ -12,21 +13,26 @@ from rich.console import Console
 
 from plait.cluster.cluster import Cluster, cluster_of, read_cluster
 from plait.cluster.topology import Machine, usable_cores
+from plait.errors import PlaitError
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import SIZES
 from plait.plan.complexity import table
 from plait.plan.compute import peak_flops
+from plait.plan.difference import difference, difference_json, difference_section, seconds_of
 from plait.plan.explain import Section, explained, plan_json
-from plait.plan.fit import named_degrees
-from plait.plan.listing import Pins
+from plait.plan.fit import check_layout, layout_of, named_degrees
+from plait.plan.page import Chapter, page_html, plotly_script
+from plait.plan.pins import pins_of
 from plait.plan.remedy import mended
 from plait.plan.search import DoesNotFit, Search, search
 from plait.plan.size import CorpusFacts, batch_sequences, size_up
+from plait.plan.split import Grounds
 from plait.plan.terms import terms_text
 from plait.plan.workload import Precision, Workload, workload_of
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 from plait.run.crew import crew
+from plait.run.data import corpus_facts, prepared_corpus
 from plait.run.planning import look_around
 from plait.units import Amount, format_count
 
@@ -63,19 +69,33 @@ def plan(
     clusters: Sequence[str],
     top: int,
     json_file: Path | None,
+    html_file: Path | None = None,
+    measured: str | None = None,
     screen: Console,
 ) -> None:
     """Print the plan for each cluster, or for this machine where none is named; raises PlaitError in one sentence."""
+    if measured is not None and len(clusters) > 1:
+        raise PlaitError("--measured tells of a run on one cluster; name a single --cluster with it")
+    measured_s = None if measured is None else seconds_of(measured)
     config = load_recipe(recipe, overrides)
-    sites = [read_cluster(text) for text in clusters] or [_this_machine()]
-    answers = [answer(config, site, top=top) for site in sites]
+    script = plotly_script() if html_file else ""
+    if clusters:
+        answers = [answer(config, read_cluster(text), top=top) for text in clusters]
+    else:
+        answers = [_simplest(config, _this_machine(config), top=top)]
+    gap = difference(answers[0].found, measured_s) if measured_s else None
+    if gap:
+        answers[0] = replace(answers[0], sections=(*answers[0].sections, difference_section(gap)))
     for one in answers:
         screen.print(answer_text(one), markup=False, soft_wrap=True)
     if len(answers) > 1:
         screen.print(side_by_side(answers), markup=False, soft_wrap=True)
     if json_file:
         values = [plan_json(one.found, one.sections, top) for one in answers]
+        values[0] |= {"measured": difference_json(gap)} if gap else {}
         json_file.write_text(json.dumps(values[0] if len(values) == 1 else values, indent=2) + "\n", encoding="utf-8")
+    if html_file:
+        _write_page(html_file, page_html([_chapter(one) for one in answers], script))
 
 
 def terms() -> str:
@@ -100,25 +120,13 @@ def asked_of(config: RunConfig, cluster: Cluster) -> Asked:
     precision = _precision(config, cluster)
     peak = sum(island.devices * peak_flops(island.device, precision) for island in cluster.islands)
     machine = Machine(device="cuda", name=cluster.name, devices=cluster.devices, cores=1, memory_bytes=1, versions=())
-    scale = size_up(config, _usual_corpus(config, notes), machine, peak, notes)
+    scale = size_up(config, _corpus(config, notes), machine, peak, notes)
     batch = batch_sequences(config, scale, notes)
     if config.layout.stage_layers != "auto":
-        notes.append("layout.stage_layers is left out of account: stages as equal as can be are priced")
+        named = layout_of(config, scale.shape, named_degrees(config))
+        check_layout(named, scale.shape, sequence=scale.shape.sequence, batch_sequences=batch)
     workload = workload_of(scale.shape, sequence=scale.shape.sequence, batch_sequences=batch, precision=precision)
     return Asked(shape=scale.shape, workload=workload, budget=scale.budget, notes=tuple(notes))
-
-
-def pins_of(config: RunConfig) -> Pins:
-    """What the recipe's [layout] settles."""
-    asked = config.layout
-    named = {
-        "virtual": asked.virtual_stages,
-        "schedule": asked.schedule,
-        "recompute": asked.recompute,
-        "shard_what": asked.shard_what,
-        "micro_sequences": asked.micro_sequences,
-    }
-    return Pins(degrees=named_degrees(config), knobs={knob: value for knob, value in named.items() if value != "auto"})
 
 
 def answer_text(one: Answer) -> str:
@@ -159,10 +167,38 @@ def _devices(cluster: Cluster) -> str:
     return " + ".join(islands) + joined
 
 
+def _chapter(one: Answer) -> Chapter:
+    return Chapter(
+        found=one.found,
+        parameters=parameter_count(one.asked.shape),
+        machines=_devices(one.found.cluster),
+        notes=one.asked.notes,
+        sections=one.sections,
+    )
+
+
+def _write_page(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlaitError(
+            f"cannot write the page {file}: {error.strerror}; name a file in a folder that exists"
+        ) from None
+
+
 def _precision(config: RunConfig, cluster: Cluster) -> Precision:
     if config.train.precision != "auto":
         return config.train.precision
     return "float32" if any(island.device.kind == "cpu" for island in cluster.islands) else "bf16"
+
+
+def _corpus(config: RunConfig, notes: list[str]) -> CorpusFacts:
+    """The recipe's text where it was prepared before, else what is usual: a plan needs no text."""
+    try:
+        corpus = prepared_corpus(config)
+    except PlaitError:  # it lies on the machines that are planned for
+        corpus = None
+    return corpus_facts(corpus) if corpus else _usual_corpus(config, notes)
 
 
 def _usual_corpus(config: RunConfig, notes: list[str]) -> CorpusFacts:
@@ -186,7 +222,30 @@ def _usual_corpus(config: RunConfig, notes: list[str]) -> CorpusFacts:
     )
 
 
-def _this_machine() -> Cluster:
+def _this_machine(config: RunConfig) -> list[Cluster]:
+    """The ways to use this machine: a processor serves as one device or as several that share it."""
     with crew() as workers:
         site = look_around(workers, usable_cores())
-    return cluster_of(site.machine, site.peak_flops if site.machine.device == "cpu" else None)
+    machine, flops = site.machine, site.peak_flops if site.machine.device == "cpu" else None
+    named = prod(named_degrees(config).values()) if named_degrees(config) else None
+    counts = (
+        [named] if named and machine.device == "cpu" else Grounds(machine=machine, peak_flops=flops).worker_counts()
+    )
+    return [cluster_of(machine, flops, workers=count) for count in counts]
+
+
+def _simplest(config: RunConfig, ways: Sequence[Cluster], *, top: int) -> Answer:
+    """Of the ways to use one machine the simplest that is about as fast as the fastest, by the forecast."""
+    answers: list[Answer] = []
+    refusals: list[PlaitError] = []
+    for way in ways:
+        try:
+            answers.append(answer(config, way, top=top))
+        except PlaitError as error:  # as two devices it may hold no model that it holds as one
+            refusals.append(error)
+    if not answers:
+        raise refusals[0]
+    step_s = [float(each.found.step_s[each.found.chosen]) for each in answers]
+    limit = min(step_s) * (1 + answers[0].found.tolerance)
+    enough = [each for each, spent in zip(answers, step_s, strict=True) if spent <= limit]
+    return min(enough, key=lambda each: (int(each.found.points[each.found.chosen]), each.found.cluster.devices))

@@ -14,9 +14,9 @@ from plait.cluster.topology import Machine
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.launch.job import Job, Message
-from plait.plan.choose import Draft, draft, settle, with_split
+from plait.plan.choose import draft, settle, with_split
 from plait.plan.plan import Plan, read_plan, write_plan
-from plait.plan.split import Split
+from plait.plan.split import Grounds, Split, best_splits, simplest
 from plait.recipe.load import flat_values, recipe_text
 from plait.recipe.schema import RunConfig
 from plait.run.crew import Crew
@@ -42,32 +42,58 @@ def look_around(workers: Crew, cores: int) -> Site:
 def make_plan(config: RunConfig, corpus: Corpus, site: Site, workers: Crew, *, fresh: bool, say: Say) -> Plan:
     """The plan for a recipe on a machine: the one that was made for both before, unless a fresh one is asked for."""
     key = plan_key(config, corpus.content_hash, site.machine, workers)
-    kept = CACHE / "plans" / f"{key}.json"
+    kept = _kept(key)
     if kept.exists() and not fresh:
         say("plan     as made before for this recipe on this machine (--replan makes a new one)")
         return replace(read_plan(kept), corpus=str(corpus.folder))
-    facts = corpus_facts(corpus)
-    outline = draft(config, facts, site.machine, peak_flops=site.peak_flops, recipe_hash=key)
-    outline = _with_given_workers(outline, workers)
+    outline = draft(config, corpus_facts(corpus), grounds_of(site, workers), recipe_hash=key)
     measured = list(outline.splits)
     if len(measured) > 1 or outline.plan.budget.unit == "seconds":
-        measured = measure(config, outline.plan, site, workers, outline.splits)
-    plan = settle(config, outline, site.machine, measured)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    write_plan(plan, kept)
+        measured = measure(config, outline.plan, workers, outline.splits)
+    return _keep(settle(config, outline, measured), key)
+
+
+def proven_plan(
+    config: RunConfig, corpus: Corpus, site: Site, workers: Crew, *, count: int, on_timed: Callable[[Split], None]
+) -> tuple[Plan, list[Split]]:
+    """The best of `count` layouts by their measured steps, kept as the recipe's plan here, and all that were timed."""
+    key = plan_key(config, corpus.content_hash, site.machine, workers)
+    outline = draft(
+        config,
+        corpus_facts(corpus),
+        grounds_of(site, workers),
+        recipe_hash=key,
+        worth_trying=lambda question, _: best_splits(question, count),
+    )
+    trials: list[Split] = []
+    for split in outline.splits:
+        trials += measure(config, outline.plan, workers, (split,))
+        on_timed(trials[-1])
+    return _keep(settle(config, outline, trials), key), trials
+
+
+def grounds_of(site: Site, workers: Crew) -> Grounds:
+    """What a run is laid out on."""
+    return Grounds(machine=site.machine, peak_flops=site.peak_flops, given=workers.given)
+
+
+def _kept(key: str) -> Path:
+    return CACHE / "plans" / f"{key}.json"
+
+
+def _keep(plan: Plan, key: str) -> Plan:
+    _kept(key).parent.mkdir(parents=True, exist_ok=True)
+    write_plan(plan, _kept(key))
     return plan
 
 
 def replan(config: RunConfig, plan: Plan, corpus: Corpus, site: Site, workers: Crew) -> Plan:
     """A begun run's plan on what there is now: another split, the same steps and the same mathematics."""
     key = plan_key(config, corpus.content_hash, site.machine, workers)
-    outline = draft(config, corpus_facts(corpus), site.machine, peak_flops=site.peak_flops, recipe_hash=key)
-    outline = _with_given_workers(replace(outline, plan=_moved(plan, outline.plan)), workers)
-    measured = (
-        measure(config, outline.plan, site, workers, outline.splits) if len(outline.splits) > 1 else outline.splits
-    )
-    best = min(measured, key=lambda split: split.step_s or float("inf"))
-    return with_split(config, outline.plan, site.machine, best)
+    outline = draft(config, corpus_facts(corpus), grounds_of(site, workers), recipe_hash=key)
+    moved = _moved(plan, outline.plan)
+    several = len(outline.splits) > 1
+    return with_split(moved, simplest(measure(config, moved, workers, outline.splits) if several else outline.splits))
 
 
 def _moved(plan: Plan, here: Plan) -> Plan:
@@ -85,9 +111,9 @@ def _moved(plan: Plan, here: Plan) -> Plan:
     )
 
 
-def measure(config: RunConfig, plan: Plan, site: Site, workers: Crew, splits: tuple[Split, ...]) -> list[Split]:
+def measure(config: RunConfig, plan: Plan, workers: Crew, splits: tuple[Split, ...]) -> list[Split]:
     """Time real steps for each split."""
-    return [_measured(config, with_split(config, plan, site.machine, split), split, workers) for split in splits]
+    return [_measured(config, with_split(plan, split), split, workers) for split in splits]
 
 
 def _measured(config: RunConfig, plan: Plan, split: Split, workers: Crew) -> Split:
@@ -118,24 +144,6 @@ def _ask(workers: Crew, job: Job, kind: str) -> dict[str, Any]:
 
 class Interrupted(Exception):
     """A signal came while nothing was lost by stopping at once."""
-
-
-def _with_given_workers(outline: Draft, workers: Crew) -> Draft:
-    """Under torchrun the number of workers is torchrun's."""
-    given = workers.given
-    if given is None:
-        return outline
-    first = outline.splits[0]
-    if len(outline.splits) > 1:
-        layout = replace(first.layout, replicate=given.workers)
-    elif first.workers == given.workers:
-        layout = first.layout
-    else:
-        raise PlaitError(
-            f"torchrun started {given.workers} workers and the layout needs {first.workers}; "
-            f"start torchrun with --nproc-per-node {first.workers}"
-        )
-    return replace(outline, splits=(Split(layout=layout, threads=given.threads),))
 
 
 def plan_key(config: RunConfig, content_hash: str, machine: Machine, workers: Crew) -> str:

@@ -143,6 +143,7 @@ def shrunk_plan(config: RunConfig, shape: ModelShape, layout: Layout, *, corpus:
         report_every_steps=1,
         evaluate_every_steps=0,
         step_s=None,
+        forecast=None,
         peak_flops=None,
         fingerprint={},
         recipe_hash="",

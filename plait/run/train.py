@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,6 @@ from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.launch.job import Job, JobResult, Message
 from plait.layout import in_words
-from plait.model.shape import training_flops_per_token
 from plait.plan.choose import described
 from plait.plan.pace import longer, with_reports
 from plait.plan.plan import Plan
@@ -24,18 +24,19 @@ from plait.plan.size import budget_of
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 from plait.report.console import Console
-from plait.report.metrics import EvalReport, StepReport, read_metrics
-from plait.report.receipt import Receipt, median_speed, read_receipt
-from plait.run.crew import Crew, crew, dismiss_others, log_folder, serve_if_asked
+from plait.report.metrics import EvalReport, StepReport
+from plait.report.receipt import read_receipt
+from plait.run.closing import conclude, is_finished
+from plait.run.crew import Crew, PlacedCrew, crew, dismiss_others, log_folder, serve_if_asked
 from plait.run.data import prepare_data, told
 from plait.run.folder import RunFolder, alone, check_changes, run_folder
+from plait.run.hosts import ONE_HOST, HostsAsked, hosts_crew
 from plait.run.planning import Interrupted, Say, Site, look_around, make_plan, replan
 from plait.run.verify import check_once
-from plait.units import format_duration
+from plait.units import format_bytes, format_duration
 
 Check = Literal["new layouts", "never"]
 Outcome = Literal["finished", "SIGINT", "SIGTERM"]
-TOLERATED_OVERRUN = 1.15
 
 
 def train(
@@ -44,11 +45,13 @@ def train(
     *,
     fresh_plan: bool = False,
     check: Check = "new layouts",
+    hosts: HostsAsked = ONE_HOST,
     screen: Screen,
 ) -> Outcome:
     """Run a recipe to its end, from where it stands; raises PlaitError (before) or RunFailed (during) with the mend.
 
-    A run that is finished prints its receipt. A first SIGINT or SIGTERM saves and returns the signal's name.
+    A run that is finished prints its receipt. A first SIGINT or SIGTERM saves and returns the signal's name. Over
+    several hosts it first waits until the others have joined.
     """
     if serve_if_asked():
         return "finished"
@@ -56,20 +59,30 @@ def train(
     folder = run_folder(config.run.name)
     with alone(folder):
         changed = check_changes(folder.begun_config(), config) if folder.has_begun else []
-        if folder.has_begun and "train.budget" not in changed and _is_finished(folder):
+        if folder.has_begun and "train.budget" not in changed and is_finished(folder):
             screen.print(f"{folder.path} is finished; a larger train.budget continues it")
             screen.print(read_receipt(folder.receipt).table())
             dismiss_others()
             return "finished"
-        with crew() as workers:
+        with _crew(hosts, config, folder, screen) as workers:
             try:
                 fresh = fresh_plan or any(key.startswith("layout.") for key in changed)
-                plan = _plan(config, folder, workers, fresh=fresh, screen=screen)
+                plan = workers.placed(_plan(config, folder, workers, fresh=fresh, screen=screen))
                 if check == "new layouts":
                     check_once(config, plan, workers, screen)
                 return _train(config, folder, workers, plan, screen)
             except Interrupted as interrupted:
                 return "SIGINT" if str(interrupted) == "SIGINT" else "SIGTERM"
+
+
+def _crew(
+    hosts: HostsAsked, config: RunConfig, folder: RunFolder, screen: Screen
+) -> AbstractContextManager[PlacedCrew]:
+    """The workers of this machine, or those of all hosts once they are in."""
+    if hosts.hosts == 1:
+        return crew()
+    prepare_data(config, screen)  # what is wrong with it is told before anybody was asked to join
+    return hosts_crew(hosts, config=config, folder=folder.path, screen=screen)
 
 
 def _plan(config: RunConfig, folder: RunFolder, workers: Crew, *, fresh: bool, screen: Screen) -> Plan:
@@ -97,7 +110,7 @@ def _train(config: RunConfig, folder: RunFolder, workers: Crew, plan: Plan, scre
     if step < plan.steps:
         screen.print(f"stopped after step {step} of {plan.steps}, saved; the same command goes on from there")
         return result.stopped_by
-    _conclude(config, folder, plan, done, screen)
+    conclude(config, folder, plan, done, screen)
     return "finished"
 
 
@@ -116,6 +129,7 @@ def _plan_of_begun(
         say(f"budget   {before} → {plan.budget}: {plan.steps} steps in all")
     moved = site.machine.fingerprint() != plan.fingerprint
     if moved or fresh or _other_crew(plan, workers):
+        plan = replace(plan, hosts=())
         why = "this machine is not the one it was made for" if moved else "as asked"
         plan = replan(config, plan, corpus, site, workers)
         say(f"plan     a new one for the remaining steps ({why}); {plan.steps} steps in all, as before")
@@ -123,7 +137,9 @@ def _plan_of_begun(
 
 
 def _other_crew(plan: Plan, workers: Crew) -> bool:
-    return workers.given is not None and workers.given.workers != plan.world_size
+    if workers.given is None:
+        return bool(plan.hosts)  # it was made for several, and here is one
+    return workers.given.workers != plan.world_size
 
 
 def _introduce(plan: Plan, site: Site, reasons: Sequence[str], screen: Screen) -> None:
@@ -139,10 +155,22 @@ def _introduce(plan: Plan, site: Site, reasons: Sequence[str], screen: Screen) -
     screen.print(f"layout   {split}: {crew_words} × {plan.threads} threads, {plan.precision}")
     for reason in reasons:
         screen.print(f"         · {reason}", highlight=False)
-    if plan.step_s:
-        screen.print(
-            f"time     about {format_duration(plan.steps * plan.step_s)} at {format_duration(plan.step_s)} a step"
+    for line in _time_words(plan):
+        screen.print(line, highlight=False)
+
+
+def _time_words(plan: Plan) -> list[str]:
+    """What a step takes by the forecast, and by the clock where one was timed."""
+    told = []
+    if plan.forecast:
+        told.append(
+            f"forecast {format_duration(plan.forecast.step_s)} a step (half of such forecasts are within "
+            f"{plan.forecast.error:.0%}), {format_bytes(plan.forecast.bytes_per_device)} a device"
         )
+    if plan.step_s:
+        whole = format_duration(plan.steps * plan.step_s)
+        told.append(f"time     about {whole} at {format_duration(plan.step_s)} a step, as timed here")
+    return told
 
 
 class _Session:
@@ -182,7 +210,7 @@ def _run(
     session.step = done
     job = Job(
         entry="plait.train.worker:main",
-        argument=json.dumps({"folder": str(folder.path.resolve()), "resume": resume}),
+        argument=json.dumps({"folder": str(folder.path.resolve()), "resume": resume, "parts": "here"}),
         world_size=plan.world_size,
         threads=plan.threads,
         log_dir=log_folder(folder.path),
@@ -192,50 +220,6 @@ def _run(
     finally:
         bar.close()
         session.count()
-
-
-def _conclude(config: RunConfig, folder: RunFolder, plan: Plan, done: int, screen: Screen) -> None:
-    """Write and print the receipt of a finished run; say so when a time budget was missed."""
-    receipt = _receipt(folder, plan, done)
-    receipt.write(folder.receipt)
-    screen.print(receipt.table(), highlight=False)
-    budget, wall_s = budget_of(config), receipt.wall_s
-    if budget.unit == "seconds" and not 1 / TOLERATED_OVERRUN <= wall_s / budget.value <= TOLERATED_OVERRUN:
-        screen.print(
-            f"the run took {format_duration(wall_s)}, not {budget}: steps took other times than when they were measured"
-        )
-
-
-def _receipt(folder: RunFolder, plan: Plan, done: int) -> Receipt:
-    steps, evaluations = read_metrics(folder.metrics)
-    speed = median_speed(steps, (0, done))
-    evaluation = evaluations[-1] if evaluations else None
-    so_far = folder.so_far
-    full, causal = (training_flops_per_token(plan.shape, plan.sequence, kind) for kind in ("full", "causal"))
-    devices = plan.world_size if plan.device == "cuda" else 1
-    return Receipt(
-        steps=plan.steps,
-        tokens=steps[-1].tokens,
-        world_size=plan.world_size,
-        layout=plan.layout.degrees,
-        train_loss=steps[-1].loss,
-        eval_loss=evaluation.eval_loss if evaluation else None,
-        eval_nats_per_byte=evaluation.eval_nats_per_byte if evaluation else None,
-        step_s_median=speed.step_s_median,
-        tokens_per_s=speed.tokens_per_s,
-        mfu=speed.tokens_per_s * full / plan.peak_flops if plan.peak_flops else None,
-        mfu_causal=speed.tokens_per_s * causal / plan.peak_flops if plan.peak_flops else None,
-        peak_tensor_bytes=so_far.peak_tensor_bytes,
-        peak_rss_bytes=so_far.peak_rss_bytes,
-        wall_s=so_far.wall_s,
-        device_hours=so_far.wall_s * devices / 3600,
-        versions=dict(plan.fingerprint["versions"]),
-        device=f"{devices} × {plan.fingerprint['name']}",
-    )
-
-
-def _is_finished(folder: RunFolder) -> bool:
-    return folder.receipt.exists() and read_receipt(folder.receipt).steps >= folder.begun_plan().steps
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ SCHEMA_READERS = ("recipe.", "plan.", "train.assemble", "run.", "api", "cli")
 WITHOUT_TORCH = ("plait.cli", "plait.api", "plait.plan.choose", "plait.recipe.load", "plait.model.shape",
                  "plait.model.sizes", "plait.model.names", "plait.cluster.topology", "plait.data.prepare",
                  "plait.data.order", "plait.checkpoint.store", "plait.report.sinks", "plait.launch.local",
-                 "plait.run.folder", "plait.run.train")  # fmt: skip
+                 "plait.run.folder", "plait.run.train", "plait.run.plan")  # fmt: skip
 
 
 def modules() -> dict[str, Path]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import csv
+import tomllib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks.published import __main__ as published
+from benchmarks.published.figures import families
 from benchmarks.published.pricing import cases_of, price
 from benchmarks.published.reading import read_rows
 from benchmarks.published.scoring import fitted_errors, fitting_half, jobs, kendall_tau, scalar
+from plait.plan.evidence import FILE
 
 HERE = Path(published.__file__).parent
 ROWS = read_rows(HERE / "rows.csv")
@@ -75,13 +79,33 @@ def test_published_out_of_memory_is_refused_and_what_ran_is_not():
     assert sum(not row.fits for row in rows if row.case.ran_out) >= 4
 
 
+def test_what_the_planner_says_of_its_error_is_what_the_scorer_finds():
+    found = families(price(cases_of(read_rows(HERE / "rows.csv", HERE / "sweeps.csv"))[0]))
+    told = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    for family, values in found.items():
+        assert told[family]["rows"] == values["rows"]
+        for name in ("median", "p90") if values["rows"] else ():
+            assert told[family][name] == pytest.approx(values[name], abs=5e-4), (family, name)
+    text = published.errors_text({"families": found}, told["date"])
+    assert tomllib.loads(text) == told
+
+
+def test_programs_are_told_apart_by_what_is_known_of_them():
+    stacks = {row.case.id: row.case.stack for row in sample("bloom-045", "vtrmulti-027", "nvb-045", "nvb-046")}
+    assert [stacks[id].launches for id in ("bloom-045", "vtrmulti-027")] == ["blocking", "ahead"]
+    assert [stacks[id].name for id in ("nvb-045", "nvb-046")] == ["nemo 2026", "nemo"]  # a rack, a node of eight
+
+
 @pytest.mark.parametrize("empty", [False, True])
 def test_the_report_is_written_for_a_few_rows_and_for_none(tmp_path: Path, capsys: pytest.CaptureFixture, empty: bool):
-    table, out = tmp_path / "rows.csv", tmp_path / "out.json"
+    table, out, picture = tmp_path / "rows.csv", tmp_path / "out.json", tmp_path / "out.svg"
     with table.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(ROWS[0]))
         writer.writeheader()
         writer.writerows([] if empty else ROWS[:20])
-    published.main(["--rows", str(table), "--json", str(out)])
+    published.main(["--rows", str(table), "--json", str(out), "--plot", str(picture)])
     assert "unfitted" in capsys.readouterr().out
     assert '"median_abs_err"' in out.read_text(encoding="utf-8")
+    drawn = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
+    timed = 0 if empty else sum(bool(row["step_time_s"] or row["tokens_per_s_per_gpu"]) for row in ROWS[:20])
+    assert f"{timed} published runs" in "".join(drawn.itertext())

@@ -78,7 +78,8 @@ class Case:
             device="cpu", precision=self.precision, compile="off", shape=self.shape, sequence=TOKENS,
             batch_sequences=1, micro_sequences=1, budget=Amount(1, "steps"), steps=1, optimizer=adam, corpus="",
             corpus_hash="", documents="mask", checkpoint_every=every, checkpoint_keep=1, report_every_steps=1,
-            evaluate_every_steps=0, step_s=None, peak_flops=None, fingerprint={}, recipe_hash="", reasons=(),
+            evaluate_every_steps=0, step_s=None,
+        forecast=None, peak_flops=None, fingerprint={}, recipe_hash="", reasons=(),
         )  # fmt: skip
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from plait.cluster.topology import Machine
 from plait.plan.choose import Draft, draft, settle
 from plait.plan.plan import Plan
 from plait.plan.size import CorpusFacts
-from plait.plan.split import Split
+from plait.plan.split import Grounds, Split
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 
@@ -52,16 +53,13 @@ def recipe(folder: Path, *overrides: str) -> RunConfig:
 
 
 def drafted(config: RunConfig, facts: CorpusFacts, machine: Machine) -> Draft:
-    return draft(config, facts, machine, peak_flops=PEAK_FLOPS.get(machine), recipe_hash="cafe")
+    grounds = Grounds(machine=machine, peak_flops=PEAK_FLOPS.get(machine))
+    return draft(config, facts, grounds, recipe_hash="cafe")
 
 
 def timed(split: Split, whole_s: float) -> Split:
     """As if a step took so long on one core, and workers lost a little to each other and threads somewhat more."""
-    return Split(
-        layout=split.layout,
-        threads=split.threads,
-        step_s=whole_s / split.workers / split.threads**0.8 + 0.001 * split.workers,
-    )
+    return replace(split, step_s=whole_s / split.workers / split.threads**0.8 + 0.001 * split.workers)
 
 
 def planned(config: RunConfig, facts: CorpusFacts, machine: Machine, whole_s: float = 4.0) -> Plan:
@@ -70,4 +68,4 @@ def planned(config: RunConfig, facts: CorpusFacts, machine: Machine, whole_s: fl
     measured = outline.splits
     if len(measured) > 1 or outline.plan.budget.unit == "seconds":
         measured = tuple(timed(split, whole_s) for split in measured)
-    return settle(config, outline, machine, measured)
+    return settle(config, outline, measured)

@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.published.programs import MEGATRON, MEGATRON_2021
 from plait.cluster.cluster import read_cluster
 from plait.plan.candidates import Candidates
 from plait.plan.memory import fits, impossible, layer_activations, memory
-from plait.plan.stack import MEGATRON, MEGATRON_2021, PLAIT
+from plait.plan.stack import PLAIT
 from plait.plan.workload import Workload
 
 GPT_22B = Workload(
@@ -110,3 +111,29 @@ def test_what_was_published_as_out_of_memory_is_refused_and_its_neighbour_is_not
     needed = memory(bloom, table, MEGATRON_2021)
     assert impossible(needed, A100).tolist() == [True, False]
     assert fits(needed, A100).tolist() == [False, True]
+
+
+def test_states_are_split_over_the_ranks_that_the_program_splits_them_over():
+    table = Candidates.of([{"shard": 4, "context": 2, "shard_what": "optimizer"}])
+    own, both = (
+        memory(GPT_22B, table, replace(PLAIT, shards_over=over)).optimizer[0] for over in ("shard", "shard and context")
+    )
+    assert PLAIT.shards_over == "shard"
+    assert own == pytest.approx(2 * both)
+
+
+def test_a_processor_keeps_only_the_process_beside_the_tensors():
+    table, laptop = Candidates.of([{}]), read_cluster("laptop")
+    tiny = replace(GPT_22B, layers=2, width=64, heads=2, kv_heads=2, head_width=32, ffn=256, vocabulary=256)
+    here, there = (memory(tiny, table, PLAIT.on(cluster)) for cluster in (laptop, A100))
+    assert here.reserved[0] < 0.6e9
+    assert there.reserved[0] > 3e9
+    mixed = replace(laptop, islands=(*laptop.islands, *A100.islands))
+    assert PLAIT.on(mixed) == PLAIT
+
+
+def test_products_in_8_bits_keep_their_inputs_in_8_bits():
+    work, table = replace(GPT_22B, attention="flash"), Candidates.of([{"micro_sequences": 4}])
+    wide, narrow = (layer_activations(replace(work, precision=p), table, PLAIT)[0] for p in ("bf16", "fp8"))
+    inputs = 2 * work.width + work.width + work.ffn  # queries and feedforward, attention's result, second product
+    assert wide - narrow == pytest.approx(4 * work.sequence * inputs)

@@ -9,12 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.published.programs import MEGATRON
 from plait.cluster.catalog import network
 from plait.cluster.cluster import Cluster, read_cluster
 from plait.plan.candidates import Candidates
 from plait.plan.collectives import collective_s, exchange_s, roads
 from plait.plan.compute import chip, product_s
-from plait.plan.stack import MEGATRON, PLAIT
+from plait.plan.stack import PLAIT
 from plait.plan.timing import timing
 from plait.plan.workload import Workload
 
@@ -178,3 +179,42 @@ def test_every_layout_of_a_large_model_is_priced_within_a_second():
     start = time.perf_counter()
     assert np.isfinite(timing(work, read_cluster("16384xH100"), table, PLAIT).step_s).all()
     assert time.perf_counter() - start < 2.0  # 11,520 of them; about half a second on an idle core
+
+
+def test_an_island_with_a_network_of_its_own_is_priced_by_it():
+    slow, fast = network(10, "device"), network(400, "device")
+    island = replace(H100.islands[0], nodes=2)
+    alone = replace(H100, islands=(replace(island, network=slow),), between=fast)
+    assert roads(alone).between_bytes_per_s == roads(replace(H100, between=slow)).between_bytes_per_s
+    # Two islands wait for the slowest of all that lies between their nodes; one node needs no network within.
+    two = replace(alone, islands=(replace(island, network=fast), replace(island, network=fast)), between=slow)
+    assert roads(two).between_bytes_per_s == roads(alone).between_bytes_per_s
+    single = replace(H100, islands=(replace(island, nodes=1, network=slow), replace(island, nodes=1)), between=fast)
+    assert roads(single).between_bytes_per_s == roads(replace(H100, between=fast)).between_bytes_per_s
+
+
+def test_launches_that_block_cost_all_of_the_hosts_time():
+    table = Candidates.of([{"tensor": 8, "micro_sequences": micros} for micros in (1, 4)])
+    ahead, blocking = (
+        timing(LLAMA_70B, H100, table, replace(PLAIT, launches=launches)) for launches in ("ahead", "blocking")
+    )
+    extra = blocking.step_s - ahead.step_s
+    assert (extra > 0).all()
+    assert extra[0] == pytest.approx(4 * extra[1], rel=0.1)  # four times as many micro-batches
+
+
+def test_a_masked_softmax_that_does_not_apply_launches_more():
+    small = replace(LLAMA_70B, width=1024, heads=16, kv_heads=16, head_width=64, sequence=1024, attention="unfused")
+    table = Candidates.of([{"tensor": 8, "micro_sequences": micros} for micros in (1, 2)])
+    one, two = timing(small, H100, table, MEGATRON).host
+    assert one > 2.5 * two  # two matrices a rank in place of four, and twice as many micro-batches
+
+
+def test_ranks_of_one_sequence_add_up_what_they_hold_whole():
+    table = Candidates.of([{"shard": 8, "context": 8, "shard_what": "optimizer"}])
+    own, both = (
+        timing(LLAMA_70B, H100, table, replace(PLAIT, shards_over=over, hides_gradients=0.0))
+        for over in ("shard", "shard and context")
+    )
+    assert own.gradients[0] > 1.2 * both.gradients[0]
+    assert own.optimizer[0] - PLAIT.step_s == pytest.approx(8 * (both.optimizer[0] - PLAIT.step_s))

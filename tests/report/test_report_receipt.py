@@ -22,13 +22,17 @@ RECEIPT = Receipt(
     eval_loss=3.9,
     eval_nats_per_byte=1.5123,
     step_s_median=0.4125,
+    predicted_step_s=0.4,
     tokens_per_s=9929.7,
     mfu=0.6012,
     mfu_causal=0.5811,
     peak_tensor_bytes=[150_000_000, 157_286_400],
+    predicted_peak_bytes_per_device=160_000_000.0,
     peak_rss_bytes=[600_000_000, 644_245_094],
     wall_s=251.4,
     device_hours=0.1397,
+    cost_usd=0.42,
+    energy_wh=None,
     versions={"plait": "0.1.0", "torch": "2.13.0"},
     device="Xeon, 2 cores",
 )
@@ -44,16 +48,17 @@ def test_a_receipt_comes_back_as_it_was(tmp_path):
     path = tmp_path / "receipt.json"
     RECEIPT.write(path)
     assert read_receipt(path) == RECEIPT
-    assert list(json.loads(path.read_text())) == list(Receipt.__slots__)
+    assert list(json.loads(path.read_text())) == [*Receipt.__slots__, "step_error", "memory_error"]
     assert [file.name for file in tmp_path.iterdir()] == ["receipt.json"]
 
 
 def test_what_is_not_known_is_null(tmp_path):
     path = tmp_path / "receipt.json"
-    replace(RECEIPT, eval_loss=None, mfu=None, train_loss=math.nan).write(path)
+    replace(RECEIPT, eval_loss=None, mfu=None, train_loss=math.nan, predicted_step_s=None).write(path)
     back = read_receipt(path)
     assert back.eval_loss is None and back.mfu is None and math.isnan(back.train_loss)
     assert json.loads(path.read_text())["train_loss"] is None
+    assert json.loads(path.read_text())["step_error"] is None and "forecast" not in back.table()
 
 
 def test_a_missing_or_broken_receipt_is_a_sentence(tmp_path):
@@ -81,10 +86,12 @@ def test_the_table_reads_like_this():
         "training loss    3.2110 nats per token in the last step",
         "held-out loss    3.9000 nats per token, 1.5123 per byte",
         "speed            9.93K tokens/s, 0.412 s a step (median)",
+        "forecast         0.4 s a step, -3.0% off; 153 MiB of tensors, +1.7% off",
         "MFU              60.1% (58.1% with causal attention)",
         "peak of tensors  150 MiB on the fullest device",
         "peak of memory   614 MiB on the fullest device",
         "time             4 min 11 s, 0.14 device hours",
+        "costs            $0.42",
         "versions         plait 0.1.0, torch 2.13.0",
     ]
     short = replace(RECEIPT, eval_loss=None, eval_nats_per_byte=None, mfu=None, mfu_causal=None, world_size=1)

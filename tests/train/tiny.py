@@ -12,6 +12,8 @@ from plait.data.prepare import prepare
 from plait.data.shards import open_corpus
 from plait.plan.choose import draft, settle
 from plait.plan.plan import Plan, write_plan
+from plait.plan.split import Grounds
+from plait.plan.split import Grounds
 from plait.recipe.load import load_recipe, recipe_text
 from plait.recipe.schema import RunConfig
 from plait.run.data import corpus_facts, data_request
@@ -53,8 +55,8 @@ def make_tiny(folder: Path, *overrides: str, **planned: Any) -> tuple[RunConfig,
     (folder / "tiny.toml").write_text(RECIPE)
     config = load_recipe(folder / "tiny.toml", overrides)
     corpus = open_corpus(prepare(data_request(config), folder / "cache", lambda *_: None))
-    outline = draft(config, corpus_facts(corpus), MACHINE, peak_flops=1e11, recipe_hash="")
-    plan = replace(settle(config, outline, MACHINE, outline.splits), threads=1, **planned)
+    outline = draft(config, corpus_facts(corpus), Grounds(machine=MACHINE, peak_flops=1e11), recipe_hash="")
+    plan = replace(settle(config, outline, outline.splits), threads=1, **planned)
     put(folder, config, plan)
     return config, plan
 

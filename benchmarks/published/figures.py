@@ -1,0 +1,95 @@
+"""All figures of a set of published runs, ready for JSON: by source, pooled, by family, and job by job."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.published.pricing import Priced, cases_of, price
+from benchmarks.published.reading import read_rows
+from benchmarks.published.scoring import Job, as_dict, errors, fitted_errors, jobs, plain_errors, ranking, scalar
+from plait.plan.evidence import FAMILIES, family_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """The rows of the given tables, priced, with what the rules make of them."""
+
+    priced: Sequence[Priced]
+    unread: Mapping[str, str]
+    """Why a row with a measured time could not be priced, by id."""
+    factors: Mapping[str, float | None]
+    """Each source's fitted scalar."""
+    jobs: Sequence[Job]
+
+
+def judge(paths: Sequence[Path]) -> Judged:
+    """Reads and prices the tables."""
+    rows = read_rows(*paths)
+    cases, unread = cases_of(rows)
+    priced = price(cases)
+    timed = {row["id"] for row in rows if row.get("step_time_s") or row.get("tokens_per_s_per_gpu")}
+    return Judged(
+        priced=priced,
+        unread={id: unread[id] for id in sorted(timed & set(unread))},
+        factors={source: scalar(found) for source, found in _by_source(priced).items()},
+        jobs=jobs(priced),
+    )
+
+
+def figures(judged: Judged) -> dict[str, Any]:
+    """All figures, ready for JSON."""
+    by_source = _by_source(judged.priced)
+    return {
+        "sources": {
+            f"{source} ({kind})" if len({row.case.kind for row in found}) > 1 else source: {
+                "kind": kind,
+                "scalar": judged.factors[source],
+                "memory_reading": found[0].case.reading,
+                **as_dict(errors(chosen, fitted_errors(chosen, judged.factors[source]))),
+            }
+            for source, found in sorted(by_source.items())
+            for kind in ("dense", "moe_tpu")
+            if (chosen := [row for row in found if row.case.kind == kind])
+        },
+        "all": _pool(judged, "dense", len(judged.unread)),
+        "moe_tpu": _pool(judged, "moe_tpu", 0),
+        "families": families(judged.priced),
+        "out_of_memory": {
+            "n_rows": sum(row.case.ran_out for row in judged.priced),
+            "n_refused": sum(row.case.ran_out and not row.fits for row in judged.priced),
+        },
+        "unpriced": judged.unread,
+        "refused": [row.case.id for row in judged.priced if row.case.step_s and not row.fits],
+        "jobs": [asdict(job) for job in judged.jobs],
+    }
+
+
+def families(priced: Sequence[Priced]) -> dict[str, dict[str, float | int | None]]:
+    """Unfitted errors by the families that the planner tells apart."""
+    of = {family: [r for r in priced if family_of(r.case.workload, r.case.cluster) == family] for family in FAMILIES}
+    return {family: plain_errors(rows) for family, rows in of.items()}
+
+
+def _by_source(priced: Sequence[Priced]) -> dict[str, list[Priced]]:
+    found: dict[str, list[Priced]] = defaultdict(list)
+    for row in priced:
+        found[row.case.source].append(row)
+    return found
+
+
+def _pool(judged: Judged, kind: str, unpriced: int) -> dict[str, Any]:
+    rows = [row for row in judged.priced if row.case.kind == kind]
+    fitted = [
+        error for source, found in _by_source(rows).items() for error in fitted_errors(found, judged.factors[source])
+    ]
+    names = {(row.case.job[0], " ".join(row.case.job[1:])) for row in rows}
+    here = [job for job in judged.jobs if (job.source, job.name) in names]
+    return {
+        **as_dict(errors(rows, fitted, unpriced)),
+        "multi_node": ranking([job for job in here if job.multi_node]),
+        "single_node": ranking([job for job in here if not job.multi_node]),
+    }

@@ -1,0 +1,72 @@
+"""The end of a run: its receipt, with what the plan had foretold beside what came."""
+
+from __future__ import annotations
+
+from rich.console import Console as Screen
+
+from plait.cluster.catalog import reported_device
+from plait.model.shape import training_flops_per_token
+from plait.plan.plan import Plan
+from plait.plan.size import budget_of
+from plait.recipe.schema import RunConfig
+from plait.report.metrics import read_metrics
+from plait.report.receipt import Receipt, median_speed, read_receipt
+from plait.run.folder import RunFolder
+from plait.units import format_duration
+
+TOLERATED_OVERRUN = 1.15
+
+
+def conclude(config: RunConfig, folder: RunFolder, plan: Plan, done: int, screen: Screen) -> None:
+    """Write and print the receipt of a finished run; say so when a time budget was missed."""
+    receipt = _receipt(folder, plan, done)
+    receipt.write(folder.receipt)
+    screen.print(receipt.table(), highlight=False)
+    budget, wall_s = budget_of(config), receipt.wall_s
+    if budget.unit == "seconds" and not 1 / TOLERATED_OVERRUN <= wall_s / budget.value <= TOLERATED_OVERRUN:
+        screen.print(
+            f"the run took {format_duration(wall_s)}, not {budget}: steps took other times than when they were measured"
+        )
+
+
+def is_finished(folder: RunFolder) -> bool:
+    """Whether the run did all the steps that its plan has now."""
+    return folder.receipt.exists() and read_receipt(folder.receipt).steps >= folder.begun_plan().steps
+
+
+def _receipt(folder: RunFolder, plan: Plan, done: int) -> Receipt:
+    steps, evaluations = read_metrics(folder.metrics)
+    speed = median_speed(steps, (0, done))
+    evaluation = evaluations[-1] if evaluations else None
+    so_far, forecast = folder.so_far, plan.forecast
+    full, causal = (training_flops_per_token(plan.shape, plan.sequence, kind) for kind in ("full", "causal"))
+    devices = plan.world_size if plan.device == "cuda" else 1
+    device_hours = so_far.wall_s * devices / 3600
+    known = reported_device(plan.fingerprint["name"]) if plan.device == "cuda" else None
+    return Receipt(
+        steps=plan.steps,
+        tokens=steps[-1].tokens,
+        world_size=plan.world_size,
+        layout=plan.layout.degrees,
+        train_loss=steps[-1].loss,
+        eval_loss=evaluation.eval_loss if evaluation else None,
+        eval_nats_per_byte=evaluation.eval_nats_per_byte if evaluation else None,
+        step_s_median=speed.step_s_median,
+        predicted_step_s=forecast.step_s if forecast else None,
+        tokens_per_s=speed.tokens_per_s,
+        mfu=speed.tokens_per_s * full / plan.peak_flops if plan.peak_flops else None,
+        mfu_causal=speed.tokens_per_s * causal / plan.peak_flops if plan.peak_flops else None,
+        peak_tensor_bytes=so_far.peak_tensor_bytes,
+        predicted_peak_bytes_per_device=forecast.tensor_bytes if forecast else None,
+        peak_rss_bytes=so_far.peak_rss_bytes,
+        wall_s=so_far.wall_s,
+        device_hours=device_hours,
+        cost_usd=_times(device_hours, known.price_per_hour if known else None),
+        energy_wh=_times(device_hours, known.watts if known else None),
+        versions=dict(plan.fingerprint["versions"]),
+        device=f"{devices} × {plan.fingerprint['name']}",
+    )
+
+
+def _times(device_hours: float, each: float | None) -> float | None:
+    return None if each is None else device_hours * each

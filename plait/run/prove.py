@@ -1,0 +1,72 @@
+"""`plait plan --prove K`: runs the most promising layouts for a few steps each and keeps the best for `plait train`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from plait.cluster.topology import usable_cores
+from plait.layout import in_words
+from plait.plan.split import MEASURED_TOLERANCE, Split
+from plait.recipe.load import load_recipe
+from plait.run.crew import crew
+from plait.run.data import prepare_data
+from plait.run.planning import look_around, proven_plan
+from plait.units import format_duration
+
+
+def prove(recipe: Path, overrides: Sequence[str], *, count: int, screen: Console) -> list[dict[str, Any]]:
+    """Time the `count` layouts of which the forecast is best, tell how they compare, and keep the choice.
+
+    Answers the trials as plain values. Raises PlaitError in one sentence.
+    """
+    config = load_recipe(recipe, overrides)
+    corpus = prepare_data(config, screen)
+    with crew() as workers:
+        site = look_around(workers, usable_cores())
+
+        def show(split: Split) -> None:
+            screen.print(f"timed    {_words(split)}: {_times(split)}", highlight=False, soft_wrap=True)
+
+        plan, trials = proven_plan(config, corpus, site, workers, count=count, on_timed=show)
+    screen.print(
+        f"chosen   {in_words(plan.layout)}: the simplest within {MEASURED_TOLERANCE:.0%} of the fastest; plait train "
+        "takes this plan from now on",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return [_values(split, split.layout == plan.layout and split.threads == plan.threads) for split in trials]
+
+
+def _words(split: Split) -> str:
+    workers = f"{split.workers} worker{'s' if split.workers > 1 else ''} × {split.threads} threads"
+    return f"{in_words(split.layout)}, {split.micro_sequences} sequences at a time, {workers}"
+
+
+def _times(split: Split) -> str:
+    measured = format_duration(split.step_s or 0.0)
+    if split.forecast is None or not split.step_s:
+        return f"{measured} a step"
+    return (
+        f"{measured} a step, forecast {format_duration(split.forecast.step_s)} "
+        f"({split.forecast.step_s / split.step_s - 1:+.0%})"
+    )
+
+
+def _values(split: Split, chosen: bool) -> dict[str, Any]:
+    return {
+        "layout": split.layout.degrees,
+        "shard_what": split.layout.shard_what,
+        "schedule": split.layout.schedule,
+        "stage_layers": list(split.layout.stage_layers),
+        "recompute": split.layout.recompute,
+        "micro_sequences": split.micro_sequences,
+        "workers": split.workers,
+        "threads": split.threads,
+        "step_s": split.step_s,
+        "predicted_step_s": split.forecast.step_s if split.forecast else None,
+        "chosen": chosen,
+    }

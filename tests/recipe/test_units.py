@@ -1,0 +1,28 @@
+"""Amounts as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.errors import PlaitError
+from plait.units import Amount, parse_amount, parse_every
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("412ms", 0.412), ("5 milliseconds", 0.005), ("3s", 3), ("90 seconds", 90), ("2 mins", 120), ("1 hours", 3600)],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_amount(text) == Amount(pytest.approx(seconds), "seconds")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "12", "s", "3K seconds", "0 steps", "-1 steps", "1e3 tokens"])
+def test_what_is_no_amount_is_told(text: str) -> None:
+    with pytest.raises(PlaitError, match="is not an amount; write for example"):
+        parse_amount(text)
+
+
+def test_an_interval_counts_steps_or_seconds() -> None:
+    assert parse_every("never").value == 0 and parse_every("2 min").value == 120
+    with pytest.raises(PlaitError, match="is not an interval"):
+        parse_every("5K tokens")
