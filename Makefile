@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test test-all test-gpu check bench bench-strands bench-gpu clean
+.PHONY: train test test-all test-gpu check bench bench-strands bench-gpu lab clean
 
 train: $(VENV)/.plait  ## learn Shakespeare on this machine, then write a little
 	$(BIN)/plait train recipes/01-shakespeare.toml
@@ -38,6 +38,11 @@ bench-strands: $(VENV)/.bench  ## each strand beside torch's own means for it
 
 bench-gpu: $(VENV)/.bench  ## speed on one NVIDIA GPU
 	$(BIN)/python -m benchmarks.one_gpu
+
+LAB_OUT ?= benchmarks/results/lab-$(shell date +%F).jsonl
+
+lab: $(VENV)/.bench  ## every layout on real links between hosts made on this machine, 90 minutes; needs root
+	$(BIN)/python -m benchmarks.lab --json $(LAB_OUT)
 
 clean:  ## forget the environment, keep the runs
 	rm -rf $(VENV)

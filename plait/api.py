@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from plait.recipe.schema import RunConfig
 
+Ending = Literal["finished", "SIGINT", "SIGTERM"]
+
 
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe, with `section.key=value` overrides; raises PlaitError in one sentence."""
@@ -17,13 +19,37 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return load(Path(recipe), overrides)
 
 
-def train_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Literal["finished", "SIGINT", "SIGTERM"]:
-    """Train what a recipe asks for, or go on with it; blocks to the end. Raises PlaitError, or RunFailed on the way."""
+def train_recipe(
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    hosts: int = 1,
+    address: str | None = None,
+    port: int = 0,
+    secret_file: str | Path | None = None,
+) -> Ending:
+    """Train what a recipe asks for, or go on with it; blocks to the end. Raises PlaitError, or RunFailed on the way.
+
+    With several hosts it waits until the others called `join_run`; main thread only.
+    """
     from rich.console import Console
 
+    from plait.run.invite import HostsAsked
     from plait.run.train import train as run
 
-    return run(Path(recipe), overrides, screen=Console(highlight=False, soft_wrap=True))
+    secret = Path(secret_file) if secret_file else None
+    asked = HostsAsked(hosts=hosts, address=address, port=port, secret_file=secret)
+    return run(Path(recipe), overrides, hosts=asked, screen=Console(highlight=False, soft_wrap=True))
+
+
+def join_run(at: str, *, secret_file: str | Path | None = None) -> Ending:
+    """Lend this host to the run that waits at HOST:PORT, until it ends; main thread only."""
+    from rich.console import Console
+
+    from plait.run.join import join
+
+    secret = Path(secret_file) if secret_file else None
+    return join(at, secret_file=secret, screen=Console(highlight=False, soft_wrap=True))
 
 
 def sample(

@@ -40,7 +40,7 @@ def train(
     secret_file: SecretFile = None,
 ) -> None:
     """Train what a recipe asks for; the same command goes on with a run that was stopped."""
-    from plait.run.hosts import HostsAsked
+    from plait.run.invite import HostsAsked
     from plait.run.train import train
 
     check = "never" if no_check else "new layouts"

@@ -49,7 +49,15 @@ class Died:
     code: int
 
 
-Failure = Raised | Died
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    """The process that starts a host's ranks, or the whole host, and with it the ranks; the sentence says how."""
+
+    at_s: float
+    sentence: str
+
+
+Failure = Raised | Died | Gone
 
 
 def raised(error: BaseException, rank: int | None) -> Raised:
@@ -79,24 +87,30 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: (isinstance(failure, Raised) and failure.lost_peer, failure.at_s))
 
 
-def as_error(failure: Failure, log: str) -> PlaitError:
-    """The exception for the supervisor's caller; `log` says where more can be read ("in runs/x/rank-1.log")."""
+def as_error(failure: Failure, log: str, *, host: str | None = None) -> PlaitError:
+    """The exception for the supervisor's caller; `log` says where more can be read ("in runs/x/rank-1.log").
+
+    `host` names the machine of the failure where it is not this one.
+    """
+    where = f" on {host}" if host else ""
+    if isinstance(failure, Gone):
+        return RunFailed(failure.sentence)
     if isinstance(failure, Died):
-        return RunFailed(_death_sentence(failure, log))
+        return RunFailed(_death_sentence(failure, where, log))
     if failure.plait_classes:
-        return _known_class(failure.plait_classes)(failure.text)
-    return RunFailed(_exception_sentence(failure, log))
+        prefix = f"on {host}: " if host else ""
+        return _known_class(failure.plait_classes)(prefix + failure.text)
+    return RunFailed(_exception_sentence(failure, where, log))
 
 
-def _death_sentence(death: Died, log: str) -> str:
+def _death_sentence(death: Died, where: str, log: str) -> str:
+    who = f"rank {death.rank}{where}"
     if death.code == 0:
-        return f"rank {death.rank} left before its work was done; see what it printed {log}, and please report it"
+        return f"{who} left before its work was done; see what it printed {log}, and please report it"
     if death.code > 0:
-        return f"rank {death.rank} ended with exit code {death.code}; see what it printed {log}, then {AGAIN}"
+        return f"{who} ended with exit code {death.code}; see what it printed {log}, then {AGAIN}"
     name = signal_name(-death.code)
-    return (
-        f"rank {death.rank} was killed by {name}{_SIGNAL_HINTS.get(name, f'; see what it printed {log}, then')} {AGAIN}"
-    )
+    return f"{who} was killed by {name}{_SIGNAL_HINTS.get(name, f'; see what it printed {log}, then')} {AGAIN}"
 
 
 # Each ends so that the advice to run again follows.
@@ -106,8 +120,8 @@ _SIGNAL_HINTS = {
 }
 
 
-def _exception_sentence(failure: Raised, log: str) -> str:
-    who = "starting the workers" if failure.rank is None else f"rank {failure.rank}"
+def _exception_sentence(failure: Raised, where: str, log: str) -> str:
+    who = ("starting the workers" if failure.rank is None else f"rank {failure.rank}") + where
     what = f"{failure.type_name}: {failure.text}" if failure.text else failure.type_name
     if failure.out_of_memory:
         return f"{who} ran out of memory ({what}); try a smaller layout.micro_sequences"

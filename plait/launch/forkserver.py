@@ -22,7 +22,7 @@ from typing import Any
 from plait.launch.channel import LineReader, send_line
 from plait.launch.failure import raised
 from plait.launch.guard import adopt_orphans, die_with_parent, end_children, thread_count
-from plait.launch.job import RANKS_AT_MOST, Job
+from plait.launch.job import RANKS_AT_MOST, Job, job_from
 from plait.launch.rank import Place, live_as_rank
 
 
@@ -44,7 +44,7 @@ def main(configuration: Mapping[str, Any]) -> None:
 class _ForkServer:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._requests = LineReader(control, sender="the supervisor", descriptors_at_most=RANKS_AT_MOST)
+        self._requests = LineReader(control, sender="the supervisor", descriptors_at_most=RANKS_AT_MOST + 1)
         self._ranks: dict[int, int] = {}
         self._child_ended = _wake_on_child_end()
 
@@ -69,14 +69,14 @@ class _ForkServer:
                 os.kill(pid, signal.Signals[request["signal"]])
 
     def _run(self, request: Mapping[str, Any]) -> None:
-        job = Job(**{**request["run"], "preload": tuple(request["run"]["preload"])})
-        wires = [socket.socket(fileno=descriptor) for descriptor in self._requests.descriptors]
+        job = job_from(request["run"])
+        sockets = [socket.socket(fileno=descriptor) for descriptor in self._requests.descriptors]
         self._requests.descriptors.clear()
         try:
             _preload([*job.preload, job.module])
             _ready_to_fork()
-            for rank, wire in enumerate(wires):
-                self._ranks[self._fork(job, rank, wire, wires, request["rendezvous"])] = rank
+            for local_rank in range(job.ranks):
+                self._ranks[self._fork(job, local_rank, sockets, request)] = job.first_rank + local_rank
         except Exception as error:
             end_children()
             self._ranks.clear()
@@ -84,18 +84,28 @@ class _ForkServer:
             send_line(self._control, {"over": True})
         else:
             # The wires first: from this word on the end of a rank's wire means the end of the rank.
-            _close(wires)
+            _close(sockets)
             send_line(self._control, {"forked": True})
         finally:
-            _close(wires)
+            _close(sockets)
 
-    def _fork(self, job: Job, rank: int, wire: socket.socket, wires: Sequence[socket.socket], rendezvous: str) -> int:
-        server_pid = os.getpid()
-        strangers = {self._control, self._child_ended, *wires} - {wire}
+    def _fork(self, job: Job, local_rank: int, sockets: Sequence[socket.socket], request: Mapping[str, Any]) -> int:
+        """`sockets` are a wire for each rank here, then, if others come over the network, what rank 0 listens on."""
+        server_pid, wire, listeners = os.getpid(), sockets[local_rank], sockets[job.ranks :]
+        kept, rendezvous = {wire}, request["rendezvous"]
+        if local_rank == 0 and listeners:
+            kept.update(listeners)
+            rendezvous = f"{rendezvous}?listen={listeners[0].fileno()}"
         pid = os.fork()
         if pid == 0:
-            place = Place(rank=rank, rendezvous=rendezvous, wire=wire, server_pid=server_pid)
-            live_as_rank(job, place, strangers)
+            place = Place(
+                local_rank=local_rank,
+                rendezvous=rendezvous,
+                interface=request["interface"],
+                wire=wire,
+                server_pid=server_pid,
+            )
+            live_as_rank(job, place, {self._control, self._child_ended, *sockets} - kept)
         return pid
 
     def _reap(self) -> None:
@@ -117,9 +127,9 @@ class _ForkServer:
             send_line(self._control, {"died": rank, "code": code, "at_s": time.monotonic()})
 
 
-def _close(wires: Sequence[socket.socket]) -> None:
-    for wire in wires:
-        wire.close()
+def _close(sockets: Sequence[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
 
 
 def _preload(modules: Sequence[str]) -> None:

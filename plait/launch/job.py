@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from plait.errors import PlaitError
-
 RANKS_AT_MOST = 250
 """One message carries every rank's channel to the fork server, and Linux passes at most 253 descriptors in one."""
 
@@ -15,11 +13,20 @@ StoppedBy = Literal["finished", "SIGINT", "SIGTERM"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """N ranks of one entry on this machine; the entry is called as `function(context, argument)` in each.
+class Part:
+    """Which ranks of a job one of several hosts runs: so many, from the first one on."""
 
-    `log_dir` (an existing directory) gets `rank-N.log`: everything the ranks but rank 0 print, and every rank's
-    traceback. Without it the ranks share the terminal.
+    first_rank: int
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """N ranks of one entry; the entry is called as `function(context, argument)` in each.
+
+    All are on this machine, unless it is one of several hosts and `part` says which are its own. `log_dir` (an
+    existing directory) gets `rank-N.log`: everything the ranks but rank 0 print, and every rank's traceback. Without
+    it the ranks share the terminal.
     """
 
     entry: str
@@ -28,17 +35,26 @@ class Job:
     threads: int
     preload: tuple[str, ...] = ()
     log_dir: str | None = None
+    part: Part | None = None
 
     def __post_init__(self) -> None:
         module, _, function = self.entry.partition(":")
         if not (module and function):
             raise ValueError(f"entry {self.entry!r} is not of the form package.module:function")
-        if not 1 <= self.world_size <= RANKS_AT_MOST:
-            raise PlaitError(
-                f"{self.world_size} workers cannot be started on one machine; choose 1 to {RANKS_AT_MOST} workers"
-            )
+        if self.first_rank + self.ranks > self.world_size:
+            raise ValueError(f"{self.part} is no part of {self.world_size} ranks")
         if self.threads < 1:
             raise ValueError(f"threads = {self.threads}: a rank needs at least one")
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks run on this machine."""
+        return self.part.ranks if self.part else self.world_size
+
+    @property
+    def first_rank(self) -> int:
+        """The number of this machine's first rank; the others follow it."""
+        return self.part.first_rank if self.part else 0
 
     @property
     def module(self) -> str:
@@ -47,6 +63,12 @@ class Job:
     @property
     def function(self) -> str:
         return self.entry.partition(":")[2]
+
+
+def job_from(values: Mapping[str, Any]) -> Job:
+    """The inverse of `dataclasses.asdict` after a journey as JSON."""
+    part = Part(**values["part"]) if values["part"] else None
+    return Job(**{**values, "preload": tuple(values["preload"]), "part": part})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +84,8 @@ class Message:
 class RankContext:
     """Who a rank is among its peers, and its two wires: `tell` to the supervisor, `stop_requested` from it.
 
-    `rendezvous` is the path for a `FileStore`, or "env://" under torchrun.
+    `rendezvous` is where the ranks meet, for `parallel.mesh.open_store`: a file's path; for several hosts
+    "tcp://HOST:PORT/NAME", with the listening socket that rank 0 owns as "?listen=DESCRIPTOR"; "env://" under torchrun.
     """
 
     rank: int

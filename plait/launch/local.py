@@ -7,15 +7,17 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from plait.launch.channel import LineReader
-from plait.launch.job import Job, JobResult, Message
+from plait.errors import PlaitError
+from plait.launch.job import RANKS_AT_MOST, Job, JobResult, Message
+from plait.launch.phase import Bounds
 from plait.launch.server import ServerProcess
 from plait.launch.signals import collected_signals
-from plait.launch.supervise import Bounds, Supervision
+from plait.launch.site import LocalSite
+from plait.launch.supervise import Supervision
 
 
 def run_job(
@@ -24,6 +26,18 @@ def run_job(
     """Start the ranks of one job and block until all have ended; the bounds and errors are `ForkServer.run`'s."""
     with ForkServer(preload=job.preload, threads=job.threads) as server:
         return server.run(job, on_message=on_message, grace_s=grace_s, start_s=start_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the ranks of a job over several hosts find each other, and the interface that their traffic takes here.
+
+    `listener`, on rank 0's host, is the bound and listening socket of the rendezvous; starting the job uses it up.
+    """
+
+    rendezvous: str
+    interface: str
+    listener: socket.socket | None = None
 
 
 class ForkServer:
@@ -60,20 +74,31 @@ class ForkServer:
         Raises RunFailed when a rank dies, is not running after `start_s`, or is killed here; raises the PlaitError
         that a rank raised. If `on_message` raises, the ranks are killed.
         """
-        process, began_s = self._entered(), time.monotonic()
-        bounds = Bounds(start_s=start_s, grace_s=grace_s)
-        with (
-            collected_signals() as signals,
-            _private_directory() as directory,
-            _wires(job.world_size) as (ours, theirs),
-        ):
-            request = {"run": asdict(job), "rendezvous": str(directory / "rendezvous")}
-            process.request(request, [wire.fileno() for wire in theirs])
-            for wire in theirs:
-                wire.close()
-            ranks = [LineReader(wire, sender=f"rank {rank}") for rank, wire in enumerate(ours)]
-            stopped_by = Supervision(job, process, ranks, signals, on_message, bounds).run()
+        began_s = time.monotonic()
+        with collected_signals() as signals, self.start(job) as site:
+            stopped_by = Supervision([site], signals, on_message, Bounds(start_s=start_s, grace_s=grace_s)).run()
         return JobResult(stopped_by=stopped_by, wall_s=time.monotonic() - began_s)
+
+    @contextlib.contextmanager
+    def start(self, job: Job, meeting: Meeting | None = None) -> Iterator[LocalSite]:
+        """Start this machine's ranks of a job, for one who watches them until they are over: see `LocalSite`.
+
+        Without a `meeting` all ranks are here, and meet in a private file.
+        """
+        if not 1 <= job.ranks <= RANKS_AT_MOST:
+            raise PlaitError(
+                f"{job.ranks} workers cannot be started on one machine; choose 1 to {RANKS_AT_MOST} workers"
+            )
+        process = self._entered()
+        with _private_directory() as directory, _wires(job.ranks) as (ours, theirs):
+            here = meeting or Meeting(rendezvous=str(directory / "rendezvous"), interface="lo")
+            request = {"run": asdict(job), "rendezvous": here.rendezvous, "interface": here.interface}
+            listeners = [here.listener] if here.listener is not None else []
+            process.request(request, [each.fileno() for each in (*theirs, *listeners)])
+            for each in (*theirs, *listeners):
+                each.close()
+            with contextlib.closing(LocalSite(job, process, ours)) as site:
+                yield site
 
     def _entered(self) -> ServerProcess:
         if self._process is None:

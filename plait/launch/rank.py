@@ -44,10 +44,11 @@ class StopFlag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a forked process finds itself: its number, its wire to the supervisor, its parent."""
+    """Where a forked process finds itself: its number, where its peers meet, its wire to the supervisor, its parent."""
 
-    rank: int
+    local_rank: int
     rendezvous: str
+    interface: str
     wire: socket.socket
     server_pid: int
 
@@ -65,8 +66,8 @@ def live_as_rank(job: Job, place: Place, strangers: Iterable[socket.socket]) -> 
             stranger.close()
         stop = StopFlag()
         _take_signals(stop)
-        log = _redirect(job, place.rank)
-        _set_environment(job, place.rank)
+        log = _redirect(job, job.first_rank + place.local_rank)
+        _set_environment(job, place)
         code = _work(job, _context(job, place, stop), place.wire, log)
         _flush()
     finally:
@@ -94,11 +95,13 @@ def _redirect(job: Job, rank: int) -> TextIO:
     return log
 
 
-def _set_environment(job: Job, rank: int) -> None:
+def _set_environment(job: Job, place: Place) -> None:
     os.environ.update(thread_environment(job.threads))
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ.update(WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.world_size))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(RANK=str(job.first_rank + place.local_rank), LOCAL_RANK=str(place.local_rank))
+    os.environ.update(WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.ranks))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
+    if job.ranks < job.world_size:  # within one machine NCCL needs no network; "=" asks for this very name
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={place.interface}")
     # Measured: a torch loaded before the fork keeps the thread count of the fork server's environment.
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(job.threads)
@@ -118,10 +121,10 @@ def _context(job: Job, place: Place, stop: StopFlag) -> RankContext:
             send_line(place.wire, {"told": kind, "values": values})
 
     return RankContext(
-        rank=place.rank,
+        rank=job.first_rank + place.local_rank,
         world_size=job.world_size,
-        local_rank=place.rank,
-        local_world_size=job.world_size,
+        local_rank=place.local_rank,
+        local_world_size=job.ranks,
         threads=job.threads,
         rendezvous=place.rendezvous,
         channel=channel,

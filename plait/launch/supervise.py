@@ -1,67 +1,49 @@
-"""Watches the ranks of one job from their start to the last one's end, and decides how it ended."""
+"""Watches the ranks of one job, on one host or several, from the first start to the last end; decides how it ended."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import selectors
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from plait.errors import PlaitError, RunFailed
-from plait.launch.channel import LineReader
-from plait.launch.failure import AGAIN, Died, Failure, Raised, as_error, raised_from, root_cause
-from plait.launch.job import Job, Message, StoppedBy
-from plait.launch.server import ServerProcess
+from plait.launch.blame import Blame
+from plait.launch.failure import AGAIN, Died, Failure, Gone, raised_from
+from plait.launch.job import Message, StoppedBy
+from plait.launch.phase import Bounds, Phase
 from plait.launch.signals import SignalMailbox, StopSignal
-
-# starting: some ranks have not said so yet. stopping: asked to save and return. collecting: one died badly, and
-# the others may tell why. ending: nobody is left, or all have been killed; only the fork server's word is missing.
-Phase = Literal["starting", "running", "stopping", "collecting", "ending"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """How long each phase of a job may last; running alone has no bound."""
-
-    start_s: float
-    grace_s: float
-    collect_s: float = 0.7
-    end_s: float = 3.0
-    report_s: float = 4.0
-    silence_s: float = 1.0
+from plait.launch.site import Event, Order, Site
 
 
 class Supervision:
-    """One job under watch; call `run` once. `server` must have been sent the job already."""
+    """One job under watch; call `run` once. Each site must have been sent its part already."""
 
     def __init__(
         self,
-        job: Job,
-        server: ServerProcess,
-        ranks: Sequence[LineReader],
+        sites: Sequence[Site],
         signals: SignalMailbox,
         on_message: Callable[[Message], None],
         bounds: Bounds,
     ) -> None:
-        self._job = job
-        self._server = server
-        self._ranks = ranks
+        self._site_of = {
+            site.job.first_rank + local_rank: site for site in sites for local_rank in range(site.job.ranks)
+        }
         self._signals = signals
         self._on_message = on_message
         self._bounds = bounds
         self._selector = selectors.DefaultSelector()
-        self._forked = False
-        self._over = False
-        self._not_started = set(range(job.world_size))
-        self._alive = set(range(job.world_size))
+        self._sites = list(sites)
+        self._open = list(sites)
+        self._unforked = list(sites)
+        self._not_started = set(self._site_of)
+        self._alive = set(self._site_of)
         self._returned: set[int] = set()
-        self._failures: list[Failure] = []
+        self._blame = Blame()
         self._report_due: dict[int, float] = {}
+        self._waits_for_hosts = bounds.host_s > 0
         self._verdict: PlaitError | None = None
         self._stopped_by: StoppedBy = "finished"
         self._enter("starting", bounds.start_s)
@@ -69,28 +51,22 @@ class Supervision:
     def run(self) -> StoppedBy:
         """Block until every rank has ended; raises what ended the job when that was neither its work nor a stop."""
         with self._selector:
-            self._watch()
+            self._selector.register(self._signals.wire, selectors.EVENT_READ, self._read_signals)
+            for site in self._sites:
+                self._selector.register(site, selectors.EVENT_READ, partial(self._read_site, site))
             try:
-                while not self._over:
+                while self._open:
                     self._turn()
-                self._drain(self._hear_rank)
             finally:
-                if not self._over:  # the caller's on_message raised, or a wire is garbled
+                if self._open:  # the caller's on_message raised, or a wire is garbled
                     self._abandon()
         return self._conclusion()
-
-    def _watch(self) -> None:
-        register = self._selector.register
-        register(self._signals.wire, selectors.EVENT_READ, self._read_signals)
-        register(self._server.answers.wire, selectors.EVENT_READ, self._read_server)
-        for rank, reader in enumerate(self._ranks):
-            register(reader.wire, selectors.EVENT_READ, lambda rank=rank: self._read_rank(rank))
 
     def _turn(self) -> None:
         left_s = max(0.0, self._deadline - time.monotonic())
         for key, _ in self._selector.select(None if math.isinf(left_s) else left_s):
             key.data()
-        if time.monotonic() >= self._deadline and not self._over:
+        if time.monotonic() >= self._deadline and self._open:
             self._time_is_up()
 
     def _enter(self, phase: Phase, for_at_most_s: float) -> None:
@@ -103,58 +79,65 @@ class Supervision:
         for name in self._signals.read():
             self._stop(name)
 
-    def _read_rank(self, rank: int) -> None:
-        reader = self._ranks[rank]
-        for value in reader.read():
-            self._hear_rank(rank, value)
-        if reader.ended:
-            self._selector.unregister(reader.wire)
-            # Its death must be reported soon, or the server is stuck.
-            self._report_due[rank] = time.monotonic() + self._bounds.report_s
-            if self._phase == "running":
-                self._deadline = min(self._deadline, self._report_due[rank])
+    def _read_site(self, site: Site) -> None:
+        for event in site.read():
+            self._hear(site, event)
 
-    def _read_server(self) -> None:
-        for value in self._server.answers.read():
-            self._hear_server(value)
-        if self._server.answers.ended:
-            self._over = True
-
-    def _hear_rank(self, rank: int, value: Mapping[str, Any]) -> None:
-        if "told" in value:
-            self._on_message(Message(rank=rank, kind=value["told"], values=value["values"]))
-        elif "started" in value:
-            self._not_started.discard(rank)
+    def _hear(self, site: Site, event: Event) -> None:
+        if "told" in event:
+            self._on_message(Message(rank=event["rank"], kind=event["told"], values=event["values"]))
+        elif "forked" in event:
+            self._unforked.remove(site)
             self._note_start()
-        elif "returned" in value:
-            self._returned.add(rank)
-        elif "raised" in value:
-            self._fail(raised_from(value["raised"]))
+        elif "started" in event:
+            self._not_started.discard(event["rank"])
+            self._note_start()
+        elif "returned" in event:
+            self._returned.add(event["rank"])
+        elif "raised" in event:
+            self._fail(raised_from(event["raised"]), site)
+        elif "ended" in event:
+            self._expect_report(event["rank"])
+        elif "died" in event:
+            self._bury(Died(rank=event["died"], code=event["code"], at_s=event["at_s"]), site)
+        elif "over" in event:
+            self._close(site, event.get("obituary"))
+        elif "stop" in event and self._stopped_by == "finished":  # two hosts' first Ctrl-C are no second one
+            self._stop(event["stop"])
 
     def _note_start(self) -> None:
-        if self._forked and not self._not_started and self._phase == "starting":
+        if not self._unforked and not self._not_started and self._phase == "starting":
             self._enter("running", math.inf)
 
-    def _hear_server(self, value: Mapping[str, Any]) -> None:
-        if "forked" in value:
-            self._forked = True
-            self._note_start()
-        elif "died" in value:
-            self._bury(Died(rank=value["died"], code=value["code"], at_s=value["at_s"]))
-        elif "raised" in value:
-            self._fail(raised_from(value["raised"]))
-        elif "over" in value:
-            self._over = True
+    def _expect_report(self, rank: int) -> None:
+        self._report_due[rank] = time.monotonic() + self._bounds.report_s  # else its server is stuck
+        if self._phase == "running":
+            self._deadline = min(self._deadline, self._report_due[rank])
 
-    def _bury(self, death: Died) -> None:
-        for value in self._ranks[death.rank].read_all():  # its last words come before the verdict
-            self._hear_rank(death.rank, value)
+    def _bury(self, death: Died, site: Site) -> None:
         self._alive.discard(death.rank)
         well = death.code == 0 and death.rank in self._returned
-        if not well and not any(failure.rank == death.rank for failure in self._failures):
-            self._fail(death)
-        if not self._alive and self._phase != "ending":
+        if not well and not self._blame.explains(death.rank):
+            self._fail(death, site)
+        self._end_if_nobody_is_left()
+
+    def _close(self, site: Site, obituary: str | None) -> None:
+        if site not in self._open:
+            return
+        self._open.remove(site)
+        self._selector.unregister(site)
+        left = self._alive_at(site)
+        if obituary is not None and left:
+            self._fail(Gone(at_s=time.monotonic(), sentence=obituary), site)
+        self._alive -= left
+        self._end_if_nobody_is_left()
+
+    def _end_if_nobody_is_left(self) -> None:
+        if not self._alive and self._phase not in ("ending", "killed"):
             self._enter("ending", self._bounds.end_s)
+
+    def _alive_at(self, site: Site) -> set[int]:
+        return {rank for rank in self._alive if self._site_of[rank] is site}
 
     # What is decided.
 
@@ -164,25 +147,29 @@ class Supervision:
             self._kill()
             return
         self._stopped_by = name
-        if not self._forked and len(self._not_started) == self._job.world_size:  # nothing to save yet
-            self._server.kill()
+        if self._unforked == self._sites and len(self._not_started) == len(self._site_of):  # nothing to save yet
+            self._kill_servers()
         elif self._phase in ("starting", "running"):
-            self._server.request({"signal": "SIGTERM"})
+            self._order("SIGTERM")
             self._enter("stopping", self._bounds.grace_s)
 
-    def _fail(self, failure: Failure) -> None:
-        if self._phase == "ending":  # killed by ourselves
+    def _fail(self, failure: Failure, site: Site) -> None:
+        if self._phase in ("ending", "killed"):  # by ourselves
             return
-        self._failures.append(failure)
+        self._blame.add(failure, site)
         if self._phase != "collecting":
             self._enter("collecting", self._bounds.collect_s)
 
     def _time_is_up(self) -> None:
-        if self._phase == "ending":  # a word from the server is not worth more patience: its death ends all
-            self._server.kill()
-            self._over = True
+        if self._phase == "killed":
+            self._open.clear()
+        elif self._phase == "ending":
+            self._kill_servers()
         elif self._phase == "running":
             self._look_for_unreported_deaths()
+        elif self._phase == "collecting" and self._a_lost_host_may_explain():
+            self._waits_for_hosts = False
+            self._enter("collecting", self._bounds.host_s)
         else:
             self._give_up_waiting()
 
@@ -190,8 +177,14 @@ class Supervision:
         due = [self._report_due[rank] for rank in self._alive if rank in self._report_due]
         self._enter("running", min(due, default=math.inf) - time.monotonic())
         if self._deadline <= time.monotonic():
-            self._verdict = RunFailed(f"the process that starts the workers does not answer; {AGAIN}")
-            self._server.kill()
+            stuck = min(self._alive & self._report_due.keys(), key=self._report_due.__getitem__)
+            who = f"the process that starts the workers{_on(self._site_of[stuck])}"
+            self._verdict = RunFailed(f"{who} does not answer; {AGAIN}")
+            self._kill_servers()
+
+    def _a_lost_host_may_explain(self) -> bool:
+        """Ranks that lost a peer know it at once, a host that froze or dropped off the network is missed later."""
+        return self._waits_for_hosts and self._blame.only_lost_peers() and any(site.host for site in self._open)
 
     def _give_up_waiting(self) -> None:
         if self._phase == "starting":
@@ -205,47 +198,40 @@ class Supervision:
 
     def _kill(self) -> None:
         self._enter("ending", self._bounds.end_s)
-        with contextlib.suppress(RunFailed):  # a dead server's ranks are dead as well
-            self._server.request({"signal": "SIGKILL"})
+        self._order("SIGKILL")
+
+    def _order(self, order: Order) -> None:
+        for site in self._open:
+            with contextlib.suppress(RunFailed):  # a dead server's ranks are dead as well, and its end is an event
+                site.signal(order)
+
+    def _kill_servers(self) -> None:
+        self._enter("killed", self._bounds.kernel_s)
+        for site in self._open:
+            site.kill()
 
     def _abandon(self) -> None:
+        """Kill all and wait for it, without another word to the caller."""
+        self._on_message = lambda message: None
         self._kill()
-        answers = self._server.answers
-        while not (self._over or answers.ended) and answers.wait(self._deadline - time.monotonic()):
-            self._over = any("over" in value for value in answers.read())
-        if not self._over:
-            self._server.kill()
-        self._drain(lambda rank, value: None)
+        while self._open:
+            self._turn()
 
     def _who_is_missing(self) -> str:
-        if not self._forked:
-            return "the process that starts the workers was not ready"
+        if self._unforked:
+            return f"the process that starts the workers{_on(self._unforked[0])} was not ready"
         missing = sorted(self._not_started)
         return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not start"
 
     # How it ended.
 
-    def _drain(self, hear: Callable[[int, Mapping[str, Any]], None]) -> None:
-        """Take what the ranks left in their wires, until each is closed: then its rank is gone."""
-        deadline = time.monotonic() + self._bounds.silence_s
-        for rank, reader in enumerate(self._ranks):
-            while not reader.ended and reader.wait(deadline - time.monotonic()):
-                for value in reader.read():
-                    hear(rank, value)
-
     def _conclusion(self) -> StoppedBy:
         if self._verdict:
             raise self._verdict
-        if self._failures:
-            raise self._cause()
-        if self._alive and (self._forked or self._stopped_by == "finished"):
-            raise RunFailed(self._server.obituary())
+        if self._blame:
+            raise self._blame.error()
         return self._stopped_by
 
-    def _cause(self) -> PlaitError:
-        cause = root_cause(self._failures)
-        if self._job.log_dir is not None and cause.rank is not None:
-            return as_error(cause, f"in {Path(self._job.log_dir) / f'rank-{cause.rank}.log'}")
-        if isinstance(cause, Raised) and not cause.plait_classes:
-            print(cause.traceback, file=sys.stderr, flush=True)
-        return as_error(cause, "above")
+
+def _on(site: Site) -> str:
+    return f" on {site.host}" if site.host else ""

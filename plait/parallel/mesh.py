@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from typing import Protocol
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
 import torch
 import torch.distributed as dist
@@ -76,18 +77,40 @@ class GroupSums:
 
 
 def open_store(rendezvous: str, rank: int, world_size: int) -> Store:
-    """Where ranks find each other: a file's path, or "env://NAME" for torchrun's own store, under a name of the job.
+    """Where ranks find each other: a file's path, "tcp://HOST:PORT/NAME", or "env://NAME" for torchrun's own store.
 
-    The name keeps the keys of one job apart from those of the next in the same processes: a rank that is fast would
-    else read the address of a peer that is gone.
+    The name keeps the keys of one job apart from those of another: a rank that is fast would else read the address of
+    a peer that is gone.
     """
-    if not rendezvous.startswith("env://"):
-        return FileStore(rendezvous, world_size)
+    if rendezvous.startswith("tcp://"):
+        return _store_of_hosts(urlsplit(rendezvous), rank)
+    if rendezvous.startswith("env://"):
+        return _store_of_torchrun(rendezvous.removeprefix("env://"), rank)
+    return FileStore(rendezvous, world_size)
+
+
+def _store_of_hosts(rendezvous: SplitResult, rank: int) -> Store:
+    """Rank 0 serves the others, on the socket in "?listen=DESCRIPTOR" that has been bound for it.
+
+    Left to itself TCPStore listens on every address of the machine. That socket listens since before any rank was
+    started, so nobody is too early.
+    """
+    assert rendezvous.hostname is not None and rendezvous.port is not None
+    host, port = rendezvous.hostname, rendezvous.port
+    if rank == 0:
+        (descriptor,) = parse_qs(rendezvous.query)["listen"]
+        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=int(descriptor))
+    else:
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+    return PrefixStore(f"plait{rendezvous.path}", store)
+
+
+def _store_of_torchrun(name: str, rank: int) -> Store:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(host, port, is_master=rank == 0 and not agent_serves, wait_for_workers=False)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"plait/{attempt}/{rendezvous.removeprefix('env://')}", store)
+    return PrefixStore(f"plait/{attempt}/{name}", store)
 
 
 def make_mesh(layout: Layout, device: str) -> DeviceMesh:

@@ -238,7 +238,7 @@ def _stream(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates
     inner = tokens * ffn * stack.inner_bytes * (w.gate_factor - 1) / candidates.tensor
     routed = sparse * tokens * w.experts_per_token * w.width * stack.routed_bytes / candidates.tensor
     scanned = tokens * 2 * w.width * SCANNED_BYTES * w.scanning_layers / w.layers / candidates.tensor
-    return (whole + inner + routed + scanned) / chip.stream_bytes_per_s
+    return (whole + inner + routed + scanned) * (w.number_bytes / 2) / chip.stream_bytes_per_s
 
 
 SCANNED_BYTES = 90.0

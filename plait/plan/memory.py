@@ -84,16 +84,18 @@ def _rank(w: Workload, c: Candidates, stack: Stack, last: Reals) -> dict[str, Re
     states = (layers * common + tables) / split["optimizer"] + layers * experts / own_experts
     fully = rule == SHARD_WHAT.index("parameters")
     layer = common + experts
+    # In 16 bits the optimizer keeps the parameters once more in 32; in float32 they are the same.
+    twice, number_bytes = w.number_bytes < 4, w.number_bytes
     micros = micro_batches(w, c)
     kept = np.where(
         last & ~alone, np.where(c.virtual > 1, kept_micros(c, micros) - c.pipeline + 1, 1), kept_micros(c, micros)
     )
-    tokens = local_tokens(w, c)
+    tokens, ahead = local_tokens(w, c), number_bytes + stack.gradient_bytes / 2
     return {
-        "parameters": weights * 2.0 / split["parameters"] * np.where(fully, 0.0, 1.0),
+        "parameters": np.where(fully & twice, 0.0, weights * number_bytes / split["parameters"]),
         "gradients": weights * (stack.gradients_held_bytes or stack.gradient_bytes) / split["gradients"],
-        "optimizer": states * stack.state_bytes * (1 - stack.offloaded),
-        "gathered": np.where(fully, stack.layers_ahead * (2.0 + stack.gradient_bytes / 2) * layer + 1.0 * tables, 0.0),
+        "optimizer": states * (stack.state_bytes - (0 if twice else number_bytes)) * (1 - stack.offloaded),
+        "gathered": np.where(fully, stack.layers_ahead * ahead * layer + number_bytes / 2 * tables, 0.0),
         "activations": _activations(w, c, stack, layers, np.maximum(kept, 1)),
         "logits": np.where(last | alone, tokens * w.vocabulary / c.tensor * stack.logit_copies_bytes, 0.0),
         "fixed": stack.fixed_bytes + np.where(rule > 0, stack.bucket_bytes, 0.0),
@@ -104,7 +106,7 @@ def _activations(w: Workload, c: Candidates, stack: Stack, layers: Reals, kept: 
     tokens = local_tokens(w, c)
     stream = np.where(c.sequence_parallel > 0, c.tensor, 1)
     whole = layer_activations(w, c, stack)
-    edge = 2.0 * tokens * w.width / stream * (1 - stack.offloaded)
+    edge = w.number_bytes * tokens * w.width / stream * (1 - stack.offloaded)
     cores = scores_held(w, c)
     full = c.recompute == RECOMPUTE.index("full")
     selective = c.recompute == RECOMPUTE.index("selective")
@@ -116,8 +118,8 @@ def _activations(w: Workload, c: Candidates, stack: Stack, layers: Reals, kept: 
 def layer_activations(w: Workload, c: Candidates, stack: Stack) -> Reals:
     """Bytes that one layer keeps of one micro-batch for its backward pass, nothing recomputed.
 
-    Counted as by Korthikanti et al. 2022, whose 34 bytes per token and unit of width (plain feedforward of four widths)
-    are 10 for inputs of norms and products, 8 for queries, keys, values and their result, 16 for the feedforward.
+    Counted in 16 bits as by Korthikanti et al. 2022, whose 34 bytes per token and unit of width (plain feedforward of
+    four widths) are 10 for inputs of norms and products, 8 for queries, keys, values and their result, 16 for the feedforward.
     """
     tokens = local_tokens(w, c)
     stream = np.where(c.sequence_parallel > 0, c.tensor, 1)
@@ -130,7 +132,8 @@ def layer_activations(w: Workload, c: Candidates, stack: Stack) -> Reals:
     inner = ((6.0 if w.gated else 4.0) - less) * ffn / c.tensor
     routed = sparse * (4.0 - less) * w.experts_per_token * w.routed_width / c.tensor
     streamed = (stack.stream_held_bytes - 2 * less) * w.width / stream
-    return tokens * (streamed + (4 - less) * heads + 4 * keys + inner + routed) + scores_held(w, c)
+    held = streamed + (4 - less) * heads + 4 * keys + inner + routed
+    return tokens * held * (w.number_bytes / 2) + scores_held(w, c)
 
 
 def scores_held(w: Workload, c: Candidates) -> Reals:

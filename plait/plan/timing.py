@@ -139,14 +139,14 @@ def _exposed(scene: _Scene, layer: LayerTime) -> _Exposed:
     w, c, stack = scene.workload, scene.candidates, scene.stack
     tokens = local_tokens(w, c)
     full = c.recompute == RECOMPUTE.index("full")
-    tensor = (4 + 2 * full) * collective_s(scene.roads, "reduce", 2.0 * tokens * w.width, c.tensor, 1)
+    tensor = (4 + 2 * full) * collective_s(scene.roads, "reduce", w.number_bytes * tokens * w.width, c.tensor, 1)
     # Keys and values travel round the context axis, and back with their gradients.
-    keys = 2.0 * 2 * tokens * c.context * np.maximum(w.kv_heads / c.tensor, 1) * w.head_width
+    keys = 2.0 * w.number_bytes * tokens * c.context * np.maximum(w.kv_heads / c.tensor, 1) * w.head_width
     once = collective_s(scene.roads, "gather", keys, c.context, c.tensor)
     context = (3 + full) * once
     under = stack.hides_context * (layer.scores + layer.scores_backward)
     # Half of the messages, those to the experts, are as narrow as what the experts multiply.
-    token_bytes = w.routed_width * (1.5 if w.precision in ("fp8", "fp4") else 2.0)
+    token_bytes = w.routed_width * (1.5 if w.precision in ("fp8", "fp4") else w.number_bytes)
     inside, between = exchange_s(scene.roads, tokens / c.tensor, token_bytes, w.experts_per_token, c.expert, 1)
     times = (4 + 2 * full) * w.sparse_layers / w.layers
     experts = times * np.maximum(inside, between * (1 - stack.hides_experts))
@@ -185,7 +185,8 @@ def _passes(scene: _Scene) -> Reals:
     """Exposed sends between stages for one micro-batch, there and back."""
     w, c = scene.workload, scene.candidates
     split = np.where(c.sequence_parallel > 0, c.tensor, 1)
-    once = pass_s(scene.roads, 2.0 * local_tokens(w, c) * w.width / split, c.devices // c.pipeline)
+    stream_bytes = w.number_bytes * local_tokens(w, c) * w.width / split
+    once = pass_s(scene.roads, stream_bytes, c.devices // c.pipeline)
     return np.where(c.pipeline > 1, 2 * c.virtual * once * (1 - scene.stack.hides_pipeline), 0.0)
 
 
@@ -207,7 +208,7 @@ def _data(scene: _Scene, layer: LayerTime, again: Reals, layers: Reals, micros: 
     one = common + experts
     pieces = layers * stack.layer_pieces
     apart = stride * c.context // (sharded // c.shard)  # of two ranks that share the shards of a weight
-    gather = collective_s(scene.roads, "gather", 2.0 * one, group, apart, pieces)
+    gather = collective_s(scene.roads, "gather", scene.workload.number_bytes * one, group, apart, pieces)
     scatter = collective_s(scene.roads, "gather", stack.gradient_bytes * one, group, apart, pieces)
     scatter = scatter * np.where(stack.sums_whole & (c.shard_what < SHARD_WHAT.index("gradients")), 2.0, 1.0)
     summed = _summed(scene, common / group, experts / group, pieces)

@@ -52,6 +52,11 @@ class Workload:
     """Layers whose attention sees only the window."""
 
     @property
+    def number_bytes(self) -> int:
+        """Of a number as it is multiplied, kept for the backward pass and sent: 2 but for float32."""
+        return 4 if self.precision == "float32" else 2
+
+    @property
     def gate_factor(self) -> int:
         """Matrices of a feedforward: 3 with a gate, else 2."""
         return 3 if self.gated else 2

@@ -15,10 +15,18 @@ from plait.errors import PlaitError
 from plait.launch.environment import torchrun_context
 from plait.launch.job import Job, JobResult, Message, RankContext
 from plait.launch.local import ForkServer
+from plait.plan.plan import Plan
 from plait.plan.split import Given
 
 # torch's optimizers import torch._dynamo when the first is made, a second for each rank: so once for all of them.
-PRELOAD = ("torch._dynamo", "plait.train.worker", "plait.train.measure", "plait.cluster.measure", "plait.run.oracle")
+PRELOAD = (
+    "torch._dynamo",
+    "plait.train.worker",
+    "plait.train.measure",
+    "plait.cluster.measure",
+    "plait.run.oracle",
+    "plait.run.probe_rank",
+)
 OnMessage = Callable[[Message], None]
 
 
@@ -33,6 +41,14 @@ class Crew(Protocol):
     def run(self, job: Job, on_message: OnMessage) -> JobResult: ...
 
 
+class PlacedCrew(Crew, Protocol):
+    """A crew that knows which host has which of a plan's ranks."""
+
+    def placed(self, plan: Plan) -> Plan:
+        """The plan with each host's part in it, where there are several."""
+        ...
+
+
 class OwnCrew:
     """Workers forked on this machine from a server that has torch loaded."""
 
@@ -40,6 +56,9 @@ class OwnCrew:
 
     def __init__(self, server: ForkServer) -> None:
         self._server = server
+
+    def placed(self, plan: Plan) -> Plan:
+        return replace(plan, hosts=())
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
         return self._server.run(job, on_message=on_message)
@@ -55,6 +74,9 @@ class TorchrunCrew:
         self._store = open_store("env://orders", context.rank, context.world_size)
         self._orders = 0
         self.given = Given(workers=context.world_size, threads=context.threads)
+
+    def placed(self, plan: Plan) -> Plan:
+        return replace(plan, hosts=())
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
         began = time.monotonic()
@@ -96,7 +118,7 @@ class TorchrunCrew:
 
 
 @contextmanager
-def crew() -> Iterator[Crew]:
+def crew() -> Iterator[PlacedCrew]:
     """The workers at hand; under torchrun the block runs on rank 0 alone, and the others leave when it ends."""
     context = torchrun_context()
     if context is None:
@@ -124,6 +146,13 @@ def dismiss_others() -> None:
     context = torchrun_context()
     if context is not None:
         TorchrunCrew(context).dismiss()
+
+
+def refuse_torchrun() -> None:
+    """Raise PlaitError where torchrun started this process, which then has all its workers already."""
+    if torchrun_context() is not None:
+        dismiss_others()
+        raise PlaitError("--hosts and torchrun both start workers; leave --hosts out, or start plait without torchrun")
 
 
 def log_folder(folder: Path) -> str:

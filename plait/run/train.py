@@ -27,10 +27,12 @@ from plait.report.console import Console
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.receipt import read_receipt
 from plait.run.closing import conclude, is_finished
-from plait.run.crew import Crew, PlacedCrew, crew, dismiss_others, log_folder, serve_if_asked
+from plait.run.crew import Crew, PlacedCrew, crew, dismiss_others, log_folder, refuse_torchrun, serve_if_asked
 from plait.run.data import prepare_data, told
+from plait.run.depot import refuse_joined
 from plait.run.folder import RunFolder, alone, check_changes, run_folder
-from plait.run.hosts import ONE_HOST, HostsAsked, hosts_crew
+from plait.run.hosts import hosts_crew
+from plait.run.invite import ONE_HOST, HostsAsked
 from plait.run.planning import Interrupted, Say, Site, look_around, make_plan, replan
 from plait.run.verify import check_once
 from plait.units import format_bytes, format_duration
@@ -57,6 +59,7 @@ def train(
         return "finished"
     config = load_recipe(recipe, overrides)
     folder = run_folder(config.run.name)
+    refuse_joined(folder)
     with alone(folder):
         changed = check_changes(folder.begun_config(), config) if folder.has_begun else []
         if folder.has_begun and "train.budget" not in changed and is_finished(folder):
@@ -81,6 +84,7 @@ def _crew(
     """The workers of this machine, or those of all hosts once they are in."""
     if hosts.hosts == 1:
         return crew()
+    refuse_torchrun()
     prepare_data(config, screen)  # what is wrong with it is told before anybody was asked to join
     return hosts_crew(hosts, config=config, folder=folder.path, screen=screen)
 

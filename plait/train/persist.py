@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from plait.checkpoint.arrival import await_parts
 from plait.checkpoint.manifest import Manifest, check_model, tensor_names
 from plait.checkpoint.store import checkpoint_for, prune, publish, staging_for
 from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whole, write_rank
@@ -24,21 +25,35 @@ _MOMENTS = {"adam_m": "exp_avg", "adam_v": "exp_avg_sq"}
 _SENTENCE_BYTES = 2_000
 
 
-def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums) -> Path:
+Send = Callable[[Path], None]
+"""Has this rank's part in a staging folder sent to rank 0's host; returns before it is there."""
+
+
+def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums, *, send: Send | None = None) -> Path:
     """Write and publish the checkpoint of `state`; every rank must call it, and blocks until it is on disk.
 
+    A rank gives `send` where its `folder` is not rank 0's; what it leaves there is gone at the end.
     Raises RunFailed on every rank when one of them could not write; earlier checkpoints stay as they are.
     """
     staging, final = staging_for(folder, state.step), checkpoint_for(folder, state.step)
-    _together(world, staging, lambda: write_rank(staging, world.index, _own_part(assembly, state, world)))
+    clears = send is not None or world.index == 0
+
+    def write_own() -> None:
+        write_rank(staging, world.index, _own_part(assembly, state, world))
+        if send is not None:
+            send(staging)
 
     def publish_all() -> None:
         if world.index == 0:
+            await_parts(staging, world.size)
             shape = assembly.plan.shape.to_dict()
             publish(staging, final, step=state.step, cursor=state.position, model=shape, world_size=world.size)
             prune(folder, assembly.plan.checkpoint_keep)
 
-    _together(world, staging, publish_all)
+    _together(world, write_own, staging if clears else None)
+    _together(world, publish_all, staging if clears else None)
+    if send is not None:
+        shutil.rmtree(staging, ignore_errors=True)
     return final
 
 
@@ -98,8 +113,11 @@ def _numbers(tensor: Tensor, part: UnitPart) -> Tensor:
     return tensor.view(-1)[part.first : part.first + part.box.numbers].view(part.box.extent)
 
 
-def _together(world: Sums, staging: Path, act: Callable[[], None]) -> None:
-    """Do something on every rank; where one could not, all of them raise its sentence: nobody knows who is heard."""
+def _together(world: Sums, act: Callable[[], None], clear: Path | None) -> None:
+    """Do something on every rank; where one could not, all of them raise its sentence: nobody knows who is heard.
+
+    Then `clear` goes as well, where this rank is one that clears up.
+    """
     sentence = b""
     try:
         act()
@@ -109,8 +127,8 @@ def _together(world: Sums, staging: Path, act: Callable[[], None]) -> None:
         sentence = (order + str(error).encode())[:_SENTENCE_BYTES]
     if not int(world.largest(torch.tensor([len(sentence)]))[0]):
         return
-    if world.index == 0:  # now that nobody writes into it any more
-        shutil.rmtree(staging, ignore_errors=True)
+    if clear is not None:  # now that nobody writes into it any more
+        shutil.rmtree(clear, ignore_errors=True)
     padded = torch.tensor(list(sentence.ljust(_SENTENCE_BYTES, b"\0")), dtype=torch.uint8)
     told = [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in world.gather(padded)]
     raise RunFailed(min((text for text in told if text), key=lambda text: text[0])[1:])

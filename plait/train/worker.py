@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,11 @@ class Context(Protocol):
 
 
 def main(context: Context, argument: str) -> None:
-    """Entry of every rank of `plait train`; the argument is JSON: the run's folder, the checkpoint to go on from."""
+    """Entry of every rank of `plait train`.
+
+    The argument is JSON: the run's folder, the checkpoint to go on from, and "parts": whether rank 0 finds this rank's
+    part of a checkpoint "here", in that folder, or it is to be "sent" there.
+    """
     asked = json.loads(argument)
     folder = Path(asked["folder"])
     plan = read_plan(folder / "plan.json")
@@ -63,7 +67,8 @@ def main(context: Context, argument: str) -> None:
         sink = _sinks(context, folder, state.step)
         memory = _FirstStep(assembly, world)
         try:
-            run_loop(state, _pace(plan), _actions(context, assembly, folder, world, memory), sink)
+            keep = _keeper(context, assembly, folder / "checkpoints", world, asked["parts"])
+            run_loop(state, _pace(plan), _actions(context, assembly, keep, world, memory), sink)
         finally:
             sink.close()
             assembly.loader.close()
@@ -72,7 +77,7 @@ def main(context: Context, argument: str) -> None:
 @contextmanager
 def joined(context: Context, plan: Plan) -> Iterator[None]:
     """This rank among its peers, with the plan's threads and device; leaves the group at the end."""
-    torch.set_num_threads(plan.threads)
+    torch.set_num_threads(plan.threads_of(context.rank))
     # Moments of embedding rows that stay without a gradient decay into denormal numbers, which CPUs compute slowly.
     torch.set_flush_denormal(True)
     backend = "gloo"
@@ -105,13 +110,26 @@ def _pace(plan: Plan) -> Pace:
     )
 
 
-def _actions(context: Context, assembly: Assembly, folder: Path, world: Sums, memory: _FirstStep) -> Actions:
+Keep = Callable[[TrainState], Path]
+Parts = Literal["here", "sent"]
+
+
+def _keeper(context: Context, assembly: Assembly, folder: Path, world: Sums, parts: Parts) -> Keep:
+    """What saves a state's checkpoint in `folder`, or from it to rank 0's by way of the supervisors."""
+
+    def send(staging: Path) -> None:
+        context.tell("wrote", staging=staging.name)
+
+    return lambda state: save(assembly, state, folder, world, send=send if parts == "sent" else None)
+
+
+def _actions(context: Context, assembly: Assembly, keep: Keep, world: Sums, memory: _FirstStep) -> Actions:
     plan = assembly.plan
     flops_per_token = training_flops_per_token(plan.shape, plan.sequence, "full")
 
     def save_here(state: TrainState) -> None:
         began = time.perf_counter()
-        path = save(assembly, state, folder / "checkpoints", world)
+        path = keep(state)
         memory.tell_peaks(context)
         if context.rank == 0:
             context.tell("saved", step=state.step, name=path.name, seconds=time.perf_counter() - began)

@@ -8,9 +8,13 @@ import subprocess
 import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from plait.errors import PlaitError, RunFailed
 from plait.launch.job import RankContext
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 def hello(context: RankContext, argument: str) -> None:
@@ -44,6 +48,14 @@ def raise_plait_error(context: RankContext, argument: str) -> None:
     if context.rank == 1:
         raise {"PlaitError": PlaitError, "RunFailed": RunFailed}[argument]("the file is empty; give one with text")
     _wait_for_ever()
+
+
+def lose_a_peer(context: RankContext, argument: str) -> None:
+    """Rank 0 sees a connection break, in gloo's words, as soon as the file `argument` is there."""
+    _introduce(context)
+    while context.rank != 0 or not Path(argument).exists():
+        _tick()
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:1")
 
 
 def leave_on_one(context: RankContext, argument: str) -> None:
@@ -80,15 +92,37 @@ def all_reduce(context: RankContext, argument: str) -> None:
     dist.destroy_process_group()
 
 
+def hosts_reduce(context: RankContext, argument: str) -> None:
+    """Meet through plait's own store, wherever the ranks are, and sum their numbers."""
+    import torch
+    import torch.distributed as dist
+
+    _meet(context)
+    value = torch.tensor([float(context.rank + 1)])
+    dist.all_reduce(value)
+    local = [context.local_rank, context.local_world_size]
+    context.tell("sum", value=value.item(), argument=argument, local=local, interface=os.environ["GLOO_SOCKET_IFNAME"])
+    dist.destroy_process_group()
+
+
+def meet_and_wait(context: RankContext, argument: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    _meet(context)
+    dist.all_reduce(torch.ones(1))
+    wait_for_stop(context, argument)
+
+
 def reduce_until_one_fails(context: RankContext, argument: str) -> None:
     """Rank 1 raises or waits to be killed between two collectives; its peers only see the connection break."""
     import torch
     import torch.distributed as dist
 
-    _join(context)
+    (_meet if "on hosts" in argument else _join)(context)
     dist.all_reduce(torch.ones(1))
     _introduce(context)
-    if context.rank == 1 and argument == "raise":
+    if context.rank == 1 and argument.startswith("raise"):
         raise ValueError("the root cause")
     if context.rank == 1:
         _wait_for_ever()
@@ -114,7 +148,18 @@ def _threads_that_worked(at_least_s: float) -> int:
 def _join(context: RankContext) -> None:
     import torch.distributed as dist
 
-    store = dist.FileStore(context.rendezvous, context.world_size)
+    _form_group(context, dist.FileStore(context.rendezvous, context.world_size))
+
+
+def _meet(context: RankContext) -> None:
+    from plait.parallel.mesh import open_store
+
+    _form_group(context, open_store(context.rendezvous, context.rank, context.world_size))
+
+
+def _form_group(context: RankContext, store: Store) -> None:
+    import torch.distributed as dist
+
     dist.init_process_group(
         "gloo", store=store, rank=context.rank, world_size=context.world_size, timeout=timedelta(seconds=60)
     )

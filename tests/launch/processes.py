@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -67,15 +69,31 @@ def wait_until(fact: Callable[[], bool], *, within_s: float) -> None:
 
 def listening_sockets(pid: int) -> set[str]:
     """The inodes of the TCP sockets on which a process listens."""
+    return set(_own_listeners(pid))
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """The addresses on which a process listens; 0.0.0.0 means all that the machine has."""
+    return {_address(text) for text in _own_listeners(pid).values()}
+
+
+def _own_listeners(pid: int) -> dict[str, str]:
     links = [_target(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
     own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
-    return own & _listening_inodes()
+    return {inode: text for inode, text in _listeners().items() if inode in own}
 
 
-def _listening_inodes() -> set[str]:
+def _listeners() -> dict[str, str]:
+    """Inode and address, as the kernel writes it, of every listening TCP socket."""
     tables = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
     rows = [row.split() for table in tables if table.exists() for row in table.read_text().splitlines()[1:]]
-    return {row[9] for row in rows if row[3] == LISTEN}
+    return {row[9]: row[1].partition(":")[0] for row in rows if row[3] == LISTEN}
+
+
+def _address(text: str) -> str:
+    """The kernel writes the four words of an address as numbers of this machine."""
+    words = [int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8)]
+    return str(ipaddress.ip_address(b"".join(words)))
 
 
 def _target(link: Path) -> str:

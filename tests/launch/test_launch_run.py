@@ -123,6 +123,6 @@ def test_a_warm_server_starts_ranks_at_once(torch_server: ForkServer):
 
 def test_a_job_that_cannot_be_is_refused():
     with pytest.raises(PlaitError, match="choose 1 to 250 workers"):
-        job("hello", 251)
+        run_job(job("hello", 251), on_message=Record())
     with pytest.raises(ValueError, match=r"package\.module:function"):
         Job(entry="hello", argument="", world_size=1, threads=1)

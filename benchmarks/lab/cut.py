@@ -1,0 +1,80 @@
+"""When a turn has told enough: pure judgements on the times of its steps so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, Literal
+
+WARM_UP = 1
+"""plait watches memory in the first step, and everybody's buffers grow in it."""
+HOPELESS = 2.0
+"""Times the fastest: a first full step longer than this is the only one that is taken."""
+PATIENCE = 6.0
+"""Times the fastest: a step that has not ended by then is cut off, and counts as longer than it was given."""
+LEAST_PATIENCE_S = 3.0
+"""A hiccup of the machine is no slow layout."""
+FIRST_PATIENCE_S = 30.0
+"""On top of it for the first step: start-up of all hosts."""
+
+Ended = Literal["finished", "cut", "longer", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One contender's steps; `seconds` without the warm-up. "longer": the one figure is a lower bound."""
+
+    seconds: tuple[float, ...]
+    ended: Ended
+    sentence: str = ""
+    """Why it failed."""
+    peak_tensor_bytes: int = 0
+    """On the fullest rank; 0 where it was not told."""
+    peak_rss_bytes: int = 0
+    processor_s: float = 0.0
+    """Of all hosts, a step."""
+    sent_bytes: float = 0.0
+    """Of the busiest host, a step, on its cable."""
+    others: float = 0.0
+    """Share of the machine's processor time that programs outside the lab took."""
+
+    @property
+    def step_s(self) -> float:
+        return median(self.seconds)
+
+    def to_values(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_values(values: Mapping[str, Any]) -> Turn:
+        return Turn(**{**values, "seconds": tuple(values["seconds"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cutting:
+    """When to end a turn."""
+
+    steps: int
+    """Full steps wanted."""
+    fastest_s: float
+    """Of the contenders so far; infinite for the first."""
+
+    def verdict(self, seconds: Sequence[float], waiting_s: float) -> Ended | None:
+        """`seconds` of all steps so far, warm-up included; `waiting_s` since the last of them. None: go on."""
+        full = seconds[WARM_UP:]
+        if full and full[0] > HOPELESS * self.fastest_s:
+            return "cut"
+        if len(full) >= self.steps:
+            return "finished"
+        patience_s = max(LEAST_PATIENCE_S, PATIENCE * self.fastest_s) + (0 if seconds else FIRST_PATIENCE_S)
+        return "longer" if not full and waiting_s > patience_s else None
+
+    def kept(self, seconds: Sequence[float], ended: Ended, waiting_s: float) -> tuple[float, ...]:
+        """The figures that a turn which ended so leaves."""
+        full = tuple(seconds[WARM_UP:])
+        if ended == "cut":
+            return full[:1]
+        # The first step's wait holds the start-up too, so that only what its patience leaves out of that is sure.
+        sure_s = waiting_s - (0 if seconds else FIRST_PATIENCE_S)
+        return (max(sure_s, 0.0),) if ended == "longer" else full[: self.steps]

@@ -1,0 +1,169 @@
+"""A lab at work: hosts in network namespaces of this machine, each with its cable and its share of the processor."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from benchmarks.lab.leftovers import (
+    GROUPS,
+    NAMESPACES,
+    end_processes,
+    groups_of,
+    in_group,
+    name_of_lab,
+    scratch_of,
+    sweep,
+)
+from benchmarks.lab.wiring import Command, Host, Rate, building, hosts_of, limiting
+from plait.errors import PlaitError
+
+ROOT = Path(__file__).parents[2]
+PERIOD_US = 10_000
+"""Short, so that a throttled host slows down evenly."""
+
+Files = Literal["shared", "own"]
+Quota = Literal["kept", "lifted"]
+
+
+def require_root() -> None:
+    """Raise PlaitError where namespaces and quotas cannot be made."""
+    if os.geteuid() != 0:
+        raise PlaitError("the lab makes network namespaces and needs root; run it as root, on a machine of your own")
+    for group in GROUPS:
+        if not (group / "cgroup.procs").exists():
+            raise PlaitError(
+                f"{group} is no control group of version 1, which the lab's quotas need; boot with "
+                "systemd.unified_cgroup_hierarchy=0, or mount it"
+            )
+
+
+class Lab:
+    """Use as a context manager; at the end, however it comes, nothing of it is left.
+
+    `work` is the folder that commands run in. With `files` = "own" every host but the first has a folder of its own in
+    its place.
+    """
+
+    def __init__(self, cores: Sequence[float], rate: Rate, *, work: Path, files: Files) -> None:
+        self.name = name_of_lab(os.getpid())
+        self.hosts = hosts_of(self.name, cores)
+        self._rate: Rate = rate
+        self._work, self._files = work, files
+        self._running: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        require_root()
+        sweep()
+        self._watcher = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.lab.leftovers", self.name],
+            cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        try:
+            scratch_of(self.name).mkdir(mode=0o700)
+            for host in self.hosts:
+                _grant(host)
+                self.folder_of(host).mkdir(parents=True, exist_ok=True)
+            _carry_out([*building(self.name, self.hosts), *limiting(self.name, self.hosts, self._rate)])
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def folder_of(self, host: Host) -> Path:
+        """Where the files of a host really are, as seen from outside."""
+        return self._work if self._files == "shared" or host.index == 0 else scratch_of(self.name) / f"{host.index}"
+
+    def start(
+        self,
+        host: Host,
+        command: Sequence[str],
+        *,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        quota: Quota = "kept",
+    ) -> subprocess.Popen[bytes]:
+        """Run a command on a host; what it prints goes to `log`. It dies with this process."""
+        own = None if self.folder_of(host) == self._work else str(self.folder_of(host))
+        order = {
+            "groups": [str(group) for group in groups_of(host.namespace)] if quota == "kept" else [],
+            "namespace": str(NAMESPACES / host.namespace),
+            "over": str(self._work),
+            "own": own,
+            "core": host.index % (os.cpu_count() or 1) if host.cores <= 1 and quota == "kept" else None,
+            "folder": str(self._work),
+            "command": list(command),
+            "parent": os.getpid(),
+        }
+        arguments = [sys.executable, "-I", "-S", str(Path(__file__).with_name("enter.py")), json.dumps(order)]
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                env=_environment(environment or {}), start_new_session=True,
+            )  # fmt: skip
+        self._running.append(process)
+        return process
+
+    def end_commands(self) -> None:
+        """Kill all that runs on the hosts."""
+        end_processes(lambda: [pid for host in self.hosts for pid in in_group(groups_of(host.namespace)[0])])
+        for process in self._running:
+            process.kill()
+            process.wait()
+        self._running.clear()
+
+    def processor_s(self) -> float:
+        """Processor seconds that all hosts together took so far."""
+        usage = [GROUPS[1] / host.namespace / "cpuacct.usage" for host in self.hosts]
+        return sum(int(path.read_text()) for path in usage) / 1e9
+
+    def sent_bytes(self) -> int:
+        """Bytes that the busiest host sent so far."""
+        asked = [("ip", "-n", host.namespace, "-j", "-s", "link", "show", "eth0") for host in self.hosts]
+        told = [json.loads(subprocess.run(command, capture_output=True, check=True).stdout) for command in asked]
+        return max(one[0]["stats64"]["tx"]["bytes"] for one in told)
+
+    def listens(self, host: Host, port: int) -> bool:
+        """Whether somebody on a host waits for connections on this port."""
+        told = subprocess.run(
+            ["ip", "netns", "exec", host.namespace, "cat", "/proc/net/tcp"], capture_output=True, text=True, check=True
+        )
+        rows = [line.split() for line in told.stdout.splitlines()[1:]]
+        return any(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in rows)
+
+    def _end(self) -> None:
+        self.end_commands()
+        assert self._watcher.stdin
+        self._watcher.stdin.close()
+        self._watcher.wait()
+
+
+def _grant(host: Host) -> None:
+    """A control group of its own, with its share of processor time."""
+    for group in groups_of(host.namespace):
+        group.mkdir()
+    quota = GROUPS[0] / host.namespace
+    (quota / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+    (quota / "cpu.cfs_quota_us").write_text(str(round(host.cores * PERIOD_US)))
+
+
+def _carry_out(commands: Sequence[Command]) -> None:
+    for command in commands:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise PlaitError(f"`{' '.join(command)}` failed ({done.stderr.strip()}); see what this kernel lacks")
+
+
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}

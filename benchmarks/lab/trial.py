@@ -1,0 +1,166 @@
+"""One case from empty namespaces to its line of results: forecast first, then turns in rounds."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lab.checks import cable_rates, processor_rates
+from benchmarks.lab.cut import WARM_UP, Cutting, Turn
+from benchmarks.lab.forecast import Forecast, Priced, cluster_of_case, forecast, recipe_text
+from benchmarks.lab.grid import Case, Grid
+from benchmarks.lab.hosts import Lab
+from benchmarks.lab.orders import Party, Runner, baseline_party
+from benchmarks.lab.turns import take_turn
+from plait.cluster.cluster import Cluster, cluster_json
+
+NEAR = 1.10
+"""Times the fastest: who is slower after a turn is not asked again, but for the planner's own two."""
+
+ALONE = "a host alone with its share"
+"""The first host with its part of the batch and no messages: what nobody's step can be shorter than, where hosts are
+alike. It has the memory bus for itself, so it is rather too fast."""
+
+Say = Callable[[str], None]
+Take = Callable[[str, float], Turn]
+"""A turn of a contender by its name, when the fastest so far takes so many seconds a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where trials happen: who runs plait, and in which folder."""
+
+    runner: Runner
+    work: Path
+    grid: Grid
+
+
+def run_case(case: Case, site: Site, say: Say) -> dict[str, Any]:
+    """Build the hosts, check them, forecast, and let all contenders take turns; answers the case's values."""
+    site.work.mkdir(parents=True, exist_ok=True)
+    for left in ("runs", "recipes"):  # of a lab that was killed
+        shutil.rmtree(site.work / left, ignore_errors=True)
+        (site.work / left).mkdir()
+    with Lab(case.cores, case.rate, work=site.work, files=site.runner.files) as lab:
+        carried = cable_rates(lab, case.rate)
+        say(f"  cables   asked {case.rate if case.rate == 'unshaped' else _mbit([case.rate])}, carry {_mbit(carried)}")
+        flops = processor_rates(lab)
+        say(f"  hosts    {', '.join(f'{rate / 1e9:.1f}' for rate in flops)} GFLOP/s")
+        cluster = cluster_of_case(case, flops, min(carried) if case.rate == "unshaped" else case.rate)
+        told = forecast(case, cluster, site.work / "recipes")
+        say(f"  forecast fastest: {told.fastest}; choice: {told.chosen}")
+        trial = _Trial(case, site, lab, told, say)
+        names = [*(one.name for one in told.priced), *case.baselines]
+        turns = in_rounds(names, trial.take, rounds=site.grid.rounds, always=(told.fastest, told.chosen))
+        turns[ALONE] = [trial.take(ALONE, float("inf"))]
+    return _values(case, cluster, carried, flops, told, turns)
+
+
+def in_rounds(names: Sequence[str], take: Take, *, rounds: int, always: Sequence[str]) -> dict[str, list[Turn]]:
+    """Turns of every contender in the first round, of the near ones in the others, each round begun by another."""
+    turns: dict[str, list[Turn]] = {}
+    fastest_s = float("inf")
+    for name in names:
+        turns[name] = [take(name, fastest_s)]
+        fastest_s = fastest_of(turns)
+    for number in range(1, rounds):
+        near = [name for name in names if _again(turns[name], fastest_s, name in always)]
+        first = number % max(1, len(near))
+        for name in [*near[first:], *near[:first]]:
+            turns[name].append(take(name, float("inf")))
+    return turns
+
+
+def fastest_of(turns: Mapping[str, Sequence[Turn]]) -> float:
+    """Seconds of a step of the fastest contender so far."""
+    known = [turn.step_s for taken in turns.values() for turn in taken if turn.ended in ("finished", "cut")]
+    return min(known, default=float("inf"))
+
+
+def _again(taken: Sequence[Turn], fastest_s: float, always: bool) -> bool:
+    return taken[-1].ended == "finished" and (always or taken[-1].step_s <= NEAR * fastest_s)
+
+
+class _Trial:
+    """Gives each turn a run of its own, and takes its files away afterwards."""
+
+    def __init__(self, case: Case, site: Site, lab: Lab, told: Forecast, say: Say) -> None:
+        self._case, self._site, self._lab, self._told, self._say = case, site, lab, told, say
+        self._count = 0
+        self._seen: set[str] = set()
+
+    def take(self, name: str, fastest_s: float) -> Turn:
+        self._count += 1
+        known = name in self._seen
+        self._seen.add(name)
+        run = f"{self._case.key}-{self._count}"
+        folder = self._site.work / "runs" / run
+        cutting = Cutting(steps=self._site.grid.steps, fastest_s=fastest_s)
+        logs = self._site.work / "logs" / run
+        party = self._party(name, run, folder)
+        # Memory is known from the first turn: later ones need not wait for the checkpoint at the end.
+        turn = take_turn(self._lab, replace(party, receipt=None) if known else party, cutting, logs)
+        shutil.rmtree(folder, ignore_errors=True)
+        if turn.ended != "failed":
+            shutil.rmtree(logs, ignore_errors=True)
+        self._say(f"  {name:60} {_turn_text(turn)}")
+        return turn
+
+    def _party(self, name: str, run: str, folder: Path) -> Party:
+        case, steps = self._case, WARM_UP + self._site.grid.steps
+        if name in case.baselines:
+            folder.mkdir(parents=True)
+            work = {
+                "shape": self._told.shape.to_dict(), "sequence": case.sequence,
+                "batch_sequences": case.batch_sequences, "steps": steps,
+            }  # fmt: skip
+            return baseline_party(name, work, folder, self._lab.hosts)
+        recipe = self._site.work / "recipes" / f"{run}.toml"
+        hosts, layout = self._lab.hosts, {"replicate": 1}
+        if name == ALONE:
+            case, hosts = replace(case, batch_sequences=-(-case.batch_sequences // case.hosts)), hosts[:1]
+        else:
+            layout = self._told.of(name).layout
+        recipe.write_text(recipe_text(case, layout, name=run, steps=steps))
+        return self._site.runner.party(recipe, folder, hosts)
+
+
+def _values(
+    case: Case, cluster: Cluster, carried: Sequence[float], flops: Sequence[float], told: Forecast,
+    turns: Mapping[str, Sequence[Turn]],
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "key": case.key,
+        "case": asdict(case) | {"name": case.name, "group": case.group},
+        "carried_bits_per_s": list(carried),
+        "flops": list(flops),
+        "congestion_control": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
+        "cluster": cluster_json(cluster),
+        "fastest": told.fastest,
+        "chosen": told.chosen,
+        "refused": dict(told.refused),
+        "crossings": [list(crossing) for crossing in told.crossings],
+        "layouts": {one.name: _with_turns(one, turns[one.name]) for one in told.priced},
+        "alone": [turn.to_values() for turn in turns[ALONE]],
+        "baselines": {name: [turn.to_values() for turn in turns[name]] for name in case.baselines},
+    }
+
+
+def _with_turns(one: Priced, turns: Sequence[Turn]) -> dict[str, Any]:
+    return asdict(one) | {"turns": [turn.to_values() for turn in turns]}
+
+
+def _turn_text(turn: Turn) -> str:
+    if turn.ended == "failed":
+        return f"failed: {turn.sentence}"
+    spread = f" ({min(turn.seconds):.3g} … {max(turn.seconds):.3g})" if len(turn.seconds) > 1 else ""
+    noise = f", others {turn.others:.0%}" if turn.others > 0.03 else ""
+    words = {"finished": "", "cut": ", one step", "longer": ", cut off"}[turn.ended]
+    return f"{'> ' if turn.ended == 'longer' else ''}{turn.step_s:.3f} s{spread}{words}{noise}"
+
+
+def _mbit(rates: Sequence[float]) -> str:
+    return " ".join(f"{rate / 1e6:.0f}" for rate in rates) + " Mbit/s"

@@ -1,0 +1,139 @@
+"""Runs one contender once on a lab's hosts and follows its steps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.lab.checks import LOOK_EVERY_S, until
+from benchmarks.lab.cut import Cutting, Ended, Turn
+from benchmarks.lab.hosts import Lab
+from benchmarks.lab.orders import PORT, Party
+from benchmarks.machine import ProcessorSeconds
+from plait.errors import PlaitError
+
+LISTENS_WITHIN_S = 90.0
+ENDS_WITHIN_S = 60.0
+"""From the last step to the receipt: the checkpoint at the end."""
+LIMIT_S = 600.0
+"""Of a whole turn, whatever it does."""
+
+
+def take_turn(lab: Lab, party: Party, cutting: Cutting, logs: Path) -> Turn:
+    """Start the party, follow it until it told enough, and leave nobody running."""
+    logs.mkdir(parents=True, exist_ok=True)
+    before, ours_s = ProcessorSeconds.now(), lab.processor_s()
+    try:
+        started = _start(lab, party, logs)
+        follower = _Follower(lab, party)
+        ended = follower.until_enough(started, cutting)
+        if ended == "finished" and party.receipt:
+            _until_gone(started, party.receipt)
+    except PlaitError as error:
+        lab.end_commands()
+        return Turn(seconds=(), ended="failed", sentence=str(error))
+    lab.end_commands()
+    return Turn(
+        seconds=cutting.kept(follower.seconds, ended, follower.waiting_s),
+        ended=ended,
+        sentence=_last_words(logs) if ended == "failed" else "",
+        processor_s=follower.a_step([stamp.processor_s for stamp in follower.stamps]),
+        sent_bytes=follower.a_step([stamp.sent_bytes for stamp in follower.stamps]),
+        others=_others(before, lab.processor_s() - ours_s),
+        **_peaks(party.receipt),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stamp:
+    """What the hosts had done when a step was seen to have ended."""
+
+    processor_s: float
+    sent_bytes: int
+
+
+class _Follower:
+    """Reads the file of steps as it grows."""
+
+    def __init__(self, lab: Lab, party: Party) -> None:
+        self.seconds: list[float] = []
+        self.waiting_s = 0.0
+        self._lab, self._file = lab, party.steps_file
+        self.stamps: list[_Stamp] = []
+
+    def a_step(self, values: Sequence[float]) -> float:
+        """The growth of a value in a step: between the first that was seen to end and the last."""
+        return (values[-1] - values[0]) / (len(values) - 1) if len(values) > 1 else 0.0
+
+    def until_enough(self, started: list[subprocess.Popen[bytes]], cutting: Cutting) -> Ended:
+        began = last_step = time.monotonic()
+        while True:
+            gone = [process.poll() for process in started]
+            if self._read():
+                last_step = time.monotonic()
+            self.waiting_s = time.monotonic() - last_step
+            verdict = cutting.verdict(self.seconds, self.waiting_s)
+            if verdict:
+                return verdict
+            if any(code is not None for code in gone) or time.monotonic() - began > LIMIT_S:
+                return "failed"
+            time.sleep(LOOK_EVERY_S)
+
+    def _read(self) -> int:
+        """How many steps are new."""
+        if not self._file.exists():
+            return 0
+        lines = self._file.read_text().split("\n")[:-1]
+        found = [values["step_s"] for line in lines if "step_s" in (values := json.loads(line))]
+        new = len(found) - len(self.seconds)
+        if new:
+            stamp = _Stamp(processor_s=self._lab.processor_s(), sent_bytes=self._lab.sent_bytes())
+            self.stamps += [stamp] * new
+        self.seconds = found
+        return new
+
+
+def _start(lab: Lab, party: Party, logs: Path) -> list[subprocess.Popen[bytes]]:
+    started: list[subprocess.Popen[bytes]] = []
+    for host, command, environment in zip(lab.hosts, party.commands, party.environments, strict=False):
+        if party.leads and host.index == 1:
+            until(
+                lambda: lab.listens(lab.hosts[0], PORT) or started[0].poll() is not None,
+                "the first host listens for the others",
+                LISTENS_WITHIN_S,
+            )
+        started.append(lab.start(host, command, log=logs / f"host{host.index}.log", environment=environment))
+    return started
+
+
+def _until_gone(started: list[subprocess.Popen[bytes]], receipt: Path) -> None:
+    until(
+        lambda: receipt.exists() or all(process.poll() is not None for process in started),
+        "the run has written its receipt",
+        ENDS_WITHIN_S,
+    )
+
+
+def _peaks(receipt: Path | None) -> dict[str, int]:
+    if receipt is None or not receipt.exists():
+        return {}
+    values = json.loads(receipt.read_text())
+    return {key: max(values[key], default=0) for key in ("peak_tensor_bytes", "peak_rss_bytes")}
+
+
+def _others(before: ProcessorSeconds, ours_s: float) -> float:
+    now = ProcessorSeconds.now()
+    busy_s, idle_s = now.busy_s - before.busy_s, now.idle_s - before.idle_s
+    return max(0.0, busy_s - ours_s) / max(busy_s + idle_s, 1e-9)
+
+
+def _last_words(logs: Path) -> str:
+    """The sentence that plait ended with, or else the last line of each host's log that says anything."""
+    lines = [(path.stem, path.read_text(errors="replace").strip().splitlines()) for path in sorted(logs.glob("*.log"))]
+    said = [f"{host}: {line}" for host, told in lines for line in told if line.startswith("plait: ")]
+    errors = [f"{host}: {line}" for host, told in lines for line in told if "Error" in line]
+    return " | ".join((said or errors or [f"{host}: {told[-1]}" for host, told in lines if told])[:2])[:400]

@@ -1,0 +1,85 @@
+"""Parts of a checkpoint that come from other hosts: what a rank leaves behind, and waiting until all of it is here."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from plait.errors import RunFailed
+
+QUIET_S = 60.0
+IN_ALL_S = 540.0
+"""Less than the ten minutes after which the other ranks take rank 0, which waits here, for lost."""
+
+_LOOK_EVERY_S = 0.02
+
+
+def part_files(rank: int) -> tuple[str, str]:
+    """The files that a rank leaves in the staging folder; the list comes last and says that all is there."""
+    return f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
+
+
+def await_parts(staging: Path, world_size: int, *, quiet_s: float = QUIET_S, in_all_s: float = IN_ALL_S) -> None:
+    """Block until every rank's part lies in `staging`; rank 0 alone calls it, before `publish`.
+
+    Returns at once where all hosts share the folder. Raises RunFailed when a part was refused, when nothing has come
+    for `quiet_s`, or when it all takes longer than `in_all_s`.
+    """
+    missing = list(range(world_size))
+    seen, news_at = -1, time.monotonic()
+    began = news_at
+    while missing := [rank for rank in missing if not (staging / part_files(rank)[1]).exists()]:
+        _raise_refusal(staging, missing)
+        arrived, now = _bytes_in(staging), time.monotonic()
+        if arrived != seen:
+            seen, news_at = arrived, now
+        if now - news_at > quiet_s or now - began > in_all_s:
+            raise RunFailed(_too_late(missing, now - began))
+        threading.Event().wait(_LOOK_EVERY_S)
+
+
+def refuse_part(staging: Path, rank: int, sentence: str) -> None:
+    """Tell whoever waits for a rank's part that it will not come, and why; what came of it makes room first."""
+    for name in part_files(rank):
+        (staging / name).unlink(missing_ok=True)
+        (staging / aside(name)).unlink(missing_ok=True)
+    (staging / _refusal(rank)).write_text(sentence, encoding="utf-8")
+
+
+def aside(name: str) -> str:
+    """Under which name a file arrives, until all of it is there."""
+    return f".{name}.part"
+
+
+def _refusal(rank: int) -> str:
+    return f"rank-{rank:05d}.refused"
+
+
+def _raise_refusal(staging: Path, missing: Sequence[int]) -> None:
+    for rank in missing:
+        path = staging / _refusal(rank)
+        if path.exists() and (sentence := path.read_text(encoding="utf-8")):
+            raise RunFailed(sentence)
+
+
+def _bytes_in(staging: Path) -> int:
+    total = 0
+    with os.scandir(staging) as entries:
+        for entry in entries:
+            try:
+                total += entry.stat().st_size
+            except FileNotFoundError:  # renamed between the two looks
+                total += 1
+    return total
+
+
+def _too_late(missing: Sequence[int], waited_s: float) -> str:
+    who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+    return (
+        f"could not save the checkpoint: the part of {who} did not arrive from another host within {waited_s:.0f} s; "
+        "earlier checkpoints are whole: mend the network between the hosts, or keep runs/ on a disk that they share, "
+        "and give the same command again"
+    )

@@ -1,0 +1,50 @@
+"""How much of a core a process may use, where a control group limits it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
+
+
+def core_share(threads: int, *, own: Path = OWN, root: Path = ROOT) -> float:
+    """What so many busy threads of this process' control group get of a core each; 1 where nothing limits them."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return 1.0  # not Linux
+    cores = [limit for line in lines for limit in _limits(line, root)]
+    return min([1.0, *(limit / threads for limit in cores)])
+
+
+def _limits(line: str, root: Path) -> Iterator[float]:
+    """Cores that a group and those around it grant; version 2 has one line, version 1 one for each controller."""
+    _, controllers, path = line.split(":", 2)
+    if controllers and "cpu" not in controllers.split(","):
+        return
+    folder = root / "cpu" if controllers else root
+    group = folder / path.lstrip("/")
+    for place in (group, *group.parents):
+        if not place.is_relative_to(folder):
+            return
+        limit = _two_files(place) if controllers else _one_file(place)
+        if limit is not None:
+            yield limit
+
+
+def _one_file(group: Path) -> float | None:
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
+        return float(quota) / float(period) if quota != "max" else None
+    except (OSError, ValueError):
+        return None
+
+
+def _two_files(group: Path) -> float | None:
+    try:
+        quota, period = (float((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return quota / period if quota > 0 else None
+    except (OSError, ValueError):
+        return None

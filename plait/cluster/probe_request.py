@@ -1,0 +1,150 @@
+"""What a probe is asked to measure: shapes of typical models, or those of one recipe; no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from plait.model.shape import ModelShape, training_flops_per_token
+from plait.model.sizes import named_shape
+
+TYPICAL: Mapping[str, tuple[tuple[str, int, int], ...]] = {
+    # Size, tokens of a sequence, sequences at a time. On a processor core these take some 2 s a round.
+    "cpu": (("1M", 256, 16), ("11M", 256, 4), ("11M", 256, 16), ("50M", 512, 2)),
+    "cuda": (("125M", 1024, 8), ("1B", 2048, 4), ("7B", 4096, 1), ("7B", 4096, 2)),
+}
+LAYER_FLOPS: Mapping[str, float] = {"cpu": 6e10, "cuda": 2e13}
+"""Of one layer's step, at most: larger micro-batches are measured in part."""
+CPU_TOKENS = 4096
+"""Of a micro-batch on a processor: larger ones gain nothing there."""
+SIDES: Mapping[str, tuple[tuple[int, int, int], ...]] = {
+    # Products beside those of the layers, so that other shapes lie between measured ones: few rows, small and large.
+    "cpu": (
+        (64, 128, 128), (4096, 128, 128), (256, 512, 512), (64, 320, 896), (256, 1024, 1024), (1024, 1024, 1024),
+        (128, 640, 1728), (8192, 256, 256), (512, 2048, 2048), (256, 320, 8192),
+    ),
+    "cuda": (
+        (256, 1024, 1024), (512, 4096, 4096), (4096, 1024, 1024), (4096, 1024, 4096), (8192, 4096, 4096),
+        (2048, 8192, 8192), (8192, 2048, 2048), (1024, 4096, 14336),
+    ),
+}  # fmt: skip
+MESSAGE_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24, 2**26)
+LENGTHS: Mapping[str, tuple[tuple[int, int, int], ...]] = {
+    # Attention beside that of the layers: length of a sequence or document, heads, head width.
+    "cpu": ((32, 4, 32), (128, 4, 64), (1024, 2, 64)),
+    "cuda": ((512, 16, 64), (2048, 16, 128), (8192, 8, 128)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """A model and how many of its sequences a worker takes at a time."""
+
+    shape: ModelShape
+    sequence: int
+    sequences: int
+
+    @property
+    def tokens(self) -> int:
+        return self.sequence * self.sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """All that the ranks of a probe measure; equal on all of them."""
+
+    device: Literal["cpu", "cuda"]
+    precision: Literal["float32", "bf16"]
+    threads: int
+    """Of each worker."""
+    scenes: tuple[Scene, ...]
+    products: tuple[tuple[int, int, int], ...]
+    """(rows, inner, columns) of forward passes; each is measured with its two gradients."""
+    attentions: tuple[tuple[int, int, int], ...]
+    """(length, heads, head width) beside the scenes' own."""
+    messages: tuple[int, ...]
+    """Bytes, growing."""
+    seconds: float
+    """For the arithmetic, about; a quarter of it for arithmetic and sums at once."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Request:
+        values = json.loads(text)
+        scenes = [Scene(**{**one, "shape": ModelShape.from_dict(one["shape"])}) for one in values["scenes"]]
+        shapes = {key: tuple(map(tuple, values[key])) for key in ("products", "attentions")}
+        return Request(**{**values, **shapes, "scenes": tuple(scenes), "messages": tuple(values["messages"])})
+
+
+def typical_request(device: Literal["cpu", "cuda"], threads: int) -> Request:
+    """What models of the usual sizes need, in the device's usual precision."""
+    scenes = [
+        Scene(shape=named_shape(size, vocabulary=8192, sequence=sequence), sequence=sequence, sequences=sequences)
+        for size, sequence, sequences in TYPICAL[device]
+    ]
+    return _request(device, "float32" if device == "cpu" else "bf16", threads, scenes)
+
+
+def request_of(
+    shape: ModelShape,
+    *,
+    sequence: int,
+    sequences: int,
+    device: Literal["cpu", "cuda"],
+    precision: Literal["float32", "bf16"],
+    threads: int,
+) -> Request:
+    """What one model needs, `sequences` at a time at most; with the shapes that splits over 2 and 4 workers leave."""
+    largest = _limited(shape, sequence, sequences, LAYER_FLOPS[device] * (threads if device == "cpu" else 1))
+    scenes = [Scene(shape=shape, sequence=sequence, sequences=some) for some in sorted({largest, max(1, largest // 4)})]
+    return _request(device, precision, threads, scenes)
+
+
+def layer_products(scene: Scene) -> tuple[tuple[int, int, int], ...]:
+    """The products of one layer's forward pass, each as often as the layer has it."""
+    shape, tokens = scene.shape, scene.tokens
+    heads, kv_heads = shape.size_of("heads"), shape.size_of("kv_heads")
+    widen = [(tokens, shape.width, shape.ffn)] * (2 if shape.activation == "swiglu" else 1)
+    return (
+        (tokens, shape.width, heads),
+        *([(tokens, shape.width, kv_heads)] * 2),
+        (tokens, heads, shape.width),
+        *widen,
+        (tokens, shape.ffn, shape.width),
+    )
+
+
+def _request(device: Any, precision: Any, threads: int, scenes: list[Scene]) -> Request:
+    own = [product for scene in scenes for product in layer_products(scene)]
+    cut = [product for scene in scenes[-1:] for product in _cut_products(scene)]
+    return Request(
+        device=device,
+        precision=precision,
+        threads=threads,
+        scenes=tuple(scenes),
+        products=tuple(dict.fromkeys([*own, *cut, *SIDES[device]])),
+        attentions=LENGTHS[device],
+        messages=MESSAGE_BYTES,
+        seconds=6.0 if device == "cpu" else 15.0,
+    )
+
+
+def _cut_products(scene: Scene) -> list[tuple[int, int, int]]:
+    """The products of a layer whose matrices are cut over 2 and 4 ranks."""
+    shape, found = scene.shape, []
+    for parts in (2, 4):
+        if shape.heads % parts == 0 and shape.ffn % parts == 0:
+            heads, ffn = shape.size_of("heads") // parts, shape.ffn // parts
+            found += [(scene.tokens, shape.width, heads), (scene.tokens, heads, shape.width)]
+            found += [(scene.tokens, shape.width, ffn), (scene.tokens, ffn, shape.width)]
+    return found
+
+
+def _limited(shape: ModelShape, sequence: int, sequences: int, flops: float) -> int:
+    """So many sequences, or as many as keep one layer's step within `flops`."""
+    each = training_flops_per_token(shape, sequence, "causal") / shape.layers * sequence
+    return max(1, min(sequences, int(flops / each)))

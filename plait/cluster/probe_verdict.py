@@ -1,0 +1,196 @@
+"""From what the ranks of a probe told to one measurement, and to sentences about what is far slower than its like."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from plait.cluster.measured import MeasuredDevice, MeasuredLink, Point, Timed, Work
+
+SLOW = 10.0
+"""So many times slower than the best of its like is worth a sentence."""
+_PRODUCTS: tuple[Work, ...] = ("product", "product_input", "product_weight")
+
+_LAYER: Mapping[Work, tuple[Work, ...]] = {
+    "stream": ("product", "attention", "stream"),
+    "stream_backward": ("product_input", "product_weight", "attention_backward", "stream_backward"),
+}
+"""The pieces of a layer's forward and backward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """One host of a probe: its name, unlike all others', and its ranks."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairTold:
+    """What two ranks found between them."""
+
+    first: int
+    second: int
+    points: tuple[Point, ...]
+
+
+def hosts_of(told: Sequence[tuple[str, int]]) -> tuple[Host, ...]:
+    """The hosts of ranks that each told its host's name and its place there; equal names get a number."""
+    starts = [rank for rank, (_, local_rank) in enumerate(told) if local_rank == 0]
+    names = [told[start][0] for start in starts]
+    hosts = []
+    for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(told)], strict=True)):
+        twin = f" ({names[: number + 1].count(names[number])})" if names.count(names[number]) > 1 else ""
+        hosts.append(Host(name=names[number] + twin, ranks=tuple(range(start, end))))
+    return tuple(hosts)
+
+
+def host_of(hosts: Sequence[Host], rank: int) -> Host:
+    """The host that has this rank."""
+    return next(host for host in hosts if rank in host.ranks)
+
+
+def middle(told: Sequence[Sequence[Timed]]) -> tuple[Timed, ...]:
+    """What several equal ranks measured, as their medians; all list the same work in the same order."""
+    return tuple(
+        Timed(
+            work=same[0].work,
+            sizes=same[0].sizes,
+            seconds=statistics.median(one.seconds for one in same),
+            spread=statistics.median(one.spread for one in same),
+        )
+        for same in zip(*told, strict=True)
+    )
+
+
+def side_by_side(together: Sequence[Timed], alone: Sequence[Timed]) -> dict[str, float]:
+    """By kind of work: how much longer it takes while all workers of the host run, on the rank that ran both ways.
+
+    What a layer takes beside its parts is a small difference of long times, too uncertain for a ratio of its own: it
+    gets that of the layer's pieces together.
+    """
+    known = {(one.work, one.sizes): one.seconds for one in together}
+    sums: dict[str, tuple[float, float]] = {}
+    for one in alone:
+        if (one.work, one.sizes) in known:
+            beside_s, alone_s = sums.get(one.work, (0.0, 0.0))
+            sums[one.work] = beside_s + known[one.work, one.sizes], alone_s + one.seconds
+    factors = {work: beside_s / alone_s for work, (beside_s, alone_s) in sums.items()}
+    for rest, pieces in _LAYER.items():
+        there = [sums[work] for work in pieces if work in sums]
+        if rest in sums:
+            factors[rest] = sum(beside_s for beside_s, _ in there) / sum(alone_s for _, alone_s in there)
+    return factors
+
+
+def relative_speeds(told: Mapping[int, Sequence[Timed]]) -> dict[int, float]:
+    """Each rank's speed at products, as a share of the fastest rank's."""
+    logs = {
+        rank: statistics.fmean(math.log(one.seconds) for one in timed if one.work in _PRODUCTS)
+        for rank, timed in told.items()
+    }
+    best = min(logs.values())
+    return {rank: math.exp(best - value) for rank, value in logs.items()}
+
+
+def slowest_inside(host: Host, pairs: Sequence[PairTold]) -> tuple[Point, ...] | None:
+    """The points of the host's slowest pair: a ring waits for it; None where it has one rank."""
+    inside = [pair for pair in pairs if pair.first in host.ranks and pair.second in host.ranks]
+    return max(inside, key=lambda pair: _bulk_s_per_byte(pair.points)).points if inside else None
+
+
+def pair_links(hosts: Sequence[Host], pairs: Sequence[PairTold]) -> tuple[MeasuredLink, ...]:
+    """Sends: for each host inside it, for each two hosts between them."""
+    links = []
+    for host in hosts:
+        if points := slowest_inside(host, pairs):
+            links.append(MeasuredLink(kind="send", scope="inside", hosts=(host.name,), ranks=2, points=points))
+    for pair in pairs:
+        ends = host_of(hosts, pair.first), host_of(hosts, pair.second)
+        if ends[0] != ends[1]:
+            names = (ends[0].name, ends[1].name)
+            links.append(MeasuredLink(kind="send", scope="between", hosts=names, ranks=2, points=pair.points))
+    return tuple(links)
+
+
+def complaints(hosts: Sequence[Host], speeds: Mapping[int, float], pairs: Sequence[PairTold]) -> tuple[str, ...]:
+    """Devices and links ten times slower than the best of their like, a sentence each."""
+    told = []
+    for rank, speed in speeds.items():
+        if speed * SLOW <= 1:
+            told.append(
+                f"the device of worker {rank} on {host_of(hosts, rank).name} computes {1 / speed:.0f} times slower "
+                "than the fastest; look whether other programs use it, whether it is too hot or its power is limited"
+            )
+    inside = [pair for pair in pairs if host_of(hosts, pair.first) == host_of(hosts, pair.second)]
+    between = [pair for pair in pairs if pair not in inside]
+    return (*told, *_slow_links(hosts, inside), *_slow_links(hosts, between))
+
+
+def dead_link(hosts: Sequence[Host], first: int, second: int) -> str:
+    """The sentence for two ranks of which one does not answer the other."""
+    ends = [f"worker {rank} on {host_of(hosts, rank).name}" for rank in (first, second)]
+    return (
+        f"the link between {ends[0]} and {ends[1]} is dead: a message did not arrive in time; check the cable, "
+        "the firewall and the address that the hosts know each other by, then probe again"
+    )
+
+
+def dead_device(hosts: Sequence[Host], rank: int, reason: str) -> str:
+    """The sentence for a device that cannot compute."""
+    return (
+        f"the device of worker {rank} on {host_of(hosts, rank).name} is dead: {reason}; take it out, or restart its "
+        "host, then probe again"
+    )
+
+
+def _slow_links(hosts: Sequence[Host], like: Sequence[PairTold]) -> list[str]:
+    told = []
+    for what, of in (("each byte takes", _bulk_s_per_byte), ("a short message takes", _short_s)):
+        best = min((of(pair.points) for pair in like), default=0.0)
+        for pair in like:
+            factor = of(pair.points) / best
+            if factor >= SLOW:
+                ends = [f"worker {rank} on {host_of(hosts, rank).name}" for rank in (pair.first, pair.second)]
+                told.append(
+                    f"between {ends[0]} and {ends[1]} {what} {factor:.0f} times as long as on the best link of its "
+                    "kind; check its cable, its port and what else runs through it"
+                )
+    return told
+
+
+def _bulk_s_per_byte(points: Sequence[Point]) -> float:
+    """Of the largest message."""
+    return points[-1].seconds / points[-1].bytes
+
+
+def _short_s(points: Sequence[Point]) -> float:
+    return points[0].seconds
+
+
+def device_of(
+    host: Host,
+    name: str,
+    told: Mapping[int, Sequence[Timed]],
+    alone: Sequence[Timed],
+    *,
+    granted: float,
+    threads: int,
+    memory_bytes: int,
+) -> MeasuredDevice:
+    """A host's figures from those of its ranks; `alone` is what its first rank measured by itself."""
+    speeds = relative_speeds(told)
+    return MeasuredDevice(
+        host=host.name,
+        name=name,
+        workers=len(host.ranks),
+        threads=threads,
+        memory_bytes=memory_bytes,
+        timed=middle([told[rank] for rank in host.ranks]),
+        beside=side_by_side(told[host.ranks[0]], alone),
+        granted=granted,
+        rates=tuple(speeds[rank] for rank in host.ranks),
+    )

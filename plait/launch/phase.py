@@ -1,0 +1,27 @@
+"""The phases of a job under supervision, and how long each may last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# starting: some ranks have not said so yet. stopping: asked to save and return. collecting: one died badly, and
+# the others may tell why. ending: nobody is left, or all have been killed; only the fork servers' word is missing.
+# killed: not even that came, so they were killed as well, and the kernel ends what they started.
+Phase = Literal["starting", "running", "stopping", "collecting", "ending", "killed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """How long each phase of a job may last; running alone has no bound.
+
+    `host_s` is how long it takes to notice that another host is lost, and 0 where there is none.
+    """
+
+    start_s: float
+    grace_s: float
+    collect_s: float = 0.7
+    end_s: float = 3.0
+    kernel_s: float = 1.5
+    report_s: float = 4.0
+    host_s: float = 0.0

@@ -1,0 +1,185 @@
+"""An authenticated connection between two hosts: frames that cannot be altered, replayed, reordered or added to."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plait.errors import RunFailed
+
+BLOB_BYTES_AT_MOST = 64 << 20
+VALUES_BYTES_AT_MOST = 2 << 20
+STALL_S = 10.0
+_CHUNK_BYTES = 1 << 18
+# Note [frame]: length of what follows the first four bytes, a counter from 0 in each direction, length of the JSON;
+# then the JSON ({"kind", "values"}), the blob, and the HMAC-SHA256 of all that came before in this frame.
+_PREFIX = struct.Struct("!IQI")
+_LENGTH_BYTES = 4
+_MAC_BYTES = 32
+_FRAME_BYTES_AT_MOST = _PREFIX.size + VALUES_BYTES_AT_MOST + BLOB_BYTES_AT_MOST + _MAC_BYTES
+
+
+class WireEnded(RunFailed):
+    """The connection is over: closed by the other end, stuck halfway through a frame, or carrying foreign bytes.
+
+    `how` says it as the end of a sentence.
+    """
+
+    def __init__(self, peer: str, how: str) -> None:
+        super().__init__(f"{peer} was lost: {how}; see what was printed there")
+        self.how = how
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """One message between hosts: a kind, JSON values, and bytes beside them."""
+
+    kind: str
+    values: Mapping[str, Any]
+    blob: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class SessionKeys:
+    """One key for each direction, known to the two ends of one connection alone."""
+
+    sending: bytes
+    receiving: bytes
+
+
+class Wire:
+    """One end of an authenticated connection; `send` may be called from any thread, `receive` from one at a time.
+
+    Frames are authenticated, not encrypted. `peer` names the other end in sentences; `stall_s` is how long a frame may
+    stand still halfway.
+    """
+
+    def __init__(self, connection: socket.socket, keys: SessionKeys, *, peer: str, stall_s: float = STALL_S) -> None:
+        connection.setblocking(False)
+        self.peer = peer
+        self.address: str = connection.getpeername()[0]
+        self.local_address: str = connection.getsockname()[0]
+        self._connection = connection
+        self._keys = keys
+        self._stall_s = stall_s
+        self._sent = 0
+        self._received = 0
+        self._rest = bytearray()
+        self._sending = threading.Lock()
+
+    def send(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> None:
+        """Send one frame; blocks while the other end is slow, raises WireEnded when it takes nothing any more."""
+        text = json.dumps({"kind": kind, "values": values}, separators=(",", ":")).encode()
+        if len(text) > VALUES_BYTES_AT_MOST or len(blob) > BLOB_BYTES_AT_MOST:
+            raise ValueError(f"a frame of {len(text)} + {len(blob)} bytes is over the cap; send it in parts")
+        with self._sending:
+            length = _PREFIX.size - _LENGTH_BYTES + len(text) + len(blob) + _MAC_BYTES
+            head = _PREFIX.pack(length, self._sent, len(text)) + text
+            self._sent += 1
+            tag = _mac(self._keys.sending, head, blob)
+            # Small frames in one piece; a large blob is not copied for it.
+            for piece in (head + blob + tag,) if len(blob) < _CHUNK_BYTES else (head, blob, tag):
+                self._push(memoryview(piece))
+
+    def receive(self, within_s: float) -> Frame | None:
+        """The next frame, or None when nothing at all arrived in time; a frame that has begun is waited for.
+
+        Raises WireEnded, after which the wire is of no more use.
+        """
+        if not self._rest and not self._pull(within_s):
+            return None
+        while (length := self._frame_length()) is None or len(self._rest) < length:
+            if not self._pull(self._stall_s):
+                raise self._ended(f"its connection stood still for {self._stall_s:g} s")
+        with memoryview(self._rest) as view:
+            frame = bytes(view[:length])
+        del self._rest[:length]
+        return self._opened(frame)
+
+    def close(self) -> None:
+        """End the connection, also under a thread that is blocked in it; may be called twice."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Give the socket back; no thread may be using the wire any more."""
+        self._connection.close()
+
+    def _push(self, left: memoryview) -> None:
+        try:
+            while left:
+                with contextlib.suppress(BlockingIOError):
+                    left = left[self._connection.send(left) :]
+                if left and not _ready(self._connection, select.POLLOUT, self._stall_s):
+                    raise self._ended(f"it took no data for {self._stall_s:g} s")
+        except OSError:
+            raise self._ended("its connection was closed") from None
+
+    def _pull(self, within_s: float) -> bool:
+        """Take what has arrived, at least one byte; false when the time is up first."""
+        deadline = time.monotonic() + within_s
+        try:
+            while _ready(self._connection, select.POLLIN, deadline - time.monotonic()):
+                with contextlib.suppress(BlockingIOError):
+                    chunk = self._connection.recv(_CHUNK_BYTES)
+                    if not chunk:
+                        raise ConnectionError
+                    self._rest += chunk
+                    return True
+        except OSError:
+            raise self._ended("its connection was closed") from None
+        return False
+
+    def _frame_length(self) -> int | None:
+        if len(self._rest) < _LENGTH_BYTES:
+            return None
+        length = _LENGTH_BYTES + int.from_bytes(self._rest[:_LENGTH_BYTES])
+        if not _PREFIX.size + _MAC_BYTES <= length <= _FRAME_BYTES_AT_MOST:
+            raise self._foreign("of an impossible length")
+        return length
+
+    def _opened(self, frame: bytes) -> Frame:
+        body, tag = memoryview(frame)[:-_MAC_BYTES], frame[-_MAC_BYTES:]
+        if not hmac.compare_digest(_mac(self._keys.receiving, body), tag):
+            raise self._foreign("that the other end has not sent")
+        _, counter, text_bytes = _PREFIX.unpack_from(body)
+        if counter != self._received:
+            raise self._foreign("out of its order")
+        self._received += 1
+        split = _PREFIX.size + text_bytes
+        try:
+            values = json.loads(bytes(body[_PREFIX.size : split]))
+            return Frame(kind=str(values["kind"]), values=dict(values["values"]), blob=bytes(body[split:]))
+        except (ValueError, KeyError, TypeError):
+            raise self._foreign("that is no message") from None
+
+    def _foreign(self, how: str) -> WireEnded:
+        return self._ended(f"its connection carried a frame {how}, as if others could write to this network")
+
+    def _ended(self, how: str) -> WireEnded:
+        return WireEnded(self.peer, how)
+
+
+def _mac(key: bytes, *parts: bytes | memoryview) -> bytes:
+    digest = hmac.new(key, digestmod=hashlib.sha256)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _ready(connection: socket.socket, event: int, within_s: float) -> bool:
+    if connection.fileno() < 0:
+        raise OSError("released")
+    poll = select.poll()
+    poll.register(connection, event)
+    return bool(poll.poll(max(0.0, within_s) * 1000))

@@ -1,0 +1,198 @@
+"""What a joined host keeps for a run that another host leads: its folder, its data, its answers to that host."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from plait.checkpoint.store import clean_staging
+from plait.errors import PlaitError
+from plait.launch.link import Handler, Reply
+from plait.launch.wire import Frame
+from plait.recipe.load import load_recipe, parse_config
+from plait.report.atomic import replace_file
+from plait.run.folder import RunFolder, alone, check_changes
+from plait.run.shipping import Intake, facts_from, read_block, safe_path, seen, told_disk
+
+MARK = "joined.json"
+"""In a run's folder that only holds what another host sent."""
+
+Say = Callable[[str], None]
+
+
+class Depot:
+    """The files of one joined host below its working folder `base`; close it when the run is over.
+
+    Its handlers run one after another. What this host's user must mend is kept as `trouble`, and told to the leader.
+    """
+
+    def __init__(self, base: Path, say: Say) -> None:
+        self.trouble: PlaitError | None = None
+        self._base, self._say = base, say
+        self._held = ExitStack()
+        self._folder: Path | None = None
+        self._run: Path | None = None
+        self._intake: Intake | None = None
+
+    def close(self) -> None:
+        """Let go of the run's folder, and take away what belonged to single jobs or to a checkpoint that was not saved.
+
+        No rank of this host may live any more.
+        """
+        self._release(Frame(kind="release", values={}))
+        if self._run is not None:
+            clean_staging(self._run / "checkpoints")
+        self._held.close()
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """What the leader may ask, by kind."""
+        answers = {
+            "see": self._see,
+            "open": self._open,
+            "take": self._take,
+            "block": self._block,
+            "put": self._put,
+            "read": self._read,
+            "list": self._list,
+            "release": self._release,
+        }
+        return {kind: self._noting(answer) for kind, answer in answers.items()}
+
+    def _noting(self, answer: Handler) -> Handler:
+        def noted(frame: Frame) -> Reply:
+            try:
+                return answer(frame)
+            except PlaitError as error:
+                self.trouble = error
+                raise
+            except OSError as error:
+                self.trouble = PlaitError(
+                    f"this host cannot use {error.filename or self._base} ({error.strerror}); mend that, "
+                    "then join again"
+                )
+                raise self.trouble from error
+
+        return noted
+
+    def _see(self, frame: Frame) -> Reply:
+        """Whether the leader's working folder is this one: each nonce lies at its place below it."""
+        found = [seen(self._base / one["folder"], one["name"], one["content"]) for one in frame.values["nonces"]]
+        shared = all(found)
+        place = "shared with it" if shared else "not shared: what this host needs is sent"
+        self._say(f"folder   {self._base} is {place}")
+        return Reply(values={"shared": shared})
+
+    def _open(self, frame: Frame) -> Reply:
+        """Make this host's folder for a run, which stays, or for a single job."""
+        if frame.values["kind"] == "job":
+            cache = self._base / ".plait"
+            with told_disk(cache / MARK):
+                cache.mkdir(exist_ok=True)
+                self._folder = Path(tempfile.mkdtemp(prefix="plait-joined-", dir=cache))
+            return Reply(values={"folder": str(self._folder)})
+        path = safe_path(self._base / "runs", frame.values["name"])
+        if self._run is None:
+            self._held.enter_context(alone(RunFolder(path)))
+            _check_ours(RunFolder(path), frame.values["recipe"])
+            self._run = path
+            (path / "logs").mkdir(exist_ok=True)
+            clean_staging(path / "checkpoints")
+            digest = sha256(frame.values["recipe"].encode()).hexdigest()
+            replace_file(path / MARK, json.dumps({"recipe": digest}).encode())
+            self._say(f"run      {path}, recipe {digest[:12]}")
+        self._folder = path
+        return Reply(values={"folder": str(path)})
+
+    def _take(self, frame: Frame) -> Reply:
+        """Say which of the offered files are lacking here, and be ready for them."""
+        root = self._base / ".plait" if frame.values["root"] == "cache" else self._current
+        folder = safe_path(root, frame.values["path"])
+        if folder.parent.name == "checkpoints" and folder.parent.is_dir():  # only the one to go on from is of use here
+            for other in folder.parent.iterdir():
+                if other != folder:
+                    shutil.rmtree(other, ignore_errors=True)
+        self._intake = Intake(folder, facts_from(frame.values["files"]))
+        if not self._intake.lacking and root != self._current:
+            self._say(f"data     {folder}, here already")
+        return Reply(values={"folder": str(folder), "lacking": list(self._intake.lacking)})
+
+    def _block(self, frame: Frame) -> Reply:
+        """The next bytes of a file that was offered."""
+        if self._intake is None:
+            raise PlaitError("the host that leads sent a piece of no file; give the same command again")
+        self._intake.block(frame.values["name"], frame.values["offset"], frame.blob)
+        if self._intake.complete and self._folder == self._run:
+            self._say(f"received {self._intake.folder}")
+        return Reply()
+
+    def _put(self, frame: Frame) -> Reply:
+        """A small file as a whole."""
+        path = safe_path(self._current, frame.values["name"])
+        with told_disk(path.with_name(f".{path.name}.new")):
+            replace_file(path, frame.blob)
+        return Reply()
+
+    def _read(self, frame: Frame) -> Reply:
+        """Some bytes of a file in the current folder; those of a checkpoint lie in its staging folder."""
+        values = frame.values
+        folder = self._current / "checkpoints" / _staging(values["staging"]) if "staging" in values else self._current
+        size, data = read_block(folder, values["name"], values["offset"], values["bytes"])
+        return Reply(values={"size": size}, blob=data)
+
+    def _list(self, frame: Frame) -> Reply:
+        """The names of the files in the current folder."""
+        return Reply(values={"names": sorted(path.name for path in self._current.iterdir() if path.is_file())})
+
+    def _release(self, frame: Frame) -> Reply:
+        """Take away the folder of a single job."""
+        if self._folder is not None and self._folder != self._run:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = self._run
+        return Reply()
+
+    @property
+    def _current(self) -> Path:
+        if self._folder is None:
+            raise PlaitError("the host that leads named no folder first; give the same command again")
+        return self._folder
+
+
+def refuse_joined(folder: RunFolder) -> None:
+    """Raise PlaitError where a run's folder only holds what another host sent: its checkpoints are there, not here."""
+    if (folder.path / MARK).exists():
+        raise PlaitError(
+            f"{folder.path} was sent here by a host that leads this run (plait join); go on with it there, "
+            "or choose another run.name"
+        )
+
+
+def _staging(name: Any) -> str:
+    """The staging folder of a checkpoint, by the name that a rank of this host told."""
+    if not (isinstance(name, str) and name.startswith(".step-") and name[6:].removesuffix(".staging").isdecimal()):
+        raise PlaitError(f"the host that leads asked for {str(name)[:80]!r}, which is no checkpoint; is it plait?")
+    return name
+
+
+def _check_ours(folder: RunFolder, recipe: str) -> None:
+    """Raise PlaitError where the folder holds another run, or one that began on this host."""
+    if not folder.has_begun:
+        return
+    if not (folder.path / MARK).exists():
+        raise PlaitError(
+            f"{folder.path} on this host holds a run of its own; move it away, or join from another folder"
+        )
+    try:
+        check_changes(load_recipe(folder.recipe), parse_config(tomllib.loads(recipe)))
+    except PlaitError as error:
+        why = str(error).partition(";")[0]
+        raise PlaitError(
+            f"{folder.path} on this host is of another recipe ({why}); move it away, then join again"
+        ) from None

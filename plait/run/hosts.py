@@ -1,0 +1,201 @@
+"""A run over several hosts, seen from host 0: who may join, how many workers each has, and how a job runs on all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from plait.checkpoint.arrival import IN_ALL_S
+from plait.cluster.topology import Machine, usable_cores
+from plait.errors import PlaitError
+from plait.launch.job import Job, JobResult, Message
+from plait.launch.leader import HostPart, Hosts, Member
+from plait.plan.fit import named_degrees
+from plait.plan.plan import HostShare, Plan, read_plan, write_plan
+from plait.plan.split import Given
+from plait.recipe.schema import RunConfig
+from plait.run.crew import PRELOAD, OnMessage
+from plait.run.freight import Freight, Place
+from plait.run.gather import Gathering
+from plait.run.hello import objection, own_hello
+from plait.run.invite import HostsAsked, chosen_address, chosen_secret
+from plait.run.planning import Interrupted, Site
+
+JOIN_WITHIN_S = 3600.0
+GRACE_S = 120.0
+TRAINING = "plait.train.worker:main"
+Say = Callable[[str], None]
+
+
+class HostsCrew:
+    """The workers of this host and of those that joined it, ranks numbered host by host.
+
+    `hosts` must have admitted its members; `folder` is the run's.
+    """
+
+    def __init__(self, hosts: Hosts, *, folder: Path, config: RunConfig, say: Say) -> None:
+        self._hosts, self._folder, self._config, self._say = hosts, folder, config, say
+
+    @cached_property
+    def shares(self) -> tuple[HostShare, ...]:
+        """What each host does, host 0 first; raises PlaitError where that does not go with the recipe."""
+        names = [own_hello()["name"], *(member.name for member in self._hosts.members)]
+        shares = shares_of(told_apart(names), [site.machine for site in self.sites()])
+        check_layout(self._config, shares)
+        return shares
+
+    @property
+    def given(self) -> Given:
+        """All hosts' workers, and the threads of those on this one."""
+        return Given(workers=sum(share.workers for share in self.shares), threads=self.shares[0].threads)
+
+    def sites(self) -> tuple[Site, ...]:
+        """Every host's machine and its arithmetic peak, host 0 first; they are measured when this is first asked."""
+        return self._sites
+
+    def placed(self, plan: Plan) -> Plan:
+        """The plan with each host's part in it."""
+        if plan.hosts == self.shares:
+            return plan
+        peaks = [site.peak_flops for site in self.sites() if site.peak_flops is not None]
+        peak = sum(peaks) if len(peaks) == len(self.shares) else None
+        return replace(plan, hosts=self.shares, threads=self.given.threads, peak_flops=peak)
+
+    def run(self, job: Job, on_message: OnMessage) -> JobResult:
+        """A single rank runs on this host; a job of all workers runs on all, in the folder that each has for it."""
+        if job.world_size == 1:
+            idle = [HostPart(ranks=0, threads=1, argument="") for _ in self._hosts.members]
+            return self._hosts.run(job, on_message=on_message, parts=[_own_part(job, 1, job.threads), *idle])
+        assert job.world_size == self.given.workers, job
+        folder, training = folder_of(job.argument), job.entry == TRAINING
+        resume = json.loads(job.argument)["resume"] if training else None
+        if not training:  # made before anybody knew which host does what
+            write_plan(self.placed(read_plan(folder / "plan.json")), folder / "plan.json")
+        places = self._freight.deliver(folder, "run" if training else "job", resume)
+        first, *others = self.shares
+        parts = [_own_part(job, first.workers, first.threads)]
+        parts += [_part(job, share, place) for share, place in zip(others, places, strict=True)]
+        grace_s = (
+            GRACE_S if all(place.shared for place in places) else IN_ALL_S + GRACE_S
+        )  # parts travel at the end, too
+        with Gathering(self._member_of, folder / "checkpoints", on_message) as gathering:
+            result = self._hosts.run(job, on_message=gathering.hear, parts=parts, grace_s=grace_s)
+        if not training:
+            self._freight.bring_back(folder)
+        return result
+
+    @cached_property
+    def _freight(self) -> Freight:
+        return Freight(self._hosts.members, self._folder, self._say)
+
+    @cached_property
+    def _sites(self) -> tuple[Site, ...]:
+        """Measure all hosts side by side, each in a worker that uses all its cores."""
+        cores = [usable_cores(), *(member.hello["cores"] for member in self._hosts.members)]
+        job = Job(entry="plait.cluster.measure:rank", argument="", world_size=len(cores), threads=1)
+        found: dict[int, Mapping[str, Any]] = {}
+
+        def hear(message: Message) -> None:
+            if message.kind == "machine":
+                found[message.rank] = message.values
+
+        parts = [HostPart(ranks=1, threads=number, argument="") for number in cores]
+        result = self._hosts.run(job, on_message=hear, parts=parts)
+        if result.stopped_by != "finished":
+            raise Interrupted(result.stopped_by)
+        return tuple(
+            Site(machine=Machine.from_fingerprint(found[host]["fingerprint"]), peak_flops=found[host]["peak_flops"])
+            for host in range(len(cores))
+        )
+
+    def _member_of(self, rank: int) -> Member:
+        """The host of a rank that is not on this one."""
+        owners = [host for host, share in enumerate(self.shares) for _ in range(share.workers)]
+        return self._hosts.members[owners[rank] - 1]
+
+
+@contextmanager
+def hosts_crew(asked: HostsAsked, *, config: RunConfig, folder: Path, screen: Console) -> Iterator[HostsCrew]:
+    """Invite other hosts, wait until all are in, and lead them; the block's end sends them home.
+
+    Raises PlaitError where the address, the port or the secret cannot be used, or nobody came for an hour.
+    """
+    address = chosen_address(asked.address)
+    secret, told = chosen_secret(asked.secret_file)
+    members = asked.hosts - 1
+    with Hosts(address=address, port=asked.port, secret=secret, members=members, preload=PRELOAD) as hosts:
+        others = "the other host" if members == 1 else f"each of the {members} other hosts"
+        screen.print(f"hosts    {asked.hosts}; on {others}, in the folder to work in, type:")
+        screen.print(f"             plait join {hosts.join_address}", highlight=False)
+        screen.print(f"         {told}", highlight=False)
+
+        def check(hello: Mapping[str, Any]) -> str | None:
+            sentence = objection(hello, own_hello())
+            name = str(hello.get("name"))[:80]
+            if sentence is None:
+                screen.print(f"joined   {name}: {hello['cores']} cores", markup=False)
+            else:
+                screen.print(f"refused  {name}: {sentence}", markup=False)
+            return sentence
+
+        hosts.admit(check, JOIN_WITHIN_S)
+        yield HostsCrew(hosts, folder=folder, config=config, say=screen.print)
+
+
+def shares_of(names: Sequence[str], machines: Sequence[Machine]) -> tuple[HostShare, ...]:
+    """How each host is used unless somebody says otherwise: a worker for each GPU, or one with all the cores."""
+    kinds = {machine.device for machine in machines}
+    if len(kinds) > 1:
+        by_kind = {machine.device: name for name, machine in zip(names, machines, strict=True)}
+        raise PlaitError(
+            f"{by_kind['cuda']} has GPUs and {by_kind['cpu']} has none that torch sees, and a run takes one kind; "
+            "leave the odd host out, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+        )
+    return tuple(
+        HostShare(name=name, workers=machine.devices, threads=max(1, machine.cores // machine.devices))
+        for name, machine in zip(names, machines, strict=True)
+    )
+
+
+def told_apart(names: Sequence[str]) -> list[str]:
+    """The hosts' names, numbered where one has come before: machines made from one image often share theirs."""
+    before = [names[:at].count(name) for at, name in enumerate(names)]
+    return [f"{name}-{count + 1}" if count else name for name, count in zip(names, before, strict=True)]
+
+
+def check_layout(config: RunConfig, shares: Sequence[HostShare]) -> None:
+    """Raise PlaitError where the recipe names another number of workers than the hosts have."""
+    named, workers = named_degrees(config), sum(share.workers for share in shares)
+    if named and prod(named.values()) != workers:
+        listed = ", ".join(f"{share.name} {share.workers}" for share in shares)
+        raise PlaitError(
+            f"the recipe's layout needs {prod(named.values())} workers, and the hosts have {workers} ({listed}); name "
+            f"degrees whose product is {workers}, or leave them out of [layout]"
+        )
+
+
+def folder_of(argument: str) -> Path:
+    """The folder that a job is about: its argument, or "folder" in it."""
+    return Path(json.loads(argument)["folder"] if argument.startswith("{") else argument)
+
+
+def _own_part(job: Job, ranks: int, threads: int) -> HostPart:
+    return HostPart(ranks=ranks, threads=threads, argument=job.argument, log_dir=job.log_dir)
+
+
+def _part(job: Job, share: HostShare, place: Place) -> HostPart:
+    """A joined host's part: the same in the folder that it has for it."""
+    argument, training = place.path, job.entry == TRAINING
+    if job.argument.startswith("{"):
+        sent = {"parts": "sent"} if training and not place.shared else {}
+        argument = json.dumps({**json.loads(job.argument), "folder": place.path, **sent})
+    log_dir = f"{place.path}/logs" if training else place.path
+    return HostPart(ranks=share.workers, threads=share.threads, argument=argument, log_dir=log_dir)

@@ -1,0 +1,205 @@
+"""`plait probe`: measures what this machine's devices and links do, tells it and keeps it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from plait.cluster.cluster import cluster_json, cluster_of
+from plait.cluster.measured import (
+    Measured,
+    MeasuredLink,
+    MeasuredOverlap,
+    Point,
+    Timed,
+    measured_from_json,
+    measured_json,
+    measured_values,
+)
+from plait.cluster.probe_request import CPU_TOKENS, Request, request_of, typical_request
+from plait.cluster.probe_verdict import Host, PairTold, complaints, device_of, pair_links, relative_speeds
+from plait.cluster.topology import Machine, usable_cores
+from plait.errors import PlaitError, RunFailed
+from plait.launch.job import Job, Message
+from plait.recipe.load import load_recipe
+from plait.run.crew import Crew, crew, serve_if_asked
+from plait.run.data import CACHE
+from plait.run.plan import asked_of
+from plait.run.planning import Site, look_around
+from plait.run.probe_table import table
+
+ENTRY = "plait.run.probe_rank:rank"
+UNSTEADY = 0.25
+"""Spread from which on people are told to probe again in quiet."""
+
+Fresh = Literal["kept", "again"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How many workers are probed, with how many threads each."""
+
+    workers: int
+    threads: int
+
+
+def probe(
+    recipe: Path | None,
+    overrides: Sequence[str],
+    *,
+    workers: int | None,
+    threads: int | None,
+    fresh: Fresh,
+    out: Path | None,
+    screen: Console,
+) -> None:
+    """Measure this machine for a recipe's model or for usual ones, print a table, write a cluster.json where asked.
+
+    Raises RunFailed with the name of a dead device or link, PlaitError for what cannot be measured.
+    """
+    if serve_if_asked():
+        return
+    with crew() as hands:
+        site = look_around(hands, usable_cores())
+        extent = extent_for(site.machine, workers, threads, hands)
+        asked = asked_for(recipe, overrides, site, extent)
+        measured = measured_by(hands, site.machine, asked, extent, fresh=fresh)
+    screen.print(table(measured), markup=False, soft_wrap=True)
+    if measured.unsteady > UNSTEADY:
+        screen.print(
+            f"unsteady the figures spread by {measured.unsteady:.0%}: other programs were running; close them and give "
+            "plait probe --again"
+        )
+    if out is not None:
+        out.write_text(with_cluster(measured, site, extent), encoding="utf-8")
+        screen.print(f"wrote    {out}", soft_wrap=True)
+
+
+def extent_for(machine: Machine, workers: int | None, threads: int | None, hands: Crew) -> Extent:
+    """As many workers as asked, or one a device and, on processors, one a core; raises PlaitError for too many."""
+    if hands.given is not None:
+        return Extent(workers=hands.given.workers, threads=hands.given.threads)
+    usual = machine.devices if machine.device == "cuda" else max(1, machine.cores // (threads or 1))
+    count = workers or usual
+    if machine.device == "cuda" and count > machine.devices:
+        raise PlaitError(f"--workers {count} are more than this machine's {machine.devices} GPUs; choose fewer")
+    if machine.device == "cpu" and count * (threads or 1) > machine.cores:
+        raise PlaitError(
+            f"{count} workers of {threads or 1} threads want more than this machine's {machine.cores} cores, and would "
+            "only measure how they take turns; choose fewer --workers or --threads"
+        )
+    return Extent(workers=count, threads=threads or max(1, machine.cores // count))
+
+
+def asked_for(recipe: Path | None, overrides: Sequence[str], site: Site, extent: Extent) -> Request:
+    """What a recipe's model needs measured, or usual models without one."""
+    device = site.machine.device
+    if recipe is None:
+        return typical_request(device, extent.threads)
+    config = load_recipe(recipe, overrides)
+    cluster = cluster_of(site.machine, site.peak_flops if device == "cpu" else None)
+    asked = asked_of(config, cluster)
+    sequence = asked.workload.sequence
+    sequences = config.layout.micro_sequences
+    if sequences == "auto":
+        most = max(1, CPU_TOKENS // sequence) if device == "cpu" else asked.workload.batch_sequences
+        sequences = min(most, asked.workload.batch_sequences)
+    return request_of(
+        asked.shape,
+        sequence=sequence,
+        sequences=sequences,
+        device=device,
+        precision="bf16" if asked.workload.precision == "bf16" else "float32",
+        threads=extent.threads,
+    )
+
+
+def measured_by(hands: Crew, machine: Machine, asked: Request, extent: Extent, *, fresh: Fresh) -> Measured:
+    """What was measured before on this machine with this software for the same request, or is measured now."""
+    key = _key(machine, asked, extent)
+    kept = CACHE / "probes" / f"{key}.json"
+    if kept.exists() and fresh == "kept":
+        try:
+            return measured_from_json(kept.read_text(encoding="utf-8"), str(kept))
+        except PlaitError:
+            pass  # of another version, or torn: measured anew, and written over
+    told: dict[str, Any] = {}
+
+    def hear(message: Message) -> None:
+        if message.kind == "probed":
+            told.update(message.values)
+
+    job = Job(entry=ENTRY, argument=asked.to_json(), world_size=extent.workers, threads=extent.threads)
+    hands.run(job, hear)
+    if not told:
+        raise RunFailed("the probe was stopped before it ended; give the same command again")
+    measured = measured_of(told, asked, key)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(measured_json(measured), encoding="utf-8")
+    return measured
+
+
+def measured_of(told: Mapping[str, Any], asked: Request, key: str) -> Measured:
+    """From what rank 0 told to the measurement."""
+    hosts = [Host(name=one["name"], ranks=tuple(one["ranks"])) for one in told["hosts"]]
+    pairs = [PairTold(first=p["first"], second=p["second"], points=_points(p["points"])) for p in told["pairs"]]
+    timed = {rank: _timed(one["timed"]) for rank, one in enumerate(told["ranks"])}
+    devices = []
+    for host in hosts:
+        first = told["ranks"][host.ranks[0]]
+        device = device_of(
+            host,
+            first["name"],
+            timed,
+            _timed(first["alone"]),
+            granted=min(told["ranks"][rank]["granted"] for rank in host.ranks),
+            threads=first["threads"],
+            memory_bytes=first["memory_bytes"],
+        )
+        devices.append(device)
+    links = [_link(one) for one in told["links"]]
+    return Measured(
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        precision=asked.precision,
+        workers=len(timed),
+        fingerprint=key,
+        devices=tuple(devices),
+        links=(*pair_links(hosts, pairs), *links),
+        overlaps=tuple(MeasuredOverlap(**one) for one in told["overlaps"]),
+        complaints=complaints(hosts, relative_speeds(timed), pairs),
+    )
+
+
+def with_cluster(measured: Measured, site: Site, extent: Extent) -> str:
+    """The text of a cluster.json: this machine, with what was measured under "measured"."""
+    machine = site.machine
+    if machine.device == "cpu":
+        cluster = cluster_of(machine, site.peak_flops, workers=extent.workers)
+    else:
+        cluster = cluster_of(replace(machine, devices=extent.workers))
+    values = {**json.loads(cluster_json(cluster)), "measured": measured_values(measured)}
+    return json.dumps(values, indent=1, ensure_ascii=False) + "\n"
+
+
+def _key(machine: Machine, asked: Request, extent: Extent) -> str:
+    what = [machine.fingerprint(), asked.to_json(), extent.workers, extent.threads]
+    return sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _points(values: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:
+    return tuple(Point(**one) for one in values)
+
+
+def _timed(values: Sequence[Mapping[str, Any]]) -> tuple[Timed, ...]:
+    return tuple(Timed(**{**one, "sizes": tuple(one["sizes"])}) for one in values)
+
+
+def _link(values: Mapping[str, Any]) -> MeasuredLink:
+    return MeasuredLink(**{**values, "hosts": tuple(values["hosts"]), "points": _points(values["points"])})

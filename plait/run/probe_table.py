@@ -1,0 +1,155 @@
+"""A measurement as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from plait.cluster.measured import Measured, MeasuredDevice, MeasuredLink, Timed, Work
+from plait.units import format_bytes
+
+KINDS = {
+    "send": "send, from one to another",
+    "all_reduce": "all-reduce, everybody gets the sum",
+    "all_gather": "all-gather, everybody gets all parts",
+    "reduce_scatter": "reduce-scatter, each gets a part of the sum",
+    "all_to_all": "all-to-all, each has a part for each",
+    "swap_parts": "reduce-scatter as plait does it here",
+    "spread_own": "all-gather as plait does it here",
+}
+
+
+QUIET = 0.9
+"""A worker that had so much of its core's time was not disturbed."""
+
+
+def table(measured: Measured) -> str:
+    """Devices, links, and what hides behind arithmetic; complaints last."""
+    blocks = [_device_lines(measured, device) for device in measured.devices]
+    blocks += [_link_lines(measured.links)] if measured.links else []
+    blocks += [_overlap_lines(measured)] if measured.overlaps else []
+    blocks += [[f"slow     {sentence}" for sentence in measured.complaints]] if measured.complaints else []
+    return "\n".join(line for block in blocks for line in block)
+
+
+def _device_lines(measured: Measured, device: MeasuredDevice) -> list[str]:
+    each = f"{device.workers} worker{'s' if device.workers > 1 else ''} of {device.threads} thread"
+    each += "s" if device.threads > 1 else ""
+    head = f"{device.host}: {device.name}, {each}, {format_bytes(device.memory_bytes)}, {measured.precision}"
+    rows = [
+        ("matrix products, forward", _product_rates(device, "product")),
+        ("… gradient of the input", _product_rates(device, "product_input")),
+        ("… gradient of the weight", _product_rates(device, "product_weight")),
+        ("attention, forward and backward", _attention(device)),
+        ("norms, activation, residuals", _streams(device)),
+        ("head and loss", _heads(device)),
+        ("update by the optimizer", _per_number(device, "update")),
+        ("gradients added up", _per_number(device, "accumulate")),
+        ("memory, copied", _copies(device)),
+        ("smallest operation", f"{device.of('launch')[0].seconds * 1e6:.3g} µs"),
+    ]
+    lines = [f"device   {head}", *(f"         {what:34}{text}" for what, text in rows)]
+    if device.granted < QUIET:
+        others = (
+            f"other programs had {1 - device.granted:.0%} of the cores; times above are processor time, without them"
+        )
+        lines.append(f"         {others}")
+    if device.beside:
+        factors = ", ".join(f"{work.replace('_', ' ')} {factor:.2f}" for work, factor in _telling(device.beside))
+        lines.append(f"         {'side by side, times as long':34}{factors}")
+    return lines
+
+
+def _product_rates(device: MeasuredDevice, work: Work) -> str:
+    rates = sorted((2 * prod(one.sizes) / one.seconds, one.sizes) for one in device.of(work))
+    (low, small), (high, large) = rates[0], rates[-1]
+    ends = f"; from {_flops(low)} at {_times(small)} to {_flops(high)} at {_times(large)}" if len(rates) > 1 else ""
+    return f"{_flops(rates[len(rates) // 2][0])}{ends}"
+
+
+def _attention(device: MeasuredDevice) -> str:
+    told = []
+    for there, back in zip(device.of("attention"), device.of("attention_backward"), strict=True):
+        _, length, heads, _, head_width = there.sizes
+        tokens = there.sizes[0] * length * heads
+        told.append((length, head_width, (there.seconds + back.seconds) / tokens))
+    ends = dict.fromkeys((min(told), max(told)))
+    each = [f"{seconds * 1e6:.2g} µs ({length} tokens, heads {width} wide)" for length, width, seconds in ends]
+    return f"{' to '.join(each)} a token and head"
+
+
+def _streams(device: MeasuredDevice) -> str:
+    pairs = zip(device.of("stream"), device.of("stream_backward"), strict=True)
+    told = [(a.seconds + b.seconds) / (a.sizes[0] * (a.sizes[1] + a.sizes[2])) * 1e9 for a, b in pairs]
+    return f"{_range(told)} ns a token and unit of width"
+
+
+def _heads(device: MeasuredDevice) -> str:
+    told = [one.seconds / (one.sizes[0] * one.sizes[2]) * 1e9 for one in device.of("head")]
+    return f"{_range(told)} ns a token and entry of the vocabulary"
+
+
+def _per_number(device: MeasuredDevice, work: Work) -> str:
+    return f"{_range([one.seconds / one.sizes[0] * 1e9 for one in device.of(work)])} ns a parameter"
+
+
+def _copies(device: MeasuredDevice) -> str:
+    told = [
+        f"{format_bytes(2 * one.sizes[0] / one.seconds)}/s ({format_bytes(one.sizes[0])})" for one in _copied(device)
+    ]
+    return ", ".join(told)
+
+
+def _copied(device: MeasuredDevice) -> Sequence[Timed]:
+    return sorted(device.of("copy"), key=lambda one: one.sizes)
+
+
+def _link_lines(links: Sequence[MeasuredLink]) -> list[str]:
+    lines = []
+    for scope, hosts, ranks in dict.fromkeys((link.scope, link.hosts, link.ranks) for link in links):
+        where = f"inside {hosts[0]}" if scope == "inside" else f"between {' and '.join(hosts)}"
+        lines.append(f"link     {where}, {ranks} workers")
+        for link in links:
+            if (link.scope, link.hosts, link.ranks) == (scope, hosts, ranks):
+                lines.append(f"         {KINDS[link.kind]:44}{_link_text(link)}")
+    return lines
+
+
+def _link_text(link: MeasuredLink) -> str:
+    short, bulk = link.points[0], link.points[-1]
+    best = max(link.points, key=lambda point: point.bytes / point.seconds)
+    cpu = f", {bulk.cpu_s / bulk.bytes * 2**30:.2g} CPU s a GiB" if bulk.cpu_s > 0.02 * bulk.seconds else ""
+    return (
+        f"{short.seconds * 1e6:.0f} µs for {format_bytes(short.bytes)}, "
+        f"{format_bytes(best.bytes / best.seconds)}/s at {format_bytes(best.bytes)}{cpu}"
+    )
+
+
+def _overlap_lines(measured: Measured) -> list[str]:
+    lines = []
+    for one in measured.overlaps:
+        where = "inside a host" if one.scope == "inside" else "between hosts"
+        lines.append(
+            f"at once  {where}, {one.ranks} workers: arithmetic {one.compute_s * 1e3:.0f} ms and sums of "
+            f"{format_bytes(one.bytes)} {one.communicate_s * 1e3:.0f} ms take {one.both_s * 1e3:.0f} ms together: "
+            f"{one.hidden:.0%} of the shorter is hidden"
+        )
+    return lines
+
+
+def _telling(factors: Mapping[str, float]) -> list[tuple[str, float]]:
+    kept = ("product", "product_weight", "attention", "stream", "stream_backward", "head", "update", "copy")
+    return [(work, factors[work]) for work in kept if work in factors]
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
+
+
+def _times(sizes: Sequence[int]) -> str:
+    return " × ".join(map(str, sizes))
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:.2g}" if f"{low:.2g}" == f"{high:.2g}" else f"{low:.2g} to {high:.2g}"

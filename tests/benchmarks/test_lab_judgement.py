@@ -1,0 +1,181 @@
+"""Are turns cut when they should be, rounds fair, and regret, simplicity's price and errors right?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.lab.cut import FIRST_PATIENCE_S, Cutting, Turn
+from benchmarks.lab.journal import append_line, read_lines
+from benchmarks.lab.picture import curves, pictures
+from benchmarks.lab.report import case_table, summary, summary_text, verdict, verdict_text
+from benchmarks.lab.trial import in_rounds
+from plait.errors import PlaitError
+
+FIRST = Cutting(steps=5, fastest_s=float("inf"))
+LATER = Cutting(steps=5, fastest_s=1.0)
+
+
+def test_a_turn_ends_with_its_last_full_step():
+    assert FIRST.verdict([9.0, 1.0, 1.0, 1.0, 1.0], 0.1) is None
+    assert FIRST.verdict([9.0, 1.0, 1.0, 1.0, 1.0, 1.0], 0.0) == "finished"
+    assert FIRST.kept([9.0, 1.0, 1.1, 1.2, 1.3, 1.4], "finished", 0.0) == (1.0, 1.1, 1.2, 1.3, 1.4)
+
+
+def test_twice_the_fastest_is_enough_after_one_full_step():
+    assert LATER.verdict([9.0], 0.1) is None, "the first step warms up, whatever it takes"
+    assert LATER.verdict([9.0, 2.0], 0.1) is None
+    assert LATER.verdict([9.0, 2.1], 0.1) == "cut"
+    assert LATER.kept([9.0, 2.1], "cut", 0.1) == (2.1,)
+    assert LATER.verdict([9.0, 1.5, 7.0], 5.0) is None, "a slow step later is noise, not a hopeless layout"
+
+
+def test_a_step_that_does_not_end_is_a_lower_bound():
+    assert LATER.verdict([9.0], 6.1) == "longer"
+    assert LATER.kept([9.0], "longer", 6.1) == (6.1,)
+    assert LATER.verdict([], 6.1) is None, "start-up is in there"
+    assert LATER.verdict([], FIRST_PATIENCE_S + 6.1) == "longer"
+    assert LATER.kept([], "longer", FIRST_PATIENCE_S + 6.1) == (pytest.approx(6.1),)
+    assert FIRST.verdict([], 1e6) is None
+
+
+class Contenders:
+    """Takes turns from a table of step times, and notes who was asked when, and beside what."""
+
+    def __init__(self, **step_s: float) -> None:
+        self.step_s, self.asked = step_s, []
+
+    def take(self, name: str, fastest_s: float) -> Turn:
+        self.asked.append((name, fastest_s))
+        seconds = self.step_s[name]
+        return Turn(seconds=(seconds,), ended="cut" if seconds > 2 * fastest_s else "finished")
+
+
+def test_later_rounds_are_for_the_near_ones_and_the_planners_own_and_begin_with_another():
+    contenders = Contenders(a=1.2, b=1.0, c=1.05, hopeless=3.0, slow=1.5)
+    turns = in_rounds(["a", "b", "c", "hopeless", "slow"], contenders.take, rounds=3, always=("a",))
+    assert {name: len(taken) for name, taken in turns.items()} == {"a": 3, "b": 3, "c": 3, "hopeless": 1, "slow": 1}
+    names = [name for name, _ in contenders.asked]
+    assert names[5:] == ["b", "c", "a", "c", "a", "b"]
+    assert contenders.asked[1] == ("b", 1.2) and contenders.asked[3] == ("hopeless", 1.0)
+
+
+def test_a_contender_that_failed_is_not_asked_again():
+    def take(name: str, fastest_s: float) -> Turn:
+        if name == "broken":
+            return Turn(seconds=(), ended="failed", sentence="it broke")
+        return Turn(seconds=(1.0,), ended="finished")
+
+    turns = in_rounds(["broken", "good"], take, rounds=2, always=("broken",))
+    assert len(turns["broken"]) == 1 and len(turns["good"]) == 2
+
+
+def line(rate: Any = 50e6, **times: tuple[float, float, str]) -> dict[str, Any]:
+    """A finished case; of each layout (measured, predicted, how its turn ended)."""
+    layouts = {
+        name.replace("_", " "): {
+            "layout": {}, "step_s": predicted, "tensor_bytes": 90.0, "all_bytes": 100.0,
+            "turns": [turn(seconds, ended)],
+        }
+        for name, (seconds, predicted, ended) in times.items()
+    }  # fmt: skip
+    return {
+        "key": str(rate), "case": {"name": f"case at {rate}", "group": "a group", "rate": rate, "cores": [1.0, 1.0]},
+        "alone": [turn(0.8, "finished")],
+        "carried_bits_per_s": [9e9, 8e9], "fastest": "pipeline 2, 1f1b", "chosen": "replicate 2",
+        "crossings": [[3e8, "pipeline 2", "replicate 2"]], "layouts": layouts,
+        "baselines": {"ddp": [turn(1.8, "finished")], "hf-trainer": [turn(0.0, "failed")]},
+    }  # fmt: skip
+
+
+def turn(seconds: float, ended: Any) -> dict[str, Any]:
+    figures = (0.9 * seconds, seconds, 1.1 * seconds) if ended == "finished" else (seconds,) if seconds else ()
+    return asdict(
+        Turn(
+            seconds=figures,
+            ended=ended,
+            sentence="no" if ended == "failed" else "",
+            peak_tensor_bytes=100,
+            sent_bytes=5e6,
+            others=0.5 if seconds == 1.1 else 0.0,
+        )
+    )
+
+
+JUDGED = {
+    "replicate_2": (1.2, 1.05, "finished"),
+    "pipeline_2, 1f1b": (1.1, 1.0, "finished"),
+    "tensor_2": (1.0, 1.5, "finished"),
+    "context_2": (4.0, 5.0, "longer"),
+}
+
+
+def test_regret_simplicity_and_errors():
+    found = verdict(line(**JUDGED))
+    assert found.fastest == "tensor 2"
+    assert found.regret == pytest.approx(0.1)
+    assert found.simplicity_paid == pytest.approx(1.2 / 1.1 - 1)
+    assert found.simplicity_said == pytest.approx(0.05)
+    assert sorted(found.step_errors) == pytest.approx([1.05 / 1.2 - 1, 1.0 / 1.1 - 1, 0.5])
+    assert found.choice_error == pytest.approx(1.05 / 1.2 - 1)
+    assert found.memory_errors == pytest.approx([-0.1, -0.1, -0.1])
+    assert found.over_floor == pytest.approx(1.2 / 0.8 - 1), "5 MB at 50 Mbit/s are sent in as long as a host computes"
+    assert found.disturbed == pytest.approx(0.25)
+    assert found.baselines == {"ddp": pytest.approx(1.5)}
+    over_all = summary([found, found])
+    assert over_all.regret == pytest.approx((0.1, 0.1, 0.1))
+    assert over_all.step_error and over_all.step_error[2] == pytest.approx(0.5)
+    assert "regret | 10.0% | 10.0% | 10.0%" in summary_text(over_all)
+    assert "ddp takes 1.50 × the choice" in verdict_text(found)
+
+
+def test_the_floor_is_the_bytes_where_they_take_longer_and_unknown_for_unequal_hosts():
+    narrow = line(1e7, **JUDGED)
+    assert verdict(narrow).over_floor == pytest.approx(1.2 / 4.0 - 1)
+    narrow["case"]["cores"] = [1.0, 0.5]
+    assert verdict(narrow).over_floor is None
+
+
+def test_a_choice_that_did_not_run_is_no_success():
+    broken = line(**JUDGED | {"pipeline_2, 1f1b": (0.0, 1.0, "failed")})
+    assert verdict(broken).regret is None and verdict(broken).simplicity_paid is None
+    with pytest.raises(ValueError, match="no layout"):
+        verdict(line(**{"replicate_2": (0.0, 1.0, "failed"), "pipeline_2, 1f1b": (0.0, 1.0, "failed")}))
+
+
+def test_a_table_tells_bounds_and_failures():
+    told = case_table(line(**JUDGED))
+    assert "| context 2 | > 4 |" in told and "| hf-trainer | failed |" in told
+    assert told.splitlines()[2].startswith("| tensor 2 | 1 |")
+
+
+def test_lines_survive_a_torn_end(tmp_path: Path):
+    out = tmp_path / "out.jsonl"
+    append_line(out, {"key": "a"})
+    with out.open("a") as file:
+        file.write('{"key": "to')
+    assert [one["key"] for one in read_lines(out)] == ["a"]
+    append_line(out, {"key": "b"})
+    assert [one["key"] for one in read_lines(out)] == ["a", "b"]
+
+
+def test_another_file_is_not_taken_for_results(tmp_path: Path):
+    (tmp_path / "x").write_text("hello\n")
+    with pytest.raises(PlaitError, match="no file of the lab's results"):
+        read_lines(tmp_path / "x")
+
+
+def test_the_picture_shows_each_layout_over_rates_and_the_predicted_crossing():
+    lines = [line(50e6, **JUDGED), line(1e9, **JUDGED), line("unshaped", **JUDGED)]
+    drawn = curves(lines)
+    assert drawn[0].name == "tensor 2" and {curve.name for curve in drawn} >= {"ddp", "replicate 2", "pipeline 2"}
+    assert [rate for rate, _ in drawn[0].measured] == [50e6, 1e9, 8e9]
+    ((path, text),) = pictures(lines, Path("out.jsonl")).items()
+    assert path.name == "out-a-group.svg"
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    assert "predicted: pipeline 2 → replicate 2 at 300 M" in text
+    assert pictures(lines[:1], Path("out.jsonl")) == {}

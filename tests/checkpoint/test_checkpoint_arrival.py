@@ -1,0 +1,89 @@
+"""Waiting for parts from other hosts: all there, still coming, refused, never coming."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from plait.checkpoint.arrival import aside, await_parts, part_files, refuse_part
+from plait.errors import RunFailed
+
+
+@pytest.fixture
+def staging(tmp_path: Path) -> Path:
+    (tmp_path / "rank-00000.json").write_text("[]")
+    return tmp_path
+
+
+def in_thread(act: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=act)
+    thread.start()
+    return thread
+
+
+def test_parts_that_are_all_here_are_not_waited_for(staging: Path) -> None:
+    await_parts(staging, 1, quiet_s=0, in_all_s=0)
+
+
+def test_it_waits_for_the_list_that_comes_last(staging: Path) -> None:
+    weights, parts = part_files(1)
+    began = threading.Event()
+
+    def arrive() -> None:
+        began.wait(5)
+        (staging / weights).write_bytes(b"x")
+        (staging / aside(parts)).write_text("[]")
+        (staging / aside(parts)).rename(staging / parts)
+
+    thread = in_thread(arrive)
+    began.set()
+    await_parts(staging, 2, quiet_s=5)
+    assert (staging / parts).exists() and (staging / weights).exists()
+    thread.join(5)
+
+
+def test_bytes_that_still_come_are_waited_for(staging: Path) -> None:
+    """The whole takes five times as long as it may be quiet."""
+    weights, parts = part_files(1)
+    stop = threading.Event()
+
+    def trickle() -> None:
+        for count in range(10):
+            with (staging / aside(weights)).open("ab") as file:
+                file.write(bytes([count]))
+            stop.wait(0.1)
+        (staging / parts).write_text("[]")
+
+    thread = in_thread(trickle)
+    await_parts(staging, 2, quiet_s=0.4)
+    thread.join(5)
+    with pytest.raises(RunFailed, match=r"rank 2 did not arrive from another host within .* earlier checkpoints are"):
+        await_parts(staging, 3, quiet_s=0.1)
+
+
+def test_a_part_that_never_ends_ends_too(staging: Path) -> None:
+    stop = threading.Event()
+
+    def trickle() -> None:
+        while not stop.wait(0.02):
+            with (staging / "x").open("ab") as file:
+                file.write(b"x")
+
+    thread = in_thread(trickle)
+    try:
+        with pytest.raises(RunFailed, match=r"ranks 1, 2 did not arrive"):
+            await_parts(staging, 3, quiet_s=5, in_all_s=0.3)
+    finally:
+        stop.set()
+        thread.join(5)
+
+
+def test_a_refused_part_is_told_and_leaves_room(staging: Path) -> None:
+    (staging / aside(part_files(1)[0])).write_bytes(b"half")
+    refuse_part(staging, 1, "no room; free some space")
+    with pytest.raises(RunFailed, match=r"^no room; free some space$"):
+        await_parts(staging, 2, quiet_s=5)
+    assert sorted(path.name for path in staging.iterdir()) == ["rank-00000.json", "rank-00001.refused"]

@@ -1,0 +1,37 @@
+"""What ranks do in the tests of the probe's links."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from plait.cluster.probe_links import DeadLink, time_pair
+from plait.cluster.probe_timing import Alone, Bench, DeviceClock
+from plait.launch.job import RankContext
+from plait.parallel.mesh import open_store
+from plait.run import probe_rank
+
+
+def silent_peer(context: RankContext, argument: str) -> None:
+    """Rank 1 never answers; rank 0 tells what it makes of it."""
+    store = open_store(context.rendezvous, context.rank, context.world_size)
+    dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.world_size)
+    if context.rank == 1:
+        store.get("told")
+        return
+    bench = Bench(device=torch.device("cpu"), clock=DeviceClock(wait=lambda: None), together=Alone())
+    try:
+        time_pair((0, 1), (1024,), rank=0, bench=bench, timeout_s=0.5)
+    except DeadLink:
+        context.tell("dead", name=socket.gethostname())
+    store.set("told", json.dumps(True))
+
+
+def on_two_hosts(context: RankContext, argument: str) -> None:
+    """A probe whose last rank believes to be the first of another host."""
+    last = context.rank == context.world_size - 1
+    probe_rank.rank(replace(context, local_rank=0 if last else context.rank), argument)

@@ -1,0 +1,170 @@
+"""The probe as ranks run it: a whole one of a small model, a link that is dead, and what is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.cluster.measured import SIZES, measured_from_json, measured_json
+from plait.cluster.probe_pieces import check_device
+from plait.cluster.probe_request import Request, layer_products, request_of, typical_request
+from plait.cluster.topology import this_host
+from plait.errors import PlaitError, RunFailed
+from plait.launch.job import Job, JobResult, Message
+from plait.launch.local import ForkServer
+from plait.model.sizes import explicit_shape
+from plait.run import probe
+from plait.run.probe import Extent, extent_for, measured_by, measured_of
+from plait.run.probe_table import table
+
+SHAPE = explicit_shape(layers=2, width=64, vocabulary=256, sequence=32)
+
+
+def small_request() -> Request:
+    whole = request_of(SHAPE, sequence=32, sequences=4, device="cpu", precision="float32", threads=1)
+    small = {
+        "seconds": 0.1,
+        "messages": (2**10, 2**16, 2**22),
+        "products": sorted({p for s in whole.scenes for p in layer_products(s)}),
+    }
+    return Request.from_json(json.dumps({**json.loads(whole.to_json()), **small}))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer(preload=("plait.run.probe_rank",)) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def told(server: ForkServer) -> dict[str, Any]:
+    """What two ranks of a whole probe told."""
+    messages: list[Message] = []
+    job = Job(entry=probe.ENTRY, argument=small_request().to_json(), world_size=2, threads=1)
+    server.run(job, on_message=messages.append)
+    (message,) = messages
+    return dict(message.values)
+
+
+def test_two_ranks_measure_every_kind_of_work_and_message(told: dict[str, Any]) -> None:
+    measured = measured_of(told, small_request(), "key")
+    (device,) = measured.devices
+    assert {one.work for one in device.timed} == set(SIZES)
+    assert device.workers == 2 and len(device.rates) == 2 and max(device.rates) == 1
+    assert {"product", "stream", "head", "update", "copy"} <= set(device.beside)
+    kinds = {link.kind for link in measured.links}
+    assert kinds == {
+        "send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap_parts", "spread_own",
+    }  # fmt: skip
+    for link in measured.links:
+        assert (link.scope, link.ranks) == ("inside", 2)
+        assert [point.bytes for point in link.points] == [2**10, 2**16, 2**22]
+        assert link.points[-1].seconds > 2**22 / 1e12, "no memory is as fast as that"
+        assert any(point.cpu_s > 0 for point in link.points)
+    assert any(link.points[-1].seconds > link.points[0].seconds for link in measured.links)
+    (overlap,) = measured.overlaps
+    assert 2**20 <= overlap.bytes <= 16 * 2**23 and 0 <= overlap.hidden <= 1
+    assert measured_from_json(measured_json(measured), "here") == measured
+
+
+def test_products_run_at_a_speed_that_processors_have(told: dict[str, Any]) -> None:
+    (device,) = measured_of(told, small_request(), "key").devices
+    for work in ("product", "product_input", "product_weight"):
+        rates = [2 * one.sizes[0] * one.sizes[1] * one.sizes[2] / one.seconds for one in device.of(work)]
+        assert 1e8 < max(rates) < 1e13
+
+
+def test_the_table_tells_it_to_people(told: dict[str, Any]) -> None:
+    text = table(measured_of(told, small_request(), "key"))
+    for words in ("matrix products", "side by side", "all-reduce", "is hidden", "GFLOP/s", "CPU s a GiB"):
+        assert words in text
+    assert all(len(line) < 200 for line in text.splitlines())
+
+
+def test_two_hosts_are_measured_inside_and_between(server: ForkServer) -> None:
+    messages: list[Message] = []
+    request = replace(small_request(), messages=(2**10, 2**16))
+    entry = "tests.cluster.probe_entries:on_two_hosts"
+    server.run(Job(entry=entry, argument=request.to_json(), world_size=3, threads=1), on_message=messages.append)
+    measured = measured_of(messages[0].values, request, "key")
+    first, second = measured.devices
+    assert (first.workers, second.workers) == (2, 1) and first.host != second.host
+    assert first.beside and not second.beside and len(first.rates + second.rates) == 3
+    found = {(link.scope, link.hosts, link.ranks) for link in measured.links}
+    both = (first.host, second.host)
+    assert found == {("inside", (first.host,), 2), ("between", both, 2), ("between", both, 3)}
+    assert sorted((one.scope, one.ranks) for one in measured.overlaps) == [("between", 3), ("inside", 2)]
+    assert f"between {first.host} and {second.host}, 3 workers" in table(measured)
+
+
+def test_a_device_that_cannot_compute_says_why() -> None:
+    assert check_device(torch.device("cpu")) is None
+    assert check_device(torch.device("meta"))
+
+
+def test_a_link_that_does_not_answer_is_found_dead(server: ForkServer) -> None:
+    messages: list[Message] = []
+    job = Job(entry="tests.cluster.probe_entries:silent_peer", argument="", world_size=2, threads=1)
+    server.run(job, on_message=messages.append)
+    assert [(message.rank, message.kind) for message in messages] == [(0, "dead")]
+
+
+class Remembered:
+    """Workers that tell what others told, and count how often they were asked."""
+
+    given = None
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self.told, self.jobs = told, 0
+
+    def run(self, job: Job, on_message: Callable[[Message], None]) -> JobResult:
+        self.jobs += 1
+        if self.told:
+            on_message(Message(rank=0, kind="probed", values=self.told))
+        return JobResult(stopped_by="finished", wall_s=0.0)
+
+
+def test_what_was_measured_is_kept_until_something_changes(
+    told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hands, machine, extent = Remembered(told), this_host(), Extent(workers=2, threads=1)
+    first = measured_by(hands, machine, small_request(), extent, fresh="kept")
+    assert measured_by(hands, machine, small_request(), extent, fresh="kept") == first and hands.jobs == 1
+    measured_by(hands, machine, small_request(), Extent(workers=2, threads=2), fresh="kept")
+    measured_by(hands, machine, typical_request("cpu", 1), extent, fresh="kept")
+    measured_by(hands, machine, small_request(), extent, fresh="again")
+    assert hands.jobs == 4
+    (tmp_path / ".plait" / "probes" / f"{first.fingerprint}.json").write_text("{")
+    measured_by(hands, machine, small_request(), extent, fresh="kept")
+    assert hands.jobs == 5
+
+
+def test_a_probe_that_was_stopped_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunFailed, match="stopped before it ended; give the same command again"):
+        measured_by(Remembered({}), this_host(), small_request(), Extent(workers=1, threads=1), fresh="kept")
+
+
+def test_workers_follow_the_cores_and_too_many_are_refused() -> None:
+    machine, hands = this_host(), Remembered({})
+    usual = extent_for(machine, None, None, hands)
+    assert usual.workers * usual.threads == machine.cores and usual.threads == 1
+    assert extent_for(machine, 1, None, hands) == Extent(workers=1, threads=machine.cores)
+    with pytest.raises(PlaitError, match="choose fewer --workers or --threads"):
+        extent_for(machine, machine.cores + 1, None, hands)
+
+
+def test_a_request_reads_back_and_keeps_its_bounds() -> None:
+    for request in (small_request(), typical_request("cpu", 2), typical_request("cuda", 1)):
+        assert Request.from_json(request.to_json()) == request
+        assert len(set(request.products)) == len(request.products)
+    large = explicit_shape(layers=2, width=2048, vocabulary=256, sequence=512)
+    limited = request_of(large, sequence=512, sequences=64, device="cpu", precision="float32", threads=1)
+    assert max(scene.sequences for scene in limited.scenes) < 64

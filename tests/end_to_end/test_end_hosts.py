@@ -1,0 +1,234 @@
+"""Two hosts, which are two addresses and two folders of this machine, train as one host does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.command import STEPS, Ended, Place, ended, kill_group, wait_while_running
+
+CORES = sorted(os.sched_getaffinity(0))
+HALVES = (CORES[: max(1, len(CORES) // 2)], CORES[-max(1, len(CORES) // 2) :])
+"""A host each: its one worker then has the threads that one of two workers has on the whole machine."""
+
+
+class Pair:
+    """Host 0, and a folder for the other one; both are told the secret by a file outside of their folders."""
+
+    def __init__(self, lead: Place, other: Place, secret: Path) -> None:
+        self.lead, self.other, self.secret = lead, other, secret
+        self.port = free_port()
+
+    def start_lead(self, name: str, *more: str) -> subprocess.Popen[str]:
+        """Start host 0, and wait until others can join."""
+        process = self.lead.start(
+            *("train", "tiny.toml", f"run.name={name}", *more, "--hosts", "2", "--address", "127.0.0.1"),
+            *("--port", str(self.port), "--secret-file", str(self.secret)),
+            preexec_fn=lambda: os.sched_setaffinity(0, HALVES[0]),
+        )
+        wait_while_running(lambda: listens(self.port), process)
+        return process
+
+    def start_join(self, place: Place | None = None, secret: Path | None = None) -> subprocess.Popen[str]:
+        return (place or self.other).start(
+            *("join", f"127.0.0.1:{self.port}", "--secret-file", str(secret or self.secret)),
+            preexec_fn=lambda: os.sched_setaffinity(0, HALVES[1]),
+        )
+
+    def start(self, name: str, *more: str) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+        return self.start_lead(name, *more), self.start_join()
+
+    def assert_nothing_left(self) -> None:
+        """No process, no port, nothing half written on either host."""
+        for place in (self.lead, self.other):
+            place.assert_nobody_left()
+            assert not list(place.folder.glob("runs/*/checkpoints/.*")), place.folder
+            assert not [path for path in place.folder.rglob("*") if path.name.startswith(("nonce-", "plait-"))]
+        assert not listens(self.port)
+
+
+@pytest.fixture
+def pair(place: Place, tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(place, Place(tmp_path / "other"), tmp_path / "secret")
+    yield made
+    for one in (made.lead, made.other):
+        for pid in one.processes():
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_two_hosts_in_folders_of_their_own_give_the_bits_of_one(
+    pair: Pair, reference: Callable[[int], str], tmp_path: Path
+) -> None:
+    """And who does not know the secret, or comes when all are in, does not disturb them."""
+    name = "two-hosts"
+    lead = pair.start_lead(name)
+    wrong = tmp_path / "wrong"
+    wrong.write_text("0000-0000-0000-0000-0000-0000-0000")
+    wrong.chmod(0o600)
+    refused = ended(pair.start_join(secret=wrong), within_s=30)
+    assert refused.code == 2 and "secret" in refused.sentence()
+    guest = pair.start_join()
+    wait_while_running((pair.lead.path(name) / "plan.json").exists, lead)
+    late = ended(pair.start_join(Place(tmp_path / "third")), within_s=30)
+    assert late.code == 2 and "nobody waits" in late.sentence()
+    first, second = ended(lead), ended(guest)
+    assert (first.code, second.code) == (0, 0) and not first.err + second.err, (first, second)
+    assert_same_end(pair.lead, name, reference(2))
+    pair.assert_nothing_left()
+    assert not list((pair.other.path(name) / "checkpoints").glob("step-*"))
+    assert_secret_is_nowhere(pair, first, second, late, refused)
+
+
+@pytest.mark.slow
+def test_a_lost_host_ends_the_run_and_both_commands_go_on_with_it(pair: Pair, reference: Callable[[int], str]) -> None:
+    name, place = "two-hosts-lost", pair.lead
+    lead, guest = pair.start(name)
+    wait_while_running(lambda: bool(place.checkpoints(name)), lead)
+    at = time.monotonic()
+    guest.kill()
+    lost = ended(lead, within_s=30)
+    assert time.monotonic() - at < 15
+    assert lost.code == 1 and "was lost" in lost.sentence() and "same command again" in lost.sentence(), lost
+    ended(guest)
+    for one in (place, pair.other):
+        one.assert_nobody_left()
+    kept = place.checkpoints(name)[-1]
+    assert kept < STEPS
+    first, second = (ended(process) for process in pair.start(name))
+    assert (first.code, second.code) == (0, 0), (first, second)
+    assert f"resume   from step-{kept}" in first.out and "here already" in second.out
+    assert_same_end(place, name, reference(2))
+    pair.assert_nothing_left()
+    assert [path.name for path in (pair.other.path(name) / "checkpoints").iterdir()] == [f"step-{kept}"]
+
+
+@pytest.mark.slow
+def test_two_hosts_in_one_folder_share_it(pair: Pair, reference: Callable[[int], str]) -> None:
+    name = "two-hosts-shared"
+    pair.other = pair.lead
+    lead, guest = (ended(process) for process in pair.start(name))
+    assert (lead.code, guest.code) == (0, 0), (lead, guest)
+    assert "sent  " not in lead.out and "is shared with it" in guest.out
+    assert_same_end(pair.lead, name, reference(2))
+    pair.assert_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["lead", "guest"])
+def test_ctrl_c_on_either_host_saves_and_ends_both(pair: Pair, reference: Callable[[int], str], where: str) -> None:
+    name = f"two-hosts-stopped-on-{where}"
+    lead, guest = pair.start(name)
+    wait_while_running(lambda: bool(pair.lead.checkpoints(name)), lead)
+    kill_group(lead if where == "lead" else guest, signal.SIGINT)
+    first, second = ended(lead), ended(guest)
+    assert (first.code, second.code) == (130, 130), (first, second)
+    step = pair.lead.checkpoints(name)[-1]
+    assert step < STEPS and f"stopped after step {step} of {STEPS}, saved" in first.out
+    pair.assert_nothing_left()
+    # It goes on where one host has both workers.
+    last = pair.lead.train(name)
+    assert last.code == 0 and f"resume   from step-{step}" in last.out, last
+    assert pair.lead.plan(name)["hosts"] == []
+    assert_same_end(pair.lead, name, reference(2))
+
+
+@pytest.mark.slow
+def test_when_host_0_dies_the_other_one_ends_with_its_name(pair: Pair) -> None:
+    name = "two-hosts-headless"
+    lead, guest = pair.start(name)
+    wait_while_running(lambda: bool(pair.lead.checkpoints(name)), lead)
+    at = time.monotonic()
+    lead.kill()
+    alone = ended(guest, within_s=30)
+    assert time.monotonic() - at < 15
+    assert alone.code == 1 and "127.0.0.1" in alone.sentence(), alone
+    ended(lead)
+    for one in (pair.lead, pair.other):
+        one.assert_nobody_left()
+    assert not list((pair.other.path(name) / "checkpoints").glob(".*"))
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_on_the_other_host_is_told_with_its_host(pair: Pair) -> None:
+    name = "two-hosts-dead-worker"
+    lead, guest = pair.start(name)
+    wait_while_running(lambda: bool(pair.lead.checkpoints(name)), lead)
+    os.kill(pair.other.rank_process(name, 1), signal.SIGKILL)
+    first, second = ended(lead, within_s=30), ended(guest, within_s=30)
+    assert (first.code, second.code) == (1, 1), (first, second)
+    assert first.sentence().startswith("rank 1 on ") and "SIGKILL" in first.sentence()
+    pair.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_what_cannot_begin_is_told_in_a_sentence(pair: Pair, tmp_path: Path) -> None:
+    lead = pair.start_lead("two-hosts-waiting")
+    taken = pair.lead.run(
+        *("train", "tiny.toml", "run.name=taken", "--hosts", "2", "--address", "127.0.0.1"),
+        *("--port", str(pair.port), "--secret-file", str(pair.secret)),
+    )
+    assert taken.code == 2 and str(pair.port) in taken.sentence()
+    kill_group(lead, signal.SIGINT)
+    assert ended(lead).code == 130
+    foreign = pair.lead.run("train", "tiny.toml", "--hosts", "2", "--address", "203.0.113.7")
+    assert foreign.code == 2 and "203.0.113.7 is not an address of this machine" in foreign.sentence()
+    nobody = ended(pair.start_join(), within_s=30)
+    assert nobody.code == 2 and "nobody waits" in nobody.sentence()
+    odd = pair.other.run("join", "somewhere", "--secret-file", str(pair.secret))
+    assert odd.code == 2 and '"somewhere" is no HOST:PORT' in odd.sentence()
+    pair.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_layout_for_other_workers_is_refused_on_host_0(pair: Pair) -> None:
+    lead, guest = pair.start("two-hosts-three", "layout.replicate=3")
+    first, second = ended(lead), ended(guest)
+    assert first.code == 2 and "needs 3 workers, and the hosts have 2" in first.sentence()
+    assert second.code != 0 and "needs 3 workers" in second.sentence()
+    pair.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_host_that_cannot_keep_the_data_says_so_itself(pair: Pair) -> None:
+    (pair.other.folder / ".plait").write_text("a file where the folder should be")
+    lead, guest = pair.start("two-hosts-no-data")
+    first, second = ended(lead), ended(guest)
+    assert (first.code, second.code) == (2, 2), (first, second)
+    assert second.sentence().startswith("this host cannot write ") and "then join again" in second.sentence()
+    assert first.sentence().startswith("on ") and "this host cannot write" in first.sentence()
+    pair.assert_nothing_left()
+
+
+def assert_same_end(place: Place, name: str, reference: str) -> None:
+    assert place.numbers(name) == place.numbers(reference)
+    assert place.manifest(name) == place.manifest(reference)
+
+
+def assert_secret_is_nowhere(pair: Pair, *ends: Ended) -> None:
+    """Not in what was said, nor in any file of the two folders."""
+    secret = pair.secret.read_text().strip()
+    assert len(secret) > 20
+    for end in ends:
+        assert secret not in end.out + end.err
+    for place in (pair.lead, pair.other):
+        for path in place.folder.rglob("*"):
+            assert not path.is_file() or secret.encode() not in path.read_bytes(), path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def listens(port: int) -> bool:
+    """Whether somebody waits for connections at a port, as the kernel has it."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port for row in rows)

@@ -1,0 +1,57 @@
+"""A host that joins a test's run, in a process of its own: prints JSON lines, the last of which says how it ended.
+
+Called as `python -m tests.launch.host HOST:PORT LOCAL_ADDRESS PRELOAD`, with the secret in the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from plait.errors import PlaitError
+from plait.launch.agent import connect, serve
+from plait.launch.link import Pulse, Reply
+from plait.launch.secret import read_secret
+from plait.launch.wire import Frame
+
+PULSE = Pulse(period_s=0.3, lost_after_s=3.0)
+
+
+def main(join_address: str, local_address: str, preload: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    address, _, port = join_address.rpartition(":")
+    try:
+        wire = connect(address, int(port), read_secret(None), local_address=local_address)
+        print(json.dumps({"kind": "connected"}), flush=True)
+        stopped_by = serve(
+            wire,
+            hello={"name": f"host-{local_address}", "pid": os.getpid()},
+            handlers={"read": _read, "refuse": _refuse, "break": _break},
+            preload=tuple(preload.split(",")) if preload else (),
+            pulse=PULSE,
+        )
+        print(json.dumps({"stopped_by": stopped_by}), flush=True)
+    except PlaitError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        sys.exit(error.exit_code)
+
+
+def _read(question: Frame) -> Reply:
+    with Path(question.values["path"]).open("rb") as file:
+        file.seek(question.values["offset"])
+        return Reply(values={"pid": os.getpid()}, blob=file.read(question.values["bytes"]))
+
+
+def _refuse(question: Frame) -> Reply:
+    raise PlaitError("the disk is full; make room")
+
+
+def _break(question: Frame) -> Reply:
+    raise KeyError(question.values["key"])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

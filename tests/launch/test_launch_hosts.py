@@ -1,0 +1,460 @@
+"""Jobs over several hosts: loopback addresses stand for machines, processes of their own for the agents on them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.errors import PlaitError, RunFailed
+from plait.launch.job import Job, JobResult, Message
+from plait.launch.leader import HostPart, Hosts
+from plait.launch.secret import Secret, new_secret
+from tests.launch.host import PULSE
+from tests.launch.processes import (
+    Record,
+    job,
+    listening_addresses,
+    listening_sockets,
+    open_descriptors,
+    running,
+    wait_until,
+)
+
+ROOT = Path(__file__).parents[2]
+TORCH = ("torch", "torch.distributed")
+SOON_S = 6.0
+
+
+@pytest.fixture(autouse=True)
+def sigint_is_not_ignored() -> Iterator[None]:
+    """As it would be when the tests are started in the background of a script."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class _Process:
+    """A host in a process of its own, in its own group as if it had its own terminal."""
+
+    def __init__(self, module: str, *arguments: str, secret: Secret) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", f"tests.launch.{module}", *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PLAIT_SECRET": secret.text},
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.pid = self.process.pid
+
+    def next_line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def ended(self, exit_code: int) -> dict[str, Any]:
+        """Its last words, when it has ended as it should."""
+        lines = self.process.communicate(timeout=30)[0].splitlines()
+        assert self.process.returncode == exit_code, lines
+        return json.loads(lines[-1])
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+class _Crew:
+    """Host 0 in this process, and others that have joined it."""
+
+    def __init__(self, hosts: Hosts, agents: Sequence[_Process]) -> None:
+        self.hosts = hosts
+        self.agents = agents
+
+    def run(
+        self, whole: Job, record: Callable[[Message], None], parts: Sequence[int] = (1, 1), **bounds: float
+    ) -> JobResult:
+        own = [HostPart(ranks=ranks, threads=1, argument=whole.argument, log_dir=whole.log_dir) for ranks in parts]
+        return self.hosts.run(whole, on_message=record, parts=own, **bounds)
+
+    def fails(self, whole: Job, record: Callable[[Message], None], parts: Sequence[int] = (1, 1)) -> PlaitError:
+        with pytest.raises(PlaitError) as caught:
+            self.run(whole, record, parts)
+        assert "\n" not in str(caught.value)
+        return caught.value
+
+
+@contextlib.contextmanager
+def _crew(members: int, preload: tuple[str, ...] = ()) -> Iterator[_Crew]:
+    secret, agents = new_secret(), []
+    try:
+        with Hosts(address="127.0.0.1", secret=secret, members=members, preload=preload, pulse=PULSE) as hosts:
+
+            def start_next(hello: Mapping[str, Any]) -> None:
+                """One after another, so that the addresses are in the order of the hosts' numbers."""
+                if len(agents) < members:
+                    agents.append(_agent(hosts.join_address, secret, 2 + len(agents), preload))
+
+            start_next({})
+            hosts.admit(start_next, within_s=30)
+            yield _Crew(hosts, agents)
+    finally:
+        for agent in agents:
+            agent.close()
+
+
+def _agent(join_address: str, secret: Secret, number: int = 2, preload: tuple[str, ...] = ()) -> _Process:
+    return _Process("host", join_address, f"127.0.0.{number}", ",".join(preload), secret=secret)
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[_Crew]:
+    """Three hosts with torch at hand, for tests after which all of them are still there."""
+    with _crew(2, TORCH) as crew:
+        yield crew
+
+
+@pytest.fixture
+def two() -> Iterator[_Crew]:
+    """Two hosts for one test, that may do to them what it likes."""
+    with _crew(1) as crew:
+        yield crew
+
+
+@pytest.mark.parametrize("parts", [(1, 1, 0), (1, 3, 2), (2, 0, 1), (2, 0, 0), (0, 0, 3)])
+def test_ranks_on_several_hosts_are_one_job(three: _Crew, parts: tuple[int, int, int]):
+    record, world_size = Record(), sum(parts)
+    three.run(job("hosts_reduce", world_size, argument="a"), record, parts)
+    total = float(sum(range(1, world_size + 1)))
+    places = [[local_rank, ranks] for ranks in parts for local_rank in range(ranks)]
+    assert record.values("sum") == {
+        rank: {"value": total, "argument": "a", "local": places[rank], "interface": "lo"} for rank in range(world_size)
+    }
+
+
+def test_each_host_gets_its_own_argument_threads_and_environment(three: _Crew):
+    record = Record()
+    parts = [HostPart(ranks=1 + host, threads=1 + host, argument=f"host {host}") for host in range(3)]
+    three.hosts.run(job("hello", 6), on_message=record, parts=parts)
+    told = record.values("hello")
+    assert [told[rank]["argument"] for rank in range(6)] == [f"host {host}" for host in (0, 1, 1, 2, 2, 2)]
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+    assert [told[4]["environment"][name] for name in names] == ["4", "6", "1", "3", "3"]
+
+
+def test_no_message_of_another_host_is_lost_or_reordered(three: _Crew):
+    record = Record()
+    three.run(job("talk", 3, argument="1000"), record, (1, 1, 1))
+    for rank in range(3):
+        numbers = [message.values["number"] for message in record.messages if message.rank == rank]
+        assert numbers == list(range(1000))
+
+
+def test_the_ranks_meet_on_the_chosen_address_alone(three: _Crew):
+    seen: dict[int, set[str]] = {}
+
+    def look(record: Record) -> None:
+        seen.update({rank: listening_addresses(pid) for rank, pid in record.pids.items()})
+        seen[-1] = listening_addresses(os.getpid()) | listening_addresses(three.agents[0].pid)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    three.run(job("meet_and_wait", 2), Record(2, look), (1, 1, 0))
+    assert seen == {0: {"127.0.0.1"}, 1: {"127.0.0.1"}, -1: set()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "exit_code", "sentence"),
+    [
+        ("PlaitError", 2, "on host-127.0.0.2 (127.0.0.2): the file is empty; give one with text"),
+        ("RunFailed", 1, "on host-127.0.0.2 (127.0.0.2): the file is empty; give one with text"),
+    ],
+)
+def test_an_error_of_another_host_arrives_with_its_name(three: _Crew, kind: str, exit_code: int, sentence: str):
+    error = three.fails(job("raise_plait_error", 2, argument=kind), Record(), (1, 1, 0))
+    assert (type(error).__name__, error.exit_code, str(error)) == (kind, exit_code, sentence)
+
+
+def test_a_bug_on_another_host_is_told_with_its_traceback(three: _Crew, capfd, tmp_path):
+    error = three.fails(job("fail_on_one", 2, argument="boom"), Record(), (1, 1, 0))
+    assert str(error).startswith("rank 1 on host-127.0.0.2 (127.0.0.2) failed with ValueError: boom (at ")
+    assert capfd.readouterr().err.count("Traceback") == 1
+    error = three.fails(job("fail_on_one", 2, argument="boom", log_dir=str(tmp_path)), Record(), (1, 1, 0))
+    assert str(error).endswith(f"traceback in {tmp_path / 'rank-1.log'}")
+    assert "ValueError: boom" in (tmp_path / "rank-1.log").read_text()
+
+
+@pytest.mark.parametrize("how", ["raise", "killed"])
+def test_the_root_cause_is_named_whichever_host_it_is_on(three: _Crew, how: str, tmp_path):
+    kill = lambda record: os.kill(record.pids[1], signal.SIGKILL)  # noqa: E731
+    record = Record(3, kill if how == "killed" else lambda record: None)
+    failing = job("reduce_until_one_fails", 3, argument=f"{how} on hosts", log_dir=str(tmp_path))
+    error = three.fails(failing, record, (1, 1, 1))
+    cause = "was killed by SIGKILL" if how == "killed" else "failed with ValueError: the root cause"
+    assert str(error).startswith(f"rank 1 on host-127.0.0.2 (127.0.0.2) {cause}")
+    assert running(record.pids.values()) == []
+
+
+def test_a_stop_reaches_every_host(three: _Crew):
+    record = Record(3, lambda record: os.kill(os.getpid(), signal.SIGINT))
+    assert three.run(job("wait_for_stop", 3), record, (1, 1, 1)).stopped_by == "SIGINT"
+    assert record.values("saved") == {rank: {"rank": rank} for rank in range(3)}
+    assert running(record.pids.values()) == []
+
+
+def test_a_second_signal_kills_on_every_host(three: _Crew):
+    record = Record(3, lambda record: [os.kill(os.getpid(), number) for number in (signal.SIGINT, signal.SIGTERM)])
+    assert "second SIGTERM, without saving" in str(three.fails(job("be_deaf", 3), record, (1, 1, 1)))
+    assert time.monotonic() - record.acted_at_s < SOON_S
+    assert running(record.pids.values()) == []
+
+
+def test_a_callers_own_error_ends_the_job_but_not_the_hosts(three: _Crew):
+    def refuse(record: Record) -> None:
+        raise KeyError("the caller's")
+
+    record = Record(3, refuse)
+    with pytest.raises(KeyError, match="the caller's"):
+        three.run(job("be_deaf", 3), record, (1, 1, 1))
+    assert running(record.pids.values()) == []
+    assert three.run(job("hello", 3), Record(), (1, 1, 1)).stopped_by == "finished"
+
+
+def test_hosts_answer_questions_also_during_a_job(three: _Crew, tmp_path):
+    (tmp_path / "part").write_bytes(bytes(range(256)) * 40_000)
+    members, answers = three.hosts.members, []
+
+    def pull(record: Record) -> None:
+        question = {"path": str(tmp_path / "part"), "offset": 256, "bytes": 8 << 20}
+        answers.extend(member.ask("read", question) for member in members)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    three.run(job("wait_for_stop", 3), Record(3, pull), (1, 1, 1))
+    assert [answer.values["pid"] for answer in answers] == [agent.pid for agent in three.agents]
+    assert {len(answer.blob) for answer in answers} == {8 << 20}
+    with pytest.raises(PlaitError, match=r"^on host-127\.0\.0\.3 \(127\.0\.0\.3\): the disk is full; make room$"):
+        members[1].ask("refuse", {})
+    with pytest.raises(RunFailed, match=r"'break' failed with KeyError\('k'\); this is a bug in plait"):
+        members[0].ask("break", {"key": "k"})
+
+
+def test_many_jobs_leave_nothing(three: _Crew):
+    def descriptors() -> list[int]:
+        return [open_descriptors(pid) for pid in (os.getpid(), *(agent.pid for agent in three.agents))]
+
+    three.run(job("hello", 3), Record(), (1, 1, 1))
+    before = descriptors()
+    for _ in range(20):
+        three.run(job("hello", 3), Record(), (1, 1, 1))
+    # An agent may close the last job's a moment after it has said that it is over.
+    wait_until(lambda: all(now <= then for now, then in zip(descriptors(), before, strict=True)), within_s=5)
+
+
+@pytest.mark.parametrize("parts", [(1, 1), (2, 1, 1), (0, 1, 2), (3, 0, 1)])
+def test_parts_that_are_no_parts_are_a_callers_bug(three: _Crew, parts: tuple[int, ...]):
+    with pytest.raises(ValueError, match=r"no parts of 3 ranks on 3 hosts|must be on host 0"):
+        three.run(job("hello", 3), Record(), parts)
+
+
+# Hosts that do not survive.
+
+
+def test_a_killed_host_ends_the_job_everywhere_with_its_name(two: _Crew):
+    agent = two.agents[0]
+    record = Record(3, lambda record: os.kill(agent.pid, signal.SIGKILL))
+    error = two.fails(job("be_deaf", 3), record, (1, 2))
+    assert isinstance(error, RunFailed)
+    assert str(error).startswith("host-127.0.0.2 (127.0.0.2) was lost: its connection was closed; run the same")
+    assert time.monotonic() - record.acted_at_s < SOON_S
+    wait_until(lambda: not running([*record.pids.values(), agent.pid]), within_s=2)
+    with pytest.raises(RunFailed, match=r"host-127\.0\.0\.2 \(127\.0\.0\.2\) was lost"):
+        two.hosts.members[0].ask("read", {})
+    with pytest.raises(RunFailed, match=r"host-127\.0\.0\.2 \(127\.0\.0\.2\) was lost"):
+        two.run(job("hello", 2), Record())
+
+
+def test_a_frozen_host_ends_the_job_everywhere_with_its_name(two: _Crew):
+    agent = two.agents[0]
+    record = Record(2, lambda record: os.kill(agent.pid, signal.SIGSTOP))
+    error = two.fails(job("be_deaf", 2), record)
+    assert str(error).startswith("host-127.0.0.2 (127.0.0.2) was lost: nothing was heard from it for 3 s; run the same")
+    assert time.monotonic() - record.acted_at_s < PULSE.lost_after_s + SOON_S
+    assert running([record.pids[0]]) == []
+    os.kill(agent.pid, signal.SIGCONT)
+    assert "was lost: its connection was closed; see what host 0 printed" in agent.ended(1)["error"]
+    assert running(record.pids.values()) == []
+
+
+def test_a_lost_peer_is_explained_by_the_host_that_is_found_lost_later(two: _Crew, tmp_path):
+    agent, broken = two.agents[0], tmp_path / "broken"
+
+    def freeze_host_break_connection(record: Record) -> None:
+        os.kill(agent.pid, signal.SIGSTOP)
+        broken.touch()
+
+    record = Record(2, freeze_host_break_connection)
+    error = two.fails(job("lose_a_peer", 2, argument=str(broken), log_dir=str(tmp_path)), record)
+    assert "closed by peer" in (tmp_path / "rank-0.log").read_text()
+    assert str(error).startswith("host-127.0.0.2 (127.0.0.2) was lost: nothing was heard from it for 3 s")
+
+
+def test_the_death_of_a_hosts_fork_server_ends_the_job_with_its_name(two: _Crew):
+    record = Record(2, lambda record: os.kill(record.server_pid, signal.SIGKILL))
+    parts = [HostPart(ranks=ranks, threads=1, argument="") for ranks in (0, 2)]
+    with pytest.raises(RunFailed) as caught:
+        two.hosts.run(job("be_deaf", 2), on_message=record, parts=parts)
+    assert str(caught.value).startswith(
+        "on host-127.0.0.2 (127.0.0.2): the process that starts the workers was killed by SIGKILL"
+    )
+    wait_until(lambda: not running(record.all_pids), within_s=2)
+
+
+def test_ctrl_c_on_another_host_stops_the_job_for_all(two: _Crew):
+    agent = two.agents[0]
+    record = Record(2, lambda record: os.killpg(agent.pid, signal.SIGINT))
+    assert two.run(job("wait_for_stop", 2), record).stopped_by == "SIGINT"
+    assert record.values("saved") == {rank: {"rank": rank} for rank in range(2)}
+
+
+def test_ctrl_c_on_both_hosts_is_one_stop(two: _Crew):
+    def stop_both(record: Record) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.killpg(two.agents[0].pid, signal.SIGINT)
+
+    record = Record(2, stop_both)
+    assert two.run(job("wait_for_stop", 2), record).stopped_by == "SIGINT"
+    assert len(record.values("saved")) == 2
+
+
+def test_a_second_ctrl_c_leaves_and_the_others_are_told(two: _Crew):
+    agent = two.agents[0]
+    # Two different signals, as two equal ones may become one.
+    record = Record(2, lambda record: [os.killpg(agent.pid, number) for number in (signal.SIGINT, signal.SIGTERM)])
+    error = two.fails(job("be_deaf", 2), record)
+    assert str(error).startswith("host-127.0.0.2 (127.0.0.2) was lost: it was stopped there by SIGTERM; run the same")
+    assert agent.ended(1)["error"].startswith("this host left the run by SIGTERM; see what host 0 printed")
+    assert running(record.pids.values()) == []
+
+
+def test_the_end_is_told_to_the_others():
+    secret = new_secret()
+    with Hosts(address="127.0.0.1", secret=secret, members=1, pulse=PULSE) as hosts:
+        agent = _agent(hosts.join_address, secret)
+        hosts.admit(lambda hello: None, within_s=30)
+    assert agent.ended(0) == {"stopped_by": "finished"}
+
+
+def test_the_error_that_ends_host_0_is_told_to_the_others():
+    secret = new_secret()
+    with (
+        pytest.raises(PlaitError, match="no such recipe"),
+        Hosts(address="127.0.0.1", secret=secret, members=1, pulse=PULSE) as hosts,
+    ):
+        join_address, agent = hosts.join_address, _agent(hosts.join_address, secret)
+        hosts.admit(lambda hello: None, within_s=30)
+        raise PlaitError("there is no such recipe; write one")
+    assert agent.ended(1)["error"] == f"host 0 ({join_address}) ended the run: there is no such recipe; write one"
+
+
+def test_kill_9_of_host_0_leaves_no_process_anywhere():
+    secret = new_secret()
+    leader = _Process("lead", "be_deaf", secret=secret)
+    agent = _agent(leader.next_line()["join"], secret)
+    try:
+        told = [leader.next_line() for _ in range(2)]
+        pids = [line[name] for line in told for name in ("pid", "server")]
+        assert running(pids) == pids
+        leader.process.kill()
+        error = agent.ended(1)["error"]
+        assert error.startswith("host 0 (127.0.0.1:")
+        assert "was lost: its connection was closed; see what host 0 printed, start the run there again" in error
+        wait_until(lambda: not running(pids), within_s=2)
+    finally:
+        leader.close()
+        agent.close()
+
+
+# Who is let in.
+
+
+@pytest.fixture
+def waiting() -> Iterator[tuple[Hosts, Secret]]:
+    """Host 0 before anybody has joined."""
+    secret = new_secret()
+    with Hosts(address="127.0.0.1", secret=secret, members=1, pulse=PULSE) as hosts:
+        yield hosts, secret
+
+
+def test_a_host_that_does_not_fit_is_told_why_and_others_still_join(waiting: tuple[Hosts, Secret]):
+    hosts, secret = waiting
+    wrong = _agent(hosts.join_address, new_secret(), 4)
+    assert "the secret is wrong for the run at 127.0.0.1:" in wrong.ended(2)["error"]
+    unfit, fit = _agent(hosts.join_address, secret, 2), _agent(hosts.join_address, secret, 3)
+
+    def check(hello: Mapping[str, Any]) -> str | None:
+        return None if hello["name"] == "host-127.0.0.3" else "this host has another plait; install 0.1.0"
+
+    try:
+        (member,) = hosts.admit(check, within_s=30)
+        assert (member.host, member.address, str(member)) == (1, "127.0.0.3", "host-127.0.0.3 (127.0.0.3)")
+        # Which of the two came first is open: the other may find that all are in, or that nobody waits any more.
+        error = unfit.ended(2)["error"]
+        words = ("install 0.1.0", "has all its hosts", "nobody waits", "broke off the connection")
+        assert any(word in error for word in words)
+        late = _agent(hosts.join_address, secret, 5)
+        assert "nobody waits for hosts at 127.0.0.1:" in late.ended(2)["error"]
+        assert listening_sockets(os.getpid()) == set()
+    finally:
+        fit.close()
+
+
+def test_a_host_that_goes_away_while_it_waits_leaves_its_place():
+    secret, agents = new_secret(), []
+    try:
+        with Hosts(address="127.0.0.1", secret=secret, members=2, pulse=PULSE) as hosts:
+
+            def check(hello: Mapping[str, Any]) -> None:
+                if len(agents) == 2:
+                    agents[0].process.kill()
+                    wait_until(
+                        lambda: not any("listen 127.0.0.12" in one.name for one in threading.enumerate()), within_s=5
+                    )
+                if len(agents) < 3:
+                    agents.append(_agent(hosts.join_address, secret, 12 + len(agents)))
+
+            agents.append(_agent(hosts.join_address, secret, 12))
+            members = hosts.admit(check, within_s=30)
+            assert [(member.host, member.address) for member in members] == [(1, "127.0.0.13"), (2, "127.0.0.14")]
+    finally:
+        for agent in agents:
+            agent.close()
+
+
+def test_who_waits_in_vain_says_how_many_came(waiting: tuple[Hosts, Secret]):
+    hosts, _ = waiting
+    with pytest.raises(
+        PlaitError, match=r"^0 of 1 other hosts joined 127\.0\.0\.1:\d+ within 0\.1 s; start plait join"
+    ):
+        hosts.admit(lambda hello: None, within_s=0.1)
+
+
+def test_an_address_or_port_that_cannot_be_had_is_told():
+    secret = new_secret()
+    with Hosts(address="127.0.0.1", secret=secret, members=1) as hosts:
+        port = int(hosts.join_address.rpartition(":")[2])
+        with (
+            pytest.raises(PlaitError, match=f"port {port} of 127.0.0.1 is taken; choose another"),
+            Hosts(address="127.0.0.1", port=port, secret=secret, members=1),
+        ):
+            pass
+    with pytest.raises(PlaitError, match=r"203\.0\.113\.7 is not an address of this machine; c"):
+        Hosts(address="203.0.113.7", secret=secret, members=1)

@@ -1,0 +1,147 @@
+"""Who may join, how hosts are used, and where the secret and the address come from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.cluster.topology import Machine
+from plait.errors import PlaitError
+from plait.launch.interface import local_addresses
+from plait.plan.plan import HostShare, read_plan, write_plan
+from plait.run.hello import code_hash, objection, own_hello
+from plait.run.hosts import check_layout, folder_of, shares_of, told_apart
+from plait.run.invite import HostsAsked, chosen_address, chosen_secret
+from tests.plan.machines import EIGHT_H100, LAPTOP, PLAYS, planned, recipe
+
+LEAD = {
+    "name": "lead", "plait": "0.4.0", "code": "c0de", "torch": "2.13.0+cpu", "python": "3.11.7", "clock_s": 1e9,
+    "cores": 8, "folder": "/home/a",
+}  # fmt: skip
+
+
+def told(**other: Any) -> str | None:
+    return objection({**LEAD, "name": "guest", **other}, LEAD)
+
+
+def test_a_host_like_ours_may_join() -> None:
+    assert told() is None and objection(own_hello(), own_hello()) is None
+    assert told(python="3.12.1", cores=2, folder="/elsewhere", clock_s=1e9 - 59, torch="2.13.0+cu126") is None
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"plait": "0.3.9"}, "this host has plait 0.3.9 and lead has 0.4.0; install plait 0.4.0 here, too"),
+        ({"torch": "2.12.1"}, "this host has torch 2.12.1 and lead has 2.13.0; install torch 2.13.0 here, too"),
+        ({"code": "other"}, "its files differ; install the same commit on both"),
+        ({"clock_s": 1e9 + 75}, "this host's clock is 1 min 15 s ahead of lead's; set it right"),
+        ({"clock_s": 1e9 - 3600}, "this host's clock is 1 h 0 min behind lead's; set it right"),
+        ({"clock_s": "now"}, "lead does not understand this host's greeting; install plait 0.4.0 here, too"),
+        ({"plait": None}, "lead does not understand this host's greeting"),
+    ],
+)
+def test_what_must_be_mended_is_told_to_the_host_that_joins(other: dict[str, Any], sentence: str) -> None:
+    assert sentence in (told(**other) or "")
+
+
+def test_the_hash_of_the_code_is_stable() -> None:
+    assert len(code_hash()) == 64 and code_hash() == own_hello()["code"]
+
+
+def test_a_worker_for_each_gpu_or_one_with_all_the_cores() -> None:
+    small = replace(LAPTOP, cores=2)
+    assert shares_of(["a", "b"], [LAPTOP, small]) == (
+        HostShare(name="a", workers=1, threads=8),
+        HostShare(name="b", workers=1, threads=2),
+    )
+    one = replace(EIGHT_H100, devices=1, cores=4)
+    assert [(share.workers, share.threads) for share in shares_of(["a", "b"], [EIGHT_H100, one])] == [(8, 24), (1, 4)]
+
+
+def test_hosts_of_one_name_are_told_apart() -> None:
+    assert told_apart(["vm", "big", "vm", "vm"]) == ["vm", "big", "vm-2", "vm-3"]
+
+
+def test_gpus_and_processors_do_not_mix() -> None:
+    with pytest.raises(PlaitError, match=r"^b has GPUs and a has none that torch sees, .*; leave the odd host out"):
+        shares_of(["a", "b"], [LAPTOP, EIGHT_H100])
+
+
+def test_a_layout_of_another_size_is_refused(tmp_path: Path) -> None:
+    shares = shares_of(["a", "b"], [EIGHT_H100, replace(EIGHT_H100, devices=4)])
+    check_layout(recipe(tmp_path), shares)
+    check_layout(recipe(tmp_path, "layout.replicate=3", "layout.tensor=4"), shares)
+    with pytest.raises(
+        PlaitError, match=r"layout needs 8 workers, and the hosts have 12 \(a 8, b 4\); name degrees wh"
+    ):
+        check_layout(recipe(tmp_path, "layout.replicate=8"), shares)
+
+
+def test_a_plan_over_hosts_reads_back_and_knows_each_rank(tmp_path: Path) -> None:
+    hosts = (HostShare(name="a", workers=2, threads=3), HostShare(name="b", workers=1, threads=8))
+    plan = planned(recipe(tmp_path, "layout.replicate=3", "model.size=1M"), PLAYS, LAPTOP)
+    assert plan.hosts == () and {plan.threads_of(rank) for rank in range(3)} == {plan.threads}
+    placed = replace(plan, hosts=hosts)
+    write_plan(placed, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == placed
+    assert [placed.threads_of(rank) for rank in range(3)] == [3, 3, 8]
+
+
+def test_the_folder_of_a_job_is_its_argument_or_in_it() -> None:
+    assert folder_of("/a/b") == folder_of(json.dumps({"folder": "/a/b", "resume": None})) == Path("/a/b")
+
+
+def test_an_address_must_be_of_this_machine() -> None:
+    assert chosen_address("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(PlaitError, match=r"^203.0.113.7 is not an address of this machine; "):
+        chosen_address("203.0.113.7")
+    outside = [text for text in local_addresses() if not text.startswith("127.") and ":" not in text]
+    if len(outside) == 1:
+        assert chosen_address(None) == outside[0]
+    else:
+        with pytest.raises(PlaitError, match=r"choose --address|has no address"):
+            chosen_address(None)
+
+
+def test_a_new_secret_goes_to_a_private_file_and_is_found_there_again(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    first, words = chosen_secret(file)
+    assert file.stat().st_mode & 0o777 == 0o600 and first.text in file.read_text()
+    assert first.text not in words and str(file) in words
+    again, words = chosen_secret(file)
+    assert again == first and first.text not in words
+    file.chmod(0o644)
+    with pytest.raises(PlaitError, match="chmod 600"):
+        chosen_secret(file)
+    with pytest.raises(PlaitError, match=r"cannot be written \(No such file or directory\); name another place"):
+        chosen_secret(tmp_path / "nowhere" / "secret")
+
+
+def test_a_secret_in_the_environment_is_taken_and_not_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    known, _ = chosen_secret(tmp_path / "secret")
+    monkeypatch.setenv("PLAIT_SECRET", known.text)
+    found, words = chosen_secret(None)
+    assert found == known and known.text not in words and "PLAIT_SECRET" in words
+
+
+def test_a_secret_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.delenv("PLAIT_SECRET", raising=False)
+    with pytest.raises(PlaitError, match=r"no terminal to show the secret on; name a file for it by --secret-file"):
+        chosen_secret(None)
+
+
+def test_what_belongs_to_several_hosts_is_refused_for_one() -> None:
+    assert HostsAsked(hosts=2, address="127.0.0.1").port == 0
+    more: list[dict[str, Any]] = [{"address": "127.0.0.1"}, {"port": 5}, {"secret_file": Path("x")}]
+    for one in more:
+        with pytest.raises(PlaitError, match="say how many with --hosts"):
+            HostsAsked(hosts=1, **one)
+
+
+def test_a_machine_is_what_a_rank_tells(tmp_path: Path) -> None:
+    assert Machine.from_fingerprint(json.loads(json.dumps(LAPTOP.fingerprint()))) == LAPTOP
