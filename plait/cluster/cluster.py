@@ -9,7 +9,8 @@ A cluster.json is an object with the keys of `Cluster`, each island one with tho
 
 A device or link is a name of the catalogue, or an object with all its values, or with "like" and those that differ. A
 link may also be a rate: "+400G" with a card for each device, "@1G" for each machine. What may be left out: nodes (1),
-inside and between (what is usual for the device), network (the same as between), speed (1), name.
+inside and between (what is usual for the device), network (the same as between), speed (1), name. `plait probe --out`
+writes one with what it measured under "measured".
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from plait.cluster.catalog import Device, Link, device, link, reported_device
 from plait.cluster.described import check_keys, check_value, described_device, described_link, description
+from plait.cluster.measured import Measured, measured_from, measured_values
 from plait.cluster.short import read_short
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
@@ -61,6 +63,8 @@ class Cluster:
     islands: tuple[Island, ...]
     between: Link
     """Joins nodes, and islands."""
+    measured: Measured | None = field(default=None, hash=False)
+    """What a probe found out about these machines, which goes before what the catalogue says."""
 
     def __post_init__(self) -> None:
         if not self.islands:
@@ -176,6 +180,8 @@ def cluster_json(cluster: Cluster) -> str:
         for island in cluster.islands
     ]
     values = {"name": cluster.name, "islands": islands, "between": description(cluster.between)}
+    if cluster.measured:
+        values["measured"] = measured_values(cluster.measured)
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -185,7 +191,7 @@ def cluster_from_json(text: str, where: str) -> Cluster:
         values = json.loads(text)
     except ValueError as error:
         raise PlaitError(f"{where} is not JSON ({error}); see plait/cluster/cluster.py for an example") from error
-    check_keys(values, {"islands"}, {"name", "between"}, where)
+    check_keys(values, {"islands"}, {"name", "between", "measured"}, where)
     if not isinstance(values["islands"], list) or not values["islands"]:
         raise PlaitError(
             f'{where}: islands must be a list of one or more; write "islands": [{{"device": "H100", "per_node": 8}}]'
@@ -193,7 +199,9 @@ def cluster_from_json(text: str, where: str) -> Cluster:
     check_value(values.get("name", ""), "str", f"{where}: name")
     islands = [_island(entry, f"{where}, island {i}") for i, entry in enumerate(values["islands"], 1)]
     between = described_link(values["between"], f"{where}: between") if "between" in values else _usual_between(islands)
-    return Cluster(name=values.get("name", Path(where).stem), islands=tuple(islands), between=between)
+    name, told = values.get("name", Path(where).stem), values.get("measured")
+    measured = measured_from(told, f"{where}: measured") if told is not None else None
+    return Cluster(name=name, islands=tuple(islands), between=between, measured=measured)
 
 
 def _island(values: Any, where: str) -> Island:

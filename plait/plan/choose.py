@@ -14,10 +14,11 @@ from typing import Literal
 from plait.cluster.topology import Machine
 from plait.model.shape import parameter_count, training_flops_per_token
 from plait.plan import rules
+from plait.plan.grounds import Grounds, Need
 from plait.plan.pace import checkpoint_every, in_steps, report_every_steps, steps_for
 from plait.plan.plan import OptimizerPlan, Plan, Precision
 from plait.plan.size import CorpusFacts, batch_sequences, size_up
-from plait.plan.split import MEASURED_TOLERANCE, Grounds, Question, Split, candidate_splits, simplest
+from plait.plan.split import MEASURED_TOLERANCE, Question, Split, candidate_splits, simplest
 from plait.recipe.schema import RunConfig
 from plait.units import Every, format_count, format_duration
 
@@ -50,6 +51,7 @@ def draft(
     shape, sequence = scale.shape, scale.shape.sequence
     batch = batch_sequences(config, scale, why)
     precision = _precision(config, machine, why)
+    grounds = grounds.looked_at(Need(shape=shape, batch_sequences=batch, precision=precision))
     question = Question(config=config, grounds=grounds, shape=shape, batch_sequences=batch, precision=precision)
     splits = worth_trying(question, why)
     plan = Plan(

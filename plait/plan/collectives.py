@@ -10,9 +10,11 @@ import numpy as np
 from plait.cluster.catalog import Link
 from plait.cluster.cluster import Cluster
 from plait.plan.candidates import Reals
+from plait.plan.clocked import Clocked, clocked_links
 
-Collective = Literal["reduce", "gather"]
-"""Sum to everyone; gather or scatter, which are one half of it each."""
+Collective = Literal["reduce", "stream", "gather", "scatter", "swap", "spread", "keys"]
+"""Sum to everyone, also as the two halves that sequence parallelism makes of it; gather and scatter, which are one half
+of it each, by the library or from rank to rank; the exchange of keys between parts of a sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,8 @@ class Roads:
     inside_latency_s: float
     between_bytes_per_s: float
     between_latency_s: float
+    timed: Clocked | None = None
+    """What a probe measured, which goes before the formulas."""
 
 
 def roads(cluster: Cluster) -> Roads:
@@ -41,6 +45,16 @@ def roads(cluster: Cluster) -> Roads:
         inside_latency_s=max(island.inside.latency_s for island in islands),
         between_bytes_per_s=min(link_bytes_per_s(network, many, network.reached) for network, many in networks),
         between_latency_s=max(network.latency_s for network, _ in networks),
+        timed=_timed(cluster, networks),
+    )
+
+
+def _timed(cluster: Cluster, networks: list[tuple[Link, int]]) -> Clocked | None:
+    if cluster.measured is None or not cluster.measured.links:
+        return None
+    inside = min(island.inside.bytes_per_s for island in cluster.islands)
+    return clocked_links(
+        cluster.measured, {"inside": inside, "between": min(network.bytes_per_s for network, _ in networks)}
     )
 
 
@@ -70,13 +84,19 @@ def collective_s(roads: Roads, kind: Collective, message: Any, size: Any, stride
     message, size, stride = (np.asarray(x, dtype=np.float64) for x in (message, size, stride))
     together = np.clip(np.floor(roads.per_node / stride), 1, np.maximum(size, 1))
     nodes = np.maximum(np.ceil(size / together), 1)
-    rate = roads.reduce_bytes_per_s if kind == "reduce" else roads.inside_bytes_per_s
+    whole = kind in ("reduce", "stream")
+    rate = roads.reduce_bytes_per_s if whole else roads.inside_bytes_per_s
     inside = message * (together - 1) / together / rate
     outside = message * (size - 1) / np.maximum(size, 1) / together / roads.between_bytes_per_s * (nodes > 1)
     carried = np.maximum(inside, outside)
-    if kind == "reduce":
-        return np.where(size > 1, 2 * (carried + pieces * _tree_s(roads, together, nodes)), 0.0)
-    return np.where(size > 1, carried + pieces * _ring_s(roads, together, nodes), 0.0)
+    if whole:
+        spent = np.where(size > 1, 2 * (carried + pieces * _tree_s(roads, together, nodes)), 0.0)
+    else:
+        spent = np.where(size > 1, carried + pieces * _ring_s(roads, together, nodes), 0.0)
+    if roads.timed is None:
+        return spent
+    message, size, nodes, pieces, spent = np.broadcast_arrays(message, size, nodes, np.asarray(pieces, float), spent)
+    return roads.timed.message_s(kind, message, size, nodes, pieces, spent)
 
 
 def exchange_s(
@@ -101,7 +121,11 @@ def pass_s(roads: Roads, message: Any, stride: Any) -> Reals:
     """Seconds of one message to the rank `stride` further on."""
     far = np.asarray(stride) >= roads.per_node
     rate = np.where(far, roads.between_bytes_per_s, roads.inside_bytes_per_s)
-    return np.asarray(message) / rate + np.where(far, roads.between_latency_s, roads.inside_latency_s)
+    spent = np.asarray(message) / rate + np.where(far, roads.between_latency_s, roads.inside_latency_s)
+    if roads.timed is None:
+        return spent
+    message, far, spent = np.broadcast_arrays(np.asarray(message, dtype=np.float64), far, spent)
+    return roads.timed.send_s(message, far, spent)
 
 
 def _ring_s(roads: Roads, together: Reals, nodes: Reals) -> Reals:

@@ -119,7 +119,8 @@ def layer_activations(w: Workload, c: Candidates, stack: Stack) -> Reals:
     """Bytes that one layer keeps of one micro-batch for its backward pass, nothing recomputed.
 
     Counted in 16 bits as by Korthikanti et al. 2022, whose 34 bytes per token and unit of width (plain feedforward of
-    four widths) are 10 for inputs of norms and products, 8 for queries, keys, values and their result, 16 for the feedforward.
+    four widths) are 10 for inputs of norms and products, 8 for queries, keys, values and their result, 16 for the
+    feedforward.
     """
     tokens = local_tokens(w, c)
     stream = np.where(c.sequence_parallel > 0, c.tensor, 1)

@@ -9,8 +9,8 @@ from functools import lru_cache
 import numpy as np
 
 from plait.cluster.cluster import Cluster
+from plait.plan.arithmetic import arithmetic
 from plait.plan.candidates import SCHEDULES, Candidates, Counts, Reals, Schedule
-from plait.plan.compute import chip, head_time, layer_time
 from plait.plan.schedule import Action, Kind, StageTimes, actions, awaited
 from plait.plan.stack import Stack
 from plait.plan.stages import dealt, head_layers, micro_batches
@@ -76,9 +76,8 @@ class _Busy:
 
 def _busy(w: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, times: Timing) -> _Busy:
     micros = micro_batches(w, candidates) / stack.speed
-    slowest = min(cluster.islands, key=lambda i: chip(i.device, w.precision, stack, i.speed).linear_flops)
-    rates = chip(slowest.device, w.precision, stack, slowest.speed)
-    layer = layer_time(w, rates, stack, candidates)
+    device = arithmetic(w, cluster, stack)
+    layer = device.layer(candidates)
     layers = times.products / micros / (layer.products + layer.products_backward)
     per_rank = times.products + times.scores + times.stream + times.recompute
     per_rank = per_rank + times.tensor + times.context + times.experts
@@ -86,7 +85,7 @@ def _busy(w: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, t
     again = times.recompute / micros / layers
     return _Busy(
         layer=per_rank / micros / layers,
-        head=np.add(*head_time(w, rates, stack, candidates)),
+        head=device.head(candidates),
         other=other / micros,
         forward=layer.forward / (layer.forward + layer.backward + again),
         weight=layer.backward / 2 / (layer.forward + layer.backward + again),

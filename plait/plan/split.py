@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from plait.cluster.catalog import reported_device
-from plait.cluster.cluster import Cluster, cluster_of
-from plait.cluster.topology import Machine
+from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout
 from plait.model.shape import ModelShape
 from plait.plan.explain import in_short, runners_up
 from plait.plan.fit import check_devices, check_layout, cpu_micro_sequences, layout_from, layout_of, named_degrees
+from plait.plan.grounds import STAND_IN, Grounds
 from plait.plan.kinds import Row
 from plait.plan.listing import Pins
 from plait.plan.pins import pins_of
@@ -23,59 +23,8 @@ from plait.plan.search import DoesNotFit, Search, search
 from plait.plan.workload import Workload, workload_of
 from plait.recipe.schema import RunConfig
 
-STAND_IN = "A100"
-"""What a GPU that is not in the catalogue is laid out as, with its own memory."""
 MEASURED_TOLERANCE = 0.05
 """A simpler split may be so much slower than the fastest where both were timed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """Workers that somebody else started, each with so many threads."""
-
-    workers: int
-    threads: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grounds:
-    """What a run is laid out on: a machine, or several hosts of which `machine` is the first."""
-
-    machine: Machine
-    peak_flops: float | None
-    """Of all devices together: measured of processors, published of GPUs, None of unknown ones."""
-    given: Given | None = None
-    described: Cluster | None = None
-    """Where somebody looked at devices and links: the machines of several hosts."""
-
-    @property
-    def known(self) -> bool:
-        """Whether the planner knows what the devices can do."""
-        return self.described is not None or self.machine.device == "cpu" or _in_catalogue(self.machine)
-
-    def cluster(self, workers: int) -> Cluster:
-        """The machines as so many devices."""
-        if self.described:
-            return self.described
-        machine = self.machine if self.known else replace(self.machine, name=STAND_IN)
-        return cluster_of(machine, self.peak_flops if machine.device == "cpu" else None, workers=workers)
-
-    def threads(self, workers: int) -> int:
-        return self.given.threads if self.given else max(1, self.machine.cores // workers)
-
-    def worker_counts(self) -> list[int]:
-        """How many workers there can be: GPUs, or a processor's cores dealt out in several ways."""
-        machine = self.machine
-        if self.given:
-            return [self.given.workers]
-        if machine.device == "cuda":
-            return [machine.devices]
-        powers = [2**k for k in range(machine.cores.bit_length()) if 2**k <= machine.cores]
-        return sorted({*powers, machine.cores})
-
-
-def _in_catalogue(machine: Machine) -> bool:
-    return reported_device(machine.name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,9 +157,10 @@ def _priced(question: Question, pins: Pins, found: Search, at: int, layout: Layo
     layout = layout or layout_from(row, question.shape)
     micro = int(row["micro_sequences"])
     if question.grounds.machine.device == "cpu" and "micro_sequences" not in pins.knobs:
-        micro = cpu_micro_sequences(question.batch_sequences, layout, question.shape)
-        found = _searched(question.workload, found.cluster, _settled(row, micro, pins))
-        at = found.chosen
+        usual = cpu_micro_sequences(question.batch_sequences, layout, question.shape)
+        with suppress(DoesNotFit):  # then as many as the planner found room for
+            settled = search(question.workload, found.cluster, pins=_settled(row, usual, pins))
+            found, at, micro = settled, settled.chosen, usual
     return Split(
         layout=layout,
         threads=question.grounds.threads(workers),

@@ -7,20 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait.cluster.cluster import Cluster
+from plait.plan.arithmetic import Arithmetic, arithmetic
 from plait.plan.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates, Reals
-from plait.plan.collectives import Roads, collective_s, exchange_s, pass_s, roads
-from plait.plan.compute import Chip, LayerTime, chip, head_time, layer_time, local_tokens, sharing_ranks
+from plait.plan.clocked import hidden_at_most
+from plait.plan.collectives import Collective, Roads, collective_s, exchange_s, pass_s, roads
+from plait.plan.compute import LayerTime, local_tokens, sharing_ranks
+from plait.plan.host import host_s
 from plait.plan.stack import Stack
 from plait.plan.stages import fullest_weights, micro_batches, stage_layers
 from plait.plan.workload import Workload
-
-SHARPNESS = 3.2
-"""How abruptly the host becomes the limit: device and host times combine in a norm of this order."""
-
-SOFTMAX_MATRICES = 4
-SOFTMAX_KERNELS = 16.0
-"""What a masked softmax in single steps launches more than one in one kernel, as means of a forward pass and half a
-backward one: casts, scale, mask, copies. Fitted on the even half of vTrain's and BLOOM's rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +52,10 @@ class _Scene:
     workload: Workload
     candidates: Candidates
     stack: Stack
-    chip: Chip
+    arithmetic: Arithmetic
     roads: Roads
+    hidden_at_most: float
+    """Share of a message that arithmetic may hide, as a probe found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,18 +70,18 @@ class _Exposed:
 
 def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack) -> Timing:
     """Seconds of a step of every candidate on the cluster, its slowest device setting the pace."""
-    slowest = min(cluster.islands, key=lambda i: chip(i.device, workload.precision, stack, i.speed).linear_flops)
     scene = _Scene(
         workload=workload,
         candidates=candidates,
         stack=stack,
-        chip=chip(slowest.device, workload.precision, stack, slowest.speed),
+        arithmetic=arithmetic(workload, cluster, stack),
         roads=roads(cluster),
+        hidden_at_most=hidden_at_most(cluster),
     )
-    layer = layer_time(workload, scene.chip, stack, candidates)
+    layer = scene.arithmetic.layer(candidates)
     again = _again(scene, layer)
     exposed = _exposed(scene, layer)
-    head = np.add(*head_time(workload, scene.chip, stack, candidates))
+    head = scene.arithmetic.head(candidates)
     per_layer = layer.forward + layer.backward + again + exposed.tensor + exposed.context + exposed.experts
     held = stage_layers(workload, candidates)
     micros = micro_batches(workload, candidates)
@@ -94,7 +91,7 @@ def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: 
     )
     layers = np.where(busiest > held.most * per_layer, held.last, held.most)
     heads = np.where(busiest > held.most * per_layer, head, 0.0)
-    host = _host(scene, held.most, busiest)
+    host = host_s(scene.arithmetic, candidates, held.most, busiest)
     passes = _passes(scene)
     stage = busiest + host + passes
     whole = np.where(alone, stage, (workload.layers * per_layer + head) + candidates.pipeline * (host + passes))
@@ -139,12 +136,12 @@ def _exposed(scene: _Scene, layer: LayerTime) -> _Exposed:
     w, c, stack = scene.workload, scene.candidates, scene.stack
     tokens = local_tokens(w, c)
     full = c.recompute == RECOMPUTE.index("full")
-    tensor = (4 + 2 * full) * collective_s(scene.roads, "reduce", w.number_bytes * tokens * w.width, c.tensor, 1)
+    tensor = (4 + 2 * full) * collective_s(scene.roads, "stream", w.number_bytes * tokens * w.width, c.tensor, 1)
     # Keys and values travel round the context axis, and back with their gradients.
     keys = 2.0 * w.number_bytes * tokens * c.context * np.maximum(w.kv_heads / c.tensor, 1) * w.head_width
-    once = collective_s(scene.roads, "gather", keys, c.context, c.tensor)
+    once = collective_s(scene.roads, "keys", keys, c.context, c.tensor)
     context = (3 + full) * once
-    under = stack.hides_context * (layer.scores + layer.scores_backward)
+    under = np.minimum(stack.hides_context * (layer.scores + layer.scores_backward), context * scene.hidden_at_most)
     # Half of the messages, those to the experts, are as narrow as what the experts multiply.
     token_bytes = w.routed_width * (1.5 if w.precision in ("fp8", "fp4") else w.number_bytes)
     inside, between = exchange_s(scene.roads, tokens / c.tensor, token_bytes, w.experts_per_token, c.expert, 1)
@@ -157,28 +154,6 @@ def _exposed(scene: _Scene, layer: LayerTime) -> _Exposed:
         experts=experts,
         hidden=tensor * stack.hides_tensor + (context - left) + times * np.maximum(inside, between) - experts,
     )
-
-
-def _host(scene: _Scene, layers: Reals, device_s: Reals) -> Reals:
-    """What a micro-batch takes longer than the device's work because the host cannot launch kernels any faster."""
-    stack, c = scene.stack, scene.candidates
-    passes = 3 + (c.recompute == RECOMPUTE.index("full"))
-    sparse = scene.workload.sparse_layers / scene.workload.layers
-    kernels = stack.layer_kernels + 4 * (c.tensor > 1) + _loose_softmax(scene.workload, c)
-    host = layers * passes * (kernels + sparse * stack.sparse_kernels) * stack.launch_s + stack.micro_s
-    device = device_s + layers * passes * kernels * stack.gap_s
-    if stack.launches == "blocking":
-        return device + host - device_s
-    return (device**SHARPNESS + host**SHARPNESS) ** (1 / SHARPNESS) - device_s
-
-
-def _loose_softmax(workload: Workload, candidates: Candidates) -> Reals:
-    """Kernels more for a layer's scores where they are not fused and the masked softmax's one kernel does not apply.
-
-    It takes four matrices of scores at a time (Megatron-LM, `FusedScaleMaskSoftmax.is_kernel_available`).
-    """
-    matrices = candidates.micro_sequences * workload.heads // candidates.tensor
-    return np.where((workload.attention == "unfused") & (matrices % SOFTMAX_MATRICES > 0), SOFTMAX_KERNELS, 0.0)
 
 
 def _passes(scene: _Scene) -> Reals:
@@ -208,15 +183,23 @@ def _data(scene: _Scene, layer: LayerTime, again: Reals, layers: Reals, micros: 
     one = common + experts
     pieces = layers * stack.layer_pieces
     apart = stride * c.context // (sharded // c.shard)  # of two ranks that share the shards of a weight
-    gather = collective_s(scene.roads, "gather", scene.workload.number_bytes * one, group, apart, pieces)
-    scatter = collective_s(scene.roads, "gather", stack.gradient_bytes * one, group, apart, pieces)
+    fully = c.shard_what == SHARD_WHAT.index("parameters")
+
+    def moved(whole: Collective, ahead: Collective, number_bytes: int) -> Reals:
+        """Layer by layer by the library; else from rank to rank, once a step."""
+        by_layer, once = (
+            collective_s(scene.roads, kind, number_bytes * one, group, apart, pieces) for kind in (whole, ahead)
+        )
+        return np.where(fully, by_layer, once)
+
+    gather = moved("gather", "spread", scene.workload.number_bytes)
+    scatter = moved("scatter", "swap", stack.gradient_bytes)
     scatter = scatter * np.where(stack.sums_whole & (c.shard_what < SHARD_WHAT.index("gradients")), 2.0, 1.0)
     summed = _summed(scene, common / group, experts / group, pieces)
     window = stack.hides_parameters
-    fully = c.shard_what == SHARD_WHAT.index("parameters")
     halfway = c.shard_what == SHARD_WHAT.index("gradients")
     # Parameters sharded: gathered for each pass of each micro-batch, gradients scattered after each.
-    one_layer = np.where(c.pipeline * layers > 0, 1 / np.maximum(layers, 1), 1.0)
+    one_layer = np.maximum(np.where(c.pipeline * layers > 0, 1 / np.maximum(layers, 1), 1.0), 1 - scene.hidden_at_most)
     each_forward = np.maximum(gather - window * forward, gather * one_layer)
     each_backward = np.maximum(gather + scatter - window * backward, scatter * one_layer)
     late = np.maximum(scatter + summed - stack.hides_gradients * backward, (scatter + summed) * one_layer)
@@ -249,5 +232,4 @@ def _optimizer(scene: _Scene) -> Reals:
     c = scene.candidates
     common, experts = fullest_weights(scene.workload, c)
     split = np.where(c.shard_what > 0, sharing_ranks(c, scene.stack), 1)
-    own = (common + experts) / split
-    return own * scene.stack.update_bytes / scene.chip.stream_bytes_per_s + scene.stack.step_s
+    return scene.arithmetic.update((common + experts) / split)

@@ -40,7 +40,7 @@ def _receipt(folder: RunFolder, plan: Plan, done: int) -> Receipt:
     evaluation = evaluations[-1] if evaluations else None
     so_far, forecast = folder.so_far, plan.forecast
     full, causal = (training_flops_per_token(plan.shape, plan.sequence, kind) for kind in ("full", "causal"))
-    devices = plan.world_size if plan.device == "cuda" else 1
+    devices = plan.world_size if plan.device == "cuda" else max(1, len(plan.hosts))
     device_hours = so_far.wall_s * devices / 3600
     known = reported_device(plan.fingerprint["name"]) if plan.device == "cuda" else None
     return Receipt(

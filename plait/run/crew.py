@@ -11,12 +11,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 from plait.launch.environment import torchrun_context
 from plait.launch.job import Job, JobResult, Message, RankContext
 from plait.launch.local import ForkServer
+from plait.plan.grounds import Given
 from plait.plan.plan import Plan
-from plait.plan.split import Given
 
 # torch's optimizers import torch._dynamo when the first is made, a second for each rank: so once for all of them.
 PRELOAD = (
@@ -48,6 +49,10 @@ class PlacedCrew(Crew, Protocol):
         """The plan with each host's part in it, where there are several."""
         ...
 
+    def hosts(self) -> tuple[tuple[Machine, float | None, int], ...]:
+        """Of several hosts each one's machine, the rate of its processor and its workers; none where there is one."""
+        ...
+
 
 class OwnCrew:
     """Workers forked on this machine from a server that has torch loaded."""
@@ -59,6 +64,9 @@ class OwnCrew:
 
     def placed(self, plan: Plan) -> Plan:
         return replace(plan, hosts=())
+
+    def hosts(self) -> tuple[()]:
+        return ()
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
         return self._server.run(job, on_message=on_message)
@@ -77,6 +85,9 @@ class TorchrunCrew:
 
     def placed(self, plan: Plan) -> Plan:
         return replace(plan, hosts=())
+
+    def hosts(self) -> tuple[()]:
+        return ()
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
         began = time.monotonic()

@@ -55,8 +55,9 @@ class Freight:
 
     def __init__(self, members: Sequence[Guest], run: Path, say: Say) -> None:
         self._members, self._say = members, say
+        self._run = run
         self._hashed: dict[Path, tuple[FileFact, ...]] = {}
-        self._shared = self._look(run)
+        self._shared = self._look()
         self._places: tuple[Place, ...] = ()
 
     def deliver(self, folder: Path, kind: Kind, resume: str | None = None) -> tuple[Place, ...]:
@@ -65,37 +66,41 @@ class Freight:
         A "run" has its folder runs/NAME on every host, a "job" one for its time alone. Hosts are served side by side;
         the places are in the members' order.
         """
-        load = self._load(folder, kind, resume) if not all(self._is_shared(m, folder) for m in self._members) else None
+        apart = any(self._shared_place(member, folder) is None for member in self._members)
+        load = self._load(folder, kind, resume) if apart else None
         self._places = _on_all(self._members, lambda member: self._serve(member, folder, load))
         return self._places
 
     def bring_back(self, folder: Path) -> None:
         """After a job: bring here what its ranks left in its folder on other hosts, and have that taken away there."""
 
-        def back(member: Guest, place: Place) -> None:
-            if not place.shared:
-                for name in member.ask("list", {}).values["names"]:
-                    if not (folder / name).exists():
-                        fetch_file(member, {"name": name}, folder / name)
-                member.ask("release", {})
-
         for member, place in zip(self._members, self._places, strict=True):
-            back(member, place)
+            if place.shared:
+                continue
+            for name in member.ask("list", {}).values["names"]:
+                if not (folder / name).exists():
+                    fetch_file(member, {"name": name}, folder / name)
+            member.ask("release", {})
 
-    def _look(self, run: Path) -> dict[int, bool]:
+    def _look(self) -> dict[int, bool]:
         """Which hosts work in the folder that this one works in: they see what was just written, at the same place."""
         CACHE.mkdir(exist_ok=True)
         with ExitStack() as stack:
             nonces = [
                 {"folder": str(folder), "name": name, "content": content}
-                for folder in (run, CACHE)
+                for folder in (self._run, CACHE)
                 for name, content in [stack.enter_context(nonce(folder))]
             ]
             seen = [member.ask("see", {"nonces": nonces}).values["shared"] for member in self._members]
         return {member.host: shared for member, shared in zip(self._members, seen, strict=True)}
 
-    def _is_shared(self, member: Guest, folder: Path) -> bool:
-        return self._shared[member.host] and folder.resolve().is_relative_to(Path.cwd())
+    def _shared_place(self, member: Guest, folder: Path) -> Place | None:
+        """Where a folder is on a host that shares the run's folder and the cache; None where it is in neither."""
+        for top in (self._run, CACHE):  # as they are named here: either may be a link to another disk
+            if self._shared[member.host] and folder.resolve().is_relative_to(top.resolve()):
+                below = top / folder.resolve().relative_to(top.resolve())
+                return Place(path=str(Path(member.hello["folder"]) / below), shared=True)
+        return None
 
     def _load(self, folder: Path, kind: Kind, resume: str | None) -> _Load:
         corpus = Path(read_plan(folder / "plan.json").corpus).resolve()
@@ -119,9 +124,8 @@ class Freight:
         return self._hashed[folder]
 
     def _serve(self, member: Guest, folder: Path, load: _Load | None) -> Place:
-        if self._is_shared(member, folder):
-            below = folder.resolve().relative_to(Path.cwd())
-            return Place(path=str(Path(member.hello["folder"]) / below), shared=True)
+        if shared := self._shared_place(member, folder):
+            return shared
         assert load is not None
         recipe = RunFolder(folder).recipe.read_text(encoding="utf-8")
         asked = {"kind": load.kind, "name": folder.name, "recipe": recipe}

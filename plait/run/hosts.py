@@ -19,8 +19,8 @@ from plait.errors import PlaitError
 from plait.launch.job import Job, JobResult, Message
 from plait.launch.leader import HostPart, Hosts, Member
 from plait.plan.fit import named_degrees
+from plait.plan.grounds import Given
 from plait.plan.plan import HostShare, Plan, read_plan, write_plan
-from plait.plan.split import Given
 from plait.recipe.schema import RunConfig
 from plait.run.crew import PRELOAD, OnMessage
 from plait.run.freight import Freight, Place
@@ -32,6 +32,7 @@ from plait.run.planning import Interrupted, Site
 JOIN_WITHIN_S = 3600.0
 GRACE_S = 120.0
 TRAINING = "plait.train.worker:main"
+PROBE = "plait.run.probe_rank:rank"
 Say = Callable[[str], None]
 
 
@@ -50,6 +51,7 @@ class HostsCrew:
         names = [own_hello()["name"], *(member.name for member in self._hosts.members)]
         shares = shares_of(told_apart(names), [site.machine for site in self.sites()])
         check_layout(self._config, shares)
+        self._say(f"hosts    {in_words(shares)}")
         return shares
 
     @property
@@ -60,6 +62,11 @@ class HostsCrew:
     def sites(self) -> tuple[Site, ...]:
         """Every host's machine and its arithmetic peak, host 0 first; they are measured when this is first asked."""
         return self._sites
+
+    def hosts(self) -> tuple[tuple[Machine, float | None, int], ...]:
+        """Every host's machine, the rate of its processor or of all its GPUs, and its workers."""
+        sites = zip(self.sites(), self.shares, strict=True)
+        return tuple((site.machine, site.peak_flops, share.workers) for site, share in sites)
 
     def placed(self, plan: Plan) -> Plan:
         """The plan with each host's part in it."""
@@ -75,6 +82,8 @@ class HostsCrew:
             idle = [HostPart(ranks=0, threads=1, argument="") for _ in self._hosts.members]
             return self._hosts.run(job, on_message=on_message, parts=[_own_part(job, 1, job.threads), *idle])
         assert job.world_size == self.given.workers, job
+        if job.entry == PROBE:
+            return self._hosts.run(job, on_message=on_message, parts=self._probe_parts(job))
         folder, training = folder_of(job.argument), job.entry == TRAINING
         resume = json.loads(job.argument)["resume"] if training else None
         if not training:  # made before anybody knew which host does what
@@ -91,6 +100,10 @@ class HostsCrew:
         if not training:
             self._freight.bring_back(folder)
         return result
+
+    def _probe_parts(self, job: Job) -> list[HostPart]:
+        """Every host's workers, who need no file."""
+        return [HostPart(ranks=s.workers, threads=s.threads, argument=job.argument) for s in self.shares]
 
     @cached_property
     def _freight(self) -> Freight:
@@ -169,6 +182,12 @@ def told_apart(names: Sequence[str]) -> list[str]:
     """The hosts' names, numbered where one has come before: machines made from one image often share theirs."""
     before = [names[:at].count(name) for at, name in enumerate(names)]
     return [f"{name}-{count + 1}" if count else name for name, count in zip(names, before, strict=True)]
+
+
+def in_words(shares: Sequence[HostShare]) -> str:
+    """Who does what, on a line."""
+    each = [f"{s.name} {s.workers} worker{'s' * (s.workers > 1)} × {s.threads} threads" for s in shares]
+    return ", ".join(each)
 
 
 def check_layout(config: RunConfig, shares: Sequence[HostShare]) -> None:

@@ -21,12 +21,12 @@ from plait.plan.compute import peak_flops
 from plait.plan.difference import difference, difference_json, difference_section, seconds_of
 from plait.plan.explain import Section, explained, plan_json
 from plait.plan.fit import check_layout, layout_of, named_degrees
+from plait.plan.grounds import Grounds
 from plait.plan.page import Chapter, page_html, plotly_script
 from plait.plan.pins import pins_of
 from plait.plan.remedy import mended
 from plait.plan.search import DoesNotFit, Search, search
 from plait.plan.size import CorpusFacts, batch_sequences, size_up
-from plait.plan.split import Grounds
 from plait.plan.terms import terms_text
 from plait.plan.workload import Precision, Workload, workload_of
 from plait.recipe.load import load_recipe

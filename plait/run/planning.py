@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -15,8 +15,9 @@ from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.launch.job import Job, Message
 from plait.plan.choose import draft, settle, with_split
+from plait.plan.grounds import Grounds, Look
 from plait.plan.plan import Plan, read_plan, write_plan
-from plait.plan.split import Grounds, Split, best_splits, simplest
+from plait.plan.split import Split, best_splits, simplest
 from plait.recipe.load import flat_values, recipe_text
 from plait.recipe.schema import RunConfig
 from plait.run.crew import Crew
@@ -31,6 +32,10 @@ class Site:
 
     machine: Machine
     peak_flops: float | None
+    others: tuple[Machine, ...] = ()
+    """Of the other hosts of a run."""
+    look: Look | None = None
+    """What looks at all hosts and the roads between them."""
 
 
 def look_around(workers: Crew, cores: int) -> Site:
@@ -41,7 +46,7 @@ def look_around(workers: Crew, cores: int) -> Site:
 
 def make_plan(config: RunConfig, corpus: Corpus, site: Site, workers: Crew, *, fresh: bool, say: Say) -> Plan:
     """The plan for a recipe on a machine: the one that was made for both before, unless a fresh one is asked for."""
-    key = plan_key(config, corpus.content_hash, site.machine, workers)
+    key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     kept = _kept(key)
     if kept.exists() and not fresh:
         say("plan     as made before for this recipe on this machine (--replan makes a new one)")
@@ -57,7 +62,7 @@ def proven_plan(
     config: RunConfig, corpus: Corpus, site: Site, workers: Crew, *, count: int, on_timed: Callable[[Split], None]
 ) -> tuple[Plan, list[Split]]:
     """The best of `count` layouts by their measured steps, kept as the recipe's plan here, and all that were timed."""
-    key = plan_key(config, corpus.content_hash, site.machine, workers)
+    key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     outline = draft(
         config,
         corpus_facts(corpus),
@@ -74,7 +79,7 @@ def proven_plan(
 
 def grounds_of(site: Site, workers: Crew) -> Grounds:
     """What a run is laid out on."""
-    return Grounds(machine=site.machine, peak_flops=site.peak_flops, given=workers.given)
+    return Grounds(machine=site.machine, peak_flops=site.peak_flops, given=workers.given, look=site.look)
 
 
 def _kept(key: str) -> Path:
@@ -89,7 +94,7 @@ def _keep(plan: Plan, key: str) -> Plan:
 
 def replan(config: RunConfig, plan: Plan, corpus: Corpus, site: Site, workers: Crew) -> Plan:
     """A begun run's plan on what there is now: another split, the same steps and the same mathematics."""
-    key = plan_key(config, corpus.content_hash, site.machine, workers)
+    key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     outline = draft(config, corpus_facts(corpus), grounds_of(site, workers), recipe_hash=key)
     moved = _moved(plan, outline.plan)
     several = len(outline.splits) > 1
@@ -146,8 +151,11 @@ class Interrupted(Exception):
     """A signal came while nothing was lost by stopping at once."""
 
 
-def plan_key(config: RunConfig, content_hash: str, machine: Machine, workers: Crew) -> str:
-    """What a plan was made for: the recipe but for its name and where its text lies, the text, and the machine."""
+def plan_key(
+    config: RunConfig, content_hash: str, machine: Machine, workers: Crew, others: Sequence[Machine] = ()
+) -> str:
+    """What a plan was made for: the recipe but for its name and where its text lies, the text, and the machines."""
     asked = {key: value for key, value in flat_values(config).items() if key not in ("run.name", "data.files")}
     given = [asked, content_hash, machine.fingerprint(), workers.given and workers.given.workers]
+    given += [other.fingerprint() for other in others]
     return sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]

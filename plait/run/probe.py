@@ -21,7 +21,6 @@ from plait.cluster.measured import (
     Timed,
     measured_from_json,
     measured_json,
-    measured_values,
 )
 from plait.cluster.probe_request import CPU_TOKENS, Request, request_of, typical_request
 from plait.cluster.probe_verdict import Host, PairTold, complaints, device_of, pair_links, relative_speeds
@@ -70,7 +69,7 @@ def probe(
         site = look_around(hands, usable_cores())
         extent = extent_for(site.machine, workers, threads, hands)
         asked = asked_for(recipe, overrides, site, extent)
-        measured = measured_by(hands, site.machine, asked, extent, fresh=fresh)
+        measured = measured_by(hands, [site.machine], asked, extent, fresh=fresh)
     screen.print(table(measured), markup=False, soft_wrap=True)
     if measured.unsteady > UNSTEADY:
         screen.print(
@@ -121,9 +120,9 @@ def asked_for(recipe: Path | None, overrides: Sequence[str], site: Site, extent:
     )
 
 
-def measured_by(hands: Crew, machine: Machine, asked: Request, extent: Extent, *, fresh: Fresh) -> Measured:
-    """What was measured before on this machine with this software for the same request, or is measured now."""
-    key = _key(machine, asked, extent)
+def measured_by(hands: Crew, machines: Sequence[Machine], asked: Request, extent: Extent, *, fresh: Fresh) -> Measured:
+    """What was measured before on these hosts with this software for the same request, or is measured now."""
+    key = _key(machines, asked, extent)
     kept = CACHE / "probes" / f"{key}.json"
     if kept.exists() and fresh == "kept":
         try:
@@ -184,12 +183,11 @@ def with_cluster(measured: Measured, site: Site, extent: Extent) -> str:
         cluster = cluster_of(machine, site.peak_flops, workers=extent.workers)
     else:
         cluster = cluster_of(replace(machine, devices=extent.workers))
-    values = {**json.loads(cluster_json(cluster)), "measured": measured_values(measured)}
-    return json.dumps(values, indent=1, ensure_ascii=False) + "\n"
+    return cluster_json(replace(cluster, measured=measured))
 
 
-def _key(machine: Machine, asked: Request, extent: Extent) -> str:
-    what = [machine.fingerprint(), asked.to_json(), extent.workers, extent.threads]
+def _key(machines: Sequence[Machine], asked: Request, extent: Extent) -> str:
+    what = [[machine.fingerprint() for machine in machines], asked.to_json(), extent.workers, extent.threads]
     return sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from rich.console import Console as Screen
 
-from plait.cluster.topology import usable_cores
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.launch.job import Job, JobResult, Message
@@ -33,7 +32,8 @@ from plait.run.depot import refuse_joined
 from plait.run.folder import RunFolder, alone, check_changes, run_folder
 from plait.run.hosts import hosts_crew
 from plait.run.invite import ONE_HOST, HostsAsked
-from plait.run.planning import Interrupted, Say, Site, look_around, make_plan, replan
+from plait.run.planning import Interrupted, Say, Site, make_plan, replan
+from plait.run.survey import survey
 from plait.run.verify import check_once
 from plait.units import format_bytes, format_duration
 
@@ -89,11 +89,11 @@ def _crew(
     return hosts_crew(hosts, config=config, folder=folder.path, screen=screen)
 
 
-def _plan(config: RunConfig, folder: RunFolder, workers: Crew, *, fresh: bool, screen: Screen) -> Plan:
+def _plan(config: RunConfig, folder: RunFolder, workers: PlacedCrew, *, fresh: bool, screen: Screen) -> Plan:
     """Prepare the data, look at the machine, and say what will be done."""
     corpus = prepare_data(config, screen)
     screen.print(told(corpus))
-    site = look_around(workers, usable_cores())
+    site = survey(workers, screen.print)
     if folder.has_begun:
         plan = _plan_of_begun(config, folder.begun_plan(), corpus, site, workers, fresh=fresh, say=screen.print)
     else:
@@ -158,7 +158,7 @@ def _introduce(plan: Plan, site: Site, reasons: Sequence[str], screen: Screen) -
     split = in_words(plan.layout)
     screen.print(f"layout   {split}: {crew_words} × {plan.threads} threads, {plan.precision}")
     for reason in reasons:
-        screen.print(f"         · {reason}", highlight=False)
+        screen.print(f"         · {reason}", highlight=False, markup=False)
     for line in _time_words(plan):
         screen.print(line, highlight=False)
 

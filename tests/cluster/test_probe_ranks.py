@@ -135,21 +135,21 @@ def test_what_was_measured_is_kept_until_something_changes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     hands, machine, extent = Remembered(told), this_host(), Extent(workers=2, threads=1)
-    first = measured_by(hands, machine, small_request(), extent, fresh="kept")
-    assert measured_by(hands, machine, small_request(), extent, fresh="kept") == first and hands.jobs == 1
-    measured_by(hands, machine, small_request(), Extent(workers=2, threads=2), fresh="kept")
-    measured_by(hands, machine, typical_request("cpu", 1), extent, fresh="kept")
-    measured_by(hands, machine, small_request(), extent, fresh="again")
+    first = measured_by(hands, [machine], small_request(), extent, fresh="kept")
+    assert measured_by(hands, [machine], small_request(), extent, fresh="kept") == first and hands.jobs == 1
+    measured_by(hands, [machine], small_request(), Extent(workers=2, threads=2), fresh="kept")
+    measured_by(hands, [machine], typical_request("cpu", 1), extent, fresh="kept")
+    measured_by(hands, [machine], small_request(), extent, fresh="again")
     assert hands.jobs == 4
     (tmp_path / ".plait" / "probes" / f"{first.fingerprint}.json").write_text("{")
-    measured_by(hands, machine, small_request(), extent, fresh="kept")
+    measured_by(hands, [machine], small_request(), extent, fresh="kept")
     assert hands.jobs == 5
 
 
 def test_a_probe_that_was_stopped_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunFailed, match="stopped before it ended; give the same command again"):
-        measured_by(Remembered({}), this_host(), small_request(), Extent(workers=1, threads=1), fresh="kept")
+        measured_by(Remembered({}), [this_host()], small_request(), Extent(workers=1, threads=1), fresh="kept")
 
 
 def test_workers_follow_the_cores_and_too_many_are_refused() -> None:

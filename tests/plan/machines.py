@@ -7,9 +7,10 @@ from pathlib import Path
 
 from plait.cluster.topology import Machine
 from plait.plan.choose import Draft, draft, settle
+from plait.plan.grounds import Grounds
 from plait.plan.plan import Plan
 from plait.plan.size import CorpusFacts
-from plait.plan.split import Grounds, Split
+from plait.plan.split import Split
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 

@@ -59,6 +59,14 @@ def test_a_host_with_the_same_folder_is_sent_nothing(here: Path, tmp_path: Path)
     assert not list((here / ".plait").glob("nonce-*"))
 
 
+def test_a_folder_behind_a_link_is_shared_too(here: Path, tmp_path: Path) -> None:
+    (here / "runs").rename(tmp_path / "large-disk")
+    (here / "runs").symlink_to(tmp_path / "large-disk")
+    same = Neighbour(here)
+    (place,) = freight(same)[0].deliver(HOME.resolve(), "run")
+    assert place.shared and Path(place.path) == here / HOME and same.asked == ["see"]
+
+
 def test_another_host_gets_the_run_into_its_own_folder(here: Path, other: Neighbour) -> None:
     sender, told = freight(other)
     (place,) = sender.deliver(HOME, "run")

@@ -14,7 +14,7 @@ from plait.errors import PlaitError
 from plait.launch.interface import local_addresses
 from plait.plan.plan import HostShare, read_plan, write_plan
 from plait.run.hello import code_hash, objection, own_hello
-from plait.run.hosts import check_layout, folder_of, shares_of, told_apart
+from plait.run.hosts import check_layout, folder_of, in_words, shares_of, told_apart
 from plait.run.invite import HostsAsked, chosen_address, chosen_secret
 from tests.plan.machines import EIGHT_H100, LAPTOP, PLAYS, planned, recipe
 
@@ -61,6 +61,11 @@ def test_a_worker_for_each_gpu_or_one_with_all_the_cores() -> None:
     )
     one = replace(EIGHT_H100, devices=1, cores=4)
     assert [(share.workers, share.threads) for share in shares_of(["a", "b"], [EIGHT_H100, one])] == [(8, 24), (1, 4)]
+
+
+def test_who_does_what_is_told_on_a_line() -> None:
+    shares = shares_of(["a", "b"], [EIGHT_H100, replace(EIGHT_H100, devices=1, cores=4)])
+    assert in_words(shares) == "a 8 workers × 24 threads, b 1 worker × 4 threads"
 
 
 def test_hosts_of_one_name_are_told_apart() -> None:

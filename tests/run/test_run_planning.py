@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plait.launch.job import Job, JobResult
-from plait.plan.split import Given
+from plait.plan.grounds import Given
 from plait.run.crew import OnMessage
 from plait.run.planning import plan_key
 from tests.plan.machines import LAPTOP

@@ -11,9 +11,8 @@ from plait.cluster.topology import Machine
 from plait.data.prepare import prepare
 from plait.data.shards import open_corpus
 from plait.plan.choose import draft, settle
+from plait.plan.grounds import Grounds
 from plait.plan.plan import Plan, write_plan
-from plait.plan.split import Grounds
-from plait.plan.split import Grounds
 from plait.recipe.load import load_recipe, recipe_text
 from plait.recipe.schema import RunConfig
 from plait.run.data import corpus_facts, data_request

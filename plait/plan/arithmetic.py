@@ -1,0 +1,103 @@
+"""What a layer, the head and the update take on a cluster's slowest device.
+
+By the clock where a probe has been, else by the formulas of compute.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from plait.cluster.cluster import Cluster
+from plait.cluster.measured import Measured, MeasuredDevice
+from plait.plan import learnt
+from plait.plan.candidates import Candidates, Reals
+from plait.plan.compute import Chip, LayerTime, chip, head_time, layer_time, local_tokens
+from plait.plan.stack import Stack
+from plait.plan.stages import layer_weights, micro_batches
+from plait.plan.workload import Workload
+
+HEAD_FORWARD = 1 / 3
+"""Of the head's time, what falls to the forward pass: one of its three products."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """The slowest device of a cluster under one stack; it sets everyone's pace."""
+
+    workload: Workload
+    stack: Stack
+    chip: Chip
+    clock: MeasuredDevice | None
+    """What a probe measured on it."""
+
+    def layer(self, candidates: Candidates) -> LayerTime:
+        """An average layer and one micro-batch on one device."""
+        if self.clock is None:
+            return layer_time(self.workload, self.chip, self.stack, candidates)
+        return _clocked_layer(self.workload, self.clock, candidates)
+
+    def head(self, candidates: Candidates) -> Reals:
+        """The head and the loss, forward and backward, of one micro-batch."""
+        if self.clock is None:
+            return np.add(*head_time(self.workload, self.chip, self.stack, candidates))
+        w, tokens = self.workload, local_tokens(self.workload, candidates)
+        entries = w.vocabulary / candidates.tensor
+        looked_up = learnt.embedding_s(self.clock, tokens, w.width, entries)
+        # In a pipeline the first stage looks tokens up, and it has no head.
+        return learnt.head_s(self.clock, tokens, w.width, entries) + np.where(candidates.pipeline == 1, looked_up, 0.0)
+
+    def update(self, weights: Reals) -> Reals:
+        """The optimizer's update of so many parameters, and what a step costs beside."""
+        if self.clock is None:
+            return weights * self.stack.update_bytes / self.chip.stream_bytes_per_s + self.stack.step_s
+        return learnt.update_s(self.clock, weights)
+
+
+def arithmetic(workload: Workload, cluster: Cluster, stack: Stack) -> Arithmetic:
+    """The slowest device's times, by the clock where the cluster was measured."""
+    slowest = min(cluster.islands, key=lambda i: chip(i.device, workload.precision, stack, i.speed).linear_flops)
+    return Arithmetic(
+        workload=workload,
+        stack=stack,
+        chip=chip(slowest.device, workload.precision, stack, slowest.speed),
+        clock=slowest_of(cluster.measured) if clocked(workload, cluster) else None,
+    )
+
+
+def clocked(workload: Workload, cluster: Cluster) -> bool:
+    """Whether a probe has been here, and in the precision that is asked about."""
+    return cluster.measured is not None and cluster.measured.precision == workload.precision and not workload.experts
+
+
+def slowest_of(measured: Measured | None) -> MeasuredDevice | None:
+    """The host whose slowest worker is the slowest of all."""
+    return min(measured.devices, key=lambda device: min(device.rates)) if measured else None
+
+
+def _clocked_layer(w: Workload, clock: MeasuredDevice, candidates: Candidates) -> LayerTime:
+    tokens, tensor = local_tokens(w, candidates), candidates.tensor
+    heads, keys = w.heads * w.head_width / tensor, np.maximum(w.kv_heads / tensor, 1.0) * w.head_width
+    ffn = w.ffn / tensor
+    products = [(w.width, heads, 1), (w.width, keys, 2), (heads, w.width, 1), (w.width, ffn, w.gate_factor - 1)]
+    products.append((ffn, w.width, 1))
+    forward = backward = np.zeros(len(candidates))
+    for inner, columns, times in products:
+        forward = forward + times * learnt.product_s(clock, tokens, inner, columns)
+        backward = backward + times * learnt.product_s(clock, tokens, columns, inner, form="input")
+        backward = backward + times * learnt.product_s(clock, columns, tokens, inner, form="weight")
+    # Cut sequences: each rank has its queries, and all that they look back on.
+    rows = candidates.micro_sequences / candidates.context
+    size = rows, w.sequence, w.heads / tensor, w.head_width
+    streamed = tokens / np.where(candidates.sequence_parallel > 0, tensor, 1), w.width, w.ffn
+    more = (micro_batches(w, candidates) - 1) / micro_batches(w, candidates)
+    added = more * learnt.accumulate_s(clock, np.add(*layer_weights(w, candidates)))
+    return LayerTime(
+        products=forward,
+        products_backward=backward,
+        scores=learnt.attention_s(clock, *size, "forward"),
+        scores_backward=learnt.attention_s(clock, *size, "backward"),
+        stream=learnt.stream_s(clock, *streamed, "forward"),
+        stream_backward=learnt.stream_s(clock, *streamed, "backward") + added,
+    )

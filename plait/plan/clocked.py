@@ -1,0 +1,107 @@
+"""How long messages take where a probe has timed them: the same questions as in collectives.py, other answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.cluster.catalog import Link
+from plait.cluster.cluster import Cluster
+from plait.cluster.measured import Measured, Message, Scope
+from plait.plan import learnt
+from plait.plan.candidates import Reals
+
+OPERATIONS: Mapping[str, tuple[Message, ...]] = {
+    "reduce": ("all_reduce",),
+    "gather": ("all_gather",),
+    "scatter": ("reduce_scatter",),
+    "swap": ("swap_parts",),
+    "spread": ("spread_own",),
+    "stream": ("reduce_scatter", "all_gather"),
+    "keys": ("send",),
+}
+"""What each kind of collective is made of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clocked:
+    """What a probe timed of a cluster's links, and by how much those of the cluster that is asked about are wider."""
+
+    measured: Measured
+    wider: Mapping[Scope, float]
+    """By scope, of those that were measured."""
+
+    def message_s(self, kind: str, message: Reals, size: Reals, nodes: Reals, pieces: Reals, otherwise: Reals) -> Reals:
+        """Seconds of a collective over `size` ranks on so many `nodes`, its message sent in `pieces`.
+
+        `otherwise` is the answer for one rank, and where nothing was timed.
+        """
+        spent = otherwise.copy()
+        groups: set[tuple[int, Scope]] = {
+            (int(ranks), _scope(many)) for ranks, many in zip(size.ravel(), nodes.ravel(), strict=True) if ranks > 1
+        }
+        for ranks, scope in groups:
+            if scope in self.wider:
+                here = (size == ranks) & ((nodes > 1) == (scope == "between"))
+                each = message[here] / np.maximum(pieces[here], 1)
+                times = [self._once(operation, each, ranks, scope) for operation in OPERATIONS[kind]]
+                spent[here] = pieces[here] * sum(times)
+        return spent
+
+    def send_s(self, message: Reals, far: NDArray[np.bool_], otherwise: Reals) -> Reals:
+        """Seconds of one message to a neighbour, `far` where it is on another host."""
+        spent = otherwise.copy()
+        for scope, wider in self.wider.items():
+            here = far == (scope == "between")
+            spent[here] = learnt.collective_s(self.measured, "send", message[here], 2, scope) / wider
+        return spent
+
+    def _once(self, operation: Message, message: Reals, ranks: int, scope: Scope) -> Reals:
+        if operation == "send" and ranks > 1:  # its part of the whole from each of the others
+            once = (ranks - 1) * learnt.collective_s(self.measured, "send", message / ranks, 2, scope)
+        else:
+            once = learnt.collective_s(self.measured, operation, message, ranks, scope)
+        return once / self.wider[scope]
+
+
+def clocked_links(measured: Measured, rates: Mapping[Scope, float]) -> Clocked:
+    """The timed links of a cluster whose links now have these rates, in bytes per second and device."""
+    scopes: set[Scope] = {link.scope for link in measured.links}
+    return Clocked(
+        measured=measured, wider={scope: rates[scope] / sent_bytes_per_s(measured, scope) for scope in scopes}
+    )
+
+
+def hidden_at_most(cluster: Cluster) -> float:
+    """Share of a sum over ranks that disappears behind arithmetic, at the best; 1 where nobody tried."""
+    measured, scope = cluster.measured, _scope(cluster.nodes)
+    if measured is None or all(overlap.scope != scope for overlap in measured.overlaps):
+        return 1.0
+    return learnt.hidden(measured, scope)
+
+
+def sent_bytes_per_s(measured: Measured, scope: Scope) -> float:
+    """What a long message from one rank to another reaches, on the slowest of the links."""
+    sends = [link.points[-1] for link in measured.links if link.kind == "send" and link.scope == scope]
+    return min(point.bytes / point.seconds for point in sends)
+
+
+def measured_link(measured: Measured, scope: Scope) -> Link:
+    """The slowest timed link as the planner's words and sweeps take it."""
+    shortest = [link.points[0].seconds for link in measured.links if link.kind == "send" and link.scope == scope]
+    return Link(
+        name=f"the measured link of {sent_bytes_per_s(measured, scope) * 8e-9:.3g} Gbit/s",
+        bytes_per_s=sent_bytes_per_s(measured, scope),
+        latency_s=max(shortest),
+        reached=1.0,
+        all_reduce_reached=1.0,
+        shape="switch",
+        source=f"plait probe, {measured.date}",
+    )
+
+
+def _scope(nodes: float) -> Scope:
+    return "between" if nodes > 1 else "inside"
