@@ -143,10 +143,25 @@ def probe(
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each worker.", min=1)] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure anew, also what was measured before.")] = False,
+    hosts: Annotated[int, typer.Option("--hosts", help="Over so many machines, this one included.", min=1)] = 1,
+    address: Annotated[
+        str | None, typer.Option("--address", help="This machine's address that the other hosts reach.")
+    ] = None,
+    port: Annotated[int, typer.Option("--port", help="Where they join; any free one else.", min=0, max=65535)] = 0,
+    secret_file: SecretFile = None,
 ) -> None:
     """Measure this machine: arithmetic, memory, links, and how much communication hides behind arithmetic."""
     from plait.run.probe import probe
 
+    if hosts > 1:
+        from plait.run.invite import HostsAsked
+        from plait.run.probe_hosts import probe_hosts
+
+        if recipe is None:
+            raise PlaitError("over several hosts a probe measures what one model needs; name its recipe")
+        asked = HostsAsked(hosts=hosts, address=address, port=port, secret_file=secret_file)
+        probe_hosts(recipe, overrides or [], hosts=asked, out=out, screen=_screen())
+        return
     fresh = "again" if again else "kept"
     probe(recipe, overrides or [], workers=workers, threads=threads, fresh=fresh, out=out, screen=_screen())
 

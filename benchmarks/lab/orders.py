@@ -38,6 +38,10 @@ class Runner(Protocol):
         """`run` is the run's folder, runs/NAME, which does not exist yet; one host works alone."""
         ...
 
+    def probe(self, recipe: Path, out: Path, hosts: Sequence[Host]) -> Party | None:
+        """What measures all hosts for a recipe's model and writes a cluster.json; None where there is no such thing."""
+        ...
+
 
 class JoinedRunner:
     """As a user does on several machines: `plait train … --hosts N` on the first, `plait join` on the others."""
@@ -48,16 +52,22 @@ class JoinedRunner:
         self._secret = secret
 
     def party(self, recipe: Path, run: Path, hosts: Sequence[Host]) -> Party:
+        return self._party(("train", str(recipe), "--no-check"), run, hosts)
+
+    def probe(self, recipe: Path, out: Path, hosts: Sequence[Host]) -> Party | None:
+        return self._party(("probe", str(recipe), "--out", str(out)), out.parent, hosts)
+
+    def _party(self, asked: Sequence[str], folder: Path, hosts: Sequence[Host]) -> Party:
         first = hosts[0].address
         together = ("--hosts", str(len(hosts)), "--address", first, "--port", str(PORT)) if len(hosts) > 1 else ()
-        lead = (sys.executable, "-m", "plait", "train", str(recipe), "--no-check", *together)
+        lead = (sys.executable, "-m", "plait", *asked, *together)
         join = (sys.executable, "-m", "plait", "join", f"{first}:{PORT}")
         return Party(
             commands=(lead, *(join for _ in hosts[1:])),
             environments=tuple({"PLAIT_SECRET": self._secret} for _ in hosts),
             leads=len(hosts) > 1,
-            steps_file=run / "metrics.jsonl",
-            receipt=run / "receipt.json",
+            steps_file=folder / "metrics.jsonl",
+            receipt=folder / "receipt.json",
         )
 
 
@@ -65,6 +75,9 @@ class TorchrunRunner:
     """By torchrun, which plait knows too; the hosts must share their files."""
 
     files: Files = "shared"
+
+    def probe(self, recipe: Path, out: Path, hosts: Sequence[Host]) -> Party | None:
+        return None
 
     def party(self, recipe: Path, run: Path, hosts: Sequence[Host]) -> Party:
         meeting = ("--master-addr", hosts[0].address, "--master-port", str(PORT))

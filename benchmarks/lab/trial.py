@@ -14,6 +14,7 @@ from benchmarks.lab.forecast import Forecast, Priced, cluster_of_case, forecast,
 from benchmarks.lab.grid import Case, Grid
 from benchmarks.lab.hosts import Lab
 from benchmarks.lab.orders import Party, Runner, baseline_party
+from benchmarks.lab.probed import probed_cluster
 from benchmarks.lab.turns import take_turn
 from plait.cluster.cluster import Cluster, cluster_json
 
@@ -49,7 +50,9 @@ def run_case(case: Case, site: Site, say: Say) -> dict[str, Any]:
         say(f"  cables   asked {case.rate if case.rate == 'unshaped' else _mbit([case.rate])}, carry {_mbit(carried)}")
         flops = processor_rates(lab)
         say(f"  hosts    {', '.join(f'{rate / 1e9:.1f}' for rate in flops)} GFLOP/s")
-        cluster = cluster_of_case(case, flops, min(carried) if case.rate == "unshaped" else case.rate)
+        cluster = probed_cluster(lab, site.runner, case, site.work) or cluster_of_case(
+            case, flops, min(carried) if case.rate == "unshaped" else case.rate
+        )
         told = forecast(case, cluster, site.work / "recipes")
         say(f"  forecast fastest: {told.fastest}; choice: {told.chosen}")
         trial = _Trial(case, site, lab, told, say)

@@ -28,7 +28,7 @@ def take_turn(lab: Lab, party: Party, cutting: Cutting, logs: Path) -> Turn:
     logs.mkdir(parents=True, exist_ok=True)
     before, ours_s = ProcessorSeconds.now(), lab.processor_s()
     try:
-        started = _start(lab, party, logs)
+        started = start_party(lab, party, logs)
         follower = _Follower(lab, party)
         ended = follower.until_enough(started, cutting)
         if ended == "finished" and party.receipt:
@@ -40,7 +40,7 @@ def take_turn(lab: Lab, party: Party, cutting: Cutting, logs: Path) -> Turn:
     return Turn(
         seconds=cutting.kept(follower.seconds, ended, follower.waiting_s),
         ended=ended,
-        sentence=_last_words(logs) if ended == "failed" else "",
+        sentence=last_words(logs) if ended == "failed" else "",
         processor_s=follower.a_step([stamp.processor_s for stamp in follower.stamps]),
         sent_bytes=follower.a_step([stamp.sent_bytes for stamp in follower.stamps]),
         others=_others(before, lab.processor_s() - ours_s),
@@ -97,7 +97,8 @@ class _Follower:
         return new
 
 
-def _start(lab: Lab, party: Party, logs: Path) -> list[subprocess.Popen[bytes]]:
+def start_party(lab: Lab, party: Party, logs: Path) -> list[subprocess.Popen[bytes]]:
+    """Start every host's command, the others when the first listens for them."""
     started: list[subprocess.Popen[bytes]] = []
     for host, command, environment in zip(lab.hosts, party.commands, party.environments, strict=False):
         if party.leads and host.index == 1:
@@ -131,7 +132,7 @@ def _others(before: ProcessorSeconds, ours_s: float) -> float:
     return max(0.0, busy_s - ours_s) / max(busy_s + idle_s, 1e-9)
 
 
-def _last_words(logs: Path) -> str:
+def last_words(logs: Path) -> str:
     """The sentence that plait ended with, or else the last line of each host's log that says anything."""
     lines = [(path.stem, path.read_text(errors="replace").strip().splitlines()) for path in sorted(logs.glob("*.log"))]
     said = [f"{host}: {line}" for host, told in lines for line in told if line.startswith("plait: ")]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from plait.cluster.catalog import Link
 from plait.cluster.cluster import Cluster, device_bytes_per_s
 from plait.errors import PlaitError
+from plait.plan.arithmetic import clocked
 from plait.plan.compute import ACHIEVABLE
 from plait.plan.evidence import Family, evidence, family_of
 from plait.plan.kinds import kind_words
@@ -35,6 +36,12 @@ def certainty(found: Search) -> list[str]:
     """How sure the forecast is, and what it takes on trust."""
     step_s = float(found.step_s[found.chosen])
     low, high = format_duration(step_s * (1 - found.tolerance)), format_duration(step_s * (1 + found.tolerance))
+    if clocked(found.workload, found.cluster):
+        assert found.cluster.measured is not None
+        return [
+            f"arithmetic and messages were measured on these machines ({found.cluster.measured.date}): layouts within "
+            f"{found.tolerance:.0%} of each other count as equally fast; read {low} to {high}"
+        ]
     told = [
         f"nothing was measured on these machines: {_record(found)}, so read {low} to {high} at best; layouts within "
         f"{found.tolerance:.0%} of each other count as equally fast"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from plait.cluster.catalog import network
+from dataclasses import replace
+
 from plait.cluster.cluster import Cluster, cluster_of_hosts
 from plait.cluster.measured import Measured
 from plait.cluster.probe_request import CPU_TOKENS, request_of
@@ -35,17 +36,21 @@ def survey(workers: PlacedCrew, say: Say) -> Site:
 
 def _look(workers: PlacedCrew, hosts: tuple[Host, ...], say: Say) -> Look:
     def look(need: Need) -> Cluster:
-        measured = _probed(workers, [machine for machine, _, _ in hosts], need)
-        for sentence in measured.complaints:
+        cluster = described(workers, hosts, need)
+        assert cluster.measured is not None
+        for sentence in cluster.measured.complaints:
             say(f"probe    {sentence}")
-        if not any(link.scope == "between" for link in measured.links):
-            return cluster_of_hosts(hosts, network(1, "machine"))
-        link = measured_link(measured, "between")
-        say(f"probe    between the hosts {format_count(link.bytes_per_s)}B/s, {link.latency_s * 1e6:.0f} µs")
-        cluster = cluster_of_hosts(hosts, link)
-        return Cluster(name=cluster.name, islands=cluster.islands, between=link, measured=measured)
+        rate, latency_s = cluster.between.bytes_per_s * 8, cluster.between.latency_s
+        say(f"probe    {format_count(rate)}bit/s between the hosts, {1e6 * latency_s:.0f} µs for a short message")
+        return cluster
 
     return look
+
+
+def described(workers: PlacedCrew, hosts: tuple[Host, ...], need: Need) -> Cluster:
+    """Several hosts as a cluster, with what a probe of all of them measures for a model."""
+    measured = _probed(workers, [machine for machine, _, _ in hosts], need)
+    return replace(cluster_of_hosts(hosts, measured_link(measured, "between")), measured=measured)
 
 
 def _probed(workers: PlacedCrew, machines: list[Machine], need: Need) -> Measured:

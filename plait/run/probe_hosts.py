@@ -1,0 +1,41 @@
+"""`plait probe RECIPE --hosts N`: measures all hosts and the roads between them, as a run over them would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from plait.cluster.catalog import network
+from plait.cluster.cluster import cluster_json, cluster_of_hosts
+from plait.errors import RunFailed
+from plait.plan.grounds import Need
+from plait.recipe.load import load_recipe
+from plait.run.hosts import hosts_crew
+from plait.run.invite import HostsAsked
+from plait.run.plan import asked_of
+from plait.run.probe_table import table
+from plait.run.survey import described
+
+
+def probe_hosts(
+    recipe: Path, overrides: Sequence[str], *, hosts: HostsAsked, out: Path | None, screen: Console
+) -> None:
+    """Wait for the other hosts, measure what the recipe's model needs on all at once, tell it, write cluster.json.
+
+    Blocks until all have joined (`plait join`). Raises PlaitError or RunFailed in one sentence.
+    """
+    config = load_recipe(recipe, overrides)
+    with hosts_crew(hosts, config=config, folder=Path("runs") / config.run.name, screen=screen) as workers:
+        found = workers.hosts()
+        asked = asked_of(config, cluster_of_hosts(found, network(1, "machine")))
+        precision = "bf16" if asked.workload.precision == "bf16" else "float32"
+        need = Need(shape=asked.shape, batch_sequences=asked.workload.batch_sequences, precision=precision)
+        cluster = described(workers, found, need)
+    if cluster.measured is None:
+        raise RunFailed("the probe came to no end; give the same command again")
+    screen.print(table(cluster.measured), markup=False, soft_wrap=True)
+    if out is not None:
+        out.write_text(cluster_json(cluster), encoding="utf-8")
+        screen.print(f"wrote    {out}", soft_wrap=True)
