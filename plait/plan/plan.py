@@ -41,7 +41,7 @@ class Forecast:
     bytes_per_device: float
     """The same with what allocator, driver and process take beside."""
     error: float
-    """Half of such forecasts are closer than this share of the truth."""
+    """Of a step's time: layouts that differ by less count as equally fast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

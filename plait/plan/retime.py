@@ -19,6 +19,8 @@ from plait.plan.workload import Workload
 
 ROUNDS = 1
 """Times the pipeline's length after which one micro-batch more costs just the busiest rank's time for it."""
+MANY_ROUNDS = 8
+"""The same where messages count: their waiting takes longer to settle."""
 
 
 def simulated_s(workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, times: Timing) -> Reals:
@@ -28,18 +30,22 @@ def simulated_s(workload: Workload, cluster: Cluster, candidates: Candidates, st
     """
     step_s = times.step_s.copy()
     micros = np.rint(micro_batches(workload, candidates)).astype(np.int64)
-    rounds = ROUNDS * candidates.pipeline + micros % candidates.pipeline
+    busy = _busy(workload, cluster, candidates, stack, times)
+    rounds = np.where(busy.sent > 0.0, MANY_ROUNDS, ROUNDS) * candidates.pipeline + micros % candidates.pipeline
     short = np.minimum(micros, rounds)
     keys = np.stack([candidates.schedule, candidates.pipeline, candidates.virtual, short])
-    busy = _busy(workload, cluster, candidates, stack, times)
     piped, head = candidates.pipeline > 1, head_layers(workload)
     for key in np.unique(keys[:, piped], axis=1).T:
         rows = np.flatnonzero((keys == key[:, None]).all(axis=0) & piped)
         schedule, ranks, virtual, simulated = (int(value) for value in key)
         spent = _chunks(busy, rows, dealt(workload.layers, ranks * virtual, head, candidates.dealing), virtual)
         slowest = np.add.reduce(list(spent.values())).reshape(virtual, ranks, -1).sum(axis=0).max(axis=0)
-        whole = durations_s(SCHEDULES[schedule], (ranks, virtual, simulated), spent)
-        whole = whole + (micros[rows] - simulated) * slowest
+        sent = busy.sent[rows]
+        whole = durations_s(SCHEDULES[schedule], (ranks, virtual, simulated), spent, sent)
+        # A wire carries one message after the other, and of the rest each waits as the closed form has it.
+        whole = np.maximum(whole, simulated * virtual * sent)
+        settled = np.maximum(slowest + 2 * virtual * sent * (ranks - 1) / ranks, virtual * sent)
+        whole = whole + (micros[rows] - simulated) * settled
         step_s[rows] += whole / stack.speed - busy.closed_s[rows]
     return step_s
 
@@ -65,7 +71,9 @@ class _Busy:
     layer: Reals
     head: Reals
     other: Reals
-    """What every rank spends beside: the host, and messages to its neighbours."""
+    """What every rank spends beside: the host, and what it waits for messages where that is a share of them."""
+    sent: Reals
+    """One message to a neighbour, where it travels while the next micro-batch is computed."""
     forward: Reals
     """The forward pass' share of a layer's time."""
     weight: Reals
@@ -81,15 +89,18 @@ def _busy(w: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, t
     layers = times.products / micros / (layer.products + layer.products_backward)
     per_rank = times.products + times.scores + times.stream + times.recompute
     per_rank = per_rank + times.tensor + times.context + times.experts
-    other = times.host + times.passes
+    other = times.host + (times.passes if stack.sends == "by share" else 0.0)
+    links = np.maximum(2 * candidates.virtual * (candidates.pipeline - 1) / candidates.pipeline, 1.0)
+    sent = times.passes / micros / links if stack.sends == "ahead" else np.zeros(len(candidates))
     again = times.recompute / micros / layers
     return _Busy(
         layer=per_rank / micros / layers,
         head=device.head(candidates),
         other=other / micros,
+        sent=sent,
         forward=layer.forward / (layer.forward + layer.backward + again),
         weight=layer.backward / 2 / (layer.forward + layer.backward + again),
-        closed_s=per_rank + times.head + other + times.bubble,
+        closed_s=per_rank + times.head + times.host + times.passes + times.bubble,
     )
 
 
@@ -105,28 +116,32 @@ def _chunks(busy: _Busy, rows: Counts, layers: Sequence[int], virtual: int) -> S
     return {"forward": forward, "backward-input": whole - forward - weight, "backward-weight": weight}
 
 
-def durations_s(schedule: Schedule, counts: tuple[int, int, int], spent: Spent) -> Reals:
+def durations_s(schedule: Schedule, counts: tuple[int, int, int], spent: Spent, sent_s: Reals | float = 0.0) -> Reals:
     """How long pipelines take whose chunks need these times, all of one schedule at once.
 
-    `counts` are ranks, chunks on each, and micro-batches. The same as `schedule.simulate` without time for links.
+    `counts` are ranks, chunks on each, and micro-batches; what another rank has made arrives `sent_s` later. The same
+    as `schedule.simulate`, but for messages that queue.
     """
     times = {**spent, "backward": spent["backward-input"] + spent["backward-weight"]}
     order = _order(schedule, *counts)
     ended = np.zeros((len(order) + 1, spent["forward"].shape[1]))
-    for slot, (kind, stage, before) in enumerate(order, 1):
+    for slot, (kind, stage, before, arriving) in enumerate(order, 1):
         np.maximum.reduce(ended[before], axis=0, out=ended[slot])
+        if arriving:
+            np.maximum(ended[slot], ended[arriving] + sent_s, out=ended[slot])
         ended[slot] += times[kind][stage]
     return ended.max(axis=0)
 
 
 @lru_cache(maxsize=256)
-def _order(schedule: Schedule, ranks: int, virtual: int, micros: int) -> list[tuple[Kind, int, list[int]]]:
-    """All actions, none before what it waits for: kind, stage, and the places (from 1) of what comes before it."""
+def _order(schedule: Schedule, ranks: int, virtual: int, micros: int) -> list[tuple[Kind, int, list[int], int]]:
+    """All actions, none before what it waits for: kind, stage, the places (from 1) of what comes before it on its rank,
+    and that of what another rank sends it (0: nothing)."""
     stages = ranks * virtual
     lists = actions(schedule, ranks=ranks, virtual=virtual, micros=micros)
     waits = [[(action, awaited(action, stages)) for action in own] for own in lists]
     place: dict[Action, int] = {}
-    order: list[tuple[Kind, int, list[int]]] = []
+    order: list[tuple[Kind, int, list[int], int]] = []
     latest, done = [0] * ranks, [0] * ranks
     while len(order) < sum(map(len, lists)):
         for rank, own in enumerate(waits):
@@ -134,7 +149,9 @@ def _order(schedule: Schedule, ranks: int, virtual: int, micros: int) -> list[tu
                 before = [place.get(each, 0) for each in needed]
                 if 0 in before:
                     break
-                order.append((action.kind, action.stage, [latest[rank], *before]))
+                here = [at for at, each in zip(before, needed, strict=True) if each.stage % ranks == rank]
+                [arriving] = [at for at in before if at not in here] or [0]
+                order.append((action.kind, action.stage, [latest[rank], *here], arriving))
                 place[action] = latest[rank] = len(order)
                 done[rank] += 1
     return order

@@ -62,6 +62,9 @@ class Stack:
     """Share of the tensor axis' communication that runs under arithmetic."""
     hides_context: float = 0.7
     hides_pipeline: float = 0.0
+    sends: Literal["by share", "ahead"] = "by share"
+    """How messages between stages are priced: `hides_pipeline` of each hidden, or, where they travel while the next
+    micro-batch is computed, by who waits for which."""
     hides_gradients: float = 0.0
     """Share of the backward pass that gradient sums may run under."""
     hides_updates: float = 0.0
@@ -112,4 +115,6 @@ class Stack:
 
 # plait's own: no measurement of it went in yet but what its code does (loss in pieces, sums under the backward pass,
 # shards over their own axis alone).
-PLAIT = Stack(name="plait", hides_gradients=0.7, hides_updates=0.7, logit_copies_bytes=0.3, shards_over="shard")
+PLAIT = Stack(
+    name="plait", sends="ahead", hides_gradients=0.7, hides_updates=0.7, logit_copies_bytes=0.3, shards_over="shard"
+)

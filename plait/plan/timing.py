@@ -162,7 +162,10 @@ def _passes(scene: _Scene) -> Reals:
     split = np.where(c.sequence_parallel > 0, c.tensor, 1)
     stream_bytes = w.number_bytes * local_tokens(w, c) * w.width / split
     once = pass_s(scene.roads, stream_bytes, c.devices // c.pipeline)
-    return np.where(c.pipeline > 1, 2 * c.virtual * once * (1 - scene.stack.hides_pipeline), 0.0)
+    if scene.stack.sends == "by share":
+        return np.where(c.pipeline > 1, 2 * c.virtual * once * (1 - scene.stack.hides_pipeline), 0.0)
+    # As many micro-batches are under way as there are ranks, and each waits for all messages there and back.
+    return np.where(c.pipeline > 1, 2 * c.virtual * once * (c.pipeline - 1) / c.pipeline, 0.0)
 
 
 def _bubble(scene: _Scene, stage: Reals, whole: Reals) -> Reals:

@@ -66,4 +66,4 @@ def _probed(workers: PlacedCrew, machines: list[Machine], need: Need) -> Measure
         precision="bf16" if need.precision == "bf16" else "float32",
         threads=given.threads,
     )
-    return measured_by(workers, machines, asked, Extent(workers=given.workers, threads=given.threads), fresh="kept")
+    return measured_by(workers, machines, asked, Extent(workers=given.workers, threads=given.threads), fresh="again")

@@ -168,8 +168,8 @@ def _time_words(plan: Plan) -> list[str]:
     told = []
     if plan.forecast:
         told.append(
-            f"forecast {format_duration(plan.forecast.step_s)} a step (half of such forecasts are within "
-            f"{plan.forecast.error:.0%}), {format_bytes(plan.forecast.bytes_per_device)} a device"
+            f"forecast {format_duration(plan.forecast.step_s)} a step, give or take {plan.forecast.error:.0%}, and "
+            f"{format_bytes(plan.forecast.bytes_per_device)} a device"
         )
     if plan.step_s:
         whole = format_duration(plan.steps * plan.step_s)
