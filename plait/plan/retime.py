@@ -20,7 +20,8 @@ from plait.plan.workload import Workload
 ROUNDS = 1
 """Times the pipeline's length after which one micro-batch more costs just the busiest rank's time for it."""
 MANY_ROUNDS = 8
-"""The same where messages count: their waiting takes longer to settle."""
+FEW = 8
+"""The same where messages count, for pipelines of few ranks: their waiting takes longer to settle."""
 
 
 def simulated_s(workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, times: Timing) -> Reals:
@@ -31,7 +32,10 @@ def simulated_s(workload: Workload, cluster: Cluster, candidates: Candidates, st
     step_s = times.step_s.copy()
     micros = np.rint(micro_batches(workload, candidates)).astype(np.int64)
     busy = _busy(workload, cluster, candidates, stack, times)
-    rounds = np.where(busy.sent > 0.0, MANY_ROUNDS, ROUNDS) * candidates.pipeline + micros % candidates.pipeline
+    rounds = (
+        np.where((busy.sent > 0.0) & (candidates.pipeline <= FEW), MANY_ROUNDS, ROUNDS) * candidates.pipeline
+        + micros % candidates.pipeline
+    )
     short = np.minimum(micros, rounds)
     keys = np.stack([candidates.schedule, candidates.pipeline, candidates.virtual, short])
     piped, head = candidates.pipeline > 1, head_layers(workload)
@@ -42,9 +46,13 @@ def simulated_s(workload: Workload, cluster: Cluster, candidates: Candidates, st
         slowest = np.add.reduce(list(spent.values())).reshape(virtual, ranks, -1).sum(axis=0).max(axis=0)
         sent = busy.sent[rows]
         whole = durations_s(SCHEDULES[schedule], (ranks, virtual, simulated), spent, sent)
-        # A wire carries one message after the other, and of the rest each waits as the closed form has it.
+        # A wire carries one message after the other. In the long run as many micro-batches are under way as there are
+        # ranks, and each waits for all work and all messages there and back.
         whole = np.maximum(whole, simulated * virtual * sent)
-        settled = np.maximum(slowest + 2 * virtual * sent * (ranks - 1) / ranks, virtual * sent)
+        round_s = np.add.reduce(list(spent.values())).sum(axis=0) + 2 * (ranks - 1) * sent
+        settled = np.maximum(slowest, virtual * sent)
+        if virtual == 1 and SCHEDULES[schedule] != "gpipe":
+            settled = np.maximum(settled, round_s / ranks)
         whole = whole + (micros[rows] - simulated) * settled
         step_s[rows] += whole / stack.speed - busy.closed_s[rows]
     return step_s
@@ -90,14 +98,12 @@ def _busy(w: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, t
     per_rank = times.products + times.scores + times.stream + times.recompute
     per_rank = per_rank + times.tensor + times.context + times.experts
     other = times.host + (times.passes if stack.sends == "by share" else 0.0)
-    links = np.maximum(2 * candidates.virtual * (candidates.pipeline - 1) / candidates.pipeline, 1.0)
-    sent = times.passes / micros / links if stack.sends == "ahead" else np.zeros(len(candidates))
     again = times.recompute / micros / layers
     return _Busy(
         layer=per_rank / micros / layers,
         head=device.head(candidates),
         other=other / micros,
-        sent=sent,
+        sent=times.sent,
         forward=layer.forward / (layer.forward + layer.backward + again),
         weight=layer.backward / 2 / (layer.forward + layer.backward + again),
         closed_s=per_rank + times.head + times.host + times.passes + times.bubble,

@@ -107,14 +107,17 @@ class Stack:
     """The ranks among which sharded states are split."""
 
     def on(self, cluster: Cluster) -> Stack:
-        """The same program there: processors hold nothing for it beside its tensors but the process itself."""
+        """The same program there.
+
+        Processors hold nothing for it beside its tensors but the process itself; where messages were timed, their
+        waiting is followed one by one.
+        """
+        here = replace(self, sends="ahead") if cluster.measured else self
         if any(island.device.kind != "cpu" for island in cluster.islands):
-            return self
-        return replace(self, fixed_bytes=0.0, outside_bytes=PROCESS_BYTES)
+            return here
+        return replace(here, fixed_bytes=0.0, outside_bytes=PROCESS_BYTES)
 
 
 # plait's own: no measurement of it went in yet but what its code does (loss in pieces, sums under the backward pass,
 # shards over their own axis alone).
-PLAIT = Stack(
-    name="plait", sends="ahead", hides_gradients=0.7, hides_updates=0.7, logit_copies_bytes=0.3, shards_over="shard"
-)
+PLAIT = Stack(name="plait", hides_gradients=0.7, hides_updates=0.7, logit_copies_bytes=0.3, shards_over="shard")

@@ -41,6 +41,8 @@ class Timing:
     """For the slowest node, beyond what its speed explains."""
     host: Reals
     optimizer: Reals
+    sent: Reals
+    """One message to the next stage of a pipeline, where it travels while the next micro-batch is computed."""
     hidden: Reals
     step_s: Reals
 
@@ -92,13 +94,14 @@ def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: 
     layers = np.where(busiest > held.most * per_layer, held.last, held.most)
     heads = np.where(busiest > held.most * per_layer, head, 0.0)
     host = host_s(scene.arithmetic, candidates, held.most, busiest)
-    passes = _passes(scene)
+    passes, sent = _passes(scene, busiest + host)
     stage = busiest + host + passes
     whole = np.where(alone, stage, (workload.layers * per_layer + head) + candidates.pipeline * (host + passes))
     # Fuller stages in front set the pace only while those behind them neither fill nor drain.
     later = np.maximum(held.later * per_layer, held.last * per_layer + head)
     eased = np.maximum(busiest - later, 0.0) * np.minimum(held.behind, micros - 1)
     bubble = np.maximum(_bubble(scene, stage, whole) - np.where(alone, 0.0, eased), 0.0)
+    bubble = bubble + 2 * (candidates.pipeline - 1) * sent  # until the first comes through, and the last comes back
     parameters, gradients, hidden = _data(scene, layer, again, layers, micros)
     optimizer = _optimizer(scene)
     busy = {
@@ -118,7 +121,9 @@ def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: 
     items |= {name: value / stack.speed for name, value in once.items()}
     nodes = np.maximum(candidates.devices / scene.roads.per_node, 1)
     items["waiting"] = sum(items.values()) * stack.straggling * np.log2(nodes)
-    return Timing(**items, hidden=hidden + micros * layers * exposed.hidden, step_s=np.add.reduce(list(items.values())))
+    return Timing(
+        **items, sent=sent, hidden=hidden + micros * layers * exposed.hidden, step_s=np.add.reduce(list(items.values()))
+    )
 
 
 def _again(scene: _Scene, layer: LayerTime) -> Reals:
@@ -156,16 +161,17 @@ def _exposed(scene: _Scene, layer: LayerTime) -> _Exposed:
     )
 
 
-def _passes(scene: _Scene) -> Reals:
-    """Exposed sends between stages for one micro-batch, there and back."""
+def _passes(scene: _Scene, busy: Reals) -> tuple[Reals, Reals]:
+    """Exposed sends between stages for one micro-batch, there and back; and one that is not, where it is sent ahead."""
     w, c = scene.workload, scene.candidates
     split = np.where(c.sequence_parallel > 0, c.tensor, 1)
     stream_bytes = w.number_bytes * local_tokens(w, c) * w.width / split
     once = pass_s(scene.roads, stream_bytes, c.devices // c.pipeline)
+    piped = c.pipeline > 1
     if scene.stack.sends == "by share":
-        return np.where(c.pipeline > 1, 2 * c.virtual * once * (1 - scene.stack.hides_pipeline), 0.0)
-    # As many micro-batches are under way as there are ranks, and each waits for all messages there and back.
-    return np.where(c.pipeline > 1, 2 * c.virtual * once * (c.pipeline - 1) / c.pipeline, 0.0)
+        return np.where(piped, 2 * c.virtual * once * (1 - scene.stack.hides_pipeline), 0.0), np.zeros(len(c))
+    # At the least, what a wire takes longer for one micro-batch after the other than the ranks do.
+    return np.where(piped, np.maximum(c.virtual * once - busy, 0.0), 0.0), np.where(piped, once, 0.0)
 
 
 def _bubble(scene: _Scene, stage: Reals, whole: Reals) -> Reals:
