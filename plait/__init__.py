@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from plait.api import evaluate, load_recipe, sample, train_recipe
+    from plait.api import evaluate, join_run, load_recipe, sample, train_recipe
     from plait.errors import PlaitError, RunFailed
 
-__all__ = ["PlaitError", "RunFailed", "evaluate", "load_recipe", "sample", "train_recipe"]
+__all__ = ["PlaitError", "RunFailed", "evaluate", "join_run", "load_recipe", "sample", "train_recipe"]
 
 _HOMES = {"PlaitError": "plait.errors", "RunFailed": "plait.errors"}
 

@@ -83,6 +83,11 @@ def parse_count(text: str) -> int:
     return round(float(match[1]) * _MULTIPLES[match[2].upper()])
 
 
+def counted(number: int, what: str) -> str:
+    """2, "core" -> "2 cores"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def format_count(value: float) -> str:
     """1_566_000 -> "1.57M": three significant digits."""
     for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):

@@ -237,6 +237,8 @@ def _binds(found: Search) -> list[str]:
             f"{format_duration(exposed)} are waited for"
         )
     capacity = min(island.device.memory_bytes for island in found.cluster.islands)
-    if found.reserved[found.chosen] > 0.85 * capacity or _too_large(found):
+    if found.reserved[found.chosen] > capacity:
+        told.append("memory is short: this layout fits only if the allocator and the driver waste nothing")
+    elif found.reserved[found.chosen] > 0.85 * capacity or _too_large(found):
         told.append("memory binds: with more of it the choice would be wider")
     return told

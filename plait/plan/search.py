@@ -17,7 +17,7 @@ from plait.plan.complexity import complexity
 from plait.plan.evidence import stated_error
 from plait.plan.kinds import kinds
 from plait.plan.listing import Pins, listed
-from plait.plan.memory import memory
+from plait.plan.memory import RESERVED, memory
 from plait.plan.retime import simulated_s
 from plait.plan.stack import PLAIT, Stack
 from plait.plan.timing import Timing, timing
@@ -93,8 +93,7 @@ def search(
     found = listed(workload, cluster.devices, pins or Pins())
     refused = Counter(found.refused)
     reserved = memory_of(workload, found.candidates, stack)
-    capacity = min(island.device.memory_bytes for island in cluster.islands)
-    kept = reserved <= capacity
+    kept = reserved <= _room(cluster, stack, pins)
     refused[TOO_LARGE] += int((~kept).sum())
     if not kept.any():
         raise DoesNotFit(workload, cluster, stack, float(reserved.min()))
@@ -118,6 +117,16 @@ def search(
         refused={reason: count for reason, count in refused.items() if count},
         leanest=_leanest(found.candidates, reserved),
     )
+
+
+def _room(cluster: Cluster, stack: Stack, pins: Pins | None) -> float:
+    """What a layout may reserve of the smallest device.
+
+    One that was asked for is refused only where it cannot run even if a GPU's allocator wastes nothing.
+    """
+    device = min((island.device for island in cluster.islands), key=lambda device: device.memory_bytes)
+    asked = pins is not None and bool(pins.degrees) and device.kind != "cpu"
+    return RESERVED * device.memory_bytes + stack.outside_bytes if asked else device.memory_bytes
 
 
 def simplest(step_s: Reals, points: Counts, tolerance: float) -> int:

@@ -28,6 +28,7 @@ from plait.run.gather import Gathering
 from plait.run.hello import objection, own_hello
 from plait.run.invite import HostsAsked, chosen_address, chosen_secret
 from plait.run.planning import Interrupted, Site
+from plait.units import counted
 
 JOIN_WITHIN_S = 3600.0
 GRACE_S = 120.0
@@ -154,7 +155,7 @@ def hosts_crew(asked: HostsAsked, *, config: RunConfig, folder: Path, screen: Co
             sentence = objection(hello, own_hello())
             name = str(hello.get("name"))[:80]
             if sentence is None:
-                screen.print(f"joined   {name}: {hello['cores']} cores", markup=False)
+                screen.print(f"joined   {name}: {counted(hello['cores'], 'core')}", markup=False)
             else:
                 screen.print(f"refused  {name}: {sentence}", markup=False)
             return sentence

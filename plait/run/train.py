@@ -35,7 +35,7 @@ from plait.run.invite import ONE_HOST, HostsAsked
 from plait.run.planning import Interrupted, Say, Site, make_plan, replan
 from plait.run.survey import survey
 from plait.run.verify import check_once
-from plait.units import format_bytes, format_duration
+from plait.units import counted, format_bytes, format_duration
 
 Check = Literal["new layouts", "never"]
 Outcome = Literal["finished", "SIGINT", "SIGTERM"]
@@ -150,7 +150,9 @@ def _introduce(plan: Plan, site: Site, reasons: Sequence[str], screen: Screen) -
     """What was found and what will be done, in a few lines."""
     machine = site.machine
     found = (
-        f"{machine.devices} × {machine.name}" if machine.device == "cuda" else f"{machine.name}, {machine.cores} cores"
+        f"{machine.devices} × {machine.name}"
+        if machine.device == "cuda"
+        else f"{machine.name}, {counted(machine.cores, 'core')}"
     )
     screen.print(f"machine  {found}, {machine.memory_bytes / 2**30:.0f} GiB")
     screen.print(f"model    {described(plan)}")

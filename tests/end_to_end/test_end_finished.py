@@ -15,7 +15,8 @@ from tests.end_to_end.command import STEPS, Place
 RECEIPT = {
     "steps", "tokens", "world_size", "layout", "train_loss", "eval_loss", "eval_nats_per_byte", "step_s_median",
     "tokens_per_s", "mfu", "mfu_causal", "peak_tensor_bytes", "peak_rss_bytes", "wall_s", "device_hours", "versions",
-    "device",
+    "device", "predicted_step_s", "predicted_peak_bytes_per_device", "step_error", "memory_error", "cost_usd",
+    "energy_wh",
 }  # fmt: skip
 STEP_LINE = {"step", "tokens", "loss", "grad_norm", "lr", "step_s", "tokens_per_s", "mfu", "data_wait_s"}
 EVALUATION_LINE = {"step", "eval_loss", "eval_nats_per_byte"}
@@ -39,6 +40,7 @@ def test_the_receipt_says_everything_and_agrees_with_the_lines(place: Place, nam
     evaluations = [line for line in place.lines(name) if "eval_loss" in line]
     assert receipt["steps"] == STEPS == len(steps)
     assert receipt["tokens"] == steps[-1]["tokens"] == STEPS * 112
+    assert receipt["step_error"] == receipt["predicted_step_s"] / receipt["step_s_median"] - 1
     assert receipt["world_size"] == 2 and receipt["layout"]["replicate"] == 2
     assert receipt["train_loss"] == steps[-1]["loss"] < steps[0]["loss"] - 1
     assert receipt["eval_loss"] == evaluations[-1]["eval_loss"]

@@ -133,8 +133,14 @@ def test_nothing_is_computed_again_where_keeping_it_fits(small_search: Search) -
     assert len(again)
     for index in again:
         row = small_search.candidates.row(int(index))
-        with pytest.raises(DoesNotFit):
-            search(small_search.workload, small_search.cluster, pins=pinned({**row, "recompute": "none"}))
+        asked = pinned({**row, "recompute": "none"})
+        try:
+            found = search(small_search.workload, small_search.cluster, pins=asked)
+        except DoesNotFit:
+            continue
+        # Whoever asks for it gets it, but it has no room for what an allocator usually wastes.
+        capacity = min(island.device.memory_bytes for island in small_search.cluster.islands)
+        assert found.reserved[found.chosen] > capacity
 
 
 def test_every_listed_layout_is_priced_or_refused(small_search: Search) -> None:
