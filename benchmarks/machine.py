@@ -51,9 +51,16 @@ def describe() -> dict[str, object]:
         "system": platform.platform(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in names},
+        "versions": {name: _version(name) for name in names},
         "commit": commit(),
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a peer that this benchmark does without
+        return "not installed"
 
 
 def commit() -> str:

@@ -40,6 +40,8 @@ class Forecast:
     """Peak on the fullest device of what its programs allocate."""
     bytes_per_device: float
     """The same with what allocator, driver and process take beside."""
+    one_device_step_s: float | None
+    """Of the same batch on one of the devices alone; None where that does not hold the model."""
     error: float
     """Of a step's time: layouts that differ by less count as equally fast."""
 

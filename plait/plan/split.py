@@ -177,8 +177,19 @@ def _forecast(found: Search, at: int) -> Forecast:
         step_s=float(found.step_s[at]),
         tensor_bytes=sum(items.values()) - items["reserve"],
         bytes_per_device=float(found.reserved[at]),
+        one_device_step_s=_one_device_step_s(found),
         error=found.tolerance,
     )
+
+
+def _one_device_step_s(found: Search) -> float | None:
+    """What a step would take on the first of the devices alone."""
+    first = replace(found.cluster.islands[0], per_node=1, nodes=1)
+    try:
+        alone = search(found.workload, replace(found.cluster, islands=(first,)))
+    except PlaitError:
+        return None
+    return float(alone.step_s[alone.fastest])
 
 
 def _searched(workload: Workload, cluster: Cluster, pins: Pins) -> Search:

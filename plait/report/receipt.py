@@ -46,6 +46,8 @@ class Receipt:
     peak_rss_bytes: Sequence[int]
     wall_s: float
     device_hours: float
+    one_device_step_s: float | None
+    """What the plan expects of one device alone with the same batch: measured where a probe was, never run."""
     cost_usd: float | None
     energy_wh: float | None
     versions: Mapping[str, str]
@@ -57,6 +59,18 @@ class Receipt:
         return _off(self.predicted_step_s, self.step_s_median)
 
     @property
+    def speedup_vs_one(self) -> float | None:
+        """How many times faster than one device alone would be."""
+        if self.one_device_step_s is None or not self.step_s_median > 0:
+            return None
+        return self.one_device_step_s / self.step_s_median
+
+    @property
+    def efficiency(self) -> float | None:
+        """The speed-up over the number of devices."""
+        return None if self.speedup_vs_one is None else self.speedup_vs_one / self.world_size
+
+    @property
     def memory_error(self) -> float | None:
         """The same of the peak of tensors on the fullest device."""
         return _off(self.predicted_peak_bytes_per_device, max(self.peak_tensor_bytes, default=0))
@@ -64,7 +78,8 @@ class Receipt:
     def write(self, path: Path) -> None:
         """Write receipt.json in one piece; raises RunFailed on a full disk."""
         values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
-        values |= {"step_error": _plain(self.step_error), "memory_error": _plain(self.memory_error)}
+        for name in ("step_error", "memory_error", "speedup_vs_one", "efficiency"):
+            values[name] = _plain(getattr(self, name))
         replace_file(path, (json.dumps(values, indent=2, allow_nan=False) + "\n").encode())
 
     def table(self) -> str:
@@ -141,6 +156,7 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         ("held-out loss", held_out),
         ("speed", speed),
         ("forecast", _forecast(receipt)),
+        ("speed-up", _speedup(receipt)),
         ("MFU", _text(receipt.mfu, "{:.1%}") + _text(receipt.mfu_causal, " ({:.1%} with causal attention)")),
         ("peak of tensors", _peak(receipt.peak_tensor_bytes)),
         ("peak of memory", _peak(receipt.peak_rss_bytes)),
@@ -162,6 +178,15 @@ def _forecast(receipt: Receipt) -> str:
 
 def _apart(error: float) -> str:
     return f"{error:+.1%} off"
+
+
+def _speedup(receipt: Receipt) -> str:
+    if receipt.world_size == 1 or receipt.speedup_vs_one is None or receipt.efficiency is None:
+        return ""
+    return (
+        f"{receipt.speedup_vs_one:.2f} times one device alone, as the plan expects that to be: "
+        f"{receipt.efficiency:.0%} of {receipt.world_size}"
+    )
 
 
 def _costs(receipt: Receipt) -> str:

@@ -61,6 +61,7 @@ def _receipt(folder: RunFolder, plan: Plan, done: int) -> Receipt:
         peak_rss_bytes=so_far.peak_rss_bytes,
         wall_s=so_far.wall_s,
         device_hours=device_hours,
+        one_device_step_s=forecast.one_device_step_s if forecast else None,
         cost_usd=_times(device_hours, known.price_per_hour if known else None),
         energy_wh=_times(device_hours, known.watts if known else None),
         versions=dict(plan.fingerprint["versions"]),

@@ -31,6 +31,7 @@ RECEIPT = Receipt(
     peak_rss_bytes=[600_000_000, 644_245_094],
     wall_s=251.4,
     device_hours=0.1397,
+    one_device_step_s=0.66,
     cost_usd=0.42,
     energy_wh=None,
     versions={"plait": "0.1.0", "torch": "2.13.0"},
@@ -48,7 +49,9 @@ def test_a_receipt_comes_back_as_it_was(tmp_path):
     path = tmp_path / "receipt.json"
     RECEIPT.write(path)
     assert read_receipt(path) == RECEIPT
-    assert list(json.loads(path.read_text())) == [*Receipt.__slots__, "step_error", "memory_error"]
+    assert list(json.loads(path.read_text())) == [
+        *Receipt.__slots__, "step_error", "memory_error", "speedup_vs_one", "efficiency",
+    ]  # fmt: skip
     assert [file.name for file in tmp_path.iterdir()] == ["receipt.json"]
 
 
@@ -87,6 +90,7 @@ def test_the_table_reads_like_this():
         "held-out loss    3.9000 nats per token, 1.5123 per byte",
         "speed            9.93K tokens/s, 0.412 s a step (median)",
         "forecast         0.4 s a step, -3.0% off; 153 MiB of tensors, +1.7% off",
+        "speed-up         1.60 times one device alone, as the plan expects that to be: 80% of 2",
         "MFU              60.1% (58.1% with causal attention)",
         "peak of tensors  150 MiB on the fullest device",
         "peak of memory   614 MiB on the fullest device",
