@@ -17,6 +17,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 Recipe = Annotated[Path, typer.Argument(help="A recipe file (.toml).")]
 Overrides = Annotated[list[str] | None, typer.Argument(help='Changes, as section.key=value: train.budget="60 steps".')]
 Run = Annotated[str, typer.Argument(help="A run: its folder or its name.")]
+HostCount = Annotated[int, typer.Option("--hosts", help="Over so many machines, this one included.", min=1)]
+Address = Annotated[str | None, typer.Option("--address", help="This machine's address that the other hosts reach.")]
+Port = Annotated[int, typer.Option("--port", help="Where they join; any free one else.", min=0, max=65535)]
 SecretFile = Annotated[
     Path | None, typer.Option("--secret-file", help="A file, private to you, that holds the hosts' secret.")
 ]
@@ -32,11 +35,9 @@ def train(
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Do not prove a layout's gradients that is new to this machine.")
     ] = False,
-    hosts: Annotated[int, typer.Option("--hosts", help="Over so many machines, this one included.", min=1)] = 1,
-    address: Annotated[
-        str | None, typer.Option("--address", help="This machine's address that the other hosts reach.")
-    ] = None,
-    port: Annotated[int, typer.Option("--port", help="Where they join; any free one else.", min=0, max=65535)] = 0,
+    hosts: HostCount = 1,
+    address: Address = None,
+    port: Port = 0,
     secret_file: SecretFile = None,
 ) -> None:
     """Train what a recipe asks for; the same command goes on with a run that was stopped."""
@@ -95,15 +96,11 @@ def plan(
 
 
 def _prove(recipe: Path, overrides: list[str], count: int, json_file: Path | None, *, elsewhere: bool) -> None:
-    from json import dumps
-
     from plait.run.prove import prove
 
     if elsewhere:
         raise PlaitError("--prove runs layouts on this machine; leave --cluster, --html and --measured out")
-    trials = prove(recipe, overrides, count=count, screen=_screen())
-    if json_file:
-        json_file.write_text(dumps(trials, indent=2) + "\n", encoding="utf-8")
+    prove(recipe, overrides, count=count, json_file=json_file, screen=_screen())
 
 
 @app.command()
@@ -143,23 +140,23 @@ def probe(
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each worker.", min=1)] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure anew, also what was measured before.")] = False,
-    hosts: Annotated[int, typer.Option("--hosts", help="Over so many machines, this one included.", min=1)] = 1,
-    address: Annotated[
-        str | None, typer.Option("--address", help="This machine's address that the other hosts reach.")
-    ] = None,
-    port: Annotated[int, typer.Option("--port", help="Where they join; any free one else.", min=0, max=65535)] = 0,
+    hosts: HostCount = 1,
+    address: Address = None,
+    port: Port = 0,
     secret_file: SecretFile = None,
 ) -> None:
     """Measure this machine: arithmetic, memory, links, and how much communication hides behind arithmetic."""
+    from plait.run.invite import HostsAsked
     from plait.run.probe import probe
 
+    asked = HostsAsked(hosts=hosts, address=address, port=port, secret_file=secret_file)
     if hosts > 1:
-        from plait.run.invite import HostsAsked
         from plait.run.probe_hosts import probe_hosts
 
         if recipe is None:
             raise PlaitError("over several hosts a probe measures what one model needs; name its recipe")
-        asked = HostsAsked(hosts=hosts, address=address, port=port, secret_file=secret_file)
+        if workers or threads or again:
+            raise PlaitError("over several hosts every probe is new and uses all workers; leave the other options out")
         probe_hosts(recipe, overrides or [], hosts=asked, out=out, screen=_screen())
         return
     fresh = "again" if again else "kept"

@@ -15,6 +15,7 @@ from plait.plan.workload import Workload
 Family = Literal["dense-gpu", "moe", "tpu", "cpu"]
 """Dense models on GPUs, models with experts on GPUs, anything on TPUs, anything where a processor takes part."""
 MEASURED_ERROR = 0.05
+"""What layouts may differ by on machines that were measured: a bar set beforehand, not a reading."""
 FAMILIES: tuple[Family, ...] = get_args(Family)
 FILE = Path(__file__).parent / "errors.toml"
 """Written by `python -m benchmarks.published --errors`, so that the figures are the scorer's own."""

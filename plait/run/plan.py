@@ -33,6 +33,7 @@ from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 from plait.run.crew import crew
 from plait.run.data import corpus_facts, prepared_corpus
+from plait.run.outputs import check_output, write_output
 from plait.run.planning import look_around
 from plait.units import Amount, format_count
 
@@ -76,6 +77,8 @@ def plan(
     """Print the plan for each cluster, or for this machine where none is named; raises PlaitError in one sentence."""
     if measured is not None and len(clusters) > 1:
         raise PlaitError("--measured tells of a run on one cluster; name a single --cluster with it")
+    check_output(json_file)
+    check_output(html_file)
     measured_s = None if measured is None else seconds_of(measured)
     config = load_recipe(recipe, overrides)
     script = plotly_script() if html_file else ""
@@ -93,9 +96,9 @@ def plan(
     if json_file:
         values = [plan_json(one.found, one.sections, top) for one in answers]
         values[0] |= {"measured": difference_json(gap)} if gap else {}
-        json_file.write_text(json.dumps(values[0] if len(values) == 1 else values, indent=2) + "\n", encoding="utf-8")
+        write_output(json_file, json.dumps(values[0] if len(values) == 1 else values, indent=2) + "\n")
     if html_file:
-        _write_page(html_file, page_html([_chapter(one) for one in answers], script))
+        write_output(html_file, page_html([_chapter(one) for one in answers], script))
 
 
 def terms() -> str:
@@ -175,15 +178,6 @@ def _chapter(one: Answer) -> Chapter:
         notes=one.asked.notes,
         sections=one.sections,
     )
-
-
-def _write_page(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlaitError(
-            f"cannot write the page {file}: {error.strerror}; name a file in a folder that exists"
-        ) from None
 
 
 def _precision(config: RunConfig, cluster: Cluster) -> Precision:

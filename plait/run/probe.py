@@ -30,6 +30,7 @@ from plait.launch.job import Job, Message
 from plait.recipe.load import load_recipe
 from plait.run.crew import Crew, crew, serve_if_asked
 from plait.run.data import CACHE
+from plait.run.outputs import check_output, write_output
 from plait.run.plan import asked_of
 from plait.run.planning import Site, look_around
 from plait.run.probe_table import table
@@ -65,6 +66,7 @@ def probe(
     """
     if serve_if_asked():
         return
+    check_output(out)
     with crew() as hands:
         site = look_around(hands, usable_cores())
         extent = extent_for(site.machine, workers, threads, hands)
@@ -77,7 +79,7 @@ def probe(
             "plait probe --again"
         )
     if out is not None:
-        out.write_text(with_cluster(measured, site, extent), encoding="utf-8")
+        write_output(out, with_cluster(measured, site, extent))
         screen.print(f"wrote    {out}", soft_wrap=True)
 
 

@@ -14,6 +14,7 @@ from plait.plan.grounds import Need
 from plait.recipe.load import load_recipe
 from plait.run.hosts import hosts_crew
 from plait.run.invite import HostsAsked
+from plait.run.outputs import check_output, write_output
 from plait.run.plan import asked_of
 from plait.run.probe_table import table
 from plait.run.survey import described
@@ -26,6 +27,7 @@ def probe_hosts(
 
     Blocks until all have joined (`plait join`). Raises PlaitError or RunFailed in one sentence.
     """
+    check_output(out)
     config = load_recipe(recipe, overrides)
     with hosts_crew(hosts, config=config, folder=Path("runs") / config.run.name, screen=screen) as workers:
         found = workers.hosts()
@@ -37,5 +39,5 @@ def probe_hosts(
         raise RunFailed("the probe came to no end; give the same command again")
     screen.print(table(cluster.measured), markup=False, soft_wrap=True)
     if out is not None:
-        out.write_text(cluster_json(cluster), encoding="utf-8")
+        write_output(out, cluster_json(cluster))
         screen.print(f"wrote    {out}", soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,17 @@ from plait.plan.split import MEASURED_TOLERANCE, Split
 from plait.recipe.load import load_recipe
 from plait.run.crew import crew
 from plait.run.data import prepare_data
+from plait.run.outputs import check_output, write_output
 from plait.run.planning import look_around, proven_plan
 from plait.units import format_duration
 
 
-def prove(recipe: Path, overrides: Sequence[str], *, count: int, screen: Console) -> list[dict[str, Any]]:
+def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path | None, screen: Console) -> None:
     """Time the `count` layouts of which the forecast is best, tell how they compare, and keep the choice.
 
-    Answers the trials as plain values. Raises PlaitError in one sentence.
+    Raises PlaitError in one sentence.
     """
+    check_output(json_file)
     config = load_recipe(recipe, overrides)
     corpus = prepare_data(config, screen)
     with crew() as workers:
@@ -38,7 +41,9 @@ def prove(recipe: Path, overrides: Sequence[str], *, count: int, screen: Console
         highlight=False,
         soft_wrap=True,
     )
-    return [_values(split, split.layout == plan.layout and split.threads == plan.threads) for split in trials]
+    if json_file:
+        told = [_values(split, split.layout == plan.layout and split.threads == plan.threads) for split in trials]
+        write_output(json_file, json.dumps(told, indent=2) + "\n")
 
 
 def _words(split: Split) -> str:

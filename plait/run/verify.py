@@ -24,6 +24,7 @@ from plait.recipe.load import load_recipe, recipe_text
 from plait.recipe.schema import RunConfig
 from plait.run.crew import Crew, crew, serve_if_asked
 from plait.run.data import CACHE
+from plait.run.outputs import check_output, write_output
 from plait.run.planning import Interrupted, look_around
 from plait.run.shrink import asked_layout, shrunk_plan, suited_to
 from plait.run.verdict import EXACT, SINGLE, Bars, Verdict, judge
@@ -51,6 +52,7 @@ def verify(
     """
     if serve_if_asked():
         return True
+    check_output(json_file)
     config = load_recipe(recipe, overrides)
     shape, layout = asked_layout(config)
     with crew() as workers:
@@ -64,7 +66,7 @@ def verify(
             verdict = _prove_here(config, shrunk_plan(config, shape, layout), machine, workers, screen)
     _tell(verdict, screen)
     if json_file is not None:
-        json_file.write_text(verdict.to_json())
+        write_output(json_file, verdict.to_json())
     return verdict.ok
 
 
