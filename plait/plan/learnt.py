@@ -80,11 +80,6 @@ def accumulate_s(device: MeasuredDevice, numbers: Any) -> Reals:
     return _expected(device, "accumulate", (numbers,), lambda s: s[0])
 
 
-def copy_s(device: MeasuredDevice, size_bytes: Any) -> Reals:
-    """Seconds of copying so many bytes, as into a bucket."""
-    return _expected(device, "copy", (size_bytes,), lambda s: s[0])
-
-
 def update_s(device: MeasuredDevice, numbers: Any) -> Reals:
     """Seconds of the optimizer's update of so many parameters, the gradient's norm included."""
     known = [(one.sizes[:1], one.seconds) for one in device.of("update")]
@@ -121,11 +116,6 @@ def launch_s(device: MeasuredDevice) -> float:
     return min(one.seconds for one in device.of("launch"))
 
 
-def alone_factor(device: MeasuredDevice, work: Work) -> float:
-    """What a lone worker needs for this kind of work, over what it needs beside the others; 1 where none was beside."""
-    return min(1.0, 1.0 / device.beside.get(work, 1.0))
-
-
 def collective_s(measured: Measured, kind: Message, size_bytes: Any, ranks: Any, where: Scope) -> Reals:
     """Seconds of one operation on a buffer of so many bytes over so many ranks; 0 for a single rank.
 
@@ -144,26 +134,10 @@ def collective_s(measured: Measured, kind: Message, size_bytes: Any, ranks: Any,
     return np.where(ranks > 1, short_s * hops + carried * wires, 0.0)
 
 
-def collective_cpu_s(measured: Measured, kind: Message, size_bytes: Any, ranks: Any, where: Scope) -> Reals:
-    """Processor seconds that each rank spends on such an operation."""
-    link = _link(measured, kind, where, ranks)
-    spent = [point.cpu_s / point.seconds for point in link.points if point.bytes >= 2**20] or [0.0]
-    return collective_s(measured, kind, size_bytes, ranks, where) * float(np.median(spent))
-
-
 def hidden(measured: Measured, where: Scope) -> float:
     """Share of a sum over ranks that disappears behind arithmetic; 0 where it was not measured."""
     shares = [one.hidden for one in measured.overlaps if one.scope == where]
     return min(shares, default=0.0)
-
-
-def device_on(measured: Measured, host: str) -> MeasuredDevice:
-    """The figures of a host's workers; raises PlaitError with the hosts that there are."""
-    found = next((device for device in measured.devices if device.host == host), None)
-    if found is None:
-        names = ", ".join(device.host for device in measured.devices)
-        raise PlaitError(f"{host} was not measured, only {names}; probe again with all hosts")
-    return found
 
 
 def _expected(device: MeasuredDevice, work: Work, sizes: Sequence[Any], amount: Amount) -> Reals:
