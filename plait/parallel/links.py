@@ -2,7 +2,11 @@
 
 Note [one order]: all ranks issue what goes between them in one order (`plan.schedule.transfers`), in which no transfer
 needs a later one. So the first transfer that is still under way can always end, however few the backend lets pass at a
-time: NCCL has no tags and may carry a rank's transfers strictly one after the other; gloo matches them by tag.
+time: NCCL has no tags and may carry a rank's transfers strictly one after the other.
+
+Note [receives first]: gloo matches transfers by tag, so that a receive may be posted long before its turn. It must be:
+a gloo rank sends only when the other has said that it has room, and that word travels behind whatever goes the same way.
+Posted late, each message of a narrow cable waits for one in the other direction as well.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ class Links:
         self._peers: dict[Action, int] = {}
         self._tags: dict[Action, int] = {}
         self._ahead: deque[Action] = deque()
+        self._by_tag = dist.get_backend(group) == "gloo"
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         self._receives: dict[Action, tuple[dist.Work, Tensor]] = {}
         for tag, action in enumerate(order):
@@ -39,16 +44,19 @@ class Links:
             assert towards is not None, f"nobody waits for {action}"
             source, target = action.stage % ranks, towards % ranks
             if self._rank in (source, target):
-                self._ahead.append(action)
                 self._tags[action] = tag
                 self._peers[action] = target if source == self._rank else source
-        self._mine = {action for action in self._ahead if action.stage % ranks == self._rank}
+        self._mine = {action for action in self._tags if action.stage % ranks == self._rank}
+        # See Note [receives first]: there, sends need no place in the order.
+        self._ahead.extend(action for action in self._tags if not (self._by_tag and action in self._mine))
+        self._look_ahead()
 
     def send(self, action: Action, result: Tensor) -> None:
         """Begin to send an action's result, which must not change until it has arrived."""
-        while self._ahead[0] != action:
-            self._make_room()
-        self._ahead.popleft()
+        if not self._by_tag:
+            while self._ahead[0] != action:
+                self._make_room()
+            self._ahead.popleft()
         result = result.detach().contiguous()
         work = dist.isend(result, group=self._group, group_dst=self._peers[action], tag=self._tags[action])
         assert work is not None
@@ -60,9 +68,8 @@ class Links:
         """The result of another rank's action; blocks until it is here (on a GPU: its stream does)."""
         while action not in self._receives:
             self._make_room()
-        while self._ahead and self._ahead[0] not in self._mine and len(self._receives) <= RECEIVES_AHEAD:
-            self._make_room()
         work, result = self._receives.pop(action)
+        self._look_ahead()
         work.wait()
         return result
 
@@ -71,6 +78,10 @@ class Links:
         assert not self._ahead and not self._receives, "a transfer of the schedule was never asked for"
         while self._sends:
             self._sends.popleft()[0].wait()
+
+    def _look_ahead(self) -> None:
+        while self._ahead and self._ahead[0] not in self._mine and len(self._receives) < RECEIVES_AHEAD:
+            self._make_room()
 
     def _make_room(self) -> None:
         """Post the next receive of the order."""

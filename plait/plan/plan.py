@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.errors import PlaitError
-from plait.layout import Layout
+from plait.layout import Layout, share
 from plait.model.shape import ModelShape
 from plait.units import Amount, Every
 
@@ -74,6 +74,12 @@ class Plan:
     """Sequences of one optimizer step over all ranks."""
     micro_sequences: int
     """Sequences a rank takes at a time, at most."""
+    shares: tuple[int, ...] = ()
+    """Sequences of each part of the batch (`Layout.batch_part`) in a step; empty: as equal as can be."""
+    balance_every_steps: int = 0
+    """How often shares may change while the run goes on; 0: never."""
+    gradient_transfer: Literal["float32", "bf16"] = "float32"
+    """The numbers in which gradients travel between ranks that sum them."""
     budget: Amount
     """What `steps` was made from."""
     steps: int
@@ -104,16 +110,22 @@ class Plan:
         return self.batch_sequences * self.sequence
 
     @property
+    def parts(self) -> tuple[int, ...]:
+        """Sequences of each part of the batch in a step, in the order of the samples."""
+        count = self.layout.batch_parts
+        return self.shares or tuple(share(self.batch_sequences, count, part)[1] for part in range(count))
+
+    @property
     def world_size(self) -> int:
         return self.layout.world_size
 
     def threads_of(self, rank: int) -> int:
         """Threads of one rank."""
         last = 0
-        for share in self.hosts:
-            last += share.workers
+        for host in self.hosts:
+            last += host.workers
             if rank < last:
-                return share.threads
+                return host.threads
         return self.threads
 
     def to_json(self) -> str:
@@ -147,12 +159,13 @@ def _plan(values: dict[str, Any]) -> Plan:
         **{
             **values,
             "layout": Layout(**{**layout, "stage_layers": tuple(layout["stage_layers"])}),
-            "hosts": tuple(HostShare(**share) for share in values["hosts"]),
+            "hosts": tuple(HostShare(**host) for host in values["hosts"]),
             "shape": ModelShape(**values["shape"]),
             "optimizer": OptimizerPlan(**{**optimizer, "betas": tuple(optimizer["betas"])}),
             "budget": Amount(**values["budget"]),
             "forecast": Forecast(**values["forecast"]) if values["forecast"] else None,
             "checkpoint_every": Every(**values["checkpoint_every"]),
             "reasons": tuple(values["reasons"]),
+            "shares": tuple(values.get("shares", ())),
         }
     )

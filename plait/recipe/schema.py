@@ -121,6 +121,8 @@ class TrainSection(Section):
     """Tokens of one optimizer step over all devices."""
     precision: Literal["float32", "bf16"] | Auto = "auto"
     """bf16 computes in bfloat16 with float32 master weights."""
+    gradient_transfer: Literal["float32", "bf16"] = "float32"
+    """bf16 halves what travels where gradients are summed, and changes the numbers: each sum is rounded to 8 bits."""
 
 
 class OptimizerSection(Section):
@@ -163,6 +165,15 @@ class LayoutSection(Section):
     """What is computed again in the backward pass instead of being kept in memory."""
     micro_sequences: Positive | Auto = "auto"
     """Sequences a device takes at a time; the rest of its part follows by accumulation."""
+    shares: tuple[Positive, ...] | Auto = "auto"
+    """Sequences of a step for each copy or shard: [11, 5]; "auto" deals them out by speed where devices differ."""
+
+
+class BalanceSection(Section):
+    """[balance]: whether shares follow the devices' speeds while the run goes on."""
+
+    every: EveryText | Auto = "auto"
+    """How often shares may change: "50 steps", "never"; "auto" is "never" for equal devices on one host."""
 
 
 class CheckpointSection(Section):
@@ -192,6 +203,7 @@ class RunConfig(Section):
     train: TrainSection = TrainSection()
     optimizer: OptimizerSection = OptimizerSection()
     layout: LayoutSection = LayoutSection()
+    balance: BalanceSection = BalanceSection()
     checkpoint: CheckpointSection = CheckpointSection()
     report: ReportSection = ReportSection()
 
