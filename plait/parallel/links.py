@@ -5,7 +5,7 @@ needs a later one. So the first transfer that is still under way can always end,
 time: NCCL has no tags and may carry a rank's transfers strictly one after the other.
 
 Note [receives first]: gloo matches transfers by tag, so that a receive may be posted long before its turn. It must be:
-a gloo rank sends only when the other has said that it has room, and that word travels behind whatever goes the same way.
+a gloo rank sends only when the other has said that it has room, and that word travels behind all that goes its way.
 Posted late, each message of a narrow cable waits for one in the other direction as well.
 """
 
