@@ -104,14 +104,25 @@ def _prove(recipe: Path, overrides: list[str], count: int, json_file: Path | Non
 
 
 @app.command()
-def data(recipe: Recipe, overrides: Overrides = None) -> None:
+def data(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    balance: Annotated[
+        int | None, typer.Option("--balance", help="Also show how a step's documents fall to so many parts.", min=2)
+    ] = None,
+) -> None:
     """Prepare a recipe's text: tokens on disk, once."""
     from plait.recipe.load import load_recipe
     from plait.run.data import prepare_data, told
 
-    corpus = prepare_data(load_recipe(recipe, overrides or []), _screen())
+    config = load_recipe(recipe, overrides or [])
+    corpus = prepare_data(config, _screen())
     _screen().print(told(corpus))
     _screen().print(f"ready    {corpus.folder}", soft_wrap=True)
+    if balance:
+        from plait.run.dealing import told_deal
+
+        _screen().print(told_deal(config, corpus, balance).table(), markup=False)
 
 
 @app.command()

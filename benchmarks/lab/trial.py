@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab.checks import cable_rates, processor_rates
+from benchmarks.lab.checks import cable_rates, processor_rates, until
 from benchmarks.lab.cut import WARM_UP, Cutting, Turn
 from benchmarks.lab.forecast import Forecast, Priced, cluster_of_case, forecast, recipe_text
 from benchmarks.lab.grid import Case, Grid
@@ -21,9 +21,12 @@ from plait.cluster.cluster import Cluster, cluster_json
 NEAR = 1.10
 """Times the fastest: who is slower after a turn is not asked again, but for the planner's own two."""
 
-ALONE = "a host alone with its share"
-"""The first host with its part of the batch and no messages: what nobody's step can be shorter than, where hosts are
-alike. It has the memory bus for itself, so it is rather too fast."""
+ALONE = "each host alone with its share"
+"""The first host with its part of the batch and no messages, while the others do the same, since all share this
+machine's memory bus and caches: what nobody's step can be shorter than, where hosts are alike."""
+OTHERS_WITHIN_S = 120.0
+ENOUGH_STEPS = 10_000
+"""For the others, who are ended when the first host has taken its steps."""
 
 Say = Callable[[str], None]
 Take = Callable[[str, float], Turn]
@@ -97,6 +100,8 @@ class _Trial:
 
     def take(self, name: str, fastest_s: float) -> Turn:
         self._count += 1
+        if name == ALONE:
+            self._others_begin()
         known = name in self._seen
         self._seen.add(name)
         run = f"{self._case.key}-{self._count}"
@@ -112,6 +117,25 @@ class _Trial:
         self._say(f"  {name:60} {_turn_text(turn)}")
         return turn
 
+    def _others_begin(self) -> None:
+        """Let all hosts but the first train their share by themselves, and wait until they do."""
+        site, files = self._site, list[Path]()
+        for host in self._lab.hosts[1:]:
+            run, outside = f"{self._case.key}-alone{host.index}", self._lab.folder_of(host)
+            text = recipe_text(self._share(), {"replicate": 1}, name=run, steps=ENOUGH_STEPS)
+            (outside / "recipes").mkdir(exist_ok=True)
+            (outside / "recipes" / f"{run}.toml").write_text(text)
+            party = site.runner.party(site.work / "recipes" / f"{run}.toml", site.work / "runs" / run, [host])
+            (site.work / "logs").mkdir(exist_ok=True)
+            log = site.work / "logs" / f"{run}.log"
+            self._lab.start(host, party.commands[0], log=log, environment=party.environments[0])
+            files.append(outside / party.steps_file.relative_to(site.work))
+        until(lambda: all(file.exists() for file in files), "the other hosts compute", OTHERS_WITHIN_S)
+
+    def _share(self) -> Case:
+        """The case of one of the hosts alone."""
+        return replace(self._case, batch_sequences=-(-self._case.batch_sequences // self._case.hosts))
+
     def _party(self, name: str, run: str, folder: Path) -> Party:
         case, steps = self._case, WARM_UP + self._site.grid.steps
         if name in case.baselines:
@@ -124,7 +148,7 @@ class _Trial:
         recipe = self._site.work / "recipes" / f"{run}.toml"
         hosts, layout = self._lab.hosts, {"replicate": 1}
         if name == ALONE:
-            case, hosts = replace(case, batch_sequences=-(-case.batch_sequences // case.hosts)), hosts[:1]
+            case, hosts = self._share(), hosts[:1]
         else:
             layout = self._told.of(name).layout
         recipe.write_text(recipe_text(case, layout, name=run, steps=steps))

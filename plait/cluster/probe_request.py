@@ -23,7 +23,7 @@ SIDES: Mapping[str, tuple[tuple[int, int, int], ...]] = {
     # Products beside those of the layers, so that other shapes lie between measured ones: few rows, small and large.
     "cpu": (
         (64, 128, 128), (4096, 128, 128), (256, 512, 512), (64, 320, 896), (256, 1024, 1024), (1024, 1024, 1024),
-        (128, 640, 1728), (8192, 256, 256), (512, 2048, 2048), (256, 320, 8192),
+        (128, 640, 1728), (256, 320, 8192),
     ),
     "cuda": (
         (256, 1024, 1024), (512, 4096, 4096), (4096, 1024, 1024), (4096, 1024, 4096), (8192, 4096, 4096),
@@ -100,7 +100,9 @@ def request_of(
 ) -> Request:
     """What one model needs, `sequences` at a time at most; with the shapes that splits over 2 and 4 workers leave."""
     largest = _limited(shape, sequence, sequences, LAYER_FLOPS[device] * (threads if device == "cpu" else 1))
-    scenes = [Scene(shape=shape, sequence=sequence, sequences=some) for some in sorted({largest, max(1, largest // 4)})]
+    # A single sequence too: few tokens take longer each, and pipelines take few at a time.
+    counts = sorted({1, max(1, largest // 4), largest})
+    scenes = [Scene(shape=shape, sequence=sequence, sequences=some) for some in counts]
     return _request(device, precision, threads, scenes)
 
 

@@ -6,20 +6,20 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from math import ceil
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from plait.data.deal import attention_pairs, counted_targets, dealt_positions, evenly_ordered
 from plait.data.order import Order
-from plait.data.packing import restarting_positions, segment_lengths, zigzag_columns
+from plait.data.packing import Ints, restarting_positions, segment_lengths, zigzag_columns
+from plait.data.portions import micro_sizes
+from plait.data.rows import NOT_COUNTED, gather, padded_rows, targets, windows_end_to_end
 from plait.data.shards import Corpus, Shard
 
 DocumentMode = Literal["mask", "join"]
-
-NOT_COUNTED = -100
-"""The target that enters no loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,45 +41,57 @@ class Micro:
 class Samples:
     """Which samples fall to a rank, and how it takes them.
 
-    Of each step's `batch_sequences` these are `first` to `first + count`, at most `micro_sequences` at a time, in
-    `micros` micro-batches: as many as all other ranks take, since ranks meet in the middle of one. Where a rank has no
-    sequence left for one, nothing in it is counted. Held-out windows go round `parts` ranks. Of each sequence the rank
-    sees part `context` of `contexts`.
+    Of each step's sequences part p of the batch takes parts[p], and this rank is in part `part`. It takes them at most
+    `micro_sequences` at a time, in as many micro-batches as the other parts of `meeting`: those whose ranks it meets
+    in the middle of each. Of each sequence it sees part `context` of `contexts`.
     """
 
     sequence: int
-    batch_sequences: int
-    first: int
-    count: int
+    parts: tuple[int, ...]
+    part: int
+    meeting: range
     micro_sequences: int
-    micros: int
     documents: DocumentMode
     device: torch.device
-    part: int = 0
-    parts: int = 1
     context: int = 0
     contexts: int = 1
+
+    @property
+    def batch_sequences(self) -> int:
+        """Of a step, over all parts."""
+        return sum(self.parts)
 
 
 class Loader:
     """Gives one rank its samples of each step and prepares the next step's in one background thread."""
 
     def __init__(self, corpus: Corpus, order: Order, samples: Samples) -> None:
-        assert samples.first >= 0 and 0 <= samples.count <= samples.batch_sequences - samples.first
-        assert samples.micro_sequences > 0 and samples.sequence == order.sequence
+        assert samples.sequence == order.sequence
         self.wait_s = 0.0
         """Seconds that the last call of `micros` had to wait."""
-        self._corpus, self._order, self._samples = corpus, order, samples
+        self._corpus, self._order = corpus, order
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
-        self._ahead: tuple[int, Future[list[Micro]]] | None = None
+        self._ahead: tuple[int, Samples, Future[list[Micro]]] | None = None
+        self.take(samples)
+
+    @property
+    def samples(self) -> Samples:
+        """What the rank takes now."""
+        return self._samples
+
+    def take(self, samples: Samples) -> None:
+        """From the next call of `micros` on take these; what was fetched ahead of it for others is dropped."""
+        assert samples.micro_sequences > 0 and samples.part in samples.meeting
+        assert min(samples.parts) > 0 and samples.meeting.stop <= len(samples.parts)
+        self._samples = samples
 
     def micros(self, position: int) -> list[Micro]:
         """The micro-batches of the step that starts at global `position`; blocks until they are there."""
         began = time.perf_counter()
-        if self._ahead is None or self._ahead[0] != position:
+        if self._ahead is None or self._ahead[:2] != (position, self._samples):
             self._fetch_ahead(position)
         assert self._ahead is not None
-        found = self._ahead[1].result()
+        found = self._ahead[2].result()
         self.wait_s = time.perf_counter() - began
         self._fetch_ahead(position + self._samples.batch_sequences)
         return found
@@ -89,93 +101,84 @@ class Loader:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _fetch_ahead(self, position: int) -> None:
-        self._ahead = (position, self._thread.submit(self._fetch, position))
+        samples = self._samples
+        self._ahead = (position, samples, self._thread.submit(self._fetch, position, samples))
 
-    def _fetch(self, position: int) -> list[Micro]:
-        samples, train = self._samples, self._corpus.train
-        begin = position + samples.first
-        shard, start = self._order.windows(np.arange(begin, begin + samples.count))
+    def _fetch(self, position: int, samples: Samples) -> list[Micro]:
+        train = self._corpus.train
+        shard, start = self._order.windows(position + np.arange(samples.batch_sequences))
+        mine = _dealt(train, shard, start, samples)
+        shard, start = shard[mine], start[mine]
         found = []
-        for row in range(0, samples.count, samples.micro_sequences):
-            rows = slice(row, row + samples.micro_sequences)
+        for rows in _portions(_sizes(samples.parts, samples)):
+            if not len(start[rows]):
+                found.append(_uncounted_micro(self._corpus, samples))
+                continue
             tokens = gather(train, shard[rows], start[rows], samples.sequence + 1)
             lengths = None
             if samples.documents == "mask":
                 lengths = segment_lengths(train, shard[rows], start[rows], samples.sequence)
-            targets = _targets(train, shard[rows], start[rows], tokens)
-            found.append(_micro(tokens[:, :-1], targets, lengths, samples))
-        missing = samples.micros - len(found)
-        assert missing >= 0
-        return found + [_uncounted_micro(self._corpus, samples)] * missing
+            wanted = targets(train, shard[rows], start[rows], tokens)
+            found.append(_micro(tokens[:, :-1], wanted, lengths, samples))
+        return found
 
 
 def heldout_micros(corpus: Corpus, samples: Samples) -> Iterator[Micro]:
     """This rank's part of the held-out windows: over all parts each held-out token is a target exactly once.
 
-    Windows lie end to end over every shard and number i goes to part i % parts.
+    Windows lie end to end over every shard, and the parts take them in turns, as many each as it has of a step.
     """
-    shard, start = _windows_end_to_end(corpus.heldout, samples.sequence)
-    micros = ceil(ceil(len(start) / samples.parts) / samples.micro_sequences)
-    shard, start = shard[samples.part :: samples.parts], start[samples.part :: samples.parts]
-    for row in range(0, micros * samples.micro_sequences, samples.micro_sequences):
-        rows = slice(row, row + samples.micro_sequences)
+    shard, start = windows_end_to_end(corpus.heldout, samples.sequence)
+    if not len(start):
+        return
+    takers = np.resize(turns(samples.parts), len(start))
+    mine = np.flatnonzero(takers == samples.part)
+    shard, start = shard[mine], start[mine]
+    counts = np.bincount(takers, minlength=len(samples.parts)).tolist()
+    for rows in _portions(_sizes(counts, samples)):
         if not len(start[rows]):
             yield _uncounted_micro(corpus, samples)
             continue
-        inputs, targets = _padded_rows(corpus, shard[rows], start[rows], samples.sequence)
+        inputs, wanted = padded_rows(corpus.heldout, corpus.eot, shard[rows], start[rows], samples.sequence)
         lengths = None
         if samples.documents == "mask":
             lengths = segment_lengths(corpus.heldout, shard[rows], start[rows], samples.sequence)
-        yield _micro(inputs, targets, lengths, samples)
+        yield _micro(inputs, wanted, lengths, samples)
 
 
-def gather(
-    shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: np.ndarray[Any, Any], length: int
-) -> np.ndarray[Any, Any]:
-    """Rows of `length` tokens in the shards' own type: row i from start[i] of shards[shard[i]]."""
-    numbers = np.unique(shard)
-    if len(numbers) == 1:
-        return shards[numbers[0]].rows(start, length)
-    rows = np.empty((len(start), length), dtype=shards[0].tokens.dtype)
-    for number in numbers:
-        mine = np.flatnonzero(shard == number)
-        rows[mine] = shards[number].rows(start[mine], length)
-    return rows
+def _dealt(train: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: Ints, samples: Samples) -> Ints:
+    """Which of a step's samples this rank takes, in the order in which it does.
+
+    Documents that are masked burden parts, and a part's micro-batches, by their lengths: so those decide. Every rank
+    comes to the same deal.
+    """
+    if samples.documents == "join":
+        first = sum(samples.parts[: samples.part])
+        return np.arange(first, first + samples.parts[samples.part])
+    pairs = attention_pairs(train, shard, start, samples.sequence)
+    counted = counted_targets(train, shard, start, samples.sequence)
+    mine = dealt_positions(pairs, samples.parts, counted)[samples.part]
+    filled = tuple(size for size in _sizes(samples.parts, samples) if size)
+    return evenly_ordered(pairs, mine, filled, counted)
 
 
-def _targets(
-    shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any]
-) -> np.ndarray[Any, Any]:
-    """The token after each one, NOT_COUNTED where that is marked."""
-    if all(shards[number].mask is None for number in np.unique(shard)):
-        return tokens[:, 1:]
-    targets = tokens[:, 1:].astype(np.int64)
-    for number in np.unique(shard):
-        mine = np.flatnonzero(shard == number)
-        marks = shards[number].mask_rows(start[mine] + 1, targets.shape[1])
-        targets[mine] = np.where(marks, NOT_COUNTED, targets[mine])
-    return targets
+def _portions(sizes: Sequence[int]) -> Iterator[slice]:
+    """The rows of each micro-batch."""
+    for end, size in zip(accumulate(sizes), sizes, strict=True):
+        yield slice(end - size, end)
 
 
-def _windows_end_to_end(shards: Sequence[Shard], sequence: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    starts = [np.arange(0, len(shard.tokens) - 1, sequence) for shard in shards]
-    numbers = np.repeat(np.arange(len(shards)), [len(each) for each in starts])
-    return numbers, np.concatenate([np.empty(0, dtype=np.int64), *starts])
+def _sizes(counts: Sequence[int], samples: Samples) -> tuple[int, ...]:
+    """Of this rank's micro-batches, where the parts of the batch have so many sequences."""
+    own = samples.meeting.index(samples.part)
+    return micro_sizes(tuple(counts[part] for part in samples.meeting), samples.micro_sequences)[own]
 
 
-def _padded_rows(
-    corpus: Corpus, numbers: np.ndarray[Any, Any], start: np.ndarray[Any, Any], sequence: int
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Inputs and targets; past a shard's end the inputs are <eot> and the targets NOT_COUNTED."""
-    inputs = np.full((len(start), sequence), corpus.eot, dtype=np.int64)
-    targets = np.full((len(start), sequence), NOT_COUNTED, dtype=np.int64)
-    for row, (number, first) in enumerate(zip(numbers.tolist(), start.tolist(), strict=True)):
-        shard = corpus.heldout[number]
-        tokens = shard.tokens[first : first + sequence + 1]
-        marks = shard.mask_rows(np.array([first]), len(tokens))[0, 1:]
-        inputs[row, : len(tokens) - 1] = tokens[:-1]
-        targets[row, : len(tokens) - 1] = np.where(marks, NOT_COUNTED, tokens[1:].astype(np.int64))
-    return inputs, targets
+def turns(parts: tuple[int, ...]) -> Ints:
+    """Who takes what comes one after the other: part p parts[p] times, evenly spread; equal parts take turns."""
+    places = [(np.arange(count) + 0.5) / count for count in parts]
+    owners = np.repeat(np.arange(len(parts)), parts)
+    return owners[np.argsort(np.concatenate(places), kind="stable")]
 
 
 def _uncounted_micro(corpus: Corpus, samples: Samples) -> Micro:

@@ -5,34 +5,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from plait.model.gpt import GPT
 from plait.parallel.buckets import BUCKET_BYTES, Shared, whole_units
 from plait.parallel.reduce import Groups, Reducer
+from plait.parallel.travel import Transfer
 from plait.parallel.woven import Held, Woven
 from plait.plan.plan import Plan
 
 
 def split_parameters(woven: Woven, mesh: DeviceMesh, plan: Plan) -> None:
     """Hand each layer, and what lies outside of the layers, to FSDP2."""
+    # FSDP2 rounds before its library's sum, which for bfloat16 rounds after every addition.
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if plan.gradient_transfer == "bf16" else None)
     for chunk in woven.chunks:
         # In a pipeline several micro-batches are under way, and each would gather the weights anew.
         again = plan.layout.pipeline == 1
         for layer in chunk.layers.values():
-            fully_shard(layer, mesh=mesh["shard"], reshard_after_forward=again)
+            fully_shard(layer, mesh=mesh["shard"], reshard_after_forward=again, mp_policy=policy)
         # What is outside of the layers stays gathered until its backward: the loss uses the head after the forward.
-        fully_shard(chunk, mesh=mesh["shard"], reshard_after_forward=False)
+        fully_shard(chunk, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=policy)
         for module in _sharded_modules(chunk):
             # Neither is recursive. Gradients are sums everywhere: Note [loss is a sum].
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
-def fully_sharded(woven: Woven, weights: Sequence[Shared], groups: Groups, bucket_bytes: int = BUCKET_BYTES) -> Woven:
+def fully_sharded(
+    woven: Woven,
+    weights: Sequence[Shared],
+    groups: Groups,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    transfer: Transfer = "float32",
+) -> Woven:
     """What a rank holds and updates once its split parameters have memory. Every rank must call it.
 
     `weights` are the chunks' own, each with the ranks that keep the same rows of it.
@@ -40,7 +51,7 @@ def fully_sharded(woven: Woven, weights: Sequence[Shared], groups: Groups, bucke
     # Where a weight has fewer rows than there are ranks, some have nothing of it.
     rows = [one for one in map(_rows_of, weights) if one.local.box.numbers]
     local = [one.local for one in rows]
-    reducer = Reducer(local, groups, bucket_bytes=bucket_bytes)
+    reducer = Reducer(local, groups, bucket_bytes=bucket_bytes, transfer=transfer)
     return replace(
         woven,
         weights=tuple(Held(name=one.name, tensor=one.parameter.detach(), box=one.box) for one in local),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.model.gpt import GPT
 from plait.parallel.buckets import BUCKET_BYTES, Ranks, Shared, fill_buckets, flat_for, unit_of_range, views_of
-from plait.parallel.collectives import all_gather, reduce_scatter, spread_own, swap_parts
+from plait.parallel.collectives import all_gather, spread_own
+from plait.parallel.travel import Carried, Course, Transfer, Works, own_part, wait_for, ways
 from plait.parallel.woven import Unit
 
 Groups = Mapping[Ranks, dist.ProcessGroup]
@@ -30,24 +32,28 @@ class Reducer:
         groups: Groups,
         split: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        transfer: Transfer = "float32",
     ) -> None:
         # Backward reaches the last layers first, so the first bucket to be full holds the last weights.
         self._weights = list(weights)[::-1]
         members = fill_buckets(self._weights, dist.get_world_size(split) if split else 1, bucket_bytes)
-        self._buckets = [
-            _Bucket([self._weights[i] for i in some], groups, split, tag) for tag, some in enumerate(members)
-        ]
+        self._buckets: list[_Bucket] = []
+        for number, some in enumerate(members):
+            group = groups.get(self._weights[some[0]].ranks)
+            # Counted for each group apart: two stages of a pipeline that share a weight have unlike buckets beside it.
+            tag = sum(one.group is group for one in self._buckets)
+            carried = Carried(group=group, tag=tag, split=split, number=number, transfer=transfer)
+            self._buckets.append(_Bucket([self._weights[i] for i in some], carried))
         self._place = {index: (b, k) for b, some in enumerate(members) for k, index in enumerate(some)}
         self._armed: set[int] = set()
-        self._started = self._advanced = 0
         for index in self._place:
             parameter = self._weights[index].parameter
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._arrived(index))
 
     @property
     def buckets(self) -> list[Tensor]:
-        """The flat gradients, for whoever counts memory."""
-        return [bucket.flat for bucket in self._buckets]
+        """The flat gradients and what their travel keeps beside them, for whoever counts memory."""
+        return [tensor for bucket in self._buckets for tensor in bucket.held]
 
     def split_units(self) -> list[Unit]:
         """What the optimizer updates on this rank where the buckets are split."""
@@ -66,8 +72,7 @@ class Reducer:
         for weight in self._weights:
             weight.parameter.grad = None
         for bucket in self._buckets:
-            bucket.missing = set(range(len(bucket.weights)))
-        self._started = self._advanced = 0
+            bucket.open()
 
     def arm(self, chunk: int) -> None:
         """The next backward through this chunk is its last of the step: sum each bucket as soon as it is full."""
@@ -76,12 +81,13 @@ class Reducer:
     def close(self) -> None:
         """Wait until every gradient is the global sum. A weight that got none on this rank counts as zero."""
         self._armed.clear()
-        for bucket in self._buckets[self._started :]:
+        for bucket in self._buckets:
             for k in sorted(bucket.missing):
                 bucket.take(k)
-        self._start_full_buckets()
-        for bucket in self._buckets[self._advanced :]:
-            bucket.advance()
+        # By turns, so that no bucket's second transfer waits for the end of another one's.
+        for count in range(1, 1 + max((bucket.transfers for bucket in self._buckets), default=0)):
+            for bucket in self._buckets:
+                bucket.go_on_to(count)
         for bucket in self._buckets:
             bucket.finish()
 
@@ -103,16 +109,18 @@ class Reducer:
             return
         bucket, k = self._place[index]
         self._buckets[bucket].take(k)
-        self._start_full_buckets()
+        self._begin_what_can()
 
-    def _start_full_buckets(self) -> None:
-        """Start the sums that can start, first and second ones always in bucket order: ranks must agree on it."""
-        while self._started < len(self._buckets) and not self._buckets[self._started].missing:
-            self._buckets[self._started].start()
-            self._started += 1
-        while self._advanced < self._started and self._buckets[self._advanced].scattered():
-            self._buckets[self._advanced].advance()
-            self._advanced += 1
+    def _begin_what_can(self) -> None:
+        """Begin transfers without waiting, those of a kind always in bucket order: ranks must agree on it."""
+        least = max((bucket.transfers for bucket in self._buckets), default=0)
+        for bucket in self._buckets:
+            while bucket.begun < min(least, bucket.transfers) and bucket.ready():
+                bucket.advance()
+            if bucket.begun < bucket.transfers:
+                least = min(least, bucket.begun)
+            if not least:
+                return
 
 
 def _waiting(chunk: GPT) -> list[tuple[nn.Module, list[nn.Module]]]:
@@ -128,38 +136,46 @@ def _waiting(chunk: GPT) -> list[tuple[nn.Module, list[nn.Module]]]:
 
 
 class _Bucket:
-    """Gradients that travel together: one sum over `group`, after a scatter over `split` where there is one."""
+    """Gradients that travel together, and where they are split the weights that come back."""
 
-    def __init__(self, weights: list[Shared], groups: Groups, split: dist.ProcessGroup | None, tag: int) -> None:
-        parts = dist.get_world_size(split) if split else 1
-        self.weights = weights
-        self.flat = flat_for(weights, parts)
+    def __init__(self, weights: list[Shared], carried: Carried) -> None:
+        self.weights, self.group = weights, carried.group
+        self.flat = flat_for(weights, carried.pieces)
         self.missing: set[int] = set()
-        self._tag = tag
+        self.begun = 0
         self._views = views_of(self.flat, weights)
-        self._group, self._split = groups.get(weights[0].ranks), split
-        self._scattering: list[dist.Work] = []
-        self._summing: dist.Work | None = None
-        self._gathering: list[dist.Work] = []
-        length = len(self.flat) // parts
-        self._first = length * dist.get_rank(split) if split else 0
-        self._own = self.flat[self._first : self._first + length]
-        # On CPUs parts travel from rank to rank: see swap_parts.
-        self._received = self.flat.new_empty(parts - 1, length) if split and self.flat.device.type == "cpu" else None
-        if split:
-            self._values = flat_for(weights, parts)
+        self._split, self._number = carried.split, carried.number
+        self._own = own_part(self.flat, carried.split) if carried.split else self.flat
+        self._ways = ways(self.flat, self._own, carried)
+        self.transfers = sum(way.transfers for way in self._ways)
+        self._course: Course = iter(())
+        self._works: Works = []
+        self._gathering: Works = []
+        if carried.split:
+            self._values = flat_for(weights, carried.pieces)
             for view, weight in zip(views_of(self._values, weights), weights, strict=True):
                 view.copy_(weight.parameter.detach())
                 weight.parameter.data = view
-            self._parameter = nn.Parameter(self._values[self._first : self._first + length])
+            self._parameter = nn.Parameter(own_part(self._values, carried.split))
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What stays in memory for this bucket."""
+        return [self.flat, *(tensor for way in self._ways for tensor in way.held)]
 
     def unit(self, number: int) -> Unit:
         """This rank's part of the weights; the ranks that keep the same part take turns in answering for it."""
         ranks = self.weights[0].ranks
         owned = ranks[number % len(ranks)] == dist.get_rank()
-        unit = unit_of_range(self.weights, self._parameter.data, self._first, owned=owned)
+        first = len(self._own) * dist.get_rank(self._split)
+        unit = unit_of_range(self.weights, self._parameter.data, first, owned=owned)
         self._parameter = unit.parameter
         return unit
+
+    def open(self) -> None:
+        """Begin a step: every gradient is missing."""
+        self.missing = set(range(len(self.weights)))
+        self.begun, self._course = 0, chain.from_iterable(way.course() for way in self._ways)
 
     def take(self, k: int) -> None:
         """Put what this rank has of a weight's gradient into the bucket."""
@@ -171,35 +187,28 @@ class _Bucket:
         parameter.grad = view
         self.missing.discard(k)
 
-    def start(self) -> None:
-        """Begin the first sum."""
-        if self._split and self._received is not None:
-            self._scattering = swap_parts(self.flat, self._received, self._split, self._tag)
-        elif self._split:
-            self._scattering = [reduce_scatter(self._own, self.flat, group=self._split, async_op=True)]
-        else:
-            self._summing = dist.all_reduce(self.flat, group=self._group, async_op=True)
-
-    def scattered(self) -> bool:
-        """Whether a second sum may begin without waiting: on a GPU always, it is its streams that wait."""
-        return self.flat.is_cuda or all(work.is_completed() for work in self._scattering)
+    def ready(self) -> bool:
+        """Whether the next transfer may begin without waiting: on a GPU it is its streams that wait."""
+        if not self.begun:
+            return not self.missing
+        return self.flat.is_cuda or all(work.is_completed() for work in self._works)
 
     def advance(self) -> None:
-        """End the scatter; begin the second sum where there is one: over those who keep the same part."""
-        if not self._scattering:
-            return
-        _wait(self._scattering)
-        if self._received is not None:
-            for other in self._received:
-                self._own += other
-        if self._group:
-            self._summing = dist.all_reduce(self._own, group=self._group, async_op=True)
+        """End a transfer, and begin the next one."""
+        wait_for(self._works)
+        self._works = next(self._course)
+        self.begun += 1
+
+    def go_on_to(self, count: int) -> None:
+        """Block until so many transfers have begun."""
+        while self.begun < min(count, self.transfers):
+            self.advance()
 
     def finish(self) -> None:
         """Wait for the sums; the own part's is then the gradient of its unit."""
-        if self._summing is not None:
-            self._summing.wait()
-            self._summing = None
+        wait_for(self._works)
+        for _ in self._course:
+            raise AssertionError("a transfer that was not counted")
         if self._split:
             self._parameter.grad = self._own
             for weight in self.weights:
@@ -207,17 +216,11 @@ class _Bucket:
 
     def gather(self) -> None:
         """Begin to collect the updated weights from all that keep a part of them."""
-        if self._split and self._received is not None:
-            self._gathering = spread_own(self._values, self._split, self._tag)
+        if self._split and self.flat.device.type == "cpu":
+            self._gathering = spread_own(self._values, self._split, self._number)
         elif self._split:
             self._gathering = [all_gather(self._values, self._parameter.data, group=self._split, async_op=True)]
 
     def settle(self) -> None:
         """Wait for the weights."""
-        _wait(self._gathering)
-
-
-def _wait(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
-    works.clear()
+        wait_for(self._gathering)

@@ -27,9 +27,9 @@ def replicate(woven: Woven, mesh: DeviceMesh, plan: Plan, *, bucket_bytes: int =
     if layout.shard > 1 and layout.shard_what == "parameters":
         from plait.parallel.fully_sharded import fully_sharded  # most of a second of imports
 
-        return fully_sharded(woven, weights, groups, bucket_bytes)
+        return fully_sharded(woven, weights, groups, bucket_bytes=bucket_bytes, transfer=plan.gradient_transfer)
     split = mesh.get_group("shard") if layout.shard > 1 else None
-    reducer = Reducer(weights, groups, split, bucket_bytes)
+    reducer = Reducer(weights, groups, split, bucket_bytes, plan.gradient_transfer)
     units = reducer.split_units() if split else whole_units(weights)
     if split:
         reducer.wait_in_forward(woven.chunks)

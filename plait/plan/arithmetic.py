@@ -5,7 +5,7 @@ By the clock where a probe has been, else by the formulas of compute.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -35,11 +35,21 @@ class Arithmetic:
     def layer(self, candidates: Candidates) -> LayerTime:
         """An average layer and one micro-batch on one device."""
         if self.clock is None:
-            return layer_time(self.workload, self.chip, self.stack, candidates)
-        return _clocked_layer(self.workload, self.clock, candidates)
+            once = layer_time(self.workload, self.chip, self.stack, candidates)
+        else:
+            once = _clocked_layer(self.workload, self.clock, candidates)
+        learnt = self.stack.calibration.compute
+        return LayerTime(**{field.name: getattr(once, field.name) * learnt for field in fields(LayerTime)})
 
     def head(self, candidates: Candidates) -> Reals:
         """The head and the loss, forward and backward, of one micro-batch."""
+        return self._head(candidates) * self.stack.calibration.compute
+
+    def update(self, weights: Reals) -> Reals:
+        """The optimizer's update of so many parameters, and what a step costs beside."""
+        return self._update(weights) * self.stack.calibration.compute
+
+    def _head(self, candidates: Candidates) -> Reals:
         if self.clock is None:
             return np.add(*head_time(self.workload, self.chip, self.stack, candidates))
         w, tokens = self.workload, local_tokens(self.workload, candidates)
@@ -48,8 +58,7 @@ class Arithmetic:
         # In a pipeline the first stage looks tokens up, and it has no head.
         return learnt.head_s(self.clock, tokens, w.width, entries) + np.where(candidates.pipeline == 1, looked_up, 0.0)
 
-    def update(self, weights: Reals) -> Reals:
-        """The optimizer's update of so many parameters, and what a step costs beside."""
+    def _update(self, weights: Reals) -> Reals:
         if self.clock is None:
             return weights * self.stack.update_bytes / self.chip.stream_bytes_per_s + self.stack.step_s
         return learnt.update_s(self.clock, weights)

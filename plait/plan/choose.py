@@ -15,7 +15,7 @@ from plait.cluster.topology import Machine
 from plait.model.shape import parameter_count, training_flops_per_token
 from plait.plan import rules
 from plait.plan.grounds import Grounds, Need
-from plait.plan.pace import checkpoint_every, in_steps, report_every_steps, steps_for
+from plait.plan.pace import balance_every_steps, checkpoint_every, in_steps, report_every_steps, steps_for
 from plait.plan.plan import OptimizerPlan, Plan, Precision
 from plait.plan.size import CorpusFacts, batch_sequences, size_up
 from plait.plan.split import MEASURED_TOLERANCE, Question, Split, candidate_splits, simplest
@@ -64,6 +64,9 @@ def draft(
         sequence=sequence,
         batch_sequences=batch,
         micro_sequences=splits[0].micro_sequences,
+        shares=splits[0].shares,
+        balance_every_steps=_balance(config, grounds, splits[0], why),
+        gradient_transfer=config.train.gradient_transfer,
         budget=scale.budget,
         steps=steps_for(scale.budget, batch * sequence, step_s=None),
         optimizer=_optimizer(config, scale.flops, batch * sequence, why),
@@ -97,6 +100,7 @@ def with_split(plan: Plan, split: Split) -> Plan:
         layout=split.layout,
         threads=split.threads,
         micro_sequences=split.micro_sequences,
+        shares=split.shares,
         step_s=split.step_s,
         forecast=split.forecast,
     )
@@ -107,7 +111,7 @@ def settle(config: RunConfig, draft: Draft, measured: Sequence[Split]) -> Plan:
     best = simplest(measured)
     plan = with_split(draft.plan, best)
     why = [*_split_reason(measured, best), *best.why, *plan.reasons]
-    part = ceil(plan.batch_sequences / best.layout.batch_parts)
+    part = max(plan.parts)
     if part > plan.micro_sequences:
         why.append(f"micro-batches of {plan.micro_sequences} of a worker's {part} sequences: what it holds comfortably")
     steps, evaluate_every = _pace(draft, plan, why)
@@ -124,6 +128,16 @@ def _precision(config: RunConfig, machine: Machine, why: list[str]) -> Precision
         return "bf16"
     why.append("precision float32: the fastest arithmetic of most processors")
     return "float32"
+
+
+def _balance(config: RunConfig, grounds: Grounds, split: Split, why: list[str]) -> int:
+    """Steps between changes of the shares while the run goes on, 0 for never."""
+    several = grounds.described is not None and grounds.described.nodes > 1
+    every = balance_every_steps(config, "unequal" if several or split.shares else "alike")
+    if every and config.balance.every == "auto" and split.layout.batch_parts > 1:
+        reason = "machines of a run over several hosts may slow down" if several else "the devices are unequal"
+        why.append(f"shares of the batch may change every {every} steps: {reason} (balance.every)")
+    return every
 
 
 def _optimizer(config: RunConfig, flops: float, batch_tokens: int, why: list[str]) -> OptimizerPlan:

@@ -15,6 +15,7 @@ from plait.plan.kinds import kind_words, kinds, sentences, short_words
 from plait.plan.prices import MEMORY_NAMES, TIME_NAMES, binding, memory_items, messages, mfu, time_items
 from plait.plan.search import Search
 from plait.plan.sureness import certainty, changes, idle_machines
+from plait.plan.unequal import shares_of, unequal_reasons, unequal_words
 from plait.units import Amount, format_bytes, format_count, format_duration
 
 SIMPLER_NAMED = 4
@@ -35,7 +36,10 @@ def explained(found: Search, budget: Amount, *, top: int, free: Search | None = 
     """All that there is to say; `free` is the same search without what a person has pinned, where there are pins."""
     chosen = found.candidates.row(found.chosen)
     told = {
-        "layout": [short_words(chosen), *_dots(sentences(chosen, found.workload.layers))],
+        "layout": [
+            short_words(chosen),
+            *_dots([*sentences(chosen, found.workload.layers), *unequal_words(found, found.chosen)]),
+        ],
         "step": _step(found),
         "memory": _memory(found),
         "why": _dots(reasons(found, free)),
@@ -55,7 +59,7 @@ def in_short(found: Search, free: Search | None) -> tuple[str, ...]:
         return tuple(_binds(found)[:1])
     first = _price_of_simplicity(found) if free is None else _as_pinned(found, free)
     changed = [] if free else [line for line in changes(found) if "would be chosen" in line]
-    return (first, *_binds(found)[:2], *changed[:2])
+    return (first, *unequal_words(found, found.chosen), *unequal_reasons(found), *_binds(found)[:2], *changed[:2])
 
 
 def plan_json(found: Search, sections: Sequence[Section], top: int) -> dict[str, Any]:
@@ -71,6 +75,8 @@ def plan_json(found: Search, sections: Sequence[Section], top: int) -> dict[str,
         "micro_sequences": row["micro_sequences"],
         "recompute": row["recompute"],
         "schedule": row["schedule"],
+        "stage_layers": found.stage_layers(found.chosen) if int(row["pipeline"]) > 1 else (),
+        "shares": shares_of(found, found.chosen),
         "step_s": float(found.step_s[found.chosen]),
         "mfu": full,
         "mfu_causal": causal,
@@ -119,7 +125,7 @@ def reasons(found: Search, free: Search | None) -> list[str]:
         told.append(
             f"{kind_words(found.candidates.row(int(index)))}: simpler, but it takes {_why_lost(found, int(index))}"
         )
-    return told + idle_machines(found)
+    return told + unequal_reasons(found) + idle_machines(found)
 
 
 def runners_words(found: Search, top: int) -> list[str]:
@@ -153,7 +159,7 @@ def _step(found: Search) -> list[str]:
 
 
 def _memory(found: Search) -> list[str]:
-    capacity = min(island.device.memory_bytes for island in found.cluster.islands)
+    capacity = found.capacity(found.chosen)
     names = {**MEMORY_NAMES, "reserve": "the allocator's and the driver's own"}
     items = sorted(memory_items(found, found.chosen).items(), key=lambda item: -item[1])
     whole = float(found.reserved[found.chosen])
@@ -236,7 +242,7 @@ def _binds(found: Search) -> list[str]:
             f"messages between devices: {format_duration(hidden)} of a step run under arithmetic and cost nothing, "
             f"{format_duration(exposed)} are waited for"
         )
-    capacity = min(island.device.memory_bytes for island in found.cluster.islands)
+    capacity = found.capacity(found.chosen)
     if found.reserved[found.chosen] > capacity:
         told.append("memory is short: this layout fits only if the allocator and the driver waste nothing")
     elif found.reserved[found.chosen] > 0.85 * capacity or _too_large(found):

@@ -87,6 +87,29 @@ def check_layout(layout: Layout, shape: ModelShape, *, sequence: int, batch_sequ
         )
 
 
+def check_shares(shares: tuple[int, ...], layout: Layout, batch_sequences: int) -> None:
+    """Raise PlaitError, with the mend, where shares do not deal a step's sequences out to the parts of the batch.
+
+    No shares are equal ones, which `check_layout` has checked.
+    """
+    if not shares:
+        return
+    parts = layout.batch_parts
+    if len(shares) != parts:
+        raise PlaitError(
+            f"layout.shares = {list(shares)} should be {parts} number{'s' if parts > 1 else ''}, one for each of "
+            f"replicate {layout.replicate} × shard {layout.shard}; change the shares or the degrees, or leave the "
+            "shares out"
+        )
+    if min(shares) < 1:
+        raise PlaitError(f"layout.shares = {list(shares)} leave a worker nothing to do; give each at least 1 sequence")
+    if sum(shares) != batch_sequences:
+        raise PlaitError(
+            f"layout.shares add up to {sum(shares)}, and a step has {batch_sequences} sequences (train.batch_tokens / "
+            f"train.sequence); change a share, or set train.batch_tokens to {sum(shares)} sequences"
+        )
+
+
 def check_devices(layout: Layout, machine: Machine) -> None:
     """Raise PlaitError where GPUs would be left over or missing; CPU workers may be as many as are asked for."""
     if machine.device == "cuda" and layout.world_size != machine.devices:
@@ -135,15 +158,15 @@ def _check_stages(layout: Layout, shape: ModelShape) -> None:
         )
 
 
-def layout_from(row: Mapping[str, int | str], shape: ModelShape) -> Layout:
-    """A candidate of the planner as the layout that runs."""
-    pipeline, stages = int(row["pipeline"]), int(row["pipeline"]) * int(row["virtual"])
+def layout_from(row: Mapping[str, int | str], stage_layers: tuple[int, ...]) -> Layout:
+    """A candidate of the planner as the layout that runs; `stage_layers` only where it has a pipeline."""
+    pipeline = int(row["pipeline"])
     return replace(
         Layout(),
         **{axis: int(row[axis]) for axis in AXES},
         shard_what="parameters" if row["shard_what"] == "parameters" else "optimizer",
         schedule=row["schedule"] if pipeline > 1 else "1f1b",
-        stage_layers=balanced_stages(shape, stages) if pipeline > 1 else (),
+        stage_layers=stage_layers,
         recompute=row["recompute"],
     )
 

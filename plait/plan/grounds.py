@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from plait.cluster.catalog import reported_device
 from plait.cluster.cluster import Cluster, cluster_of
 from plait.cluster.topology import Machine
 from plait.model.shape import ModelShape
+from plait.plan.calibrate import UNTAUGHT, Basis, Calibration
 from plait.plan.plan import Precision
 
 STAND_IN = "A100"
@@ -34,6 +35,8 @@ class Need:
 
 Look = Callable[[Need], Cluster]
 """Looks at several hosts and the roads between them, and describes them."""
+Recall = Callable[[str, Basis], Calibration]
+"""What earlier runs on these machines taught, by precision and what their forecasts came from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,7 @@ class Grounds:
     """Where there are several hosts."""
     described: Cluster | None = None
     """What it saw."""
+    recall: Recall = field(default=lambda precision, basis: UNTAUGHT)
 
     @property
     def known(self) -> bool:

@@ -44,9 +44,11 @@ class Pins:
     degrees: Mapping[str, int] = field(default_factory=dict)
     knobs: Mapping[str, int | str] = field(default_factory=dict)
     stage_layers: tuple[int, ...] = ()
+    shares: tuple[int, ...] = ()
+    """Sequences of each part of the batch, as fit.check_shares lets them pass."""
 
     def __bool__(self) -> bool:
-        return bool(self.degrees or self.knobs or self.stage_layers)
+        return bool(self.degrees or self.knobs or self.stage_layers or self.shares)
 
     @property
     def chunks(self) -> int | None:

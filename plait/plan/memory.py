@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from plait.cluster.cluster import Cluster
 from plait.plan.candidates import RECOMPUTE, SHARD_WHAT, Candidates, Reals
 from plait.plan.compute import local_tokens, sharing_ranks
+from plait.plan.memory_followed import ITEMS, followed, follows, resident
 from plait.plan.stack import Stack
 from plait.plan.stages import kept_micros, layer_weights, micro_batches, stage_layers
 from plait.plan.workload import Workload
@@ -42,6 +43,8 @@ class Memory:
 
 def memory(workload: Workload, candidates: Candidates, stack: Stack) -> Memory:
     """Memory of every candidate: the fuller of its first and its last pipeline rank."""
+    if stack.memory == "followed" and follows(workload):
+        return _followed(workload, candidates, stack)
     first = _rank(workload, candidates, stack, last=np.zeros(len(candidates), dtype=bool))
     last = _rank(workload, candidates, stack, last=np.ones(len(candidates), dtype=bool))
     fuller = np.add.reduce(list(last.values())) > np.add.reduce(list(first.values()))
@@ -52,6 +55,16 @@ def memory(workload: Workload, candidates: Candidates, stack: Stack) -> Memory:
         allocated=allocated,
         reserved=RESERVED * allocated + stack.outside_bytes,
         stage=fuller.astype(np.float64),
+    )
+
+
+def _followed(workload: Workload, candidates: Candidates, stack: Stack) -> Memory:
+    items = followed(workload, candidates)
+    allocated = np.add.reduce([items[name] for name in ITEMS])
+    return Memory(
+        **items,
+        allocated=allocated,
+        reserved=resident(workload, candidates, allocated, stack.outside_bytes),
     )
 
 

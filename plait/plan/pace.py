@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
+from typing import Literal
 
 from plait.errors import PlaitError
 from plait.plan.plan import Plan
 from plait.plan.size import budget_of
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, Every, parse_every
+
+BALANCE_EVERY_STEPS = 50
 
 
 def longer(config: RunConfig, plan: Plan) -> Plan:
@@ -29,7 +33,7 @@ def longer(config: RunConfig, plan: Plan) -> Plan:
 
 
 def with_reports(config: RunConfig, plan: Plan) -> Plan:
-    """A begun run's plan with what its recipe now says of checkpoints and reports."""
+    """A begun run's plan with what its recipe now says of checkpoints, reports and balance."""
     every, evaluate = config.checkpoint.every, config.report.evaluate
     return replace(
         plan,
@@ -37,6 +41,9 @@ def with_reports(config: RunConfig, plan: Plan) -> Plan:
         checkpoint_keep=config.checkpoint.keep,
         report_every_steps=(
             plan.report_every_steps if config.report.every == "auto" else report_every_steps(config, plan.device)
+        ),
+        balance_every_steps=(
+            plan.balance_every_steps if config.balance.every == "auto" else balance_every_steps(config, "unequal")
         ),
         evaluate_every_steps=plan.evaluate_every_steps if evaluate == "auto" else round(in_steps(evaluate).value),
     )
@@ -61,11 +68,19 @@ def report_every_steps(config: RunConfig, device: str) -> int:
     return 10 if device == "cuda" else 1
 
 
-def in_steps(text: str) -> Every:
-    """An interval of [report], which only steps can measure; raises PlaitError."""
+def balance_every_steps(config: RunConfig, devices: Literal["alike", "unequal"]) -> int:
+    """How often shares of the batch may change, 0 for never; `devices` are alike on one host of equal devices only."""
+    asked = config.balance.every
+    if asked == "auto":
+        return 0 if devices == "alike" else BALANCE_EVERY_STEPS
+    return ceil(in_steps(asked, section="balance").value)
+
+
+def in_steps(text: str, section: str = "report") -> Every:
+    """An interval that only steps can measure, since all ranks must agree on it; raises PlaitError."""
     every = parse_every(text)
     if every.unit != "steps":
-        raise PlaitError(f'"{text}" under [report] must count steps; write for example "100 steps" or "never"')
+        raise PlaitError(f'"{text}" under [{section}] must count steps; write for example "100 steps" or "never"')
     return every
 
 

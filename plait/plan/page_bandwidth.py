@@ -11,7 +11,8 @@ from plait.cluster.catalog import Link
 from plait.cluster.cluster import Cluster, device_bytes_per_s
 from plait.plan.candidates import Counts, Reals
 from plait.plan.kinds import Row, kind_words, kinds
-from plait.plan.search import Search, portions, simplest, step_seconds
+from plait.plan.pricing import portions, step_seconds
+from plait.plan.search import Search, simplest
 from plait.plan.thresholds import FARTHEST, MANY, representatives
 from plait.plan.timing import timing
 

@@ -11,7 +11,8 @@ from plait.plan.explain import best_of_kinds, runners_up
 from plait.plan.kinds import kinds, short_words
 from plait.plan.page_draw import time_words
 from plait.plan.prices import TIME_NAMES
-from plait.plan.search import Search, portions
+from plait.plan.pricing import portions
+from plait.plan.search import Search
 from plait.plan.timing import timing
 
 DOTS = 500

@@ -9,9 +9,10 @@ import numpy as np
 from plait.plan.candidates import SCHEDULES
 from plait.plan.page_draw import time_words
 from plait.plan.prices import time_items
+from plait.plan.pricing import portions
 from plait.plan.retime import stage_times_of
 from plait.plan.schedule import StageTimes, Timeline, actions, simulate
-from plait.plan.search import Search, portions
+from plait.plan.search import Search
 from plait.plan.stages import micro_batches
 
 DRAWN = 6000

@@ -21,4 +21,5 @@ def pins_of(config: RunConfig) -> Pins:
         degrees=named_degrees(config),
         knobs={knob: value for knob, value in named.items() if value != "auto"},
         stage_layers=() if asked.stage_layers == "auto" else asked.stage_layers,
+        shares=() if asked.shares == "auto" else asked.shares,
     )

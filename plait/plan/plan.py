@@ -12,6 +12,7 @@ from typing import Any, Literal
 from plait.errors import PlaitError
 from plait.layout import Layout, share
 from plait.model.shape import ModelShape
+from plait.plan.calibrate import UNTAUGHT, Basis, Calibration, StepItems
 from plait.units import Amount, Every
 
 Schedule = Literal["cosine", "wsd", "constant"]
@@ -44,6 +45,11 @@ class Forecast:
     """Of the same batch on one of the devices alone; None where that does not hold the model."""
     error: float
     """Of a step's time: layouts that differ by less count as equally fast."""
+    basis: Basis = "formulas"
+    items: StepItems | None = None
+    """Where `step_s` goes; None in plans of earlier versions."""
+    calibration: Calibration = UNTAUGHT
+    """What earlier runs taught, which is in `step_s` and `items`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,9 +169,14 @@ def _plan(values: dict[str, Any]) -> Plan:
             "shape": ModelShape(**values["shape"]),
             "optimizer": OptimizerPlan(**{**optimizer, "betas": tuple(optimizer["betas"])}),
             "budget": Amount(**values["budget"]),
-            "forecast": Forecast(**values["forecast"]) if values["forecast"] else None,
+            "forecast": _forecast(values["forecast"]) if values["forecast"] else None,
             "checkpoint_every": Every(**values["checkpoint_every"]),
             "reasons": tuple(values["reasons"]),
             "shares": tuple(values.get("shares", ())),
         }
     )
+
+
+def _forecast(values: dict[str, Any]) -> Forecast:
+    items, learnt = values.get("items"), values.get("calibration", {})
+    return Forecast(**{**values, "items": StepItems(**items) if items else None, "calibration": Calibration(**learnt)})

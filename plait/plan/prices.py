@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-import numpy as np
-
 from plait.plan.compute import peak_flops
-from plait.plan.memory import memory
-from plait.plan.search import Search, portions
+from plait.plan.search import Search
 
 TIME_NAMES = {
     "products": "matrix products of the layers",
@@ -55,9 +52,7 @@ def time_items(found: Search, index: int) -> dict[str, float]:
 
 def memory_items(found: Search, index: int) -> dict[str, float]:
     """Bytes by item on the fullest device; "reserve" is what the allocator and the driver take beside."""
-    row = np.array([index])
-    [(_, whole)] = portions(found.workload, found.candidates, row)
-    needed = memory(whole, found.candidates.select(row), found.stack)
+    needed = found.memory(index)
     known = {field.name for field in fields(needed)}
     items = {name: float(getattr(needed, name)[0]) for name in MEMORY_NAMES if name in known}
     return items | {"reserve": float(found.reserved[index]) - sum(items.values())}

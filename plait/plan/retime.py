@@ -85,8 +85,7 @@ class _Busy:
     forward: Reals
     """The forward pass' share of a layer's time."""
     weight: Reals
-    """The share of the gradients of weights, which a schedule may put off: half of a backward pass without what it
-    computes a second time."""
+    """The share of the gradients of weights, which a schedule may put off: half of the backward pass' products."""
     closed_s: Reals
 
 
@@ -105,7 +104,7 @@ def _busy(w: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, t
         other=other / micros,
         sent=times.sent,
         forward=layer.forward / (layer.forward + layer.backward + again),
-        weight=layer.backward / 2 / (layer.forward + layer.backward + again),
+        weight=layer.products_backward / 2 / (layer.forward + layer.backward + again),
         closed_s=per_rank + times.head + times.host + times.passes + times.bubble,
     )
 

@@ -10,7 +10,8 @@ import numpy as np
 from plait.cluster.cluster import Cluster
 from plait.plan.candidates import Candidates
 from plait.plan.prices import BINDS, TIME_NAMES
-from plait.plan.search import Search, memory_of, price, step_seconds
+from plait.plan.pricing import memory_of, price, step_seconds
+from plait.plan.search import Search
 from plait.plan.stack import Stack
 from plait.plan.workload import Workload
 

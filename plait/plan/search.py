@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
+from plait.layout import Layout
 from plait.plan.candidates import Candidates, Counts, Reals
 from plait.plan.collectives import roads
 from plait.plan.complexity import complexity
+from plait.plan.deal import Deal, Dealer, lone_stage, stage_bytes
 from plait.plan.evidence import stated_error
+from plait.plan.fit import check_shares
 from plait.plan.kinds import kinds
 from plait.plan.listing import Pins, listed
-from plait.plan.memory import RESERVED, memory
-from plait.plan.retime import simulated_s
+from plait.plan.memory import RESERVED, Memory, memory
+from plait.plan.pricing import bytes_by_rank, closed_form, memory_of, portions, step_seconds
+from plait.plan.seats import torn
+from plait.plan.speeds import devices_of
 from plait.plan.stack import PLAIT, Stack
-from plait.plan.timing import Timing, timing
+from plait.plan.stages import dealt, head_layers
+from plait.plan.timing import Timing
 from plait.plan.workload import Workload
 from plait.units import format_bytes, format_count
 
-NEAR = 0.15
-"""Pipelines within this of the best are timed by their actual list of actions."""
-PORTION = 4096
-"""Candidates priced at once: as many as stay in a processor's cache."""
-
 TOO_LARGE = "needs more memory than a device has"
+TORN = "a group that cuts matrices or sequences would straddle two machines"
 NEEDLESS = "computes again what fits in memory anyway"
 
 
@@ -66,14 +69,47 @@ class Search:
     """How many layouts were not priced, by reason."""
     leanest: Mapping[int, float]
     """Bytes per device of the leanest layout of every kind (kinds.py), priced or not."""
+    dealer: Dealer
 
     @property
     def n_refused(self) -> int:
         return sum(self.refused.values())
 
+    def deal(self, index: int) -> Deal | None:
+        """Who does what in one layout; None where all devices are alike and nothing is named."""
+        return self.dealer.one(self.candidates, index).deal
+
+    def stage_layers(self, index: int) -> tuple[int, ...]:
+        """Layers of each stage of one layout's pipeline."""
+        one = self.dealer.one(self.candidates, index).candidates
+        stages = int(one.pipeline[0]) * int(one.virtual[0])
+        return dealt(self.workload.layers, stages, head_layers(self.workload), one.dealing)
+
     def timing(self, index: int) -> Timing:
         """The items of one layout's time."""
-        return price(self.workload, self.cluster, self.candidates.select(np.array([index])), self.stack)
+        return closed_form(self.workload, self.cluster, self.stack, self.dealer.one(self.candidates, index))
+
+    def memory(self, index: int) -> Memory:
+        """The items of one layout's memory on the fullest device."""
+        one = self.dealer.one(self.candidates, index)
+        [(_, whole)] = portions(self.workload, one.candidates)
+        if one.by_rank:
+            assert one.deal is not None
+            held = one.deal.held
+            rank = int(stage_bytes(whole, one.candidates, self.stack, held)[:, 0].argmax())
+            end = -1 if rank == len(held) - 1 else 0
+            return memory(*lone_stage(whole, one.candidates, int(held[rank]), end), self.stack)
+        return memory(whole, one.candidates, self.stack)
+
+    def capacity(self, index: int) -> float:
+        """Bytes of the smallest device that a layout must fit, of those that hold most of it."""
+        one = self.dealer.one(self.candidates, index)
+        if not one.by_rank:
+            return min(self.dealer.devices.memory_bytes)
+        assert one.deal is not None
+        [(_, whole)] = portions(self.workload, one.candidates)
+        needed = stage_bytes(whole, one.candidates, self.stack, one.deal.held)[:, 0]
+        return float(one.deal.memory_bytes.min(axis=1)[needed.argmax()])
 
 
 def search(
@@ -90,17 +126,22 @@ def search(
     """
     enough = stated_error(workload, cluster) if tolerance == "stated" else tolerance
     stack = stack.on(cluster)
-    found = listed(workload, cluster.devices, pins or Pins())
+    pins = pins or Pins()
+    _check_shares(workload, pins)
+    dealer = Dealer(workload=workload, devices=devices_of(workload, cluster, stack), stack=stack, named=pins.shares)
+    found = listed(workload, cluster.devices, pins)
     refused = Counter(found.refused)
-    reserved = memory_of(workload, found.candidates, stack)
-    kept = reserved <= _room(cluster, stack, pins)
-    refused[TOO_LARGE] += int((~kept).sum())
+    seated = ~torn(cluster, found.candidates) if not pins.degrees else np.ones(len(found.candidates), dtype=bool)
+    refused[TORN] += int((~seated).sum())
+    reserved, fits = _held(dealer, cluster, found.candidates, "asked" if pins.degrees else "free")
+    kept = seated & fits
+    refused[TOO_LARGE] += int((seated & ~fits).sum())
     if not kept.any():
         raise DoesNotFit(workload, cluster, stack, float(reserved.min()))
     needed = ~_needless(found.candidates, kept)
     refused[NEEDLESS] += int((kept & ~needed).sum())
     candidates = found.candidates.select(kept & needed)
-    step_s = step_seconds(workload, cluster, candidates, stack)
+    step_s = step_seconds(workload, cluster, candidates, stack, dealer)
     points = complexity(candidates, roads(cluster))
     fastest = int(step_s.argmin())
     return Search(
@@ -116,68 +157,50 @@ def search(
         fastest=fastest,
         refused={reason: count for reason, count in refused.items() if count},
         leanest=_leanest(found.candidates, reserved),
+        dealer=dealer,
     )
 
 
-def _room(cluster: Cluster, stack: Stack, pins: Pins | None) -> float:
-    """What a layout may reserve of the smallest device.
+def _check_shares(workload: Workload, pins: Pins) -> None:
+    """Raise PlaitError, with the mend, where named shares do not go with the named degrees and the batch."""
+    if pins.shares and not pins.degrees:
+        raise PlaitError(
+            f"layout.shares = {list(pins.shares)} deals batches out to copies or shards that nobody named; name "
+            "layout.replicate or layout.shard, too, or leave the shares out"
+        )
+    parts = Layout(replicate=pins.degrees.get("replicate", 1), shard=pins.degrees.get("shard", 1))
+    check_shares(pins.shares, parts, workload.batch_sequences)
 
-    One that was asked for is refused only where it cannot run even if a GPU's allocator wastes nothing.
-    """
-    device = min((island.device for island in cluster.islands), key=lambda device: device.memory_bytes)
-    asked = pins is not None and bool(pins.degrees) and device.kind != "cpu"
-    return RESERVED * device.memory_bytes + stack.outside_bytes if asked else device.memory_bytes
+
+def _held(
+    dealer: Dealer, cluster: Cluster, candidates: Candidates, layout: Literal["asked", "free"]
+) -> tuple[Reals, NDArray[np.bool_]]:
+    """Bytes on the fullest device of every candidate, and whether each of its devices holds what falls to it."""
+    stack, workload = dealer.stack, dealer.workload
+    reserved, fits = np.empty(len(candidates)), np.empty(len(candidates), dtype=bool)
+    gpus = any(island.device.kind != "cpu" for island in cluster.islands)
+
+    def room(memory_bytes: Reals) -> Reals:
+        """One that was asked for is refused only where it cannot run even if a GPU's allocator wastes nothing."""
+        return RESERVED * memory_bytes + stack.outside_bytes if gpus and layout == "asked" else memory_bytes
+
+    for group in dealer.groups(candidates):
+        if group.by_rank:
+            assert group.deal is not None
+            needed = bytes_by_rank(workload, group, stack)
+            have = group.deal.memory_bytes.min(axis=1)
+        else:
+            needed = memory_of(workload, group.candidates, stack)[None]
+            have = np.array([min(dealer.devices.memory_bytes)], dtype=np.float64)
+        reserved[group.places] = needed.max(axis=0)
+        fits[group.places] = (needed <= room(have)[:, None]).all(axis=0)
+    return reserved, fits
 
 
 def simplest(step_s: Reals, points: Counts, tolerance: float) -> int:
     """The place of the simplest within the tolerance of the fastest; of equally simple ones the fastest."""
     enough = np.flatnonzero(step_s <= step_s.min() * (1 + tolerance))
     return int(enough[np.lexsort((step_s[enough], points[enough]))[0]])
-
-
-def step_seconds(workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack) -> Reals:
-    """Seconds of a step: by the closed form, and near the best by simulation."""
-    step_s = np.empty(len(candidates))
-    for rows, whole in portions(workload, candidates):
-        step_s[rows] = timing(whole, cluster, candidates.select(rows), stack).step_s
-    closed = candidates.pipeline > 1
-    # Simulated times are longer, so that others come near the best.
-    while len(again := np.flatnonzero(closed & (step_s <= step_s.min() * (1 + NEAR)))):
-        for rows, whole in portions(workload, candidates, again):
-            few = candidates.select(rows)
-            step_s[rows] = simulated_s(whole, cluster, few, stack, timing(whole, cluster, few, stack))
-        closed[again] = False
-    return step_s
-
-
-def price(workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack) -> Timing:
-    """The items of time of a few layouts that split the batch into equal numbers of micro-batches."""
-    parts = [timing(whole, cluster, candidates.select(rows), stack) for rows, whole in portions(workload, candidates)]
-    return Timing(**{field.name: np.concatenate([getattr(p, field.name) for p in parts]) for field in fields(Timing)})
-
-
-def memory_of(workload: Workload, candidates: Candidates, stack: Stack) -> Reals:
-    """Bytes per device that each candidate needs."""
-    reserved = np.empty(len(candidates))
-    for rows, whole in portions(workload, candidates):
-        reserved[rows] = memory(whole, candidates.select(rows), stack).reserved
-    return reserved
-
-
-def portions(
-    workload: Workload, candidates: Candidates, among: Counts | None = None
-) -> Iterator[tuple[Counts, Workload]]:
-    """Places of candidates a few thousand at a time, with the batch that their fullest group of devices would make.
-
-    A batch that does not divide leaves some groups with a sequence less, and they wait for the others.
-    """
-    rows = np.arange(len(candidates)) if among is None else among
-    each = candidates.batch_parts[rows] * candidates.micro_sequences[rows]
-    filled = -(-workload.batch_sequences // each) * each
-    for batch in np.unique(filled):
-        same, whole = rows[filled == batch], replace(workload, batch_sequences=int(batch))
-        for first in range(0, len(same), PORTION):
-            yield same[first : first + PORTION], whole
 
 
 def _leanest(candidates: Candidates, reserved: Reals) -> dict[int, float]:

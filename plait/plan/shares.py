@@ -1,44 +1,55 @@
-"""Unequal shares of a batch for unequal devices: who takes how many sequences, and what a step takes then."""
+"""Unequal shares of a batch for unequal devices: who takes how many sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 
-from plait.plan.compute import chip
-from plait.plan.kinds import Row
-from plait.plan.search import Search
+from plait.layout import share
+
+WORTH = 0.03
+"""Of the time, what unequal shares must save at least: less is no evidence that they would."""
 
 
 def shares(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """How `count` sequences are best dealt to groups of these speeds: the last one is done as early as can be."""
-    given = [int(count * speed / sum(speeds)) for speed in speeds]
+    """How `count` sequences are best dealt to parts of these speeds: the last one is done as early as can be.
+
+    Everybody gets one at least; `count` must be as many as there are parts, or more.
+    """
+    assert count >= len(speeds) and min(speeds) > 0, (count, speeds)
+    given = _whole_parts(count, speeds)
+    queue = [((given[part] + 1) / speed, part) for part, speed in enumerate(speeds)]
+    heapify(queue)
     for _ in range(count - sum(given)):
-        next_one = min(range(len(speeds)), key=lambda group: (given[group] + 1) / speeds[group])
-        given[next_one] += 1
+        part = queue[0][1]
+        given[part] += 1
+        heapreplace(queue, ((given[part] + 1) / speeds[part], part))
     return tuple(given)
 
 
-def shared_s(found: Search, index: int) -> float | None:
-    """Seconds of a step if each island takes sequences in proportion to its speed; None where that cannot be.
-
-    It can where every copy of the model lies within one island.
-    """
-    row, islands = found.candidates.row(index), found.cluster.islands
-    copy = _devices_of_copy(row)
-    if len(islands) < 2 or any(island.devices % copy for island in islands):
-        return None
-    precision = found.workload.precision
-    speeds = [chip(island.device, precision, found.stack, island.speed).linear_flops for island in islands]
-    groups = [(island.devices // copy, speed) for island, speed in zip(islands, speeds, strict=True)]
-    each = [speed for count, speed in groups for _ in range(count)]
-    given = shares(found.workload.batch_sequences, each)
-    items = found.timing(index)
-    own = items.products + items.scores + items.stream + items.head + items.recompute + items.host
-    equal = found.workload.batch_sequences / len(each)
-    slowest = max(part / equal * min(speeds) / speed for part, speed in zip(given, each, strict=True))
-    return float(items.step_s[0] - own[0] * (1 - slowest))
+def _whole_parts(count: int, speeds: Sequence[float]) -> list[int]:
+    """The whole sequences of shares in proportion, once those that come to less than one have got theirs."""
+    small: set[int] = set()
+    while True:
+        rest, speed = count - len(small), sum(s for part, s in enumerate(speeds) if part not in small)
+        fewer = {part for part, s in enumerate(speeds) if part not in small and rest * s < speed}
+        if not fewer:
+            break
+        small |= fewer
+    return [1 if part in small else int(rest * s / speed) for part, s in enumerate(speeds)]
 
 
-def _devices_of_copy(row: Row) -> int:
-    cut = int(row["pipeline"]) * int(row["context"]) * int(row["tensor"])
-    return cut * (int(row["shard"]) if row["shard_what"] == "parameters" else 1)
+def equal_shares(count: int, parts: int) -> tuple[int, ...]:
+    """As equal as can be: what each part gets where devices are alike."""
+    return tuple(share(count, parts, part)[1] for part in range(parts))
+
+
+def worthwhile(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Shares by speed where they end a step earlier by what counts, else equal ones."""
+    equal, dealt = equal_shares(count, len(speeds)), shares(count, speeds)
+    return dealt if last_s(dealt, speeds) < (1 - WORTH) * last_s(equal, speeds) else equal
+
+
+def last_s(dealt: Sequence[int], speeds: Sequence[float]) -> float:
+    """When the last part is done, where speeds are sequences a second."""
+    return max(part / speed for part, speed in zip(dealt, speeds, strict=True))

@@ -10,16 +10,28 @@ from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout
 from plait.model.shape import ModelShape
+from plait.plan.arithmetic import clocked
+from plait.plan.calibrate import Basis, step_items
 from plait.plan.explain import in_short, runners_up
-from plait.plan.fit import check_devices, check_layout, cpu_micro_sequences, layout_from, layout_of, named_degrees
+from plait.plan.fit import (
+    check_devices,
+    check_layout,
+    check_shares,
+    cpu_micro_sequences,
+    layout_from,
+    layout_of,
+    named_degrees,
+)
 from plait.plan.grounds import STAND_IN, Grounds
 from plait.plan.kinds import Row
 from plait.plan.listing import Pins
 from plait.plan.pins import pins_of
 from plait.plan.plan import Forecast, Precision
-from plait.plan.prices import memory_items
+from plait.plan.prices import memory_items, time_items
 from plait.plan.remedy import mended
 from plait.plan.search import DoesNotFit, Search, search
+from plait.plan.stack import PLAIT, Stack
+from plait.plan.unequal import shares_of
 from plait.plan.workload import Workload, workload_of
 from plait.recipe.schema import RunConfig
 
@@ -34,6 +46,8 @@ class Split:
     layout: Layout
     threads: int
     micro_sequences: int
+    shares: tuple[int, ...] = ()
+    """Of each part of the batch, in sequences; none where they are as equal as can be."""
     points: int
     """Of complexity (plait plan --terms)."""
     forecast: Forecast | None
@@ -64,6 +78,17 @@ class Question:
             # What computes in float64 is priced as float32: nobody trains so for speed.
             precision="float32" if self.precision == "float64" else self.precision,
         )
+
+    @property
+    def basis(self) -> Basis:
+        seen = self.grounds.described
+        return "clock" if seen and clocked(self.workload, seen) else "formulas"
+
+    @property
+    def stack(self) -> Stack:
+        """plait's own, with what earlier runs taught of these machines."""
+        recalled = self.grounds.recall(self.precision, self.basis)
+        return replace(PLAIT, calibration=recalled, gradient_transfer=self.config.train.gradient_transfer)
 
 
 def candidate_splits(question: Question, why: list[str]) -> tuple[Split, ...]:
@@ -99,9 +124,14 @@ def _as_named(question: Question, named: dict[str, int], why: list[str]) -> Spli
     if not given:
         check_devices(layout, machine)
     check_layout(layout, shape, sequence=shape.sequence, batch_sequences=question.batch_sequences)
+    check_shares(pins_of(config).shares, layout, question.batch_sequences)
     if not given and machine.device == "cpu" and layout.world_size > machine.cores:
         why.append(f"{layout.world_size} workers on {machine.cores} cores: as asked, though they will take turns")
-    return _split(question, pins_of(config), layout.world_size, layout)
+    pins = pins_of(config)
+    if layout.pipeline > 1:  # what is priced is what will run
+        order = {"schedule": layout.schedule, "virtual": layout.virtual_stages}
+        pins = replace(pins, knobs={**pins.knobs, **order})
+    return _split(question, pins, layout.world_size, layout)
 
 
 def _chosen(question: Question) -> tuple[Split, ...]:
@@ -133,7 +163,7 @@ def best_splits(question: Question, count: int) -> tuple[Split, ...]:
         return chosen
     pins, others = pins_of(question.config), list[Split]()
     for workers in {split.workers for split in chosen}:
-        one = _searched(question.workload, question.grounds.cluster(workers), pins)
+        one = _searched(question, question.grounds.cluster(workers), pins)
         others += [_priced(question, pins, one, at, None) for at in runners_up(one, count)]
     known = [split.layout for split in chosen]
     fresh = [split for split in others if split.layout not in known]
@@ -146,32 +176,34 @@ def _by_forecast(splits: Sequence[Split]) -> list[Split]:
 
 def _split(question: Question, pins: Pins, workers: int, layout: Layout | None) -> Split:
     """The split of a layout that was named, or of the one that the planner chooses, with its forecast."""
-    workload, cluster = question.workload, question.grounds.cluster(workers)
-    found = _searched(workload, cluster, pins)
-    why = in_short(found, search(workload, cluster) if pins.degrees else None)
+    cluster = question.grounds.cluster(workers)
+    found = _searched(question, cluster, pins)
+    why = in_short(found, search(question.workload, cluster, stack=question.stack) if pins.degrees else None)
     return replace(_priced(question, pins, found, found.chosen, layout), why=why)
 
 
 def _priced(question: Question, pins: Pins, found: Search, at: int, layout: Layout | None) -> Split:
     row, workers = found.candidates.row(at), found.cluster.devices
-    layout = layout or layout_from(row, question.shape)
+    cut = found.stage_layers(at) if int(row["pipeline"]) > 1 else ()
+    layout = replace(layout, stage_layers=cut) if layout else layout_from(row, cut)
     micro = int(row["micro_sequences"])
     if question.grounds.machine.device == "cpu" and "micro_sequences" not in pins.knobs:
         usual = cpu_micro_sequences(question.batch_sequences, layout, question.shape)
         with suppress(DoesNotFit):  # then as many as the planner found room for
-            settled = search(question.workload, found.cluster, pins=_settled(row, usual, pins))
+            settled = search(question.workload, found.cluster, stack=found.stack, pins=_settled(row, usual, pins))
             found, at, micro = settled, settled.chosen, usual
     return Split(
         layout=layout,
         threads=question.grounds.threads(workers),
         micro_sequences=micro,
+        shares=shares_of(found, at),
         points=int(found.points[at]),
-        forecast=_forecast(found, at) if question.grounds.known else None,
+        forecast=_forecast(question, found, at) if question.grounds.known else None,
         why=(),
     )
 
 
-def _forecast(found: Search, at: int) -> Forecast:
+def _forecast(question: Question, found: Search, at: int) -> Forecast:
     items = memory_items(found, at)
     return Forecast(
         step_s=float(found.step_s[at]),
@@ -179,6 +211,9 @@ def _forecast(found: Search, at: int) -> Forecast:
         bytes_per_device=float(found.reserved[at]),
         one_device_step_s=_one_device_step_s(found),
         error=found.tolerance,
+        basis=question.basis,
+        items=step_items(time_items(found, at)),
+        calibration=found.stack.calibration,
     )
 
 
@@ -186,15 +221,15 @@ def _one_device_step_s(found: Search) -> float | None:
     """What a step would take on the first of the devices alone."""
     first = replace(found.cluster.islands[0], per_node=1, nodes=1)
     try:
-        alone = search(found.workload, replace(found.cluster, islands=(first,)))
+        alone = search(found.workload, replace(found.cluster, islands=(first,)), stack=found.stack)
     except PlaitError:
         return None
     return float(alone.step_s[alone.fastest])
 
 
-def _searched(workload: Workload, cluster: Cluster, pins: Pins) -> Search:
+def _searched(question: Question, cluster: Cluster, pins: Pins) -> Search:
     try:
-        return search(workload, cluster, pins=pins)
+        return search(question.workload, cluster, stack=question.stack, pins=pins)
     except DoesNotFit as error:
         raise mended(error, pins) from None
 
@@ -204,4 +239,4 @@ def _settled(row: Row, micro_sequences: int, asked: Pins) -> Pins:
     split = {"shard_what": row["shard_what"]} if row["shard_what"] != "nothing" else {}
     degrees = {axis: int(row[axis]) for axis in AXES}
     knobs = {**knobs, **split, "micro_sequences": micro_sequences}
-    return Pins(degrees=degrees, knobs=knobs, stage_layers=asked.stage_layers)
+    return Pins(degrees=degrees, knobs=knobs, stage_layers=asked.stage_layers, shares=asked.shares)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from plait.cluster.cluster import Cluster
+from plait.plan.calibrate import UNTAUGHT, Calibration
 
 PROCESS_BYTES = 3.8e8
 """Of a worker's process on a processor beside its tensors: libraries, code, buffers (read on Linux with torch 2.13)."""
@@ -20,6 +21,8 @@ class Stack:
     """
 
     name: str
+    calibration: Calibration = UNTAUGHT
+    """What earlier runs on the same machines taught of computing (arithmetic.py) and of messages (timing.py)."""
     speed: float = 1.0
     """How fast the software is against this model's expectation: the one scalar that a measurement sets."""
     product_share: float = 1.0
@@ -90,9 +93,11 @@ class Stack:
     bucket_bytes: float = 0.0
     """Flat copies of gradients and parameters on their way, where the optimizer is sharded."""
     gradient_bytes: int = 4
-    """Bytes of one gradient as it is summed over ranks and kept."""
+    """Bytes of one gradient as it is kept, and as it is summed over ranks unless `gradient_transfer` halves that."""
     gradients_held_bytes: int = 0
     """Bytes that a parameter's gradients take where they are held more than once; 0: as `gradient_bytes`."""
+    gradient_transfer: Literal["float32", "bf16"] = "float32"
+    """The numbers in which gradients travel; float32 stands for those in which they are kept."""
     update_bytes: float = 30.0
     """Memory traffic of the optimizer per parameter that a rank updates."""
     state_bytes: int = 12
@@ -105,6 +110,14 @@ class Stack:
     """What no allocator of the program sees: the device's context, kernels, communication buffers."""
     shards_over: Literal["shard", "shard and context"] = "shard and context"
     """The ranks among which sharded states are split."""
+    memory: Literal["by share", "followed"] = "by share"
+    """How bytes are found: from shares and formulas that many programs obey, or by following plait's own step on
+    processors from tensor to tensor."""
+
+    @property
+    def gradient_sent_bytes(self) -> int:
+        """Bytes of one gradient on its way."""
+        return 2 if self.gradient_transfer == "bf16" else self.gradient_bytes
 
     def on(self, cluster: Cluster) -> Stack:
         """The same program there.
@@ -115,7 +128,7 @@ class Stack:
         here = replace(self, sends="ahead") if cluster.measured else self
         if any(island.device.kind != "cpu" for island in cluster.islands):
             return here
-        return replace(here, fixed_bytes=0.0, outside_bytes=PROCESS_BYTES)
+        return replace(here, fixed_bytes=0.0, outside_bytes=PROCESS_BYTES, memory="followed")
 
 
 # plait's own: no measurement of it went in yet but what its code does (loss in pieces, sums under the backward pass,

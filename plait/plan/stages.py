@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heapify, heapreplace
+from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
@@ -61,14 +62,33 @@ def balanced(layers: int, stages: int, head: float) -> tuple[int, ...]:
 
     Of equally cheap ways, the one with the fuller stages in front: a pipeline fills and drains behind them.
     """
+    return balanced_by_speed(layers, (1.0,) * stages, head)
+
+
+def balanced_by_speed(
+    layers: int, speeds: Sequence[float], head: float, lookup: float = 0.0, most: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Layers of stages of these speeds so that the slowest is done as early as can be.
+
+    The embedding costs as much as `lookup` layers and stands with the first, the head as `head` and stands with the
+    last. No stage gets more than `most` says, if they can hold all layers together.
+    """
+    stages = len(speeds)
     assert stages <= layers
-    costs = [*((1.0, stage) for stage in range(stages - 1)), (1.0 + head, stages - 1)]
+    limits = most if sum(most) >= layers and all(most) else (layers,) * stages
+    costs = [1.0] * stages
+    costs[0] += lookup
+    costs[-1] += head
     each = [1] * stages
-    heapify(costs)
+    queue = [((costs[stage] + 1) / speeds[stage], stage) for stage in range(stages) if limits[stage] > 1]
+    heapify(queue)
     for _ in range(layers - stages):
-        cost, cheapest = costs[0]
-        each[cheapest] += 1
-        heapreplace(costs, (cost + 1, cheapest))
+        stage = queue[0][1]
+        each[stage] += 1
+        if each[stage] == limits[stage]:
+            heappop(queue)
+        else:
+            heapreplace(queue, ((costs[stage] + each[stage]) / speeds[stage], stage))
     return tuple(each)
 
 

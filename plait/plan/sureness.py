@@ -13,7 +13,6 @@ from plait.plan.compute import ACHIEVABLE
 from plait.plan.evidence import Family, evidence, family_of
 from plait.plan.kinds import kind_words
 from plait.plan.search import Search, search
-from plait.plan.shares import shared_s
 from plait.plan.thresholds import FARTHEST, Flip, flips
 from plait.units import format_bytes, format_duration
 
@@ -74,14 +73,11 @@ RUNS: Mapping[Family, str] = {
 
 
 def idle_machines(found: Search) -> list[str]:
-    """Whether one machine alone would be as fast as all, and what unequal ones lose by equal shares."""
+    """Whether one machine alone would be as fast as all."""
     cluster = found.cluster
-    told = []
-    if 1 < cluster.nodes <= FEW_NODES:
-        told += [line for place in range(len(cluster.islands)) if (line := _alone(found, place))]
-    if len(cluster.islands) > 1:
-        told.append(_unequal(found))
-    return told
+    if not 1 < cluster.nodes <= FEW_NODES:
+        return []
+    return [line for place in range(len(cluster.islands)) if (line := _alone(found, place))]
 
 
 def _alone(found: Search, place: int) -> str | None:
@@ -99,17 +95,6 @@ def _alone(found: Search, place: int) -> str | None:
             "cost more waiting than they bring; leave them out, or join them by a faster link"
         )
     return f"{words} alone would take {format_duration(alone_s)} a step, {alone_s / step_s:.2g} times as long"
-
-
-def _unequal(found: Search) -> str:
-    names = " and ".join(island.device.name for island in found.cluster.islands)
-    shared = shared_s(found, found.chosen)
-    if shared is None or shared > 0.99 * found.step_s[found.chosen]:
-        return f"{names} are unequal, and the slowest sets the pace"
-    return (
-        f"{names} are unequal, and with equal shares the slowest sets the pace; shares in proportion to their speed "
-        f"would take {format_duration(shared)} a step"
-    )
 
 
 def _flip_sentence(found: Search, flip: Flip) -> str:

@@ -14,7 +14,8 @@ from plait.errors import PlaitError
 from plait.plan.candidates import Counts, Reals
 from plait.plan.collectives import roads
 from plait.plan.kinds import Row, kinds
-from plait.plan.search import Search, portions, search, simplest
+from plait.plan.pricing import portions
+from plait.plan.search import Search, search, simplest
 from plait.plan.timing import timing
 from plait.plan.workload import Workload
 

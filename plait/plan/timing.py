@@ -95,6 +95,7 @@ def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: 
     heads = np.where(busiest > held.most * per_layer, head, 0.0)
     host = host_s(scene.arithmetic, candidates, held.most, busiest)
     passes, sent = _passes(scene, busiest + host)
+    sent = sent * stack.calibration.messages
     stage = busiest + host + passes
     whole = np.where(alone, stage, (workload.layers * per_layer + head) + candidates.pipeline * (host + passes))
     # Fuller stages in front set the pace only while those behind them neither fill nor drain.
@@ -103,6 +104,7 @@ def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: 
     bubble = np.maximum(_bubble(scene, stage, whole) - np.where(alone, 0.0, eased), 0.0)
     bubble = bubble + 2 * (candidates.pipeline - 1) * sent  # until the first comes through, and the last comes back
     parameters, gradients, hidden = _data(scene, layer, again, layers, micros)
+    gradients = gradients + _ends(scene)
     optimizer = _optimizer(scene)
     busy = {
         "products": layers * (layer.products + layer.products_backward),
@@ -119,6 +121,7 @@ def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: 
     items = {name: micros * value / stack.speed for name, value in busy.items()}
     once = {"parameters": parameters, "gradients": gradients, "bubble": bubble, "optimizer": optimizer}
     items |= {name: value / stack.speed for name, value in once.items()}
+    items = {name: value * stack.calibration.of_messages(name) for name, value in items.items()}
     nodes = np.maximum(candidates.devices / scene.roads.per_node, 1)
     items["waiting"] = sum(items.values()) * stack.straggling * np.log2(nodes)
     return Timing(
@@ -202,7 +205,7 @@ def _data(scene: _Scene, layer: LayerTime, again: Reals, layers: Reals, micros: 
         return np.where(fully, by_layer, once)
 
     gather = moved("gather", "spread", scene.workload.number_bytes)
-    scatter = moved("scatter", "swap", stack.gradient_bytes)
+    scatter = moved("scatter", "swap", stack.gradient_sent_bytes)
     scatter = scatter * np.where(stack.sums_whole & (c.shard_what < SHARD_WHAT.index("gradients")), 2.0, 1.0)
     summed = _summed(scene, common / group, experts / group, pieces)
     window = stack.hides_parameters
@@ -220,6 +223,16 @@ def _data(scene: _Scene, layer: LayerTime, again: Reals, layers: Reals, micros: 
     return parameters, gradients, np.maximum(total - parameters - gradients, 0.0)
 
 
+def _ends(scene: _Scene) -> Reals:
+    """The sum of a tied head's gradient with the embedding's, which another stage has: the embedding's is the very last
+    of all gradients, so that nothing hides the sum."""
+    w, c = scene.workload, scene.candidates
+    table = scene.stack.gradient_sent_bytes * w.embedding_weights / c.tensor
+    apart = c.devices // c.pipeline * (c.pipeline - 1)
+    summed = collective_s(scene.roads, "reduce", table, np.where(c.pipeline > 1, 2, 1), np.maximum(apart, 1))
+    return summed * (w.tied and c.pipeline > 1)
+
+
 def _summed(scene: _Scene, common: Reals, experts: Reals, pieces: Reals) -> Reals:
     """Sums of gradients over the ranks that hold the same: copies of a shard, or everyone where nothing is sharded."""
     c, stack = scene.candidates, scene.stack
@@ -227,13 +240,13 @@ def _summed(scene: _Scene, common: Reals, experts: Reals, pieces: Reals) -> Real
     split = c.shard_what > 0
     copies = np.where(split, c.replicate, c.replicate * c.shard * c.context)
     far = np.where(split, c.tensor * c.shard * c.context, c.tensor)
-    summed = collective_s(scene.roads, "reduce", stack.gradient_bytes * common, copies, far, pieces)
+    summed = collective_s(scene.roads, "reduce", stack.gradient_sent_bytes * common, copies, far, pieces)
     few = np.maximum(copies / c.expert, 1)
-    summed += collective_s(scene.roads, "reduce", stack.gradient_bytes * experts, few, far * c.expert, pieces)
+    summed += collective_s(scene.roads, "reduce", stack.gradient_sent_bytes * experts, few, far * c.expert, pieces)
     # The pieces of a sequence, where each holds whole what the others hold.
     near = np.where(split, c.shard * c.context // sharded, 1)
     return summed + collective_s(
-        scene.roads, "reduce", stack.gradient_bytes * (common + experts), near, c.tensor, pieces
+        scene.roads, "reduce", stack.gradient_sent_bytes * (common + experts), near, c.tensor, pieces
     )
 
 

@@ -85,9 +85,22 @@ class _Watch(TorchDispatchMode):
             self._seen[key] = weakref.ref(storage, lambda _, key=key: self._forget(key)), nbytes
             self._live_bytes += nbytes
         elif known[1] != nbytes:
-            self._seen[key] = known[0], nbytes
-            self._live_bytes += nbytes - known[1]
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+            self._resized(key, nbytes)
+        if self._live_bytes > self.peak_bytes:
+            self._look_again()
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+
+    def _look_again(self) -> None:
+        """Sharded parameters are freed without an operation: their storages stay and shrink to nothing."""
+        for key, (reference, nbytes) in list(self._seen.items()):
+            storage = reference()
+            if storage is not None and storage.nbytes() != nbytes:
+                self._resized(key, storage.nbytes())
+
+    def _resized(self, key: int, nbytes: int) -> None:
+        reference, before = self._seen[key]
+        self._seen[key] = reference, nbytes
+        self._live_bytes += nbytes - before
 
     def _forget(self, key: int) -> None:
         self._live_bytes -= self._seen.pop(key)[1]

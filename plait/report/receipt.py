@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from math import isfinite, nan
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.report.atomic import replace_file
 from plait.report.metrics import StepReport
-from plait.units import format_bytes, format_count, format_duration
+from plait.units import counted, format_bytes, format_count, format_duration
 
 WARM_UP_STEPS = 3
+DERIVED = ("step_error", "memory_error", "rss_error", "speedup_vs_one", "efficiency")
+"""Written for those who read the file, and worked out anew when it is read."""
+ITEM_NAMES = {
+    "compute_s": "computing",
+    "waiting_s": "messages and other ranks",
+    "optimizer_s": "optimizer and the rest",
+    "data_s": "data",
+}
+WORTH_NAMING = 0.005
+"""Share of a step from which on an item is told to people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +57,22 @@ class Receipt:
     wall_s: float
     device_hours: float
     one_device_step_s: float | None
-    """What the plan expects of one device alone with the same batch: measured where a probe was, never run."""
+    """What the plan expects of one device (the first) alone with the same batch; never run."""
     cost_usd: float | None
     energy_wh: float | None
     versions: Mapping[str, str]
     device: str
+    one_device_from: Literal["measurement", "formulas"] | None = None
+    """Whether that was made from the times of a probe."""
+    predicted_items: Mapping[str, float] | None = None
+    """Seconds of a step by what a clock can tell apart, on the rank with most to compute: what a rank waits for within
+    its pipeline or tensor group is in its computing."""
+    measured_items: Mapping[str, float] | None = None
+    """The same, medians of the last start's steps after the first ones; None where ranks did not tell."""
+    predicted_rss_bytes: float | None = None
+    """Of a worker's process with its tensors; None on GPUs, whose memory is another."""
+    taught_by_runs: int = 0
+    """Earlier runs whose lessons are in the forecast."""
 
     @property
     def step_error(self) -> float | None:
@@ -75,10 +96,15 @@ class Receipt:
         """The same of the peak of tensors on the fullest device."""
         return _off(self.predicted_peak_bytes_per_device, max(self.peak_tensor_bytes, default=0))
 
+    @property
+    def rss_error(self) -> float | None:
+        """The same of the largest worker's process."""
+        return _off(self.predicted_rss_bytes, max(self.peak_rss_bytes, default=0))
+
     def write(self, path: Path) -> None:
         """Write receipt.json in one piece; raises RunFailed on a full disk."""
         values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
-        for name in ("step_error", "memory_error", "speedup_vs_one", "efficiency"):
+        for name in DERIVED:
             values[name] = _plain(getattr(self, name))
         replace_file(path, (json.dumps(values, indent=2, allow_nan=False) + "\n").encode())
 
@@ -100,10 +126,11 @@ class Speed:
 
 def read_receipt(path: Path) -> Receipt:
     """Read receipt.json; raises PlaitError where it is missing or is not one."""
-    names = [field.name for field in fields(Receipt)]
+    known = fields(Receipt)
     try:
         values: Any = json.loads(path.read_bytes())
-        found = {name: values[name] for name in names}
+        # What has a default came later than the first receipts.
+        found = {f.name: values[f.name] for f in known if f.default is MISSING or f.name in values}
     except FileNotFoundError:
         raise PlaitError(f"{path} is missing: the run has not finished; give its command again") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -156,10 +183,11 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         ("held-out loss", held_out),
         ("speed", speed),
         ("forecast", _forecast(receipt)),
+        ("where it went", _items(receipt)),
         ("speed-up", _speedup(receipt)),
         ("MFU", _text(receipt.mfu, "{:.1%}") + _text(receipt.mfu_causal, " ({:.1%} with causal attention)")),
         ("peak of tensors", _peak(receipt.peak_tensor_bytes)),
-        ("peak of memory", _peak(receipt.peak_rss_bytes)),
+        ("peak of memory", _peak(receipt.peak_rss_bytes) + _rss_forecast(receipt)),
         ("time", f"{format_duration(receipt.wall_s)}, {receipt.device_hours:.3g} device hours"),
         ("costs", _costs(receipt)),
         ("versions", ", ".join(f"{name} {version}" for name, version in receipt.versions.items())),
@@ -170,10 +198,29 @@ def _forecast(receipt: Receipt) -> str:
     if receipt.predicted_step_s is None or receipt.step_error is None:
         return ""
     told = f"{format_duration(receipt.predicted_step_s)} a step, {_apart(receipt.step_error)}"
+    if receipt.taught_by_runs:
+        told += f" (taught by {counted(receipt.taught_by_runs, 'run')})"
     if receipt.predicted_peak_bytes_per_device is None or receipt.memory_error is None:
         return told
     peak = format_bytes(receipt.predicted_peak_bytes_per_device)
     return f"{told}; {peak} of tensors, {_apart(receipt.memory_error)}"
+
+
+def _items(receipt: Receipt) -> str:
+    """The items of a step, measured and foretold."""
+    foretold, measured = receipt.predicted_items, receipt.measured_items
+    if foretold is None or measured is None:
+        return ""
+    named = [n for n in ITEM_NAMES if max(foretold[n], measured[n]) >= WORTH_NAMING * sum(measured.values())]
+    return ", ".join(
+        f"{ITEM_NAMES[n]} {format_duration(measured[n])} (forecast {format_duration(foretold[n])})" for n in named
+    )
+
+
+def _rss_forecast(receipt: Receipt) -> str:
+    if receipt.predicted_rss_bytes is None or receipt.rss_error is None:
+        return ""
+    return f"; forecast {format_bytes(receipt.predicted_rss_bytes)}, {_apart(receipt.rss_error)}"
 
 
 def _apart(error: float) -> str:
@@ -183,9 +230,10 @@ def _apart(error: float) -> str:
 def _speedup(receipt: Receipt) -> str:
     if receipt.world_size == 1 or receipt.speedup_vs_one is None or receipt.efficiency is None:
         return ""
+    source = {"measurement": " from its measured speed", "formulas": " from formulas", None: ""}
     return (
-        f"{receipt.speedup_vs_one:.2f} times one device alone, as the plan expects that to be: "
-        f"{receipt.efficiency:.0%} of {receipt.world_size}"
+        f"{receipt.speedup_vs_one:.2f} times one device alone, as the plan expects that to be"
+        f"{source[receipt.one_device_from]}: {receipt.efficiency:.0%} of {receipt.world_size}"
     )
 
 

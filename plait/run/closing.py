@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Literal
+
 from rich.console import Console as Screen
 
 from plait.cluster.catalog import reported_device
+from plait.errors import RunFailed
 from plait.model.shape import training_flops_per_token
+from plait.plan.calibrate import Basis, lesson_of, lesson_of_whole, lesson_words, untaught
 from plait.plan.plan import Plan
 from plait.plan.size import budget_of
 from plait.recipe.schema import RunConfig
-from plait.report.metrics import read_metrics
-from plait.report.receipt import Receipt, median_speed, read_receipt
+from plait.report.metrics import StepReport, read_metrics
+from plait.report.receipt import WARM_UP_STEPS, Receipt, median_speed, read_receipt
+from plait.run.calibration import learn
+from plait.run.compared import Compared
 from plait.run.folder import RunFolder
 from plait.units import format_duration
 
 TOLERATED_OVERRUN = 1.15
 
 
-def conclude(config: RunConfig, folder: RunFolder, plan: Plan, done: int, screen: Screen) -> None:
-    """Write and print the receipt of a finished run; say so when a time budget was missed."""
-    receipt = _receipt(folder, plan, done)
+def conclude(
+    config: RunConfig, folder: RunFolder, plan: Plan, done: int, screen: Screen, compared: Compared | None = None
+) -> None:
+    """Write and print the receipt of a finished run, and keep what it teaches; say so when a time budget was missed.
+
+    `compared` is the last start beside the plan, None where the plan foretold nothing.
+    """
+    receipt = _receipt(folder, plan, done, compared)
     receipt.write(folder.receipt)
     screen.print(receipt.table(), highlight=False)
     budget, wall_s = budget_of(config), receipt.wall_s
@@ -27,6 +40,8 @@ def conclude(config: RunConfig, folder: RunFolder, plan: Plan, done: int, screen
         screen.print(
             f"the run took {format_duration(wall_s)}, not {budget}: steps took other times than when they were measured"
         )
+    if compared is not None:
+        screen.print(_teach(compared), highlight=False, soft_wrap=True)
 
 
 def is_finished(folder: RunFolder) -> bool:
@@ -34,15 +49,16 @@ def is_finished(folder: RunFolder) -> bool:
     return folder.receipt.exists() and read_receipt(folder.receipt).steps >= folder.begun_plan().steps
 
 
-def _receipt(folder: RunFolder, plan: Plan, done: int) -> Receipt:
+def _receipt(folder: RunFolder, plan: Plan, done: int, compared: Compared | None) -> Receipt:
     steps, evaluations = read_metrics(folder.metrics)
-    speed = median_speed(steps, (0, done))
+    speed = median_speed(_of_this_plan(folder, steps, done), (0, done))
     evaluation = evaluations[-1] if evaluations else None
     so_far, forecast = folder.so_far, plan.forecast
     full, causal = (training_flops_per_token(plan.shape, plan.sequence, kind) for kind in ("full", "causal"))
     devices = plan.world_size if plan.device == "cuda" else max(1, len(plan.hosts))
     device_hours = so_far.wall_s * devices / 3600
     known = reported_device(plan.fingerprint["name"]) if plan.device == "cuda" else None
+    foretold, came = (compared.foretold, compared.came) if compared else (None, None)
     return Receipt(
         steps=plan.steps,
         tokens=steps[-1].tokens,
@@ -66,7 +82,40 @@ def _receipt(folder: RunFolder, plan: Plan, done: int) -> Receipt:
         energy_wh=_times(device_hours, known.watts if known else None),
         versions=dict(plan.fingerprint["versions"]),
         device=f"{devices} × {plan.fingerprint['name']}",
+        one_device_from=_SOURCES[foretold.basis] if foretold else None,
+        predicted_items=foretold.items.by_clock() if foretold else None,
+        measured_items=came.items.by_clock() if came and came.items else None,
+        predicted_rss_bytes=forecast.bytes_per_device if forecast and plan.device == "cpu" else None,
+        taught_by_runs=foretold.calibration.runs if foretold else 0,
     )
+
+
+_SOURCES: Mapping[Basis, Literal["measurement", "formulas"]] = {"clock": "measurement", "formulas": "formulas"}
+
+
+def _of_this_plan(folder: RunFolder, steps: Sequence[StepReport], done: int) -> Sequence[StepReport]:
+    """The steps that may be held against the plan: an earlier one of the same run may have had another layout."""
+    own = [report for report in steps if report.step > done + WARM_UP_STEPS]
+    return own if own and (folder.path / "plan-1.json").exists() else steps
+
+
+def _teach(compared: Compared) -> str:
+    """Keep what the run teaches the next forecast on these machines, and say what, or why nothing."""
+    foretold, came = compared.foretold, compared.came
+    why = compared.disturbance()
+    if came is None or why:
+        return f"the next plan here learns nothing from this run: {why}"
+    today = datetime.now(UTC).date().isoformat()
+    said = untaught(foretold.items, foretold.calibration)
+    computed_s = came.step_s - came.data_s
+    lesson = lesson_of(said, came.items, today) if came.items else lesson_of_whole(said, computed_s, today)
+    if lesson is None:
+        return "the next plan here learns nothing from this run: computing could not be told from waiting"
+    try:
+        learn(foretold.calibration.ground, lesson)
+    except RunFailed as error:  # the run itself is finished and safe
+        return f"what this run teaches was not kept: {error}"
+    return lesson_words(lesson, foretold.basis)
 
 
 def _times(device_hours: float, each: float | None) -> float | None:

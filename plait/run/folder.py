@@ -18,8 +18,9 @@ from plait.recipe.load import flat_values, load_recipe, recipe_text
 from plait.recipe.schema import RunConfig
 from plait.report.atomic import replace_file
 from plait.report.metrics import trim_metrics
+from plait.report.shares_file import check_lines
 
-MAY_CHANGE = ("train.budget", "layout.", "checkpoint.", "report.")
+MAY_CHANGE = ("train.budget", "layout.", "balance.", "checkpoint.", "report.")
 """What a begun run may be asked anew; `data.files` may move as long as the text in it is the same."""
 
 
@@ -62,6 +63,10 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def shares(self) -> Path:
+        return self.path / "shares.jsonl"
+
+    @property
     def has_begun(self) -> bool:
         return self.plan.exists() and self.recipe.exists()
 
@@ -73,12 +78,19 @@ class RunFolder:
         return read_plan(self.plan)
 
     def put(self, config: RunConfig, plan: Plan) -> None:
-        """Make recipe and plan the current ones; an earlier plan that differs is kept as plan-1.json, plan-2.json …"""
+        """Make recipe and plan the current ones; an earlier plan that differs is kept as plan-1.json, plan-2.json …
+
+        With a plan that splits the work otherwise goes shares.jsonl, as shares-1.jsonl and so on. Raises PlaitError
+        where it cannot be obeyed.
+        """
         if self.plan.exists() and self.plan.read_text() != plan.to_json():
             number = 1
             while (self.path / f"plan-{number}.json").exists():
                 number += 1
             (self.path / f"plan-{number}.json").write_text(self.plan.read_text())
+            if self.shares.exists() and _splits_otherwise(self.begun_plan(), plan):
+                self.shares.rename(self.path / f"shares-{number}.jsonl")
+        check_lines(self.shares, plan.parts)
         write_plan(plan, self.plan)
         aside = self.recipe.with_name(".recipe.toml")
         aside.write_text(recipe_text(config))
@@ -101,6 +113,10 @@ class RunFolder:
     def note_so_far(self, so_far: SoFar) -> None:
         """Keep what the sessions come to by now, for the receipt of a later one."""
         replace_file(self.path / "so-far.json", json.dumps(asdict(so_far)).encode())
+
+
+def _splits_otherwise(old: Plan, new: Plan) -> bool:
+    return (old.layout, old.hosts, old.parts) != (new.layout, new.hosts, new.parts)
 
 
 def run_folder(name: str) -> RunFolder:

@@ -70,6 +70,8 @@ def tensors_of(assembly: Assembly, extent: Extent) -> dict[str, Tensor]:
             for _ in range(STEPS_OF_EACH - 1):
                 state, _ = plain.step(state)
             found |= dict(_weights(assembly, "sgd"))
+            # A run may deal its batch out anew at any step.
+            assembly.reshare(assembly.plan.parts[::-1])
             for _ in range(STEPS_OF_EACH):
                 state, _ = assembly.step(state)
             found |= dict(_weights(assembly, "adamw"))

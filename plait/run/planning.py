@@ -14,12 +14,14 @@ from plait.cluster.topology import Machine
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.launch.job import Job, Message
+from plait.plan.calibrate import taught, untaught
 from plait.plan.choose import draft, settle, with_split
 from plait.plan.grounds import Grounds, Look
 from plait.plan.plan import Plan, read_plan, write_plan
 from plait.plan.split import Split, best_splits, simplest
 from plait.recipe.load import flat_values, recipe_text
 from plait.recipe.schema import RunConfig
+from plait.run.calibration import ground_of, recalled
 from plait.run.crew import Crew
 from plait.run.data import CACHE, corpus_facts
 
@@ -50,7 +52,7 @@ def make_plan(config: RunConfig, corpus: Corpus, site: Site, workers: Crew, *, f
     kept = _kept(key)
     if kept.exists() and not fresh:
         say("plan     as made before for this recipe on this machine (--replan makes a new one)")
-        return replace(read_plan(kept), corpus=str(corpus.folder))
+        return _taught(replace(read_plan(kept), corpus=str(corpus.folder)))
     outline = draft(config, corpus_facts(corpus), grounds_of(site, workers), recipe_hash=key)
     measured = list(outline.splits)
     if len(measured) > 1 or outline.plan.budget.unit == "seconds":
@@ -79,7 +81,24 @@ def proven_plan(
 
 def grounds_of(site: Site, workers: Crew) -> Grounds:
     """What a run is laid out on."""
-    return Grounds(machine=site.machine, peak_flops=site.peak_flops, given=workers.given, look=site.look)
+    machines = (site.machine, *site.others)
+    return Grounds(
+        machine=site.machine,
+        peak_flops=site.peak_flops,
+        given=workers.given,
+        look=site.look,
+        recall=lambda precision, basis: recalled(ground_of(machines, precision, basis)),
+    )
+
+
+def _taught(plan: Plan) -> Plan:
+    """A plan that was made before, its forecast with what runs have taught since."""
+    forecast = plan.forecast
+    if forecast is None or forecast.items is None or not forecast.calibration.ground:
+        return plan
+    now = recalled(forecast.calibration.ground)
+    items = taught(untaught(forecast.items, forecast.calibration), now)
+    return replace(plan, forecast=replace(forecast, step_s=items.step_s, items=items, calibration=now))
 
 
 def _kept(key: str) -> Path:
@@ -109,6 +128,7 @@ def _moved(plan: Plan, here: Plan) -> Plan:
         compile=here.compile,
         layout=here.layout,
         threads=here.threads,
+        balance_every_steps=here.balance_every_steps,
         corpus=here.corpus,
         peak_flops=here.peak_flops,
         fingerprint=here.fingerprint,

@@ -13,7 +13,7 @@ from plait.layout import Layout
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import SIZES, explicit_shape, named_shape
 from plait.plan import rules
-from plait.plan.fit import check_layout, layout_of, named_degrees
+from plait.plan.fit import check_layout, check_shares, layout_of, named_degrees
 from plait.plan.plan import OptimizerPlan, Plan, Precision
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, Every
@@ -26,17 +26,23 @@ CLIP = 0.25
 
 
 def asked_layout(config: RunConfig) -> tuple[ModelShape, Layout]:
-    """The model and the layout that a recipe names; raises PlaitError with the mend for a layout that cannot be.
+    """The model and the layout that a recipe names; raises PlaitError with the mend for what cannot be.
 
     Without any named degree it is the layout of two copies.
     """
     degrees = named_degrees(config) or {"replicate": 2}
     shape = asked_shape(config, degrees)
     layout = layout_of(config, shape, degrees)
-    asked = config.train.batch_tokens
-    batch = layout.batch_parts if asked == "auto" else asked // shape.sequence
+    asked, shares = config.train.batch_tokens, asked_shares(config)
+    batch = (sum(shares) or layout.batch_parts) if asked == "auto" else asked // shape.sequence
     check_layout(layout, shape, sequence=shape.sequence, batch_sequences=batch)
+    check_shares(shares, layout, batch)
     return shape, layout
+
+
+def asked_shares(config: RunConfig) -> tuple[int, ...]:
+    """The shares that a recipe names; none are equal ones."""
+    return () if config.layout.shares == "auto" else config.layout.shares
 
 
 def asked_shape(config: RunConfig, degrees: dict[str, int]) -> ModelShape:
@@ -116,11 +122,22 @@ def _shrunk_heads(shape: ModelShape, tensor: int) -> tuple[int, int]:
     return lcm(tensor, group * kv_heads), kv_heads
 
 
-def shrunk_plan(config: RunConfig, shape: ModelShape, layout: Layout, *, corpus: str = "") -> Plan:
-    """A run of ten steps in float64 in one thread a rank: unequal shares, micro-batches that differ in size."""
+def shrunk_shares(shares: tuple[int, ...], batch_sequences: int) -> tuple[int, ...]:
+    """The same shares of a smaller batch, in which everybody still has a sequence."""
+    small = [1] * len(shares)
+    for _ in range(batch_sequences - len(small) if shares else 0):
+        neediest = max(range(len(small)), key=lambda part: shares[part] / (small[part] + 1))
+        small[neediest] += 1
+    return tuple(small)
+
+
+def shrunk_plan(config: RunConfig, shape: ModelShape, layout: Layout, shares: tuple[int, ...] = ()) -> Plan:
+    """A run of ten steps in float64 in one thread a rank: shares and micro-batches of unequal sizes in any case."""
     small = shrunk_layout(layout)
     tiny = shrunk_shape(shape, small)
     micros, parts = max(3, small.pipeline), small.batch_parts
+    # No multiple of the parts, and a part of it no multiple of a micro-batch: neither comes out equal.
+    batch_sequences = parts * (2 * micros - 1) - parts // 2
     return Plan(
         layout=small,
         threads=1,
@@ -129,13 +146,13 @@ def shrunk_plan(config: RunConfig, shape: ModelShape, layout: Layout, *, corpus:
         compile="off",
         shape=tiny,
         sequence=tiny.sequence,
-        # The last micro-batch is smaller than the others, and half of the ranks have none at all.
-        batch_sequences=parts * (2 * micros - 1) - parts // 2,
+        batch_sequences=batch_sequences,
         micro_sequences=2,
+        shares=shrunk_shares(shares, batch_sequences),
         budget=Amount(2 * STEPS_OF_EACH, "steps"),
         steps=2 * STEPS_OF_EACH,
         optimizer=_optimizer(config),
-        corpus=corpus,
+        corpus="",
         corpus_hash="",
         documents="mask",
         checkpoint_every=Every(2 * STEPS_OF_EACH, "steps"),

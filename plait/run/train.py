@@ -16,9 +16,11 @@ from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.launch.job import Job, JobResult, Message
 from plait.layout import in_words
+from plait.plan.calibrate import taught_words
 from plait.plan.choose import described
 from plait.plan.pace import longer, with_reports
 from plait.plan.plan import Plan
+from plait.plan.rebalance import cannot_help
 from plait.plan.size import budget_of
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
@@ -26,6 +28,7 @@ from plait.report.console import Console
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.receipt import read_receipt
 from plait.run.closing import conclude, is_finished
+from plait.run.compared import Compared, compare, compared_with
 from plait.run.crew import Crew, PlacedCrew, crew, dismiss_others, log_folder, refuse_torchrun, serve_if_asked
 from plait.run.data import prepare_data, told
 from plait.run.depot import refuse_joined
@@ -110,11 +113,14 @@ def _train(config: RunConfig, folder: RunFolder, workers: Crew, plan: Plan, scre
             screen.print(f"[yellow]passed over[/yellow] {sentence}", highlight=False)
         screen.print(f"resume   from {point.path.name}")
     done = point.manifest.step if point else 0
-    result, step = _run(plan, folder, workers, done, point.path.name if point else None, screen)
+    bar = Console(plan.steps, done, screen=screen)
+    compared = compared_with(plan, done, bar.note)
+    session = _Session(folder, bar, compared)
+    result, step = _run(plan, folder, workers, done, point.path.name if point else None, session)
     if step < plan.steps:
         screen.print(f"stopped after step {step} of {plan.steps}, saved; the same command goes on from there")
         return result.stopped_by
-    conclude(config, folder, plan, done, screen)
+    conclude(config, folder, plan, done, screen, compared)
     return "finished"
 
 
@@ -159,7 +165,8 @@ def _introduce(plan: Plan, site: Site, reasons: Sequence[str], screen: Screen) -
     crew_words = f"{plan.world_size} worker{'s' if plan.world_size > 1 else ''}"
     split = in_words(plan.layout)
     screen.print(f"layout   {split}: {crew_words} × {plan.threads} threads, {plan.precision}")
-    for reason in reasons:
+    useless = cannot_help(plan)
+    for reason in [*reasons, *([useless] if useless else [])]:
         screen.print(f"         · {reason}", highlight=False, markup=False)
     for line in _time_words(plan):
         screen.print(line, highlight=False)
@@ -173,6 +180,8 @@ def _time_words(plan: Plan) -> list[str]:
             f"forecast {format_duration(plan.forecast.step_s)} a step, give or take {plan.forecast.error:.0%}, and "
             f"{format_bytes(plan.forecast.bytes_per_device)} a device"
         )
+        learnt = taught_words(plan.forecast.calibration, plan.forecast.items, plan.forecast.basis)
+        told += [f"         · {learnt}"] if learnt else []
     if plan.step_s:
         whole = format_duration(plan.steps * plan.step_s)
         told.append(f"time     about {whole} at {format_duration(plan.step_s)} a step, as timed here")
@@ -182,22 +191,31 @@ def _time_words(plan: Plan) -> list[str]:
 class _Session:
     """One start of the workers: shows what they tell, and keeps account of it in the run's folder."""
 
-    def __init__(self, folder: RunFolder, bar: Console) -> None:
+    def __init__(self, folder: RunFolder, bar: Console, compared: Compared | None) -> None:
         self.step = 0
-        self._folder, self._bar = folder, bar
+        self._folder, self._bar, self._compared = folder, bar, compared
         self._counted_at = time.monotonic()
 
     def on_message(self, message: Message) -> None:
         values = dict(message.values)
+        if self._compared:
+            compare(self._compared, message.kind, values)
         if message.kind == "step":
             self._bar.step(StepReport(**_numbers(values)))
         elif message.kind == "evaluation":
             self._bar.evaluation(EvalReport(**_numbers(values)))
+        elif message.kind == "note":
+            self._bar.note(values["text"])
         elif message.kind == "memory":
             self.count(**{key: tuple(value) for key, value in values.items()})
         elif message.kind == "saved":
             self.step = values["step"]
             self.count()
+
+    def close(self) -> None:
+        """No more messages will come."""
+        self._bar.close()
+        self.count()
 
     def count(self, **peaks: Sequence[int]) -> None:
         """Add the time since the last count, and memory peaks where they are news."""
@@ -208,11 +226,9 @@ class _Session:
 
 
 def _run(
-    plan: Plan, folder: RunFolder, workers: Crew, done: int, resume: str | None, screen: Screen
+    plan: Plan, folder: RunFolder, workers: Crew, done: int, resume: str | None, session: _Session
 ) -> tuple[JobResult, int]:
     """Start the workers and wait for their end; returns also the step that is saved."""
-    bar = Console(plan.steps, done, screen=screen)
-    session = _Session(folder, bar)
     session.step = done
     job = Job(
         entry="plait.train.worker:main",
@@ -224,8 +240,7 @@ def _run(
     try:
         return workers.run(job, session.on_message), session.step
     finally:
-        bar.close()
-        session.count()
+        session.close()
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:

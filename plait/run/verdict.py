@@ -63,6 +63,8 @@ EXACT = Bars(gradient=1e-10, parameter=1e-9, least_share=1e-6)
 """For float64."""
 SINGLE = Bars(gradient=1e-4, parameter=1e-4, least_share=1e-2)
 """For float32: its 7 digits leave nothing of a gradient far below the others."""
+ROUNDED = Bars(gradient=2e-2, parameter=2e-2, least_share=1e-6)
+"""For gradients that travel as bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,8 @@ from plait.run.crew import Crew, crew, serve_if_asked
 from plait.run.data import CACHE
 from plait.run.outputs import check_output, write_output
 from plait.run.planning import Interrupted, look_around
-from plait.run.shrink import asked_layout, shrunk_plan, suited_to
-from plait.run.verdict import EXACT, SINGLE, Bars, Verdict, judge
+from plait.run.shrink import asked_layout, asked_shares, shrunk_plan, suited_to
+from plait.run.verdict import EXACT, ROUNDED, SINGLE, Bars, Verdict, judge
 
 ENTRY = "plait.run.oracle:rank"
 NOISE_FACTOR = 4.0
@@ -55,15 +55,19 @@ def verify(
     check_output(json_file)
     config = load_recipe(recipe, overrides)
     shape, layout = asked_layout(config)
+    plan = shrunk_plan(config, shape, layout, asked_shares(config))
     with crew() as workers:
         _check_given(layout, workers)
         if where == "anywhere":
-            screen.print(f"layout   {layout}: {_gloo_words(layout)} in float64, beside one plain process")
-            verdict = prove(config, shrunk_plan(config, shape, layout), workers)
+            told = f"{layout}{_shares_words(plan)}: {_gloo_words(layout)} in float64, beside one plain process"
+            screen.print(f"layout   {told}", highlight=False)
+            verdict = prove(config, plan, workers)
+            if verdict.ok and config.train.gradient_transfer == "bf16":
+                verdict = _prove_rounded(config, plan, workers, screen)
         else:
             machine = look_around(workers, usable_cores()).machine
             check_devices(layout, machine)
-            verdict = _prove_here(config, shrunk_plan(config, shape, layout), machine, workers, screen)
+            verdict = _prove_here(config, plan, machine, workers, screen)
     _tell(verdict, screen)
     if json_file is not None:
         write_output(json_file, verdict.to_json())
@@ -83,6 +87,13 @@ def prove(config: RunConfig, plan: Plan, workers: Crew, *, extent: Extent = "all
         return judge(folder / "reference.safetensors", ranks, plan.layout, lr=plan.optimizer.lr, bars=bars)
 
 
+def _prove_rounded(config: RunConfig, plan: Plan, workers: Crew, screen: Screen) -> Verdict:
+    """The proof once more with gradients that travel as the recipe asks; it is exact but for their rounding."""
+    screen.print("         exact where gradients travel whole; now as bfloat16, which changes the numbers")
+    rounded = replace(plan, gradient_transfer="bf16")
+    return prove(config, rounded, workers, extent="gradients", bars=ROUNDED)
+
+
 def check_once(config: RunConfig, plan: Plan, workers: Crew, screen: Screen) -> None:
     """One small step of a run's layout against one plain process, the first time this machine meets the layout.
 
@@ -90,10 +101,10 @@ def check_once(config: RunConfig, plan: Plan, workers: Crew, screen: Screen) -> 
     """
     if plan.world_size == 1:
         return
-    small = shrunk_plan(config, plan.shape, plan.layout)
+    small = shrunk_plan(config, plan.shape, plan.layout, plan.shares)
     if plan.device == "cuda":
         small = suited_to(small, "cuda", "float32")
-    what = [asdict(small.layout), asdict(small.shape), plan.device, dict(plan.fingerprint)]
+    what = [asdict(small.layout), small.parts, asdict(small.shape), plan.device, dict(plan.fingerprint)]
     key = sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
     kept = CACHE / "verified" / f"{key}.json"
     if kept.exists():
@@ -114,7 +125,8 @@ def check_once(config: RunConfig, plan: Plan, workers: Crew, screen: Screen) -> 
 def _prove_here(config: RunConfig, plan: Plan, machine: Machine, workers: Crew, screen: Screen) -> Verdict:
     """The worse of two verdicts: in float32 without shortcuts, and as the run itself computes."""
     single = suited_to(plan, machine.device, "float32")
-    screen.print(f"layout   {plan.layout} on {plan.world_size} × {machine.name}, in float32")
+    told = f"{plan.layout}{_shares_words(plan)} on {plan.world_size} × {machine.name}, in float32"
+    screen.print(f"layout   {told}", highlight=False)
     strict = prove(config, single, workers, extent="gradients", bars=SINGLE)
     precision = _own_precision(config, machine)
     own = replace(suited_to(plan, machine.device, precision), compile="blocks" if machine.device == "cuda" else "off")
@@ -133,10 +145,10 @@ def _prove_here(config: RunConfig, plan: Plan, machine: Machine, workers: Crew, 
 
 
 def _noise(config: RunConfig, plan: Plan, workers: Crew) -> float:
-    """The largest error between two runs on one device that add in another order."""
+    """The largest error between two runs on one device that add in another order: all at once, one by one."""
     with _folder(workers) as parent:
         files = []
-        for micro in (plan.micro_sequences, 1):
+        for micro in (plan.batch_sequences, 1):
             folder = parent / str(micro)
             folder.mkdir()
             _prepare(folder, config, replace(plan, micro_sequences=micro))
@@ -187,6 +199,10 @@ def _check_given(layout: Layout, workers: Crew) -> None:
 def _own_precision(config: RunConfig, machine: Machine) -> Precision:
     asked = config.train.precision
     return asked if asked != "auto" else "bf16" if machine.device == "cuda" else "float32"
+
+
+def _shares_words(plan: Plan) -> str:
+    return f" with shares of {' + '.join(map(str, plan.shares))} sequences" if plan.shares else ""
 
 
 def _gloo_words(layout: Layout) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.data.loader import Loader, Micro, Samples, heldout_micros
 from plait.data.order import make_order
 from plait.data.shards import Corpus, open_corpus
-from plait.layout import Layout, share
+from plait.layout import Layout
 from plait.model.gpt import GPT
 from plait.model.init import first_value
 from plait.model.shape import ModelShape
@@ -75,6 +74,11 @@ class Assembly:
         """[sum of losses, tokens] over the whole held-out part, each of its tokens once. Every rank must call it."""
         return self.sums(self.evaluate_micros(self.heldout()))
 
+    def reshare(self, parts: tuple[int, ...]) -> None:
+        """From the next step on each part of the batch takes so many sequences; every rank must be told the same."""
+        layout = self.plan.layout if self.sums.size > 1 else Layout()
+        self.loader.take(samples_of(replace(self.plan, shares=parts), layout, self.sums.index, self.device))
+
     def tensors(self) -> list[Tensor]:
         """What stays from step to step: weights, moments, gradient buckets."""
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
@@ -111,7 +115,7 @@ def assemble(
         optimizer=make_optimizer(woven.units, plan.optimizer),
         corpus=corpus,
         loader=loader,
-        heldout=partial(heldout_micros, corpus, samples),
+        heldout=lambda: heldout_micros(corpus, loader.samples),
         sums=sums,
         run_micros=run_micros,
         evaluate_micros=evaluate_micros,
@@ -129,23 +133,32 @@ def put_first_values(woven: Woven, shape: ModelShape, seed: int) -> None:
 
 
 def samples_of(plan: Plan, layout: Layout, rank: int, device: torch.device) -> Samples:
-    """What a rank of a layout reads of each step."""
-    part = layout.batch_part(rank)
-    first, count = share(plan.batch_sequences, layout.batch_parts, part)
+    """What a rank of a layout, the plan's or one that cuts nothing, reads of each step."""
+    parts = plan.parts if layout.batch_parts > 1 else (plan.batch_sequences,)
+    assert len(parts) == layout.batch_parts and min(parts) > 0 and sum(parts) == plan.batch_sequences
+    place, part = layout.coordinates(rank), layout.batch_part(rank)
     return Samples(
         sequence=plan.sequence,
-        batch_sequences=plan.batch_sequences,
-        first=first,
-        count=count,
+        parts=parts,
+        part=part,
+        meeting=_meeting(layout, part),
         micro_sequences=plan.micro_sequences,
-        micros=ceil(ceil(plan.batch_sequences / layout.batch_parts) / plan.micro_sequences),
         documents=plan.documents,
         device=device,
-        part=part,
-        parts=layout.batch_parts,
-        context=layout.coordinates(rank)["context"],
+        context=place["context"],
         contexts=layout.context,
     )
+
+
+def _meeting(layout: Layout, part: int) -> range:
+    """The parts of the batch whose ranks meet this one's in each micro-batch: where parameters lie split over them.
+
+    Else parts only meet once a step, where gradients are summed: after the last micro-batch, however many there were.
+    """
+    if layout.shard == 1 or layout.shard_what == "optimizer":
+        return range(part, part + 1)
+    first = part - part % layout.shard
+    return range(first, first + layout.shard)
 
 
 def runners(woven: Woven, autocast: Autocast) -> tuple[RunMicros, EvaluateMicros]:

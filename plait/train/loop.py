@@ -6,7 +6,7 @@ Knows neither recipe nor model nor mesh: it gets values and callables.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,6 +28,8 @@ class Pace:
     evaluate_every_steps: int
     """0: only at the end."""
     checkpoint_every: Every
+    balance_every_steps: int = 0
+    """How often shares of the batch may change; 0: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,8 @@ class Actions:
     save: Callable[[TrainState], None]
     agree: Callable[[bool, bool], tuple[bool, bool]]
     """(stop asked here?, save due here?) to (stop, save), the same answer on every rank."""
+    reckon: Callable[[TrainState], Sequence[str]]
+    """After every fetch of scalars: looks at how even the load is, and answers what there is to say."""
     stop_requested: Callable[[], bool]
     learning_rate: Callable[[int], float]
     data_wait_s: Callable[[], float]
@@ -75,9 +79,12 @@ def run_loop(
         due = _save_due(pace.checkpoint_every, state.step - saved_step, time.monotonic() - saved_at)
         stop, save = actions.agree(actions.stop_requested(), due)
         evaluate = last or _divides(pace.evaluate_every_steps, state.step)
-        if not (_divides(pace.report_every_steps, state.step) or last or stop or save or evaluate):
+        fetch = _divides(pace.report_every_steps, state.step) or _divides(pace.balance_every_steps, state.step)
+        if not (fetch or last or stop or save or evaluate):
             continue
         state = _flush(pending, state, began, actions, sink)
+        for sentence in actions.reckon(state):
+            sink.note(sentence)
         if evaluate and (report := actions.evaluate(state)):
             sink.evaluation(report)
         if save or stop or last:

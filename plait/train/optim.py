@@ -24,7 +24,13 @@ def make_optimizer(units: Sequence[Unit], plan: OptimizerPlan) -> torch.optim.Ad
         {"params": [unit.parameter for unit in units if unit.decays], "weight_decay": plan.weight_decay},
         {"params": [unit.parameter for unit in units if not unit.decays], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=plan.lr, betas=plan.betas, eps=1e-8, fused=True)
+    groups = [group for group in groups if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=plan.lr, betas=plan.betas, eps=1e-8, fused=True)
+    # As AdamW makes it in its first step, but from the beginning: the first step then holds what every step holds.
+    for parameter in (unit.parameter for unit in units):
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+    return optimizer
 
 
 def learning_rate(plan: OptimizerPlan, step: int, steps: int) -> float:

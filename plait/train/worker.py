@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -24,7 +25,9 @@ from plait.report.memory import LiveTensorPeak, peak_rss_bytes
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.sinks import MetricsFile, Several, Sink, TensorBoard
 from plait.train.assemble import Assembly, assemble
+from plait.train.balance import Balance
 from plait.train.loop import Actions, Pace, run_loop
+from plait.train.meter import clock_of, metered
 from plait.train.optim import learning_rate
 from plait.train.persist import restore, save
 from plait.train.state import TrainState
@@ -60,6 +63,7 @@ def main(context: Context, argument: str) -> None:
         mesh = make_mesh(plan.layout, plan.device)
         torch.manual_seed(config.run.seed + context.rank)
         assembly = assemble(config, plan, sums=world, mesh=mesh)
+        assembly, meter = metered(assembly, clock_of(assembly.device))
         state = TrainState()
         if asked["resume"]:
             path = folder / "checkpoints" / asked["resume"]
@@ -67,8 +71,9 @@ def main(context: Context, argument: str) -> None:
         sink = _sinks(context, folder, state.step)
         memory = _FirstStep(assembly, world)
         try:
+            balance = Balance(assembly, meter, folder / "shares.jsonl", world, tell=partial(context.tell, "times"))
             keep = _keeper(context, assembly, folder / "checkpoints", world, asked["parts"])
-            run_loop(state, _pace(plan), _actions(context, assembly, keep, world, memory), sink)
+            run_loop(state, _pace(plan), _actions(context, assembly, keep, balance, memory), sink)
         finally:
             sink.close()
             assembly.loader.close()
@@ -107,6 +112,7 @@ def _pace(plan: Plan) -> Pace:
         report_every_steps=plan.report_every_steps,
         evaluate_every_steps=plan.evaluate_every_steps,
         checkpoint_every=plan.checkpoint_every,
+        balance_every_steps=plan.balance_every_steps,
     )
 
 
@@ -123,8 +129,8 @@ def _keeper(context: Context, assembly: Assembly, folder: Path, world: Sums, par
     return lambda state: save(assembly, state, folder, world, send=send if parts == "sent" else None)
 
 
-def _actions(context: Context, assembly: Assembly, keep: Keep, world: Sums, memory: _FirstStep) -> Actions:
-    plan = assembly.plan
+def _actions(context: Context, assembly: Assembly, keep: Keep, balance: Balance, memory: _FirstStep) -> Actions:
+    plan, world = assembly.plan, assembly.sums
     flops_per_token = training_flops_per_token(plan.shape, plan.sequence, "full")
 
     def save_here(state: TrainState) -> None:
@@ -139,10 +145,11 @@ def _actions(context: Context, assembly: Assembly, keep: Keep, world: Sums, memo
         return bool(flags[0]), bool(flags[1])
 
     return Actions(
-        step=memory.watched,
+        step=lambda state: balance.step(memory.watched, state),
         evaluate=lambda state: evaluation(assembly, state.step),
         save=save_here,
         agree=agree,
+        reckon=balance.reckon,
         stop_requested=context.stop_requested,
         learning_rate=lambda step: learning_rate(plan.optimizer, step, plan.steps),
         data_wait_s=lambda: assembly.loader.wait_s,

@@ -14,6 +14,7 @@ from plait.launch.job import RankContext
 from plait.parallel.buckets import Ranks, Shared
 from plait.parallel.mesh import GroupSums, make_groups, open_store
 from plait.parallel.reduce import Reducer
+from plait.parallel.travel import LibraryScatter, LibrarySum, Transfer, own_part, wait_for
 from plait.plan.placement import whole
 
 SMALL_BUCKET_BYTES = 64
@@ -55,14 +56,48 @@ def shared(model: nn.Module, ranks: Ranks) -> list[Shared]:
 
 def reduce_branches(context: RankContext, argument: str) -> None:
     """Two steps of two micro-batches; ranks but 0 go through the branches backwards and never reach "c"."""
+    asked = json.loads(argument)
     with_group(context)
     model = Branches()
-    weights = shared(model, everybody(context))
-    reducer = Reducer(weights, make_groups([everybody(context)]), bucket_bytes=SMALL_BUCKET_BYTES)
+    reducer = reducer_of_all(context, model, asked.get("transfer", "float32"))
     for step in (1, 2):
         take_step(reducer, model, context.rank, step)
         grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        save_file(grads, Path(argument) / f"step-{step}-rank-{context.rank}.safetensors")
+        save_file(grads, Path(asked["folder"]) / f"step-{step}-rank-{context.rank}.safetensors")
+    dist.destroy_process_group()
+
+
+def reducer_of_all(context: RankContext, model: Branches, transfer: Transfer) -> Reducer:
+    """Sums over all ranks, in small buckets."""
+    weights, groups = shared(model, everybody(context)), make_groups([everybody(context)])
+    return Reducer(weights, groups, bucket_bytes=SMALL_BUCKET_BYTES, transfer=transfer)
+
+
+def reduce_large_and_small(context: RankContext, argument: str) -> None:
+    """Every gradient is 256 on rank 0 and 1 on the others."""
+    with_group(context)
+    model = Branches()
+    reducer = reducer_of_all(context, model, "bf16")
+    reducer.open()
+    reducer.arm(0)
+    (torch.stack([p.sum() for p in model.parameters()]).sum() * (256 if context.rank == 0 else 1)).backward()
+    reducer.close()
+    context.tell("sums", sums=[float(p.grad.mean()) for p in model.parameters() if p.grad is not None])
+    dist.destroy_process_group()
+
+
+def sum_by_library(context: RankContext, argument: str) -> None:
+    """What GPUs do, over gloo: 1 to 12 on rank 0, twice that on rank 1 and so on, summed for all and in parts."""
+    with_group(context)
+    group, found = dist.group.WORLD, []
+    assert group is not None
+    for transfer in ("float32", "bf16"):
+        summed, parted = (torch.arange(1.0, 13.0) * (context.rank + 1) for _ in range(2))
+        for way in (LibrarySum(summed, group, transfer), LibraryScatter(parted, group, transfer)):
+            for works in way.course():
+                wait_for(works)
+        found.append([summed.tolist(), own_part(parted, group).tolist()])
+    context.tell("sums", found=found)
     dist.destroy_process_group()
 
 
@@ -79,7 +114,9 @@ def split_branches(context: RankContext, argument: str) -> None:
     sets |= {tuple(r for r in everyone if r % split == rank % split) for rank in everyone}
     groups = make_groups(sorted(sets))
     model = Branches()
-    reducer = Reducer(shared(model, same_part), groups, groups[neighbours], asked["bucket_bytes"])
+    reducer = Reducer(
+        shared(model, same_part), groups, groups[neighbours], asked["bucket_bytes"], asked.get("transfer", "float32")
+    )
     units = reducer.split_units()
     for step in (1, 2):
         take_step(reducer, model, context.rank, step)

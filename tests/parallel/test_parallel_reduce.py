@@ -26,7 +26,7 @@ TWO: Ranks = (0, 1)
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_gradients_are_sums_whatever_order_backward_takes_on_each_rank(reduce_on, tmp_path: Path, workers: int) -> None:
-    reduce_on("reduce_branches", workers, str(tmp_path))
+    reduce_on("reduce_branches", workers, json.dumps({"folder": str(tmp_path)}))
     weights = {name: p.detach() for name, p in Branches().named_parameters()}
     for step in (1, 2):
         ranks = [load_file(tmp_path / f"step-{step}-rank-{rank}.safetensors") for rank in range(workers)]

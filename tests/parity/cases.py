@@ -34,6 +34,16 @@ EVERY_DAY: dict[str, tuple[str, Layout]] = {
     "pipeline × shard": ("llama", Layout(pipeline=2, stage_layers=(3, 5), shard=2)),
 }
 
+UNEQUAL: dict[str, tuple[str, Layout, tuple[int, ...]]] = {
+    "replicate": ("gpt2", Layout(replicate=2), (3, 1)),
+    "shard": ("qwen2", Layout(shard=2), (3, 1)),
+    "shard parameters": ("gpt2", Layout(shard=2, shard_what="parameters"), (3, 1)),
+    "replicate × pipeline": ("qwen3", Layout(replicate=2, pipeline=2, stage_layers=(3, 1)), (3, 1)),
+    "replicate × tensor": ("multi-query", Layout(replicate=2, tensor=2), (1, 3)),
+    "shard × context": ("llama", Layout(shard=2, context=2), (3, 1)),
+}
+"""With the shares that the parts of the batch have of each step."""
+
 _TWO = (3, 5)
 _FOUR = (1, 2, 1, 2)
 _VIRTUAL = (1, 2, 2, 1)
@@ -84,6 +94,22 @@ LONG: tuple[Layout, ...] = (
     Layout(pipeline=2, stage_layers=_TWO, shard=2, context=2, schedule="zero-bubble"),
     Layout(pipeline=2, stage_layers=_TWO, shard=2, tensor=2, shard_what="parameters", recompute="full"),
 )
+
+
+UNEQUAL_LONG: tuple[tuple[Layout, tuple[int, ...]], ...] = (
+    (Layout(replicate=4), (1, 9, 2, 5)),
+    (Layout(shard=3), (1, 1, 30)),
+    (Layout(shard=3, shard_what="parameters", recompute="full"), (1, 1, 30)),
+    (Layout(replicate=2, shard=2), (5, 3, 2, 1)),
+    (Layout(replicate=2, shard=2, shard_what="parameters"), (5, 3, 2, 1)),
+    (Layout(shard=2, context=2, shard_what="parameters"), (1, 4)),
+    (Layout(shard=2, tensor=2, shard_what="parameters"), (4, 1)),
+    (Layout(pipeline=2, stage_layers=_TWO, replicate=2, schedule="zero-bubble"), (5, 1)),
+    (Layout(pipeline=2, stage_layers=_VIRTUAL, shard=2, schedule="interleaved"), (5, 1)),
+    (Layout(pipeline=2, stage_layers=_TWO, shard=2, shard_what="parameters"), (1, 5)),
+    (Layout(pipeline=2, stage_layers=_TWO, shard=2, tensor=2), (3, 1)),
+)
+"""With so unequal ones that a part may have a single sequence, or fewer than there are micro-batches."""
 
 
 def pairs() -> list[tuple[Layout, str]]:

@@ -8,12 +8,12 @@ import pytest
 
 from plait.layout import Layout, conflict
 from plait.model.shape import weight_sizes
-from plait.plan.fit import check_layout
+from plait.plan.fit import check_layout, check_shares
 from plait.recipe.load import parse_config
 from plait.run.crew import OwnCrew
 from plait.run.shrink import shrunk_plan
 from plait.run.verify import prove
-from tests.parity.cases import EVERY_DAY, FAMILIES, LONG, pairs
+from tests.parity.cases import EVERY_DAY, FAMILIES, LONG, UNEQUAL, UNEQUAL_LONG, pairs
 
 CONFIG = parse_config({"data": {"files": "none"}, "run": {"name": "matrix"}})
 
@@ -24,9 +24,15 @@ def test_layout_computes_what_one_process_computes(name: str, workers: OwnCrew) 
     check(family, layout, workers)
 
 
-def described(value: Layout | str) -> str:
-    if isinstance(value, str):
-        return value
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_unequal_shares_compute_what_one_process_computes(name: str, workers: OwnCrew) -> None:
+    family, layout, shares = UNEQUAL[name]
+    check(family, layout, workers, shares)
+
+
+def described(value: Layout | tuple[int, ...] | str) -> str:
+    if not isinstance(value, Layout):
+        return str(value)
     how = [value.shard_what] * (value.shard > 1) + [value.schedule] * (value.pipeline > 1) + [value.recompute]
     return f"{value}, {' '.join(how)}"
 
@@ -37,9 +43,17 @@ def test_any_mix_computes_what_one_process_computes(layout: Layout, family: str,
     check(family, layout, workers)
 
 
-def check(family: str, layout: Layout, workers: OwnCrew) -> None:
-    plan = shrunk_plan(CONFIG, FAMILIES[family], layout)
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "shares"), UNEQUAL_LONG, ids=described)
+def test_any_mix_with_unequal_shares_does(layout: Layout, shares: tuple[int, ...], workers: OwnCrew) -> None:
+    check("gpt2", layout, workers, shares)
+
+
+def check(family: str, layout: Layout, workers: OwnCrew, shares: tuple[int, ...] = ()) -> None:
+    plan = shrunk_plan(CONFIG, FAMILIES[family], layout, shares)
     check_layout(plan.layout, plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences)
+    check_shares(plan.shares, plan.layout, plan.batch_sequences)
+    assert len(set(plan.parts)) > 1 or layout.batch_parts == 1
     verdict = prove(CONFIG, plan, workers)
     assert verdict.ok, "\n".join(f"{one}: {one.error:.1e}" for one in verdict.worst)
     compared = {(one.kind, one.name) for one in verdict.findings}

@@ -13,7 +13,7 @@ import pytest
 
 from plait.recipe.load import load_recipe
 from plait.run.crew import OwnCrew
-from plait.run.shrink import asked_layout, shrunk_plan
+from plait.run.shrink import asked_layout, asked_shares, shrunk_plan
 from plait.run.verify import prove
 from tests.parity.mutate import MUTANTS, apply, mutated_copy
 
@@ -40,6 +40,7 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
     "context-positions": ("layout.context=2",),
     "norm-counts-copies": ("layout.tensor=2",),
     "last-micro-batch-dropped": ("layout.shard=2",),
+    "everybody-counts-alike": ("layout.replicate=2", "layout.shares=[3,1]"),
     "chunks-begin-alike": ("layout.pipeline=2", "layout.virtual_stages=2"),
 }
 """Each mutant, and a layout in which its bug matters."""
@@ -69,7 +70,7 @@ def test_the_same_copy_without_a_patch_is_green(tmp_path: Path) -> None:
 def test_without_the_bugs_all_these_layouts_are_green(asked: tuple[str, ...], tmp_path: Path, workers: OwnCrew) -> None:
     (tmp_path / "small.toml").write_text(RECIPE)
     config = load_recipe(tmp_path / "small.toml", asked)
-    assert prove(config, shrunk_plan(config, *asked_layout(config)), workers).ok
+    assert prove(config, shrunk_plan(config, *asked_layout(config), asked_shares(config)), workers).ok
 
 
 def test_a_patch_that_no_longer_applies_is_an_error(tmp_path: Path) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.published.programs import MEGATRON, MEGATRON_2021
 from plait.cluster.cluster import read_cluster
+from plait.launch.job import Job, Message
+from plait.launch.local import ForkServer
 from plait.plan.candidates import Candidates
 from plait.plan.memory import fits, impossible, layer_activations, memory
+from plait.plan.memory_followed import ITEMS, followed
 from plait.plan.stack import PLAIT
-from plait.plan.workload import Workload
+from plait.plan.workload import Workload, workload_of
+from tests.train.tiny import make_tiny
 
 GPT_22B = Workload(
     layers=48,
@@ -137,3 +143,67 @@ def test_products_in_8_bits_keep_their_inputs_in_8_bits():
     wide, narrow = (layer_activations(replace(work, precision=p), table, PLAIT)[0] for p in ("bf16", "fp8"))
     inputs = 2 * work.width + work.width + work.ffn  # queries and feedforward, attention's result, second product
     assert wide - narrow == pytest.approx(4 * work.sequence * inputs)
+
+
+SMALL = (
+    "model.layers=8", "model.width=96", "model.heads=4", "model.vocabulary=300", "train.sequence=64",
+    "train.batch_tokens=1024", "data.mask_documents=false",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer(preload=("torch._dynamo", "plait.train.worker"), threads=1) as one:
+        yield one
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["replicate=2", "micro_sequences=2"],
+        ["replicate=2", "micro_sequences=8", "recompute=selective"],
+        ["tensor=2", "micro_sequences=16", "recompute=full"],
+        ["context=2", "micro_sequences=4"],
+        ["pipeline=2", "schedule=gpipe", "micro_sequences=2"],
+        ["pipeline=2", "schedule=interleaved", "virtual_stages=4", "micro_sequences=2"],
+        ["pipeline=2", "schedule=zero-bubble", "micro_sequences=1"],
+    ],
+    ids=" ".join,
+)
+def test_ranks_on_processors_hold_what_was_foretold(layout: list[str], server: ForkServer, tmp_path: Path):
+    overrides = [*SMALL, "layout.replicate=1", *(f"layout.{one}" for one in layout)]
+    _, plan = make_tiny(tmp_path, *overrides)
+    held: list[int] = []
+
+    def hear(message: Message) -> None:
+        held.append(message.values["bytes"])
+
+    entry = "tests.plan.memory_entries:watched_step"
+    server.run(Job(entry=entry, argument=str(tmp_path), world_size=2, threads=1), on_message=hear)
+    work = workload_of(plan.shape, sequence=64, batch_sequences=16, precision="float32")
+    knobs = {"schedule": plan.layout.schedule, "virtual": plan.layout.virtual_stages}
+    row = {**plan.layout.degrees, **knobs, "recompute": plan.layout.recompute, "sequence_parallel": 1}
+    row["micro_sequences"] = plan.micro_sequences
+    told = followed(work, Candidates.of([row], dealing=plan.layout.stage_layers or "balanced"))
+    assert sum(told[item][0] for item in ITEMS) == pytest.approx(max(held), rel=0.05)
+
+
+def test_shards_are_counted_as_they_lie():
+    ways = [{"shard": 4, "shard_what": what, "micro_sequences": 1} for what in ("optimizer", "parameters")]
+    told = followed(replace(GPT_22B, precision="float32"), Candidates.of(ways, dealing="balanced"))
+    whole = 4 * GPT_22B.parameters
+    np.testing.assert_allclose(told["parameters"], [whole, whole / 4])
+    np.testing.assert_allclose(told["optimizer"], whole / 2)
+    # Flat gradients, and what three others send of the own quarter.
+    assert told["gradients"][0] >= whole * (1 + 3 / 4)
+    assert told["gathered"][0] == 0 < told["gathered"][1] < whole / 4
+
+
+def test_more_micro_batches_than_a_pipeline_holds_take_no_more():
+    rows = [{"pipeline": 4, "micro_sequences": 1, "schedule": way} for way in ("1f1b", "interleaved", "zero-bubble")]
+    few, many = (
+        followed(replace(GPT_22B, batch_sequences=count, precision="float32"), Candidates.of(rows, dealing="balanced"))
+        for count in (32, 256)
+    )
+    for item in ITEMS:
+        np.testing.assert_allclose(few[item], many[item])

@@ -20,11 +20,11 @@ from plait.plan.collectives import roads
 from plait.plan.complexity import LADDER, complexity
 from plait.plan.fit import balanced_stages, check_layout
 from plait.plan.listing import Pins, divisors, listed
+from plait.plan.pricing import price
 from plait.plan.remedy import mended
 from plait.plan.retime import Spent, durations_s
 from plait.plan.schedule import StageTimes, actions, simulate
-from plait.plan.search import DoesNotFit, Search, price, search, simplest
-from plait.plan.shares import shared_s, shares
+from plait.plan.search import DoesNotFit, Search, search, simplest
 from plait.plan.stack import PLAIT
 from plait.plan.workload import Workload, workload_of
 
@@ -208,15 +208,6 @@ def test_what_fits_nowhere_is_told_with_what_would_help(size: str, cluster: str,
     search(work(size, batch * times), grown)  # fits
     smaller = told.split('model.size = "')[1].split('"')[0]
     search(work(smaller, batch), read_cluster(cluster))  # fits
-
-
-def test_shares_follow_speed_and_spare_the_slow() -> None:
-    assert shares(10, [1, 1]) == (5, 5)
-    assert shares(100, [1, 9]) == (10, 90)
-    assert shares(3, [1, 100]) == (0, 3)
-    found = search(work("350M", 64, 1024), read_cluster("macbook+4090@10G"))
-    shared = shared_s(found, found.chosen)
-    assert shared is not None and shared < 0.5 * found.step_s[found.chosen]
 
 
 def test_16384_devices_are_planned_within_a_second_or_so() -> None:

@@ -18,8 +18,9 @@ from plait.plan.candidates import Candidates, Dealing
 from plait.plan.fit import balanced_stages
 from plait.plan.listing import Pins, listed
 from plait.plan.memory import memory
+from plait.plan.pricing import step_seconds
 from plait.plan.retime import simulated_s
-from plait.plan.search import search, step_seconds
+from plait.plan.search import search
 from plait.plan.stack import PLAIT
 from plait.plan.stages import balanced, dealt, fullest_weights, head_layers, published, stage_layers
 from plait.plan.timing import timing

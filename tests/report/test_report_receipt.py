@@ -50,7 +50,7 @@ def test_a_receipt_comes_back_as_it_was(tmp_path):
     RECEIPT.write(path)
     assert read_receipt(path) == RECEIPT
     assert list(json.loads(path.read_text())) == [
-        *Receipt.__slots__, "step_error", "memory_error", "speedup_vs_one", "efficiency",
+        *Receipt.__slots__, "step_error", "memory_error", "rss_error", "speedup_vs_one", "efficiency",
     ]  # fmt: skip
     assert [file.name for file in tmp_path.iterdir()] == ["receipt.json"]
 

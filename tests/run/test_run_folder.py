@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from plait.errors import PlaitError
+from plait.layout import Layout
+from plait.plan.pace import balance_every_steps, with_reports
 from plait.plan.plan import Plan, read_plan
 from plait.recipe.load import flat_values, load_recipe
 from plait.recipe.schema import RunConfig
 from plait.report.metrics import read_metrics
+from plait.report.shares_file import SharesLine, append_shares, read_shares
 from plait.run.folder import MAY_CHANGE, RunFolder, alone, check_changes, finished_run, run_folder
 from tests.plan.machines import LAPTOP, PLAYS, planned, recipe
 from tests.run.other_values import OTHER_VALUES, base_recipe, changed_recipe
@@ -113,3 +116,33 @@ def test_nothing_changed_is_nothing_changed(tmp_path: Path) -> None:
     config = base_recipe(tmp_path)
     assert check_changes(config, config) == []
     assert flat_values(load_recipe(tmp_path / "base.toml")) == flat_values(config)
+
+
+def test_recorded_shares_stay_with_their_layout(made) -> None:
+    config, plan = made
+    plan = replace(plan, layout=Layout(replicate=2), batch_sequences=16)
+    folder = run_folder("x")
+    with alone(folder):
+        folder.put(config, plan)
+        line = SharesLine(step=21, shares=(11, 5), reason="as a test wrote", speeds=(2.0, 1.0))
+        append_shares(folder.shares, line)
+        folder.put(config, replace(plan, steps=plan.steps + 1))
+        assert read_shares(folder.shares) == (line,)
+        folder.put(config, replace(plan, layout=Layout(replicate=4)))
+        assert not folder.shares.exists() and read_shares(folder.path / "shares-2.jsonl") == (line,)
+        append_shares(folder.shares, line)
+        with pytest.raises(PlaitError, match="take the file away"):
+            folder.put(config, replace(plan, layout=Layout(replicate=4)))
+
+
+def test_a_begun_run_may_be_balanced_otherwise(made) -> None:
+    config, plan = made
+    often = RunConfig.model_validate({**config.model_dump(), "balance": {"every": "20 steps"}})
+    assert check_changes(config, often) == ["balance.every"]
+    begun = replace(plan, balance_every_steps=50)
+    assert with_reports(often, begun).balance_every_steps == 20
+    assert with_reports(config, begun).balance_every_steps == 50
+    assert balance_every_steps(config, "alike") == 0 and balance_every_steps(config, "unequal") == 50
+    by_clock = RunConfig.model_validate({**config.model_dump(), "balance": {"every": "5 minutes"}})
+    with pytest.raises(PlaitError, match=r"under \[balance\] must count steps"):
+        balance_every_steps(by_clock, "unequal")

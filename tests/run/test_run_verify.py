@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,14 @@ from plait.launch.job import Job, JobResult
 from plait.launch.local import ForkServer
 from plait.layout import Layout
 from plait.model.shape import ModelShape
+from plait.plan.fit import check_shares
 from plait.plan.placement import kv_heads_of
 from plait.plan.plan import Plan
 from plait.recipe.load import parse_config
 from plait.recipe.schema import RunConfig
 from plait.run.crew import OnMessage, OwnCrew
 from plait.run.oracle import reference
-from plait.run.shrink import asked_layout, shrunk_layout, shrunk_plan, shrunk_shape
+from plait.run.shrink import asked_layout, asked_shares, shrunk_layout, shrunk_plan, shrunk_shape
 from plait.run.verdict import EXACT, Verdict, in_words, judge
 from plait.run.verify import check_once, verify
 
@@ -114,12 +116,55 @@ def test_heads_fall_on_ranks_as_the_large_models_do(heads: int, kv_heads: int, t
 def test_what_makes_a_run_fragile_is_always_in() -> None:
     for layout in (Layout(replicate=2), Layout(pipeline=4, stage_layers=(1, 2, 1, 1)), Layout(shard=2, context=4)):
         plan = shrunk_plan(CONFIG, LARGE, layout)
-        shares = {-(-plan.batch_sequences // layout.batch_parts), plan.batch_sequences // layout.batch_parts}
-        assert layout.batch_parts == 1 or len(shares) == 2
-        assert max(shares) > 2 * plan.micro_sequences and max(shares) % plan.micro_sequences
+        assert layout.batch_parts == 1 or len(set(plan.parts)) == 2
+        assert max(plan.parts) > 2 * plan.micro_sequences and max(plan.parts) % plan.micro_sequences
         assert plan.documents == "mask" and plan.precision == "float64"
         assert plan.sequence % (2 * layout.context) == 0 or layout.context == 1
         assert plan.shape.vocabulary % 2 and plan.optimizer.clip
+
+
+@pytest.mark.parametrize("pipeline", [1, 4])
+@pytest.mark.parametrize("shares", [(3, 1), (11, 5), (700, 300, 24), (1, 1000), (31, 33, 32), (1, 1, 1, 90)])
+def test_unequal_shares_stay_unequal_and_nobody_goes_without(shares: tuple[int, ...], pipeline: int) -> None:
+    layout = Layout(replicate=len(shares), pipeline=pipeline, stage_layers=(1,) * pipeline if pipeline > 1 else ())
+    plan = shrunk_plan(CONFIG, LARGE, layout, shares)
+    small, batch = plan.shares, plan.batch_sequences
+    assert sum(small) == batch and min(small) >= 1 and len(set(small)) > 1
+    for (large_one, small_one), (large_other, small_other) in product(zip(shares, small, strict=True), repeat=2):
+        assert large_one <= large_other or small_one >= small_other, "who had more has no less"
+    spare = sum(count * batch < sum(shares) for count in shares)
+    for had, has in zip(shares, small, strict=True):
+        assert abs(has - had * batch / sum(shares)) <= 1 + spare
+
+
+def test_a_recipe_s_shares_are_proven_in_proportion() -> None:
+    config = asked(replicate=2, shares=[30, 10])
+    plan = shrunk_plan(config, *asked_layout(config), asked_shares(config))
+    assert plan.shares == (7, 2) and plan.micro_sequences == 2
+    equal = asked(replicate=2)
+    assert shrunk_plan(equal, *asked_layout(equal), asked_shares(equal)).shares == ()
+
+
+@pytest.mark.parametrize(
+    ("batch", "layout", "sentence"),
+    [
+        (16, {"replicate": 2, "shares": [10, 5]}, r"add up to 15, and a step has 16 sequences .*; change a share, or"),
+        (16, {"replicate": 2, "shard": 2, "shares": [11, 5]}, r"should be 4 numbers, one for each of replicate 2 × "),
+        (16, {"tensor": 2, "shares": [11, 5]}, r"should be 1 number, .*; change the shares or the degrees, or leave"),
+    ],
+)
+def test_shares_that_do_not_deal_out_a_step_are_refused(batch: int, layout: dict[str, object], sentence: str) -> None:
+    config = asked(**layout)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"batch_tokens": batch * 32})})
+    with pytest.raises(PlaitError, match=sentence):
+        asked_layout(config)
+
+
+def test_a_share_of_nothing_is_refused() -> None:
+    with pytest.raises(PlaitError, match=r"layout.shares = \[16, 0\] leave a worker nothing to do; give each at least"):
+        check_shares((16, 0), Layout(replicate=2), 16)
+    check_shares((15, 1), Layout(replicate=2), 16)
+    check_shares((), Layout(replicate=2), 16)
 
 
 def test_the_reference_is_one_plain_process(tmp_path: Path) -> None:
@@ -208,7 +253,12 @@ def test_here_compares_in_float32(tmp_path: Path) -> None:
     show = screen()
     assert verify(tmp_path / "small.toml", ["layout.tensor=2", "train.precision=bf16"], where="here", screen=show)
     told = show.file.getvalue()  # type: ignore[attr-defined]
-    assert "in float32" in told and "in bf16 two runs on one device differ by" in told and "proven" in told
+    assert (
+        "tensor 2 on 2 × " in told
+        and "in float32" in told
+        and "in bf16 two runs on one device differ by" in told
+        and "proven" in told
+    )
 
 
 def a_plan(layout: Layout) -> Plan:
@@ -226,6 +276,8 @@ def test_a_new_layout_is_checked_once(tmp_path: Path, workers: OwnCrew, monkeypa
     check_once(CONFIG, a_plan(Layout()), Nobody(), screen())
     with pytest.raises(AssertionError, match="was started"):
         check_once(CONFIG, replace(plan, fingerprint={"name": "another"}), Nobody(), screen())
+    with pytest.raises(AssertionError, match="was started"):
+        check_once(CONFIG, replace(plan, shares=(8, 1)), Nobody(), screen())
 
 
 def test_a_layout_that_differs_stops_the_run_and_is_not_remembered(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from plait.checkpoint.store import verify
-from plait.data.loader import Loader, Micro
-from plait.data.order import make_order
+from plait.data.loader import Micro
 from plait.launch.job import RankContext
-from plait.parallel.mesh import Sums, make_mesh, world_sums
+from plait.layout import Layout
+from plait.parallel.mesh import make_mesh, world_sums
 from plait.plan.plan import read_plan
 from plait.recipe.load import load_recipe
-from plait.train.assemble import Assembly, assemble, samples_of
+from plait.train.assemble import Assembly, assemble
 from plait.train.persist import restore, save
 from plait.train.state import TrainState
 from plait.train.step import make_forward, make_loss
@@ -64,6 +63,33 @@ def meet_a_bad_gradient(context: RankContext, argument: str) -> None:
             save_file(tensors, folder / f"after-{number}-rank-{context.rank}.safetensors")
 
 
+def lose(context: RankContext, argument: str) -> None:
+    """For each case its losses, step by step and held out, and who took how many sequences at the end."""
+    asked = json.loads(argument)
+    folder, told = Path(asked["folder"]), []
+    config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
+    with joined(context, plan):
+        for case in asked["cases"]:
+            here = replace(plan, layout=Layout(**case["layout"]), shares=tuple(case["shares"].get("0", ())))
+            assembly = assemble(config, here, sums=world_sums(), mesh=make_mesh(here.layout, here.device))
+            told.append(_lost(assembly, case["shares"], asked["steps"]))
+    context.tell("lost", cases=told)
+
+
+def _lost(assembly: Assembly, shares: Mapping[str, list[int]], steps: int) -> dict[str, Any]:
+    state, losses = TrainState(), []
+    for step in range(steps):
+        if step and str(step) in shares:
+            assembly.reshare(tuple(shares[str(step)]))
+        state, scalars = assembly.step(state)
+        losses.append(float(scalars.totals[0] / scalars.totals[1]))
+    total, tokens = assembly.evaluate().tolist()
+    micros = assembly.loader.micros(state.position)
+    assembly.loader.close()
+    rows = sum(int((micro.targets >= 0).any(dim=1).sum()) for micro in micros)
+    return {"losses": [*losses, total / tokens], "heldout": tokens, "sequences": rows, "micros": len(micros)}
+
+
 def restore_and_save(context: RankContext, argument: str) -> None:
     """Go on from a checkpoint for so many steps, then save another one."""
     asked = json.loads(argument)
@@ -94,29 +120,11 @@ def assembled(context: RankContext, folder: Path, cases: Sequence[Asked]) -> Ite
         made = []
         for case in cases:
             here = replace(plan, **{key: case[key] for key in ("documents", "micro_sequences") if key in case})
-            assembly = assemble(config, here, sums=sums, mesh=mesh)
-            made.append(with_shares(assembly, config.run.seed, case, sums))
+            here = replace(here, shares=tuple(case.get("shares", ())))
+            made.append(assemble(config, here, sums=sums, mesh=mesh))
         yield made
         for assembly in made:
             assembly.loader.close()
-
-
-def with_shares(assembly: Assembly, seed: int, case: Asked, sums: Sums) -> Assembly:
-    """The assembly with this rank's part of each step cut otherwise than evenly."""
-    if "shares" not in case:
-        return assembly
-    assembly.loader.close()
-    plan, shares = assembly.plan, case["shares"]
-    count, micro = shares[sums.index], case["micros"][sums.index]
-    samples = replace(
-        samples_of(plan, plan.layout, sums.index, assembly.device),
-        first=sum(shares[: sums.index]),
-        count=count,
-        micro_sequences=micro,
-        micros=ceil(count / micro),
-    )
-    loader = Loader(assembly.corpus, make_order(assembly.corpus, seed, plan.sequence), samples)
-    return replace(assembly, loader=loader)
 
 
 def steps_taken(assembly: Assembly, steps: int) -> dict[str, Tensor]:

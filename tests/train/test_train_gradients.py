@@ -23,7 +23,6 @@ from tests.train.tiny import SEQUENCES, make_tiny
 
 STEPS = 2
 UNEVEN = {1: [7], 2: [6, 1], 3: [1, 4, 2], 4: [2, 1, 3, 1]}
-MICROS = {1: [4], 2: [4, 1], 3: [1, 3, 1], 4: [1, 1, 2, 1]}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +44,7 @@ def alone(run: tuple[RunConfig, Plan], **changes: Any) -> Assembly:
 
 def case(workers: int, documents: str, shares: str) -> dict[str, Any]:
     wanted: dict[str, Any] = {"documents": documents, "micro_sequences": 2, "steps": STEPS}
-    return wanted if shares == "even" else {**wanted, "shares": UNEVEN[workers], "micros": MICROS[workers]}
+    return wanted if shares == "even" else {**wanted, "shares": UNEVEN[workers]}
 
 
 CASES = [("mask", "even"), ("mask", "uneven"), ("join", "uneven")]

@@ -22,6 +22,7 @@ class Diary:
 
     stop_at: int = NEVER
     peer_stops_at: int = NEVER
+    changes_at: int = NEVER
     entries: list[str] = field(default_factory=list)
     reports: list[StepReport] = field(default_factory=list)
     now: int = 0
@@ -32,6 +33,7 @@ class Diary:
             evaluate=self.evaluate,
             save=lambda state: self.entries.append(f"save {state.step} after {state.tokens} tokens"),
             agree=lambda stop, save: (stop or self.now >= self.peer_stops_at, save),
+            reckon=self.reckon,
             stop_requested=lambda: self.now >= self.stop_at,
             learning_rate=lambda step: 0.5**step,
             data_wait_s=lambda: 0.25,
@@ -46,6 +48,9 @@ class Diary:
     def evaluate(self, state: TrainState) -> EvalReport | None:
         return EvalReport(step=state.step, eval_loss=1.0, eval_nats_per_byte=0.5)
 
+    def reckon(self, state: TrainState) -> list[str]:
+        return [f"from step {state.step + 1} on"] if state.step == self.changes_at else []
+
     def step(self, report: StepReport) -> None:
         self.reports.append(report)
         self.entries.append(f"step {report.step}")
@@ -54,7 +59,7 @@ class Diary:
         self.entries.append(f"evaluation {report.step}")
 
     def note(self, text: str) -> None:
-        raise AssertionError(text)
+        self.entries.append(text)
 
     def close(self) -> None:
         raise AssertionError("the loop did not open this sink")
@@ -120,3 +125,9 @@ def test_going_on_counts_on_and_a_finished_run_does_nothing() -> None:
     assert [report.tokens for report in diary.reports] == [877, 977]
     idle = Diary()
     assert run(idle, PACE, state) == (state, "done") and not idle.entries
+
+
+def test_the_load_is_looked_at_after_each_fetch_which_balance_asks_for_as_well() -> None:
+    diary = Diary(changes_at=4)
+    run(diary, replace(PACE, report_every_steps=100, balance_every_steps=4))
+    assert diary.entries[:6] == ["step 1", "step 2", "step 3", "step 4", "from step 5 on", "step 5"]

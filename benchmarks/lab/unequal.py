@@ -1,0 +1,200 @@
+"""`python -m benchmarks.lab.unequal --json OUT [--only TEXT]`: unequal hosts against the sum of what each does alone.
+
+One unit of speed is one share of a core in all cases of a table: a host of speed 0.4 gets 0.4 of it. The measure is
+tokens a second of all hosts together over the sum of what each of them reaches alone with its part, without messages;
+equal shares cannot pass the slowest speed times the number of hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lab.cut import WARM_UP, Cutting, Turn
+from benchmarks.lab.forecast import cluster_of_case, recipe_text
+from benchmarks.lab.grid import Case
+from benchmarks.lab.hosts import Lab, require_root
+from benchmarks.lab.journal import append_line, read_lines
+from benchmarks.lab.leftovers import sweep
+from benchmarks.lab.orders import JoinedRunner, Party, Runner, baseline_party
+from benchmarks.lab.turns import take_turn
+from benchmarks.lab.wiring import Host, Rate
+from benchmarks.machine import describe
+from plait.launch.secret import new_secret
+from plait.model.shape import ModelShape
+from plait.plan.shares import shares
+from plait.recipe.load import load_recipe
+from plait.run.plan import asked_of
+
+WORK = Path(__file__).parents[2] / ".plait" / "unequal"
+SEQUENCE = 256
+STEPS = 5
+NARROW = {"layers": 6, "width": 192, "heads": 6, "vocabulary": 1024}
+DEEP = {"layers": 22, "width": 128, "heads": 4, "vocabulary": 1024}
+TWO, FOUR = (1.0, 0.4), (0.5, 0.5, 0.25, 0.125)
+SEQUENCES = {len(TWO): 64, len(FOUR): 128}
+IDLE = ("sleep", "3600")
+Section = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Hosts, cables, a model, and the strand that holds them together."""
+
+    name: str
+    cores: tuple[float, ...]
+    rate: Rate
+    layout: Section
+    shape: Section = field(default_factory=lambda: NARROW)
+    baselines: tuple[str, ...] = ()
+
+    @property
+    def batch_sequences(self) -> int:
+        return SEQUENCES[len(self.cores)]
+
+    def case(self, sequences: int) -> Case:
+        return Case(
+            cores=self.cores, rate=self.rate, model="", shape=self.shape, batch_sequences=sequences,
+            sequence=SEQUENCE, files="own", baselines=self.baselines,
+        )  # fmt: skip
+
+
+def trials() -> list[Trial]:
+    """The table of the guide to unequal machines."""
+    strands: dict[str, dict[str, Any]] = {
+        "replicate": {},
+        "shard optimizer": {"shard_what": "optimizer"},
+        "shard parameters": {"shard_what": "parameters"},
+    }
+    found = []
+    for cores in (TWO, FOUR):
+        speeds = " : ".join(f"{share / cores[0]:g}" for share in cores)
+        for rate in ("unshaped", 1e9):
+            cable = "unshaped" if rate == "unshaped" else "1 Gbit/s"
+            for strand, more in strands.items():
+                layout = {strand.split()[0]: len(cores), **more}
+                baselines = ("ddp", "hf-trainer") if strand == "replicate" else ()
+                name = f"{speeds}, {cable}, {strand}"
+                found.append(Trial(name=name, cores=cores, rate=rate, layout=layout, baselines=baselines))
+            deep = {"pipeline": len(cores), "micro_sequences": SEQUENCES[len(cores)] // 32}
+            found.append(Trial(name=f"{speeds}, {cable}, pipeline", cores=cores, rate=rate, layout=deep, shape=DEEP))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lab.unequal")
+    parser.add_argument("--json", type=Path, required=True, help="one line a trial; what stands there is kept")
+    parser.add_argument("--only", default="", help="only trials with this in their name")
+    flags = parser.parse_args()
+    require_root()
+    sweep()
+    done = {line["name"] for line in read_lines(flags.json)}
+    for trial in trials():
+        if flags.only in trial.name and trial.name not in done:
+            print(f"\n{trial.name}", flush=True)
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            append_line(flags.json, {**_run(trial), "date": now, "machine": describe()})
+    print(f"\n{table(read_lines(flags.json))}")
+
+
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Shares of the sum of the speeds that each host reaches alone, as Markdown."""
+    rows = ["| hosts | by speed | equal | others |", "| --- | --- | --- | --- |"]
+    for line in lines:
+        reached = line["reached"]
+        others = ", ".join(f"{name} {share:.1%}" for name, share in reached.items() if name not in ("auto", "equal"))
+        cells = (f"{reached[name]:.1%}" if name in reached else "" for name in ("auto", "equal"))
+        rows.append(f"| {line['name']} | {' | '.join(cells)} | {others} |")
+    return "\n".join(rows)
+
+
+def _run(trial: Trial) -> dict[str, Any]:
+    runner = JoinedRunner(new_secret().text)
+    WORK.mkdir(parents=True, exist_ok=True)
+    for left in ("runs", "recipes", "logs"):
+        shutil.rmtree(WORK / left, ignore_errors=True)
+        (WORK / left).mkdir()
+    with Lab(trial.cores, trial.rate, work=WORK, files=runner.files) as lab:
+        parts = shares(trial.batch_sequences, trial.cores)
+        alone = [_alone(lab, runner, trial, host, count) for host, count in zip(lab.hosts, parts, strict=True)]
+        ideal = sum(_tokens_per_s(turn, count) for turn, count in zip(alone, parts, strict=True))
+        print(f"  alone    {', '.join(f'{turn.step_s:.3g} s for {n}' for turn, n in zip(alone, parts, strict=True))}")
+        turns = {name: _take(lab, party, name) for name, party in _contenders(lab, runner, trial).items()}
+    reached = {name: _tokens_per_s(turn, trial.batch_sequences) / ideal for name, turn in turns.items() if turn.seconds}
+    for name, share in reached.items():
+        print(f"  {name:12} {share:.1%} of the sum of the speeds", flush=True)
+    return {
+        "name": trial.name,
+        "cores": list(trial.cores),
+        "rate": trial.rate,
+        "batch_sequences": trial.batch_sequences,
+        "alone": [turn.to_values() for turn in alone],
+        "turns": {name: turn.to_values() for name, turn in turns.items()},
+        "reached": reached,
+    }
+
+
+def _alone(lab: Lab, runner: Runner, trial: Trial, host: Host, sequences: int) -> Turn:
+    name = f"alone{host.index}"
+    folder = lab.folder_of(host)
+    (folder / "recipes").mkdir(exist_ok=True)
+    recipe = recipe_text(trial.case(sequences), {"replicate": 1}, name=name, steps=WARM_UP + STEPS)
+    (folder / "recipes" / f"{name}.toml").write_text(recipe)
+    party = runner.party(WORK / "recipes" / f"{name}.toml", WORK / "runs" / name, [host])
+    outside = folder / party.steps_file.relative_to(WORK)
+    commands = tuple(party.commands[0] if one is host else IDLE for one in lab.hosts)
+    environments = tuple(party.environments[0] for _ in lab.hosts)
+    return _take(lab, replace(party, commands=commands, environments=environments, steps_file=outside), name)
+
+
+def _contenders(lab: Lab, runner: Runner, trial: Trial) -> dict[str, Party]:
+    """plait's own shares or stages, equal ones, and what others offer."""
+    equal: Section = {"shares": [trial.batch_sequences // len(trial.cores)] * len(trial.cores)}
+    if "pipeline" in trial.layout:
+        layers, hosts = trial.shape["layers"], len(trial.cores)
+        equal = {"stage_layers": [layers // hosts + (at < layers % hosts) for at in range(hosts)]}
+    found: dict[str, Party] = {}
+    for name, more in (("auto", {}), ("equal", equal)):
+        recipe = WORK / "recipes" / f"{name}.toml"
+        text = recipe_text(
+            trial.case(trial.batch_sequences), {**trial.layout, **more}, name=name, steps=WARM_UP + STEPS
+        )
+        recipe.write_text(text)
+        found[name] = runner.party(recipe, WORK / "runs" / name, lab.hosts)
+    for kind in trial.baselines:
+        folder = WORK / "runs" / kind
+        folder.mkdir(parents=True)
+        work = {
+            "shape": _shape(trial).to_dict(), "sequence": SEQUENCE, "batch_sequences": trial.batch_sequences,
+            "steps": WARM_UP + STEPS,
+        }  # fmt: skip
+        found[kind] = baseline_party(kind, work, folder, lab.hosts)
+    return found
+
+
+def _shape(trial: Trial) -> ModelShape:
+    path = WORK / "recipes" / "shape.toml"
+    path.write_text(recipe_text(trial.case(trial.batch_sequences), {}, name="shape", steps=1))
+    cluster = cluster_of_case(trial.case(trial.batch_sequences), [1e11] * len(trial.cores), 1e9)
+    return asked_of(load_recipe(path), cluster).shape
+
+
+def _take(lab: Lab, party: Party, name: str) -> Turn:
+    cutting = Cutting(steps=STEPS, fastest_s=float("inf"))
+    turn = take_turn(lab, replace(party, receipt=None), cutting, WORK / "logs" / name)
+    if not turn.seconds:
+        print(f"  {name:12} failed: {turn.sentence}", flush=True)
+    return turn
+
+
+def _tokens_per_s(turn: Turn, sequences: int) -> float:
+    return sequences * SEQUENCE / turn.step_s if turn.seconds else 0.0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""One rank of `benchmarks.straggler`: takes steps until it is ended, and rank 0 writes down everybody's times.
+
+A rank's data are slow by as many seconds a step as stand in the file `delay-RANK` of the run's folder, if it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait.data.loader import Loader
+from plait.data.order import Order, make_order
+from plait.parallel.echo import message_from_before_s
+from plait.parallel.mesh import make_mesh, world_sums
+from plait.plan.plan import read_plan
+from plait.recipe.load import load_recipe
+from plait.train.assemble import Assembly, assemble
+from plait.train.meter import clock_of, metered
+from plait.train.state import TrainState
+from plait.train.worker import joined
+
+TIMES = "times.jsonl"
+"""A line a step: each rank's seconds (computing, waiting for others, for data, a timed message), and the step's."""
+ASK = "ask"
+"""A file that is there while messages are to be timed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A rank's place among its peers; what it would tell a supervisor is of no interest here."""
+
+    rank: int
+    world_size: int
+    rendezvous: str
+    local_rank: int = 0
+
+    def tell(self, kind: str, **values: Any) -> None:
+        """Nobody listens."""
+
+    def stop_requested(self) -> bool:
+        return False
+
+
+class SlowOrder:
+    """A run's order of samples behind a disk that can become slow: asked by the loader's own thread, as a disk is."""
+
+    def __init__(self, order: Order, delay: Path) -> None:
+        self.sequence = order.sequence
+        self._order, self._delay = order, delay
+
+    def windows(self, positions: Any) -> Any:
+        time.sleep(read_delay(self._delay))
+        return self._order.windows(positions)
+
+
+def read_delay(file: Path) -> float:
+    """Seconds that reading a step's samples takes longer now."""
+    try:
+        return float(file.read_text())
+    except (FileNotFoundError, ValueError):  # being written this moment
+        return 0.0
+
+
+def main(folder: Path, rank: int) -> None:
+    plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
+    place = Place(rank=rank, world_size=plan.world_size, rendezvous=str(folder / "rendezvous"))
+    with joined(place, plan):
+        world = world_sums()
+        assembly = assemble(config, plan, sums=world, mesh=make_mesh(plan.layout, plan.device))
+        assembly = _with_slow_data(assembly, config.run.seed, folder / f"delay-{rank}")
+        assembly, meter = metered(assembly, clock_of(assembly.device))
+        state, write = TrainState(), _writer(folder / TIMES) if rank == 0 else None
+        began = time.perf_counter()
+        while True:
+            state, _ = assembly.step(state)
+            meter.fetched(assembly.loader.wait_s)
+            asked = world.largest(torch.tensor([int(rank == 0 and (folder / ASK).exists())]))
+            link_s = message_from_before_s() if asked else 0.0
+            row = torch.tensor([*astuple(meter.read()[0]), link_s], dtype=torch.float64)
+            gathered = [part.tolist() for part in world.gather(row)]
+            now = time.perf_counter()
+            if write is not None:
+                write({"step": state.step, "ranks": gathered, "step_s": now - began})
+            began = now
+
+
+def _with_slow_data(assembly: Assembly, seed: int, delay: Path) -> Assembly:
+    assembly.loader.close()
+    order: Any = SlowOrder(make_order(assembly.corpus, seed, assembly.plan.sequence), delay)
+    return replace(assembly, loader=Loader(assembly.corpus, order, assembly.loader.samples))
+
+
+def _writer(file: Path) -> Callable[[dict[str, Any]], None]:
+    out = file.open("a", buffering=1)
+    return lambda values: print(json.dumps(values), file=out)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,196 @@
+"""Which of a step's samples each part of the batch takes, so that documents of any lengths burden all parts alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from plait.data.shards import Shard
+
+# Note [the deal is the same everywhere]: every rank works the deal out alone, from the same documents. A sample that
+# two ranks took, or none, would be a wrong gradient that nobody sees. So what decides is whole numbers, stable sorts,
+# and single operations on float64, which every processor rounds alike; never a long sum or a product of matrices in
+# floats, whose last bit depends on the width of the processor's vectors.
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+_GOAL = 0.002
+"""A part this close to its due is left alone; relative."""
+_COUNTED_WEIGHT = 0.1
+"""A deviation in counted targets hurts as much as one of a tenth of it in pairs."""
+_DOZEN = 12
+"""So many samples of two parts are dealt anew at a time, in each of the at most 924 ways."""
+_MISSES = 8
+"""Rounds in which nobody was helped, each with other partners, before it is left."""
+_VISITS = 90
+"""And one for each part: the most tries, for with hundreds of parts a deal must not take long."""
+_MASK_BYTES = 1 << 22
+
+
+def attention_pairs(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: Ints, sequence: int) -> Ints:
+    """Pairs of a token and one at or before it in its document, for each window: whole numbers [B].
+
+    Window i reads `sequence` inputs of shards[shard[i]] from start[i], as in packing.segment_lengths.
+    """
+    pairs = np.empty(len(start), dtype=np.int64)
+    for number in np.unique(shard):
+        rows = np.flatnonzero(shard == number)
+        lengths, first = window_lengths(shards[number], start[rows], sequence)
+        pairs[rows] = np.add.reduceat(lengths * (lengths + 1) // 2, first)
+    return pairs
+
+
+def window_lengths(shard: Shard, start: Ints, sequence: int) -> tuple[Ints, Ints]:
+    """Lengths of the pieces of documents in each window, one window after the other, and where each one's begin."""
+    low = np.searchsorted(shard.starts, start, side="right")
+    inner = np.searchsorted(shard.starts, start + sequence, side="left") - low
+    first = np.cumsum(inner + 1) - (inner + 1)
+    edges = np.empty(int((inner + 1).sum()), dtype=np.int64)
+    inside = np.ones(len(edges), dtype=bool)
+    inside[first] = False
+    which = np.repeat(np.arange(len(start)), inner)
+    within = np.arange(len(which)) - np.repeat(np.cumsum(inner) - inner, inner)
+    edges[first] = np.arange(len(start)) * sequence
+    edges[inside] = shard.starts[low[which] + within] + (which * sequence - start[which])
+    return np.diff(edges, append=len(start) * sequence), first
+
+
+def counted_targets(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: Ints, sequence: int) -> Ints:
+    """Targets of each window that enter the loss: whole numbers [B], `sequence` where nothing is masked."""
+    counted = np.full(len(start), sequence, dtype=np.int64)
+    at_once = max(1, _MASK_BYTES // sequence)
+    for number in np.unique(shard):
+        if shards[number].mask is None:
+            continue
+        mine = np.flatnonzero(shard == number)
+        for rows in np.split(mine, np.arange(at_once, len(mine), at_once)):
+            counted[rows] -= np.count_nonzero(shards[number].mask_rows(start[rows] + 1, sequence), axis=1)
+    return counted
+
+
+def dealt_positions(pairs: Ints, parts: tuple[int, ...], counted: Ints | None = None) -> list[Ints]:
+    """The samples (0 … B-1, ascending) of each part: parts[p] of them, with pairs in proportion to that.
+
+    Targets that are counted, if told, come second. Where all samples are alike, and where each part takes but one,
+    parts are contiguous.
+    """
+    assert sum(parts) == len(pairs) and min(parts) > 0, f"{parts} do not deal {len(pairs)} samples"
+    loads = np.stack([pairs, np.ones_like(pairs) if counted is None else counted], axis=1)
+    if len(parts) == 1 or max(parts) == 1 or not np.any(loads != loads[0]):
+        return np.split(np.arange(len(pairs)), np.cumsum(parts)[:-1])
+    deal = _first_deal(loads, np.array(parts))
+    _improve(deal)
+    return [np.sort(members) for members in deal.members]
+
+
+def evenly_ordered(pairs: Ints, mine: Ints, sizes: tuple[int, ...], counted: Ints | None = None) -> Ints:
+    """One part's samples `mine`, reordered so that micro-batches of these `sizes`, the larger first, are evenly heavy.
+
+    What is left unequal comes heaviest first, so that ranks that meet in every micro-batch meet with their like. Where
+    all samples are alike, they stay as they are.
+    """
+    own = pairs[mine]
+    micros = dealt_positions(own, sizes, None if counted is None else counted[mine])
+    micros.sort(key=lambda rows: (-len(rows), -int(own[rows].sum())))
+    return mine[np.concatenate(micros)]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Deal:
+    """A deal that is being improved; `loads` are [B, 2]: pairs, counted targets.
+
+    `members[p]` lists part p's samples, the heaviest first. `excess` [parts, 2] is B times what a part has beyond its
+    due, a whole number; `scale` makes of it a relative deviation with the weight of its kind.
+    """
+
+    loads: Ints
+    members: list[Ints]
+    excess: Ints
+    scale: Floats
+
+
+def _first_deal(loads: Ints, sizes: Ints) -> _Deal:
+    """Each part takes evenly spaced places of all samples sorted by weight; equal parts take turns, to and fro."""
+    part = np.repeat(np.arange(len(sizes)), sizes)
+    turn = np.arange(len(part)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    to_and_fro = np.where(turn % 2, -part, part)
+    taker = part[np.lexsort((to_and_fro, (2 * turn + 1) / (2 * sizes[part])))]
+    heaviest_first = np.lexsort((-loads[:, 1], -loads[:, 0]))
+    members = [heaviest_first[taker == p] for p in range(len(sizes))]
+    sums = np.stack([loads[rows].sum(axis=0) for rows in members])
+    total = loads.sum(axis=0)
+    return _Deal(
+        loads=loads,
+        members=members,
+        excess=sums * len(loads) - sizes[:, None] * total,
+        scale=np.array([1.0, _COUNTED_WEIGHT]) / (sizes[:, None] * np.maximum(total, 1)),
+    )
+
+
+def _improve(deal: _Deal) -> None:
+    """Let parts that are off deal anew with the one that is most off the other way, while that helps."""
+    misses, visit = 0, 0
+    while misses < _MISSES and visit < _VISITS + len(deal.members):
+        costs = _costs(deal.excess, deal.scale)
+        helped = False
+        for part in np.argsort(-costs, kind="stable"):
+            if _costs(deal.excess[part], deal.scale[part]) > _GOAL**2:
+                visit += 1
+                helped |= _deal_anew(deal, int(part), _partner(deal, int(part), misses), visit)
+        if costs.max() <= _GOAL**2:
+            return
+        misses = 0 if helped else misses + 1
+
+
+def _partner(deal: _Deal, part: int, nth: int) -> int:
+    """The part most off the other way, or the nth after it."""
+    off = deal.excess * deal.scale
+    along = off[:, 0] * off[part, 0] + off[:, 1] * off[part, 1]
+    along[part] = np.inf
+    return int(np.argsort(along, kind="stable")[nth % (len(along) - 1)])
+
+
+def _deal_anew(deal: _Deal, one: int, other: int, visit: int) -> bool:
+    """Deal up to a dozen samples of two parts in the best way that keeps the parts' counts; whether that helped."""
+    few = _DOZEN // 2
+    sizes = (len(deal.members[one]), len(deal.members[other]))
+    mine, theirs = min(sizes[0], max(few, _DOZEN - sizes[1])), min(sizes[1], max(few, _DOZEN - sizes[0]))
+    places = [_spread(size, count, visit) for size, count in zip(sizes, (mine, theirs), strict=True)]
+    picked = np.concatenate([deal.members[part][at] for part, at in zip((one, other), places, strict=True)])
+    ways = _ways(mine + theirs, mine)
+    loads = deal.loads[picked]
+    moved = (ways @ loads - loads[:mine].sum(axis=0)) * len(deal.loads)
+    costs = _costs(deal.excess[one] + moved, deal.scale[one]) + _costs(deal.excess[other] - moved, deal.scale[other])
+    best = int(np.argmin(costs))
+    if not costs[best] < _costs(deal.excess[one], deal.scale[one]) + _costs(deal.excess[other], deal.scale[other]):
+        return False
+    deal.excess[one] += moved[best]
+    deal.excess[other] -= moved[best]
+    taken = ways[best].astype(bool)
+    for part, at, samples in ((one, places[0], picked[taken]), (other, places[1], picked[~taken])):
+        deal.members[part][at] = samples
+        members = deal.members[part]
+        deal.members[part] = members[np.lexsort((members, -deal.loads[members, 1], -deal.loads[members, 0]))]
+    return True
+
+
+def _spread(size: int, count: int, visit: int) -> Ints:
+    """Evenly spaced places below `size`, other ones at each visit."""
+    return ((16 * np.arange(count) + 7 * visit % 16) * size) // (16 * count)
+
+
+@cache
+def _ways(samples: int, mine: int) -> Ints:
+    """Every way to choose `mine` of some samples, as rows of ones and zeros."""
+    bits = np.arange(1 << samples)[:, None] >> np.arange(samples) & 1
+    return bits[bits.sum(axis=1) == mine]
+
+
+def _costs(excess: Ints, scale: Floats) -> Any:
+    """The square of how far parts are off, over the last dim."""
+    off = (excess * scale) ** 2
+    return off[..., 0] + off[..., 1]

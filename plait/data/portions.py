@@ -1,0 +1,21 @@
+"""In which portions each part of the batch takes its sequences: the sizes of its micro-batches.
+
+Pure and without torch: the planner times what the loader reads.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from plait.layout import share
+
+
+def micro_sizes(counts: tuple[int, ...], micro_sequences: int) -> tuple[tuple[int, ...], ...]:
+    """Sequences in each micro-batch of each of some parts, which meet in the middle of every one.
+
+    So all take equally many, as few as the largest part can take `micro_sequences` at a time; each part's own are as
+    equal as can be, the larger ones first. 0 is a micro-batch in which nothing is counted: for a part with fewer
+    sequences than there are micro-batches. There is always one. A part that meets nobody is asked about alone.
+    """
+    number = max(1, ceil(max(counts) / micro_sequences))
+    return tuple(tuple(share(count, number, index)[1] for index in range(number)) for count in counts)

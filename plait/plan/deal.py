@@ -1,0 +1,185 @@
+"""What each device of a layout does where devices are unequal: shares of the batch, layers of the pipeline's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from plait.plan.candidates import Candidates, Counts, Dealing, Reals
+from plait.plan.memory import memory
+from plait.plan.shares import equal_shares, worthwhile
+from plait.plan.speeds import Devices
+from plait.plan.stack import Stack
+from plait.plan.stages import balanced_by_speed
+from plait.plan.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Deal:
+    """Who does what in layouts of one weave: same pipeline, same parts of the batch, same devices in each of them."""
+
+    stage_layers: tuple[int, ...]
+    """Of each stage, in the model's order; all layers where there is no pipeline."""
+    shares: tuple[int, ...]
+    """Sequences of each part of the batch in a step."""
+    speeds: Reals
+    """(pipeline, parts): of the slowest device at each place, where 1 is what a device was priced with."""
+    memory_bytes: Reals
+    """(pipeline, parts): of the smallest device there."""
+    lookup: float
+    """What the embedding costs the first stage, in average layers, beyond what pricing knows of."""
+
+    @property
+    def ranks(self) -> int:
+        """Of the pipeline."""
+        return len(self.speeds)
+
+    @property
+    def held(self) -> Reals:
+        """Layers on each rank of the pipeline."""
+        return np.array([sum(self.stage_layers[rank :: self.ranks]) for rank in range(self.ranks)], dtype=np.float64)
+
+    @property
+    def even(self) -> bool:
+        """Whether all devices are priced alike and all parts of the batch are as equal as can be."""
+        count = sum(self.shares)
+        return bool((self.speeds == 1).all()) and self.shares == equal_shares(count, len(self.shares))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Candidates of one deal and their places among all; without a deal devices are equal and nothing is named."""
+
+    places: Counts
+    candidates: Candidates
+    """Their `dealing` is the deal's."""
+    deal: Deal | None
+
+    @property
+    def by_rank(self) -> bool:
+        """Whether ranks of its pipelines hold so unlike things that memory is asked for one by one."""
+        deal = self.deal
+        return deal is not None and deal.ranks > 1 and not (deal.even and len(np.unique(deal.memory_bytes)) == 1)
+
+    def select(self, chosen: np.ndarray) -> Group:
+        """Those where a mask over the group holds."""
+        return replace(self, places=self.places[chosen], candidates=self.candidates.select(np.flatnonzero(chosen)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dealer:
+    """Deals a workload to the devices of a cluster, whatever the layout."""
+
+    workload: Workload
+    devices: Devices
+    stack: Stack
+    named: tuple[int, ...] = ()
+    """Shares that a person has named."""
+
+    def groups(self, candidates: Candidates) -> list[Group]:
+        """All candidates with who does what, in groups of the same deal."""
+        everyone = np.arange(len(candidates))
+        devices, c = self.devices, candidates
+        plain = devices.alike and devices.equal_memory and not self.named
+        if c.dealing == "published" or (plain and not devices.timed):
+            return [Group(places=everyone, candidates=c, deal=None)]
+        inner, piped = c.context * c.tensor, c.pipeline > 1
+        # What is kept decides how many layers a small device holds.
+        knobs = c.tensor, c.recompute, c.shard, c.shard_what, c.expert
+        held = [np.where(piped & (not devices.equal_memory), knob, 0) for knob in knobs]
+        keys = np.stack([c.pipeline, c.virtual, c.batch_parts, inner, *held])
+        if plain:  # only stages are cut otherwise than by the weights of the head
+            keys = np.where(piped, keys, 0)
+        _, first, place = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+        found = []
+        for group, one in enumerate(first):
+            rows = np.flatnonzero(place.ravel() == group)
+            few = c.select(rows)
+            if plain and int(c.pipeline[one]) == 1:
+                found.append(Group(places=rows, candidates=few, deal=None))
+                continue
+            deal = _deal(self, _Weave(row=tuple(few.row(0).items()), dealing=few.dealing))
+            dealing = deal.stage_layers if deal.ranks > 1 else c.dealing
+            found.append(Group(places=rows, candidates=replace(few, dealing=dealing), deal=deal))
+        return found
+
+    def one(self, candidates: Candidates, index: int) -> Group:
+        """A single candidate, as it was priced; a group's deal does not hang on which of it are looked at."""
+        [group] = [group for group in self.groups(candidates) if index in group.places]
+        at = np.flatnonzero(group.places == index)
+        return replace(group, places=np.array([index]), candidates=group.candidates.select(at))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weave:
+    """What a deal hangs on of its candidates: any one of them, and the dealing."""
+
+    row: tuple[tuple[str, int | str], ...]
+    dealing: Dealing
+
+    @property
+    def lean(self) -> Candidates:
+        """The one that takes one sequence at a time."""
+        return Candidates.of([{**dict(self.row), "micro_sequences": 1, "schedule": "1f1b"}], self.dealing)
+
+
+@lru_cache(maxsize=4096)
+def _deal(dealer: Dealer, weave: _Weave) -> Deal:
+    """The deal of candidates of one weave; searches that differ in links alone ask for the same ones again."""
+    one, devices = weave.lean, dealer.devices
+    pipeline, virtual, parts = int(one.pipeline[0]), int(one.virtual[0]), int(one.batch_parts[0])
+    place = pipeline, parts, -1
+    speeds = np.array(devices.speeds).reshape(place).min(axis=2)
+    memory_bytes = np.array(devices.memory_bytes, dtype=np.float64).reshape(place).min(axis=2)
+    layers, lookup = (dealer.workload.layers,), devices.lookup if pipeline > 1 else 0.0
+    if isinstance(weave.dealing, tuple):
+        layers = weave.dealing
+    elif pipeline > 1:
+        most = [] if devices.equal_memory else _most(dealer, one, memory_bytes.min(axis=1))
+        by_stage = speeds.sum(axis=1).tolist() * virtual
+        layers = balanced_by_speed(dealer.workload.layers, by_stage, devices.head, lookup, most * virtual)
+    deal = Deal(stage_layers=layers, shares=(), speeds=speeds, memory_bytes=memory_bytes, lookup=lookup)
+    return replace(deal, shares=dealer.named or worthwhile(dealer.workload.batch_sequences, _parts(dealer, deal)))
+
+
+def _parts(dealer: Dealer, deal: Deal) -> list[float]:
+    """The speed of each part of the batch: that of its slowest stage."""
+    costs = deal.held.copy()
+    costs[0] += deal.lookup
+    costs[-1] += dealer.devices.head
+    return [float(speed) for speed in 1 / (costs[:, None] / deal.speeds).max(axis=0)]
+
+
+def _most(dealer: Dealer, lean: Candidates, memory_bytes: Reals) -> list[int]:
+    """Layers that each stage of a rank can hold, one sequence at a time."""
+    ranks, virtual = int(lean.pipeline[0]), int(lean.virtual[0])
+    once, twice = (stage_bytes(dealer.workload, lean, dealer.stack, [n * virtual] * ranks)[:, 0] for n in (1, 2))
+    each = np.maximum((twice - once) / virtual, 1.0)
+    most = virtual + np.floor((memory_bytes - once) / each)
+    return [max(1, int(layers) // virtual) for layers in most]
+
+
+def stage_bytes(workload: Workload, candidates: Candidates, stack: Stack, held: Sequence[int] | Reals) -> Reals:
+    """Bytes of a device on each rank of pipelines of one shape that hold so many layers: (ranks, candidates).
+
+    Asked of memory.py rank by rank: as a pipeline whose other ranks hold as little as can be. Ranks in the middle count
+    as the first one, which keeps most micro-batches; where all others are nearly empty, a fuller end may be told.
+    """
+    ranks, virtual = int(candidates.pipeline[0]), int(candidates.virtual[0])
+    asked = [(max(int(layers), virtual), rank == ranks - 1) for rank, layers in enumerate(held)]
+    answers = {
+        (layers, last): memory(*lone_stage(workload, candidates, layers, -1 if last else 0), stack).reserved
+        for layers, last in dict.fromkeys(asked)
+    }
+    return np.stack([answers[each] for each in asked])
+
+
+def lone_stage(workload: Workload, candidates: Candidates, layers: int, rank: int) -> tuple[Workload, Candidates]:
+    """Such a pipeline with so many layers on one rank and one in each stage of the others."""
+    ranks, virtual = int(candidates.pipeline[0]), int(candidates.virtual[0])
+    stages = [1] * ranks * virtual
+    stages[rank] += layers - virtual
+    return replace(workload, layers=sum(stages)), replace(candidates, dealing=tuple(stages))

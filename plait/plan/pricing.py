@@ -1,0 +1,102 @@
+"""Prices of many layouts at once: memory, and time by the closed form or, near the best, by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+import numpy as np
+
+from plait.cluster.cluster import Cluster
+from plait.plan.candidates import Candidates, Counts, Reals
+from plait.plan.deal import Dealer, Group, stage_bytes
+from plait.plan.memory import memory
+from plait.plan.retime import simulated_s
+from plait.plan.speeds import devices_of
+from plait.plan.stack import Stack
+from plait.plan.timing import Timing, timing
+from plait.plan.uneven import paced, simulated_uneven_s
+from plait.plan.workload import Workload
+
+NEAR = 0.15
+"""Pipelines within this of the best are timed by their actual list of actions."""
+PORTION = 4096
+"""Candidates priced at once: as many as stay in a processor's cache."""
+
+
+def step_seconds(
+    workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, dealer: Dealer | None = None
+) -> Reals:
+    """Seconds of a step: by the closed form, and near the best by simulation."""
+    dealer = dealer or Dealer(workload=workload, devices=devices_of(workload, cluster, stack), stack=stack)
+    groups = dealer.groups(candidates)
+    step_s = np.empty(len(candidates))
+    for group in groups:
+        step_s[group.places] = closed_form(workload, cluster, stack, group).step_s
+    closed = candidates.pipeline > 1
+    # Simulated times are longer, so that others come near the best.
+    while (again := closed & (step_s <= step_s.min() * (1 + NEAR))).any():
+        for group in groups:
+            if again[group.places].any():
+                few = group.select(again[group.places])
+                step_s[few.places] = _simulated(workload, cluster, stack, few)
+        closed &= ~again
+    return step_s
+
+
+def closed_form(workload: Workload, cluster: Cluster, stack: Stack, group: Group) -> Timing:
+    """The items of time of a group's layouts on its devices, pipelines by the closed form."""
+    times = price(workload, cluster, group.candidates, stack)
+    if group.deal is None or group.deal.even:
+        return times
+    return paced(workload, cluster, group.candidates, stack, group.deal, times).times
+
+
+def _simulated(workload: Workload, cluster: Cluster, stack: Stack, group: Group) -> Reals:
+    if group.deal is not None and not group.deal.even:
+        times = price(workload, cluster, group.candidates, stack)
+        return simulated_uneven_s(workload, cluster, group.candidates, stack, group.deal, times)
+    step_s = np.empty(len(group.candidates))
+    for rows, whole in portions(workload, group.candidates):
+        few = group.candidates.select(rows)
+        step_s[rows] = simulated_s(whole, cluster, few, stack, timing(whole, cluster, few, stack))
+    return step_s
+
+
+def price(workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack) -> Timing:
+    """The items of time of a few layouts that split the batch into equal numbers of micro-batches."""
+    parts = [timing(whole, cluster, candidates.select(rows), stack) for rows, whole in portions(workload, candidates)]
+    return Timing(**{field.name: np.concatenate([getattr(p, field.name) for p in parts]) for field in fields(Timing)})
+
+
+def memory_of(workload: Workload, candidates: Candidates, stack: Stack) -> Reals:
+    """Bytes per device that each candidate needs."""
+    reserved = np.empty(len(candidates))
+    for rows, whole in portions(workload, candidates):
+        reserved[rows] = memory(whole, candidates.select(rows), stack).reserved
+    return reserved
+
+
+def portions(
+    workload: Workload, candidates: Candidates, among: Counts | None = None
+) -> Iterator[tuple[Counts, Workload]]:
+    """Places of candidates a few thousand at a time, with the batch that their fullest group of devices would make.
+
+    A batch that does not divide leaves some groups with a sequence less, and they wait for the others.
+    """
+    rows = np.arange(len(candidates)) if among is None else among
+    each = candidates.batch_parts[rows] * candidates.micro_sequences[rows]
+    filled = -(-workload.batch_sequences // each) * each
+    for batch in np.unique(filled):
+        same, whole = rows[filled == batch], replace(workload, batch_sequences=int(batch))
+        for first in range(0, len(same), PORTION):
+            yield same[first : first + PORTION], whole
+
+
+def bytes_by_rank(workload: Workload, group: Group, stack: Stack) -> Reals:
+    """Bytes of a device on each rank of the pipelines of a group: (ranks, candidates)."""
+    assert group.deal is not None
+    needed = np.empty((group.deal.ranks, len(group.candidates)))
+    for rows, whole in portions(workload, group.candidates):
+        needed[:, rows] = stage_bytes(whole, group.candidates.select(rows), stack, group.deal.held)
+    return needed

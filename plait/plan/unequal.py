@@ -1,0 +1,183 @@
+"""What a plan says of unequal devices: who does how much of each batch, which layers stand where, and what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from plait.errors import PlaitError
+from plait.plan.deal import Deal
+from plait.plan.pricing import price, step_seconds
+from plait.plan.search import Search, search
+from plait.plan.seats import other_orders
+from plait.plan.shares import equal_shares
+from plait.plan.speeds import Devices
+from plait.units import format_duration
+
+NAMED = 6
+"""Owners of devices up to which each one's share is named."""
+NOISY = 0.25
+"""Spread of a probe's timings from which its speeds are doubted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Owner:
+    """A host, or a kind of devices where no host is known."""
+
+    name: str
+    slower: float
+    """How many times slower its devices are than the fastest owner's."""
+    share: float | None
+    """Of the batch; None where parts of it are worked on by others, too."""
+
+
+def unequal_words(found: Search, index: int) -> list[str]:
+    """Who does what in a layout on unequal devices, and why; nothing where devices are equal and no shares named."""
+    deal, devices = found.deal(index), found.dealer.devices
+    if deal is None or (devices.alike and not found.dealer.named):
+        return []
+    told = [_shares(found, deal), *_stages(found, deal)]
+    return [line for line in told if line]
+
+
+def unequal_reasons(found: Search) -> list[str]:
+    """What the chosen layout gains by unequal shares or stages, and what might gain more."""
+    deal, devices = found.deal(found.chosen), found.dealer.devices
+    if deal is None or devices.alike:
+        return []
+    told = _equal_words(found, deal) + _order_words(found)
+    measured = found.cluster.measured
+    if devices.timed and measured is not None and measured.unsteady > NOISY:
+        told.append(
+            f"speeds were measured amid the noise of other programs (their readings spread by {measured.unsteady:.0%}, "
+            "medians count); close those and probe again"
+        )
+    return told
+
+
+def shares_of(found: Search, index: int) -> tuple[int, ...]:
+    """The plan's shares: none where they are as equal as can be."""
+    deal = found.deal(index)
+    if deal is None or deal.shares == equal_shares(sum(deal.shares), len(deal.shares)):
+        return ()
+    return deal.shares
+
+
+def _owners(devices: Devices, deal: Deal, each: int) -> list[_Owner]:
+    """All owners in the order of their ranks; `each` is the number of devices of a part at one stage."""
+    speeds, owners = np.array(devices.speeds), np.array(devices.owners)
+    own = [speeds[owners == owner].min() for owner in range(len(devices.names))]
+    parts = owners.reshape(deal.ranks, len(deal.shares), each).transpose(1, 0, 2).reshape(len(deal.shares), -1)
+    alone = (parts == parts[:, :1]).all()
+    done = [sum(s for s, owner in zip(deal.shares, parts[:, 0], strict=True) if owner == o) for o in range(len(own))]
+    return [
+        _Owner(name=name, slower=max(own) / speed, share=count / sum(deal.shares) if alone else None)
+        for name, speed, count in zip(devices.names, own, done, strict=True)
+    ]
+
+
+def _shares(found: Search, deal: Deal) -> str | None:
+    count = sum(deal.shares)
+    each = found.cluster.devices // deal.ranks // len(deal.shares)
+    owners = _owners(found.dealer.devices, deal, each)
+    if len(deal.shares) == 1:
+        return None
+    if found.dealer.named:
+        return f"each batch is dealt out as layout.shares says: {_numbers(deal.shares)} of {count} sequences"
+    if deal.shares == equal_shares(count, len(deal.shares)):
+        slowest = max(owners, key=lambda owner: owner.slower)
+        if count < 8 * len(deal.shares) and slowest.slower > 1 + 1 / 8:
+            return (
+                f"{count} sequences a step are too few to deal out by speed; {slowest.name} is "
+                f"{_times(slowest.slower)} slower and sets the pace: raise train.batch_tokens"
+            )
+        return None
+    if owners[0].share is None or len(owners) > NAMED:
+        return f"parts of each batch by the speed of their slowest device: {_numbers(deal.shares)} of {count} sequences"
+    return _by_owner(owners, found.cluster.devices > len(owners))
+
+
+def _by_owner(owners: Sequence[_Owner], several: bool) -> str:
+    """Shares by owner, the slower ones with the reason."""
+    fastest = min(owners, key=lambda owner: owner.slower)
+    slower = [owner for owner in owners if owner.slower > 1.01]
+    whose = "its devices are" if several else "it is"
+    if len(owners) == 2 and slower:
+        [owner] = slower
+        slow = f"{whose} {_times(owner.slower)} slower than {fastest.name}"
+        return f"{owner.name} does {owner.share:.0%} of each batch: {slow}"
+    told = ", ".join(
+        f"{owner.name} {owner.share:.0%}" + (f" ({_times(owner.slower)} slower)" if owner in slower else "")
+        for owner in owners
+    )
+    return f"of each batch do, by the speed of their devices: {told}"
+
+
+def _stages(found: Search, deal: Deal) -> list[str]:
+    """Which layers stand where in a pipeline, and why."""
+    devices = found.dealer.devices
+    if deal.ranks == 1 or (deal.speeds == 1).all():
+        return []
+    owners = np.array(devices.owners).reshape(deal.ranks, -1)
+    speeds = deal.speeds.sum(axis=1)
+    told = []
+    for rank in range(deal.ranks):
+        names = list(dict.fromkeys(devices.names[owner] for owner in owners[rank]))
+        slower = speeds.max() / speeds[rank]
+        note = f", {_times(slower)} slower" if slower > 1.01 else ""
+        told.append(f"{deal.held[rank]:.0f} on {' and '.join(names[:3])}{' and others' * (len(names) > 3)}{note}")
+    if len(told) > NAMED:
+        told = [*told[: NAMED - 1], f"… {told[-1]}"]
+    head = f"the head and the loss count as {devices.head:.2g} layers"
+    return [f"layers by the speed of their devices: {'; '.join(told)} ({head})"]
+
+
+def _equal_words(found: Search, deal: Deal) -> list[str]:
+    """What equal shares and stages of equal cost would take."""
+    here = float(found.step_s[found.chosen])
+    if deal.even or found.dealer.named:
+        return []
+    one = found.candidates.select(np.array([found.chosen]))
+    if isinstance(one.dealing, tuple):
+        equal_s = float(price(found.workload, found.cluster, one, found.stack).step_s[0])
+    else:
+        flat = replace(found.dealer.devices, speeds=(1.0,) * found.cluster.devices, timed=False)
+        dealer = replace(found.dealer, devices=flat)
+        equal_s = float(step_seconds(found.workload, found.cluster, one, found.stack, dealer)[0])
+    if equal_s < 1.01 * here:
+        return []
+    what = "equal stages" if deal.ranks > 1 else "equal shares"
+    there = f"{format_duration(equal_s)} a step, {equal_s / here:.2g} times as long"
+    return [f"with {what} the slowest device would set the pace: {there}"]
+
+
+def _order_words(found: Search) -> list[str]:
+    """Whether the machines in another order would be faster: by more than the forecast can tell."""
+    best, fastest = float(found.step_s[found.chosen]), None
+    for other in other_orders(found.cluster):
+        try:
+            tried = search(found.workload, other, stack=found.stack, tolerance=found.tolerance)
+        except PlaitError:
+            continue
+        spent = float(tried.step_s[tried.chosen])
+        if spent * (1 + found.tolerance) < best:
+            best, fastest = spent, tried
+    if fastest is None:
+        return []
+    names = fastest.dealer.devices.names
+    return [
+        f"with the machines in the order {', '.join(names)} a step would take {format_duration(best)}: start the run "
+        f"on {names[0]} and let the others join in this order"
+    ]
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.2g} times" if factor < 10 else f"{factor:.0f} times"
+
+
+def _numbers(shares: Sequence[int]) -> str:
+    if len(shares) <= 2 * NAMED:
+        return " + ".join(str(share) for share in shares)
+    return f"{min(shares)} to {max(shares)}"

@@ -1,0 +1,185 @@
+"""How long a step takes on unequal devices: what was priced for one device, dealt out by speeds and shares.
+
+Note [the pace of unequal devices]: timing.py prices every layout as if all devices were the slowest one and all shares
+equal. Here the arithmetic of each place is divided by its speed, and every part of the batch does its own number of
+sequences. Messages take as long as before. The part that is done last sets the pace, and in it the slowest stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from plait.cluster.cluster import Cluster
+from plait.plan.arithmetic import arithmetic
+from plait.plan.candidates import SCHEDULES, SHARD_WHAT, Candidates, Counts, Reals
+from plait.plan.deal import Deal
+from plait.plan.retime import FEW, MANY_ROUNDS, ROUNDS, Spent, durations_s
+from plait.plan.stack import Stack
+from plait.plan.stages import stage_layers
+from plait.plan.timing import Timing
+from plait.plan.workload import Workload
+
+COMPUTED = ("products", "scores", "stream", "recompute")
+MESSAGES = ("tensor", "context", "experts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pace:
+    """What sets the pace of layouts of one deal; arrays over candidates."""
+
+    times: Timing
+    """Its items are those of the stage and the part of the batch that are done last."""
+    micros: Reals
+    """Micro-batches of that part."""
+    stages_s: Reals
+    """(ranks of the pipeline, candidates): one micro-batch of it on each rank, there and back."""
+    settled_s: Reals
+    """What one micro-batch more takes."""
+    piped_s: Reals
+    """From its first micro-batch to the end of its last, by a closed form."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Micro:
+    """One micro-batch as timing.py prices it, in seconds; arrays over candidates."""
+
+    candidates: Candidates
+    times: Timing
+    count: Reals
+    """Micro-batches in a step of equal parts."""
+    layers: Reals
+    """On the rank that is priced."""
+    computed: Reals
+    """Of one layer."""
+    messages: Reals
+    """Of one layer."""
+    head: Reals
+    sent: Reals
+    """One message to a neighbour that travels while ranks compute."""
+
+    def each(self, item: str) -> Reals:
+        return getattr(self.times, item) / self.count
+
+
+def paced(
+    workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, deal: Deal, times: Timing
+) -> Pace:
+    """Candidates of one deal on its devices; `times` are those of equal devices, Note [the pace of unequal devices]."""
+    micro = _micro(workload, cluster, candidates, stack, times)
+    table = np.vstack([deal.speeds, deal.shares])
+    _, distinct = np.unique(table, axis=1, return_index=True)
+    parts = [_part(micro, deal, int(part)) for part in distinct]
+    here = np.arange(len(candidates))
+    last = np.stack([part.piped_s for part in parts]).argmax(axis=0)
+    micros, settled, piped = (
+        np.stack([getattr(part, name) for part in parts])[last, here] for name in ("micros", "settled_s", "piped_s")
+    )
+    stages = np.stack([part.stages_s for part in parts])[last, :, here].T
+    rank = stages.argmax(axis=0)
+    speed = deal.speeds[rank, distinct[last]]
+    found = _items(micro, deal, micros, rank, speed, piped)
+    return Pace(times=found, micros=micros, stages_s=stages, settled_s=settled, piped_s=piped)
+
+
+def simulated_uneven_s(
+    workload: Workload, cluster: Cluster, c: Candidates, stack: Stack, deal: Deal, times: Timing
+) -> Reals:
+    """Seconds of a step, the pipeline simulated by its list of actions in place of `paced`'s closed form."""
+    pace = paced(workload, cluster, c, stack, deal, times)
+    step_s = pace.times.step_s.copy()
+    ranks, virtual = deal.ranks, len(deal.stage_layers) // deal.ranks
+    sent, micros = pace.times.sent / stack.speed, pace.micros.astype(np.int64)
+    rounds = np.where((sent > 0.0) & (ranks <= FEW), MANY_ROUNDS, ROUNDS) * ranks + micros % ranks
+    short = np.minimum(micros, rounds)
+    spent = _spent(workload, cluster, c, stack, deal, pace)
+    keys = np.stack([c.schedule, short])
+    for key in np.unique(keys, axis=1).T:
+        rows = np.flatnonzero((keys == key[:, None]).all(axis=0))
+        schedule, simulated = SCHEDULES[int(key[0])], int(key[1])
+        few: Spent = {kind: values[:, rows] for kind, values in spent.items()}
+        whole = durations_s(schedule, (ranks, virtual, simulated), few, sent[rows])
+        whole = np.maximum(whole, simulated * virtual * sent[rows])
+        step_s[rows] += whole + (micros[rows] - simulated) * pace.settled_s[rows] - pace.piped_s[rows]
+    return step_s
+
+
+def _micro(w: Workload, cluster: Cluster, c: Candidates, stack: Stack, t: Timing) -> _Micro:
+    held = stage_layers(w, c)
+    layers = np.where(t.head > 0, held.last, held.most)  # as timing.py found the busiest rank
+    count = np.ceil(w.batch_sequences / (c.batch_parts * c.micro_sequences))
+    computed, messages = (
+        np.add.reduce([getattr(t, item) for item in items]) / count / layers for items in (COMPUTED, MESSAGES)
+    )
+    return _Micro(
+        candidates=c,
+        times=t,
+        count=count,
+        layers=layers,
+        computed=computed,
+        messages=messages,
+        head=arithmetic(w, cluster, stack).head(c) / stack.speed,
+        sent=t.sent / stack.speed,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Part:
+    micros: Reals
+    stages_s: Reals
+    settled_s: Reals
+    piped_s: Reals
+
+
+def _part(micro: _Micro, deal: Deal, part: int) -> _Part:
+    """One part of the batch: its micro-batches and its way through the stages."""
+    c, ranks = micro.candidates, deal.ranks
+    work = deal.held[:, None] * micro.computed + micro.each("host")
+    work[0] += deal.lookup * micro.computed
+    work[-1] += micro.head
+    stages = work / deal.speeds[:, [part]] + deal.held[:, None] * micro.messages + micro.each("passes")
+    micros = deal.shares[part] / c.micro_sequences
+    if ranks == 1:  # a last micro-batch that is not full takes less
+        return _Part(micros=micros, stages_s=stages, settled_s=stages[0], piped_s=micros * stages[0])
+    micros = np.ceil(micros)
+    slowest, whole, way = stages.max(axis=0), stages.sum(axis=0), 2 * (ranks - 1) * micro.sent
+    wait = (whole - slowest) / c.virtual / np.where(c.schedule == SCHEDULES.index("zero-bubble"), 3, 1)
+    settled = np.maximum(slowest, c.virtual * micro.sent)
+    at_once = (c.virtual == 1) & (c.schedule != SCHEDULES.index("gpipe"))  # as many under way as there are ranks
+    settled = np.where(at_once, np.maximum(settled, (whole + way) / ranks), settled)
+    piped = np.maximum(slowest + wait + way + (micros - 1) * settled, micros * c.virtual * micro.sent)
+    return _Part(micros=micros, stages_s=stages, settled_s=settled, piped_s=piped)
+
+
+def _items(micro: _Micro, deal: Deal, micros: Reals, rank: Counts, speed: Reals, piped_s: Reals) -> Timing:
+    """The step's items, of which those that come with each micro-batch are of the given rank of the pacing part."""
+    t, c, held = micro.times, micro.candidates, deal.held
+    more = held[rank] / micro.layers * micros / micro.count
+    items = {item: getattr(t, item) * more / speed for item in COMPUTED}
+    items |= {item: getattr(t, item) * more for item in MESSAGES}
+    items["head"] = np.where(rank == deal.ranks - 1, micro.head * micros / speed, 0.0)
+    items |= {"host": micro.each("host") * micros / speed, "passes": micro.each("passes") * micros}
+    items["bubble"] = piped_s - np.add.reduce(list(items.values()))
+    # Sharded parameters are gathered for each micro-batch, and all ranks have as many.
+    meetings = np.ceil(max(deal.shares) / c.micro_sequences) / micro.count
+    meetings = np.where(c.shard_what == SHARD_WHAT.index("parameters"), meetings, 1.0)
+    items |= {"parameters": t.parameters * meetings, "gradients": t.gradients * meetings}
+    updated = (held[:, None] / deal.speeds).max() / held.max()
+    items["optimizer"] = t.optimizer * updated
+    step_s = np.add.reduce(list(items.values()))
+    items["waiting"] = t.waiting * step_s / (t.step_s - t.waiting)
+    return replace(t, **items, step_s=step_s + items["waiting"])
+
+
+def _spent(w: Workload, cluster: Cluster, c: Candidates, stack: Stack, deal: Deal, pace: Pace) -> Spent:
+    """Seconds of each kind of action, (stages, candidates): a rank's time falls to its stages as its layers do."""
+    layer = arithmetic(w, cluster, stack).layer(c)
+    both = pace.times.products + pace.times.scores + pace.times.stream
+    again = (layer.forward + layer.backward) * pace.times.recompute / both
+    all_s = layer.forward + layer.backward + again
+    rank = np.arange(len(deal.stage_layers)) % deal.ranks
+    part = np.array(deal.stage_layers) / deal.held[rank]
+    whole = part[:, None] * pace.stages_s[rank]
+    forward, weight = whole * (layer.forward / all_s), whole * (layer.backward / 2 / all_s)
+    return {"forward": forward, "backward-input": whole - forward - weight, "backward-weight": weight}

@@ -1,0 +1,251 @@
+"""Names who holds a run up, from the times of every rank's steps: a device, a link between hosts, or the data.
+
+Note [how a straggler is found]: all values are of one step; "now" is the median of the last 11, "usual" the median of
+up to 100 that are older than 14 steps, s the standard deviation of those (from their median absolute deviation).
+1. device: x = log(compute seconds per sequence) of a rank, and y = x less the median x of the ranks on other hosts.
+   Suspected while x and y are both above usual by more than log 1.25 and 3 s: slower than it was *and* than the others
+   are, so that what slows down everybody, or a peer that gets faster, accuses nobody.
+2. data: the seconds that a rank waits for its samples, above usual by more than 0.15 usual steps and 3 s, while x is
+   not. A prefetched step costs no wait, so this is what training really lost.
+3. link: w = the least wait of all ranks. Whoever comes last to a sum waits for the messages alone, so that w does not
+   grow when a device or the data are slow. Above usual as in 2, while no other suspicion is open.
+4. Four such steps in a row (a link: six) name it, so nine to twelve steps after its onset; four steps in a row below
+   0.7 of the bar end it. In between what is usual stays as it was.
+5. since = the first step of the stretch that is most clearly above half the rise (the maximum of a clipped sum).
+After a change of shares, levels are taken anew with their rise kept, for seconds per sequence depend a little on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from math import exp, log
+from statistics import median
+
+from plait.report.steadiness import Learning, Series
+from plait.report.straggler_words import Finding, Kind, Shares, begin_words, end_words
+
+LEAST_SLOWDOWN = log(1.25)
+LEAST_SHARE = 0.15
+"""Of a usual step, in added wait."""
+CONFIRM = 4
+CONFIRM_LINK = 6
+"""The others must have had the time to show."""
+OVER = 0.7
+WARM_STEPS = 2
+LEAST_COMPUTE_S = 1e-6
+LINK_FACTOR = 1.5
+"""Times what the faster half of the links takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """What one rank did with one step, in seconds."""
+
+    rank: int
+    compute_s: float
+    """In forward and backward of its own samples, without any wait."""
+    wait_s: float
+    """For other ranks and for messages."""
+    data_s: float
+    """For its samples."""
+    link_s: float = 0.0
+    """Of a timed message from the rank before it (the last one's, for the first); 0 where none was timed."""
+
+
+@dataclass(slots=True)
+class _Case:
+    """What is held against somebody: for how many steps in a row, and whether it was told."""
+
+    above: int = 0
+    below: int = 0
+    told: bool = False
+
+    def count(self, excess: float) -> None:
+        """Take a step's evidence, in bars: 1 is enough to suspect."""
+        self.above = self.above + 1 if excess > 1 else 0
+        self.below = self.below + 1 if excess < OVER else 0
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank's quantities and what is held against it."""
+
+    own: Series = field(default_factory=Series)
+    beside_peers: Series = field(default_factory=Series)
+    data: Series = field(default_factory=Series)
+    link_s: float = 0.0
+    device_case: _Case = field(default_factory=_Case)
+    data_case: _Case = field(default_factory=_Case)
+
+    @property
+    def series(self) -> tuple[Series, ...]:
+        return self.own, self.beside_peers, self.data
+
+
+class Watch:
+    """Watches a run's steps, in one process for all ranks; `hosts` names the host of each.
+
+    Give it every step, in order, with all ranks' times; it answers at most one finding a step.
+    """
+
+    def __init__(self, hosts: Sequence[str], *, shares: Shares) -> None:
+        self._hosts = tuple(hosts)
+        self._shares: Shares = shares
+        self._peers = [_peers(self._hosts, rank) for rank in range(len(hosts))]
+        self._ranks = [_Rank() for _ in hosts]
+        self._messages, self._length = Series(), Series()
+        self._link_case = _Case()
+        self._open: list[tuple[Finding, list[_Case]]] = []
+        self._sequences: tuple[int, ...] = ()
+        self._seen = 0
+
+    @property
+    def asks_for_links(self) -> bool:
+        """Whether timed messages (`RankTimes.link_s`) would help now: a link is suspected, who knows which."""
+        return len(self._hosts) > 2 and self._link_case.above > 0 and not self._link_case.told
+
+    def observe(self, step: int, times: Sequence[RankTimes], sequences_per_rank: Sequence[int]) -> Finding | None:
+        """Take a step's times, by rank, and how many sequences each had; returns what began or ended, once."""
+        self._seen += 1
+        if self._seen <= WARM_STEPS:
+            return None
+        self._take_shares(tuple(sequences_per_rank))
+        self._take_times(step, times)
+        if not self._length.ready:
+            return None
+        self._weigh()
+        return self._ended(step) or self._device() or self._data() or self._link()
+
+    def _take_shares(self, sequences: tuple[int, ...]) -> None:
+        if self._sequences and sequences != self._sequences:
+            for series in (self._messages, self._length, *chain(*(one.series for one in self._ranks))):
+                series.change_expected("rise")
+        self._sequences = sequences
+
+    def _take_times(self, step: int, times: Sequence[RankTimes]) -> None:
+        logs = [log(max(t.compute_s, LEAST_COMPUTE_S) / max(n, 1)) for t, n in zip(times, self._sequences, strict=True)]
+        beside = _learning(one.device_case for one in self._ranks)
+        for one, time, peers, own in zip(self._ranks, times, self._peers, logs, strict=True):
+            one.own.add(step, own, _learning([one.device_case]))
+            if peers:
+                one.beside_peers.add(step, own - median(logs[peer] for peer in peers), beside)
+            one.data.add(step, time.data_s, _learning([one.data_case]))
+            one.link_s = time.link_s or one.link_s
+        self._messages.add(step, min(time.wait_s for time in times), _learning([self._link_case]))
+        whole_s = max(time.compute_s + time.wait_s + time.data_s for time in times)
+        self._length.add(step, whole_s, "hold" if self._open else "learn")
+
+    def _weigh(self) -> None:
+        """Count, for each case, the steps in a row on which it shows."""
+        least_wait_s = LEAST_SHARE * self._length.level
+        for one in self._ranks:
+            slower = _excess(one.own, LEAST_SLOWDOWN)
+            one.device_case.count(min(slower, _excess(one.beside_peers, LEAST_SLOWDOWN)))
+            waits = _excess(one.data, least_wait_s)
+            # A slow processor is slow with its data as well.
+            explained = slower > OVER and not one.data_case.told
+            one.data_case.count(min(waits, OVER) if explained else waits)
+        cases = chain(*((one.device_case, one.data_case) for one in self._ranks))
+        others_open = any(case.above and not case.told for case in cases)
+        if self._messages.ready:
+            excess = _excess(self._messages, least_wait_s)
+            self._link_case.count(min(excess, OVER) if others_open and not self._link_case.told else excess)
+
+    def _device(self) -> Finding | None:
+        suspects = self._confirmed(lambda one: one.device_case)
+        if not suspects:
+            return None
+        worst = max(suspects, key=lambda rank: self._ranks[rank].beside_peers.rise)
+        ranks = [rank for rank in suspects if self._hosts[rank] == self._hosts[worst]]
+        own = self._ranks[worst].own
+        return self._tell("device", ranks, own.since(), exp(own.rise))
+
+    def _data(self) -> Finding | None:
+        suspects = self._confirmed(lambda one: one.data_case)
+        if not suspects:
+            return None
+        data = max((self._ranks[rank].data for rank in suspects), key=lambda series: series.rise)
+        return self._tell("data", suspects, data.since(), 1 + data.rise / self._length.level)
+
+    def _link(self) -> Finding | None:
+        if self._link_case.told or self._link_case.above < CONFIRM_LINK:
+            return None
+        messages = self._messages
+        ranks = _slow_link([one.link_s for one in self._ranks])
+        return self._tell("link", ranks, messages.since(), 1 + messages.rise / self._length.level)
+
+    def _confirmed(self, case_of: Callable[[_Rank], _Case]) -> list[int]:
+        """The ranks against which something shows that was not told yet, once it is sure of one of them."""
+        cases = {rank: case_of(one) for rank, one in enumerate(self._ranks)}
+        found = [rank for rank, case in cases.items() if case.above and not case.told]
+        return found if any(cases[rank].above >= CONFIRM for rank in found) else []
+
+    def _tell(self, kind: Kind, ranks: Sequence[int], since: int, factor: float) -> Finding:
+        finding = begin_words(kind, ranks, self._hosts, since=since, factor=factor, shares=self._shares)
+        of_kind = {"device": lambda one: one.device_case, "data": lambda one: one.data_case}
+        cases = [self._link_case] if kind == "link" else [of_kind[kind](self._ranks[rank]) for rank in ranks]
+        for case in cases:
+            case.told = True
+        self._open.append((finding, cases))
+        self._expect_other_messages()
+        return finding
+
+    def _ended(self, step: int) -> Finding | None:
+        over = next((one for one in self._open if all(case.below >= CONFIRM for case in one[1])), None)
+        if over is None:
+            return None
+        self._open.remove(over)
+        begun, cases = over
+        for case in cases:
+            case.told = False
+        self._forget(begun)
+        self._expect_other_messages()
+        return end_words(begun, self._hosts, step)
+
+    def _forget(self, begun: Finding) -> None:
+        """What was slow must not become usual."""
+        if begun.kind == "link":
+            self._messages.forget_recent()
+            for one in self._ranks:
+                one.link_s = 0.0
+        for series in chain(*(one.series for one in self._ranks)):
+            series.forget_recent()
+        self._length.forget_recent()
+
+    def _expect_other_messages(self) -> None:
+        """A device that has become slow or fast again is so with its messages too, and that is no news of a link."""
+        if not self._link_case.told:
+            self._messages.change_expected("nothing")
+
+
+def _peers(hosts: Sequence[str], rank: int) -> list[int]:
+    """Whom a rank is compared with: the ranks of other hosts, or all others where there is one host."""
+    elsewhere = [other for other, host in enumerate(hosts) if host != hosts[rank]]
+    return elsewhere or [other for other in range(len(hosts)) if other != rank]
+
+
+def _learning(cases: Iterable[_Case]) -> Learning:
+    return "hold" if any(case.told for case in cases) else "learn"
+
+
+def _excess(series: Series, least: float) -> float:
+    """How far a series has risen, in bars."""
+    return series.rise / max(series.bar(least), 1e-12) if series.ready else 0.0
+
+
+def _slow_link(took_s: Sequence[float]) -> list[int]:
+    """The ranks at the ends of the slow link, the one rank whose links both are slow, or none where it is not clear."""
+    count = len(took_s)
+    if count == 2:
+        return [0, 1]
+    if min(took_s) <= 0:
+        return []
+    usual_s = median(sorted(took_s)[: count // 2 + 1])
+    slow = [rank for rank in range(count) if took_s[rank] > LINK_FACTOR * usual_s]
+    if len(slow) == 1:
+        return sorted([(slow[0] - 1) % count, slow[0]])
+    # A message reaches a rank and the next one over both ends of one cable.
+    both = [rank for rank in slow if (rank + 1) % count in slow]
+    return both if len(both) == 1 and len(slow) == 2 else []

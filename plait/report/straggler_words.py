@@ -1,0 +1,102 @@
+"""What a finding about a straggler is, and the sentence that it is told in: who, how much, since when, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["device", "link", "data"]
+Shares = Literal["balanced", "fixed"]
+"""Whether the run moves shares of the batch itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """That somebody began to hold the run up, or ceased to."""
+
+    kind: Kind
+    phase: Literal["begins", "ends"]
+    ranks: tuple[int, ...]
+    """Whose device or data; of a link those at both ends, of a host's cable that host's; empty: nobody knows which."""
+    host: str | None
+    """None where several are concerned, or nobody knows which."""
+    since_step: int
+    """The first slow step; of an end, the step at which that was sure."""
+    factor: float
+    """device: times as long for a sequence as before; link, data: times as long for a step, had nothing hidden it."""
+    sentence: str
+
+
+def begin_words(
+    kind: Kind, ranks: Sequence[int], hosts: Sequence[str], *, since: int, factor: float, shares: Shares
+) -> Finding:
+    """The finding that `kind` holds the run up since a step; `hosts` names the host of every rank of the run."""
+    several = len(ranks) > 1
+    if kind == "device":
+        share = "their shares" if several else "its share"
+        mend = f'{share} could fall with [balance] every = "50 steps"'
+        if shares == "balanced":
+            mend = f"{share} should fall, and will when the shares are next looked at"
+        words = (
+            f"{who_words(ranks, hosts)} {'compute' if several else 'computes'} {factor:.1f} times slower than before "
+            f"step {since}: {mend}; look for another program there"
+        )
+    elif kind == "data":
+        words = (
+            f"{who_words(ranks, hosts)} {'wait' if several else 'waits'} for data since step {since}, {factor - 1:.0%} "
+            "of a usual step: balance cannot help; a faster disk would, or the prepared data on a disk of that machine"
+        )
+    else:
+        words = (
+            f"{link_words(ranks, hosts)} hold up every step by {factor - 1:.0%} since step {since}, and nobody "
+            "computes slower: balance cannot help; a layout that sends less would (a pipeline: see `plait plan`), or a "
+            "wider cable"
+        )
+    return _finding(kind, "begins", ranks, hosts, since=since, factor=factor, words=words)
+
+
+def end_words(begun: Finding, hosts: Sequence[str], step: int) -> Finding:
+    """The finding that what began is over, seen at a step."""
+    again = f"as fast as before step {begun.since_step} again (step {step})"
+    several = len(begun.ranks) > 1
+    if begun.kind == "link":
+        words = f"{link_words(begun.ranks, hosts)} are {again}"
+    elif begun.kind == "device":
+        words = f"{who_words(begun.ranks, hosts)} {'compute' if several else 'computes'} {again}"
+    else:
+        words = f"{who_words(begun.ranks, hosts)} {'get their data' if several else 'gets its data'} {again}"
+    return _finding(begun.kind, "ends", begun.ranks, hosts, since=step, factor=begun.factor, words=words)
+
+
+def who_words(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """(1,) -> "rank 1 (host b)"; the host is left out where all ranks are on one."""
+    numbers = [str(rank) for rank in ranks]
+    told = f"rank {numbers[0]}" if len(ranks) == 1 else f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+    if len(set(hosts)) == 1:
+        return told
+    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    return f"{told} ({'host' if len(names) == 1 else 'hosts'} {', '.join(names)})"
+
+
+def link_words(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """The messages of the link that these ranks are at the ends of, or of the one rank's cable."""
+    if not ranks:
+        return "messages between ranks"
+    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    if len(ranks) == 1:
+        return f"messages over the cable of {who_words(ranks, hosts)}"
+    if len(names) == 2:
+        return f"messages between host {names[0]} and host {names[1]}"
+    return f"messages between {who_words(ranks, hosts)}"
+
+
+def _finding(
+    kind: Kind, phase: Literal["begins", "ends"], ranks: Sequence[int], hosts: Sequence[str],
+    *, since: int, factor: float, words: str,
+) -> Finding:  # fmt: skip
+    names = {hosts[rank] for rank in ranks}
+    return Finding(
+        kind=kind, phase=phase, ranks=tuple(ranks), host=names.pop() if len(names) == 1 else None,
+        since_step=since, factor=factor, sentence=words,
+    )  # fmt: skip

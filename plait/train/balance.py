@@ -1,0 +1,157 @@
+"""Keeps a run's shares of the batch in step with its ranks' speeds: measures, obeys, and records; decides nothing.
+
+plait/plan/rebalance.py decides, on rank 0, and every change is on the disk before the first step that obeys it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple
+from pathlib import Path
+
+import torch
+
+from plait.parallel.mesh import Sums
+from plait.plan.plan import Plan
+from plait.plan.rebalance import FEWEST_STEPS, Change, Measured, part_names, ranks_of_parts, rebalanced
+from plait.report.shares_file import SharesLine, append_shares, read_shares
+from plait.report.straggler import RankTimes, Watch
+from plait.train.assemble import Assembly
+from plait.train.meter import Meter
+from plait.train.state import TrainState
+from plait.train.step import Scalars
+
+GATHERED_STEPS = 4
+"""Measurements travel for so many steps at once, to cost a step next to nothing."""
+
+Take = Callable[[TrainState], tuple[TrainState, Scalars]]
+Row = tuple[float, ...]
+"""One rank's seconds of one step: computing, waiting for others, waiting for data."""
+
+
+class Balance:
+    """One rank's part in it. Every rank must make one, and call the same methods in the same order.
+
+    Recorded changes are obeyed also where shares never change by themselves. Only rank 0 reads and writes `file`, and
+    tells what its own steps took.
+    """
+
+    def __init__(self, assembly: Assembly, meter: Meter, file: Path, world: Sums, tell: Callable[..., None]) -> None:
+        self._tell = tell
+        self._assembly, self._meter, self._world, self._file = assembly, meter, world, file
+        self._every = assembly.plan.balance_every_steps
+        self._parts = assembly.plan.parts
+        self._lines = _told_lines(file, world, len(self._parts))
+        self._ledger = Ledger(assembly.plan) if self._every and world.size > 1 and world.index == 0 else None
+
+    def step(self, take: Take, state: TrainState) -> tuple[TrainState, Scalars]:
+        """Take the step after `state` with the shares that are recorded for it."""
+        parts = self._parts_for(state.step + 1)
+        if parts != self._parts:
+            self._assembly.reshare(parts)
+            self._parts = parts
+        result = take(state)
+        self._meter.fetched(self._assembly.loader.wait_s)
+        return result
+
+    def reckon(self, state: TrainState) -> list[str]:
+        """After steps whose scalars were fetched: bring measurements to rank 0 and decide where that is due.
+
+        Answers what there is to say, on rank 0. Every rank must call it after the same steps; blocks.
+        """
+        balanced = self._every > 0 and self._world.size > 1
+        due = balanced and state.step % self._every == 0
+        if balanced and not due and self._meter.steps < GATHERED_STEPS:
+            return []
+        own = self._meter.read()
+        if self._world.index == 0:
+            for step, times in enumerate(own, start=state.step - len(own) + 1):
+                self._tell(step=step, **asdict(times))
+        if not balanced:
+            return []
+        rows = torch.tensor([astuple(times) for times in own], dtype=torch.float64).reshape(-1, 3)
+        gathered = [part.tolist() for part in self._world.gather(rows)]
+        told: list[str] = []
+        if self._ledger is not None:
+            told = self._ledger.note(state.step, gathered, self._parts)
+        recorded = any(step > state.step for step, _ in self._lines)
+        return told + (self._decide(state.step + 1) if due and not recorded else [])
+
+    def _decide(self, step: int) -> list[str]:
+        """Agree on the shares from `step` on."""
+        wanted = torch.zeros(len(self._parts), dtype=torch.int64)
+        change = self._ledger.change(self._parts, self._every) if self._ledger is not None else None
+        if change is not None:
+            speeds = tuple(float(f"{speed:.4g}") for speed in change.speeds)
+            append_shares(self._file, SharesLine(step=step, shares=change.shares, reason=change.reason, speeds=speeds))
+            wanted = torch.tensor(change.shares)
+        parts = tuple(self._world(wanted).tolist())
+        if any(parts):
+            self._lines.append((step, parts))
+        return [f"balance  from step {step} on, {change.reason}"] if change is not None else []
+
+    def _parts_for(self, step: int) -> tuple[int, ...]:
+        return next((parts for first, parts in reversed(self._lines) if first <= step), self._assembly.plan.parts)
+
+
+class Ledger:
+    """Rank 0's book of all ranks' steps, since the shares last changed."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._names, self._ranks = part_names(plan), ranks_of_parts(plan.layout)
+        self._part_of = [plan.layout.batch_part(rank) for rank in range(plan.world_size)]
+        self._parts = plan.parts
+        self._steps: list[Measured] = []
+        self._warm = False
+        self._watch = Watch(_hosts(plan), shares="balanced")
+
+    def note(self, last_step: int, rows_of_ranks: Sequence[Sequence[Row]], parts: tuple[int, ...]) -> list[str]:
+        """Take in the steps up to `last_step`, which were taken with these shares; says who holds the run up."""
+        if parts != self._parts:
+            self._parts = parts
+            self._steps.clear()
+        steps = list(zip(*rows_of_ranks, strict=True))
+        told: list[str] = []
+        for step, rows in enumerate(steps, start=last_step - len(steps) + 1):
+            if not self._warm:  # the first step of a process also makes room, and fills caches
+                self._warm = True
+                continue
+            self._steps.append(self._measured(rows))
+            told += self._watched(step, rows)
+        del self._steps[: -2 * max(self._plan.balance_every_steps, FEWEST_STEPS)]
+        return told
+
+    def change(self, parts: tuple[int, ...], every: int) -> Change | None:
+        """What the last two windows of `every` steps speak for."""
+        return rebalanced(parts, self._steps[-2 * max(every, FEWEST_STEPS // 2) :], self._names)
+
+    def _measured(self, rows: Sequence[Row]) -> Measured:
+        return Measured(
+            compute_s=tuple(max(rows[rank][0] for rank in ranks) for ranks in self._ranks),
+            step_s=max(sum(row) for row in rows),
+        )
+
+    def _watched(self, step: int, rows: Sequence[Row]) -> list[str]:
+        times = [
+            RankTimes(rank=rank, compute_s=compute, wait_s=wait, data_s=data)
+            for rank, (compute, wait, data) in enumerate(rows)
+        ]
+        finding = self._watch.observe(step, times, [self._parts[part] for part in self._part_of])
+        return [finding.sentence] if finding else []
+
+
+def _hosts(plan: Plan) -> list[str]:
+    """The host of each rank."""
+    named = [host.name for host in plan.hosts for _ in range(host.workers)]
+    return named or ["this machine"] * plan.world_size
+
+
+def _told_lines(file: Path, world: Sums, parts: int) -> list[tuple[int, tuple[int, ...]]]:
+    """What rank 0 finds recorded, on every rank."""
+    lines = read_shares(file) if world.index == 0 else ()
+    count = int(world(torch.tensor([len(lines)]))[0])
+    table = torch.zeros(count, 1 + parts, dtype=torch.int64)
+    for row, line in zip(table, lines, strict=False):
+        row[:] = torch.tensor([line.step, *line.shares])
+    return [(row[0], tuple(row[1:])) for row in world(table).tolist()] if count else []

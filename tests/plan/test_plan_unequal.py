@@ -1,0 +1,356 @@
+"""Unequal machines: does everybody get what it can carry, is that priced, and is it said?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.cluster.cluster import Cluster, cluster_of_hosts, read_cluster
+from plait.cluster.measured import Measured, MeasuredDevice, Message
+from plait.cluster.topology import Machine
+from plait.errors import PlaitError
+from plait.model.sizes import explicit_shape, named_shape
+from plait.plan.candidates import Candidates
+from plait.plan.choose import draft, settle
+from plait.plan.clocked import measured_link
+from plait.plan.deal import Dealer, stage_bytes
+from plait.plan.explain import Section, plan_json
+from plait.plan.grounds import Given, Grounds, Need
+from plait.plan.listing import Pins
+from plait.plan.memory import RESERVED
+from plait.plan.plan import Plan
+from plait.plan.pricing import price, step_seconds
+from plait.plan.retime import Spent, durations_s
+from plait.plan.search import TORN, Search, search
+from plait.plan.seats import other_orders, torn
+from plait.plan.shares import equal_shares, last_s, shares, worthwhile
+from plait.plan.speeds import devices_of
+from plait.plan.stack import PLAIT
+from plait.plan.stages import balanced_by_speed
+from plait.plan.unequal import shares_of, unequal_reasons, unequal_words
+from plait.plan.uneven import paced
+from plait.plan.workload import Workload, workload_of
+from plait.run.plan import answer, answer_text
+from tests.cluster.probed import device, link, measured, point, timed
+from tests.plan.machines import PLAYS, recipe
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+KINDS: tuple[Message, ...] = (
+    "send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap_parts", "spread_own",
+)  # fmt: skip
+HOST = Machine(device="cpu", name="a processor", devices=1, cores=1, memory_bytes=2**34, versions=())
+SHAPE = explicit_shape(layers=8, width=256, heads=4, vocabulary=2048, sequence=256)
+NO_WORDS = [Section(title=title, lines=()) for title in ("why", "binds", "changes", "sure")]
+
+
+def host(name: str, speed: float) -> MeasuredDevice:
+    """A host on which all work takes 1 / speed times as long as on the first one."""
+    works = [timed(work, (1024, 256, 256), 0.002) for work in ("product", "product_input", "product_weight")]
+    works += [timed(work, (1024, 256, 1024), 0.001) for work in ("stream", "stream_backward")]
+    works += [timed("head", (1024, 256, 2048), 0.02), timed("update", (10**6, 10), 0.001)]
+    works += [timed(work, (4, 256, 4, 4, 64), 0.001) for work in ("attention", "attention_backward")]
+    works += [timed("accumulate", (10**6,), 0.0005), timed("embedding", (1024, 256, 2048), 0.001)]
+    one = device(*works, host=name, rates=(speed,))
+    slowed = tuple(replace(each, seconds=each.seconds / speed) for each in one.timed)
+    return replace(one, workers=1, timed=slowed)
+
+
+def told(speeds: Sequence[float], rate: float = 1e9) -> Measured:
+    links = [link(kind, *(point(2**k, 1e-4 + 2**k / rate) for k in (10, 20, 26)), scope="between") for kind in KINDS]
+    hosts = tuple(host(name, speed) for name, speed in zip("abcdefgh", speeds, strict=False))
+    return replace(measured(*links, devices=hosts), workers=len(speeds), overlaps=())
+
+
+def probed(*speeds: float, rate: float = 1e9) -> Cluster:
+    """Hosts of one worker each, as a probe of all of them would have it."""
+    found = told(speeds, rate)
+    hosts = [(HOST, 1e11 * speed, 1) for speed in speeds]
+    return replace(cluster_of_hosts(hosts, measured_link(found, "between")), measured=found)
+
+
+def work(batch: int = 16, layers: int = 8) -> Workload:
+    shape = replace(SHAPE, layers=layers)
+    return workload_of(shape, sequence=256, batch_sequences=batch, precision="float32")
+
+
+def copies(count: int, micro: int = 1, **more: int | str) -> Pins:
+    return Pins(degrees={"replicate": count}, knobs={"micro_sequences": micro, **more})
+
+
+def deal_of(found: Search) -> tuple[int, ...]:
+    deal = found.deal(found.chosen)
+    assert deal is not None
+    return deal.shares
+
+
+@settings(max_examples=80, deadline=None)
+@given(extra=st.integers(0, 9), speeds=st.lists(st.floats(0.05, 1.0), min_size=1, max_size=4))
+def test_no_other_shares_end_earlier(extra: int, speeds: list[float]) -> None:
+    count = len(speeds) + extra
+    cuts = combinations(range(1, count), len(speeds) - 1)
+    ways = [tuple(np.diff([0, *cut, count]).tolist()) for cut in cuts]
+    dealt = shares(count, speeds)
+    assert sum(dealt) == count and min(dealt) >= 1
+    assert last_s(dealt, speeds) == pytest.approx(min(last_s(way, speeds) for way in ways))
+
+
+def test_shares_follow_speed_and_leave_nobody_without() -> None:
+    assert shares(16, [1, 0.4]) == (12, 4), "the last one is done after 12 / 1, with 11 and 5 only after 5 / 0.4"
+    assert shares(64, [1, 0.4]) == (46, 18)
+    assert shares(3, [1, 100]) == (1, 2)
+    assert shares(4, [1000, 1, 1, 1]) == (1, 1, 1, 1)
+    assert worthwhile(16, [1.0, 0.99]) == equal_shares(16, 2) == (8, 8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layers=st.integers(1, 10),
+    speeds=st.lists(st.floats(0.1, 1.0), min_size=1, max_size=4),
+    head=st.floats(0, 5),
+    lookup=st.floats(0, 2),
+)
+def test_no_other_stages_are_done_earlier(layers: int, speeds: list[float], head: float, lookup: float) -> None:
+    layers = max(layers, len(speeds))
+
+    def slowest(each: tuple[int, ...]) -> float:
+        costs = [float(count) for count in each]
+        costs[0] += lookup
+        costs[-1] += head
+        return max(cost / speed for cost, speed in zip(costs, speeds, strict=True))
+
+    cuts = combinations(range(1, layers), len(speeds) - 1)
+    ways = [tuple(np.diff([0, *cut, layers]).tolist()) for cut in cuts]
+    dealt = balanced_by_speed(layers, speeds, head, lookup)
+    assert sum(dealt) == layers and slowest(dealt) == pytest.approx(min(map(slowest, ways)))
+
+
+def test_a_stage_gets_no_more_layers_than_it_can_hold() -> None:
+    assert balanced_by_speed(22, (1.0, 0.4), 0.0) == (16, 6)
+    assert balanced_by_speed(22, (1.0, 0.4), 0.0, most=(12, 30)) == (12, 10)
+    assert balanced_by_speed(9, (3.0, 1.0, 1.0), 0.0, most=(2, 9, 9)) == (2, 4, 3)
+
+
+def test_speeds_come_from_the_clocks_of_the_probe() -> None:
+    devices = devices_of(work(), probed(1.0, 0.4), PLAIT)
+    assert devices.names == ("a", "b") and devices.timed
+    assert devices.speeds[0] / devices.speeds[1] == pytest.approx(2.5, rel=0.01)
+    assert devices.speeds[1] == pytest.approx(1.0)
+    assert devices_of(work(), probed(1.0, 0.97), PLAIT).alike
+
+
+def test_a_slow_worker_of_a_fast_host_counts_with_its_own_speed() -> None:
+    found = told((1.0, 0.5))
+    pair = replace(found.devices[0], workers=3, rates=(1.0, 1.0, 0.5))
+    there = replace(found, devices=(pair, found.devices[1]), workers=4)
+    hosts = [(HOST, 1e11, 3), (HOST, 1e11, 1)]
+    cluster = replace(cluster_of_hosts(hosts, measured_link(there, "between")), measured=there)
+    speeds = np.array(devices_of(work(), cluster, PLAIT).speeds)
+    assert speeds / speeds[0] == pytest.approx([1, 1, 0.5, 0.5], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "batch", "dealt"), [((1.0, 0.4), 64, (46, 18)), ((1.0, 1.0, 0.5, 0.25), 88, (32, 32, 16, 8))]
+)
+def test_copies_on_unequal_hosts_share_by_speed_and_come_near_the_sum_of_speeds(
+    speeds: tuple[float, ...], batch: int, dealt: tuple[int, ...]
+) -> None:
+    found = search(work(batch), probed(*speeds, rate=1e12), pins=copies(len(speeds)))
+    assert deal_of(found) == shares_of(found, found.chosen) == dealt
+    items = found.timing(found.chosen)
+    computed = float((items.products + items.scores + items.stream + items.head)[0])
+    one = search(work(batch), probed(1.0, rate=1e12), pins=Pins(knobs={"micro_sequences": 1}))
+    alone = one.timing(one.chosen)
+    alone_s = float((alone.products + alone.scores + alone.stream + alone.head)[0])
+    assert computed == pytest.approx(max(n / s for n, s in zip(dealt, speeds, strict=True)) / batch * alone_s, rel=0.01)
+    assert alone_s / sum(speeds) / computed > 0.93
+    assert found.step_s[found.chosen] == pytest.approx(float(items.step_s[0]))
+
+
+def test_equal_hosts_have_no_shares_and_the_same_price_as_ever() -> None:
+    found = search(work(), probed(1.0, 1.0), pins=copies(2))
+    assert shares_of(found, found.chosen) == () and not unequal_words(found, found.chosen)
+    row = found.candidates.select(np.array([found.chosen]))
+    assert found.step_s[found.chosen] == price(work(), found.cluster, row, found.stack).step_s[0]
+
+
+def test_named_shares_are_obeyed_and_priced() -> None:
+    cluster = probed(1.0, 0.4)
+    auto, named, even = (
+        search(work(), cluster, pins=replace(copies(2), shares=asked)) for asked in ((), (13, 3), (8, 8))
+    )
+    assert deal_of(named) == shares_of(named, named.chosen) == (13, 3) and shares_of(even, even.chosen) == ()
+    assert auto.step_s[auto.chosen] < named.step_s[named.chosen] < even.step_s[even.chosen]
+    assert any("as layout.shares says: 13 + 3 of 16" in line for line in unequal_words(named, named.chosen))
+    equals = search(work(), probed(1.0, 1.0), pins=replace(copies(2), shares=(12, 4)))
+    half = search(work(), probed(1.0, 1.0), pins=copies(2))
+    assert equals.step_s[equals.chosen] > 1.3 * half.step_s[half.chosen]
+
+
+@pytest.mark.parametrize(
+    ("pins", "says"),
+    [
+        (replace(copies(2), shares=(12, 3)), "add up to 15"),
+        (replace(copies(2), shares=(8, 4, 4)), "should be 2 numbers"),
+        (Pins(shares=(12, 4)), "name layout.replicate or layout.shard"),
+    ],
+)
+def test_shares_that_cannot_be_are_one_sentence(pins: Pins, says: str) -> None:
+    with pytest.raises(PlaitError, match=says):
+        search(work(), probed(1.0, 0.4), pins=pins)
+
+
+def test_stages_are_cut_by_speed_the_head_included_and_simulated() -> None:
+    pins = Pins(degrees={"pipeline": 2}, knobs={"micro_sequences": 1, "schedule": "1f1b"})
+    found = search(work(64, layers=22), probed(1.0, 0.4), pins=pins)
+    head, lookup = found.dealer.devices.head, found.dealer.devices.lookup
+    assert head > 0.2 and lookup > 0
+    first, last = found.stage_layers(found.chosen)
+
+    def slowest(layers: int) -> float:
+        return max(layers + lookup, (22 - layers + head) / 0.4)
+
+    assert first + last == 22 and slowest(first) == min(slowest(layers) for layers in range(1, 22))
+    even = search(work(64, layers=22), probed(1.0, 0.4), pins=replace(pins, stage_layers=(11, 11)))
+    assert even.step_s[even.chosen] > 1.3 * found.step_s[found.chosen]
+    assert any(f"{first} on a; {last} on b" in line for line in unequal_words(found, found.chosen))
+
+
+def test_a_pipeline_of_unequal_devices_takes_what_its_list_of_actions_takes() -> None:
+    pins = Pins(degrees={"pipeline": 2}, knobs={"micro_sequences": 1, "schedule": "gpipe", "recompute": "none"})
+    workload, cluster = work(12), probed(1.0, 0.4)
+    found = search(workload, cluster, pins=pins)
+    group = found.dealer.one(found.candidates, found.chosen)
+    assert group.deal is not None
+    times = price(workload, cluster, group.candidates, found.stack)
+    pace = paced(workload, cluster, group.candidates, found.stack, group.deal, times)
+    stages = pace.stages_s
+    halves: Spent = {"forward": stages / 3, "backward-input": stages / 3, "backward-weight": stages / 3}
+    whole = float(durations_s("gpipe", (2, 1, 12), halves, pace.times.sent)[0])
+    assert float(pace.piped_s[0]) == pytest.approx(whole, rel=0.05)
+    assert found.step_s[found.chosen] == pytest.approx(
+        float(step_seconds(workload, cluster, group.candidates, found.stack)[0])
+    )
+
+
+def test_a_small_device_holds_fewer_layers_and_everything_fits() -> None:
+    shape = named_shape("1.3B", vocabulary=32768, sequence=1024)
+    workload = workload_of(shape, sequence=1024, batch_sequences=32)
+    cluster = read_cluster("1x4090+1x3080@10G")
+    pins = Pins(degrees={"pipeline": 2}, knobs={"schedule": "1f1b"})
+    found = search(workload, cluster, pins=pins)
+    deal = found.deal(found.chosen)
+    assert deal is not None
+    one = found.dealer.one(found.candidates, found.chosen)
+    needed = stage_bytes(workload, one.candidates, found.stack, deal.held)[:, 0]
+    have = [island.device.memory_bytes for island in cluster.islands]
+    assert needed[0] > have[1], "the larger device holds more than the smaller one could"
+    assert (needed <= RESERVED * np.array(have) + found.stack.outside_bytes).all(), "as for every layout that was named"
+    assert found.capacity(found.chosen) in have
+    assert sum(plan_json(found, NO_WORDS, 0)["memory"].values()) == pytest.approx(found.reserved[found.chosen])
+
+
+def test_tensor_groups_do_not_straddle_machines() -> None:
+    cluster = read_cluster("2x(3x4090)@10G")
+    rows = Candidates.of([{"tensor": 2, "replicate": 3}, {"tensor": 3, "replicate": 2}, {"replicate": 6}])
+    assert torn(cluster, rows).tolist() == [True, False, False]
+    shape = explicit_shape(layers=12, width=768, heads=12, vocabulary=4096, sequence=512)
+    found = search(workload_of(shape, sequence=512, batch_sequences=24), cluster)
+    assert found.refused[TORN] > 0 and 2 not in found.candidates.tensor
+
+
+def test_other_orders_of_machines_take_their_measurements_along() -> None:
+    cluster = probed(1.0, 0.4, 0.2)
+    orders = other_orders(cluster)
+    assert len(orders) == 5
+    for other in orders:
+        assert other.measured is not None
+        names = [each.host for each in other.measured.devices]
+        flops = [island.device.flops("float32") for island in other.islands]
+        assert [flops[names.index(name)] for name in "abc"] == pytest.approx([1e11, 4e10, 2e10])
+    assert not other_orders(probed(1.0, 1.0))
+
+
+def planned(folder: Path, cluster: Cluster, *overrides: str) -> Plan:
+    """A run over hosts that were looked at."""
+    model = ("model.layers=8", "model.width=256", "model.heads=4", "model.vocabulary=4096", "train.sequence=256")
+    config = recipe(folder, "train.budget=100 steps", "train.batch_tokens=4096", *model, *overrides)
+
+    def look(need: Need) -> Cluster:
+        return cluster
+
+    given = Given(workers=cluster.devices, threads=1)
+    grounds = Grounds(machine=HOST, peak_flops=1e11, given=given, look=look)
+    outline = draft(config, PLAYS, grounds, recipe_hash="cafe")
+    return settle(config, outline, outline.splits)
+
+
+def test_the_plan_of_two_hosts_carries_their_shares_and_says_why(tmp_path: Path) -> None:
+    plan = planned(tmp_path, probed(1.0, 0.4), "layout.replicate=2")
+    assert plan.shares == plan.parts == (12, 4) and plan.balance_every_steps == 50
+    assert "b does 25% of each batch: it is 2.5 times slower than a" in plan.reasons
+    assert planned(tmp_path, probed(1.0, 1.0), "layout.replicate=2").shares == ()
+    named = planned(tmp_path, probed(1.0, 1.0), "layout.replicate=2", "layout.shares=[13,3]", "balance.every=never")
+    assert named.parts == (13, 3) and named.balance_every_steps == 0
+    piped = planned(tmp_path, probed(1.0, 0.4), "layout.pipeline=2")
+    assert len(piped.layout.stage_layers) == 2 and piped.layout.stage_layers[0] > 4 and piped.shares == ()
+    with pytest.raises(PlaitError, match="add up to 15"):
+        planned(tmp_path, probed(1.0, 1.0), "layout.replicate=2", "layout.shares=[12,3]")
+
+
+def test_equal_devices_of_one_host_are_never_balanced(tmp_path: Path) -> None:
+    config = recipe(tmp_path, "train.budget=100 steps", "model.size=1M", "layout.replicate=2")
+    outline = draft(config, PLAYS, Grounds(machine=replace(HOST, cores=8), peak_flops=1e11), recipe_hash="cafe")
+    assert settle(config, outline, outline.splits).balance_every_steps == 0
+
+
+CASES = {
+    "old-and-new": ("1x4090+1x3080@10G", ("model.size=350M", "train.sequence=1024", "train.batch_tokens=65536")),
+    "unequal-nodes": (
+        "1x(4xA100)+1x(4xH100)+400G",
+        ("model.size=7B", "train.sequence=4096", "train.batch_tokens=524288"),
+    ),
+    "unequal-pipeline": (
+        "4x4090+4x3090@1G",
+        ("model.size=1.3B", "train.sequence=1024", "train.batch_tokens=65536", "layout.pipeline=4", "layout.tensor=2"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["old-and-new", pytest.param("unequal-nodes", marks=pytest.mark.slow), "unequal-pipeline"]
+)
+def test_the_words_for_unequal_clusters(name: str, tmp_path: Path) -> None:
+    cluster, asked = CASES[name]
+    text = answer_text(answer(recipe(tmp_path, "train.budget=1B tokens", *asked), read_cluster(cluster), top=3))
+    golden = GOLDEN / f"plan-{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text(), f"{golden} says otherwise; if the new text is right, write it by UPDATE_GOLDEN=1"
+
+
+def test_what_unequal_shares_save_is_told() -> None:
+    found = search(work(), probed(1.0, 0.4), pins=copies(2))
+    assert any("with equal shares the slowest device would set the pace" in line for line in unequal_reasons(found))
+    few = search(work(2), probed(1.0, 0.4), pins=copies(2))
+    assert any("too few to deal out by speed; b is 2.5 times slower" in line for line in unequal_words(few, few.chosen))
+
+
+def test_a_dealers_answer_does_not_hang_on_which_layouts_are_asked_about() -> None:
+    cluster = read_cluster("1x4090+1x3080@10G")
+    shape = named_shape("350M", vocabulary=32768, sequence=1024)
+    workload = workload_of(shape, sequence=1024, batch_sequences=32)
+    found = search(workload, cluster)
+    dealer: Dealer = found.dealer
+    for index in range(0, len(found.candidates), 7):
+        lone = dealer.groups(found.candidates.select(np.array([index])))[0].deal
+        whole = found.deal(index)
+        assert lone is not None and whole is not None
+        assert (lone.stage_layers, lone.shares) == (whole.stage_layers, whole.shares)

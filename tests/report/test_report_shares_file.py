@@ -1,0 +1,62 @@
+"""shares.jsonl: what was recorded is read again, a torn end is dropped, anything else is refused with its place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from plait.errors import PlaitError, RunFailed
+from plait.report.shares_file import SharesLine, append_shares, check_lines, read_shares
+
+LINE = SharesLine(step=21, shares=(11, 5), reason="host b is slower", speeds=(2.5, 1.0))
+
+
+def test_lines_come_back_and_a_torn_end_is_cut_off_before_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "shares.jsonl"
+    assert read_shares(path) == ()
+    append_shares(path, LINE)
+    assert read_shares(path) == (LINE,)
+    with path.open("ab") as file:
+        file.write(b'{"step": 31, "shares": [8, 8], "reas')
+    assert read_shares(path) == (LINE,)
+    later = replace(LINE, step=31, shares=(8, 8))
+    append_shares(path, later)
+    assert read_shares(path) == (LINE, later)
+    assert path.read_bytes().count(b"\n") == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{}",
+        b"[]",
+        b"7",
+        b'{"step": 31, "shares": [16, 0], "reason": "", "speeds": []}',
+        b'{"step": 31, "shares": [8.0, 8], "reason": "", "speeds": []}',
+        b'{"step": 21, "shares": [8, 8], "reason": "", "speeds": []}',
+        b'{"step": 31, "shares": [8, 8], "reason": "", "speeds": [], "more": 1}',
+    ],
+)
+def test_a_line_that_cannot_be_obeyed_is_named(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "shares.jsonl"
+    append_shares(path, LINE)
+    with path.open("ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(PlaitError, match=r"shares\.jsonl:2 is no line of shares; "):
+        read_shares(path)
+
+
+def test_lines_for_another_layout_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "shares.jsonl"
+    append_shares(path, LINE)
+    check_lines(path, (8, 8))
+    for parts in ((8, 4, 4), (8, 7)):
+        with pytest.raises(PlaitError, match="take the file away"):
+            check_lines(path, parts)
+
+
+def test_a_disk_that_says_no_stops_the_run_with_a_sentence() -> None:
+    with pytest.raises(RunFailed, match=r"could not write /proc/self/shares\.jsonl"):
+        append_shares(Path("/proc/self/shares.jsonl"), LINE)

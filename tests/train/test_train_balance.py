@@ -1,0 +1,93 @@
+"""Shares of the batch that follow the ranks' speeds: measured in real ranks, recorded, and obeyed again bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from plait.launch.job import Job
+from plait.launch.local import ForkServer
+from plait.layout import Layout
+from plait.report.shares_file import read_shares
+from tests.train.tiny import make_tiny
+
+Follow = Callable[..., list[dict[str, torch.Tensor]]]
+FAST, SLOW = 0.001, 0.004
+BATCH = 16
+LAYOUTS = {
+    "replicate": Layout(replicate=2),
+    "shard the optimizer's state": Layout(shard=2),
+    "shard parameters": Layout(shard=2, shard_what="parameters"),
+    "two pipelines": Layout(replicate=2, pipeline=2, stage_layers=(1, 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def follow() -> Iterator[Follow]:
+    """Carry out runs in one process group; returns what rank 0 left of each."""
+    with ForkServer(preload=("torch._dynamo", "plait.train.worker"), threads=1) as server:
+
+        def run(folder: Path, layout: Layout, *runs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+            batch = f"train.batch_tokens={8 * BATCH}"
+            make_tiny(folder, batch, "layout.micro_sequences=4", layout=layout)
+            argument = json.dumps({"folder": str(folder), "runs": runs})
+            job = Job(
+                entry="tests.train.balance_entries:follow", argument=argument, world_size=layout.world_size, threads=1
+            )
+            server.run(job, on_message=lambda _: None)
+            return [load_file(folder / f"run-{number}-0") for number in range(len(runs))]
+
+        yield run
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "replicate",
+        "shard parameters",
+        pytest.param("shard the optimizer's state", marks=pytest.mark.slow),
+        pytest.param("two pipelines", marks=pytest.mark.slow),
+    ],
+)
+def test_a_slow_rank_gets_less_and_more_again_when_it_recovers(tmp_path: Path, follow: Follow, name: str) -> None:
+    layout = LAYOUTS[name]
+    slow = [SLOW if layout.batch_part(rank) else FAST for rank in range(layout.world_size)]
+    fast = [FAST] * layout.world_size
+    phases = [[12, fast], [30, slow], [30, fast]]
+    steps = sum(count for count, _ in phases)
+    balanced, undisturbed = follow(
+        tmp_path, layout, {"every": 10, "phases": phases}, {"every": 0, "phases": [[steps, [0.0] * len(fast)]]}
+    )
+    torch.testing.assert_close(balanced["losses"], undisturbed["losses"], rtol=1e-5, atol=0)
+    lines = read_shares(tmp_path / "shares-0.jsonl")
+    assert lines and all(line.step % 10 == 1 and sum(line.shares) == BATCH for line in lines)
+    at = {step: next((line.shares for line in reversed(lines) if line.step <= step), (8, 8)) for step in (13, 43, 73)}
+    assert at[13] == (8, 8), lines
+    assert 3 <= at[43][1] <= 5, lines
+    assert 7 <= at[73][1] <= 9, lines
+    assert "rank" in lines[0].reason and "slower than" in lines[0].reason, lines
+
+
+def test_recorded_shares_are_obeyed_bit_for_bit_also_where_nobody_measures(tmp_path: Path, follow: Follow) -> None:
+    lines = [
+        {"step": 4, "shares": [13, 3], "reason": "as a test wrote", "speeds": [1.0, 2.0]},
+        {"step": 9, "shares": [5, 11], "reason": "as a test wrote", "speeds": [1.0, 2.0]},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    for number in (0, 1):
+        (tmp_path / f"shares-{number}.jsonl").write_text(text)
+    (tmp_path / "shares-2.jsonl").write_text(text + '{"step": 2, "sha')
+    phases = [[12, [0.0, 0.0]]]
+    measured, alone, torn, plain = follow(
+        tmp_path, LAYOUTS["replicate"], *({"every": every, "phases": phases} for every in (1000, 0, 0, 0))
+    )
+    for key, value in measured.items():
+        assert torch.equal(value, alone[key]) and torch.equal(value, torn[key]), key
+    torch.testing.assert_close(measured["losses"], plain["losses"], rtol=1e-5, atol=0)
+    assert not torch.equal(measured["losses"], plain["losses"])  # another order of sums: so they were obeyed
