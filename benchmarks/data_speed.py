@@ -18,7 +18,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from math import ceil
 from pathlib import Path
 from typing import Literal
 
@@ -127,11 +126,10 @@ def load(corpus: Corpus, sequence: int, documents: Literal["mask", "join"], repe
     rows = STEP_TOKENS // sequence
     samples = Samples(
         sequence=sequence,
-        batch_sequences=rows,
-        first=0,
-        count=rows,
+        parts=(rows,),
+        part=0,
+        meeting=range(1),
         micro_sequences=MICRO_TOKENS // sequence,
-        micros=ceil(rows / (MICRO_TOKENS // sequence)),
         documents=documents,
         device=torch.device("cpu"),
     )

@@ -64,9 +64,13 @@ def _simulated(workload: Workload, cluster: Cluster, stack: Stack, group: Group)
 
 
 def price(workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack) -> Timing:
-    """The items of time of a few layouts that split the batch into equal numbers of micro-batches."""
-    parts = [timing(whole, cluster, candidates.select(rows), stack) for rows, whole in portions(workload, candidates)]
-    return Timing(**{field.name: np.concatenate([getattr(p, field.name) for p in parts]) for field in fields(Timing)})
+    """The items of time of layouts that split the batch into equal numbers of micro-batches."""
+    items = {field.name: np.empty(len(candidates)) for field in fields(Timing)}
+    for rows, whole in portions(workload, candidates):
+        times = timing(whole, cluster, candidates.select(rows), stack)
+        for name, values in items.items():
+            values[rows] = getattr(times, name)
+    return Timing(**items)
 
 
 def memory_of(workload: Workload, candidates: Candidates, stack: Stack) -> Reals:

@@ -215,3 +215,10 @@ def test_16384_devices_are_planned_within_a_second_or_so() -> None:
     began = time.process_time()
     search(llama_405b(), cluster)
     assert time.process_time() - began < 2.5  # about 0.6 s on an idle core
+
+
+def test_a_layout_costs_the_same_alone_as_among_others_that_fill_the_batch_otherwise() -> None:
+    workload = work("1B", 10)
+    found = search(workload, read_cluster("8xH100"))
+    alone = [price(workload, found.cluster, found.candidates.select(np.array([i])), PLAIT).step_s[0] for i in range(40)]
+    assert price(workload, found.cluster, found.candidates, PLAIT).step_s[:40] == pytest.approx(alone)
