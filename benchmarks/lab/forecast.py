@@ -128,8 +128,7 @@ def _sections(case: Case, shape: ModelShape) -> list[Section]:
     """All products of degrees; where hosts differ, also a pipeline whose stages are as unequal as they are."""
     sections: list[Section] = [*products(case.hosts)]
     if len(set(case.cores)) > 1 and shape.layers >= case.hosts:
-        spare = shares(shape.layers - case.hosts, case.cores)
-        sections.append({"pipeline": case.hosts, "stage_layers": [1 + more for more in spare]})
+        sections.append({"pipeline": case.hosts, "stage_layers": list(shares(shape.layers, case.cores))})
     return sections
 
 

@@ -5,6 +5,7 @@ What is counted are live tensors in float32 of a step that has optimizer state, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import product
 from typing import Literal
@@ -41,8 +42,32 @@ def follows(workload: Workload) -> bool:
 def followed(workload: Workload, candidates: Candidates) -> dict[str, Reals]:
     """The items of memory.Memory, arrays over candidates, of the fuller of the first and the last pipeline rank.
 
-    `stage` is 1 where that is the last.
+    `stage` is 1 where that is the last. The arrays are shared by whoever asks the same again, as searches for where the
+    answer changes do many times; nobody may write into them.
     """
+    return _followed(workload, _Asked(candidates=candidates))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Asked:
+    """Candidates that are the same where their numbers are."""
+
+    candidates: Candidates
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Asked) and self._numbers() == other._numbers()
+
+    def __hash__(self) -> int:
+        return hash(self._numbers())
+
+    def _numbers(self) -> tuple[object, ...]:
+        c = self.candidates
+        return c.dealing, *(getattr(c, column.name).tobytes() for column in fields(c) if column.name != "dealing")
+
+
+@lru_cache(maxsize=32)
+def _followed(workload: Workload, asked: _Asked) -> dict[str, Reals]:
+    candidates = asked.candidates
     found = {name: np.zeros(len(candidates)) for name in (*ITEMS, "stage")}
     for alike in _alike(workload, candidates):
         few = candidates.select(alike)

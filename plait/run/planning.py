@@ -97,6 +97,8 @@ def _taught(plan: Plan) -> Plan:
     if forecast is None or forecast.items is None or not forecast.calibration.ground:
         return plan
     now = recalled(forecast.calibration.ground)
+    if now == forecast.calibration:
+        return plan
     items = taught(untaught(forecast.items, forecast.calibration), now)
     return replace(plan, forecast=replace(forecast, step_s=items.step_s, items=items, calibration=now))
 

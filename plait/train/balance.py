@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from plait.parallel.echo import message_from_before_s
 from plait.parallel.mesh import Sums
 from plait.plan.plan import Plan
 from plait.plan.rebalance import FEWEST_STEPS, Change, Measured, part_names, ranks_of_parts, rebalanced
@@ -26,7 +27,8 @@ GATHERED_STEPS = 4
 
 Take = Callable[[TrainState], tuple[TrainState, Scalars]]
 Row = tuple[float, ...]
-"""One rank's seconds of one step: computing, waiting for others, waiting for data."""
+"""One rank's seconds of one step: computing, waiting for others, waiting for data; and of a message from the rank
+before it, where messages were timed."""
 
 
 class Balance:
@@ -41,6 +43,7 @@ class Balance:
         self._assembly, self._meter, self._world, self._file = assembly, meter, world, file
         self._every = assembly.plan.balance_every_steps
         self._parts = assembly.plan.parts
+        self._times_links = False
         self._lines = _told_lines(file, world, len(self._parts))
         self._ledger = Ledger(assembly.plan) if self._every and world.size > 1 and world.index == 0 else None
 
@@ -69,11 +72,15 @@ class Balance:
                 self._tell(step=step, **asdict(times))
         if not balanced:
             return []
-        rows = torch.tensor([astuple(times) for times in own], dtype=torch.float64).reshape(-1, 3)
+        link_s = message_from_before_s() if self._times_links else 0.0
+        rows = torch.tensor([(*astuple(times), link_s) for times in own], dtype=torch.float64).reshape(-1, 4)
         gathered = [part.tolist() for part in self._world.gather(rows)]
         told: list[str] = []
         if self._ledger is not None:
             told = self._ledger.note(state.step, gathered, self._parts)
+        if self._world.size > 2:  # of two hosts' one cable everybody knows which it is
+            asked = self._ledger is not None and self._ledger.asks_for_links
+            self._times_links = bool(self._world.largest(torch.tensor([int(asked)]))[0])
         recorded = any(step > state.step for step, _ in self._lines)
         return told + (self._decide(state.step + 1) if due and not recorded else [])
 
@@ -106,6 +113,11 @@ class Ledger:
         self._warm = False
         self._watch = Watch(_hosts(plan), shares="balanced")
 
+    @property
+    def asks_for_links(self) -> bool:
+        """Whether timed messages would help to name a slow link."""
+        return self._watch.asks_for_links
+
     def note(self, last_step: int, rows_of_ranks: Sequence[Sequence[Row]], parts: tuple[int, ...]) -> list[str]:
         """Take in the steps up to `last_step`, which were taken with these shares; says who holds the run up."""
         if parts != self._parts:
@@ -129,13 +141,13 @@ class Ledger:
     def _measured(self, rows: Sequence[Row]) -> Measured:
         return Measured(
             compute_s=tuple(max(rows[rank][0] for rank in ranks) for ranks in self._ranks),
-            step_s=max(sum(row) for row in rows),
+            step_s=max(sum(row[:3]) for row in rows),
         )
 
     def _watched(self, step: int, rows: Sequence[Row]) -> list[str]:
         times = [
-            RankTimes(rank=rank, compute_s=compute, wait_s=wait, data_s=data)
-            for rank, (compute, wait, data) in enumerate(rows)
+            RankTimes(rank=rank, compute_s=compute, wait_s=wait, data_s=data, link_s=link)
+            for rank, (compute, wait, data, link) in enumerate(rows)
         ]
         finding = self._watch.observe(step, times, [self._parts[part] for part in self._part_of])
         return [finding.sentence] if finding else []

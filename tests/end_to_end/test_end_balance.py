@@ -20,6 +20,7 @@ def record(place: Place, name: str, more: str = "") -> None:
     (place.path(name) / "shares.jsonl").write_text(text + more)
 
 
+@pytest.mark.slow
 def test_kill_9_just_before_and_just_after_a_change_of_shares(place: Place, reference: Callable[[int], str]) -> None:
     whole, name = "shared", "shared-killed"
     record(place, whole)

@@ -130,16 +130,21 @@ def split_branches(context: RankContext, argument: str) -> None:
     found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     save_file(found, Path(asked["folder"]) / f"rank-{context.rank}.safetensors")
     parts = [[part.name, part.box.numbers] for unit in units if unit.owned for part in unit.parts]
-    context.tell("parts", parts=parts, buckets=[bucket.numel() for bucket in reducer.buckets])
+    context.tell("parts", parts=parts, buckets=[bucket.numel() for bucket in flats(reducer)])
     dist.destroy_process_group()
+
+
+def flats(reducer: Reducer) -> list[torch.Tensor]:
+    """The flat gradients."""
+    return [bucket.flat for bucket in reducer._buckets]  # pyright: ignore[reportPrivateUsage]
 
 
 def take_step(reducer: Reducer, model: Branches, rank: int, step: int) -> None:
     reducer.open()
-    before = [bucket.clone() for bucket in reducer.buckets]
+    before = [bucket.clone() for bucket in flats(reducer)]
     assert all(parameter.grad is None for parameter in model.parameters())
     model(1.0, "abcde" if rank == 0 else "abde").backward()
-    assert all(torch.equal(*pair) for pair in zip(reducer.buckets, before, strict=True)), "a sum before the last micro"
+    assert all(torch.equal(*pair) for pair in zip(flats(reducer), before, strict=True)), "a sum before the last micro"
     reducer.arm(0)
     model(10.0 * step, "abcde" if rank == 0 else "edba").backward()
     reducer.close()

@@ -19,6 +19,7 @@ budget = "100 steps"
 
 [layout]
 pipeline = 2
+replicate = 2
 """
 
 OTHER_VALUES = {
@@ -47,6 +48,9 @@ OTHER_VALUES = {
     "train.sequence": "64",
     "train.batch_tokens": "65536",
     "train.precision": "bf16",
+    "train.gradient_transfer": "bf16",
+    "balance.every": "10 steps",
+    "layout.shares": "[10, 6]",
     "optimizer.lr": "0.0123",
     "optimizer.warmup_steps": "1",
     "optimizer.weight_decay": "0.3",
@@ -54,7 +58,7 @@ OTHER_VALUES = {
     "optimizer.clip": "never",
     "optimizer.schedule": "wsd",
     "layout.pipeline": "3",
-    "layout.replicate": "2",
+    "layout.replicate": "4",
     "layout.shard": "2",
     "layout.context": "2",
     "layout.tensor": "2",
@@ -63,7 +67,7 @@ OTHER_VALUES = {
     "layout.virtual_stages": "2",
     "layout.schedule": "gpipe",
     "layout.recompute": "full",
-    "layout.micro_sequences": "1",
+    "layout.micro_sequences": "5",
     "checkpoint.every": "7 steps",
     "checkpoint.keep": "5",
     "report.every": "9 steps",

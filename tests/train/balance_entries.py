@@ -51,11 +51,10 @@ def follow(context: RankContext, argument: str) -> None:
         mesh, world = make_mesh(plan.layout, plan.device), world_sums()
         for number, run in enumerate(runs):
             here = replace(plan, balance_every_steps=run["every"])
-            assembly, meter, labour = assemble(config, here, sums=world, mesh=mesh), None, Labour(here.sequence)
-            if run["every"]:
-                assembly, meter = metered(assembly, labour)
+            labour = Labour(here.sequence)
+            assembly, meter = metered(assemble(config, here, sums=world, mesh=mesh), labour)
             next(iter(assembly.woven.chunks[0].layers.values())).register_forward_pre_hook(labour.carry)
-            balance = Balance(assembly, meter, folder / f"shares-{number}.jsonl", world)
+            balance = Balance(assembly, meter, folder / f"shares-{number}.jsonl", world, lambda **_: None)
             results = _taken(run["phases"], assembly, balance, labour, world)
             assembly.loader.close()
             results |= {f"weight/{name}": p.detach().clone() for name, p in assembly.woven.named_parameters()}
