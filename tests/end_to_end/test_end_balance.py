@@ -6,6 +6,8 @@ import json
 import signal
 from collections.abc import Callable
 
+import pytest
+
 from tests.end_to_end.command import Place, ended, kill_group, wait_while_running
 
 LINES = [

@@ -50,7 +50,7 @@ def follow() -> Iterator[Follow]:
     "name",
     [
         "replicate",
-        "shard parameters",
+        pytest.param("shard parameters", marks=pytest.mark.slow),
         pytest.param("shard the optimizer's state", marks=pytest.mark.slow),
         pytest.param("two pipelines", marks=pytest.mark.slow),
     ],
