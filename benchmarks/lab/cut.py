@@ -15,8 +15,8 @@ PATIENCE = 6.0
 """Times the fastest: a step that has not ended by then is cut off, and counts as longer than it was given."""
 LEAST_PATIENCE_S = 3.0
 """A hiccup of the machine is no slow layout."""
-FIRST_PATIENCE_S = 30.0
-"""On top of it for the first step: start-up of all hosts."""
+FIRST_PATIENCE_S = 90.0
+"""On top of it for the first step: all hosts start up, measure each other and plan."""
 
 Ended = Literal["finished", "cut", "longer", "failed"]
 
