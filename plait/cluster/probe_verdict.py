@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from plait.cluster.measured import MeasuredDevice, MeasuredLink, Point, Timed, Work
+from plait.cluster.topology import told_apart
 
 SLOW = 10.0
 """So many times slower than the best of its like is worth a sentence."""
@@ -40,12 +41,9 @@ class PairTold:
 def hosts_of(told: Sequence[tuple[str, int]]) -> tuple[Host, ...]:
     """The hosts of ranks that each told its host's name and its place there; equal names get a number."""
     starts = [rank for rank, (_, local_rank) in enumerate(told) if local_rank == 0]
-    names = [told[start][0] for start in starts]
-    hosts = []
-    for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(told)], strict=True)):
-        twin = f" ({names[: number + 1].count(names[number])})" if names.count(names[number]) > 1 else ""
-        hosts.append(Host(name=names[number] + twin, ranks=tuple(range(start, end))))
-    return tuple(hosts)
+    names = told_apart([told[start][0] for start in starts])
+    ranks = [tuple(range(start, end)) for start, end in zip(starts, [*starts[1:], len(told)], strict=True)]
+    return tuple(Host(name=name, ranks=some) for name, some in zip(names, ranks, strict=True))
 
 
 def host_of(hosts: Sequence[Host], rank: int) -> Host:

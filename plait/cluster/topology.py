@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -109,3 +109,9 @@ def _number(path: Path) -> int | None:
     except (OSError, ValueError):
         return None
     return value if value > 0 else None
+
+
+def told_apart(names: Sequence[str]) -> tuple[str, ...]:
+    """Names numbered where one has come before: machines made from one image often share theirs."""
+    before = [names[:at].count(name) for at, name in enumerate(names)]
+    return tuple(f"{name} ({count + 1})" if count else name for name, count in zip(names, before, strict=True))

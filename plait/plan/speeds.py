@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from plait.cluster.cluster import Cluster, Island
 from plait.cluster.measured import Measured, MeasuredDevice
+from plait.cluster.topology import told_apart
 from plait.plan import learnt
 from plait.plan.arithmetic import Arithmetic, arithmetic, clocked
 from plait.plan.candidates import Candidates
@@ -113,12 +114,6 @@ def _devices(cluster: Cluster, each: list[tuple[float, int]], names: tuple[str, 
 def _memories(cluster: Cluster) -> Iterator[int]:
     for island in cluster.islands:
         yield from [island.device.memory_bytes] * island.devices
-
-
-def told_apart(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of which several are the same, numbered: "PC", "PC (2)"."""
-    before = [names[:at].count(name) for at, name in enumerate(names)]
-    return tuple(f"{name} ({count + 1})" if count else name for name, count in zip(names, before, strict=True))
 
 
 def _model_s(device: Arithmetic) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from plait.checkpoint.arrival import IN_ALL_S
-from plait.cluster.topology import Machine, usable_cores
+from plait.cluster.topology import Machine, told_apart, usable_cores
 from plait.errors import PlaitError
 from plait.launch.job import Job, JobResult, Message
 from plait.launch.leader import HostPart, Hosts, Member
@@ -177,12 +177,6 @@ def shares_of(names: Sequence[str], machines: Sequence[Machine]) -> tuple[HostSh
         HostShare(name=name, workers=machine.devices, threads=max(1, machine.cores // machine.devices))
         for name, machine in zip(names, machines, strict=True)
     )
-
-
-def told_apart(names: Sequence[str]) -> list[str]:
-    """The hosts' names, numbered where one has come before: machines made from one image often share theirs."""
-    before = [names[:at].count(name) for at, name in enumerate(names)]
-    return [f"{name}-{count + 1}" if count else name for name, count in zip(names, before, strict=True)]
 
 
 def in_words(shares: Sequence[HostShare]) -> str:

@@ -124,13 +124,9 @@ def asked_for(recipe: Path | None, overrides: Sequence[str], site: Site, extent:
 
 def measured_by(hands: Crew, machines: Sequence[Machine], asked: Request, extent: Extent, *, fresh: Fresh) -> Measured:
     """What was measured before on these hosts with this software for the same request, or is measured now."""
+    if fresh == "kept" and (known := kept_measurement(machines, asked, extent)):
+        return known
     key = _key(machines, asked, extent)
-    kept = CACHE / "probes" / f"{key}.json"
-    if kept.exists() and fresh == "kept":
-        try:
-            return measured_from_json(kept.read_text(encoding="utf-8"), str(kept))
-        except PlaitError:
-            pass  # of another version, or torn: measured anew, and written over
     told: dict[str, Any] = {}
 
     def hear(message: Message) -> None:
@@ -141,16 +137,36 @@ def measured_by(hands: Crew, machines: Sequence[Machine], asked: Request, extent
     hands.run(job, hear)
     if not told:
         raise RunFailed("the probe was stopped before it ended; give the same command again")
-    measured = measured_of(told, asked, key)
+    measured, kept = measured_of(told, asked, key), _kept(key)
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(measured_json(measured), encoding="utf-8")
     return measured
 
 
+def kept_measurement(machines: Sequence[Machine], asked: Request, extent: Extent) -> Measured | None:
+    """What was measured before on machines and software like these; None where there is nothing, or nothing usable."""
+    kept = _kept(_key(machines, asked, extent))
+    try:
+        return measured_from_json(kept.read_text(encoding="utf-8"), str(kept)) if kept.exists() else None
+    except PlaitError:
+        return None  # of another version, or torn: measured anew, and written over
+
+
+def sends_of(told: Mapping[str, Any]) -> tuple[MeasuredLink, ...]:
+    """The messages from rank to rank among what rank 0 of a probe told."""
+    hosts = [Host(name=one["name"], ranks=tuple(one["ranks"])) for one in told["hosts"]]
+    return pair_links(hosts, _pairs(told))
+
+
+def timed_on_hosts(told: Mapping[str, Any]) -> list[tuple[Timed, ...]]:
+    """What the first rank of each host took for the pieces of arithmetic."""
+    return [_timed(told["ranks"][host["ranks"][0]]["timed"]) for host in told["hosts"]]
+
+
 def measured_of(told: Mapping[str, Any], asked: Request, key: str) -> Measured:
     """From what rank 0 told to the measurement."""
     hosts = [Host(name=one["name"], ranks=tuple(one["ranks"])) for one in told["hosts"]]
-    pairs = [PairTold(first=p["first"], second=p["second"], points=_points(p["points"])) for p in told["pairs"]]
+    pairs = _pairs(told)
     timed = {rank: _timed(one["timed"]) for rank, one in enumerate(told["ranks"])}
     devices = []
     for host in hosts:
@@ -191,6 +207,14 @@ def with_cluster(measured: Measured, site: Site, extent: Extent) -> str:
 def _key(machines: Sequence[Machine], asked: Request, extent: Extent) -> str:
     what = [[machine.fingerprint() for machine in machines], asked.to_json(), extent.workers, extent.threads]
     return sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _kept(key: str) -> Path:
+    return CACHE / "probes" / f"{key}.json"
+
+
+def _pairs(told: Mapping[str, Any]) -> list[PairTold]:
+    return [PairTold(first=p["first"], second=p["second"], points=_points(p["points"])) for p in told["pairs"]]
 
 
 def _points(values: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:

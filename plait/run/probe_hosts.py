@@ -34,7 +34,7 @@ def probe_hosts(
         asked = asked_of(config, cluster_of_hosts(found, network(1, "machine")))
         precision = "bf16" if asked.workload.precision == "bf16" else "float32"
         need = Need(shape=asked.shape, batch_sequences=asked.workload.batch_sequences, precision=precision)
-        cluster = described(workers, found, need)
+        cluster = described(workers, found, need, fresh="again")
     if cluster.measured is None:
         raise RunFailed("the probe came to no end; give the same command again")
     screen.print(table(cluster.measured), markup=False, soft_wrap=True)

@@ -12,7 +12,8 @@ from plait.plan.clocked import measured_link
 from plait.plan.grounds import Look, Need
 from plait.run.crew import PlacedCrew
 from plait.run.planning import Say, Site, look_around
-from plait.run.probe import Extent, measured_by
+from plait.run.probe import Extent, Fresh, kept_measurement, measured_by
+from plait.run.still import still_holds
 from plait.units import format_count
 
 Host = tuple[Machine, float | None, int]
@@ -36,24 +37,30 @@ def survey(workers: PlacedCrew, say: Say) -> Site:
 
 def _look(workers: PlacedCrew, hosts: tuple[Host, ...], say: Say) -> Look:
     def look(need: Need) -> Cluster:
-        cluster = described(workers, hosts, need)
+        cluster = described(workers, hosts, need, fresh="kept")
         assert cluster.measured is not None
         for sentence in cluster.measured.complaints:
             say(f"probe    {sentence}")
         rate, latency_s = cluster.between.bytes_per_s * 8, cluster.between.latency_s
-        say(f"probe    {format_count(rate)}bit/s between the hosts, {1e6 * latency_s:.0f} µs for a short message")
+        say(
+            f"probe    {format_count(rate)}bit/s between the hosts, {1e6 * latency_s:.0f} µs for a short message "
+            f"(measured {cluster.measured.date})"
+        )
         return cluster
 
     return look
 
 
-def described(workers: PlacedCrew, hosts: tuple[Host, ...], need: Need) -> Cluster:
-    """Several hosts as a cluster, with what a probe of all of them measures for a model."""
-    measured = _probed(workers, [machine for machine, _, _ in hosts], need)
+def described(workers: PlacedCrew, hosts: tuple[Host, ...], need: Need, *, fresh: Fresh) -> Cluster:
+    """Several hosts as a cluster, with what a probe of all of them measures for a model.
+
+    What was "kept" of an earlier one is taken where machines and software are the same and the roads still are.
+    """
+    measured = _probed(workers, [machine for machine, _, _ in hosts], need, fresh)
     return replace(cluster_of_hosts(hosts, measured_link(measured, "between")), measured=measured)
 
 
-def _probed(workers: PlacedCrew, machines: list[Machine], need: Need) -> Measured:
+def _probed(workers: PlacedCrew, machines: list[Machine], need: Need, fresh: Fresh) -> Measured:
     given, sequence = workers.given, need.shape.sequence
     assert given is not None
     device = machines[0].device
@@ -66,4 +73,9 @@ def _probed(workers: PlacedCrew, machines: list[Machine], need: Need) -> Measure
         precision="bf16" if need.precision == "bf16" else "float32",
         threads=given.threads,
     )
-    return measured_by(workers, machines, asked, Extent(workers=given.workers, threads=given.threads), fresh="again")
+    extent = Extent(workers=given.workers, threads=given.threads)
+    if fresh == "kept":
+        known = kept_measurement(machines, asked, extent)
+        if known is not None and still_holds(workers, known, asked, extent):
+            return known
+    return measured_by(workers, machines, asked, extent, fresh="again")

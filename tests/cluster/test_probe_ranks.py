@@ -20,8 +20,9 @@ from plait.launch.job import Job, JobResult, Message
 from plait.launch.local import ForkServer
 from plait.model.sizes import explicit_shape
 from plait.run import probe
-from plait.run.probe import Extent, extent_for, measured_by, measured_of
+from plait.run.probe import Extent, extent_for, measured_by, measured_of, timed_on_hosts
 from plait.run.probe_table import table
+from plait.run.still import still_holds
 
 SHAPE = explicit_shape(layers=2, width=64, vocabulary=256, sequence=32)
 
@@ -144,6 +145,21 @@ def test_what_was_measured_is_kept_until_something_changes(
     (tmp_path / ".plait" / "probes" / f"{first.fingerprint}.json").write_text("{")
     measured_by(hands, [machine], small_request(), extent, fresh="kept")
     assert hands.jobs == 5
+
+
+def test_old_figures_hold_while_a_short_look_finds_about_the_same(told: dict[str, Any]) -> None:
+    whole, extent = measured_of(told, small_request(), "key"), Extent(workers=2, threads=1)
+    (timed,) = timed_on_hosts(told)
+    known = replace(whole, devices=(replace(whole.devices[0], timed=timed),))
+    assert still_holds(Remembered(told), known, small_request(), extent)
+    slower_road = {**told, "pairs": [slowed(pair, "points") for pair in told["pairs"]]}
+    slower_host = {**told, "ranks": [slowed(rank, "timed") for rank in told["ranks"]]}
+    for changed in (slower_road, slower_host, {}):
+        assert not still_holds(Remembered(changed), known, small_request(), extent)
+
+
+def slowed(values: dict[str, Any], key: str) -> dict[str, Any]:
+    return {**values, key: [{**one, "seconds": 2 * one["seconds"]} for one in values[key]]}
 
 
 def test_a_probe_that_was_stopped_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def pair(first: int, second: int, short_s: float = 1e-4, bulk_s: float = 1e-2) -
 def test_a_host_begins_where_local_ranks_begin_again() -> None:
     told = [("ada", 0), ("ada", 1), ("ada", 0), ("bob", 0)]
     assert hosts_of(told) == (
-        Host(name="ada (1)", ranks=(0, 1)),
+        Host(name="ada", ranks=(0, 1)),
         Host(name="ada (2)", ranks=(2,)),
         Host(name="bob", ranks=(3,)),
     )

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from plait.cluster.topology import Machine
+from plait.cluster.topology import Machine, told_apart
 from plait.errors import PlaitError
 from plait.launch.interface import local_addresses
 from plait.plan.plan import HostShare, read_plan, write_plan
 from plait.run.hello import code_hash, objection, own_hello
-from plait.run.hosts import check_layout, folder_of, in_words, shares_of, told_apart
+from plait.run.hosts import check_layout, folder_of, in_words, shares_of
 from plait.run.invite import HostsAsked, chosen_address, chosen_secret
 from tests.plan.machines import EIGHT_H100, LAPTOP, PLAYS, planned, recipe
 
@@ -69,7 +69,7 @@ def test_who_does_what_is_told_on_a_line() -> None:
 
 
 def test_hosts_of_one_name_are_told_apart() -> None:
-    assert told_apart(["vm", "big", "vm", "vm"]) == ["vm", "big", "vm-2", "vm-3"]
+    assert told_apart(["vm", "big", "vm", "vm"]) == ("vm", "big", "vm (2)", "vm (3)")
 
 
 def test_gpus_and_processors_do_not_mix() -> None:
