@@ -25,9 +25,10 @@ ALONE = {
     "shard 3, optimizer": ("shard=3",),
     "shard 2 × replicate 2, parameters": ("shard=2", "replicate=2", 'shard_what="parameters"'),
 }
+EVERY_DAY = "shard 2 × context 2"
 BOTH = [
-    *(pytest.param(name, overrides, id=name) for name, overrides in MIXED.items()),
-    *(pytest.param(name, overrides, id=name, marks=pytest.mark.slow) for name, overrides in ALONE.items()),
+    pytest.param(name, overrides, id=name, marks=[] if name == EVERY_DAY else pytest.mark.slow)
+    for name, overrides in {**MIXED, **ALONE}.items()
 ]
 
 

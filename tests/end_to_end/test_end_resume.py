@@ -18,9 +18,7 @@ def assert_same_end(place: Place, name: str, reference: str) -> None:
     assert place.manifest(name) == place.manifest(reference)
 
 
-@pytest.mark.parametrize(
-    "workers", [pytest.param(1, marks=pytest.mark.slow), 2, 3, pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("workers", [3, *(pytest.param(workers, marks=pytest.mark.slow) for workers in (1, 2, 4))])
 def test_kill_9_at_several_moments_changes_nothing(place: Place, reference: Callable[[int], str], workers: int) -> None:
     whole, name = reference(workers), f"killed-{workers}"
     folder = place.path(name)
