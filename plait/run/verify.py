@@ -68,7 +68,7 @@ def verify(
             machine = look_around(workers, usable_cores()).machine
             check_devices(layout, machine)
             verdict = _prove_here(config, plan, machine, workers, screen)
-    _tell(verdict, screen)
+    _tell(verdict, screen, "" if where == "here" else _rounding_words(config))
     if json_file is not None:
         write_output(json_file, verdict.to_json())
     return verdict.ok
@@ -210,10 +210,15 @@ def _gloo_words(layout: Layout) -> str:
     return f"{workers} gloo workers" + (f" taking turns on {cores} cores" if workers > cores else "")
 
 
-def _tell(verdict: Verdict, screen: Screen) -> None:
+def _rounding_words(config: RunConfig) -> str:
+    rounded = config.train.gradient_transfer == "bf16"
+    return ", but for the rounding of gradients on their way" if rounded else ""
+
+
+def _tell(verdict: Verdict, screen: Screen, but: str) -> None:
     screen.print(verdict.table(), highlight=False)
     if verdict.ok:
-        screen.print("proven   the layout computes what one plain process computes")
+        screen.print(f"proven   the layout computes what one plain process computes{but}", soft_wrap=True)
     else:
         screen.print(
             "[red]differs[/red]  this layout does not compute what one plain process computes: a bug, so report it"

@@ -18,7 +18,7 @@ from plait.plan.rebalance import FEWEST_STEPS, Change, Measured, part_names, ran
 from plait.report.shares_file import SharesLine, append_shares, read_shares
 from plait.report.straggler import RankTimes, Watch
 from plait.train.assemble import Assembly
-from plait.train.meter import Meter
+from plait.train.meter import Meter, sees_waits
 from plait.train.state import TrainState
 from plait.train.step import Scalars
 
@@ -67,7 +67,7 @@ class Balance:
         if balanced and not due and self._meter.steps < GATHERED_STEPS:
             return []
         own = self._meter.read()
-        if self._world.index == 0:
+        if self._world.index == 0 and sees_waits(self._assembly.plan):
             for step, times in enumerate(own, start=state.step - len(own) + 1):
                 self._tell(step=step, **asdict(times))
         if not balanced:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.parallel.woven import Gradients, Woven
+from plait.plan.plan import Plan
 from plait.train.assemble import Assembly, make_autocast, runners
 
 _FORWARDS = {"none": 3, "selective": 3, "full": 4}
@@ -178,14 +179,22 @@ def clock_of(device: torch.device) -> Clock:
     return StreamClock() if device.type == "cuda" else ProcessorClock()
 
 
+def sees_waits(plan: Plan) -> bool:
+    """Whether waits inside forward and backward are told from computing.
+
+    Hooks break a compiled layer's graph: that is worth it where shares follow what they find, not for words alone.
+    """
+    return plan.layout.shard == 1 or plan.compile == "off" or plan.balance_every_steps > 0
+
+
 def metered(assembly: Assembly, clock: Clock) -> tuple[Assembly, Meter]:
     """The same rank with a meter in it; before its first step."""
     plan, woven = assembly.plan, assembly.woven
     lockstep = plan.layout.shard > 1 and plan.layout.shard_what == "parameters"
     meter = Meter(clock, _FORWARDS[plan.layout.recompute] if lockstep else None)
-    if lockstep:
+    if lockstep and sees_waits(plan):
         _watch_forwards(woven, meter)
-    elif plan.layout.shard > 1:
+    elif plan.layout.shard > 1 and sees_waits(plan):
         _watch_waits(woven, meter)
     woven = replace(woven, gradients=MeteredGradients(woven.gradients, meter))
     run_micros, evaluate_micros = runners(woven, make_autocast(plan.precision, assembly.device))

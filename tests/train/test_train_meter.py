@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from plait.layout import Layout
 from plait.parallel.mesh import ALONE
 from plait.parallel.woven import LocalGradients
 from plait.train.assemble import assemble
-from plait.train.meter import Meter, MeteredGradients, StepTimes, clock_of, metered
+from plait.train.meter import Meter, MeteredGradients, StepTimes, clock_of, metered, sees_waits
 from plait.train.state import TrainState
 from tests.train.tiny import make_tiny
 
@@ -117,3 +119,10 @@ def test_a_real_step_is_measured_and_stays_the_same(tmp_path: Path) -> None:
             assert times.compute_s > 0 and times.wait_s >= 0 and times.data_s == assembly.loader.wait_s
             assert times.compute_s + times.wait_s + times.data_s <= whole_s
     assert torch.equal(*results)
+
+
+def test_compiled_layers_are_watched_only_where_shares_follow_what_is_found(tmp_path: Path) -> None:
+    _, plan = make_tiny(tmp_path)
+    split = replace(plan, layout=Layout(shard=2), compile="blocks", balance_every_steps=0)
+    assert not sees_waits(split) and sees_waits(replace(split, compile="off"))
+    assert sees_waits(replace(split, balance_every_steps=50)) and sees_waits(replace(split, layout=Layout(replicate=2)))
