@@ -18,12 +18,20 @@ LEAST_PATIENCE_S = 3.0
 FIRST_PATIENCE_S = 90.0
 """On top of it for the first step: all hosts start up, measure each other and plan."""
 
+QUIET = 0.03
+"""Of the machine's processor time: a step during which somebody else took more of it tells little."""
+LONGEST = 2
+"""Times the steps wanted: so many are taken at the most, to find quiet ones among them."""
+
 Ended = Literal["finished", "cut", "longer", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One contender's steps; `seconds` without the warm-up. "longer": the one figure is a lower bound."""
+    """One contender's steps; `seconds` without the warm-up, and of quiet steps where there are enough of them.
+
+    "longer": the one figure is a lower bound.
+    """
 
     seconds: tuple[float, ...]
     ended: Ended
@@ -37,7 +45,8 @@ class Turn:
     sent_bytes: float = 0.0
     """Of the busiest host, a step, on its cable."""
     others: float = 0.0
-    """Share of the machine's processor time that programs outside the lab took."""
+    """Share of the machine's processor time that programs outside the lab, or other machines beside this virtual one,
+    took during these steps."""
 
     @property
     def step_s(self) -> float:
@@ -60,21 +69,28 @@ class Cutting:
     fastest_s: float
     """Of the contenders so far; infinite for the first."""
 
-    def verdict(self, seconds: Sequence[float], waiting_s: float) -> Ended | None:
-        """`seconds` of all steps so far, warm-up included; `waiting_s` since the last of them. None: go on."""
+    def verdict(self, seconds: Sequence[float], waiting_s: float, others: Sequence[float] = ()) -> Ended | None:
+        """`seconds` of all steps so far, warm-up included; `waiting_s` since the last of them; what `others` took of
+        the machine during each. None: go on."""
         full = seconds[WARM_UP:]
         if full and full[0] > HOPELESS * self.fastest_s:
             return "cut"
-        if len(full) >= self.steps:
+        quiet = len(full) - sum(share > QUIET for share in others[WARM_UP:])
+        if quiet >= self.steps or len(full) >= LONGEST * self.steps:
             return "finished"
         patience_s = max(LEAST_PATIENCE_S, PATIENCE * self.fastest_s) + (0 if seconds else FIRST_PATIENCE_S)
         return "longer" if not full and waiting_s > patience_s else None
 
-    def kept(self, seconds: Sequence[float], ended: Ended, waiting_s: float) -> tuple[float, ...]:
-        """The figures that a turn which ended so leaves."""
+    def kept(
+        self, seconds: Sequence[float], ended: Ended, waiting_s: float, others: Sequence[float] = ()
+    ) -> tuple[float, ...]:
+        """The figures that a turn which ended so leaves: of the quiet steps, where they are half of those wanted."""
         full = tuple(seconds[WARM_UP:])
         if ended == "cut":
             return full[:1]
         # The first step's wait holds the start-up too, so that only what its patience leaves out of that is sure.
         sure_s = waiting_s - (0 if seconds else FIRST_PATIENCE_S)
-        return (max(sure_s, 0.0),) if ended == "longer" else full[: self.steps]
+        if ended == "longer":
+            return (max(sure_s, 0.0),)
+        quiet = tuple(s for s, share in zip(full, others[WARM_UP:], strict=False) if share <= QUIET)
+        return quiet if 2 * len(quiet) >= self.steps else full

@@ -7,10 +7,7 @@ from dataclasses import dataclass, fields
 from statistics import mean, median, quantiles
 from typing import Any
 
-from benchmarks.lab.cut import Turn
-
-QUIET = 0.03
-"""Of the machine's processor time: more than this is taken by somebody else."""
+from benchmarks.lab.cut import QUIET, Turn
 
 Line = Mapping[str, Any]
 

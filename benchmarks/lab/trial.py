@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab.checks import cable_rates, processor_rates, until
-from benchmarks.lab.cut import WARM_UP, Cutting, Turn
+from benchmarks.lab.cut import QUIET, WARM_UP, Cutting, Turn
 from benchmarks.lab.forecast import Forecast, Priced, cluster_of_case, forecast, recipe_text
 from benchmarks.lab.grid import Case, Grid
 from benchmarks.lab.hosts import Lab
@@ -96,21 +96,17 @@ class _Trial:
     def __init__(self, case: Case, site: Site, lab: Lab, told: Forecast, say: Say) -> None:
         self._case, self._site, self._lab, self._told, self._say = case, site, lab, told, say
         self._count = 0
-        self._seen: set[str] = set()
 
     def take(self, name: str, fastest_s: float) -> Turn:
         self._count += 1
         if name == ALONE:
             self._others_begin()
-        known = name in self._seen
-        self._seen.add(name)
         run = f"{self._case.key}-{self._count}"
         folder = self._site.work / "runs" / run
         cutting = Cutting(steps=self._site.grid.steps, fastest_s=fastest_s)
         logs = self._site.work / "logs" / run
         party = self._party(name, run, folder)
-        # Memory is known from the first turn: later ones need not wait for the checkpoint at the end.
-        turn = take_turn(self._lab, replace(party, receipt=None) if known else party, cutting, logs)
+        turn = take_turn(self._lab, party, cutting, logs)
         shutil.rmtree(folder, ignore_errors=True)
         if turn.ended != "failed":
             shutil.rmtree(logs, ignore_errors=True)
@@ -184,7 +180,7 @@ def _turn_text(turn: Turn) -> str:
     if turn.ended == "failed":
         return f"failed: {turn.sentence}"
     spread = f" ({min(turn.seconds):.3g} … {max(turn.seconds):.3g})" if len(turn.seconds) > 1 else ""
-    noise = f", others {turn.others:.0%}" if turn.others > 0.03 else ""
+    noise = f", others {turn.others:.0%}" if turn.others > QUIET else ""
     words = {"finished": "", "cut": ", one step", "longer": ", cut off"}[turn.ended]
     return f"{'> ' if turn.ended == 'longer' else ''}{turn.step_s:.3f} s{spread}{words}{noise}"
 

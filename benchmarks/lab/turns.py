@@ -8,17 +8,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
-from benchmarks.lab.checks import LOOK_EVERY_S, until
-from benchmarks.lab.cut import Cutting, Ended, Turn
+from benchmarks.lab.checks import until
+from benchmarks.lab.cut import QUIET, WARM_UP, Cutting, Ended, Turn
 from benchmarks.lab.hosts import Lab
 from benchmarks.lab.orders import PORT, Party
 from benchmarks.machine import ProcessorSeconds
 from plait.errors import PlaitError
 
 LISTENS_WITHIN_S = 90.0
-ENDS_WITHIN_S = 60.0
-"""From the last step to the receipt: the checkpoint at the end."""
+LOOK_EVERY_S = 0.1
+"""Each look costs a few milliseconds of the processors that the hosts compute with."""
 LIMIT_S = 600.0
 """Of a whole turn, whatever it does."""
 
@@ -26,25 +27,22 @@ LIMIT_S = 600.0
 def take_turn(lab: Lab, party: Party, cutting: Cutting, logs: Path) -> Turn:
     """Start the party, follow it until it told enough, and leave nobody running."""
     logs.mkdir(parents=True, exist_ok=True)
-    before, ours_s = ProcessorSeconds.now(), lab.processor_s()
     try:
         started = start_party(lab, party, logs)
         follower = _Follower(lab, party)
         ended = follower.until_enough(started, cutting)
-        if ended == "finished" and party.receipt:
-            _until_gone(started, party.receipt)
     except PlaitError as error:
         lab.end_commands()
         return Turn(seconds=(), ended="failed", sentence=str(error))
     lab.end_commands()
     return Turn(
-        seconds=cutting.kept(follower.seconds, ended, follower.waiting_s),
+        seconds=cutting.kept(follower.seconds, ended, follower.waiting_s, follower.others),
         ended=ended,
         sentence=last_words(logs) if ended == "failed" else "",
         processor_s=follower.a_step([stamp.processor_s for stamp in follower.stamps]),
         sent_bytes=follower.a_step([stamp.sent_bytes for stamp in follower.stamps]),
-        others=_others(before, lab.processor_s() - ours_s),
-        **_peaks(party.receipt),
+        others=_share_of_others(follower.others[WARM_UP:]),
+        **_peaks(party.peaks_file),
     )
 
 
@@ -54,6 +52,7 @@ class _Stamp:
 
     processor_s: float
     sent_bytes: int
+    machine: ProcessorSeconds
 
 
 class _Follower:
@@ -61,9 +60,12 @@ class _Follower:
 
     def __init__(self, lab: Lab, party: Party) -> None:
         self.seconds: list[float] = []
+        self.others: list[float] = []
+        """What others took of the machine during each step."""
         self.waiting_s = 0.0
         self._lab, self._file = lab, party.steps_file
         self.stamps: list[_Stamp] = []
+        self._latest = self._stamp()
 
     def a_step(self, values: Sequence[float]) -> float:
         """The growth of a value in a step: between the first that was seen to end and the last."""
@@ -76,7 +78,7 @@ class _Follower:
             if self._read():
                 last_step = time.monotonic()
             self.waiting_s = time.monotonic() - last_step
-            verdict = cutting.verdict(self.seconds, self.waiting_s)
+            verdict = cutting.verdict(self.seconds, self.waiting_s, self.others)
             if verdict:
                 return verdict
             if any(code is not None for code in gone) or time.monotonic() - began > LIMIT_S:
@@ -91,10 +93,17 @@ class _Follower:
         found = [values["step_s"] for line in lines if "step_s" in (values := json.loads(line))]
         new = len(found) - len(self.seconds)
         if new:
-            stamp = _Stamp(processor_s=self._lab.processor_s(), sent_bytes=self._lab.sent_bytes())
+            stamp = self._stamp()
             self.stamps += [stamp] * new
+            self.others += [_others(self._latest, stamp)] * new
+            self._latest = stamp
         self.seconds = found
         return new
+
+    def _stamp(self) -> _Stamp:
+        return _Stamp(
+            processor_s=self._lab.processor_s(), sent_bytes=self._lab.sent_bytes(), machine=ProcessorSeconds.now()
+        )
 
 
 def start_party(lab: Lab, party: Party, logs: Path) -> list[subprocess.Popen[bytes]]:
@@ -111,25 +120,21 @@ def start_party(lab: Lab, party: Party, logs: Path) -> list[subprocess.Popen[byt
     return started
 
 
-def _until_gone(started: list[subprocess.Popen[bytes]], receipt: Path) -> None:
-    until(
-        lambda: receipt.exists() or all(process.poll() is not None for process in started),
-        "the run has written its receipt",
-        ENDS_WITHIN_S,
-    )
-
-
-def _peaks(receipt: Path | None) -> dict[str, int]:
-    if receipt is None or not receipt.exists():
+def _peaks(path: Path | None) -> dict[str, int]:
+    if path is None or not path.exists():
         return {}
-    values = json.loads(receipt.read_text())
+    values = json.loads(path.read_text())
     return {key: max(values[key], default=0) for key in ("peak_tensor_bytes", "peak_rss_bytes")}
 
 
-def _others(before: ProcessorSeconds, ours_s: float) -> float:
-    now = ProcessorSeconds.now()
-    busy_s, idle_s = now.busy_s - before.busy_s, now.idle_s - before.idle_s
-    return max(0.0, busy_s - ours_s) / max(busy_s + idle_s, 1e-9)
+def _others(before: _Stamp, now: _Stamp) -> float:
+    busy_s, idle_s = now.machine.busy_s - before.machine.busy_s, now.machine.idle_s - before.machine.idle_s
+    return max(0.0, busy_s - (now.processor_s - before.processor_s)) / max(busy_s + idle_s, 1e-9)
+
+
+def _share_of_others(shares: Sequence[float]) -> float:
+    """Of the steps that count: the quiet ones, where there are any."""
+    return mean([share for share in shares if share <= QUIET] or shares or [0.0])
 
 
 def last_words(logs: Path) -> str:

@@ -17,6 +17,8 @@ from plait.cluster.probe_timing import Bench, Figure, figure, times_in_a_row
 SLOW_S = 0.25
 """A message that takes so long is the largest that is sent: more would tell nothing new and take ever longer."""
 ROUNDS = 5
+FEW_ROUNDS, LONG_S = 2, 0.05
+"""So many rounds for what takes longer: over a narrow cable one round is as good as the other, and each one counts."""
 FIRST_TAG = 900_000
 """Of sends; the buckets of training, which count from 0, use the same group's tags."""
 
@@ -73,12 +75,12 @@ def time_pair(
                 _wait(operation(sent if operation is dist.isend else received, peer, tag=tag), timeout_s)
 
         there_and_back()
-        took = figure([bench.clock.time(there_and_back, 1) for _ in range(ROUNDS)])
+        readings = [bench.clock.time(there_and_back, 1) for _ in range(FEW_ROUNDS)]
+        if _tell_peer(readings[-1][0] < LONG_S, first, peer, bench, tag, timeout_s):
+            readings += [bench.clock.time(there_and_back, 1) for _ in range(ROUNDS - FEW_ROUNDS)]
+        took = figure(readings)
         points.append(_point(size, took, share=0.5))
-        # Both must stop at the same size, so the first rank's clock decides.
-        slow = torch.tensor([float(took.seconds / 2 > SLOW_S)], device=bench.device)
-        _wait((dist.isend if first else dist.irecv)(slow, peer, tag=tag), timeout_s)
-        if slow.item():
+        if _tell_peer(took.seconds / 2 > SLOW_S, first, peer, bench, tag, timeout_s):
             break
     return tuple(points)
 
@@ -101,11 +103,20 @@ def _growing(begin: Begin, sizes: Sequence[int], group: dist.ProcessGroup, bench
             begin(buffer, group)
 
         times = min(20, times_in_a_row(run, bench))
-        took = figure([bench.clock.time(run, times) for _ in range(ROUNDS)])
+        readings = [bench.clock.time(run, times)]
+        rounds = FEW_ROUNDS if bench.together.largest(readings[0][0]) > LONG_S else ROUNDS
+        took = figure([*readings, *(bench.clock.time(run, times) for _ in range(rounds - 1))])
         took = replace(took, seconds=bench.together.largest(took.seconds))
         yield _point(4 * numbers, took)
         if took.seconds > SLOW_S:
             return
+
+
+def _tell_peer(verdict: bool, first: bool, peer: int, bench: Bench, tag: int, timeout_s: float) -> bool:
+    """The first rank's verdict, for both: they must do the same, and their clocks differ."""
+    told = torch.tensor([float(verdict)], device=bench.device)
+    _wait((dist.isend if first else dist.irecv)(told, peer, tag=tag), timeout_s)
+    return bool(told.item())
 
 
 def _point(size: int, took: Figure, share: float = 1.0) -> Point:

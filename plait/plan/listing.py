@@ -14,6 +14,7 @@ import numpy as np
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout, conflict
 from plait.plan.candidates import COLUMNS, RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates
+from plait.plan.stack import Sends
 from plait.plan.workload import Workload
 
 LONGEST_MICRO_TOKENS = 65536
@@ -70,8 +71,12 @@ class Listed:
     refused: Mapping[str, int]
 
 
-def listed(workload: Workload, devices: int, pins: Pins) -> Listed:
-    """All layouts of so many devices; raises PlaitError where the pins leave none."""
+def listed(workload: Workload, devices: int, pins: Pins, sends: Sends = "by share") -> Listed:
+    """All layouts of so many devices; raises PlaitError where the pins leave none.
+
+    gpipe is among them unasked only where messages travel "ahead": with all micro-batches under way, no rank waits for
+    a slow cable.
+    """
     named = pins.stage_layers
     assert not named or (len(named) % pins.degrees["pipeline"] == 0 and sum(named) == workload.layers)
     refused: Counter[str] = Counter()
@@ -80,7 +85,7 @@ def listed(workload: Workload, devices: int, pins: Pins) -> Listed:
         if reason := _against(workload, degrees, 1 if pins.degrees else SHORTEST_PIECE_TOKENS):
             refused[reason] += 1
             continue
-        for name, column in _options(workload, degrees, pins, refused).items():
+        for name, column in _options(workload, degrees, pins, sends, refused).items():
             columns[name].append(column)
     if not sum(map(len, columns["tensor"])):
         raise PlaitError(_nothing_left(workload, devices, pins, refused))
@@ -127,11 +132,11 @@ def _against(w: Workload, degrees: _Degrees, least_piece_tokens: int) -> str | N
     return BATCH if degrees.parts > w.batch_sequences else None
 
 
-def _options(w: Workload, degrees: _Degrees, pins: Pins, refused: Counter[str]) -> dict[str, np.ndarray]:
+def _options(w: Workload, degrees: _Degrees, pins: Pins, sends: Sends, refused: Counter[str]) -> dict[str, np.ndarray]:
     """The product of all other knobs for these degrees."""
     micros = _micros(w, degrees, pins, refused)
     splits = _splits(degrees, pins)
-    orders = _orders(w, degrees.pipeline, pins, refused)
+    orders = _orders(w, degrees.pipeline, pins, sends, refused)
     experts = _experts(w, degrees)
     weaves = []
     for (shard, what), (virtual, schedule) in product(splits, orders):
@@ -182,7 +187,7 @@ def _splits(degrees: _Degrees, pins: Pins) -> list[tuple[int, str]]:
     return [(shard, what) for shard in shards for what in (whats if shard > 1 else ["nothing"])]
 
 
-def _orders(w: Workload, pipeline: int, pins: Pins, refused: Counter[str]) -> list[tuple[int, str]]:
+def _orders(w: Workload, pipeline: int, pins: Pins, sends: Sends, refused: Counter[str]) -> list[tuple[int, str]]:
     """Chunks of layers on a device and the schedule of the pipeline."""
     if pipeline == 1:
         return [(1, "1f1b")]
@@ -193,8 +198,8 @@ def _orders(w: Workload, pipeline: int, pins: Pins, refused: Counter[str]) -> li
             refused[UNEVEN] += 1
         else:
             found.append((virtual, "interleaved"))
-    if asked == "gpipe":
-        found = [(1, "gpipe")]
+    if asked == "gpipe" or sends == "ahead":
+        found.append((1, "gpipe"))
     else:
         refused[IN_VAIN] += 1
     kept = [(v, s) for v, s in found if asked in (None, s) and asked_chunks in (None, v)]

@@ -11,9 +11,9 @@ import numpy as np
 from plait.cluster.cluster import Cluster
 from plait.plan.arithmetic import arithmetic
 from plait.plan.candidates import SCHEDULES, Candidates, Counts, Reals, Schedule
-from plait.plan.schedule import Action, Kind, StageTimes, actions, awaited
+from plait.plan.schedule import Action, Kind, StageTimes, actions, awaited, receiver
 from plait.plan.stack import Stack
-from plait.plan.stages import dealt, head_layers, micro_batches
+from plait.plan.stages import dealt, head_layers, messages_each_way, micro_batches
 from plait.plan.timing import Timing, timing
 from plait.plan.workload import Workload
 
@@ -46,11 +46,10 @@ def simulated_s(workload: Workload, cluster: Cluster, candidates: Candidates, st
         slowest = np.add.reduce(list(spent.values())).reshape(virtual, ranks, -1).sum(axis=0).max(axis=0)
         sent = busy.sent[rows]
         whole = durations_s(SCHEDULES[schedule], (ranks, virtual, simulated), spent, sent)
-        # A wire carries one message after the other. In the long run as many micro-batches are under way as there are
-        # ranks, and each waits for all work and all messages there and back.
-        whole = np.maximum(whole, simulated * virtual * sent)
+        # In the long run as many micro-batches are under way as there are ranks, and each waits for all work and all
+        # messages there and back; two ranks have one wire each way for all chunks' results and gradients.
         round_s = np.add.reduce(list(spent.values())).sum(axis=0) + 2 * (ranks - 1) * sent
-        settled = np.maximum(slowest, virtual * sent)
+        settled = np.maximum(slowest, messages_each_way(ranks, virtual) * sent)
         if virtual == 1 and SCHEDULES[schedule] != "gpipe":
             settled = np.maximum(settled, round_s / ranks)
         whole = whole + (micros[rows] - simulated) * settled
@@ -124,29 +123,37 @@ def _chunks(busy: _Busy, rows: Counts, layers: Sequence[int], virtual: int) -> S
 def durations_s(schedule: Schedule, counts: tuple[int, int, int], spent: Spent, sent_s: Reals | float = 0.0) -> Reals:
     """How long pipelines take whose chunks need these times, all of one schedule at once.
 
-    `counts` are ranks, chunks on each, and micro-batches; what another rank has made arrives `sent_s` later. The same
-    as `schedule.simulate`, but for messages that queue.
+    `counts` are ranks, chunks on each, and micro-batches. What one rank has made for another is under way for `sent_s`,
+    one message after the other.
     """
     times = {**spent, "backward": spent["backward-input"] + spent["backward-weight"]}
     order = _order(schedule, *counts)
     ended = np.zeros((len(order) + 1, spent["forward"].shape[1]))
-    for slot, (kind, stage, before, arriving) in enumerate(order, 1):
+    arrived: dict[int, Reals] = {}
+    free: dict[tuple[int, int], Reals] = {}  # from which moment on the wire between two ranks is
+    for slot, (kind, stage, before, arriving, wire) in enumerate(order, 1):
         np.maximum.reduce(ended[before], axis=0, out=ended[slot])
         if arriving:
-            np.maximum(ended[slot], ended[arriving] + sent_s, out=ended[slot])
+            np.maximum(ended[slot], arrived.pop(arriving), out=ended[slot])
         ended[slot] += times[kind][stage]
+        if wire:
+            arrived[slot] = free[wire] = np.maximum(ended[slot], free.get(wire, 0.0)) + sent_s
     return ended.max(axis=0)
 
 
+Step = tuple[Kind, int, list[int], int, tuple[int, int] | None]
+"""An action's kind, its stage, the places (from 1) of what comes before it on its rank, that of what another rank sends
+it (0: nothing), and the ranks between which its own result travels."""
+
+
 @lru_cache(maxsize=256)
-def _order(schedule: Schedule, ranks: int, virtual: int, micros: int) -> list[tuple[Kind, int, list[int], int]]:
-    """All actions, none before what it waits for: kind, stage, the places (from 1) of what comes before it on its rank,
-    and that of what another rank sends it (0: nothing)."""
+def _order(schedule: Schedule, ranks: int, virtual: int, micros: int) -> list[Step]:
+    """All actions, none before what it waits for."""
     stages = ranks * virtual
     lists = actions(schedule, ranks=ranks, virtual=virtual, micros=micros)
     waits = [[(action, awaited(action, stages)) for action in own] for own in lists]
     place: dict[Action, int] = {}
-    order: list[tuple[Kind, int, list[int], int]] = []
+    order: list[Step] = []
     latest, done = [0] * ranks, [0] * ranks
     while len(order) < sum(map(len, lists)):
         for rank, own in enumerate(waits):
@@ -156,7 +163,9 @@ def _order(schedule: Schedule, ranks: int, virtual: int, micros: int) -> list[tu
                     break
                 here = [at for at, each in zip(before, needed, strict=True) if each.stage % ranks == rank]
                 [arriving] = [at for at in before if at not in here] or [0]
-                order.append((action.kind, action.stage, [latest[rank], *here], arriving))
+                to = receiver(action, stages)
+                wire = None if to is None or to % ranks == rank else (rank, to % ranks)
+                order.append((action.kind, action.stage, [latest[rank], *here], arriving, wire))
                 place[action] = latest[rank] = len(order)
                 done[rank] += 1
     return order

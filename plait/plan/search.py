@@ -129,7 +129,7 @@ def search(
     pins = pins or Pins()
     _check_shares(workload, pins)
     dealer = Dealer(workload=workload, devices=devices_of(workload, cluster, stack), stack=stack, named=pins.shares)
-    found = listed(workload, cluster.devices, pins)
+    found = listed(workload, cluster.devices, pins, stack.sends)
     refused = Counter(found.refused)
     seated = ~torn(cluster, found.candidates) if not pins.degrees else np.ones(len(found.candidates), dtype=bool)
     refused[TORN] += int((~seated).sum())

@@ -12,6 +12,9 @@ PROCESS_BYTES = 3.8e8
 """Of a worker's process on a processor beside its tensors: libraries, code, buffers (read on Linux with torch 2.13)."""
 
 
+Sends = Literal["by share", "ahead"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """The habits of one training program; every share lies between 0 and 1.
@@ -65,7 +68,7 @@ class Stack:
     """Share of the tensor axis' communication that runs under arithmetic."""
     hides_context: float = 0.7
     hides_pipeline: float = 0.0
-    sends: Literal["by share", "ahead"] = "by share"
+    sends: Sends = "by share"
     """How messages between stages are priced: `hides_pipeline` of each hidden, or, where they travel while the next
     micro-batch is computed, by who waits for which."""
     hides_gradients: float = 0.0

@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
-from plait.plan.candidates import SCHEDULES, Candidates, Dealing, Reals
+from plait.plan.candidates import SCHEDULES, Candidates, Counts, Dealing, Reals
 from plait.plan.workload import Workload
 
 
@@ -143,3 +143,9 @@ def fullest_weights(workload: Workload, candidates: Candidates) -> tuple[Reals, 
     tables = np.where(candidates.pipeline == 1, 1 if workload.tied else 2, 1) * table
     ends = np.maximum(layers.first, layers.last) * common + tables
     return np.maximum(ends, layers.most * common), layers.most * experts
+
+
+def messages_each_way(ranks: Counts | int, virtual: Counts | int) -> Counts:
+    """Of one micro-batch, over the wire between two neighbours of a pipeline: two ranks have one for all their chunks'
+    results and gradients, in a ring of more ranks each way has either."""
+    return np.where(np.equal(ranks, 2), 2 * np.asarray(virtual) - 1, virtual)

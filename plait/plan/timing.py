@@ -14,7 +14,7 @@ from plait.plan.collectives import Collective, Roads, collective_s, exchange_s, 
 from plait.plan.compute import LayerTime, local_tokens, sharing_ranks
 from plait.plan.host import host_s
 from plait.plan.stack import Stack
-from plait.plan.stages import fullest_weights, micro_batches, stage_layers
+from plait.plan.stages import fullest_weights, messages_each_way, micro_batches, stage_layers
 from plait.plan.workload import Workload
 
 
@@ -174,7 +174,9 @@ def _passes(scene: _Scene, busy: Reals) -> tuple[Reals, Reals]:
     if scene.stack.sends == "by share":
         return np.where(piped, 2 * c.virtual * once * (1 - scene.stack.hides_pipeline), 0.0), np.zeros(len(c))
     # At the least, what a wire takes longer for one micro-batch after the other than the ranks do.
-    return np.where(piped, np.maximum(c.virtual * once - busy, 0.0), 0.0), np.where(piped, once, 0.0)
+    return np.where(piped, np.maximum(messages_each_way(c.pipeline, c.virtual) * once - busy, 0.0), 0.0), np.where(
+        piped, once, 0.0
+    )
 
 
 def _bubble(scene: _Scene, stage: Reals, whole: Reals) -> Reals:

@@ -17,7 +17,7 @@ from plait.plan.candidates import SCHEDULES, SHARD_WHAT, Candidates, Counts, Rea
 from plait.plan.deal import Deal
 from plait.plan.retime import FEW, MANY_ROUNDS, ROUNDS, Spent, durations_s
 from plait.plan.stack import Stack
-from plait.plan.stages import stage_layers
+from plait.plan.stages import messages_each_way, stage_layers
 from plait.plan.timing import Timing
 from plait.plan.workload import Workload
 
@@ -100,7 +100,6 @@ def simulated_uneven_s(
         schedule, simulated = SCHEDULES[int(key[0])], int(key[1])
         few: Spent = {kind: values[:, rows] for kind, values in spent.items()}
         whole = durations_s(schedule, (ranks, virtual, simulated), few, sent[rows])
-        whole = np.maximum(whole, simulated * virtual * sent[rows])
         step_s[rows] += whole + (micros[rows] - simulated) * pace.settled_s[rows] - pace.piped_s[rows]
     return step_s
 
@@ -145,10 +144,11 @@ def _part(micro: _Micro, deal: Deal, part: int) -> _Part:
     micros = np.ceil(micros)
     slowest, whole, way = stages.max(axis=0), stages.sum(axis=0), 2 * (ranks - 1) * micro.sent
     wait = (whole - slowest) / c.virtual / np.where(c.schedule == SCHEDULES.index("zero-bubble"), 3, 1)
-    settled = np.maximum(slowest, c.virtual * micro.sent)
+    wire_s = messages_each_way(ranks, c.virtual) * micro.sent
+    settled = np.maximum(slowest, wire_s)
     at_once = (c.virtual == 1) & (c.schedule != SCHEDULES.index("gpipe"))  # as many under way as there are ranks
     settled = np.where(at_once, np.maximum(settled, (whole + way) / ranks), settled)
-    piped = np.maximum(slowest + wait + way + (micros - 1) * settled, micros * c.virtual * micro.sent)
+    piped = np.maximum(slowest + wait + way + (micros - 1) * settled, micros * wire_s)
     return _Part(micros=micros, stages_s=stages, settled_s=settled, piped_s=piped)
 
 

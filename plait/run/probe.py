@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -36,6 +37,7 @@ from plait.run.planning import Site, look_around
 from plait.run.probe_table import table
 
 ENTRY = "plait.run.probe_rank:rank"
+LATELY_S = 900.0
 UNSTEADY = 0.25
 """Spread from which on people are told to probe again in quiet."""
 
@@ -150,6 +152,12 @@ def kept_measurement(machines: Sequence[Machine], asked: Request, extent: Extent
         return measured_from_json(kept.read_text(encoding="utf-8"), str(kept)) if kept.exists() else None
     except PlaitError:
         return None  # of another version, or torn: measured anew, and written over
+
+
+def seen_lately(machines: Sequence[Machine], asked: Request, extent: Extent) -> bool:
+    """Whether what is kept is so young that nobody need look again whether it still holds."""
+    kept = _kept(_key(machines, asked, extent))
+    return kept.exists() and 0 <= time.time() - kept.stat().st_mtime < LATELY_S
 
 
 def sends_of(told: Mapping[str, Any]) -> tuple[MeasuredLink, ...]:

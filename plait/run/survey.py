@@ -12,7 +12,7 @@ from plait.plan.clocked import measured_link
 from plait.plan.grounds import Look, Need
 from plait.run.crew import PlacedCrew
 from plait.run.planning import Say, Site, look_around
-from plait.run.probe import Extent, Fresh, kept_measurement, measured_by
+from plait.run.probe import Extent, Fresh, kept_measurement, measured_by, seen_lately
 from plait.run.still import still_holds
 from plait.units import format_count
 
@@ -76,6 +76,6 @@ def _probed(workers: PlacedCrew, machines: list[Machine], need: Need, fresh: Fre
     extent = Extent(workers=given.workers, threads=given.threads)
     if fresh == "kept":
         known = kept_measurement(machines, asked, extent)
-        if known is not None and still_holds(workers, known, asked, extent):
+        if known is not None and (seen_lately(machines, asked, extent) or still_holds(workers, known, asked, extent)):
             return known
     return measured_by(workers, machines, asked, extent, fresh="again")

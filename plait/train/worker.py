@@ -69,7 +69,7 @@ def main(context: Context, argument: str) -> None:
             path = folder / "checkpoints" / asked["resume"]
             state = restore(assembly, path, verify(path), world)
         sink = _sinks(context, folder, state.step)
-        memory = _FirstStep(assembly, world)
+        memory = _FirstStep(assembly, world, context)
         try:
             balance = Balance(assembly, meter, folder / "shares.jsonl", world, tell=partial(context.tell, "times"))
             keep = _keeper(context, assembly, folder / "checkpoints", world, asked["parts"])
@@ -136,7 +136,7 @@ def _actions(context: Context, assembly: Assembly, keep: Keep, balance: Balance,
     def save_here(state: TrainState) -> None:
         began = time.perf_counter()
         path = keep(state)
-        memory.tell_peaks(context)
+        memory.tell_peaks()
         if context.rank == 0:
             context.tell("saved", step=state.step, name=path.name, seconds=time.perf_counter() - began)
 
@@ -170,10 +170,10 @@ def evaluation(assembly: Assembly, step: int) -> EvalReport | None:
 
 
 class _FirstStep:
-    """Watches memory during the first step of this process, and then steps aside."""
+    """Watches memory during the first step of this process, tells it, and then steps aside."""
 
-    def __init__(self, assembly: Assembly, world: Sums) -> None:
-        self._assembly, self._world = assembly, world
+    def __init__(self, assembly: Assembly, world: Sums, context: Context) -> None:
+        self._assembly, self._world, self._context = assembly, world, context
         self._peak_bytes: int | None = None
 
     def watched(self, state: TrainState) -> tuple[TrainState, Scalars]:
@@ -183,16 +183,17 @@ class _FirstStep:
         with LiveTensorPeak(self._assembly.device, self._assembly.tensors()) as peak:
             result = self._assembly.step(state)
         self._peak_bytes = peak.bytes
+        self.tell_peaks()
         return result
 
-    def tell_peaks(self, context: Context) -> None:
+    def tell_peaks(self) -> None:
         """Tell every rank's peaks, once a step was taken; every rank must call it."""
         if self._peak_bytes is None:
             return
         peaks = self._world.gather(torch.tensor([self._peak_bytes, peak_rss_bytes()]))
-        if context.rank == 0:
+        if self._context.rank == 0:
             tensor_bytes, rss_bytes = zip(*[peak.tolist() for peak in peaks], strict=True)
-            context.tell("memory", peak_tensor_bytes=tensor_bytes, peak_rss_bytes=rss_bytes)
+            self._context.tell("memory", peak_tensor_bytes=tensor_bytes, peak_rss_bytes=rss_bytes)
 
 
 def _sinks(context: Context, folder: Path, steps_done: int) -> Sink:
