@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab.checks import cable_rates, processor_rates, until
-from benchmarks.lab.cut import QUIET, WARM_UP, Cutting, Turn
+from benchmarks.lab.cut import LONGEST, QUIET, WARM_UP, Cutting, Turn
 from benchmarks.lab.forecast import Forecast, Priced, cluster_of_case, forecast, recipe_text
 from benchmarks.lab.grid import Case, Grid
 from benchmarks.lab.hosts import Lab
@@ -133,7 +133,7 @@ class _Trial:
         return replace(self._case, batch_sequences=-(-self._case.batch_sequences // self._case.hosts))
 
     def _party(self, name: str, run: str, folder: Path) -> Party:
-        case, steps = self._case, WARM_UP + self._site.grid.steps
+        case, steps = self._case, WARM_UP + LONGEST * self._site.grid.steps
         if name in case.baselines:
             folder.mkdir(parents=True)
             work = {

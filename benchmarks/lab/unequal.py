@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab.cut import WARM_UP, Cutting, Turn
+from benchmarks.lab.cut import LONGEST, WARM_UP, Cutting, Turn
 from benchmarks.lab.forecast import cluster_of_case, recipe_text
 from benchmarks.lab.grid import Case
 from benchmarks.lab.hosts import Lab, require_root
@@ -143,7 +143,7 @@ def _alone(lab: Lab, runner: Runner, trial: Trial, host: Host, sequences: int) -
     name = f"alone{host.index}"
     folder = lab.folder_of(host)
     (folder / "recipes").mkdir(exist_ok=True)
-    recipe = recipe_text(trial.case(sequences), {"replicate": 1}, name=name, steps=WARM_UP + STEPS)
+    recipe = recipe_text(trial.case(sequences), {"replicate": 1}, name=name, steps=WARM_UP + LONGEST * STEPS)
     (folder / "recipes" / f"{name}.toml").write_text(recipe)
     party = runner.party(WORK / "recipes" / f"{name}.toml", WORK / "runs" / name, [host])
     outside = folder / party.steps_file.relative_to(WORK)
@@ -162,7 +162,7 @@ def _contenders(lab: Lab, runner: Runner, trial: Trial) -> dict[str, Party]:
     for name, more in (("auto", {}), ("equal", equal)):
         recipe = WORK / "recipes" / f"{name}.toml"
         text = recipe_text(
-            trial.case(trial.batch_sequences), {**trial.layout, **more}, name=name, steps=WARM_UP + STEPS
+            trial.case(trial.batch_sequences), {**trial.layout, **more}, name=name, steps=WARM_UP + LONGEST * STEPS
         )
         recipe.write_text(text)
         found[name] = runner.party(recipe, WORK / "runs" / name, lab.hosts)
@@ -171,7 +171,7 @@ def _contenders(lab: Lab, runner: Runner, trial: Trial) -> dict[str, Party]:
         folder.mkdir(parents=True)
         work = {
             "shape": _shape(trial).to_dict(), "sequence": SEQUENCE, "batch_sequences": trial.batch_sequences,
-            "steps": WARM_UP + STEPS,
+            "steps": WARM_UP + LONGEST * STEPS,
         }  # fmt: skip
         found[kind] = baseline_party(kind, work, folder, lab.hosts)
     return found
