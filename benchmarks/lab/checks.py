@@ -19,7 +19,8 @@ from plait.errors import PlaitError
 LIMIT_S = 60.0
 FURTHER_TRIES = 2
 """A busy neighbour may slow down one transfer; a limit that did not take slows down none of them."""
-LOOK_EVERY_S = 0.02
+LOOK_EVERY_S = 0.1
+"""Each look costs a few milliseconds of the processors that the hosts compute with."""
 
 
 def cable_rates(lab: Lab, rate: Rate) -> list[float]:

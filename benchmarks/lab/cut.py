@@ -11,12 +11,14 @@ WARM_UP = 1
 """plait watches memory in the first step, and everybody's buffers grow in it."""
 HOPELESS = 2.0
 """Times the fastest: a first full step longer than this is the only one that is taken."""
-PATIENCE = 6.0
+PATIENCE = 4.0
 """Times the fastest: a step that has not ended by then is cut off, and counts as longer than it was given."""
 LEAST_PATIENCE_S = 3.0
 """A hiccup of the machine is no slow layout."""
 FIRST_PATIENCE_S = 90.0
 """On top of it for the first step: all hosts start up, measure each other and plan."""
+BEGUN_PATIENCE_S = 10.0
+"""The same once they are known to have done that: workers open their links, and the first step makes room."""
 
 QUIET = 0.03
 """Of the machine's processor time: a step during which somebody else took more of it tells little."""
@@ -69,27 +71,36 @@ class Cutting:
     fastest_s: float
     """Of the contenders so far; infinite for the first."""
 
-    def verdict(self, seconds: Sequence[float], waiting_s: float, others: Sequence[float] = ()) -> Ended | None:
-        """`seconds` of all steps so far, warm-up included; `waiting_s` since the last of them; what `others` took of
-        the machine during each. None: go on."""
+    def verdict(
+        self, seconds: Sequence[float], waiting_s: float, others: Sequence[float] = (), *, allowed_s: float
+    ) -> Ended | None:
+        """`seconds` of all steps so far, warm-up included; `waiting_s` since the last of them, or, before the first,
+        since a moment from which on `allowed_s` are granted for it; what `others` took of the machine during each.
+        None: go on."""
         full = seconds[WARM_UP:]
         if full and full[0] > HOPELESS * self.fastest_s:
             return "cut"
         quiet = len(full) - sum(share > QUIET for share in others[WARM_UP:])
         if quiet >= self.steps or len(full) >= LONGEST * self.steps:
             return "finished"
-        patience_s = max(LEAST_PATIENCE_S, PATIENCE * self.fastest_s) + (0 if seconds else FIRST_PATIENCE_S)
+        patience_s = max(LEAST_PATIENCE_S, PATIENCE * self.fastest_s) + (0 if seconds else allowed_s)
         return "longer" if not full and waiting_s > patience_s else None
 
     def kept(
-        self, seconds: Sequence[float], ended: Ended, waiting_s: float, others: Sequence[float] = ()
+        self,
+        seconds: Sequence[float],
+        ended: Ended,
+        waiting_s: float,
+        others: Sequence[float] = (),
+        *,
+        allowed_s: float,
     ) -> tuple[float, ...]:
         """The figures that a turn which ended so leaves: of the quiet steps, where they are half of those wanted."""
         full = tuple(seconds[WARM_UP:])
         if ended == "cut":
             return full[:1]
         # The first step's wait holds the start-up too, so that only what its patience leaves out of that is sure.
-        sure_s = waiting_s - (0 if seconds else FIRST_PATIENCE_S)
+        sure_s = waiting_s - (0 if seconds else allowed_s)
         if ended == "longer":
             return (max(sure_s, 0.0),)
         quiet = tuple(s for s, share in zip(full, others[WARM_UP:], strict=False) if share <= QUIET)

@@ -25,6 +25,8 @@ class Party:
     """Whether the others are started only when the first host listens on PORT."""
     steps_file: Path
     """A JSON object a line; those of a step have `step` and `step_s`."""
+    begun_file: Path | None
+    """Is there from the moment when workers start, where the party writes such a file."""
     peaks_file: Path | None
     """A JSON object with `peak_tensor_bytes` and `peak_rss_bytes`, one entry a rank, where the party writes one."""
 
@@ -67,6 +69,7 @@ class JoinedRunner:
             environments=tuple({"PLAIT_SECRET": self._secret} for _ in hosts),
             leads=len(hosts) > 1,
             steps_file=folder / "metrics.jsonl",
+            begun_file=folder / "plan.json",
             peaks_file=folder / "so-far.json",
         )
 
@@ -93,6 +96,7 @@ class TorchrunRunner:
             environments=tuple({"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"} for _ in hosts),
             leads=False,
             steps_file=run / "metrics.jsonl",
+            begun_file=run / "plan.json",
             peaks_file=run / "so-far.json",
         )  # fmt: skip
 
@@ -111,5 +115,6 @@ def baseline_party(kind: str, work: Mapping[str, object], run: Path, hosts: Sequ
         environments=tuple({**shared, "RANK": str(host.index)} for host in hosts),
         leads=False,
         steps_file=steps_file,
+        begun_file=None,
         peaks_file=None,
     )

@@ -197,7 +197,8 @@ def _over_floor(line: Line, choice: Measured, exact: Sequence[Measured]) -> floa
         return None
     rate = line["case"]["rate"]
     bits_per_s = min(line["carried_bits_per_s"]) if rate == "unshaped" else rate
-    floor_s = min(max(alone[0].step_s, 8 * one.sent_bytes / bits_per_s) for one in exact)
+    alone_s = mean(turn.step_s for turn in alone)
+    floor_s = min(max(alone_s, 8 * one.sent_bytes / bits_per_s) for one in exact)
     return choice.step_s / floor_s - 1
 
 

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab.checks import cable_rates, processor_rates, until
+from benchmarks.lab.alone import side_by_side
+from benchmarks.lab.checks import cable_rates, processor_rates
 from benchmarks.lab.cut import LONGEST, QUIET, WARM_UP, Cutting, Turn
 from benchmarks.lab.forecast import Forecast, Priced, cluster_of_case, forecast, recipe_text
 from benchmarks.lab.grid import Case, Grid
@@ -20,13 +21,6 @@ from plait.cluster.cluster import Cluster, cluster_json
 
 NEAR = 1.10
 """Times the fastest: who is slower after a turn is not asked again, but for the planner's own two."""
-
-ALONE = "each host alone with its share"
-"""The first host with its part of the batch and no messages, while the others do the same, since all share this
-machine's memory bus and caches: what nobody's step can be shorter than, where hosts are alike."""
-OTHERS_WITHIN_S = 120.0
-ENOUGH_STEPS = 10_000
-"""For the others, who are ended when the first host has taken its steps."""
 
 Say = Callable[[str], None]
 Take = Callable[[str, float], Turn]
@@ -61,8 +55,8 @@ def run_case(case: Case, site: Site, say: Say) -> dict[str, Any]:
         trial = _Trial(case, site, lab, told, say)
         names = [*(one.name for one in told.priced), *case.baselines]
         turns = in_rounds(names, trial.take, rounds=site.grid.rounds, always=(told.fastest, told.chosen))
-        turns[ALONE] = [trial.take(ALONE, float("inf"))]
-    return _values(case, cluster, carried, flops, told, turns)
+        alone = trial.alone()
+    return _values(case, cluster, carried, flops, told, turns, alone)
 
 
 def in_rounds(names: Sequence[str], take: Take, *, rounds: int, always: Sequence[str]) -> dict[str, list[Turn]]:
@@ -99,8 +93,6 @@ class _Trial:
 
     def take(self, name: str, fastest_s: float) -> Turn:
         self._count += 1
-        if name == ALONE:
-            self._others_begin()
         run = f"{self._case.key}-{self._count}"
         folder = self._site.work / "runs" / run
         cutting = Cutting(steps=self._site.grid.steps, fastest_s=fastest_s)
@@ -110,27 +102,19 @@ class _Trial:
         shutil.rmtree(folder, ignore_errors=True)
         if turn.ended != "failed":
             shutil.rmtree(logs, ignore_errors=True)
-        self._say(f"  {name:60} {_turn_text(turn)}")
+        said = self._told.of(name).step_s if name not in self._case.baselines else None
+        self._say(f"  {name:60} {_turn_text(turn)}{f' (forecast {said:.3g})' if said else ''}")
         return turn
 
-    def _others_begin(self) -> None:
-        """Let all hosts but the first train their share by themselves, and wait until they do."""
-        site, files = self._site, list[Path]()
-        for host in self._lab.hosts[1:]:
-            run, outside = f"{self._case.key}-alone{host.index}", self._lab.folder_of(host)
-            text = recipe_text(self._share(), {"replicate": 1}, name=run, steps=ENOUGH_STEPS)
-            (outside / "recipes").mkdir(exist_ok=True)
-            (outside / "recipes" / f"{run}.toml").write_text(text)
-            party = site.runner.party(site.work / "recipes" / f"{run}.toml", site.work / "runs" / run, [host])
-            (site.work / "logs").mkdir(exist_ok=True)
-            log = site.work / "logs" / f"{run}.log"
-            self._lab.start(host, party.commands[0], log=log, environment=party.environments[0])
-            files.append(outside / party.steps_file.relative_to(site.work))
-        until(lambda: all(file.exists() for file in files), "the other hosts compute", OTHERS_WITHIN_S)
-
-    def _share(self) -> Case:
-        """The case of one of the hosts alone."""
-        return replace(self._case, batch_sequences=-(-self._case.batch_sequences // self._case.hosts))
+    def alone(self) -> list[Turn]:
+        """Every host with an equal part of the batch and no messages: what nobody's step can be shorter than, where
+        hosts are alike."""
+        site, case = self._site, self._case
+        part = replace(case, batch_sequences=-(-case.batch_sequences // case.hosts))
+        turns = side_by_side(self._lab, site.runner, [part] * case.hosts, site.work, steps=site.grid.steps)
+        for host, turn in enumerate(turns):
+            self._say(f"  {f'host {host} alone with its part':60} {_turn_text(turn)}")
+        return turns
 
     def _party(self, name: str, run: str, folder: Path) -> Party:
         case, steps = self._case, WARM_UP + LONGEST * self._site.grid.steps
@@ -142,18 +126,13 @@ class _Trial:
             }  # fmt: skip
             return baseline_party(name, work, folder, self._lab.hosts)
         recipe = self._site.work / "recipes" / f"{run}.toml"
-        hosts, layout = self._lab.hosts, {"replicate": 1}
-        if name == ALONE:
-            case, hosts = self._share(), hosts[:1]
-        else:
-            layout = self._told.of(name).layout
-        recipe.write_text(recipe_text(case, layout, name=run, steps=steps))
-        return self._site.runner.party(recipe, folder, hosts)
+        recipe.write_text(recipe_text(case, self._told.of(name).layout, name=run, steps=steps))
+        return self._site.runner.party(recipe, folder, self._lab.hosts)
 
 
 def _values(
     case: Case, cluster: Cluster, carried: Sequence[float], flops: Sequence[float], told: Forecast,
-    turns: Mapping[str, Sequence[Turn]],
+    turns: Mapping[str, Sequence[Turn]], alone: Sequence[Turn],
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "key": case.key,
@@ -167,7 +146,7 @@ def _values(
         "refused": dict(told.refused),
         "crossings": [list(crossing) for crossing in told.crossings],
         "layouts": {one.name: _with_turns(one, turns[one.name]) for one in told.priced},
-        "alone": [turn.to_values() for turn in turns[ALONE]],
+        "alone": [turn.to_values() for turn in alone],
         "baselines": {name: [turn.to_values() for turn in turns[name]] for name in case.baselines},
     }
 

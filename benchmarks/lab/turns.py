@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.lab.checks import until
-from benchmarks.lab.cut import QUIET, WARM_UP, Cutting, Ended, Turn
+from benchmarks.lab.checks import LOOK_EVERY_S, until
+from benchmarks.lab.cut import BEGUN_PATIENCE_S, FIRST_PATIENCE_S, QUIET, WARM_UP, Cutting, Ended, Turn
 from benchmarks.lab.hosts import Lab
 from benchmarks.lab.orders import PORT, Party
 from benchmarks.machine import ProcessorSeconds
 from plait.errors import PlaitError
 
 LISTENS_WITHIN_S = 90.0
-LOOK_EVERY_S = 0.1
-"""Each look costs a few milliseconds of the processors that the hosts compute with."""
 LIMIT_S = 600.0
 """Of a whole turn, whatever it does."""
 
@@ -36,7 +34,9 @@ def take_turn(lab: Lab, party: Party, cutting: Cutting, logs: Path) -> Turn:
         return Turn(seconds=(), ended="failed", sentence=str(error))
     lab.end_commands()
     return Turn(
-        seconds=cutting.kept(follower.seconds, ended, follower.waiting_s, follower.others),
+        seconds=cutting.kept(
+            follower.seconds, ended, follower.waiting_s, follower.others, allowed_s=follower.allowed_s
+        ),
         ended=ended,
         sentence=last_words(logs) if ended == "failed" else "",
         processor_s=follower.a_step([stamp.processor_s for stamp in follower.stamps]),
@@ -47,12 +47,17 @@ def take_turn(lab: Lab, party: Party, cutting: Cutting, logs: Path) -> Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stamp:
-    """What the hosts had done when a step was seen to have ended."""
+class Stamp:
+    """What the hosts and the machine had done at a moment."""
 
     processor_s: float
     sent_bytes: int
     machine: ProcessorSeconds
+
+    @staticmethod
+    def of(lab: Lab) -> Stamp:
+        """Now."""
+        return Stamp(processor_s=lab.processor_s(), sent_bytes=lab.sent_bytes(), machine=ProcessorSeconds.now())
 
 
 class _Follower:
@@ -63,9 +68,12 @@ class _Follower:
         self.others: list[float] = []
         """What others took of the machine during each step."""
         self.waiting_s = 0.0
-        self._lab, self._file = lab, party.steps_file
-        self.stamps: list[_Stamp] = []
-        self._latest = self._stamp()
+        self.allowed_s = FIRST_PATIENCE_S
+        """Granted for the first step."""
+        self._lab, self._file, self._begun_file = lab, party.steps_file, party.begun_file
+        self.stamps: list[Stamp] = []
+        """When each step was seen to have ended."""
+        self._latest = Stamp.of(lab)
 
     def a_step(self, values: Sequence[float]) -> float:
         """The growth of a value in a step: between the first that was seen to end and the last."""
@@ -75,15 +83,22 @@ class _Follower:
         began = last_step = time.monotonic()
         while True:
             gone = [process.poll() for process in started]
-            if self._read():
+            if self._read() or self._has_begun():
                 last_step = time.monotonic()
             self.waiting_s = time.monotonic() - last_step
-            verdict = cutting.verdict(self.seconds, self.waiting_s, self.others)
+            verdict = cutting.verdict(self.seconds, self.waiting_s, self.others, allowed_s=self.allowed_s)
             if verdict:
                 return verdict
             if any(code is not None for code in gone) or time.monotonic() - began > LIMIT_S:
                 return "failed"
             time.sleep(LOOK_EVERY_S)
+
+    def _has_begun(self) -> bool:
+        """Whether the start-up is over since the last call."""
+        news = self._begun_file is not None and self._begun_file.exists() and self.allowed_s != BEGUN_PATIENCE_S
+        if news:
+            self.allowed_s = BEGUN_PATIENCE_S
+        return news
 
     def _read(self) -> int:
         """How many steps are new."""
@@ -93,17 +108,12 @@ class _Follower:
         found = [values["step_s"] for line in lines if "step_s" in (values := json.loads(line))]
         new = len(found) - len(self.seconds)
         if new:
-            stamp = self._stamp()
+            stamp = Stamp.of(self._lab)
             self.stamps += [stamp] * new
-            self.others += [_others(self._latest, stamp)] * new
+            self.others += [others_between(self._latest, stamp)] * new
             self._latest = stamp
         self.seconds = found
         return new
-
-    def _stamp(self) -> _Stamp:
-        return _Stamp(
-            processor_s=self._lab.processor_s(), sent_bytes=self._lab.sent_bytes(), machine=ProcessorSeconds.now()
-        )
 
 
 def start_party(lab: Lab, party: Party, logs: Path) -> list[subprocess.Popen[bytes]]:
@@ -127,7 +137,8 @@ def _peaks(path: Path | None) -> dict[str, int]:
     return {key: max(values[key], default=0) for key in ("peak_tensor_bytes", "peak_rss_bytes")}
 
 
-def _others(before: _Stamp, now: _Stamp) -> float:
+def others_between(before: Stamp, now: Stamp) -> float:
+    """Share of the machine's processor time that programs outside the lab took."""
     busy_s, idle_s = now.machine.busy_s - before.machine.busy_s, now.machine.idle_s - before.machine.idle_s
     return max(0.0, busy_s - (now.processor_s - before.processor_s)) / max(busy_s + idle_s, 1e-9)
 

@@ -1,8 +1,8 @@
 """`python -m benchmarks.lab.unequal --json OUT [--only TEXT]`: unequal hosts against the sum of what each does alone.
 
 One unit of speed is one share of a core in all cases of a table: a host of speed 0.4 gets 0.4 of it. The measure is
-tokens a second of all hosts together over the sum of what each of them reaches alone with its part, without messages;
-equal shares cannot pass the slowest speed times the number of hosts.
+tokens a second of all hosts together over the sum of what each of them reaches by itself with its part, without
+messages and while the others do the same; equal shares cannot pass the slowest speed times the number of hosts.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lab.alone import side_by_side
 from benchmarks.lab.cut import LONGEST, WARM_UP, Cutting, Turn
 from benchmarks.lab.forecast import cluster_of_case, recipe_text
 from benchmarks.lab.grid import Case
 from benchmarks.lab.hosts import Lab, require_root
+from benchmarks.lab.ideals import best_split
 from benchmarks.lab.journal import append_line, read_lines
 from benchmarks.lab.leftovers import sweep
 from benchmarks.lab.orders import JoinedRunner, Party, Runner, baseline_party
 from benchmarks.lab.turns import take_turn
-from benchmarks.lab.wiring import Host, Rate
+from benchmarks.lab.wiring import Rate
 from benchmarks.machine import describe
+from plait.errors import RunFailed
 from plait.launch.secret import new_secret
-from plait.model.shape import ModelShape
 from plait.plan.shares import shares
+from plait.plan.stages import head_layers
 from plait.recipe.load import load_recipe
-from plait.run.plan import asked_of
+from plait.run.plan import Asked, asked_of
 
 WORK = Path(__file__).parents[2] / ".plait" / "unequal"
 SEQUENCE = 256
@@ -38,7 +41,6 @@ NARROW = {"layers": 6, "width": 192, "heads": 6, "vocabulary": 1024}
 DEEP = {"layers": 22, "width": 128, "heads": 4, "vocabulary": 1024}
 TWO, FOUR = (1.0, 0.4), (0.5, 0.5, 0.25, 0.125)
 SEQUENCES = {len(TWO): 64, len(FOUR): 128}
-IDLE = ("sleep", "3600")
 Section = Mapping[str, Any]
 
 
@@ -104,12 +106,13 @@ def main() -> None:
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
     """Shares of the sum of the speeds that each host reaches alone, as Markdown."""
-    rows = ["| hosts | by speed | equal | others |", "| --- | --- | --- | --- |"]
+    rows = ["| hosts | by speed | equal | others | by speed, of another ideal |", "| --- | --- | --- | --- | --- |"]
     for line in lines:
         reached = line["reached"]
         others = ", ".join(f"{name} {share:.1%}" for name, share in reached.items() if name not in ("auto", "equal"))
         cells = (f"{reached[name]:.1%}" if name in reached else "" for name in ("auto", "equal"))
-        rows.append(f"| {line['name']} | {' | '.join(cells)} | {others} |")
+        beside = ", ".join(f"{share:.1%} of {what}" for what, share in line.get("of", {}).items())
+        rows.append(f"| {line['name']} | {' | '.join(cells)} | {others} | {beside} |")
     return "\n".join(rows)
 
 
@@ -121,13 +124,19 @@ def _run(trial: Trial) -> dict[str, Any]:
         (WORK / left).mkdir()
     with Lab(trial.cores, trial.rate, work=WORK, files=runner.files) as lab:
         parts = shares(trial.batch_sequences, trial.cores)
-        alone = [_alone(lab, runner, trial, host, count) for host, count in zip(lab.hosts, parts, strict=True)]
+        alone = side_by_side(lab, runner, [trial.case(count) for count in parts], WORK, steps=STEPS)
         ideal = sum(_tokens_per_s(turn, count) for turn, count in zip(alone, parts, strict=True))
+        if not all(turn.seconds for turn in alone):
+            raise RunFailed(f"a host alone did not compute: {alone[0].sentence}")
         print(f"  alone    {', '.join(f'{turn.step_s:.3g} s for {n}' for turn, n in zip(alone, parts, strict=True))}")
         turns = {name: _take(lab, party, name) for name, party in _contenders(lab, runner, trial).items()}
+    beside = _beside(trial, runner, [_tokens_per_s(turn, count) for turn, count in zip(alone, parts, strict=True)])
     reached = {name: _tokens_per_s(turn, trial.batch_sequences) / ideal for name, turn in turns.items() if turn.seconds}
     for name, share in reached.items():
         print(f"  {name:12} {share:.1%} of the sum of the speeds", flush=True)
+    own_tokens_per_s = _tokens_per_s(turns["auto"], trial.batch_sequences)
+    for what, tokens_per_s in beside.items():
+        print(f"  auto         {own_tokens_per_s / tokens_per_s:.1%} of {what}", flush=True)
     return {
         "name": trial.name,
         "cores": list(trial.cores),
@@ -136,20 +145,31 @@ def _run(trial: Trial) -> dict[str, Any]:
         "alone": [turn.to_values() for turn in alone],
         "turns": {name: turn.to_values() for name, turn in turns.items()},
         "reached": reached,
+        "of": {what: own_tokens_per_s / tokens_per_s for what, tokens_per_s in beside.items()},
     }
 
 
-def _alone(lab: Lab, runner: Runner, trial: Trial, host: Host, sequences: int) -> Turn:
-    name = f"alone{host.index}"
-    folder = lab.folder_of(host)
-    (folder / "recipes").mkdir(exist_ok=True)
-    recipe = recipe_text(trial.case(sequences), {"replicate": 1}, name=name, steps=WARM_UP + LONGEST * STEPS)
-    (folder / "recipes" / f"{name}.toml").write_text(recipe)
-    party = runner.party(WORK / "recipes" / f"{name}.toml", WORK / "runs" / name, [host])
-    outside = folder / party.steps_file.relative_to(WORK)
-    commands = tuple(party.commands[0] if one is host else IDLE for one in lab.hosts)
-    environments = tuple(party.environments[0] for _ in lab.hosts)
-    return _take(lab, replace(party, commands=commands, environments=environments, steps_file=outside), name)
+def _beside(trial: Trial, runner: Runner, speeds: Sequence[float]) -> dict[str, float]:
+    """What else the strand is held against, in tokens a second: a pipeline against its best split, parameters that
+    travel all the time against equal hosts which are as fast together."""
+    if "pipeline" in trial.layout:
+        batch = trial.batch_sequences
+        best, split = best_split(
+            speeds,
+            layers=trial.shape["layers"],
+            head_layers=head_layers(_asked(trial).workload),
+            micros=batch // trial.layout["micro_sequences"],
+            batch_tokens=batch * SEQUENCE,
+        )
+        return {f"the best whole-number split, {' + '.join(map(str, split))} layers": best}
+    if trial.layout.get("shard_what") != "parameters":
+        return {}
+    shutil.rmtree(WORK / "runs")
+    (WORK / "runs").mkdir()
+    equal = replace(trial, cores=(sum(trial.cores) / len(trial.cores),) * len(trial.cores), baselines=())
+    with Lab(equal.cores, equal.rate, work=WORK, files=runner.files) as lab:
+        turn = _take(lab, _contenders(lab, runner, equal)["auto"], "equal hosts")
+    return {"equal hosts of the same total": _tokens_per_s(turn, equal.batch_sequences)} if turn.seconds else {}
 
 
 def _contenders(lab: Lab, runner: Runner, trial: Trial) -> dict[str, Party]:
@@ -170,18 +190,18 @@ def _contenders(lab: Lab, runner: Runner, trial: Trial) -> dict[str, Party]:
         folder = WORK / "runs" / kind
         folder.mkdir(parents=True)
         work = {
-            "shape": _shape(trial).to_dict(), "sequence": SEQUENCE, "batch_sequences": trial.batch_sequences,
+            "shape": _asked(trial).shape.to_dict(), "sequence": SEQUENCE, "batch_sequences": trial.batch_sequences,
             "steps": WARM_UP + LONGEST * STEPS,
         }  # fmt: skip
         found[kind] = baseline_party(kind, work, folder, lab.hosts)
     return found
 
 
-def _shape(trial: Trial) -> ModelShape:
+def _asked(trial: Trial) -> Asked:
     path = WORK / "recipes" / "shape.toml"
     path.write_text(recipe_text(trial.case(trial.batch_sequences), {}, name="shape", steps=1))
     cluster = cluster_of_case(trial.case(trial.batch_sequences), [1e11] * len(trial.cores), 1e9)
-    return asked_of(load_recipe(path), cluster).shape
+    return asked_of(load_recipe(path), cluster)
 
 
 def _take(lab: Lab, party: Party, name: str) -> Turn:

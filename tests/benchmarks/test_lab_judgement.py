@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.lab.cut import FIRST_PATIENCE_S, Cutting, Turn
+from benchmarks.lab.cut import LONGEST, Cutting, Turn
 from benchmarks.lab.journal import append_line, read_lines
 from benchmarks.lab.picture import curves, pictures
 from benchmarks.lab.report import case_table, summary, summary_text, verdict, verdict_text
@@ -21,26 +21,41 @@ LATER = Cutting(steps=5, fastest_s=1.0)
 
 
 def test_a_turn_ends_with_its_last_full_step():
-    assert FIRST.verdict([9.0, 1.0, 1.0, 1.0, 1.0], 0.1) is None
-    assert FIRST.verdict([9.0, 1.0, 1.0, 1.0, 1.0, 1.0], 0.0) == "finished"
-    assert FIRST.kept([9.0, 1.0, 1.1, 1.2, 1.3, 1.4], "finished", 0.0) == (1.0, 1.1, 1.2, 1.3, 1.4)
+    assert FIRST.verdict([9.0, 1.0, 1.0, 1.0, 1.0], 0.1, allowed_s=90.0) is None
+    assert FIRST.verdict([9.0, 1.0, 1.0, 1.0, 1.0, 1.0], 0.0, allowed_s=90.0) == "finished"
+    assert FIRST.kept([9.0, 1.0, 1.1, 1.2, 1.3, 1.4], "finished", 0.0, allowed_s=90.0) == (1.0, 1.1, 1.2, 1.3, 1.4)
 
 
 def test_twice_the_fastest_is_enough_after_one_full_step():
-    assert LATER.verdict([9.0], 0.1) is None, "the first step warms up, whatever it takes"
-    assert LATER.verdict([9.0, 2.0], 0.1) is None
-    assert LATER.verdict([9.0, 2.1], 0.1) == "cut"
-    assert LATER.kept([9.0, 2.1], "cut", 0.1) == (2.1,)
-    assert LATER.verdict([9.0, 1.5, 7.0], 5.0) is None, "a slow step later is noise, not a hopeless layout"
+    assert LATER.verdict([9.0], 0.1, allowed_s=90.0) is None, "the first step warms up, whatever it takes"
+    assert LATER.verdict([9.0, 2.0], 0.1, allowed_s=90.0) is None
+    assert LATER.verdict([9.0, 2.1], 0.1, allowed_s=90.0) == "cut"
+    assert LATER.kept([9.0, 2.1], "cut", 0.1, allowed_s=90.0) == (2.1,)
+    assert LATER.verdict([9.0, 1.5, 7.0], 5.0, allowed_s=90.0) is None, (
+        "a slow step later is noise, not a hopeless layout"
+    )
+
+
+def test_a_turn_goes_on_until_enough_steps_were_quiet_and_counts_those():
+    steps, noisy = [9.0, 1.0, 1.5, 1.0, 1.0, 1.0], [0.5, 0.0, 0.2, 0.01, 0.0, 0.0]
+    assert FIRST.verdict(steps, 0.0, noisy, allowed_s=90.0) is None, "one of five was disturbed"
+    assert FIRST.verdict([*steps, 1.1], 0.0, [*noisy, 0.02], allowed_s=90.0) == "finished"
+    assert FIRST.kept([*steps, 1.1], "finished", 0.0, [*noisy, 0.02], allowed_s=90.0) == (1.0, 1.0, 1.0, 1.0, 1.1)
+    never = [0.1] * (1 + LONGEST * 5)
+    assert FIRST.verdict([1.0] * len(never), 0.0, never, allowed_s=90.0) == "finished", "a machine that is never quiet"
+    assert len(FIRST.kept([1.0] * len(never), "finished", 0.0, never, allowed_s=90.0)) == LONGEST * 5
 
 
 def test_a_step_that_does_not_end_is_a_lower_bound():
-    assert LATER.verdict([9.0], 6.1) == "longer"
-    assert LATER.kept([9.0], "longer", 6.1) == (6.1,)
-    assert LATER.verdict([], 6.1) is None, "start-up is in there"
-    assert LATER.verdict([], FIRST_PATIENCE_S + 6.1) == "longer"
-    assert LATER.kept([], "longer", FIRST_PATIENCE_S + 6.1) == (pytest.approx(6.1),)
-    assert FIRST.verdict([], 1e6) is None
+    def verdict(seconds: list[float], waiting_s: float, cutting: Cutting = LATER) -> str | None:
+        return cutting.verdict(seconds, waiting_s, allowed_s=90.0)
+
+    assert verdict([9.0], 4.1) == "longer"
+    assert LATER.kept([9.0], "longer", 4.1, allowed_s=90.0) == (4.1,)
+    assert verdict([], 4.1) is None, "start-up is in there"
+    assert verdict([], 94.1) == "longer"
+    assert LATER.kept([], "longer", 94.1, allowed_s=90.0) == (pytest.approx(4.1),)
+    assert verdict([], 1e6, FIRST) is None
 
 
 class Contenders:

@@ -13,6 +13,7 @@ from plait.cluster.measured import Measured, MeasuredOverlap, Message
 from plait.cluster.topology import Machine
 from plait.model.shape import ModelShape
 from plait.model.sizes import explicit_shape
+from plait.plan import listing
 from plait.plan.candidates import Candidates, Reals
 from plait.plan.clocked import measured_link, sent_bytes_per_s
 from plait.plan.retime import Spent, durations_s
@@ -118,3 +119,18 @@ def test_messages_that_arrive_later_delay_whoever_waits() -> None:
     per_micro = (whole(40, 1.0) - whole(20, 1.0)) / 20
     assert per_micro == pytest.approx((4 + 2) / 2)
     assert (whole(40, 0.0) - whole(20, 0.0)) / 20 == pytest.approx(2)
+
+
+def test_messages_of_a_slow_wire_queue() -> None:
+    """GPipe, four micro-batches of a second each way, messages of three: they leave one after the other."""
+    each: Reals = np.full((2, 1), 1.0)
+    spent: Spent = {"forward": each, "backward-input": each, "backward-weight": 0 * each}
+    # Forward results arrive at 4, 7, 10, 13; gradients leave from 15 on, and arrive at 18, 21, 24, 27.
+    assert durations_s("gpipe", (2, 1, 4), spent, 3.0)[0] == 28
+
+
+def test_gpipe_is_thought_of_where_messages_were_timed() -> None:
+    """With every micro-batch under way, nobody waits for a round trip over a slow cable."""
+    found = search(work(), cluster(told(rate=RATE / 400)))
+    assert "gpipe" in {str(found.candidates.row(i)["schedule"]) for i in range(len(found.candidates))}
+    assert listing.IN_VAIN not in found.refused

@@ -1,0 +1,25 @@
+"""Is the best split of a pipeline over unequal hosts really the best?"""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.lab.ideals import best_split
+
+
+def test_equal_hosts_split_evenly_and_lose_the_bubble():
+    tokens_per_s, split = best_split([100.0, 100.0], layers=8, head_layers=0.0, micros=4, batch_tokens=400)
+    assert split == (4, 4)
+    assert tokens_per_s == pytest.approx(200 * 4 / 5), "four micro-batches through two stages take five turns"
+
+
+def test_a_slow_host_gets_fewer_layers_and_the_head_counts():
+    _, split = best_split([100.0, 40.0], layers=14, head_layers=0.0, micros=64, batch_tokens=1000)
+    assert split == (10, 4)
+    _, with_head = best_split([100.0, 40.0], layers=12, head_layers=2.0, micros=64, batch_tokens=1000)
+    assert with_head == (10, 2), "the head is as much as two of the slow host's four"
+
+
+def test_with_many_micro_batches_the_best_split_nears_the_sum_of_the_speeds():
+    tokens_per_s, _ = best_split([100.0, 50.0], layers=9, head_layers=0.0, micros=10_000, batch_tokens=10_000)
+    assert tokens_per_s == pytest.approx(150.0, rel=1e-3)
