@@ -24,6 +24,8 @@ QUIET = 0.03
 """Of the machine's processor time: a step during which somebody else took more of it tells little."""
 LONGEST = 2
 """Times the steps wanted: so many are taken at the most, to find quiet ones among them."""
+FEW = 3
+"""Steps after which a slow contender is cut although none of them was quiet."""
 
 Ended = Literal["finished", "cut", "longer", "failed"]
 
@@ -77,11 +79,12 @@ class Cutting:
         """`seconds` of all steps so far, warm-up included; `waiting_s` since the last of them, or, before the first,
         since a moment from which on `allowed_s` are granted for it; what `others` took of the machine during each.
         None: go on."""
-        full = seconds[WARM_UP:]
-        if full and full[0] > HOPELESS * self.fastest_s:
+        full, quiet = seconds[WARM_UP:], self._quiet(seconds, others)
+        # Where no step was quiet, the least of a few speaks for itself.
+        telling = quiet[:1] or ((min(full),) if len(full) >= FEW else ())
+        if telling and telling[0] > HOPELESS * self.fastest_s:
             return "cut"
-        quiet = len(full) - sum(share > QUIET for share in others[WARM_UP:])
-        if quiet >= self.steps or len(full) >= LONGEST * self.steps:
+        if len(quiet) >= self.steps or len(full) >= LONGEST * self.steps:
             return "finished"
         patience_s = max(LEAST_PATIENCE_S, PATIENCE * self.fastest_s) + (0 if seconds else allowed_s)
         return "longer" if not full and waiting_s > patience_s else None
@@ -97,11 +100,17 @@ class Cutting:
     ) -> tuple[float, ...]:
         """The figures that a turn which ended so leaves: of the quiet steps, where they are half of those wanted."""
         full = tuple(seconds[WARM_UP:])
+        quiet = self._quiet(seconds, others)
         if ended == "cut":
-            return full[:1]
+            return quiet[:1] or (min(full),)
         # The first step's wait holds the start-up too, so that only what its patience leaves out of that is sure.
         sure_s = waiting_s - (0 if seconds else allowed_s)
         if ended == "longer":
             return (max(sure_s, 0.0),)
-        quiet = tuple(s for s, share in zip(full, others[WARM_UP:], strict=False) if share <= QUIET)
         return quiet if 2 * len(quiet) >= self.steps else full
+
+    def _quiet(self, seconds: Sequence[float], others: Sequence[float]) -> tuple[float, ...]:
+        """The full steps during which nobody else took much; all of them where that is not known."""
+        if not others:
+            return tuple(seconds[WARM_UP:])
+        return tuple(s for s, share in zip(seconds[WARM_UP:], others[WARM_UP:], strict=True) if share <= QUIET)

@@ -18,6 +18,7 @@ from benchmarks.machine import ProcessorSeconds
 from plait.errors import PlaitError
 
 LISTENS_WITHIN_S = 90.0
+QUIET_LOOK_S, QUIET_WITHIN_S = 2.0, 40.0
 LIMIT_S = 600.0
 """Of a whole turn, whatever it does."""
 
@@ -25,6 +26,7 @@ LIMIT_S = 600.0
 def take_turn(lab: Lab, party: Party, cutting: Cutting, logs: Path) -> Turn:
     """Start the party, follow it until it told enough, and leave nobody running."""
     logs.mkdir(parents=True, exist_ok=True)
+    _await_quiet(lab)
     try:
         started = start_party(lab, party, logs)
         follower = _Follower(lab, party)
@@ -114,6 +116,16 @@ class _Follower:
             self._latest = stamp
         self.seconds = found
         return new
+
+
+def _await_quiet(lab: Lab) -> None:
+    """Give others some time to be done, before a turn that they would spoil."""
+    end = time.monotonic() + QUIET_WITHIN_S
+    while time.monotonic() < end:
+        before = Stamp.of(lab)
+        time.sleep(QUIET_LOOK_S)
+        if others_between(before, Stamp.of(lab)) <= QUIET:
+            return
 
 
 def start_party(lab: Lab, party: Party, logs: Path) -> list[subprocess.Popen[bytes]]:

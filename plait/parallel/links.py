@@ -24,14 +24,28 @@ SENDS_KEPT = 4
 RECEIVES_AHEAD = 4
 """Results that a rank makes room for before it needs them."""
 
+Wait = Callable[[dist.Work], object]
+"""Blocks until a transfer is over (on a GPU: its stream does)."""
+
+
+def wait_for(work: dist.Work) -> None:
+    """Wait, and do nothing beside."""
+    work.wait()
+
 
 class Links:
     """One rank's transfers of one step; `finish` ends it. Every rank of the group must run the same order through."""
 
     def __init__(
-        self, order: Sequence[Action], *, stages: int, group: dist.ProcessGroup, room_for: Callable[[int], Tensor]
+        self,
+        order: Sequence[Action],
+        *,
+        stages: int,
+        group: dist.ProcessGroup,
+        room_for: Callable[[int], Tensor],
+        wait: Wait = wait_for,
     ) -> None:
-        self._group, self._room_for = group, room_for
+        self._group, self._room_for, self._wait = group, room_for, wait
         self._rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         self._peers: dict[Action, int] = {}
         self._tags: dict[Action, int] = {}
@@ -62,7 +76,7 @@ class Links:
         assert work is not None
         self._sends.append((work, result))
         if len(self._sends) > SENDS_KEPT:
-            self._sends.popleft()[0].wait()
+            self._wait(self._sends.popleft()[0])
 
     def receive(self, action: Action) -> Tensor:
         """The result of another rank's action; blocks until it is here (on a GPU: its stream does)."""
@@ -70,14 +84,14 @@ class Links:
             self._make_room()
         work, result = self._receives.pop(action)
         self._look_ahead()
-        work.wait()
+        self._wait(work)
         return result
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
         assert not self._ahead and not self._receives, "a transfer of the schedule was never asked for"
         while self._sends:
-            self._sends.popleft()[0].wait()
+            self._wait(self._sends.popleft()[0])
 
     def _look_ahead(self) -> None:
         while self._ahead and self._ahead[0] not in self._mine and len(self._receives) < RECEIVES_AHEAD:

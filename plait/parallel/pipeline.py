@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.data.loader import NOT_COUNTED, Micro
 from plait.model.gpt import GPT
 from plait.parallel.deferred import Deferred, defer_in
-from plait.parallel.links import Links
+from plait.parallel.links import Links, Wait, wait_for
 from plait.parallel.sequence import stream_rows
 from plait.parallel.woven import Forward, Gradients, Held, LocalGradients, LossOf, Woven, plain_unit
 from plait.plan.placement import parts_of, whole
@@ -64,7 +64,10 @@ def script_of(lists: Lists, rank: int) -> Script:
 
 
 class StagePipe:
-    """The Pipe of one rank: its chunks, and the schedule for whatever number of micro-batches comes."""
+    """The Pipe of one rank: its chunks, and the schedule for whatever number of micro-batches comes.
+
+    `wait` is how it waits for other stages, for whoever wants to know how long.
+    """
 
     def __init__(self, chunks: tuple[GPT, ...], plan: Plan, group: dist.ProcessGroup) -> None:
         self.chunks, self.group, self.layout = chunks, group, plan.layout
@@ -72,6 +75,7 @@ class StagePipe:
         self.width = plan.shape.width
         # Of the stream between stages, also under autocast: the residual sums stay in the weights' precision.
         self.dtype = torch.float64 if plan.precision == "float64" else torch.float32
+        self.wait: Wait = wait_for
         self.deferred = Deferred()
         if plan.layout.schedule == "zero-bubble":
             multiply: Any = self.deferred.multiply
@@ -137,6 +141,7 @@ class Trip:
             stages=pipe.stages,
             group=pipe.group,
             room_for=lambda micro: pipe.room_for(micros[micro]),
+            wait=pipe.wait,
         )
         self._entered: dict[tuple[int, int], Tensor] = {}
         # Where its graph begins, and not the result itself, whose memory is free once it was sent.

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["device", "link", "data"]
-Shares = Literal["balanced", "fixed"]
-"""Whether the run moves shares of the batch itself."""
+Shares = Literal["balanced", "fixed", "stages", "same"]
+"""Whether the run moves shares of the batch itself, could do so, or cannot, since all ranks work on the same sequences:
+as stages of one pipeline, or in another way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +35,9 @@ def begin_words(
     """The finding that `kind` holds the run up since a step; `hosts` names the host of every rank of the run."""
     several = len(ranks) > 1
     if kind == "device":
-        share = "their shares" if several else "its share"
-        mend = f'{share} could fall with [balance] every = "50 steps"'
-        if shares == "balanced":
-            mend = f"{share} should fall, and will when the shares are next looked at"
         words = (
             f"{who_words(ranks, hosts)} {'compute' if several else 'computes'} {factor:.1f} times slower than before "
-            f"step {since}: {mend}; look for another program there"
+            f"step {since}: {_mend(shares, 'their shares' if several else 'its share')}; look for another program there"
         )
     elif kind == "data":
         words = (
@@ -54,6 +51,18 @@ def begin_words(
             "wider cable"
         )
     return _finding(kind, "begins", ranks, hosts, since=since, factor=factor, words=words)
+
+
+def _mend(shares: Shares, share: str) -> str:
+    match shares:
+        case "balanced":
+            return f"{share} should fall, and will when the shares are next looked at"
+        case "fixed":
+            return f'{share} could fall with [balance] every = "50 steps"'
+        case "stages":
+            return "fewer layers would do there, if it lasts: stop, and go on with plait train --replan"
+        case "same":
+            return "balance cannot help, for all ranks work on the same sequences"
 
 
 def end_words(begun: Finding, hosts: Sequence[str], step: int) -> Finding:

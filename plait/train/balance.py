@@ -17,6 +17,7 @@ from plait.plan.plan import Plan
 from plait.plan.rebalance import FEWEST_STEPS, Change, Measured, part_names, ranks_of_parts, rebalanced
 from plait.report.shares_file import SharesLine, append_shares, read_shares
 from plait.report.straggler import RankTimes, Watch
+from plait.report.straggler_words import Shares
 from plait.train.assemble import Assembly
 from plait.train.meter import Meter, sees_waits
 from plait.train.state import TrainState
@@ -27,8 +28,8 @@ GATHERED_STEPS = 4
 
 Take = Callable[[TrainState], tuple[TrainState, Scalars]]
 Row = tuple[float, ...]
-"""One rank's seconds of one step: computing, waiting for others, waiting for data; and of a message from the rank
-before it, where messages were timed."""
+"""One rank's seconds of one step: computing, waiting for other parts of the batch, for data, and for others of the same
+part; and of a message from the rank before it, where messages were timed."""
 
 
 class Balance:
@@ -73,7 +74,7 @@ class Balance:
         if not balanced:
             return []
         link_s = message_from_before_s() if self._times_links else 0.0
-        rows = torch.tensor([(*astuple(times), link_s) for times in own], dtype=torch.float64).reshape(-1, 4)
+        rows = torch.tensor([(*astuple(times), link_s) for times in own], dtype=torch.float64).reshape(-1, 5)
         gathered = [part.tolist() for part in self._world.gather(rows)]
         told: list[str] = []
         if self._ledger is not None:
@@ -111,7 +112,7 @@ class Ledger:
         self._parts = plan.parts
         self._steps: list[Measured] = []
         self._warm = False
-        self._watch = Watch(_hosts(plan), shares="balanced")
+        self._watch = Watch(_hosts(plan), shares=_shares_in_words(plan))
 
     @property
     def asks_for_links(self) -> bool:
@@ -140,17 +141,24 @@ class Ledger:
 
     def _measured(self, rows: Sequence[Row]) -> Measured:
         return Measured(
-            compute_s=tuple(max(rows[rank][0] for rank in ranks) for ranks in self._ranks),
-            step_s=max(sum(row[:3]) for row in rows),
+            compute_s=tuple(max(rows[rank][0] + rows[rank][3] for rank in ranks) for ranks in self._ranks),
+            step_s=max(sum(row[:4]) for row in rows),
         )
 
     def _watched(self, step: int, rows: Sequence[Row]) -> list[str]:
         times = [
-            RankTimes(rank=rank, compute_s=compute, wait_s=wait, data_s=data, link_s=link)
-            for rank, (compute, wait, data, link) in enumerate(rows)
+            RankTimes(rank=rank, compute_s=compute, wait_s=wait + inside, data_s=data, link_s=link)
+            for rank, (compute, wait, data, inside, link) in enumerate(rows)
         ]
         finding = self._watch.observe(step, times, [self._parts[part] for part in self._part_of])
         return [finding.sentence] if finding else []
+
+
+def _shares_in_words(plan: Plan) -> Shares:
+    """What can be done about a slow rank while the run goes on."""
+    if plan.layout.batch_parts > 1:
+        return "balanced"
+    return "stages" if plan.layout.pipeline > 1 else "same"
 
 
 def _hosts(plan: Plan) -> list[str]:

@@ -1,9 +1,10 @@
 """Measures what a rank does with a step: how long it computes, and how long it waits for others.
 
 Forward and backward of a step lie between the `open` and the `close` of its gradients, and what `close` takes is
-waiting. Ranks of one part of the batch wait for each other in between (a pipeline's, say): that is the part's own time.
-What waits in between for other parts is measured apart: for weights that others updated, and for those that lie split
-over ranks. On a GPU all marks are events in its stream, which nobody waits for before the scalars are fetched.
+waiting. What waits in between is measured apart: for other parts of the batch, whose ranks updated weights or hold some
+of them; and, inside a part, for the other stages of a pipeline. (Ranks that cut matrices or sequences wait for each
+other in every layer: that counts as computing.) On a GPU all marks are events in its stream, which nobody waits for
+before the scalars are fetched.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from plait.parallel.pipeline import StagePipe
 from plait.parallel.woven import Gradients, Woven
 from plait.plan.plan import Plan
 from plait.train.assemble import Assembly, make_autocast, runners
@@ -64,7 +67,10 @@ class StepTimes:
 
     compute_s: float
     wait_s: float
+    """For other parts of the batch."""
     data_s: float
+    inside_s: float = 0.0
+    """Waited for others that work on the same part."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,6 +82,8 @@ class _Marks:
     closed: Any = None
     aside: list[tuple[Any, Any]] = field(default_factory=list)
     """Where a forward waited for weights; or, where parameters lie split, where a layer's forward computed."""
+    inside: list[tuple[Any, Any]] = field(default_factory=list)
+    """Where a stage of a pipeline waited for another."""
     data_s: float = 0.0
 
 
@@ -111,6 +119,15 @@ class Meter:
         """How long the last step had waited for its samples."""
         self._marks[-1].data_s = data_s
 
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a transfer between ranks of one part of the batch."""
+        if self._open is None:
+            work.wait()
+            return
+        begun = self._clock.mark()
+        work.wait()
+        self._open.inside.append((begun, self._clock.mark()))
+
     def around(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         """Set aside what passes between two moments of every forward, by the ways to hook into it."""
         begun: list[Any] = []
@@ -140,12 +157,13 @@ class Meter:
 
     def _times(self, marks: _Marks) -> StepTimes:
         seconds = self._clock.seconds
-        whole, aside = seconds(marks.opened, marks.closing), sum(seconds(*pair) for pair in marks.aside)
+        aside, inside = (sum(seconds(*pair) for pair in pairs) for pairs in (marks.aside, marks.inside))
+        whole = seconds(marks.opened, marks.closing) - inside
         compute = whole - aside
         if self._layer_forwards is not None:
             compute = min(whole, aside * self._layer_forwards)
         wait = whole - compute + seconds(marks.closing, marks.closed)
-        return StepTimes(compute_s=compute, wait_s=wait, data_s=marks.data_s)
+        return StepTimes(compute_s=compute, wait_s=wait, data_s=marks.data_s, inside_s=inside)
 
 
 class MeteredGradients:
@@ -196,6 +214,8 @@ def metered(assembly: Assembly, clock: Clock) -> tuple[Assembly, Meter]:
         _watch_forwards(woven, meter)
     elif plan.layout.shard > 1 and sees_waits(plan):
         _watch_waits(woven, meter)
+    if isinstance(woven.pipe, StagePipe):
+        woven.pipe.wait = meter.wait
     woven = replace(woven, gradients=MeteredGradients(woven.gradients, meter))
     run_micros, evaluate_micros = runners(woven, make_autocast(plan.precision, assembly.device))
     return replace(assembly, woven=woven, run_micros=run_micros, evaluate_micros=evaluate_micros), meter

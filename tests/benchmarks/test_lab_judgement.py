@@ -46,6 +46,14 @@ def test_a_turn_goes_on_until_enough_steps_were_quiet_and_counts_those():
     assert len(FIRST.kept([1.0] * len(never), "finished", 0.0, never, allowed_s=90.0)) == LONGEST * 5
 
 
+def test_a_slow_step_of_a_disturbed_machine_is_not_held_against_a_layout_until_there_are_three():
+    assert LATER.verdict([9.0, 5.0], 0.1, [0.0, 0.3], allowed_s=90.0) is None
+    assert LATER.verdict([9.0, 5.0, 2.5], 0.1, [0.0, 0.3, 0.0], allowed_s=90.0) == "cut"
+    assert LATER.kept([9.0, 5.0, 2.5], "cut", 0.1, [0.0, 0.3, 0.0], allowed_s=90.0) == (2.5,)
+    assert LATER.verdict([9.0, 5.0, 4.0, 6.0], 0.1, [0.0, 0.3, 0.3, 0.3], allowed_s=90.0) == "cut"
+    assert LATER.kept([9.0, 5.0, 4.0, 6.0], "cut", 0.1, [0.0, 0.3, 0.3, 0.3], allowed_s=90.0) == (4.0,)
+
+
 def test_a_step_that_does_not_end_is_a_lower_bound():
     def verdict(seconds: list[float], waiting_s: float, cutting: Cutting = LATER) -> str | None:
         return cutting.verdict(seconds, waiting_s, allowed_s=90.0)

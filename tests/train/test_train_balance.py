@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from safetensors.torch import load_file
 from plait.launch.job import Job
 from plait.launch.local import ForkServer
 from plait.layout import Layout
+from plait.plan.plan import HostShare
 from plait.report.shares_file import read_shares
+from plait.train.balance import Ledger
 from tests.train.tiny import make_tiny
 
 Follow = Callable[..., list[dict[str, torch.Tensor]]]
@@ -91,3 +94,17 @@ def test_recorded_shares_are_obeyed_bit_for_bit_also_where_nobody_measures(tmp_p
         assert torch.equal(value, alone[key]) and torch.equal(value, torn[key]), key
     torch.testing.assert_close(measured["losses"], plain["losses"], rtol=1e-5, atol=0)
     assert not torch.equal(measured["losses"], plain["losses"])  # another order of sums: so they were obeyed
+
+
+def test_a_slow_stage_of_a_pipeline_is_named_and_not_the_one_that_waits_for_it(tmp_path: Path) -> None:
+    _, plan = make_tiny(tmp_path, layout=Layout(pipeline=2, stage_layers=(1, 1)))
+    hosts = tuple(HostShare(name=name, workers=1, threads=1) for name in ("attic", "cellar"))
+    ledger = Ledger(replace(plan, hosts=hosts, balance_every_steps=1000))
+    told: list[str] = []
+    for step in range(1, 161):
+        noise = 1 + 0.01 * (step % 3)
+        second_s = 0.1 * noise * (2.0 if step > 130 else 1.0)
+        # computing, waiting for other parts, for data, for the other stage; messages untimed
+        rows = [(0.1 * noise, 0.0, 0.0, 0.02 + second_s - 0.1, 0.0), (second_s, 0.0, 0.0, 0.02, 0.0)]
+        told += ledger.note(step, [[row] for row in rows], plan.parts)
+    assert len(told) == 1 and "cellar" in told[0] and "attic" not in told[0].split(":")[0], told

@@ -89,6 +89,29 @@ def test_waits_for_weights_in_a_forward_are_no_computing_and_evaluations_are_no_
     assert meter.read() == [StepTimes(compute_s=4.0, wait_s=2.0, data_s=0.0)]
 
 
+class Transfer:
+    """A message from another stage that arrives after so long, by the hand's clock."""
+
+    def __init__(self, hand: Hand, seconds: float) -> None:
+        self._hand, self._seconds = hand, seconds
+
+    def wait(self) -> None:
+        self._hand.now += self._seconds
+
+
+def test_waits_for_another_stage_are_no_computing_and_not_for_another_part() -> None:
+    hand = Hand()
+    meter = Meter(hand)
+    meter.wait(Transfer(hand, 50.0))  # type: ignore[arg-type]  # in an evaluation
+    meter.opened()
+    hand.now += 4.0
+    meter.wait(Transfer(hand, 3.0))  # type: ignore[arg-type]
+    meter.closing()
+    hand.now += 1.0
+    meter.closed()
+    assert meter.read() == [StepTimes(compute_s=4.0, wait_s=1.0, data_s=0.0, inside_s=3.0)]
+
+
 def test_split_parameters_are_judged_by_the_forward_of_layers() -> None:
     hand = Hand()
     meter, layer = Meter(hand, layer_forwards=3), Works(hand, 2.0)
