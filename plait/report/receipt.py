@@ -73,6 +73,8 @@ class Receipt:
     """Of a worker's process with its tensors; None on GPUs, whose memory is another."""
     taught_by_runs: int = 0
     """Earlier runs whose lessons are in the forecast."""
+    timed_step_s: float | None = None
+    """What a step took where the layout was timed before the run."""
 
     @property
     def step_error(self) -> float | None:
@@ -200,6 +202,8 @@ def _forecast(receipt: Receipt) -> str:
     told = f"{format_duration(receipt.predicted_step_s)} a step, {_apart(receipt.step_error)}"
     if receipt.taught_by_runs:
         told += f" (taught by {counted(receipt.taught_by_runs, 'run')})"
+    if timed_error := _off(receipt.timed_step_s, receipt.step_s_median):
+        told += f"; {format_duration(receipt.timed_step_s or 0.0)} as timed before it began, {_apart(timed_error)}"
     if receipt.predicted_peak_bytes_per_device is None or receipt.memory_error is None:
         return told
     peak = format_bytes(receipt.predicted_peak_bytes_per_device)

@@ -69,6 +69,7 @@ def _receipt(folder: RunFolder, plan: Plan, done: int, compared: Compared | None
         eval_nats_per_byte=evaluation.eval_nats_per_byte if evaluation else None,
         step_s_median=speed.step_s_median,
         predicted_step_s=forecast.step_s if forecast else None,
+        timed_step_s=plan.step_s,
         tokens_per_s=speed.tokens_per_s,
         mfu=speed.tokens_per_s * full / plan.peak_flops if plan.peak_flops else None,
         mfu_causal=speed.tokens_per_s * causal / plan.peak_flops if plan.peak_flops else None,
