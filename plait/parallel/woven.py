@@ -22,8 +22,10 @@ LossOf = Callable[[Tensor, GPT, Any], Tensor]
 class Gradients(Protocol):
     """What makes a step's local gradients global; every rank of the mesh calls the same methods in the same order."""
 
-    buckets: list[Tensor]
-    """Flat tensors that stay from step to step beside weights and moments; empty where there are none."""
+    @property
+    def buckets(self) -> list[Tensor]:
+        """Flat tensors that stay from step to step beside weights and moments; empty where there are none."""
+        ...
 
     def open(self) -> None:
         """Begin a step: forget the last one's gradients."""

@@ -105,10 +105,10 @@ def _items(w: Workload, c: Candidates, p: Pieces, end: Literal["first", "last"])
         layers=dealt(w.layers, pipeline * virtual, head_layers(w), c.dealing),
         tied=w.tied,
         flat_layers=flat,
-        flat_tables=flat or (w.tied and pipeline > 1 and not fully),
+        flat_tables=flat,
     )
-    rank = 0 if end == "first" else pipeline - 1
-    held = _fullest(_moments(SCHEDULES[int(c.schedule[0])], pipeline, virtual, int(_micros(w, c)[0]), rank, stages), p)
+    rank, schedule, micros = 0 if end == "first" else pipeline - 1, SCHEDULES[int(c.schedule[0])], int(_micros(w, c)[0])
+    held = _fullest(_moments(schedule, pipeline, virtual, micros, rank, stages), p)
     layers = sum(stages.layers[rank::pipeline])
     tables = sum(stages.tables(stage) for stage in range(rank, pipeline * virtual, pipeline)) * p.table
     weights = layers * p.layer_weights + tables
@@ -117,11 +117,14 @@ def _items(w: Workload, c: Candidates, p: Pieces, end: Literal["first", "last"])
     if fully:  # torch sums over `shard`, flat buckets over those who keep the same part
         in_buckets = np.where(_copies(c) > c.shard, own, 0.0)
     gathered = min(LAYERS_GATHERED, layers) if pipeline == 1 else layers  # a pipeline would gather for each micro-batch
+    # Two ends that share a table alone: the other one's gradient, and at the first what was sent before the end.
+    ahead = end == "first" and micros > 1 and schedule != "zero-bubble"
+    met = (1 + ahead) * (w.tied and pipeline > 1 and not flat and not fully) * p.table
     # Split buckets: what the others send of the own part waits beside it until it is added.
     received = 0.0 if fully else (c.shard - 1) * own
     return {
         "parameters": own if fully else weights,
-        "gradients": held[0] + in_buckets + received,
+        "gradients": held[0] + in_buckets + received + met,
         "optimizer": 2 * own,
         "gathered": fully * (tables + gathered * p.layer_weights),
         "activations": held[1],

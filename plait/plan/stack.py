@@ -75,6 +75,9 @@ class Stack:
     """Share of the backward pass that gradient sums may run under."""
     hides_updates: float = 0.0
     """Share of the forward pass that gathers of updated parameters may run under."""
+    ends_ahead: bool = False
+    """Whether the two ends of a pipeline with a tied head, where no others hold it, exchange its gradients but for the
+    last micro-batch's rows under the last backward pass."""
     sums_whole: bool = False
     """Whether gradients are summed to everyone although each rank keeps a shard of them: twice the traffic."""
     hides_parameters: float = 0.9
@@ -131,7 +134,13 @@ class Stack:
         here = replace(self, sends="ahead") if cluster.measured else self
         if any(island.device.kind != "cpu" for island in cluster.islands):
             return here
-        return replace(here, fixed_bytes=0.0, outside_bytes=PROCESS_BYTES, memory="followed")
+        return replace(
+            here,
+            fixed_bytes=0.0,
+            outside_bytes=PROCESS_BYTES,
+            memory="followed",
+            ends_ahead=self.gradient_transfer == "float32",
+        )
 
 
 # plait's own: no measurement of it went in yet but what its code does (loss in pieces, sums under the backward pass,

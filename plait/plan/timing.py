@@ -7,14 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait.cluster.cluster import Cluster
-from plait.plan.arithmetic import Arithmetic, arithmetic
-from plait.plan.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates, Reals
+from plait.plan.arithmetic import arithmetic
+from plait.plan.candidates import RECOMPUTE, SCHEDULES, Candidates, Reals
 from plait.plan.clocked import hidden_at_most
-from plait.plan.collectives import Collective, Roads, collective_s, exchange_s, pass_s, roads
+from plait.plan.collectives import collective_s, exchange_s, pass_s, roads
 from plait.plan.compute import LayerTime, local_tokens, sharing_ranks
 from plait.plan.host import host_s
+from plait.plan.situation import Situation
 from plait.plan.stack import Stack
 from plait.plan.stages import fullest_weights, messages_each_way, micro_batches, stage_layers
+from plait.plan.sums import ends_s, shared_weights_s
 from plait.plan.workload import Workload
 
 
@@ -48,19 +50,6 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Scene:
-    """What every item is priced with."""
-
-    workload: Workload
-    candidates: Candidates
-    stack: Stack
-    arithmetic: Arithmetic
-    roads: Roads
-    hidden_at_most: float
-    """Share of a message that arithmetic may hide, as a probe found."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Exposed:
     """One layer's and one micro-batch's communication that arithmetic does not hide, and what it does."""
 
@@ -72,7 +61,7 @@ class _Exposed:
 
 def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack) -> Timing:
     """Seconds of a step of every candidate on the cluster, its slowest device setting the pace."""
-    scene = _Scene(
+    scene = Situation(
         workload=workload,
         candidates=candidates,
         stack=stack,
@@ -103,8 +92,8 @@ def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: 
     eased = np.maximum(busiest - later, 0.0) * np.minimum(held.behind, micros - 1)
     bubble = np.maximum(_bubble(scene, stage, whole) - np.where(alone, 0.0, eased), 0.0)
     bubble = bubble + 2 * (candidates.pipeline - 1) * sent  # until the first comes through, and the last comes back
-    parameters, gradients, hidden = _data(scene, layer, again, layers, micros)
-    gradients = gradients + _ends(scene)
+    parameters, gradients, hidden = shared_weights_s(scene, layer, again, layers, micros)
+    gradients = gradients + ends_s(scene, held.most * (layer.backward + again), micros)
     optimizer = _optimizer(scene)
     busy = {
         "products": layers * (layer.products + layer.products_backward),
@@ -129,7 +118,7 @@ def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: 
     )
 
 
-def _again(scene: _Scene, layer: LayerTime) -> Reals:
+def _again(scene: Situation, layer: LayerTime) -> Reals:
     """What is computed a second time for one layer and micro-batch."""
     recompute = scene.candidates.recompute
     # Without fused attention only its core is repeated; with it, norms and activations, and of the products a share.
@@ -140,7 +129,7 @@ def _again(scene: _Scene, layer: LayerTime) -> Reals:
     return np.where(recompute == RECOMPUTE.index("full"), layer.forward, chosen)
 
 
-def _exposed(scene: _Scene, layer: LayerTime) -> _Exposed:
+def _exposed(scene: Situation, layer: LayerTime) -> _Exposed:
     w, c, stack = scene.workload, scene.candidates, scene.stack
     tokens = local_tokens(w, c)
     full = c.recompute == RECOMPUTE.index("full")
@@ -164,7 +153,7 @@ def _exposed(scene: _Scene, layer: LayerTime) -> _Exposed:
     )
 
 
-def _passes(scene: _Scene, busy: Reals) -> tuple[Reals, Reals]:
+def _passes(scene: Situation, busy: Reals) -> tuple[Reals, Reals]:
     """Exposed sends between stages for one micro-batch, there and back; and one that is not, where it is sent ahead."""
     w, c = scene.workload, scene.candidates
     split = np.where(c.sequence_parallel > 0, c.tensor, 1)
@@ -179,7 +168,7 @@ def _passes(scene: _Scene, busy: Reals) -> tuple[Reals, Reals]:
     )
 
 
-def _bubble(scene: _Scene, stage: Reals, whole: Reals) -> Reals:
+def _bubble(scene: Situation, stage: Reals, whole: Reals) -> Reals:
     """Waiting of the busiest stage: the others' work on one micro-batch, cut into the chunks of an interleaving."""
     c = scene.candidates
     wait = np.maximum(whole - stage, 0.0) / c.virtual
@@ -187,72 +176,7 @@ def _bubble(scene: _Scene, stage: Reals, whole: Reals) -> Reals:
     return np.where(c.schedule == SCHEDULES.index("zero-bubble"), wait / 3, wait)
 
 
-def _data(scene: _Scene, layer: LayerTime, again: Reals, layers: Reals, micros: Reals) -> tuple[Reals, Reals, Reals]:
-    """Exposed gathers of parameters, exposed gradient sums and what of both is hidden, per step."""
-    c, stack = scene.candidates, scene.stack
-    forward, backward = layers * layer.forward, layers * (layer.backward + again)
-    common, experts = fullest_weights(scene.workload, c)
-    stride, sharded = c.tensor, sharing_ranks(c, stack)
-    group = np.where(c.shard_what > 0, sharded, 1)
-    one = common + experts
-    pieces = layers * stack.layer_pieces
-    apart = stride * c.context // (sharded // c.shard)  # of two ranks that share the shards of a weight
-    fully = c.shard_what == SHARD_WHAT.index("parameters")
-
-    def moved(whole: Collective, ahead: Collective, number_bytes: int) -> Reals:
-        """Layer by layer by the library; else from rank to rank, once a step."""
-        by_layer, once = (
-            collective_s(scene.roads, kind, number_bytes * one, group, apart, pieces) for kind in (whole, ahead)
-        )
-        return np.where(fully, by_layer, once)
-
-    gather = moved("gather", "spread", scene.workload.number_bytes)
-    scatter = moved("scatter", "swap", stack.gradient_sent_bytes)
-    scatter = scatter * np.where(stack.sums_whole & (c.shard_what < SHARD_WHAT.index("gradients")), 2.0, 1.0)
-    summed = _summed(scene, common / group, experts / group, pieces)
-    window = stack.hides_parameters
-    halfway = c.shard_what == SHARD_WHAT.index("gradients")
-    # Parameters sharded: gathered for each pass of each micro-batch, gradients scattered after each.
-    one_layer = np.maximum(np.where(c.pipeline * layers > 0, 1 / np.maximum(layers, 1), 1.0), 1 - scene.hidden_at_most)
-    each_forward = np.maximum(gather - window * forward, gather * one_layer)
-    each_backward = np.maximum(gather + scatter - window * backward, scatter * one_layer)
-    late = np.maximum(scatter + summed - stack.hides_gradients * backward, (scatter + summed) * one_layer)
-    early = np.maximum(gather - stack.hides_updates * forward, gather * one_layer)
-    parameters = np.where(fully, micros * each_forward, np.where(c.shard_what > 0, early, 0.0))
-    gradients = np.where(fully, micros * each_backward + summed * (1 - stack.hides_gradients), late)
-    gradients = np.where(halfway, gradients + (micros - 1) * np.maximum(scatter - window * backward, 0.0), gradients)
-    total = np.where(fully, micros * (2 * gather + scatter) + summed, gather + scatter + summed)
-    return parameters, gradients, np.maximum(total - parameters - gradients, 0.0)
-
-
-def _ends(scene: _Scene) -> Reals:
-    """The sum of a tied head's gradient with the embedding's, which another stage has: the embedding's is the very last
-    of all gradients, so that nothing hides the sum."""
-    w, c = scene.workload, scene.candidates
-    table = scene.stack.gradient_sent_bytes * w.embedding_weights / c.tensor
-    apart = c.devices // c.pipeline * (c.pipeline - 1)
-    summed = collective_s(scene.roads, "reduce", table, np.where(c.pipeline > 1, 2, 1), np.maximum(apart, 1))
-    return summed * (w.tied and c.pipeline > 1)
-
-
-def _summed(scene: _Scene, common: Reals, experts: Reals, pieces: Reals) -> Reals:
-    """Sums of gradients over the ranks that hold the same: copies of a shard, or everyone where nothing is sharded."""
-    c, stack = scene.candidates, scene.stack
-    sharded = sharing_ranks(c, stack)
-    split = c.shard_what > 0
-    copies = np.where(split, c.replicate, c.replicate * c.shard * c.context)
-    far = np.where(split, c.tensor * c.shard * c.context, c.tensor)
-    summed = collective_s(scene.roads, "reduce", stack.gradient_sent_bytes * common, copies, far, pieces)
-    few = np.maximum(copies / c.expert, 1)
-    summed += collective_s(scene.roads, "reduce", stack.gradient_sent_bytes * experts, few, far * c.expert, pieces)
-    # The pieces of a sequence, where each holds whole what the others hold.
-    near = np.where(split, c.shard * c.context // sharded, 1)
-    return summed + collective_s(
-        scene.roads, "reduce", stack.gradient_sent_bytes * (common + experts), near, c.tensor, pieces
-    )
-
-
-def _optimizer(scene: _Scene) -> Reals:
+def _optimizer(scene: Situation) -> Reals:
     c = scene.candidates
     common, experts = fullest_weights(scene.workload, c)
     split = np.where(c.shard_what > 0, sharing_ranks(c, scene.stack), 1)
