@@ -59,6 +59,14 @@ class Clocked:
             spent[here] = learnt.collective_s(self.measured, "send", message[here], 2, scope) / wider
         return spent
 
+    def handling_s(self, message: Reals, far: NDArray[np.bool_]) -> Reals:
+        """Processor seconds that one message to a neighbour costs either rank; 0 where none was timed."""
+        spent = np.zeros_like(message)
+        for scope in self.wider:
+            here = far == (scope == "between")
+            spent[here] = learnt.handling_s(self.measured, message[here], scope)
+        return spent
+
     def _once(self, operation: Message, message: Reals, ranks: int, scope: Scope) -> Reals:
         if operation == "send" and ranks > 1:  # its part of the whole from each of the others
             once = (ranks - 1) * learnt.collective_s(self.measured, "send", message / ranks, 2, scope)

@@ -128,6 +128,12 @@ def pass_s(roads: Roads, message: Any, stride: Any) -> Reals:
     return roads.timed.send_s(message, far, spent)
 
 
+def handling_s(roads: Roads, message: Any, stride: Any) -> Reals:
+    """Processor seconds that one message to the rank `stride` further on costs either of the two, if it was timed."""
+    message, far = np.broadcast_arrays(np.asarray(message, dtype=np.float64), np.asarray(stride) >= roads.per_node)
+    return roads.timed.handling_s(message, far) if roads.timed else np.zeros_like(message)
+
+
 def _ring_s(roads: Roads, together: Reals, nodes: Reals) -> Reals:
     """Latency of passing once through all ranks."""
     return nodes * (together - 1) * roads.inside_latency_s + (nodes - 1) * roads.between_latency_s

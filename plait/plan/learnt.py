@@ -134,6 +134,17 @@ def collective_s(measured: Measured, kind: Message, size_bytes: Any, ranks: Any,
     return np.where(ranks > 1, short_s * hops + carried * wires, 0.0)
 
 
+def handling_s(measured: Measured, size_bytes: Any, where: Scope) -> Reals:
+    """Processor seconds that a rank spends on sending or receiving a message of so many bytes."""
+    points = _link(measured, "send", where, 2).points
+    sizes = np.asarray(size_bytes, dtype=np.float64)
+    # The first and shortest message also wakes threads up: none costs more than a longer one.
+    spent = np.minimum.accumulate([point.cpu_s for point in points][::-1])[::-1]
+    known = np.array([point.bytes for point in points], dtype=np.float64)
+    inside = np.exp(np.interp(np.log(np.maximum(sizes, 1.0)), np.log(known), np.log(np.maximum(spent, 1e-9))))
+    return inside * np.maximum(sizes / known[-1], 1.0)
+
+
 def hidden(measured: Measured, where: Scope) -> float:
     """Share of a sum over ranks that disappears behind arithmetic; 0 where it was not measured."""
     shares = [one.hidden for one in measured.overlaps if one.scope == where]

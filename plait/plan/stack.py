@@ -75,6 +75,8 @@ class Stack:
     """Share of the backward pass that gradient sums may run under."""
     hides_updates: float = 0.0
     """Share of the forward pass that gathers of updated parameters may run under."""
+    handles_messages: bool = False
+    """Whether the processor that computes also carries what stages send each other."""
     ends_ahead: bool = False
     """Whether the two ends of a pipeline with a tied head, where no others hold it, exchange its gradients but for the
     last micro-batch's rows under the last backward pass."""
@@ -140,6 +142,7 @@ class Stack:
             outside_bytes=PROCESS_BYTES,
             memory="followed",
             ends_ahead=self.gradient_transfer == "float32",
+            handles_messages=True,
         )
 
 

@@ -10,7 +10,7 @@ from plait.cluster.cluster import Cluster
 from plait.plan.arithmetic import arithmetic
 from plait.plan.candidates import RECOMPUTE, SCHEDULES, Candidates, Reals
 from plait.plan.clocked import hidden_at_most
-from plait.plan.collectives import collective_s, exchange_s, pass_s, roads
+from plait.plan.collectives import collective_s, exchange_s, handling_s, pass_s, roads
 from plait.plan.compute import LayerTime, local_tokens, sharing_ranks
 from plait.plan.host import host_s
 from plait.plan.situation import Situation
@@ -82,7 +82,7 @@ def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: 
     )
     layers = np.where(busiest > held.most * per_layer, held.last, held.most)
     heads = np.where(busiest > held.most * per_layer, head, 0.0)
-    host = host_s(scene.arithmetic, candidates, held.most, busiest)
+    host = host_s(scene.arithmetic, candidates, held.most, busiest) + _handling(scene)
     passes, sent = _passes(scene, busiest + host)
     sent = sent * stack.calibration.messages
     stage = busiest + host + passes
@@ -155,17 +155,28 @@ def _exposed(scene: Situation, layer: LayerTime) -> _Exposed:
 
 def _passes(scene: Situation, busy: Reals) -> tuple[Reals, Reals]:
     """Exposed sends between stages for one micro-batch, there and back; and one that is not, where it is sent ahead."""
-    w, c = scene.workload, scene.candidates
-    split = np.where(c.sequence_parallel > 0, c.tensor, 1)
-    stream_bytes = w.number_bytes * local_tokens(w, c) * w.width / split
-    once = pass_s(scene.roads, stream_bytes, c.devices // c.pipeline)
-    piped = c.pipeline > 1
+    c, piped = scene.candidates, scene.candidates.pipeline > 1
+    once = pass_s(scene.roads, _stream_bytes(scene), c.devices // c.pipeline)
     if scene.stack.sends == "by share":
         return np.where(piped, 2 * c.virtual * once * (1 - scene.stack.hides_pipeline), 0.0), np.zeros(len(c))
     # At the least, what a wire takes longer for one micro-batch after the other than the ranks do.
-    return np.where(piped, np.maximum(messages_each_way(c.pipeline, c.virtual) * once - busy, 0.0), 0.0), np.where(
-        piped, once, 0.0
-    )
+    left = np.maximum(messages_each_way(c.pipeline, c.virtual) * once - busy, 0.0)
+    return np.where(piped, left, 0.0), np.where(piped, once, 0.0)
+
+
+def _handling(scene: Situation) -> Reals:
+    """What the messages of one micro-batch cost the processor of the first or the last stage: one comes, one goes."""
+    c = scene.candidates
+    if not scene.stack.handles_messages:
+        return np.zeros(len(c))
+    return (c.pipeline > 1) * 2 * c.virtual * handling_s(scene.roads, _stream_bytes(scene), c.devices // c.pipeline)
+
+
+def _stream_bytes(scene: Situation) -> Reals:
+    """Of the stream of one micro-batch, as stages send it."""
+    w, c = scene.workload, scene.candidates
+    split = np.where(c.sequence_parallel > 0, c.tensor, 1)
+    return w.number_bytes * local_tokens(w, c) * w.width / split
 
 
 def _bubble(scene: Situation, stage: Reals, whole: Reals) -> Reals:

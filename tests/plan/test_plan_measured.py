@@ -134,3 +134,23 @@ def test_gpipe_is_thought_of_where_messages_were_timed() -> None:
     found = search(work(), cluster(told(rate=RATE / 400)))
     assert "gpipe" in {str(found.candidates.row(i)["schedule"]) for i in range(len(found.candidates))}
     assert listing.IN_VAIN not in found.refused
+
+
+def test_what_messages_cost_the_processor_adds_to_a_stage_s_work() -> None:
+    free, dear = told(), told()
+    dear = replace(
+        dear, links=tuple(replace(one, points=tuple(replace(p, cpu_s=0.01) for p in one.points)) for one in dear.links)
+    )
+    free = replace(
+        free, links=tuple(replace(one, points=tuple(replace(p, cpu_s=0.0) for p in one.points)) for one in free.links)
+    )
+    row: dict[str, int | str] = {"pipeline": 2, "micro_sequences": 4}
+    without, with_them = (float(priced(found, **row).host[0]) for found in (free, dear))
+    assert with_them - without == pytest.approx(4 * 2 * 0.01), "four micro-batches, one message there and one back"
+
+
+def test_ends_that_are_alone_wait_for_one_micro_batch_s_rows_only() -> None:
+    found = told(rate=RATE / 20)
+    row: dict[str, int | str] = {"pipeline": 2, "schedule": "gpipe"}
+    tied, many, once = (float(priced(found, **row, micro_sequences=micro).gradients[0]) for micro in (2, 1, 16))
+    assert many < tied < once, "the fewer tokens a micro-batch has, the fewer rows are left for the end"
