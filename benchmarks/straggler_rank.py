@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,8 @@ def main(folder: Path, rank: int) -> None:
             meter.fetched(assembly.loader.wait_s)
             asked = world.largest(torch.tensor([int(rank == 0 and (folder / ASK).exists())]))
             link_s = message_from_before_s() if asked else 0.0
-            row = torch.tensor([*astuple(meter.read()[0]), link_s], dtype=torch.float64)
+            [took] = meter.read()
+            row = torch.tensor([took.compute_s, took.wait_s, took.data_s, link_s], dtype=torch.float64)
             gathered = [part.tolist() for part in world.gather(row)]
             now = time.perf_counter()
             if write is not None:

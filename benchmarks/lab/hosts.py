@@ -123,6 +123,10 @@ class Lab:
             process.wait()
         self._running.clear()
 
+    def grant(self, host: Host, cores: float) -> None:
+        """From now on this share of the processor to a host, whatever it was begun with."""
+        _set_quota(host, cores)
+
     def processor_s(self) -> float:
         """Processor seconds that all hosts together took so far."""
         usage = [GROUPS[1] / host.namespace / "cpuacct.usage" for host in self.hosts]
@@ -153,9 +157,13 @@ def _grant(host: Host) -> None:
     """A control group of its own, with its share of processor time."""
     for group in groups_of(host.namespace):
         group.mkdir()
+    _set_quota(host, host.cores)
+
+
+def _set_quota(host: Host, cores: float) -> None:
     quota = GROUPS[0] / host.namespace
     (quota / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-    (quota / "cpu.cfs_quota_us").write_text(str(round(host.cores * PERIOD_US)))
+    (quota / "cpu.cfs_quota_us").write_text(str(round(cores * PERIOD_US)))
 
 
 def _carry_out(commands: Sequence[Command]) -> None:

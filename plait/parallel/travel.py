@@ -99,8 +99,8 @@ def _sum_to_all(flat: Tensor, group: dist.ProcessGroup, tag: int, transfer: Tran
     return LibrarySum(flat, group, transfer)
 
 
-class LibrarySum:
-    """By the library's own sum, which is what a GPU's is for."""
+class _ByLibrary:
+    """By the library's own operation, in one go: what a GPU's is for."""
 
     transfers = 1
 
@@ -110,7 +110,12 @@ class LibrarySum:
 
     @property
     def held(self) -> Sequence[Tensor]:
+        """What the numbers travel in, where that is not themselves."""
         return _apart(self._sent, self._flat)
+
+
+class LibrarySum(_ByLibrary):
+    """A sum that all ranks get."""
 
     def course(self) -> Course:
         """One sum of all."""
@@ -119,18 +124,8 @@ class LibrarySum:
         _put(self._flat, self._sent)
 
 
-class LibraryScatter:
-    """The same, of which each rank gets its part."""
-
-    transfers = 1
-
-    def __init__(self, flat: Tensor, group: dist.ProcessGroup, transfer: Transfer) -> None:
-        self._flat, self._group = flat, group
-        self._sent = _carrier(flat, transfer)
-
-    @property
-    def held(self) -> Sequence[Tensor]:
-        return _apart(self._sent, self._flat)
+class LibraryScatter(_ByLibrary):
+    """A sum of which each rank gets its part."""
 
     def course(self) -> Course:
         """One sum, of which this rank gets its part."""

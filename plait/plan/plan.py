@@ -125,6 +125,11 @@ class Plan:
     def world_size(self) -> int:
         return self.layout.world_size
 
+    @property
+    def devices(self) -> int:
+        """What its hours are counted of: GPUs, or machines whose processors compute."""
+        return self.world_size if self.device == "cuda" else max(1, len(self.hosts))
+
     def threads_of(self, rank: int) -> int:
         """Threads of one rank."""
         last = 0

@@ -55,8 +55,7 @@ def _receipt(folder: RunFolder, plan: Plan, done: int, compared: Compared | None
     evaluation = evaluations[-1] if evaluations else None
     so_far, forecast = folder.so_far, plan.forecast
     full, causal = (training_flops_per_token(plan.shape, plan.sequence, kind) for kind in ("full", "causal"))
-    devices = plan.world_size if plan.device == "cuda" else max(1, len(plan.hosts))
-    device_hours = so_far.wall_s * devices / 3600
+    device_hours = so_far.device_s / 3600
     known = reported_device(plan.fingerprint["name"]) if plan.device == "cuda" else None
     foretold, came = (compared.foretold, compared.came) if compared else (None, None)
     return Receipt(
@@ -82,7 +81,7 @@ def _receipt(folder: RunFolder, plan: Plan, done: int, compared: Compared | None
         cost_usd=_times(device_hours, known.price_per_hour if known else None),
         energy_wh=_times(device_hours, known.watts if known else None),
         versions=dict(plan.fingerprint["versions"]),
-        device=f"{devices} × {plan.fingerprint['name']}",
+        device=f"{plan.devices} × {plan.fingerprint['name']}",
         one_device_from=_SOURCES[foretold.basis] if foretold else None,
         predicted_items=foretold.items.by_clock() if foretold else None,
         measured_items=came.items.by_clock() if came and came.items else None,

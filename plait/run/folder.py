@@ -29,6 +29,8 @@ class SoFar:
     """What goes into a receipt and no metrics line tells: training time, and the memory of each device."""
 
     wall_s: float = 0.0
+    device_s: float = 0.0
+    """The same, times the devices that each session had."""
     peak_tensor_bytes: Sequence[int] = ()
     peak_rss_bytes: Sequence[int] = ()
 

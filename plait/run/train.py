@@ -115,7 +115,7 @@ def _train(config: RunConfig, folder: RunFolder, workers: Crew, plan: Plan, scre
     done = point.manifest.step if point else 0
     bar = Console(plan.steps, done, screen=screen)
     compared = compared_with(plan, done, bar.note)
-    session = _Session(folder, bar, compared)
+    session = _Session(folder, bar, compared, plan.devices)
     result, step = _run(plan, folder, workers, done, point.path.name if point else None, session)
     if step < plan.steps:
         screen.print(f"stopped after step {step} of {plan.steps}, saved; the same command goes on from there")
@@ -191,9 +191,9 @@ def _time_words(plan: Plan) -> list[str]:
 class _Session:
     """One start of the workers: shows what they tell, and keeps account of it in the run's folder."""
 
-    def __init__(self, folder: RunFolder, bar: Console, compared: Compared | None) -> None:
+    def __init__(self, folder: RunFolder, bar: Console, compared: Compared | None, devices: int) -> None:
         self.step = 0
-        self._folder, self._bar, self._compared = folder, bar, compared
+        self._folder, self._bar, self._compared, self._devices = folder, bar, compared, devices
         self._counted_at = time.monotonic()
 
     def on_message(self, message: Message) -> None:
@@ -219,9 +219,10 @@ class _Session:
 
     def count(self, **peaks: Sequence[int]) -> None:
         """Add the time since the last count, and memory peaks where they are news."""
-        now = time.monotonic()
-        so_far = self._folder.so_far
-        self._folder.note_so_far(replace(so_far, wall_s=so_far.wall_s + now - self._counted_at, **peaks))
+        now, so_far = time.monotonic(), self._folder.so_far
+        took_s = now - self._counted_at
+        times = {"wall_s": so_far.wall_s + took_s, "device_s": so_far.device_s + took_s * self._devices}
+        self._folder.note_so_far(replace(so_far, **times, **peaks))
         self._counted_at = now
 
 
