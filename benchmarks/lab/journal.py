@@ -11,8 +11,11 @@ from typing import Any
 from plait.errors import PlaitError
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All finished cases; a last line without its newline was being written when the lab died, and is left out."""
+def read_lines(path: Path, key: str = "key") -> list[dict[str, Any]]:
+    """All finished cases, each known by its `key`.
+
+    A last line without its newline was being written when the lab died, and is left out.
+    """
     if not path.exists():
         return []
     whole = path.read_text().split("\n")[:-1]
@@ -20,7 +23,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in whole]
     except ValueError as error:
         raise PlaitError(f"{path} is no file of the lab's results ({error}); name another one") from None
-    if any(not isinstance(line, dict) or "key" not in line for line in lines):
+    if any(not isinstance(line, dict) or key not in line for line in lines):
         raise PlaitError(f"{path} is no file of the lab's results; name another one")
     return lines
 

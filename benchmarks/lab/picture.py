@@ -6,15 +6,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
+from benchmarks.lab.drawing import COLOURS, INK, PALE, path, stroke, svg, text
 from benchmarks.lab.report import Line, measured
 
 WIDTH, HEIGHT = 920, 460
 LEFT, RIGHT, TOP, BOTTOM = 70, 250, 60, 60
-COLOURS = ("#1b6ca8", "#c8501e", "#2d8a4e", "#8e44ad", "#b8860b", "#c2185b", "#00838f", "#5d4037", "#607d8b", "#7cb342")
-INK, PALE = "#333333", "#dddddd"
 LINES_AT_MOST = len(COLOURS)
 
 
@@ -98,26 +96,25 @@ def picture(group: str, lines: Sequence[Line]) -> str:
     x = Scale(low=min(rates) / 1.3, high=max(rates) * 1.3, start=LEFT, end=WIDTH - RIGHT)
     y = Scale(low=min(seconds) / 1.2, high=max(seconds) * 1.2, start=HEIGHT - BOTTOM, end=TOP)
     parts = [
-        _text(LEFT, 24, f"Step time of each layout: {group}", size=15),
-        _text(LEFT, 42, "dots and lines: measured; dashes: predicted before the run", size=11),
+        text(LEFT, 24, f"Step time of each layout: {group}", size=15),
+        text(LEFT, 42, "dots and lines: measured; dashes: predicted before the run", size=11),
         *_axes(x, y),
         *_crossings(lines, x),
         *(part for index, curve in enumerate(drawn) for part in _curve(curve, COLOURS[index], x, y)),
         *(part for index, curve in enumerate(drawn) for part in _legend(curve, COLOURS[index], index)),
     ]
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">'
-    return "\n".join([head, f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>', *parts, "</svg>\n"])
+    return svg(WIDTH, HEIGHT, parts)
 
 
 def _axes(x: Scale, y: Scale) -> list[str]:
     parts = []
     for rate in x.ticks():
-        parts.append(_line((x(rate), y.start), (x(rate), y.end), PALE))
-        parts.append(_text(x(rate), y.start + 18, _rate(rate), anchor="middle"))
+        parts.append(stroke((x(rate), y.start), (x(rate), y.end), PALE))
+        parts.append(text(x(rate), y.start + 18, _rate(rate), anchor="middle"))
     for second in y.ticks():
-        parts.append(_line((x.start, y(second)), (x.end, y(second)), PALE))
-        parts.append(_text(x.start - 8, y(second) + 4, f"{second:g} s", anchor="end"))
-    parts.append(_text((x.start + x.end) / 2, HEIGHT - 14, "rate of each host's cable, bits a second", anchor="middle"))
+        parts.append(stroke((x.start, y(second)), (x.end, y(second)), PALE))
+        parts.append(text(x.start - 8, y(second) + 4, f"{second:g} s", anchor="end"))
+    parts.append(text((x.start + x.end) / 2, HEIGHT - 14, "rate of each host's cable, bits a second", anchor="middle"))
     return parts
 
 
@@ -126,42 +123,22 @@ def _crossings(lines: Sequence[Line], x: Scale) -> list[str]:
     inside = [crossing for crossing in lines[0]["crossings"] if x.low < crossing[0] < x.high]
     parts = []
     for place, (rate, below, above) in enumerate(inside):
-        parts.append(_line((x(rate), HEIGHT - BOTTOM), (x(rate), TOP), INK, dash="2 4"))
+        parts.append(stroke((x(rate), HEIGHT - BOTTOM), (x(rate), TOP), INK, dash="2 4"))
         words = f"predicted: {below} → {above} at {_rate(rate)}"
-        parts.append(_text(x(rate) + 4, TOP + 12 + 13 * place, words, size=10))
+        parts.append(text(x(rate) + 4, TOP + 12 + 13 * place, words, size=10))
     return parts
 
 
 def _curve(curve: Curve, colour: str, x: Scale, y: Scale) -> list[str]:
     places = [(x(rate), y(second)) for rate, second in curve.measured]
     foreseen = [(x(rate), y(second)) for rate, second in curve.predicted]
-    parts = [_path(places, colour), _path(foreseen, colour, dash="6 4")]
+    parts = [path(places, colour), path(foreseen, colour, dash="6 4")]
     return parts + [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" fill="{colour}"/>' for a, b in places]
 
 
 def _legend(curve: Curve, colour: str, index: int) -> list[str]:
     left, top = WIDTH - RIGHT + 20, TOP + 12 + 18 * index
-    return [_line((left, top - 4), (left + 22, top - 4), colour, width=2.5), _text(left + 28, top, curve.name)]
-
-
-def _path(places: Sequence[tuple[float, float]], colour: str, dash: str = "") -> str:
-    points = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
-    style = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"{style}/>'
-
-
-def _line(
-    start: tuple[float, float], end: tuple[float, float], colour: str, *, dash: str = "", width: float = 1.0
-) -> str:
-    style = f' stroke-dasharray="{dash}"' if dash else ""
-    ends = f'x1="{start[0]:.1f}" y1="{start[1]:.1f}" x2="{end[0]:.1f}" y2="{end[1]:.1f}"'
-    return f'<line {ends} stroke="{colour}" stroke-width="{width}"{style}/>'
-
-
-def _text(x: float, y: float, words: str, *, size: int = 12, anchor: str = "start") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{INK}" text-anchor="{anchor}">{escape(words)}</text>'
-    )
+    return [stroke((left, top - 4), (left + 22, top - 4), colour, width=2.5), text(left + 28, top, curve.name)]
 
 
 def _rate(bits_per_s: float) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab.cut import LONGEST, WARM_UP, Cutting
+from benchmarks.lab.drawing import bars
 from benchmarks.lab.forecast import recipe_text
 from benchmarks.lab.grid import Case
 from benchmarks.lab.hosts import Lab, require_root
@@ -43,12 +44,18 @@ def main() -> None:
     flags = parser.parse_args()
     require_root()
     sweep()
-    done = {line["hosts"] for line in read_lines(flags.json)}
+    done = {line["hosts"] for line in read_lines(flags.json, "hosts")}
     for hosts in COUNTS:
         if hosts not in done:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             append_line(flags.json, {**_run(hosts), "date": now, "machine": describe()})
-    print(table(read_lines(flags.json)))
+    lines = read_lines(flags.json, "hosts")
+    print(table(lines))
+    [one] = [line["tokens_per_s"] for line in lines if line["hosts"] == 1]
+    rows = {f"{line['hosts']} hosts": {"of n times one": line["tokens_per_s"] / one / line["hosts"]} for line in lines}
+    flags.json.with_suffix(".svg").write_text(
+        bars("Speed of equal hosts over so many times one host's", rows, goal=0.95)
+    )
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:

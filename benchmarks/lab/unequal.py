@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.lab.alone import side_by_side
 from benchmarks.lab.cut import LONGEST, WARM_UP, Cutting, Turn
+from benchmarks.lab.drawing import bars
 from benchmarks.lab.forecast import cluster_of_case, recipe_text
 from benchmarks.lab.grid import Case
 from benchmarks.lab.hosts import Lab, require_root
@@ -95,13 +96,16 @@ def main() -> None:
     flags = parser.parse_args()
     require_root()
     sweep()
-    done = {line["name"] for line in read_lines(flags.json)}
+    done = {line["name"] for line in read_lines(flags.json, "name")}
     for trial in trials():
         if flags.only in trial.name and trial.name not in done:
             print(f"\n{trial.name}", flush=True)
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             append_line(flags.json, {**_run(trial), "date": now, "machine": describe()})
-    print(f"\n{table(read_lines(flags.json))}")
+    lines = read_lines(flags.json, "name")
+    print(f"\n{table(lines)}")
+    rows = {line["name"]: line["reached"] for line in lines}
+    flags.json.with_suffix(".svg").write_text(bars("Share of the sum of the hosts' own speeds", rows, goal=0.93))
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:

@@ -29,8 +29,10 @@ def meets_apart(weight: Shared, plan: Plan) -> bool:
 
     A GPU's roads are wide, and where there are more copies one sum for all of them is simpler.
     """
-    plain = plan.device == "cpu" and plan.gradient_transfer == "float32" and plan.layout.shard == 1
-    return weight.name == TIED and len(weight.ranks) == 2 and plan.layout.pipeline > 1 and plain
+    layout = plan.layout
+    at_both_ends = weight.name == TIED and plan.shape.tied and layout.pipeline > 1
+    alone = layout.batch_parts * layout.context == 1
+    return at_both_ends and alone and plan.device == "cpu" and plan.gradient_transfer == "float32"
 
 
 def goes_ahead(plan: Plan) -> bool:

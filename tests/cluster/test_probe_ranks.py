@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from plait.launch.job import Job, JobResult, Message
 from plait.launch.local import ForkServer
 from plait.model.sizes import explicit_shape
 from plait.run import probe
-from plait.run.probe import Extent, extent_for, measured_by, measured_of, timed_on_hosts
+from plait.run.probe import Extent, extent_for, measured_by, measured_of, seen_lately, timed_on_hosts
 from plait.run.probe_table import table
 from plait.run.still import still_holds
 
@@ -145,6 +147,19 @@ def test_what_was_measured_is_kept_until_something_changes(
     (tmp_path / ".plait" / "probes" / f"{first.fingerprint}.json").write_text("{")
     measured_by(hands, [machine], small_request(), extent, fresh="kept")
     assert hands.jobs == 5
+
+
+def test_what_was_measured_a_moment_ago_is_believed_without_a_look(
+    told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked, extent = small_request(), Extent(workers=2, threads=1)
+    assert not seen_lately([this_host()], asked, extent)
+    first = measured_by(Remembered(told), [this_host()], asked, extent, fresh="again")
+    assert seen_lately([this_host()], asked, extent)
+    an_hour_ago = time.time() - 3600
+    os.utime(tmp_path / ".plait" / "probes" / f"{first.fingerprint}.json", (an_hour_ago, an_hour_ago))
+    assert not seen_lately([this_host()], asked, extent)
 
 
 def test_old_figures_hold_while_a_short_look_finds_about_the_same(told: dict[str, Any]) -> None:
