@@ -165,11 +165,13 @@ def _passes(scene: Situation, busy: Reals) -> tuple[Reals, Reals]:
 
 
 def _handling(scene: Situation) -> Reals:
-    """What the messages of one micro-batch cost the processor of the first or the last stage: one comes, one goes."""
+    """What the messages of one micro-batch cost a rank's processor: two come and two go for each of its stages, but for
+    the first and the last of all, and of two ranks each has one of these."""
     c = scene.candidates
     if not scene.stack.handles_messages:
         return np.zeros(len(c))
-    return (c.pipeline > 1) * 2 * c.virtual * handling_s(scene.roads, _stream_bytes(scene), c.devices // c.pipeline)
+    messages = np.where(c.pipeline == 2, 4 * c.virtual - 2, 4 * c.virtual) * (c.pipeline > 1)
+    return messages * handling_s(scene.roads, _stream_bytes(scene), c.devices // c.pipeline)
 
 
 def _stream_bytes(scene: Situation) -> Reals:
