@@ -26,20 +26,20 @@ ENOUGH_STEPS = 10_000
 def side_by_side(lab: Lab, runner: Runner, cases: Sequence[Case], work: Path, *, steps: int) -> list[Turn]:
     """A turn for each host with its own case, by steps that all hosts computed through; `work` is the lab's folder.
 
-    While others take part of the machine, up to LONGEST times as many steps are taken. Raises PlaitError where a host
-    does not begin, or stops.
+    While others take part of the machine, up to LONGEST times as many steps are taken. Where a host does not begin, or
+    stops, all turns have failed, with the reason.
     """
     files = [_begin(lab, runner, number, case, work) for number, case in enumerate(cases)]
     try:
         until(lambda: all(_seconds(file) for file in files), "all hosts compute", BEGINS_WITHIN_S)
         before, first = Stamp.of(lab), [len(_seconds(file)) for file in files]
         for count in (steps, LONGEST * steps):
-            needed = [at + max(WARM_UP, 1) + count for at in first]
+            needed = [at + WARM_UP + count for at in first]
             until(lambda wanted=needed: _all_reached(files, wanted), "all hosts have computed", ENDS_WITHIN_S)
             others = others_between(before, Stamp.of(lab))
             if others <= QUIET:
                 break
-        taken = [tuple(_seconds(file)[at + 1 :]) for file, at in zip(files, first, strict=True)]
+        taken = [tuple(_seconds(file)[at + WARM_UP :]) for file, at in zip(files, first, strict=True)]
     except PlaitError as error:
         return [Turn(seconds=(), ended="failed", sentence=str(error))] * len(cases)
     finally:

@@ -11,7 +11,8 @@ from plait.plan.situation import Situation
 from plait.plan.stages import fullest_weights
 
 TOUCHED = 0.5
-"""Of a micro-batch's tokens, those that are the first of their kind in it (0.4 to 0.5 on text with 2,048 kinds)."""
+"""Of a micro-batch's tokens, those that are the first of their kind in it: of 256, 512 and 1,024 tokens of Shakespeare
+with 2,048 kinds 0.58, 0.49 and 0.39."""
 
 
 def shared_weights_s(
