@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 
 from plait.cluster.catalog import reported_device
 from plait.cluster.cluster import Cluster, cluster_of
+from plait.cluster.measured import measured_json
 from plait.cluster.topology import Machine
 from plait.model.shape import ModelShape
 from plait.plan.calibrate import UNTAUGHT, Basis, Calibration
@@ -81,6 +83,12 @@ class Grounds:
             return [machine.devices]
         powers = [2**k for k in range(machine.cores.bit_length()) if 2**k <= machine.cores]
         return sorted({*powers, machine.cores})
+
+
+def digest_of(described: Cluster | None) -> str:
+    """Tells one probe from another: what plans were made of; empty where nothing was probed."""
+    measured = described.measured if described else None
+    return sha256(measured_json(measured).encode()).hexdigest()[:16] if measured else ""
 
 
 def _in_catalogue(machine: Machine) -> bool:

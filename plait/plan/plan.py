@@ -50,6 +50,8 @@ class Forecast:
     """Where `step_s` goes; None in plans of earlier versions."""
     calibration: Calibration = UNTAUGHT
     """What earlier runs taught, which is in `step_s` and `items`."""
+    probed: str = ""
+    """Digest of the probe of all hosts whose times these are; empty where there was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from plait.plan.fit import (
     layout_of,
     named_degrees,
 )
-from plait.plan.grounds import STAND_IN, Grounds
+from plait.plan.grounds import STAND_IN, Grounds, digest_of
 from plait.plan.kinds import Row
 from plait.plan.listing import Pins
 from plait.plan.pins import pins_of
@@ -214,6 +214,7 @@ def _forecast(question: Question, found: Search, at: int) -> Forecast:
         basis=question.basis,
         items=step_items(time_items(found, at)),
         calibration=found.stack.calibration,
+        probed=digest_of(question.grounds.described),
     )
 
 

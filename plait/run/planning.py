@@ -16,7 +16,7 @@ from plait.errors import PlaitError
 from plait.launch.job import Job, Message
 from plait.plan.calibrate import taught, untaught
 from plait.plan.choose import draft, settle, with_split
-from plait.plan.grounds import Grounds, Look
+from plait.plan.grounds import Grounds, Look, Need, digest_of
 from plait.plan.plan import Plan, read_plan, write_plan
 from plait.plan.split import Split, best_splits, simplest
 from plait.recipe.load import flat_values, recipe_text
@@ -51,13 +51,28 @@ def make_plan(config: RunConfig, corpus: Corpus, site: Site, workers: Crew, *, f
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     kept = _kept(key)
     if kept.exists() and not fresh:
-        say("plan     as made before for this recipe on this machine (--replan makes a new one)")
-        return _taught(replace(read_plan(kept), corpus=str(corpus.folder)))
+        plan, site = _looked_at(read_plan(kept), site)
+        if plan is not None:
+            say("plan     as made before for this recipe on this machine (--replan makes a new one)")
+            return _taught(replace(plan, corpus=str(corpus.folder)))
+        say("plan     made anew: since the last one for this recipe here, the hosts or the roads between them changed")
     outline = draft(config, corpus_facts(corpus), grounds_of(site, workers), recipe_hash=key)
     measured = list(outline.splits)
     if len(measured) > 1 or outline.plan.budget.unit == "seconds":
         measured = measure(config, outline.plan, workers, outline.splits)
     return _keep(settle(config, outline, measured), key)
+
+
+def _looked_at(plan: Plan, site: Site) -> tuple[Plan | None, Site]:
+    """A plan made before, unless several hosts were probed anew since; and the site, which nobody need look at again.
+
+    Machines are told apart by the plan's key, the roads between them only by a look.
+    """
+    if site.look is None:
+        return plan, site
+    seen = site.look(Need(shape=plan.shape, batch_sequences=plan.batch_sequences, precision=plan.precision))
+    holds = plan.forecast is not None and plan.forecast.probed == digest_of(seen)
+    return plan if holds else None, replace(site, look=lambda need: seen)
 
 
 def proven_plan(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -14,8 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.cluster.cluster import Cluster, cluster_of_hosts, read_cluster
-from plait.cluster.measured import Measured, MeasuredDevice, Message
-from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 from plait.model.sizes import explicit_shape, named_shape
 from plait.plan.candidates import Candidates
@@ -39,41 +36,12 @@ from plait.plan.unequal import shares_of, unequal_reasons, unequal_words
 from plait.plan.uneven import paced
 from plait.plan.workload import Workload, workload_of
 from plait.run.plan import answer, answer_text
-from tests.cluster.probed import device, link, measured, point, timed
+from tests.plan.hosts import HOST, probed, told
 from tests.plan.machines import PLAYS, recipe
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-KINDS: tuple[Message, ...] = (
-    "send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap_parts", "spread_own",
-)  # fmt: skip
-HOST = Machine(device="cpu", name="a processor", devices=1, cores=1, memory_bytes=2**34, versions=())
 SHAPE = explicit_shape(layers=8, width=256, heads=4, vocabulary=2048, sequence=256)
 NO_WORDS = [Section(title=title, lines=()) for title in ("why", "binds", "changes", "sure")]
-
-
-def host(name: str, speed: float) -> MeasuredDevice:
-    """A host on which all work takes 1 / speed times as long as on the first one."""
-    works = [timed(work, (1024, 256, 256), 0.002) for work in ("product", "product_input", "product_weight")]
-    works += [timed(work, (1024, 256, 1024), 0.001) for work in ("stream", "stream_backward")]
-    works += [timed("head", (1024, 256, 2048), 0.02), timed("update", (10**6, 10), 0.001)]
-    works += [timed(work, (4, 256, 4, 4, 64), 0.001) for work in ("attention", "attention_backward")]
-    works += [timed("accumulate", (10**6,), 0.0005), timed("embedding", (1024, 256, 2048), 0.001)]
-    one = device(*works, host=name, rates=(speed,))
-    slowed = tuple(replace(each, seconds=each.seconds / speed) for each in one.timed)
-    return replace(one, workers=1, timed=slowed)
-
-
-def told(speeds: Sequence[float], rate: float = 1e9) -> Measured:
-    links = [link(kind, *(point(2**k, 1e-4 + 2**k / rate) for k in (10, 20, 26)), scope="between") for kind in KINDS]
-    hosts = tuple(host(name, speed) for name, speed in zip("abcdefgh", speeds, strict=False))
-    return replace(measured(*links, devices=hosts), workers=len(speeds), overlaps=())
-
-
-def probed(*speeds: float, rate: float = 1e9) -> Cluster:
-    """Hosts of one worker each, as a probe of all of them would have it."""
-    found = told(speeds, rate)
-    hosts = [(HOST, 1e11 * speed, 1) for speed in speeds]
-    return replace(cluster_of_hosts(hosts, measured_link(found, "between")), measured=found)
 
 
 def work(batch: int = 16, layers: int = 8) -> Workload:

@@ -1,4 +1,4 @@
-"""For whom a plan was made: the recipe but for its name and place, the text, the machine and the workers."""
+"""For whom a plan was made: the recipe but for its name and place, the text, the machine and the workers, the roads."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from plait.cluster.cluster import Cluster
+from plait.data.shards import open_corpus
+from plait.data.synthetic import write_synthetic
 from plait.launch.job import Job, JobResult
-from plait.plan.grounds import Given
+from plait.plan.grounds import Given, Need
 from plait.run.crew import OnMessage
-from plait.run.planning import plan_key
+from plait.run.planning import Site, make_plan, plan_key
+from tests.plan.hosts import HOST, probed
 from tests.plan.machines import LAPTOP
 from tests.run.other_values import OTHER_VALUES, base_recipe, changed_recipe
 
@@ -22,7 +26,7 @@ class NobodyYet:
         self.given = given
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
-        raise AssertionError("a key needs no worker")
+        raise AssertionError("neither a key nor a named layout needs a worker")
 
 
 @pytest.mark.parametrize("key", sorted(OTHER_VALUES))
@@ -52,3 +56,33 @@ def test_a_few_pages_of_memory_more_are_the_same_machine(tmp_path: Path) -> None
     config = base_recipe(tmp_path)
     moved = replace(LAPTOP, memory_bytes=LAPTOP.memory_bytes + 40_960)
     assert plan_key(config, "text", moved, NobodyYet()) == plan_key(config, "text", LAPTOP, NobodyYet())
+
+
+def test_a_plan_over_hosts_is_made_anew_once_a_look_finds_other_roads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    corpus = open_corpus(write_synthetic(tmp_path / "corpus", vocabulary=256, sequence=64, seed=1))
+    config = changed_recipe(tmp_path, "run.name")
+    hosts, wide, narrow = (1.0, 1.0, 1.0, 1.0), 1e9, 1e6
+    said: list[str] = []
+    looks: list[Need] = []
+
+    def planned(rate: float, fresh: bool = False) -> float:
+        def look(need: Need) -> Cluster:
+            looks.append(need)
+            return probed(*hosts, rate=rate)
+
+        site, crew = Site(machine=HOST, peak_flops=None, look=look), NobodyYet(Given(workers=4, threads=1))
+        forecast = make_plan(config, corpus, site, crew, fresh=fresh, say=said.append).forecast
+        assert forecast is not None
+        return forecast.step_s
+
+    fast = planned(wide)
+    assert not said
+    assert planned(wide) == fast and "as made before" in said[-1]
+    slow = planned(narrow)
+    assert slow > 2 * fast and "made anew" in said[-1]
+    assert planned(narrow) == slow and "as made before" in said[-1]
+    assert len(looks) == 4 and looks[1] == looks[0], "one look a start, for the same model"
