@@ -18,6 +18,7 @@ from plait.parallel.buckets import Shared
 from plait.parallel.travel import Works, wait_for
 from plait.parallel.woven import Gradients
 from plait.plan.plan import Plan
+from plait.plan.schedule import announces_last
 
 TIED = "embed.tokens.weight"
 HEAD, EARLY, COUNT, PLACES, ROWS = range(2**21, 2**21 + 5)
@@ -36,11 +37,8 @@ def meets_apart(weight: Shared, plan: Plan) -> bool:
 
 
 def goes_ahead(plan: Plan) -> bool:
-    """Whether anything can travel before the end: there is a last backward among others, and it is announced.
-
-    A zero-bubble schedule has no whole backward that could be.
-    """
-    return ceil(max(plan.parts) / plan.micro_sequences) > 1 and plan.layout.schedule != "zero-bubble"
+    """Whether anything can travel before the end."""
+    return announces_last(plan.layout.schedule, ceil(max(plan.parts) / plan.micro_sequences))
 
 
 class Ends:

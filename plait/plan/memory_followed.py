@@ -17,7 +17,7 @@ from plait.layout import Schedule
 from plait.plan.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates, Reals
 from plait.plan.memory_pieces import Pieces, pieces
 from plait.plan.memory_walk import PIECES, Stages, moments
-from plait.plan.schedule import Action, actions
+from plait.plan.schedule import Action, actions, announces_last
 from plait.plan.stages import dealt, head_layers, micro_batches
 from plait.plan.workload import Workload
 
@@ -118,7 +118,7 @@ def _items(w: Workload, c: Candidates, p: Pieces, end: Literal["first", "last"])
         in_buckets = np.where(_copies(c) > c.shard, own, 0.0)
     gathered = min(LAYERS_GATHERED, layers) if pipeline == 1 else layers  # a pipeline would gather for each micro-batch
     # Two ends that share a table alone: the other one's gradient, and at the first what was sent before the end.
-    ahead = end == "first" and micros > 1 and schedule != "zero-bubble"
+    ahead = end == "first" and announces_last(schedule, micros)
     met = (1 + ahead) * (w.tied and pipeline > 1 and not flat and not fully) * p.table
     # Split buckets: what the others send of the own part waits beside it until it is added.
     received = 0.0 if fully else (c.shard - 1) * own
