@@ -42,7 +42,7 @@ class Alone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """Median over rounds, the distance of its quartiles as a share of it, and processor time a run."""
+    """Median over rounds (of two the lower), the distance of its quartiles as a share of it, processor time a run."""
 
     seconds: float
     spread: float
@@ -122,14 +122,14 @@ def time_in_rounds(runs: Mapping[Key, Callable[[], object]], bench: Bench, *, se
 
 
 def figure(readings: list[tuple[float, float]]) -> Figure:
-    """The figure of several readings of wall and processor seconds."""
+    """The figure of several readings of wall and processor seconds; of two, the shorter: disturbances only lengthen."""
     walls = tuple(wall for wall, _ in readings)
-    middle = statistics.median(walls)
+    middle = statistics.median_low(walls)
     quarters = statistics.quantiles(walls, n=4, method="inclusive") if len(walls) > 1 else [middle] * 3
     return Figure(
         seconds=middle,
         spread=(quarters[2] - quarters[0]) / middle,
-        cpu_s=statistics.median(cpu for _, cpu in readings),
+        cpu_s=statistics.median_low([cpu for _, cpu in readings]),
         rounds=walls,
     )
 
