@@ -20,7 +20,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.lab.hosts import ROOT, Lab, require_root
-from benchmarks.machine import ProcessorSeconds, describe
+from benchmarks.lab.turns import Stamp, others_between
+from benchmarks.machine import describe
 from benchmarks.straggler_run import RATE, SLOW_DATA, SLOW_DEVICE, SLOW_LINK, Run, disturb, prepare_run
 from plait.report.straggler_words import Finding, Kind
 
@@ -95,11 +96,10 @@ def series(hosts: int, cores: float, kinds: Sequence[Kind], healthy: int, choice
         run = Run(lab, WORK)
         run.start()
         run.go(SETTLE_STEPS)
-        before, ours_s = ProcessorSeconds.now(), lab.processor_s()
+        before = Stamp.of(lab)
         alarms = [finding.sentence for _, finding in run.go(healthy) if finding.phase == "begins"]
-        now = ProcessorSeconds.now()
+        others = others_between(before, Stamp.of(lab))
         quiet_steps, usual_s = healthy, median(run.step_s)
-        others_s = max(0.0, now.busy_s - before.busy_s - (lab.processor_s() - ours_s))
         for kind in kinds:
             gap = choice.randint(*GAP_STEPS)
             alarms += [finding.sentence for _, finding in run.go(gap) if finding.phase == "begins"]
@@ -109,7 +109,7 @@ def series(hosts: int, cores: float, kinds: Sequence[Kind], healthy: int, choice
     return {
         "hosts": hosts, "step_s": usual_s, "trials": [asdict(one) for one in done],
         "healthy_steps": quiet_steps, "false_alarms": alarms,
-        "others": others_s / max(now.busy_s + now.idle_s - before.busy_s - before.idle_s, 1e-9),
+        "others": others,
     }  # fmt: skip
 
 

@@ -53,13 +53,20 @@ class Stamp:
     """What the hosts and the machine had done at a moment."""
 
     processor_s: float
+    programs_s: float
+    """Of these, in programs and not in the system."""
     sent_bytes: int
     machine: ProcessorSeconds
 
     @staticmethod
     def of(lab: Lab) -> Stamp:
         """Now."""
-        return Stamp(processor_s=lab.processor_s(), sent_bytes=lab.sent_bytes(), machine=ProcessorSeconds.now())
+        return Stamp(
+            processor_s=lab.processor_s(),
+            programs_s=lab.programs_s(),
+            sent_bytes=lab.sent_bytes(),
+            machine=ProcessorSeconds.now(),
+        )
 
 
 class _Follower:
@@ -150,9 +157,14 @@ def _peaks(path: Path | None) -> dict[str, int]:
 
 
 def others_between(before: Stamp, now: Stamp) -> float:
-    """Share of the machine's processor time that programs outside the lab took."""
+    """Share of the machine's processor time that programs outside the lab took, or other machines beside a virtual one.
+
+    The system's own time does not count: most of it goes to the lab's cables, and belongs to no host.
+    """
     busy_s, idle_s = now.machine.busy_s - before.machine.busy_s, now.machine.idle_s - before.machine.idle_s
-    return max(0.0, busy_s - (now.processor_s - before.processor_s)) / max(busy_s + idle_s, 1e-9)
+    programs_s = now.machine.programs_s - before.machine.programs_s
+    taken_s = max(0.0, programs_s - (now.programs_s - before.programs_s))
+    return (taken_s + now.machine.stolen_s - before.machine.stolen_s) / max(busy_s + idle_s, 1e-9)
 
 
 def _share_of_others(shares: Sequence[float]) -> float:
