@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from plait.errors import PlaitError
+from plait.errors import Interrupted, PlaitError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -219,6 +219,8 @@ def main() -> None:
     except USAGE_ERROR as error:
         sys.stderr.write(f"plait: {error.format_message().rstrip('.')}; plait --help tells what there is\n")
         sys.exit(PlaitError.exit_code)
+    except Interrupted as stopped:
+        sys.exit(EXIT_OF_SIGNAL.get(str(stopped), EXIT_OF_SIGNAL["SIGTERM"]))
     except (KeyboardInterrupt, typer.Abort):  # click turns the first into the second
         sys.exit(EXIT_OF_SIGNAL["SIGINT"])
     except Exception:

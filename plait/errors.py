@@ -1,4 +1,4 @@
-"""The two ways a run ends badly, each told in one sentence with its mend."""
+"""The ways a run ends badly, each told in one sentence with its mend, and one in which nothing is bad."""
 
 from __future__ import annotations
 
@@ -16,3 +16,7 @@ class RunFailed(PlaitError):
     """A run that had begun came to a clean stop: a worker died, the disk filled up, a peer was lost."""
 
     exit_code = 1
+
+
+class Interrupted(Exception):
+    """A signal came while nothing was lost by stopping at once; the text is its name."""

@@ -6,7 +6,7 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -46,15 +46,28 @@ def checkpoint_for(folder: Path, step: int) -> Path:
 
 
 def publish(
-    staging: Path, final: Path, *, step: int, cursor: int, model: dict[str, object], world_size: int
+    staging: Path,
+    final: Path,
+    *,
+    step: int,
+    cursor: int,
+    model: dict[str, object],
+    world_size: int,
+    needs: Iterable[str] = (),
 ) -> Manifest:
     """Turn what all ranks wrote into a checkpoint by one rename; rank 0 alone calls this, after all others wrote.
 
-    Raises RunFailed, with the staging folder gone and earlier checkpoints untouched, where that cannot be done.
+    Raises RunFailed, with the staging folder gone and earlier checkpoints untouched, where that cannot be done, or
+    where nobody wrote one of the tensors that it `needs`.
     """
     with clean_stop(staging):
         lists = [staging / f"rank-{rank:05d}.json" for rank in range(world_size)]
         parts = sort_parts(part for path in lists for part in read_parts(loads(path.read_bytes())))
+        missing = sorted(set(needs) - {part.tensor for part in parts})
+        if missing:
+            raise RunFailed(
+                f"no worker wrote {missing[0]}, and step {step} is not saved; this is a bug in plait, please report it"
+            )
         text = render(Manifest(step=step, cursor=cursor, model=model, parts=parts)).encode()
         manifest = parse(text)
         write_durably(staging / MANIFEST, text)

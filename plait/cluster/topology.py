@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +37,10 @@ class Machine:
         # Memory as the kernel reports it moves by a few pages from boot to boot.
         values["memory_bytes"] = round(self.memory_bytes / 2**30) * 2**30
         return values
+
+    def digest(self) -> str:
+        """The fingerprint in a few characters."""
+        return sha256(json.dumps(self.fingerprint(), sort_keys=True).encode()).hexdigest()[:16]
 
     @staticmethod
     def from_fingerprint(values: Mapping[str, Any]) -> Machine:

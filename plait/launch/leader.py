@@ -102,12 +102,21 @@ class Hosts:
         self._server.__exit__(kind, error, at)
 
     @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where all hosts reach each other, this one first."""
+        return self._address, *(member.address for member in self.members)
+
+    @property
     def join_address(self) -> str:
         """HOST:PORT, for the others to type."""
         return joined_text(self._address, self._opened().port)
 
-    def admit(self, hello_check: Callable[[Mapping[str, Any]], str | None], within_s: float) -> tuple[Member, ...]:
+    def admit(
+        self, hello_check: Callable[[Mapping[str, Any]], str | None], within_s: float, order: Sequence[str] = ()
+    ) -> tuple[Member, ...]:
         """Wait until all hosts are in; then the port is closed, and the secret opens nothing any more.
+
+        They are numbered as they came, but those whose names are in `order` as they stand there, before all others.
 
         `hello_check` is called with each hello in turn, in this thread; its sentence sends that host away, which shows
         it. Raises PlaitError when the time is up.
@@ -121,7 +130,9 @@ class Hosts:
                 self._admit_or_turn_away(arrival, hello_check(arrival.hello))
             self._drop_the_lost()
         gate.shut(FULL)
-        self.members = tuple(_member(host, one) for host, one in enumerate(self._admitted, start=1))
+        places = {name: place for place, name in enumerate(order)}
+        arrived = sorted(self._admitted, key=lambda one: places.get(_name_of(one), len(order)))
+        self.members = tuple(_member(host, one) for host, one in enumerate(arrived, start=1))
         return self.members
 
     def run(
@@ -209,7 +220,11 @@ def _cut(job: Job, parts: Sequence[HostPart], *, hosts: int) -> dict[int, Job]:
 
 def _member(host: int, arrival: Arrival) -> Member:
     hello, link = arrival.hello, arrival.link
-    return Member(host=host, name=str(hello.get("name", link.address)), address=link.address, hello=hello, link=link)
+    return Member(host=host, name=_name_of(arrival), address=link.address, hello=hello, link=link)
+
+
+def _name_of(arrival: Arrival) -> str:
+    return str(arrival.hello.get("name", arrival.link.address))
 
 
 def _require_alive(member: Member) -> None:

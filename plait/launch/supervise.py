@@ -46,6 +46,7 @@ class Supervision:
         self._waits_for_hosts = bounds.host_s > 0
         self._verdict: PlaitError | None = None
         self._stopped_by: StoppedBy = "finished"
+        self._signalled_here = False
         self._enter("starting", bounds.start_s)
 
     def run(self) -> StoppedBy:
@@ -77,7 +78,9 @@ class Supervision:
 
     def _read_signals(self) -> None:
         for name in self._signals.read():
-            self._stop(name)
+            if self._signalled_here or self._stopped_by == "finished":  # the first of each host is one stop
+                self._stop(name)
+            self._signalled_here = True
 
     def _read_site(self, site: Site) -> None:
         for event in site.read():
@@ -102,7 +105,7 @@ class Supervision:
             self._bury(Died(rank=event["died"], code=event["code"], at_s=event["at_s"]), site)
         elif "over" in event:
             self._close(site, event.get("obituary"))
-        elif "stop" in event and self._stopped_by == "finished":  # two hosts' first Ctrl-C are no second one
+        elif "stop" in event and self._stopped_by == "finished":  # as in _read_signals
             self._stop(event["stop"])
 
     def _note_start(self) -> None:

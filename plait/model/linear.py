@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,3 +26,9 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x, self.weight, self.bias)
+
+
+def as_computed(x: Tensor) -> Tensor:
+    """In the precision that products take it in: under autocast half as much to send or to keep."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

@@ -16,6 +16,10 @@ from plait.parallel.woven import Unit
 
 Groups = Mapping[Ranks, dist.ProcessGroup]
 
+# Note [one number]: what ranks must agree on about a bucket (the tags of its messages, and who of them answers for it)
+# comes from its place among the buckets of its own group. Its place among all of a rank's differs between stages of a
+# pipeline: two that share a weight have unlike buckets beside it.
+
 
 class Reducer:
     """Gives every weight the sum of its gradients over all ranks that hold it, SUM and never mean.
@@ -40,7 +44,7 @@ class Reducer:
         self._buckets: list[_Bucket] = []
         for number, some in enumerate(members):
             group = groups.get(self._weights[some[0]].ranks)
-            # Counted for each group apart: two stages of a pipeline that share a weight have unlike buckets beside it.
+            # See Note [one number].
             tag = sum(one.group is group for one in self._buckets)
             carried = Carried(group=group, tag=tag, split=split, number=number, transfer=transfer)
             self._buckets.append(_Bucket([self._weights[i] for i in some], carried))
@@ -57,7 +61,7 @@ class Reducer:
 
     def split_units(self) -> list[Unit]:
         """What the optimizer updates on this rank where the buckets are split."""
-        return [bucket.unit(number) for number, bucket in enumerate(self._buckets)]
+        return [bucket.unit() for bucket in self._buckets]
 
     def wait_in_forward(self, chunks: Sequence[GPT]) -> None:
         """Let each part of the model wait for its own weights before it runs."""
@@ -144,7 +148,7 @@ class _Bucket:
         self.missing: set[int] = set()
         self.begun = 0
         self._views = views_of(self.flat, weights)
-        self._split, self._number = carried.split, carried.number
+        self._split, self._number, self._turn = carried.split, carried.number, carried.tag
         self._own = own_part(self.flat, carried.split) if carried.split else self.flat
         self._ways = ways(self.flat, self._own, carried)
         self.transfers = sum(way.transfers for way in self._ways)
@@ -163,10 +167,10 @@ class _Bucket:
         """What stays in memory for this bucket."""
         return [self.flat, *(tensor for way in self._ways for tensor in way.held)]
 
-    def unit(self, number: int) -> Unit:
+    def unit(self) -> Unit:
         """This rank's part of the weights; the ranks that keep the same part take turns in answering for it."""
         ranks = self.weights[0].ranks
-        owned = ranks[number % len(ranks)] == dist.get_rank()
+        owned = ranks[self._turn % len(ranks)] == dist.get_rank()
         first = len(self._own) * dist.get_rank(self._split)
         unit = unit_of_range(self.weights, self._parameter.data, first, owned=owned)
         self._parameter = unit.parameter

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from plait.layout import share
 from plait.model.attention import Attention, Rows
 from plait.model.feedforward import FeedForward
 from plait.model.gpt import GPT, Embedding, Layer
-from plait.model.linear import Multiply
+from plait.model.linear import Multiply, as_computed
 from plait.model.shape import ModelShape
 from plait.parallel.sequence import Stream, stream_over, stream_rows
 from plait.parallel.woven import Woven
@@ -78,7 +79,7 @@ def share_attention(attention: Attention, shape: ModelShape, stream: Stream) -> 
 
     def gather(_: nn.Module, arguments: tuple[Tensor, Rows]) -> tuple[Tensor, Rows]:
         x_md, rows = arguments
-        return stream.gather(_as_computed(x_md), rows.rows * rows.tokens), rows
+        return stream.gather(as_computed(x_md), rows.rows * rows.tokens), rows
 
     attention.register_forward_pre_hook(gather)
     attention.o.multiply = summed(attention.o.multiply, stream)
@@ -93,7 +94,7 @@ def share_feedforward(feedforward: FeedForward, stream: Stream) -> None:
 
     def gather(_: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
         (x_md,) = arguments
-        return (stream.gather(_as_computed(x_md), len(x_md) * stream.parts),)
+        return (stream.gather(as_computed(x_md), len(x_md) * stream.parts),)
 
     feedforward.register_forward_pre_hook(gather)
     feedforward.down.multiply = summed(feedforward.down.multiply, stream)
@@ -166,11 +167,15 @@ class SharedVocabulary:
 
     def __init__(self, shape: ModelShape, stream: Stream) -> None:
         self.first = first_entry(shape, stream)
-        self._stream = stream
+        self._stream, self._most_entries = stream, ceil(shape.vocabulary / stream.parts)
+
+    def most_entries(self, own: int) -> int:
+        """Whatever this rank has: all must call for sums of the same sizes."""
+        return self._most_entries
 
     def enter(self, hidden_nd: Tensor, tokens: int) -> Tensor:
         """All rows; their gradients are what the entries of each rank give, summed."""
-        return self._stream.gather(hidden_nd, tokens)
+        return self._stream.gather(as_computed(hidden_nd), tokens)
 
     def largest(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._stream.group)
@@ -184,9 +189,3 @@ class SharedVocabulary:
 def first_entry(shape: ModelShape, stream: Stream) -> int:
     """The first vocabulary entry of embedding and head on this rank."""
     return cut("embed.tokens.weight", shape, stream.parts, stream.index).offset[0]
-
-
-def _as_computed(x: Tensor) -> Tensor:
-    """In the precision that products take it in, so that under autocast half as much travels."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

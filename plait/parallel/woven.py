@@ -78,6 +78,10 @@ class Vocabulary(Protocol):
     first: int
     """Number of the first entry that this rank's head has."""
 
+    def most_entries(self, own: int) -> int:
+        """How many entries the rank with most of them has, where this one has `own`: the same number on every rank."""
+        ...
+
     def enter(self, hidden_nd: Tensor, tokens: int) -> Tensor:
         """The hidden states of all tokens, so many, from those that this rank has; differentiable."""
         ...
@@ -95,6 +99,9 @@ class WholeVocabulary:
     """All entries are here."""
 
     first = 0
+
+    def most_entries(self, own: int) -> int:
+        return own
 
     def enter(self, hidden_nd: Tensor, tokens: int) -> Tensor:
         return hidden_nd

@@ -207,17 +207,25 @@ def _pace(draft: Draft, plan: Plan, why: list[str]) -> tuple[int, int]:
     evaluation_steps = draft.heldout_tokens / (3 * plan.batch_tokens)
     rough = steps_for(budget, plan.batch_tokens, step_s=plan.step_s)
     rounds = max(1, min(10, int(EVALUATION_SHARE * rough / evaluation_steps))) if evaluation_steps else 0
+    asked = None if draft.evaluations == "auto" else round(draft.evaluations.value)
     steps = rough
     if budget.unit == "seconds" and plan.step_s:
-        steps = max(1, round(rough - rounds * evaluation_steps))
+        spent = rounds * evaluation_steps if asked is None else _evaluating(rough, asked, evaluation_steps)
+        steps = max(1, round(rough - spent))
         why.append(
             f"{steps} steps: {budget} at {format_duration(plan.step_s)} a step, as measured, evaluations included"
         )
     if evaluation_steps > 0.2 * steps:
         why.append("looking at the held-out text takes long beside this run; a smaller data.holdout shortens it")
-    if draft.evaluations != "auto":
-        return steps, round(draft.evaluations.value)
-    return steps, (ceil(steps / rounds) if rounds > 1 else 0)
+    return steps, (ceil(steps / rounds) if rounds > 1 else 0) if asked is None else asked
+
+
+def _evaluating(rough: int, every: int, evaluation_steps: float) -> float:
+    """What evaluations take of a time that holds so many steps: one at the end, and one each `every` steps unless 0."""
+    if not every:
+        return evaluation_steps
+    steps = (rough - evaluation_steps) / (1 + evaluation_steps / every)
+    return rough - steps
 
 
 def described(plan: Plan) -> str:

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from plait.errors import PlaitError
 from plait.layout import AXES
 from plait.plan.budget import whole_run
 from plait.plan.candidates import Counts
 from plait.plan.kinds import kind_words, kinds, sentences, short_words
 from plait.plan.prices import MEMORY_NAMES, TIME_NAMES, binding, memory_items, messages, mfu, time_items
-from plait.plan.search import Search
+from plait.plan.search import Search, search
 from plait.plan.sureness import certainty, changes, idle_machines
 from plait.plan.unequal import shares_of, unequal_reasons, unequal_words
 from plait.units import Amount, format_bytes, format_count, format_duration
@@ -32,8 +33,8 @@ class Section:
     lines: tuple[str, ...]
 
 
-def explained(found: Search, budget: Amount, *, top: int, free: Search | None = None) -> tuple[Section, ...]:
-    """All that there is to say; `free` is the same search without what a person has pinned, where there are pins."""
+def explained(found: Search, budget: Amount, *, top: int) -> tuple[Section, ...]:
+    """All that there is to say."""
     chosen = found.candidates.row(found.chosen)
     told = {
         "layout": [
@@ -42,23 +43,23 @@ def explained(found: Search, budget: Amount, *, top: int, free: Search | None = 
         ],
         "step": _step(found),
         "memory": _memory(found),
-        "why": _dots(reasons(found, free)),
+        "why": _dots(reasons(found)),
         "others": _dots(runners_words(found, top)),
         "listed": [_counts(found)],
         "binds": _dots(_binds(found)),
-        "changes": _dots(["the layout is as the recipe says, whatever the machines"] if free else changes(found)),
+        "changes": _dots(["the layout is as the recipe says, whatever the machines"] if found.pins else changes(found)),
         "sure": _dots(certainty(found)),
         "run": _dots(whole_run(found, budget)),
     }
     return tuple(Section(title=title, lines=tuple(lines)) for title, lines in told.items())
 
 
-def in_short(found: Search, free: Search | None) -> tuple[str, ...]:
+def in_short(found: Search) -> tuple[str, ...]:
     """The choice in a few sentences, for the head of a run: why this layout, what binds, what would change it."""
     if found.cluster.devices == 1:
         return tuple(_binds(found)[:1])
-    first = _price_of_simplicity(found) if free is None else _as_pinned(found, free)
-    changed = [] if free else [line for line in changes(found) if "would be chosen" in line]
+    first = _as_pinned(found) if found.pins else _price_of_simplicity(found)
+    changed = [] if found.pins else [line for line in changes(found) if "would be chosen" in line]
     return (first, *unequal_words(found, found.chosen), *unequal_reasons(found), *_binds(found)[:2], *changed[:2])
 
 
@@ -115,9 +116,9 @@ def _runner(found: Search, index: int) -> dict[str, Any]:
     }
 
 
-def reasons(found: Search, free: Search | None) -> list[str]:
+def reasons(found: Search) -> list[str]:
     """Why this layout is enough, and what stands against simpler ones."""
-    told = [_price_of_simplicity(found) if free is None else _as_pinned(found, free)]
+    told = [_as_pinned(found) if found.pins else _price_of_simplicity(found)]
     for words, bytes_ in _too_large(found):
         told.append(f"{words}: would be simpler, but {format_bytes(bytes_)} a device are more than there is")
     here, by_kind = int(found.points[found.chosen]), best_of_kinds(found)
@@ -181,7 +182,12 @@ def _price_of_simplicity(found: Search) -> str:
     )
 
 
-def _as_pinned(found: Search, free: Search) -> str:
+def _as_pinned(found: Search) -> str:
+    """What a person has pinned against the same search without it."""
+    try:
+        free = search(found.workload, found.cluster, stack=found.stack)
+    except PlaitError as error:
+        return f"as [layout] of the recipe says; left open, plait would choose nothing: {error}"
     factor = float(found.step_s[found.chosen] / free.step_s[free.chosen])
     own = short_words(free.candidates.row(free.chosen))
     if factor <= 1 + free.tolerance:

@@ -16,6 +16,8 @@ from plait.recipe.schema import RunConfig
 CPU_MICRO_TOKENS = 4096
 """Tokens at a time on a processor: more outgrow its caches and are no faster (measured)."""
 MICROS_PER_STAGE = 4
+UNCUT = "layout.stage_layers and layout.virtual_stages cut a pipeline; set layout.pipeline above 1, too"
+"""Why stages cannot be named where no pipeline is."""
 
 
 def named_degrees(config: RunConfig) -> dict[str, int]:
@@ -138,9 +140,7 @@ def _check_stages(layout: Layout, shape: ModelShape) -> None:
     if not stages:
         return
     if layout.pipeline == 1:
-        raise PlaitError(
-            "layout.stage_layers and layout.virtual_stages cut a pipeline; set layout.pipeline above 1, too"
-        )
+        raise PlaitError(UNCUT)
     if len(stages) % layout.pipeline or sum(stages) != shape.layers:
         raise PlaitError(
             f"layout.stage_layers = {list(stages)} should be {layout.pipeline} numbers (or a multiple of it) that add "

@@ -162,7 +162,7 @@ def _chapter(chapter: Chapter, number: int) -> str:
 
 def _facts(found: Search) -> str:
     step_s = float(found.step_s[found.chosen])
-    capacity = min(island.device.memory_bytes for island in found.cluster.islands)
+    capacity = found.capacity(found.chosen)
     facts = {
         "a step takes": format_duration(step_s),
         "tokens a second": format_count(found.workload.tokens / step_s),

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from plait.plan.candidates import SCHEDULES
 from plait.plan.page_draw import time_words
 from plait.plan.prices import time_items
-from plait.plan.pricing import portions
+from plait.plan.pricing import portions, price
 from plait.plan.retime import stage_times_of
 from plait.plan.schedule import StageTimes, Timeline, actions, simulate
 from plait.plan.search import Search
 from plait.plan.stages import micro_batches
+from plait.plan.uneven import uneven_stage_times
 
 DRAWN = 6000
 """Actions that a picture may hold; where a step has more, fewer micro-batches are drawn."""
@@ -57,10 +56,13 @@ def pipeline_picture(found: Search) -> PipelinePicture | None:
 
 def stage_times(found: Search, index: int) -> tuple[StageTimes, int]:
     """Seconds of each stage for one micro-batch, and a step's micro-batches, as the search simulated them."""
-    [(place, whole)] = portions(found.workload, found.candidates, np.array([index]))
-    one = found.candidates.select(place)
-    times = stage_times_of(whole, found.cluster, one, found.stack)
-    return times, round(float(micro_batches(whole, one)[0]))
+    work, cluster, stack = found.workload, found.cluster, found.stack
+    group = found.dealer.one(found.candidates, index)
+    one, deal = group.candidates, group.deal
+    if deal is not None and not deal.even:
+        return uneven_stage_times(work, cluster, one, stack, deal, price(work, cluster, one, stack))
+    [(_, whole)] = portions(work, one)
+    return stage_times_of(whole, cluster, one, stack), round(float(micro_batches(whole, one)[0]))
 
 
 def pipeline_told(picture: PipelinePicture | None) -> str:

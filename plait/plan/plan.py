@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -62,6 +62,8 @@ class HostShare:
     workers: int
     threads: int
     """Per worker."""
+    machine: str = ""
+    """Tells one kind of machine and software from another; empty where nobody knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +145,14 @@ class Plan:
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+
+
+def same_hosts(some: Sequence[HostShare], others: Sequence[HostShare]) -> bool:
+    """Whether these are machines of the same kinds in the same order, whatever they are called."""
+    pairs = list(zip(some, others, strict=False))
+    like = all((one.workers, one.threads) == (other.workers, other.threads) for one, other in pairs)
+    known = [(one.machine, other.machine) for one, other in pairs if one.machine and other.machine]
+    return len(some) == len(others) and like and all(one == other for one, other in known)
 
 
 def write_plan(plan: Plan, path: Path) -> None:

@@ -18,13 +18,18 @@ EXPECTED_MFU = 0.45
 
 
 def best_parameters(*, flops: float, unique_tokens: int) -> float:
-    """Parameters that learn most from `flops` of training: 20 tokens each, or more when text runs short.
+    """Parameters that learn most from `flops` of training: 20 tokens each, or fewer when text runs short.
 
     Training costs 6 FLOPs a parameter and token. Text is good for four passes; FLOPs beyond that go into size.
     """
     by_flops = sqrt(flops / (6 * TOKENS_PER_PARAMETER))
     by_text = flops / (6 * USEFUL_PASSES * unique_tokens)
     return max(by_flops, by_text)
+
+
+def best_parameters_for(tokens: float) -> float:
+    """Parameters that learn most from so many tokens of training, whatever it costs."""
+    return tokens / TOKENS_PER_PARAMETER
 
 
 LEAST_STEPS = 1000

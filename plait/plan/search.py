@@ -18,7 +18,7 @@ from plait.plan.collectives import roads
 from plait.plan.complexity import complexity
 from plait.plan.deal import Deal, Dealer, lone_stage, stage_bytes
 from plait.plan.evidence import stated_error
-from plait.plan.fit import check_shares
+from plait.plan.fit import UNCUT, check_shares
 from plait.plan.kinds import kinds
 from plait.plan.listing import Pins, listed
 from plait.plan.memory import RESERVED, Memory, memory
@@ -55,6 +55,8 @@ class Search:
     workload: Workload
     cluster: Cluster
     stack: Stack
+    pins: Pins
+    """What a person has settled."""
     tolerance: float
     candidates: Candidates
     step_s: Reals
@@ -127,7 +129,7 @@ def search(
     enough = stated_error(workload, cluster) if tolerance == "stated" else tolerance
     stack = stack.on(cluster)
     pins = pins or Pins()
-    _check_shares(workload, pins)
+    _check_pins(workload, pins)
     dealer = Dealer(workload=workload, devices=devices_of(workload, cluster, stack), stack=stack, named=pins.shares)
     found = listed(workload, cluster.devices, pins, stack.sends)
     refused = Counter(found.refused)
@@ -148,6 +150,7 @@ def search(
         workload=workload,
         cluster=cluster,
         stack=stack,
+        pins=pins,
         tolerance=enough,
         candidates=candidates,
         step_s=step_s,
@@ -161,8 +164,10 @@ def search(
     )
 
 
-def _check_shares(workload: Workload, pins: Pins) -> None:
-    """Raise PlaitError, with the mend, where named shares do not go with the named degrees and the batch."""
+def _check_pins(workload: Workload, pins: Pins) -> None:
+    """Raise PlaitError, with the mend, where named stages or shares do not go with the named degrees and the batch."""
+    if pins.stage_layers and pins.degrees.get("pipeline", 1) == 1:
+        raise PlaitError(UNCUT)
     if pins.shares and not pins.degrees:
         raise PlaitError(
             f"layout.shares = {list(pins.shares)} deals batches out to copies or shards that nobody named; name "

@@ -30,6 +30,18 @@ def torn(cluster: Cluster, candidates: Candidates) -> NDArray[np.bool_]:
     return found
 
 
+def node_alone(cluster: Cluster, place: int, devices: int) -> Cluster:
+    """So many devices of an island's first node without all others, and what a probe timed on its host."""
+    island = replace(cluster.islands[place], per_node=devices, nodes=1)
+    one, measured, hosts = replace(cluster, islands=(island,)), cluster.measured, _hosts(cluster)
+    if measured is None or hosts is None:
+        return one
+    host = measured.devices[hosts[place].start]
+    if host.workers >= devices:
+        host = replace(host, workers=devices, rates=host.rates[:devices])
+    return replace(one, measured=replace(measured, devices=(host,), workers=devices))
+
+
 def other_orders(cluster: Cluster) -> list[Cluster]:
     """The same machines in every other order, where there are four kinds of them at most."""
     places = range(len(cluster.islands))

@@ -63,30 +63,26 @@ def size_up(
         what = "20 tokens a parameter (Hoffmann 2022)" if size != "auto" else "no model size or budget was asked for"
         why.append(f"budget {budget}: {what}")
     if size == "auto" and not spelt_out:
-        flops = _free_flops(config, budget, rate, corpus.train_tokens)
-        best = rules.best_parameters(flops=flops, unique_tokens=corpus.train_tokens)
-        size = nearest_size(best, vocabulary)
+        size = nearest_size(_best_parameters(config, budget, rate, corpus.train_tokens), vocabulary)
     shape = _shape(config, size, vocabulary, corpus, why)
     if config.model.size == "auto" and not spelt_out:
-        why.append(
-            f"model {format_count(parameter_count(shape))} parameters: learns most within the budget "
-            "(20 tokens a parameter, at most four passes over the text)"
-        )
+        rule = "20 tokens a parameter" + (", at most four passes over the text" if budget.unit == "seconds" else "")
+        why.append(f"model {format_count(parameter_count(shape))} parameters: learns most within the budget ({rule})")
     per_token = 6 * parameter_count(shape)
     tokens = _tokens(config, budget, rate / per_token, shape.sequence)
     return Scale(budget=budget, shape=shape, tokens=tokens, flops=per_token * tokens)
 
 
-def _free_flops(config: RunConfig, budget: Amount, rate: float, unique_tokens: int) -> float:
-    """Training FLOPs that a budget comes to while size and batch are still open."""
+def _best_parameters(config: RunConfig, budget: Amount, rate: float, unique_tokens: int) -> float:
+    """The size that a budget is best spent on: what learns most in a time, or what so many tokens are enough for."""
     if budget.unit == "seconds":
-        return rate * budget.value
+        return rules.best_parameters(flops=rate * budget.value, unique_tokens=unique_tokens)
     parameters, flops = 1e6, 1e12
     for _ in range(50):  # size, FLOPs and batch depend on each other; this settles within a few rounds
         tokens = budget.value if budget.unit == "tokens" else budget.value * _open_batch(config, flops)
-        parameters = max(tokens / rules.TOKENS_PER_PARAMETER, 1e5)
+        parameters = max(rules.best_parameters_for(tokens), 1e5)
         flops = 6 * parameters * tokens
-    return flops
+    return parameters
 
 
 def _open_batch(config: RunConfig, flops: float) -> float:

@@ -30,6 +30,7 @@ from plait.plan.plan import Forecast, Precision
 from plait.plan.prices import memory_items, time_items
 from plait.plan.remedy import mended
 from plait.plan.search import DoesNotFit, Search, search
+from plait.plan.seats import node_alone
 from plait.plan.stack import PLAIT, Stack
 from plait.plan.unequal import shares_of
 from plait.plan.workload import Workload, workload_of
@@ -97,7 +98,7 @@ def candidate_splits(question: Question, why: list[str]) -> tuple[Split, ...]:
     if not grounds.known:
         why.append(f"{grounds.machine.name} is not in plait's catalogue: laid out as an {STAND_IN} with its memory")
     splits = (_as_named(question, named, why),) if named else _chosen(question)
-    for key, axis in (("schedule", "pipeline"), ("shard_what", "shard")):
+    for key, axis in (("schedule", "pipeline"), ("virtual_stages", "pipeline"), ("shard_what", "shard")):
         if getattr(question.config.layout, key) != "auto" and all(s.layout.degrees[axis] == 1 for s in splits):
             why.append(f"layout.{key} changes nothing: layout.{axis} is 1")
     return splits
@@ -127,11 +128,16 @@ def _as_named(question: Question, named: dict[str, int], why: list[str]) -> Spli
     check_shares(pins_of(config).shares, layout, question.batch_sequences)
     if not given and machine.device == "cpu" and layout.world_size > machine.cores:
         why.append(f"{layout.world_size} workers on {machine.cores} cores: as asked, though they will take turns")
+    return _split(question, named_pins(config, layout), layout.world_size, layout)
+
+
+def named_pins(config: RunConfig, layout: Layout) -> Pins:
+    """What a recipe with named degrees settles: of a pipeline also its order, so that what is priced is what runs."""
     pins = pins_of(config)
-    if layout.pipeline > 1:  # what is priced is what will run
-        order = {"schedule": layout.schedule, "virtual": layout.virtual_stages}
-        pins = replace(pins, knobs={**pins.knobs, **order})
-    return _split(question, pins, layout.world_size, layout)
+    if layout.pipeline == 1:
+        return pins
+    order = {"schedule": layout.schedule, "virtual": layout.virtual_stages}
+    return replace(pins, knobs={**pins.knobs, **order})
 
 
 def _chosen(question: Question) -> tuple[Split, ...]:
@@ -178,14 +184,13 @@ def _split(question: Question, pins: Pins, workers: int, layout: Layout | None) 
     """The split of a layout that was named, or of the one that the planner chooses, with its forecast."""
     cluster = question.grounds.cluster(workers)
     found = _searched(question, cluster, pins)
-    why = in_short(found, search(question.workload, cluster, stack=question.stack) if pins.degrees else None)
-    return replace(_priced(question, pins, found, found.chosen, layout), why=why)
+    return replace(_priced(question, pins, found, found.chosen, layout), why=in_short(found))
 
 
 def _priced(question: Question, pins: Pins, found: Search, at: int, layout: Layout | None) -> Split:
     row, workers = found.candidates.row(at), found.cluster.devices
     cut = found.stage_layers(at) if int(row["pipeline"]) > 1 else ()
-    layout = replace(layout, stage_layers=cut) if layout else layout_from(row, cut)
+    layout = _as_priced(layout, layout_from(row, cut)) if layout else layout_from(row, cut)
     micro = int(row["micro_sequences"])
     if question.grounds.machine.device == "cpu" and "micro_sequences" not in pins.knobs:
         usual = cpu_micro_sequences(question.batch_sequences, layout, question.shape)
@@ -201,6 +206,12 @@ def _priced(question: Question, pins: Pins, found: Search, at: int, layout: Layo
         forecast=_forecast(question, found, at) if question.grounds.known else None,
         why=(),
     )
+
+
+def _as_priced(named: Layout, priced: Layout) -> Layout:
+    """The layout of named degrees with what the recipe leaves open: as it was priced."""
+    what = priced.shard_what if named.shard > 1 else named.shard_what
+    return replace(named, stage_layers=priced.stage_layers, recompute=priced.recompute, shard_what=what)
 
 
 def _forecast(question: Question, found: Search, at: int) -> Forecast:
@@ -220,9 +231,8 @@ def _forecast(question: Question, found: Search, at: int) -> Forecast:
 
 def _one_device_step_s(found: Search) -> float | None:
     """What a step would take on the first of the devices alone."""
-    first = replace(found.cluster.islands[0], per_node=1, nodes=1)
     try:
-        alone = search(found.workload, replace(found.cluster, islands=(first,)), stack=found.stack)
+        alone = search(found.workload, node_alone(found.cluster, 0, 1), stack=found.stack)
     except PlaitError:
         return None
     return float(alone.step_s[alone.fastest])
@@ -232,7 +242,7 @@ def _searched(question: Question, cluster: Cluster, pins: Pins) -> Search:
     try:
         return search(question.workload, cluster, stack=question.stack, pins=pins)
     except DoesNotFit as error:
-        raise mended(error, pins) from None
+        raise mended(error, pins, question.stack) from None
 
 
 def _settled(row: Row, micro_sequences: int, asked: Pins) -> Pins:

@@ -13,6 +13,7 @@ from plait.plan.compute import ACHIEVABLE
 from plait.plan.evidence import Family, evidence, family_of
 from plait.plan.kinds import kind_words
 from plait.plan.search import Search, search
+from plait.plan.seats import node_alone
 from plait.plan.thresholds import FARTHEST, Flip, flips
 from plait.units import format_bytes, format_duration
 
@@ -81,9 +82,9 @@ def idle_machines(found: Search) -> list[str]:
 
 
 def _alone(found: Search, place: int) -> str | None:
-    island = replace(found.cluster.islands[place], nodes=1)
+    island = found.cluster.islands[place]
     words = f"{island.per_node} × {island.device.name}" if island.per_node > 1 else f"one {island.device.name}"
-    one = Cluster(name=words, islands=(island,), between=found.cluster.between)
+    one = replace(node_alone(found.cluster, place, island.per_node), name=words)
     try:
         alone = search(found.workload, one, stack=found.stack, tolerance=found.tolerance)
     except PlaitError:

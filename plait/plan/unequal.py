@@ -154,11 +154,11 @@ def _equal_words(found: Search, deal: Deal) -> list[str]:
 
 
 def _order_words(found: Search) -> list[str]:
-    """Whether the machines in another order would be faster: by more than the forecast can tell."""
+    """Whether the same pins on machines in another order would be faster: by more than the forecast can tell."""
     best, fastest = float(found.step_s[found.chosen]), None
     for other in other_orders(found.cluster):
         try:
-            tried = search(found.workload, other, stack=found.stack, tolerance=found.tolerance)
+            tried = search(found.workload, other, stack=found.stack, pins=found.pins, tolerance=found.tolerance)
         except PlaitError:
             continue
         spent = float(tried.step_s[tried.chosen])

@@ -16,6 +16,7 @@ from plait.plan.arithmetic import arithmetic
 from plait.plan.candidates import SCHEDULES, SHARD_WHAT, Candidates, Counts, Reals
 from plait.plan.deal import Deal
 from plait.plan.retime import FEW, MANY_ROUNDS, ROUNDS, Spent, durations_s
+from plait.plan.schedule import StageTimes
 from plait.plan.stack import Stack
 from plait.plan.stages import messages_each_way, stage_layers
 from plait.plan.timing import Timing
@@ -102,6 +103,24 @@ def simulated_uneven_s(
         whole = durations_s(schedule, (ranks, virtual, simulated), few, sent[rows])
         step_s[rows] += whole + (micros[rows] - simulated) * pace.settled_s[rows] - pace.piped_s[rows]
     return step_s
+
+
+def uneven_stage_times(
+    workload: Workload, cluster: Cluster, one: Candidates, stack: Stack, deal: Deal, times: Timing
+) -> tuple[StageTimes, int]:
+    """Seconds of each stage for one micro-batch of a single candidate, as `simulated_uneven_s` takes them.
+
+    And how many micro-batches the part of the batch has that is done last.
+    """
+    pace = paced(workload, cluster, one, stack, deal, times)
+    spent = _spent(workload, cluster, one, stack, deal, pace)
+    seconds = {kind: tuple(float(s) for s in values[:, 0]) for kind, values in spent.items()}
+    stages = StageTimes(
+        forward_s=seconds["forward"],
+        backward_input_s=seconds["backward-input"],
+        backward_weight_s=seconds["backward-weight"],
+    )
+    return stages, round(float(pace.micros[0]))
 
 
 def _micro(w: Workload, cluster: Cluster, c: Candidates, stack: Stack, t: Timing) -> _Micro:

@@ -173,7 +173,7 @@ class Watch:
         if self._link_case.told or self._link_case.above < CONFIRM_LINK:
             return None
         messages = self._messages
-        ranks = _slow_link([one.link_s for one in self._ranks])
+        ranks = _slow_link([one.link_s for one in self._ranks], self._hosts)
         return self._tell("link", ranks, messages.since(), 1 + messages.rise / self._length.level)
 
     def _confirmed(self, case_of: Callable[[_Rank], _Case]) -> list[int]:
@@ -235,17 +235,22 @@ def _excess(series: Series, least: float) -> float:
     return series.rise / max(series.bar(least), 1e-12) if series.ready else 0.0
 
 
-def _slow_link(took_s: Sequence[float]) -> list[int]:
-    """The ranks at the ends of the slow link, the one rank whose links both are slow, or none where it is not clear."""
+def _slow_link(took_s: Sequence[float], hosts: Sequence[str]) -> list[int]:
+    """The ranks at the ends of the slow link, a rank whose host's links both are slow, or none where it is not clear.
+
+    `took_s` is what a message to each rank took from the one before. Roads inside a host are others than those between.
+    """
     count = len(took_s)
-    if count == 2:
-        return [0, 1]
-    if min(took_s) <= 0:
+    roads = [rank for rank in range(count) if hosts[rank] != hosts[rank - 1]] or list(range(count))
+    if len(roads) == 2:
+        return sorted([(roads[0] - 1) % count, roads[0]])
+    if min(took_s[rank] for rank in roads) <= 0:
         return []
-    usual_s = median(sorted(took_s)[: count // 2 + 1])
-    slow = [rank for rank in range(count) if took_s[rank] > LINK_FACTOR * usual_s]
+    usual_s = median(sorted(took_s[rank] for rank in roads)[: len(roads) // 2 + 1])
+    slow = [at for at, rank in enumerate(roads) if took_s[rank] > LINK_FACTOR * usual_s]
     if len(slow) == 1:
-        return sorted([(slow[0] - 1) % count, slow[0]])
-    # A message reaches a rank and the next one over both ends of one cable.
-    both = [rank for rank in slow if (rank + 1) % count in slow]
+        rank = roads[slow[0]]
+        return sorted([(rank - 1) % count, rank])
+    # A message reaches a host and leaves it over both ends of one cable.
+    both = [roads[at] for at in slow if (at + 1) % len(roads) in slow]
     return both if len(both) == 1 and len(slow) == 2 else []

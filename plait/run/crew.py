@@ -49,6 +49,10 @@ class PlacedCrew(Crew, Protocol):
         """The plan with each host's part in it, where there are several."""
         ...
 
+    def addresses(self) -> tuple[str, ...]:
+        """Where several hosts reach each other, host 0 first; none where there is one."""
+        ...
+
     def hosts(self) -> tuple[tuple[Machine, float | None, int], ...]:
         """Of several hosts each one's machine, the rate of its processor and its workers; none where there is one."""
         ...
@@ -66,6 +70,9 @@ class OwnCrew:
         return replace(plan, hosts=())
 
     def hosts(self) -> tuple[()]:
+        return ()
+
+    def addresses(self) -> tuple[()]:
         return ()
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
@@ -87,6 +94,9 @@ class TorchrunCrew:
         return replace(plan, hosts=())
 
     def hosts(self) -> tuple[()]:
+        return ()
+
+    def addresses(self) -> tuple[()]:
         return ()
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:

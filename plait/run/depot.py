@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import tempfile
@@ -37,6 +38,7 @@ class Depot:
         self.trouble: PlaitError | None = None
         self._base, self._say = base, say
         self._held = ExitStack()
+        self._shared = self._is_ours = False
         self._folder: Path | None = None
         self._run: Path | None = None
         self._intake: Intake | None = None
@@ -85,13 +87,15 @@ class Depot:
     def _see(self, frame: Frame) -> Reply:
         """Whether the leader's working folder is this one: each nonce lies at its place below it."""
         found = [seen(self._base / one["folder"], one["name"], one["content"]) for one in frame.values["nonces"]]
-        shared = all(found)
-        place = "shared with it" if shared else "not shared: what this host needs is sent"
+        self._shared = all(found)
+        place = "shared with it" if self._shared else "not shared: what this host needs is sent"
         self._say(f"folder   {self._base} is {place}")
-        return Reply(values={"shared": shared})
+        return Reply(values={"shared": self._shared})
 
     def _open(self, frame: Frame) -> Reply:
         """Make this host's folder for a run, which stays, or for a single job."""
+        if not self._shared:
+            self._claim()
         if frame.values["kind"] == "job":
             cache = self._base / ".plait"
             with told_disk(cache / MARK):
@@ -110,6 +114,25 @@ class Depot:
             self._say(f"run      {path}, recipe {digest[:12]}")
         self._folder = path
         return Reply(values={"folder": str(path)})
+
+    def _claim(self) -> None:
+        """Hold the working folder until the end: two hosts that are sent the same data would spoil them.
+
+        Raises PlaitError where another one has it. Where it is host 0's, all is there already and many may work in it.
+        """
+        if self._is_ours:
+            return
+        cache = self._base / ".plait"
+        with told_disk(cache / MARK):
+            cache.mkdir(exist_ok=True)
+            lock = self._held.enter_context((cache / "joined.lock").open("w"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PlaitError(
+                f"another host that joined a run works in {self._base}, too; join from another folder"
+            ) from None
+        self._is_ours = True
 
     def _take(self, frame: Frame) -> Reply:
         """Say which of the offered files are lacking here, and be ready for them."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from plait.checkpoint.store import Found, clean_staging, newest_good
 from plait.errors import PlaitError
-from plait.plan.plan import Plan, read_plan, write_plan
+from plait.plan.plan import Plan, read_plan, same_hosts, write_plan
 from plait.recipe.load import flat_values, load_recipe, recipe_text
 from plait.recipe.schema import RunConfig
 from plait.report.atomic import replace_file
@@ -118,7 +118,7 @@ class RunFolder:
 
 
 def _splits_otherwise(old: Plan, new: Plan) -> bool:
-    return (old.layout, old.hosts, old.parts) != (new.layout, new.hosts, new.parts)
+    return (old.layout, old.parts) != (new.layout, new.parts) or not same_hosts(old.hosts, new.hosts)
 
 
 def run_folder(name: str) -> RunFolder:

@@ -13,7 +13,7 @@ from plait.data.shards import open_corpus
 from plait.plan.plan import read_plan
 from plait.run.data import CACHE
 from plait.run.folder import RunFolder
-from plait.run.shipping import FileFact, Peer, facts_of, fetch_file, nonce, send_folder
+from plait.run.shipping import FileFact, Peer, facts_of, fetch_file, nonce, safe_path, send_folder
 from plait.units import format_bytes
 
 T = TypeVar("T")
@@ -72,14 +72,17 @@ class Freight:
         return self._places
 
     def bring_back(self, folder: Path) -> None:
-        """After a job: bring here what its ranks left in its folder on other hosts, and have that taken away there."""
+        """After a job: bring here what its ranks left in its folder on other hosts, and have that taken away there.
 
+        Raises PlaitError for a name that leads out of the folder.
+        """
         for member, place in zip(self._members, self._places, strict=True):
             if place.shared:
                 continue
             for name in member.ask("list", {}).values["names"]:
-                if not (folder / name).exists():
-                    fetch_file(member, {"name": name}, folder / name)
+                target = safe_path(folder, name)
+                if not target.exists():
+                    fetch_file(member, {"name": name}, target)
             member.ask("release", {})
 
     def _look(self) -> dict[int, bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,11 +32,14 @@ class Gathering:
         self._peer_of, self._checkpoints, self._on_message = peer_of, checkpoints, on_message
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="gather")
         self._touched: set[Path] = set()
+        self._given_up = threading.Event()
 
     def __enter__(self) -> Gathering:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None:  # nobody waits for parts on their way, and they may be large
+            self._given_up.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         for staging in self._touched:  # still there only where the checkpoint was not published
             shutil.rmtree(staging, ignore_errors=True)
@@ -55,7 +59,8 @@ class Gathering:
         try:
             staging.mkdir(parents=True, exist_ok=True)
             for name in part_files(rank):
-                fetch_file(peer, {"name": name, "staging": staging.name}, staging / name)
+                place = {"name": name, "staging": staging.name}
+                fetch_file(peer, place, staging / name, unwanted=self._given_up.is_set)
         except (OSError, PlaitError) as error:
             with contextlib.suppress(OSError):  # then rank 0 finds by itself that nothing comes
                 refuse_part(staging, rank, _sentence(peer, error))

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from plait.checkpoint.arrival import IN_ALL_S
 from plait.cluster.topology import Machine, told_apart, usable_cores
-from plait.errors import PlaitError
+from plait.errors import Interrupted, PlaitError
 from plait.launch.job import Job, JobResult, Message
 from plait.launch.leader import HostPart, Hosts, Member
 from plait.plan.fit import named_degrees
@@ -23,11 +23,13 @@ from plait.plan.grounds import Given
 from plait.plan.plan import HostShare, Plan, read_plan, write_plan
 from plait.recipe.schema import RunConfig
 from plait.run.crew import PRELOAD, OnMessage
+from plait.run.data import CACHE
+from plait.run.folder import RunFolder
 from plait.run.freight import Freight, Place
 from plait.run.gather import Gathering
 from plait.run.hello import objection, own_hello
 from plait.run.invite import HostsAsked, chosen_address, chosen_secret
-from plait.run.planning import Interrupted, Site
+from plait.run.planning import Site
 from plait.units import counted
 
 JOIN_WITHIN_S = 3600.0
@@ -69,6 +71,10 @@ class HostsCrew:
         sites = zip(self.sites(), self.shares, strict=True)
         return tuple((site.machine, site.peak_flops, share.workers) for site, share in sites)
 
+    def addresses(self) -> tuple[str, ...]:
+        """Where the hosts reach each other, this one first."""
+        return self._hosts.addresses
+
     def placed(self, plan: Plan) -> Plan:
         """The plan with each host's part in it."""
         if plan.hosts == self.shares:
@@ -88,7 +94,8 @@ class HostsCrew:
         folder, training = folder_of(job.argument), job.entry == TRAINING
         resume = json.loads(job.argument)["resume"] if training else None
         if not training:  # made before anybody knew which host does what
-            write_plan(self.placed(read_plan(folder / "plan.json")), folder / "plan.json")
+            plan = self.placed(read_plan(folder / "plan.json"))
+            write_plan(replace(plan, corpus=_named_alike(plan.corpus)), folder / "plan.json")
         places = self._freight.deliver(folder, "run" if training else "job", resume)
         first, *others = self.shares
         parts = [_own_part(job, first.workers, first.threads)]
@@ -160,8 +167,14 @@ def hosts_crew(asked: HostsAsked, *, config: RunConfig, folder: Path, screen: Co
                 screen.print(f"refused  {name}: {sentence}", markup=False)
             return sentence
 
-        hosts.admit(check, JOIN_WITHIN_S)
+        hosts.admit(check, JOIN_WITHIN_S, order=_order_before(folder))
         yield HostsCrew(hosts, folder=folder, config=config, say=screen.print)
+
+
+def _order_before(folder: Path) -> list[str]:
+    """The names of the hosts of a run that was begun there, in their order."""
+    run = RunFolder(folder)
+    return [share.name for share in run.begun_plan().hosts] if run.has_begun else []
 
 
 def shares_of(names: Sequence[str], machines: Sequence[Machine]) -> tuple[HostShare, ...]:
@@ -174,7 +187,12 @@ def shares_of(names: Sequence[str], machines: Sequence[Machine]) -> tuple[HostSh
             "leave the odd host out, or hide the GPUs with CUDA_VISIBLE_DEVICES="
         )
     return tuple(
-        HostShare(name=name, workers=machine.devices, threads=max(1, machine.cores // machine.devices))
+        HostShare(
+            name=name,
+            workers=machine.devices,
+            threads=max(1, machine.cores // machine.devices),
+            machine=machine.digest(),
+        )
         for name, machine in zip(names, machines, strict=True)
     )
 
@@ -199,6 +217,12 @@ def check_layout(config: RunConfig, shares: Sequence[HostShare]) -> None:
 def folder_of(argument: str) -> Path:
     """The folder that a job is about: its argument, or "folder" in it."""
     return Path(json.loads(argument)["folder"] if argument.startswith("{") else argument)
+
+
+def _named_alike(corpus: str) -> str:
+    """Prepared data by a name that holds on every host: a folder that they share may be mounted elsewhere on each."""
+    here, cache = Path(corpus).resolve(), CACHE.resolve()
+    return str(CACHE / here.relative_to(cache)) if here.is_relative_to(cache) else corpus
 
 
 def _own_part(job: Job, ranks: int, threads: int) -> HostPart:

@@ -22,11 +22,14 @@ from plait.plan.difference import difference, difference_json, difference_sectio
 from plait.plan.explain import Section, explained, plan_json
 from plait.plan.fit import check_layout, layout_of, named_degrees
 from plait.plan.grounds import Grounds
+from plait.plan.listing import Pins
 from plait.plan.page import Chapter, page_html, plotly_script
 from plait.plan.pins import pins_of
 from plait.plan.remedy import mended
 from plait.plan.search import DoesNotFit, Search, search
 from plait.plan.size import CorpusFacts, batch_sequences, size_up
+from plait.plan.split import named_pins
+from plait.plan.stack import PLAIT
 from plait.plan.terms import terms_text
 from plait.plan.workload import Precision, Workload, workload_of
 from plait.recipe.load import load_recipe
@@ -50,6 +53,8 @@ class Asked:
     shape: ModelShape
     workload: Workload
     budget: Amount
+    pins: Pins
+    """What it settles of the layout."""
     notes: tuple[str, ...]
     """What was derived or assumed."""
 
@@ -108,28 +113,33 @@ def terms() -> str:
 
 def answer(config: RunConfig, cluster: Cluster, *, top: int) -> Answer:
     """Plan a recipe on one cluster."""
-    asked, pins = asked_of(config, cluster), pins_of(config)
+    asked = asked_of(config, cluster)
+    stack = replace(PLAIT, gradient_transfer=config.train.gradient_transfer)
     try:
-        found = search(asked.workload, cluster, pins=pins)
+        found = search(asked.workload, cluster, stack=stack, pins=asked.pins)
     except DoesNotFit as error:
-        raise mended(error, pins) from None
-    free = search(asked.workload, cluster) if pins else None
-    return Answer(asked=asked, found=found, sections=explained(found, asked.budget, top=top, free=free))
+        raise mended(error, asked.pins, stack) from None
+    return Answer(asked=asked, found=found, sections=explained(found, asked.budget, top=top))
 
 
 def asked_of(config: RunConfig, cluster: Cluster) -> Asked:
-    """The model, its batch and its budget; what hangs on text that was not looked at takes usual values and says so."""
+    """The model, its batch, its budget and its pins; raises PlaitError where a named layout cannot carry them.
+
+    What hangs on text that was not looked at takes usual values and says so.
+    """
     notes: list[str] = []
     precision = _precision(config, cluster)
     peak = sum(island.devices * peak_flops(island.device, precision) for island in cluster.islands)
     machine = Machine(device="cuda", name=cluster.name, devices=cluster.devices, cores=1, memory_bytes=1, versions=())
     scale = size_up(config, _corpus(config, notes), machine, peak, notes)
     batch = batch_sequences(config, scale, notes)
-    if config.layout.stage_layers != "auto":
+    pins = pins_of(config)
+    if pins.degrees or pins.stage_layers:
         named = layout_of(config, scale.shape, named_degrees(config))
         check_layout(named, scale.shape, sequence=scale.shape.sequence, batch_sequences=batch)
+        pins = named_pins(config, named)
     workload = workload_of(scale.shape, sequence=scale.shape.sequence, batch_sequences=batch, precision=precision)
-    return Asked(shape=scale.shape, workload=workload, budget=scale.budget, notes=tuple(notes))
+    return Asked(shape=scale.shape, workload=workload, budget=scale.budget, pins=pins, notes=tuple(notes))
 
 
 def answer_text(one: Answer) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from plait.cluster.topology import Machine
 from plait.data.shards import Corpus
-from plait.errors import PlaitError
+from plait.errors import Interrupted, PlaitError
 from plait.launch.job import Job, Message
 from plait.plan.calibrate import taught, untaught
 from plait.plan.choose import draft, settle, with_split
@@ -42,7 +42,7 @@ class Site:
 
 def look_around(workers: Crew, cores: int) -> Site:
     """Describe this machine and measure its arithmetic peak, in a worker that uses all cores."""
-    found = _ask(workers, Job(entry="plait.cluster.measure:rank", argument="", world_size=1, threads=cores), "machine")
+    found = ask(workers, Job(entry="plait.cluster.measure:rank", argument="", world_size=1, threads=cores), "machine")
     return Site(machine=Machine.from_fingerprint(found["fingerprint"]), peak_flops=found["peak_flops"])
 
 
@@ -169,12 +169,12 @@ def _measured(config: RunConfig, plan: Plan, split: Split, workers: Crew) -> Spl
             threads=plan.threads,
             log_dir=name,
         )
-        found = _ask(workers, job, "measured")
+        found = ask(workers, job, "measured")
     return replace(split, step_s=found["step_s"])
 
 
-def _ask(workers: Crew, job: Job, kind: str) -> dict[str, Any]:
-    """Run a job whose rank 0 tells one thing, and return it."""
+def ask(workers: Crew, job: Job, kind: str) -> dict[str, Any]:
+    """Run a job whose rank 0 tells one thing, and return it; raises Interrupted where a signal came."""
     answers: list[Message] = []
     result = workers.run(job, lambda message: answers.append(message) if message.kind == kind else None)
     if result.stopped_by != "finished":
@@ -182,10 +182,6 @@ def _ask(workers: Crew, job: Job, kind: str) -> dict[str, Any]:
     if not answers:
         raise PlaitError(f"a worker ended without an answer ({job.entry}); this is a bug in plait, please report it")
     return dict(answers[0].values)
-
-
-class Interrupted(Exception):
-    """A signal came while nothing was lost by stopping at once."""
 
 
 def plan_key(

@@ -26,14 +26,14 @@ from plait.cluster.measured import (
 from plait.cluster.probe_request import CPU_TOKENS, Request, request_of, typical_request
 from plait.cluster.probe_verdict import Host, PairTold, complaints, device_of, pair_links, relative_speeds
 from plait.cluster.topology import Machine, usable_cores
-from plait.errors import PlaitError, RunFailed
-from plait.launch.job import Job, Message
+from plait.errors import PlaitError
+from plait.launch.job import Job
 from plait.recipe.load import load_recipe
 from plait.run.crew import Crew, crew, serve_if_asked
 from plait.run.data import CACHE
 from plait.run.outputs import check_output, write_output
 from plait.run.plan import asked_of
-from plait.run.planning import Site, look_around
+from plait.run.planning import Site, ask, look_around
 from plait.run.probe_table import table
 
 ENTRY = "plait.run.probe_rank:rank"
@@ -130,17 +130,8 @@ def measured_by(hands: Crew, machines: Sequence[Machine], asked: Request, extent
     if fresh == "kept" and (known := kept_measurement(machines, asked, extent)):
         return known
     key = _key(machines, asked, extent)
-    told: dict[str, Any] = {}
-
-    def hear(message: Message) -> None:
-        if message.kind == "probed":
-            told.update(message.values)
-
     job = Job(entry=ENTRY, argument=asked.to_json(), world_size=extent.workers, threads=extent.threads)
-    hands.run(job, hear)
-    if not told:
-        raise RunFailed("the probe was stopped before it ended; give the same command again")
-    measured, kept = measured_of(told, asked, key), _kept(key)
+    measured, kept = measured_of(ask(hands, job, "probed"), asked, key), _kept(key)
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(measured_json(measured), encoding="utf-8")
     return measured
@@ -155,10 +146,22 @@ def kept_measurement(machines: Sequence[Machine], asked: Request, extent: Extent
         return None  # of another version, or torn: measured anew, and written over
 
 
-def seen_lately(machines: Sequence[Machine], asked: Request, extent: Extent) -> bool:
-    """Whether what is kept is so young that nobody need look again whether it still holds."""
-    kept = _kept(_key(machines, asked, extent))
-    return kept.exists() and 0 <= time.time() - kept.stat().st_mtime < LATELY_S
+def seen_lately(machines: Sequence[Machine], asked: Request, extent: Extent, addresses: Sequence[str]) -> bool:
+    """Whether somebody found so short a time ago that what is kept holds between these addresses, that nobody need look
+    again."""
+    seen = _seen(machines, asked, extent)
+    if not seen.exists() or not 0 <= time.time() - seen.stat().st_mtime < LATELY_S:
+        return False
+    return seen.read_text(encoding="utf-8") == json.dumps(addresses)
+
+
+def note_seen(machines: Sequence[Machine], asked: Request, extent: Extent, addresses: Sequence[str]) -> None:
+    """Keep that what is kept was measured, or found to hold, just now."""
+    _seen(machines, asked, extent).write_text(json.dumps(addresses), encoding="utf-8")
+
+
+def _seen(machines: Sequence[Machine], asked: Request, extent: Extent) -> Path:
+    return _kept(_key(machines, asked, extent)).with_suffix(".seen")
 
 
 def sends_of(told: Mapping[str, Any]) -> tuple[MeasuredLink, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -82,15 +82,20 @@ def send_folder(peer: Peer, folder: Path, facts: Sequence[FileFact], place: Mapp
     return found["folder"], sum(sizes[name] for name in found["lacking"])
 
 
-def fetch_file(peer: Peer, place: Mapping[str, str], target: Path) -> None:
+def fetch_file(
+    peer: Peer, place: Mapping[str, str], target: Path, *, unwanted: Callable[[], bool] = lambda: False
+) -> None:
     """Bring a file of the other host's here; it appears as `target` when all of it is on the disk.
 
-    `place` is its "name" in that host's current folder, with "staging" where it is of a checkpoint.
+    `place` is its "name" in that host's current folder, with "staging" where it is of a checkpoint. `unwanted` is asked
+    before each block; raises PlaitError as soon as it says yes.
     """
     part = target.with_name(aside(target.name))
     with part.open("wb") as file:
         size = None
         while size is None or file.tell() < size:
+            if unwanted():
+                raise PlaitError(f"nobody waits for {target.name} any more; give the same command again")
             answer = peer.ask("read", {**place, "offset": file.tell(), "bytes": BLOCK_BYTES})
             size = answer.values["size"]
             if not answer.blob and file.tell() < size:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from plait.cluster.measured import Measured, MeasuredLink, Timed
 from plait.cluster.probe_request import Request, layer_products
-from plait.launch.job import Job, Message
+from plait.launch.job import Job
 from plait.run.crew import Crew
+from plait.run.planning import ask
 from plait.run.probe import ENTRY, Extent, sends_of, timed_on_hosts
 
 LOOK_BYTES = 2**20
@@ -22,21 +22,14 @@ Figures = Mapping[object, float]
 def still_holds(hands: Crew, known: Measured, asked: Request, extent: Extent) -> bool:
     """Time one message over each road and one layer on each host, and compare; takes some seconds on all hosts.
 
-    Raises RunFailed with the name of a dead device or link.
+    Raises RunFailed with the name of a dead device or link, Interrupted where a signal came.
     """
     scene = asked.scenes[0]
     short = replace(
         asked, scenes=(scene,), products=layer_products(scene), attentions=(), messages=(LOOK_BYTES,), seconds=0.0
     )
-    told: dict[str, Any] = {}
-
-    def hear(message: Message) -> None:
-        if message.kind == "probed":
-            told.update(message.values)
-
-    hands.run(Job(entry=ENTRY, argument=short.to_json(), world_size=extent.workers, threads=extent.threads), hear)
-    if not told:
-        return False
+    job = Job(entry=ENTRY, argument=short.to_json(), world_size=extent.workers, threads=extent.threads)
+    told = ask(hands, job, "probed")
     layers = zip([device.timed for device in known.devices], timed_on_hosts(told), strict=False)
     return alike(_rates(known.links), _rates(sends_of(told))) and all(alike(*_common(*pair)) for pair in layers)
 

@@ -12,7 +12,7 @@ from plait.plan.clocked import measured_link
 from plait.plan.grounds import Look, Need
 from plait.run.crew import PlacedCrew
 from plait.run.planning import Say, Site, look_around
-from plait.run.probe import Extent, Fresh, kept_measurement, measured_by, seen_lately
+from plait.run.probe import Extent, Fresh, kept_measurement, measured_by, note_seen, seen_lately
 from plait.run.still import still_holds
 from plait.units import format_count
 
@@ -20,8 +20,11 @@ Host = tuple[Machine, float | None, int]
 """A host's machine, the rate of its processor, and its workers."""
 
 
-def survey(workers: PlacedCrew, say: Say) -> Site:
-    """This machine; over several hosts host 0's, with what looks at all of them once the model is known."""
+def survey(workers: PlacedCrew, say: Say, fresh: Fresh) -> Site:
+    """This machine; over several hosts host 0's, with what looks at all of them once the model is known.
+
+    That probes them "again", or takes what was "kept" of an earlier probe as long as a short look finds it true.
+    """
     hosts = workers.hosts()
     if not hosts:
         return look_around(workers, usable_cores())
@@ -31,13 +34,13 @@ def survey(workers: PlacedCrew, say: Say) -> Site:
         machine=machines[0],
         peak_flops=sum(rates) if len(rates) == len(hosts) else None,
         others=machines[1:],
-        look=_look(workers, hosts, say),
+        look=_look(workers, hosts, say, fresh),
     )
 
 
-def _look(workers: PlacedCrew, hosts: tuple[Host, ...], say: Say) -> Look:
+def _look(workers: PlacedCrew, hosts: tuple[Host, ...], say: Say, fresh: Fresh) -> Look:
     def look(need: Need) -> Cluster:
-        cluster = described(workers, hosts, need, fresh="kept")
+        cluster = described(workers, hosts, need, fresh=fresh)
         assert cluster.measured is not None
         for sentence in cluster.measured.complaints:
             say(f"probe    {sentence}")
@@ -73,9 +76,11 @@ def _probed(workers: PlacedCrew, machines: list[Machine], need: Need, fresh: Fre
         precision="bf16" if need.precision == "bf16" else "float32",
         threads=given.threads,
     )
-    extent = Extent(workers=given.workers, threads=given.threads)
-    if fresh == "kept":
-        known = kept_measurement(machines, asked, extent)
-        if known is not None and (seen_lately(machines, asked, extent) or still_holds(workers, known, asked, extent)):
-            return known
-    return measured_by(workers, machines, asked, extent, fresh="again")
+    extent, addresses = Extent(workers=given.workers, threads=given.threads), workers.addresses()
+    known = kept_measurement(machines, asked, extent) if fresh == "kept" else None
+    if known is not None and seen_lately(machines, asked, extent, addresses):
+        return known
+    if known is None or not still_holds(workers, known, asked, extent):
+        known = measured_by(workers, machines, asked, extent, fresh="again")
+    note_seen(machines, asked, extent, addresses)
+    return known

@@ -13,13 +13,13 @@ from typing import Any, Literal
 from rich.console import Console as Screen
 
 from plait.data.shards import Corpus
-from plait.errors import PlaitError
+from plait.errors import Interrupted, PlaitError
 from plait.launch.job import Job, JobResult, Message
 from plait.layout import in_words
 from plait.plan.calibrate import taught_words
 from plait.plan.choose import described
 from plait.plan.pace import longer, with_reports
-from plait.plan.plan import Plan
+from plait.plan.plan import Plan, same_hosts
 from plait.plan.rebalance import cannot_help
 from plait.plan.size import budget_of
 from plait.recipe.load import load_recipe
@@ -35,13 +35,15 @@ from plait.run.depot import refuse_joined
 from plait.run.folder import RunFolder, alone, check_changes, run_folder
 from plait.run.hosts import hosts_crew
 from plait.run.invite import ONE_HOST, HostsAsked
-from plait.run.planning import Interrupted, Say, Site, make_plan, replan
+from plait.run.planning import Say, Site, make_plan, replan
 from plait.run.survey import survey
 from plait.run.verify import check_once
 from plait.units import counted, format_bytes, format_duration
 
 Check = Literal["new layouts", "never"]
 Outcome = Literal["finished", "SIGINT", "SIGTERM"]
+Renew = Literal["all", "plan", "nothing"]
+"""What is made anew: what several hosts were found to do and the plan, the plan alone, or nothing that was kept."""
 
 
 def train(
@@ -72,8 +74,9 @@ def train(
             return "finished"
         with _crew(hosts, config, folder, screen) as workers:
             try:
-                fresh = fresh_plan or any(key.startswith("layout.") for key in changed)
-                plan = workers.placed(_plan(config, folder, workers, fresh=fresh, screen=screen))
+                layout_changed = any(key.startswith("layout.") for key in changed)
+                renew: Renew = "all" if fresh_plan else "plan" if layout_changed else "nothing"
+                plan = workers.placed(_plan(config, folder, workers, renew=renew, screen=screen))
                 if check == "new layouts":
                     check_once(config, plan, workers, screen)
                 return _train(config, folder, workers, plan, screen)
@@ -92,11 +95,11 @@ def _crew(
     return hosts_crew(hosts, config=config, folder=folder.path, screen=screen)
 
 
-def _plan(config: RunConfig, folder: RunFolder, workers: PlacedCrew, *, fresh: bool, screen: Screen) -> Plan:
+def _plan(config: RunConfig, folder: RunFolder, workers: PlacedCrew, *, renew: Renew, screen: Screen) -> Plan:
     """Prepare the data, look at the machine, and say what will be done."""
     corpus = prepare_data(config, screen)
     screen.print(told(corpus))
-    site = survey(workers, screen.print)
+    site, fresh = survey(workers, screen.print, "again" if renew == "all" else "kept"), renew != "nothing"
     if folder.has_begun:
         plan = _plan_of_begun(config, folder.begun_plan(), corpus, site, workers, fresh=fresh, say=screen.print)
     else:
@@ -125,7 +128,7 @@ def _train(config: RunConfig, folder: RunFolder, workers: Crew, plan: Plan, scre
 
 
 def _plan_of_begun(
-    config: RunConfig, plan: Plan, corpus: Corpus, site: Site, workers: Crew, *, fresh: bool, say: Say
+    config: RunConfig, plan: Plan, corpus: Corpus, site: Site, workers: PlacedCrew, *, fresh: bool, say: Say
 ) -> Plan:
     """The plan to go on with: the run's own, with more steps or another split where that was asked or is needed."""
     if corpus.content_hash != plan.corpus_hash:
@@ -140,16 +143,18 @@ def _plan_of_begun(
     moved = site.machine.fingerprint() != plan.fingerprint
     if moved or fresh or _other_crew(plan, workers):
         plan = replace(plan, hosts=())
-        why = "this machine is not the one it was made for" if moved else "as asked"
+        asked = "as asked" if fresh else "the hosts are not those it was made for"
+        why = "this machine is not the one it was made for" if moved else asked
         plan = replan(config, plan, corpus, site, workers)
         say(f"plan     a new one for the remaining steps ({why}); {plan.steps} steps in all, as before")
     return with_reports(config, plan)
 
 
-def _other_crew(plan: Plan, workers: Crew) -> bool:
+def _other_crew(plan: Plan, workers: PlacedCrew) -> bool:
+    """Whether a plan is for others than these: for another number of workers, or for hosts of another kind or order."""
     if workers.given is None:
         return bool(plan.hosts)  # it was made for several, and here is one
-    return workers.given.workers != plan.world_size
+    return workers.given.workers != plan.world_size or not same_hosts(workers.placed(plan).hosts, plan.hosts)
 
 
 def _introduce(plan: Plan, site: Site, reasons: Sequence[str], screen: Screen) -> None:

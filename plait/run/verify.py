@@ -15,7 +15,7 @@ from rich.console import Console as Screen
 
 from plait.cluster.topology import Machine, usable_cores
 from plait.data.synthetic import write_synthetic
-from plait.errors import PlaitError
+from plait.errors import Interrupted, PlaitError
 from plait.launch.job import Job
 from plait.layout import Layout
 from plait.plan.fit import check_devices
@@ -25,7 +25,7 @@ from plait.recipe.schema import RunConfig
 from plait.run.crew import Crew, crew, serve_if_asked
 from plait.run.data import CACHE
 from plait.run.outputs import check_output, write_output
-from plait.run.planning import Interrupted, look_around
+from plait.run.planning import look_around
 from plait.run.shrink import asked_layout, asked_shares, shrunk_plan, suited_to
 from plait.run.verdict import EXACT, ROUNDED, SINGLE, Bars, Verdict, judge
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from plait.model.linear import as_computed
 from plait.parallel.woven import WHOLE_VOCABULARY, Vocabulary
 
 IGNORED = -100
@@ -37,6 +38,8 @@ def sum_of_losses(
     all get the same sum, and as gradient of the hidden states what their own entries add to it.
     """
     want_grads = torch.is_grad_enabled()
+    # Its products are made in place, and those autocast leaves as they are.
+    hidden_nd = as_computed(hidden_nd)
     total: Tensor = _SumOfLosses.apply(hidden_nd, head_vd, targets_n, vocabulary, want_grads)  # type: ignore[assignment]
     return total
 
@@ -56,7 +59,7 @@ class _SumOfLosses(torch.autograd.Function):
         total = torch.zeros((), dtype=exact, device=hidden_nd.device)
         grad_hidden = torch.empty_like(hidden_nd) if want_grads and ctx.needs_input_grad[0] else None
         grad_head = torch.zeros_like(head_vd, dtype=exact) if want_grads and ctx.needs_input_grad[1] else None
-        piece = max(1, _PIECE_NUMBERS[hidden_nd.device.type] // head_vd.shape[0])
+        piece = max(1, _PIECE_NUMBERS[hidden_nd.device.type] // vocabulary.most_entries(len(head_vd)))
         for first in range(0, hidden_nd.shape[0], piece):
             part = slice(first, first + piece)
             hidden, targets = hidden_nd[part].detach(), targets_n[part]

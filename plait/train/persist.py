@@ -14,6 +14,7 @@ from plait.checkpoint.manifest import Manifest, check_model, tensor_names
 from plait.checkpoint.store import checkpoint_for, prune, publish, staging_for
 from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whole, write_rank
 from plait.errors import PlaitError, RunFailed
+from plait.model.shape import weight_sizes
 from plait.parallel.mesh import Sums
 from plait.parallel.woven import UnitPart
 from plait.train.assemble import Assembly
@@ -46,8 +47,16 @@ def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums, *, se
     def publish_all() -> None:
         if world.index == 0:
             await_parts(staging, world.size)
-            shape = assembly.plan.shape.to_dict()
-            publish(staging, final, step=state.step, cursor=state.position, model=shape, world_size=world.size)
+            shape = assembly.plan.shape
+            publish(
+                staging,
+                final,
+                step=state.step,
+                cursor=state.position,
+                model=shape.to_dict(),
+                world_size=world.size,
+                needs=[f"{kind}/{name}" for kind in ("model", *_MOMENTS) for name in weight_sizes(shape)],
+            )
             prune(folder, assembly.plan.checkpoint_keep)
 
     _together(world, write_own, staging if clears else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,16 @@ def test_a_hole_an_overlap_and_a_missing_rank_are_refused_at_publishing(folder, 
         with pytest.raises(RunFailed, match=why):
             publish(staging, checkpoint_for(folder, 2), step=2, cursor=0, model={}, world_size=world_size)
         assert [path.name for path in folder.iterdir()] == ["step-1"]
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_not_published(folder, save):
+    save(folder, 1)
+    staging, final = staging_for(folder, 2), checkpoint_for(folder, 2)
+    for needs, lacks in ((("model/a",), False), (("model/a", "model/b"), True)):
+        write_rank(staging, 0, {"model/a": whole(torch.ones(2))})
+        with pytest.raises(RunFailed, match="no worker wrote model/b") if lacks else nullcontext():
+            publish(staging, final, step=2, cursor=0, model={}, world_size=1, needs=needs)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2"]
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_the_first_field_that_differs(folder, save):

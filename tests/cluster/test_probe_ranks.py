@@ -17,12 +17,12 @@ from plait.cluster.measured import SIZES, measured_from_json, measured_json
 from plait.cluster.probe_pieces import check_device
 from plait.cluster.probe_request import Request, layer_products, request_of, typical_request
 from plait.cluster.topology import this_host
-from plait.errors import PlaitError, RunFailed
-from plait.launch.job import Job, JobResult, Message
+from plait.errors import Interrupted, PlaitError
+from plait.launch.job import Job, JobResult, Message, StoppedBy
 from plait.launch.local import ForkServer
 from plait.model.sizes import explicit_shape
 from plait.run import probe
-from plait.run.probe import Extent, extent_for, measured_by, measured_of, seen_lately, timed_on_hosts
+from plait.run.probe import Extent, extent_for, measured_by, measured_of, note_seen, seen_lately, timed_on_hosts
 from plait.run.probe_table import table
 from plait.run.still import still_holds
 
@@ -123,14 +123,13 @@ class Remembered:
 
     given = None
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        self.told, self.jobs = told, 0
+    def __init__(self, told: dict[str, Any], stopped_by: StoppedBy = "finished") -> None:
+        self.told, self.stopped_by, self.jobs = told, stopped_by, 0
 
     def run(self, job: Job, on_message: Callable[[Message], None]) -> JobResult:
         self.jobs += 1
-        if self.told:
-            on_message(Message(rank=0, kind="probed", values=self.told))
-        return JobResult(stopped_by="finished", wall_s=0.0)
+        on_message(Message(rank=0, kind="probed", values=self.told))
+        return JobResult(stopped_by=self.stopped_by, wall_s=0.0)
 
 
 def test_what_was_measured_is_kept_until_something_changes(
@@ -149,17 +148,20 @@ def test_what_was_measured_is_kept_until_something_changes(
     assert hands.jobs == 5
 
 
-def test_what_was_measured_a_moment_ago_is_believed_without_a_look(
+def test_what_was_found_to_hold_a_moment_ago_is_believed_without_a_look(
     told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    asked, extent = small_request(), Extent(workers=2, threads=1)
-    assert not seen_lately([this_host()], asked, extent)
-    first = measured_by(Remembered(told), [this_host()], asked, extent, fresh="again")
-    assert seen_lately([this_host()], asked, extent)
+    here = ([this_host()], small_request(), Extent(workers=2, threads=1))
+    cable, wireless = ("10.0.0.1", "10.0.0.2"), ("192.168.0.1", "192.168.0.2")
+    assert not seen_lately(*here, cable)
+    first = measured_by(Remembered(told), *here, fresh="again")
+    assert not seen_lately(*here, cable)
+    note_seen(*here, cable)
+    assert seen_lately(*here, cable) and not seen_lately(*here, wireless)
     an_hour_ago = time.time() - 3600
-    os.utime(tmp_path / ".plait" / "probes" / f"{first.fingerprint}.json", (an_hour_ago, an_hour_ago))
-    assert not seen_lately([this_host()], asked, extent)
+    os.utime(tmp_path / ".plait" / "probes" / f"{first.fingerprint}.seen", (an_hour_ago, an_hour_ago))
+    assert not seen_lately(*here, cable)
 
 
 def test_old_figures_hold_while_a_short_look_finds_about_the_same(told: dict[str, Any]) -> None:
@@ -169,18 +171,25 @@ def test_old_figures_hold_while_a_short_look_finds_about_the_same(told: dict[str
     assert still_holds(Remembered(told), known, small_request(), extent)
     slower_road = {**told, "pairs": [slowed(pair, "points") for pair in told["pairs"]]}
     slower_host = {**told, "ranks": [slowed(rank, "timed") for rank in told["ranks"]]}
-    for changed in (slower_road, slower_host, {}):
+    for changed in (slower_road, slower_host):
         assert not still_holds(Remembered(changed), known, small_request(), extent)
+
+
+def test_a_signal_in_the_midst_of_a_probe_ends_the_command_and_keeps_nothing(
+    told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked, extent = small_request(), Extent(workers=2, threads=1)
+    stopped = Remembered(told, stopped_by="SIGINT")
+    with pytest.raises(Interrupted, match="SIGINT"):
+        measured_by(stopped, [this_host()], asked, extent, fresh="kept")
+    with pytest.raises(Interrupted, match="SIGINT"):
+        still_holds(stopped, measured_of(told, asked, "key"), asked, extent)
+    assert not (tmp_path / ".plait").exists()
 
 
 def slowed(values: dict[str, Any], key: str) -> dict[str, Any]:
     return {**values, key: [{**one, "seconds": 2 * one["seconds"]} for one in values[key]]}
-
-
-def test_a_probe_that_was_stopped_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(RunFailed, match="stopped before it ended; give the same command again"):
-        measured_by(Remembered({}), [this_host()], small_request(), Extent(workers=1, threads=1), fresh="kept")
 
 
 def test_workers_follow_the_cores_and_too_many_are_refused() -> None:

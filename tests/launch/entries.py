@@ -71,6 +71,17 @@ def wait_for_stop(context: RankContext, argument: str) -> None:
     context.tell("saved", rank=context.rank)
 
 
+def save_on_word(context: RankContext, argument: str) -> None:
+    """Tell of the stop when it is asked for, and save when the file `argument` is there."""
+    _introduce(context)
+    while not context.stop_requested():
+        _tick()
+    context.tell("asked")
+    while not Path(argument).exists():
+        _tick()
+    context.tell("saved", rank=context.rank)
+
+
 def be_deaf(context: RankContext, argument: str) -> None:
     _introduce(context)
     _wait_for_ever()

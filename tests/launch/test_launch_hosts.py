@@ -335,6 +335,41 @@ def test_ctrl_c_on_both_hosts_is_one_stop(two: _Crew):
     assert len(record.values("saved")) == 2
 
 
+def _stopped_there_then_here(two: _Crew, here: Callable[[], None]) -> tuple[Record, Callable[[Message], None]]:
+    """A listener that has the other host get a SIGTERM, and calls `here` once host 0 has obeyed its word of it."""
+    record = Record(2, lambda record: os.kill(two.agents[0].pid, signal.SIGTERM))
+
+    def hear(message: Message) -> None:
+        record(message)
+        if message.kind == "asked" and message.rank == 0:
+            here()
+
+    return record, hear
+
+
+def test_a_signal_to_all_hosts_is_one_stop_where_another_hosts_is_heard_first(two: _Crew, tmp_path: Path):
+    """As some schedulers send it."""
+
+    def stop_and_let_save() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        (tmp_path / "go").touch()
+
+    record, hear = _stopped_there_then_here(two, stop_and_let_save)
+    assert two.run(job("save_on_word", 2, argument=str(tmp_path / "go")), hear).stopped_by == "SIGTERM"
+    assert sorted(record.values("saved")) == [0, 1]
+
+
+def test_after_another_hosts_stop_a_second_signal_here_kills(two: _Crew, tmp_path: Path):
+    def stop_twice() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+
+    record, hear = _stopped_there_then_here(two, stop_twice)
+    error = two.fails(job("save_on_word", 2, argument=str(tmp_path / "never")), hear)
+    assert str(error).startswith("stopped at once by a second SIGTERM, without saving")
+    wait_until(lambda: not running(record.pids.values()), within_s=SOON_S)
+
+
 def test_a_second_ctrl_c_leaves_and_the_others_are_told(two: _Crew):
     agent = two.agents[0]
     # Two different signals, as two equal ones may become one.
@@ -417,7 +452,7 @@ def test_a_host_that_does_not_fit_is_told_why_and_others_still_join(waiting: tup
         fit.close()
 
 
-def test_a_host_that_goes_away_while_it_waits_leaves_its_place():
+def test_a_host_that_goes_away_while_it_waits_leaves_its_place_and_others_take_those_they_had():
     secret, agents = new_secret(), []
     try:
         with Hosts(address="127.0.0.1", secret=secret, members=2, pulse=PULSE) as hosts:
@@ -432,8 +467,9 @@ def test_a_host_that_goes_away_while_it_waits_leaves_its_place():
                     agents.append(_agent(hosts.join_address, secret, 12 + len(agents)))
 
             agents.append(_agent(hosts.join_address, secret, 12))
-            members = hosts.admit(check, within_s=30)
-            assert [(member.host, member.address) for member in members] == [(1, "127.0.0.13"), (2, "127.0.0.14")]
+            members = hosts.admit(check, within_s=30, order=["elsewhere", "127.0.0.14"])
+            assert [(member.host, member.address) for member in members] == [(1, "127.0.0.14"), (2, "127.0.0.13")]
+            assert hosts.addresses == ("127.0.0.1", "127.0.0.14", "127.0.0.13")
     finally:
         for agent in agents:
             agent.close()

@@ -30,8 +30,10 @@ Launch = Callable[[str, Any, int], None]
 SHAPES = {
     # Rows that no number of ranks divides, and for four ranks a norm of 6 rows: 2, 2, 2 and none.
     "plain": ("model.width=24", "model.heads=4", "model.qk_norm=true", "model.tied=false"),
-    "tied": ("model.positions=learned", "model.bias=all", "model.tied=true"),
+    "tied": ("model.positions=learned", "model.bias=all", "model.tied=true", "model.layers=3"),
 }
+STAGES = {"plain": [1, 1], "tied": [2, 1]}
+"""Unlike numbers of buckets beside the weight that both ends of a tied model hold."""
 SPLITS = ("optimizer", "parameters")
 
 
@@ -58,7 +60,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def layouts(world_size: int) -> list[dict[str, Any]]:
+def layouts(world_size: int, shape: str) -> list[dict[str, Any]]:
     """Those with a `shard`, where two kinds of sums meet as well: over `shard` and over others with the same rows."""
     return {
         2: [{"shard": 2}],
@@ -68,8 +70,8 @@ def layouts(world_size: int) -> list[dict[str, Any]]:
             {"replicate": 2, "shard": 2},
             {"shard": 2, "context": 2},
             {"shard": 2, "tensor": 2},
-            {"pipeline": 2, "shard": 2, "stage_layers": [1, 1]},
-            {"pipeline": 2, "shard": 2, "stage_layers": [1, 1], "schedule": "gpipe"},
+            {"pipeline": 2, "shard": 2, "stage_layers": STAGES[shape]},
+            {"pipeline": 2, "shard": 2, "stage_layers": STAGES[shape], "schedule": "gpipe"},
         ],
     }[world_size]
 
@@ -81,7 +83,9 @@ def test_every_split_takes_one_process_s_steps(launch: Launch, folders, world_si
     shared = {"folder": str(folders[shape]), "name": f"of-{world_size}", "steps": STEPS, "plan": {"micro_sequences": 2}}
     wanted = alone_with(shared)
     cases = [
-        {**shared, "layout": {**layout, "shard_what": split}} for layout in layouts(world_size) for split in SPLITS
+        {**shared, "layout": {**layout, "shard_what": split}}
+        for layout in layouts(world_size, shape)
+        for split in SPLITS
     ]
     launch("take_steps", cases, world_size)
     for number, case in enumerate(cases):

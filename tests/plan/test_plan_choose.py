@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from plait.cluster.cluster import read_cluster
 from plait.errors import PlaitError
 from plait.layout import Layout, share
+from plait.model.shape import parameter_count
 from plait.plan.choose import settle, with_split
+from plait.plan.fit import layout_from
 from plait.plan.pace import longer, with_reports
 from plait.plan.plan import Plan, read_plan, write_plan
+from plait.plan.size import CorpusFacts
 from plait.plan.split import Split
+from plait.run.plan import answer
 from plait.units import Amount, Every
 from tests.plan.machines import (
     EIGHT_H100,
@@ -72,6 +77,22 @@ def test_a_time_budget_becomes_as_many_steps_as_were_measured_to_fit(tmp_path: P
         assert 0.9 * 600 < plan.steps * plan.step_s <= 600
     assert fast.steps > 2 * slow.steps
     assert replace(fast.shape) == slow.shape and fast.batch_sequences == slow.batch_sequences
+
+
+def test_evaluations_that_were_asked_for_are_in_the_time_budget(tmp_path: Path) -> None:
+    plan = planned(recipe(tmp_path, "train.budget=10 minutes", "report.evaluate=20 steps"), PLAYS, LAPTOP, 2.0)
+    assert plan.step_s is not None and plan.evaluate_every_steps == 20
+    evaluation_s = plan.step_s * PLAYS.heldout_tokens / plan.batch_tokens / 3
+    evaluations = plan.steps / 20 + 1
+    assert evaluations * evaluation_s > 60, "else this test shows nothing"
+    assert plan.steps * plan.step_s + evaluations * evaluation_s == pytest.approx(600, rel=0.02)
+
+
+@pytest.mark.parametrize("text", [PLAYS, STORIES])
+def test_a_budget_of_tokens_takes_the_model_that_they_are_enough_for(tmp_path: Path, text: CorpusFacts) -> None:
+    plan = planned(recipe(tmp_path, "train.budget=200M tokens"), text, SERVER)
+    assert 12 < 200e6 / parameter_count(plan.shape) < 30
+    assert any("(20 tokens a parameter)" in reason for reason in plan.reasons)
 
 
 @pytest.mark.parametrize(("budget", "steps"), [("100 steps", 100), ("11200 tokens", 100), ("1 tokens", 1)])
@@ -154,6 +175,7 @@ def test_the_planner_chooses_what_runs_on_gpus(tmp_path: Path) -> None:
         (("model.heads=8", "model.kv_heads=3"), ["kv_heads = 3 does not divide 8 heads", "choose one of 1, 2, 4, 8"]),
         (("model.size=7B",), ["fits no layout of this machine", "GiB", "model.size"]),
         (("report.evaluate=5 minutes",), ["[report]", "must count steps"]),
+        (("layout.stage_layers=[4, 2]",), ["cut a pipeline; set layout.pipeline above 1, too"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_mend(
@@ -259,5 +281,19 @@ def test_named_stages_decide_how_many_a_worker_has(tmp_path: Path) -> None:
 def test_a_key_for_a_strand_that_is_not_there_is_said_to_change_nothing(tmp_path: Path) -> None:
     told = planned(recipe(tmp_path, *STEPS, "layout.replicate=2", "layout.schedule=gpipe"), PLAYS, LAPTOP).reasons
     assert "layout.schedule changes nothing: layout.pipeline is 1" in told
+    told = planned(recipe(tmp_path, *STEPS, *TINY, "layout.virtual_stages=2"), PLAYS, LAPTOP).reasons
+    assert "layout.virtual_stages changes nothing: layout.pipeline is 1" in told
     quiet = planned(recipe(tmp_path, *STEPS, "layout.shard=2", "layout.shard_what=parameters"), PLAYS, LAPTOP).reasons
     assert not any("changes nothing" in reason for reason in quiet)
+
+
+@pytest.mark.parametrize("named", [("layout.shard=8",), ("layout.pipeline=4", "layout.shard=2")])
+def test_named_degrees_run_as_they_are_priced_and_as_plait_plan_answers(named: tuple[str, ...], tmp_path: Path) -> None:
+    model = ("model.size=13B", "model.vocabulary=50257", "train.sequence=4096", "train.batch_tokens=262144")
+    config = recipe(tmp_path, *STEPS, *model, *named)
+    plan = planned(config, WEB, EIGHT_H100)
+    found = answer(config, read_cluster("8xH100"), top=0).found
+    cut = found.stage_layers(found.chosen) if plan.layout.pipeline > 1 else ()
+    assert plan.layout == layout_from(found.candidates.row(found.chosen), cut)
+    if plan.layout.pipeline == 1:
+        assert plan.layout.shard_what == "parameters", "whole parameters and gradients of 13B do not fit"

@@ -16,11 +16,12 @@ from rich.console import Console
 
 from plait.cluster.cluster import read_cluster
 from plait.errors import PlaitError
-from plait.plan.explain import plan_json, runners_up
+from plait.plan.explain import in_short, plan_json, runners_up
 from plait.plan.kinds import kinds
-from plait.plan.search import Search, search
+from plait.plan.listing import Pins
+from plait.plan.search import DoesNotFit, Search, search
 from plait.plan.terms import TERMS, terms_text
-from plait.plan.thresholds import Flip, flips
+from plait.plan.thresholds import Flip, flips, with_memory
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 from plait.run.plan import Answer, answer, answer_text, plan, terms
@@ -133,6 +134,31 @@ def test_pinned_degrees_are_obeyed_and_their_price_is_told(tmp_path: Path) -> No
     assert "as [layout] of the recipe says, though" in values["why"][0] and "plait would choose" in values["why"][0]
 
 
+def test_a_layout_for_which_memory_is_short_is_explained_although_nothing_fits_freely(tmp_path: Path) -> None:
+    config = recipe(tmp_path, "1B", 1024, 64, "1B tokens", "layout.shard=2")
+    cluster = read_cluster("2x(1x4090)@10G")
+    roomy = answer(config, cluster, top=0).found
+    tight = with_memory(cluster, 0.99 * min(roomy.leanest.values()) / cluster.islands[0].device.memory_bytes)
+    with pytest.raises(DoesNotFit):
+        search(roomy.workload, tight)
+    one = answer(config, tight, top=3)
+    told = answer_text(one)
+    assert "as [layout] of the recipe says; left open, plait would choose nothing: a model of" in " ".join(told.split())
+    assert "the layout is as the recipe says, whatever the machines" in told and "memory is short" in told
+    assert "plait would choose nothing" in in_short(search(roomy.workload, tight, pins=Pins(degrees={"shard": 2})))[0]
+
+
+def test_gradients_travel_as_the_recipe_says(tmp_path: Path) -> None:
+    asked = ("350M", 1024, 16, "1B tokens", "layout.replicate=2")
+    cluster = read_cluster("2x(1x4090)@1G")
+    whole, half = (
+        answer(recipe(tmp_path, *asked, f"train.gradient_transfer={kind}"), cluster, top=0).found
+        for kind in ("float32", "bf16")
+    )
+    assert half.stack.gradient_transfer == "bf16"
+    assert half.step_s[half.chosen] < 0.7 * whole.step_s[whole.chosen]
+
+
 @pytest.mark.parametrize(
     ("cluster", "asked", "overrides", "says"),
     [
@@ -142,8 +168,8 @@ def test_pinned_degrees_are_obeyed_and_their_price_is_told(tmp_path: Path) -> No
         ("12xH800", ("1B", 1024, 64, "1B tokens"), (), "12 H800"),
         ("8xH10", ("1B", 1024, 64, "1B tokens"), (), "the nearest are"),
         ("8192x4090", ("1B", 1024, 2, "1B tokens"), (), "raise train.batch_tokens to 8388608"),
-        ("8x4090", ("1B", 1024, 4, "1B tokens"), ("layout.replicate=8",), "more groups of devices than sequences"),
-        ("8x4090", ("1B", 1024, 64, "1B tokens"), ("layout.pipeline=8", "layout.virtual_stages=3"), "than layers"),
+        ("8x4090", ("1B", 1024, 4, "1B tokens"), ("layout.replicate=8",), "8 workers cannot share 4 sequences a step"),
+        ("8x4090", ("1B", 1024, 64, "1B tokens"), ("layout.pipeline=8", "layout.virtual_stages=3"), "as many layers"),
         ("2x(16xH100)", ("1B", 1024, 64, "1B tokens"), (), "joins 8 at most"),
     ],
 )  # fmt: skip

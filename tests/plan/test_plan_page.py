@@ -109,6 +109,17 @@ def test_the_timeline_ends_when_the_step_does(schedule: str, virtual: int, size:
     assert 0 < picture.waiting < 0.5
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_the_timeline_of_unequal_devices_is_that_of_their_own_stages(schedule: str) -> None:
+    pins = Pins(degrees={"pipeline": 4, "tensor": 2}, knobs={"schedule": schedule, "micro_sequences": 1})
+    found = search(workload("1.3B", 2048, 32), read_cluster("4x4090+4x3090@10G"), pins=pins)
+    layers = found.stage_layers(found.chosen)
+    assert layers[0] > 2 * layers[-1], "the slower devices and the head are at the end"
+    picture = pipeline_picture(found)
+    assert picture and picture.drawn == picture.micros == 32
+    assert picture.timeline.duration_s + picture.once_s == pytest.approx(float(found.step_s[found.chosen]), rel=0.01)
+
+
 def test_of_very_many_micro_batches_few_are_drawn_and_it_is_said() -> None:
     picture = pipeline_picture(piped("interleaved", 8, batch=4096))
     assert picture and 8 <= picture.drawn < picture.micros == 4096

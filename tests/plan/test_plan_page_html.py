@@ -16,11 +16,13 @@ from rich.console import Console
 from plait.cluster.cluster import Cluster, cluster_from_json, cluster_json, read_cluster
 from plait.errors import PlaitError
 from plait.plan.explain import Section
+from plait.plan.listing import Pins
 from plait.plan.page import Chapter, Picture, page_html, pictures
 from plait.plan.page_draw import Drawing, folded, ratio_axis, seconds_unit, time_words
 from plait.plan.search import search
 from plait.plan.terms import TERMS
 from plait.run.plan import plan
+from plait.units import format_bytes
 from tests.plan.test_plan_page import piped, workload
 
 ROOT = Path(__file__).parents[2]
@@ -127,6 +129,15 @@ def test_links_of_the_table_lead_to_chapters_and_terms_are_told(page: str) -> No
     assert set(TERMS) <= set(reader.texts["dt"])
     one = page_html([chapter(read_cluster("H100"))], script="")
     assert "<table" not in one
+
+
+def test_the_memory_told_is_of_the_device_that_is_fullest() -> None:
+    cluster, pins = read_cluster("1x4090+1x3080@10G"), Pins(degrees={"pipeline": 2}, knobs={"schedule": "1f1b"})
+    found = search(workload("1.3B", 1024, 32), cluster, pins=pins)
+    capacity = found.capacity(found.chosen)
+    assert capacity > min(island.device.memory_bytes for island in cluster.islands)
+    one = page_html([Chapter(found=found, parameters=1, machines="", notes=(), sections=())], script="")
+    assert f"<dt>memory, of {format_bytes(capacity)}</dt>" in one
 
 
 @pytest.fixture(scope="module")

@@ -143,12 +143,21 @@ def test_a_recipes_stages_reach_the_price(tmp_path: Path) -> None:
     assert not any("stage_layers" in note for note in odd.asked.notes)
 
 
+def test_a_named_pipeline_is_priced_in_the_order_in_which_it_would_run(tmp_path: Path) -> None:
+    for layout, order in (((), ("1f1b", 1)), (("layout.virtual_stages=2",), ("interleaved", 2))):
+        found = answer(asked(tmp_path, *layout), read_cluster("2x4090"), top=0).found
+        rows = [found.candidates.row(index) for index in range(len(found.candidates))]
+        assert {(row["schedule"], row["virtual"]) for row in rows} == {order}
+
+
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
         (("layout.stage_layers=[12, 11]",), "add up to the model's 24 layers"),
         (("layout.stage_layers=[12, 12]", "layout.virtual_stages=2"), "leave one of the two out"),
         (("layout.stage_layers=[6, 6, 6, 6]", "layout.schedule=1f1b"), "need layout.schedule"),
+        (("layout.schedule=interleaved",), "needs several stages on each worker"),
+        (("layout.virtual_stages=2", "layout.schedule=1f1b"), "need layout.schedule"),
     ],
 )
 def test_stages_that_cannot_run_are_one_sentence(layout: tuple[str, ...], says: str, tmp_path: Path) -> None:

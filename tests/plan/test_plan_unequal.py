@@ -27,15 +27,17 @@ from plait.plan.plan import Plan
 from plait.plan.pricing import price, step_seconds
 from plait.plan.retime import Spent, durations_s
 from plait.plan.search import TORN, Search, search
-from plait.plan.seats import other_orders, torn
+from plait.plan.seats import node_alone, other_orders, torn
 from plait.plan.shares import equal_shares, last_s, shares, worthwhile
 from plait.plan.speeds import devices_of
 from plait.plan.stack import PLAIT
 from plait.plan.stages import balanced_by_speed
+from plait.plan.sureness import idle_machines
 from plait.plan.unequal import shares_of, unequal_reasons, unequal_words
 from plait.plan.uneven import paced
 from plait.plan.workload import Workload, workload_of
 from plait.run.plan import answer, answer_text
+from plait.units import format_duration
 from tests.plan.hosts import HOST, probed, told
 from tests.plan.machines import PLAYS, recipe
 
@@ -114,14 +116,38 @@ def test_speeds_come_from_the_clocks_of_the_probe() -> None:
     assert devices_of(work(), probed(1.0, 0.97), PLAIT).alike
 
 
-def test_a_slow_worker_of_a_fast_host_counts_with_its_own_speed() -> None:
+def three_and_one() -> Cluster:
+    """A host of three workers, one of them slow, and a slow host of one."""
     found = told((1.0, 0.5))
-    pair = replace(found.devices[0], workers=3, rates=(1.0, 1.0, 0.5))
-    there = replace(found, devices=(pair, found.devices[1]), workers=4)
+    three = replace(found.devices[0], workers=3, rates=(1.0, 1.0, 0.5))
+    there = replace(found, devices=(three, found.devices[1]), workers=4)
     hosts = [(HOST, 1e11, 3), (HOST, 1e11, 1)]
-    cluster = replace(cluster_of_hosts(hosts, measured_link(there, "between")), measured=there)
-    speeds = np.array(devices_of(work(), cluster, PLAIT).speeds)
+    return replace(cluster_of_hosts(hosts, measured_link(there, "between")), measured=there)
+
+
+def test_a_slow_worker_of_a_fast_host_counts_with_its_own_speed() -> None:
+    speeds = np.array(devices_of(work(), three_and_one(), PLAIT).speeds)
     assert speeds / speeds[0] == pytest.approx([1, 1, 0.5, 0.5], rel=0.01)
+
+
+def test_a_machine_alone_is_priced_by_its_own_clock() -> None:
+    found = search(work(), probed(1.0, 0.4))
+    for place, speed in enumerate((1.0, 0.4)):
+        alone = search(work(), node_alone(found.cluster, place, 1))
+        own = search(work(), probed(speed))
+        assert alone.step_s[alone.chosen] == pytest.approx(own.step_s[own.chosen])
+        assert (
+            f"alone would take {format_duration(float(own.step_s[own.chosen]))} a step" in idle_machines(found)[place]
+        )
+
+
+def test_some_workers_of_a_host_alone_keep_their_own_speeds() -> None:
+    three = devices_of(work(), node_alone(three_and_one(), 0, 3), PLAIT)
+    assert np.array(three.speeds) / three.speeds[0] == pytest.approx([1, 1, 0.5], rel=0.01)
+    for place in (0, 1):
+        one = node_alone(three_and_one(), place, 1)
+        assert one.measured is not None and one.devices == one.measured.workers == one.measured.devices[0].workers == 1
+        assert devices_of(work(), one, PLAIT).speeds == (1.0,)
 
 
 @pytest.mark.parametrize(
@@ -246,6 +272,16 @@ def test_other_orders_of_machines_take_their_measurements_along() -> None:
     assert not other_orders(probed(1.0, 1.0))
 
 
+def test_another_order_of_machines_is_tried_with_the_same_pins() -> None:
+    """Cutting matrices over this cable takes as long in any order; shares the wrong way round do not."""
+    cut = search(work(), probed(1.0, 0.4), pins=Pins(degrees={"tensor": 2}))
+    assert not any("in the order" in line for line in unequal_reasons(cut))
+    turned = search(work(), probed(1.0, 0.4), pins=replace(copies(2), shares=(4, 12)))
+    [line] = [line for line in unequal_reasons(turned) if "in the order b, a" in line]
+    back = search(work(), probed(0.4, 1.0), pins=turned.pins)
+    assert f"would take {format_duration(float(back.step_s[back.chosen]))}: start the run on b" in line
+
+
 def planned(folder: Path, cluster: Cluster, *overrides: str) -> Plan:
     """A run over hosts that were looked at."""
     model = ("model.layers=8", "model.width=256", "model.heads=4", "model.vocabulary=4096", "train.sequence=256")
@@ -271,6 +307,12 @@ def test_the_plan_of_two_hosts_carries_their_shares_and_says_why(tmp_path: Path)
     assert len(piped.layout.stage_layers) == 2 and piped.layout.stage_layers[0] > 4 and piped.shares == ()
     with pytest.raises(PlaitError, match="add up to 15"):
         planned(tmp_path, probed(1.0, 1.0), "layout.replicate=2", "layout.shares=[12,3]")
+
+
+def test_one_device_alone_is_the_first_by_its_own_clock(tmp_path: Path) -> None:
+    beside, equal = (planned(tmp_path, probed(1.0, other), "layout.replicate=2").forecast for other in (0.4, 1.0))
+    assert beside is not None and equal is not None
+    assert beside.one_device_step_s == pytest.approx(equal.one_device_step_s)
 
 
 def test_equal_devices_of_one_host_are_never_balanced(tmp_path: Path) -> None:

@@ -257,6 +257,21 @@ def test_timed_messages_name_the_link(links_s, ranks, host, words):
     assert found.sentence.startswith(words)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "links_s", "ranks", "words"),
+    [
+        # Within a host messages are ten times as fast: that says nothing of any cable.
+        (("a", "b", "b", "b"), [0.02, 0.01, 0.001, 0.001], (0, 3), "messages between host a and host b"),
+        (("a", "b", "b", "c"), [0.01, 0.01, 0.001, 0.03], (2, 3), "messages between host b and host c"),
+        (("a", "b", "b", "c"), [0.03, 0.01, 0.001, 0.03], (3,), "messages over the cable of rank 3 (host c)"),
+    ],
+)
+def test_links_between_hosts_are_not_compared_with_those_inside(hosts, links_s, ranks, words):
+    world = World(seed=12, steps=150, hosts=hosts)
+    (found,) = linked(world, Trouble(kind="link", ranks=(), first=80, end=300, factor=2), links_s)
+    assert (found.kind, found.ranks) == ("link", ranks) and found.sentence.startswith(words)
+
+
 def test_nobody_asks_for_timed_messages_without_need():
     watch, made = Watch(FOUR, shares="fixed"), course(World(seed=13, steps=300, hosts=FOUR))
     asked = 0

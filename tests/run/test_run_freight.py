@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError
+from plait.launch.link import Reply
 from plait.plan.plan import read_plan, write_plan
 from plait.recipe.load import recipe_text
 from plait.run.depot import refuse_joined
@@ -42,6 +44,29 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_plan(replace(plan, corpus=str(corpus.relative_to(folder))), HOME / "plan.json")
     (HOME / "recipe.toml").write_text(recipe_text(config))
     return folder
+
+
+class Liar:
+    """A neighbour that would have the file of a job lie elsewhere on host 0."""
+
+    def __init__(self, honest: Neighbour, name_of_file: str) -> None:
+        self.host, self.name, self.hello = honest.host, honest.name, honest.hello
+        self._honest, self._name_of_file = honest, name_of_file
+
+    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
+        if kind == "list":
+            return Reply(values={"names": [self._name_of_file]})
+        if kind == "read":
+            return Reply(values={"size": 4}, blob=b"evil")
+        return self._honest.ask(kind, values, blob)
+
+
+def job_folder(at: Path) -> Path:
+    """The folder of a job on the run's own data."""
+    at.mkdir()
+    for name in ("plan.json", "recipe.toml"):
+        (at / name).write_text((HOME / name).read_text())
+    return at
 
 
 def freight(*others: Neighbour) -> tuple[Freight, list[str]]:
@@ -127,6 +152,17 @@ def test_a_job_has_a_folder_for_its_time_and_its_results_come_back(here: Path, o
     assert (job / "rank-1.safetensors").read_bytes() == b"result" and not theirs.exists()
 
 
+@pytest.mark.parametrize("leads_out", ["../evil", "absolute"])
+def test_what_comes_back_stays_in_the_jobs_folder(here: Path, other: Neighbour, tmp_path: Path, leads_out: str) -> None:
+    job = job_folder(here / ".plait" / "proof")
+    name = str(tmp_path / "evil") if leads_out == "absolute" else leads_out
+    sender = Freight([Liar(other, name)], HOME, lambda line: None)
+    sender.deliver(job, "job")
+    with pytest.raises(PlaitError, match="which plait never does"):
+        sender.bring_back(job)
+    assert not list(tmp_path.rglob("*evil*"))
+
+
 def test_a_run_that_began_there_is_not_overwritten(here: Path, other: Neighbour) -> None:
     freight(other)[0].deliver(HOME, "run")
     (other.folder / HOME / "joined.json").unlink()
@@ -154,9 +190,34 @@ def test_a_folder_of_another_recipe_is_refused(here: Path, other: Neighbour) -> 
 def test_one_folder_serves_one_run_at_a_time(here: Path, other: Neighbour) -> None:
     freight(other)[0].deliver(HOME, "run")
     second = Neighbour(other.folder, host=2)
-    with pytest.raises(PlaitError, match="another plait is training in"):
+    with pytest.raises(PlaitError, match=r"another host that joined a run works in .*, too; join from another folder"):
         freight(second)[0].deliver(HOME, "run")
     second.depot.close()
+
+
+def test_hosts_that_share_a_folder_without_host_0_do_not_spoil_each_others_data(
+    here: Path, other: Neighbour, tmp_path: Path
+) -> None:
+    job, second = job_folder(tmp_path / "measure"), Neighbour(other.folder, host=2)
+    sender, _ = freight(other)
+    for _ in range(2):  # its own second job is no other host's
+        sender.deliver(job, "job")
+        sender.bring_back(job)
+    with pytest.raises(PlaitError, match=r"another host that joined a run works in .*, too; join from another folder"):
+        freight(second)[0].deliver(job, "job")
+    assert second.depot.trouble is not None and "open" in second.asked and "take" not in second.asked
+    other.depot.close()
+    freight(second)[0].deliver(job, "job")
+    second.depot.close()
+
+
+def test_many_hosts_may_work_in_the_folder_of_host_0(here: Path, tmp_path: Path) -> None:
+    one, two = Neighbour(here), Neighbour(here, host=2)
+    sender, told = freight(one, two)
+    first, second = sender.deliver(job_folder(tmp_path / "measure"), "job")
+    assert first.path != second.path and not told and "block" not in one.asked + two.asked
+    for neighbour in (one, two):
+        neighbour.depot.close()
 
 
 def test_a_disk_that_says_no_there_is_their_trouble(here: Path, other: Neighbour) -> None:

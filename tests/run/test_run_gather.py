@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,21 @@ class Host:
             raise RunFailed("host-1 was lost: its cable was pulled; run the same command again")
         size, data = read_block(self.folder / BELOW / values["staging"], values["name"], values["offset"], 1000)
         return Reply(values={"size": size}, blob=data)
+
+
+class SlowHost:
+    """A host whose rank wrote a part that comes in very many blocks; counts those that it gave away."""
+
+    name = "host-1"
+    of_blocks = 1 << 20
+
+    def __init__(self) -> None:
+        self.blocks, self.begun = 0, threading.Event()
+
+    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
+        self.blocks += 1
+        self.begun.set()
+        return Reply(values={"size": self.of_blocks}, blob=b"x")
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +120,18 @@ def test_only_staging_folders_are_fetched_into(tmp_path: Path) -> None:
         gathering.hear(Message(rank=1, kind="wrote", values={"staging": "../elsewhere"}))
         gathering.hear(Message(rank=1, kind="step", values={}))
     assert [message.kind for message in told] == ["step"] and not list(tmp_path.iterdir())
+
+
+def test_an_end_with_an_error_does_not_wait_for_parts_on_their_way(tmp_path: Path) -> None:
+    host = SlowHost()
+    with (
+        pytest.raises(RunFailed, match="by a second SIGINT"),
+        Gathering(lambda rank: host, tmp_path, lambda message: None) as gathering,
+    ):
+        gathering.hear(Message(rank=1, kind="wrote", values={"staging": ".step-1.staging"}))
+        assert host.begun.wait(10)
+        raise RunFailed("stopped at once by a second SIGINT, without saving; run the same command again")
+    assert host.blocks < host.of_blocks and not list(tmp_path.iterdir())
 
 
 def test_a_name_that_is_no_part_is_not_read(tmp_path: Path) -> None:

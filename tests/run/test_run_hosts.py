@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from plait.cluster.topology import Machine, told_apart
 from plait.errors import PlaitError
 from plait.launch.interface import local_addresses
-from plait.plan.plan import HostShare, read_plan, write_plan
+from plait.launch.job import Job, JobResult, Message
+from plait.launch.leader import HostPart, Hosts
+from plait.launch.link import Reply
+from plait.plan.plan import HostShare, read_plan, same_hosts, write_plan
 from plait.run.hello import code_hash, objection, own_hello
-from plait.run.hosts import check_layout, folder_of, in_words, shares_of
+from plait.run.hosts import HostsCrew, check_layout, folder_of, in_words, shares_of
 from plait.run.invite import HostsAsked, chosen_address, chosen_secret
 from tests.plan.machines import EIGHT_H100, LAPTOP, PLAYS, planned, recipe
 
@@ -22,6 +26,37 @@ LEAD = {
     "name": "lead", "plait": "0.4.0", "code": "c0de", "torch": "2.13.0+cpu", "python": "3.11.7", "clock_s": 1e9,
     "cores": 8, "folder": "/home/a",
 }  # fmt: skip
+
+
+class Guest:
+    """A joined host that sees host 0's folder, mounted at a place of its own."""
+
+    host, name = 1, "guest"
+
+    def __init__(self, folder: str) -> None:
+        self.hello: dict[str, Any] = {"folder": folder, "cores": 8}
+
+    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
+        assert kind == "see"
+        return Reply(values={"shared": True})
+
+
+class Led:
+    """Hosts on which every job ends at once, all of them laptops; keeps the parts of the last job."""
+
+    def __init__(self, *members: Guest) -> None:
+        self.members = members
+        self.parts: Sequence[HostPart] = ()
+
+    def run(
+        self, job: Job, *, on_message: Callable[[Message], None], parts: Sequence[HostPart], grace_s: float = 0.0
+    ) -> JobResult:
+        self.parts = parts
+        if job.entry == "plait.cluster.measure:rank":
+            values = {"fingerprint": LAPTOP.fingerprint(), "peak_flops": 1e11}
+            for rank in range(job.world_size):
+                on_message(Message(rank=rank, kind="machine", values=values))
+        return JobResult(stopped_by="finished", wall_s=0.0)
 
 
 def told(**other: Any) -> str | None:
@@ -56,8 +91,8 @@ def test_the_hash_of_the_code_is_stable() -> None:
 def test_a_worker_for_each_gpu_or_one_with_all_the_cores() -> None:
     small = replace(LAPTOP, cores=2)
     assert shares_of(["a", "b"], [LAPTOP, small]) == (
-        HostShare(name="a", workers=1, threads=8),
-        HostShare(name="b", workers=1, threads=2),
+        HostShare(name="a", workers=1, threads=8, machine=LAPTOP.digest()),
+        HostShare(name="b", workers=1, threads=2, machine=small.digest()),
     )
     one = replace(EIGHT_H100, devices=1, cores=4)
     assert [(share.workers, share.threads) for share in shares_of(["a", "b"], [EIGHT_H100, one])] == [(8, 24), (1, 4)]
@@ -99,6 +134,27 @@ def test_a_plan_over_hosts_reads_back_and_knows_each_rank(tmp_path: Path) -> Non
 
 def test_the_folder_of_a_job_is_its_argument_or_in_it() -> None:
     assert folder_of("/a/b") == folder_of(json.dumps({"folder": "/a/b", "resume": None})) == Path("/a/b")
+
+
+@pytest.mark.parametrize("corpus", ["in the cache", "elsewhere"])
+def test_the_data_of_a_job_have_a_name_that_holds_where_a_shared_folder_is_mounted_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, job = Path("runs") / "x", tmp_path / ".plait" / "proof"
+    run.mkdir(parents=True)
+    job.mkdir(parents=True)
+    config = recipe(tmp_path, "layout.replicate=2", "model.size=1M")
+    named = job / "corpus" if corpus == "in the cache" else Path("/data/corpus")
+    write_plan(replace(planned(config, PLAYS, LAPTOP), corpus=str(named)), job / "plan.json")
+    hosts = Led(Guest("/mnt/work"))
+    crew = HostsCrew(cast(Hosts, hosts), folder=run, config=config, say=lambda line: None)
+    asked = json.dumps({"folder": str(job), "extent": "all", "who": "layout"})
+    crew.run(Job(entry="plait.run.oracle:rank", argument=asked, world_size=2, threads=1), lambda message: None)
+    assert read_plan(job / "plan.json").corpus == (
+        ".plait/proof/corpus" if corpus == "in the cache" else "/data/corpus"
+    )
+    assert [folder_of(part.argument) for part in hosts.parts] == [job, Path("/mnt/work/.plait/proof")]
 
 
 def test_an_address_must_be_of_this_machine() -> None:
@@ -150,3 +206,14 @@ def test_what_belongs_to_several_hosts_is_refused_for_one() -> None:
 
 def test_a_machine_is_what_a_rank_tells(tmp_path: Path) -> None:
     assert Machine.from_fingerprint(json.loads(json.dumps(LAPTOP.fingerprint()))) == LAPTOP
+
+
+def test_hosts_are_told_apart_by_what_they_are_and_not_by_their_names() -> None:
+    small = replace(LAPTOP, cores=2)
+    made_for = shares_of(["a", "b"], [LAPTOP, small])
+    assert same_hosts(made_for, shares_of(["c", "d"], [LAPTOP, small]))
+    assert not same_hosts(made_for, shares_of(["b", "a"], [small, LAPTOP]))
+    assert not same_hosts(made_for, shares_of(["a", "b"], [LAPTOP, replace(small, memory_bytes=2**40)]))
+    assert not same_hosts(made_for, made_for[:1])
+    of_an_earlier_version = [replace(share, machine="") for share in made_for]
+    assert same_hosts(of_an_earlier_version, made_for)

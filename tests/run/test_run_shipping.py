@@ -161,6 +161,18 @@ def test_a_file_is_fetched_and_appears_whole(sender: Path, tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.bin", "here", "large.bin"]
 
 
+def test_a_file_that_nobody_wants_any_more_does_not_appear(sender: Path, tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    def after_one_block() -> bool:
+        asked.append(True)
+        return len(asked) > 1
+
+    with pytest.raises(PlaitError, match=r"nobody waits for large\.bin any more"):
+        fetch_file(Other(sender), {"name": "large.bin"}, tmp_path / "large.bin", unwanted=after_one_block)
+    assert len(asked) == 2 and not (tmp_path / "large.bin").exists()
+
+
 def test_a_nonce_is_seen_only_where_it_was_written_and_goes_away(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()

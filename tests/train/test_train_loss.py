@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from plait.parallel.woven import WholeVocabulary
 from plait.report.memory import LiveTensorPeak
 from plait.train.loss import IGNORED, sum_of_losses
+from plait.train.step import make_loss
 
 TOKENS, WIDTH, VOCABULARY = 700, 8, 8192
 """More scores than are held at a time, in pieces that do not come out even."""
@@ -76,6 +83,58 @@ def test_bf16_inputs_give_float32_sums_close_to_exact() -> None:
     assert total.dtype == torch.float32 and head.grad is not None and head.grad.dtype == torch.float32
     assert total.item() == pytest.approx(by_torch(hidden, head, targets).item(), rel=5e-3)
     assert float((head.grad - exact).norm() / exact.norm()) < 0.02
+
+
+class Counting(WholeVocabulary):
+    """A vocabulary over ranks of which the fullest has so many entries, and what this rank asks of the others."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.rows = most, list[int]()
+
+    def most_entries(self, own: int) -> int:
+        return self.most
+
+    def largest(self, values: Tensor) -> Tensor:
+        self.rows.append(len(values))
+        return values
+
+
+class Products(TorchDispatchMode):
+    """Notes what numbers matrix products multiply."""
+
+    def __init__(self, seen: list[torch.dtype]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.startswith(("mm", "addmm")):
+            self.seen.append(args[-1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_ranks_with_one_entry_more_or_less_call_for_the_same_sums() -> None:
+    hidden, targets = torch.randn(4096, 4), torch.zeros(4096, dtype=torch.int64)
+    asked = []
+    for entries in (1366, 1365):
+        ranks = Counting(most=1366)
+        sum_of_losses(hidden, torch.randn(entries, 4), targets, ranks)
+        asked.append(ranks.rows)
+    assert asked[0] == asked[1] and len(asked[0]) > 1
+
+
+def test_under_autocast_the_loss_works_in_the_products_precision() -> None:
+    def autocast() -> AbstractContextManager[object]:
+        return torch.autocast("cpu", torch.bfloat16)
+
+    hidden, head, targets = made(torch.float32)
+    chunk, seen = SimpleNamespace(head_weight=lambda: head), Counting(most=len(head))
+    micro = SimpleNamespace(targets=targets)
+    products: list[torch.dtype] = []
+    with Products(products):
+        total = make_loss(autocast, seen)(hidden, cast(Any, chunk), cast(Any, micro))
+    total.backward()
+    assert set(products) == {torch.bfloat16}
+    assert hidden.grad is not None and hidden.grad.dtype == head.grad.dtype == total.dtype == torch.float32
 
 
 def test_the_scores_never_exist_at_once() -> None:
