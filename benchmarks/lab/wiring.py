@@ -23,6 +23,10 @@ QUEUE_S = 0.010
 LEAST_QUEUE_BYTES = 128 * 1024
 BURST_S = 0.002
 LEAST_BURST_BYTES = 16 * 1024
+WHOLE_PACKET_BYTES = 65536
+"""What a system hands to a network card in one piece, at most."""
+HEADERS = 0.1
+"""More than the share that headers of frames have, which count against the burst as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +77,20 @@ def limiting(lab: str, hosts: Sequence[Host], rate: Rate) -> list[Command]:
     """Each cable limited both ways: what the switch sends to a host, and what the host sends to the switch."""
     if rate == "unshaped":
         return []
-    ends = [end for host in hosts for end in ((switch_of(lab), f"port{host.index}"), (host.namespace, "eth0"))]
-    return [
-        ("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *_bucket(rate)) for namespace, device in ends
-    ]
-
-
-def _bucket(rate: float) -> Command:
-    """A token bucket: short bursts as a network card lets out, and the queue of a modest switch."""
     burst = max(LEAST_BURST_BYTES, round(rate / 8 * BURST_S))
+    ends = [end for host in hosts for end in ((switch_of(lab), f"port{host.index}"), (host.namespace, "eth0"))]
+    commands: list[Command] = [
+        ("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *_bucket(rate, burst))
+        for namespace, device in ends
+    ]
+    # A network card cuts packets by itself. Here what is larger than a burst would be cut by the processor, which
+    # belongs to the hosts, so that hosts must not make such packets.
+    largest = min(WHOLE_PACKET_BYTES, int(burst * (1 - HEADERS)))
+    commands += [("ip", "-n", host.namespace, "link", "set", "eth0", "gso_max_size", str(largest)) for host in hosts]
+    return commands
+
+
+def _bucket(rate: float, burst: int) -> Command:
+    """A token bucket: short bursts as a network card lets out, and the queue of a modest switch."""
     limit = burst + max(LEAST_QUEUE_BYTES, round(rate / 8 * QUEUE_S))
     return ("tbf", "rate", f"{rate:.0f}bit", "burst", f"{burst}b", "limit", f"{limit}b")

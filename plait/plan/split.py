@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout
 from plait.model.shape import ModelShape
@@ -25,10 +24,10 @@ from plait.plan.fit import (
 from plait.plan.grounds import STAND_IN, Grounds, digest_of
 from plait.plan.kinds import Row
 from plait.plan.listing import Pins
+from plait.plan.named import asked_search, named_pins
 from plait.plan.pins import pins_of
 from plait.plan.plan import Forecast, Precision
 from plait.plan.prices import memory_items, time_items
-from plait.plan.remedy import mended
 from plait.plan.search import DoesNotFit, Search, search
 from plait.plan.seats import node_alone
 from plait.plan.stack import PLAIT, Stack
@@ -131,15 +130,6 @@ def _as_named(question: Question, named: dict[str, int], why: list[str]) -> Spli
     return _split(question, named_pins(config, layout), layout.world_size, layout)
 
 
-def named_pins(config: RunConfig, layout: Layout) -> Pins:
-    """What a recipe with named degrees settles: of a pipeline also its order, so that what is priced is what runs."""
-    pins = pins_of(config)
-    if layout.pipeline == 1:
-        return pins
-    order = {"schedule": layout.schedule, "virtual": layout.virtual_stages}
-    return replace(pins, knobs={**pins.knobs, **order})
-
-
 def _chosen(question: Question) -> tuple[Split, ...]:
     """The planner's choice for every number of workers that the machine can have."""
     pins, splits = pins_of(question.config), []
@@ -169,7 +159,7 @@ def best_splits(question: Question, count: int) -> tuple[Split, ...]:
         return chosen
     pins, others = pins_of(question.config), list[Split]()
     for workers in {split.workers for split in chosen}:
-        one = _searched(question, question.grounds.cluster(workers), pins)
+        one = asked_search(question.workload, question.grounds.cluster(workers), question.stack, pins)
         others += [_priced(question, pins, one, at, None) for at in runners_up(one, count)]
     known = [split.layout for split in chosen]
     fresh = [split for split in others if split.layout not in known]
@@ -183,7 +173,7 @@ def _by_forecast(splits: Sequence[Split]) -> list[Split]:
 def _split(question: Question, pins: Pins, workers: int, layout: Layout | None) -> Split:
     """The split of a layout that was named, or of the one that the planner chooses, with its forecast."""
     cluster = question.grounds.cluster(workers)
-    found = _searched(question, cluster, pins)
+    found = asked_search(question.workload, cluster, question.stack, pins)
     return replace(_priced(question, pins, found, found.chosen, layout), why=in_short(found))
 
 
@@ -236,13 +226,6 @@ def _one_device_step_s(found: Search) -> float | None:
     except PlaitError:
         return None
     return float(alone.step_s[alone.fastest])
-
-
-def _searched(question: Question, cluster: Cluster, pins: Pins) -> Search:
-    try:
-        return search(question.workload, cluster, stack=question.stack, pins=pins)
-    except DoesNotFit as error:
-        raise mended(error, pins, question.stack) from None
 
 
 def _settled(row: Row, micro_sequences: int, asked: Pins) -> Pins:

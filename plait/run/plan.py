@@ -23,12 +23,11 @@ from plait.plan.explain import Section, explained, plan_json
 from plait.plan.fit import check_layout, layout_of, named_degrees
 from plait.plan.grounds import Grounds
 from plait.plan.listing import Pins
+from plait.plan.named import asked_search, named_pins
 from plait.plan.page import Chapter, page_html, plotly_script
 from plait.plan.pins import pins_of
-from plait.plan.remedy import mended
-from plait.plan.search import DoesNotFit, Search, search
+from plait.plan.search import Search
 from plait.plan.size import CorpusFacts, batch_sequences, size_up
-from plait.plan.split import named_pins
 from plait.plan.stack import PLAIT
 from plait.plan.terms import terms_text
 from plait.plan.workload import Precision, Workload, workload_of
@@ -115,10 +114,7 @@ def answer(config: RunConfig, cluster: Cluster, *, top: int) -> Answer:
     """Plan a recipe on one cluster."""
     asked = asked_of(config, cluster)
     stack = replace(PLAIT, gradient_transfer=config.train.gradient_transfer)
-    try:
-        found = search(asked.workload, cluster, stack=stack, pins=asked.pins)
-    except DoesNotFit as error:
-        raise mended(error, asked.pins, stack) from None
+    found = asked_search(asked.workload, cluster, stack, asked.pins)
     return Answer(asked=asked, found=found, sections=explained(found, asked.budget, top=top))
 
 

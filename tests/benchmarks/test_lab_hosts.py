@@ -31,13 +31,22 @@ def test_nothing_is_made_outside_of_the_labs_own_namespaces():
 
 
 def test_every_cable_is_limited_in_both_directions():
-    limits = limiting(LAB, HOSTS, 50e6)
+    commands = limiting(LAB, HOSTS, 50e6)
+    limits = [command for command in commands if command[0] == "tc"]
     ends = {(command[2], command[command.index("dev") + 1]) for command in limits}
     assert ends == {
         (f"{LAB}-switch", "port0"), (f"{LAB}-switch", "port1"), (f"{LAB}-host0", "eth0"), (f"{LAB}-host1", "eth0"),
     }  # fmt: skip
     assert all(command[command.index("rate") + 1] == "50000000bit" for command in limits)
     assert limiting(LAB, HOSTS, "unshaped") == []
+
+
+@pytest.mark.parametrize("rate", [10e6, 50e6, 250e6, 1e9])
+def test_no_packet_of_a_host_is_larger_than_a_burst_that_its_cable_lets_through(rate: float):
+    commands = limiting(LAB, HOSTS, rate)
+    (burst,) = {command[command.index("burst") + 1] for command in commands if command[0] == "tc"}
+    largest = [int(command[command.index("gso_max_size") + 1]) for command in commands if command[0] == "ip"]
+    assert len(largest) == len(HOSTS) and 1500 < max(largest) <= min(0.95 * int(burst.removesuffix("b")), 65536)
 
 
 def test_a_cable_is_measured_without_its_first_burst():

@@ -467,7 +467,7 @@ def test_a_host_that_goes_away_while_it_waits_leaves_its_place_and_others_take_t
                     agents.append(_agent(hosts.join_address, secret, 12 + len(agents)))
 
             agents.append(_agent(hosts.join_address, secret, 12))
-            members = hosts.admit(check, within_s=30, order=["elsewhere", "127.0.0.14"])
+            members = hosts.admit(check, within_s=30, order=["elsewhere", "host-127.0.0.14"])
             assert [(member.host, member.address) for member in members] == [(1, "127.0.0.14"), (2, "127.0.0.13")]
             assert hosts.addresses == ("127.0.0.1", "127.0.0.14", "127.0.0.13")
     finally:

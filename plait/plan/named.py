@@ -1,0 +1,43 @@
+"""Layouts whose degrees a person has named: what the names leave open, so that what is priced is what runs."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+from plait.cluster.cluster import Cluster
+from plait.layout import Layout
+from plait.plan.listing import Pins
+from plait.plan.pins import pins_of
+from plait.plan.remedy import mended
+from plait.plan.search import DoesNotFit, Search, search
+from plait.plan.stack import Stack
+from plait.plan.workload import Workload
+from plait.recipe.schema import RunConfig
+
+
+def named_pins(config: RunConfig, layout: Layout) -> Pins:
+    """What a recipe with named degrees settles: of a pipeline its order as well."""
+    pins = pins_of(config)
+    if layout.pipeline == 1:
+        return pins
+    order = {"schedule": layout.schedule, "virtual": layout.virtual_stages}
+    return replace(pins, knobs={**pins.knobs, **order})
+
+
+def asked_search(workload: Workload, cluster: Cluster, stack: Stack, pins: Pins) -> Search:
+    """The search that a recipe asks for; raises DoesNotFit, with the mend, where nothing fits.
+
+    Beside named degrees nothing is computed again, and `shard` splits the optimizer's state alone, unless only more of
+    it fits: so that a name means the same on every machine that it can run on.
+    """
+    if pins.degrees:
+        usual = {"recompute": "none"} | ({"shard_what": "optimizer"} if pins.degrees.get("shard", 1) > 1 else {})
+        with suppress(DoesNotFit):
+            found = search(workload, cluster, stack=stack, pins=replace(pins, knobs={**usual, **pins.knobs}))
+            if found.reserved[found.chosen] <= found.capacity(found.chosen):
+                return found
+    try:
+        return search(workload, cluster, stack=stack, pins=pins)
+    except DoesNotFit as error:
+        raise mended(error, pins, stack) from None
