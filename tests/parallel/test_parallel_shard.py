@@ -30,10 +30,10 @@ Launch = Callable[[str, Any, int], None]
 SHAPES = {
     # Rows that no number of ranks divides, and for four ranks a norm of 6 rows: 2, 2, 2 and none.
     "plain": ("model.width=24", "model.heads=4", "model.qk_norm=true", "model.tied=false"),
-    "tied": ("model.positions=learned", "model.bias=all", "model.tied=true", "model.layers=3"),
+    "tied": ("model.positions=learned", "model.bias=all", "model.tied=true", "model.layers=4"),
 }
-STAGES = {"plain": [1, 1], "tied": [2, 1]}
-"""Unlike numbers of buckets beside the weight that both ends of a tied model hold."""
+STAGES = {"plain": [1, 1], "tied": [3, 1]}
+"""An odd and an even number of buckets beside the weight that both ends of a tied model hold."""
 SPLITS = ("optimizer", "parameters")
 
 
