@@ -99,7 +99,7 @@ def format_count(value: float) -> str:
 def format_bytes(value: float) -> str:
     """1_572_864 -> "1.5 MiB"."""
     for suffix, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= size:
+        if value >= 999.5 * size / 1024:  # from there on three digits of the smaller unit do not do
             return f"{value / size:.3g} {suffix}"
     return f"{value:.0f} B"
 

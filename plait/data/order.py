@@ -88,16 +88,33 @@ class Order:
         return shard, phase.astype(np.int64) + (window - before) * self.sequence
 
 
+def longest_window(corpus: Corpus) -> int:
+    """Tokens of the longest window that an order can be made of; raises PlaitError where a source has nothing to give.
+
+    With weights each source must have one of its own.
+    """
+    sizes = [(shard.source, len(shard.tokens)) for shard in corpus.train]
+    if not corpus.weights:
+        return max(size for _, size in sizes) - 1
+    _check_sources(corpus)  # before a worker starts
+    return min(max(size for owner, size in sizes if owner == source) for source, _ in sizes) - 1
+
+
+def _check_sources(corpus: Corpus) -> None:
+    trained = {shard.source for shard in corpus.train}
+    held = [name for n, name in enumerate(corpus.source_names) if n not in trained]
+    if corpus.weights and held:
+        raise PlaitError(f"all of {held[0]} is held out; give it more text, change data.holdout, or take it out")
+
+
 def make_order(corpus: Corpus, seed: int, sequence: int) -> Order:
     """The order of a corpus for windows of `sequence` tokens; raises PlaitError where the data are too short."""
+    _check_sources(corpus)
     groups = sorted({shard.source for shard in corpus.train}) if corpus.weights else [0]
     streams = []
     for group in groups:
         numbers = [n for n, shard in enumerate(corpus.train) if not corpus.weights or shard.source == group]
         streams.append(_stream(group, numbers, [len(corpus.train[n].tokens) for n in numbers], sequence))
-    if len(groups) < len(corpus.weights):
-        missing = next(name for n, name in enumerate(corpus.source_names) if n not in groups)
-        raise PlaitError(f"all of {missing} is held out; give it more text or take it out of data.files")
     slots = _pattern(corpus.weights or (1.0,), seed)
     return Order(seed=seed, sequence=sequence, streams=tuple(streams), slots=slots, rank=_ranks(slots))
 

@@ -162,8 +162,17 @@ def _parquet_rows(path: Path, field: str) -> Iterator[Document]:
     if field not in columns:
         raise PlaitError(f'{path} has no column "{field}"; name one of {", ".join(columns)}')
     row = 0
-    for batch in file.iter_batches(batch_size=1024, columns=[field]):
-        for text in batch.column(0).to_pylist():
+    batches = file.iter_batches(batch_size=1024, columns=[field])
+    while True:
+        try:
+            batch = next(batches, None)
+            texts = batch.column(0).to_pylist() if batch else None
+        except (OSError, ValueError) as error:
+            told = f"{path} cannot be read after row {row} ({_first_line(error)}); write it again, text as UTF-8"
+            raise PlaitError(told) from None
+        if texts is None:
+            return
+        for text in texts:
             yield from _text_document(f"{path}:row {row}", text)
             row += 1
 

@@ -135,6 +135,8 @@ def _tokenizer(backend: tokenizers.Tokenizer, definition: str, end: str | None, 
     if eot_text is None:
         raise PlaitError(f"{name} has no end-of-text token; add eos_token to the tokenizer_config.json beside it")
     canonical = json.dumps(json.loads(definition), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    if eot_text != next((text for text in (END_OF_TEXT, *_OTHER_ENDS) if text in ids), None):
+        canonical += eot_text  # another end of documents is another corpus
     return Tokenizer(
         backend=backend,
         definition=definition,

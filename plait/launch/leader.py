@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
-from plait.errors import PlaitError, RunFailed
+from plait.errors import Interrupted, PlaitError, RunFailed
 from plait.launch.failure import AGAIN
 from plait.launch.gate import FULL, Arrival, Gate, joined_text, listener_at, turn_away
 from plait.launch.interface import interface_of
@@ -96,7 +96,8 @@ class Hosts:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._opened().close(_GIVEN_UP)
-        last = {"stopped_by": self._stopped_by} if error is None else {"failed": _as_sentence(error)}
+        in_peace = error is None or isinstance(error, Interrupted)
+        last = {"stopped_by": self._stopped_by} if in_peace else {"failed": _as_sentence(error)}
         for arrival in self._admitted:
             arrival.link.part("end", last)
         self._server.__exit__(kind, error, at)

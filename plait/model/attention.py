@@ -96,9 +96,10 @@ class Attention(nn.Module):
 
     def forward(self, x_nd: Tensor, rows: Rows) -> Tensor:
         heads = (rows.rows, rows.tokens, -1, self.head_width)
-        q_bthd = self.q_norm(self.q(x_nd).view(heads))
-        k_bthd = self.k_norm(self.k(x_nd).view(heads))
         v_bthd = self.v(x_nd).view(heads)
+        # On GPUs autocast has norms answer in float32, which attention's fast kernels do not take.
+        q_bthd = self.q_norm(self.q(x_nd).view(heads)).to(v_bthd.dtype)
+        k_bthd = self.k_norm(self.k(x_nd).view(heads)).to(v_bthd.dtype)
         if rows.rotation is not None:
             q_bthd, k_bthd = rotate(q_bthd, rows.rotation), rotate(k_bthd, rows.rotation)
         if rows.cache is not None:

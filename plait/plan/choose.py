@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
-from plait.cluster.topology import Machine
 from plait.model.shape import parameter_count, training_flops_per_token
 from plait.plan import rules
 from plait.plan.grounds import Grounds, Need
 from plait.plan.pace import balance_every_steps, checkpoint_every, in_steps, report_every_steps, steps_for
-from plait.plan.plan import OptimizerPlan, Plan, Precision
-from plait.plan.size import CorpusFacts, batch_sequences, size_up
+from plait.plan.plan import OptimizerPlan, Plan
+from plait.plan.size import CorpusFacts
 from plait.plan.split import MEASURED_TOLERANCE, Question, Split, candidate_splits, simplest
+from plait.plan.work import begun_work, new_work
 from plait.recipe.schema import RunConfig
 from plait.units import Every, format_count, format_duration
 
@@ -42,15 +42,17 @@ def draft(
     grounds: Grounds,
     *,
     recipe_hash: str,
+    begun: Plan | None = None,
     worth_trying: Callable[[Question, list[str]], tuple[Split, ...]] = candidate_splits,
 ) -> Draft:
-    """Everything that can be decided before a step was timed; raises PlaitError for what cannot work."""
+    """Everything that can be decided before a step was timed; raises PlaitError for what cannot work.
+
+    Where a run is `begun`, what it computes is as its plan says: only who does the work is open.
+    """
     why: list[str] = []
     machine = grounds.machine
-    scale = size_up(config, corpus, machine, grounds.peak_flops, why)
-    shape, sequence = scale.shape, scale.shape.sequence
-    batch = batch_sequences(config, scale, why)
-    precision = _precision(config, machine, why)
+    work = begun_work(begun) if begun else new_work(config, corpus, grounds, why)
+    shape, sequence, batch, precision = work.shape, work.shape.sequence, work.batch_sequences, work.precision
     grounds = grounds.looked_at(Need(shape=shape, batch_sequences=batch, precision=precision))
     question = Question(config=config, grounds=grounds, shape=shape, batch_sequences=batch, precision=precision)
     splits = worth_trying(question, why)
@@ -67,9 +69,9 @@ def draft(
         shares=splits[0].shares,
         balance_every_steps=_balance(config, grounds, splits[0], why),
         gradient_transfer=config.train.gradient_transfer,
-        budget=scale.budget,
-        steps=steps_for(scale.budget, batch * sequence, step_s=None),
-        optimizer=_optimizer(config, scale.flops, batch * sequence, why),
+        budget=work.budget,
+        steps=steps_for(work.budget, batch * sequence, step_s=None),
+        optimizer=_optimizer(config, work.flops, batch * sequence, why),
         corpus=corpus.folder,
         corpus_hash=corpus.content_hash,
         documents=_documents(config, corpus, sequence, why),
@@ -117,17 +119,6 @@ def settle(config: RunConfig, draft: Draft, measured: Sequence[Split]) -> Plan:
     steps, evaluate_every = _pace(draft, plan, why)
     optimizer = replace(plan.optimizer, warmup_steps=_warmup(config, steps, why))
     return replace(plan, steps=steps, evaluate_every_steps=evaluate_every, optimizer=optimizer, reasons=tuple(why))
-
-
-def _precision(config: RunConfig, machine: Machine, why: list[str]) -> Precision:
-    asked = config.train.precision
-    if asked != "auto":
-        return asked
-    if machine.device == "cuda":
-        why.append("precision bf16 with float32 master weights: the GPUs' fast arithmetic")
-        return "bf16"
-    why.append("precision float32: the fastest arithmetic of most processors")
-    return "float32"
 
 
 def _balance(config: RunConfig, grounds: Grounds, split: Split, why: list[str]) -> int:

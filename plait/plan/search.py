@@ -135,7 +135,9 @@ def search(
     refused = Counter(found.refused)
     seated = ~torn(cluster, found.candidates) if not pins.degrees else np.ones(len(found.candidates), dtype=bool)
     refused[TORN] += int((~seated).sum())
-    reserved, fits = _held(dealer, cluster, found.candidates, "asked" if pins.degrees else "free")
+    reserved, fits = _held(dealer, cluster, found.candidates, "free")
+    if pins.degrees and not (seated & fits).any():
+        reserved, fits = _held(dealer, cluster, found.candidates, "asked")
     kept = seated & fits
     refused[TOO_LARGE] += int((seated & ~fits).sum())
     if not kept.any():

@@ -131,12 +131,12 @@ def _absolute(text: str, bases: Sequence[Path]) -> str:
     "hf:" names that are folders become absolute, other "hf:" names are names on the hub and stay as they are.
     """
     prefix = "hf:" if text.startswith("hf:") else ""
-    bare = text.removeprefix("hf:")
+    bare, colon, parts = text.removeprefix("hf:").partition(":") if prefix else (text, "", "")
     places = [str(base / Path(bare).expanduser()) for base in bases]
     found = next(
         (place for place in places if (glob.has_magic(place) and _matches(place)) or Path(place).exists()), None
     )
-    return f"{prefix}{found}" if found else (text if prefix else places[0])
+    return f"{prefix}{found}{colon}{parts}" if found else (text if prefix else places[0])
 
 
 def _matches(pattern: str) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from plait.data.order import longest_window
 from plait.data.prepare import DataRequest, prepare, prepared
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
@@ -62,7 +63,7 @@ def corpus_facts(corpus: Corpus) -> CorpusFacts:
         content_hash=corpus.content_hash,
         vocabulary=corpus.vocabulary,
         train_tokens=corpus.train_tokens,
-        longest_sequence=max(len(shard.tokens) for shard in corpus.train) - 1,
+        longest_sequence=longest_window(corpus),
         heldout_tokens=corpus.heldout_tokens,
         documents=sum(len(shard.starts) for shard in corpus.train),
     )

@@ -24,7 +24,6 @@ from plait.plan.plan import HostShare, Plan, read_plan, write_plan
 from plait.recipe.schema import RunConfig
 from plait.run.crew import PRELOAD, OnMessage
 from plait.run.data import CACHE
-from plait.run.folder import RunFolder
 from plait.run.freight import Freight, Place
 from plait.run.gather import Gathering
 from plait.run.hello import objection, own_hello
@@ -144,9 +143,12 @@ class HostsCrew:
 
 
 @contextmanager
-def hosts_crew(asked: HostsAsked, *, config: RunConfig, folder: Path, screen: Console) -> Iterator[HostsCrew]:
+def hosts_crew(
+    asked: HostsAsked, *, config: RunConfig, folder: Path, screen: Console, order: Sequence[str] = ()
+) -> Iterator[HostsCrew]:
     """Invite other hosts, wait until all are in, and lead them; the block's end sends them home.
 
+    Those whose names are in `order` are numbered as they stand there, the others behind them as they came.
     Raises PlaitError where the address, the port or the secret cannot be used, or nobody came for an hour.
     """
     address = chosen_address(asked.address)
@@ -167,14 +169,8 @@ def hosts_crew(asked: HostsAsked, *, config: RunConfig, folder: Path, screen: Co
                 screen.print(f"refused  {name}: {sentence}", markup=False)
             return sentence
 
-        hosts.admit(check, JOIN_WITHIN_S, order=_order_before(folder))
+        hosts.admit(check, JOIN_WITHIN_S, order=order)
         yield HostsCrew(hosts, folder=folder, config=config, say=screen.print)
-
-
-def _order_before(folder: Path) -> list[str]:
-    """The names of the hosts of a run that was begun there, in their order."""
-    run = RunFolder(folder)
-    return [share.name for share in run.begun_plan().hosts] if run.has_begun else []
 
 
 def shares_of(names: Sequence[str], machines: Sequence[Machine]) -> tuple[HostShare, ...]:

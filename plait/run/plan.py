@@ -52,8 +52,6 @@ class Asked:
     shape: ModelShape
     workload: Workload
     budget: Amount
-    pins: Pins
-    """What it settles of the layout."""
     notes: tuple[str, ...]
     """What was derived or assumed."""
 
@@ -114,28 +112,30 @@ def answer(config: RunConfig, cluster: Cluster, *, top: int) -> Answer:
     """Plan a recipe on one cluster."""
     asked = asked_of(config, cluster)
     stack = replace(PLAIT, gradient_transfer=config.train.gradient_transfer)
-    found = asked_search(asked.workload, cluster, stack, asked.pins)
+    found = asked_search(asked.workload, cluster, stack, _checked_pins(config, asked))
     return Answer(asked=asked, found=found, sections=explained(found, asked.budget, top=top))
 
 
-def asked_of(config: RunConfig, cluster: Cluster) -> Asked:
-    """The model, its batch, its budget and its pins; raises PlaitError where a named layout cannot carry them.
+def _checked_pins(config: RunConfig, asked: Asked) -> Pins:
+    """What the recipe settles of the layout; raises PlaitError where a named one cannot carry model and batch."""
+    pins = pins_of(config)
+    if not pins.degrees and not pins.stage_layers:
+        return pins
+    named, w = layout_of(config, asked.shape, named_degrees(config)), asked.workload
+    check_layout(named, asked.shape, sequence=w.sequence, batch_sequences=w.batch_sequences)
+    return named_pins(config, named)
 
-    What hangs on text that was not looked at takes usual values and says so.
-    """
+
+def asked_of(config: RunConfig, cluster: Cluster) -> Asked:
+    """The model, its batch and its budget; what hangs on text that was not looked at takes usual values and says so."""
     notes: list[str] = []
     precision = _precision(config, cluster)
     peak = sum(island.devices * peak_flops(island.device, precision) for island in cluster.islands)
     machine = Machine(device="cuda", name=cluster.name, devices=cluster.devices, cores=1, memory_bytes=1, versions=())
     scale = size_up(config, _corpus(config, notes), machine, peak, notes)
     batch = batch_sequences(config, scale, notes)
-    pins = pins_of(config)
-    if pins.degrees or pins.stage_layers:
-        named = layout_of(config, scale.shape, named_degrees(config))
-        check_layout(named, scale.shape, sequence=scale.shape.sequence, batch_sequences=batch)
-        pins = named_pins(config, named)
     workload = workload_of(scale.shape, sequence=scale.shape.sequence, batch_sequences=batch, precision=precision)
-    return Asked(shape=scale.shape, workload=workload, budget=scale.budget, pins=pins, notes=tuple(notes))
+    return Asked(shape=scale.shape, workload=workload, budget=scale.budget, notes=tuple(notes))
 
 
 def answer_text(one: Answer) -> str:

@@ -55,7 +55,7 @@ def make_plan(config: RunConfig, corpus: Corpus, site: Site, workers: Crew, *, f
         if plan is not None:
             say("plan     as made before for this recipe on this machine (--replan makes a new one)")
             return _taught(replace(plan, corpus=str(corpus.folder)))
-        say("plan     made anew: since the last one for this recipe here, the hosts or the roads between them changed")
+        say("plan     made anew: the last one for this recipe here is not of what the hosts were just found to do")
     outline = draft(config, corpus_facts(corpus), grounds_of(site, workers), recipe_hash=key)
     measured = list(outline.splits)
     if len(measured) > 1 or outline.plan.budget.unit == "seconds":
@@ -70,9 +70,10 @@ def _looked_at(plan: Plan, site: Site) -> tuple[Plan | None, Site]:
     """
     if site.look is None:
         return plan, site
-    seen = site.look(Need(shape=plan.shape, batch_sequences=plan.batch_sequences, precision=plan.precision))
+    look, asked = site.look, Need(shape=plan.shape, batch_sequences=plan.batch_sequences, precision=plan.precision)
+    seen = look(asked)
     holds = plan.forecast is not None and plan.forecast.probed == digest_of(seen)
-    return plan if holds else None, replace(site, look=lambda need: seen)
+    return plan if holds else None, replace(site, look=lambda need: seen if need == asked else look(need))
 
 
 def proven_plan(
@@ -131,7 +132,7 @@ def _keep(plan: Plan, key: str) -> Plan:
 def replan(config: RunConfig, plan: Plan, corpus: Corpus, site: Site, workers: Crew) -> Plan:
     """A begun run's plan on what there is now: another split, the same steps and the same mathematics."""
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
-    outline = draft(config, corpus_facts(corpus), grounds_of(site, workers), recipe_hash=key)
+    outline = draft(config, corpus_facts(corpus), grounds_of(site, workers), recipe_hash=key, begun=plan)
     moved = _moved(plan, outline.plan)
     several = len(outline.splits) > 1
     return with_split(moved, simplest(measure(config, moved, workers, outline.splits) if several else outline.splits))

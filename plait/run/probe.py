@@ -38,7 +38,7 @@ from plait.run.probe_table import table
 
 ENTRY = "plait.run.probe_rank:rank"
 LATELY_S = 900.0
-"""So young a measurement is believed without another look."""
+"""What was measured, or found to hold, so short a time ago is believed without another look."""
 UNSTEADY = 0.25
 """Spread from which on people are told to probe again in quiet."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,9 @@ from plait.run.folder import RunFolder, finished_run
 from plait.train.generate import generate
 from plait.train.persist import load_weights
 
+CONTEXT = 8
+"""Tokens before a piece of text that decide how it is written."""
+
 
 def sample(run: str, prompt: str, *, tokens: int, temperature: float, top_p: float, seed: int) -> Iterator[str]:
     """The prompt and then the model's words, piece by piece as they come; the same seed gives the same text."""
@@ -26,7 +29,7 @@ def sample(run: str, prompt: str, *, tokens: int, temperature: float, top_p: flo
     new = generate(
         model, ids, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed, stop=frozenset({tokenizer.eot})
     )
-    yield from _pieces(tokenizer, new)
+    yield from pieces(tokenizer, ids[1:], new)
 
 
 def load_model(folder: RunFolder) -> tuple[GPT, Found]:
@@ -40,16 +43,23 @@ def load_model(folder: RunFolder) -> tuple[GPT, Found]:
     return model.to(device).eval(), found
 
 
-def _pieces(tokenizer: Tokenizer, ids: Iterator[int]) -> Iterator[str]:
-    """Text as soon as it is whole: a character of several bytes can be spread over several tokens."""
-    waiting: list[int] = []
+def pieces(tokenizer: Tokenizer, before: Sequence[int], ids: Iterator[int]) -> Iterator[str]:
+    """Text as soon as it is whole: a character of several bytes can be spread over several tokens.
+
+    Some tokenizers drop the space that a text begins with, so that each piece is what it adds to the ones `before`.
+    """
+    known, waiting = list(before[-CONTEXT:]), list[int]()
     for token in ids:
         if token == tokenizer.eot:
             break
         waiting.append(token)
-        text = tokenizer.decode(waiting)
+        text = _added(tokenizer, known, waiting)
         if not text.endswith("\ufffd"):
             yield text
-            waiting.clear()
+            known, waiting = [*known, *waiting][-CONTEXT:], []
     if waiting:
-        yield tokenizer.decode(waiting)
+        yield _added(tokenizer, known, waiting)
+
+
+def _added(tokenizer: Tokenizer, known: list[int], waiting: list[int]) -> str:
+    return tokenizer.decode([*known, *waiting])[len(tokenizer.decode(known)) :]

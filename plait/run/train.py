@@ -72,10 +72,10 @@ def train(
             screen.print(read_receipt(folder.receipt).table())
             dismiss_others()
             return "finished"
-        with _crew(hosts, config, folder, screen) as workers:
+        layout_changed = any(key.startswith("layout.") for key in changed)
+        renew: Renew = "all" if fresh_plan else "plan" if layout_changed else "nothing"
+        with _crew(hosts, config, folder, renew, screen) as workers:
             try:
-                layout_changed = any(key.startswith("layout.") for key in changed)
-                renew: Renew = "all" if fresh_plan else "plan" if layout_changed else "nothing"
                 plan = workers.placed(_plan(config, folder, workers, renew=renew, screen=screen))
                 if check == "new layouts":
                     check_once(config, plan, workers, screen)
@@ -85,14 +85,16 @@ def train(
 
 
 def _crew(
-    hosts: HostsAsked, config: RunConfig, folder: RunFolder, screen: Screen
+    hosts: HostsAsked, config: RunConfig, folder: RunFolder, renew: Renew, screen: Screen
 ) -> AbstractContextManager[PlacedCrew]:
-    """The workers of this machine, or those of all hosts once they are in."""
+    """The workers of this machine, or those of all hosts once they are in, in the places that they had in this run."""
     if hosts.hosts == 1:
         return crew()
     refuse_torchrun()
     prepare_data(config, screen)  # what is wrong with it is told before anybody was asked to join
-    return hosts_crew(hosts, config=config, folder=folder.path, screen=screen)
+    begun = folder.begun_plan().hosts if folder.has_begun and renew != "all" else ()
+    order = [share.name for share in begun]
+    return hosts_crew(hosts, config=config, folder=folder.path, screen=screen, order=order)
 
 
 def _plan(config: RunConfig, folder: RunFolder, workers: PlacedCrew, *, renew: Renew, screen: Screen) -> Plan:

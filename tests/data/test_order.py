@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.data.order import make_order, permute
+from plait.data.order import longest_window, make_order, permute
 from plait.data.shards import Corpus, Shard
 from plait.errors import PlaitError
 
@@ -161,5 +161,15 @@ def test_a_sequence_longer_than_the_data_is_told(make_corpus: Callable[..., Corp
 def test_a_weighted_source_that_is_all_held_out_is_told() -> None:
     data = corpus(400, 400, sources=(0, 2), weights=(1.0, 1.0, 1.0))
     data = replace(data, source_names=("a.txt", "b.txt", "c.txt"))
-    with pytest.raises(PlaitError, match=r"all of b.txt is held out; give it more text"):
-        make_order(data, 1, 4)
+    for asked in (lambda: make_order(data, 1, 4), lambda: longest_window(data)):
+        with pytest.raises(PlaitError, match=r"all of b.txt is held out; give it more text"):
+            asked()
+
+
+def test_the_longest_window_is_one_that_an_order_can_be_made_of() -> None:
+    together, apart = corpus(400, 50), corpus(400, 30, 50, sources=(0, 1, 1), weights=(9.0, 1.0))
+    assert (longest_window(together), longest_window(apart)) == (399, 49)
+    for data in (together, apart):
+        make_order(data, 1, longest_window(data))
+        with pytest.raises(PlaitError, match="longer than the data allow"):
+            make_order(data, 1, longest_window(data) + 1)

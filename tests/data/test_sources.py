@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def write(path: Path, content: bytes | str) -> Path:
     return path
 
 
-def write_parquet(path: Path, columns: dict[str, list]) -> Path:
+def write_parquet(path: Path, columns: dict[str, Any]) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -110,6 +111,16 @@ def test_parquet_without_the_column_and_with_a_hole_is_refused(tmp_path: Path) -
         read_all(Source(str(table)))
     with pytest.raises(PlaitError, match=r"a.parquet:row 1: the text is NoneType, not a string"):
         read_all(Source(str(table), field="body"))
+
+
+def test_parquet_whose_text_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    offsets, letters = pa.array([0, 2, 4], pa.int32()).buffers()[1], pa.py_buffer(b"ab\xff\xfe")
+    broken = pa.Array.from_buffers(pa.string(), 2, [None, offsets, letters])
+    table = write_parquet(tmp_path / "a.parquet", {"text": broken})
+    with pytest.raises(PlaitError, match=r"a.parquet cannot be read after row 0 \(.*\); write it again, text as UTF-8"):
+        read_all(Source(str(table)))
     with pytest.raises(PlaitError, match=r"a.parquet:row 0: the text is int, not a string"):
         read_all(Source(str(table), field="n"))
 

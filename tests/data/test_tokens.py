@@ -128,6 +128,17 @@ def test_the_end_is_found_in_the_config_beside_it(tmp_path: Path, tokenizer_fold
     assert load_tokenizer(tmp_path).eot_text == "<stop>"
 
 
+def test_another_end_of_documents_is_another_tokenizer(tmp_path: Path, tokenizer_folder: Path) -> None:
+    definition = (tokenizer_folder / "tokenizer.json").read_text().replace(END_OF_TEXT, "</s>")
+    (tmp_path / "tokenizer.json").write_text(definition)
+    usual = load_tokenizer(tmp_path)
+    other = next(text for text in usual.backend.get_vocab() if text != usual.eot_text)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": usual.eot_text}))
+    assert load_tokenizer(tmp_path).hash == usual.hash
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": other}))
+    assert load_tokenizer(tmp_path).hash != usual.hash
+
+
 def test_bad_tokenizers_are_told(tmp_path: Path) -> None:
     with pytest.raises(PlaitError, match=r'there is no tokenizer "gpt3"; write "gpt2", "bpe", or the path'):
         load_tokenizer("gpt3")

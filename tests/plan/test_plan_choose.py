@@ -12,8 +12,9 @@ from plait.cluster.cluster import read_cluster
 from plait.errors import PlaitError
 from plait.layout import Layout, share
 from plait.model.shape import parameter_count
-from plait.plan.choose import settle, with_split
+from plait.plan.choose import draft, settle, with_split
 from plait.plan.fit import layout_from
+from plait.plan.grounds import Grounds
 from plait.plan.pace import longer, with_reports
 from plait.plan.plan import Plan, read_plan, write_plan
 from plait.plan.size import CorpusFacts
@@ -24,6 +25,7 @@ from tests.plan.machines import (
     EIGHT_H100,
     LAPTOP,
     ONE_H100,
+    PEAK_FLOPS,
     PLAYS,
     SERVER,
     STORIES,
@@ -141,6 +143,16 @@ def test_another_split_changes_who_does_the_work_and_nothing_of_the_work(tmp_pat
         other, layout=plan.layout, threads=plan.threads, micro_sequences=plan.micro_sequences, step_s=plan.step_s
     )
     assert same == plan
+
+
+def test_a_begun_run_keeps_what_it_computes_on_another_machine_and_with_another_budget(tmp_path: Path) -> None:
+    begun = planned(recipe(tmp_path, "train.budget=4 minutes"), PLAYS, LAPTOP)
+    config = recipe(tmp_path, "train.budget=20 hours", "layout.pipeline=2")
+    there = Grounds(machine=SERVER, peak_flops=PEAK_FLOPS[SERVER])
+    anew, on = (draft(config, PLAYS, there, recipe_hash="cafe", begun=one).plan for one in (None, begun))
+    assert anew.shape.layers != begun.shape.layers, "else this test shows nothing"
+    assert (on.shape, on.batch_sequences, on.precision) == (begun.shape, begun.batch_sequences, begun.precision)
+    assert sum(on.layout.stage_layers) == begun.shape.layers
 
 
 def test_a_simpler_split_is_taken_where_it_is_about_as_fast(tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def test_paths_in_lists_tables_and_tokenizers_are_found_too(recipe: Path, tmp_pa
     assert not isinstance(two, str) and (two.path, two.weight, two.field) == (text, 2, "body")
     assert data.tokenizer == str(recipe.parent / "tok")
     assert load_recipe(recipe, ["data.tokenizer=gpt2"]).data.tokenizer == "gpt2"
+    assert load_recipe(recipe, ["data.files=hf:tok:test"]).data.files == f"hf:{recipe.parent / 'tok'}:test"
 
 
 def test_a_saved_recipe_reads_back_the_same(recipe: Path, tmp_path: Path) -> None:

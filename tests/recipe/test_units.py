@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plait.errors import PlaitError
-from plait.units import Amount, parse_amount, parse_every
+from plait.units import Amount, format_bytes, parse_amount, parse_every
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,9 @@ def test_an_interval_counts_steps_or_seconds() -> None:
     assert parse_every("never").value == 0 and parse_every("2 min").value == 120
     with pytest.raises(PlaitError, match="is not an interval"):
         parse_every("5K tokens")
+
+
+def test_bytes_have_three_digits_and_no_powers_of_ten() -> None:
+    told = [format_bytes(value) for value in (999, 1023, 1010 * 2**20, 2**30, 1.5 * 2**40)]
+    assert told == ["999 B", "0.999 KiB", "0.986 GiB", "1 GiB", "1.5 TiB"]
+    assert not any("e+" in format_bytes(1.01**n) for n in range(3000))
