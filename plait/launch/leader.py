@@ -96,8 +96,8 @@ class Hosts:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._opened().close(_GIVEN_UP)
-        in_peace = error is None or isinstance(error, Interrupted)
-        last = {"stopped_by": self._stopped_by} if in_peace else {"failed": _as_sentence(error)}
+        failed = None if isinstance(error, Interrupted) else error
+        last = {"stopped_by": self._stopped_by} if failed is None else {"failed": _as_sentence(failed)}
         for arrival in self._admitted:
             arrival.link.part("end", last)
         self._server.__exit__(kind, error, at)

@@ -137,7 +137,8 @@ def test_pinned_degrees_are_obeyed_and_their_price_is_told(tmp_path: Path) -> No
 def test_a_layout_for_which_memory_is_short_is_explained_although_nothing_fits_freely(tmp_path: Path) -> None:
     config = recipe(tmp_path, "1B", 1024, 64, "1B tokens", "layout.shard=2")
     cluster = read_cluster("2x(1x4090)@10G")
-    roomy = answer(config, cluster, top=0).found
+    pins = Pins(degrees={"shard": 2})
+    roomy = search(answer(config, cluster, top=0).found.workload, cluster, pins=pins)
     tight = with_memory(cluster, 0.99 * min(roomy.leanest.values()) / cluster.islands[0].device.memory_bytes)
     with pytest.raises(DoesNotFit):
         search(roomy.workload, tight)
@@ -145,7 +146,7 @@ def test_a_layout_for_which_memory_is_short_is_explained_although_nothing_fits_f
     told = answer_text(one)
     assert "as [layout] of the recipe says; left open, plait would choose nothing: a model of" in " ".join(told.split())
     assert "the layout is as the recipe says, whatever the machines" in told and "memory is short" in told
-    assert "plait would choose nothing" in in_short(search(roomy.workload, tight, pins=Pins(degrees={"shard": 2})))[0]
+    assert "plait would choose nothing" in in_short(search(roomy.workload, tight, pins=pins))[0]
 
 
 def test_gradients_travel_as_the_recipe_says(tmp_path: Path) -> None:
