@@ -119,9 +119,14 @@ def make_mesh(layout: Layout, device: str) -> DeviceMesh:
 
 
 def world_sums() -> Sums:
-    """Sums over all ranks of the job."""
+    """Sums over all ranks of the job. Every rank must call it, once.
+
+    gloo's messages between two ranks of a group stand in line: over the connections that carry gradients and weights a
+    single number would wait until all of those have arrived. So they have connections of their own.
+    """
     assert dist.group.WORLD is not None
-    return GroupSums(dist.group.WORLD)
+    in_line = dist.get_backend() == "gloo" and dist.get_world_size() > 1
+    return GroupSums(dist.new_group() if in_line else dist.group.WORLD)
 
 
 def make_groups(sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:

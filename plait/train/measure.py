@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from plait.parallel.mesh import make_mesh, world_sums
+from plait.parallel.mesh import Sums, make_mesh, world_sums
 from plait.plan.plan import read_plan
 from plait.recipe.load import load_recipe
 from plait.train.assemble import Assembly, assemble
@@ -29,16 +29,17 @@ def rank(context: Context, argument: str) -> None:
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
     with joined(context, plan):
         mesh = make_mesh(plan.layout, plan.device)
-        assembly = assemble(config, plan, sums=world_sums(), mesh=mesh)
-        step_s = _time_steps(assembly)
+        world = world_sums()
+        assembly = assemble(config, plan, sums=world, mesh=mesh)
+        step_s = _time_steps(assembly, world)
         assembly.loader.close()
         if context.rank == 0:
             context.tell("measured", step_s=step_s)
 
 
-def _time_steps(assembly: Assembly) -> float:
+def _time_steps(assembly: Assembly, world: Sums) -> float:
     """Median seconds of a step, agreed on by all ranks; rank 0's clock says when it is enough."""
-    world, state, times = world_sums(), TrainState(), []
+    state, times = TrainState(), []
     enough = False
     while not enough:
         began = time.perf_counter()
