@@ -124,9 +124,10 @@ def world_sums() -> Sums:
     gloo's messages between two ranks of a group stand in line: over the connections that carry gradients and weights a
     single number would wait until all of those have arrived. So they have connections of their own.
     """
-    assert dist.group.WORLD is not None
     in_line = dist.get_backend() == "gloo" and dist.get_world_size() > 1
-    return GroupSums(dist.new_group() if in_line else dist.group.WORLD)
+    group = dist.new_group() if in_line else dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    return GroupSums(group)
 
 
 def make_groups(sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
