@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 import tempfile
@@ -19,7 +18,7 @@ from plait.launch.link import Handler, Reply
 from plait.launch.wire import Frame
 from plait.recipe.load import load_recipe, parse_config
 from plait.report.atomic import replace_file
-from plait.run.folder import RunFolder, alone, check_changes
+from plait.run.folder import RunFolder, alone, check_changes, hold
 from plait.run.shipping import Intake, facts_from, read_block, safe_path, seen, told_disk
 
 MARK = "joined.json"
@@ -126,12 +125,7 @@ class Depot:
         with told_disk(cache / MARK):
             cache.mkdir(exist_ok=True)
             lock = self._held.enter_context((cache / "joined.lock").open("w"))
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise PlaitError(
-                f"another host that joined a run works in {self._base}, too; join from another folder"
-            ) from None
+        hold(lock, f"another host that joined a run works in {self._base}, too; join from another folder")
         self._is_ours = True
 
     def _take(self, frame: Frame) -> Reply:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from plait.checkpoint.store import Found, clean_staging, newest_good
 from plait.errors import PlaitError
@@ -146,12 +146,7 @@ def alone(folder: RunFolder) -> Iterator[None]:
     except OSError as error:
         raise PlaitError(f'"{folder.path}" cannot be written ({error.strerror}); choose another place') from None
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise PlaitError(
-                f'another plait is training in "{folder.path}"; wait for it, or choose another run.name'
-            ) from None
+        hold(lock, f'another plait is training in "{folder.path}"; wait for it, or choose another run.name')
         try:
             yield
         except OSError as error:
@@ -161,6 +156,14 @@ def alone(folder: RunFolder) -> Iterator[None]:
                 f"{error.filename or folder.path}: {error.strerror}; "
                 "free some space or mend its rights, then give the same command again"
             ) from error
+
+
+def hold(lock: TextIO, refusal: str) -> None:
+    """Lock an open file until it is closed, by whatever end; raises PlaitError with the refusal where it is taken."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise PlaitError(refusal) from None
 
 
 def check_changes(old: RunConfig, new: RunConfig) -> list[str]:

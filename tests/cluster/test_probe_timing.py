@@ -87,3 +87,8 @@ def test_the_narrowest_group_around_a_process_limits_it(
         (tmp_path / "groups" / name).write_text(text + "\n")
     (tmp_path / "own").write_text(group + "\n")
     assert core_share(2, own=tmp_path / "own", root=tmp_path / "groups") == pytest.approx(share)
+
+
+def test_of_two_readings_the_shorter_counts() -> None:
+    assert figure([(0.5, 0.2), (0.3, 0.1)]).seconds == 0.3
+    assert figure([(0.5, 0.2), (0.3, 0.1), (0.4, 0.3)]).seconds == 0.4
