@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.lab.demands import demands, demands_text
 from benchmarks.lab.grid import Case, read_grid
 from benchmarks.lab.hosts import ROOT, require_root
 from benchmarks.lab.journal import append_line, read_lines
@@ -90,7 +91,8 @@ def _report(out: Path, keys: set[str]) -> None:
         except ValueError as error:
             print(f"not judged: {error}")
     if verdicts:
-        print(f"\n{summary_text(summary(verdicts))}")
+        whole = summary(verdicts)
+        print(f"\n{summary_text(whole)}\n\n{demands_text(demands(whole, verdicts))}")
     for path, text in pictures(lines, out).items():
         path.write_text(text)
         print(f"drawn    {path}")

@@ -19,7 +19,6 @@ from plait.layout import AXES
 from plait.model.shape import ModelShape
 from plait.plan.fit import check_layout, layout_of, named_degrees
 from plait.plan.pins import pins_of
-from plait.plan.prices import memory_items
 from plait.plan.search import Search, search
 from plait.plan.shares import shares
 from plait.recipe.load import load_recipe
@@ -179,14 +178,11 @@ def _as_pinned(config: RunConfig, cluster: Cluster, section: Section) -> Priced:
 
 
 def _priced(found: Search, index: int) -> Priced:
-    items = memory_items(found, index)
-    reserve = items.pop("reserve")
-    needed = sum(items.values())
     return Priced(
         layout=layout_section(found.candidates.row(index)),
         step_s=float(found.step_s[index]),
-        tensor_bytes=needed,
-        all_bytes=needed + reserve,
+        tensor_bytes=found.most_allocated(index),
+        all_bytes=float(found.reserved[index]),
     )
 
 

@@ -8,8 +8,10 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 from benchmarks.lab.cut import QUIET, Turn
+from benchmarks.lab.wiring import Rate
 
 Line = Mapping[str, Any]
+LARGE_PARAMETERS = 1e7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +24,12 @@ class Measured:
     bound: str
     """"exact", "at least" or "failed"."""
     predicted_s: float | None
-    tensor_bytes: int
     sent_bytes: float
     """Of the busiest host, a step."""
-    predicted_tensor_bytes: float
+    tensor_error: float | None
+    """Predicted over measured - 1 of live tensors on the fullest rank; None where nothing was told."""
+    process_error: float | None
+    """The same of its whole process."""
     sentence: str
 
     @property
@@ -38,6 +42,8 @@ class Verdict:
     """How well the planner did in one case; shares, 0.05 is 5 %."""
 
     case: str
+    hosts: int
+    rate: Rate
     fastest: str
     """As measured."""
     step_s: float
@@ -51,7 +57,9 @@ class Verdict:
     """Predicted over measured - 1, of every layout that was priced and measured to the end."""
     choice_error: float | None
     memory_errors: tuple[float, ...]
-    """Of live tensors on the fullest rank."""
+    """Of live tensors on the fullest rank, of a model large enough to be judged by."""
+    process_errors: tuple[float, ...]
+    """Of its whole process."""
     over_floor: float | None
     """The choice's time over the floor: of all layouts the least of the longer of a host's computation and its bytes.
     None where hosts differ, or nothing was measured."""
@@ -71,6 +79,7 @@ class Summary:
     step_error: tuple[float, float, float] | None
     choice_error: tuple[float, float, float] | None
     memory_error: tuple[float, float, float] | None
+    process_error: tuple[float, float, float] | None
     over_floor: tuple[float, float, float] | None
     baseline_ratio_least: float | None
     disturbed: float
@@ -96,6 +105,8 @@ def verdict(line: Line) -> Verdict:
     assert choice.predicted_s and first.predicted_s
     return Verdict(
         case=line["case"]["name"],
+        hosts=len(line["case"]["cores"]),
+        rate=line["case"]["rate"],
         fastest=best.name,
         step_s=best.step_s,
         regret=_over(first, best.step_s),
@@ -103,7 +114,8 @@ def verdict(line: Line) -> Verdict:
         simplicity_said=choice.predicted_s / first.predicted_s - 1,
         step_errors=tuple((one.predicted_s or 0) / one.step_s - 1 for one in priced),
         choice_error=choice.predicted_s / choice.step_s - 1 if choice.bound == "exact" else None,
-        memory_errors=tuple(one.predicted_tensor_bytes / one.tensor_bytes - 1 for one in priced if one.tensor_bytes),
+        memory_errors=tuple(one.tensor_error for one in priced if one.tensor_error is not None and _large(line)),
+        process_errors=tuple(one.process_error for one in priced if one.process_error is not None),
         over_floor=_over_floor(line, choice, exact),
         baselines={
             name: found[name].step_s / choice.step_s
@@ -125,6 +137,7 @@ def summary(verdicts: Sequence[Verdict]) -> Summary:
         step_error=_spread([abs(error) for one in verdicts for error in one.step_errors]),
         choice_error=_spread([abs(one.choice_error) for one in verdicts if one.choice_error is not None]),
         memory_error=_spread([abs(error) for one in verdicts for error in one.memory_errors]),
+        process_error=_spread([abs(error) for one in verdicts for error in one.process_errors]),
         over_floor=_spread([one.over_floor for one in verdicts if one.over_floor is not None]),
         baseline_ratio_least=min(ratios, default=None),
         disturbed=mean(one.disturbed for one in verdicts),
@@ -179,16 +192,29 @@ def _measured(name: str, turns: Sequence[Mapping[str, Any]], one: Mapping[str, A
     exact = [turn for turn in taken if turn.ended in ("finished", "cut")]
     bound = "exact" if exact else "at least" if any(turn.ended == "longer" for turn in taken) else "failed"
     kept = exact or taken
+    fullest = max(kept, key=lambda turn: turn.peak_tensor_bytes, default=None)
+    tensors, process = fullest and fullest.peak_tensor_bytes, fullest and fullest.peak_rss_bytes
     return Measured(
         name=name,
         seconds=tuple(second for turn in kept for second in turn.seconds),
         bound=bound,
         predicted_s=one.get("step_s"),
-        tensor_bytes=max((turn.peak_tensor_bytes for turn in kept), default=0),
         sent_bytes=median(turn.sent_bytes for turn in kept) if kept else 0.0,
-        predicted_tensor_bytes=one.get("tensor_bytes", 0.0),
+        tensor_error=_error(fullest and (fullest.planned_tensor_bytes or one.get("tensor_bytes")), tensors),
+        process_error=_error(fullest and (fullest.planned_rss_bytes or one.get("all_bytes")), process),
         sentence=next((turn.sentence for turn in taken if turn.sentence), ""),
     )
+
+
+def _error(said: float | None, found: float | None) -> float | None:
+    return said / found - 1 if said and found else None
+
+
+def _large(line: Line) -> bool:
+    """Whether the model is large enough that its memory is judged: below, what is small beside weights counts, too."""
+    shape = line["case"]["shape"]
+    about = 12 * shape["layers"] * shape["width"] ** 2 + shape["vocabulary"] * shape["width"]
+    return about >= LARGE_PARAMETERS
 
 
 def _over_floor(line: Line, choice: Measured, exact: Sequence[Measured]) -> float | None:

@@ -45,6 +45,7 @@ def take_turn(lab: Lab, party: Party, cutting: Cutting, logs: Path) -> Turn:
         sent_bytes=follower.a_step([stamp.sent_bytes for stamp in follower.stamps]),
         others=_share_of_others(follower.others[WARM_UP:]),
         **_peaks(party.peaks_file),
+        **_planned(party.begun_file),
     )
 
 
@@ -154,6 +155,14 @@ def _peaks(path: Path | None) -> dict[str, int]:
         return {}
     values = json.loads(path.read_text())
     return {key: max(values[key], default=0) for key in ("peak_tensor_bytes", "peak_rss_bytes")}
+
+
+def _planned(path: Path | None) -> dict[str, float]:
+    """What a run's plan said of its memory."""
+    forecast = json.loads(path.read_text())["forecast"] if path is not None and path.exists() else None
+    if forecast is None:
+        return {}
+    return {"planned_tensor_bytes": forecast["tensor_bytes"], "planned_rss_bytes": forecast["bytes_per_device"]}
 
 
 def others_between(before: Stamp, now: Stamp) -> float:

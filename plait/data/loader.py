@@ -42,8 +42,8 @@ class Samples:
     """Which samples fall to a rank, and how it takes them.
 
     Of each step's sequences part p of the batch takes parts[p], and this rank is in part `part`. It takes them at most
-    `micro_sequences` at a time, in as many micro-batches as the other parts of `meeting`: those whose ranks it meets
-    in the middle of each. Of each sequence it sees part `context` of `contexts`.
+    `micro_sequences` at a time (limits[p] where parts differ in that), in as many micro-batches as the other parts of
+    `meeting`: those whose ranks it meets in the middle of each. Of each sequence it sees part `context` of `contexts`.
     """
 
     sequence: int
@@ -53,6 +53,7 @@ class Samples:
     micro_sequences: int
     documents: DocumentMode
     device: torch.device
+    limits: tuple[int, ...] = ()
     context: int = 0
     contexts: int = 1
 
@@ -83,6 +84,7 @@ class Loader:
         """From the next call of `micros` on take these; what was fetched ahead of it for others is dropped."""
         assert samples.micro_sequences > 0 and samples.part in samples.meeting
         assert min(samples.parts) > 0 and samples.meeting.stop <= len(samples.parts)
+        assert not samples.limits or (min(samples.limits) > 0 and len(samples.limits) == len(samples.parts))
         self._samples = samples
 
     def micros(self, position: int) -> list[Micro]:
@@ -171,7 +173,9 @@ def _portions(sizes: Sequence[int]) -> Iterator[slice]:
 def _sizes(counts: Sequence[int], samples: Samples) -> tuple[int, ...]:
     """Of this rank's micro-batches, where the parts of the batch have so many sequences."""
     own = samples.meeting.index(samples.part)
-    return micro_sizes(tuple(counts[part] for part in samples.meeting), samples.micro_sequences)[own]
+    limits = samples.limits or (samples.micro_sequences,) * len(counts)
+    met = samples.meeting
+    return micro_sizes(tuple(counts[part] for part in met), tuple(limits[part] for part in met))[own]
 
 
 def turns(parts: tuple[int, ...]) -> Ints:

@@ -57,16 +57,20 @@ class Group:
     candidates: Candidates
     """Their `dealing` is the deal's."""
     deal: Deal | None
+    numbers: Counts | None = None
+    """Micro-batches that its parts of the batch take, where devices that hold little make it more."""
 
     @property
-    def by_rank(self) -> bool:
-        """Whether ranks of its pipelines hold so unlike things that memory is asked for one by one."""
+    def unlike(self) -> bool:
+        """Whether its devices do or have so unlike things that memory is asked for one by one (portions.py)."""
         deal = self.deal
-        return deal is not None and deal.ranks > 1 and not (deal.even and len(np.unique(deal.memory_bytes)) == 1)
+        return deal is not None and not (deal.even and len(np.unique(deal.memory_bytes)) == 1)
 
     def select(self, chosen: np.ndarray) -> Group:
         """Those where a mask over the group holds."""
-        return replace(self, places=self.places[chosen], candidates=self.candidates.select(np.flatnonzero(chosen)))
+        rows = np.flatnonzero(chosen)
+        numbers = None if self.numbers is None else self.numbers[rows]
+        return replace(self, places=self.places[rows], candidates=self.candidates.select(rows), numbers=numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

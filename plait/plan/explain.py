@@ -165,7 +165,8 @@ def _memory(found: Search) -> list[str]:
     items = sorted(memory_items(found, found.chosen).items(), key=lambda item: -item[1])
     whole = float(found.reserved[found.chosen])
     parts = [f"{names[name]} {format_bytes(size)}" for name, size in items if size >= MENTIONED * whole]
-    return [f"{format_bytes(whole)} of {format_bytes(capacity)} on the fullest device: {', '.join(parts)}"]
+    which = "fullest device" if found.dealer.devices.equal_memory else "device that has least room left"
+    return [f"{format_bytes(whole)} of {format_bytes(capacity)} on the {which}: {', '.join(parts)}"]
 
 
 def _price_of_simplicity(found: Search) -> str:

@@ -65,7 +65,7 @@ class _Asked:
         return c.dealing, *(getattr(c, column.name).tobytes() for column in fields(c) if column.name != "dealing")
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=256)
 def _followed(workload: Workload, asked: _Asked) -> dict[str, Reals]:
     candidates = asked.candidates
     found = {name: np.zeros(len(candidates)) for name in (*ITEMS, "stage")}

@@ -117,7 +117,7 @@ def _try(found: Search, clusters: list[Cluster]) -> _Tried:
     best_s, chosen = np.full((len(names), len(clusters)), np.inf), np.empty(len(clusters), dtype=np.int64)
     for number, cluster in enumerate(clusters):
         if few:
-            step_s = step_seconds(found.workload, cluster, found.candidates, found.stack)
+            step_s = step_seconds(found.workload, cluster, found.candidates, found.stack, numbers=found.numbers)
         else:
             step_s = _closed(found, rows, cluster) + correction
         np.minimum.at(best_s[:, number], place, step_s)

@@ -26,12 +26,15 @@ class MemoryItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBars:
-    """A bar for each layout, the chosen one first; the items of a bar add up to what its fullest device needs."""
+    """A bar for each layout, the chosen one first; the items of a bar add up to what its fullest device needs, or where
+    memories differ the one that has least room left."""
 
     layouts: tuple[str, ...]
     items: tuple[MemoryItem, ...]
     capacities: tuple[tuple[str, float], ...]
     """Kinds of devices with their bytes, the smallest first."""
+    held_by: float
+    """Bytes of the device that the chosen layout's bar shows."""
 
 
 def memory_bars(found: Search) -> MemoryBars:
@@ -50,6 +53,7 @@ def memory_bars(found: Search) -> MemoryBars:
         layouts=tuple(short_words(found.candidates.row(row)) for row in rows),
         items=tuple(items),
         capacities=tuple(sorted(memories.items(), key=lambda pair: pair[1])),
+        held_by=found.capacity(found.chosen),
     )
 
 
@@ -57,11 +61,12 @@ def memory_told(bars: MemoryBars) -> str:
     """What one sees, in words."""
     needed = sum(item.bytes_per_device[0] for item in bars.items)
     largest = max(bars.items, key=lambda item: item.bytes_per_device[0])
-    device, capacity = bars.capacities[0]
+    device = next((name for name, size in bars.capacities if size == bars.held_by), bars.capacities[0][0])
     others = ", then the next best ones of other kinds" if len(bars.layouts) > 1 else ""
-    smallest = " (the smallest here)" if len(bars.capacities) > 1 else ""
+    unlike = len({size for _, size in bars.capacities}) > 1
+    which, line = ("has least room left", "the line of its kind") if unlike else ("is fullest", "the line")
     return (
-        f"The chosen layout needs {format_bytes(needed)} of the {format_bytes(capacity)} that one {device}{smallest} "
-        f"has, the largest part for {largest.name}. The first bar is the chosen layout{others}; each shows the device "
-        f"that is fullest, and none may pass the line."
+        f"The chosen layout needs {format_bytes(needed)} of the {format_bytes(bars.held_by)} that one {device} has, "
+        f"the largest part for {largest.name}. The first bar is the chosen layout{others}; each shows the device that "
+        f"{which}, and none may pass {line}."
     )

@@ -84,6 +84,8 @@ class Plan:
     """Sequences of one optimizer step over all ranks."""
     micro_sequences: int
     """Sequences a rank takes at a time, at most."""
+    micro_limits: tuple[int, ...] = ()
+    """The same for each part of the batch, where devices' memories differ too much for one number; else empty."""
     shares: tuple[int, ...] = ()
     """Sequences of each part of the batch (`Layout.batch_part`) in a step; empty: as equal as can be."""
     balance_every_steps: int = 0
@@ -190,6 +192,7 @@ def _plan(values: dict[str, Any]) -> Plan:
             "checkpoint_every": Every(**values["checkpoint_every"]),
             "reasons": tuple(values["reasons"]),
             "shares": tuple(values.get("shares", ())),
+            "micro_limits": tuple(values.get("micro_limits", ())),
         }
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from plait.cluster.cluster import Cluster
 from plait.plan.candidates import Candidates, Counts, Reals
-from plait.plan.deal import Dealer, Group, stage_bytes
+from plait.plan.deal import Dealer, Group
 from plait.plan.memory import memory
 from plait.plan.retime import simulated_s
 from plait.plan.speeds import devices_of
@@ -25,11 +25,18 @@ PORTION = 4096
 
 
 def step_seconds(
-    workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, dealer: Dealer | None = None
+    workload: Workload,
+    cluster: Cluster,
+    candidates: Candidates,
+    stack: Stack,
+    dealer: Dealer | None = None,
+    numbers: Counts | None = None,
 ) -> Reals:
-    """Seconds of a step: by the closed form, and near the best by simulation."""
+    """Seconds of a step: by the closed form, and near the best by simulation; `numbers` as a group has them."""
     dealer = dealer or Dealer(workload=workload, devices=devices_of(workload, cluster, stack), stack=stack)
     groups = dealer.groups(candidates)
+    if numbers is not None:
+        groups = [replace(group, numbers=numbers[group.places]) for group in groups]
     step_s = np.empty(len(candidates))
     for group in groups:
         step_s[group.places] = closed_form(workload, cluster, stack, group).step_s
@@ -49,7 +56,7 @@ def closed_form(workload: Workload, cluster: Cluster, stack: Stack, group: Group
     times = price(workload, cluster, group.candidates, stack)
     if group.deal is None or group.deal.even:
         return times
-    return paced(workload, cluster, group.candidates, stack, group.deal, times).times
+    return paced(workload, cluster, group.candidates, stack, group.deal, times, group.numbers).times
 
 
 def _simulated(workload: Workload, cluster: Cluster, stack: Stack, group: Group) -> Reals:
@@ -95,12 +102,3 @@ def portions(
         same, whole = rows[filled == batch], replace(workload, batch_sequences=int(batch))
         for first in range(0, len(same), PORTION):
             yield same[first : first + PORTION], whole
-
-
-def bytes_by_rank(workload: Workload, group: Group, stack: Stack) -> Reals:
-    """Bytes of a device on each rank of the pipelines of a group: (ranks, candidates)."""
-    assert group.deal is not None
-    needed = np.empty((group.deal.ranks, len(group.candidates)))
-    for rows, whole in portions(workload, group.candidates):
-        needed[:, rows] = stage_bytes(whole, group.candidates.select(rows), stack, group.deal.held)
-    return needed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -16,13 +16,14 @@ from plait.layout import Layout
 from plait.plan.candidates import Candidates, Counts, Reals
 from plait.plan.collectives import roads
 from plait.plan.complexity import complexity
-from plait.plan.deal import Deal, Dealer, lone_stage, stage_bytes
+from plait.plan.deal import Deal, Dealer, Group
 from plait.plan.evidence import stated_error
 from plait.plan.fit import UNCUT, check_shares
 from plait.plan.kinds import kinds
 from plait.plan.listing import Pins, listed
-from plait.plan.memory import RESERVED, Memory, memory
-from plait.plan.pricing import bytes_by_rank, closed_form, memory_of, portions, step_seconds
+from plait.plan.memory import Memory, memory
+from plait.plan.portions import Portion, Room, memory_on, portions_of, tightest
+from plait.plan.pricing import closed_form, memory_of, portions, step_seconds
 from plait.plan.seats import torn
 from plait.plan.speeds import devices_of
 from plait.plan.stack import PLAIT, Stack
@@ -61,7 +62,9 @@ class Search:
     candidates: Candidates
     step_s: Reals
     reserved: Reals
-    """Bytes per device."""
+    """Bytes on the device that has least room left."""
+    numbers: Counts
+    """Micro-batches of the part of the batch that takes most."""
     points: Counts
     """Complexity."""
     chosen: int
@@ -89,29 +92,52 @@ class Search:
 
     def timing(self, index: int) -> Timing:
         """The items of one layout's time."""
-        return closed_form(self.workload, self.cluster, self.stack, self.dealer.one(self.candidates, index))
+        one = replace(self.dealer.one(self.candidates, index), numbers=self.numbers[[index]])
+        return closed_form(self.workload, self.cluster, self.stack, one)
 
     def memory(self, index: int) -> Memory:
-        """The items of one layout's memory on the fullest device."""
-        one = self.dealer.one(self.candidates, index)
-        [(_, whole)] = portions(self.workload, one.candidates)
-        if one.by_rank:
-            assert one.deal is not None
-            held = one.deal.held
-            rank = int(stage_bytes(whole, one.candidates, self.stack, held)[:, 0].argmax())
-            end = -1 if rank == len(held) - 1 else 0
-            return memory(*lone_stage(whole, one.candidates, int(held[rank]), end), self.stack)
-        return memory(whole, one.candidates, self.stack)
+        """The items of one layout's memory on the device that has least room left."""
+        one, held = self._held(index)
+        if not held:
+            [(_, whole)] = portions(self.workload, one.candidates)
+            return memory(whole, one.candidates, self.stack)
+        assert one.deal is not None
+        [part], [rank] = tightest(held)
+        return memory_on(self.workload, one.candidates, self.stack, one.deal, held[part], int(rank))
 
     def capacity(self, index: int) -> float:
-        """Bytes of the smallest device that a layout must fit, of those that hold most of it."""
-        one = self.dealer.one(self.candidates, index)
-        if not one.by_rank:
+        """Bytes of that device."""
+        one, held = self._held(index)
+        if not held:
             return min(self.dealer.devices.memory_bytes)
         assert one.deal is not None
-        [(_, whole)] = portions(self.workload, one.candidates)
-        needed = stage_bytes(whole, one.candidates, self.stack, one.deal.held)[:, 0]
-        return float(one.deal.memory_bytes.min(axis=1)[needed.argmax()])
+        [part], [rank] = tightest(held)
+        return float(one.deal.memory_bytes[rank, held[part].parts[0]])
+
+    def most_allocated(self, index: int) -> float:
+        """Bytes of tensors on the fullest device, which need not be the one that has least room left."""
+        one, held = self._held(index)
+        if not held:
+            return float(self.memory(index).allocated[0])
+        deal = one.deal
+        assert deal is not None
+        places = [(portion, rank) for portion in held for rank in range(deal.ranks)]
+        portion, rank = max(places, key=lambda place: place[0].needed[place[1], 0])
+        return float(memory_on(self.workload, one.candidates, self.stack, deal, portion, rank).allocated[0])
+
+    def limits(self, index: int) -> tuple[int, ...]:
+        """Sequences that each part of the batch takes at a time at most; none where all take `micro_sequences`."""
+        held = self._held(index)[1]
+        by_part = {int(part): int(portion.limit[0]) for portion in held for part in portion.parts}
+        all_alike = set(by_part.values()) <= {int(self.candidates.micro_sequences[index])}
+        return () if all_alike else tuple(by_part[part] for part in sorted(by_part))
+
+    def _held(self, index: int) -> tuple[Group, list[Portion]]:
+        """One layout, and what its parts of the batch hold where devices are unlike."""
+        one = self.dealer.one(self.candidates, index)
+        if not one.unlike:
+            return one, []
+        return one, portions_of(self.workload, one, self.stack)
 
 
 def search(
@@ -135,17 +161,17 @@ def search(
     refused = Counter(found.refused)
     seated = ~torn(cluster, found.candidates) if not pins.degrees else np.ones(len(found.candidates), dtype=bool)
     refused[TORN] += int((~seated).sum())
-    reserved, fits = _held(dealer, cluster, found.candidates, "free")
+    reserved, fits, numbers = _held(dealer, found.candidates, Room())
     if pins.degrees and not (seated & fits).any():
-        reserved, fits = _held(dealer, cluster, found.candidates, "asked")
+        reserved, fits, numbers = _held(dealer, found.candidates, Room.of_asked(cluster, stack))
     kept = seated & fits
     refused[TOO_LARGE] += int((seated & ~fits).sum())
     if not kept.any():
         raise DoesNotFit(workload, cluster, stack, float(reserved.min()))
     needed = ~_needless(found.candidates, kept)
     refused[NEEDLESS] += int((kept & ~needed).sum())
-    candidates = found.candidates.select(kept & needed)
-    step_s = step_seconds(workload, cluster, candidates, stack, dealer)
+    candidates, numbers = found.candidates.select(kept & needed), numbers[kept & needed]
+    step_s = step_seconds(workload, cluster, candidates, stack, dealer, numbers)
     points = complexity(candidates, roads(cluster))
     fastest = int(step_s.argmin())
     return Search(
@@ -157,6 +183,7 @@ def search(
         candidates=candidates,
         step_s=step_s,
         reserved=reserved[kept & needed],
+        numbers=numbers,
         points=points,
         chosen=simplest(step_s, points, enough),
         fastest=fastest,
@@ -179,29 +206,28 @@ def _check_pins(workload: Workload, pins: Pins) -> None:
     check_shares(pins.shares, parts, workload.batch_sequences)
 
 
-def _held(
-    dealer: Dealer, cluster: Cluster, candidates: Candidates, layout: Literal["asked", "free"]
-) -> tuple[Reals, NDArray[np.bool_]]:
-    """Bytes on the fullest device of every candidate, and whether each of its devices holds what falls to it."""
+def _held(dealer: Dealer, candidates: Candidates, room: Room) -> tuple[Reals, NDArray[np.bool_], Counts]:
+    """Bytes on the tightest device of every candidate, whether each of its devices holds what falls to it, and the
+    micro-batches that this makes."""
     stack, workload = dealer.stack, dealer.workload
     reserved, fits = np.empty(len(candidates)), np.empty(len(candidates), dtype=bool)
-    gpus = any(island.device.kind != "cpu" for island in cluster.islands)
-
-    def room(memory_bytes: Reals) -> Reals:
-        """One that was asked for is refused only where it cannot run even if a GPU's allocator wastes nothing."""
-        return RESERVED * memory_bytes + stack.outside_bytes if gpus and layout == "asked" else memory_bytes
-
+    numbers = -(-workload.batch_sequences // (candidates.batch_parts * candidates.micro_sequences))
     for group in dealer.groups(candidates):
-        if group.by_rank:
-            assert group.deal is not None
-            needed = bytes_by_rank(workload, group, stack)
-            have = group.deal.memory_bytes.min(axis=1)
-        else:
-            needed = memory_of(workload, group.candidates, stack)[None]
-            have = np.array([min(dealer.devices.memory_bytes)], dtype=np.float64)
-        reserved[group.places] = needed.max(axis=0)
-        fits[group.places] = (needed <= room(have)[:, None]).all(axis=0)
-    return reserved, fits
+        if not group.unlike:
+            needed = memory_of(workload, group.candidates, stack)
+            have = room.on(np.array(min(dealer.devices.memory_bytes), dtype=np.float64))
+            reserved[group.places], fits[group.places] = needed, needed <= have
+            continue
+        assert group.deal is not None
+        held = portions_of(workload, group, stack)
+        part, rank = tightest(held)
+        here = np.arange(len(group.candidates))
+        reserved[group.places] = np.stack([portion.needed for portion in held])[part, rank, here]
+        # Where all take fewer at a time, it is another candidate.
+        meant = np.any([portion.limit == group.candidates.micro_sequences for portion in held], axis=0)
+        fits[group.places] = meant & np.all([portion.fits(room) for portion in held], axis=0)
+        numbers[group.places] = np.max([portion.number for portion in held], axis=0)
+    return reserved, fits, numbers
 
 
 def simplest(step_s: Reals, points: Counts, tolerance: float) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import ceil
 
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout
@@ -27,7 +28,7 @@ from plait.plan.listing import Pins
 from plait.plan.named import asked_search, named_pins
 from plait.plan.pins import pins_of
 from plait.plan.plan import Forecast, Precision
-from plait.plan.prices import memory_items, time_items
+from plait.plan.prices import time_items
 from plait.plan.search import DoesNotFit, Search, search
 from plait.plan.seats import node_alone
 from plait.plan.stack import PLAIT, Stack
@@ -46,6 +47,8 @@ class Split:
     layout: Layout
     threads: int
     micro_sequences: int
+    micro_limits: tuple[int, ...] = ()
+    """Of each part of the batch, where devices' memories differ too much for one number; else none."""
     shares: tuple[int, ...] = ()
     """Of each part of the batch, in sequences; none where they are as equal as can be."""
     points: int
@@ -183,7 +186,9 @@ def _priced(question: Question, pins: Pins, found: Search, at: int, layout: Layo
     layout = _as_priced(layout, layout_from(row, cut)) if layout else layout_from(row, cut)
     micro = int(row["micro_sequences"])
     if question.grounds.machine.device == "cpu" and "micro_sequences" not in pins.knobs:
-        usual = cpu_micro_sequences(question.batch_sequences, layout, question.shape)
+        deal = found.deal(at)
+        part = max(deal.shares) if deal else ceil(question.batch_sequences / layout.batch_parts)
+        usual = cpu_micro_sequences(part, layout, question.shape)
         with suppress(DoesNotFit):  # then as many as the planner found room for
             settled = search(question.workload, found.cluster, stack=found.stack, pins=_settled(row, usual, pins))
             found, at, micro = settled, settled.chosen, usual
@@ -191,6 +196,7 @@ def _priced(question: Question, pins: Pins, found: Search, at: int, layout: Layo
         layout=layout,
         threads=question.grounds.threads(workers),
         micro_sequences=micro,
+        micro_limits=found.limits(at),
         shares=shares_of(found, at),
         points=int(found.points[at]),
         forecast=_forecast(question, found, at) if question.grounds.known else None,
@@ -205,10 +211,9 @@ def _as_priced(named: Layout, priced: Layout) -> Layout:
 
 
 def _forecast(question: Question, found: Search, at: int) -> Forecast:
-    items = memory_items(found, at)
     return Forecast(
         step_s=float(found.step_s[at]),
-        tensor_bytes=sum(items.values()) - items["reserve"],
+        tensor_bytes=found.most_allocated(at),
         bytes_per_device=float(found.reserved[at]),
         one_device_step_s=_one_device_step_s(found),
         error=found.tolerance,

@@ -14,7 +14,7 @@ from plait.plan.search import Search, search
 from plait.plan.seats import other_orders
 from plait.plan.shares import equal_shares
 from plait.plan.speeds import Devices
-from plait.units import format_duration
+from plait.units import format_bytes, format_duration
 
 NAMED = 6
 """Owners of devices up to which each one's share is named."""
@@ -36,9 +36,12 @@ class _Owner:
 def unequal_words(found: Search, index: int) -> list[str]:
     """Who does what in a layout on unequal devices, and why; nothing where devices are equal and no shares named."""
     deal, devices = found.deal(index), found.dealer.devices
-    if deal is None or (devices.alike and not found.dealer.named):
+    if deal is None:
         return []
-    told = [_shares(found, deal), *_stages(found, deal)]
+    limits = _limits(found, deal, index)
+    if devices.alike and not found.dealer.named:
+        return limits
+    told = [_shares(found, deal), *_stages(found, deal), *limits]
     return [line for line in told if line]
 
 
@@ -115,6 +118,26 @@ def _by_owner(owners: Sequence[_Owner], several: bool) -> str:
     return f"of each batch do, by the speed of their devices: {told}"
 
 
+def _limits(found: Search, deal: Deal, index: int) -> list[str]:
+    """Who takes fewer sequences at a time than others, for want of memory."""
+    limits = found.limits(index)
+    if not limits:
+        return []
+    devices, most = found.dealer.devices, max(limits)
+    place = deal.ranks, len(limits), -1
+    owners, memories = np.array(devices.owners).reshape(place), np.array(devices.memory_bytes).reshape(place)
+    fewer: dict[str, tuple[int, float]] = {}
+    for part, limit in enumerate(limits):
+        least = memories[:, part].argmin()
+        name = devices.names[owners[:, part].ravel()[least]]
+        if limit < most:
+            fewer[name] = (min(limit, fewer.get(name, (limit, 0))[0]), float(memories[:, part].ravel()[least]))
+    told = [f"{name} takes {limit}, it has {format_bytes(size)}" for name, (limit, size) in fewer.items()]
+    if len(told) > NAMED:
+        told = [*told[: NAMED - 1], f"and {len(told) - NAMED + 1} others fewer, too"]
+    return [f"{most} sequences at a time, and fewer where memory is short: {'; '.join(told)}"]
+
+
 def _stages(found: Search, deal: Deal) -> list[str]:
     """Which layers stand where in a pipeline, and why."""
     devices = found.dealer.devices
@@ -145,7 +168,8 @@ def _equal_words(found: Search, deal: Deal) -> list[str]:
     else:
         flat = replace(found.dealer.devices, speeds=(1.0,) * found.cluster.devices, timed=False)
         dealer = replace(found.dealer, devices=flat)
-        equal_s = float(step_seconds(found.workload, found.cluster, one, found.stack, dealer)[0])
+        numbers = found.numbers[[found.chosen]]
+        equal_s = float(step_seconds(found.workload, found.cluster, one, found.stack, dealer, numbers)[0])
     if equal_s < 1.01 * here:
         return []
     what = "equal stages" if deal.ranks > 1 else "equal shares"

@@ -65,10 +65,20 @@ class _Micro:
 
 
 def paced(
-    workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, deal: Deal, times: Timing
+    workload: Workload,
+    cluster: Cluster,
+    candidates: Candidates,
+    stack: Stack,
+    deal: Deal,
+    times: Timing,
+    numbers: Counts | None = None,
 ) -> Pace:
-    """Candidates of one deal on its devices; `times` are those of equal devices, Note [the pace of unequal devices]."""
+    """Candidates of one deal on its devices; `times` are those of equal devices, Note [the pace of unequal devices].
+
+    `numbers` are the micro-batches that parts take who meet in each, where it is not the largest that decides.
+    """
     micro = _micro(workload, cluster, candidates, stack, times)
+    numbers = -(-max(deal.shares) // candidates.micro_sequences) if numbers is None else numbers
     table = np.vstack([deal.speeds, deal.shares])
     _, distinct = np.unique(table, axis=1, return_index=True)
     parts = [_part(micro, deal, int(part)) for part in distinct]
@@ -80,7 +90,7 @@ def paced(
     stages = np.stack([part.stages_s for part in parts])[last, :, here].T
     rank = stages.argmax(axis=0)
     speed = deal.speeds[rank, distinct[last]]
-    found = _items(micro, deal, micros, rank, speed, piped)
+    found = _items(micro, deal, (micros, rank, speed, piped), numbers)
     return Pace(times=found, micros=micros, stages_s=stages, settled_s=settled, piped_s=piped)
 
 
@@ -171,8 +181,9 @@ def _part(micro: _Micro, deal: Deal, part: int) -> _Part:
     return _Part(micros=micros, stages_s=stages, settled_s=settled, piped_s=piped)
 
 
-def _items(micro: _Micro, deal: Deal, micros: Reals, rank: Counts, speed: Reals, piped_s: Reals) -> Timing:
+def _items(micro: _Micro, deal: Deal, pacing: tuple[Reals, Counts, Reals, Reals], numbers: Counts) -> Timing:
     """The step's items, of which those that come with each micro-batch are of the given rank of the pacing part."""
+    micros, rank, speed, piped_s = pacing
     t, c, held = micro.times, micro.candidates, deal.held
     more = held[rank] / micro.layers * micros / micro.count
     items = {item: getattr(t, item) * more / speed for item in COMPUTED}
@@ -181,8 +192,7 @@ def _items(micro: _Micro, deal: Deal, micros: Reals, rank: Counts, speed: Reals,
     items |= {"host": micro.each("host") * micros / speed, "passes": micro.each("passes") * micros}
     items["bubble"] = piped_s - np.add.reduce(list(items.values()))
     # Sharded parameters are gathered for each micro-batch, and all ranks have as many.
-    meetings = np.ceil(max(deal.shares) / c.micro_sequences) / micro.count
-    meetings = np.where(c.shard_what == SHARD_WHAT.index("parameters"), meetings, 1.0)
+    meetings = np.where(c.shard_what == SHARD_WHAT.index("parameters"), numbers / micro.count, 1.0)
     items |= {"parameters": t.parameters * meetings, "gradients": t.gradients * meetings}
     updated = (held[:, None] / deal.speeds).max() / held.max()
     items["optimizer"] = t.optimizer * updated

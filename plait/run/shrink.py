@@ -148,6 +148,7 @@ def shrunk_plan(config: RunConfig, shape: ModelShape, layout: Layout, shares: tu
         sequence=tiny.sequence,
         batch_sequences=batch_sequences,
         micro_sequences=2,
+        micro_limits=tuple(2 - part % 2 for part in range(parts)) if parts > 1 else (),
         shares=shrunk_shares(shares, batch_sequences),
         budget=Amount(2 * STEPS_OF_EACH, "steps"),
         steps=2 * STEPS_OF_EACH,

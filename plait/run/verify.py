@@ -151,7 +151,7 @@ def _noise(config: RunConfig, plan: Plan, workers: Crew) -> float:
         for micro in (plan.batch_sequences, 1):
             folder = parent / str(micro)
             folder.mkdir()
-            _prepare(folder, config, replace(plan, micro_sequences=micro))
+            _prepare(folder, config, replace(plan, micro_sequences=micro, micro_limits=()))
             _run(folder, plan, workers, "gradients", "reference")
             files.append(folder / "reference.safetensors")
         return judge(files[0], files[1:], Layout(), lr=plan.optimizer.lr, bars=SINGLE).largest("gradient", "sums")

@@ -143,6 +143,7 @@ def samples_of(plan: Plan, layout: Layout, rank: int, device: torch.device) -> S
         part=part,
         meeting=_meeting(layout, part),
         micro_sequences=plan.micro_sequences,
+        limits=plan.micro_limits if layout.batch_parts > 1 else (),
         documents=plan.documents,
         device=device,
         context=place["context"],

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.lab.cut import LONGEST, Cutting, Turn
+from benchmarks.lab.demands import demands, demands_text
 from benchmarks.lab.journal import append_line, read_lines
 from benchmarks.lab.picture import curves, pictures
 from benchmarks.lab.report import case_table, summary, summary_text, verdict, verdict_text
@@ -97,6 +98,9 @@ def test_a_contender_that_failed_is_not_asked_again():
     assert len(turns["broken"]) == 1 and len(turns["good"]) == 2
 
 
+LARGE = {"layers": 8, "width": 320, "vocabulary": 2048}
+
+
 def line(rate: Any = 50e6, **times: tuple[float, float, str]) -> dict[str, Any]:
     """A finished case; of each layout (measured, predicted, how its turn ended)."""
     layouts = {
@@ -107,7 +111,8 @@ def line(rate: Any = 50e6, **times: tuple[float, float, str]) -> dict[str, Any]:
         for name, (seconds, predicted, ended) in times.items()
     }  # fmt: skip
     return {
-        "key": str(rate), "case": {"name": f"case at {rate}", "group": "a group", "rate": rate, "cores": [1.0, 1.0]},
+        "key": str(rate),
+        "case": {"name": f"case at {rate}", "group": "a group", "rate": rate, "cores": [1.0, 1.0], "shape": LARGE},
         "alone": [turn(0.8, "finished")],
         "carried_bits_per_s": [9e9, 8e9], "fastest": "pipeline 2, 1f1b", "chosen": "replicate 2",
         "crossings": [[3e8, "pipeline 2", "replicate 2"]], "layouts": layouts,
@@ -123,6 +128,7 @@ def turn(seconds: float, ended: Any) -> dict[str, Any]:
             ended=ended,
             sentence="no" if ended == "failed" else "",
             peak_tensor_bytes=100,
+            peak_rss_bytes=125,
             sent_bytes=5e6,
             others=0.5 if seconds == 1.1 else 0.0,
         )
@@ -146,6 +152,7 @@ def test_regret_simplicity_and_errors():
     assert sorted(found.step_errors) == pytest.approx([1.05 / 1.2 - 1, 1.0 / 1.1 - 1, 0.5])
     assert found.choice_error == pytest.approx(1.05 / 1.2 - 1)
     assert found.memory_errors == pytest.approx([-0.1, -0.1, -0.1])
+    assert found.process_errors == pytest.approx([-0.2, -0.2, -0.2])
     assert found.over_floor == pytest.approx(1.2 / 0.8 - 1), "5 MB at 50 Mbit/s are sent in as long as a host computes"
     assert found.disturbed == pytest.approx(0.25)
     assert found.baselines == {"ddp": pytest.approx(1.5)}
@@ -154,6 +161,28 @@ def test_regret_simplicity_and_errors():
     assert over_all.step_error and over_all.step_error[2] == pytest.approx(0.5)
     assert "regret | 10.0% | 10.0% | 10.0%" in summary_text(over_all)
     assert "ddp takes 1.50 × the choice" in verdict_text(found)
+
+
+def test_memory_is_judged_by_what_the_run_itself_planned_and_for_models_that_are_large_enough():
+    dealt = line(**JUDGED)
+    for one in dealt["layouts"].values():
+        one["turns"][0] |= {"planned_tensor_bytes": 102.0, "planned_rss_bytes": 130.0}
+    assert verdict(dealt).memory_errors == pytest.approx([0.02, 0.02, 0.02]), "its shares may be unequal"
+    assert verdict(dealt).process_errors == pytest.approx([0.04, 0.04, 0.04])
+    dealt["case"]["shape"] = LARGE | {"width": 128}
+    assert verdict(dealt).memory_errors == () and len(verdict(dealt).process_errors) == 3
+
+
+def test_what_is_demanded_stands_beside_what_was_reached():
+    found = [verdict(line(rate, **JUDGED)) for rate in (50e6, 1e9)]
+    told = {one.what: one for one in demands(summary(found), found)}
+    assert told["regret of the predicted fastest, median"].reached == pytest.approx(0.1)
+    assert not told["regret of the predicted fastest, median"].met
+    assert told["price of simplicity beyond what was said, worst"].reached == pytest.approx(1.2 / 1.1 - 1.05)
+    assert told["over the floor at 1 Gbit/s, worst"].reached == pytest.approx(0.5)
+    assert not any("50 Mbit/s" in what for what in told), "no floor is demanded there"
+    assert told["the choice over the best baseline"].met and told["the choice over the best baseline"].most == 1.0
+    assert "| over the floor at 1 Gbit/s, worst | 15.0% | 50.0% | missed |" in demands_text(list(told.values()))
 
 
 def test_the_floor_is_the_bytes_where_they_take_longer_and_unknown_for_unequal_hosts():

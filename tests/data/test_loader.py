@@ -53,6 +53,17 @@ def loader(corpus: Corpus) -> Iterator[Callable[[Samples], Loader]]:
         each.close()
 
 
+def test_a_part_with_a_limit_of_its_own_keeps_to_it_and_loses_nothing(corpus: Corpus, loader) -> None:
+    def sizes(part: int, **more: Any) -> list[int]:
+        found = loader(samples(16, 6, 4, part=part, micro=6, limits=(6, 2), documents="join", **more)).micros(40)
+        return [len(micro.inputs) for micro in found]
+
+    assert sizes(0) == [6] and sizes(1) == [2, 2]
+    assert sizes(0, meeting=range(2)) == [3, 3], "it takes as many as the part that it meets in each"
+    both = [row for part in range(2) for row in rows(loader(samples(16, 6, 4, part=part, limits=(6, 2))).micros(40))]
+    assert sorted(both) == sorted(rows(loader(samples(16, 10, micro=10)).micros(40)))
+
+
 def test_a_step_is_the_windows_of_the_order_shifted_by_one(corpus: Corpus, loader) -> None:
     order = make_order(corpus, 3, 16)
     found = loader(samples(16, 8, documents="join")).micros(40)

@@ -19,6 +19,7 @@ from plait.plan.explain import Section
 from plait.plan.listing import Pins
 from plait.plan.page import Chapter, Picture, page_html, pictures
 from plait.plan.page_draw import Drawing, folded, ratio_axis, seconds_unit, time_words
+from plait.plan.portions import portions_of
 from plait.plan.search import search
 from plait.plan.terms import TERMS
 from plait.run.plan import plan
@@ -131,13 +132,19 @@ def test_links_of_the_table_lead_to_chapters_and_terms_are_told(page: str) -> No
     assert "<table" not in one
 
 
-def test_the_memory_told_is_of_the_device_that_is_fullest() -> None:
+def test_the_memory_told_is_of_the_device_that_has_least_room_left() -> None:
     cluster, pins = read_cluster("1x4090+1x3080@10G"), Pins(degrees={"pipeline": 2}, knobs={"schedule": "1f1b"})
     found = search(workload("1.3B", 1024, 32), cluster, pins=pins)
     capacity = found.capacity(found.chosen)
-    assert capacity > min(island.device.memory_bytes for island in cluster.islands)
-    one = page_html([Chapter(found=found, parameters=1, machines="", notes=(), sections=())], script="")
-    assert f"<dt>memory, of {format_bytes(capacity)}</dt>" in one
+    one = found.dealer.one(found.candidates, found.chosen)
+    filled = {
+        portion.needed[rank, 0] / have: have
+        for portion in portions_of(found.workload, one, found.stack)
+        for rank, have in enumerate(portion.have)
+    }
+    assert len(set(filled.values())) == 2 and capacity == filled[max(filled)]
+    told = page_html([Chapter(found=found, parameters=1, machines="", notes=(), sections=())], script="")
+    assert f"<dt>memory, of {format_bytes(capacity)}</dt>" in told
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.cluster.cluster import Cluster, cluster_of_hosts, read_cluster
+from plait.data.portions import micro_sizes
 from plait.errors import PlaitError
 from plait.model.sizes import explicit_shape, named_shape
 from plait.plan.candidates import Candidates
@@ -22,9 +23,10 @@ from plait.plan.deal import Dealer, stage_bytes
 from plait.plan.explain import Section, plan_json
 from plait.plan.grounds import Given, Grounds, Need
 from plait.plan.listing import Pins
-from plait.plan.memory import RESERVED
+from plait.plan.memory import RESERVED, memory
 from plait.plan.plan import Plan
-from plait.plan.pricing import price, step_seconds
+from plait.plan.portions import portions_of
+from plait.plan.pricing import closed_form, price, step_seconds
 from plait.plan.retime import Spent, durations_s
 from plait.plan.search import TORN, Search, search
 from plait.plan.seats import node_alone, other_orders, torn
@@ -249,6 +251,64 @@ def test_a_small_device_holds_fewer_layers_and_everything_fits() -> None:
     assert (needed <= RESERVED * np.array(have) + found.stack.outside_bytes).all(), "as for every layout that was named"
     assert found.capacity(found.chosen) in have
     assert sum(plan_json(found, NO_WORDS, 0)["memory"].values()) == pytest.approx(found.reserved[found.chosen])
+
+
+def test_what_is_held_is_that_of_the_part_that_holds_most() -> None:
+    """12 sequences, 8 at a time, are taken as 6 and 6."""
+    found = search(work(), probed(1.0, 0.4), pins=copies(2, micro=8, recompute="none"))
+    assert deal_of(found) == (12, 4)
+    row = found.candidates.select(np.array([found.chosen]))
+    six = memory(work(24), replace(row, micro_sequences=np.array([6])), found.stack)
+    assert found.memory(found.chosen).allocated == pytest.approx(six.allocated)
+    assert found.most_allocated(found.chosen) == pytest.approx(float(six.allocated[0]))
+    assert found.reserved[found.chosen] == pytest.approx(float(six.reserved[0]))
+
+
+def old_and_new(micro: int, size: str = "125M", **degrees: int) -> Search:
+    shape = named_shape(size, vocabulary=32768, sequence=2048)
+    workload = workload_of(shape, sequence=2048, batch_sequences=64)
+    knobs = {"micro_sequences": micro, "recompute": "none", "shard_what": "parameters"}
+    pins = Pins(degrees=degrees or {"replicate": 2}, knobs=knobs)
+    return search(workload, read_cluster("1x4090+1x3080@10G"), pins=pins)
+
+
+def test_a_small_device_takes_fewer_sequences_at_a_time_and_says_so() -> None:
+    found = old_and_new(16)
+    large, small = found.limits(found.chosen)
+    assert large == 16 and small < 16
+    [line] = [line for line in unequal_words(found, found.chosen) if "at a time" in line]
+    assert f"16 sequences at a time, and fewer where memory is short: RTX 3080 takes {small}" in line
+    assert found.capacity(found.chosen) == min(island.device.memory_bytes for island in found.cluster.islands)
+    assert found.most_allocated(found.chosen) > float(found.memory(found.chosen).allocated[0]), "the larger one's"
+    assert sum(plan_json(found, NO_WORDS, 0)["memory"].values()) == pytest.approx(found.reserved[found.chosen])
+    assert old_and_new(1).limits(0) == ()
+    with pytest.raises(PlaitError, match=r"fits no layout of .* and the smallest device has 9\.88 GiB"):
+        old_and_new(16, size="1.3B")
+
+
+def test_parts_that_meet_gather_as_often_as_the_smallest_device_makes_them() -> None:
+    found = old_and_new(64, shard=2)
+    limits, deal = found.limits(found.chosen), found.deal(found.chosen)
+    assert limits and deal is not None
+    number = max(-(-share // limit) for share, limit in zip(deal.shares, limits, strict=True))
+    fewer = -(-max(deal.shares) // limits[0])
+    assert number > fewer and found.numbers[found.chosen] == number
+    group = found.dealer.one(found.candidates, found.chosen)
+    often, seldom = (
+        closed_form(found.workload, found.cluster, found.stack, replace(group, numbers=count)).parameters[0]
+        for count in (np.array([number]), None)
+    )
+    assert found.timing(found.chosen).parameters[0] == often == pytest.approx(number / fewer * seldom)
+
+
+def test_portions_are_cut_as_the_loader_cuts_them() -> None:
+    found = old_and_new(16)
+    group = found.dealer.one(found.candidates, found.chosen)
+    assert group.deal is not None
+    for portion in portions_of(found.workload, group, found.stack):
+        for part in portion.parts:
+            [sizes] = micro_sizes((group.deal.shares[part],), (int(portion.limit[0]),))
+            assert (len(sizes), sizes[0]) == (int(portion.number[0]), int(portion.size[0]))
 
 
 def test_tensor_groups_do_not_straddle_machines() -> None:
