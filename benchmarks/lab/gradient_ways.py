@@ -29,6 +29,7 @@ from plait.data.loader import Micro
 from plait.layout import Layout
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape, parameter_count
+from plait.parallel import buckets
 from plait.parallel.apply import STAGES, Stage, weave
 from plait.parallel.mesh import ALONE, make_mesh, world_sums
 from plait.parallel.replicate import replicate
@@ -62,19 +63,23 @@ class Way:
     bucket_mib: float = 8.0
     transfer: Transfer = "float32"
     micros: int = 1
+    last_mib: float = 1.0
+    """Buckets become smaller towards the end, but not smaller than this."""
 
     def __str__(self) -> str:
         axis = "copies" if self.layout.replicate > 1 else f"split {self.layout.shard_what}"
         if self.layout.world_size == 1:
             axis = "no sum"
         micros = f", {self.micros} micro-batches" if self.micros > 1 else ""
-        return f"{axis}, {self.bucket_mib:g} MiB, {self.transfer}{micros}"
+        last = f" down to {self.last_mib:g}" if self.last_mib < self.bucket_mib else ""
+        return f"{axis}, {self.bucket_mib:g}{last} MiB, {self.transfer}{micros}"
 
 
 ALONE_WAY = Way(layout=Layout())
 COPIES, SPLIT = Layout(replicate=HOSTS), Layout(shard=HOSTS)
 SETS = {
     "sizes": [ALONE_WAY, Way(layout=COPIES), *(Way(layout=SPLIT, bucket_mib=size) for size in (8, 4, 2, 1))],
+    "ends": [ALONE_WAY, *(Way(layout=layout, last_mib=last) for layout in (COPIES, SPLIT) for last in (8.0, 1.0))],
     "rounded": [
         ALONE_WAY,
         *(Way(layout=layout, transfer=kind) for layout in (COPIES, SPLIT) for kind in ("float32", "bf16")),
@@ -115,6 +120,7 @@ def _timed(step: Step, settle: Callable[[], object]) -> float:
 
 def _step_of(way: Way) -> tuple[Step, Callable[[], object]]:
     plan, mesh = _plan(way), None
+    buckets.LAST_BYTES = round(way.last_mib * 2**20)
     stages: tuple[Stage, ...] = ()
     if way.layout.world_size > 1:
         mesh = make_mesh(way.layout, "cpu")

@@ -3,11 +3,15 @@
 Note [fixed buckets]: a sum of floats depends on its order, and gloo's order on a value's offset in the buffer. torch's
 DDP rebuilds its buckets after the first step, so a restarted run of three ranks adds in another order and is no longer
 the same bit for bit. Here a weight's bucket and offset follow from names and sizes alone, from the first step on.
+
+Note [smaller towards the end]: the last bucket is full only when the backward pass has ended, so that nothing hides its
+sum, nor under the next forward pass the gather of its weights, which come first there. Buckets shrink towards it: each
+takes half of what is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +25,8 @@ from plait.parallel.woven import Unit, UnitPart, plain_unit
 from plait.plan.placement import Box, boxes_of_range
 
 BUCKET_BYTES = 8 * 2**20
+LAST_BYTES = 2**20
+"""See Note [smaller towards the end]."""
 
 Ranks = tuple[int, ...]
 
@@ -42,22 +48,32 @@ class Shared:
 def fill_buckets(weights: Sequence[Shared], split: int, bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
     """Indices of the weights in each bucket, given in the order in which backward reaches them.
 
-    A bucket holds one dtype and one group of ranks, and where it is split one kind of weight decay; it ends once it has
-    the size. The buckets come in the order in which backward fills them.
+    A bucket holds one dtype and one group of ranks, and where it is split one kind of weight decay. It ends once it has
+    the size, or half of what is left of its kind, see Note [smaller towards the end]. The buckets come in the order in
+    which backward fills them.
     """
-    full: list[list[int]] = []
-    open_ones: dict[Any, list[int]] = {}
-    sizes: dict[Any, int] = {}
+    kinds: dict[Any, list[int]] = {}
     for index, weight in enumerate(weights):
         if split == 1 and len(weight.ranks) == 1:
             continue  # nobody to add to: a bucket would only cost passes through memory
         kind = (weight.parameter.dtype, weight.ranks, decays(weight.name) if split > 1 else None)
-        open_ones.setdefault(kind, []).append(index)
-        sizes[kind] = sizes.get(kind, 0) + weight.parameter.numel() * weight.parameter.element_size()
-        if sizes[kind] >= bucket_bytes:
-            full.append(open_ones.pop(kind))
-            sizes.pop(kind)
-    return sorted([*full, *open_ones.values()], key=lambda bucket: bucket[-1])
+        kinds.setdefault(kind, []).append(index)
+    sizes = [weight.parameter.nbytes for weight in weights]
+    full = [bucket for indices in kinds.values() for bucket in _filled(indices, sizes, bucket_bytes)]
+    return sorted(full, key=lambda bucket: bucket[-1])
+
+
+def _filled(indices: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> Iterator[list[int]]:
+    """The buckets of one kind."""
+    left, bucket, held = sum(sizes[index] for index in indices), [], 0
+    for index in indices:
+        bucket.append(index)
+        held += sizes[index]
+        if held >= min(bucket_bytes, max(left // 2, LAST_BYTES)):
+            yield bucket
+            left, bucket, held = left - held, [], 0
+    if bucket:
+        yield bucket
 
 
 def flat_for(weights: Sequence[Shared], split: int) -> Tensor:
