@@ -61,8 +61,8 @@ class Verdict:
     process_errors: tuple[float, ...]
     """Of its whole process."""
     over_floor: float | None
-    """The choice's time over the floor: of all layouts the least of the longer of a host's computation and its bytes.
-    None where hosts differ, or nothing was measured."""
+    """The choice's time over the floor: of all layouts the least of the longer of a host's computation, taken right
+    beside it, and its bytes. None where hosts differ, or nothing was measured."""
     baselines: Mapping[str, float]
     """Their time over the choice's."""
     disturbed: float
@@ -218,14 +218,26 @@ def _large(line: Line) -> bool:
 
 
 def _over_floor(line: Line, choice: Measured, exact: Sequence[Measured]) -> float | None:
-    alone = [Turn.from_values(turn) for turn in line["alone"] if turn["ended"] == "finished"]
-    if not alone or len(set(line["case"]["cores"])) > 1 or choice.bound != "exact":
+    if len(set(line["case"]["cores"])) > 1 or choice.bound != "exact":
         return None
     rate = line["case"]["rate"]
     bits_per_s = min(line["carried_bits_per_s"]) if rate == "unshaped" else rate
-    alone_s = mean(turn.step_s for turn in alone)
-    floor_s = min(max(alone_s, 8 * one.sent_bytes / bits_per_s) for one in exact)
-    return choice.step_s / floor_s - 1
+    wire_s = 8 * min(one.sent_bytes for one in exact) / bits_per_s
+    over = [step_s / max(alone_s, wire_s) for step_s, alone_s in _beside(line, choice)]
+    return mean(over) - 1 if over else None
+
+
+def _beside(line: Line, choice: Measured) -> list[tuple[float, float]]:
+    """Of each turn of the choice, its step and that of hosts which compute their parts alone right afterwards."""
+    if not line["alone"] or isinstance(line["alone"][0], dict):  # as it was written before: once, at the end
+        found = [Turn.from_values(turn) for turn in line["alone"] if turn["ended"] == "finished"]
+        return [(choice.step_s, mean(turn.step_s for turn in found))] if found else []
+    pairs: list[tuple[float, float]] = []
+    for taken, hosts in zip(line["layouts"][choice.name]["turns"], line["alone"], strict=True):
+        turns = [Turn.from_values(turn) for turn in (taken, *hosts)]
+        if turns[0].ended in ("finished", "cut") and all(turn.ended == "finished" for turn in turns[1:]):
+            pairs.append((turns[0].step_s, mean(turn.step_s for turn in turns[1:])))
+    return pairs
 
 
 def _disturbed(line: Line) -> float:

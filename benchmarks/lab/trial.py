@@ -55,8 +55,7 @@ def run_case(case: Case, site: Site, say: Say) -> dict[str, Any]:
         trial = _Trial(case, site, lab, told, say)
         names = [*(one.name for one in told.priced), *case.baselines]
         turns = in_rounds(names, trial.take, rounds=site.grid.rounds, always=(told.fastest, told.chosen))
-        alone = trial.alone()
-    return _values(case, cluster, carried, flops, told, turns, alone)
+    return _values(case, cluster, carried, flops, told, turns, trial.alone)
 
 
 def in_rounds(names: Sequence[str], take: Take, *, rounds: int, always: Sequence[str]) -> dict[str, list[Turn]]:
@@ -90,6 +89,8 @@ class _Trial:
     def __init__(self, case: Case, site: Site, lab: Lab, told: Forecast, say: Say) -> None:
         self._case, self._site, self._lab, self._told, self._say = case, site, lab, told, say
         self._count = 0
+        self.alone: list[list[Turn]] = []
+        """Right after each turn of the choice: what hosts of a machine that changes its pace are held against."""
 
     def take(self, name: str, fastest_s: float) -> Turn:
         self._count += 1
@@ -104,9 +105,11 @@ class _Trial:
             shutil.rmtree(logs, ignore_errors=True)
         said = self._told.of(name).step_s if name not in self._case.baselines else None
         self._say(f"  {name:60} {_turn_text(turn)}{f' (forecast {said:.3g})' if said else ''}")
+        if name == self._told.chosen:
+            self.alone.append(self._alone())
         return turn
 
-    def alone(self) -> list[Turn]:
+    def _alone(self) -> list[Turn]:
         """Every host with an equal part of the batch and no messages: what nobody's step can be shorter than, where
         hosts are alike."""
         site, case = self._site, self._case
@@ -132,7 +135,7 @@ class _Trial:
 
 def _values(
     case: Case, cluster: Cluster, carried: Sequence[float], flops: Sequence[float], told: Forecast,
-    turns: Mapping[str, Sequence[Turn]], alone: Sequence[Turn],
+    turns: Mapping[str, Sequence[Turn]], alone: Sequence[Sequence[Turn]],
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "key": case.key,
@@ -146,7 +149,7 @@ def _values(
         "refused": dict(told.refused),
         "crossings": [list(crossing) for crossing in told.crossings],
         "layouts": {one.name: _with_turns(one, turns[one.name]) for one in told.priced},
-        "alone": [turn.to_values() for turn in alone],
+        "alone": [[turn.to_values() for turn in beside] for beside in alone],
         "baselines": {name: [turn.to_values() for turn in turns[name]] for name in case.baselines},
     }
 

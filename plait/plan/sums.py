@@ -15,6 +15,8 @@ TOUCHED = 0.5
 """Of a micro-batch's tokens, those that are the first of their kind in it: of 256, 512 and 1,024 tokens of Shakespeare
 with 2,048 kinds 0.58, 0.49 and 0.39."""
 
+LAST_BYTES = 2**20
+"""Of the last bucket of gradients, at least (parallel/buckets.py)."""
 ANNOUNCING = [place for place, schedule in enumerate(SCHEDULES) if announces_last(schedule, micros=2)]
 
 
@@ -46,11 +48,12 @@ def shared_weights_s(
     window = stack.hides_parameters
     halfway = c.shard_what == SHARD_WHAT.index("gradients")
     # Parameters sharded: gathered for each pass of each micro-batch, gradients scattered after each.
-    one_layer = np.maximum(np.where(c.pipeline * layers > 0, 1 / np.maximum(layers, 1), 1.0), 1 - scene.hidden_at_most)
+    one_layer = np.maximum(1 / np.maximum(layers, 1), 1 - scene.hidden_at_most)
     each_forward = np.maximum(gather - window * forward, gather * one_layer)
     each_backward = np.maximum(gather + scatter - window * backward, scatter * one_layer)
-    late = np.maximum(scatter + summed - stack.hides_gradients * backward, (scatter + summed) * one_layer)
-    early = np.maximum(gather - stack.hides_updates * forward, gather * one_layer)
+    last = np.maximum(_last_bucket(scene, one, layers), 1 - scene.hidden_at_most)
+    late = np.maximum(scatter + summed - stack.hides_gradients * backward, (scatter + summed) * last)
+    early = np.maximum(gather - stack.hides_updates * forward, gather * last)
     parameters = np.where(fully, micros * each_forward, np.where(c.shard_what > 0, early, 0.0))
     gradients = np.where(fully, micros * each_backward + summed * (1 - stack.hides_gradients), late)
     gradients = np.where(halfway, gradients + (micros - 1) * np.maximum(scatter - window * backward, 0.0), gradients)
@@ -69,6 +72,14 @@ def ends_s(scene: Situation, last_backward: Reals, micros: Reals) -> Reals:
     rows = np.minimum(TOUCHED * c.micro_sequences * w.sequence * w.width / w.embedding_weights, 1.0)
     left = np.maximum(summed - last_backward, 0.0) + rows * summed
     return np.where(ahead, left, summed) * (w.tied and c.pipeline > 1)
+
+
+def _last_bucket(scene: Situation, weights: Reals, layers: Reals) -> Reals:
+    """Share of a rank's weights whose gradients are done only when the backward pass has ended, and that are waited for
+    before the next forward pass begins: the embedding, or of a stage without one a layer."""
+    c, w = scene.candidates, scene.workload
+    table = np.where(c.pipeline == 1, w.embedding_weights / c.tensor / weights, 1 / np.maximum(layers, 1))
+    return np.minimum(np.maximum(table, LAST_BYTES / (scene.stack.gradient_bytes * weights)), 1.0)
 
 
 def _summed(scene: Situation, common: Reals, experts: Reals, pieces: Reals) -> Reals:

@@ -113,7 +113,7 @@ def line(rate: Any = 50e6, **times: tuple[float, float, str]) -> dict[str, Any]:
     return {
         "key": str(rate),
         "case": {"name": f"case at {rate}", "group": "a group", "rate": rate, "cores": [1.0, 1.0], "shape": LARGE},
-        "alone": [turn(0.8, "finished")],
+        "alone": [[turn(0.7, "finished"), turn(0.9, "finished")]],
         "carried_bits_per_s": [9e9, 8e9], "fastest": "pipeline 2, 1f1b", "chosen": "replicate 2",
         "crossings": [[3e8, "pipeline 2", "replicate 2"]], "layouts": layouts,
         "baselines": {"ddp": [turn(1.8, "finished")], "hf-trainer": [turn(0.0, "failed")]},
@@ -188,6 +188,13 @@ def test_what_is_demanded_stands_beside_what_was_reached():
 def test_the_floor_is_the_bytes_where_they_take_longer_and_unknown_for_unequal_hosts():
     narrow = line(1e7, **JUDGED)
     assert verdict(narrow).over_floor == pytest.approx(1.2 / 4.0 - 1)
+    narrow["layouts"]["replicate 2"]["turns"].append(turn(2.4, "finished"))
+    narrow["alone"].append([turn(5.0, "finished")] * 2)
+    assert verdict(narrow).over_floor == pytest.approx((1.2 / 4 + 2.4 / 5) / 2 - 1), "each turn by what stood beside it"
+    narrow["alone"][1] = [turn(0.0, "failed")]
+    assert verdict(narrow).over_floor == pytest.approx(1.2 / 4.0 - 1)
+    narrow["alone"] = [turn(5.0, "finished")]
+    assert verdict(narrow).over_floor == pytest.approx(1.74 / 5 - 1), "once, at the end, in older files"
     narrow["case"]["cores"] = [1.0, 0.5]
     assert verdict(narrow).over_floor is None
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
-from plait.parallel.buckets import Ranks, Shared, fill_buckets
+from plait.parallel.buckets import LAST_BYTES, Ranks, Shared, fill_buckets
 from plait.parallel.reduce import Reducer
+from plait.plan import sums
 from plait.plan.placement import whole
 from tests.parallel.reduce_entries import NAMES, SMALL_BUCKET_BYTES, Branches, shared
 
@@ -127,6 +128,14 @@ def test_a_bucket_ends_once_it_has_its_size() -> None:
     assert fill_buckets(floats, 1, 80) == [[0, 1], [2, 3], [4]]
     assert fill_buckets(floats, 1, 1) == [[0], [1], [2], [3], [4]]
     assert fill_buckets(floats, 1, 10**6) == [[0, 1, 2, 3, 4]]
+
+
+def test_buckets_shrink_towards_the_end_of_the_backward_pass() -> None:
+    quarter = LAST_BYTES // 16  # numbers of a weight that is a quarter as large
+    sizes = [len(bucket) for bucket in fill_buckets(weights(*[quarter] * 64), 1)]
+    assert sizes == [32, 16, 8, 4, 4], "8 MiB, then half of what is left, and never less than 1 MiB but for the rest"
+    assert [len(bucket) for bucket in fill_buckets(weights(*[quarter] * 3), 1)] == [3]
+    assert sums.LAST_BYTES == LAST_BYTES, "what the planner counts with"
 
 
 def test_a_bucket_holds_one_type_one_group_and_where_it_is_split_one_decay() -> None:

@@ -21,7 +21,7 @@ from plait.plan.kinds import kinds
 from plait.plan.listing import Pins
 from plait.plan.search import DoesNotFit, Search, search
 from plait.plan.terms import TERMS, terms_text
-from plait.plan.thresholds import Flip, flips, with_memory
+from plait.plan.thresholds import FINE, Flip, flips, with_memory
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 from plait.run.plan import Answer, answer, answer_text, plan, terms
@@ -100,7 +100,9 @@ def test_beyond_each_threshold_another_kind_is_chosen_and_before_it_the_same(
     assert told, "nothing would change the answer"
     for flip in told:
         away = flip.factor * (0.97 if flip.factor < 1 else 1.03) if flip.what != "batch" else flip.factor
-        back = flip.factor**0.8 if flip.what != "batch" else 1.0
+        # Thresholds are found to within FINE, which of one that is near is more than a fifth of the way to it.
+        near = min(flip.factor * FINE, 1.0) if flip.factor < 1 else max(flip.factor / FINE, 1.0)
+        back = sorted((flip.factor**0.8, near, 1.0))[1] if flip.what != "batch" else 1.0
         assert kind_at(found, flip, away) != kind_at(found, flip, 1.0), flip
         assert kind_at(found, flip, back) == kind_at(found, flip, 1.0), flip
 
