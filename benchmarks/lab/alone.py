@@ -19,6 +19,8 @@ from plait.errors import PlaitError
 
 BEGINS_WITHIN_S = 120.0
 ENDS_WITHIN_S = 600.0
+FAIR = 2 * QUIET
+"""Where all processors are busy at once, somebody always takes a little."""
 ENOUGH_STEPS = 10_000
 """The runs are ended from outside."""
 
@@ -37,7 +39,7 @@ def side_by_side(lab: Lab, runner: Runner, cases: Sequence[Case], work: Path, *,
             needed = [at + WARM_UP + count for at in first]
             until(lambda wanted=needed: _all_reached(files, wanted), "all hosts have computed", ENDS_WITHIN_S)
             others = others_between(before, Stamp.of(lab))
-            if others <= QUIET:
+            if others <= FAIR:
                 break
         taken = [tuple(_seconds(file)[at + WARM_UP :]) for file, at in zip(files, first, strict=True)]
     except PlaitError as error:

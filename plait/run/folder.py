@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -139,14 +140,21 @@ def finished_run(text: str) -> RunFolder:
 
 @contextmanager
 def alone(folder: RunFolder) -> Iterator[None]:
-    """Hold the run's folder for this process; raises PlaitError when another one trains in it, or the disk says no."""
+    """Hold the run's folder for this process; raises PlaitError when another one trains in it, or the disk says no.
+
+    Of a run that did not begin nothing is left.
+    """
+    path = folder.path / ".lock"
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        lock = (folder.path / ".lock").open("w")
+        lock = path.open("w")
     except OSError as error:
         raise PlaitError(f'"{folder.path}" cannot be written ({error.strerror}); choose another place') from None
     with lock:
-        hold(lock, f'another plait is training in "{folder.path}"; wait for it, or choose another run.name')
+        taken = f'another plait is training in "{folder.path}"; wait for it, or choose another run.name'
+        hold(lock, taken)
+        if not _is_open_as(path, lock):
+            raise PlaitError(taken)  # its holder took the file away after we had opened it
         try:
             yield
         except OSError as error:
@@ -156,6 +164,23 @@ def alone(folder: RunFolder) -> Iterator[None]:
                 f"{error.filename or folder.path}: {error.strerror}; "
                 "free some space or mend its rights, then give the same command again"
             ) from error
+        finally:
+            _tidy(folder.path)
+
+
+def _is_open_as(path: Path, file: TextIO) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _tidy(path: Path) -> None:
+    """Take away the folder of a run that has nothing but its lock."""
+    with suppress(OSError):
+        if os.listdir(path) == [".lock"]:
+            (path / ".lock").unlink()
+            path.rmdir()
 
 
 def hold(lock: TextIO, refusal: str) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -34,6 +35,24 @@ def test_a_folder_that_one_process_holds_is_refused_to_the_next(made) -> None:
     with alone(folder), pytest.raises(PlaitError, match="another plait is training in"), alone(folder):
         pass
     with alone(folder):
+        pass
+
+
+def test_a_run_that_did_not_begin_leaves_nothing_and_one_that_did_keeps_all(made) -> None:
+    with pytest.raises(PlaitError, match="no"), alone(run_folder("x")):
+        raise PlaitError("no")
+    assert not Path("runs/x").exists()
+    with alone(run_folder("x")):
+        Path("runs/x/plan.json").write_text("{}")
+    assert sorted(path.name for path in Path("runs/x").iterdir()) == [".lock", "plan.json"]
+
+
+def test_who_opened_a_lock_that_its_holder_then_took_away_is_refused(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken_away(lock: TextIO, refusal: str) -> None:
+        Path("runs/x/.lock").unlink()
+
+    monkeypatch.setattr("plait.run.folder.hold", taken_away)
+    with pytest.raises(PlaitError, match="another plait is training in"), alone(run_folder("x")):
         pass
 
 
