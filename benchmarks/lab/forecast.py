@@ -178,11 +178,12 @@ def _as_pinned(config: RunConfig, cluster: Cluster, section: Section) -> Priced:
 
 
 def _priced(found: Search, index: int) -> Priced:
+    fullest = found.fullest(index)
     return Priced(
         layout=layout_section(found.candidates.row(index)),
         step_s=float(found.step_s[index]),
-        tensor_bytes=found.most_allocated(index),
-        all_bytes=float(found.reserved[index]),
+        tensor_bytes=float(fullest.allocated[0]),
+        all_bytes=float(fullest.reserved[0]),
     )
 
 

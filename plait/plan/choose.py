@@ -116,7 +116,7 @@ def settle(config: RunConfig, draft: Draft, measured: Sequence[Split]) -> Plan:
     plan = with_split(draft.plan, best)
     why = [*_split_reason(measured, best), *best.why, *plan.reasons]
     part = max(plan.parts)
-    if part > plan.micro_sequences:
+    if part > plan.micro_sequences and not plan.micro_limits:
         why.append(f"micro-batches of {plan.micro_sequences} of a worker's {part} sequences: what it holds comfortably")
     steps, evaluate_every = _pace(draft, plan, why)
     optimizer = replace(plan.optimizer, warmup_steps=_warmup(config, steps, why))

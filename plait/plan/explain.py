@@ -16,7 +16,7 @@ from plait.plan.kinds import kind_words, kinds, sentences, short_words
 from plait.plan.prices import MEMORY_NAMES, TIME_NAMES, binding, memory_items, messages, mfu, time_items
 from plait.plan.search import Search, search
 from plait.plan.sureness import certainty, changes, idle_machines
-from plait.plan.unequal import shares_of, unequal_reasons, unequal_words
+from plait.plan.unequal import at_once_values, limit_words, shares_of, unequal_reasons, unequal_words
 from plait.units import Amount, format_bytes, format_count, format_duration
 
 SIMPLER_NAMED = 4
@@ -36,11 +36,9 @@ class Section:
 def explained(found: Search, budget: Amount, *, top: int) -> tuple[Section, ...]:
     """All that there is to say."""
     chosen = found.candidates.row(found.chosen)
+    who = [*unequal_words(found, found.chosen), *limit_words(found, found.chosen)]
     told = {
-        "layout": [
-            short_words(chosen),
-            *_dots([*sentences(chosen, found.workload.layers), *unequal_words(found, found.chosen)]),
-        ],
+        "layout": [short_words(chosen), *_dots([*sentences(chosen, found.workload.layers), *who])],
         "step": _step(found),
         "memory": _memory(found),
         "why": _dots(reasons(found)),
@@ -73,7 +71,7 @@ def plan_json(found: Search, sections: Sequence[Section], top: int) -> dict[str,
         "layout": {axis: row[axis] for axis in axes},
         "shard_what": row["shard_what"],
         "virtual_stages": row["virtual"],
-        "micro_sequences": row["micro_sequences"],
+        **at_once_values(found, found.chosen),
         "recompute": row["recompute"],
         "schedule": row["schedule"],
         "stage_layers": found.stage_layers(found.chosen) if int(row["pipeline"]) > 1 else (),
@@ -108,7 +106,8 @@ def _runner(found: Search, index: int) -> dict[str, Any]:
     row = found.candidates.row(index)
     return {
         "layout": {axis: row[axis] for axis in AXES},
-        **{name: row[name] for name in ("expert", "shard_what", "virtual", "micro_sequences", "recompute", "schedule")},
+        **{name: row[name] for name in ("expert", "shard_what", "virtual", "recompute", "schedule")},
+        **at_once_values(found, index),
         "step_s": float(found.step_s[index]),
         "bytes_per_device": float(found.reserved[index]),
         "complexity": int(found.points[index]),

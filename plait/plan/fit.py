@@ -171,8 +171,9 @@ def layout_from(row: Mapping[str, int | str], stage_layers: tuple[int, ...]) -> 
     )
 
 
-def cpu_micro_sequences(part: int, layout: Layout, shape: ModelShape) -> int:
-    """Sequences that workers on processors take at a time of the largest part of the batch."""
+def cpu_micro_sequences(batch_sequences: int, layout: Layout, shape: ModelShape) -> int:
+    """Sequences a worker on a processor takes at a time."""
+    part = ceil(batch_sequences / layout.batch_parts)
     limit = max(1, CPU_MICRO_TOKENS * layout.context // shape.sequence)
     if layout.pipeline > 1:
         # A pipeline idles (stages - 1) / (micro-batches + stages - 1) of its time (Huang et al. 2019).

@@ -72,7 +72,7 @@ def draw_memory(bars: MemoryBars) -> Drawing:
         names.append({"x": size / GIB, "y": 1, "yref": "paper", "text": text, "xanchor": "right"} | ABOVE)
     layout = frame(
         90 + 62 * len(rows),
-        {"title": title("GiB on the fullest device"), "rangemode": "tozero"},
+        {"title": title("GiB on one device"), "rangemode": "tozero"},
         {"range": [len(rows) - 0.7, -0.85], "showticklabels": False, "showgrid": False},
         barmode="stack",
         shapes=marks,

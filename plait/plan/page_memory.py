@@ -48,11 +48,11 @@ def memory_bars(found: Search) -> MemoryBars:
     unseen = tuple(sum(size for name, size in each.items() if name not in seen) for each in needed)
     if any(unseen):
         items.append(MemoryItem(name="all else", bytes_per_device=unseen))
-    memories = {island.device.name: float(island.device.memory_bytes) for island in found.cluster.islands}
+    memories = {(island.device.name, float(island.device.memory_bytes)) for island in found.cluster.islands}
     return MemoryBars(
         layouts=tuple(short_words(found.candidates.row(row)) for row in rows),
         items=tuple(items),
-        capacities=tuple(sorted(memories.items(), key=lambda pair: pair[1])),
+        capacities=tuple(sorted(memories, key=lambda pair: pair[1])),
         held_by=found.capacity(found.chosen),
     )
 

@@ -39,34 +39,61 @@ class Portion:
 
     parts: Counts
     """Which they are."""
+    asked: Counts
+    """Sequences of the largest micro-batch of all parts, if each held what the candidate asks for."""
     limit: Counts
-    """Sequences at a time, at most: `micro_sequences`, or fewer where the part's devices hold no more."""
+    """Sequences at a time, at most: those, or fewer where the part's devices hold no more."""
     number: Counts
     """Micro-batches of a step, as if it met nobody in them."""
     size: Counts
     """Sequences of the largest of them."""
     needed: Reals
     """(ranks of the pipeline, candidates): bytes on each of its devices."""
+    most: Reals
+    """The same at its limit and with several micro-batches, which a share that grows may bring."""
+    most_asked: Reals
+    """The same if its limit were what is asked."""
     have: Reals
     """(ranks of the pipeline): bytes that those devices have."""
-
-    def fits(self, room: Room) -> NDArray[np.bool_]:
-        """Which candidates its devices hold."""
-        return np.all(self.needed <= room.on(self.have)[:, None], axis=0)
 
     def batch(self, candidates: Candidates) -> tuple[Counts, Candidates]:
         """Sequences of a step in which all parts were like this one, and the candidates for it."""
         return self.number * self.size * candidates.batch_parts, replace(candidates, micro_sequences=self.size)
 
 
-def portions_of(workload: Workload, group: Group, stack: Stack) -> list[Portion]:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Weighed:
+    """Layouts of one deal with what they hold; arrays over candidates."""
+
+    reserved: Reals
+    """Bytes on the device that has least room left."""
+    fits: NDArray[np.bool_]
+    numbers: Counts
+    """Micro-batches of the part that takes most."""
+
+
+def weighed(workload: Workload, group: Group, stack: Stack, room: Room) -> Weighed:
+    """Whether each device holds what falls to it. Where all parts would take fewer than is asked, it does not count as
+    what was asked for: that is another candidate."""
+    held = portions_of(workload, group, stack, room)
+    part, rank = tightest(held)
+    reserved = np.stack([one.needed for one in held])[part, rank, np.arange(len(part))]
+    meant = np.any([one.limit == one.asked for one in held], axis=0)
+    asked = np.max([one.most_asked.max(axis=0) for one in held], axis=0)
+    fit = np.all([(one.most <= room.on(one.have)[:, None]).all(axis=0) for one in held], axis=0)
+    numbers = np.max([one.number for one in held], axis=0)
+    return Weighed(reserved=np.where(meant, reserved, asked), fits=meant & fit, numbers=numbers)
+
+
+def portions_of(workload: Workload, group: Group, stack: Stack, room: Room) -> list[Portion]:
     """The parts of a group's deal, those that are alike together."""
     assert group.deal is not None
     deal, have = group.deal, group.deal.memory_bytes
     _, kind = np.unique(np.vstack([have, deal.shares]), axis=1, return_inverse=True)
     alike = [np.flatnonzero(kind.ravel() == one) for one in range(kind.max() + 1)]
-    smaller = len(np.unique(have)) > 1
-    return [_portion(workload, group.candidates, stack, deal, (parts, have[:, parts[0]], smaller)) for parts in alike]
+    asked = np.max([_cut(share, group.candidates.micro_sequences)[1] for share in set(deal.shares)], axis=0)
+    scale = _Scale(workload=workload, candidates=group.candidates, stack=stack, deal=deal, room=room, asked=asked)
+    return [scale.portion(parts) for parts in alike]
 
 
 def tightest(portions: list[Portion]) -> tuple[Counts, Counts]:
@@ -85,39 +112,61 @@ def memory_on(workload: Workload, one: Candidates, stack: Stack, deal: Deal, por
     return memory(*lone_stage(whole, taken, int(deal.held[rank]), end), stack)
 
 
-def _portion(
-    w: Workload, candidates: Candidates, stack: Stack, deal: Deal, place: tuple[Counts, Reals, bool]
-) -> Portion:
-    parts, have, smaller = place
-    share = deal.shares[int(parts[0])]
-    limit = candidates.micro_sequences.copy()
-    number, size = _cut(share, limit)
-    needed = _bytes(w, candidates, stack, deal, number * size, size)
-    # Where devices are alike, other candidates take fewer at a time.
-    over = np.flatnonzero((needed > have[:, None]).any(axis=0) & (limit > 1)) if smaller else np.empty(0, dtype=int)
-    while len(over):
-        limit[over] = -(-limit[over] // 2)
-        number[over], size[over] = _cut(share, limit[over])
-        needed[:, over] = _bytes(w, candidates.select(over), stack, deal, number[over] * size[over], size[over])
-        over = over[(needed[:, over] > have[:, None]).any(axis=0) & (limit[over] > 1)]
-    return Portion(parts=parts, limit=limit, number=number, size=size, needed=needed, have=have)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Scale:
+    """What parts of the batch are weighed with."""
+
+    workload: Workload
+    candidates: Candidates
+    stack: Stack
+    deal: Deal
+    room: Room
+    asked: Counts
+
+    def portion(self, parts: Counts) -> Portion:
+        """What some parts that are alike take and hold."""
+        deal = self.deal
+        share, have = deal.shares[int(parts[0])], deal.memory_bytes[:, parts[0]]
+        limit, every = self.asked.copy(), np.arange(len(self.asked))
+        most_asked = self._most(share, limit, every)
+        most, room = most_asked.copy(), self.room.on(have)[:, None]
+        # Where devices are alike, or only one part is, other candidates take fewer at a time.
+        smaller = len(np.unique(deal.memory_bytes)) > 1 and len(deal.shares) > 1
+        over = every[(most > room).any(axis=0) & (limit > 1)] if smaller else every[:0]
+        while len(over):
+            limit[over] = -(-limit[over] // 2)
+            most[:, over] = self._most(share, limit[over], over)
+            over = over[(most[:, over] > room).any(axis=0) & (limit[over] > 1)]
+        number, size = _cut(share, limit)
+        needed = self._bytes(number * size, size, every)
+        return Portion(
+            parts=parts, asked=self.asked, limit=limit, number=number, size=size, needed=needed, most=most,
+            most_asked=most_asked, have=have,
+        )  # fmt: skip
+
+    def _most(self, share: int, limit: Counts, rows: Counts) -> Reals:
+        """Bytes of a part whose share may change, unless it is the only one."""
+        if len(self.deal.shares) == 1:
+            number, size = _cut(share, limit)
+            return self._bytes(number * size, size, rows)
+        return self._bytes(np.maximum(-(-share // limit), 2) * limit, limit, rows)
+
+    def _bytes(self, each: Counts, size: Counts, rows: Counts) -> Reals:
+        """(ranks, rows): bytes of a device where each part of the batch has `each` sequences, `size` at a time."""
+        deal = self.deal
+        taken = replace(self.candidates.select(rows), micro_sequences=size)
+        found = np.empty((deal.ranks, len(rows)))
+        for count in np.unique(each):
+            here = np.flatnonzero(each == count)
+            whole = replace(self.workload, batch_sequences=int(count) * len(deal.shares))
+            if deal.ranks > 1:
+                found[:, here] = stage_bytes(whole, taken.select(here), self.stack, deal.held)
+            else:
+                found[0, here] = memory(whole, taken.select(here), self.stack).reserved
+        return found
 
 
 def _cut(share: int, limit: Counts) -> tuple[Counts, Counts]:
     """Micro-batches of a share, and the size of the largest: as data/portions.py cuts it."""
     number = -(-share // limit)
     return number, -(-share // number)
-
-
-def _bytes(w: Workload, c: Candidates, stack: Stack, deal: Deal, each: Counts, size: Counts) -> Reals:
-    """(ranks, candidates): bytes of a device where each part of the batch has `each` sequences, `size` at a time."""
-    taken = replace(c, micro_sequences=size)
-    found = np.empty((deal.ranks, len(c)))
-    for count in np.unique(each):
-        rows = np.flatnonzero(each == count)
-        whole, few = replace(w, batch_sequences=int(count) * len(deal.shares)), taken.select(rows)
-        if deal.ranks > 1:
-            found[:, rows] = stage_bytes(whole, few, stack, deal.held)
-        else:
-            found[0, rows] = memory(whole, few, stack).reserved
-    return found

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plait.cluster.cluster import Cluster
-from plait.plan.candidates import Candidates, Counts, Reals
+from plait.plan.candidates import SHARD_WHAT, Candidates, Counts, Reals
 from plait.plan.deal import Dealer, Group
 from plait.plan.memory import memory
 from plait.plan.retime import simulated_s
@@ -54,15 +55,24 @@ def step_seconds(
 def closed_form(workload: Workload, cluster: Cluster, stack: Stack, group: Group) -> Timing:
     """The items of time of a group's layouts on its devices, pipelines by the closed form."""
     times = price(workload, cluster, group.candidates, stack)
-    if group.deal is None or group.deal.even:
+    if group.deal is None or (group.deal.even and not _often(group).any()):
         return times
     return paced(workload, cluster, group.candidates, stack, group.deal, times, group.numbers).times
 
 
+def _often(group: Group) -> NDArray[np.bool_]:
+    """Where small devices make parts that split parameters meet more often than even micro-batches would."""
+    c = group.candidates
+    if group.numbers is None or group.deal is None:
+        return np.zeros(len(c), dtype=bool)
+    usual = -(-max(group.deal.shares) // c.micro_sequences)
+    return (group.numbers > usual) & (c.shard_what == SHARD_WHAT.index("parameters"))
+
+
 def _simulated(workload: Workload, cluster: Cluster, stack: Stack, group: Group) -> Reals:
-    if group.deal is not None and not group.deal.even:
+    if group.deal is not None and (not group.deal.even or _often(group).any()):
         times = price(workload, cluster, group.candidates, stack)
-        return simulated_uneven_s(workload, cluster, group.candidates, stack, group.deal, times)
+        return simulated_uneven_s(workload, cluster, group.candidates, stack, group.deal, times, group.numbers)
     step_s = np.empty(len(group.candidates))
     for rows, whole in portions(workload, group.candidates):
         few = group.candidates.select(rows)

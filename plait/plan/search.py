@@ -22,7 +22,7 @@ from plait.plan.fit import UNCUT, check_shares
 from plait.plan.kinds import kinds
 from plait.plan.listing import Pins, listed
 from plait.plan.memory import Memory, memory
-from plait.plan.portions import Portion, Room, memory_on, portions_of, tightest
+from plait.plan.portions import Portion, Room, memory_on, portions_of, tightest, weighed
 from plait.plan.pricing import closed_form, memory_of, portions, step_seconds
 from plait.plan.seats import torn
 from plait.plan.speeds import devices_of
@@ -75,6 +75,7 @@ class Search:
     leanest: Mapping[int, float]
     """Bytes per device of the leanest layout of every kind (kinds.py), priced or not."""
     dealer: Dealer
+    room: Room
 
     @property
     def n_refused(self) -> int:
@@ -114,30 +115,30 @@ class Search:
         [part], [rank] = tightest(held)
         return float(one.deal.memory_bytes[rank, held[part].parts[0]])
 
-    def most_allocated(self, index: int) -> float:
-        """Bytes of tensors on the fullest device, which need not be the one that has least room left."""
+    def fullest(self, index: int) -> Memory:
+        """The items on the device that holds most, which need not be the one that has least room left."""
         one, held = self._held(index)
         if not held:
-            return float(self.memory(index).allocated[0])
+            return self.memory(index)
         deal = one.deal
         assert deal is not None
         places = [(portion, rank) for portion in held for rank in range(deal.ranks)]
         portion, rank = max(places, key=lambda place: place[0].needed[place[1], 0])
-        return float(memory_on(self.workload, one.candidates, self.stack, deal, portion, rank).allocated[0])
+        return memory_on(self.workload, one.candidates, self.stack, deal, portion, rank)
 
-    def limits(self, index: int) -> tuple[int, ...]:
-        """Sequences that each part of the batch takes at a time at most; none where all take `micro_sequences`."""
+    def at_once(self, index: int) -> tuple[int, ...]:
+        """Sequences that each part of the batch takes at a time at most; a single number where all take as many."""
         held = self._held(index)[1]
         by_part = {int(part): int(portion.limit[0]) for portion in held for part in portion.parts}
-        all_alike = set(by_part.values()) <= {int(self.candidates.micro_sequences[index])}
-        return () if all_alike else tuple(by_part[part] for part in sorted(by_part))
+        limits = tuple(by_part[part] for part in sorted(by_part)) or (int(self.candidates.micro_sequences[index]),)
+        return limits if len(set(limits)) > 1 else limits[:1]
 
     def _held(self, index: int) -> tuple[Group, list[Portion]]:
         """One layout, and what its parts of the batch hold where devices are unlike."""
         one = self.dealer.one(self.candidates, index)
         if not one.unlike:
             return one, []
-        return one, portions_of(self.workload, one, self.stack)
+        return one, portions_of(self.workload, one, self.stack, self.room)
 
 
 def search(
@@ -161,14 +162,16 @@ def search(
     refused = Counter(found.refused)
     seated = ~torn(cluster, found.candidates) if not pins.degrees else np.ones(len(found.candidates), dtype=bool)
     refused[TORN] += int((~seated).sum())
-    reserved, fits, numbers = _held(dealer, found.candidates, Room())
+    room = Room()
+    reserved, fits, numbers = _held(dealer, found.candidates, room)
     if pins.degrees and not (seated & fits).any():
-        reserved, fits, numbers = _held(dealer, found.candidates, Room.of_asked(cluster, stack))
+        room = Room.of_asked(cluster, stack)
+        reserved, fits, numbers = _held(dealer, found.candidates, room)
     kept = seated & fits
     refused[TOO_LARGE] += int((seated & ~fits).sum())
     if not kept.any():
         raise DoesNotFit(workload, cluster, stack, float(reserved.min()))
-    needed = ~_needless(found.candidates, kept)
+    needed = ~_needless(found.candidates, kept, numbers)
     refused[NEEDLESS] += int((kept & ~needed).sum())
     candidates, numbers = found.candidates.select(kept & needed), numbers[kept & needed]
     step_s = step_seconds(workload, cluster, candidates, stack, dealer, numbers)
@@ -190,6 +193,7 @@ def search(
         refused={reason: count for reason, count in refused.items() if count},
         leanest=_leanest(found.candidates, reserved),
         dealer=dealer,
+        room=room,
     )
 
 
@@ -218,15 +222,8 @@ def _held(dealer: Dealer, candidates: Candidates, room: Room) -> tuple[Reals, ND
             have = room.on(np.array(min(dealer.devices.memory_bytes), dtype=np.float64))
             reserved[group.places], fits[group.places] = needed, needed <= have
             continue
-        assert group.deal is not None
-        held = portions_of(workload, group, stack)
-        part, rank = tightest(held)
-        here = np.arange(len(group.candidates))
-        reserved[group.places] = np.stack([portion.needed for portion in held])[part, rank, here]
-        # Where all take fewer at a time, it is another candidate.
-        meant = np.any([portion.limit == group.candidates.micro_sequences for portion in held], axis=0)
-        fits[group.places] = meant & np.all([portion.fits(room) for portion in held], axis=0)
-        numbers[group.places] = np.max([portion.number for portion in held], axis=0)
+        held = weighed(workload, group, stack, room)
+        reserved[group.places], fits[group.places], numbers[group.places] = held.reserved, held.fits, held.numbers
     return reserved, fits, numbers
 
 
@@ -243,11 +240,14 @@ def _leanest(candidates: Candidates, reserved: Reals) -> dict[int, float]:
     return {int(name): float(value) for name, value in zip(names, least, strict=True)}
 
 
-def _needless(candidates: Candidates, kept: np.ndarray) -> np.ndarray:
-    """Where more is computed again than in the row before, though that fits and differs in nothing else."""
+def _needless(candidates: Candidates, kept: np.ndarray, numbers: Counts) -> np.ndarray:
+    """Where more is computed again than in the row before, though that fits, in no more micro-batches, and differs in
+    nothing else."""
     first = candidates.recompute[0]
     if len(np.unique(candidates.recompute)) == 1:
         return np.zeros(len(candidates), dtype=bool)
     assert first == 0
-    triples = kept.reshape(-1, 3)
-    return np.stack([np.zeros(len(triples), dtype=bool), triples[:, 0], triples[:, :2].any(axis=1)], axis=1).ravel()
+    own = numbers.reshape(-1, 3)
+    before = np.minimum.accumulate(np.where(kept, numbers, np.iinfo(np.int64).max).reshape(-1, 3), axis=1)
+    none = np.zeros(len(own), dtype=bool)
+    return np.stack([none, before[:, 0] <= own[:, 1], before[:, 1] <= own[:, 2]], axis=1).ravel()

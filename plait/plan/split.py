@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import ceil
 
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout
@@ -32,7 +31,7 @@ from plait.plan.prices import time_items
 from plait.plan.search import DoesNotFit, Search, search
 from plait.plan.seats import node_alone
 from plait.plan.stack import PLAIT, Stack
-from plait.plan.unequal import shares_of
+from plait.plan.unequal import limit_words, shares_of
 from plait.plan.workload import Workload, workload_of
 from plait.recipe.schema import RunConfig
 
@@ -177,30 +176,29 @@ def _split(question: Question, pins: Pins, workers: int, layout: Layout | None) 
     """The split of a layout that was named, or of the one that the planner chooses, with its forecast."""
     cluster = question.grounds.cluster(workers)
     found = asked_search(question.workload, cluster, question.stack, pins)
-    return replace(_priced(question, pins, found, found.chosen, layout), why=in_short(found))
+    split = _priced(question, pins, found, found.chosen, layout)
+    return replace(split, why=(*in_short(found), *split.why))
 
 
 def _priced(question: Question, pins: Pins, found: Search, at: int, layout: Layout | None) -> Split:
     row, workers = found.candidates.row(at), found.cluster.devices
     cut = found.stage_layers(at) if int(row["pipeline"]) > 1 else ()
     layout = _as_priced(layout, layout_from(row, cut)) if layout else layout_from(row, cut)
-    micro = int(row["micro_sequences"])
     if question.grounds.machine.device == "cpu" and "micro_sequences" not in pins.knobs:
-        deal = found.deal(at)
-        part = max(deal.shares) if deal else ceil(question.batch_sequences / layout.batch_parts)
-        usual = cpu_micro_sequences(part, layout, question.shape)
+        usual = cpu_micro_sequences(question.batch_sequences, layout, question.shape)
         with suppress(DoesNotFit):  # then as many as the planner found room for
             settled = search(question.workload, found.cluster, stack=found.stack, pins=_settled(row, usual, pins))
-            found, at, micro = settled, settled.chosen, usual
+            found, at = settled, settled.chosen
+    limits = found.at_once(at)
     return Split(
         layout=layout,
         threads=question.grounds.threads(workers),
-        micro_sequences=micro,
-        micro_limits=found.limits(at),
+        micro_sequences=max(limits),
+        micro_limits=limits if len(limits) > 1 else (),
         shares=shares_of(found, at),
         points=int(found.points[at]),
         forecast=_forecast(question, found, at) if question.grounds.known else None,
-        why=(),
+        why=tuple(limit_words(found, at)),
     )
 
 
@@ -211,10 +209,11 @@ def _as_priced(named: Layout, priced: Layout) -> Layout:
 
 
 def _forecast(question: Question, found: Search, at: int) -> Forecast:
+    fullest = found.fullest(at)
     return Forecast(
         step_s=float(found.step_s[at]),
-        tensor_bytes=found.most_allocated(at),
-        bytes_per_device=float(found.reserved[at]),
+        tensor_bytes=float(fullest.allocated[0]),
+        bytes_per_device=float(fullest.reserved[0]),
         one_device_step_s=_one_device_step_s(found),
         error=found.tolerance,
         basis=question.basis,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -36,12 +37,9 @@ class _Owner:
 def unequal_words(found: Search, index: int) -> list[str]:
     """Who does what in a layout on unequal devices, and why; nothing where devices are equal and no shares named."""
     deal, devices = found.deal(index), found.dealer.devices
-    if deal is None:
+    if deal is None or (devices.alike and not found.dealer.named):
         return []
-    limits = _limits(found, deal, index)
-    if devices.alike and not found.dealer.named:
-        return limits
-    told = [_shares(found, deal), *_stages(found, deal), *limits]
+    told = [_shares(found, deal), *_stages(found, deal)]
     return [line for line in told if line]
 
 
@@ -118,10 +116,16 @@ def _by_owner(owners: Sequence[_Owner], several: bool) -> str:
     return f"of each batch do, by the speed of their devices: {told}"
 
 
-def _limits(found: Search, deal: Deal, index: int) -> list[str]:
+def at_once_values(found: Search, index: int) -> dict[str, Any]:
+    """Sequences at a time, for programs: as a plan has them."""
+    limits = found.at_once(index)
+    return {"micro_sequences": max(limits), "micro_limits": limits if len(limits) > 1 else ()}
+
+
+def limit_words(found: Search, index: int) -> list[str]:
     """Who takes fewer sequences at a time than others, for want of memory."""
-    limits = found.limits(index)
-    if not limits:
+    limits, deal = found.at_once(index), found.deal(index)
+    if deal is None or len(limits) == 1:
         return []
     devices, most = found.dealer.devices, max(limits)
     place = deal.ranks, len(limits), -1

@@ -95,10 +95,16 @@ def paced(
 
 
 def simulated_uneven_s(
-    workload: Workload, cluster: Cluster, c: Candidates, stack: Stack, deal: Deal, times: Timing
+    workload: Workload,
+    cluster: Cluster,
+    c: Candidates,
+    stack: Stack,
+    deal: Deal,
+    times: Timing,
+    numbers: Counts | None = None,
 ) -> Reals:
     """Seconds of a step, the pipeline simulated by its list of actions in place of `paced`'s closed form."""
-    pace = paced(workload, cluster, c, stack, deal, times)
+    pace = paced(workload, cluster, c, stack, deal, times, numbers)
     step_s = pace.times.step_s.copy()
     ranks, virtual = deal.ranks, len(deal.stage_layers) // deal.ranks
     sent, micros = pace.times.sent / stack.speed, pace.micros.astype(np.int64)

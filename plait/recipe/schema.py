@@ -164,7 +164,7 @@ class LayoutSection(Section):
     recompute: Literal["none", "selective", "full"] | Auto = "auto"
     """What is computed again in the backward pass instead of being kept in memory."""
     micro_sequences: Positive | Auto = "auto"
-    """Sequences a device takes at a time; the rest of its part follows by accumulation."""
+    """Sequences a device takes at a time at most; the rest of its part follows by accumulation."""
     shares: tuple[Positive, ...] | Auto = "auto"
     """Sequences of a step for each copy or shard: [11, 5]; "auto" deals them out by speed where devices differ."""
 

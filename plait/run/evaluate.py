@@ -54,6 +54,7 @@ def _sums(model: GPT, corpus: Corpus, plan: Plan) -> tuple[float, float]:
     """The summed loss and the number of tokens, by one process."""
     device = next(model.parameters()).device
     _, evaluate_micros = runners(alone(model), make_autocast(plan.precision, device))
-    windows = heldout_micros(corpus, samples_of(plan, Layout(), rank=0, device=device))
+    lean = replace(plan, micro_sequences=min(plan.micro_limits or (plan.micro_sequences,)))
+    windows = heldout_micros(corpus, samples_of(lean, Layout(), rank=0, device=device))
     loss_sum, tokens = evaluate_micros(windows).tolist()
     return loss_sum, tokens

@@ -178,7 +178,7 @@ def _is_open_as(path: Path, file: TextIO) -> bool:
 def _tidy(path: Path) -> None:
     """Take away the folder of a run that has nothing but its lock."""
     with suppress(OSError):
-        if os.listdir(path) == [".lock"]:
+        if [held.name for held in path.iterdir()] == [".lock"]:
             (path / ".lock").unlink()
             path.rmdir()
 

@@ -48,7 +48,8 @@ def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path
 
 def _words(split: Split) -> str:
     workers = f"{split.workers} worker{'s' if split.workers > 1 else ''} × {split.threads} threads"
-    return f"{in_words(split.layout)}, {split.micro_sequences} sequences at a time, {workers}"
+    fewer = f" ({min(split.micro_limits)} where memory is short)" if split.micro_limits else ""
+    return f"{in_words(split.layout)}, {split.micro_sequences} sequences at a time{fewer}, {workers}"
 
 
 def _times(split: Split) -> str:
@@ -69,6 +70,7 @@ def _values(split: Split, chosen: bool) -> dict[str, Any]:
         "stage_layers": list(split.layout.stage_layers),
         "recompute": split.layout.recompute,
         "micro_sequences": split.micro_sequences,
+        "micro_limits": list(split.micro_limits),
         "workers": split.workers,
         "threads": split.threads,
         "step_s": split.step_s,

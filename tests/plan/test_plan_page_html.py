@@ -139,7 +139,7 @@ def test_the_memory_told_is_of_the_device_that_has_least_room_left() -> None:
     one = found.dealer.one(found.candidates, found.chosen)
     filled = {
         portion.needed[rank, 0] / have: have
-        for portion in portions_of(found.workload, one, found.stack)
+        for portion in portions_of(found.workload, one, found.stack, found.room)
         for rank, have in enumerate(portion.have)
     }
     assert len(set(filled.values())) == 2 and capacity == filled[max(filled)]

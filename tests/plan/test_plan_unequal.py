@@ -35,7 +35,7 @@ from plait.plan.speeds import devices_of
 from plait.plan.stack import PLAIT
 from plait.plan.stages import balanced_by_speed
 from plait.plan.sureness import idle_machines
-from plait.plan.unequal import shares_of, unequal_reasons, unequal_words
+from plait.plan.unequal import limit_words, shares_of, unequal_reasons, unequal_words
 from plait.plan.uneven import paced
 from plait.plan.workload import Workload, workload_of
 from plait.run.plan import answer, answer_text
@@ -260,7 +260,8 @@ def test_what_is_held_is_that_of_the_part_that_holds_most() -> None:
     row = found.candidates.select(np.array([found.chosen]))
     six = memory(work(24), replace(row, micro_sequences=np.array([6])), found.stack)
     assert found.memory(found.chosen).allocated == pytest.approx(six.allocated)
-    assert found.most_allocated(found.chosen) == pytest.approx(float(six.allocated[0]))
+    assert found.fullest(found.chosen).allocated == pytest.approx(six.allocated)
+    assert found.at_once(found.chosen) == (6,), "so that shares may change without anybody taking more"
     assert found.reserved[found.chosen] == pytest.approx(float(six.reserved[0]))
 
 
@@ -274,22 +275,24 @@ def old_and_new(micro: int, size: str = "125M", **degrees: int) -> Search:
 
 def test_a_small_device_takes_fewer_sequences_at_a_time_and_says_so() -> None:
     found = old_and_new(16)
-    large, small = found.limits(found.chosen)
-    assert large == 16 and small < 16
-    [line] = [line for line in unequal_words(found, found.chosen) if "at a time" in line]
-    assert f"16 sequences at a time, and fewer where memory is short: RTX 3080 takes {small}" in line
+    large, small = found.at_once(found.chosen)
+    assert large == 15 and small < 15, "45 sequences, 16 at a time, are taken as 15"
+    [line] = limit_words(found, found.chosen)
+    assert f"15 sequences at a time, and fewer where memory is short: RTX 3080 takes {small}" in line
     assert found.capacity(found.chosen) == min(island.device.memory_bytes for island in found.cluster.islands)
-    assert found.most_allocated(found.chosen) > float(found.memory(found.chosen).allocated[0]), "the larger one's"
+    assert found.fullest(found.chosen).allocated > found.memory(found.chosen).allocated, "the larger one's"
+    told = plan_json(found, NO_WORDS, 1)
+    assert told["micro_sequences"] == 15 and told["micro_limits"] == (15, small)
     assert sum(plan_json(found, NO_WORDS, 0)["memory"].values()) == pytest.approx(found.reserved[found.chosen])
-    assert old_and_new(1).limits(0) == ()
+    assert old_and_new(1).at_once(0) == (1,) and not limit_words(old_and_new(1), 0)
     with pytest.raises(PlaitError, match=r"fits no layout of .* and the smallest device has 9\.88 GiB"):
         old_and_new(16, size="1.3B")
 
 
 def test_parts_that_meet_gather_as_often_as_the_smallest_device_makes_them() -> None:
     found = old_and_new(64, shard=2)
-    limits, deal = found.limits(found.chosen), found.deal(found.chosen)
-    assert limits and deal is not None
+    limits, deal = found.at_once(found.chosen), found.deal(found.chosen)
+    assert len(limits) == 2 and deal is not None
     number = max(-(-share // limit) for share, limit in zip(deal.shares, limits, strict=True))
     fewer = -(-max(deal.shares) // limits[0])
     assert number > fewer and found.numbers[found.chosen] == number
@@ -301,11 +304,36 @@ def test_parts_that_meet_gather_as_often_as_the_smallest_device_makes_them() -> 
     assert found.timing(found.chosen).parameters[0] == often == pytest.approx(number / fewer * seldom)
 
 
+def test_equally_fast_devices_of_unequal_memory_are_priced_with_all_their_meetings() -> None:
+    shape = named_shape("350M", vocabulary=32768, sequence=1024)
+    workload = workload_of(shape, sequence=1024, batch_sequences=64)
+    small = read_cluster("2x(1x4090)@10G")
+    [both] = small.islands
+    little = replace(both.device, memory_bytes=both.device.memory_bytes // 2)
+    unequal = replace(small, islands=(replace(both, nodes=1), replace(both, nodes=1, device=little)))
+    pins = Pins(degrees={"shard": 2}, knobs={"micro_sequences": 8, "recompute": "none", "shard_what": "parameters"})
+    even, uneven = search(workload, small, pins=pins), search(workload, unequal, pins=pins)
+    large, less = uneven.at_once(uneven.chosen)
+    assert even.at_once(even.chosen) == (8,) and large == 8 > less
+    assert uneven.numbers[uneven.chosen] == -(-32 // less) > even.numbers[even.chosen] == 4
+    assert uneven.timing(0).parameters[0] / even.timing(0).parameters[0] == pytest.approx(-(-32 // less) / 4)
+    assert uneven.step_s[0] == pytest.approx(float(uneven.timing(0).step_s[0]))
+
+
+def test_a_share_that_grows_still_fits() -> None:
+    """Both ranks may come to take what the larger share takes at a time, in more than one micro-batch."""
+    found = search(work(), probed(1.0, 0.4), pins=copies(2, micro=12, recompute="none"))
+    [part, _] = portions_of(found.workload, found.dealer.one(found.candidates, 0), found.stack, found.room)
+    [most] = found.at_once(0)
+    row = replace(found.candidates.select(np.array([0])), micro_sequences=np.array([most]))
+    assert part.most.max() == pytest.approx(float(memory(work(4 * most), row, found.stack).reserved[0]))
+
+
 def test_portions_are_cut_as_the_loader_cuts_them() -> None:
     found = old_and_new(16)
     group = found.dealer.one(found.candidates, found.chosen)
     assert group.deal is not None
-    for portion in portions_of(found.workload, group, found.stack):
+    for portion in portions_of(found.workload, group, found.stack, found.room):
         for part in portion.parts:
             [sizes] = micro_sizes((group.deal.shares[part],), (int(portion.limit[0]),))
             assert (len(sizes), sizes[0]) == (int(portion.number[0]), int(portion.size[0]))
