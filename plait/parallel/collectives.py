@@ -17,32 +17,50 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 """reduce_scatter(own, whole, group=…, async_op=…): this rank's part of the sum of everybody's whole."""
 
 
+# Note [room first]: gloo sends only once the other side has said that it has room, and that word queues behind whatever
+# travels its way. Where several messages follow each other, the receives of all of them begin before the first send.
+
+
 def swap_parts(whole: Tensor, received: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
     """Begin to send every other rank its part of `whole`, and to receive what they have of this rank's.
 
     `received` [ranks - 1, part] holds the others' in rank order. gloo's reduce-scatter sums it all on every rank, its
     all-to-all copies the own part as well: messages from rank to rank move what must move, and nothing else.
     """
-    others = _others(group)
-    parts = whole.view(len(others) + 1, -1)
-    return [
-        *(
-            _work(dist.irecv(into, group=group, group_src=rank, tag=tag))
-            for into, rank in zip(received, others, strict=True)
-        ),
-        *(_work(dist.isend(parts[rank], group=group, group_dst=rank, tag=tag)) for rank in others),
-    ]
+    return [*expect_parts(received, group, tag), *send_parts(whole, group, tag)]
+
+
+def expect_parts(received: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
+    """The receives of swap_parts, see Note [room first]."""
+    pairs = zip(received, _others(group), strict=True)
+    return [_work(dist.irecv(into, group=group, group_src=rank, tag=tag)) for into, rank in pairs]
+
+
+def send_parts(whole: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
+    """The sends of swap_parts."""
+    parts = _parts(whole, group)
+    return [_work(dist.isend(parts[rank], group=group, group_dst=rank, tag=tag)) for rank in _others(group)]
 
 
 def spread_own(whole: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
     """Begin to send this rank's part of `whole` to all others, and to receive theirs in their places."""
-    others = _others(group)
-    parts = whole.view(len(others) + 1, -1)
-    own = parts[dist.get_rank(group)]
-    return [
-        *(_work(dist.irecv(parts[rank], group=group, group_src=rank, tag=tag)) for rank in others),
-        *(_work(dist.isend(own, group=group, group_dst=rank, tag=tag)) for rank in others),
-    ]
+    return [*expect_others(whole, group, tag), *send_own(whole, group, tag)]
+
+
+def expect_others(whole: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
+    """The receives of spread_own, see Note [room first]."""
+    parts = _parts(whole, group)
+    return [_work(dist.irecv(parts[rank], group=group, group_src=rank, tag=tag)) for rank in _others(group)]
+
+
+def send_own(whole: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
+    """The sends of spread_own."""
+    own = _parts(whole, group)[dist.get_rank(group)]
+    return [_work(dist.isend(own, group=group, group_dst=rank, tag=tag)) for rank in _others(group)]
+
+
+def _parts(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return whole.view(dist.get_world_size(group), -1)
 
 
 def _others(group: dist.ProcessGroup) -> list[int]:

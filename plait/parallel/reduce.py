@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from plait.model.gpt import GPT
 from plait.parallel.buckets import BUCKET_BYTES, Ranks, Shared, fill_buckets, flat_for, unit_of_range, views_of
-from plait.parallel.collectives import all_gather, spread_own
-from plait.parallel.travel import Carried, Course, Transfer, Works, own_part, wait_for, ways
+from plait.parallel.collectives import all_gather, expect_others, send_own
+from plait.parallel.travel import GATHER_TAG, Carried, Course, Transfer, Works, own_part, wait_for, ways
 from plait.parallel.woven import Unit
 
 Groups = Mapping[Ranks, dist.ProcessGroup]
@@ -98,6 +98,8 @@ class Reducer:
     def publish(self) -> None:
         """Gather split weights, the model's first ones first."""
         for bucket in reversed(self._buckets):
+            bucket.expect_weights()
+        for bucket in reversed(self._buckets):
             bucket.gather()
 
     def settle(self) -> None:
@@ -178,6 +180,8 @@ class _Bucket:
 
     def open(self) -> None:
         """Begin a step: every gradient is missing."""
+        for way in self._ways:
+            way.expect()
         self.missing = set(range(len(self.weights)))
         self.begun, self._course = 0, chain.from_iterable(way.course() for way in self._ways)
 
@@ -218,10 +222,15 @@ class _Bucket:
             for weight in self.weights:
                 weight.parameter.grad = None
 
+    def expect_weights(self) -> None:
+        """Make room for the updated weights of others."""
+        if self._split and self.flat.device.type == "cpu":
+            self._gathering = expect_others(self._values, self._split, GATHER_TAG + self._number)
+
     def gather(self) -> None:
         """Begin to collect the updated weights from all that keep a part of them."""
         if self._split and self.flat.device.type == "cpu":
-            self._gathering = spread_own(self._values, self._split, self._number)
+            self._gathering += send_own(self._values, self._split, GATHER_TAG + self._number)
         elif self._split:
             self._gathering = [all_gather(self._values, self._parameter.data, group=self._split, async_op=True)]
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.parallel.collectives import reduce_scatter, spread_own, swap_parts
+from plait.parallel.collectives import expect_parts, reduce_scatter, send_parts, spread_own
 
 Transfer = Literal["float32", "bf16"]
 """float32 stands for the weights' own precision."""
@@ -28,6 +28,8 @@ Course = Iterator[Works]
 
 FIRST_TAG = 2**20
 """Above those of a pipeline's messages, which may travel in the same group."""
+GATHER_TAG = 2**19
+"""Of the first bucket's weights: a step's sums may be expected while those of the last one are still on their way."""
 
 
 class Way(Protocol):
@@ -39,6 +41,10 @@ class Way(Protocol):
     @property
     def held(self) -> Sequence[Tensor]:
         """What stays in memory for it beside the numbers themselves."""
+        ...
+
+    def expect(self) -> None:
+        """Make room for what others will send, at the beginning of a step."""
         ...
 
     def course(self) -> Course:
@@ -113,6 +119,9 @@ class _ByLibrary:
         """What the numbers travel in, where that is not themselves."""
         return _apart(self._sent, self._flat)
 
+    def expect(self) -> None:
+        """The library's own matter."""
+
 
 class LibrarySum(_ByLibrary):
     """A sum that all ranks get."""
@@ -145,14 +154,18 @@ class _SwappedScatter:
         self._sent = _carrier(flat, transfer)
         ranks = dist.get_world_size(group)
         self._received = self._sent.new_empty(ranks - 1, len(flat) // ranks)
+        self._expected: Works = []
 
     @property
     def held(self) -> Sequence[Tensor]:
         return [self._received, *_apart(self._sent, self._flat)]
 
+    def expect(self) -> None:
+        self._expected = expect_parts(self._received, self._group, self._tag)
+
     def course(self) -> Course:
         _put(self._sent, self._flat)
-        yield swap_parts(self._sent, self._received, self._group, self._tag)
+        yield [*self._expected, *send_parts(self._sent, self._group, self._tag)]
         own = own_part(self._flat, self._group)
         for other in self._received:
             own += other
@@ -171,6 +184,9 @@ class _SwappedSum:
     @property
     def held(self) -> Sequence[Tensor]:
         return [self._sent, *self._scatter.held]
+
+    def expect(self) -> None:
+        self._scatter.expect()
 
     def course(self) -> Course:
         yield from self._scatter.course()
