@@ -43,6 +43,11 @@ class Deal:
         return np.array([sum(self.stage_layers[rank :: self.ranks]) for rank in range(self.ranks)], dtype=np.float64)
 
     @property
+    def chunks(self) -> tuple[tuple[int, ...], ...]:
+        """Layers of each stage on each rank of the pipeline."""
+        return tuple(self.stage_layers[rank :: self.ranks] for rank in range(self.ranks))
+
+    @property
     def even(self) -> bool:
         """Whether all devices are priced alike and all parts of the batch are as equal as can be."""
         count = sum(self.shares)
@@ -160,30 +165,31 @@ def _parts(dealer: Dealer, deal: Deal) -> list[float]:
 def _most(dealer: Dealer, lean: Candidates, memory_bytes: Reals) -> list[int]:
     """Layers that each stage of a rank can hold, one sequence at a time."""
     ranks, virtual = int(lean.pipeline[0]), int(lean.virtual[0])
-    once, twice = (stage_bytes(dealer.workload, lean, dealer.stack, [n * virtual] * ranks)[:, 0] for n in (1, 2))
+    once, twice = (stage_bytes(dealer.workload, lean, dealer.stack, [(n,) * virtual] * ranks)[:, 0] for n in (1, 2))
     each = np.maximum((twice - once) / virtual, 1.0)
     most = virtual + np.floor((memory_bytes - once) / each)
     return [max(1, int(layers) // virtual) for layers in most]
 
 
-def stage_bytes(workload: Workload, candidates: Candidates, stack: Stack, held: Sequence[int] | Reals) -> Reals:
-    """Bytes of a device on each rank of pipelines of one shape that hold so many layers: (ranks, candidates).
+def stage_bytes(workload: Workload, candidates: Candidates, stack: Stack, chunks: Sequence[tuple[int, ...]]) -> Reals:
+    """Bytes of a device on each rank of pipelines of one shape whose stages hold so many layers: (ranks, candidates).
 
     Asked of memory.py rank by rank: as a pipeline whose other ranks hold as little as can be. Ranks in the middle count
     as the first one, which keeps most micro-batches; where all others are nearly empty, a fuller end may be told.
     """
-    ranks, virtual = int(candidates.pipeline[0]), int(candidates.virtual[0])
-    asked = [(max(int(layers), virtual), rank == ranks - 1) for rank, layers in enumerate(held)]
+    asked = [(layers, rank == len(chunks) - 1) for rank, layers in enumerate(chunks)]
     answers = {
-        (layers, last): memory(*lone_stage(workload, candidates, layers, -1 if last else 0), stack).reserved
+        (layers, last): memory(*lone_rank(workload, candidates, layers, last=last), stack).reserved
         for layers, last in dict.fromkeys(asked)
     }
     return np.stack([answers[each] for each in asked])
 
 
-def lone_stage(workload: Workload, candidates: Candidates, layers: int, rank: int) -> tuple[Workload, Candidates]:
-    """Such a pipeline with so many layers on one rank and one in each stage of the others."""
-    ranks, virtual = int(candidates.pipeline[0]), int(candidates.virtual[0])
-    stages = [1] * ranks * virtual
-    stages[rank] += layers - virtual
+def lone_rank(
+    workload: Workload, candidates: Candidates, chunks: tuple[int, ...], *, last: bool
+) -> tuple[Workload, Candidates]:
+    """Such a pipeline with stages of so many layers on the first or the last rank, and one layer in all others."""
+    ranks = int(candidates.pipeline[0])
+    stages = [1] * ranks * len(chunks)
+    stages[ranks - 1 if last else 0 :: ranks] = chunks
     return replace(workload, layers=sum(stages)), replace(candidates, dealing=tuple(stages))

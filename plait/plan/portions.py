@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from plait.cluster.cluster import Cluster
 from plait.plan.candidates import Candidates, Counts, Reals
-from plait.plan.deal import Deal, Group, lone_stage, stage_bytes
+from plait.plan.deal import Deal, Group, lone_rank, stage_bytes
 from plait.plan.memory import RESERVED, Memory, memory
 from plait.plan.stack import Stack
 from plait.plan.workload import Workload
@@ -108,8 +108,7 @@ def memory_on(workload: Workload, one: Candidates, stack: Stack, deal: Deal, por
     whole = replace(workload, batch_sequences=int(batch[0]))
     if deal.ranks == 1:
         return memory(whole, taken, stack)
-    end = -1 if rank == deal.ranks - 1 else 0
-    return memory(*lone_stage(whole, taken, int(deal.held[rank]), end), stack)
+    return memory(*lone_rank(whole, taken, deal.chunks[rank], last=rank == deal.ranks - 1), stack)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -160,7 +159,7 @@ class _Scale:
             here = np.flatnonzero(each == count)
             whole = replace(self.workload, batch_sequences=int(count) * len(deal.shares))
             if deal.ranks > 1:
-                found[:, here] = stage_bytes(whole, taken.select(here), self.stack, deal.held)
+                found[:, here] = stage_bytes(whole, taken.select(here), self.stack, deal.chunks)
             else:
                 found[0, here] = memory(whole, taken.select(here), self.stack).reserved
         return found

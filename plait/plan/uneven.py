@@ -40,6 +40,9 @@ class Pace:
     """What one micro-batch more takes."""
     piped_s: Reals
     """From its first micro-batch to the end of its last, by a closed form."""
+    parts: Reals
+    """(stages, candidates): each stage's share of its rank's time; the ends have the embedding, the head and the loss
+    beside their layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,7 +94,8 @@ def paced(
     rank = stages.argmax(axis=0)
     speed = deal.speeds[rank, distinct[last]]
     found = _items(micro, deal, (micros, rank, speed, piped), numbers)
-    return Pace(times=found, micros=micros, stages_s=stages, settled_s=settled, piped_s=piped)
+    parts = _parts(micro, deal)
+    return Pace(times=found, micros=micros, stages_s=stages, settled_s=settled, piped_s=piped, parts=parts)
 
 
 def simulated_uneven_s(
@@ -158,6 +162,16 @@ def _micro(w: Workload, cluster: Cluster, c: Candidates, stack: Stack, t: Timing
     )
 
 
+def _parts(micro: _Micro, deal: Deal) -> Reals:
+    """Each stage's share of its rank's time for a micro-batch."""
+    layers = np.array(deal.stage_layers, dtype=np.float64)
+    virtual, rank = len(layers) // deal.ranks, np.arange(len(layers)) % deal.ranks
+    work = layers[:, None] * (micro.computed + micro.messages) + micro.each("host") / virtual
+    work[0] += deal.lookup * micro.computed
+    work[-1] += micro.head
+    return work / np.add.reduce(work.reshape(virtual, deal.ranks, -1))[rank]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Part:
     micros: Reals
@@ -208,13 +222,11 @@ def _items(micro: _Micro, deal: Deal, pacing: tuple[Reals, Counts, Reals, Reals]
 
 
 def _spent(w: Workload, cluster: Cluster, c: Candidates, stack: Stack, deal: Deal, pace: Pace) -> Spent:
-    """Seconds of each kind of action, (stages, candidates): a rank's time falls to its stages as its layers do."""
+    """Seconds of each kind of action, (stages, candidates)."""
     layer = arithmetic(w, cluster, stack).layer(c)
     both = pace.times.products + pace.times.scores + pace.times.stream
     again = (layer.forward + layer.backward) * pace.times.recompute / both
     all_s = layer.forward + layer.backward + again
-    rank = np.arange(len(deal.stage_layers)) % deal.ranks
-    part = np.array(deal.stage_layers) / deal.held[rank]
-    whole = part[:, None] * pace.stages_s[rank]
+    whole = pace.parts * pace.stages_s[np.arange(len(deal.stage_layers)) % deal.ranks]
     forward, weight = whole * (layer.forward / all_s), whole * (layer.backward / 2 / all_s)
     return {"forward": forward, "backward-input": whole - forward - weight, "backward-weight": weight}

@@ -36,7 +36,7 @@ from plait.plan.stack import PLAIT
 from plait.plan.stages import balanced_by_speed
 from plait.plan.sureness import idle_machines
 from plait.plan.unequal import limit_words, shares_of, unequal_reasons, unequal_words
-from plait.plan.uneven import paced
+from plait.plan.uneven import paced, uneven_stage_times
 from plait.plan.workload import Workload, workload_of
 from plait.run.plan import answer, answer_text
 from plait.units import format_duration
@@ -236,6 +236,38 @@ def test_a_pipeline_of_unequal_devices_takes_what_its_list_of_actions_takes() ->
     )
 
 
+def interleaved() -> Search:
+    """Two stages on each of two unequal hosts."""
+    pins = Pins(degrees={"pipeline": 2}, knobs={"micro_sequences": 1, "schedule": "interleaved", "virtual": 2})
+    return search(work(8, layers=12), probed(1.0, 0.4), pins=replace(pins, knobs={**pins.knobs, "recompute": "none"}))
+
+
+def test_what_interleaved_stages_hold_is_counted_stage_by_stage() -> None:
+    found = interleaved()
+    stages = found.stage_layers(found.chosen)
+    assert len(set(stages)) > 1 and stages[2] > 1, "a stage behind keeps fewer micro-batches"
+    row = replace(found.candidates.select(np.array([found.chosen])), dealing=stages)
+    assert found.fullest(found.chosen).allocated == pytest.approx(memory(found.workload, row, found.stack).allocated)
+
+
+def test_the_ends_of_an_interleaved_pipeline_stand_on_their_own_stages() -> None:
+    found = interleaved()
+    one = found.dealer.one(found.candidates, found.chosen)
+    assert one.deal is not None
+    times = price(found.workload, found.cluster, one.candidates, found.stack)
+    stages, _ = uneven_stage_times(found.workload, found.cluster, one.candidates, found.stack, one.deal, times)
+    each = [s / layers for s, layers in zip(stages.forward_s, one.deal.stage_layers, strict=True)]
+    lookup, head = one.deal.lookup, found.dealer.devices.head
+    first, _, third, last = (
+        s / (layers + more) / slow
+        for s, layers, more, slow in zip(
+            stages.forward_s, one.deal.stage_layers, (lookup, 0, 0, head), (1, 2.5, 1, 2.5), strict=True
+        )
+    )
+    assert each[3] > each[1], "the head and the loss"
+    assert first == pytest.approx(third, rel=0.02) and last == pytest.approx(third, rel=0.02)
+
+
 def test_a_small_device_holds_fewer_layers_and_everything_fits() -> None:
     shape = named_shape("1.3B", vocabulary=32768, sequence=1024)
     workload = workload_of(shape, sequence=1024, batch_sequences=32)
@@ -245,7 +277,7 @@ def test_a_small_device_holds_fewer_layers_and_everything_fits() -> None:
     deal = found.deal(found.chosen)
     assert deal is not None
     one = found.dealer.one(found.candidates, found.chosen)
-    needed = stage_bytes(workload, one.candidates, found.stack, deal.held)[:, 0]
+    needed = stage_bytes(workload, one.candidates, found.stack, deal.chunks)[:, 0]
     have = [island.device.memory_bytes for island in cluster.islands]
     assert needed[0] > have[1], "the larger device holds more than the smaller one could"
     assert (needed <= RESERVED * np.array(have) + found.stack.outside_bytes).all(), "as for every layout that was named"
