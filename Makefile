@@ -41,7 +41,7 @@ bench-gpu: $(VENV)/.bench  ## speed on one NVIDIA GPU
 
 LAB_OUT ?= benchmarks/results/lab-$(shell date +%F).jsonl
 
-lab: $(VENV)/.bench  ## every layout on real links between hosts made on this machine, 90 minutes; needs root
+lab: $(VENV)/.bench  ## every layout on real links between hosts made on this machine, about 110 minutes; needs root
 	$(BIN)/python -m benchmarks.lab --json $(LAB_OUT)
 
 clean:  ## forget the environment, keep the runs

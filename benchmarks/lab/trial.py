@@ -105,7 +105,7 @@ class _Trial:
             shutil.rmtree(logs, ignore_errors=True)
         said = self._told.of(name).step_s if name not in self._case.baselines else None
         self._say(f"  {name:60} {_turn_text(turn)}{f' (forecast {said:.3g})' if said else ''}")
-        if name == self._told.chosen:
+        if name == self._told.chosen and len(set(self._case.cores)) == 1:  # unequal hosts have no common floor
             self.alone.append(self._alone())
         return turn
 

@@ -137,7 +137,8 @@ class _Scale:
             most[:, over] = self._most(share, limit[over], over)
             over = over[(most[:, over] > room).any(axis=0) & (limit[over] > 1)]
         number, size = _cut(share, limit)
-        needed = self._bytes(number * size, size, every)
+        needed, fewer = most.copy(), every[(size < limit) | (number == 1)] if len(deal.shares) > 1 else every[:0]
+        needed[:, fewer] = self._bytes((number * size)[fewer], size[fewer], fewer)
         return Portion(
             parts=parts, asked=self.asked, limit=limit, number=number, size=size, needed=needed, most=most,
             most_asked=most_asked, have=have,
