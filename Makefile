@@ -8,7 +8,9 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test test-all test-gpu check bench bench-strands bench-gpu lab clean
+.PHONY: install train test test-all test-gpu check bench bench-strands bench-gpu lab clean
+
+install: $(VENV)/.plait  ## plait in .venv, and no more
 
 train: $(VENV)/.plait  ## learn Shakespeare on this machine, then write a little
 	$(BIN)/plait train recipes/01-shakespeare.toml

@@ -30,20 +30,17 @@ class ProcessorSeconds:
 
     busy_s: float
     idle_s: float
-    programs_s: float
-    """Of the busy ones, those in programs and not in the system."""
     stolen_s: float
     """Of the busy ones, those that a virtual machine was kept from."""
 
     @classmethod
     def now(cls) -> ProcessorSeconds:
         if not STAT.exists():
-            return cls(busy_s=0.0, idle_s=0.0, programs_s=0.0, stolen_s=0.0)
+            return cls(busy_s=0.0, idle_s=0.0, stolen_s=0.0)
         ticks_a_second = os.sysconf("SC_CLK_TCK")
         seconds = [int(field) / ticks_a_second for field in STAT.read_text().split()[1:9]]
-        user_s, nice_s, _, idle_s, disk_s, _, _, stolen_s = seconds
-        idle_s += disk_s
-        return cls(busy_s=sum(seconds) - idle_s, idle_s=idle_s, programs_s=user_s + nice_s, stolen_s=stolen_s)
+        idle_s, stolen_s = seconds[3] + seconds[4], seconds[7]  # nothing to do, or a disk to wait for
+        return cls(busy_s=sum(seconds) - idle_s, idle_s=idle_s, stolen_s=stolen_s)
 
 
 def describe() -> dict[str, object]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 
 class PlaitError(Exception):
     """Bad input or a world that does not allow what was asked; the text is one sentence with the mend.
@@ -20,3 +22,8 @@ class RunFailed(PlaitError):
 
 class Interrupted(Exception):
     """A signal came while nothing was lost by stopping at once; the text is its name."""
+
+
+def installing(package: str) -> str:
+    """The command that brings a missing package into the environment that plait runs in."""
+    return f"{sys.executable} -m pip install {package}"

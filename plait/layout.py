@@ -53,6 +53,17 @@ class Layout:
         place = self.coordinates(rank)
         return place["replicate"] * self.shard + place["shard"]
 
+    def meeting(self, part: int) -> range:
+        """The parts of the batch whose ranks meet this one's in each micro-batch: where parameters lie split over them.
+
+        Else parts only meet once a step, where gradients are summed: after the last micro-batch, however many there
+        were.
+        """
+        if self.shard == 1 or self.shard_what == "optimizer":
+            return range(part, part + 1)
+        first = part - part % self.shard
+        return range(first, first + self.shard)
+
     @property
     def virtual_stages(self) -> int:
         """Stages on each pipeline rank."""

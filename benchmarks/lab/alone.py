@@ -29,16 +29,23 @@ def side_by_side(lab: Lab, runner: Runner, cases: Sequence[Case], work: Path, *,
     """A turn for each host with its own case, by steps that all hosts computed through; `work` is the lab's folder.
 
     While others take part of the machine, up to LONGEST times as many steps are taken. Where a host does not begin, or
-    stops, all turns have failed, with the reason.
+    stops, all turns have failed, with the reason. Until they compute, hosts have a processor each: how long a small
+    share of one takes to start up is nobody's matter here.
     """
+    shares = [lab.granted(host) for host in lab.hosts]
+    for host, share in zip(lab.hosts, shares, strict=True):
+        lab.grant(host, max(1.0, share))
     files = [_begin(lab, runner, number, case, work) for number, case in enumerate(cases)]
     try:
         until(lambda: all(_seconds(file) for file in files), "all hosts compute", BEGINS_WITHIN_S)
+        for host, share in zip(lab.hosts, shares, strict=True):
+            lab.grant(host, share)
         before, first = Stamp.of(lab), [len(_seconds(file)) for file in files]
         for count in (steps, LONGEST * steps):
             needed = [at + WARM_UP + count for at in first]
             until(lambda wanted=needed: _all_reached(files, wanted), "all hosts have computed", ENDS_WITHIN_S)
-            others = others_between(before, Stamp.of(lab))
+            after = Stamp.of(lab)
+            others = others_between(before, after)
             if others <= FAIR:
                 break
         taken = [tuple(_seconds(file)[at + WARM_UP :]) for file, at in zip(files, first, strict=True)]
@@ -46,7 +53,10 @@ def side_by_side(lab: Lab, runner: Runner, cases: Sequence[Case], work: Path, *,
         return [Turn(seconds=(), ended="failed", sentence=str(error))] * len(cases)
     finally:
         lab.end_commands()
-    return [Turn(seconds=seconds, ended="finished", others=others) for seconds in taken]
+        for host, share in zip(lab.hosts, shares, strict=True):
+            lab.grant(host, share)
+    pace = lab.product_s(before.at_s, after.at_s)
+    return [Turn(seconds=seconds, ended="finished", others=others, product_s=pace) for seconds in taken]
 
 
 def _begin(lab: Lab, runner: Runner, number: int, case: Case, work: Path) -> Path:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from statistics import median
+from dataclasses import asdict, dataclass, replace
+from statistics import mean, median
 from typing import Any, Literal
 
 WARM_UP = 1
@@ -51,6 +51,8 @@ class Turn:
     """Of all hosts, a step."""
     sent_bytes: float = 0.0
     """Of the busiest host, a step, on its cable."""
+    product_s: tuple[float, ...] = ()
+    """What one and the same product took each host's processor meanwhile: see pace.py."""
     others: float = 0.0
     """Share of the machine's processor time that programs outside the lab, or other machines beside this virtual one,
     took during these steps."""
@@ -59,12 +61,21 @@ class Turn:
     def step_s(self) -> float:
         return median(self.seconds)
 
+    def at_pace(self, usual_s: float) -> Turn:
+        """The same as if the processors' pace had been this one (pace.py): what was computed, as the processor seconds
+        of a host or, where these are not known, all of it, takes in proportion; waiting stays."""
+        if not usual_s or not self.product_s or not min(self.product_s):
+            return self
+        spared = 1 - usual_s / mean(self.product_s)
+        computed_s = self.processor_s / len(self.product_s) or float("inf")
+        return replace(self, seconds=tuple(s - spared * min(s, computed_s) for s in self.seconds))
+
     def to_values(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_values(values: Mapping[str, Any]) -> Turn:
-        return Turn(**{**values, "seconds": tuple(values["seconds"])})
+        return Turn(**{**values, **{key: tuple(values.get(key, ())) for key in ("seconds", "product_s")}})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

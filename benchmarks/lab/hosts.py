@@ -21,6 +21,7 @@ from benchmarks.lab.leftovers import (
     scratch_of,
     sweep,
 )
+from benchmarks.lab.pace import Pace
 from benchmarks.lab.wiring import Command, Host, Rate, building, hosts_of, limiting
 from plait.errors import PlaitError
 
@@ -57,6 +58,7 @@ class Lab:
         self._rate: Rate = rate
         self._work, self._files = work, files
         self._running: list[subprocess.Popen[bytes]] = []
+        self._pace: Pace | None = None
 
     def __enter__(self) -> Self:
         require_root()
@@ -71,6 +73,7 @@ class Lab:
                 _grant(host)
                 self.folder_of(host).mkdir(parents=True, exist_ok=True)
             _carry_out([*building(self.name, self.hosts), *limiting(self.name, self.hosts, self._rate)])
+            self._pace = Pace([core_of(host) for host in self.hosts], scratch_of(self.name))
         except BaseException:
             self._end()
             raise
@@ -101,7 +104,7 @@ class Lab:
             "namespace": str(NAMESPACES / host.namespace),
             "over": str(self._work),
             "own": own,
-            "core": host.index % (os.cpu_count() or 1) if host.cores <= 1 and quota == "kept" else None,
+            "core": core_of(host) if host.cores <= 1 and quota == "kept" else None,
             "folder": str(self._work),
             "command": list(command),
             "parent": os.getpid(),
@@ -127,15 +130,31 @@ class Lab:
         """From now on this share of the processor to a host, whatever it was begun with."""
         _set_quota(host, cores)
 
+    def granted(self, host: Host) -> float:
+        """The share of the processor that a host has now."""
+        return int((GROUPS[0] / host.namespace / "cpu.cfs_quota_us").read_text()) / PERIOD_US
+
     def processor_s(self) -> float:
         """Processor seconds that all hosts together took so far."""
         usage = [GROUPS[1] / host.namespace / "cpuacct.usage" for host in self.hosts]
         return sum(int(path.read_text()) for path in usage) / 1e9
 
-    def programs_s(self) -> float:
-        """Of these, the seconds in programs and not in the system, which carries what the hosts send."""
-        told = [(GROUPS[1] / host.namespace / "cpuacct.stat").read_text().split() for host in self.hosts]
-        return sum(int(words[words.index("user") + 1]) for words in told) / os.sysconf("SC_CLK_TCK")
+    def other_programs_s(self) -> float:
+        """The same that programs on no host took, the system's own time left out: most of it carries what hosts send.
+
+        All by one account. It looks at the kernel's ticks who is running, so that hosts that are held back at the same
+        beat count too much or too little; taken from the whole by the same ticks, that goes out.
+        """
+        everybody, *hosts = (
+            int((GROUPS[1] / name / "cpuacct.usage_user").read_text())
+            for name in ("", *(host.namespace for host in self.hosts))
+        )
+        return (everybody - sum(hosts)) / 1e9
+
+    def product_s(self, begin_s: float, end_s: float) -> tuple[float, ...]:
+        """Of each host's processor the pace between two moments: see pace.py."""
+        assert self._pace is not None
+        return tuple(self._pace.product_s(core_of(host), begin_s, end_s) for host in self.hosts)
 
     def sent_bytes(self) -> int:
         """Bytes that the busiest host sent so far."""
@@ -153,9 +172,16 @@ class Lab:
 
     def _end(self) -> None:
         self.end_commands()
+        if self._pace is not None:
+            self._pace.end()
         assert self._watcher.stdin
         self._watcher.stdin.close()
         self._watcher.wait()
+
+
+def core_of(host: Host) -> int:
+    """The processor that a host of no more than one has its share of."""
+    return host.index % (os.cpu_count() or 1)
 
 
 def _grant(host: Host) -> None:

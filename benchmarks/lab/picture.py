@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.lab.contenders import Line, measured
 from benchmarks.lab.drawing import COLOURS, INK, PALE, path, stroke, svg, text
-from benchmarks.lab.report import Line, measured
 
 WIDTH, HEIGHT = 920, 460
 LEFT, RIGHT, TOP, BOTTOM = 70, 250, 60, 60

@@ -5,36 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import mean, median, quantiles
-from typing import Any
 
-from benchmarks.lab.cut import QUIET, Turn
+from benchmarks.lab.contenders import Line, Measured, measured, turns_of
+from benchmarks.lab.cut import QUIET
 from benchmarks.lab.wiring import Rate
 
-Line = Mapping[str, Any]
 LARGE_PARAMETERS = 1e7
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One contender of a case."""
-
-    name: str
-    seconds: tuple[float, ...]
-    """Of all its full steps; one lower bound where `bound` is "at least"."""
-    bound: str
-    """"exact", "at least" or "failed"."""
-    predicted_s: float | None
-    sent_bytes: float
-    """Of the busiest host, a step."""
-    tensor_error: float | None
-    """Predicted over measured - 1 of live tensors on the fullest rank; None where nothing was told."""
-    process_error: float | None
-    """The same of its whole process."""
-    sentence: str
-
-    @property
-    def step_s(self) -> float:
-        return median(self.seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +60,6 @@ class Summary:
     baseline_ratio_least: float | None
     disturbed: float
     """Of the turns, the mean share over cases."""
-
-
-def measured(line: Line) -> list[Measured]:
-    """All contenders of a case, baselines last and without a prediction."""
-    layouts = [_measured(name, one["turns"], one) for name, one in line["layouts"].items()]
-    return layouts + [_measured(name, turns, {}) for name, turns in line["baselines"].items()]
 
 
 def verdict(line: Line) -> Verdict:
@@ -187,29 +157,6 @@ def summary_text(one: Summary) -> str:
     return "\n".join(rows)
 
 
-def _measured(name: str, turns: Sequence[Mapping[str, Any]], one: Mapping[str, Any]) -> Measured:
-    taken = [Turn.from_values(turn) for turn in turns]
-    exact = [turn for turn in taken if turn.ended in ("finished", "cut")]
-    bound = "exact" if exact else "at least" if any(turn.ended == "longer" for turn in taken) else "failed"
-    kept = exact or taken
-    fullest = max(kept, key=lambda turn: turn.peak_tensor_bytes, default=None)
-    tensors, process = fullest and fullest.peak_tensor_bytes, fullest and fullest.peak_rss_bytes
-    return Measured(
-        name=name,
-        seconds=tuple(second for turn in kept for second in turn.seconds),
-        bound=bound,
-        predicted_s=one.get("step_s"),
-        sent_bytes=median(turn.sent_bytes for turn in kept) if kept else 0.0,
-        tensor_error=_error(fullest and (fullest.planned_tensor_bytes or one.get("tensor_bytes")), tensors),
-        process_error=_error(fullest and (fullest.planned_rss_bytes or one.get("all_bytes")), process),
-        sentence=next((turn.sentence for turn in taken if turn.sentence), ""),
-    )
-
-
-def _error(said: float | None, found: float | None) -> float | None:
-    return said / found - 1 if said and found else None
-
-
 def _large(line: Line) -> bool:
     """Whether the model is large enough that its memory is judged: below, what is small beside weights counts, too."""
     shape = line["case"]["shape"]
@@ -230,11 +177,11 @@ def _over_floor(line: Line, choice: Measured, exact: Sequence[Measured]) -> floa
 def _beside(line: Line, choice: Measured) -> list[tuple[float, float]]:
     """Of each turn of the choice, its step and that of hosts which compute their parts alone right afterwards."""
     if not line["alone"] or isinstance(line["alone"][0], dict):  # as it was written before: once, at the end
-        found = [Turn.from_values(turn) for turn in line["alone"] if turn["ended"] == "finished"]
+        found = [turn for turn in turns_of(line, line["alone"]) if turn.ended == "finished"]
         return [(choice.step_s, mean(turn.step_s for turn in found))] if found else []
     pairs: list[tuple[float, float]] = []
     for taken, hosts in zip(line["layouts"][choice.name]["turns"], line["alone"], strict=True):
-        turns = [Turn.from_values(turn) for turn in (taken, *hosts)]
+        turns = turns_of(line, (taken, *hosts))
         if turns[0].ended in ("finished", "cut") and all(turn.ended == "finished" for turn in turns[1:]):
             pairs.append((turns[0].step_s, mean(turn.step_s for turn in turns[1:])))
     return pairs

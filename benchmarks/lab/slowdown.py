@@ -13,7 +13,7 @@ import json
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -23,10 +23,11 @@ import tomli_w
 
 from benchmarks.lab.alone import side_by_side
 from benchmarks.lab.checks import until
+from benchmarks.lab.drawing import COLOURS, INK, PALE, path, stroke, svg, text
 from benchmarks.lab.forecast import recipe_text
 from benchmarks.lab.grid import Case
 from benchmarks.lab.hosts import Lab, require_root
-from benchmarks.lab.journal import append_line
+from benchmarks.lab.journal import append_line, read_lines
 from benchmarks.lab.leftovers import sweep
 from benchmarks.lab.orders import JoinedRunner
 from benchmarks.lab.turns import start_party
@@ -81,6 +82,37 @@ def main() -> None:
     values = {name: {"seconds": w.seconds, "losses": w.losses, "changes": w.changes} for name, w in ways.items()}
     alone = {"equal_tokens_per_s": equal, "slowed_tokens_per_s": slowed}
     append_line(flags.json, {**told, **alone, **values, "date": now, "machine": describe()})
+    flags.json.with_suffix(".svg").write_text(picture(read_lines(flags.json, "disturbed")[-1]))
+
+
+def picture(line: Mapping[str, Any]) -> str:
+    """Seconds of each step of both runs, the moments of each change, and the ideal at either speed."""
+    tokens, seconds = SEQUENCES * SEQUENCE, {name: line[name]["seconds"] for name in ("undisturbed", "disturbed")}
+    tall = 1.05 * max(max(values) for values in seconds.values())
+
+    def place(step: float, taken_s: float) -> tuple[float, float]:
+        return 60 + 4.5 * step, 320 - 260 * taken_s / tall
+
+    parts = [text(10, 22, "A host loses 70 % of its processor in step 41, and has it back in step 101", size=15)]
+    for taken_s in range(int(tall) + 1):
+        parts += [stroke(place(0, taken_s), place(STEPS, taken_s), PALE)]
+        parts += [text(50, place(0, taken_s)[1] + 4, f"{taken_s} s", anchor="end")]
+    for step in (1, 41, 101, STEPS):
+        parts.append(text(place(step, 0)[0], 338, f"step {step}" if step == 1 else str(step), anchor="middle"))
+    for change in line["disturbed"]["changes"]:
+        shares = " + ".join(map(str, change["shares"]))
+        parts.append(stroke(place(change["step"], 0), place(change["step"], 0.93 * tall), INK, dash="2 4"))
+        parts.append(text(place(change["step"], 0)[0] + 4, place(0, 0.9 * tall)[1], f"shares {shares}"))
+    ideals = [(1, SLOWED_AT, "equal"), (SLOWED_AT, RESTORED_AT, "slowed"), (RESTORED_AT, STEPS, "equal")]
+    for first, last, name in ideals:
+        ideal_s = tokens / line[f"{name}_tokens_per_s"]
+        parts.append(stroke(place(first, ideal_s), place(last, ideal_s), INK, dash="6 4"))
+    for number, (name, values) in enumerate(seconds.items()):
+        parts.append(path([place(step, taken_s) for step, taken_s in enumerate(values, 1)], COLOURS[number]))
+        parts.append(text(60 + 170 * number, 362, name))
+        parts.append(stroke((140 + 170 * number, 358), (180 + 170 * number, 358), COLOURS[number], width=2))
+    parts.append(text(420, 362, "dashes: the sum of both hosts' own speeds"))
+    return svg(800, 376, parts)
 
 
 def judged(way: Way, undisturbed: Way, *, equal: float, slowed: float) -> dict[str, float]:

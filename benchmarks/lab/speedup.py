@@ -1,7 +1,9 @@
 """`python -m benchmarks.lab.speedup --json OUT`: how much faster 2, 4 and 8 equal hosts are than one.
 
 Each host has the same small share of a core, so that eight of them fit on one machine, and the same part of a step's
-sequences, so that every host always has enough to do; the measure is tokens a second over those of one host.
+sequences, so that every host always has enough to do. The measure is tokens a second over those that one of them
+reaches by itself with its part: the mean of all hosts while the others do the same, right before and right after, at
+the pace that the processors have meanwhile (pace.py).
 """
 
 from __future__ import annotations
@@ -10,9 +12,12 @@ import argparse
 import datetime
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
+from benchmarks.lab.alone import side_by_side
 from benchmarks.lab.cut import LONGEST, WARM_UP, Cutting
 from benchmarks.lab.drawing import bars
 from benchmarks.lab.forecast import recipe_text
@@ -22,14 +27,15 @@ from benchmarks.lab.journal import append_line, read_lines
 from benchmarks.lab.leftovers import sweep
 from benchmarks.lab.orders import JoinedRunner
 from benchmarks.lab.turns import take_turn
+from benchmarks.lab.unequal import speeds_at
 from benchmarks.machine import describe
 from plait.errors import RunFailed
 from plait.launch.secret import new_secret
 
 WORK = Path(__file__).parents[2] / ".plait" / "speedup"
 CORES = 0.18
-COUNTS = (1, 2, 4, 8)
-SEQUENCE, SEQUENCES_A_HOST = 256, 64
+COUNTS = (2, 4, 8)
+SEQUENCE, SEQUENCES_A_HOST = 256, 32
 STEPS = 5
 SHAPE = {"layers": 4, "width": 128, "heads": 4, "vocabulary": 1024}
 CLASSIC = {2: 1.7, 4: 3.5, 8: 6.2}
@@ -51,8 +57,7 @@ def main() -> None:
             append_line(flags.json, {**_run(hosts), "date": now, "machine": describe()})
     lines = read_lines(flags.json, "hosts")
     print(table(lines))
-    [one] = [line["tokens_per_s"] for line in lines if line["hosts"] == 1]
-    rows = {f"{line['hosts']} hosts": {"of n times one": line["tokens_per_s"] / one / line["hosts"]} for line in lines}
+    rows = {f"{line['hosts']} hosts": {"of n times one": line["speedup"] / line["hosts"]} for line in lines}
     flags.json.with_suffix(".svg").write_text(
         bars("Speed of equal hosts over so many times one host's", rows, goal=0.95)
     )
@@ -60,10 +65,9 @@ def main() -> None:
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
     """As a receipt tells it: speed, speed-up, efficiency; with what eight GPUs classically reach, as Markdown."""
-    [one] = [line["tokens_per_s"] for line in lines if line["hosts"] == 1]
     rows = ["| hosts | tokens/s | speed-up | efficiency | eight GPUs, classically |", "| --- | --- | --- | --- | --- |"]
     for line in lines:
-        hosts, speedup = line["hosts"], line["tokens_per_s"] / one
+        hosts, speedup = line["hosts"], line["speedup"]
         cells = (
             hosts,
             f"{line['tokens_per_s']:.0f}",
@@ -89,14 +93,25 @@ def _run(hosts: int) -> dict[str, Any]:
     recipe.write_text(recipe_text(case, {"replicate": hosts}, name=name, steps=WARM_UP + LONGEST * STEPS))
     with Lab(case.cores, case.rate, work=WORK, files=runner.files) as lab:
         party = runner.party(recipe, WORK / "runs" / name, lab.hosts)
+        own = [replace(case, batch_sequences=SEQUENCES_A_HOST)] * hosts
+        before = side_by_side(lab, runner, own, WORK, steps=STEPS)
         turn = take_turn(lab, party, Cutting(steps=STEPS, fastest_s=float("inf")), WORK / "logs" / name)
-    if not turn.seconds:
-        raise RunFailed(f"{hosts} hosts: {turn.sentence}")
-    tokens_per_s = case.batch_sequences * SEQUENCE / turn.step_s
-    print(
-        f"{hosts} hosts: {turn.step_s:.3g} s a step, {tokens_per_s:.0f} tokens/s, others {turn.others:.1%}", flush=True
-    )
-    return {"hosts": hosts, "cores": CORES, "tokens_per_s": tokens_per_s, "turn": turn.to_values()}
+        after = side_by_side(lab, runner, own, WORK, steps=STEPS)
+    alone = [*before, *after]
+    if failed := [one.sentence for one in (turn, *alone) if not one.seconds]:
+        raise RunFailed(f"{hosts} hosts: {failed[0]}")
+    tokens_per_s = case.batch_sequences * SEQUENCE / mean(turn.seconds)
+    one = sum(speeds_at(turn, (before, after), [SEQUENCES_A_HOST] * hosts)) / hosts
+    speedup = tokens_per_s / one
+    print(f"{hosts} hosts: {turn.step_s:.3g} s a step, {speedup:.2f} times one; others {turn.others:.1%}", flush=True)
+    return {
+        "hosts": hosts,
+        "cores": CORES,
+        "tokens_per_s": tokens_per_s,
+        "speedup": speedup,
+        "turn": turn.to_values(),
+        "alone": [[one.to_values() for one in taken] for taken in (before, after)],
+    }
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.lab.alone import side_by_side
@@ -47,15 +49,17 @@ def run_case(case: Case, site: Site, say: Say) -> dict[str, Any]:
         say(f"  cables   asked {case.rate if case.rate == 'unshaped' else _mbit([case.rate])}, carry {_mbit(carried)}")
         flops = processor_rates(lab)
         say(f"  hosts    {', '.join(f'{rate / 1e9:.1f}' for rate in flops)} GFLOP/s")
+        begun_s = time.monotonic()
         cluster = probed_cluster(lab, site.runner, case, site.work) or cluster_of_case(
             case, flops, min(carried) if case.rate == "unshaped" else case.rate
         )
+        pace = mean(lab.product_s(begun_s, time.monotonic()))
         told = forecast(case, cluster, site.work / "recipes")
         say(f"  forecast fastest: {told.fastest}; choice: {told.chosen}")
         trial = _Trial(case, site, lab, told, say)
         names = [*(one.name for one in told.priced), *case.baselines]
         turns = in_rounds(names, trial.take, rounds=site.grid.rounds, always=(told.fastest, told.chosen))
-    return _values(case, cluster, carried, flops, told, turns, trial.alone)
+    return _values(case, cluster, carried, flops, told, turns, trial.alone) | {"probed_product_s": pace}
 
 
 def in_rounds(names: Sequence[str], take: Take, *, rounds: int, always: Sequence[str]) -> dict[str, list[Turn]]:
@@ -105,7 +109,8 @@ class _Trial:
             shutil.rmtree(logs, ignore_errors=True)
         said = self._told.of(name).step_s if name not in self._case.baselines else None
         self._say(f"  {name:60} {_turn_text(turn)}{f' (forecast {said:.3g})' if said else ''}")
-        if name == self._told.chosen and len(set(self._case.cores)) == 1:  # unequal hosts have no common floor
+        # Unequal hosts have no common floor, and of more than two nobody asks.
+        if name == self._told.chosen and len(self._case.cores) == 2 and len(set(self._case.cores)) == 1:
             self.alone.append(self._alone())
         return turn
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ def take_turn(lab: Lab, party: Party, cutting: Cutting, logs: Path) -> Turn:
         processor_s=follower.a_step([stamp.processor_s for stamp in follower.stamps]),
         sent_bytes=follower.a_step([stamp.sent_bytes for stamp in follower.stamps]),
         others=_share_of_others(follower.others[WARM_UP:]),
+        product_s=lab.product_s(follower.stamps[0].at_s, follower.stamps[-1].at_s) if follower.stamps else (),
         **_peaks(party.peaks_file),
         **_planned(party.begun_file),
     )
@@ -54,19 +56,22 @@ class Stamp:
     """What the hosts and the machine had done at a moment."""
 
     processor_s: float
-    programs_s: float
-    """Of these, in programs and not in the system."""
+    others_s: float
+    """In programs on no host."""
     sent_bytes: int
-    machine: ProcessorSeconds
+    stolen_s: float
+    """By other machines beside this virtual one."""
+    at_s: float
 
     @staticmethod
     def of(lab: Lab) -> Stamp:
         """Now."""
         return Stamp(
             processor_s=lab.processor_s(),
-            programs_s=lab.programs_s(),
+            others_s=lab.other_programs_s(),
             sent_bytes=lab.sent_bytes(),
-            machine=ProcessorSeconds.now(),
+            stolen_s=ProcessorSeconds.now().stolen_s,
+            at_s=time.monotonic(),
         )
 
 
@@ -168,12 +173,10 @@ def _planned(path: Path | None) -> dict[str, float]:
 def others_between(before: Stamp, now: Stamp) -> float:
     """Share of the machine's processor time that programs outside the lab took, or other machines beside a virtual one.
 
-    The system's own time does not count: most of it goes to the lab's cables, and belongs to no host.
+    The system's own time does not count: see Lab.other_programs_s.
     """
-    busy_s, idle_s = now.machine.busy_s - before.machine.busy_s, now.machine.idle_s - before.machine.idle_s
-    programs_s = now.machine.programs_s - before.machine.programs_s
-    taken_s = max(0.0, programs_s - (now.programs_s - before.programs_s))
-    return (taken_s + now.machine.stolen_s - before.machine.stolen_s) / max(busy_s + idle_s, 1e-9)
+    taken_s = max(0.0, now.others_s - before.others_s) + now.stolen_s - before.stolen_s
+    return taken_s / max((now.at_s - before.at_s) * (os.cpu_count() or 1), 1e-9)
 
 
 def _share_of_others(shares: Sequence[float]) -> float:

@@ -2,7 +2,8 @@
 
 One unit of speed is one share of a core in all cases of a table: a host of speed 0.4 gets 0.4 of it. The measure is
 tokens a second of all hosts together over the sum of what each of them reaches by itself with its part, without
-messages and while the others do the same; equal shares cannot pass the slowest speed times the number of hosts.
+messages, while the others do the same, right before and right after, at the pace that its processor has in either
+(pace.py); equal shares cannot pass the slowest speed times the number of hosts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.lab.alone import side_by_side
@@ -37,7 +39,8 @@ from plait.run.plan import Asked, asked_of
 
 WORK = Path(__file__).parents[2] / ".plait" / "unequal"
 SEQUENCE = 256
-STEPS = 5
+STEPS, BESIDE_STEPS = 8, 3
+"""Of what is measured, and of what stands beside it."""
 NARROW = {"layers": 6, "width": 192, "heads": 6, "vocabulary": 1024}
 DEEP = {"layers": 22, "width": 128, "heads": 4, "vocabulary": 1024}
 TWO, FOUR = (1.0, 0.4), (0.5, 0.5, 0.25, 0.125)
@@ -81,7 +84,8 @@ def trials() -> list[Trial]:
             cable = "unshaped" if rate == "unshaped" else "1 Gbit/s"
             for strand, more in strands.items():
                 layout = {strand.split()[0]: len(cores), **more}
-                baselines = ("ddp", "hf-trainer") if strand == "replicate" else ()
+                beside = strand == "replicate" and rate == "unshaped"
+                baselines = ("ddp", "hf-trainer") if beside else ()
                 name = f"{speeds}, {cable}, {strand}"
                 found.append(Trial(name=name, cores=cores, rate=rate, layout=layout, baselines=baselines))
             deep = {"pipeline": len(cores), "micro_sequences": SEQUENCES[len(cores)] // 32}
@@ -128,14 +132,17 @@ def _run(trial: Trial) -> dict[str, Any]:
         (WORK / left).mkdir()
     with Lab(trial.cores, trial.rate, work=WORK, files=runner.files) as lab:
         parts = shares(trial.batch_sequences, trial.cores)
-        alone = side_by_side(lab, runner, [trial.case(count) for count in parts], WORK, steps=STEPS)
-        ideal = sum(_tokens_per_s(turn, count) for turn, count in zip(alone, parts, strict=True))
-        if not all(turn.seconds for turn in alone):
-            raise RunFailed(f"a host alone did not compute: {alone[0].sentence}")
-        print(f"  alone    {', '.join(f'{turn.step_s:.3g} s for {n}' for turn, n in zip(alone, parts, strict=True))}")
-        turns = {name: _take(lab, party, name) for name, party in _contenders(lab, runner, trial).items()}
-    beside = _beside(trial, runner, [_tokens_per_s(turn, count) for turn, count in zip(alone, parts, strict=True)])
-    reached = {name: _tokens_per_s(turn, trial.batch_sequences) / ideal for name, turn in turns.items() if turn.seconds}
+        contenders = _contenders(lab, runner, trial)
+        before = _alone(lab, runner, trial, parts)
+        turns = {"auto": _take(lab, contenders["auto"], "auto", STEPS)}
+        alone = [before, _alone(lab, runner, trial, parts)]  # on both sides of what is held against it
+        turns |= {name: _take(lab, party, name, BESIDE_STEPS) for name, party in contenders.items() if name != "auto"}
+    if not turns["auto"].seconds:
+        raise RunFailed(f"plait's own run did not end: {turns['auto'].sentence}")
+    told = {name: turn for name, turn in turns.items() if turn.seconds}
+    speeds = {name: speeds_at(turn, alone, parts) for name, turn in told.items()}
+    beside = _beside(trial, runner, speeds["auto"], mean(turns["auto"].product_s))
+    reached = {name: _tokens_per_s(turn, trial.batch_sequences) / sum(speeds[name]) for name, turn in told.items()}
     for name, share in reached.items():
         print(f"  {name:12} {share:.1%} of the sum of the speeds", flush=True)
     own_tokens_per_s = _tokens_per_s(turns["auto"], trial.batch_sequences)
@@ -146,16 +153,26 @@ def _run(trial: Trial) -> dict[str, Any]:
         "cores": list(trial.cores),
         "rate": trial.rate,
         "batch_sequences": trial.batch_sequences,
-        "alone": [turn.to_values() for turn in alone],
+        "alone": [[turn.to_values() for turn in taken] for taken in alone],
         "turns": {name: turn.to_values() for name, turn in turns.items()},
         "reached": reached,
         "of": {what: own_tokens_per_s / tokens_per_s for what, tokens_per_s in beside.items()},
     }
 
 
-def _beside(trial: Trial, runner: Runner, speeds: Sequence[float]) -> dict[str, float]:
-    """What else the strand is held against, in tokens a second: a pipeline against its best split, parameters that
-    travel all the time against equal hosts which are as fast together."""
+def _alone(lab: Lab, runner: Runner, trial: Trial, parts: Sequence[int]) -> list[Turn]:
+    """Every host with its part and no messages, all at once."""
+    turns = side_by_side(lab, runner, [trial.case(count) for count in parts], WORK, steps=STEPS)
+    if not all(turn.seconds for turn in turns):
+        raise RunFailed(f"a host alone did not compute: {turns[0].sentence}")
+    told = ", ".join(f"{turn.step_s:.3g} s for {count}" for turn, count in zip(turns, parts, strict=True))
+    print(f"  alone        {told}", flush=True)
+    return turns
+
+
+def _beside(trial: Trial, runner: Runner, speeds: Sequence[float], pace_s: float) -> dict[str, float]:
+    """What else the strand is held against, in tokens a second at that pace: a pipeline against its best split,
+    parameters that travel all the time against equal hosts which are as fast together."""
     if "pipeline" in trial.layout:
         batch = trial.batch_sequences
         best, split = best_split(
@@ -172,8 +189,10 @@ def _beside(trial: Trial, runner: Runner, speeds: Sequence[float]) -> dict[str, 
     (WORK / "runs").mkdir()
     equal = replace(trial, cores=(sum(trial.cores) / len(trial.cores),) * len(trial.cores), baselines=())
     with Lab(equal.cores, equal.rate, work=WORK, files=runner.files) as lab:
-        turn = _take(lab, _contenders(lab, runner, equal)["auto"], "equal hosts")
-    return {"equal hosts of the same total": _tokens_per_s(turn, equal.batch_sequences)} if turn.seconds else {}
+        turn = _take(lab, _contenders(lab, runner, equal)["auto"], "equal hosts", STEPS)
+    if not turn.seconds:
+        return {}
+    return {"equal hosts of the same total": _tokens_per_s(turn, equal.batch_sequences) * mean(turn.product_s) / pace_s}
 
 
 def _contenders(lab: Lab, runner: Runner, trial: Trial) -> dict[str, Party]:
@@ -208,16 +227,29 @@ def _asked(trial: Trial) -> Asked:
     return asked_of(load_recipe(path), cluster)
 
 
-def _take(lab: Lab, party: Party, name: str) -> Turn:
-    cutting = Cutting(steps=STEPS, fastest_s=float("inf"))
+def _take(lab: Lab, party: Party, name: str, steps: int) -> Turn:
+    cutting = Cutting(steps=steps, fastest_s=float("inf"))
     turn = take_turn(lab, party, cutting, WORK / "logs" / name)
     if not turn.seconds:
         print(f"  {name:12} failed: {turn.sentence}", flush=True)
     return turn
 
 
+def speeds_at(turn: Turn, alone: Sequence[Sequence[Turn]], parts: Sequence[int]) -> list[float]:
+    """Tokens a second of each host by itself, at the pace that its processor had in a turn of all.
+
+    By means over whole turns, of steps and of the pace: medians of a pace that jumps between two would not go together.
+    """
+    if not all(min(one.product_s, default=0.0) for one in (turn, *(host for taken in alone for host in taken))):
+        raise RunFailed("the processors' pace was not seen during a turn; see benchmarks/lab/pace.py")
+    return [
+        mean(_tokens_per_s(taken[host], count) * taken[host].product_s[host] for taken in alone) / turn.product_s[host]
+        for host, count in enumerate(parts)
+    ]
+
+
 def _tokens_per_s(turn: Turn, sequences: int) -> float:
-    return sequences * SEQUENCE / turn.step_s if turn.seconds else 0.0
+    return sequences * SEQUENCE / mean(turn.seconds) if turn.seconds else 0.0
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def cluster_from_json(text: str, where: str) -> Cluster:
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise PlaitError(f"{where} is not JSON ({error}); see plait/cluster/cluster.py for an example") from error
+        raise PlaitError(f"{where} is not JSON ({error}); docs/guide-plan.md has an example") from error
     check_keys(values, {"islands"}, {"name", "between", "measured"}, where)
     if not isinstance(values["islands"], list) or not values["islands"]:
         raise PlaitError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.errors import PlaitError
+from plait.errors import PlaitError, installing
 
 TEXT_SUFFIXES = (".txt", ".md")
 BLOCK_BYTES = 1 << 18
@@ -148,7 +148,7 @@ def _import_parquet() -> Any:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise PlaitError("reading Parquet needs pyarrow; pip install 'plait[parquet]'") from None
+        raise PlaitError(f"reading Parquet needs pyarrow; {installing('pyarrow')}") from None
     return parquet
 
 
@@ -208,7 +208,7 @@ def _load_hugging_face(name: str, config: str | None, split: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise PlaitError("reading Hugging Face data sets needs `datasets`; pip install 'plait[hub]'") from None
+        raise PlaitError(f"reading Hugging Face data sets needs datasets; {installing('datasets')}") from None
     try:
         saved = datasets.load_from_disk(name) if _is_saved_to_disk(Path(name)) else None
         if saved is None:

@@ -36,8 +36,8 @@ def connect(address: str, port: int, secret: Secret, *, local_address: str | Non
         connection = socket.create_connection((address, port), timeout=JOINER_S, source_address=source)
     except ConnectionRefusedError:
         raise PlaitError(
-            f"nobody waits for hosts at {place}: the run has ended, or has all its hosts; "
-            "start it again and join with the address and secret that it prints"
+            f"nobody waits for hosts at {place}: host 0 still prepares its text, or the run has ended or has all its "
+            "hosts; wait for the line that host 0 prints, and join with its address and secret"
         ) from None
     except (OSError, OverflowError) as error:
         raise PlaitError(f"{place} cannot be reached ({error}); check the address and the network") from None

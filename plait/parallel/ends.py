@@ -1,31 +1,35 @@
-"""The two ends of a pipeline whose head is the embedding: each has a copy of that weight, and its gradients meet.
+"""The two ends of a pipeline whose head is the embedding: the last rank keeps the weight, the first looks rows up.
 
-Note [before the end]: the embedding's gradient is the very last of a step, so that nothing would hide a sum of it, and
-over a slow cable that costs more than a micro-batch. But the head's gradient is done sooner, and so are all rows of the
-embedding's that the last micro-batch does not touch. Both travel under the last backward; what is left at the end are
-the rows of one micro-batch's tokens. Each end then adds the same two numbers: bit for bit the sum of all at once.
+Note [one keeps it]: the head needs the whole table and makes a gradient for all of it. The embedding needs the rows of
+a step's tokens, and only their gradients are not zero. So the rank with the head alone adds up, updates and saves the
+weight. Rows go to the other one before the first micro-batch that looks them up, and their gradients come back after
+the last one that did: far less than a table each way, most of it while others compute and the cable has nothing else to
+carry. Both know from the step's tokens which rows those are. Each row's gradient is the sum of the same two numbers as
+if the tables had been added up whole: bit for bit.
 """
 
 from __future__ import annotations
 
-from math import ceil
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from plait.parallel.buckets import Shared
-from plait.parallel.travel import Works, wait_for
-from plait.parallel.woven import Gradients
+from plait.parallel.links import Wait
 from plait.plan.plan import Plan
-from plait.plan.schedule import announces_last
+
+Coming = dict[int, tuple[dist.Work, Tensor]]
+"""Transfers and what they carry, by micro-batch."""
 
 TIED = "embed.tokens.weight"
-HEAD, EARLY, COUNT, PLACES, ROWS = range(2**21, 2**21 + 5)
-"""Tags of the messages: the head's gradient; the embedding's before the last backward; and what that changed."""
+WHOLE, GRADIENTS, ROWS = 2**20, 2**21, 2**22
+"""Tags of the messages: the table; and from here on, one for each micro-batch, rows' gradients and rows."""
 
 
-def meets_apart(weight: Shared, plan: Plan) -> bool:
+def kept_at_one_end(weight: Shared, plan: Plan) -> bool:
     """Whether a weight is the tied one, on two processors alone.
 
     A GPU's roads are wide, and where there are more copies one sum for all of them is simpler.
@@ -36,105 +40,63 @@ def meets_apart(weight: Shared, plan: Plan) -> bool:
     return at_both_ends and alone and plan.device == "cpu" and plan.gradient_transfer == "float32"
 
 
-def goes_ahead(plan: Plan) -> bool:
-    """Whether anything can travel before the end."""
-    return announces_last(plan.layout.schedule, ceil(max(plan.parts) / plan.micro_sequences))
+def first_uses(tokens: Iterable[Tensor], first: int, rows: int) -> list[Tensor]:
+    """For each micro-batch's tokens the rows that none before it has, of a table that begins at entry `first`."""
+    seen = torch.zeros(rows, dtype=torch.bool)
+    found = []
+    for each in tokens:
+        here = torch.zeros(rows, dtype=torch.bool)
+        places = each.flatten() - first
+        here[places[(places >= 0) & (places < rows)]] = True
+        found.append((here & ~seen).nonzero().flatten())
+        seen |= here
+    return found
+
+
+class Visit(Protocol):
+    """One step's traffic between the two ends; the first stage takes micro-batches in their order, there and back."""
+
+    def before_forward(self, micro: int) -> None:
+        """The first stage is about to look up a micro-batch's tokens."""
+        ...
+
+    def after_backward(self, micro: int) -> None:
+        """The first stage has the gradients of a micro-batch's rows."""
+        ...
+
+    def finish(self) -> None:
+        """Block until all has arrived."""
+        ...
 
 
 class Ends:
-    """The gradients of a rank at one end: those that `inner` cares for, and the tied weight's, which is none of them.
+    """A rank's end of the tied weight; `embeds` at the first stage. Both ranks of the group must make one and call the
+    same methods."""
 
-    Both ranks of the group must make one, `ahead` or not, and call the same methods; one `embeds`, the other has the
-    head.
-    """
-
-    def __init__(
-        self, inner: Gradients, weight: Shared, group: dist.ProcessGroup, *, embeds: bool, ahead: bool
-    ) -> None:
-        self._inner, self._group, self._chunk, self._embeds = inner, group, weight.chunk, embeds
-        self._parameter, self._peer, self._ahead = weight.parameter, 1 - dist.get_rank(group), ahead
-        self._theirs = torch.zeros_like(weight.parameter)
-        self._before = torch.zeros_like(weight.parameter) if embeds and ahead else None
-        self._armed = False
-        self._sends: Works = []
-        self._receives: Works = []
-        if not embeds and ahead:
-            weight.parameter.register_post_accumulate_grad_hook(lambda _: self._head_is_done())
-
-    @property
-    def buckets(self) -> list[Tensor]:
-        """What `inner` keeps, and the room for the other end's numbers."""
-        own = [self._theirs, *([] if self._before is None else [self._before])]
-        return [*self._inner.buckets, *own]
-
-    def open(self) -> None:
-        """Begin a step, and make room for what the other end sends while this one computes."""
-        self._inner.open()
-        self._parameter.grad = None
-        self._armed = False
-        self._receives.append(self._receive(self._theirs, HEAD if self._embeds else EARLY))
-
-    def arm(self, chunk: int) -> None:
-        """The next backward through this chunk is its last: what it does not touch may go."""
-        self._inner.arm(chunk)
-        if chunk != self._chunk:
-            return
-        self._armed = True
-        if self._before is not None:
-            self._before.copy_(self._own())
-            self._sends.append(self._send(self._before, EARLY))
-
-    def close(self) -> None:
-        """Block until the tied weight's gradient is the sum of both ends', too."""
-        self._inner.close()
-        own = self._own()
-        if self._embeds:
-            self._send_rest(own)
-        elif not self._sends:
-            self._sends.append(self._send(own, HEAD))
-        wait_for(self._receives)
-        if not self._embeds and self._ahead:
-            self._receive_rest()
-        wait_for(self._sends)
-        own.add_(self._theirs)
-
-    def publish(self) -> None:
-        self._inner.publish()
+    def __init__(self, weight: Shared, group: dist.ProcessGroup, *, embeds: bool) -> None:
+        self.parameter, self._embeds = weight.parameter, embeds
+        self._first, self._rows = weight.box.offset[0], weight.box.extent[0]
+        self._group, self._peer = group, 1 - dist.get_rank(group)
 
     def settle(self) -> None:
-        self._inner.settle()
+        """Block until both ends have the whole table."""
+        travels = self._receive if self._embeds else self.send
+        travels(self.parameter.data, WHOLE).wait()
 
-    def _own(self) -> Tensor:
-        """This end's gradient so far."""
-        if self._parameter.grad is None:
-            self._parameter.grad = torch.zeros_like(self._parameter)
-        return self._parameter.grad
+    def visit(self, tokens: Sequence[Tensor], wait: Wait, *, learns: bool) -> Visit:
+        """Begin a step with the tokens of each micro-batch: forward alone, or, where it `learns`, there and back."""
+        come = first_uses(tokens, self._first, self._rows)
+        back = first_uses(reversed(tokens), self._first, self._rows)[::-1] if learns else []
+        return (_Looking if self._embeds else _Keeping)(self, come, back, wait)
 
-    def _head_is_done(self) -> None:
-        if self._armed:
-            self._sends.append(self._send(self._own(), HEAD))
+    def expect(self, places: Sequence[Tensor], tag: int) -> Coming:
+        """Make room for each micro-batch's rows from the other end."""
+        width = self.parameter.shape[1]
+        rooms = {micro: self.parameter.new_empty(len(rows), width) for micro, rows in enumerate(places) if len(rows)}
+        return {micro: (self._receive(room, tag + micro), room) for micro, room in rooms.items()}
 
-    def _send_rest(self, own: Tensor) -> None:
-        """What the last backward changed, or all of it where nothing went before."""
-        if self._before is None:
-            self._sends.append(self._send(own, EARLY))
-            return
-        places = (own != self._before).any(dim=1).nonzero().flatten()
-        self._sends.append(self._send(torch.tensor([len(places)]), COUNT))
-        if len(places):
-            self._sends += [self._send(places, PLACES), self._send(own[places], ROWS)]
-
-    def _receive_rest(self) -> None:
-        count = torch.zeros(1, dtype=torch.int64)
-        self._receive(count, COUNT).wait()
-        if not count:
-            return
-        places = torch.zeros(int(count), dtype=torch.int64)
-        rows = self._theirs.new_zeros(len(places), self._theirs.shape[1])
-        wait_for([self._receive(places, PLACES), self._receive(rows, ROWS)])
-        self._theirs[places] = rows
-
-    def _send(self, values: Tensor, tag: int) -> dist.Work:
+    def send(self, values: Tensor, tag: int) -> dist.Work:
+        """Begin to send to the other end what must not change until it has arrived."""
         work = dist.isend(values, group=self._group, group_dst=self._peer, tag=tag)
         assert work is not None
         return work
@@ -143,3 +105,60 @@ class Ends:
         work = dist.irecv(room, group=self._group, group_src=self._peer, tag=tag)
         assert work is not None
         return work
+
+
+class _Looking:
+    """At the first stage: rows come, gradients go."""
+
+    def __init__(self, ends: Ends, come: Sequence[Tensor], back: Sequence[Tensor], wait: Wait) -> None:
+        self._ends, self._come, self._back, self._wait = ends, come, back, wait
+        self._coming = ends.expect(come, ROWS)
+        self._going: Coming = {}
+
+    def before_forward(self, micro: int) -> None:
+        if micro in self._coming:
+            work, values = self._coming.pop(micro)
+            self._wait(work)
+            # Nobody's backward needs the table's numbers, so that autograd need not know.
+            self._ends.parameter.data[self._come[micro]] = values
+
+    def after_backward(self, micro: int) -> None:
+        rows, gradient = self._back[micro], self._ends.parameter.grad
+        if len(rows):
+            assert gradient is not None
+            values = gradient[rows]
+            self._going[micro] = self._ends.send(values, GRADIENTS + micro), values
+
+    def finish(self) -> None:
+        assert not self._coming, "rows that nobody looked up"
+        for work, _ in self._going.values():
+            self._wait(work)
+        self._ends.parameter.grad = None
+
+
+class _Keeping:
+    """At the last stage: rows go, gradients come."""
+
+    def __init__(self, ends: Ends, come: Sequence[Tensor], back: Sequence[Tensor], wait: Wait) -> None:
+        self._ends, self._back, self._wait = ends, back, wait
+        self._coming = ends.expect(back, GRADIENTS)
+        table = ends.parameter.detach()
+        rows = {micro: table[places] for micro, places in enumerate(come) if len(places)}
+        self._going = {micro: (ends.send(values, ROWS + micro), values) for micro, values in rows.items()}
+
+    def before_forward(self, micro: int) -> None:
+        """The other end's matter."""
+
+    def after_backward(self, micro: int) -> None:
+        """The other end's matter."""
+
+    def finish(self) -> None:
+        parameter = self._ends.parameter
+        if self._coming and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        for micro, (work, values) in self._coming.items():
+            assert parameter.grad is not None
+            self._wait(work)
+            parameter.grad[self._back[micro]] += values
+        for work, _ in self._going.values():
+            self._wait(work)

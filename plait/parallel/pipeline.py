@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.data.loader import NOT_COUNTED, Micro
 from plait.model.gpt import GPT
 from plait.parallel.deferred import Deferred, defer_in
+from plait.parallel.ends import Ends
 from plait.parallel.links import Links, Wait, wait_for
 from plait.parallel.sequence import stream_rows
 from plait.parallel.woven import Forward, Gradients, Held, LocalGradients, LossOf, Woven, plain_unit
@@ -66,7 +67,8 @@ def script_of(lists: Lists, rank: int) -> Script:
 class StagePipe:
     """The Pipe of one rank: its chunks, and the schedule for whatever number of micro-batches comes.
 
-    `wait` is how it waits for other stages, for whoever wants to know how long.
+    `wait` is how it waits for other stages, for whoever wants to know how long; `ends`, on a rank that has one, what a
+    tied weight's two ends send each other.
     """
 
     def __init__(self, chunks: tuple[GPT, ...], plan: Plan, group: dist.ProcessGroup) -> None:
@@ -76,6 +78,7 @@ class StagePipe:
         # Of the stream between stages, also under autocast: the residual sums stay in the weights' precision.
         self.dtype = torch.float64 if plan.precision == "float64" else torch.float32
         self.wait: Wait = wait_for
+        self.ends: Ends | None = None
         self.deferred = Deferred()
         if plan.layout.schedule == "zero-bubble":
             multiply: Any = self.deferred.multiply
@@ -95,7 +98,7 @@ class StagePipe:
             if action in script.last:
                 gradients.arm(self.chunk_of(action))
             trip.take(action)
-        trip.links.finish()
+        trip.finish()
         gradients.close()
         return trip.totals
 
@@ -107,8 +110,13 @@ class StagePipe:
         trip = Trip(self, micros, script, forward, loss_of)
         for action in script.own:
             trip.take(action)
-        trip.links.finish()
+        trip.finish()
         return trip.totals
+
+    def settle(self) -> None:
+        """Block until this rank's weights that another one keeps are current, to the last row."""
+        if self.ends is not None:
+            self.ends.settle()
 
     def chunk_of(self, action: Action) -> int:
         """Which of this rank's chunks an action works on."""
@@ -143,6 +151,8 @@ class Trip:
             room_for=lambda micro: pipe.room_for(micros[micro]),
             wait=pipe.wait,
         )
+        tokens, learns = [micro.inputs for micro in micros], torch.is_grad_enabled()
+        self.visit = pipe.ends.visit(tokens, pipe.wait, learns=learns) if pipe.ends is not None else None
         self._entered: dict[tuple[int, int], Tensor] = {}
         # Where its graph begins, and not the result itself, whose memory is free once it was sent.
         self._left: dict[tuple[int, int], GradientEdge] = {}
@@ -158,9 +168,17 @@ class Trip:
             case _:
                 self._backward(action)
 
+    def finish(self) -> None:
+        """Wait for all that is still under way."""
+        self.links.finish()
+        if self.visit is not None:
+            self.visit.finish()
+
     def _forward(self, action: Action) -> None:
         pipe, micro, key = self._pipe, self._micros[action.micro], (action.stage, action.micro)
         stream = None
+        if action.stage == 0 and self.visit is not None:
+            self.visit.before_forward(action.micro)
         if action.stage > 0:
             stream = self.links.receive(replace(action, stage=action.stage - 1))
             if torch.is_grad_enabled():
@@ -187,6 +205,8 @@ class Trip:
             stream = self._entered.pop(key)
             assert stream.grad is not None
             self.links.send(action, stream.grad)
+        elif self.visit is not None:
+            self.visit.after_backward(action.micro)
 
     def _count(self, loss: Tensor, micro: Micro) -> None:
         counted = (micro.targets != NOT_COUNTED).sum()

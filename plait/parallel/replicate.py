@@ -2,7 +2,7 @@
 
 What is summed over whom follows from who holds what: Note [same box, same sum] in plan/placement.py. So the copies of
 `replicate`, the sequences of `shard`, the tokens of `context` and the copied weights of `tensor` all meet in one
-reducer, and so do the two ends of a pipeline whose head is the embedding, unless these two are alone (ends.py).
+reducer, and so do the two ends of a pipeline whose head is the embedding, unless one of them keeps it (ends.py).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.parallel.buckets import BUCKET_BYTES, Shared, whole_units
-from plait.parallel.ends import Ends, goes_ahead, meets_apart
+from plait.parallel.ends import Ends, kept_at_one_end
 from plait.parallel.mesh import make_groups
+from plait.parallel.pipeline import StagePipe
 from plait.parallel.reduce import Reducer
-from plait.parallel.woven import Gradients, Held, Woven
+from plait.parallel.woven import Held, Woven
 from plait.plan.placement import boxes, sharers, sharing_sets
 from plait.plan.plan import Plan
 
@@ -30,18 +31,20 @@ def replicate(woven: Woven, mesh: DeviceMesh, plan: Plan, *, bucket_bytes: int =
 
         return fully_sharded(woven, weights, groups, bucket_bytes=bucket_bytes, transfer=plan.gradient_transfer)
     split = mesh.get_group("shard") if layout.shard > 1 else None
-    apart = [weight for weight in weights if meets_apart(weight, plan)]
-    together = [weight for weight in weights if not meets_apart(weight, plan)]
-    reducer = Reducer(together, groups, split, bucket_bytes, plan.gradient_transfer)
-    units = reducer.split_units() if split else whole_units(weights)
+    kept = [weight for weight in weights if kept_at_one_end(weight, plan)]
+    here = [replace(one, ranks=(dist.get_rank(),)) if kept_at_one_end(one, plan) else one for one in weights]
+    reducer = Reducer(here, groups, split, bucket_bytes, plan.gradient_transfer)
     if split:
         reducer.wait_in_forward(woven.chunks)
-    gradients: Gradients = reducer
-    for weight in apart:
+    for weight in kept:
+        assert isinstance(woven.pipe, StagePipe)
         embeds = woven.chunks[weight.chunk].part.embeds
-        gradients = Ends(gradients, weight, groups[weight.ranks], embeds=embeds, ahead=goes_ahead(plan))
+        woven.pipe.ends = Ends(weight, groups[weight.ranks], embeds=embeds)
+        if embeds:
+            here = [one for one in here if one.name != weight.name]
+    units = reducer.split_units() if split else whole_units(here)
     held = tuple(Held(name=w.name, tensor=w.parameter.detach(), box=w.box) for w in weights)
-    return replace(woven, weights=held, units=tuple(units), gradients=gradients)
+    return replace(woven, weights=held, units=tuple(units), gradients=reducer)
 
 
 def shared_weights(woven: Woven, plan: Plan) -> list[Shared]:

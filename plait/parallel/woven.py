@@ -44,7 +44,7 @@ class Gradients(Protocol):
         ...
 
     def settle(self) -> None:
-        """Block until every weight on this rank is current; forwards do so by themselves."""
+        """Block until every weight that this rank answers for is current; forwards do so by themselves."""
         ...
 
 
@@ -124,6 +124,10 @@ class Pipe(Protocol):
         """Forward only, with the same answer."""
         ...
 
+    def settle(self) -> None:
+        """Block until what others keep of this rank's weights is here as well; forwards fetch what they need."""
+        ...
+
 
 WHOLE_VOCABULARY = WholeVocabulary()
 
@@ -169,6 +173,12 @@ class Woven:
     pipe: Pipe | None = None
     reports: bool = True
     """Whether this rank's loss enters the global sum: one of those that compute the same one."""
+
+    def settle(self) -> None:
+        """Block until every number of every weight on this rank is current. Every rank must call it."""
+        self.gradients.settle()
+        if self.pipe is not None:
+            self.pipe.settle()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of all chunks, by their names in the whole model."""

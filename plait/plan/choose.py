@@ -128,7 +128,8 @@ def _balance(config: RunConfig, grounds: Grounds, split: Split, why: list[str]) 
     several = grounds.described is not None and grounds.described.nodes > 1
     every = balance_every_steps(config, "unequal" if several or split.shares else "alike")
     if every and config.balance.every == "auto" and split.layout.batch_parts > 1:
-        reason = "machines of a run over several hosts may slow down" if several else "the devices are unequal"
+        unequal = "the devices are unequal" if config.layout.shares == "auto" else "they are not equal"
+        reason = "machines of a run over several hosts may slow down" if several else unequal
         why.append(f"shares of the batch may change every {every} steps: {reason} (balance.every)")
     return every
 

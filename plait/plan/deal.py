@@ -175,11 +175,13 @@ def stage_bytes(workload: Workload, candidates: Candidates, stack: Stack, chunks
     """Bytes of a device on each rank of pipelines of one shape whose stages hold so many layers: (ranks, candidates).
 
     Asked of memory.py rank by rank: as a pipeline whose other ranks hold as little as can be. Ranks in the middle count
-    as the first one, which keeps most micro-batches; where all others are nearly empty, a fuller end may be told.
+    as the first one, which keeps most micro-batches.
     """
     asked = [(layers, rank == len(chunks) - 1) for rank, layers in enumerate(chunks)]
     answers = {
-        (layers, last): memory(*lone_rank(workload, candidates, layers, last=last), stack).reserved
+        (layers, last): memory(
+            *lone_rank(workload, candidates, layers, last=last), stack, end="last" if last else "first"
+        ).reserved
         for layers, last in dict.fromkeys(asked)
     }
     return np.stack([answers[each] for each in asked])

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from plait.cluster.cluster import Cluster
 from plait.plan.candidates import RECOMPUTE, SHARD_WHAT, Candidates, Reals
 from plait.plan.compute import local_tokens, sharing_ranks
-from plait.plan.memory_followed import ITEMS, followed, follows, resident
+from plait.plan.memory_followed import ITEMS, End, followed, follows, fuller_end, resident
 from plait.plan.stack import Stack
 from plait.plan.stages import kept_micros, layer_weights, micro_batches, stage_layers
 from plait.plan.workload import Workload
@@ -41,13 +41,13 @@ class Memory:
     """The pipeline rank that is fullest: 0 the first, 1 the last."""
 
 
-def memory(workload: Workload, candidates: Candidates, stack: Stack) -> Memory:
-    """Memory of every candidate: the fuller of its first and its last pipeline rank."""
+def memory(workload: Workload, candidates: Candidates, stack: Stack, end: End = "fuller") -> Memory:
+    """Memory of every candidate: of its first or its last pipeline rank, or of the fuller of both."""
     if stack.memory == "followed" and follows(workload):
-        return _followed(workload, candidates, stack)
+        return _followed(workload, candidates, stack, end)
     first = _rank(workload, candidates, stack, last=np.zeros(len(candidates), dtype=bool))
     last = _rank(workload, candidates, stack, last=np.ones(len(candidates), dtype=bool))
-    fuller = np.add.reduce(list(last.values())) > np.add.reduce(list(first.values()))
+    fuller = fuller_end(first, last, end)
     items = {name: np.where(fuller, last[name], first[name]) for name in first}
     allocated = np.add.reduce(list(items.values()))
     return Memory(
@@ -58,8 +58,8 @@ def memory(workload: Workload, candidates: Candidates, stack: Stack) -> Memory:
     )
 
 
-def _followed(workload: Workload, candidates: Candidates, stack: Stack) -> Memory:
-    items = followed(workload, candidates)
+def _followed(workload: Workload, candidates: Candidates, stack: Stack, end: End) -> Memory:
+    items = followed(workload, candidates, keeps_ends=stack.keeps_ends, end=end)
     allocated = np.add.reduce([items[name] for name in ITEMS])
     return Memory(
         **items,

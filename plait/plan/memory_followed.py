@@ -17,9 +17,9 @@ from plait.layout import Schedule
 from plait.plan.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates, Reals
 from plait.plan.memory_pieces import Pieces, pieces
 from plait.plan.memory_walk import PIECES, Stages, moments
-from plait.plan.schedule import Action, actions, announces_last
+from plait.plan.schedule import Action, actions
 from plait.plan.stages import dealt, head_layers, micro_batches
-from plait.plan.workload import Workload
+from plait.plan.workload import Workload, distinct_tokens
 
 ROUNDS = 3
 """So many rounds through all ranks show all that a schedule but gpipe ever holds."""
@@ -31,6 +31,7 @@ of 11 and 50 million parameters with glibc)."""
 GAPS = 4
 """Of all rows of the stream, in each layer: what `tensor` sends and receives twice lies between tensors that stay, so
 that its room is not found again (read as 3 to 5)."""
+End = Literal["first", "last", "fuller"]
 ITEMS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "fixed")
 
 
@@ -39,13 +40,15 @@ def follows(workload: Workload) -> bool:
     return workload.precision == "float32" and not workload.experts
 
 
-def followed(workload: Workload, candidates: Candidates) -> dict[str, Reals]:
-    """The items of memory.Memory, arrays over candidates, of the fuller of the first and the last pipeline rank.
+def followed(
+    workload: Workload, candidates: Candidates, *, keeps_ends: bool = True, end: End = "fuller"
+) -> dict[str, Reals]:
+    """The items of memory.Memory, arrays over candidates, of one of the first and the last pipeline rank.
 
     `stage` is 1 where that is the last. The arrays are shared by whoever asks the same again, as searches for where the
-    answer changes do many times; nobody may write into them.
+    answer changes do many times; nobody may write into them. For `keeps_ends` see stack.py.
     """
-    return _followed(workload, _Asked(candidates=candidates))
+    return _followed(workload, _Asked(candidates=candidates), keeps_ends, end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,18 +69,25 @@ class _Asked:
 
 
 @lru_cache(maxsize=256)
-def _followed(workload: Workload, asked: _Asked) -> dict[str, Reals]:
+def _followed(workload: Workload, asked: _Asked, keeps_ends: bool, end: End) -> dict[str, Reals]:
     candidates = asked.candidates
     found = {name: np.zeros(len(candidates)) for name in (*ITEMS, "stage")}
     for alike in _alike(workload, candidates):
         few = candidates.select(alike)
         sizes = pieces(workload, few)
-        first, last = (_items(workload, few, sizes, end) for end in ("first", "last"))
-        fuller = np.add.reduce(list(last.values())) > np.add.reduce(list(first.values()))
+        first, last = (_items(workload, few, sizes, rank, keeps_ends) for rank in ("first", "last"))
+        fuller = fuller_end(first, last, end)
         for name in ITEMS:
             found[name][alike] = np.where(fuller, last[name], first[name])
         found["stage"][alike] = fuller
     return found
+
+
+def fuller_end(first: dict[str, Reals], last: dict[str, Reals], end: End) -> NDArray[np.bool_]:
+    """Where the last rank's items are those to be told."""
+    if end == "fuller":
+        return np.add.reduce(list(last.values())) > np.add.reduce(list(first.values()))
+    return np.full(np.shape(first["parameters"]), end == "last")
 
 
 def resident(workload: Workload, candidates: Candidates, tensor_bytes: Reals, process_bytes: float) -> Reals:
@@ -97,15 +107,16 @@ def _alike(workload: Workload, c: Candidates) -> list[NDArray[np.int64]]:
     return np.split(order, np.flatnonzero(np.diff(group.ravel()[order])) + 1) if len(order) else []
 
 
-def _items(w: Workload, c: Candidates, p: Pieces, end: Literal["first", "last"]) -> dict[str, Reals]:
+def _items(w: Workload, c: Candidates, p: Pieces, end: End, keeps_ends: bool) -> dict[str, Reals]:
     """On the first or the last rank, of candidates that are alike."""
     pipeline, virtual, fully = int(c.pipeline[0]), int(c.virtual[0]), bool(_fully(c)[0])
     flat = int(_copies(c)[0]) > 1 and not fully
+    lone_ends = w.tied and pipeline > 1 and not flat and not fully
     stages = Stages(
         layers=dealt(w.layers, pipeline * virtual, head_layers(w), c.dealing),
         tied=w.tied,
         flat_layers=flat,
-        flat_tables=flat,
+        flat_tables=flat or (lone_ends and not keeps_ends),
     )
     rank, schedule, micros = 0 if end == "first" else pipeline - 1, SCHEDULES[int(c.schedule[0])], int(_micros(w, c)[0])
     held = _fullest(_moments(schedule, pipeline, virtual, micros, rank, stages), p)
@@ -117,15 +128,17 @@ def _items(w: Workload, c: Candidates, p: Pieces, end: Literal["first", "last"])
     if fully:  # torch sums over `shard`, flat buckets over those who keep the same part
         in_buckets = np.where(_copies(c) > c.shard, own, 0.0)
     gathered = min(LAYERS_GATHERED, layers) if pipeline == 1 else layers  # a pipeline would gather for each micro-batch
-    # Two ends that share a table alone: the other one's gradient, and at the first what was sent before the end.
-    ahead = end == "first" and announces_last(schedule, micros)
-    met = (1 + ahead) * (w.tied and pipeline > 1 and not flat and not fully) * p.table
+    kept, travelling = np.zeros(len(c)), np.zeros(len(c))
+    if lone_ends and keeps_ends:  # the last one keeps the table, and each holds what rows travel
+        kept = p.table * (end == "first")
+        rows = p.table * distinct_tokens(w.batch_sequences * w.sequence, w.vocabulary) / w.vocabulary
+        travelling = rows if end == "first" else 2 * rows
     # Split buckets: what the others send of the own part waits beside it until it is added.
     received = 0.0 if fully else (c.shard - 1) * own
     return {
         "parameters": own if fully else weights,
-        "gradients": held[0] + in_buckets + received + met,
-        "optimizer": 2 * own,
+        "gradients": held[0] + in_buckets + received + travelling,
+        "optimizer": 2 * (own - kept),
         "gathered": fully * (tables + gathered * p.layer_weights),
         "activations": held[1],
         "logits": held[2],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 
-from plait.errors import PlaitError
+from plait.errors import PlaitError, installing
 from plait.plan.explain import Section
 from plait.plan.kinds import short_words
 from plait.plan.page_bandwidth import bandwidth_sweep, sweep_told
@@ -67,7 +67,7 @@ def plotly_script() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise PlaitError("the page of --html is drawn by plotly; pip install 'plait[page]'") from None
+        raise PlaitError(f"the page of --html is drawn by plotly; {installing('plotly')}") from None
     return get_plotlyjs()
 
 

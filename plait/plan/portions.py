@@ -108,7 +108,8 @@ def memory_on(workload: Workload, one: Candidates, stack: Stack, deal: Deal, por
     whole = replace(workload, batch_sequences=int(batch[0]))
     if deal.ranks == 1:
         return memory(whole, taken, stack)
-    return memory(*lone_rank(whole, taken, deal.chunks[rank], last=rank == deal.ranks - 1), stack)
+    last = rank == deal.ranks - 1
+    return memory(*lone_rank(whole, taken, deal.chunks[rank], last=last), stack, end="last" if last else "first")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,7 +138,8 @@ class _Scale:
             most[:, over] = self._most(share, limit[over], over)
             over = over[(most[:, over] > room).any(axis=0) & (limit[over] > 1)]
         number, size = _cut(share, limit)
-        needed, fewer = most.copy(), every[(size < limit) | (number == 1)] if len(deal.shares) > 1 else every[:0]
+        needed, fewer = most.copy(), every[(size < limit) | (number == 1) | (deal.ranks > 1)]
+        fewer = fewer if len(deal.shares) > 1 else every[:0]
         needed[:, fewer] = self._bytes((number * size)[fewer], size[fewer], fewer)
         return Portion(
             parts=parts, asked=self.asked, limit=limit, number=number, size=size, needed=needed, most=most,
@@ -149,7 +151,9 @@ class _Scale:
         if len(self.deal.shares) == 1:
             number, size = _cut(share, limit)
             return self._bytes(number * size, size, rows)
-        return self._bytes(np.maximum(-(-share // limit), 2) * limit, limit, rows)
+        # One keeps a micro-batch, and the gradients of others before it; a pipeline keeps several, or all there can be.
+        grown = sum(self.deal.shares) - len(self.deal.shares) + 1 if self.deal.ranks > 1 else share
+        return self._bytes(np.maximum(-(-grown // limit), 2) * limit, limit, rows)
 
     def _bytes(self, each: Counts, size: Counts, rows: Counts) -> Reals:
         """(ranks, rows): bytes of a device where each part of the batch has `each` sequences, `size` at a time."""

@@ -1,7 +1,8 @@
 """When to deal a batch out anew while a run goes on: from measured steps to new shares, or to none.
 
-A part of the batch (`Layout.batch_part`) computes for a time that grows with its sequences, so its speed is sequences
-by seconds, and the last part to be done makes the step. Shares change only for what lasts: the steps looked at are two
+A part of the batch (`Layout.batch_part`) computes for a time that grows with its sequences (where parts meet in every
+micro-batch: with those that it computes, `Meetings`), so its speed is sequences by seconds, and the last part to be
+done makes the step. Shares change only for what lasts: the steps looked at are two
 windows, one after the other, and the same new shares must make the steps of both shorter by WORTH. Over both together
 that gain must be SURE times its own standard error, or a little more among many parts. Medians leave single odd steps
 out.
@@ -16,7 +17,7 @@ from statistics import median
 
 from plait.layout import Layout
 from plait.plan.plan import Plan
-from plait.plan.shares import WORTH, shares
+from plait.plan.shares import WORTH, Meetings
 
 SURE = 3.0
 FEWEST_STEPS = 20
@@ -48,18 +49,23 @@ class Change:
     reason: str
 
 
-def rebalanced(old: Sequence[int], steps: Sequence[Measured], names: Sequence[str]) -> Change | None:
+def rebalanced(
+    old: Sequence[int], steps: Sequence[Measured], names: Sequence[str], meetings: Meetings | None = None
+) -> Change | None:
     """The shares to go on with after steps that were all taken with the `old` ones; None where they should stay.
 
-    `names` are the parts' own, for the reason.
+    `names` are the parts' own, for the reason; `meetings` those of parts before the step's end, None: there are none.
     """
     if len(old) < 2 or len(steps) < FEWEST_STEPS:
         return None
-    speeds = _speeds(old, steps)
-    new = shares(sum(old), speeds)
-    gain, error = _gain(old, new, steps)
+    meetings = meetings or Meetings(size=1, limits=(1,) * len(old))
+    before = meetings.computed(old)
+    speeds = _speeds(before, steps)
+    new = meetings.best(sum(old), speeds)
+    after = meetings.computed(new)
+    gain, error = _gain(before, after, steps)
     middle = len(steps) // 2
-    lasting = min(_gain(old, new, window)[0] for window in (steps[:middle], steps[middle:]))
+    lasting = min(_gain(before, after, window)[0] for window in (steps[:middle], steps[middle:]))
     if min(gain, lasting) <= WORTH or gain <= _sure(len(old)) * error:
         return None
     return Change(shares=new, speeds=speeds, gain=gain, reason=reason(old, new, speeds, names))
@@ -102,6 +108,12 @@ def ranks_of_parts(layout: Layout) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ranks) for ranks in found)
 
 
+def meetings_of(plan: Plan) -> Meetings:
+    """Which parts of a plan's batch meet in every micro-batch, and what they take at a time."""
+    parts = plan.layout.batch_parts
+    return Meetings(size=len(plan.layout.meeting(0)), limits=plan.micro_limits or (plan.micro_sequences,) * parts)
+
+
 def cannot_help(plan: Plan) -> str | None:
     """Why no shares can balance a plan that asks for it, in one sentence; None where they can."""
     if plan.balance_every_steps == 0 or plan.layout.batch_parts > 1 or plan.world_size == 1:
@@ -124,7 +136,8 @@ def _speeds(old: Sequence[int], steps: Sequence[Measured]) -> tuple[float, ...]:
 
 
 def _gain(old: Sequence[int], new: Sequence[int], steps: Sequence[Measured]) -> tuple[float, float]:
-    """What of a step's time the new shares would have saved in these steps, and its standard error."""
+    """What of a step's time parts that compute `new` in place of `old` sequences would have saved in these steps, and
+    its standard error."""
     columns = _columns(steps)
     now = [median(column) for column in columns]
     then = [s * after / before for s, before, after in zip(now, old, new, strict=True)]

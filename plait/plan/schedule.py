@@ -45,12 +45,6 @@ def actions(schedule: Schedule, *, ranks: int, virtual: int, micros: int) -> Lis
     return tuple(_of_rank(schedule, rank, ranks, virtual, micros) for rank in range(ranks))
 
 
-def announces_last(schedule: Schedule, micros: int) -> bool:
-    """Whether a stage's last backward has others before it and is known beforehand, so that what those have summed up
-    can travel under it. A zero-bubble schedule has no whole backward that could be."""
-    return micros > 1 and schedule != "zero-bubble"
-
-
 def _of_rank(schedule: Schedule, rank: int, ranks: int, virtual: int, micros: int) -> tuple[Action, ...]:
     rounds = _rounds(micros, 1 if schedule == "gpipe" else max(1, micros // ranks))
     stages = range(rank, ranks * virtual, ranks)

@@ -3,12 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heapreplace
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+from itertools import chain
+from math import ceil
 
+from plait.data.portions import micro_sizes
 from plait.layout import share
 
 WORTH = 0.03
 """Of the time, what unequal shares must save at least: less is no evidence that they would."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meetings:
+    """Parts whose ranks meet in the middle of every micro-batch, as many of them one after the other as `size` says.
+
+    They take equally many micro-batches, so that one with fewer sequences computes some in which nothing counts.
+    """
+
+    size: int
+    limits: tuple[int, ...]
+    """Sequences that each part takes at a time, at most."""
+
+    def computed(self, dealt: Sequence[int]) -> tuple[int, ...]:
+        """How many sequences' work each part does for its share."""
+        groups = [slice(first, first + self.size) for first in range(0, len(dealt), self.size)]
+        sizes = chain(*(micro_sizes(tuple(dealt[some]), self.limits[some]) for some in groups))
+        return tuple(sum(max(1, size) for size in one) for one in sizes)
+
+    def best(self, count: int, speeds: Sequence[float]) -> tuple[int, ...]:
+        """As `shares` deals, by what is computed."""
+        free = shares(count, speeds)
+        if self.size == 1:
+            return free
+        fewest = ceil(count / sum(self.limits))
+        most = max(ceil(one / limit) for one, limit in zip(free, self.limits, strict=True))
+        capped = [_dealt(count, speeds, [number * limit for limit in self.limits]) for number in range(fewest, most)]
+        return min([*capped, free], key=lambda dealt: last_s(self.computed(dealt), speeds))
 
 
 def shares(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
@@ -16,14 +48,22 @@ def shares(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
     Everybody gets one at least; `count` must be as many as there are parts, or more.
     """
-    assert count >= len(speeds) and min(speeds) > 0, (count, speeds)
-    given = _whole_parts(count, speeds)
-    queue = [((given[part] + 1) / speed, part) for part, speed in enumerate(speeds)]
+    return _dealt(count, speeds, [count] * len(speeds))
+
+
+def _dealt(count: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
+    """The same where no part gets more than its most; all of them together must have room."""
+    assert len(speeds) <= count <= sum(most) and min(speeds) > 0, (count, speeds, most)
+    given = [min(one, limit) for one, limit in zip(_whole_parts(count, speeds), most, strict=True)]
+    queue = [((given[part] + 1) / speed, part) for part, speed in enumerate(speeds) if given[part] < most[part]]
     heapify(queue)
     for _ in range(count - sum(given)):
         part = queue[0][1]
         given[part] += 1
-        heapreplace(queue, ((given[part] + 1) / speeds[part], part))
+        if given[part] < most[part]:
+            heapreplace(queue, ((given[part] + 1) / speeds[part], part))
+        else:
+            heappop(queue)
     return tuple(given)
 
 

@@ -77,9 +77,9 @@ class Stack:
     """Share of the forward pass that gathers of updated parameters may run under."""
     handles_messages: bool = False
     """Whether the processor that computes also carries what stages send each other."""
-    ends_ahead: bool = False
-    """Whether the two ends of a pipeline with a tied head, where no others hold it, exchange its gradients but for the
-    last micro-batch's rows under the last backward pass."""
+    keeps_ends: bool = False
+    """Whether, of the two ends of a pipeline with a tied head, one alone keeps the table where no others hold it, and
+    sends the other the rows of a step's tokens."""
     sums_whole: bool = False
     """Whether gradients are summed to everyone although each rank keeps a shard of them: twice the traffic."""
     hides_parameters: float = 0.9
@@ -141,7 +141,7 @@ class Stack:
             fixed_bytes=0.0,
             outside_bytes=PROCESS_BYTES,
             memory="followed",
-            ends_ahead=self.gradient_transfer == "float32",
+            keeps_ends=self.gradient_transfer == "float32",
             handles_messages=True,
         )
 

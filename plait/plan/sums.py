@@ -5,19 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from plait.plan.candidates import SCHEDULES, SHARD_WHAT, Reals
-from plait.plan.collectives import Collective, collective_s
-from plait.plan.compute import LayerTime, sharing_ranks
-from plait.plan.schedule import announces_last
+from plait.plan.collectives import Collective, collective_s, pass_s
+from plait.plan.compute import LayerTime, local_tokens, sharing_ranks
 from plait.plan.situation import Situation
 from plait.plan.stages import fullest_weights
-
-TOUCHED = 0.5
-"""Of a micro-batch's tokens, those that are the first of their kind in it: of 256, 512 and 1,024 tokens of Shakespeare
-with 2,048 kinds 0.58, 0.49 and 0.39."""
+from plait.plan.workload import distinct_tokens
 
 LAST_BYTES = 2**20
 """Of the last bucket of gradients, at least (parallel/buckets.py)."""
-ANNOUNCING = [place for place, schedule in enumerate(SCHEDULES) if announces_last(schedule, micros=2)]
 
 
 def shared_weights_s(
@@ -61,17 +56,24 @@ def shared_weights_s(
     return parameters, gradients, np.maximum(total - parameters - gradients, 0.0)
 
 
-def ends_s(scene: Situation, last_backward: Reals, micros: Reals) -> Reals:
-    """The sum of a tied head's gradient with the embedding's, which another stage has: the embedding's is the very last
-    of all gradients, so that nothing hides the sum but what may travel before (parallel/ends.py)."""
-    w, c = scene.workload, scene.candidates
-    table = scene.stack.gradient_sent_bytes * w.embedding_weights / c.tensor
-    apart = c.devices // c.pipeline * (c.pipeline - 1)
-    summed = collective_s(scene.roads, "reduce", table, np.where(c.pipeline > 1, 2, 1), np.maximum(apart, 1))
-    ahead = scene.stack.ends_ahead & (c.batch_parts * c.context == 1) & (micros > 1) & np.isin(c.schedule, ANNOUNCING)
-    rows = np.minimum(TOUCHED * c.micro_sequences * w.sequence * w.width / w.embedding_weights, 1.0)
-    left = np.maximum(summed - last_backward, 0.0) + rows * summed
-    return np.where(ahead, left, summed) * (w.tied and c.pipeline > 1)
+def ends_s(scene: Situation, forward: Reals, micros: Reals) -> Reals:
+    """What a tied head and its embedding, which another stage has, cost: the embedding's gradient is the very last of
+    all, so that nothing hides a sum of both. Where one end keeps the table (parallel/ends.py), what is waited for are
+    the rows of the first micro-batch and the gradients of the last one's; the other rows travel before the first
+    gradient of a stage does, which comes when `forward`, of a stage and a micro-batch, was done through all stages."""
+    w, c, stack = scene.workload, scene.candidates, scene.stack
+    table = stack.gradient_sent_bytes * w.embedding_weights / c.tensor
+    apart = np.maximum(c.devices // c.pipeline * (c.pipeline - 1), 1)
+    summed = collective_s(scene.roads, "reduce", table, np.where(c.pipeline > 1, 2, 1), apart)
+    if not (stack.keeps_ends and w.tied):
+        return summed * (w.tied and c.pipeline > 1)
+    once, every = (
+        pass_s(scene.roads, table * distinct_tokens(tokens, w.vocabulary) / w.vocabulary, apart)
+        for tokens in (local_tokens(w, c), local_tokens(w, c) * micros)
+    )
+    filling = forward * np.where(c.schedule == SCHEDULES.index("gpipe"), micros, c.pipeline)
+    few = 2 * once + np.maximum(every - once - filling, 0.0)
+    return np.where(c.batch_parts * c.context == 1, few, summed) * (c.pipeline > 1)
 
 
 def _last_bucket(scene: Situation, weights: Reals, layers: Reals) -> Reals:

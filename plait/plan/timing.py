@@ -93,7 +93,7 @@ def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: 
     bubble = np.maximum(_bubble(scene, stage, whole) - np.where(alone, 0.0, eased), 0.0)
     bubble = bubble + 2 * (candidates.pipeline - 1) * sent  # until the first comes through, and the last comes back
     parameters, gradients, hidden = shared_weights_s(scene, layer, again, layers, micros)
-    gradients = gradients + ends_s(scene, held.most * (layer.backward + again), micros)
+    gradients = gradients + ends_s(scene, held.most * layer.forward, micros)
     optimizer = _optimizer(scene)
     busy = {
         "products": layers * (layer.products + layer.products_backward),

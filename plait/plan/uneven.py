@@ -84,7 +84,7 @@ def paced(
     numbers = -(-max(deal.shares) // candidates.micro_sequences) if numbers is None else numbers
     table = np.vstack([deal.speeds, deal.shares])
     _, distinct = np.unique(table, axis=1, return_index=True)
-    parts = [_part(micro, deal, int(part)) for part in distinct]
+    parts = [_part(micro, deal, int(part), numbers) for part in distinct]
     here = np.arange(len(candidates))
     last = np.stack([part.piped_s for part in parts]).argmax(axis=0)
     micros, settled, piped = (
@@ -180,14 +180,22 @@ class _Part:
     piped_s: Reals
 
 
-def _part(micro: _Micro, deal: Deal, part: int) -> _Part:
-    """One part of the batch: its micro-batches and its way through the stages."""
+def _part(micro: _Micro, deal: Deal, part: int, numbers: Counts) -> _Part:
+    """One part of the batch: its micro-batches and its way through the stages.
+
+    Where it meets others in each of theirs, of which the part that takes most has so many, it computes one sequence at
+    least in every one.
+    """
     c, ranks = micro.candidates, deal.ranks
     work = deal.held[:, None] * micro.computed + micro.each("host")
     work[0] += deal.lookup * micro.computed
     work[-1] += micro.head
     stages = work / deal.speeds[:, [part]] + deal.held[:, None] * micro.messages + micro.each("passes")
-    micros = deal.shares[part] / c.micro_sequences
+    meets = c.shard_what == SHARD_WHAT.index("parameters")
+    first = part - part % c.shard
+    met = np.array([max(deal.shares[at : at + size]) for at, size in zip(first, c.shard, strict=True)])
+    fewest = np.where(met == max(deal.shares), numbers, -(-met // c.micro_sequences))
+    micros = np.where(meets, np.maximum(deal.shares[part], fewest), deal.shares[part]) / c.micro_sequences
     if ranks == 1:  # a last micro-batch that is not full takes less
         return _Part(micros=micros, stages_s=stages, settled_s=stages[0], piped_s=micros * stages[0])
     micros = np.ceil(micros)

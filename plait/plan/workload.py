@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
 
 from plait.model.shape import ModelShape
 
@@ -162,3 +165,18 @@ def workload_of(
         precision=precision,
         attention=attention,
     )
+
+
+def distinct_tokens(tokens: Any, vocabulary: int) -> Any:
+    """How many different ones are expected among so many tokens, whose frequencies follow Zipf's law.
+
+    Of 256, 512 and 1,024 tokens of Shakespeare with 2,048 kinds it tells 144, 245 and 405, and there are 148, 251, 399.
+    """
+    some, place = np.unique(np.asarray(tokens, dtype=np.float64), return_inverse=True)
+    return np.array([_distinct(float(one), vocabulary) for one in some])[place].reshape(np.shape(tokens))
+
+
+@lru_cache(maxsize=1024)
+def _distinct(tokens: float, vocabulary: int) -> float:
+    often = 1 / np.arange(1, vocabulary + 1)
+    return float((1 - (1 - often / often.sum()) ** tokens).sum())

@@ -67,12 +67,12 @@ class Series:
     def change_expected(self, keep: Literal["rise", "nothing"]) -> None:
         """From the next value on the level may be another: it is taken from the next WINDOW values.
 
-        "rise" keeps what was above the level above it; "nothing" makes usual what will be seen.
+        "rise" keeps what was above the level above it, unless most of that has gone meanwhile; "nothing" makes usual
+        what will be seen.
         """
-        if self._settling is not None:
-            self._settling = WINDOW, self._settling[1] if keep == "rise" else 0.0
-        elif self._usual:
-            self._settling = WINDOW, self.rise if keep == "rise" else 0.0
+        rise = 0.0 if keep == "nothing" else self.rise if self._settling is None else self._settling[1]
+        if self._settling is not None or self._usual:
+            self._settling = WINDOW, rise
 
     def forget_recent(self) -> None:
         """Leave only the youngest values, about half a window: an episode has ended with them."""
@@ -95,7 +95,7 @@ class Series:
         if left > 1:
             self._settling = left - 1, rise
             return
-        shift = self.rise - rise
+        shift = 0.0 if abs(self.rise) < abs(rise) / 2 else self.rise - rise
         self._usual = deque((value + shift for value in self._usual), maxlen=MEMORY)
         self._recent = deque(list(self._recent)[-WINDOW:], maxlen=LAG)
         self._settling = None

@@ -12,7 +12,8 @@ up to 100 that are older than 14 steps, s the standard deviation of those (from 
 4. Four such steps in a row (a link: six) name it, so nine to twelve steps after its onset; four steps in a row below
    0.7 of the bar end it. In between what is usual stays as it was.
 5. since = the first step of the stretch that is most clearly above half the rise (the maximum of a clipped sum).
-After a change of shares, levels are taken anew with their rise kept, for seconds per sequence depend a little on them.
+After a change of shares, levels are taken anew with their rise kept, for seconds per sequence depend a little on them;
+but a rise of which most has gone meanwhile has ended, and the level is the old one.
 """
 
 from __future__ import annotations
@@ -134,8 +135,7 @@ class Watch:
             one.data.add(step, time.data_s, _learning([one.data_case]))
             one.link_s = time.link_s or one.link_s
         self._messages.add(step, min(time.wait_s for time in times), _learning([self._link_case]))
-        whole_s = max(time.compute_s + time.wait_s + time.data_s for time in times)
-        self._length.add(step, whole_s, "hold" if self._open else "learn")
+        self._length.add(step, max(t.compute_s + t.wait_s + t.data_s for t in times), "hold" if self._open else "learn")
 
     def _weigh(self) -> None:
         """Count, for each case, the steps in a row on which it shows."""
@@ -183,9 +183,12 @@ class Watch:
         return found if any(cases[rank].above >= CONFIRM for rank in found) else []
 
     def _tell(self, kind: Kind, ranks: Sequence[int], since: int, factor: float) -> Finding:
-        finding = begin_words(kind, ranks, self._hosts, since=since, factor=factor, shares=self._shares)
-        of_kind = {"device": lambda one: one.device_case, "data": lambda one: one.data_case}
-        cases = [self._link_case] if kind == "link" else [of_kind[kind](self._ranks[rank]) for rank in ranks]
+        least = self._shares in ("balanced", "fixed") and all(self._sequences[rank] == 1 for rank in ranks)
+        others = any(begun.kind == "device" for begun, _ in self._open)
+        shares = "least" if least else self._shares
+        finding = begin_words(kind, ranks, self._hosts, since=since, factor=factor, shares=shares, others=others)
+        cases = [one.device_case if kind == "device" else one.data_case for one in (self._ranks[r] for r in ranks)]
+        cases = [self._link_case] if kind == "link" else cases
         for case in cases:
             case.told = True
         self._open.append((finding, cases))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["device", "link", "data"]
-Shares = Literal["balanced", "fixed", "stages", "same"]
-"""Whether the run moves shares of the batch itself, could do so, or cannot, since all ranks work on the same sequences:
-as stages of one pipeline, or in another way."""
+Shares = Literal["balanced", "fixed", "least", "stages", "same"]
+"""Whether the run moves shares of the batch itself, could do so, or cannot: since nobody has less than one sequence, or
+since all ranks work on the same ones, as stages of one pipeline or in another way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +30,11 @@ class Finding:
 
 
 def begin_words(
-    kind: Kind, ranks: Sequence[int], hosts: Sequence[str], *, since: int, factor: float, shares: Shares
-) -> Finding:
-    """The finding that `kind` holds the run up since a step; `hosts` names the host of every rank of the run."""
+    kind: Kind, ranks: Sequence[int], hosts: Sequence[str],
+    *, since: int, factor: float, shares: Shares, others: bool = False,
+) -> Finding:  # fmt: skip
+    """The finding that `kind` holds the run up since a step, `others` at the same time; `hosts` names the host of every
+    rank of the run."""
     several = len(ranks) > 1
     if kind == "device":
         words = (
@@ -45,10 +47,13 @@ def begin_words(
             "of a usual step: balance cannot help; a faster disk would, or the prepared data on a disk of that machine"
         )
     else:
+        and_nobody = "" if others else ", and nobody computes slower"
+        would = ["a layout that sends less would (a pipeline: see `plait plan`)"] if shares != "stages" else []
+        if len(set(hosts)) > 1:
+            would.append("a wider cable" if would else "a wider cable would")
         words = (
-            f"{link_words(ranks, hosts)} hold up every step by {factor - 1:.0%} since step {since}, and nobody "
-            "computes slower: balance cannot help; a layout that sends less would (a pipeline: see `plait plan`), or a "
-            "wider cable"
+            f"{link_words(ranks, hosts)} hold up every step by {factor - 1:.0%} since step {since}{and_nobody}: "
+            f"{'; '.join(['balance cannot help', *([', or '.join(would)] if would else [])])}"
         )
     return _finding(kind, "begins", ranks, hosts, since=since, factor=factor, words=words)
 
@@ -56,9 +61,11 @@ def begin_words(
 def _mend(shares: Shares, share: str) -> str:
     match shares:
         case "balanced":
-            return f"{share} should fall, and will when the shares are next looked at"
+            return f"{share} should fall when the shares are next looked at"
         case "fixed":
             return f'{share} could fall with [balance] every = "50 steps"'
+        case "least":
+            return f"{share} cannot fall below one sequence; with a larger train.batch_tokens it could"
         case "stages":
             return "fewer layers would do there, if it lasts: stop, and go on with plait train --replan"
         case "same":

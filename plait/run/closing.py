@@ -20,7 +20,7 @@ from plait.report.receipt import WARM_UP_STEPS, Receipt, median_speed, read_rece
 from plait.run.calibration import learn
 from plait.run.compared import Compared
 from plait.run.folder import RunFolder
-from plait.units import format_duration
+from plait.units import counted, format_duration
 
 TOLERATED_OVERRUN = 1.15
 
@@ -81,13 +81,20 @@ def _receipt(folder: RunFolder, plan: Plan, done: int, compared: Compared | None
         cost_usd=_times(device_hours, known.price_per_hour if known else None),
         energy_wh=_times(device_hours, known.watts if known else None),
         versions=dict(plan.fingerprint["versions"]),
-        device=f"{plan.devices} × {plan.fingerprint['name']}",
+        device=_devices_in_words(plan),
         one_device_from=_SOURCES[foretold.basis] if foretold else None,
         predicted_items=foretold.items.by_clock() if foretold else None,
         measured_items=came.items.by_clock() if came and came.items else None,
         predicted_rss_bytes=forecast.bytes_per_device if forecast and plan.device == "cpu" else None,
         taught_by_runs=foretold.calibration.runs if foretold else 0,
     )
+
+
+def _devices_in_words(plan: Plan) -> str:
+    """What it ran on: so many of one kind, or the names of hosts of several."""
+    if len({host.machine for host in plan.hosts}) > 1:
+        return " + ".join(f"{host.name} ({counted(host.workers, 'worker')})" for host in plan.hosts)
+    return f"{plan.devices} × {plan.fingerprint['name']}"
 
 
 _SOURCES: Mapping[Basis, Literal["measurement", "formulas"]] = {"clock": "measurement", "formulas": "formulas"}

@@ -93,6 +93,8 @@ def told_deal(config: RunConfig, corpus: Corpus, parts: int) -> DealTold:
     for step in range(steps):
         shard, start = order.windows(np.arange(step * batch, (step + 1) * batch))
         pairs = attention_pairs(corpus.train, shard, start, sequence)
+        if config.data.mask_documents is False:  # each token looks back over all documents of its sequence
+            pairs = np.full_like(pairs, sequence * (sequence + 1) // 2)
         before = np.split(np.arange(batch), np.cumsum(shares)[:-1])
         counted = counted_targets(corpus.train, shard, start, sequence)
         after = before if config.data.mask_documents is False else dealt_positions(pairs, shares, counted)

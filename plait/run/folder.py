@@ -80,19 +80,20 @@ class RunFolder:
     def begun_plan(self) -> Plan:
         return read_plan(self.plan)
 
-    def put(self, config: RunConfig, plan: Plan) -> None:
+    def put(self, config: RunConfig, plan: Plan, *, afresh: bool = False) -> None:
         """Make recipe and plan the current ones; an earlier plan that differs is kept as plan-1.json, plan-2.json …
 
-        With a plan that splits the work otherwise goes shares.jsonl, as shares-1.jsonl and so on. Raises PlaitError
-        where it cannot be obeyed.
+        With a plan that splits the work otherwise, or was asked for `afresh`, goes shares.jsonl, as shares-1.jsonl and
+        so on. Raises PlaitError where it cannot be obeyed.
         """
+        number = 1
+        while any((self.path / name).exists() for name in (f"plan-{number}.json", f"shares-{number}.jsonl")):
+            number += 1
         if self.plan.exists() and self.plan.read_text() != plan.to_json():
-            number = 1
-            while (self.path / f"plan-{number}.json").exists():
-                number += 1
             (self.path / f"plan-{number}.json").write_text(self.plan.read_text())
-            if self.shares.exists() and _splits_otherwise(self.begun_plan(), plan):
-                self.shares.rename(self.path / f"shares-{number}.jsonl")
+        other = afresh or not self.plan.exists() or _splits_otherwise(self.begun_plan(), plan)
+        if self.shares.exists() and other:
+            self.shares.rename(self.path / f"shares-{number}.jsonl")
         check_lines(self.shares, plan.parts)
         write_plan(plan, self.plan)
         aside = self.recipe.with_name(".recipe.toml")

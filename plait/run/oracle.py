@@ -95,7 +95,7 @@ def _gradients(assembly: Assembly) -> Iterator[tuple[str, Tensor]]:
 
 def _weights(assembly: Assembly, kind: str) -> Iterator[tuple[str, Tensor]]:
     """All that this rank computes with, copies included."""
-    assembly.woven.gradients.settle()
+    assembly.woven.settle()
     for held in assembly.woven.weights:
         yield f"{kind}/{held.name}/{_place(held.box.offset)}/copy", held.tensor.detach().clone()
 

@@ -79,7 +79,7 @@ def train(
                 plan = workers.placed(_plan(config, folder, workers, renew=renew, screen=screen))
                 if check == "new layouts":
                     check_once(config, plan, workers, screen)
-                return _train(config, folder, workers, plan, screen)
+                return _train(config, folder, workers, plan, screen, afresh=renew != "nothing")
             except Interrupted as interrupted:
                 return "SIGINT" if str(interrupted) == "SIGINT" else "SIGTERM"
 
@@ -110,9 +110,9 @@ def _plan(config: RunConfig, folder: RunFolder, workers: PlacedCrew, *, renew: R
     return plan
 
 
-def _train(config: RunConfig, folder: RunFolder, workers: Crew, plan: Plan, screen: Screen) -> Outcome:
+def _train(config: RunConfig, folder: RunFolder, workers: Crew, plan: Plan, screen: Screen, *, afresh: bool) -> Outcome:
     point = folder.resume_point()
-    folder.put(config, plan)
+    folder.put(config, plan, afresh=afresh)
     if point:
         for sentence in point.skipped:
             screen.print(f"[yellow]passed over[/yellow] {sentence}", highlight=False)

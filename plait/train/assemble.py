@@ -141,7 +141,7 @@ def samples_of(plan: Plan, layout: Layout, rank: int, device: torch.device) -> S
         sequence=plan.sequence,
         parts=parts,
         part=part,
-        meeting=_meeting(layout, part),
+        meeting=layout.meeting(part),
         micro_sequences=plan.micro_sequences,
         limits=plan.micro_limits if layout.batch_parts > 1 else (),
         documents=plan.documents,
@@ -149,17 +149,6 @@ def samples_of(plan: Plan, layout: Layout, rank: int, device: torch.device) -> S
         context=place["context"],
         contexts=layout.context,
     )
-
-
-def _meeting(layout: Layout, part: int) -> range:
-    """The parts of the batch whose ranks meet this one's in each micro-batch: where parameters lie split over them.
-
-    Else parts only meet once a step, where gradients are summed: after the last micro-batch, however many there were.
-    """
-    if layout.shard == 1 or layout.shard_what == "optimizer":
-        return range(part, part + 1)
-    first = part - part % layout.shard
-    return range(first, first + layout.shard)
 
 
 def runners(woven: Woven, autocast: Autocast) -> tuple[RunMicros, EvaluateMicros]:

@@ -14,7 +14,7 @@ import torch
 from plait.parallel.echo import message_from_before_s
 from plait.parallel.mesh import Sums
 from plait.plan.plan import Plan
-from plait.plan.rebalance import FEWEST_STEPS, Change, Measured, part_names, ranks_of_parts, rebalanced
+from plait.plan.rebalance import FEWEST_STEPS, Change, Measured, meetings_of, part_names, ranks_of_parts, rebalanced
 from plait.report.shares_file import SharesLine, append_shares, read_shares
 from plait.report.straggler import RankTimes, Watch
 from plait.report.straggler_words import Shares
@@ -25,6 +25,8 @@ from plait.train.step import Scalars
 
 GATHERED_STEPS = 4
 """Measurements travel for so many steps at once, to cost a step next to nothing."""
+LOOKED_AT_STEPS = {"cpu": GATHERED_STEPS, "cuda": 6}
+"""At least so often, for a straggler is to be named within twenty steps; a GPU is waited for then."""
 
 Take = Callable[[TrainState], tuple[TrainState, Scalars]]
 Row = tuple[float, ...]
@@ -46,7 +48,7 @@ class Balance:
         self._parts = assembly.plan.parts
         self._times_links = False
         self._lines = _told_lines(file, world, len(self._parts))
-        self._ledger = Ledger(assembly.plan) if self._every and world.size > 1 and world.index == 0 else None
+        self._ledger = Ledger(assembly.plan) if watches(assembly.plan) and world.index == 0 else None
 
     def step(self, take: Take, state: TrainState) -> tuple[TrainState, Scalars]:
         """Take the step after `state` with the shares that are recorded for it."""
@@ -63,15 +65,16 @@ class Balance:
 
         Answers what there is to say, on rank 0. Every rank must call it after the same steps; blocks.
         """
-        balanced = self._every > 0 and self._world.size > 1
-        due = balanced and state.step % self._every == 0
-        if balanced and not due and self._meter.steps < GATHERED_STEPS:
+        plan = self._assembly.plan
+        watched = watches(plan)
+        due = watched and self._every > 0 and state.step % self._every == 0 and state.step != plan.steps
+        if watched and not due and self._meter.steps < GATHERED_STEPS and state.step != plan.steps:
             return []
         own = self._meter.read()
-        if self._world.index == 0 and sees_waits(self._assembly.plan):
+        if self._world.index == 0 and sees_waits(plan):
             for step, times in enumerate(own, start=state.step - len(own) + 1):
                 self._tell(step=step, **asdict(times))
-        if not balanced:
+        if not watched:
             return []
         link_s = message_from_before_s() if self._times_links else 0.0
         rows = torch.tensor([(*astuple(times), link_s) for times in own], dtype=torch.float64).reshape(-1, 5)
@@ -137,7 +140,8 @@ class Ledger:
 
     def change(self, parts: tuple[int, ...], every: int) -> Change | None:
         """What the last two windows of `every` steps speak for."""
-        return rebalanced(parts, self._steps[-2 * max(every, FEWEST_STEPS // 2) :], self._names)
+        steps = self._steps[-2 * max(every, FEWEST_STEPS // 2) :]
+        return rebalanced(parts, steps, self._names, meetings_of(self._plan))
 
     def _measured(self, rows: Sequence[Row]) -> Measured:
         return Measured(
@@ -154,10 +158,20 @@ class Ledger:
         return [finding.sentence] if finding else []
 
 
+def watches(plan: Plan) -> bool:
+    """Whether rank 0 looks at what all ranks do: wherever there are several, and their waits can be seen."""
+    return plan.world_size > 1 and sees_waits(plan)
+
+
+def watch_every_steps(plan: Plan) -> int:
+    """How often it does so at least; 0: never."""
+    return LOOKED_AT_STEPS[plan.device] if watches(plan) else 0
+
+
 def _shares_in_words(plan: Plan) -> Shares:
     """What can be done about a slow rank while the run goes on."""
     if plan.layout.batch_parts > 1:
-        return "balanced"
+        return "balanced" if plan.balance_every_steps else "fixed"
     return "stages" if plan.layout.pipeline > 1 else "same"
 
 

@@ -30,6 +30,8 @@ class Pace:
     checkpoint_every: Every
     balance_every_steps: int = 0
     """How often shares of the batch may change; 0: never."""
+    watch_every_steps: int = 0
+    """How often the times of all ranks are looked at, at least; 0: as it comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,8 @@ def run_loop(
         due = _save_due(pace.checkpoint_every, state.step - saved_step, time.monotonic() - saved_at)
         stop, save = actions.agree(actions.stop_requested(), due)
         evaluate = last or _divides(pace.evaluate_every_steps, state.step)
-        fetch = _divides(pace.report_every_steps, state.step) or _divides(pace.balance_every_steps, state.step)
+        paces = pace.report_every_steps, pace.balance_every_steps, pace.watch_every_steps
+        fetch = any(_divides(every, state.step) for every in paces)
         if not (fetch or last or stop or save or evaluate):
             continue
         state = _flush(pending, state, began, actions, sink)

@@ -25,7 +25,7 @@ from plait.report.memory import LiveTensorPeak, peak_rss_bytes
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.sinks import MetricsFile, Several, Sink, TensorBoard
 from plait.train.assemble import Assembly, assemble
-from plait.train.balance import Balance
+from plait.train.balance import Balance, watch_every_steps
 from plait.train.loop import Actions, Pace, run_loop
 from plait.train.meter import clock_of, metered
 from plait.train.optim import learning_rate
@@ -113,6 +113,7 @@ def _pace(plan: Plan) -> Pace:
         evaluate_every_steps=plan.evaluate_every_steps,
         checkpoint_every=plan.checkpoint_every,
         balance_every_steps=plan.balance_every_steps,
+        watch_every_steps=watch_every_steps(plan),
     )
 
 

@@ -94,7 +94,7 @@ def steps_taken(assembly: Assembly, steps: int) -> dict[str, Tensor]:
         if step == 0:
             found |= parts_of(assembly, "gradient")
     found["held-out"] = assembly.evaluate()
-    assembly.woven.gradients.settle()
+    assembly.woven.settle()
     for held in assembly.woven.weights:
         found[part_name("held", held.name, held.box, "each")] = held.tensor.clone().contiguous()
     return found | parts_of(assembly, "weight")

@@ -66,7 +66,7 @@ def compared(folder: Path, plan: Plan, mesh: DeviceMesh) -> Asked:
         for _ in range(2):
             taken = [one.step(state) for one, state in zip((alone, shared), states, strict=True)]
             states, norms = [state for state, _ in taken], [scalars.norm for _, scalars in taken]
-        shared.woven.gradients.settle()
+        shared.woven.settle()
         weights = {name: parameter.detach() for name, parameter in alone.woven.named_parameters()}
         after = {
             name_of(unit): error_of(unit, unit.parameter.detach(), weights, plan.optimizer.lr)

@@ -1,4 +1,4 @@
-"""Do both ends of a pipeline have the tied weight's whole gradient, equal to the bit, however early much of it went?"""
+"""Does the rank that keeps a tied weight have its whole gradient, and the other one every row that it looks up?"""
 
 from __future__ import annotations
 
@@ -8,25 +8,52 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from plait.launch.job import Job
 from plait.launch.local import ForkServer
-from tests.parallel.ends_entries import STEPS
+from plait.parallel.ends import first_uses
+from tests.parallel.ends_entries import RATE, STEPS, embedded, first_table, headed, tokens_of
 
 
-@pytest.mark.parametrize(
-    ("micros", "ahead", "announced"),
-    [(4, True, True), (1, False, True), (3, False, False)],
-    ids=["the most of it goes before", "one micro-batch", "nobody announces the last backward"],
-)
-def test_both_ends_have_the_sum(tmp_path: Path, micros: int, ahead: bool, announced: bool) -> None:
-    asked = {"folder": str(tmp_path), "micros": micros, "ahead": ahead, "announced": announced}
+@pytest.mark.parametrize("micros", [4, 1])
+def test_one_end_keeps_the_weight(tmp_path: Path, micros: int) -> None:
+    asked = {"folder": str(tmp_path), "micros": micros}
     job = Job(entry="tests.parallel.ends_entries:meet", argument=json.dumps(asked), world_size=2, threads=1)
     with ForkServer(preload=("torch.distributed", "tests.parallel.ends_entries"), threads=1) as server:
         server.run(job, on_message=lambda _: None)
     embedding, head = (load_file(tmp_path / f"rank-{rank}.safetensors") for rank in range(2))
+    wanted, table = _in_one_process(micros)
     for step in range(STEPS):
-        wanted = embedding[f"own-{step}"] + head[f"own-{step}"]
-        assert torch.equal(embedding[f"sum-{step}"], wanted)
-        assert torch.equal(head[f"sum-{step}"], wanted)
-        assert (embedding[f"own-{step}"] == 0).all(dim=1).any(), "some entries have no token, or nothing went before"
+        assert torch.equal(embedding[f"loss-{step}"], wanted[f"embedded-{step}"]), "a row was not the current one"
+        assert torch.equal(head[f"gradient-{step}"], wanted[f"gradient-{step}"])
+    assert torch.equal(embedding["look"], embedded(table, tokens_of(STEPS, 0)))
+    assert torch.equal(head["after"], table)
+    assert not torch.equal(embedding["before"], table), "nothing was left to be settled"
+    assert torch.equal(embedding["after"], table)
+
+
+def _in_one_process(micros: int) -> tuple[dict[str, Tensor], Tensor]:
+    """The same steps with one weight: what its two uses give it is added up apart, and then together."""
+    table, found = first_table(), dict[str, Tensor]()
+    for step in range(STEPS):
+        sums = []
+        for name in ("headed", "embedded"):
+            parameter = nn.Parameter(table)
+            losses = [
+                headed(parameter, step, micro) if name == "headed" else embedded(parameter, tokens_of(step, micro))
+                for micro in range(micros)
+            ]
+            for loss in losses:
+                loss.backward()
+            found[f"{name}-{step}"] = torch.stack([loss.detach() for loss in losses])
+            assert parameter.grad is not None
+            sums.append(parameter.grad)
+        found[f"gradient-{step}"] = sums[0] + sums[1]
+        table = table - RATE * found[f"gradient-{step}"]
+    return found, table
+
+
+def test_rows_travel_with_the_first_micro_batch_that_has_them() -> None:
+    tokens = [torch.tensor([[5, 3, 3]]), torch.tensor([[3, 9]]), torch.tensor([[7, 5, 9, 4]])]
+    assert [rows.tolist() for rows in first_uses(tokens, 3, 5)] == [[0, 2], [], [1, 4]]

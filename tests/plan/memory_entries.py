@@ -23,4 +23,4 @@ def watched_step(context: Context, argument: str) -> None:
         with LiveTensorPeak(assembly.device, assembly.tensors()) as peak:
             assembly.step(state)
         assembly.loader.close()
-    context.tell("peak", bytes=peak.bytes)
+    context.tell("peak", rank=context.rank, bytes=peak.bytes)

@@ -112,7 +112,7 @@ def test_a_longer_budget_takes_a_larger_model(tmp_path: Path) -> None:
 
 
 def test_the_fastest_split_is_taken_and_said(tmp_path: Path) -> None:
-    config = recipe(tmp_path, *STEPS, *TINY)
+    config = recipe(tmp_path, *STEPS, *TINY, "model.layers=1")
     outline = drafted(config, PLAYS, LAPTOP)
     assert [(split.workers, split.threads) for split in outline.splits] == [(1, 8), (2, 4)]
     times = {1: 0.5, 2: 0.2, 4: 0.3}
@@ -156,7 +156,7 @@ def test_a_begun_run_keeps_what_it_computes_on_another_machine_and_with_another_
 
 
 def test_a_simpler_split_is_taken_where_it_is_about_as_fast(tmp_path: Path) -> None:
-    config = recipe(tmp_path, *STEPS, *TINY)
+    config = recipe(tmp_path, *STEPS, *TINY, "model.layers=1")
     outline = drafted(config, PLAYS, LAPTOP)
     for slower, workers in ((1.04, 1), (1.06, 2)):
         times = {1: 0.2 * slower, 2: 0.2, 4: 0.3}

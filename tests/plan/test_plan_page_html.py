@@ -223,4 +223,4 @@ def test_without_plotly_one_sentence_says_what_to_install(tmp_path: Path) -> Non
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "plait: the page of --html is drawn by plotly; pip install 'plait[page]'\n"
+    assert done.stderr == f"plait: the page of --html is drawn by plotly; {sys.executable} -m pip install plotly\n"

@@ -11,6 +11,7 @@ import pytest
 from plait.layout import Layout
 from plait.plan.plan import HostShare
 from plait.plan.rebalance import Measured, cannot_help, part_names, ranks_of_parts, reason, rebalanced
+from plait.plan.shares import Meetings
 from tests.plan.machines import LAPTOP, corpus, planned
 from tests.run.other_values import base_recipe
 
@@ -70,6 +71,28 @@ def test_what_lasts_for_one_window_only_changes_nothing_and_what_ends_gives_back
     assert first is not None and first.shares[1] in (7, 8) and 0.3 < first.gain < 0.8
     again = rebalanced(first.shares, steps_of(first.shares, [1, 1], 20, draw, 0.03), names(2))
     assert again is not None and again.shares[1] in (15, 16, 17)
+
+
+@pytest.mark.parametrize(("limit", "slower", "settled"), [(1, 2.0, (8, 8)), (2, 3.0, (10, 6)), (4, 4.0, (12, 4))])
+def test_parts_that_meet_are_dealt_by_what_they_compute(limit: int, slower: float, settled: tuple[int, int]) -> None:
+    """With few sequences a time, the fast part's many micro-batches cost the slow one a sequence each."""
+    meetings = Meetings(size=2, limits=(limit, limit))
+    dealt = (8, 8)
+    for _ in range(6):
+        fast, slow = meetings.computed(dealt)
+        step = Measured(compute_s=(float(fast), slower * slow), step_s=max(fast, slower * slow))
+        change = rebalanced(dealt, [step] * 20, names(2), meetings)
+        dealt = change.shares if change else dealt
+    best = min(max(one, slower * other) for one, other in (meetings.computed((n, 16 - n)) for n in range(1, 16)))
+    one, other = meetings.computed(dealt)
+    assert max(one, slower * other) == best and dealt == settled
+
+
+def test_what_parts_that_meet_compute() -> None:
+    four = Meetings(size=2, limits=(2, 2, 4, 4))
+    assert four.computed((12, 3, 8, 1)) == (12, 6, 8, 2), "six micro-batches, and two"
+    alone = Meetings(size=1, limits=(2, 2, 4, 4))
+    assert alone.computed((12, 3, 8, 1)) == (12, 3, 8, 1)
 
 
 def test_a_gain_must_be_worth_it_and_every_part_keeps_a_sequence() -> None:

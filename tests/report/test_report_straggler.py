@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from plait.report.steadiness import LAG, LEARN, WINDOW, Series
 from plait.report.straggler import RankTimes, Watch
-from plait.report.straggler_words import Finding, Kind
+from plait.report.straggler_words import Finding, Kind, begin_words
 
 TWO, FOUR, PAIRS = ("a", "b"), ("a", "b", "c", "d"), ("a", "a", "b", "b")
 WITHIN_STEPS = 20
@@ -316,6 +317,30 @@ def test_a_series_learns_what_is_usual_and_not_what_it_is_told_to_hold():
     assert (series.level, series.rise) == (1.0, 2.0)
 
 
+def test_a_share_of_one_sequence_cannot_fall_and_a_pipeline_is_not_advised_to_become_one():
+    begin = partial(begin_words, ranks=[0, 1], hosts=TWO, since=80, factor=2.6)
+    assert "cannot fall below one sequence" in begin("device", shares="least").sentence
+    told = begin("link", shares="stages", others=True).sentence
+    assert told.endswith("since step 80: balance cannot help; a wider cable would")
+    trouble = Trouble(kind="device", ranks=(1,), first=80, end=160, factor=2.6)
+    watch, made, found = Watch(TWO, shares="balanced"), course(QUIET, trouble), []
+    for index in range(120):
+        found.append(watch.observe(index + 1, made.times(index), [BATCH, 1]))
+    [finding] = [one for one in found if one]
+    assert "its share cannot fall below one sequence" in finding.sentence
+
+
+def test_who_recovers_while_levels_settle_after_a_change_of_shares_is_told_to_have_recovered():
+    trouble = Trouble(kind="device", ranks=(1,), first=80, end=103, factor=2.6)
+    watch, made, found = Watch(TWO, shares="balanced"), course(QUIET, trouble), []
+    made.compute_s[100:, 1] /= 2
+    for index in range(160):
+        sequences = [BATCH, BATCH if index < 100 else BATCH // 2]
+        if (one := watch.observe(index + 1, made.times(index), sequences)) is not None:
+            found.append((index + 1, one.phase))
+    assert [phase for _, phase in found] == ["begins", "ends"] and found[1][0] < 103 + 2 * WINDOW, found
+
+
 @pytest.mark.parametrize(("keep", "rise"), [("rise", 2.0), ("nothing", 0.0)])
 def test_a_series_takes_a_new_level_where_one_is_expected(keep, rise):
     series = Series()
@@ -328,6 +353,18 @@ def test_a_series_takes_a_new_level_where_one_is_expected(keep, rise):
         assert not series.ready
         series.add(step, 7.0, "hold")
     assert series.ready and (series.rise, series.level) == (rise, 7.0 - rise)
+
+
+def test_a_rise_that_goes_while_the_level_settles_leaves_the_level_where_it_was():
+    series = Series()
+    for step in range(LAG + LEARN):
+        series.add(step, 1.0)
+    for step in range(WINDOW):
+        series.add(step, 3.0, "hold")
+    series.change_expected("rise")
+    for step in range(WINDOW):
+        series.add(step, 1.5, "hold")
+    assert series.ready and (series.rise, series.level) == (0.5, 1.0)
 
 
 def test_an_odd_step_before_the_onset_is_not_where_it_began():

@@ -154,6 +154,20 @@ def test_recorded_shares_stay_with_their_layout(made) -> None:
             folder.put(config, replace(plan, layout=Layout(replicate=4)))
 
 
+def test_a_plan_that_was_asked_for_afresh_begins_with_its_own_shares(made) -> None:
+    """Though it says what the old one said: the shares that were recorded since would be obeyed in its place."""
+    config, plan = made
+    plan = replace(plan, layout=Layout(replicate=2), batch_sequences=16)
+    folder = run_folder("x")
+    with alone(folder):
+        folder.put(config, plan)
+        line = SharesLine(step=21, shares=(11, 5), reason="as a test wrote", speeds=(2.0, 1.0))
+        for number in (1, 2):
+            append_shares(folder.shares, line)
+            folder.put(config, plan, afresh=True)
+            assert not folder.shares.exists() and read_shares(folder.path / f"shares-{number}.jsonl") == (line,)
+
+
 def test_a_begun_run_may_be_balanced_otherwise(made) -> None:
     config, plan = made
     often = RunConfig.model_validate({**config.model_dump(), "balance": {"every": "20 steps"}})

@@ -77,7 +77,7 @@ def test_a_slow_rank_gets_less_and_more_again_when_it_recovers(tmp_path: Path, f
     assert "rank" in lines[0].reason and "slower than" in lines[0].reason, lines
 
 
-def test_recorded_shares_are_obeyed_bit_for_bit_also_where_nobody_measures(tmp_path: Path, follow: Follow) -> None:
+def test_recorded_shares_are_obeyed_bit_for_bit_also_where_none_is_ever_made(tmp_path: Path, follow: Follow) -> None:
     lines = [
         {"step": 4, "shares": [13, 3], "reason": "as a test wrote", "speeds": [1.0, 2.0]},
         {"step": 9, "shares": [5, 11], "reason": "as a test wrote", "speeds": [1.0, 2.0]},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 
 from plait.report.metrics import EvalReport, StepReport
@@ -127,7 +128,8 @@ def test_going_on_counts_on_and_a_finished_run_does_nothing() -> None:
     assert run(idle, PACE, state) == (state, "done") and not idle.entries
 
 
-def test_the_load_is_looked_at_after_each_fetch_which_balance_asks_for_as_well() -> None:
+@pytest.mark.parametrize("asked", ["balance_every_steps", "watch_every_steps"])
+def test_the_load_is_looked_at_after_each_fetch_which_balance_asks_for_as_well(asked: str) -> None:
     diary = Diary(changes_at=4)
-    run(diary, replace(PACE, report_every_steps=100, balance_every_steps=4))
+    run(diary, replace(PACE, report_every_steps=100, **{asked: 4}))
     assert diary.entries[:6] == ["step 1", "step 2", "step 3", "step 4", "from step 5 on", "step 5"]

@@ -13,6 +13,7 @@ from plait.layout import Layout
 from plait.parallel.mesh import ALONE
 from plait.parallel.woven import LocalGradients
 from plait.train.assemble import assemble
+from plait.train.balance import watch_every_steps
 from plait.train.meter import Meter, MeteredGradients, StepTimes, clock_of, metered, sees_waits
 from plait.train.state import TrainState
 from tests.train.tiny import make_tiny
@@ -149,3 +150,11 @@ def test_compiled_layers_are_watched_only_where_shares_follow_what_is_found(tmp_
     split = replace(plan, layout=Layout(shard=2), compile="blocks", balance_every_steps=0)
     assert not sees_waits(split) and sees_waits(replace(split, compile="off"))
     assert sees_waits(replace(split, balance_every_steps=50)) and sees_waits(replace(split, layout=Layout(replicate=2)))
+
+
+def test_several_workers_are_watched_often_enough_to_name_one_within_twenty_steps(tmp_path: Path) -> None:
+    _, plan = make_tiny(tmp_path)
+    two = replace(plan, layout=Layout(replicate=2), balance_every_steps=0)
+    assert watch_every_steps(two) == 4 and watch_every_steps(replace(two, device="cuda")) == 6
+    assert watch_every_steps(replace(plan, layout=Layout())) == 0
+    assert watch_every_steps(replace(two, layout=Layout(shard=2), compile="blocks")) == 0
