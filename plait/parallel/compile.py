@@ -7,10 +7,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.parallel.woven import Woven
 from plait.plan.plan import Plan
 
+SIZES = 64
+"""Of micro-batches that a layer is compiled for, at most. Shares that follow the devices bring new ones, and behind
+torch's own limit of eight a layer would run uncompiled from then on, with no word of it."""
+
 
 def compile_layers(woven: Woven, mesh: DeviceMesh, plan: Plan) -> Woven:
     """Compile the layers in place; parameter names stay as they are."""
     if plan.compile == "blocks":
+        import torch._dynamo.config as dynamo  # more than a second of imports
+
+        dynamo.recompile_limit = max(SIZES, dynamo.recompile_limit)
         for chunk in woven.chunks:
             for layer in chunk.layers.values():
                 layer.compile(dynamic=False)

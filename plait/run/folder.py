@@ -91,8 +91,8 @@ class RunFolder:
             number += 1
         if self.plan.exists() and self.plan.read_text() != plan.to_json():
             (self.path / f"plan-{number}.json").write_text(self.plan.read_text())
-        other = afresh or not self.plan.exists() or _splits_otherwise(self.begun_plan(), plan)
-        if self.shares.exists() and other:
+        other = self.plan.exists() and (afresh or _splits_otherwise(self.begun_plan(), plan))
+        if self.shares.exists() and other:  # one that was there before the run is to be obeyed
             self.shares.rename(self.path / f"shares-{number}.jsonl")
         check_lines(self.shares, plan.parts)
         write_plan(plan, self.plan)
