@@ -86,6 +86,8 @@ class Cutting:
     """Full steps wanted."""
     fastest_s: float
     """Of the contenders so far; infinite for the first."""
+    warm_up: int = WARM_UP
+    """Steps at the beginning that do not count."""
 
     def verdict(
         self, seconds: Sequence[float], waiting_s: float, others: Sequence[float] = (), *, allowed_s: float
@@ -93,7 +95,7 @@ class Cutting:
         """`seconds` of all steps so far, warm-up included; `waiting_s` since the last of them, or, before the first,
         since a moment from which on `allowed_s` are granted for it; what `others` took of the machine during each.
         None: go on."""
-        full, quiet = seconds[WARM_UP:], self._quiet(seconds, others)
+        full, quiet = seconds[self.warm_up :], self._quiet(seconds, others)
         # Where no step was quiet, the least of a few speaks for itself.
         telling = quiet[:1] or ((min(full),) if len(full) >= FEW else ())
         if telling and telling[0] > HOPELESS * self.fastest_s:
@@ -113,7 +115,7 @@ class Cutting:
         allowed_s: float,
     ) -> tuple[float, ...]:
         """The figures that a turn which ended so leaves: of the quiet steps, where they are half of those wanted."""
-        full = tuple(seconds[WARM_UP:])
+        full = tuple(seconds[self.warm_up :])
         quiet = self._quiet(seconds, others)
         if ended == "cut":
             return quiet[:1] or (min(full),)
@@ -126,5 +128,6 @@ class Cutting:
     def _quiet(self, seconds: Sequence[float], others: Sequence[float]) -> tuple[float, ...]:
         """The full steps during which nobody else took much; all of them where that is not known."""
         if not others:
-            return tuple(seconds[WARM_UP:])
-        return tuple(s for s, share in zip(seconds[WARM_UP:], others[WARM_UP:], strict=True) if share <= QUIET)
+            return tuple(seconds[self.warm_up :])
+        pairs = zip(seconds[self.warm_up :], others[self.warm_up :], strict=True)
+        return tuple(s for s, share in pairs if share <= QUIET)

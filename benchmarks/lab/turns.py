@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.lab.checks import LOOK_EVERY_S, until
-from benchmarks.lab.cut import BEGUN_PATIENCE_S, FIRST_PATIENCE_S, QUIET, WARM_UP, Cutting, Ended, Turn
+from benchmarks.lab.cut import BEGUN_PATIENCE_S, FIRST_PATIENCE_S, QUIET, Cutting, Ended, Turn
 from benchmarks.lab.hosts import Lab
 from benchmarks.lab.orders import PORT, Party
 from benchmarks.machine import ProcessorSeconds
@@ -44,8 +44,8 @@ def take_turn(lab: Lab, party: Party, cutting: Cutting, logs: Path) -> Turn:
         sentence=last_words(logs) if ended == "failed" else "",
         processor_s=follower.a_step([stamp.processor_s for stamp in follower.stamps]),
         sent_bytes=follower.a_step([stamp.sent_bytes for stamp in follower.stamps]),
-        others=_share_of_others(follower.others[WARM_UP:]),
-        product_s=lab.product_s(follower.stamps[0].at_s, follower.stamps[-1].at_s) if follower.stamps else (),
+        others=_share_of_others(follower.others[cutting.warm_up :]),
+        product_s=follower.pace_after(cutting.warm_up),
         **_peaks(party.peaks_file),
         **_planned(party.begun_file),
     )
@@ -93,6 +93,12 @@ class _Follower:
     def a_step(self, values: Sequence[float]) -> float:
         """The growth of a value in a step: between the first that was seen to end and the last."""
         return (values[-1] - values[0]) / (len(values) - 1) if len(values) > 1 else 0.0
+
+    def pace_after(self, steps: int) -> tuple[float, ...]:
+        """Of the hosts' processors in all later steps; empty where there are none."""
+        if len(self.stamps) <= steps:
+            return ()
+        return self._lab.product_s(self.stamps[steps - 1].at_s, self.stamps[-1].at_s)
 
     def until_enough(self, started: list[subprocess.Popen[bytes]], cutting: Cutting) -> Ended:
         began = last_step = time.monotonic()

@@ -41,6 +41,9 @@ WORK = Path(__file__).parents[2] / ".plait" / "unequal"
 SEQUENCE = 256
 STEPS, BESIDE_STEPS = 8, 3
 """Of what is measured, and of what stands beside it."""
+BALANCE_EVERY, SETTLED = 7, 22
+"""Steps between looks at plait's shares, and those after which they have followed what the hosts really do: a probe
+lasts seconds, in which a processor of this machine may be a third slower or faster than it is for long."""
 NARROW = {"layers": 6, "width": 192, "heads": 6, "vocabulary": 1024}
 DEEP = {"layers": 22, "width": 128, "heads": 4, "vocabulary": 1024}
 TWO, FOUR = (1.0, 0.4), (0.5, 0.5, 0.25, 0.125)
@@ -108,7 +111,7 @@ def main() -> None:
             append_line(flags.json, {**_run(trial), "date": now, "machine": describe()})
     lines = read_lines(flags.json, "name")
     print(f"\n{table(lines)}")
-    rows = {line["name"]: line["reached"] for line in lines}
+    rows = {line["name"]: reached(line) for line in lines}
     flags.json.with_suffix(".svg").write_text(bars("Share of the sum of the hosts' own speeds", rows, goal=0.93))
 
 
@@ -116,9 +119,9 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
     """Shares of the sum of the speeds that each host reaches alone, as Markdown."""
     rows = ["| hosts | by speed | equal | others | by speed, of another ideal |", "| --- | --- | --- | --- | --- |"]
     for line in lines:
-        reached = line["reached"]
-        others = ", ".join(f"{name} {share:.1%}" for name, share in reached.items() if name not in ("auto", "equal"))
-        cells = (f"{reached[name]:.1%}" if name in reached else "" for name in ("auto", "equal"))
+        found = reached(line)
+        others = ", ".join(f"{name} {share:.1%}" for name, share in found.items() if name not in ("auto", "equal"))
+        cells = (f"{found[name]:.1%}" if name in found else "" for name in ("auto", "equal"))
         beside = ", ".join(f"{share:.1%} of {what}" for what, share in line.get("of", {}).items())
         rows.append(f"| {line['name']} | {' | '.join(cells)} | {others} | {beside} |")
     return "\n".join(rows)
@@ -134,29 +137,40 @@ def _run(trial: Trial) -> dict[str, Any]:
         parts = shares(trial.batch_sequences, trial.cores)
         contenders = _contenders(lab, runner, trial)
         before = _alone(lab, runner, trial, parts)
-        turns = {"auto": _take(lab, contenders["auto"], "auto", STEPS)}
+        settled = WARM_UP if "pipeline" in trial.layout else SETTLED
+        turns = {"auto": _take(lab, contenders["auto"], "auto", STEPS, settled)}
         alone = [before, _alone(lab, runner, trial, parts)]  # on both sides of what is held against it
         turns |= {name: _take(lab, party, name, BESIDE_STEPS) for name, party in contenders.items() if name != "auto"}
     if not turns["auto"].seconds:
         raise RunFailed(f"plait's own run did not end: {turns['auto'].sentence}")
-    told = {name: turn for name, turn in turns.items() if turn.seconds}
-    speeds = {name: speeds_at(turn, alone, parts) for name, turn in told.items()}
-    beside = _beside(trial, runner, speeds["auto"], mean(turns["auto"].product_s))
-    reached = {name: _tokens_per_s(turn, trial.batch_sequences) / sum(speeds[name]) for name, turn in told.items()}
-    for name, share in reached.items():
-        print(f"  {name:12} {share:.1%} of the sum of the speeds", flush=True)
+    speeds = speeds_at(turns["auto"], alone, parts)
+    beside = _beside(trial, runner, speeds, mean(turns["auto"].product_s))
     own_tokens_per_s = _tokens_per_s(turns["auto"], trial.batch_sequences)
     for what, tokens_per_s in beside.items():
         print(f"  auto         {own_tokens_per_s / tokens_per_s:.1%} of {what}", flush=True)
-    return {
+    line = {
         "name": trial.name,
         "cores": list(trial.cores),
         "rate": trial.rate,
         "batch_sequences": trial.batch_sequences,
         "alone": [[turn.to_values() for turn in taken] for taken in alone],
         "turns": {name: turn.to_values() for name, turn in turns.items()},
-        "reached": reached,
         "of": {what: own_tokens_per_s / tokens_per_s for what, tokens_per_s in beside.items()},
+    }
+    for name, share in reached(line).items():
+        print(f"  {name:12} {share:.1%} of the sum of the speeds", flush=True)
+    return line
+
+
+def reached(line: Mapping[str, Any]) -> dict[str, float]:
+    """What each contender of a trial reached of the sum of the speeds, where it ran."""
+    parts = shares(line["batch_sequences"], line["cores"])
+    alone = [[Turn.from_values(turn) for turn in taken] for taken in line["alone"]]
+    turns = {name: Turn.from_values(turn) for name, turn in line["turns"].items()}
+    return {
+        name: _tokens_per_s(turn, line["batch_sequences"]) / sum(speeds_at(turn, alone, parts))
+        for name, turn in turns.items()
+        if turn.seconds
     }
 
 
@@ -205,9 +219,10 @@ def _contenders(lab: Lab, runner: Runner, trial: Trial) -> dict[str, Party]:
     for name, more in (("auto", {}), ("equal", equal)):
         recipe = WORK / "recipes" / f"{name}.toml"
         text = recipe_text(
-            trial.case(trial.batch_sequences), {**trial.layout, **more}, name=name, steps=WARM_UP + LONGEST * STEPS
+            trial.case(trial.batch_sequences), {**trial.layout, **more}, name=name, steps=SETTLED + LONGEST * STEPS
         )
-        recipe.write_text(text)
+        every = f"{BALANCE_EVERY} steps" if name == "auto" else "never"
+        recipe.write_text(f'{text}\n[balance]\nevery = "{every}"\n')
         found[name] = runner.party(recipe, WORK / "runs" / name, lab.hosts)
     for kind in trial.baselines:
         folder = WORK / "runs" / kind
@@ -227,8 +242,8 @@ def _asked(trial: Trial) -> Asked:
     return asked_of(load_recipe(path), cluster)
 
 
-def _take(lab: Lab, party: Party, name: str, steps: int) -> Turn:
-    cutting = Cutting(steps=steps, fastest_s=float("inf"))
+def _take(lab: Lab, party: Party, name: str, steps: int, warm_up: int = WARM_UP) -> Turn:
+    cutting = Cutting(steps=steps, fastest_s=float("inf"), warm_up=warm_up)
     turn = take_turn(lab, party, cutting, WORK / "logs" / name)
     if not turn.seconds:
         print(f"  {name:12} failed: {turn.sentence}", flush=True)
