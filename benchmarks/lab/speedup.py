@@ -35,7 +35,7 @@ from plait.launch.secret import new_secret
 WORK = Path(__file__).parents[2] / ".plait" / "speedup"
 CORES = 0.18
 COUNTS = (2, 4, 8)
-SEQUENCE, SEQUENCES_A_HOST = 256, 32
+SEQUENCE, SEQUENCES_A_HOST = 256, 64
 STEPS = 5
 SHAPE = {"layers": 4, "width": 128, "heads": 4, "vocabulary": 1024}
 CLASSIC = {2: 1.7, 4: 3.5, 8: 6.2}
