@@ -191,11 +191,13 @@ def _part(micro: _Micro, deal: Deal, part: int, numbers: Counts) -> _Part:
     work[0] += deal.lookup * micro.computed
     work[-1] += micro.head
     stages = work / deal.speeds[:, [part]] + deal.held[:, None] * micro.messages + micro.each("passes")
-    meets = c.shard_what == SHARD_WHAT.index("parameters")
-    first = part - part % c.shard
-    met = np.array([max(deal.shares[at : at + size]) for at, size in zip(first, c.shard, strict=True)])
-    fewest = np.where(met == max(deal.shares), numbers, -(-met // c.micro_sequences))
-    micros = np.where(meets, np.maximum(deal.shares[part], fewest), deal.shares[part]) / c.micro_sequences
+    computed, meets = np.full(len(c), deal.shares[part]), c.shard_what == SHARD_WHAT.index("parameters")
+    for size in np.unique(c.shard[meets]):
+        first = part - part % size
+        most = max(deal.shares[first : first + size])
+        fewest = numbers if most == max(deal.shares) else -(-most // c.micro_sequences)
+        computed = np.where(meets & (c.shard == size), np.maximum(computed, fewest), computed)
+    micros = computed / c.micro_sequences
     if ranks == 1:  # a last micro-batch that is not full takes less
         return _Part(micros=micros, stages_s=stages, settled_s=stages[0], piped_s=micros * stages[0])
     micros = np.ceil(micros)

@@ -47,15 +47,18 @@ def begin_words(
             "of a usual step: balance cannot help; a faster disk would, or the prepared data on a disk of that machine"
         )
     else:
-        and_nobody = "" if others else ", and nobody computes slower"
-        would = ["a layout that sends less would (a pipeline: see `plait plan`)"] if shares != "stages" else []
-        if len(set(hosts)) > 1:
-            would.append("a wider cable" if would else "a wider cable would")
         words = (
-            f"{link_words(ranks, hosts)} hold up every step by {factor - 1:.0%} since step {since}{and_nobody}: "
-            f"{'; '.join(['balance cannot help', *([', or '.join(would)] if would else [])])}"
+            f"{link_words(ranks, hosts)} hold up every step by {factor - 1:.0%} since step {since}"
+            f"{'' if others else ', and nobody computes slower'}: balance cannot help{_link_mend(hosts, shares)}"
         )
     return _finding(kind, "begins", ranks, hosts, since=since, factor=factor, words=words)
+
+
+def _link_mend(hosts: Sequence[str], shares: Shares) -> str:
+    less, wider = "a layout that sends less would (a pipeline: see `plait plan`)", "a wider cable"
+    if len(set(hosts)) == 1:
+        return "" if shares == "stages" else f"; {less}"
+    return f"; {wider} would" if shares == "stages" else f"; {less}, or {wider}"
 
 
 def _mend(shares: Shares, share: str) -> str:

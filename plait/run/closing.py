@@ -56,7 +56,7 @@ def _receipt(folder: RunFolder, plan: Plan, done: int, compared: Compared | None
     so_far, forecast = folder.so_far, plan.forecast
     full, causal = (training_flops_per_token(plan.shape, plan.sequence, kind) for kind in ("full", "causal"))
     device_hours = so_far.device_s / 3600
-    known = reported_device(plan.fingerprint["name"]) if plan.device == "cuda" else None
+    known = reported_device(plan.fingerprint["name"]) if plan.device == "cuda" and not _of_several_kinds(plan) else None
     foretold, came = (compared.foretold, compared.came) if compared else (None, None)
     return Receipt(
         steps=plan.steps,
@@ -90,9 +90,14 @@ def _receipt(folder: RunFolder, plan: Plan, done: int, compared: Compared | None
     )
 
 
+def _of_several_kinds(plan: Plan) -> bool:
+    """Whether its hosts are unlike: nobody knows the price of any but the first."""
+    return len({host.machine for host in plan.hosts}) > 1
+
+
 def _devices_in_words(plan: Plan) -> str:
     """What it ran on: so many of one kind, or the names of hosts of several."""
-    if len({host.machine for host in plan.hosts}) > 1:
+    if _of_several_kinds(plan):
         return " + ".join(f"{host.name} ({counted(host.workers, 'worker')})" for host in plan.hosts)
     return f"{plan.devices} × {plan.fingerprint['name']}"
 

@@ -137,13 +137,19 @@ def test_nothing_changed_is_nothing_changed(tmp_path: Path) -> None:
     assert flat_values(load_recipe(tmp_path / "base.toml")) == flat_values(config)
 
 
-def test_recorded_shares_stay_with_their_layout(made) -> None:
+@pytest.fixture
+def shared(made):
     config, plan = made
-    plan = replace(plan, layout=Layout(replicate=2), batch_sequences=16)
-    folder = run_folder("x")
+    return config, replace(plan, layout=Layout(replicate=2), batch_sequences=16)
+
+
+LINE = SharesLine(step=21, shares=(11, 5), reason="as a test wrote", speeds=(2.0, 1.0))
+
+
+def test_recorded_shares_stay_with_their_layout(shared) -> None:
+    (config, plan), folder, line = shared, run_folder("x"), LINE
     with alone(folder):
         folder.put(config, plan)
-        line = SharesLine(step=21, shares=(11, 5), reason="as a test wrote", speeds=(2.0, 1.0))
         append_shares(folder.shares, line)
         folder.put(config, replace(plan, steps=plan.steps + 1))
         assert read_shares(folder.shares) == (line,)
@@ -154,14 +160,11 @@ def test_recorded_shares_stay_with_their_layout(made) -> None:
             folder.put(config, replace(plan, layout=Layout(replicate=4)))
 
 
-def test_a_plan_that_was_asked_for_afresh_begins_with_its_own_shares(made) -> None:
+def test_a_plan_that_was_asked_for_afresh_begins_with_its_own_shares(shared) -> None:
     """Though it says what the old one said: the shares that were recorded since would be obeyed in its place."""
-    config, plan = made
-    plan = replace(plan, layout=Layout(replicate=2), batch_sequences=16)
-    folder = run_folder("x")
+    (config, plan), folder, line = shared, run_folder("x"), LINE
     with alone(folder):
         folder.put(config, plan)
-        line = SharesLine(step=21, shares=(11, 5), reason="as a test wrote", speeds=(2.0, 1.0))
         for number in (1, 2):
             append_shares(folder.shares, line)
             folder.put(config, plan, afresh=True)
