@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from plait.cluster.cluster import Cluster
 from plait.plan.candidates import RECOMPUTE, SHARD_WHAT, Candidates, Reals
 from plait.plan.compute import local_tokens, sharing_ranks
-from plait.plan.memory_followed import ITEMS, End, followed, follows, fuller_end, resident
+from plait.plan.memory_followed import ITEMS, End, followed, follows, resident
 from plait.plan.stack import Stack
 from plait.plan.stages import kept_micros, layer_weights, micro_batches, stage_layers
 from plait.plan.workload import Workload
@@ -45,10 +45,13 @@ def memory(workload: Workload, candidates: Candidates, stack: Stack, end: End = 
     """Memory of every candidate: of its first or its last pipeline rank, or of the fuller of both."""
     if stack.memory == "followed" and follows(workload):
         return _followed(workload, candidates, stack, end)
-    first = _rank(workload, candidates, stack, last=np.zeros(len(candidates), dtype=bool))
-    last = _rank(workload, candidates, stack, last=np.ones(len(candidates), dtype=bool))
-    fuller = fuller_end(first, last, end)
-    items = {name: np.where(fuller, last[name], first[name]) for name in first}
+    none = np.zeros(len(candidates), dtype=bool)
+    fuller = none if end == "first" else ~none
+    items = _rank(workload, candidates, stack, last=fuller)
+    if end == "fuller":
+        first = _rank(workload, candidates, stack, last=none)
+        fuller = np.add.reduce(list(items.values())) > np.add.reduce(list(first.values()))
+        items = {name: np.where(fuller, items[name], first[name]) for name in items}
     allocated = np.add.reduce(list(items.values()))
     return Memory(
         **items,

@@ -76,14 +76,14 @@ def _followed(workload: Workload, asked: _Asked, keeps_ends: bool, end: End) -> 
         few = candidates.select(alike)
         sizes = pieces(workload, few)
         first, last = (_items(workload, few, sizes, rank, keeps_ends) for rank in ("first", "last"))
-        fuller = fuller_end(first, last, end)
+        fuller = _fuller(first, last, end)
         for name in ITEMS:
             found[name][alike] = np.where(fuller, last[name], first[name])
         found["stage"][alike] = fuller
     return found
 
 
-def fuller_end(first: dict[str, Reals], last: dict[str, Reals], end: End) -> NDArray[np.bool_]:
+def _fuller(first: dict[str, Reals], last: dict[str, Reals], end: End) -> NDArray[np.bool_]:
     """Where the last rank's items are those to be told."""
     if end == "fuller":
         return np.add.reduce(list(last.values())) > np.add.reduce(list(first.values()))
