@@ -10,32 +10,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Literal
 
 from benchmarks.lab.checks import LOOK_EVERY_S, until
 from benchmarks.lab.cut import BEGUN_PATIENCE_S, FIRST_PATIENCE_S, QUIET, Cutting, Ended, Turn
 from benchmarks.lab.hosts import Lab
 from benchmarks.lab.orders import PORT, Party
+from benchmarks.lab.startup import Startup
 from benchmarks.machine import ProcessorSeconds
 from plait.errors import PlaitError
 
 LISTENS_WITHIN_S = 90.0
 QUIET_LOOK_S, QUIET_WITHIN_S = 2.0, 40.0
-LIMIT_S = 600.0
+LIMIT_S = 1200.0
 """Of a whole turn, whatever it does."""
 
 
-def take_turn(lab: Lab, party: Party, cutting: Cutting, logs: Path) -> Turn:
+def take_turn(
+    lab: Lab, party: Party, cutting: Cutting, logs: Path, *, loads_at: Literal["own share", "a processor"] = "own share"
+) -> Turn:
     """Start the party, follow it until it told enough, and leave nobody running."""
     logs.mkdir(parents=True, exist_ok=True)
     _await_quiet(lab)
+    startup = Startup(lab, party, logs / "host0.log") if loads_at == "a processor" else None
     try:
+        if startup:
+            startup.look(0)
         started = start_party(lab, party, logs)
         follower = _Follower(lab, party)
-        ended = follower.until_enough(started, cutting)
+        ended = follower.until_enough(started, cutting, startup)
     except PlaitError as error:
-        lab.end_commands()
         return Turn(seconds=(), ended="failed", sentence=str(error))
-    lab.end_commands()
+    finally:
+        lab.end_commands()
+        if startup:
+            startup.end()
     return Turn(
         seconds=cutting.kept(
             follower.seconds, ended, follower.waiting_s, follower.others, allowed_s=follower.allowed_s
@@ -100,9 +109,11 @@ class _Follower:
             return ()
         return self._lab.product_s(self.stamps[steps - 1].at_s, self.stamps[-1].at_s)
 
-    def until_enough(self, started: list[subprocess.Popen[bytes]], cutting: Cutting) -> Ended:
+    def until_enough(self, started: list[subprocess.Popen[bytes]], cutting: Cutting, startup: Startup | None) -> Ended:
         began = last_step = time.monotonic()
         while True:
+            if startup:
+                startup.look(len(self.seconds))
             gone = [process.poll() for process in started]
             if self._read() or self._has_begun():
                 last_step = time.monotonic()

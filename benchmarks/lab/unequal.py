@@ -39,7 +39,7 @@ from plait.run.plan import Asked, asked_of
 
 WORK = Path(__file__).parents[2] / ".plait" / "unequal"
 SEQUENCE = 256
-STEPS, BESIDE_STEPS = 8, 3
+STEPS, BESIDE_STEPS = 6, 2
 """Of what is measured, and of what stands beside it."""
 BALANCE_EVERY, SETTLED = 7, 22
 """Steps between looks at plait's shares, and those after which they have followed what the hosts really do: a probe
@@ -244,7 +244,7 @@ def _asked(trial: Trial) -> Asked:
 
 def _take(lab: Lab, party: Party, name: str, steps: int, warm_up: int = WARM_UP) -> Turn:
     cutting = Cutting(steps=steps, fastest_s=float("inf"), warm_up=warm_up)
-    turn = take_turn(lab, party, cutting, WORK / "logs" / name)
+    turn = take_turn(lab, party, cutting, WORK / "logs" / name, loads_at="a processor")
     if not turn.seconds:
         print(f"  {name:12} failed: {turn.sentence}", flush=True)
     return turn
