@@ -79,7 +79,7 @@ def plan_json(found: Search, sections: Sequence[Section], top: int) -> dict[str,
         "step_s": float(found.step_s[found.chosen]),
         "mfu": full,
         "mfu_causal": causal,
-        "bytes_per_device": float(found.reserved[found.chosen]),
+        "bytes_per_device": found.reserved(found.chosen),
         "n_priced": len(found.candidates),
         "n_refused": found.n_refused,
         "refused": dict(found.refused),
@@ -109,7 +109,7 @@ def _runner(found: Search, index: int) -> dict[str, Any]:
         **{name: row[name] for name in ("expert", "shard_what", "virtual", "recompute", "schedule")},
         **at_once_values(found, index),
         "step_s": float(found.step_s[index]),
-        "bytes_per_device": float(found.reserved[index]),
+        "bytes_per_device": found.reserved(index),
         "complexity": int(found.points[index]),
         "why_not": _why_lost(found, index),
     }
@@ -162,7 +162,7 @@ def _memory(found: Search) -> list[str]:
     capacity = found.capacity(found.chosen)
     names = {**MEMORY_NAMES, "reserve": "the allocator's and the driver's own"}
     items = sorted(memory_items(found, found.chosen).items(), key=lambda item: -item[1])
-    whole = float(found.reserved[found.chosen])
+    whole = found.reserved(found.chosen)
     parts = [f"{names[name]} {format_bytes(size)}" for name, size in items if size >= MENTIONED * whole]
     which = "fullest device" if found.dealer.devices.equal_memory else "device that has least room left"
     return [f"{format_bytes(whole)} of {format_bytes(capacity)} on the {which}: {', '.join(parts)}"]
@@ -249,8 +249,8 @@ def _binds(found: Search) -> list[str]:
             f"{format_duration(exposed)} are waited for"
         )
     capacity = found.capacity(found.chosen)
-    if found.reserved[found.chosen] > capacity:
+    if found.reserved(found.chosen) > capacity:
         told.append("memory is short: this layout fits only if the allocator and the driver waste nothing")
-    elif found.reserved[found.chosen] > 0.85 * capacity or _too_large(found):
+    elif found.reserved(found.chosen) > 0.85 * capacity or _too_large(found):
         told.append("memory binds: with more of it the choice would be wider")
     return told

@@ -35,7 +35,7 @@ def asked_search(workload: Workload, cluster: Cluster, stack: Stack, pins: Pins)
         usual = {"recompute": "none"} | ({"shard_what": "optimizer"} if pins.degrees.get("shard", 1) > 1 else {})
         with suppress(DoesNotFit):
             found = search(workload, cluster, stack=stack, pins=replace(pins, knobs={**usual, **pins.knobs}))
-            if found.reserved[found.chosen] <= found.capacity(found.chosen):
+            if found.reserved(found.chosen) <= found.capacity(found.chosen):
                 return found
     try:
         return search(workload, cluster, stack=stack, pins=pins)

@@ -167,7 +167,7 @@ def _facts(found: Search) -> str:
         "a step takes": format_duration(step_s),
         "tokens a second": format_count(found.workload.tokens / step_s),
         "of the arithmetic peak (MFU)": f"{mfu(found, found.chosen)[0]:.0%}",
-        f"memory, of {format_bytes(capacity)}": format_bytes(float(found.reserved[found.chosen])),
+        f"memory, of {format_bytes(capacity)}": format_bytes(found.reserved(found.chosen)),
         "points of complexity": str(int(found.points[found.chosen])),
         "layouts priced": f"{len(found.candidates):,}",
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +35,8 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Portion:
-    """One part of the batch, or several alike, in layouts of one deal; arrays over candidates."""
+class Limited:
+    """One part of the batch, or several alike, in layouts of one deal, and whether it fits; arrays over candidates."""
 
     parts: Counts
     """Which they are."""
@@ -47,14 +48,21 @@ class Portion:
     """Micro-batches of a step, as if it met nobody in them."""
     size: Counts
     """Sequences of the largest of them."""
-    needed: Reals
-    """(ranks of the pipeline, candidates): bytes on each of its devices."""
     most: Reals
-    """The same at its limit and with several micro-batches, which a share that grows may bring."""
+    """(ranks of the pipeline, candidates): bytes on each of its devices, at its limit and with several micro-batches,
+    which a share that grows may bring."""
     most_asked: Reals
     """The same if its limit were what is asked."""
     have: Reals
     """(ranks of the pipeline): bytes that those devices have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Portion(Limited):
+    """The same with what it holds at the share that it is dealt."""
+
+    needed: Reals
+    """(ranks of the pipeline, candidates): bytes on each of its devices."""
 
     def batch(self, candidates: Candidates) -> tuple[Counts, Candidates]:
         """Sequences of a step in which all parts were like this one, and the candidates for it."""
@@ -63,10 +71,10 @@ class Portion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weighed:
-    """Layouts of one deal with what they hold; arrays over candidates."""
+    """Layouts of one deal with what they may hold; arrays over candidates."""
 
-    reserved: Reals
-    """Bytes on the device that has least room left."""
+    most: Reals
+    """Bytes on the device that has least room left when shares grow."""
     fits: NDArray[np.bool_]
     numbers: Counts
     """Micro-batches of the part that takes most."""
@@ -75,30 +83,43 @@ class Weighed:
 def weighed(workload: Workload, group: Group, stack: Stack, room: Room) -> Weighed:
     """Whether each device holds what falls to it. Where all parts would take fewer than is asked, it does not count as
     what was asked for: that is another candidate."""
-    held = portions_of(workload, group, stack, room)
-    part, rank = tightest(held)
-    reserved = np.stack([one.needed for one in held])[part, rank, np.arange(len(part))]
+    scale, alike = _scale(workload, group, stack, room)
+    held = [scale.limited(parts) for parts in alike]
+    part, rank = _fullest([(one.most, one.have) for one in held])
+    most = np.stack([one.most for one in held])[part, rank, np.arange(len(part))]
     meant = np.any([one.limit == one.asked for one in held], axis=0)
     asked = np.max([one.most_asked.max(axis=0) for one in held], axis=0)
     fit = np.all([(one.most <= room.on(one.have)[:, None]).all(axis=0) for one in held], axis=0)
     numbers = np.max([one.number for one in held], axis=0)
-    return Weighed(reserved=np.where(meant, reserved, asked), fits=meant & fit, numbers=numbers)
+    return Weighed(most=np.where(meant, most, asked), fits=meant & fit, numbers=numbers)
 
 
 def portions_of(workload: Workload, group: Group, stack: Stack, room: Room) -> list[Portion]:
     """The parts of a group's deal, those that are alike together."""
+    scale, alike = _scale(workload, group, stack, room)
+    return [scale.portion(parts) for parts in alike]
+
+
+def _scale(workload: Workload, group: Group, stack: Stack, room: Room) -> tuple[_Scale, list[Counts]]:
+    """What a group's parts are weighed with, and which of them are alike."""
     assert group.deal is not None
     deal, have = group.deal, group.deal.memory_bytes
     _, kind = np.unique(np.vstack([have, deal.shares]), axis=1, return_inverse=True)
     alike = [np.flatnonzero(kind.ravel() == one) for one in range(kind.max() + 1)]
     asked = np.max([_cut(share, group.candidates.micro_sequences)[1] for share in set(deal.shares)], axis=0)
-    scale = _Scale(workload=workload, candidates=group.candidates, stack=stack, deal=deal, room=room, asked=asked)
-    return [scale.portion(parts) for parts in alike]
+    return _Scale(
+        workload=workload, candidates=group.candidates, stack=stack, deal=deal, room=room, asked=asked
+    ), alike  # fmt: skip
 
 
 def tightest(portions: list[Portion]) -> tuple[Counts, Counts]:
     """For each candidate the portion, and in it the rank of the pipeline, whose device has least room left."""
-    filled = np.stack([one.needed / one.have[:, None] for one in portions])
+    return _fullest([(one.needed, one.have) for one in portions])
+
+
+def _fullest(held: Sequence[tuple[Reals, Reals]]) -> tuple[Counts, Counts]:
+    """Place in the sequence, and rank of the pipeline, where most of what there is is filled."""
+    filled = np.stack([needed / have[:, None] for needed, have in held])
     return np.divmod(filled.reshape(-1, filled.shape[-1]).argmax(axis=0), filled.shape[1])
 
 
@@ -125,6 +146,16 @@ class _Scale:
 
     def portion(self, parts: Counts) -> Portion:
         """What some parts that are alike take and hold."""
+        found, every = self.limited(parts), np.arange(len(self.asked))
+        number, size = found.number, found.size
+        needed = found.most.copy()
+        fewer = every[(size < found.limit) | (number == 1) | (self.deal.ranks > 1)]
+        fewer = fewer if len(self.deal.shares) > 1 else every[:0]
+        needed[:, fewer] = self._bytes((number * size)[fewer], size[fewer], fewer)
+        return Portion(**{one.name: getattr(found, one.name) for one in fields(found)}, needed=needed)
+
+    def limited(self, parts: Counts) -> Limited:
+        """What some parts that are alike take, and hold at the most."""
         deal = self.deal
         share, have = deal.shares[int(parts[0])], deal.memory_bytes[:, parts[0]]
         limit, every = self.asked.copy(), np.arange(len(self.asked))
@@ -138,12 +169,9 @@ class _Scale:
             most[:, over] = self._most(share, limit[over], over)
             over = over[(most[:, over] > room).any(axis=0) & (limit[over] > 1)]
         number, size = _cut(share, limit)
-        needed, fewer = most.copy(), every[(size < limit) | (number == 1) | (deal.ranks > 1)]
-        fewer = fewer if len(deal.shares) > 1 else every[:0]
-        needed[:, fewer] = self._bytes((number * size)[fewer], size[fewer], fewer)
-        return Portion(
-            parts=parts, asked=self.asked, limit=limit, number=number, size=size, needed=needed, most=most,
-            most_asked=most_asked, have=have,
+        return Limited(
+            parts=parts, asked=self.asked, limit=limit, number=number, size=size, most=most, most_asked=most_asked,
+            have=have,
         )  # fmt: skip
 
     def _most(self, share: int, limit: Counts, rows: Counts) -> Reals:

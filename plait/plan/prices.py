@@ -55,7 +55,7 @@ def memory_items(found: Search, index: int) -> dict[str, float]:
     needed = found.memory(index)
     known = {field.name for field in fields(needed)}
     items = {name: float(getattr(needed, name)[0]) for name in MEMORY_NAMES if name in known}
-    return items | {"reserve": float(found.reserved[index]) - sum(items.values())}
+    return items | {"reserve": found.reserved(index) - sum(items.values())}
 
 
 def binding(items: dict[str, float]) -> list[tuple[str, float]]:

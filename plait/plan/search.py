@@ -61,8 +61,8 @@ class Search:
     tolerance: float
     candidates: Candidates
     step_s: Reals
-    reserved: Reals
-    """Bytes on the device that has least room left."""
+    judged: Reals
+    """Bytes by which its fit was judged, on the device that has least room left: with shares that may still grow."""
     numbers: Counts
     """Micro-batches of the part of the batch that takes most."""
     points: Counts
@@ -96,6 +96,14 @@ class Search:
         one = replace(self.dealer.one(self.candidates, index), numbers=self.numbers[[index]])
         return closed_form(self.workload, self.cluster, self.stack, one)
 
+    def reserved(self, index: int) -> float:
+        """Bytes of one layout on the device that has least room left."""
+        held = self._held(index)[1]
+        if not held:
+            return float(self.judged[index])
+        [part], [rank] = tightest(held)
+        return float(held[part].needed[rank, 0])
+
     def memory(self, index: int) -> Memory:
         """The items of one layout's memory on the device that has least room left."""
         one, held = self._held(index)
@@ -120,11 +128,10 @@ class Search:
         one, held = self._held(index)
         if not held:
             return self.memory(index)
-        deal = one.deal
-        assert deal is not None
-        places = [(portion, rank) for portion in held for rank in range(deal.ranks)]
+        places = [(portion, rank) for portion in held for rank in range(len(portion.have))]
         portion, rank = max(places, key=lambda place: place[0].needed[place[1], 0])
-        return memory_on(self.workload, one.candidates, self.stack, deal, portion, rank)
+        assert one.deal is not None
+        return memory_on(self.workload, one.candidates, self.stack, one.deal, portion, rank)
 
     def at_once(self, index: int) -> tuple[int, ...]:
         """Sequences that each part of the batch takes at a time at most; a single number where all take as many."""
@@ -163,14 +170,14 @@ def search(
     seated = ~torn(cluster, found.candidates) if not pins.degrees else np.ones(len(found.candidates), dtype=bool)
     refused[TORN] += int((~seated).sum())
     room = Room()
-    reserved, fits, numbers = _held(dealer, found.candidates, room)
+    judged, fits, numbers = _held(dealer, found.candidates, room)
     if pins.degrees and not (seated & fits).any():
         room = Room.of_asked(cluster, stack)
-        reserved, fits, numbers = _held(dealer, found.candidates, room)
+        judged, fits, numbers = _held(dealer, found.candidates, room)
     kept = seated & fits
     refused[TOO_LARGE] += int((seated & ~fits).sum())
     if not kept.any():
-        raise DoesNotFit(workload, cluster, stack, float(reserved.min()))
+        raise DoesNotFit(workload, cluster, stack, float(judged.min()))
     needed = ~_needless(found.candidates, kept, numbers)
     refused[NEEDLESS] += int((kept & ~needed).sum())
     candidates, numbers = found.candidates.select(kept & needed), numbers[kept & needed]
@@ -185,13 +192,13 @@ def search(
         tolerance=enough,
         candidates=candidates,
         step_s=step_s,
-        reserved=reserved[kept & needed],
+        judged=judged[kept & needed],
         numbers=numbers,
         points=points,
         chosen=simplest(step_s, points, enough),
         fastest=fastest,
         refused={reason: count for reason, count in refused.items() if count},
-        leanest=_leanest(found.candidates, reserved),
+        leanest=_leanest(found.candidates, judged),
         dealer=dealer,
         room=room,
     )
@@ -211,20 +218,20 @@ def _check_pins(workload: Workload, pins: Pins) -> None:
 
 
 def _held(dealer: Dealer, candidates: Candidates, room: Room) -> tuple[Reals, NDArray[np.bool_], Counts]:
-    """Bytes on the tightest device of every candidate, whether each of its devices holds what falls to it, and the
-    micro-batches that this makes."""
+    """Bytes on the tightest device of every candidate when shares grow, whether each of its devices holds what falls
+    to it, and the micro-batches that this makes."""
     stack, workload = dealer.stack, dealer.workload
-    reserved, fits = np.empty(len(candidates)), np.empty(len(candidates), dtype=bool)
+    judged, fits = np.empty(len(candidates)), np.empty(len(candidates), dtype=bool)
     numbers = -(-workload.batch_sequences // (candidates.batch_parts * candidates.micro_sequences))
     for group in dealer.groups(candidates):
         if not group.unlike:
             needed = memory_of(workload, group.candidates, stack)
             have = room.on(np.array(min(dealer.devices.memory_bytes), dtype=np.float64))
-            reserved[group.places], fits[group.places] = needed, needed <= have
+            judged[group.places], fits[group.places] = needed, needed <= have
             continue
         held = weighed(workload, group, stack, room)
-        reserved[group.places], fits[group.places], numbers[group.places] = held.reserved, held.fits, held.numbers
-    return reserved, fits, numbers
+        judged[group.places], fits[group.places], numbers[group.places] = held.most, held.fits, held.numbers
+    return judged, fits, numbers
 
 
 def simplest(step_s: Reals, points: Counts, tolerance: float) -> int:
@@ -233,10 +240,10 @@ def simplest(step_s: Reals, points: Counts, tolerance: float) -> int:
     return int(enough[np.lexsort((step_s[enough], points[enough]))[0]])
 
 
-def _leanest(candidates: Candidates, reserved: Reals) -> dict[int, float]:
+def _leanest(candidates: Candidates, judged: Reals) -> dict[int, float]:
     names, place = np.unique(kinds(candidates), return_inverse=True)
     least = np.full(len(names), np.inf)
-    np.minimum.at(least, place, reserved)
+    np.minimum.at(least, place, judged)
     return {int(name): float(value) for name, value in zip(names, least, strict=True)}
 
 

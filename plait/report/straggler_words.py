@@ -99,12 +99,13 @@ def who_words(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def link_words(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """The messages of the link that these ranks are at the ends of, or of the one rank's cable."""
+    """The messages of the link that these ranks are at the ends of, or of all links of the one rank's host."""
     if not ranks:
         return "messages between ranks"
     names = list(dict.fromkeys(hosts[rank] for rank in ranks))
     if len(ranks) == 1:
-        return f"messages over the cable of {who_words(ranks, hosts)}"
+        road = "over the cable of" if len(set(hosts)) > 1 else "to and from"
+        return f"messages {road} {who_words(ranks, hosts)}"
     if len(names) == 2:
         return f"messages between host {names[0]} and host {names[1]}"
     return f"messages between {who_words(ranks, hosts)}"

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import cast
+
 import torch
+import torch._dynamo.config as dynamo
+from torch.distributed.device_mesh import DeviceMesh
 
 from plait.layout import AXES
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape
 from plait.parallel.apply import STAGES, weave
+from plait.parallel.compile import SIZES, compile_layers
 from plait.parallel.mesh import ALONE
+from plait.parallel.woven import alone
 from tests.train.tiny import make_tiny
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, kv_heads=2, head_width=8, ffn=32, vocabulary=50, sequence=8)
@@ -36,3 +43,14 @@ def test_without_stages_a_model_is_one_process_own(tmp_path) -> None:
 def test_alone_every_sum_is_global_already() -> None:
     values = torch.tensor([1.0, 2.0])
     assert ALONE(values) is values and ALONE.largest(values) is values and ALONE.gather(values) == [values]
+
+
+def test_compiled_layers_may_know_as_many_sizes_as_shares_may_bring(tmp_path, monkeypatch) -> None:
+    """Behind torch's own limit they would run uncompiled without a word."""
+    monkeypatch.setattr(dynamo, "recompile_limit", 8)
+    _, plan = make_tiny(tmp_path)
+    nowhere = cast(DeviceMesh, None)  # each layer for itself
+    compile_layers(alone(GPT(SHAPE)), nowhere, replace(plan, compile="off"))
+    assert dynamo.recompile_limit == 8
+    compile_layers(alone(GPT(SHAPE)), nowhere, replace(plan, compile="blocks"))
+    assert dynamo.recompile_limit == SIZES >= 64

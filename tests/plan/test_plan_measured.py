@@ -154,3 +154,5 @@ def test_ends_that_are_alone_wait_for_one_micro_batch_s_rows_only() -> None:
     row: dict[str, int | str] = {"pipeline": 2, "schedule": "gpipe"}
     tied, many, once = (float(priced(found, **row, micro_sequences=micro).gradients[0]) for micro in (2, 1, 16))
     assert many < tied < once, "the fewer tokens a micro-batch has, the fewer rows are left for the end"
+    rows = 144  # of 2,048 kinds among 256 tokens: see workload.distinct_tokens
+    assert many == pytest.approx(2 * (1e-4 + rows * 256 * 4 / (RATE / 20)), rel=0.15), "rows there, gradients back"

@@ -65,7 +65,7 @@ def test_the_first_bar_is_the_chosen_layout_and_each_adds_up_to_what_it_needs(fo
     assert bars.layouts[0] == short_words(found.candidates.row(found.chosen))
     for place, words in enumerate(bars.layouts):
         whole = sum(item.bytes_per_device[place] for item in bars.items)
-        assert whole == pytest.approx(found.reserved[by_words[words]])
+        assert whole == pytest.approx(found.reserved(by_words[words]))
         assert whole <= max(island.device.memory_bytes for island in found.cluster.islands)
     assert bars.capacities[0][1] == min(island.device.memory_bytes for island in found.cluster.islands)
     assert bars.items[0].name in memory_told(bars) or len(bars.items) > 1

@@ -282,7 +282,7 @@ def test_a_small_device_holds_fewer_layers_and_everything_fits() -> None:
     assert needed[0] > have[1], "the larger device holds more than the smaller one could"
     assert (needed <= RESERVED * np.array(have) + found.stack.outside_bytes).all(), "as for every layout that was named"
     assert found.capacity(found.chosen) in have
-    assert sum(plan_json(found, NO_WORDS, 0)["memory"].values()) == pytest.approx(found.reserved[found.chosen])
+    assert sum(plan_json(found, NO_WORDS, 0)["memory"].values()) == pytest.approx(found.reserved(found.chosen))
 
 
 def test_what_is_held_is_that_of_the_part_that_holds_most() -> None:
@@ -294,7 +294,7 @@ def test_what_is_held_is_that_of_the_part_that_holds_most() -> None:
     assert found.memory(found.chosen).allocated == pytest.approx(six.allocated)
     assert found.fullest(found.chosen).allocated == pytest.approx(six.allocated)
     assert found.at_once(found.chosen) == (6,), "so that shares may change without anybody taking more"
-    assert found.reserved[found.chosen] == pytest.approx(float(six.reserved[0]))
+    assert found.reserved(found.chosen) == pytest.approx(float(six.reserved[0]))
 
 
 def old_and_new(micro: int, size: str = "125M", **degrees: int) -> Search:
@@ -315,7 +315,7 @@ def test_a_small_device_takes_fewer_sequences_at_a_time_and_says_so() -> None:
     assert found.fullest(found.chosen).allocated > found.memory(found.chosen).allocated, "the larger one's"
     told = plan_json(found, NO_WORDS, 1)
     assert told["micro_sequences"] == 15 and told["micro_limits"] == (15, small)
-    assert sum(plan_json(found, NO_WORDS, 0)["memory"].values()) == pytest.approx(found.reserved[found.chosen])
+    assert sum(plan_json(found, NO_WORDS, 0)["memory"].values()) == pytest.approx(found.reserved(found.chosen))
     assert old_and_new(1).at_once(0) == (1,) and not limit_words(old_and_new(1), 0)
     with pytest.raises(PlaitError, match=r"fits no layout of .* and the smallest device has 9\.88 GiB"):
         old_and_new(16, size="1.3B")
@@ -350,6 +350,35 @@ def test_equally_fast_devices_of_unequal_memory_are_priced_with_all_their_meetin
     assert uneven.numbers[uneven.chosen] == -(-32 // less) > even.numbers[even.chosen] == 4
     assert uneven.timing(0).parameters[0] / even.timing(0).parameters[0] == pytest.approx(-(-32 // less) / 4)
     assert uneven.step_s[0] == pytest.approx(float(uneven.timing(0).step_s[0]))
+
+
+def test_parts_that_meet_compute_a_sequence_in_every_micro_batch() -> None:
+    """Of 14 + 2, one at a time, the second part has 14 micro-batches too where parameters travel in each."""
+    pins = replace(copies(2), degrees={"shard": 2}, shares=(14, 2))
+
+    def computed_s(what: str, speed: float) -> float:
+        knobs = {"micro_sequences": 1, "recompute": "none", "shard_what": what}
+        found = search(work(), probed(1.0, speed), pins=replace(pins, knobs=knobs))
+        return float(found.timing(0).products[0])
+
+    assert computed_s("optimizer", 0.4) == pytest.approx(computed_s("optimizer", 1.0)), "2 / 0.4 are done before 14"
+    assert computed_s("parameters", 0.4) == pytest.approx(2.5 * computed_s("optimizer", 0.4))
+
+
+def test_a_gpipe_keeps_as_many_micro_batches_as_its_share_may_grow_to() -> None:
+    """Two copies of a pipeline of two stages: one of them may come to take all but one of 16 sequences."""
+    pins = Pins(degrees={"pipeline": 2, "replicate": 2}, knobs={"micro_sequences": 1, "recompute": "none"})
+    most = {}
+    for schedule in ("gpipe", "1f1b"):
+        one = replace(pins, knobs={**pins.knobs, "schedule": schedule})
+        found = search(work(), probed(1.0, 1.0, 0.4, 0.4), pins=one)
+        held = portions_of(found.workload, found.dealer.one(found.candidates, 0), found.stack, found.room)
+        most[schedule] = max(part.most.max() for part in held), max(part.needed.max() for part in held)
+    grown, dealt = most["gpipe"]
+    per_sequence = (grown - dealt) / (15 - shares(16, (1.0, 0.4))[0])
+    assert per_sequence > 8 / 2 * 256 * 256 * 4, "more than the inputs of its layers"
+    grown, dealt = most["1f1b"]
+    assert grown - dealt < per_sequence / 2, "as many are under way as there are stages, and numbers of tokens"
 
 
 def test_a_share_that_grows_still_fits() -> None:

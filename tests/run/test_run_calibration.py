@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console as Screen
 
 from plait.plan.calibrate import Calibration, Lesson, StepItems
+from plait.plan.plan import HostShare
 from plait.report.metrics import StepReport
 from plait.report.receipt import read_receipt
 from plait.report.straggler import RankTimes
@@ -160,13 +161,17 @@ def test_memory_is_told_once() -> None:
     assert len(said) == 1
 
 
-def finished(here: Path, watch: Compared | None, steps: list[StepReport]) -> str:
+def finished(
+    here: Path, watch: Compared | None, steps: list[StepReport], hosts: tuple[HostShare, ...] = (), gpu: str = ""
+) -> str:
     """Conclude a run of these steps; returns what it printed."""
     plan = planned(recipe(here, "layout.replicate=2", "train.budget=20 steps"), PLAYS, LAPTOP)
+    if gpu:
+        plan = replace(plan, device="cuda", fingerprint={**plan.fingerprint, "name": gpu}, hosts=hosts)
     folder = RunFolder(here / "run")
     folder.path.mkdir(exist_ok=True)
     folder.metrics.write_text("".join(one.to_line() for one in steps))
-    folder.note_so_far(SoFar(wall_s=30.0, peak_tensor_bytes=(10**8,), peak_rss_bytes=(5 * 10**8,)))
+    folder.note_so_far(SoFar(wall_s=30.0, device_s=60.0, peak_tensor_bytes=(10**8,), peak_rss_bytes=(5 * 10**8,)))
     screen = StringIO()
     conclude(recipe(here, "train.budget=20 steps"), folder, plan, 0, Screen(file=screen, width=400), watch)
     return screen.getvalue()
@@ -216,3 +221,19 @@ def test_without_a_forecast_nothing_is_compared(here: Path) -> None:
     told = finished(here, None, [report(step, 1.0) for step in range(1, 30)])
     assert "learn" not in told
     assert read_receipt(here / "run" / "receipt.json").predicted_items is None
+
+
+def test_unlike_hosts_are_named_and_have_no_common_price(here: Path) -> None:
+    steps, gpu = [report(step, 1.0) for step in range(1, 30)], "NVIDIA GeForce RTX 4090"
+    kinds = {"alike": ("one", "one"), "unlike": ("one", "other")}
+    receipts = {}
+    for name, (first, second) in kinds.items():
+        hosts = (
+            HostShare(name="new", workers=1, threads=1, machine=first),
+            HostShare(name="old", workers=1, threads=1, machine=second),
+        )
+        finished(here, None, steps, hosts, gpu)
+        receipts[name] = read_receipt(here / "run" / "receipt.json")
+    alike, unlike = receipts["alike"], receipts["unlike"]
+    assert alike.device == f"2 × {gpu}" and alike.cost_usd > 0 and alike.energy_wh > 0
+    assert unlike.device == "new (1 worker) + old (1 worker)" and unlike.cost_usd is None and unlike.energy_wh is None
