@@ -82,6 +82,24 @@ class Candidates:
 
 COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(Candidates) if field.name != "dealing")
 """The knobs in which candidates differ."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Same:
+    """Candidates that are the same where their numbers are, for what is kept of them."""
+
+    candidates: Candidates
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self._numbers() == other._numbers()
+
+    def __hash__(self) -> int:
+        return hash(self._numbers())
+
+    def _numbers(self) -> tuple[object, ...]:
+        return self.candidates.dealing, *(getattr(self.candidates, name).tobytes() for name in COLUMNS)
+
+
 DEFAULTS: Mapping[str, int | str] = {
     **dict.fromkeys(COLUMNS, 1),
     "shard_what": "nothing",
@@ -89,6 +107,13 @@ DEFAULTS: Mapping[str, int | str] = {
     "schedule": "1f1b",
     "sequence_parallel": 0,
 }
+
+
+def places_alike(keys: np.ndarray) -> list[Counts]:
+    """The places of equal columns, those that are equal together."""
+    _, kind = np.unique(keys, axis=1, return_inverse=True)
+    order = np.argsort(kind.ravel(), kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(kind.ravel()[order])) + 1) if len(order) else []
 
 
 def _entry(row: Mapping[str, int | str], name: str) -> int:

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from plait.plan.candidates import Candidates, Counts, Dealing, Reals
+from plait.plan.candidates import SCHEDULES, Candidates, Counts, Reals, Same, places_alike
 from plait.plan.memory import memory
 from plait.plan.shares import equal_shares, worthwhile
 from plait.plan.speeds import Devices
@@ -95,63 +95,70 @@ class Dealer:
         plain = devices.alike and devices.equal_memory and not self.named
         if c.dealing == "published" or (plain and not devices.timed):
             return [Group(places=everyone, candidates=c, deal=None)]
-        inner, piped = c.context * c.tensor, c.pipeline > 1
-        # What is kept decides how many layers a small device holds.
-        knobs = c.tensor, c.recompute, c.shard, c.shard_what, c.expert
-        held = [np.where(piped & (not devices.equal_memory), knob, 0) for knob in knobs]
-        keys = np.stack([c.pipeline, c.virtual, c.batch_parts, inner, *held])
+        keys = np.stack([c.pipeline, c.virtual, c.batch_parts, c.context * c.tensor])
         if plain:  # only stages are cut otherwise than by the weights of the head
-            keys = np.where(piped, keys, 0)
-        _, first, place = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+            keys = np.where(c.pipeline > 1, keys, 0)
         found = []
-        for group, one in enumerate(first):
-            rows = np.flatnonzero(place.ravel() == group)
+        for rows in places_alike(keys):
             few = c.select(rows)
-            if plain and int(c.pipeline[one]) == 1:
+            if plain and int(few.pipeline[0]) == 1:
                 found.append(Group(places=rows, candidates=few, deal=None))
                 continue
-            deal = _deal(self, _Weave(row=tuple(few.row(0).items()), dealing=few.dealing))
-            dealing = deal.stage_layers if deal.ranks > 1 else c.dealing
-            found.append(Group(places=rows, candidates=replace(few, dealing=dealing), deal=deal))
+            for deal, own in self._deals(few):
+                dealing = deal.stage_layers if deal.ranks > 1 else c.dealing
+                found.append(Group(places=rows[own], candidates=replace(few.select(own), dealing=dealing), deal=deal))
         return found
 
     def one(self, candidates: Candidates, index: int) -> Group:
-        """A single candidate, as it was priced; a group's deal does not hang on which of it are looked at."""
-        [group] = [group for group in self.groups(candidates) if index in group.places]
-        at = np.flatnonzero(group.places == index)
-        return replace(group, places=np.array([index]), candidates=group.candidates.select(at))
+        """A single candidate, as it was priced: a deal does not hang on who else is looked at."""
+        [group] = self.groups(candidates.select(np.array([index])))
+        return replace(group, places=np.array([index]))
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Weave:
-    """What a deal hangs on of its candidates: any one of them, and the dealing."""
-
-    row: tuple[tuple[str, int | str], ...]
-    dealing: Dealing
-
-    @property
-    def lean(self) -> Candidates:
-        """The one that takes one sequence at a time."""
-        return Candidates.of([{**dict(self.row), "micro_sequences": 1, "schedule": "1f1b"}], self.dealing)
+    def _deals(self, few: Candidates) -> list[tuple[Deal, Counts]]:
+        """The deals of candidates of one shape, each with the places of those that it is for."""
+        # What is kept decides how many layers a small device holds.
+        knobs = np.stack([few.tensor, few.recompute, few.shard, few.shard_what, few.expert])
+        if int(few.pipeline[0]) == 1 or self.devices.equal_memory:
+            knobs = np.zeros_like(knobs)
+        kinds = places_alike(knobs)
+        once = np.ones(len(kinds), dtype=np.int64)
+        lean = replace(
+            few.select(np.array([rows[0] for rows in kinds])),
+            micro_sequences=once,
+            schedule=SCHEDULES.index("1f1b") * once,
+        )
+        places: dict[Deal, list[Counts]] = {}
+        for deal, rows in zip(_dealt(self, Same(lean)), kinds, strict=True):
+            places.setdefault(deal, []).append(rows)
+        return [(deal, np.sort(np.concatenate(rows))) for deal, rows in places.items()]
 
 
 @lru_cache(maxsize=4096)
-def _deal(dealer: Dealer, weave: _Weave) -> Deal:
-    """The deal of candidates of one weave; searches that differ in links alone ask for the same ones again."""
-    one, devices = weave.lean, dealer.devices
-    pipeline, virtual, parts = int(one.pipeline[0]), int(one.virtual[0]), int(one.batch_parts[0])
+def _dealt(dealer: Dealer, lean: Same) -> tuple[Deal, ...]:
+    """The deal of each of some candidates of one shape, which take one sequence at a time; one value where they are the
+    same. Searches that differ in links alone ask for the same ones again."""
+    c, devices = lean.candidates, dealer.devices
+    pipeline, virtual, parts = int(c.pipeline[0]), int(c.virtual[0]), int(c.batch_parts[0])
     place = pipeline, parts, -1
     speeds = np.array(devices.speeds).reshape(place).min(axis=2)
     memory_bytes = np.array(devices.memory_bytes, dtype=np.float64).reshape(place).min(axis=2)
-    layers, lookup = (dealer.workload.layers,), devices.lookup if pipeline > 1 else 0.0
-    if isinstance(weave.dealing, tuple):
-        layers = weave.dealing
-    elif pipeline > 1:
-        most = [] if devices.equal_memory else _most(dealer, one, memory_bytes.min(axis=1))
-        by_stage = speeds.sum(axis=1).tolist() * virtual
-        layers = balanced_by_speed(dealer.workload.layers, by_stage, devices.head, lookup, most * virtual)
-    deal = Deal(stage_layers=layers, shares=(), speeds=speeds, memory_bytes=memory_bytes, lookup=lookup)
-    return replace(deal, shares=dealer.named or worthwhile(dealer.workload.batch_sequences, _parts(dealer, deal)))
+    by_stage, lookup = speeds.sum(axis=1).tolist() * virtual, devices.lookup if pipeline > 1 else 0.0
+    cut = pipeline > 1 and not isinstance(c.dealing, tuple)
+    limits: list[tuple[int, ...]] = [()] * len(c)
+    if cut and not devices.equal_memory:
+        limits = _most(dealer, c, memory_bytes.min(axis=1))
+    made: dict[tuple[int, ...], Deal] = {}
+    found = []
+    for most in limits:
+        layers = c.dealing if isinstance(c.dealing, tuple) else (dealer.workload.layers,)
+        if cut:
+            layers = balanced_by_speed(dealer.workload.layers, by_stage, devices.head, lookup, most * virtual)
+        if layers not in made:
+            deal = Deal(stage_layers=layers, shares=(), speeds=speeds, memory_bytes=memory_bytes, lookup=lookup)
+            sequences = dealer.named or worthwhile(dealer.workload.batch_sequences, _parts(dealer, deal))
+            made[layers] = replace(deal, shares=sequences)
+        found.append(made[layers])
+    return tuple(found)
 
 
 def _parts(dealer: Dealer, deal: Deal) -> list[float]:
@@ -162,13 +169,13 @@ def _parts(dealer: Dealer, deal: Deal) -> list[float]:
     return [float(speed) for speed in 1 / (costs[:, None] / deal.speeds).max(axis=0)]
 
 
-def _most(dealer: Dealer, lean: Candidates, memory_bytes: Reals) -> list[int]:
-    """Layers that each stage of a rank can hold, one sequence at a time."""
+def _most(dealer: Dealer, lean: Candidates, memory_bytes: Reals) -> list[tuple[int, ...]]:
+    """For each candidate the layers that each stage of a rank can hold, one sequence at a time."""
     ranks, virtual = int(lean.pipeline[0]), int(lean.virtual[0])
-    once, twice = (stage_bytes(dealer.workload, lean, dealer.stack, [(n,) * virtual] * ranks)[:, 0] for n in (1, 2))
+    once, twice = (stage_bytes(dealer.workload, lean, dealer.stack, [(n,) * virtual] * ranks) for n in (1, 2))
     each = np.maximum((twice - once) / virtual, 1.0)
-    most = virtual + np.floor((memory_bytes - once) / each)
-    return [max(1, int(layers) // virtual) for layers in most]
+    most = virtual + np.floor((memory_bytes[:, None] - once) / each)
+    return [tuple(max(1, int(layers) // virtual) for layers in ranks_most) for ranks_most in most.T]
 
 
 def stage_bytes(workload: Workload, candidates: Candidates, stack: Stack, chunks: Sequence[tuple[int, ...]]) -> Reals:

@@ -5,7 +5,6 @@ What is counted are live tensors in float32 of a step that has optimizer state, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import product
 from typing import Literal
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.layout import Schedule
-from plait.plan.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates, Reals
+from plait.plan.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates, Counts, Reals, Same, places_alike
 from plait.plan.memory_pieces import Pieces, pieces
 from plait.plan.memory_walk import PIECES, Stages, moments
 from plait.plan.schedule import Action, actions
@@ -48,28 +47,11 @@ def followed(
     `stage` is 1 where that is the last. The arrays are shared by whoever asks the same again, as searches for where the
     answer changes do many times; nobody may write into them. For `keeps_ends` see stack.py.
     """
-    return _followed(workload, _Asked(candidates=candidates), keeps_ends, end)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Asked:
-    """Candidates that are the same where their numbers are."""
-
-    candidates: Candidates
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Asked) and self._numbers() == other._numbers()
-
-    def __hash__(self) -> int:
-        return hash(self._numbers())
-
-    def _numbers(self) -> tuple[object, ...]:
-        c = self.candidates
-        return c.dealing, *(getattr(c, column.name).tobytes() for column in fields(c) if column.name != "dealing")
+    return _followed(workload, Same(candidates), keeps_ends, end)
 
 
 @lru_cache(maxsize=256)
-def _followed(workload: Workload, asked: _Asked, keeps_ends: bool, end: End) -> dict[str, Reals]:
+def _followed(workload: Workload, asked: Same, keeps_ends: bool, end: End) -> dict[str, Reals]:
     candidates = asked.candidates
     found = {name: np.zeros(len(candidates)) for name in (*ITEMS, "stage")}
     for alike in _alike(workload, candidates):
@@ -97,14 +79,10 @@ def resident(workload: Workload, candidates: Candidates, tensor_bytes: Reals, pr
     return HELD_BACK * tensor_bytes + gaps + process_bytes
 
 
-def _alike(workload: Workload, c: Candidates) -> list[NDArray[np.int64]]:
+def _alike(workload: Workload, c: Candidates) -> list[Counts]:
     """Places of candidates whose ranks carry out the same list and sum gradients over ranks alike."""
     columns = (c.pipeline, c.virtual, c.schedule, _micros(workload, c), _copies(c) > 1, _fully(c))
-    _, group = np.unique(
-        np.stack([np.asarray(column, dtype=np.int64) for column in columns]), axis=1, return_inverse=True
-    )
-    order = np.argsort(group.ravel(), kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(group.ravel()[order])) + 1) if len(order) else []
+    return places_alike(np.stack([np.asarray(column, dtype=np.int64) for column in columns]))
 
 
 def _items(w: Workload, c: Candidates, p: Pieces, end: End, keeps_ends: bool) -> dict[str, Reals]:

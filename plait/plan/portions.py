@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.cluster.cluster import Cluster
-from plait.plan.candidates import Candidates, Counts, Reals
+from plait.plan.candidates import Candidates, Counts, Reals, places_alike
 from plait.plan.deal import Deal, Group, lone_rank, stage_bytes
 from plait.plan.memory import RESERVED, Memory, memory
 from plait.plan.stack import Stack
@@ -104,8 +104,7 @@ def _scale(workload: Workload, group: Group, stack: Stack, room: Room) -> tuple[
     """What a group's parts are weighed with, and which of them are alike."""
     assert group.deal is not None
     deal, have = group.deal, group.deal.memory_bytes
-    _, kind = np.unique(np.vstack([have, deal.shares]), axis=1, return_inverse=True)
-    alike = [np.flatnonzero(kind.ravel() == one) for one in range(kind.max() + 1)]
+    alike = places_alike(np.vstack([have, deal.shares]))
     asked = np.max([_cut(share, group.candidates.micro_sequences)[1] for share in set(deal.shares)], axis=0)
     return _Scale(
         workload=workload, candidates=group.candidates, stack=stack, deal=deal, room=room, asked=asked
