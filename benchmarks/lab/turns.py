@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Literal
 
 from benchmarks.lab.checks import LOOK_EVERY_S, until
 from benchmarks.lab.cut import BEGUN_PATIENCE_S, FIRST_PATIENCE_S, QUIET, Cutting, Ended, Turn
@@ -26,16 +25,13 @@ LIMIT_S = 1200.0
 """Of a whole turn, whatever it does."""
 
 
-def take_turn(
-    lab: Lab, party: Party, cutting: Cutting, logs: Path, *, loads_at: Literal["own share", "a processor"] = "own share"
-) -> Turn:
+def take_turn(lab: Lab, party: Party, cutting: Cutting, logs: Path) -> Turn:
     """Start the party, follow it until it told enough, and leave nobody running."""
     logs.mkdir(parents=True, exist_ok=True)
     _await_quiet(lab)
-    startup = Startup(lab, party, logs / "host0.log") if loads_at == "a processor" else None
+    startup = Startup(lab, party, logs / "host0.log")
     try:
-        if startup:
-            startup.look(0)
+        startup.look(0)
         started = start_party(lab, party, logs)
         follower = _Follower(lab, party)
         ended = follower.until_enough(started, cutting, startup)
@@ -43,8 +39,7 @@ def take_turn(
         return Turn(seconds=(), ended="failed", sentence=str(error))
     finally:
         lab.end_commands()
-        if startup:
-            startup.end()
+        startup.end()
     return Turn(
         seconds=cutting.kept(
             follower.seconds, ended, follower.waiting_s, follower.others, allowed_s=follower.allowed_s
@@ -109,11 +104,10 @@ class _Follower:
             return ()
         return self._lab.product_s(self.stamps[steps - 1].at_s, self.stamps[-1].at_s)
 
-    def until_enough(self, started: list[subprocess.Popen[bytes]], cutting: Cutting, startup: Startup | None) -> Ended:
+    def until_enough(self, started: list[subprocess.Popen[bytes]], cutting: Cutting, startup: Startup) -> Ended:
         began = last_step = time.monotonic()
         while True:
-            if startup:
-                startup.look(len(self.seconds))
+            startup.look(len(self.seconds))
             gone = [process.poll() for process in started]
             if self._read() or self._has_begun():
                 last_step = time.monotonic()

@@ -244,7 +244,7 @@ def _asked(trial: Trial) -> Asked:
 
 def _take(lab: Lab, party: Party, name: str, steps: int, warm_up: int = WARM_UP) -> Turn:
     cutting = Cutting(steps=steps, fastest_s=float("inf"), warm_up=warm_up)
-    turn = take_turn(lab, party, cutting, WORK / "logs" / name, loads_at="a processor")
+    turn = take_turn(lab, party, cutting, WORK / "logs" / name)
     if not turn.seconds:
         print(f"  {name:12} failed: {turn.sentence}", flush=True)
     return turn
