@@ -48,6 +48,9 @@ NARROW = {"layers": 6, "width": 192, "heads": 6, "vocabulary": 1024}
 DEEP = {"layers": 22, "width": 128, "heads": 4, "vocabulary": 1024}
 TWO, FOUR = (1.0, 0.4), (0.5, 0.5, 0.25, 0.125)
 SEQUENCES = {len(TWO): 64, len(FOUR): 128}
+"""Of a step, by hosts, where the batch is what is split."""
+PIPED_SEQUENCES, MICROS = 128, 32
+"""Of a pipeline's step, and its micro-batches: with few tokens in each a narrow model spends its time between them."""
 Section = Mapping[str, Any]
 
 
@@ -58,13 +61,10 @@ class Trial:
     name: str
     cores: tuple[float, ...]
     rate: Rate
+    batch_sequences: int
     layout: Section
     shape: Section = field(default_factory=lambda: NARROW)
     baselines: tuple[str, ...] = ()
-
-    @property
-    def batch_sequences(self) -> int:
-        return SEQUENCES[len(self.cores)]
 
     def case(self, sequences: int) -> Case:
         return Case(
@@ -84,15 +84,16 @@ def trials() -> list[Trial]:
     for cores in (TWO, FOUR):
         speeds = " : ".join(f"{share / cores[0]:g}" for share in cores)
         for rate in ("unshaped", 1e9):
-            cable = "unshaped" if rate == "unshaped" else "1 Gbit/s"
+            table = f"{speeds}, {'unshaped' if rate == 'unshaped' else '1 Gbit/s'}"
+            trial = Trial(name=table, cores=cores, rate=rate, batch_sequences=SEQUENCES[len(cores)], layout={})
             for strand, more in strands.items():
-                layout = {strand.split()[0]: len(cores), **more}
                 beside = strand == "replicate" and rate == "unshaped"
+                layout = {strand.split()[0]: len(cores), **more}
                 baselines = ("ddp", "hf-trainer") if beside else ()
-                name = f"{speeds}, {cable}, {strand}"
-                found.append(Trial(name=name, cores=cores, rate=rate, layout=layout, baselines=baselines))
-            deep = {"pipeline": len(cores), "micro_sequences": SEQUENCES[len(cores)] // 32}
-            found.append(Trial(name=f"{speeds}, {cable}, pipeline", cores=cores, rate=rate, layout=deep, shape=DEEP))
+                found.append(replace(trial, name=f"{table}, {strand}", layout=layout, baselines=baselines))
+            layout = {"pipeline": len(cores), "micro_sequences": PIPED_SEQUENCES // MICROS}
+            deep = replace(trial, name=f"{table}, pipeline", layout=layout, shape=DEEP)
+            found.append(replace(deep, batch_sequences=PIPED_SEQUENCES))
     return found
 
 

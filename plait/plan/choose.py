@@ -20,7 +20,7 @@ from plait.plan.size import CorpusFacts
 from plait.plan.split import MEASURED_TOLERANCE, Question, Split, candidate_splits, simplest
 from plait.plan.work import begun_work, new_work
 from plait.recipe.schema import RunConfig
-from plait.units import Every, format_count, format_duration
+from plait.units import Every, format_count, format_duration, format_si
 
 EVALUATION_SHARE = 0.06
 """Of a run's work, spent at most on looking at the held-out text along the way."""
@@ -229,5 +229,5 @@ def described(plan: Plan) -> str:
     return (
         f"{format_count(parameter_count(shape))} parameters ({shape.layers} layers, width {shape.width}, {shape.heads} "
         f"heads, vocabulary {shape.vocabulary}), {plan.steps} steps of {plan.batch_sequences} × {plan.sequence} "
-        f"tokens, {format_count(flops)}FLOP a token"
+        f"tokens, {format_si(flops, 'FLOP')} a token"
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from plait.cluster.measured import Measured, MeasuredDevice, MeasuredLink, Timed, Work
-from plait.units import format_bytes
+from plait.units import format_bytes, format_si
 
 KINDS = {
     "send": "send, from one to another",
@@ -63,8 +63,9 @@ def _device_lines(measured: Measured, device: MeasuredDevice) -> list[str]:
 def _product_rates(device: MeasuredDevice, work: Work) -> str:
     rates = sorted((2 * prod(one.sizes) / one.seconds, one.sizes) for one in device.of(work))
     (low, small), (high, large) = rates[0], rates[-1]
-    ends = f"; from {_flops(low)} at {_times(small)} to {_flops(high)} at {_times(large)}" if len(rates) > 1 else ""
-    return f"{_flops(rates[len(rates) // 2][0])}{ends}"
+    slow, middle, fast = (format_si(rate, "FLOP/s") for rate in (low, rates[len(rates) // 2][0], high))
+    ends = f"; from {slow} at {_times(small)} to {fast} at {_times(large)}" if len(rates) > 1 else ""
+    return f"{middle}{ends}"
 
 
 def _attention(device: MeasuredDevice) -> str:
@@ -140,10 +141,6 @@ def _overlap_lines(measured: Measured) -> list[str]:
 def _telling(factors: Mapping[str, float]) -> list[tuple[str, float]]:
     kept = ("product", "product_weight", "attention", "stream", "stream_backward", "head", "update", "copy")
     return [(work, factors[work]) for work in kept if work in factors]
-
-
-def _flops(rate: float) -> str:
-    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
 
 
 def _times(sizes: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from plait.run.crew import PlacedCrew
 from plait.run.planning import Say, Site, look_around
 from plait.run.probe import Extent, Fresh, kept_measurement, measured_by, note_seen, seen_lately
 from plait.run.still import still_holds
-from plait.units import format_count
+from plait.units import format_si
 
 Host = tuple[Machine, float | None, int]
 """A host's machine, the rate of its processor, and its workers."""
@@ -46,7 +46,7 @@ def _look(workers: PlacedCrew, hosts: tuple[Host, ...], say: Say, fresh: Fresh) 
             say(f"probe    {sentence}")
         rate, latency_s = cluster.between.bytes_per_s * 8, cluster.between.latency_s
         say(
-            f"probe    {format_count(rate)}bit/s between the hosts, {1e6 * latency_s:.0f} µs for a short message "
+            f"probe    {format_si(rate, 'bit/s')} between the hosts, {1e6 * latency_s:.0f} µs for a short message "
             f"(measured {cluster.measured.date})"
         )
         return cluster

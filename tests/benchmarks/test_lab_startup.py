@@ -9,4 +9,4 @@ def test_hosts_are_measured_at_their_own_share() -> None:
     assert share_for("") == "a processor"
     assert share_for(joined) == "a processor"
     assert share_for(measuring) == "own"
-    assert share_for(f"{measuring}probe    958Mbit/s between the hosts\n") == "a processor"
+    assert share_for(f"{measuring}probe    958 Mbit/s between the hosts\n") == "a processor"

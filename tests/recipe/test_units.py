@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plait.errors import PlaitError
-from plait.units import Amount, format_bytes, parse_amount, parse_every
+from plait.units import Amount, format_bytes, format_si, parse_amount, parse_every
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,8 @@ def test_bytes_have_three_digits_and_no_powers_of_ten() -> None:
     told = [format_bytes(value) for value in (999, 1023, 1010 * 2**20, 2**30, 1.5 * 2**40)]
     assert told == ["999 B", "0.999 KiB", "0.986 GiB", "1 GiB", "1.5 TiB"]
     assert not any("e+" in format_bytes(1.01**n) for n in range(3000))
+
+
+def test_prefixes_are_those_of_the_unit() -> None:
+    told = [format_si(value, "bit/s") for value in (958e6, 2.92e9, 999.8e6, 4e13, 1500, 12)]
+    assert told == ["958 Mbit/s", "2.92 Gbit/s", "1 Gbit/s", "40 Tbit/s", "1.5 kbit/s", "12 bit/s"]
