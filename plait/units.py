@@ -98,7 +98,7 @@ def format_count(value: float) -> str:
 
 def format_si(value: float, unit: str) -> str:
     """2_920_000_000, "bit/s" -> "2.92 Gbit/s": three significant digits and the prefix that goes with the unit."""
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size * 0.9995:
             return f"{value / size:.3g} {prefix}{unit}"
     return f"{value:.3g} {unit}"

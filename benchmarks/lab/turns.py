@@ -31,7 +31,7 @@ def take_turn(lab: Lab, party: Party, cutting: Cutting, logs: Path) -> Turn:
     _await_quiet(lab)
     startup = Startup(lab, party, logs / "host0.log")
     try:
-        startup.look(0)
+        startup.look()
         started = start_party(lab, party, logs)
         follower = _Follower(lab, party)
         ended = follower.until_enough(started, cutting, startup)
@@ -107,7 +107,7 @@ class _Follower:
     def until_enough(self, started: list[subprocess.Popen[bytes]], cutting: Cutting, startup: Startup) -> Ended:
         began = last_step = time.monotonic()
         while True:
-            startup.look(len(self.seconds))
+            startup.look()
             gone = [process.poll() for process in started]
             if self._read() or self._has_begun():
                 last_step = time.monotonic()

@@ -84,15 +84,15 @@ def trials() -> list[Trial]:
     for cores in (TWO, FOUR):
         speeds = " : ".join(f"{share / cores[0]:g}" for share in cores)
         for rate in ("unshaped", 1e9):
-            table = f"{speeds}, {'unshaped' if rate == 'unshaped' else '1 Gbit/s'}"
-            trial = Trial(name=table, cores=cores, rate=rate, batch_sequences=SEQUENCES[len(cores)], layout={})
+            place = f"{speeds}, {'unshaped' if rate == 'unshaped' else '1 Gbit/s'}"
+            trial = Trial(name=place, cores=cores, rate=rate, batch_sequences=SEQUENCES[len(cores)], layout={})
             for strand, more in strands.items():
                 beside = strand == "replicate" and rate == "unshaped"
                 layout = {strand.split()[0]: len(cores), **more}
                 baselines = ("ddp", "hf-trainer") if beside else ()
-                found.append(replace(trial, name=f"{table}, {strand}", layout=layout, baselines=baselines))
+                found.append(replace(trial, name=f"{place}, {strand}", layout=layout, baselines=baselines))
             layout = {"pipeline": len(cores), "micro_sequences": PIPED_SEQUENCES // MICROS}
-            deep = replace(trial, name=f"{table}, pipeline", layout=layout, shape=DEEP)
+            deep = replace(trial, name=f"{place}, pipeline", layout=layout, shape=DEEP)
             found.append(replace(deep, batch_sequences=PIPED_SEQUENCES))
     return found
 
@@ -104,9 +104,9 @@ def main() -> None:
     flags = parser.parse_args()
     require_root()
     sweep()
-    done = {line["name"] for line in read_lines(flags.json, "name")}
+    done = {(line["name"], line["batch_sequences"]) for line in read_lines(flags.json, "name")}
     for trial in trials():
-        if flags.only in trial.name and trial.name not in done:
+        if flags.only in trial.name and (trial.name, trial.batch_sequences) not in done:
             print(f"\n{trial.name}", flush=True)
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             append_line(flags.json, {**_run(trial), "date": now, "machine": describe()})

@@ -135,8 +135,8 @@ class Dealer:
 
 @lru_cache(maxsize=4096)
 def _dealt(dealer: Dealer, lean: Same) -> tuple[Deal, ...]:
-    """The deal of each of some candidates of one shape, which take one sequence at a time; one value where they are the
-    same. Searches that differ in links alone ask for the same ones again."""
+    """The deal of each of some candidates of one shape, which take one sequence at a time; equal deals are one object.
+    Searches that differ in links alone ask for the same ones again."""
     c, devices = lean.candidates, dealer.devices
     pipeline, virtual, parts = int(c.pipeline[0]), int(c.virtual[0]), int(c.batch_parts[0])
     place = pipeline, parts, -1

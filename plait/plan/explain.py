@@ -198,13 +198,12 @@ def _as_pinned(found: Search) -> str:
 
 def _too_large(found: Search) -> list[tuple[str, float]]:
     """Ways to train on all devices that cut nothing of the model, and do not fit."""
-    capacity = min(island.device.memory_bytes for island in found.cluster.islands)
     simple = {
         1: "plain copies of the model",
         2: "copies that split the optimizer's state",
         4: "parameters split, nothing else",
     }
-    return [(words, found.leanest[kind]) for kind, words in simple.items() if found.leanest.get(kind, 0.0) > capacity]
+    return [(words, found.leanest[kind]) for kind, words in simple.items() if kind in found.leanest]
 
 
 def _why_lost(found: Search, index: int) -> str:

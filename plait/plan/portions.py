@@ -36,7 +36,8 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Limited:
-    """One part of the batch, or several alike, in layouts of one deal, and whether it fits; arrays over candidates."""
+    """What one part of the batch, or several alike, takes at a time and may come to hold; layouts of one deal, arrays
+    over candidates."""
 
     parts: Counts
     """Which they are."""

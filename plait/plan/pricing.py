@@ -37,7 +37,7 @@ def step_seconds(
     dealer = dealer or Dealer(workload=workload, devices=devices_of(workload, cluster, stack), stack=stack)
     groups = dealer.groups(candidates)
     if numbers is not None:
-        groups = [replace(group, numbers=numbers[group.places]) for group in groups]
+        groups = [some for group in groups for some in _apart(replace(group, numbers=numbers[group.places]))]
     step_s = np.empty(len(candidates))
     for group in groups:
         step_s[group.places] = closed_form(workload, cluster, stack, group).step_s
@@ -58,6 +58,12 @@ def closed_form(workload: Workload, cluster: Cluster, stack: Stack, group: Group
     if group.deal is None or (group.deal.even and not _often(group).any()):
         return times
     return paced(workload, cluster, group.candidates, stack, group.deal, times, group.numbers).times
+
+
+def _apart(group: Group) -> list[Group]:
+    """By how layouts of one deal are priced: device by device, or all alike."""
+    often = _often(group)
+    return [group] if often.all() or not often.any() else [group.select(often), group.select(~often)]
 
 
 def _often(group: Group) -> NDArray[np.bool_]:

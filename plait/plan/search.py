@@ -62,7 +62,8 @@ class Search:
     candidates: Candidates
     step_s: Reals
     judged: Reals
-    """Bytes by which its fit was judged, on the device that has least room left: with shares that may still grow."""
+    """Bytes by which its fit was judged, on the device that has least room left: where devices are unlike, with shares
+    that have grown."""
     numbers: Counts
     """Micro-batches of the part of the batch that takes most."""
     points: Counts
@@ -73,7 +74,7 @@ class Search:
     refused: Mapping[str, int]
     """How many layouts were not priced, by reason."""
     leanest: Mapping[int, float]
-    """Bytes per device of the leanest layout of every kind (kinds.py), priced or not."""
+    """Bytes per device of the leanest layout of every kind (kinds.py) of which none fits, judged as above."""
     dealer: Dealer
     room: Room
 
@@ -174,9 +175,8 @@ def search(
     if pins.degrees and not (seated & fits).any():
         room = Room.of_asked(cluster, stack)
         judged, fits, numbers = _held(dealer, found.candidates, room)
-    kept = seated & fits
     refused[TOO_LARGE] += int((seated & ~fits).sum())
-    if not kept.any():
+    if not (kept := seated & fits).any():
         raise DoesNotFit(workload, cluster, stack, float(judged.min()))
     needed = ~_needless(found.candidates, kept, numbers)
     refused[NEEDLESS] += int((kept & ~needed).sum())
@@ -198,7 +198,7 @@ def search(
         chosen=simplest(step_s, points, enough),
         fastest=fastest,
         refused={reason: count for reason, count in refused.items() if count},
-        leanest=_leanest(found.candidates, judged),
+        leanest=_leanest(found.candidates, judged, fits),
         dealer=dealer,
         room=room,
     )
@@ -240,11 +240,11 @@ def simplest(step_s: Reals, points: Counts, tolerance: float) -> int:
     return int(enough[np.lexsort((step_s[enough], points[enough]))[0]])
 
 
-def _leanest(candidates: Candidates, judged: Reals) -> dict[int, float]:
+def _leanest(candidates: Candidates, judged: Reals, fits: NDArray[np.bool_]) -> dict[int, float]:
     names, place = np.unique(kinds(candidates), return_inverse=True)
-    least = np.full(len(names), np.inf)
+    least, some = np.full(len(names), np.inf), set(place[fits].tolist())
     np.minimum.at(least, place, judged)
-    return {int(name): float(value) for name, value in zip(names, least, strict=True)}
+    return {int(names[kind]): float(least[kind]) for kind in range(len(names)) if kind not in some}
 
 
 def _needless(candidates: Candidates, kept: np.ndarray, numbers: Counts) -> np.ndarray:

@@ -99,7 +99,7 @@ def who_words(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def link_words(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """The messages of the link that these ranks are at the ends of, or of all links of the one rank's host."""
+    """The messages of the link that these ranks are at the ends of, or of all links of the one rank or its host."""
     if not ranks:
         return "messages between ranks"
     names = list(dict.fromkeys(hosts[rank] for rank in ranks))

@@ -16,7 +16,8 @@ from plait.cluster.cluster import Cluster, cluster_of_hosts, read_cluster
 from plait.data.portions import micro_sizes
 from plait.errors import PlaitError
 from plait.model.sizes import explicit_shape, named_shape
-from plait.plan.candidates import Candidates
+from plait.plan import pricing
+from plait.plan.candidates import SHARD_WHAT, Candidates
 from plait.plan.choose import draft, settle
 from plait.plan.clocked import measured_link
 from plait.plan.deal import Dealer, stage_bytes
@@ -371,7 +372,7 @@ def test_a_gpipe_keeps_as_many_micro_batches_as_its_share_may_grow_to() -> None:
     most = {}
     for schedule in ("gpipe", "1f1b"):
         one = replace(pins, knobs={**pins.knobs, "schedule": schedule})
-        found = search(work(), probed(1.0, 1.0, 0.4, 0.4), pins=one)
+        found = search(work(), probed(1.0, 0.4, 1.0, 0.4), pins=one)
         held = portions_of(found.workload, found.dealer.one(found.candidates, 0), found.stack, found.room)
         most[schedule] = max(part.most.max() for part in held), max(part.needed.max() for part in held)
     grown, dealt = most["gpipe"]
@@ -388,6 +389,15 @@ def test_a_share_that_grows_still_fits() -> None:
     [most] = found.at_once(0)
     row = replace(found.candidates.select(np.array([0])), micro_sequences=np.array([most]))
     assert part.most.max() == pytest.approx(float(memory(work(4 * most), row, found.stack).reserved[0]))
+
+
+def test_what_is_told_of_memory_is_of_shares_as_they_are_dealt() -> None:
+    """Each takes its 8 sequences at once; that it may come to take more of them is for judging what fits."""
+    pins = replace(copies(2, micro=8, recompute="none"), shares=(8, 8))
+    found = search(work(), probed(1.0, 0.4), pins=pins)
+    held = portions_of(found.workload, found.dealer.one(found.candidates, 0), found.stack, found.room)
+    dealt, grown = max(part.needed.max() for part in held), max(part.most.max() for part in held)
+    assert found.reserved(0) == dealt < grown == found.judged[0]
 
 
 def test_portions_are_cut_as_the_loader_cuts_them() -> None:
@@ -508,8 +518,29 @@ def test_a_dealers_answer_does_not_hang_on_which_layouts_are_asked_about() -> No
     workload = workload_of(shape, sequence=1024, batch_sequences=32)
     found = search(workload, cluster)
     dealer: Dealer = found.dealer
-    for index in range(0, len(found.candidates), 7):
-        lone = dealer.groups(found.candidates.select(np.array([index])))[0].deal
-        whole = found.deal(index)
-        assert lone is not None and whole is not None
-        assert (lone.stage_layers, lone.shares) == (whole.stage_layers, whole.shares)
+    groups = dealer.groups(found.candidates)
+    assert sorted(place for group in groups for place in group.places) == list(range(len(found.candidates)))
+    for group in groups:
+        for at in range(0, len(group.places), 7):
+            lone = dealer.one(found.candidates, int(group.places[at]))
+            assert group.deal is not None and lone.deal is not None
+            assert (lone.deal.stage_layers, lone.deal.shares) == (group.deal.stage_layers, group.deal.shares)
+            assert lone.candidates.row(0) == group.candidates.row(at)
+            assert lone.candidates.dealing == group.candidates.dealing
+
+
+def test_a_layout_costs_the_same_whoever_is_priced_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One small device of four makes parts that split parameters meet more often, and nobody else."""
+    monkeypatch.setattr(pricing, "NEAR", -1.0)  # nothing is simulated
+    shape = named_shape("350M", vocabulary=32768, sequence=1024)
+    workload = workload_of(shape, sequence=1024, batch_sequences=64)
+    four = read_cluster("4x(1x4090)@10G")
+    [all_four] = four.islands
+    little = replace(all_four.device, memory_bytes=all_four.device.memory_bytes // 2)
+    unequal = replace(four, islands=(replace(all_four, nodes=3), replace(all_four, nodes=1, device=little)))
+    found = search(workload, unequal, pins=Pins(degrees={"pipeline": 2, "shard": 2}))
+    usual = -(-32 // found.candidates.micro_sequences)
+    often = (found.numbers > usual) & (found.candidates.shard_what == SHARD_WHAT.index("parameters"))
+    assert often.any() and not often.all()
+    alone = [float(found.timing(index).step_s[0]) for index in range(len(found.candidates))]
+    assert found.step_s == pytest.approx(alone)

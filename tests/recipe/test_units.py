@@ -37,3 +37,4 @@ def test_bytes_have_three_digits_and_no_powers_of_ten() -> None:
 def test_prefixes_are_those_of_the_unit() -> None:
     told = [format_si(value, "bit/s") for value in (958e6, 2.92e9, 999.8e6, 4e13, 1500, 12)]
     assert told == ["958 Mbit/s", "2.92 Gbit/s", "1 Gbit/s", "40 Tbit/s", "1.5 kbit/s", "12 bit/s"]
+    assert not any("e+" in format_si(1.01**n, "FLOP/s") for n in range(4100))
