@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -209,8 +211,15 @@ def _screen() -> Console:
     return Console(highlight=False, soft_wrap=True)
 
 
+def _leave(number: int, frame: FrameType | None) -> None:
+    """What is open is closed, and other hosts are told."""
+    raise Interrupted(signal.Signals(number).name)
+
+
 def main() -> None:
     """The `plait` command: one sentence and an exit code for what the user can mend; a traceback only for our bugs."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # jobs have their own way with it
+        signal.signal(signal.SIGTERM, _leave)
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0)
     except PlaitError as error:

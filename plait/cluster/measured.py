@@ -16,6 +16,8 @@ from plait.cluster.described import check_keys
 from plait.errors import PlaitError
 
 FORMAT = 1
+NOISY = 0.25
+"""Spread of the figures from which on they are doubted."""
 
 Work = Literal[
     "product", "product_input", "product_weight", "attention", "attention_backward", "stream", "stream_backward",
@@ -180,6 +182,13 @@ class Measured:
         spreads = [one.spread for device in self.devices for one in device.timed]
         spreads += [point.spread for link in self.links for point in link.points]
         return sorted(spreads)[int(0.75 * (len(spreads) - 1))]
+
+    @property
+    def noise(self) -> str:
+        """What is to be said where the figures spread too far; empty where they do not."""
+        if self.unsteady <= NOISY:
+            return ""
+        return f"the figures spread by {self.unsteady:.0%}, though medians count: other programs were running"
 
 
 def measured_values(measured: Measured) -> dict[str, Any]:

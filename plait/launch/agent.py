@@ -39,7 +39,7 @@ def connect(address: str, port: int, secret: Secret, *, local_address: str | Non
             f"nobody waits for hosts at {place}: host 0 still prepares its text, or the run has ended or has all its "
             "hosts; wait for the line that host 0 prints, and join with its address and secret"
         ) from None
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # the last: what can be no name of a host
         raise PlaitError(f"{place} cannot be reached ({error}); check the address and the network") from None
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

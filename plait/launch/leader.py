@@ -97,6 +97,8 @@ class Hosts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._opened().close(_GIVEN_UP)
         failed = None if isinstance(error, Interrupted) else error
+        if isinstance(error, Interrupted):
+            self._stopped_by = "SIGINT" if str(error) == "SIGINT" else "SIGTERM"
         last = {"stopped_by": self._stopped_by} if failed is None else {"failed": _as_sentence(failed)}
         for arrival in self._admitted:
             arrival.link.part("end", last)
@@ -113,11 +115,15 @@ class Hosts:
         return joined_text(self._address, self._opened().port)
 
     def admit(
-        self, hello_check: Callable[[Mapping[str, Any]], str | None], within_s: float, order: Sequence[str] = ()
+        self,
+        hello_check: Callable[[Mapping[str, Any]], str | None],
+        within_s: float,
+        order: Sequence[Sequence[str]] = (),
     ) -> tuple[Member, ...]:
         """Wait until all hosts are in; then the port is closed, and the secret opens nothing any more.
 
-        They are numbered as they came, but those whose names are in `order` as they stand there, before all others.
+        They are numbered as they came, but those in `order` as they stand there, before all others: each by whatever of
+        its "mark" and its "name" it is known by there.
 
         `hello_check` is called with each hello in turn, in this thread; its sentence sends that host away, which shows
         it. Raises PlaitError when the time is up.
@@ -131,8 +137,7 @@ class Hosts:
                 self._admit_or_turn_away(arrival, hello_check(arrival.hello))
             self._drop_the_lost()
         gate.shut(FULL)
-        places = {name: place for place, name in enumerate(order)}
-        arrived = sorted(self._admitted, key=lambda one: places.get(_name_of(one), len(order)))
+        arrived = sorted(self._admitted, key=lambda one: place_of((one.hello.get("mark"), _name_of(one)), order))
         self.members = tuple(_member(host, one) for host, one in enumerate(arrived, start=1))
         return self.members
 
@@ -222,6 +227,12 @@ def _cut(job: Job, parts: Sequence[HostPart], *, hosts: int) -> dict[int, Job]:
 def _member(host: int, arrival: Arrival) -> Member:
     hello, link = arrival.hello, arrival.link
     return Member(host=host, name=_name_of(arrival), address=link.address, hello=hello, link=link)
+
+
+def place_of(known: Sequence[str | None], order: Sequence[Sequence[str]]) -> int:
+    """Where a host stood, by what it is known by, the surest first; behind them all where nobody knows it."""
+    found = (place for one in known if one for place, names in enumerate(order) if one in names)
+    return next(found, len(order))
 
 
 def _name_of(arrival: Arrival) -> str:

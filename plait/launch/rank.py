@@ -16,8 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
+from plait.errors import RunFailed
 from plait.launch.channel import send_line
-from plait.launch.failure import Raised, raised
+from plait.launch.failure import AGAIN, Raised, raised
 from plait.launch.guard import die_with_parent
 from plait.launch.job import Job, RankContext
 
@@ -66,9 +67,7 @@ def live_as_rank(job: Job, place: Place, strangers: Iterable[socket.socket]) -> 
             stranger.close()
         stop = StopFlag()
         _take_signals(stop)
-        log = _redirect(job, job.first_rank + place.local_rank)
-        _set_environment(job, place)
-        code = _work(job, _context(job, place, stop), place.wire, log)
+        code = _work(job, place, stop)
         _flush()
     finally:
         os._exit(code)
@@ -88,7 +87,14 @@ def _redirect(job: Job, rank: int) -> TextIO:
     """Rank 0 keeps the terminal; the others print into their log. Answers the stream for tracebacks."""
     if job.log_dir is None:
         return sys.stderr
-    log = (Path(job.log_dir) / f"rank-{rank}.log").open("a", buffering=1, encoding="utf-8")
+    path = Path(job.log_dir) / f"rank-{rank}.log"
+    try:
+        log = path.open("a", buffering=1, encoding="utf-8")
+    except OSError as error:
+        raise RunFailed(
+            f"rank {rank} cannot write {path} ({error.strerror}); free some space or mend the folder's rights, then "
+            f"{AGAIN}"
+        ) from error
     if rank > 0:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -132,11 +138,14 @@ def _context(job: Job, place: Place, stop: StopFlag) -> RankContext:
     )
 
 
-def _work(job: Job, context: RankContext, wire: socket.socket, log: TextIO) -> int:
+def _work(job: Job, place: Place, stop: StopFlag) -> int:
     """Call the entry between the two marks that bound a rank's life; answers the exit code."""
-    faulthandler.enable(log)
-    send_line(wire, {"started": os.getpid()})
+    context, wire, log = _context(job, place, stop), place.wire, sys.stderr
     try:
+        log = _redirect(job, context.rank)
+        _set_environment(job, place)
+        faulthandler.enable(log)
+        send_line(wire, {"started": os.getpid()})
         function = getattr(importlib.import_module(job.module), job.function)
         function(context, job.argument)
     except SystemExit as end:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from plait.errors import PlaitError
 from plait.layout import Layout, share
 from plait.model.shape import ModelShape
 from plait.plan.calibrate import UNTAUGHT, Basis, Calibration, StepItems
+from plait.report.atomic import replace_file
 from plait.units import Amount, Every
 
 Schedule = Literal["cosine", "wsd", "constant"]
@@ -64,6 +64,8 @@ class HostShare:
     """Per worker."""
     machine: str = ""
     """Tells one kind of machine and software from another; empty where nobody knows."""
+    mark: str = ""
+    """Tells this machine from others that may have the same name; empty where nobody knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,12 +161,7 @@ def same_hosts(some: Sequence[HostShare], others: Sequence[HostShare]) -> bool:
 
 def write_plan(plan: Plan, path: Path) -> None:
     """Put plan.json in place in one move, so that a reader sees all of it or none."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_text(plan.to_json())
-        aside.rename(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    replace_file(path, plan.to_json().encode())
 
 
 def read_plan(path: Path) -> Plan:

@@ -19,8 +19,6 @@ from plait.units import format_bytes, format_duration
 
 NAMED = 6
 """Owners of devices up to which each one's share is named."""
-NOISY = 0.25
-"""Spread of a probe's timings from which its speeds are doubted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +46,7 @@ def unequal_reasons(found: Search) -> list[str]:
     deal, devices = found.deal(found.chosen), found.dealer.devices
     if deal is None or devices.alike:
         return []
-    told = _equal_words(found, deal) + _order_words(found)
-    measured = found.cluster.measured
-    if devices.timed and measured is not None and measured.unsteady > NOISY:
-        told.append(
-            f"speeds were measured amid the noise of other programs (their readings spread by {measured.unsteady:.0%}, "
-            "medians count); close those and probe again"
-        )
-    return told
+    return _equal_words(found, deal) + _order_words(found)
 
 
 def shares_of(found: Search, index: int) -> tuple[int, ...]:

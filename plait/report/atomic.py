@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from plait.errors import RunFailed
@@ -10,16 +11,27 @@ from plait.errors import RunFailed
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write aside, wait for the disk, rename; raises RunFailed, with the old file untouched, where the disk says no."""
-    aside = path.with_name(f".{path.name}.new")
+    replace_files({path: data})
+
+
+def replace_files(files: Mapping[Path, bytes], before: Callable[[], object] = lambda: None) -> None:
+    """The same for several: none is replaced before all are on the disk, nor before `before` has been called."""
+    asides = {path: path.with_name(f".{path.name}.{os.getpid()}.new") for path in files}
+    path = next(iter(files))
     try:
-        with aside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(path)
+        for path, data in files.items():
+            with asides[path].open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        before()
+        for path, aside in asides.items():
+            aside.rename(path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise cannot_write(path, error) from error
+    finally:
+        for aside in asides.values():
+            aside.unlink(missing_ok=True)
 
 
 def cannot_write(path: Path, error: OSError) -> RunFailed:

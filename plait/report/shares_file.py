@@ -31,12 +31,13 @@ class SharesLine:
 def read_shares(path: Path) -> tuple[SharesLine, ...]:
     """All lines, none where there is no file; raises PlaitError naming a line that cannot be obeyed.
 
-    A last line without its newline was being written when the run was killed, and no step obeyed it: it is left out.
+    A last line that ends too soon was being written when the run was killed, and no step obeyed it: it is left out.
     """
     if not path.exists():
         return ()
     found: list[SharesLine] = []
-    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    data = path.read_bytes()
+    for number, text in enumerate(data[: _end(data)[0]].splitlines(), start=1):
         line = _parsed(text)
         if line is None or (found and line.step <= found[-1].step):
             raise PlaitError(
@@ -66,9 +67,9 @@ def append_shares(path: Path, line: SharesLine) -> None:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            end = _whole_bytes(path)
+            end, between = _end(path.read_bytes())
             os.ftruncate(descriptor, end)
-            if os.pwrite(descriptor, data, end) < len(data):
+            if os.pwrite(descriptor, between + data, end) < len(between + data):
                 raise OSError(28, "No space left on device")
             os.fsync(descriptor)
         finally:
@@ -78,9 +79,14 @@ def append_shares(path: Path, line: SharesLine) -> None:
         raise cannot_write(path, error) from error
 
 
-def _whole_bytes(path: Path) -> int:
-    """The length of a file up to its last newline."""
-    return path.read_bytes().rfind(b"\n") + 1
+def _end(data: bytes) -> tuple[int, bytes]:
+    """Where the lines of a file end, and what it takes to begin another one: the last may lack its newline only."""
+    last = data.rfind(b"\n") + 1
+    try:
+        json.loads(data[last:])
+    except ValueError:
+        return last, b""
+    return len(data), b"\n"
 
 
 def _sync_folder(folder: Path) -> None:

@@ -19,7 +19,8 @@ from plait.launch.wire import Frame
 from plait.recipe.load import load_recipe, parse_config
 from plait.report.atomic import replace_file
 from plait.run.folder import RunFolder, alone, check_changes, hold
-from plait.run.shipping import Intake, facts_from, read_block, safe_path, seen, told_disk
+from plait.run.shared import seen
+from plait.run.shipping import Intake, facts_from, read_block, safe_path, told_disk
 
 MARK = "joined.json"
 """In a run's folder that only holds what another host sent."""
@@ -43,10 +44,13 @@ class Depot:
         self._intake: Intake | None = None
 
     def close(self) -> None:
-        """Let go of the run's folder, and take away what belonged to single jobs or to a checkpoint that was not saved.
+        """Let go of the run's folder, and take away what belonged to single jobs, to a checkpoint that was not saved,
+        or to a file of which the rest did not come.
 
         No rank of this host may live any more.
         """
+        if self._intake is not None:
+            self._intake.abandon()
         self._release(Frame(kind="release", values={}))
         if self._run is not None:
             clean_staging(self._run / "checkpoints")
@@ -153,8 +157,7 @@ class Depot:
     def _put(self, frame: Frame) -> Reply:
         """A small file as a whole."""
         path = safe_path(self._current, frame.values["name"])
-        with told_disk(path.with_name(f".{path.name}.new")):
-            replace_file(path, frame.blob)
+        replace_file(path, frame.blob)
         return Reply()
 
     def _read(self, frame: Frame) -> Reply:

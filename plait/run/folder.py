@@ -14,10 +14,10 @@ from typing import Any, TextIO
 
 from plait.checkpoint.store import Found, clean_staging, newest_good
 from plait.errors import PlaitError
-from plait.plan.plan import Plan, read_plan, same_hosts, write_plan
+from plait.plan.plan import Plan, read_plan, same_hosts
 from plait.recipe.load import flat_values, load_recipe, recipe_text
 from plait.recipe.schema import RunConfig
-from plait.report.atomic import replace_file
+from plait.report.atomic import replace_file, replace_files
 from plait.report.metrics import trim_metrics
 from plait.report.shares_file import check_lines
 
@@ -92,13 +92,11 @@ class RunFolder:
         if self.plan.exists() and self.plan.read_text() != plan.to_json():
             (self.path / f"plan-{number}.json").write_text(self.plan.read_text())
         other = self.plan.exists() and (afresh or _splits_otherwise(self.begun_plan(), plan))
-        if self.shares.exists() and other:  # one that was there before the run is to be obeyed
-            self.shares.rename(self.path / f"shares-{number}.jsonl")
-        check_lines(self.shares, plan.parts)
-        write_plan(plan, self.plan)
-        aside = self.recipe.with_name(".recipe.toml")
-        aside.write_text(recipe_text(config))
-        aside.rename(self.recipe)
+        leaves = self.shares.exists() and other  # one that was there before the run is to be obeyed
+        if not leaves:
+            check_lines(self.shares, plan.parts)
+        files = {self.plan: plan.to_json().encode(), self.recipe: recipe_text(config).encode()}
+        replace_files(files, before=lambda: leaves and self.shares.rename(self.path / f"shares-{number}.jsonl"))
 
     def resume_point(self) -> Found | None:
         """The newest checkpoint that verifies, with the metrics cut back to it; None for a run that has none yet."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,8 @@ from plait.data.shards import open_corpus
 from plait.plan.plan import read_plan
 from plait.run.data import CACHE
 from plait.run.folder import RunFolder
-from plait.run.shipping import FileFact, Peer, facts_of, fetch_file, nonce, safe_path, send_folder
+from plait.run.shared import nonce
+from plait.run.shipping import FileFact, Peer, facts_of, fetch_file, safe_path, send_folder
 from plait.units import format_bytes
 
 T = TypeVar("T")
@@ -160,9 +161,12 @@ class Freight:
 
 
 def _on_all(members: Sequence[Guest], act: Callable[[Guest], T]) -> tuple[T, ...]:
-    """Do something with every host at once; raises the first one's error without waiting for the others."""
+    """Do something with every host at once; raises the first error that comes without waiting for the others."""
     pool = ThreadPoolExecutor(len(members), thread_name_prefix="freight")
     try:
-        return tuple(pool.map(act, members))
+        asked = [pool.submit(act, member) for member in members]
+        for ended in as_completed(asked):
+            ended.result()
+        return tuple(one.result() for one in asked)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -16,6 +16,7 @@ from rich.console import Console
 from plait.checkpoint.arrival import IN_ALL_S
 from plait.cluster.topology import Machine, told_apart, usable_cores
 from plait.errors import Interrupted, PlaitError
+from plait.launch.doors import Door, check_roads
 from plait.launch.job import Job, JobResult, Message
 from plait.launch.leader import HostPart, Hosts, Member
 from plait.plan.fit import named_degrees
@@ -50,8 +51,10 @@ class HostsCrew:
     @cached_property
     def shares(self) -> tuple[HostShare, ...]:
         """What each host does, host 0 first; raises PlaitError where that does not go with the recipe."""
+        hellos = [own_hello(), *(member.hello for member in self._hosts.members)]
         names = [own_hello()["name"], *(member.name for member in self._hosts.members)]
-        shares = shares_of(told_apart(names), [site.machine for site in self.sites()])
+        bare = shares_of(told_apart(names), [site.machine for site in self.sites()])
+        shares = tuple(replace(share, mark=hello["mark"]) for share, hello in zip(bare, hellos, strict=True))
         check_layout(self._config, shares)
         self._say(f"hosts    {in_words(shares)}")
         return shares
@@ -144,11 +147,12 @@ class HostsCrew:
 
 @contextmanager
 def hosts_crew(
-    asked: HostsAsked, *, config: RunConfig, folder: Path, screen: Console, order: Sequence[str] = ()
+    asked: HostsAsked, *, config: RunConfig, folder: Path, screen: Console, order: Sequence[Sequence[str]] = ()
 ) -> Iterator[HostsCrew]:
     """Invite other hosts, wait until all are in, and lead them; the block's end sends them home.
 
-    Those whose names are in `order` are numbered as they stand there, the others behind them as they came.
+    Those that are known in `order`, by mark or name, are numbered as they stand there, the others behind them as they
+    came.
     Raises PlaitError where the address, the port or the secret cannot be used, or nobody came for an hour.
     """
     address = chosen_address(asked.address)
@@ -169,7 +173,7 @@ def hosts_crew(
                 screen.print(f"refused  {name}: {sentence}", markup=False)
             return sentence
 
-        hosts.admit(check, JOIN_WITHIN_S, order=order)
+        check_roads(Door(own_hello()["name"], address), hosts.admit(check, JOIN_WITHIN_S, order=order))
         yield HostsCrew(hosts, folder=folder, config=config, say=screen.print)
 
 

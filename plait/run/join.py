@@ -9,6 +9,7 @@ from rich.console import Console
 
 from plait.errors import PlaitError
 from plait.launch.agent import connect, serve
+from plait.launch.doors import Door
 from plait.launch.job import StoppedBy
 from plait.launch.secret import read_secret
 from plait.run.crew import PRELOAD
@@ -31,9 +32,11 @@ def join(at: str, *, secret_file: Path | None, screen: Console) -> StoppedBy:
     def say(line: str) -> None:
         screen.print(line, markup=False, soft_wrap=True)
 
-    with closing(Depot(Path.cwd(), say)) as depot:
+    hello = own_hello()
+    with closing(Depot(Path.cwd(), say)) as depot, closing(Door(hello["name"], wire.local_address)) as door:
         try:
-            stopped_by = serve(wire, hello=own_hello(), handlers=depot.handlers, preload=PRELOAD)
+            handlers = {**depot.handlers, **door.handlers}
+            stopped_by = serve(wire, hello=hello, handlers=handlers, preload=PRELOAD)
         except PlaitError as error:
             if depot.trouble is not None:  # the leader has only passed on what is to be mended here
                 raise depot.trouble from error

@@ -39,8 +39,6 @@ from plait.run.probe_table import table
 ENTRY = "plait.run.probe_rank:rank"
 LATELY_S = 900.0
 """What was measured, or found to hold, so short a time ago is believed without another look."""
-UNSTEADY = 0.25
-"""Spread from which on people are told to probe again in quiet."""
 
 Fresh = Literal["kept", "again"]
 
@@ -76,11 +74,8 @@ def probe(
         asked = asked_for(recipe, overrides, site, extent)
         measured = measured_by(hands, [site.machine], asked, extent, fresh=fresh)
     screen.print(table(measured), markup=False, soft_wrap=True)
-    if measured.unsteady > UNSTEADY:
-        screen.print(
-            f"unsteady the figures spread by {measured.unsteady:.0%}: other programs were running; close them and give "
-            "plait probe --again"
-        )
+    if measured.noise:
+        screen.print(f"unsteady {measured.noise}; close them and give plait probe --again")
     if out is not None:
         write_output(out, with_cluster(measured, site, extent))
         screen.print(f"wrote    {out}", soft_wrap=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -133,6 +132,7 @@ class Intake:
         self.lacking = tuple(fact.name for fact in self._wanted.values() if not _is_there(folder, fact))
         self._left = set(self.lacking)
         self._digest = sha256()
+        self._part: Path | None = None
         _make_room(folder, sum(self._wanted[name].nbytes for name in self.lacking))
 
     @property
@@ -140,12 +140,17 @@ class Intake:
         """Whether all that was lacking is here."""
         return not self._left
 
+    def abandon(self) -> None:
+        """Take away what came of a file whose rest will not come."""
+        if self._part is not None:
+            self._part.unlink(missing_ok=True)
+
     def block(self, name: str, offset: int, data: bytes) -> None:
         """The next bytes of a file; with its last ones it is checked and appears under its name."""
         if name not in self.lacking:
             raise PlaitError(f"another host sent {name[:80]!r}, which nobody asked for; give the same command again")
         path, fact = safe_path(self.folder, name), self._wanted[name]
-        part = path.with_name(aside(path.name))
+        self._part = part = path.with_name(aside(path.name))
         with told_disk(part):
             _write_at(part, offset, data)
             self._digest = self._digest if offset else sha256()
@@ -174,26 +179,6 @@ def told_disk(path: Path) -> Iterator[None]:
             f"this host cannot write {path.parent} ({error.strerror}); free some space or mend its rights, "
             "then join again"
         ) from error
-
-
-@contextmanager
-def nonce(folder: Path) -> Iterator[tuple[str, str]]:
-    """A file in `folder` that nobody can have seen elsewhere: its name and its content; gone after the block."""
-    name, content = f"nonce-{secrets.token_hex(8)}", secrets.token_hex(16)
-    path = folder / name
-    path.write_text(content, encoding="ascii")
-    try:
-        yield name, content
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def seen(folder: Path, name: str, content: str) -> bool:
-    """Whether a nonce that another host has just written lies in this folder."""
-    try:
-        return safe_path(folder, name).read_text(encoding="ascii") == content
-    except (OSError, UnicodeDecodeError):
-        return False
 
 
 def _is_there(folder: Path, fact: FileFact) -> bool:

@@ -44,6 +44,8 @@ def _look(workers: PlacedCrew, hosts: tuple[Host, ...], say: Say, fresh: Fresh) 
         assert cluster.measured is not None
         for sentence in cluster.measured.complaints:
             say(f"probe    {sentence}")
+        if noise := cluster.measured.noise:
+            say(f"probe    {noise}; close them and give --replan")
         rate, latency_s = cluster.between.bytes_per_s * 8, cluster.between.latency_s
         say(
             f"probe    {format_si(rate, 'bit/s')} between the hosts, {1e6 * latency_s:.0f} µs for a short message "

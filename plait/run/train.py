@@ -74,14 +74,14 @@ def train(
             return "finished"
         layout_changed = any(key.startswith("layout.") for key in changed)
         renew: Renew = "all" if fresh_plan else "plan" if layout_changed else "nothing"
-        with _crew(hosts, config, folder, renew, screen) as workers:
-            try:
+        try:
+            with _crew(hosts, config, folder, renew, screen) as workers:
                 plan = workers.placed(_plan(config, folder, workers, renew=renew, screen=screen))
                 if check == "new layouts":
                     check_once(config, plan, workers, screen)
                 return _train(config, folder, workers, plan, screen, afresh=renew != "nothing")
-            except Interrupted as interrupted:
-                return "SIGINT" if str(interrupted) == "SIGINT" else "SIGTERM"
+        except Interrupted as interrupted:
+            return "SIGINT" if str(interrupted) == "SIGINT" else "SIGTERM"
 
 
 def _crew(
@@ -93,7 +93,7 @@ def _crew(
     refuse_torchrun()
     prepare_data(config, screen)  # what is wrong with it is told before anybody was asked to join
     begun = folder.begun_plan().hosts if folder.has_begun and renew != "all" else ()
-    order = [share.name for share in begun]
+    order = [(share.mark, share.name) for share in begun]
     return hosts_crew(hosts, config=config, folder=folder.path, screen=screen, order=order)
 
 

@@ -57,10 +57,11 @@ def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums, *, se
                 world_size=world.size,
                 needs=[f"{kind}/{name}" for kind in ("model", *_MOMENTS) for name in weight_sizes(shape)],
             )
-            prune(folder, assembly.plan.checkpoint_keep)
 
     _together(world, write_own, staging if clears else None)
     _together(world, publish_all, staging if clears else None)
+    if world.index == 0:  # reads old ones again, which may take minutes, while nobody waits in a vote
+        prune(folder, assembly.plan.checkpoint_keep)
     if send is not None:
         shutil.rmtree(staging, ignore_errors=True)
     return final

@@ -50,7 +50,8 @@ class Pair:
         for place in (self.lead, self.other):
             place.assert_nobody_left()
             assert not list(place.folder.glob("runs/*/checkpoints/.*")), place.folder
-            assert not [path for path in place.folder.rglob("*") if path.name.startswith(("nonce-", "plait-"))]
+            names = [path.name for path in place.folder.rglob("*")]
+            assert not [name for name in names if name.startswith(("nonce-", "plait-")) or name.endswith(".part")]
         assert not listens(self.port)
 
 
@@ -84,6 +85,15 @@ def test_two_hosts_in_folders_of_their_own_give_the_bits_of_one(
     pair.assert_nothing_left()
     assert not list((pair.other.path(name) / "checkpoints").glob("step-*"))
     assert_secret_is_nowhere(pair, first, second, late, refused)
+
+
+def test_a_host_that_waits_for_others_ends_in_peace_when_it_is_told_to(pair: Pair) -> None:
+    lead = pair.start_lead("waits")
+    lead.terminate()
+    stopped = ended(lead, within_s=30)
+    assert stopped.code == 143 and not stopped.err, stopped
+    assert not pair.lead.path("waits").exists()
+    pair.assert_nothing_left()
 
 
 @pytest.mark.slow

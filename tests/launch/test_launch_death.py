@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,6 +38,13 @@ def test_an_exception_is_told_with_its_place_and_traceback(tmp_path):
     assert str(error).endswith(f"please report it with the full traceback in {tmp_path / 'rank-1.log'}")
     assert "ValueError: two\nlines" in (tmp_path / "rank-1.log").read_text()
     assert running(record.all_pids) == []
+
+
+def test_a_log_that_cannot_be_written_is_told(tmp_path):
+    error = _fails(job("be_deaf", 2, log_dir=str(tmp_path / "nowhere")), Record())
+    assert re.match(
+        r"rank \d cannot write .*/nowhere/rank-\d\.log \(No such file or directory\); free some", str(error)
+    )
 
 
 def test_without_a_log_the_root_cause_alone_prints_its_traceback(capfd):

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from plait.errors import PlaitError, RunFailed
+from plait.errors import Interrupted, PlaitError, RunFailed
+from plait.launch.agent import connect
 from plait.launch.job import Job, JobResult, Message
-from plait.launch.leader import HostPart, Hosts
+from plait.launch.leader import HostPart, Hosts, place_of
 from plait.launch.secret import Secret, new_secret
 from tests.launch.host import PULSE
 from tests.launch.processes import (
@@ -388,6 +389,18 @@ def test_the_end_is_told_to_the_others():
     assert agent.ended(0) == {"stopped_by": "finished"}
 
 
+def test_a_signal_between_two_jobs_is_told_to_the_others():
+    secret = new_secret()
+    with (
+        pytest.raises(Interrupted),
+        Hosts(address="127.0.0.1", secret=secret, members=1, pulse=PULSE) as hosts,
+    ):
+        agent = _agent(hosts.join_address, secret)
+        hosts.admit(lambda hello: None, within_s=30)
+        raise Interrupted("SIGTERM")
+    assert agent.ended(0) == {"stopped_by": "SIGTERM"}
+
+
 def test_the_error_that_ends_host_0_is_told_to_the_others():
     secret = new_secret()
     with (
@@ -467,12 +480,18 @@ def test_a_host_that_goes_away_while_it_waits_leaves_its_place_and_others_take_t
                     agents.append(_agent(hosts.join_address, secret, 12 + len(agents)))
 
             agents.append(_agent(hosts.join_address, secret, 12))
-            members = hosts.admit(check, within_s=30, order=["elsewhere", "host-127.0.0.14"])
+            members = hosts.admit(check, within_s=30, order=[("", "elsewhere"), ("mark", "host-127.0.0.14")])
             assert [(member.host, member.address) for member in members] == [(1, "127.0.0.14"), (2, "127.0.0.13")]
             assert hosts.addresses == ("127.0.0.1", "127.0.0.14", "127.0.0.13")
     finally:
         for agent in agents:
             agent.close()
+
+
+def test_hosts_of_one_name_are_known_by_their_marks():
+    order = [("m1", "ubuntu"), ("m2", "ubuntu (2)"), ("", "old")]
+    assert [place_of((mark, "ubuntu"), order) for mark in ("m2", "m1", "m3", None)] == [1, 0, 0, 0]
+    assert [place_of(("m4", name), order) for name in ("old", "new")] == [2, 3]
 
 
 def test_who_waits_in_vain_says_how_many_came(waiting: tuple[Hosts, Secret]):
@@ -481,6 +500,12 @@ def test_who_waits_in_vain_says_how_many_came(waiting: tuple[Hosts, Secret]):
         PlaitError, match=r"^0 of 1 other hosts joined 127\.0\.0\.1:\d+ within 0\.1 s; start plait join"
     ):
         hosts.admit(lambda hello: None, within_s=0.1)
+
+
+@pytest.mark.parametrize("name", ["10.0.0..1", "a" * 64, "no.such.host.invalid"])
+def test_a_name_that_leads_nowhere_is_told(name: str):
+    with pytest.raises(PlaitError, match=r"cannot be reached \(.*\); check the address and the network"):
+        connect(name, 29400, new_secret())
 
 
 def test_an_address_or_port_that_cannot_be_had_is_told():

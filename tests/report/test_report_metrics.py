@@ -166,7 +166,7 @@ ROOM_BYTES = {MetricsFile: 200, TensorBoard: 280}
 
 
 def test_trimming_on_a_full_disk_leaves_the_file_as_it_was(path):
-    (path.parent / ".metrics.jsonl.new").symlink_to("/dev/full")
+    (path.parent / f".metrics.jsonl.{os.getpid()}.new").symlink_to("/dev/full")
     before = path.read_bytes()
     with pytest.raises(RunFailed, match="No space left"):
         trim_metrics(path, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -76,7 +77,7 @@ def test_a_missing_or_broken_receipt_is_a_sentence(tmp_path):
 def test_a_full_disk_leaves_the_old_receipt(tmp_path):
     path = tmp_path / "receipt.json"
     RECEIPT.write(path)
-    (tmp_path / ".receipt.json.new").symlink_to("/dev/full")
+    (tmp_path / f".receipt.json.{os.getpid()}.new").symlink_to("/dev/full")
     with pytest.raises(RunFailed, match=r"could not write .*receipt.json .No space left on device."):
         replace(RECEIPT, steps=1).write(path)
     assert read_receipt(path) == RECEIPT

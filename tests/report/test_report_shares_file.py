@@ -27,6 +27,20 @@ def test_lines_come_back_and_a_torn_end_is_cut_off_before_the_next(tmp_path: Pat
     assert path.read_bytes().count(b"\n") == 2
 
 
+def test_a_last_line_that_lacks_its_newline_only_is_obeyed(tmp_path: Path) -> None:
+    """As an editor may leave it: to drop it without a word would be another run."""
+    path = tmp_path / "shares.jsonl"
+    append_shares(path, LINE)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert read_shares(path) == (LINE,)
+    later = replace(LINE, step=31, shares=(8, 8))
+    append_shares(path, later)
+    assert read_shares(path) == (LINE, later)
+    path.write_bytes(b'{"shares": [16, 0]}')
+    with pytest.raises(PlaitError, match=r"shares\.jsonl:1 is no line of shares; "):
+        read_shares(path)
+
+
 @pytest.mark.parametrize(
     "line",
     [

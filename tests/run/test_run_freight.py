@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from plait.data.shards import open_corpus
-from plait.errors import PlaitError
+from plait.errors import PlaitError, RunFailed
 from plait.launch.link import Reply
 from plait.plan.plan import read_plan, write_plan
 from plait.recipe.load import recipe_text
@@ -244,3 +245,29 @@ def test_before_a_folder_was_named_nothing_is_taken_or_given(other: Neighbour) -
     for kind, values in (("put", {"name": "a"}), ("read", {"name": "a"}), ("list", {}), ("block", {"name": "a"})):
         with pytest.raises(PlaitError, match="the host that leads"):
             other.ask(kind, {"offset": 0, "bytes": 1, **values})
+
+
+def test_a_lost_host_is_told_while_another_is_still_served(here: Path, other: Neighbour, tmp_path: Path) -> None:
+    """The first takes long; the second one's cable is pulled."""
+    ended = threading.Event()
+
+    class Slow(Neighbour):
+        def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
+            if kind == "take":
+                ended.wait(60)
+            return super().ask(kind, values, blob)
+
+    class Lost(Neighbour):
+        def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
+            if kind == "take":
+                raise RunFailed("host-2 was lost")
+            return super().ask(kind, values, blob)
+
+    slow, lost = Slow(tmp_path / "slow"), Lost(tmp_path / "lost", host=2)
+    sender, _ = freight(slow, lost)
+    try:
+        with pytest.raises(RunFailed, match="host-2 was lost"):
+            sender.deliver(HOME, "run")
+        assert not ended.is_set()
+    finally:
+        ended.set()

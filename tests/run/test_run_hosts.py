@@ -12,19 +12,21 @@ import pytest
 
 from plait.cluster.topology import Machine, told_apart
 from plait.errors import PlaitError
+from plait.launch import interface
 from plait.launch.interface import local_addresses
 from plait.launch.job import Job, JobResult, Message
 from plait.launch.leader import HostPart, Hosts
 from plait.launch.link import Reply
 from plait.plan.plan import HostShare, read_plan, same_hosts, write_plan
+from plait.run import invite
 from plait.run.hello import code_hash, objection, own_hello
 from plait.run.hosts import HostsCrew, check_layout, folder_of, in_words, shares_of
 from plait.run.invite import HostsAsked, chosen_address, chosen_secret
 from tests.plan.machines import EIGHT_H100, LAPTOP, PLAYS, planned, recipe
 
 LEAD = {
-    "name": "lead", "plait": "0.4.0", "code": "c0de", "torch": "2.13.0+cpu", "python": "3.11.7", "clock_s": 1e9,
-    "cores": 8, "folder": "/home/a",
+    "name": "lead", "mark": "f00d", "plait": "0.4.0", "code": "c0de", "torch": "2.13.0+cpu", "python": "3.11.7",
+    "clock_s": 1e9, "cores": 8, "folder": "/home/a",
 }  # fmt: skip
 
 
@@ -34,7 +36,7 @@ class Guest:
     host, name = 1, "guest"
 
     def __init__(self, folder: str) -> None:
-        self.hello: dict[str, Any] = {"folder": folder, "cores": 8}
+        self.hello: dict[str, Any] = {"folder": folder, "cores": 8, "mark": "beef"}
 
     def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
         assert kind == "see"
@@ -158,7 +160,7 @@ def test_the_data_of_a_job_have_a_name_that_holds_where_a_shared_folder_is_mount
 
 
 def test_an_address_must_be_of_this_machine() -> None:
-    assert chosen_address("127.0.0.1") == "127.0.0.1"
+    assert chosen_address("127.0.0.1") == "127.0.0.1" and chosen_address("127.0.0.2") == "127.0.0.2"
     with pytest.raises(PlaitError, match=r"^203.0.113.7 is not an address of this machine; "):
         chosen_address("203.0.113.7")
     outside = [text for text in local_addresses() if not text.startswith("127.") and ":" not in text]
@@ -167,6 +169,15 @@ def test_an_address_must_be_of_this_machine() -> None:
     else:
         with pytest.raises(PlaitError, match=r"choose --address|has no address"):
             chosen_address(None)
+
+
+def test_a_second_address_of_an_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"127.0.0.1": "lo", "192.168.1.5": "eth0", "10.0.0.1": "eth0", "10.0.0.2": "eth1", "fd00::1": "eth0"}
+    for module in (interface, invite):
+        monkeypatch.setattr(module, "local_addresses", lambda: known)
+    assert [chosen_address(one) for one in ("192.168.1.5", "10.0.0.2", "fd00::1")]
+    with pytest.raises(PlaitError, match=r"10\.0\.0\.1 is not the first address of eth0, .* --address 192\.168\.1\.5"):
+        chosen_address("10.0.0.1")
 
 
 def test_a_new_secret_goes_to_a_private_file_and_is_found_there_again(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from plait.errors import PlaitError
+from plait.run.shared import nonce, seen
 from plait.run.shipping import (
     BLOCK_BYTES,
     FileFact,
@@ -17,10 +18,8 @@ from plait.run.shipping import (
     facts_from,
     facts_of,
     fetch_file,
-    nonce,
     read_block,
     safe_path,
-    seen,
     send_folder,
 )
 
@@ -146,6 +145,15 @@ def test_what_cannot_fit_is_refused_before_anything_is_written(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_whose_rest_does_not_come_is_taken_away(tmp_path: Path) -> None:
+    intake = Intake(tmp_path, [FileFact(name="a", nbytes=9, sha256="0" * 64)])
+    intake.abandon()
+    intake.block("a", 0, b"abc")
+    assert [path.name for path in tmp_path.iterdir()] == [".a.part"]
+    intake.abandon()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_is_told_and_nothing_half_written_stays(tmp_path: Path) -> None:
     intake = Intake(tmp_path, [FileFact(name="a", nbytes=9, sha256="0" * 64)])
     (tmp_path / ".a.part").symlink_to("/dev/full")
@@ -183,3 +191,20 @@ def test_a_nonce_is_seen_only_where_it_was_written_and_goes_away(tmp_path: Path)
         (there / name).write_text("something else")
         assert not seen(there, name, content)
     assert not list(here.iterdir())
+
+
+def test_a_shared_folder_in_which_this_host_cannot_work_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with nonce(tmp_path) as (name, content):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+        (tmp_path / f"{name}.seen").mkdir()
+        with pytest.raises(PlaitError, match=r"this host cannot write .*; free some space or mend its rights"):
+            seen(tmp_path, name, content)
+
+        def refuse(*_: object, **__: object) -> str:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "read_text", refuse)
+        with pytest.raises(PlaitError, match=r"cannot be read here; join as the user who started the run"):
+            seen(tmp_path, name, content)

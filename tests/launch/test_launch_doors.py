@@ -1,0 +1,61 @@
+"""Hosts that do not reach each other are found before anything waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from plait.errors import RunFailed
+from plait.launch import doors
+from plait.launch.doors import Door, check_roads
+from plait.launch.link import Reply
+
+
+class Firewalled(Door):
+    """A host that takes nothing which comes in at a port of its own choice."""
+
+    def ask(self, kind: str, values: Mapping[str, Any]) -> Reply:
+        reply = super().ask(kind, values)
+        if kind == "door":
+            self.close()
+        return reply
+
+
+def three(last: type[Door] = Door) -> tuple[Door, Door, Door]:
+    return Door("a", "127.0.0.1"), Door("b", "127.0.0.2"), last("c", "127.0.0.3")
+
+
+def test_hosts_that_reach_each_other_are_left_as_they_were() -> None:
+    first, *others = three()
+    asked: list[tuple[str, str]] = []
+    for door in others:
+        own = door.ask
+        door.ask = lambda kind, values, own=own, name=door.name: asked.append((name, kind)) or own(kind, values)
+    check_roads(first, others)
+    assert sorted(asked) == [(name, kind) for name in "bc" for kind in ("door", "knock", "knock", "shut")]
+    for door in (first, *others):
+        assert door._listener is None
+
+
+def test_a_host_behind_a_firewall_is_named_with_who_does_not_reach_it() -> None:
+    first, *others = three(Firewalled)
+    with pytest.raises(RunFailed) as caught:
+        check_roads(first, others)
+    told = str(caught.value)
+    assert told.startswith("a (127.0.0.1) does not reach c at 127.0.0.3:") and "Connection refused" in told
+    assert "let c's firewall take what comes from 127.0.0.1 (for example: ufw allow from 127.0.0.1), then" in told
+
+
+def test_a_host_that_drops_what_comes_in_is_found_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its queue is full, so that the kernel lets who knocks wait as a firewall does."""
+    monkeypatch.setattr(doors, "KNOCK_S", 0.3)
+    door = Door("b", "127.0.0.2")
+    port = door.ask("door", {}).values["port"]
+    assert door._listener is not None
+    door._listener.listen(0)
+    waiting = [Door("a", "127.0.0.1") for _ in range(3)]
+    whys = [one.ask("knock", {"address": "127.0.0.2", "port": port}).values["why"] for one in waiting]
+    door.close()
+    assert whys[-1] == "timed out"
