@@ -134,6 +134,16 @@ def test_a_plan_over_hosts_reads_back_and_knows_each_rank(tmp_path: Path) -> Non
     assert [placed.threads_of(rank) for rank in range(3)] == [3, 3, 8]
 
 
+def test_a_checkpoint_s_parts_are_fetched_from_the_host_of_their_rank(tmp_path: Path) -> None:
+    """Of three hosts with two, one and two workers."""
+    old, new = Guest("/a"), Guest("/b")
+    crew = HostsCrew(cast(Hosts, Led(old, new)), folder=tmp_path, config=recipe(tmp_path), say=lambda line: None)
+    vars(crew)["shares"] = tuple(
+        HostShare(name=name, workers=count, threads=1) for name, count in zip("abc", (2, 1, 2), strict=True)
+    )
+    assert [crew._member_of(rank) for rank in (2, 3, 4)] == [old, new, new]
+
+
 def test_the_folder_of_a_job_is_its_argument_or_in_it() -> None:
     assert folder_of("/a/b") == folder_of(json.dumps({"folder": "/a/b", "resume": None})) == Path("/a/b")
 
