@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 from types import FrameType
@@ -218,9 +219,11 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """The `plait` command: one sentence and an exit code for what the user can mend; a traceback only for our bugs."""
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # jobs have their own way with it
-        signal.signal(signal.SIGTERM, _leave)
+    before = signal.getsignal(signal.SIGTERM)
+    heeded = before is signal.SIG_DFL and threading.current_thread() is threading.main_thread()
     try:
+        if heeded:  # jobs have their own way with it
+            signal.signal(signal.SIGTERM, _leave)
         sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0)
     except PlaitError as error:
         sys.stderr.write(f"plait: {error}\n")
@@ -238,3 +241,6 @@ def main() -> None:
             "plait: this is a bug in plait, not in what you asked; please report it with the lines above\n"
         )
         sys.exit(1)
+    finally:
+        if heeded:
+            signal.signal(signal.SIGTERM, before)

@@ -20,8 +20,11 @@ class RunFailed(PlaitError):
     exit_code = 1
 
 
-class Interrupted(Exception):
-    """A signal came while nothing was lost by stopping at once; the text is its name."""
+class Interrupted(BaseException):
+    """A signal came while nothing was lost by stopping at once; the text is its name.
+
+    Like KeyboardInterrupt no Exception: who mends what a library may raise is not to mend this.
+    """
 
 
 def installing(package: str) -> str:

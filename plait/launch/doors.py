@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from plait.errors import RunFailed
-from plait.launch.failure import AGAIN
+from plait.errors import PlaitError
 from plait.launch.gate import joined_text, listener_at
 from plait.launch.link import Handler, Reply
 from plait.launch.wire import Frame
@@ -56,7 +55,7 @@ class Door:
     def _open(self, frame: Frame) -> Reply:
         self.close()
         self._listener = listener_at(self.address, 0)
-        return Reply(values={"port": self._listener.getsockname()[1]})
+        return Reply(values={"port": self._listener.getsockname()[1], "address": self.address})
 
     def _knock(self, frame: Frame) -> Reply:
         """The kernel takes who comes, so that nobody needs to answer the door."""
@@ -73,22 +72,32 @@ class Door:
 
 
 def check_roads(first: Door, others: Sequence[Neighbour]) -> None:
-    """Raise RunFailed with the mend where one host of the run cannot reach another; `first` is this host's own door."""
+    """Raise PlaitError with the mend where one host of the run cannot reach another; `first` is this host's own."""
     hosts: list[Neighbour] = [first, *others]
     with contextlib.closing(first), ThreadPoolExecutor(len(hosts)) as pool:
         for host in hosts:
-            port = host.ask("door", {}).values["port"]
+            opened = host.ask("door", {}).values
+            port = opened["port"]
+            if opened["address"] != host.address:
+                raise PlaitError(_translated(host, opened["address"]))
             guests = [guest for guest in hosts if guest is not host]
             asked = [pool.submit(guest.ask, "knock", {"address": host.address, "port": port}) for guest in guests]
             for guest, one in zip(guests, asked, strict=True):
                 if why := one.result().values["why"]:
-                    raise RunFailed(_shut_out(host, guest, port, why))
+                    raise PlaitError(_shut_out(host, guest, port, why))
             host.ask("shut", {})
 
 
 def _shut_out(host: Neighbour, guest: Neighbour, port: int, why: str) -> str:
     return (
         f"{guest.name} ({guest.address}) does not reach {host.name} at {joined_text(host.address, port)} ({why}): "
-        f"workers meet at ports of their own choice; let {host.name}'s firewall take what comes from {guest.address} "
-        f"(for example: ufw allow from {guest.address}), then {AGAIN}"
+        f"workers meet at ports of their own choice; let the firewall of {host.address} take what comes from "
+        f"{guest.address} (for example: ufw allow from {guest.address}), then give the same command again"
+    )
+
+
+def _translated(host: Neighbour, own: str) -> str:
+    return (
+        f"{host.name} is {own} to itself and {host.address} to this host: an address translation or a tunnel lies in "
+        "between, and workers could not meet; join from a network in which all hosts reach each other"
     )

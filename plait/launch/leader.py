@@ -18,6 +18,7 @@ from plait.launch.job import Job, JobResult, Message, Part, StoppedBy
 from plait.launch.link import PULSE, Link, Pulse
 from plait.launch.local import ForkServer, Meeting
 from plait.launch.phase import Bounds
+from plait.launch.places import Known, places_of
 from plait.launch.remote import RemoteSite
 from plait.launch.secret import Secret
 from plait.launch.signals import collected_signals
@@ -118,12 +119,12 @@ class Hosts:
         self,
         hello_check: Callable[[Mapping[str, Any]], str | None],
         within_s: float,
-        order: Sequence[Sequence[str]] = (),
+        order: Sequence[Known] = (),
     ) -> tuple[Member, ...]:
         """Wait until all hosts are in; then the port is closed, and the secret opens nothing any more.
 
-        They are numbered as they came, but those in `order` as they stand there, before all others: each by whatever of
-        its "mark" and its "name" it is known by there.
+        They are numbered as they came, but those in `order`, host 0 first, as they stand there and before all others:
+        each by its "mark", or else by its "name".
 
         `hello_check` is called with each hello in turn, in this thread; its sentence sends that host away, which shows
         it. Raises PlaitError when the time is up.
@@ -137,8 +138,9 @@ class Hosts:
                 self._admit_or_turn_away(arrival, hello_check(arrival.hello))
             self._drop_the_lost()
         gate.shut(FULL)
-        arrived = sorted(self._admitted, key=lambda one: place_of((one.hello.get("mark"), _name_of(one)), order))
-        self.members = tuple(_member(host, one) for host, one in enumerate(arrived, start=1))
+        places = places_of([(one.hello.get("mark", ""), _name_of(one)) for one in self._admitted], order)
+        arrived = sorted(zip(places, self._admitted, strict=True), key=lambda pair: pair[0])
+        self.members = tuple(_member(host, one) for host, (_, one) in enumerate(arrived, start=1))
         return self.members
 
     def run(
@@ -227,12 +229,6 @@ def _cut(job: Job, parts: Sequence[HostPart], *, hosts: int) -> dict[int, Job]:
 def _member(host: int, arrival: Arrival) -> Member:
     hello, link = arrival.hello, arrival.link
     return Member(host=host, name=_name_of(arrival), address=link.address, hello=hello, link=link)
-
-
-def place_of(known: Sequence[str | None], order: Sequence[Sequence[str]]) -> int:
-    """Where a host stood, by what it is known by, the surest first; behind them all where nobody knows it."""
-    found = (place for one in known if one for place, names in enumerate(order) if one in names)
-    return next(found, len(order))
 
 
 def _name_of(arrival: Arrival) -> str:

@@ -203,7 +203,7 @@ def _too_large(found: Search) -> list[tuple[str, float]]:
         2: "copies that split the optimizer's state",
         4: "parameters split, nothing else",
     }
-    return [(words, found.leanest[kind]) for kind, words in simple.items() if kind in found.leanest]
+    return [(words, found.leanest[kind]) for kind, words in simple.items() if kind in found.too_large]
 
 
 def _why_lost(found: Search, index: int) -> str:

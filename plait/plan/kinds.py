@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plait.layout import ABBREVIATIONS, AXES
-from plait.plan.candidates import SHARD_WHAT, Candidates, Counts
+from plait.plan.candidates import SHARD_WHAT, Candidates, Counts, Reals
 
 Row = Mapping[str, int | str]
 """One candidate as `Candidates.row` gives it."""
@@ -96,3 +97,17 @@ def _shard_sentence(shard: int, what: str) -> str:
         f"shard (ZeRO) {shard}: each of {shard} devices keeps the whole model, but updates 1/{shard} of it, and "
         f"so keeps only 1/{shard} of the optimizer's state"
     )
+
+
+def leanest(candidates: Candidates, needed: Reals) -> dict[int, float]:
+    """Bytes of the leanest candidate of every kind."""
+    names, place = np.unique(kinds(candidates), return_inverse=True)
+    least = np.full(len(names), np.inf)
+    np.minimum.at(least, place, needed)
+    return {int(name): float(value) for name, value in zip(names, least, strict=True)}
+
+
+def kinds_without(candidates: Candidates, fits: NDArray[np.bool_]) -> frozenset[int]:
+    """The kinds of which no candidate is one of these."""
+    own = kinds(candidates)
+    return frozenset(own.tolist()) - frozenset(own[fits].tolist())

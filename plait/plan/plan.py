@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -157,6 +157,11 @@ def same_hosts(some: Sequence[HostShare], others: Sequence[HostShare]) -> bool:
     like = all((one.workers, one.threads) == (other.workers, other.threads) for one, other in pairs)
     known = [(one.machine, other.machine) for one, other in pairs if one.machine and other.machine]
     return len(some) == len(others) and like and all(one == other for one, other in known)
+
+
+def unmarked(hosts: Sequence[HostShare]) -> tuple[HostShare, ...]:
+    """Hosts by all but their marks, which a new network card changes."""
+    return tuple(replace(host, mark="") for host in hosts)
 
 
 def write_plan(plan: Plan, path: Path) -> None:

@@ -19,7 +19,7 @@ from plait.plan.complexity import complexity
 from plait.plan.deal import Deal, Dealer, Group
 from plait.plan.evidence import stated_error
 from plait.plan.fit import UNCUT, check_shares
-from plait.plan.kinds import kinds
+from plait.plan.kinds import kinds_without, leanest
 from plait.plan.listing import Pins, listed
 from plait.plan.memory import Memory, memory
 from plait.plan.portions import Portion, Room, memory_on, portions_of, tightest, weighed
@@ -74,7 +74,9 @@ class Search:
     refused: Mapping[str, int]
     """How many layouts were not priced, by reason."""
     leanest: Mapping[int, float]
-    """Bytes per device of the leanest layout of every kind (kinds.py) of which none fits, judged as above."""
+    """Bytes per device of the leanest layout of every kind (kinds.py), priced or not, judged as above."""
+    too_large: frozenset[int]
+    """The kinds of which none fits."""
     dealer: Dealer
     room: Room
 
@@ -198,7 +200,8 @@ def search(
         chosen=simplest(step_s, points, enough),
         fastest=fastest,
         refused={reason: count for reason, count in refused.items() if count},
-        leanest=_leanest(found.candidates, judged, fits),
+        leanest=leanest(found.candidates, judged),
+        too_large=kinds_without(found.candidates, fits),
         dealer=dealer,
         room=room,
     )
@@ -238,13 +241,6 @@ def simplest(step_s: Reals, points: Counts, tolerance: float) -> int:
     """The place of the simplest within the tolerance of the fastest; of equally simple ones the fastest."""
     enough = np.flatnonzero(step_s <= step_s.min() * (1 + tolerance))
     return int(enough[np.lexsort((step_s[enough], points[enough]))[0]])
-
-
-def _leanest(candidates: Candidates, judged: Reals, fits: NDArray[np.bool_]) -> dict[int, float]:
-    names, place = np.unique(kinds(candidates), return_inverse=True)
-    least, some = np.full(len(names), np.inf), set(place[fits].tolist())
-    np.minimum.at(least, place, judged)
-    return {int(names[kind]): float(least[kind]) for kind in range(len(names)) if kind not in some}
 
 
 def _needless(candidates: Candidates, kept: np.ndarray, numbers: Counts) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from plait.errors import RunFailed
@@ -24,6 +25,7 @@ def replace_files(files: Mapping[Path, bytes], before: Callable[[], object] = la
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+        path = next(iter(files))
         before()
         for path, aside in asides.items():
             aside.rename(path)
@@ -31,7 +33,8 @@ def replace_files(files: Mapping[Path, bytes], before: Callable[[], object] = la
         raise cannot_write(path, error) from error
     finally:
         for aside in asides.values():
-            aside.unlink(missing_ok=True)
+            with suppress(OSError):
+                aside.unlink()
 
 
 def cannot_write(path: Path, error: OSError) -> RunFailed:

@@ -8,13 +8,13 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from plait.checkpoint.store import Found, clean_staging, newest_good
-from plait.errors import PlaitError
-from plait.plan.plan import Plan, read_plan, same_hosts
+from plait.errors import PlaitError, RunFailed
+from plait.plan.plan import Plan, read_plan, same_hosts, unmarked
 from plait.recipe.load import flat_values, load_recipe, recipe_text
 from plait.recipe.schema import RunConfig
 from plait.report.atomic import replace_file, replace_files
@@ -89,14 +89,21 @@ class RunFolder:
         number = 1
         while any((self.path / name).exists() for name in (f"plan-{number}.json", f"shares-{number}.jsonl")):
             number += 1
-        if self.plan.exists() and self.plan.read_text() != plan.to_json():
+        if self.plan.exists() and not _is_same(self.begun_plan(), plan):
             (self.path / f"plan-{number}.json").write_text(self.plan.read_text())
         other = self.plan.exists() and (afresh or _splits_otherwise(self.begun_plan(), plan))
-        leaves = self.shares.exists() and other  # one that was there before the run is to be obeyed
-        if not leaves:
-            check_lines(self.shares, plan.parts)
         files = {self.plan: plan.to_json().encode(), self.recipe: recipe_text(config).encode()}
-        replace_files(files, before=lambda: leaves and self.shares.rename(self.path / f"shares-{number}.jsonl"))
+        if not (self.shares.exists() and other):  # one that was there before the run is to be obeyed
+            check_lines(self.shares, plan.parts)
+            replace_files(files)
+            return
+        kept = self.path / f"shares-{number}.jsonl"
+        try:
+            replace_files(files, before=lambda: self.shares.rename(kept))
+        except RunFailed:
+            if kept.exists():  # the old plan stays, and so do the shares that it was carried out with
+                kept.rename(self.shares)
+            raise
 
     def resume_point(self) -> Found | None:
         """The newest checkpoint that verifies, with the metrics cut back to it; None for a run that has none yet."""
@@ -115,6 +122,10 @@ class RunFolder:
     def note_so_far(self, so_far: SoFar) -> None:
         """Keep what the sessions come to by now, for the receipt of a later one."""
         replace_file(self.path / "so-far.json", json.dumps(asdict(so_far)).encode())
+
+
+def _is_same(old: Plan, new: Plan) -> bool:
+    return replace(old, hosts=unmarked(old.hosts)) == replace(new, hosts=unmarked(new.hosts))
 
 
 def _splits_otherwise(old: Plan, new: Plan) -> bool:
@@ -154,6 +165,8 @@ def alone(folder: RunFolder) -> Iterator[None]:
         hold(lock, taken)
         if not _is_open_as(path, lock):
             raise PlaitError(taken)  # its holder took the file away after we had opened it
+        for left in folder.path.glob(".*.new"):  # by a plait that was killed
+            left.unlink(missing_ok=True)
         try:
             yield
         except OSError as error:

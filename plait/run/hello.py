@@ -63,11 +63,11 @@ def objection(hello: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
 
 @cache
 def own_mark() -> str:
-    """A digest of this machine's own number and its network cards' addresses: machines made from one image share their
-    names, and often the first of these."""
-    files = [Path("/etc/machine-id"), *sorted(Path("/sys/class/net").glob("*/address"))]
+    """A digest of this machine's own number and the addresses of its network cards, those that are hardware: machines
+    made from one image share their names, and often the first of these."""
+    cards = [path for path in sorted(Path("/sys/class/net").glob("*")) if (path / "device").exists()]
     digest = sha256()
-    for file in files:
+    for file in (Path("/etc/machine-id"), *(path / "address" for path in cards)):
         with suppress(OSError):
             digest.update(file.read_bytes())
     return digest.hexdigest()[:16]

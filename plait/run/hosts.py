@@ -19,9 +19,10 @@ from plait.errors import Interrupted, PlaitError
 from plait.launch.doors import Door, check_roads
 from plait.launch.job import Job, JobResult, Message
 from plait.launch.leader import HostPart, Hosts, Member
+from plait.launch.places import Known
 from plait.plan.fit import named_degrees
 from plait.plan.grounds import Given
-from plait.plan.plan import HostShare, Plan, read_plan, write_plan
+from plait.plan.plan import HostShare, Plan, read_plan, unmarked, write_plan
 from plait.recipe.schema import RunConfig
 from plait.run.crew import PRELOAD, OnMessage
 from plait.run.data import CACHE
@@ -79,8 +80,8 @@ class HostsCrew:
 
     def placed(self, plan: Plan) -> Plan:
         """The plan with each host's part in it."""
-        if plan.hosts == self.shares:
-            return plan
+        if unmarked(plan.hosts) == unmarked(self.shares):
+            return replace(plan, hosts=self.shares)
         peaks = [site.peak_flops for site in self.sites() if site.peak_flops is not None]
         peak = sum(peaks) if len(peaks) == len(self.shares) else None
         return replace(plan, hosts=self.shares, threads=self.given.threads, peak_flops=peak)
@@ -147,7 +148,7 @@ class HostsCrew:
 
 @contextmanager
 def hosts_crew(
-    asked: HostsAsked, *, config: RunConfig, folder: Path, screen: Console, order: Sequence[Sequence[str]] = ()
+    asked: HostsAsked, *, config: RunConfig, folder: Path, screen: Console, order: Sequence[Known] = ()
 ) -> Iterator[HostsCrew]:
     """Invite other hosts, wait until all are in, and lead them; the block's end sends them home.
 

@@ -33,7 +33,7 @@ ONE_HOST = HostsAsked(hosts=1)
 def chosen_address(asked: str | None) -> str:
     """The address that other hosts reach this one by; raises PlaitError that lists them where there is a choice."""
     if asked is not None:
-        _check_first(asked, interface_of(asked))
+        check_first(asked, "choose it by --address")
         return asked
     outside = [text for text in local_addresses() if not ip_address(text).is_loopback]
     usual = [text for text in outside if ip_address(text).version == 4] or outside
@@ -45,16 +45,15 @@ def chosen_address(asked: str | None) -> str:
     return usual[0]
 
 
-def _check_first(asked: str, interface: str) -> None:
-    """Raise PlaitError for an interface's second address: workers are told interfaces, and would meet at its first."""
-    family = ip_address(asked).version
-    alike = [
-        text for text, name in local_addresses().items() if name == interface and ip_address(text).version == family
-    ]
-    if not ip_address(asked).is_loopback and str(ip_address(asked)) != alike[0]:
+def check_first(address: str, mend: str) -> None:
+    """Raise PlaitError for an interface's second address: gloo is told interfaces, and would meet others at its first,
+    whatever its family."""
+    interface = interface_of(address)
+    first = next((text for text, name in local_addresses().items() if name == interface), address)
+    if not ip_address(address).is_loopback and str(ip_address(address)) != first:
         raise PlaitError(
-            f"{asked} is not the first address of {interface}, and workers would meet at that; choose --address "
-            f"{alike[0]}, or give {asked} an interface of its own"
+            f"{address} is not the first address of {interface}, and workers would meet at that, {first}; {mend}, or "
+            f"give {address} an interface of its own"
         )
 
 

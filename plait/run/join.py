@@ -15,6 +15,7 @@ from plait.launch.secret import read_secret
 from plait.run.crew import PRELOAD
 from plait.run.depot import Depot
 from plait.run.hello import own_hello
+from plait.run.invite import check_first
 
 ENDINGS = {"finished": "it is finished", "SIGINT": "it was stopped", "SIGTERM": "it was stopped"}
 
@@ -27,6 +28,7 @@ def join(at: str, *, secret_file: Path | None, screen: Console) -> StoppedBy:
     """
     address, port = _parsed(at)
     wire = connect(address, port, read_secret(str(secret_file) if secret_file else None))
+    check_first(wire.local_address, "join by an address of host 0 that leads over it")
     screen.print(f"found    a run at {at}", markup=False)
 
     def say(line: str) -> None:

@@ -20,9 +20,9 @@ def nonce(folder: Path) -> Iterator[tuple[str, str]]:
     """
     name, content = f"nonce-{secrets.token_hex(8)}", secrets.token_hex(16)
     path = folder / name
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-        file.write(content)
     try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(content)
         yield name, content
     finally:
         path.unlink(missing_ok=True)

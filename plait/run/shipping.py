@@ -143,7 +143,8 @@ class Intake:
     def abandon(self) -> None:
         """Take away what came of a file whose rest will not come."""
         if self._part is not None:
-            self._part.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._part.unlink()
 
     def block(self, name: str, offset: int, data: bytes) -> None:
         """The next bytes of a file; with its last ones it is checked and appears under its name."""

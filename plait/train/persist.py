@@ -58,10 +58,13 @@ def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums, *, se
                 needs=[f"{kind}/{name}" for kind in ("model", *_MOMENTS) for name in weight_sizes(shape)],
             )
 
+    def prune_old() -> None:
+        if world.index == 0:
+            prune(folder, assembly.plan.checkpoint_keep)
+
     _together(world, write_own, staging if clears else None)
     _together(world, publish_all, staging if clears else None)
-    if world.index == 0:  # reads old ones again, which may take minutes, while nobody waits in a vote
-        prune(folder, assembly.plan.checkpoint_keep)
+    _together(world, prune_old, None)  # a vote of its own: it reads old ones again, which may take minutes
     if send is not None:
         shutil.rmtree(staging, ignore_errors=True)
     return final

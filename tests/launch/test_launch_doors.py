@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from plait.errors import RunFailed
+from plait.errors import PlaitError
 from plait.launch import doors
 from plait.launch.doors import Door, check_roads
 from plait.launch.link import Reply
@@ -21,6 +21,17 @@ class Firewalled(Door):
         if kind == "door":
             self.close()
         return reply
+
+
+class Seen:
+    """A host as others see it, by another address than its own."""
+
+    def __init__(self, door: Door, own: str) -> None:
+        self.name, self.address = door.name, door.address
+        self._door = Door(door.name, own)
+
+    def ask(self, kind: str, values: Mapping[str, Any]) -> Reply:
+        return self._door.ask(kind, values)
 
 
 def three(last: type[Door] = Door) -> tuple[Door, Door, Door]:
@@ -41,11 +52,22 @@ def test_hosts_that_reach_each_other_are_left_as_they_were() -> None:
 
 def test_a_host_behind_a_firewall_is_named_with_who_does_not_reach_it() -> None:
     first, *others = three(Firewalled)
-    with pytest.raises(RunFailed) as caught:
+    with pytest.raises(PlaitError) as caught:
         check_roads(first, others)
     told = str(caught.value)
     assert told.startswith("a (127.0.0.1) does not reach c at 127.0.0.3:") and "Connection refused" in told
-    assert "let c's firewall take what comes from 127.0.0.1 (for example: ufw allow from 127.0.0.1), then" in told
+    assert (
+        "let the firewall of 127.0.0.3 take what comes from 127.0.0.1 (for example: ufw allow from 127.0.0.1)" in told
+    )
+    assert caught.value.exit_code == 2
+
+
+def test_a_host_behind_an_address_translation_is_told_so() -> None:
+    first, *others = three()
+    others[0].address = "203.0.113.7"  # as others see it
+    others[0].ask("shut", {})
+    with pytest.raises(PlaitError, match=r"b is 127\.0\.0\.2 to itself and 203\.0\.113\.7 to this host"):
+        check_roads(first, [Seen(others[0], "127.0.0.2"), others[1]])
 
 
 def test_a_host_that_drops_what_comes_in_is_found_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal as signals
+
 import pytest
 
 from plait import cli
@@ -20,3 +23,25 @@ def test_a_signal_is_no_bug(
         cli.main()
     assert ended.value.code == code
     assert capsys.readouterr().err == ""
+
+
+def test_sigterm_in_the_midst_of_a_command_closes_what_is_open_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    def stopped(*_: object, **__: object) -> None:
+        try:
+            os.kill(os.getpid(), signals.SIGTERM)
+        except Exception:  # as libraries take what they do not know
+            pytest.fail("a signal is no error of a library's")
+        finally:
+            closed.append("the run's folder")
+
+    monkeypatch.setattr(cli, "app", stopped)
+    before = signals.signal(signals.SIGTERM, signals.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 143 and closed == ["the run's folder"]
+        assert signals.getsignal(signals.SIGTERM) is signals.SIG_DFL
+    finally:
+        signals.signal(signals.SIGTERM, before)

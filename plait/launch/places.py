@@ -1,0 +1,28 @@
+"""Which of the places that a run's hosts had belongs to whom, when it goes on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+Known = tuple[str, str]
+"""What a host is known by: its mark, empty where nobody knows it, and its name."""
+
+
+def places_of(arrived: Sequence[Known], order: Sequence[Known]) -> list[int]:
+    """Where each host stood, each place given once; the number of all places where nobody knows it.
+
+    By their marks first. Names tell less: those of machines of one image are numbered in `order` ("ubuntu (2)").
+    """
+    free, places = set(range(1, len(order))), [len(order)] * len(arrived)
+
+    def give(alike: Callable[[Known, Known], bool]) -> None:
+        for at, host in enumerate(arrived):
+            known = [place for place in sorted(free) if places[at] == len(order) and alike(host, order[place])]
+            if known:
+                places[at] = known[0]
+                free.remove(known[0])
+
+    give(lambda host, one: host[0] == one[0] != "")
+    give(lambda host, one: re.sub(r" \(\d+\)$", "", one[1]) == host[1])
+    return places
