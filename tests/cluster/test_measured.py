@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,4 +75,8 @@ def test_the_hidden_share_is_that_of_the_shorter_side(both_s: float, share: floa
 
 def test_unsteadiness_is_the_upper_quartile_of_spreads() -> None:
     assert isinstance(measured(), Measured)
-    assert measured().unsteady == pytest.approx(0.1)
+    assert measured().unsteady == pytest.approx(0.1) and measured().noise == ""
+    noisy = device()
+    noisy = replace(noisy, timed=tuple(replace(one, spread=0.3) for one in noisy.timed))
+    told = measured(devices=(noisy,)).noise
+    assert told == "the figures spread by 30%, though medians count: other programs were running"
