@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import threading
@@ -27,7 +26,8 @@ class SignalMailbox:
             numbers = self.wire.recv(64)
         except BlockingIOError:
             return []
-        return ["SIGINT" if number == signal.SIGINT else "SIGTERM" for number in numbers]
+        names: dict[int, StopSignal] = {signal.SIGINT: "SIGINT", signal.SIGTERM: "SIGTERM"}
+        return [names[number] for number in numbers if number in names]
 
 
 @contextlib.contextmanager
@@ -36,28 +36,32 @@ def collected_signals() -> Iterator[SignalMailbox]:
 
     Off the main thread nothing can be installed, and the mailbox stays empty. A signal that the process was told to
     ignore, as under nohup, stays ignored.
+
+    They are posted where the kernel brings them, which may be another thread where the main one has one at hand:
+    Python's own handlers would wait there until the main thread wakes for another reason.
     """
     readable, writable = socket.socketpair()
     readable.setblocking(False)
     writable.setblocking(False)
-
-    def post(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(writable.fileno(), bytes([number]))
-
-    with readable, writable, _handlers(post):
+    with readable, writable, _posted(writable.fileno()):
         yield SignalMailbox(readable)
 
 
 @contextlib.contextmanager
-def _handlers(handler: signal._HANDLER) -> Iterator[None]:
+def _posted(descriptor: int) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     heeded = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in heeded}
+    before = {number: signal.signal(number, _nothing_more) for number in heeded}
+    outer = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
     try:
         yield
     finally:
+        signal.set_wakeup_fd(outer)
         for number, previous in before.items():
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
+
+
+def _nothing_more(number: int, frame: FrameType | None) -> None:
+    """Its number is posted already."""
