@@ -337,13 +337,18 @@ def test_parts_that_meet_gather_as_often_as_the_smallest_device_makes_them() -> 
     assert found.timing(found.chosen).parameters[0] == often == pytest.approx(number / fewer * seldom)
 
 
-def test_equally_fast_devices_of_unequal_memory_are_priced_with_all_their_meetings() -> None:
+def alike_and_with_a_little_one(nodes: int) -> tuple[Workload, Cluster, Cluster]:
+    """A model, equal machines, and the same of which the last has half the memory."""
     shape = named_shape("350M", vocabulary=32768, sequence=1024)
-    workload = workload_of(shape, sequence=1024, batch_sequences=64)
-    small = read_cluster("2x(1x4090)@10G")
-    [both] = small.islands
-    little = replace(both.device, memory_bytes=both.device.memory_bytes // 2)
-    unequal = replace(small, islands=(replace(both, nodes=1), replace(both, nodes=1, device=little)))
+    alike = read_cluster(f"{nodes}x(1x4090)@10G")
+    [island] = alike.islands
+    little = replace(island.device, memory_bytes=island.device.memory_bytes // 2)
+    islands = replace(island, nodes=nodes - 1), replace(island, nodes=1, device=little)
+    return workload_of(shape, sequence=1024, batch_sequences=64), alike, replace(alike, islands=islands)
+
+
+def test_equally_fast_devices_of_unequal_memory_are_priced_with_all_their_meetings() -> None:
+    workload, small, unequal = alike_and_with_a_little_one(2)
     pins = Pins(degrees={"shard": 2}, knobs={"micro_sequences": 8, "recompute": "none", "shard_what": "parameters"})
     even, uneven = search(workload, small, pins=pins), search(workload, unequal, pins=pins)
     large, less = uneven.at_once(uneven.chosen)
@@ -532,12 +537,7 @@ def test_a_dealers_answer_does_not_hang_on_which_layouts_are_asked_about() -> No
 def test_a_layout_costs_the_same_whoever_is_priced_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One small device of four makes parts that split parameters meet more often, and nobody else."""
     monkeypatch.setattr(pricing, "NEAR", -1.0)  # nothing is simulated
-    shape = named_shape("350M", vocabulary=32768, sequence=1024)
-    workload = workload_of(shape, sequence=1024, batch_sequences=64)
-    four = read_cluster("4x(1x4090)@10G")
-    [all_four] = four.islands
-    little = replace(all_four.device, memory_bytes=all_four.device.memory_bytes // 2)
-    unequal = replace(four, islands=(replace(all_four, nodes=3), replace(all_four, nodes=1, device=little)))
+    workload, _, unequal = alike_and_with_a_little_one(4)
     found = search(workload, unequal, pins=Pins(degrees={"pipeline": 2, "shard": 2}))
     usual = -(-32 // found.candidates.micro_sequences)
     often = (found.numbers > usual) & (found.candidates.shard_what == SHARD_WHAT.index("parameters"))
