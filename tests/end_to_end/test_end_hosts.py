@@ -18,6 +18,9 @@ CORES = sorted(os.sched_getaffinity(0))
 HALVES = (CORES[: max(1, len(CORES) // 2)], CORES[-max(1, len(CORES) // 2) :])
 """A host each: its one worker then has the threads that one of two workers has on the whole machine."""
 
+EVEN = ("layout.shares=[4, 3]", 'balance.every="never"')
+"""The shares of equal workers: what these hosts measure of each other hangs on what else the machine does."""
+
 
 class Pair:
     """Host 0, and a folder for the other one; both are told the secret by a file outside of their folders."""
@@ -69,7 +72,7 @@ def test_two_hosts_in_folders_of_their_own_give_the_bits_of_one(
 ) -> None:
     """And who does not know the secret, or comes when all are in, does not disturb them."""
     name = "two-hosts"
-    lead = pair.start_lead(name)
+    lead = pair.start_lead(name, *EVEN)
     wrong = tmp_path / "wrong"
     wrong.write_text("0000-0000-0000-0000-0000-0000-0000")
     wrong.chmod(0o600)
@@ -99,7 +102,7 @@ def test_a_host_that_waits_for_others_ends_in_peace_when_it_is_told_to(pair: Pai
 @pytest.mark.slow
 def test_a_lost_host_ends_the_run_and_both_commands_go_on_with_it(pair: Pair, reference: Callable[[int], str]) -> None:
     name, place = "two-hosts-lost", pair.lead
-    lead, guest = pair.start(name)
+    lead, guest = pair.start(name, *EVEN)
     wait_while_running(lambda: bool(place.checkpoints(name)), lead)
     at = time.monotonic()
     guest.kill()
@@ -111,7 +114,7 @@ def test_a_lost_host_ends_the_run_and_both_commands_go_on_with_it(pair: Pair, re
         one.assert_nobody_left()
     kept = place.checkpoints(name)[-1]
     assert kept < STEPS
-    first, second = (ended(process) for process in pair.start(name))
+    first, second = (ended(process) for process in pair.start(name, *EVEN))
     assert (first.code, second.code) == (0, 0), (first, second)
     assert f"resume   from step-{kept}" in first.out and "here already" in second.out
     assert_same_end(place, name, reference(2))
@@ -123,7 +126,7 @@ def test_a_lost_host_ends_the_run_and_both_commands_go_on_with_it(pair: Pair, re
 def test_two_hosts_in_one_folder_share_it(pair: Pair, reference: Callable[[int], str]) -> None:
     name = "two-hosts-shared"
     pair.other = pair.lead
-    lead, guest = (ended(process) for process in pair.start(name))
+    lead, guest = (ended(process) for process in pair.start(name, *EVEN))
     assert (lead.code, guest.code) == (0, 0), (lead, guest)
     assert "sent  " not in lead.out and "is shared with it" in guest.out
     assert_same_end(pair.lead, name, reference(2))
@@ -134,7 +137,7 @@ def test_two_hosts_in_one_folder_share_it(pair: Pair, reference: Callable[[int],
 @pytest.mark.parametrize("where", ["lead", "guest"])
 def test_ctrl_c_on_either_host_saves_and_ends_both(pair: Pair, reference: Callable[[int], str], where: str) -> None:
     name = f"two-hosts-stopped-on-{where}"
-    lead, guest = pair.start(name)
+    lead, guest = pair.start(name, *EVEN)
     wait_while_running(lambda: bool(pair.lead.checkpoints(name)), lead)
     kill_group(lead if where == "lead" else guest, signal.SIGINT)
     first, second = ended(lead), ended(guest)
@@ -143,7 +146,7 @@ def test_ctrl_c_on_either_host_saves_and_ends_both(pair: Pair, reference: Callab
     assert step < STEPS and f"stopped after step {step} of {STEPS}, saved" in first.out
     pair.assert_nothing_left()
     # It goes on where one host has both workers.
-    last = pair.lead.train(name)
+    last = pair.lead.train(name, *EVEN)
     assert last.code == 0 and f"resume   from step-{step}" in last.out, last
     assert pair.lead.plan(name)["hosts"] == []
     assert_same_end(pair.lead, name, reference(2))
