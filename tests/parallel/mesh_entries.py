@@ -1,0 +1,22 @@
+"""What the ranks of the mesh's tests do."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from plait.launch.job import RankContext
+from plait.layout import AXES, Layout
+from plait.parallel.mesh import make_mesh, open_store
+
+
+def tell_axes(context: RankContext, argument: str) -> None:
+    """Each rank tells its neighbours along every axis, as a number with a digit each, and how many groups there are."""
+    store = open_store(context.rendezvous, context.rank, context.world_size)
+    dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.world_size)
+    degrees = dict(part.split("=") for part in argument.split())
+    mesh = make_mesh(Layout(**{axis: int(degree) for axis, degree in degrees.items()}), "cpu")  # pyright: ignore[reportArgumentType]
+    groups = {axis: mesh[axis].get_group() for axis in AXES}
+    rows = {axis: [rank + 1 for rank in dist.get_process_group_ranks(group)] for axis, group in groups.items()}
+    told = {axis: float("".join(str(digit) for digit in row)) for axis, row in rows.items()}
+    context.tell("axes", **told, groups=len({group.group_name for group in groups.values()}))
+    dist.destroy_process_group()
