@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import permutations
+
+Split = tuple[int, ...]
+
+
+def best_order(
+    tokens_per_s: Sequence[float], *, layers: int, head_layers: float, micros: int, batch_tokens: int
+) -> tuple[float, Split, tuple[int, ...]]:
+    """Tokens a second of the best split with the hosts in their best order, the first one staying; its layers, and the
+    number of the host at each place."""
+    found: list[tuple[float, Split, tuple[int, ...]]] = []
+    for order in permutations(range(1, len(tokens_per_s))):
+        hosts = (0, *order)
+        there = [tokens_per_s[host] for host in hosts]
+        asked = {"layers": layers, "head_layers": head_layers, "micros": micros, "batch_tokens": batch_tokens}
+        found.append((*best_split(there, **asked), hosts))
+    return max(found, key=lambda one: one[0])
 
 
 def best_split(
     tokens_per_s: Sequence[float], *, layers: int, head_layers: float, micros: int, batch_tokens: int
-) -> tuple[float, tuple[int, ...]]:
+) -> tuple[float, Split]:
     """Tokens a second of the best pipeline of whole layers with its bubble but without messages, and its layers.
 
     `tokens_per_s` is each host's with the whole model, stages in the order of the hosts; the head, which costs as much

@@ -23,7 +23,7 @@ from benchmarks.lab.drawing import bars
 from benchmarks.lab.forecast import cluster_of_case, recipe_text
 from benchmarks.lab.grid import Case
 from benchmarks.lab.hosts import Lab, require_root
-from benchmarks.lab.ideals import best_split
+from benchmarks.lab.ideals import best_order
 from benchmarks.lab.journal import append_line, read_lines
 from benchmarks.lab.leftovers import sweep
 from benchmarks.lab.orders import JoinedRunner, Party, Runner, baseline_party
@@ -190,14 +190,15 @@ def _beside(trial: Trial, runner: Runner, speeds: Sequence[float], pace_s: float
     parameters that travel all the time against equal hosts which are as fast together."""
     if "pipeline" in trial.layout:
         batch = trial.batch_sequences
-        best, split = best_split(
+        best, split, order = best_order(
             speeds,
             layers=trial.shape["layers"],
             head_layers=head_layers(_asked(trial).workload),
             micros=batch // trial.layout["micro_sequences"],
             batch_tokens=batch * SEQUENCE,
         )
-        return {f"the best whole-number split, {' + '.join(map(str, split))} layers": best}
+        layers = ", ".join(f"{held} on host {host}" for held, host in zip(split, order, strict=True))
+        return {f"the best whole-number split, layers: {layers}": best}
     if trial.layout.get("shard_what") != "parameters":
         return {}
     shutil.rmtree(WORK / "runs")

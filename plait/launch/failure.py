@@ -12,7 +12,7 @@ from typing import Any
 
 from plait.errors import PlaitError, RunFailed
 
-AGAIN = "run the same command again to go on from the newest checkpoint"
+AGAIN = "run the same command again to go on from the newest checkpoint, or anew where there is none yet"
 _TEXT_CHARACTERS = 2_000
 _TRACEBACK_CHARACTERS = 64_000
 _PACKAGE = Path(__file__).parents[1]

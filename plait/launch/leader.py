@@ -78,6 +78,7 @@ class Hosts:
         pulse: Pulse = PULSE,
     ) -> None:
         self.members: tuple[Member, ...] = ()
+        self._arrived: tuple[Member, ...] = ()
         self._address = address
         self._interface = interface_of(address)
         self._port = port
@@ -140,8 +141,13 @@ class Hosts:
         gate.shut(FULL)
         places = places_of([(one.hello.get("mark", ""), _name_of(one)) for one in self._admitted], order)
         arrived = sorted(zip(places, self._admitted, strict=True), key=lambda pair: pair[0])
-        self.members = tuple(_member(host, one) for host, (_, one) in enumerate(arrived, start=1))
+        self._arrived = self.members = tuple(_member(host, one) for host, (_, one) in enumerate(arrived, start=1))
         return self.members
+
+    def seat(self, order: Sequence[int]) -> None:
+        """Number the hosts anew: host n is from now on the one that was admitted as order[n]; host 0 stays."""
+        assert order[0] == 0 and sorted(order) == list(range(1 + len(self._arrived))), order
+        self.members = tuple(replace(self._arrived[host - 1], host=place) for place, host in enumerate(order) if place)
 
     def run(
         self,

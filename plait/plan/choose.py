@@ -68,6 +68,7 @@ def draft(
         micro_sequences=splits[0].micro_sequences,
         micro_limits=splits[0].micro_limits,
         shares=splits[0].shares,
+        seats=splits[0].seats,
         balance_every_steps=_balance(config, grounds, splits[0], why),
         gradient_transfer=config.train.gradient_transfer,
         budget=work.budget,
@@ -105,6 +106,7 @@ def with_split(plan: Plan, split: Split) -> Plan:
         micro_sequences=split.micro_sequences,
         micro_limits=split.micro_limits,
         shares=split.shares,
+        seats=split.seats,
         step_s=split.step_s,
         forecast=split.forecast,
     )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from plait.cluster.cluster import Cluster
 from plait.layout import Layout
 from plait.plan.listing import Pins
+from plait.plan.orders import in_best_order
 from plait.plan.pins import pins_of
 from plait.plan.remedy import mended
 from plait.plan.search import DoesNotFit, Search, search
@@ -26,7 +27,8 @@ def named_pins(config: RunConfig, layout: Layout) -> Pins:
 
 
 def asked_search(workload: Workload, cluster: Cluster, stack: Stack, pins: Pins) -> Search:
-    """The search that a recipe asks for; raises DoesNotFit, with the mend, where nothing fits.
+    """The search that a recipe asks for, on the machines in their best order; raises DoesNotFit, with the mend, where
+    nothing fits.
 
     Beside named degrees nothing is computed again, and `shard` splits the optimizer's state alone, unless only more of
     it fits: so that a name means the same on every machine that it can run on.
@@ -36,8 +38,8 @@ def asked_search(workload: Workload, cluster: Cluster, stack: Stack, pins: Pins)
         with suppress(DoesNotFit):
             found = search(workload, cluster, stack=stack, pins=replace(pins, knobs={**usual, **pins.knobs}))
             if found.reserved(found.chosen) <= found.capacity(found.chosen):
-                return found
+                return in_best_order(found)
     try:
-        return search(workload, cluster, stack=stack, pins=pins)
+        return in_best_order(search(workload, cluster, stack=stack, pins=pins))
     except DoesNotFit as error:
         raise mended(error, pins, stack) from None

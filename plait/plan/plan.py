@@ -90,6 +90,8 @@ class Plan:
     """The same for each part of the batch, where devices' memories differ too much for one number; else empty."""
     shares: tuple[int, ...] = ()
     """Sequences of each part of the batch (`Layout.batch_part`) in a step; empty: as equal as can be."""
+    seats: tuple[int, ...] = ()
+    """Of each place in the order of ranks the number of the host that is to take it; empty: they sit as they should."""
     balance_every_steps: int = 0
     """How often shares may change while the run goes on; 0: never."""
     gradient_transfer: Literal["float32", "bf16"] = "float32"
@@ -194,6 +196,7 @@ def _plan(values: dict[str, Any]) -> Plan:
             "checkpoint_every": Every(**values["checkpoint_every"]),
             "reasons": tuple(values["reasons"]),
             "shares": tuple(values.get("shares", ())),
+            "seats": tuple(values.get("seats", ())),
             "micro_limits": tuple(values.get("micro_limits", ())),
         }
     )

@@ -50,6 +50,16 @@ class DoesNotFit(PlaitError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Turned:
+    """Machines in another order than they were given in."""
+
+    places: tuple[int, ...]
+    """The number that the machine at each place had."""
+    before_s: float
+    """What a step would take with them as they were."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
     """All layouts of a workload on a cluster with their prices; arrays over those that were priced."""
 
@@ -79,6 +89,8 @@ class Search:
     """The kinds of which none fits."""
     dealer: Dealer
     room: Room
+    turned: Turned | None = None
+    """Where `cluster` has the machines in a better order than they came in (orders.py)."""
 
     @property
     def n_refused(self) -> int:

@@ -42,23 +42,30 @@ def node_alone(cluster: Cluster, place: int, devices: int) -> Cluster:
     return replace(one, measured=replace(measured, devices=(host,), workers=devices))
 
 
-def other_orders(cluster: Cluster) -> list[Cluster]:
-    """The same machines in every other order, where there are four kinds of them at most."""
-    places = range(len(cluster.islands))
-    if not 1 < len(places) <= MOST_ISLANDS:
+def other_orders(cluster: Cluster, *, first_stays: bool) -> list[tuple[tuple[int, ...], Cluster]]:
+    """The same machines in every other order, where there are four kinds of them at most; or in those that begin with
+    the same kind.
+
+    Each with the number that the machine at each place had.
+    """
+    kinds = range(len(cluster.islands))
+    if not 1 < len(kinds) <= MOST_ISLANDS:
         return []
     measured, hosts = cluster.measured, _hosts(cluster)
-    found: list[Cluster] = []
+    found: list[tuple[tuple[int, ...], Cluster]] = []
     if measured is not None and hosts is None:
         return []
-    for order in list(permutations(places))[1:]:
+    ends = list(accumulate((island.nodes for island in cluster.islands), initial=0))
+    for order in list(permutations(kinds))[1:]:
+        if first_stays and order[0]:
+            break
         islands = tuple(cluster.islands[place] for place in order)
         other = replace(cluster, islands=islands)
         if measured is not None and hosts is not None:
             devices = tuple(measured.devices[host] for place in order for host in hosts[place])
             other = replace(other, measured=replace(measured, devices=devices))
-        if islands != cluster.islands and all(islands != known.islands for known in found):
-            found.append(other)
+        if islands != cluster.islands and all(islands != known.islands for _, known in found):
+            found.append((tuple(node for kind in order for node in range(ends[kind], ends[kind + 1])), other))
     return found
 
 

@@ -50,6 +50,8 @@ class Split:
     """Of each part of the batch, where devices' memories differ too much for one number; else none."""
     shares: tuple[int, ...] = ()
     """Of each part of the batch, in sequences; none where they are as equal as can be."""
+    seats: tuple[int, ...] = ()
+    """Of each place in the order of ranks the number of the host that takes it; none: as they stand."""
     points: int
     """Of complexity (plait plan --terms)."""
     forecast: Forecast | None
@@ -181,7 +183,7 @@ def _split(question: Question, pins: Pins, workers: int, layout: Layout | None) 
 
 
 def _priced(question: Question, pins: Pins, found: Search, at: int, layout: Layout | None) -> Split:
-    row, workers = found.candidates.row(at), found.cluster.devices
+    row, workers, turned = found.candidates.row(at), found.cluster.devices, found.turned
     cut = found.stage_layers(at) if int(row["pipeline"]) > 1 else ()
     layout = _as_priced(layout, layout_from(row, cut)) if layout else layout_from(row, cut)
     if question.grounds.machine.device == "cpu" and "micro_sequences" not in pins.knobs:
@@ -196,6 +198,7 @@ def _priced(question: Question, pins: Pins, found: Search, at: int, layout: Layo
         micro_sequences=max(limits),
         micro_limits=limits if len(limits) > 1 else (),
         shares=shares_of(found, at),
+        seats=turned.places if turned else (),
         points=int(found.points[at]),
         forecast=_forecast(question, found, at) if question.grounds.known else None,
         why=tuple(limit_words(found, at)),

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from plait.errors import PlaitError
 from plait.plan.deal import Deal
+from plait.plan.orders import better_start
 from plait.plan.pricing import price, step_seconds
-from plait.plan.search import Search, search
-from plait.plan.seats import other_orders
+from plait.plan.search import Search
 from plait.plan.shares import equal_shares
 from plait.plan.speeds import Devices
 from plait.units import format_bytes, format_duration
@@ -173,23 +172,20 @@ def _equal_words(found: Search, deal: Deal) -> list[str]:
 
 
 def _order_words(found: Search) -> list[str]:
-    """Whether the same pins on machines in another order would be faster: by more than the forecast can tell."""
-    best, fastest = float(found.step_s[found.chosen]), None
-    for other in other_orders(found.cluster):
-        try:
-            tried = search(found.workload, other, stack=found.stack, pins=found.pins, tolerance=found.tolerance)
-        except PlaitError:
-            continue
-        spent = float(tried.step_s[tried.chosen])
-        if spent * (1 + found.tolerance) < best:
-            best, fastest = spent, tried
-    if fastest is None:
-        return []
-    names = fastest.dealer.devices.names
-    return [
-        f"with the machines in the order {', '.join(names)} a step would take {format_duration(best)}: start the run "
-        f"on {names[0]} and let the others join in this order"
-    ]
+    """In which order the machines stand where that is not as they came, and whether another one should be the first."""
+    told, spent = [], format_duration(float(found.step_s[found.chosen]))
+    if found.turned:
+        before = format_duration(found.turned.before_s)
+        names = ", ".join(found.dealer.devices.names)
+        told.append(f"the machines take the places {names}: as they came a step would take {before}, not {spent}")
+    if other := better_start(found):
+        names = other.dealer.devices.names
+        there = format_duration(float(other.step_s[other.chosen]))
+        told.append(
+            f"with the machines in the order {', '.join(names)} a step would take {there}, not {spent}: start the run "
+            f"on {names[0]}, the others find their places"
+        )
+    return told
 
 
 def _times(factor: float) -> str:

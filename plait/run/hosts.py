@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -38,6 +38,7 @@ GRACE_S = 120.0
 TRAINING = "plait.train.worker:main"
 PROBE = "plait.run.probe_rank:rank"
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 class HostsCrew:
@@ -48,13 +49,20 @@ class HostsCrew:
 
     def __init__(self, hosts: Hosts, *, folder: Path, config: RunConfig, say: Say) -> None:
         self._hosts, self._folder, self._config, self._say = hosts, folder, config, say
+        self._seats = tuple(range(1 + len(hosts.members)))
+        """Which of the hosts, as they were admitted, takes each place."""
+        self._freight: Freight | None = None
 
-    @cached_property
+    @property
     def shares(self) -> tuple[HostShare, ...]:
         """What each host does, host 0 first; raises PlaitError where that does not go with the recipe."""
+        return self._seated(self._shares)
+
+    @cached_property
+    def _shares(self) -> tuple[HostShare, ...]:
         hellos = [own_hello(), *(member.hello for member in self._hosts.members)]
         names = [own_hello()["name"], *(member.name for member in self._hosts.members)]
-        bare = shares_of(told_apart(names), [site.machine for site in self.sites()])
+        bare = shares_of(told_apart(names), [site.machine for site in self._sites])
         shares = tuple(replace(share, mark=hello["mark"]) for share, hello in zip(bare, hellos, strict=True))
         check_layout(self._config, shares)
         self._say(f"hosts    {in_words(shares)}")
@@ -67,7 +75,7 @@ class HostsCrew:
 
     def sites(self) -> tuple[Site, ...]:
         """Every host's machine and its arithmetic peak, host 0 first; they are measured when this is first asked."""
-        return self._sites
+        return self._seated(self._sites)
 
     def hosts(self) -> tuple[tuple[Machine, float | None, int], ...]:
         """Every host's machine, the rate of its processor or of all its GPUs, and its workers."""
@@ -79,7 +87,10 @@ class HostsCrew:
         return self._hosts.addresses
 
     def placed(self, plan: Plan) -> Plan:
-        """The plan with each host's part in it."""
+        """The plan with each host's part in it, once all have taken the places that it gives them."""
+        if plan.seats:
+            self._take(plan.seats)
+            plan = replace(plan, seats=())
         if unmarked(plan.hosts) == unmarked(self.shares):
             return replace(plan, hosts=self.shares)
         peaks = [site.peak_flops for site in self.sites() if site.peak_flops is not None]
@@ -99,6 +110,7 @@ class HostsCrew:
         if not training:  # made before anybody knew which host does what
             plan = self.placed(read_plan(folder / "plan.json"))
             write_plan(replace(plan, corpus=_named_alike(plan.corpus)), folder / "plan.json")
+        self._freight = self._freight or Freight(self._hosts.members, self._folder, self._say)
         places = self._freight.deliver(folder, "run" if training else "job", resume)
         first, *others = self.shares
         parts = [_own_part(job, first.workers, first.threads)]
@@ -116,9 +128,15 @@ class HostsCrew:
         """Every host's workers, who need no file."""
         return [HostPart(ranks=s.workers, threads=s.threads, argument=job.argument) for s in self.shares]
 
-    @cached_property
-    def _freight(self) -> Freight:
-        return Freight(self._hosts.members, self._folder, self._say)
+    def _take(self, seats: tuple[int, ...]) -> None:
+        """Every host takes its place; what is known of them stays in the order in which they were admitted."""
+        assert len(self._shares) == len(seats), seats  # which asks for them before anybody moves
+        if seats != self._seats:
+            self._seats, self._freight = seats, None
+            self._hosts.seat(seats)
+
+    def _seated(self, as_admitted: Sequence[T]) -> tuple[T, ...]:
+        return tuple(as_admitted[host] for host in self._seats)
 
     @cached_property
     def _sites(self) -> tuple[Site, ...]:

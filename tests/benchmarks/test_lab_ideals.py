@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.lab.ideals import best_split
+from benchmarks.lab.ideals import best_order, best_split
 
 
 def test_equal_hosts_split_evenly_and_lose_the_bubble():
@@ -23,3 +23,12 @@ def test_a_slow_host_gets_fewer_layers_and_the_head_counts():
 def test_with_many_micro_batches_the_best_split_nears_the_sum_of_the_speeds():
     tokens_per_s, _ = best_split([100.0, 50.0], layers=9, head_layers=0.0, micros=10_000, batch_tokens=10_000)
     assert tokens_per_s == pytest.approx(150.0, rel=1e-3)
+
+
+def test_the_best_order_is_found_behind_the_first_host():
+    """With the slowest host last it would have the head, which is more than it should do."""
+    asked = {"layers": 10, "head_layers": 4.0, "micros": 64, "batch_tokens": 640}
+    speeds = [100.0, 100.0, 25.0]
+    tokens_per_s, split, order = best_order(speeds, **asked)
+    assert order == (0, 2, 1) and len(split) == 3 and sum(split) == 10
+    assert tokens_per_s == best_split([100.0, 25.0, 100.0], **asked)[0] > best_split(speeds, **asked)[0]

@@ -486,6 +486,10 @@ def test_a_host_that_goes_away_while_it_waits_leaves_its_place_and_others_take_t
             members = hosts.admit(check, within_s=30, order=[("", "elsewhere"), ("mark", "host-127.0.0.14")])
             assert [(member.host, member.address) for member in members] == [(1, "127.0.0.14"), (2, "127.0.0.13")]
             assert hosts.addresses == ("127.0.0.1", "127.0.0.14", "127.0.0.13")
+            for order in ((0, 2, 1), (0, 2, 1), (0, 1, 2)):  # each time as they were admitted
+                hosts.seat(order)
+                assert [member.host for member in hosts.members] == [1, 2]
+                assert [member.address for member in hosts.members] == [members[host - 1].address for host in order[1:]]
     finally:
         for agent in agents:
             agent.close()

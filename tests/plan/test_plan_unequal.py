@@ -30,7 +30,7 @@ from plait.plan.portions import portions_of
 from plait.plan.pricing import closed_form, price, step_seconds
 from plait.plan.retime import Spent, durations_s
 from plait.plan.search import TORN, Search, search
-from plait.plan.seats import node_alone, other_orders, torn
+from plait.plan.seats import node_alone, torn
 from plait.plan.shares import equal_shares, last_s, shares, worthwhile
 from plait.plan.speeds import devices_of
 from plait.plan.stack import PLAIT
@@ -422,28 +422,6 @@ def test_tensor_groups_do_not_straddle_machines() -> None:
     shape = explicit_shape(layers=12, width=768, heads=12, vocabulary=4096, sequence=512)
     found = search(workload_of(shape, sequence=512, batch_sequences=24), cluster)
     assert found.refused[TORN] > 0 and 2 not in found.candidates.tensor
-
-
-def test_other_orders_of_machines_take_their_measurements_along() -> None:
-    cluster = probed(1.0, 0.4, 0.2)
-    orders = other_orders(cluster)
-    assert len(orders) == 5
-    for other in orders:
-        assert other.measured is not None
-        names = [each.host for each in other.measured.devices]
-        flops = [island.device.flops("float32") for island in other.islands]
-        assert [flops[names.index(name)] for name in "abc"] == pytest.approx([1e11, 4e10, 2e10])
-    assert not other_orders(probed(1.0, 1.0))
-
-
-def test_another_order_of_machines_is_tried_with_the_same_pins() -> None:
-    """Cutting matrices over this cable takes as long in any order; shares the wrong way round do not."""
-    cut = search(work(), probed(1.0, 0.4), pins=Pins(degrees={"tensor": 2}))
-    assert not any("in the order" in line for line in unequal_reasons(cut))
-    turned = search(work(), probed(1.0, 0.4), pins=replace(copies(2), shares=(4, 12)))
-    [line] = [line for line in unequal_reasons(turned) if "in the order b, a" in line]
-    back = search(work(), probed(0.4, 1.0), pins=turned.pins)
-    assert f"would take {format_duration(float(back.step_s[back.chosen]))}: start the run on b" in line
 
 
 def planned(folder: Path, cluster: Cluster, *overrides: str) -> Plan:

@@ -47,8 +47,11 @@ class Led:
     """Hosts on which every job ends at once, all of them laptops; keeps the parts of the last job."""
 
     def __init__(self, *members: Guest) -> None:
-        self.members = members
+        self.members = self.arrived = members
         self.parts: Sequence[HostPart] = ()
+
+    def seat(self, order: Sequence[int]) -> None:
+        self.members = tuple(self.arrived[host - 1] for host in order[1:])
 
     def run(
         self, job: Job, *, on_message: Callable[[Message], None], parts: Sequence[HostPart], grace_s: float = 0.0
@@ -138,10 +141,30 @@ def test_a_checkpoint_s_parts_are_fetched_from_the_host_of_their_rank(tmp_path: 
     """Of three hosts with two, one and two workers."""
     old, new = Guest("/a"), Guest("/b")
     crew = HostsCrew(cast(Hosts, Led(old, new)), folder=tmp_path, config=recipe(tmp_path), say=lambda line: None)
-    vars(crew)["shares"] = tuple(
+    vars(crew)["_shares"] = tuple(
         HostShare(name=name, workers=count, threads=1) for name, count in zip("abc", (2, 1, 2), strict=True)
     )
     assert [crew._member_of(rank) for rank in (2, 3, 4)] == [old, new, new]
+
+
+def test_hosts_take_the_places_that_a_plan_gives_them(tmp_path: Path) -> None:
+    """The probe comes before it, a checkpoint's parts after it."""
+    guests = [Guest("/a"), Guest("/b"), Guest("/c")]
+    for guest, name in zip(guests, "abc", strict=True):
+        guest.name = name
+    hosts = Led(*guests)
+    crew = HostsCrew(cast(Hosts, hosts), folder=tmp_path, config=recipe(tmp_path), say=lambda line: None)
+    plan = planned(recipe(tmp_path, "layout.replicate=4", "model.size=1M"), PLAYS, LAPTOP)
+    lead = own_hello()["name"]
+    assert [share.name for share in crew.placed(plan).hosts] == [lead, "a", "b", "c"]
+    for _ in range(2):  # a step may have been timed for the plan before it is carried out
+        placed = crew.placed(replace(plan, seats=(0, 3, 1, 2)))
+        assert [share.name for share in placed.hosts] == [lead, "c", "a", "b"] and not placed.seats
+        assert [share.mark for share in placed.hosts[1:]] == ["beef"] * 3
+        assert hosts.members == (guests[2], guests[0], guests[1]) and crew._member_of(1) is guests[2]
+    assert crew.placed(placed) == placed
+    with pytest.raises(AssertionError):
+        crew.placed(replace(plan, seats=(0, 1)))
 
 
 def test_the_folder_of_a_job_is_its_argument_or_in_it() -> None:
