@@ -55,7 +55,7 @@ def main() -> None:
         if hosts not in done:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             append_line(flags.json, {**_run(hosts), "date": now, "machine": describe()})
-    lines = read_lines(flags.json, "hosts")
+    lines = sorted(read_lines(flags.json, "hosts"), key=lambda line: line["hosts"])
     print(table(lines))
     rows = {f"{line['hosts']} hosts": {"of n times one": line["speedup"] / line["hosts"]} for line in lines}
     flags.json.with_suffix(".svg").write_text(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
-from plait.plan.search import Search, Turned, search
-from plait.plan.seats import other_orders
+from plait.layout import AXES
+from plait.plan.listing import Pins
+from plait.plan.search import Search, search
+from plait.plan.seats import Turned, other_orders
 from plait.plan.shares import WORTH
+
+Places = tuple[int, ...]
 
 
 def in_best_order(found: Search) -> Search:
@@ -18,32 +23,45 @@ def in_best_order(found: Search) -> Search:
     The first one stays the first: it is where a run is started, and the others can take any place. Shares and stages
     that a person named are for the machines as they stand.
     """
-    if found.pins.shares or found.pins.stage_layers:
+    if found.pins.shares or found.pins.stage_layers or found.dealer.devices.alike:
         return found
-    here, best = _step_s(found), found
-    limit = (1 - WORTH) * here
-    for places, other in other_orders(found.cluster, first_stays=True):
-        tried = _on(found, other)
-        if tried and _step_s(tried) < min(limit, _step_s(best)):
-            best = replace(tried, turned=Turned(places=places, before_s=here))
-    return best
+    here = _step_s(found)
+    best = _best(found, other_orders(found.cluster, first_stays=True), (1 - WORTH) * here)
+    return replace(best[1], turned=Turned(places=best[0], before_s=here)) if best else found
 
 
 def better_start(found: Search) -> Search | None:
     """The same with another machine first, where that is faster by more than the forecast can tell."""
-    best: Search | None = None
-    limit = _step_s(found) / (1 + found.tolerance)
-    for places, other in other_orders(found.cluster, first_stays=False):
-        tried = _on(found, other) if places[0] else None
-        if tried and _step_s(tried) < (_step_s(best) if best else limit):
-            best = tried
-    return best
+    orders = [(places, other) for places, other in other_orders(found.cluster, first_stays=False) if places[0]]
+    best = _best(found, orders, _step_s(found) / (1 + found.tolerance))
+    return best[1] if best else None
 
 
-def _on(found: Search, cluster: Cluster) -> Search | None:
-    """The same question on other machines; None where nothing fits."""
+def _best(found: Search, orders: Sequence[tuple[Places, Cluster]], limit_s: float) -> tuple[Places, Search] | None:
+    """The same question in the order of which most is to be expected; None where a step takes longer than the limit.
+
+    Orders are compared by what they make of the degrees that are best as the machines stand, chosen and fastest: to
+    price all layouts in all of them would take minutes on large clusters.
+    """
+    tries = [found.pins] if found.pins.degrees else [_degrees(found, at) for at in {found.chosen, found.fastest}]
+    tried = [(_on(found, other, pins), places, other) for places, other in orders for pins in tries]
+    fits = [(_step_s(one), places, other) for one, places, other in tried if one]
+    if not fits or (least := min(fits, key=lambda one: one[0]))[0] > limit_s:
+        return None
+    _, places, other = least
+    whole = _on(found, other, found.pins)
+    return (places, whole) if whole and _step_s(whole) <= limit_s else None
+
+
+def _degrees(found: Search, index: int) -> Pins:
+    row = found.candidates.row(index)
+    return replace(found.pins, degrees={axis: int(row[axis]) for axis in AXES})
+
+
+def _on(found: Search, cluster: Cluster, pins: Pins) -> Search | None:
+    """A question on other machines; None where nothing fits."""
     try:
-        return search(found.workload, cluster, stack=found.stack, pins=found.pins, tolerance=found.tolerance)
+        return search(found.workload, cluster, stack=found.stack, pins=pins, tolerance=found.tolerance)
     except PlaitError:
         return None
 

@@ -24,7 +24,7 @@ from plait.plan.listing import Pins, listed
 from plait.plan.memory import Memory, memory
 from plait.plan.portions import Portion, Room, memory_on, portions_of, tightest, weighed
 from plait.plan.pricing import closed_form, memory_of, portions, step_seconds
-from plait.plan.seats import torn
+from plait.plan.seats import Turned, torn
 from plait.plan.speeds import devices_of
 from plait.plan.stack import PLAIT, Stack
 from plait.plan.stages import dealt, head_layers
@@ -47,16 +47,6 @@ class DoesNotFit(PlaitError):
             f"leanest needs {format_bytes(least_bytes)} a device, and the smallest device has {format_bytes(have)}"
         )
         self.workload, self.cluster, self.stack, self.least_bytes = workload, cluster, stack, least_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turned:
-    """Machines in another order than they were given in."""
-
-    places: tuple[int, ...]
-    """The number that the machine at each place had."""
-    before_s: float
-    """What a step would take with them as they were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

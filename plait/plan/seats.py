@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import accumulate, pairwise, permutations
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise, permutations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.cluster.cluster import Cluster
+from plait.cluster.cluster import Cluster, Island
 from plait.plan.candidates import Candidates
 
-MOST_ISLANDS = 4
-"""Up to which all orders of islands are tried."""
+MOST_BLOCKS = 4
+"""Machines, or kinds of them, up to which all orders are tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turned:
+    """Machines in another order than they were given in."""
+
+    places: tuple[int, ...]
+    """The number that the machine at each place had."""
+    before_s: float
+    """What a step would take with them as they were."""
 
 
 def torn(cluster: Cluster, candidates: Candidates) -> NDArray[np.bool_]:
@@ -33,7 +44,8 @@ def torn(cluster: Cluster, candidates: Candidates) -> NDArray[np.bool_]:
 def node_alone(cluster: Cluster, place: int, devices: int) -> Cluster:
     """So many devices of an island's first node without all others, and what a probe timed on its host."""
     island = replace(cluster.islands[place], per_node=devices, nodes=1)
-    one, measured, hosts = replace(cluster, islands=(island,)), cluster.measured, _hosts(cluster)
+    one, measured = replace(cluster, islands=(island,)), cluster.measured
+    hosts = _hosts(cluster, cluster.islands)
     if measured is None or hosts is None:
         return one
     host = measured.devices[hosts[place].start]
@@ -43,38 +55,52 @@ def node_alone(cluster: Cluster, place: int, devices: int) -> Cluster:
 
 
 def other_orders(cluster: Cluster, *, first_stays: bool) -> list[tuple[tuple[int, ...], Cluster]]:
-    """The same machines in every other order, where there are four kinds of them at most; or in those that begin with
-    the same kind.
+    """The same machines in every other order, where there are four of them or four kinds at most; or in those that
+    begin with the same one.
 
     Each with the number that the machine at each place had.
     """
-    kinds = range(len(cluster.islands))
-    if not 1 < len(kinds) <= MOST_ISLANDS:
+    blocks = _blocks(cluster)
+    hosts = _hosts(cluster, blocks)
+    if not 1 < len(blocks) <= MOST_BLOCKS or (cluster.measured is not None and hosts is None):
         return []
-    measured, hosts = cluster.measured, _hosts(cluster)
-    found: list[tuple[tuple[int, ...], Cluster]] = []
-    if measured is not None and hosts is None:
-        return []
-    ends = list(accumulate((island.nodes for island in cluster.islands), initial=0))
-    for order in list(permutations(kinds))[1:]:
+    ends = list(accumulate((block.nodes for block in blocks), initial=0))
+    known, found = [blocks], list[tuple[tuple[int, ...], Cluster]]()
+    for order in permutations(range(len(blocks))):
         if first_stays and order[0]:
             break
-        islands = tuple(cluster.islands[place] for place in order)
-        other = replace(cluster, islands=islands)
-        if measured is not None and hosts is not None:
-            devices = tuple(measured.devices[host] for place in order for host in hosts[place])
-            other = replace(other, measured=replace(measured, devices=devices))
-        if islands != cluster.islands and all(islands != known.islands for _, known in found):
-            found.append((tuple(node for kind in order for node in range(ends[kind], ends[kind + 1])), other))
+        there = [blocks[place] for place in order]
+        if there in known:
+            continue
+        known.append(there)
+        other = replace(cluster, islands=_joined(there))
+        if cluster.measured is not None and hosts is not None:
+            devices = tuple(cluster.measured.devices[host] for place in order for host in hosts[place])
+            other = replace(other, measured=replace(cluster.measured, devices=devices))
+        found.append((tuple(node for place in order for node in range(ends[place], ends[place + 1])), other))
     return found
 
 
-def _hosts(cluster: Cluster) -> list[range] | None:
-    """The measured hosts of each island; None where they do not go with the islands."""
+def _blocks(cluster: Cluster) -> list[Island]:
+    """What can stand at another place by itself: each machine where they are few, else all of a kind."""
+    if cluster.nodes > MOST_BLOCKS:
+        return list(cluster.islands)
+    return [replace(island, nodes=1) for island in cluster.islands for _ in range(island.nodes)]
+
+
+def _joined(blocks: Sequence[Island]) -> tuple[Island, ...]:
+    """Equal ones in a row as one island."""
+    kinds = [replace(block, nodes=1) for block in blocks]
+    rows = [list(row) for _, row in groupby(range(len(blocks)), key=lambda at: kinds.index(kinds[at]))]
+    return tuple(replace(blocks[row[0]], nodes=sum(blocks[at].nodes for at in row)) for row in rows)
+
+
+def _hosts(cluster: Cluster, blocks: Sequence[Island]) -> list[range] | None:
+    """The measured hosts of each block; None where they do not go together."""
     if cluster.measured is None:
         return None
     ends = list(accumulate((device.workers for device in cluster.measured.devices), initial=0))
-    islands = list(accumulate((island.devices for island in cluster.islands), initial=0))
-    if ends[-1] != islands[-1] or not set(islands) <= set(ends):
+    wanted = list(accumulate((block.devices for block in blocks), initial=0))
+    if ends[-1] != wanted[-1] or not set(wanted) <= set(ends):
         return None
-    return [range(ends.index(first), ends.index(last)) for first, last in pairwise(islands)]
+    return [range(ends.index(first), ends.index(last)) for first, last in pairwise(wanted)]

@@ -55,9 +55,18 @@ def test_other_orders_of_machines_take_their_measurements_along(first_stays: boo
     assert not other_orders(probed(1.0, 1.0), first_stays=first_stays)
 
 
-def test_places_count_machines_where_several_are_of_a_kind() -> None:
-    cluster = read_cluster("2x(1x4090)+1x3080+3x(1x3090)@10G")
-    assert [places for places, _ in other_orders(cluster, first_stays=True)] == [(0, 1, 3, 4, 5, 2)]
+def test_few_machines_move_one_by_one_many_with_all_of_their_kind() -> None:
+    few = other_orders(read_cluster("2x(1x4090)+1x3080@10G"), first_stays=True)
+    assert [places for places, _ in few] == [(0, 2, 1)]
+    assert [(island.device.name, island.nodes) for island in few[0][1].islands] == [
+        ("RTX 4090", 1),
+        ("RTX 3080", 1),
+        ("RTX 4090", 1),
+    ]
+    back = other_orders(few[0][1], first_stays=True)
+    assert [[island.nodes for island in other.islands] for _, other in back] == [[2, 1]]
+    many = other_orders(read_cluster("2x(1x4090)+1x3080+3x(1x3090)@10G"), first_stays=True)
+    assert [places for places, _ in many] == [(0, 1, 3, 4, 5, 2)]
 
 
 def test_a_pipeline_s_machines_stand_in_the_best_order_behind_the_first() -> None:
@@ -105,7 +114,7 @@ def test_the_plan_carries_the_places_and_says_why(tmp_path: Path) -> None:
     size = ("model.layers=22", "model.width=128", "model.heads=4", "model.vocabulary=2048", "train.sequence=256")
     batch = ("train.batch_tokens=8192", "layout.micro_sequences=1", "layout.schedule='1f1b'")
     config = recipe(tmp_path, *size, *batch, "layout.pipeline=4", 'train.budget="40 steps"')
-    outline = draft(config, PLAYS, grounds, recipe_hash="")
+    outline = draft(config, replace(PLAYS, vocabulary=2048), grounds, recipe_hash="")
     plan = settle(config, outline, outline.splits)
     assert plan.seats == found.turned.places and plan.layout.stage_layers == found.stage_layers(found.chosen)
     [line] = [line for line in plan.reasons if line.startswith("the machines take the places ")]
