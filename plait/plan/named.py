@@ -8,7 +8,7 @@ from dataclasses import replace
 from plait.cluster.cluster import Cluster
 from plait.layout import Layout
 from plait.plan.listing import Pins
-from plait.plan.orders import in_best_order
+from plait.plan.orders import in_an_order_that_fits, in_best_order
 from plait.plan.pins import pins_of
 from plait.plan.remedy import mended
 from plait.plan.search import DoesNotFit, Search, search
@@ -42,4 +42,6 @@ def asked_search(workload: Workload, cluster: Cluster, stack: Stack, pins: Pins)
     try:
         return in_best_order(search(workload, cluster, stack=stack, pins=pins))
     except DoesNotFit as error:
+        if turned := in_an_order_that_fits(workload, cluster, stack, pins):
+            return turned
         raise mended(error, pins, stack) from None

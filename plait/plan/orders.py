@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from plait.cluster.cluster import Cluster
@@ -12,22 +13,41 @@ from plait.plan.listing import Pins
 from plait.plan.search import Search, search
 from plait.plan.seats import Turned, other_orders
 from plait.plan.shares import WORTH
+from plait.plan.stack import Stack
+from plait.plan.workload import Workload
 
 Places = tuple[int, ...]
 
 
 def in_best_order(found: Search) -> Search:
     """The same question with the machines in the order that makes a step fastest; as they stand where others gain less
-    than WORTH.
+    than WORTH, or only with a more complicated layout.
 
     The first one stays the first: it is where a run is started, and the others can take any place. Shares and stages
     that a person named are for the machines as they stand.
     """
-    if found.pins.shares or found.pins.stage_layers or found.dealer.devices.alike:
+    if not free_to_move(found.pins) or found.dealer.devices.alike:
         return found
     here = _step_s(found)
     best = _best(found, other_orders(found.cluster, first_stays=True), (1 - WORTH) * here)
-    return replace(best[1], turned=Turned(places=best[0], before_s=here)) if best else found
+    if best is None:
+        return found
+    places, other = best
+    gains = float(other.step_s.min()) <= (1 - WORTH) * float(found.step_s.min())
+    simple = int(other.points[other.chosen]) <= int(found.points[found.chosen])
+    return replace(other, turned=Turned(places=places, before_s=here)) if gains or simple else found
+
+
+def in_an_order_that_fits(workload: Workload, cluster: Cluster, stack: Stack, pins: Pins) -> Search | None:
+    """The fastest of the orders behind the first machine; for a question that nothing answers as the machines stand."""
+    if not free_to_move(pins):
+        return None
+    found: list[Search] = []
+    for places, other in other_orders(cluster, first_stays=True):
+        with suppress(PlaitError):
+            one = search(workload, other, stack=stack, pins=pins)
+            found.append(replace(one, turned=Turned(places=places, before_s=None)))
+    return min(found, key=_step_s) if found else None
 
 
 def better_start(found: Search) -> Search | None:
@@ -37,20 +57,31 @@ def better_start(found: Search) -> Search | None:
     return best[1] if best else None
 
 
+def free_to_move(pins: Pins) -> bool:
+    """Whether nobody named shares or stages, which are for machines as they stand."""
+    return not (pins.shares or pins.stage_layers)
+
+
 def _best(found: Search, orders: Sequence[tuple[Places, Cluster]], limit_s: float) -> tuple[Places, Search] | None:
-    """The same question in the order of which most is to be expected; None where a step takes longer than the limit.
+    """The same question in the order of which most is to be expected; None where a step takes longer than the limit,
+    or needs the room that a device has only if all goes well.
 
     Orders are compared by what they make of the degrees that are best as the machines stand, chosen and fastest: to
     price all layouts in all of them would take minutes on large clusters.
     """
     tries = [found.pins] if found.pins.degrees else [_degrees(found, at) for at in {found.chosen, found.fastest}]
     tried = [(_on(found, other, pins), places, other) for places, other in orders for pins in tries]
-    fits = [(_step_s(one), places, other) for one, places, other in tried if one]
+    fits = [(_step_s(one), places, other) for one, places, other in tried if one and (_holds(one) or not _holds(found))]
     if not fits or (least := min(fits, key=lambda one: one[0]))[0] > limit_s:
         return None
     _, places, other = least
     whole = _on(found, other, found.pins)
     return (places, whole) if whole and _step_s(whole) <= limit_s else None
+
+
+def _holds(found: Search) -> bool:
+    """Whether every device has room for what is chosen."""
+    return found.reserved(found.chosen) <= found.capacity(found.chosen)
 
 
 def _degrees(found: Search, index: int) -> Pins:

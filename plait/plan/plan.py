@@ -161,8 +161,21 @@ def same_hosts(some: Sequence[HostShare], others: Sequence[HostShare]) -> bool:
     return len(some) == len(others) and like and all(one == other for one, other in known)
 
 
+def renewed(known: Sequence[HostShare], now: Sequence[HostShare]) -> tuple[HostShare, ...] | None:
+    """A plan's hosts with what is new about them; None where these are others.
+
+    They are known by all but their marks, which a new network card changes; or by the marks alone, with the names that
+    the plan has: those of machines of one name are numbered as they come.
+    """
+    if unmarked(known) == unmarked(now):
+        return tuple(now)
+    marks = [host.mark for host in known]
+    known_by_mark = all(marks) and marks == [host.mark for host in now]
+    return tuple(known) if known_by_mark and same_hosts(known, now) else None
+
+
 def unmarked(hosts: Sequence[HostShare]) -> tuple[HostShare, ...]:
-    """Hosts by all but their marks, which a new network card changes."""
+    """Hosts by all but their marks."""
     return tuple(replace(host, mark="") for host in hosts)
 
 

@@ -22,8 +22,8 @@ class Turned:
 
     places: tuple[int, ...]
     """The number that the machine at each place had."""
-    before_s: float
-    """What a step would take with them as they were."""
+    before_s: float | None
+    """What a step would take with them as they were; None where nothing would fit them."""
 
 
 def torn(cluster: Cluster, candidates: Candidates) -> NDArray[np.bool_]:
@@ -65,17 +65,18 @@ def other_orders(cluster: Cluster, *, first_stays: bool) -> list[tuple[tuple[int
     if not 1 < len(blocks) <= MOST_BLOCKS or (cluster.measured is not None and hosts is None):
         return []
     ends = list(accumulate((block.nodes for block in blocks), initial=0))
-    known, found = [blocks], list[tuple[tuple[int, ...], Cluster]]()
+    timed = cluster.measured.devices if cluster.measured else ()
+    known, found = [(blocks, timed)], list[tuple[tuple[int, ...], Cluster]]()
     for order in permutations(range(len(blocks))):
         if first_stays and order[0]:
             break
         there = [blocks[place] for place in order]
-        if there in known:
+        devices = tuple(timed[host] for place in order for host in hosts[place]) if hosts else ()
+        if (there, devices) in known:
             continue
-        known.append(there)
+        known.append((there, devices))
         other = replace(cluster, islands=_joined(there))
-        if cluster.measured is not None and hosts is not None:
-            devices = tuple(cluster.measured.devices[host] for place in order for host in hosts[place])
+        if cluster.measured is not None:
             other = replace(other, measured=replace(cluster.measured, devices=devices))
         found.append((tuple(node for place in order for node in range(ends[place], ends[place + 1])), other))
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from plait.plan.deal import Deal
-from plait.plan.orders import better_start
+from plait.plan.orders import better_start, free_to_move
 from plait.plan.pricing import price, step_seconds
 from plait.plan.search import Search
 from plait.plan.shares import equal_shares
@@ -44,8 +44,8 @@ def unequal_reasons(found: Search) -> list[str]:
     """What the chosen layout gains by unequal shares or stages, and what might gain more."""
     deal, devices = found.deal(found.chosen), found.dealer.devices
     if deal is None or devices.alike:
-        return []
-    return _equal_words(found, deal) + _order_words(found)
+        return _order_words(found)
+    return _order_words(found) + _equal_words(found, deal) + _start_words(found)
 
 
 def shares_of(found: Search, index: int) -> tuple[int, ...]:
@@ -172,20 +172,27 @@ def _equal_words(found: Search, deal: Deal) -> list[str]:
 
 
 def _order_words(found: Search) -> list[str]:
-    """In which order the machines stand where that is not as they came, and whether another one should be the first."""
-    told, spent = [], format_duration(float(found.step_s[found.chosen]))
-    if found.turned:
-        before = format_duration(found.turned.before_s)
-        names = ", ".join(found.dealer.devices.names)
-        told.append(f"the machines take the places {names}: as they came a step would take {before}, not {spent}")
-    if other := better_start(found):
-        names = other.dealer.devices.names
-        there = format_duration(float(other.step_s[other.chosen]))
-        told.append(
-            f"with the machines in the order {', '.join(names)} a step would take {there}, not {spent}: start the run "
-            f"on {names[0]}, the others find their places"
-        )
-    return told
+    """In which order the machines stand, where that is not as they were given."""
+    if found.turned is None:
+        return []
+    names, before_s = ", ".join(found.dealer.devices.names), found.turned.before_s
+    if before_s is None:
+        return [f"the machines stand in the order {names}: as they were given no layout would fit"]
+    longer = before_s / float(found.step_s[found.chosen]) - 1
+    return [f"the machines stand in the order {names}: as they were given a step would take {longer:.0%} longer"]
+
+
+def _start_words(found: Search) -> list[str]:
+    """Whether another machine should be the first."""
+    if not (other := better_start(found)):
+        return []
+    names, spent = other.dealer.devices.names, float(other.step_s[other.chosen])
+    rest = "the others find their places" if free_to_move(found.pins) else "let the others join in this order"
+    here = format_duration(float(found.step_s[found.chosen]))
+    return [
+        f"with the machines in the order {', '.join(names)} a step would take {format_duration(spent)}, not {here}: "
+        f"start the run on {names[0]}, {rest}"
+    ]
 
 
 def _times(factor: float) -> str:

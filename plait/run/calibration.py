@@ -25,8 +25,12 @@ KEPT = 20
 
 
 def ground_of(machines: Sequence[Machine], precision: str, basis: Basis) -> str:
-    """The name that lessons of such runs go by: what they teach holds for no other machines or software."""
-    what = [[machine.fingerprint() for machine in machines], precision, basis]
+    """The name that lessons of such runs go by: what they teach holds for no other machines or software.
+
+    Behind the first machine they may stand in any order: a plan may have changed it.
+    """
+    first, *others = (machine.fingerprint() for machine in machines)
+    what = [[first, *sorted(others, key=lambda one: json.dumps(one, sort_keys=True))], precision, basis]
     return f"{precision}-{basis}-{sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]}"
 
 

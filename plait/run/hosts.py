@@ -22,7 +22,7 @@ from plait.launch.leader import HostPart, Hosts, Member
 from plait.launch.places import Known
 from plait.plan.fit import named_degrees
 from plait.plan.grounds import Given
-from plait.plan.plan import HostShare, Plan, read_plan, unmarked, write_plan
+from plait.plan.plan import HostShare, Plan, read_plan, renewed, write_plan
 from plait.recipe.schema import RunConfig
 from plait.run.crew import PRELOAD, OnMessage
 from plait.run.data import CACHE
@@ -91,8 +91,8 @@ class HostsCrew:
         if plan.seats:
             self._take(plan.seats)
             plan = replace(plan, seats=())
-        if unmarked(plan.hosts) == unmarked(self.shares):
-            return replace(plan, hosts=self.shares)
+        if hosts := renewed(plan.hosts, self.shares):
+            return replace(plan, hosts=hosts)
         peaks = [site.peak_flops for site in self.sites() if site.peak_flops is not None]
         peak = sum(peaks) if len(peaks) == len(self.shares) else None
         return replace(plan, hosts=self.shares, threads=self.given.threads, peak_flops=peak)
@@ -132,7 +132,8 @@ class HostsCrew:
         """Every host takes its place; what is known of them stays in the order in which they were admitted."""
         assert len(self._shares) == len(seats), seats  # which asks for them before anybody moves
         if seats != self._seats:
-            self._seats, self._freight = seats, None
+            assert self._freight is None, "somebody was served in another order"
+            self._seats = seats
             self._hosts.seat(seats)
 
     def _seated(self, as_admitted: Sequence[T]) -> tuple[T, ...]:

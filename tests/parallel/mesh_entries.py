@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
 from plait.launch.job import RankContext
@@ -18,5 +19,15 @@ def tell_axes(context: RankContext, argument: str) -> None:
     groups = {axis: mesh[axis].get_group() for axis in AXES}
     rows = {axis: [rank + 1 for rank in dist.get_process_group_ranks(group)] for axis, group in groups.items()}
     told = {axis: float("".join(str(digit) for digit in row)) for axis, row in rows.items()}
-    context.tell("axes", **told, groups=len({group.group_name for group in groups.values()}))
+    used = {group.group_name: group for group in groups.values()}
+    context.tell("axes", **told, groups=len(used), useless=sum(refuses(group) for group in used.values()))
     dist.destroy_process_group()
+
+
+def refuses(group: dist.ProcessGroup) -> bool:
+    """Whether a group sums nothing."""
+    try:
+        dist.all_reduce(torch.ones(1), group=group)
+    except RuntimeError:
+        return True
+    return False

@@ -32,3 +32,4 @@ def test_axes_of_the_same_ranks_share_a_group(degrees: str, ranks: int, axes: tu
     told = axes_of_rank(min(ranks - 1, 2), degrees, ranks)
     assert tuple(told[axis] for axis in ("pipeline", "replicate", "shard", "context", "tensor")) == axes
     assert told["groups"] == groups
+    assert told["useless"] == (ranks > 1), "but for that of axes of size 1, which has no threads either, all work"

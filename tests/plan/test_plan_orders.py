@@ -16,7 +16,8 @@ from plait.plan.grounds import Given, Grounds
 from plait.plan.listing import Pins
 from plait.plan.named import asked_search
 from plait.plan.orders import better_start, in_best_order
-from plait.plan.search import Search, search
+from plait.plan.plan import read_plan, write_plan
+from plait.plan.search import DoesNotFit, Search, search
 from plait.plan.seats import other_orders
 from plait.plan.stack import PLAIT
 from plait.plan.unequal import unequal_reasons
@@ -52,7 +53,7 @@ def test_other_orders_of_machines_take_their_measurements_along(first_stays: boo
         flops = [island.device.flops("float32") for island in other.islands]
         names = hosts_of(other)
         assert [flops[names.index(name)] for name in "abc"] == pytest.approx([1e11, 4e10, 2e10])
-    assert not other_orders(probed(1.0, 1.0), first_stays=first_stays)
+    assert not other_orders(read_cluster("2x(1x4090)@10G"), first_stays=first_stays)
 
 
 def test_few_machines_move_one_by_one_many_with_all_of_their_kind() -> None:
@@ -72,7 +73,7 @@ def test_few_machines_move_one_by_one_many_with_all_of_their_kind() -> None:
 def test_a_pipeline_s_machines_stand_in_the_best_order_behind_the_first() -> None:
     """Held against every order, each searched for itself."""
     found = in_best_order(search(work(), probed(*SPEEDS), pins=PIPELINE))
-    tried = {
+    tried: dict[tuple[int, ...], float] = {
         order: step_s(search(work(), probed(SPEEDS[0], *(SPEEDS[host] for host in order)), pins=PIPELINE))
         for order in permutations((1, 2, 3))
     }
@@ -117,9 +118,28 @@ def test_the_plan_carries_the_places_and_says_why(tmp_path: Path) -> None:
     outline = draft(config, replace(PLAYS, vocabulary=2048), grounds, recipe_hash="")
     plan = settle(config, outline, outline.splits)
     assert plan.seats == found.turned.places and plan.layout.stage_layers == found.stage_layers(found.chosen)
-    [line] = [line for line in plan.reasons if line.startswith("the machines take the places ")]
-    names = ", ".join("abcd"[host] for host in plan.seats)
-    assert f"places {names}: as they came a step would take {format_duration(found.turned.before_s)}" in line
+    names, before_s = ", ".join("abcd"[host] for host in plan.seats), found.turned.before_s
+    assert before_s is not None
+    [line] = [line for line in plan.reasons if line.startswith("the machines stand in the order ")]
+    assert line.endswith(f"{names}: as they were given a step would take {before_s / step_s(found) - 1:.0%} longer")
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+
+
+def test_where_nothing_fits_as_the_machines_stand_another_order_may_do(tmp_path: Path) -> None:
+    """The last of a pipeline has the head, which is larger than the small machine."""
+    pins = replace(PIPELINE, degrees={"pipeline": 3})
+    huge = workload_of(
+        replace(SHAPE, vocabulary=SHAPE.vocabulary * 2000), sequence=256, batch_sequences=8, precision="bf16"
+    )
+    given = read_cluster("2x(1x4090)+1x3080@10G")
+    with pytest.raises(DoesNotFit):
+        search(huge, given, pins=pins)
+    found = asked_search(huge, given, PLAIT, pins)
+    assert found.turned is not None and found.turned.places == (0, 2, 1)
+    assert any(line.endswith("as they were given no layout would fit") for line in unequal_reasons(found))
+    with pytest.raises(PlaitError, match=r"what \[layout\] asks for needs"):
+        asked_search(huge, given, PLAIT, replace(pins, stage_layers=(10, 10, 2)))
 
 
 def test_an_order_in_which_nothing_fits_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

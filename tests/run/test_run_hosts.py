@@ -17,10 +17,10 @@ from plait.launch.interface import local_addresses
 from plait.launch.job import Job, JobResult, Message
 from plait.launch.leader import HostPart, Hosts
 from plait.launch.link import Reply
-from plait.plan.plan import HostShare, read_plan, same_hosts, write_plan
+from plait.plan.plan import HostShare, read_plan, renewed, same_hosts, write_plan
 from plait.run import invite
 from plait.run.hello import code_hash, objection, own_hello
-from plait.run.hosts import HostsCrew, check_layout, folder_of, in_words, shares_of
+from plait.run.hosts import PROBE, HostsCrew, check_layout, folder_of, in_words, shares_of
 from plait.run.invite import HostsAsked, chosen_address, chosen_secret
 from tests.plan.machines import EIGHT_H100, LAPTOP, PLAYS, planned, recipe
 
@@ -58,8 +58,9 @@ class Led:
     ) -> JobResult:
         self.parts = parts
         if job.entry == "plait.cluster.measure:rank":
-            values = {"fingerprint": LAPTOP.fingerprint(), "peak_flops": 1e11}
             for rank in range(job.world_size):
+                machine = replace(LAPTOP, cores=LAPTOP.cores + rank)
+                values = {"fingerprint": machine.fingerprint(), "peak_flops": 1e11 * (1 + rank)}
                 on_message(Message(rank=rank, kind="machine", values=values))
         return JobResult(stopped_by="finished", wall_s=0.0)
 
@@ -157,12 +158,16 @@ def test_hosts_take_the_places_that_a_plan_gives_them(tmp_path: Path) -> None:
     plan = planned(recipe(tmp_path, "layout.replicate=4", "model.size=1M"), PLAYS, LAPTOP)
     lead = own_hello()["name"]
     assert [share.name for share in crew.placed(plan).hosts] == [lead, "a", "b", "c"]
-    for _ in range(2):  # a step may have been timed for the plan before it is carried out
-        placed = crew.placed(replace(plan, seats=(0, 3, 1, 2)))
+    moved = replace(plan, seats=(0, 3, 1, 2))
+    for placed in (crew.placed(moved), crew.placed(moved)):  # a step may have been timed for the plan before
         assert [share.name for share in placed.hosts] == [lead, "c", "a", "b"] and not placed.seats
         assert [share.mark for share in placed.hosts[1:]] == ["beef"] * 3
-        assert hosts.members == (guests[2], guests[0], guests[1]) and crew._member_of(1) is guests[2]
-    assert crew.placed(placed) == placed
+        assert crew.placed(placed) == placed
+    assert hosts.members == (guests[2], guests[0], guests[1]) and crew._member_of(1) is guests[2]
+    assert [machine.cores for machine, _, _ in crew.hosts()] == [8, 11, 9, 10]
+    assert [flops for _, flops, _ in crew.hosts()] == [1e11, 4e11, 2e11, 3e11]
+    crew.run(Job(entry=PROBE, argument="{}", world_size=4, threads=1), lambda message: None)
+    assert [part.threads for part in hosts.parts] == [8, 11, 9, 10]
     with pytest.raises(AssertionError):
         crew.placed(replace(plan, seats=(0, 1)))
 
@@ -251,6 +256,17 @@ def test_what_belongs_to_several_hosts_is_refused_for_one() -> None:
 
 def test_a_machine_is_what_a_rank_tells(tmp_path: Path) -> None:
     assert Machine.from_fingerprint(json.loads(json.dumps(LAPTOP.fingerprint()))) == LAPTOP
+
+
+def test_hosts_keep_the_names_of_a_plan_where_their_marks_are_known() -> None:
+    """Of one name, they are numbered as they come: after they changed places they come in another order."""
+    hosts = shares_of(["lead", "vm (2)", "vm"], [LAPTOP] * 3)
+    known = tuple(replace(share, mark=mark) for share, mark in zip(hosts, ("m0", "m2", "m1"), strict=True))
+    now = tuple(replace(share, name=name) for share, name in zip(known, ("lead", "vm", "vm (2)"), strict=True))
+    assert renewed(known, now) == known
+    assert renewed(hosts, known) == known, "a new mark of a known name"
+    assert renewed(hosts, now) is None and renewed((), now) is None
+    assert renewed(known, (*now[:2], replace(now[2], threads=99))) is None
 
 
 def test_hosts_are_told_apart_by_what_they_are_and_not_by_their_names() -> None:
