@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -115,6 +116,11 @@ def _number(path: Path) -> int | None:
     except (OSError, ValueError):
         return None
     return value if value > 0 else None
+
+
+def bare_name(name: str) -> str:
+    """A name without the number that told it apart."""
+    return re.sub(r" \(\d+\)$", "", name)
 
 
 def told_apart(names: Sequence[str]) -> tuple[str, ...]:

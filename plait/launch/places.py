@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
+
+from plait.cluster.topology import bare_name
 
 Known = tuple[str, str]
 """What a host is known by: its mark, empty where nobody knows it, and its name."""
 
 
 def places_of(arrived: Sequence[Known], order: Sequence[Known]) -> list[int]:
-    """Where each host stood, each place given once; the number of all places where nobody knows it.
+    """Where each host stood, each place given once; newcomers take the places of those who are missing, and the number
+    of all places where none is left.
 
     By their marks first. Names tell less: those of machines of one image are numbered in `order` ("ubuntu (2)").
     """
@@ -24,5 +26,6 @@ def places_of(arrived: Sequence[Known], order: Sequence[Known]) -> list[int]:
                 free.remove(known[0])
 
     give(lambda host, one: host[0] == one[0] != "")
-    give(lambda host, one: re.sub(r" \(\d+\)$", "", one[1]) == host[1])
+    give(lambda host, one: bare_name(one[1]) == host[1])
+    give(lambda host, one: True)
     return places

@@ -141,7 +141,7 @@ def make_mesh(layout: Layout, device: str) -> DeviceMesh:
     """One axis for each of AXES, those of size 1 included. Every rank must call it, once.
 
     Axes of the same groups share one, as all of size 1 do. To torch's own `init_device_mesh` each is another group, and
-    at rest the three threads of a group of gloo's take 0.4 % of a core: 9 % of a host that has a fifth of one.
+    at rest the three threads of a group of gloo's take 0.4 % of a core: four of them 8 % of a host with a fifth of one.
     """
     ranks = torch.arange(layout.world_size).view(*layout.degrees.values())
     made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}

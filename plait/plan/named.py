@@ -33,15 +33,18 @@ def asked_search(workload: Workload, cluster: Cluster, stack: Stack, pins: Pins)
     Beside named degrees nothing is computed again, and `shard` splits the optimizer's state alone, unless only more of
     it fits: so that a name means the same on every machine that it can run on.
     """
+    usual = pins
     if pins.degrees:
-        usual = {"recompute": "none"} | ({"shard_what": "optimizer"} if pins.degrees.get("shard", 1) > 1 else {})
+        knobs = {"recompute": "none"} | ({"shard_what": "optimizer"} if pins.degrees.get("shard", 1) > 1 else {})
+        usual = replace(pins, knobs={**knobs, **pins.knobs})
         with suppress(DoesNotFit):
-            found = search(workload, cluster, stack=stack, pins=replace(pins, knobs={**usual, **pins.knobs}))
+            found = search(workload, cluster, stack=stack, pins=usual)
             if found.reserved(found.chosen) <= found.capacity(found.chosen):
                 return in_best_order(found)
     try:
         return in_best_order(search(workload, cluster, stack=stack, pins=pins))
     except DoesNotFit as error:
-        if turned := in_an_order_that_fits(workload, cluster, stack, pins):
-            return turned
+        for asked in (usual, pins):
+            if turned := in_an_order_that_fits(workload, cluster, stack, asked):
+                return turned
         raise mended(error, pins, stack) from None

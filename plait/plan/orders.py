@@ -39,15 +39,18 @@ def in_best_order(found: Search) -> Search:
 
 
 def in_an_order_that_fits(workload: Workload, cluster: Cluster, stack: Stack, pins: Pins) -> Search | None:
-    """The fastest of the orders behind the first machine; for a question that nothing answers as the machines stand."""
-    if not free_to_move(pins):
+    """The fastest of the orders behind the first machine; for a question that nothing answers as the machines stand.
+
+    Where all hold the same there is none: layers are dealt out by memory as well.
+    """
+    if not free_to_move(pins) or len({island.device.memory_bytes for island in cluster.islands}) == 1:
         return None
     found: list[Search] = []
     for places, other in other_orders(cluster, first_stays=True):
         with suppress(PlaitError):
             one = search(workload, other, stack=stack, pins=pins)
             found.append(replace(one, turned=Turned(places=places, before_s=None)))
-    return min(found, key=_step_s) if found else None
+    return min(found, key=_rank) if found else None
 
 
 def better_start(found: Search) -> Search | None:
@@ -64,24 +67,32 @@ def free_to_move(pins: Pins) -> bool:
 
 def _best(found: Search, orders: Sequence[tuple[Places, Cluster]], limit_s: float) -> tuple[Places, Search] | None:
     """The same question in the order of which most is to be expected; None where a step takes longer than the limit,
-    or needs the room that a device has only if all goes well.
+    unless as the machines stand it needs room that a device has only if all goes well; and where there it needs that.
 
     Orders are compared by what they make of the degrees that are best as the machines stand, chosen and fastest: to
     price all layouts in all of them would take minutes on large clusters.
     """
     tries = [found.pins] if found.pins.degrees else [_degrees(found, at) for at in {found.chosen, found.fastest}]
     tried = [(_on(found, other, pins), places, other) for places, other in orders for pins in tries]
-    fits = [(_step_s(one), places, other) for one, places, other in tried if one and (_holds(one) or not _holds(found))]
-    if not fits or (least := min(fits, key=lambda one: one[0]))[0] > limit_s:
+    fits = [(one, places, other) for one, places, other in tried if one]
+    if not fits:
         return None
-    _, places, other = least
-    whole = _on(found, other, found.pins)
-    return (places, whole) if whole and _step_s(whole) <= limit_s else None
+    best, places, other = min(fits, key=lambda one: _rank(one[0]))
+    whole = best if found.pins.degrees else _on(found, other, found.pins)
+    if whole is None or (_holds(found) and not _holds(whole)):
+        return None
+    saved = _holds(whole) and not _holds(found)
+    return (places, whole) if saved or _step_s(whole) <= limit_s else None
 
 
 def _holds(found: Search) -> bool:
     """Whether every device has room for what is chosen."""
     return found.reserved(found.chosen) <= found.capacity(found.chosen)
+
+
+def _rank(found: Search) -> tuple[bool, float]:
+    """What holds comes first, and of that the fastest."""
+    return not _holds(found), _step_s(found)
 
 
 def _degrees(found: Search, index: int) -> Pins:

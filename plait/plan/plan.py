@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from plait.cluster.topology import bare_name
 from plait.errors import PlaitError
 from plait.layout import Layout, share
 from plait.model.shape import ModelShape
@@ -164,14 +165,16 @@ def same_hosts(some: Sequence[HostShare], others: Sequence[HostShare]) -> bool:
 def renewed(known: Sequence[HostShare], now: Sequence[HostShare]) -> tuple[HostShare, ...] | None:
     """A plan's hosts with what is new about them; None where these are others.
 
-    They are known by all but their marks, which a new network card changes; or by the marks alone, with the names that
-    the plan has: those of machines of one name are numbered as they come.
+    They are known by all but their marks, which a new network card changes; or by the marks alone. Then a name's number
+    is the plan's: machines of one name are numbered as they come.
     """
     if unmarked(known) == unmarked(now):
         return tuple(now)
     marks = [host.mark for host in known]
-    known_by_mark = all(marks) and marks == [host.mark for host in now]
-    return tuple(known) if known_by_mark and same_hosts(known, now) else None
+    if not all(marks) or marks != [host.mark for host in now] or not same_hosts(known, now):
+        return None
+    renamed = [bare_name(one.name) != bare_name(other.name) for one, other in zip(known, now, strict=True)]
+    return tuple(now if any(renamed) else known)
 
 
 def unmarked(hosts: Sequence[HostShare]) -> tuple[HostShare, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise, permutations
 
@@ -13,7 +13,7 @@ from plait.cluster.cluster import Cluster, Island
 from plait.plan.candidates import Candidates
 
 MOST_BLOCKS = 4
-"""Machines, or kinds of them, up to which all orders are tried."""
+"""Machines, or rows of equal ones, up to which all orders are tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,21 +55,18 @@ def node_alone(cluster: Cluster, place: int, devices: int) -> Cluster:
 
 
 def other_orders(cluster: Cluster, *, first_stays: bool) -> list[tuple[tuple[int, ...], Cluster]]:
-    """The same machines in every other order, where there are four of them or four kinds at most; or in those that
-    begin with the same one.
+    """The same machines in every other order, or in those that begin with the same one.
 
-    Each with the number that the machine at each place had.
+    Of more than MOST_BLOCKS in the two by speed. Each with the number that the machine at each place had.
     """
     blocks = _blocks(cluster)
     hosts = _hosts(cluster, blocks)
-    if not 1 < len(blocks) <= MOST_BLOCKS or (cluster.measured is not None and hosts is None):
+    if cluster.measured is not None and hosts is None:
         return []
     ends = list(accumulate((block.nodes for block in blocks), initial=0))
     timed = cluster.measured.devices if cluster.measured else ()
     known, found = [(blocks, timed)], list[tuple[tuple[int, ...], Cluster]]()
-    for order in permutations(range(len(blocks))):
-        if first_stays and order[0]:
-            break
+    for order in _orders(blocks, first_stays=first_stays):
         there = [blocks[place] for place in order]
         devices = tuple(timed[host] for place in order for host in hosts[place]) if hosts else ()
         if (there, devices) in known:
@@ -80,6 +77,17 @@ def other_orders(cluster: Cluster, *, first_stays: bool) -> list[tuple[tuple[int
             other = replace(other, measured=replace(cluster.measured, devices=devices))
         found.append((tuple(node for place in order for node in range(ends[place], ends[place + 1])), other))
     return found
+
+
+def _orders(blocks: Sequence[Island], *, first_stays: bool) -> Iterator[tuple[int, ...]]:
+    first = (0,) if first_stays else ()
+    rest = range(len(first), len(blocks))
+    if len(blocks) <= MOST_BLOCKS:
+        ways = permutations(rest)
+    else:
+        upwards = tuple(sorted(rest, key=lambda at: blocks[at].speed * max(blocks[at].device.peak_flops.values())))
+        ways = (upwards, upwards[::-1])
+    return ((*first, *way) for way in ways)
 
 
 def _blocks(cluster: Cluster) -> list[Island]:

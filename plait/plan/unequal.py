@@ -177,7 +177,8 @@ def _order_words(found: Search) -> list[str]:
         return []
     names, before_s = ", ".join(found.dealer.devices.names), found.turned.before_s
     if before_s is None:
-        return [f"the machines stand in the order {names}: as they were given no layout would fit"]
+        what = "what [layout] asks for would not fit" if found.pins.degrees else "no layout would fit"
+        return [f"the machines stand in the order {names}: as they were given {what}"]
     longer = before_s / float(found.step_s[found.chosen]) - 1
     return [f"the machines stand in the order {names}: as they were given a step would take {longer:.0%} longer"]
 

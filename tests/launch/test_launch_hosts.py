@@ -501,6 +501,7 @@ def test_hosts_of_one_name_are_known_by_their_marks():
     changed = [("m9", "ubuntu"), ("m1", "ubuntu"), ("m8", "new"), ("m7", "old")]
     assert places_of(changed, order) == [2, 1, 4, 3], "host 0 has its own place, and each place goes once"
     assert places_of(changed, ()) == [0, 0, 0, 0]
+    assert places_of([("m2", "b"), ("m9", "c")], [("m0", "lead"), ("m1", "a"), ("m2", "b")]) == [2, 1], "c is for a"
 
 
 def test_who_waits_in_vain_says_how_many_came(waiting: tuple[Hosts, Secret]):

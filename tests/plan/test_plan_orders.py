@@ -70,6 +70,15 @@ def test_few_machines_move_one_by_one_many_with_all_of_their_kind() -> None:
     assert [places for places, _ in many] == [(0, 1, 3, 4, 5, 2)]
 
 
+def test_more_machines_than_can_be_tried_in_all_orders_are_tried_by_speed() -> None:
+    five = probed(0.5, 1.0, 0.2, 0.7, 0.4)
+    assert ["".join("abcde"[host] for host in places) for places, _ in other_orders(five, first_stays=True)] == [
+        "acedb",
+        "abdec",
+    ]
+    assert [hosts_of(other) for _, other in other_orders(five, first_stays=False)] == ["ceadb", "bdaec"]
+
+
 def test_a_pipeline_s_machines_stand_in_the_best_order_behind_the_first() -> None:
     """Held against every order, each searched for itself."""
     found = in_best_order(search(work(), probed(*SPEEDS), pins=PIPELINE))
@@ -100,9 +109,8 @@ def test_another_machine_is_named_to_start_on_where_that_is_faster() -> None:
     turned = search(work(), two, pins=shares)
     [line] = [line for line in unequal_reasons(turned) if "in the order b, a" in line]
     back = search(work(), probed(0.4, 1.0), pins=shares)
-    assert (
-        f"would take {format_duration(step_s(back))}, not {format_duration(step_s(turned))}: start the run on b" in line
-    )
+    there, here = format_duration(step_s(back)), format_duration(step_s(turned))
+    assert line.endswith(f"would take {there}, not {here}: start the run on b, let the others join in this order")
 
 
 def test_the_plan_carries_the_places_and_says_why(tmp_path: Path) -> None:
@@ -137,9 +145,21 @@ def test_where_nothing_fits_as_the_machines_stand_another_order_may_do(tmp_path:
         search(huge, given, pins=pins)
     found = asked_search(huge, given, PLAIT, pins)
     assert found.turned is not None and found.turned.places == (0, 2, 1)
-    assert any(line.endswith("as they were given no layout would fit") for line in unequal_reasons(found))
+    assert any(
+        line.endswith("as they were given what [layout] asks for would not fit") for line in unequal_reasons(found)
+    )
     with pytest.raises(PlaitError, match=r"what \[layout\] asks for needs"):
         asked_search(huge, given, PLAIT, replace(pins, stage_layers=(10, 10, 2)))
+
+
+def test_what_surely_fits_comes_before_what_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, copies = probed(*SPEEDS), Pins(degrees={"replicate": 4}, knobs={"micro_sequences": 1})
+    slow, fast = (search(work(), given, pins=pins) for pins in (copies, PIPELINE))
+    assert in_best_order(fast).turned is not None and in_best_order(slow).turned is None
+    monkeypatch.setattr("plait.plan.orders._holds", lambda found: found.cluster == given)
+    assert in_best_order(fast).turned is None, "where others fit only if all goes well they stay"
+    monkeypatch.setattr("plait.plan.orders._holds", lambda found: found.cluster != given)
+    assert in_best_order(slow).turned is not None, "and the other way round they move, though for no time"
 
 
 def test_an_order_in_which_nothing_fits_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,10 @@ def test_lessons_come_back_the_last_ones_only_and_by_machine_precision_and_basis
     ]
     assert len({GROUND, *others}) == 6
     assert all(recalled(other).runs == 0 for other in others)
+    more, less = replace(LAPTOP, cores=16), replace(LAPTOP, cores=2)
+    places = [(LAPTOP, more, less), (LAPTOP, less, more), (more, LAPTOP, less)]
+    first, turned, led = (ground_of(machines, "float32", "formulas") for machines in places)
+    assert first == turned != led, "where the others stand is the plan's matter"
 
 
 @pytest.mark.parametrize(

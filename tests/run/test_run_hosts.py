@@ -265,6 +265,8 @@ def test_hosts_keep_the_names_of_a_plan_where_their_marks_are_known() -> None:
     now = tuple(replace(share, name=name) for share, name in zip(known, ("lead", "vm", "vm (2)"), strict=True))
     assert renewed(known, now) == known
     assert renewed(hosts, known) == known, "a new mark of a known name"
+    other = (now[0], replace(now[1], name="old"), now[2])
+    assert renewed(known, other) == other, "a new name of a known machine"
     assert renewed(hosts, now) is None and renewed((), now) is None
     assert renewed(known, (*now[:2], replace(now[2], threads=99))) is None
 
