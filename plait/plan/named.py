@@ -44,7 +44,7 @@ def asked_search(workload: Workload, cluster: Cluster, stack: Stack, pins: Pins)
     try:
         return in_best_order(search(workload, cluster, stack=stack, pins=pins))
     except DoesNotFit as error:
-        for asked in (usual, pins):
+        for asked in [usual] if usual is pins else [usual, pins]:
             if turned := in_an_order_that_fits(workload, cluster, stack, asked):
                 return turned
         raise mended(error, pins, stack) from None
