@@ -49,7 +49,7 @@ DEEP = {"layers": 22, "width": 128, "heads": 4, "vocabulary": 1024}
 TWO, FOUR = (1.0, 0.4), (0.5, 0.5, 0.25, 0.125)
 SEQUENCES = {len(TWO): 64, len(FOUR): 128}
 """Of a step, by hosts, where the batch is what is split."""
-PIPED_SEQUENCES, MICROS = 128, 32
+PIPED_SEQUENCES, MICROS = 256, 32
 """Of a pipeline's step, and its micro-batches: with few tokens in each a narrow model spends its time between them."""
 Section = Mapping[str, Any]
 

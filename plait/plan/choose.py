@@ -16,8 +16,9 @@ from plait.plan import rules
 from plait.plan.grounds import Grounds, Need
 from plait.plan.pace import balance_every_steps, checkpoint_every, in_steps, report_every_steps, steps_for
 from plait.plan.plan import OptimizerPlan, Plan
+from plait.plan.question import Question
 from plait.plan.size import CorpusFacts
-from plait.plan.split import MEASURED_TOLERANCE, Question, Split, candidate_splits, simplest
+from plait.plan.split import MEASURED_TOLERANCE, Split, candidate_splits, simplest
 from plait.plan.work import begun_work, new_work
 from plait.recipe.schema import RunConfig
 from plait.units import Every, format_count, format_duration, format_si
@@ -127,11 +128,10 @@ def settle(config: RunConfig, draft: Draft, measured: Sequence[Split]) -> Plan:
 
 def _balance(config: RunConfig, grounds: Grounds, split: Split, why: list[str]) -> int:
     """Steps between changes of the shares while the run goes on, 0 for never."""
-    several = grounds.described is not None and grounds.described.nodes > 1
-    every = balance_every_steps(config, "unequal" if several or split.shares else "alike")
+    every = balance_every_steps(config, "unequal" if grounds.several or split.shares else "alike")
     if every and config.balance.every == "auto" and split.layout.batch_parts > 1:
         unequal = "the devices are unequal" if config.layout.shares == "auto" else "they are not equal"
-        reason = "machines of a run over several hosts may slow down" if several else unequal
+        reason = "machines of a run over several hosts may slow down" if grounds.several else unequal
         why.append(f"shares of the batch may change every {every} steps: {reason} (balance.every)")
     return every
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import ceil, prod
+from math import prod
 
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
@@ -13,9 +13,6 @@ from plait.model.shape import ModelShape, weight_sizes
 from plait.plan.stages import balanced
 from plait.recipe.schema import RunConfig
 
-CPU_MICRO_TOKENS = 4096
-"""Tokens at a time on a processor: more outgrow its caches and are no faster (measured)."""
-MICROS_PER_STAGE = 4
 UNCUT = "layout.stage_layers and layout.virtual_stages cut a pipeline; set layout.pipeline above 1, too"
 """Why stages cannot be named where no pipeline is."""
 
@@ -169,13 +166,3 @@ def layout_from(row: Mapping[str, int | str], stage_layers: tuple[int, ...]) -> 
         stage_layers=stage_layers,
         recompute=row["recompute"],
     )
-
-
-def cpu_micro_sequences(batch_sequences: int, layout: Layout, shape: ModelShape) -> int:
-    """Sequences a worker on a processor takes at a time."""
-    part = ceil(batch_sequences / layout.batch_parts)
-    limit = max(1, CPU_MICRO_TOKENS * layout.context // shape.sequence)
-    if layout.pipeline > 1:
-        # A pipeline idles (stages - 1) / (micro-batches + stages - 1) of its time (Huang et al. 2019).
-        limit = min(limit, max(1, part // (MICROS_PER_STAGE * layout.pipeline)))
-    return ceil(part / ceil(part / limit))

@@ -60,6 +60,11 @@ class Grounds:
         """Whether the planner knows what the devices can do."""
         return self.described is not None or self.machine.device == "cpu" or _in_catalogue(self.machine)
 
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one host."""
+        return self.described is not None and self.described.nodes > 1
+
     def cluster(self, workers: int) -> Cluster:
         """The machines as so many devices."""
         if self.described:

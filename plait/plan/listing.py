@@ -47,9 +47,11 @@ class Pins:
     stage_layers: tuple[int, ...] = ()
     shares: tuple[int, ...] = ()
     """Sequences of each part of the batch, as fit.check_shares lets them pass."""
+    at_once: int = 0
+    """Sequences at a time, were it more than an equal share of the batch; 0 where that is open."""
 
     def __bool__(self) -> bool:
-        return bool(self.degrees or self.knobs or self.stage_layers or self.shares)
+        return bool(self.degrees or self.knobs or self.stage_layers or self.shares or self.at_once)
 
     @property
     def chunks(self) -> int | None:
@@ -171,6 +173,8 @@ def _options(w: Workload, degrees: _Degrees, pins: Pins, sends: Sends, refused: 
 def _micros(w: Workload, degrees: _Degrees, pins: Pins, refused: Counter[str]) -> list[int]:
     """Sequences at a time: what divides a group's part of the batch."""
     part = ceil(w.batch_sequences / degrees.parts)
+    if pins.at_once:
+        return [pins.at_once]
     if asked := pins.knobs.get("micro_sequences"):
         return [min(int(asked), part)]
     every = divisors(part)

@@ -8,32 +8,30 @@ from dataclasses import dataclass, replace
 
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout
-from plait.model.shape import ModelShape
-from plait.plan.arithmetic import clocked
-from plait.plan.calibrate import Basis, step_items
+from plait.plan.calibrate import step_items
 from plait.plan.explain import in_short, runners_up
 from plait.plan.fit import (
     check_devices,
     check_layout,
     check_shares,
-    cpu_micro_sequences,
     layout_from,
     layout_of,
     named_degrees,
 )
-from plait.plan.grounds import STAND_IN, Grounds, digest_of
+from plait.plan.grounds import STAND_IN, digest_of
 from plait.plan.kinds import Row
 from plait.plan.listing import Pins
+from plait.plan.micro import MORE_COSTS, fewer_gatherings, micros_to_price, usual_micro
 from plait.plan.named import asked_search, named_pins
+from plait.plan.pace import balance_every_steps
 from plait.plan.pins import pins_of
-from plait.plan.plan import Forecast, Precision
+from plait.plan.plan import Forecast
 from plait.plan.prices import time_items
+from plait.plan.question import Question
 from plait.plan.search import DoesNotFit, Search, search
 from plait.plan.seats import node_alone
-from plait.plan.stack import PLAIT, Stack
+from plait.plan.shares import equal_shares
 from plait.plan.unequal import limit_words, shares_of
-from plait.plan.workload import Workload, workload_of
-from plait.recipe.schema import RunConfig
 
 MEASURED_TOLERANCE = 0.05
 """A simpler split may be so much slower than the fastest where both were timed."""
@@ -61,38 +59,6 @@ class Split:
     @property
     def workers(self) -> int:
         return self.layout.world_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A run that is settled but for its layout, and what to lay it out on."""
-
-    config: RunConfig
-    grounds: Grounds
-    shape: ModelShape
-    batch_sequences: int
-    precision: Precision
-
-    @property
-    def workload(self) -> Workload:
-        return workload_of(
-            self.shape,
-            sequence=self.shape.sequence,
-            batch_sequences=self.batch_sequences,
-            # What computes in float64 is priced as float32: nobody trains so for speed.
-            precision="float32" if self.precision == "float64" else self.precision,
-        )
-
-    @property
-    def basis(self) -> Basis:
-        seen = self.grounds.described
-        return "clock" if seen and clocked(self.workload, seen) else "formulas"
-
-    @property
-    def stack(self) -> Stack:
-        """plait's own, with what earlier runs taught of these machines."""
-        recalled = self.grounds.recall(self.precision, self.basis)
-        return replace(PLAIT, calibration=recalled, gradient_transfer=self.config.train.gradient_transfer)
 
 
 def candidate_splits(question: Question, why: list[str]) -> tuple[Split, ...]:
@@ -184,13 +150,11 @@ def _split(question: Question, pins: Pins, workers: int, layout: Layout | None) 
 
 def _priced(question: Question, pins: Pins, found: Search, at: int, layout: Layout | None) -> Split:
     row, workers, turned = found.candidates.row(at), found.cluster.devices, found.turned
+    why: list[str] = []
     cut = found.stage_layers(at) if int(row["pipeline"]) > 1 else ()
     layout = _as_priced(layout, layout_from(row, cut)) if layout else layout_from(row, cut)
     if question.grounds.machine.device == "cpu" and "micro_sequences" not in pins.knobs:
-        usual = cpu_micro_sequences(question.batch_sequences, layout, question.shape)
-        with suppress(DoesNotFit):  # then as many as the planner found room for
-            settled = search(question.workload, found.cluster, stack=found.stack, pins=_settled(row, usual, pins))
-            found, at = settled, settled.chosen
+        found, at, why = _settled(question, layout, found, at, pins)
     limits = found.at_once(at)
     return Split(
         layout=layout,
@@ -201,7 +165,7 @@ def _priced(question: Question, pins: Pins, found: Search, at: int, layout: Layo
         seats=turned.places if turned else (),
         points=int(found.points[at]),
         forecast=_forecast(question, found, at) if question.grounds.known else None,
-        why=tuple(limit_words(found, at)),
+        why=(*limit_words(found, at), *why),
     )
 
 
@@ -235,9 +199,34 @@ def _one_device_step_s(found: Search) -> float | None:
     return float(alone.step_s[alone.fastest])
 
 
-def _settled(row: Row, micro_sequences: int, asked: Pins) -> Pins:
+def _settled(question: Question, layout: Layout, found: Search, at: int, asked: Pins) -> tuple[Search, int, list[str]]:
+    """The same with as many sequences at a time as suit a processor, and why where these are more than usual.
+
+    Where they do not fit, with what was found.
+    """
+    batch, row = question.batch_sequences, found.candidates.row(at)
+    uneven = shares_of(found, at)
+    shares = uneven or equal_shares(batch, layout.batch_parts)
+    grows = balance_every_steps(question.config, "unequal" if question.grounds.several or uneven else "alike") > 0
+    usual = usual_micro(batch, layout, question.shape)
+    best, taken = found, 0
+    for size in micros_to_price(usual, layout, shares, may_grow=grows):
+        with suppress(DoesNotFit):
+            one = search(question.workload, found.cluster, stack=found.stack, pins=_pins(row, size, asked))
+            if not taken or one.step_s[one.chosen] < (1 - MORE_COSTS) * best.step_s[best.chosen]:
+                best, taken = one, size
+    why = fewer_gatherings(usual, taken, max(shares)) if taken > usual else []
+    return best, best.chosen if taken else at, why
+
+
+def _pins(row: Row, micro_sequences: int, asked: Pins) -> Pins:
     knobs = {name: row[name] for name in ("virtual", "schedule", "recompute")}
     split = {"shard_what": row["shard_what"]} if row["shard_what"] != "nothing" else {}
     degrees = {axis: int(row[axis]) for axis in AXES}
-    knobs = {**knobs, **split, "micro_sequences": micro_sequences}
-    return Pins(degrees=degrees, knobs=knobs, stage_layers=asked.stage_layers, shares=asked.shares)
+    return Pins(
+        degrees=degrees,
+        knobs={**knobs, **split},
+        stage_layers=asked.stage_layers,
+        shares=asked.shares,
+        at_once=micro_sequences,
+    )

@@ -1,0 +1,50 @@
+"""How many sequences a processor takes at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil
+
+from plait.layout import Layout
+from plait.model.shape import ModelShape
+
+MICRO_TOKENS = 4096
+"""Tokens at a time on a processor: more outgrow its caches and are no faster (measured)."""
+MORE_COSTS = 0.05
+"""What that costs of a step's time (measured: 1 to 7 %)."""
+MICROS_PER_STAGE = 4
+SPARE = 1.25
+"""Of the largest share that a micro-batch shall hold, so much more where shares may grow."""
+
+
+def usual_micro(batch_sequences: int, layout: Layout, shape: ModelShape) -> int:
+    """Sequences that a worker on a processor takes at a time."""
+    part = ceil(batch_sequences / layout.batch_parts)
+    limit = max(1, MICRO_TOKENS * layout.context // shape.sequence)
+    if layout.pipeline > 1:
+        # A pipeline idles (stages - 1) / (micro-batches + stages - 1) of its time (Huang et al. 2019).
+        limit = min(limit, max(1, part // (MICROS_PER_STAGE * layout.pipeline)))
+    return ceil(part / ceil(part / limit))
+
+
+def micros_to_price(usual: int, layout: Layout, shares: Sequence[int], *, may_grow: bool) -> Iterator[int]:
+    """Numbers of sequences at a time that are worth a price, `usual` first.
+
+    Split parameters are gathered for each micro-batch, and their gradients summed: over narrow links a few large
+    micro-batches are worth the memory that they take. `shares` are those of the batch's parts.
+    """
+    yield usual
+    if layout.shard == 1 or layout.shard_what != "parameters" or layout.pipeline > 1:
+        return
+    most = max(shares)
+    number = ceil(most / usual)
+    while number > 1:
+        number = ceil(number / 2)
+        yield ceil(most * (SPARE if may_grow else 1) / number)
+
+
+def fewer_gatherings(usual: int, taken: int, share: int) -> list[str]:
+    """Why more sequences at a time than usual, for the largest share."""
+    often, seldom = ceil(share / usual), ceil(share / taken)
+    times = "once a step" if seldom == 1 else f"{seldom} times a step"
+    return [f"up to {taken} sequences at a time, not {usual}: split parameters are gathered {times} instead of {often}"]
