@@ -130,8 +130,8 @@ class Stack:
     def on(self, cluster: Cluster) -> Stack:
         """The same program there.
 
-        Processors hold nothing for it beside its tensors but the process itself; where messages were timed, their
-        waiting is followed one by one.
+        Processors hold nothing for it beside its tensors but the process itself, and torch's gathers of split parameters
+        wait there until they are through; where messages were timed, their waiting is followed one by one.
         """
         here = replace(self, sends="ahead") if cluster.measured else self
         if any(island.device.kind != "cpu" for island in cluster.islands):
@@ -143,6 +143,7 @@ class Stack:
             memory="followed",
             keeps_ends=self.gradient_transfer == "float32",
             handles_messages=True,
+            hides_parameters=0.0,
         )
 
 
