@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +31,20 @@ def split_parameters(woven: Woven, mesh: DeviceMesh, plan: Plan) -> None:
             fully_shard(layer, mesh=mesh["shard"], reshard_after_forward=again, mp_policy=policy)
         # What is outside of the layers stays gathered until its backward: the loss uses the head after the forward.
         fully_shard(chunk, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=policy)
+        if plan.device == "cpu" and again:
+            _gather_ahead(chunk)
         for module in _sharded_modules(chunk):
             # Neither is recursive. Gradients are sums everywhere: Note [loss is a sum].
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _gather_ahead(chunk: GPT) -> None:
+    """Let the next layer's weights travel under a layer's arithmetic, as streams of a GPU do by themselves."""
+    root, *layers = _sharded_modules(chunk)
+    root._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
+    for layer, following in pairwise(layers):
+        layer.set_modules_to_forward_prefetch([following])
 
 
 def fully_sharded(

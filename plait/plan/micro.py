@@ -14,7 +14,8 @@ MORE_COSTS = 0.05
 """What that costs of a step's time (measured: 1 to 7 %)."""
 MICROS_PER_STAGE = 4
 SPARE = 1.25
-"""Of the largest share that a micro-batch shall hold, so much more where shares may grow."""
+"""Of a share that is one micro-batch, what this may hold where the share may grow: two would cost as many messages
+again."""
 
 
 def usual_micro(batch_sequences: int, layout: Layout, shape: ModelShape) -> int:
@@ -40,7 +41,7 @@ def micros_to_price(usual: int, layout: Layout, shares: Sequence[int], *, may_gr
     number = ceil(most / usual)
     while number > 1:
         number = ceil(number / 2)
-        yield ceil(most * (SPARE if may_grow else 1) / number)
+        yield ceil(most * (SPARE if may_grow and number == 1 else 1) / number)
 
 
 def fewer_gatherings(usual: int, taken: int, share: int) -> list[str]:

@@ -107,6 +107,8 @@ def _scale(workload: Workload, group: Group, stack: Stack, room: Room) -> tuple[
     deal, have = group.deal, group.deal.memory_bytes
     alike = places_alike(np.vstack([have, deal.shares]))
     asked = np.max([_cut(share, group.candidates.micro_sequences)[1] for share in set(deal.shares)], axis=0)
+    # One that all of a share goes into may have room for more, should the share grow.
+    asked = np.maximum(asked, group.candidates.micro_sequences * (group.candidates.micro_sequences > max(deal.shares)))
     return _Scale(
         workload=workload, candidates=group.candidates, stack=stack, deal=deal, room=room, asked=asked
     ), alike  # fmt: skip

@@ -33,14 +33,18 @@ class Meetings:
         return tuple(sum(max(1, size) for size in one) for one in sizes)
 
     def best(self, count: int, speeds: Sequence[float]) -> tuple[int, ...]:
-        """As `shares` deals, by what is computed."""
+        """As `shares` deals, by what is computed; one meeting more, which costs messages, must be WORTH it."""
         free = shares(count, speeds)
         if self.size == 1:
             return free
         fewest = ceil(count / sum(self.limits))
         most = max(ceil(one / limit) for one, limit in zip(free, self.limits, strict=True))
         capped = [_dealt(count, speeds, [number * limit for limit in self.limits]) for number in range(fewest, most)]
-        return min([*capped, free], key=lambda dealt: last_s(self.computed(dealt), speeds))
+        best, *more = (*capped, free)
+        for dealt in more:
+            if last_s(self.computed(dealt), speeds) < (1 - WORTH) * last_s(self.computed(best), speeds):
+                best = dealt
+        return best
 
 
 def shares(count: int, speeds: Sequence[float]) -> tuple[int, ...]:

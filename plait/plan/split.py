@@ -207,7 +207,7 @@ def _settled(question: Question, layout: Layout, found: Search, at: int, asked: 
     batch, row = question.batch_sequences, found.candidates.row(at)
     uneven = shares_of(found, at)
     shares = uneven or equal_shares(batch, layout.batch_parts)
-    grows = balance_every_steps(question.config, "unequal" if question.grounds.several or uneven else "alike") > 0
+    grows = bool(uneven) and balance_every_steps(question.config, "unequal") > 0
     usual = usual_micro(batch, layout, question.shape)
     best, taken = found, 0
     for size in micros_to_price(usual, layout, shares, may_grow=grows):

@@ -84,6 +84,8 @@ class Stack:
     """Whether gradients are summed to everyone although each rank keeps a shard of them: twice the traffic."""
     hides_parameters: float = 0.9
     """Share of the arithmetic that gathers of sharded parameters may run under."""
+    hides_scatters: bool = True
+    """Whether sums of their gradients may, too."""
     hides_experts: float = 0.0
     """Share of the tokens' way to experts on other nodes that runs under arithmetic."""
     selective_products: float = 0.0
@@ -130,8 +132,8 @@ class Stack:
     def on(self, cluster: Cluster) -> Stack:
         """The same program there.
 
-        Processors hold nothing for it beside its tensors but the process itself, and torch's gathers of split parameters
-        wait there until they are through; where messages were timed, their waiting is followed one by one.
+        Processors hold nothing for it beside its tensors but the process itself, and there torch waits for its sums of
+        split parameters' gradients; where messages were timed, their waiting is followed one by one.
         """
         here = replace(self, sends="ahead") if cluster.measured else self
         if any(island.device.kind != "cpu" for island in cluster.islands):
@@ -143,7 +145,7 @@ class Stack:
             memory="followed",
             keeps_ends=self.gradient_transfer == "float32",
             handles_messages=True,
-            hides_parameters=0.0,
+            hides_scatters=False,
         )
 
 

@@ -45,7 +45,10 @@ def shared_weights_s(
     # Parameters sharded: gathered for each pass of each micro-batch, gradients scattered after each.
     one_layer = np.maximum(1 / np.maximum(layers, 1), 1 - scene.hidden_at_most)
     each_forward = np.maximum(gather - window * forward, gather * one_layer)
-    each_backward = np.maximum(gather + scatter - window * backward, scatter * one_layer)
+    if stack.hides_scatters:
+        each_backward = np.maximum(gather + scatter - window * backward, scatter * one_layer)
+    else:
+        each_backward = scatter + np.maximum(gather - window * backward, gather * one_layer)
     last = np.maximum(_last_bucket(scene, one, layers), 1 - scene.hidden_at_most)
     late = np.maximum(scatter + summed - stack.hides_gradients * backward, (scatter + summed) * last)
     early = np.maximum(gather - stack.hides_updates * forward, gather * last)

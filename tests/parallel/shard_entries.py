@@ -41,6 +41,29 @@ def take_steps(context: RankContext, argument: str) -> None:
             save_file(found, Path(case["folder"]) / f"{case['name']}-{number}-rank-{context.rank}.safetensors")
 
 
+def look_ahead(context: RankContext, argument: str) -> None:
+    """Take a step, and note for each layer, when it computes forward and backward, whose weights are under way."""
+    case = json.loads(argument)
+    noted: dict[str, list[list[int]]] = {"forward": [], "backward": []}
+    with joined(context, plan_of(case)), assembled(case) as assembly:
+        layers = list(assembly.woven.chunks[0].layers.values())
+
+        def note(passing: str) -> None:
+            noted[passing].append([at for at, layer in enumerate(layers) if under_way(layer)])
+
+        for layer in layers:
+            layer.feedforward.register_forward_pre_hook(lambda *_: note("forward"))
+            layer.feedforward.register_full_backward_pre_hook(lambda *_: note("backward"))
+        assembly.step(TrainState())
+    Path(case["folder"], f"{case['name']}-{context.rank}.json").write_text(json.dumps(noted))
+
+
+def under_way(layer: Any) -> bool:
+    """Whether a gather of the layer's weights has begun that nobody has waited for."""
+    result = layer._get_fsdp_state()._fsdp_param_group._all_gather_result
+    return result is not None and result.all_gather_work is not None
+
+
 def restore_and_save(context: RankContext, argument: str) -> None:
     """Go on from a checkpoint, where there is one, for so many steps, and save another one."""
     case = json.loads(argument)

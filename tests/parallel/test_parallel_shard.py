@@ -92,6 +92,14 @@ def test_every_split_takes_one_process_s_steps(launch: Launch, folders, world_si
         check(case, number, world_size, wanted)
 
 
+def test_the_next_layer_s_weights_travel_under_a_layer_s_arithmetic(launch: Launch, folders) -> None:
+    case = {"folder": str(folders["tied"]), "name": "ahead", "layout": {"shard": 2, "shard_what": "parameters"}}
+    launch("look_ahead", {**case, "plan": {"micro_sequences": 7}}, 2)
+    for rank in range(2):
+        noted = json.loads((folders["tied"] / f"ahead-{rank}.json").read_text())
+        assert noted == {"forward": [[1], [2], [3], []], "backward": [[2], [1], [0], []]}
+
+
 def check(case: Case, number: int, world_size: int, wanted: dict[str, Tensor]) -> None:
     """Each rank's scalars and all that it holds, and that each number has one owner, who agrees with its copies."""
     owned: dict[str, int] = defaultdict(int)

@@ -11,7 +11,7 @@ import pytest
 from plait.layout import Layout
 from plait.plan.plan import HostShare
 from plait.plan.rebalance import Measured, cannot_help, part_names, ranks_of_parts, reason, rebalanced
-from plait.plan.shares import Meetings
+from plait.plan.shares import Meetings, shares
 from tests.plan.machines import LAPTOP, corpus, planned
 from tests.run.other_values import base_recipe
 
@@ -86,6 +86,15 @@ def test_parts_that_meet_are_dealt_by_what_they_compute(limit: int, slower: floa
     best = min(max(one, slower * other) for one, other in (meetings.computed((n, 16 - n)) for n in range(1, 16)))
     one, other = meetings.computed(dealt)
     assert max(one, slower * other) == best and dealt == settled
+
+
+def test_one_more_meeting_must_be_worth_its_messages() -> None:
+    speeds = (40.5, 23.5)
+    assert Meetings(size=2, limits=(41, 41)).best(64, speeds) == shares(64, speeds) == (41, 23)
+    assert Meetings(size=2, limits=(40, 40)).best(64, speeds) == (40, 24), (
+        "41 would be faster by a hair, and meet twice"
+    )
+    assert Meetings(size=2, limits=(40, 40)).best(64, (52.0, 12.0)) == (52, 12)
 
 
 def test_what_parts_that_meet_compute() -> None:
