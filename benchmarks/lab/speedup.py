@@ -3,7 +3,8 @@
 Each host has the same small share of a core, so that eight of them fit on one machine, and the same part of a step's
 sequences, so that every host always has enough to do. The measure is tokens a second over those that one of them
 reaches by itself with its part: the mean of all hosts while the others do the same, right before and right after, at
-the pace that the processors have meanwhile (pace.py).
+the pace that the processors have meanwhile (pace.py). Both are taken in turns, ROUNDS times, and the median round is
+told: the same work takes several per cent more or less from one minute to the next.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from benchmarks.lab.alone import side_by_side
-from benchmarks.lab.cut import LONGEST, WARM_UP, Cutting
+from benchmarks.lab.cut import LONGEST, WARM_UP, Cutting, Turn
 from benchmarks.lab.drawing import bars
 from benchmarks.lab.forecast import recipe_text
 from benchmarks.lab.grid import Case
@@ -37,6 +38,7 @@ CORES = 0.18
 COUNTS = (2, 4, 8)
 SEQUENCE, SEQUENCES_A_HOST = 256, 64
 STEPS = 5
+ROUNDS = 3
 SHAPE = {"layers": 4, "width": 128, "heads": 4, "vocabulary": 1024}
 CLASSIC = {2: 1.7, 4: 3.5, 8: 6.2}
 """What eight GPUs of a workstation without fast links are usually said to reach."""
@@ -94,24 +96,31 @@ def _run(hosts: int) -> dict[str, Any]:
     with Lab(case.cores, case.rate, work=WORK, files=runner.files) as lab:
         party = runner.party(recipe, WORK / "runs" / name, lab.hosts)
         own = [replace(case, batch_sequences=SEQUENCES_A_HOST)] * hosts
-        before = side_by_side(lab, runner, own, WORK, steps=STEPS)
-        turn = take_turn(lab, party, Cutting(steps=STEPS, fastest_s=float("inf")), WORK / "logs" / name)
-        after = side_by_side(lab, runner, own, WORK, steps=STEPS)
-    alone = [*before, *after]
-    if failed := [one.sentence for one in (turn, *alone) if not one.seconds]:
-        raise RunFailed(f"{hosts} hosts: {failed[0]}")
-    tokens_per_s = case.batch_sequences * SEQUENCE / mean(turn.seconds)
-    one = sum(speeds_at(turn, (before, after), [SEQUENCES_A_HOST] * hosts)) / hosts
-    speedup = tokens_per_s / one
-    print(f"{hosts} hosts: {turn.step_s:.3g} s a step, {speedup:.2f} times one; others {turn.others:.1%}", flush=True)
+        alone, turns, speedups = [side_by_side(lab, runner, own, WORK, steps=STEPS)], list[Turn](), list[float]()
+        for number in range(ROUNDS):
+            shutil.rmtree(WORK / "runs" / name, ignore_errors=True)
+            cutting = Cutting(steps=STEPS, fastest_s=float("inf"))
+            turns.append(take_turn(lab, party, cutting, WORK / "logs" / f"{name}-{number}"))
+            alone.append(side_by_side(lab, runner, own, WORK, steps=STEPS))
+            if failed := [one.sentence for one in (turns[-1], *alone[-2], *alone[-1]) if not one.seconds]:
+                raise RunFailed(f"{hosts} hosts: {failed[0]}")
+            one = mean(speeds_at(turns[-1], alone[-2:], [SEQUENCES_A_HOST] * hosts))
+            speedups.append(_tokens(case) / mean(turns[-1].seconds) / one)
+            print(f"{hosts} hosts: {turns[-1].step_s:.3g} s a step, {speedups[-1]:.2f} times one", flush=True)
     return {
         "hosts": hosts,
         "cores": CORES,
-        "tokens_per_s": tokens_per_s,
-        "speedup": speedup,
-        "turn": turn.to_values(),
-        "alone": [[one.to_values() for one in taken] for taken in (before, after)],
+        "tokens_per_s": median(_tokens(case) / mean(turn.seconds) for turn in turns),
+        "speedup": median(speedups),
+        "rounds": speedups,
+        "turns": [turn.to_values() for turn in turns],
+        "alone": [[one.to_values() for one in taken] for taken in alone],
     }
+
+
+def _tokens(case: Case) -> int:
+    """Of a step."""
+    return case.batch_sequences * case.sequence
 
 
 if __name__ == "__main__":

@@ -42,15 +42,15 @@ SEQUENCE = 256
 STEPS, BESIDE_STEPS = 6, 2
 """Of what is measured, and of what stands beside it."""
 BALANCE_EVERY, SETTLED = 7, 22
-"""Steps between looks at plait's shares, and those after which they have followed what the hosts really do: a probe
-lasts seconds, in which a processor of this machine may be a third slower or faster than it is for long."""
+"""Steps between looks at plait's shares or stages, and those after which they have followed what the hosts really do: a
+probe lasts seconds, in which a processor of this machine may be a third slower or faster than it is for long."""
 NARROW = {"layers": 6, "width": 192, "heads": 6, "vocabulary": 1024}
 DEEP = {"layers": 22, "width": 128, "heads": 4, "vocabulary": 1024}
 TWO, FOUR = (1.0, 0.4), (0.5, 0.5, 0.25, 0.125)
 SEQUENCES = {len(TWO): 64, len(FOUR): 128}
 """Of a step, by hosts, where the batch is what is split."""
-PIPED_SEQUENCES, MICROS = 256, 32
-"""Of a pipeline's step, and its micro-batches: with few tokens in each a narrow model spends its time between them."""
+PIPED_SEQUENCES, MICROS = 128, 32
+"""Of a pipeline's step, and its micro-batches."""
 Section = Mapping[str, Any]
 
 
@@ -138,8 +138,7 @@ def _run(trial: Trial) -> dict[str, Any]:
         parts = shares(trial.batch_sequences, trial.cores)
         contenders = _contenders(lab, runner, trial)
         before = _alone(lab, runner, trial, parts)
-        settled = WARM_UP if "pipeline" in trial.layout else SETTLED
-        turns = {"auto": _take(lab, contenders["auto"], "auto", STEPS, settled)}
+        turns = {"auto": _take(lab, contenders["auto"], "auto", STEPS, SETTLED)}
         alone = [before, _alone(lab, runner, trial, parts)]  # on both sides of what is held against it
         turns |= {name: _take(lab, party, name, BESIDE_STEPS) for name, party in contenders.items() if name != "auto"}
     if not turns["auto"].seconds:

@@ -14,6 +14,7 @@ from typing import Literal
 from plait.model.shape import parameter_count, training_flops_per_token
 from plait.plan import rules
 from plait.plan.grounds import Grounds, Need
+from plait.plan.micro import usual_micro
 from plait.plan.pace import balance_every_steps, checkpoint_every, in_steps, report_every_steps, steps_for
 from plait.plan.plan import OptimizerPlan, Plan
 from plait.plan.question import Question
@@ -117,13 +118,19 @@ def settle(config: RunConfig, draft: Draft, measured: Sequence[Split]) -> Plan:
     """The finished plan: the simplest split that is fast, and a time budget turned into steps."""
     best = simplest(measured)
     plan = with_split(draft.plan, best)
-    why = [*_split_reason(measured, best), *best.why, *plan.reasons]
-    part = max(plan.parts)
-    if part > plan.micro_sequences and not plan.micro_limits:
-        why.append(f"micro-batches of {plan.micro_sequences} of a worker's {part} sequences: what it holds comfortably")
+    why = [*_split_reason(measured, best), *best.why, *plan.reasons, *_at_a_time(config, plan)]
     steps, evaluate_every = _pace(draft, plan, why)
     optimizer = replace(plan.optimizer, warmup_steps=_warmup(config, steps, why))
     return replace(plan, steps=steps, evaluate_every_steps=evaluate_every, optimizer=optimizer, reasons=tuple(why))
+
+
+def _at_a_time(config: RunConfig, plan: Plan) -> list[str]:
+    """Why micro-batches are not larger, unless a person named them, or the split has told why they are not smaller."""
+    part, device = max(plan.parts), plan.device
+    more = device == "cpu" and plan.micro_sequences > usual_micro(plan.batch_sequences, plan.layout, plan.shape)
+    if config.layout.micro_sequences != "auto" or plan.micro_limits or more or part <= plan.micro_sequences:
+        return []
+    return [f"micro-batches of {plan.micro_sequences} of a worker's {part} sequences: what it holds comfortably"]
 
 
 def _balance(config: RunConfig, grounds: Grounds, split: Split, why: list[str]) -> int:
@@ -133,6 +140,11 @@ def _balance(config: RunConfig, grounds: Grounds, split: Split, why: list[str]) 
         unequal = "the devices are unequal" if config.layout.shares == "auto" else "they are not equal"
         reason = "machines of a run over several hosts may slow down" if grounds.several else unequal
         why.append(f"shares of the batch may change every {every} steps: {reason} (balance.every)")
+    elif every and config.balance.every == "auto" and split.layout.pipeline > 1 and split.layout.virtual_stages == 1:
+        why.append(
+            f"layers may move between stages every {every} steps: machines of a run over several hosts may slow down, "
+            "or be faster than they were while they were measured (balance.every)"
+        )
     return every
 
 

@@ -150,6 +150,11 @@ class Plan:
                 return host.threads
         return self.threads
 
+    def workers_beside(self, rank: int) -> int:
+        """Workers on the host of one rank, itself included."""
+        homes = [place for place, host in enumerate(self.hosts) for _ in range(host.workers)]
+        return homes.count(homes[rank]) if homes else self.world_size
+
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 

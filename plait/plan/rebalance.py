@@ -66,12 +66,14 @@ def rebalanced(
     gain, error = _gain(before, after, steps)
     middle = len(steps) // 2
     lasting = min(_gain(before, after, window)[0] for window in (steps[:middle], steps[middle:]))
-    if min(gain, lasting) <= WORTH or gain <= _sure(len(old)) * error:
+    if min(gain, lasting) <= WORTH or gain <= sure(len(old)) * error:
         return None
     return Change(shares=new, speeds=speeds, gain=gain, reason=reason(old, new, speeds, names))
 
 
-def reason(old: Sequence[int], new: Sequence[int], speeds: Sequence[float], names: Sequence[str]) -> str:
+def reason(
+    old: Sequence[int], new: Sequence[int], speeds: Sequence[float], names: Sequence[str], what: str = "sequences"
+) -> str:
     """In words: the part whose share changes most, against the one that differs most from it in speed."""
     about = max(range(len(old)), key=lambda part: abs(log(new[part] / old[part])))
     others = [part for part in range(len(old)) if part != about]
@@ -85,14 +87,18 @@ def reason(old: Sequence[int], new: Sequence[int], speeds: Sequence[float], name
     else:
         compared = f"now as fast as {names[fastest]}"
     verb, whose = ("are", "their") if names[about].startswith("ranks ") else ("is", "its")
-    goes = f"{whose} share goes from {old[about]} to {new[about]} of {sum(old)} sequences"
+    goes = f"{whose} share goes from {old[about]} to {new[about]} of {sum(old)} {what}"
     return f"{names[about]} {verb} {compared}: {goes}"
 
 
 def part_names(plan: Plan) -> tuple[str, ...]:
     """What people call each part of the batch: the host that has it alone, else its ranks."""
+    return names_of(plan, ranks_of_parts(plan.layout))
+
+
+def names_of(plan: Plan, ranks: Sequence[Sequence[int]]) -> tuple[str, ...]:
+    """What people call groups of ranks: the host that is there alone, else the ranks."""
     hosts = [host.name for host in plan.hosts for _ in range(host.workers)]
-    ranks = ranks_of_parts(plan.layout)
     homes = [{hosts[rank] for rank in some} if hosts else set[str]() for some in ranks]
     return tuple(
         f"host {next(iter(home))}" if len(home) == 1 and homes.count(home) == 1 else _ranks_in_words(some, home)
@@ -118,13 +124,15 @@ def cannot_help(plan: Plan) -> str | None:
     """Why no shares can balance a plan that asks for it, in one sentence; None where they can."""
     if plan.balance_every_steps == 0 or plan.layout.batch_parts > 1 or plan.world_size == 1:
         return None
+    if plan.layout.pipeline > 1 and plan.layout.virtual_stages == 1:
+        return None  # layers move from stage to stage (recut.py)
     told = f"all ranks work on the same sequences ({plan.layout}), so shares cannot make up for a slow one"
     if plan.layout.pipeline > 1:
         return f"{told}: stages would have to be cut anew, which plait train --replan does for the machines as they are"
     return f"{told}: a layout with replicate or shard could"
 
 
-def _sure(parts: int) -> float:
+def sure(parts: int) -> float:
     """Standard errors that a gain must be: among many parts one is the more often slow by mere chance."""
     return sqrt(SURE**2 + 2 * log(parts / 2))
 
@@ -147,7 +155,7 @@ def _gain(old: Sequence[int], new: Sequence[int], steps: Sequence[Measured]) -> 
     # Step by step: what slows all parts down alike takes nothing from the evidence.
     pairs = zip(columns[last], columns[other], strict=True)
     saved_s = [before - after * new[other] / old[other] for before, after in pairs]
-    return (now[last] - then[last_then]) / step_s, _error(saved_s) / step_s
+    return (now[last] - then[last_then]) / step_s, error_of(saved_s) / step_s
 
 
 def _columns(steps: Sequence[Measured]) -> list[tuple[float, ...]]:
@@ -155,7 +163,7 @@ def _columns(steps: Sequence[Measured]) -> list[tuple[float, ...]]:
     return list(zip(*(step.compute_s for step in steps), strict=True))
 
 
-def _error(values: Sequence[float]) -> float:
+def error_of(values: Sequence[float]) -> float:
     """The standard error of these values' median."""
     middle = median(values)
     spread = _NORMAL_FROM_DEVIATION * median(abs(value - middle) for value in values)

@@ -1,4 +1,5 @@
-"""runs/NAME/shares.jsonl: which share of the batch each part takes from which step on, and why.
+"""runs/NAME/shares.jsonl: which share of the batch each part takes, or how many layers each stage has, from which step
+on, and why.
 
 A line is on the disk before the first step that obeys it, and a resume obeys all lines, so that a run's numbers follow
 from its seed, its layout and this file.
@@ -25,7 +26,9 @@ class SharesLine:
     shares: tuple[int, ...]
     reason: str
     speeds: tuple[float, ...]
-    """Sequences a second of each part, as measured before."""
+    """Sequences a second of each part, as measured before; or, where stages are cut anew, layers of a step."""
+    stage_layers: tuple[int, ...] = ()
+    """Of each stage; none: as they were."""
 
 
 def read_shares(path: Path) -> tuple[SharesLine, ...]:
@@ -48,9 +51,23 @@ def read_shares(path: Path) -> tuple[SharesLine, ...]:
     return tuple(found)
 
 
-def check_lines(path: Path, parts: Sequence[int]) -> None:
-    """Raise PlaitError where shares.jsonl does not go with a run of these parts of the batch."""
+def check_lines(path: Path, parts: Sequence[int], stage_layers: Sequence[int] = ()) -> None:
+    """Raise PlaitError where shares.jsonl does not go with a run of these parts of the batch and these stages.
+
+    Without `stage_layers` there are no stages, or their layers stay.
+    """
     for line in read_shares(path):
+        layers = line.stage_layers or stage_layers
+        if layers and not stage_layers:
+            raise PlaitError(
+                f"{path} moves layers between stages from step {line.step} on, which only a pipeline with one stage on "
+                "each rank and no other parts of the batch does; take the file away to go on with the plan's stages"
+            )
+        if len(layers) != len(stage_layers) or sum(layers) != sum(stage_layers):
+            raise PlaitError(
+                f"{path} cuts {sum(layers)} layers into {len(layers)} stages from step {line.step} on, and the plan "
+                f"{sum(stage_layers)} into {len(stage_layers)}; take the file away to go on with the plan's stages"
+            )
         if len(line.shares) != len(parts) or sum(line.shares) != sum(parts):
             raise PlaitError(
                 f"{path} shares {sum(line.shares)} sequences among {len(line.shares)} from step {line.step} on, and "
@@ -63,7 +80,8 @@ def append_shares(path: Path, line: SharesLine) -> None:
 
     What a kill left of a torn last line is cut off first.
     """
-    data = json.dumps(asdict(line)).encode() + b"\n"
+    values = {key: value for key, value in asdict(line).items() if key != "stage_layers" or line.stage_layers}
+    data = json.dumps(values).encode() + b"\n"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -101,9 +119,10 @@ def _sync_folder(folder: Path) -> None:
 def _parsed(text: bytes) -> SharesLine | None:
     try:
         values: Any = json.loads(text)
-        line = SharesLine(**{**values, "shares": tuple(values["shares"]), "speeds": tuple(values["speeds"])})
+        lists = {"shares": values["shares"], "speeds": values["speeds"], "stage_layers": values.get("stage_layers", ())}
+        line = SharesLine(**{**values, **{key: tuple(value) for key, value in lists.items()}})
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    counts = (line.step, *line.shares)
+    counts = (line.step, *line.shares, *line.stage_layers)
     whole = all(type(count) is int and count > 0 for count in counts)
     return line if whole and isinstance(line.reason, str) else None

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["device", "link", "data"]
-Shares = Literal["balanced", "fixed", "least", "stages", "same"]
-"""Whether the run moves shares of the batch itself, could do so, or cannot: since nobody has less than one sequence, or
-since all ranks work on the same ones, as stages of one pipeline or in another way."""
+Shares = Literal["balanced", "fixed", "least", "recut", "uncut", "stages", "same"]
+"""Whether the run moves shares of the batch itself, could do so, or cannot, since nobody has less than one sequence;
+whether, where all ranks work on the same ones, it moves layers between a pipeline's stages, could do so, or cannot; or
+whether there are no stages either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +57,22 @@ def begin_words(
 
 def _link_mend(hosts: Sequence[str], shares: Shares) -> str:
     less, wider = "a layout that sends less would (a pipeline: see `plait plan`)", "a wider cable"
+    piped = shares in ("recut", "uncut", "stages")
     if len(set(hosts)) == 1:
-        return "" if shares == "stages" else f"; {less}"
-    return f"; {wider} would" if shares == "stages" else f"; {less}, or {wider}"
+        return "" if piped else f"; {less}"
+    return f"; {wider} would" if piped else f"; {less}, or {wider}"
 
 
 def _mend(shares: Shares, share: str) -> str:
     match shares:
         case "balanced":
             return f"{share} should fall when the shares are next looked at"
+        case "recut":
+            return "it should get fewer layers when the stages are next looked at"
         case "fixed":
             return f'{share} could fall with [balance] every = "50 steps"'
+        case "uncut":
+            return 'it could get fewer layers with [balance] every = "50 steps"'
         case "least":
             return f"{share} cannot fall below one sequence; with a larger train.batch_tokens it could"
         case "stages":

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from plait.checkpoint.store import Found, clean_staging, newest_good
 from plait.errors import PlaitError, RunFailed
 from plait.plan.plan import Plan, read_plan, same_hosts, unmarked
+from plait.plan.recut import stages_of
 from plait.recipe.load import flat_values, load_recipe, recipe_text
 from plait.recipe.schema import RunConfig
 from plait.report.atomic import replace_file, replace_files
@@ -94,7 +95,7 @@ class RunFolder:
         other = self.plan.exists() and (afresh or _splits_otherwise(self.begun_plan(), plan))
         files = {self.plan: plan.to_json().encode(), self.recipe: recipe_text(config).encode()}
         if not (self.shares.exists() and other):  # one that was there before the run is to be obeyed
-            check_lines(self.shares, plan.parts)
+            check_lines(self.shares, plan.parts, plan.layout.stage_layers if stages_of(plan) else ())
             replace_files(files)
             return
         kept = self.path / f"shares-{number}.jsonl"

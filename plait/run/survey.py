@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from plait.cluster.cluster import Cluster, cluster_of_hosts
 from plait.cluster.measured import Measured
+from plait.cluster.pooled import pooled
 from plait.cluster.probe_request import CPU_TOKENS, request_of
 from plait.cluster.topology import Machine, usable_cores
 from plait.plan.clocked import measured_link
@@ -61,7 +62,7 @@ def described(workers: PlacedCrew, hosts: tuple[Host, ...], need: Need, *, fresh
 
     What was "kept" of an earlier one is taken where machines and software are the same and the roads still are.
     """
-    measured = _probed(workers, [machine for machine, _, _ in hosts], need, fresh)
+    measured = pooled(_probed(workers, [machine for machine, _, _ in hosts], need, fresh))
     return replace(cluster_of_hosts(hosts, measured_link(measured, "between")), measured=measured)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +40,7 @@ from plait.train.step import (
 EvaluateMicros = Callable[[Iterable[Micro]], Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Assembly:
     """A rank's model, optimizer and data, put together."""
 
@@ -79,6 +79,12 @@ class Assembly:
         layout = self.plan.layout if self.sums.size > 1 else Layout()
         self.loader.take(samples_of(replace(self.plan, shares=parts), layout, self.sums.index, self.device))
 
+    def become(self, other: Assembly) -> None:
+        """Take over all of another assembly of this rank: whoever knows this one goes on with that."""
+        self.loader.close()
+        for field in fields(Assembly):
+            setattr(self, field.name, getattr(other, field.name))
+
     def tensors(self) -> list[Tensor]:
         """What stays from step to step: weights, moments, gradient buckets."""
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
@@ -92,8 +98,9 @@ def assemble(
     sums: Sums,
     mesh: DeviceMesh | None = None,
     stages: Sequence[Stage] = STAGES,
+    fresh: bool = True,
 ) -> Assembly:
-    """Build this rank's part of the run with freshly initialised weights. Every rank must call it.
+    """Build this rank's part of the run, with its first weights where they are to be `fresh`. Every rank must call it.
 
     With `stages=()` and `sums=ALONE` it is one plain process without a mesh: the reference that layouts are proven by.
     """
@@ -103,7 +110,8 @@ def assemble(
     with torch.device("meta" if stages else device):
         model = GPT(plan.shape)
     woven = weave(model.to(torch.float64 if plan.precision == "float64" else torch.float32), mesh, plan, stages)
-    put_first_values(woven, plan.shape, config.run.seed)
+    if fresh:
+        put_first_values(woven, plan.shape, config.run.seed)
     corpus = open_corpus(Path(plan.corpus))
     samples = samples_of(plan, layout, sums.index, device)
     loader = Loader(corpus, make_order(corpus, config.run.seed, plan.sequence), samples)

@@ -1,6 +1,8 @@
-"""Keeps a run's shares of the batch in step with its ranks' speeds: measures, obeys, and records; decides nothing.
+"""Keeps a run's shares of the batch, or the layers of a pipeline's stages, in step with its ranks' speeds: measures,
+obeys, and records; decides nothing.
 
-plait/plan/rebalance.py decides, on rank 0, and every change is on the disk before the first step that obeys it.
+plait/plan/rebalance.py and recut.py decide, on rank 0, and every change is on the disk before the first step that obeys
+it.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from plait.parallel.echo import message_from_before_s
 from plait.parallel.mesh import Sums
 from plait.plan.plan import Plan
 from plait.plan.rebalance import FEWEST_STEPS, Change, Measured, meetings_of, part_names, ranks_of_parts, rebalanced
+from plait.plan.recut import recut, stages_of
 from plait.report.shares_file import SharesLine, append_shares, read_shares
 from plait.report.straggler import RankTimes, Watch
 from plait.report.straggler_words import Shares
 from plait.train.assemble import Assembly
 from plait.train.meter import Meter, sees_waits
+from plait.train.restage import most_layers
 from plait.train.state import TrainState
 from plait.train.step import Scalars
 
@@ -28,7 +32,11 @@ GATHERED_STEPS = 4
 LOOKED_AT_STEPS = {"cpu": GATHERED_STEPS, "cuda": 6}
 """At least so often, for a straggler is to be named within twenty steps; a GPU is waited for then."""
 
+Restage = Callable[[tuple[int, ...]], Meter]
+"""Cuts the pipeline's stages anew: layers of each; answers what measures the new ones."""
 Take = Callable[[TrainState], tuple[TrainState, Scalars]]
+_Line = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""From a step on: shares of the batch, layers of the stages."""
 Row = tuple[float, ...]
 """One rank's seconds of one step: computing, waiting for other parts of the batch, for data, and for others of the same
 part; and of a message from the rank before it, where messages were timed."""
@@ -41,18 +49,34 @@ class Balance:
     tells what its own steps took.
     """
 
-    def __init__(self, assembly: Assembly, meter: Meter, file: Path, world: Sums, tell: Callable[..., None]) -> None:
-        self._tell = tell
+    def __init__(
+        self,
+        assembly: Assembly,
+        meter: Meter,
+        file: Path,
+        world: Sums,
+        tell: Callable[..., None],
+        restage: Restage | None = None,
+    ) -> None:
+        """Without `restage` stages stay as they are."""
+        self._tell, self._restage = tell, restage
         self._assembly, self._meter, self._world, self._file = assembly, meter, world, file
         self._every = assembly.plan.balance_every_steps
         self._parts = assembly.plan.parts
         self._times_links = False
-        self._lines = _told_lines(file, world, len(self._parts))
+        self._layers = assembly.plan.layout.stage_layers
+        self._stages = stages_of(assembly.plan) if restage else None
+        self._lines = _told_lines(file, world, len(self._parts), len(self._layers))
         self._ledger = Ledger(assembly.plan) if watches(assembly.plan) and world.index == 0 else None
 
     def step(self, take: Take, state: TrainState) -> tuple[TrainState, Scalars]:
-        """Take the step after `state` with the shares that are recorded for it."""
-        parts = self._parts_for(state.step + 1)
+        """Take the step after `state` with the shares, and the stages, that are recorded for it."""
+        parts, layers = self._due_at(state.step + 1)
+        if layers != self._layers and self._restage is not None:
+            self._meter = self._restage(layers)
+            self._layers = layers
+            if self._ledger is not None:
+                self._ledger.restaged(layers)
         if parts != self._parts:
             self._assembly.reshare(parts)
             self._parts = parts
@@ -85,31 +109,54 @@ class Balance:
         if self._world.size > 2:  # of two hosts' one cable everybody knows which it is
             asked = self._ledger is not None and self._ledger.asks_for_links
             self._times_links = bool(self._world.largest(torch.tensor([int(asked)]))[0])
-        recorded = any(step > state.step for step, _ in self._lines)
+        recorded = any(step > state.step for step, *_ in self._lines)
         return told + (self._decide(state.step + 1) if due and not recorded else [])
 
     def _decide(self, step: int) -> list[str]:
-        """Agree on the shares from `step` on."""
-        wanted = torch.zeros(len(self._parts), dtype=torch.int64)
-        change = self._ledger.change(self._parts, self._every) if self._ledger is not None else None
+        """Agree on the shares, or the stages, from `step` on."""
+        room = self._room()
+        change = self._ledger.change(self._parts, self._every, room) if self._ledger is not None else None
+        wanted = torch.zeros(len(self._parts) + len(self._layers), dtype=torch.int64)
         if change is not None:
-            speeds = tuple(float(f"{speed:.4g}") for speed in change.speeds)
-            append_shares(self._file, SharesLine(step=step, shares=change.shares, reason=change.reason, speeds=speeds))
-            wanted = torch.tensor(change.shares)
-        parts = tuple(self._world(wanted).tolist())
-        if any(parts):
-            self._lines.append((step, parts))
+            parts, layers = (self._parts, change.shares) if self._stages else (change.shares, self._layers)
+            append_shares(
+                self._file,
+                SharesLine(
+                    step=step,
+                    shares=parts,
+                    reason=change.reason,
+                    speeds=tuple(float(f"{speed:.4g}") for speed in change.speeds),
+                    stage_layers=layers if self._stages else (),
+                ),
+            )
+            wanted = torch.tensor((*parts, *layers))
+        agreed = tuple(self._world(wanted).tolist())
+        if any(agreed):
+            self._lines.append((step, agreed[: len(self._parts)], agreed[len(self._parts) :]))
         return [f"balance  from step {step} on, {change.reason}"] if change is not None else []
 
-    def _parts_for(self, step: int) -> tuple[int, ...]:
-        return next((parts for first, parts in reversed(self._lines) if first <= step), self._assembly.plan.parts)
+    def _room(self) -> list[int]:
+        """Where stages can be cut anew: how many layers each could hold."""
+        if self._stages is None:
+            return []
+        own = most_layers(self._assembly, self._assembly.plan.workers_beside(self._world.index))
+        told = [int(one) for one in self._world.gather(torch.tensor([own]))]
+        return [min(told[rank] for rank in ranks) for ranks in self._stages.ranks]
+
+    def _due_at(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shares and the stages of a step."""
+        plan = self._assembly.plan
+        lines = [(parts, layers) for first, parts, layers in self._lines if first <= step]
+        parts, layers = lines[-1] if lines else (plan.parts, self._layers)
+        return parts, layers if any(layers) else self._layers
 
 
 class Ledger:
-    """Rank 0's book of all ranks' steps, since the shares last changed."""
+    """Rank 0's book of all ranks' steps, since the shares or the stages last changed."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self._stages, self._layers = stages_of(plan), plan.layout.stage_layers
         self._names, self._ranks = part_names(plan), ranks_of_parts(plan.layout)
         self._part_of = [plan.layout.batch_part(rank) for rank in range(plan.world_size)]
         self._parts = plan.parts
@@ -138,23 +185,36 @@ class Ledger:
         del self._steps[: -2 * max(self._plan.balance_every_steps, FEWEST_STEPS)]
         return told
 
-    def change(self, parts: tuple[int, ...], every: int) -> Change | None:
-        """What the last two windows of `every` steps speak for."""
+    def restaged(self, layers: tuple[int, ...]) -> None:
+        """From now on stages have so many layers."""
+        self._layers, self._warm = layers, False
+        self._steps.clear()
+
+    def change(self, parts: tuple[int, ...], every: int, room: Sequence[int] = ()) -> Change | None:
+        """What the last two windows of `every` steps speak for; with `room` for layers, of the stages, else of the
+        shares."""
         steps = self._steps[-2 * max(every, FEWEST_STEPS // 2) :]
+        if self._stages is not None and room:
+            return recut(self._layers, steps, self._stages, room)
         return rebalanced(parts, steps, self._names, meetings_of(self._plan))
 
     def _measured(self, rows: Sequence[Row]) -> Measured:
-        return Measured(
-            compute_s=tuple(max(rows[rank][0] + rows[rank][3] for rank in ranks) for ranks in self._ranks),
-            step_s=max(sum(row[:4]) for row in rows),
-        )
+        if self._stages is not None:  # stages wait for each other, which is no work
+            seconds = [max(rows[rank][0] for rank in ranks) for ranks in self._stages.ranks]
+        else:
+            seconds = [max(rows[rank][0] + rows[rank][3] for rank in ranks) for ranks in self._ranks]
+        return Measured(compute_s=tuple(seconds), step_s=max(sum(row[:4]) for row in rows))
 
     def _watched(self, step: int, rows: Sequence[Row]) -> list[str]:
         times = [
             RankTimes(rank=rank, compute_s=compute, wait_s=wait + inside, data_s=data, link_s=link)
             for rank, (compute, wait, data, inside, link) in enumerate(rows)
         ]
-        finding = self._watch.observe(step, times, [self._parts[part] for part in self._part_of])
+        work = [self._parts[part] for part in self._part_of]
+        for layers, ranks in zip(self._layers, self._stages.ranks if self._stages else (), strict=False):
+            for rank in ranks:
+                work[rank] *= layers
+        finding = self._watch.observe(step, times, work)
         return [finding.sentence] if finding else []
 
 
@@ -172,6 +232,8 @@ def _shares_in_words(plan: Plan) -> Shares:
     """What can be done about a slow rank while the run goes on."""
     if plan.layout.batch_parts > 1:
         return "balanced" if plan.balance_every_steps else "fixed"
+    if stages_of(plan) is not None:
+        return "recut" if plan.balance_every_steps else "uncut"
     return "stages" if plan.layout.pipeline > 1 else "same"
 
 
@@ -181,11 +243,12 @@ def _hosts(plan: Plan) -> list[str]:
     return named or ["this machine"] * plan.world_size
 
 
-def _told_lines(file: Path, world: Sums, parts: int) -> list[tuple[int, tuple[int, ...]]]:
-    """What rank 0 finds recorded, on every rank."""
+def _told_lines(file: Path, world: Sums, parts: int, stages: int) -> list[_Line]:
+    """What rank 0 finds recorded, on every rank; layers are 0 where none were named."""
     lines = read_shares(file) if world.index == 0 else ()
     count = int(world(torch.tensor([len(lines)]))[0])
-    table = torch.zeros(count, 1 + parts, dtype=torch.int64)
+    table = torch.zeros(count, 1 + parts + stages, dtype=torch.int64)
     for row, line in zip(table, lines, strict=False):
-        row[:] = torch.tensor([line.step, *line.shares])
-    return [(row[0], tuple(row[1:])) for row in world(table).tolist()] if count else []
+        row[:] = torch.tensor([line.step, *line.shares, *(line.stage_layers or (0,) * stages)])
+    rows = world(table).tolist() if count else []
+    return [(row[0], tuple(row[1 : 1 + parts]), tuple(row[1 + parts :])) for row in rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from plait.errors import PlaitError, RunFailed
 from plait.model.shape import weight_sizes
 from plait.parallel.mesh import Sums
 from plait.parallel.woven import UnitPart
+from plait.plan.placement import Box
 from plait.train.assemble import Assembly
 from plait.train.state import TrainState
 
@@ -74,25 +75,54 @@ def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums, *, se
 def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Sums) -> TrainState:
     """Load a checkpoint of any layout into this rank and say where it stands; PlaitError for another model."""
     check_model(manifest, assembly.plan.shape.to_dict())
-    woven = assembly.woven
-    for held in woven.weights:
-        held.tensor.copy_(read_slice(path, manifest, f"model/{held.name}", held.box.offset, held.box.extent))
-    updates = read_tensor(path, manifest, "adam_step")[0]
-    for unit in woven.units:
-        moments = {key: torch.zeros_like(unit.parameter) for key in _MOMENTS.values()}
-        for kind, key in _MOMENTS.items():
-            for part in unit.parts:
-                saved = read_slice(path, manifest, f"{kind}/{part.name}", part.box.offset, part.box.extent)
-                _numbers(moments[key], part).copy_(saved)
-        # A copy each: AdamW counts in place, and one tensor for all would count a step once for every parameter.
-        step = updates.to(unit.parameter.device, torch.float32, copy=True)
-        assembly.optimizer.state[unit.parameter] = {"step": step, **moments}
-    woven.gradients.publish()
+
+    def read(key: str, box: Box) -> Tensor:
+        return read_slice(path, manifest, key, box.offset, box.extent)
+
+    put(assembly, read, read_tensor(path, manifest, "adam_step")[0])
+    assembly.woven.gradients.publish()
     random = f"rng/rank-{world.index}"
     if random in tensor_names(manifest):
         torch.set_rng_state(read_tensor(path, manifest, random))
     tokens = int(read_tensor(path, manifest, "tokens")[0])
     return TrainState(step=manifest.step, position=manifest.cursor, tokens=tokens)
+
+
+@torch.no_grad()
+def put(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: Tensor) -> None:
+    """Fill a rank's weights and moments, after so many `updates`, with what `read` answers for a key and a rectangle.
+
+    They are asked for in the order of `wanted`. Before the first forward the gradients must `publish`.
+    """
+    for held in assembly.woven.weights:
+        held.tensor.copy_(read(f"model/{held.name}", held.box))
+    for unit in assembly.woven.units:
+        moments = {key: torch.zeros_like(unit.parameter) for key in _MOMENTS.values()}
+        for part in unit.parts:
+            for kind, key in _MOMENTS.items():
+                numbers_of(moments[key], part).copy_(read(f"{kind}/{part.name}", part.box))
+        # A copy each: AdamW counts in place, and one tensor for all would count a step once for every parameter.
+        step = updates.to(unit.parameter.device, torch.float32, copy=True)
+        assembly.optimizer.state[unit.parameter] = {"step": step, **moments}
+
+
+def wanted(assembly: Assembly) -> Iterator[tuple[str, Box]]:
+    """Keys and rectangles of all that `put` asks for."""
+    yield from ((f"model/{held.name}", held.box) for held in assembly.woven.weights)
+    for unit in assembly.woven.units:
+        yield from ((f"{kind}/{part.name}", part.box) for part in unit.parts for kind in _MOMENTS)
+
+
+def owned(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
+    """What this rank answers for: a key, a rectangle, and its numbers. Every rank must call it."""
+    assembly.woven.gradients.settle()
+    for unit in assembly.woven.units:
+        if unit.owned:
+            moments = assembly.optimizer.state[unit.parameter]
+            kinds = {"model": unit.parameter.detach(), **{kind: moments[key] for kind, key in _MOMENTS.items()}}
+            for kind, tensor in kinds.items():
+                for part in unit.parts:
+                    yield f"{kind}/{part.name}", part.box, numbers_of(tensor, part)
 
 
 def load_weights(model: torch.nn.Module, path: Path, manifest: Manifest) -> None:
@@ -104,24 +134,17 @@ def load_weights(model: torch.nn.Module, path: Path, manifest: Manifest) -> None
 
 def _own_part(assembly: Assembly, state: TrainState, world: Sums) -> dict[str, list[TensorSlice]]:
     """What this rank writes: the units that it answers for, its random state, and on rank 0 what is one for all."""
-    assembly.woven.gradients.settle()
     slices: dict[str, list[TensorSlice]] = {f"rng/rank-{world.index}": [whole(torch.get_rng_state())]}
     if world.index == 0:
         moments = next(iter(assembly.optimizer.state.values()))
         slices["tokens"] = [whole(torch.tensor([state.tokens]))]
         slices["adam_step"] = [whole(moments["step"].reshape(1))]
-    for unit in assembly.woven.units:
-        if unit.owned:
-            moments = assembly.optimizer.state[unit.parameter]
-            kinds = {"model": unit.parameter.detach(), **{kind: moments[key] for kind, key in _MOMENTS.items()}}
-            for kind, tensor in kinds.items():
-                for part in unit.parts:
-                    one = TensorSlice(tensor=_numbers(tensor, part), shape=part.box.shape, offset=part.box.offset)
-                    slices.setdefault(f"{kind}/{part.name}", []).append(one)
+    for key, box, numbers in owned(assembly):
+        slices.setdefault(key, []).append(TensorSlice(tensor=numbers, shape=box.shape, offset=box.offset))
     return slices
 
 
-def _numbers(tensor: Tensor, part: UnitPart) -> Tensor:
+def numbers_of(tensor: Tensor, part: UnitPart) -> Tensor:
     """The numbers of a unit's tensor that belong to one of its parts, as a view of the part's shape."""
     return tensor.view(-1)[part.first : part.first + part.box.numbers].view(part.box.extent)
 

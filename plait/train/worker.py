@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,9 +28,10 @@ from plait.report.sinks import MetricsFile, Several, Sink, TensorBoard
 from plait.train.assemble import Assembly, assemble
 from plait.train.balance import Balance, watch_every_steps
 from plait.train.loop import Actions, Pace, run_loop
-from plait.train.meter import clock_of, metered
+from plait.train.meter import Meter, clock_of, metered
 from plait.train.optim import learning_rate
 from plait.train.persist import restore, save
+from plait.train.restage import restaged
 from plait.train.state import TrainState
 from plait.train.step import Scalars
 
@@ -62,7 +64,8 @@ def main(context: Context, argument: str) -> None:
         world = world_sums()
         mesh = make_mesh(plan.layout, plan.device)
         torch.manual_seed(config.run.seed + context.rank)
-        assembly = assemble(config, plan, sums=world, mesh=mesh)
+        build = partial(assemble, config, sums=world, mesh=mesh)
+        assembly = build(plan)
         assembly, meter = metered(assembly, clock_of(assembly.device))
         state = TrainState()
         if asked["resume"]:
@@ -71,7 +74,15 @@ def main(context: Context, argument: str) -> None:
         sink = _sinks(context, folder, state.step)
         memory = _FirstStep(assembly, world, context)
         try:
-            balance = Balance(assembly, meter, folder / "shares.jsonl", world, tell=partial(context.tell, "times"))
+
+            def restage(stage_layers: tuple[int, ...]) -> Meter:
+                new, own = metered(restaged(assembly, build, stage_layers), clock_of(assembly.device))
+                assembly.become(new)
+                gc.collect()  # modules and their hooks know each other, and would keep the old stage
+                return own
+
+            tell = partial(context.tell, "times")
+            balance = Balance(assembly, meter, folder / "shares.jsonl", world, tell, restage)
             keep = _keeper(context, assembly, folder / "checkpoints", world, asked["parts"])
             run_loop(state, _pace(plan), _actions(context, assembly, keep, balance, memory), sink)
         finally:

@@ -44,6 +44,32 @@ def test_kill_9_just_before_and_just_after_a_change_of_shares(place: Place, refe
     assert place.manifest(whole) != place.manifest(reference(2))
 
 
+@pytest.mark.slow
+def test_kill_9_just_before_and_just_after_stages_are_cut_anew(place: Place) -> None:
+    piped = ("layout.replicate=1", "layout.pipeline=2", "layout.stage_layers=[2,2]", "model.layers=4")
+    lines = [
+        {"step": step, "shares": [7], "reason": "as a test wrote", "speeds": [1.0, 2.0], "stage_layers": layers}
+        for step, layers in ((15, [3, 1]), (33, [1, 3]))
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    for name in ("cut", "cut-killed"):
+        place.path(name).mkdir(parents=True)
+        (place.path(name) / "shares.jsonl").write_text(text)
+    assert place.train("cut", *piped).code == 0 and place.train("uncut", *piped).code == 0
+    metrics = place.path("cut-killed") / "metrics.jsonl"
+    for step in (14, 33):
+        process = place.start_training("cut-killed", *piped)
+        wait_while_running(lambda step=step: metrics.exists() and f'"step": {step},' in metrics.read_text(), process)
+        kill_group(process, signal.SIGKILL)
+        assert ended(process).code == -signal.SIGKILL
+        place.assert_nobody_left()
+    last = place.train("cut-killed", *piped)
+    assert last.code == 0 and not last.err and "resume   from step-" in last.out
+    assert place.numbers("cut-killed") == place.numbers("cut")
+    assert place.manifest("cut-killed") == place.manifest("cut")
+    assert place.manifest("cut") != place.manifest("uncut")  # other ranks hold other layers: so the lines were obeyed
+
+
 def test_a_line_that_cannot_be_obeyed_stops_the_run_before_it_begins(place: Place) -> None:
     record(place, "shared-wrong", more='{"step": 40, "shares": [3, 3], "reason": "", "speeds": []}\n')
     refused = place.train("shared-wrong")

@@ -142,6 +142,6 @@ def test_parts_are_called_by_their_host_or_their_ranks(tmp_path) -> None:
     wide = replace(plan, layout=Layout(replicate=4), hosts=two_each)
     assert part_names(wide) == ("rank 0 on old", "rank 1 on old", "rank 2 on new", "rank 3 on new")
     assert cannot_help(replace(wide, balance_every_steps=50)) is None
-    alone = replace(plan, layout=Layout(pipeline=2, stage_layers=(1, 1)), balance_every_steps=50)
-    assert "stages would have to be cut anew" in (cannot_help(alone) or "")
+    alone = replace(plan, layout=Layout(tensor=2), balance_every_steps=50)
+    assert "a layout with replicate or shard could" in (cannot_help(alone) or "")
     assert cannot_help(replace(alone, balance_every_steps=0)) is None

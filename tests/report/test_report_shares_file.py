@@ -71,6 +71,24 @@ def test_lines_for_another_layout_are_refused(tmp_path: Path) -> None:
             check_lines(path, parts)
 
 
+def test_layers_of_stages_come_back_and_must_go_with_the_plans(tmp_path: Path) -> None:
+    path = tmp_path / "shares.jsonl"
+    line = replace(LINE, shares=(16,), stage_layers=(5, 1))
+    append_shares(path, line)
+    assert read_shares(path) == (line,)
+    check_lines(path, (16,), (3, 3))
+    for stage_layers, sentence in (
+        ((2, 3), r"cuts 6 layers into 2 stages from step 21 on, and the plan 5 into 2"),
+        ((2, 2, 2), r"cuts 6 layers into 2 stages from step 21 on, and the plan 6 into 3"),
+        ((), r"moves layers between stages from step 21 on, which only a pipeline .* does; take the file away"),
+    ):
+        with pytest.raises(PlaitError, match=sentence):
+            check_lines(path, (16,), stage_layers)
+    path.write_text('{"step": 31, "shares": [16], "reason": "", "speeds": [], "stage_layers": [6, 0]}\n')
+    with pytest.raises(PlaitError, match=r"shares\.jsonl:1 is no line of shares; "):
+        read_shares(path)
+
+
 def test_a_disk_that_says_no_stops_the_run_with_a_sentence() -> None:
     with pytest.raises(RunFailed, match=r"could not write /proc/self/shares\.jsonl"):
         append_shares(Path("/proc/self/shares.jsonl"), LINE)

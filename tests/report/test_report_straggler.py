@@ -320,8 +320,11 @@ def test_a_series_learns_what_is_usual_and_not_what_it_is_told_to_hold():
 def test_a_share_of_one_sequence_cannot_fall_and_a_pipeline_is_not_advised_to_become_one():
     begin = partial(begin_words, ranks=[0, 1], hosts=TWO, since=80, factor=2.6)
     assert "cannot fall below one sequence" in begin("device", shares="least").sentence
-    told = begin("link", shares="stages", others=True).sentence
-    assert told.endswith("since step 80: balance cannot help; a wider cable would")
+    for piped in ("recut", "uncut", "stages"):
+        told = begin("link", shares=piped, others=True).sentence
+        assert told.endswith("since step 80: balance cannot help; a wider cable would")
+    assert "it should get fewer layers when the stages are next looked at" in begin("device", shares="recut").sentence
+    assert 'fewer layers with [balance] every = "50 steps"' in begin("device", shares="uncut").sentence
     trouble = Trouble(kind="device", ranks=(1,), first=80, end=160, factor=2.6)
     watch, made, found = Watch(TWO, shares="balanced"), course(QUIET, trouble), []
     for index in range(120):

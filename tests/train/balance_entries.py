@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from plait.launch.job import RankContext
 from plait.parallel.mesh import Sums, make_mesh, world_sums
 from plait.plan.plan import read_plan
 from plait.recipe.load import load_recipe
-from plait.train.assemble import assemble
+from plait.train.assemble import Assembly, assemble
 from plait.train.balance import Balance
-from plait.train.meter import metered
+from plait.train.meter import Meter, metered
+from plait.train.restage import restaged
 from plait.train.state import TrainState
 from plait.train.worker import joined
 
@@ -43,22 +45,40 @@ class Labour:
 def follow(context: RankContext, argument: str) -> None:
     """Runs one after the other in one process group, each with a shares.jsonl of its own and its own paces.
 
-    "phases" of a run are [steps, [seconds for a sequence, by rank]]. Leaves losses, last weights and rank 0's words.
+    "phases" of a run are [steps, [seconds for a sequence, by rank]], in the first layer or "in" "all layers".
+    Leaves losses and last weights.
     """
     folder, runs = Path(json.loads(argument)["folder"]), json.loads(argument)["runs"]
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
     with joined(context, plan):
         mesh, world = make_mesh(plan.layout, plan.device), world_sums()
+        build = partial(assemble, config, sums=world, mesh=mesh)
         for number, run in enumerate(runs):
             here = replace(plan, balance_every_steps=run["every"])
             labour = Labour(here.sequence)
-            assembly, meter = metered(assemble(config, here, sums=world, mesh=mesh), labour)
-            next(iter(assembly.woven.chunks[0].layers.values())).register_forward_pre_hook(labour.carry)
-            balance = Balance(assembly, meter, folder / f"shares-{number}.jsonl", world, lambda **_: None)
+            assembly, meter = metered(build(here), labour)
+            _burden(assembly, labour, run)
+
+            def restage(
+                layers: tuple[int, ...], assembly: Assembly = assembly, run: Any = run, labour: Labour = labour
+            ) -> Meter:
+                new, own = metered(restaged(assembly, build, layers), labour)
+                assembly.become(new)
+                _burden(assembly, labour, run)
+                return own
+
+            balance = Balance(assembly, meter, folder / f"shares-{number}.jsonl", world, lambda **_: None, restage)
             results = _taken(run["phases"], assembly, balance, labour, world)
+            assembly.woven.settle()
             assembly.loader.close()
             results |= {f"weight/{name}": p.detach().clone() for name, p in assembly.woven.named_parameters()}
             save_file({key: _local(value) for key, value in results.items()}, folder / f"run-{number}-{context.rank}")
+
+
+def _burden(assembly: Assembly, labour: Labour, run: Any) -> None:
+    layers = list(assembly.woven.chunks[0].layers.values())
+    for layer in layers if run.get("in") == "all layers" else layers[:1]:
+        layer.register_forward_pre_hook(labour.carry)
 
 
 def _taken(phases: Any, assembly: Any, balance: Balance, labour: Labour, world: Sums) -> dict[str, torch.Tensor]:
