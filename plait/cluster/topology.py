@@ -88,6 +88,27 @@ def usable_memory_bytes() -> int:
     return min([total, *(limit for limit in limits if limit)])
 
 
+def free_memory_bytes(root: Path = Path("/")) -> int:
+    """Memory of the machine that is free, or holds no more than files; cut by what a container's limit leaves.
+
+    Half of the machine's where it does not tell (not Linux).
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        (free,) = (1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError):
+        free = usable_memory_bytes() // 2
+    groups = root / "sys/fs/cgroup"
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        granted = _number(groups / limit)
+        if granted is not None:
+            free = min(free, max(0, granted - (_number(groups / used) or 0)))
+    return free
+
+
 def processor_name() -> str:
     """The processor's model as its maker calls it."""
     try:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.topology import usable_memory_bytes
+from plait.cluster.topology import free_memory_bytes
 from plait.parallel.mesh import Sums
 from plait.plan.placement import Box
 from plait.plan.plan import Plan
@@ -56,7 +55,7 @@ def most_layers(assembly: Assembly, sharers: int) -> int:
     state = sum(tensor.numel() * tensor.element_size() for tensor in assembly.tensors())
     on_device = assembly.device.type == "cuda"
     peak = torch.cuda.max_memory_allocated(assembly.device) if on_device else peak_rss_bytes()
-    free = SPARE * (_free_on(assembly.device) if on_device else _free_here() / sharers)
+    free = SPARE * (_free_on(assembly.device) if on_device else free_memory_bytes() / sharers)
     return int(min(free / (state / held), held + free / (max(peak, state) / held)))
 
 
@@ -98,13 +97,3 @@ def _free_on(device: torch.device) -> int:
     """Bytes that torch could still allocate on a GPU."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def _free_here() -> int:
-    """Bytes of this machine that are free, or hold no more than files."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        (free,) = (1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError):
-        return usable_memory_bytes() // 2  # not Linux
-    return min(free, usable_memory_bytes())

@@ -117,6 +117,9 @@ def test_which_pipelines_can_be_cut_anew(tmp_path: Path) -> None:
     assert found is not None and found.names == ("host old", "host new") and found.ranks == ((0,), (1,))
     assert found.head > 0 and found.micros == -(-lone.batch_sequences // lone.micro_sequences)
     assert cannot_help(lone) is None
+    two_and_one = (replace(hosts[0], workers=2), hosts[1])
+    assert [replace(lone, hosts=two_and_one).workers_beside(rank) for rank in range(3)] == [2, 2, 1]
+    assert lone.workers_beside(1) == 2
     wide = stages_of(plan_of(tmp_path, pipeline=2, stage_layers=(1, 1), tensor=2))
     assert wide is not None and wide.ranks == ((0, 1), (2, 3)) and wide.names == ("ranks 0 and 1", "ranks 2 and 3")
     interleaved = plan_of(tmp_path, pipeline=2, stage_layers=(1, 1, 1, 1), schedule="interleaved")

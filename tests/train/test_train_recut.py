@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from plait.launch.job import Job
 from plait.launch.local import ForkServer
 from plait.layout import Layout
 from plait.report.shares_file import read_shares
+from plait.train import restage
 from tests.train.tiny import make_tiny
 
 Runs = Callable[..., list[list[dict[str, torch.Tensor]]]]
@@ -108,3 +110,20 @@ def test_a_slow_stage_gets_fewer_layers_and_more_again_when_it_recovers(tmp_path
     assert at[13] == (3, 3) and at[43] == (5, 1), lines
     assert at[73][1] >= 2, lines  # the clock of this test knows no head, so not all is as it was
     assert "rank 1 is" in lines[0].reason and "of 6 layers" in lines[0].reason, lines
+
+
+@pytest.mark.parametrize(
+    ("free", "sharers", "most"), [(20_000, 2, 4), (20_000, 4, 2), (2_000, 2, 0), (900_000, 1, 227)]
+)
+def test_a_stage_gets_no_more_than_fits_beside_what_is_there(
+    monkeypatch: pytest.MonkeyPatch, free: int, sharers: int, most: int
+) -> None:
+    """Two layers: 4,000 bytes of weights and moments, 8,000 with activations and all else."""
+    monkeypatch.setattr(restage, "free_memory_bytes", lambda: free / restage.SPARE)
+    monkeypatch.setattr(restage, "peak_rss_bytes", lambda: 8_000)
+    stage: Any = SimpleNamespace(
+        woven=SimpleNamespace(chunks=(SimpleNamespace(layers={"0": None, "1": None}),)),
+        tensors=lambda: [torch.zeros(600), torch.zeros(400)],
+        device=torch.device("cpu"),
+    )
+    assert restage.most_layers(stage, sharers) == most
