@@ -62,7 +62,7 @@ def recut(layers: Sequence[int], steps: Sequence[Measured], stages: Stages, most
     `compute_s` of the steps are the stages', and no stage may get more layers than `most` says. The change's shares are
     layers, its speeds layers of a whole step a second.
     """
-    if len(steps) < FEWEST_STEPS or sum(most) < sum(layers):
+    if len(steps) < FEWEST_STEPS or sum(most) < sum(layers) or min(most) < 1:
         return None
     work = stages.work(layers)
     seconds = [median(step.compute_s[stage] for step in steps) for stage in range(len(layers))]

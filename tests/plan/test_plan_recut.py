@@ -101,7 +101,8 @@ def test_no_stage_gets_more_than_it_can_hold() -> None:
     change = recut((11, 11), steps, stages(2), (14, 22))
     assert change is not None and change.shares == (14, 8)
     assert recut((11, 11), steps, stages(2), (11, 11)) is None
-    assert recut((11, 11), steps, stages(2), (3, 11)) is None  # there is not even room for what is there
+    for most in ((3, 11), (0, 500)):  # there is not even room for what is there, or for a layer to arrive
+        assert recut((11, 11), steps, stages(2), most) is None
 
 
 def test_the_reason_names_the_host_and_the_layers() -> None:
