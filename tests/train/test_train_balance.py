@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from plait.launch.job import Job
 from plait.launch.local import ForkServer
 from plait.layout import Layout
 from plait.plan.plan import HostShare
 from plait.report.shares_file import read_shares
 from plait.train.balance import Ledger
+from tests.train import following
 from tests.train.tiny import make_tiny
 
 Follow = Callable[..., list[dict[str, torch.Tensor]]]
@@ -38,12 +38,7 @@ def follow() -> Iterator[Follow]:
 
         def run(folder: Path, layout: Layout, *runs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
             batch = f"train.batch_tokens={8 * BATCH}"
-            make_tiny(folder, batch, "layout.micro_sequences=4", layout=layout)
-            argument = json.dumps({"folder": str(folder), "runs": runs})
-            job = Job(
-                entry="tests.train.balance_entries:follow", argument=argument, world_size=layout.world_size, threads=1
-            )
-            server.run(job, on_message=lambda _: None)
+            following.follow(server, folder, layout, runs, batch, "layout.micro_sequences=4")
             return [load_file(folder / f"run-{number}-0") for number in range(len(runs))]
 
         yield run

@@ -12,12 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from plait.launch.job import Job
 from plait.launch.local import ForkServer
 from plait.layout import Layout
 from plait.report.shares_file import read_shares
 from plait.train import restage
-from tests.train.tiny import make_tiny
+from tests.train.following import follow
 
 Runs = Callable[..., list[list[dict[str, torch.Tensor]]]]
 BATCH = 12
@@ -40,12 +39,7 @@ def take() -> Iterator[Runs]:
 
         def run(folder: Path, layout: Layout, overrides: tuple[str, ...], *runs: dict[str, Any]) -> Any:
             asked = (f"train.batch_tokens={8 * BATCH}", "layout.micro_sequences=2", *PLAIN, *overrides)
-            make_tiny(folder, *asked, layout=layout)
-            argument = json.dumps({"folder": str(folder), "runs": runs})
-            job = Job(
-                entry="tests.train.balance_entries:follow", argument=argument, world_size=layout.world_size, threads=1
-            )
-            server.run(job, on_message=lambda _: None)
+            follow(server, folder, layout, runs, *asked)
             ranks = range(layout.world_size)
             return [[load_file(folder / f"run-{number}-{rank}") for rank in ranks] for number in range(len(runs))]
 
