@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from benchmarks.lab.awake import Awake
 from benchmarks.lab.leftovers import (
     GROUPS,
     NAMESPACES,
@@ -59,6 +60,7 @@ class Lab:
         self._work, self._files = work, files
         self._running: list[subprocess.Popen[bytes]] = []
         self._pace: Pace | None = None
+        self._awake: Awake | None = None
 
     def __enter__(self) -> Self:
         require_root()
@@ -73,7 +75,9 @@ class Lab:
                 _grant(host)
                 self.folder_of(host).mkdir(parents=True, exist_ok=True)
             _carry_out([*building(self.name, self.hosts), *limiting(self.name, self.hosts, self._rate)])
-            self._pace = Pace([core_of(host) for host in self.hosts], scratch_of(self.name))
+            cores = [core_of(host) for host in self.hosts]
+            self._pace = Pace(cores, scratch_of(self.name))
+            self._awake = Awake(cores, f"{self.name}-awake")
         except BaseException:
             self._end()
             raise
@@ -149,7 +153,8 @@ class Lab:
             int((GROUPS[1] / name / "cpuacct.usage_user").read_text())
             for name in ("", *(host.namespace for host in self.hosts))
         )
-        return (everybody - sum(hosts)) / 1e9
+        kept_awake_s = self._awake.user_s() if self._awake else 0.0
+        return (everybody - sum(hosts)) / 1e9 - kept_awake_s
 
     def product_s(self, begin_s: float, end_s: float) -> tuple[float, ...]:
         """Of each host's processor the pace between two moments: see pace.py."""
@@ -172,8 +177,9 @@ class Lab:
 
     def _end(self) -> None:
         self.end_commands()
-        if self._pace is not None:
-            self._pace.end()
+        for watcher in (self._pace, self._awake):
+            if watcher is not None:
+                watcher.end()
         assert self._watcher.stdin
         self._watcher.stdin.close()
         self._watcher.wait()
