@@ -53,6 +53,10 @@ class Forecast:
     """What earlier runs taught, which is in `step_s` and `items`."""
     probed: str = ""
     """Digest of the probe of all hosts whose times these are; empty where there was none."""
+    lookup_layers: float = 0.0
+    """What looking up the embedding costs, in average layers."""
+    head_layers: float | None = None
+    """What the head and the loss cost, in average layers; None in plans of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,8 @@ class Stages:
     names: tuple[str, ...]
     ranks: tuple[tuple[int, ...], ...]
     """Of each stage."""
+    lookup: float
+    """What looking up the embedding costs the first stage, in layers."""
     head: float
     """What the head and the loss cost the last stage, in layers."""
     micros: int
@@ -33,7 +35,10 @@ class Stages:
 
     def work(self, layers: Sequence[int]) -> list[float]:
         """What each stage computes, in layers."""
-        return [*layers[:-1], layers[-1] + self.head]
+        work = [float(held) for held in layers]
+        work[0] += self.lookup
+        work[-1] += self.head
+        return work
 
 
 def stages_of(plan: Plan) -> Stages | None:
@@ -47,11 +52,15 @@ def stages_of(plan: Plan) -> Stages | None:
     ranks: list[list[int]] = [[] for _ in range(layout.pipeline)]
     for rank in range(layout.world_size):
         ranks[layout.coordinates(rank)["pipeline"]].append(rank)
-    workload = workload_of(plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences)
+    told = plan.forecast
+    head = told.head_layers if told else None
+    if head is None:  # nobody priced it
+        head = head_layers(workload_of(plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences))
     return Stages(
         names=names_of(plan, ranks),
         ranks=tuple(map(tuple, ranks)),
-        head=head_layers(workload),
+        lookup=told.lookup_layers if told else 0.0,
+        head=head,
         micros=len(micro_sizes(plan.parts, plan.micro_limits or (plan.micro_sequences,))[0]),
     )
 
@@ -67,7 +76,7 @@ def recut(layers: Sequence[int], steps: Sequence[Measured], stages: Stages, most
     work = stages.work(layers)
     seconds = [median(step.compute_s[stage] for step in steps) for stage in range(len(layers))]
     speeds = tuple(done / max(s, 1e-9) for done, s in zip(work, seconds, strict=True))
-    new = balanced_by_speed(sum(layers), speeds, stages.head, most=most)
+    new = balanced_by_speed(sum(layers), speeds, stages.head, stages.lookup, most)
     if new == tuple(layers):
         return None
     gains = [_gain(step, work, stages.work(new), stages.micros) for step in steps]

@@ -187,6 +187,8 @@ def _forecast(question: Question, found: Search, at: int) -> Forecast:
         items=step_items(time_items(found, at)),
         calibration=found.stack.calibration,
         probed=digest_of(question.grounds.described),
+        lookup_layers=found.dealer.devices.lookup,
+        head_layers=found.dealer.devices.head,
     )
 
 

@@ -16,7 +16,7 @@ from plait.plan.recut import Stages, recut, stages_of
 from tests.plan.machines import LAPTOP, corpus, planned
 from tests.run.other_values import base_recipe
 
-HEAD = 0.5
+LOOKUP, HEAD = 0.1, 0.5
 MICROS = 32
 
 
@@ -24,6 +24,7 @@ def stages(count: int) -> Stages:
     return Stages(
         names=tuple(f"host {chr(ord('a') + stage)}" for stage in range(count)),
         ranks=tuple((stage,) for stage in range(count)),
+        lookup=LOOKUP,
         head=HEAD,
         micros=MICROS,
     )
@@ -127,3 +128,14 @@ def test_which_pipelines_can_be_cut_anew(tmp_path: Path) -> None:
     assert stages_of(interleaved) is None and "cut anew" in (cannot_help(interleaved) or "")
     assert stages_of(plan_of(tmp_path, pipeline=2, stage_layers=(1, 1), replicate=2)) is None  # its shares follow
     assert stages_of(plan_of(tmp_path, tensor=2)) is None
+
+
+def test_the_ends_of_a_pipeline_cost_what_they_were_priced_at(tmp_path: Path) -> None:
+    lone = plan_of(tmp_path, pipeline=2, stage_layers=(1, 1))
+    assert lone.forecast is not None and lone.forecast.head_layers is not None
+    priced = replace(lone.forecast, lookup_layers=0.25, head_layers=0.4)
+    found, untold = stages_of(replace(lone, forecast=priced)), stages_of(replace(lone, forecast=None))
+    assert found is not None and found.work((8, 1)) == [8.25, 1.4]
+    by_weights = replace(lone.forecast, head_layers=None)  # a plan of an earlier version
+    assert untold is not None and untold == stages_of(replace(lone, forecast=by_weights))
+    assert untold.lookup == 0 and untold.head > 0
