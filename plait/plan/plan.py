@@ -192,8 +192,9 @@ def unmarked(hosts: Sequence[HostShare]) -> tuple[HostShare, ...]:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Put plan.json in place in one move, so that a reader sees all of it or none."""
-    replace_file(path, plan.to_json().encode())
+    """Put plan.json in place in one move, so that a reader sees all of it or none; raises PlaitError where the disk
+    does not take it, for nothing has begun then."""
+    replace_file(path, plan.to_json().encode(), failure=PlaitError)
 
 
 def read_plan(path: Path) -> Plan:

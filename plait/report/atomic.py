@@ -7,15 +7,20 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from plait.errors import RunFailed
+from plait.errors import PlaitError, RunFailed
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write aside, wait for the disk, rename; raises RunFailed, with the old file untouched, where the disk says no."""
-    replace_files({path: data})
+def replace_file(path: Path, data: bytes, *, failure: type[PlaitError] = RunFailed) -> None:
+    """Write aside, wait for the disk, rename; raises `failure`, with the old file untouched, where the disk says no."""
+    replace_files({path: data}, failure=failure)
 
 
-def replace_files(files: Mapping[Path, bytes], before: Callable[[], object] = lambda: None) -> None:
+def replace_files(
+    files: Mapping[Path, bytes],
+    before: Callable[[], object] = lambda: None,
+    *,
+    failure: type[PlaitError] = RunFailed,
+) -> None:
     """The same for several: none is replaced before all are on the disk, nor before `before` has been called."""
     asides = {path: path.with_name(f".{path.name}.{os.getpid()}.new") for path in files}
     path = next(iter(files))
@@ -30,16 +35,16 @@ def replace_files(files: Mapping[Path, bytes], before: Callable[[], object] = la
         for path, aside in asides.items():
             aside.rename(path)
     except OSError as error:
-        raise cannot_write(path, error) from error
+        raise cannot_write(path, error, failure) from error
     finally:
         for aside in asides.values():
             with suppress(OSError):
                 aside.unlink()
 
 
-def cannot_write(path: Path, error: OSError) -> RunFailed:
-    """The sentence for a report file that the disk does not take."""
-    return RunFailed(
+def cannot_write(path: Path, error: OSError, failure: type[PlaitError] = RunFailed) -> PlaitError:
+    """The sentence for a file that the disk does not take; where nothing has begun the failure is a PlaitError."""
+    return failure(
         f"could not write {path} ({error.strerror}); "
         "free some space or mend the folder's rights, then give the same command again"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from plait.checkpoint.store import Found, clean_staging, newest_good
-from plait.errors import PlaitError, RunFailed
+from plait.errors import PlaitError
 from plait.plan.plan import Plan, read_plan, same_hosts, unmarked
 from plait.plan.recut import stages_of
 from plait.recipe.load import flat_values, load_recipe, recipe_text
@@ -96,12 +96,12 @@ class RunFolder:
         files = {self.plan: plan.to_json().encode(), self.recipe: recipe_text(config).encode()}
         if not (self.shares.exists() and other):  # one that was there before the run is to be obeyed
             check_lines(self.shares, plan.parts, plan.layout.stage_layers if stages_of(plan) else ())
-            replace_files(files)
+            replace_files(files, failure=PlaitError)
             return
         kept = self.path / f"shares-{number}.jsonl"
         try:
-            replace_files(files, before=lambda: self.shares.rename(kept))
-        except RunFailed:
+            replace_files(files, before=lambda: self.shares.rename(kept), failure=PlaitError)
+        except PlaitError:
             if kept.exists():  # the old plan stays, and so do the shares that it was carried out with
                 kept.rename(self.shares)
             raise

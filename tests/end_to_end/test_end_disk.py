@@ -55,7 +55,8 @@ def test_a_full_disk(small_disk: Path, place: Place, reference: Callable[[int], 
     filler = fill(small_disk, 0)
     planning = here.train("full")
     assert planning.code == 2
-    assert "No space left on device; free" in planning.sentence()
+    # Where it is met, in the folder of the data or when the plan is kept, depends on what the disk had freed by then.
+    assert "No space left on device" in planning.sentence() and "; free " in planning.sentence()
 
     filler.unlink()
     filler = fill(small_disk, 300_000)

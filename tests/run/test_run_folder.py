@@ -13,7 +13,7 @@ import pytest
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.plan.pace import balance_every_steps, with_reports
-from plait.plan.plan import Plan, read_plan
+from plait.plan.plan import Plan, read_plan, write_plan
 from plait.recipe.load import flat_values, load_recipe
 from plait.recipe.schema import RunConfig
 from plait.report.metrics import read_metrics
@@ -78,6 +78,16 @@ def test_a_disk_that_says_no_is_told_in_a_sentence_and_our_bugs_are_not(made) ->
     Path("runs/y").write_text("a file where the folder should be")
     with pytest.raises(PlaitError, match=r"cannot be written"), alone(run_folder("y")):
         pass
+
+
+def test_a_plan_that_the_disk_does_not_take_is_refused_before_anything_begins(made, tmp_path: Path) -> None:
+    config, plan = made
+    (tmp_path / "file").touch()
+    inside_a_file = RunFolder(tmp_path / "file" / "run")
+    for write in (lambda: write_plan(plan, tmp_path / "none" / "plan.json"), lambda: inside_a_file.put(config, plan)):
+        with pytest.raises(PlaitError, match=r"could not write .*free some space") as told:
+            write()
+        assert told.value.exit_code == 2
 
 
 def test_recipe_and_plan_read_back_and_earlier_plans_are_kept(made) -> None:
