@@ -29,6 +29,7 @@ from plait.errors import PlaitError
 ROOT = Path(__file__).parents[2]
 PERIOD_US = 10_000
 """Short, so that a throttled host slows down evenly."""
+NO_QUOTA = -1
 
 Files = Literal["shared", "own"]
 Quota = Literal["kept", "lifted"]
@@ -136,7 +137,8 @@ class Lab:
 
     def granted(self, host: Host) -> float:
         """The share of the processor that a host has now."""
-        return int((GROUPS[0] / host.namespace / "cpu.cfs_quota_us").read_text()) / PERIOD_US
+        quota_us = int((GROUPS[0] / host.namespace / "cpu.cfs_quota_us").read_text())
+        return 1.0 if quota_us == NO_QUOTA else quota_us / PERIOD_US
 
     def processor_s(self) -> float:
         """Processor seconds that all hosts together took so far."""
@@ -200,7 +202,13 @@ def _grant(host: Host) -> None:
 def _set_quota(host: Host, cores: float) -> None:
     quota = GROUPS[0] / host.namespace
     (quota / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-    (quota / "cpu.cfs_quota_us").write_text(str(round(cores * PERIOD_US)))
+    (quota / "cpu.cfs_quota_us").write_text(str(quota_us_of(cores)))
+
+
+def quota_us_of(cores: float) -> int:
+    """Of one core none: who stays on a core gets no more, and a quota of all its time would cost a busy host 6 to 20 %
+    of it, for periods begin late and what was not used by then is gone."""
+    return NO_QUOTA if cores == 1 else round(cores * PERIOD_US)
 
 
 def _carry_out(commands: Sequence[Command]) -> None:

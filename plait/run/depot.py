@@ -113,7 +113,7 @@ class Depot:
             (path / "logs").mkdir(exist_ok=True)
             clean_staging(path / "checkpoints")
             digest = sha256(frame.values["recipe"].encode()).hexdigest()
-            replace_file(path / MARK, json.dumps({"recipe": digest}).encode())
+            replace_file(path / MARK, json.dumps({"recipe": digest}).encode(), failure=PlaitError)
             self._say(f"run      {path}, recipe {digest[:12]}")
         self._folder = path
         return Reply(values={"folder": str(path)})
@@ -157,7 +157,7 @@ class Depot:
     def _put(self, frame: Frame) -> Reply:
         """A small file as a whole."""
         path = safe_path(self._current, frame.values["name"])
-        replace_file(path, frame.blob)
+        replace_file(path, frame.blob, failure=PlaitError)
         return Reply()
 
     def _read(self, frame: Frame) -> Reply:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab import leftovers
+from benchmarks.lab import hosts, leftovers
 from benchmarks.lab.orders import JoinedRunner, TorchrunRunner, baseline_party
 from benchmarks.lab.rate import WIRE_PER_PAYLOAD, objection, rate_of
 from benchmarks.lab.wiring import PREFIX, building, hosts_of, limiting
@@ -39,6 +39,17 @@ def test_every_cable_is_limited_in_both_directions():
     }  # fmt: skip
     assert all(command[command.index("rate") + 1] == "50000000bit" for command in limits)
     assert limiting(LAB, HOSTS, "unshaped") == []
+
+
+@pytest.mark.parametrize("cores", [1.0, 0.5])
+def test_a_host_is_told_to_have_what_it_was_granted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cores: float):
+    monkeypatch.setattr(hosts, "GROUPS", (tmp_path,))
+    lab = hosts.Lab((1.0, 0.7), "unshaped", work=tmp_path, files="shared")
+    (tmp_path / lab.hosts[1].namespace).mkdir()
+    lab.grant(lab.hosts[1], cores)
+    assert lab.granted(lab.hosts[1]) == cores
+    written = (tmp_path / lab.hosts[1].namespace / "cpu.cfs_quota_us").read_text()
+    assert written == ("-1" if cores == 1 else "5000"), "a whole core needs no quota, which would take some of it"
 
 
 @pytest.mark.parametrize("rate", [10e6, 50e6, 250e6, 1e9])

@@ -228,6 +228,19 @@ def test_a_disk_that_says_no_there_is_their_trouble(here: Path, other: Neighbour
     assert other.depot.trouble is not None
 
 
+@pytest.mark.parametrize("name", ["joined.json", "recipe.toml", "plan.json"])
+def test_a_disk_that_takes_no_file_of_the_run_there_ends_before_it_begins(
+    here: Path, other: Neighbour, name: str
+) -> None:
+    in_its_place = other.folder / HOME / name
+    in_its_place.mkdir(parents=True)
+    with pytest.raises(PlaitError, match="could not write .*free some space") as told:
+        freight(other)[0].deliver(HOME, "run")
+    assert told.value.exit_code == 2
+    assert other.depot.trouble is not None and other.depot.trouble.exit_code == 2
+    assert [path.name for path in in_its_place.parent.iterdir() if path.name.endswith(".new")] == []
+
+
 def test_what_leads_out_of_the_folders_is_refused(here: Path, other: Neighbour) -> None:
     freight(other)[0].deliver(HOME, "run")
     (other.folder / "private").write_text("secret")
