@@ -35,6 +35,14 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Alike:
+    """So many micro-batches, all of the same size; arrays over candidates."""
+
+    number: Counts
+    size: Counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Limited:
     """What one part of the batch, or several alike, takes at a time and may come to hold; layouts of one deal, arrays
     over candidates."""
@@ -64,10 +72,13 @@ class Portion(Limited):
 
     needed: Reals
     """(ranks of the pipeline, candidates): bytes on each of its devices."""
+    like: Alike
+    """That fill as much."""
 
     def batch(self, candidates: Candidates) -> tuple[Counts, Candidates]:
         """Sequences of a step in which all parts were like this one, and the candidates for it."""
-        return self.number * self.size * candidates.batch_parts, replace(candidates, micro_sequences=self.size)
+        like = self.like
+        return like.number * like.size * candidates.batch_parts, replace(candidates, micro_sequences=like.size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -149,12 +160,21 @@ class _Scale:
     def portion(self, parts: Counts) -> Portion:
         """What some parts that are alike take and hold."""
         found, every = self.limited(parts), np.arange(len(self.asked))
-        number, size = found.number, found.size
+        number, size = found.number.copy(), found.size.copy()
         needed = found.most.copy()
         fewer = every[(size < found.limit) | (number == 1) | (self.deal.ranks > 1)]
         fewer = fewer if len(self.deal.shares) > 1 else every[:0]
         needed[:, fewer] = self._bytes((number * size)[fewer], size[fewer], fewer)
-        return Portion(**{one.name: getattr(found, one.name) for one in fields(found)}, needed=needed)
+        # Where the first one alone is so large, no gradients of others stand beside it.
+        first = every[(number * (size - 1) + 1 == self.deal.shares[int(parts[0])]) & (number > 1)]
+        if len(first) and self.deal.ranks == 1:
+            alone = self._bytes(size[first], size[first], first)
+            later = self._bytes((number * (size - 1))[first], size[first] - 1, first)
+            needed[:, first] = np.maximum(alone, later)
+            by_later = (later > alone).any(axis=0)
+            number[first], size[first] = np.where(by_later, number[first], 1), size[first] - by_later
+        like = Alike(number=number, size=size)
+        return Portion(**{one.name: getattr(found, one.name) for one in fields(found)}, needed=needed, like=like)
 
     def limited(self, parts: Counts) -> Limited:
         """What some parts that are alike take, and hold at the most."""

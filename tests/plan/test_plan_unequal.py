@@ -405,6 +405,23 @@ def test_what_is_told_of_memory_is_of_shares_as_they_are_dealt() -> None:
     assert found.reserved(0) == dealt < grown == found.judged[0]
 
 
+def test_beside_a_larger_first_micro_batch_stand_no_gradients() -> None:
+    """7 sequences are taken as 4 and 3: the 4 before any gradients are there, the 3 with those of the 4."""
+    pins = replace(copies(2, micro=4, recompute="none"), shares=(9, 7))
+    found = search(work(), probed(1.0, 0.8), pins=pins)
+    [four_and_three, three_times_three] = portions_of(
+        found.workload, found.dealer.one(found.candidates, 0), found.stack, found.room
+    )
+
+    def held(micros: int, size: int) -> float:
+        row = replace(found.candidates.select(np.array([0])), micro_sequences=np.array([size]))
+        return float(memory(work(2 * micros * size), row, found.stack).reserved[0])
+
+    assert three_times_three.needed.max() == held(3, 3)
+    assert four_and_three.needed.max() == max(held(1, 4), held(2, 3)) < held(2, 4) == four_and_three.most.max()
+    assert found.fullest(0).reserved[0] == found.reserved(0) == max(held(1, 4), held(2, 3), held(3, 3))
+
+
 def test_portions_are_cut_as_the_loader_cuts_them() -> None:
     found = old_and_new(16)
     group = found.dealer.one(found.candidates, found.chosen)
