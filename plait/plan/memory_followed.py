@@ -24,9 +24,10 @@ ROUNDS = 3
 """So many rounds through all ranks show all that a schedule but gpipe ever holds."""
 LAYERS_GATHERED = 2
 """Layers of which split parameters lie gathered at once: the one at work, and the next one."""
-HELD_BACK = 1.10
-"""What the C library's heap takes for all tensors together: it fills gaps late and gives little back (readings of runs
-of 11 and 50 million parameters with glibc)."""
+HELD_BACK, HELD_BACK_AGAIN = 1.18, 1.33
+"""What the C library's heap takes for all tensors together: it fills gaps late and gives little back; the more so where
+tensors that stay come between those of one micro-batch, or of one layer computed again, and the next (readings of runs
+of 1, 11 and 50 million parameters with glibc, on one host and on two)."""
 GAPS = 4
 """Of all rows of the stream, in each layer: what `tensor` sends and receives twice lies between tensors that stay, so
 that its room is not found again (read as 3 to 5)."""
@@ -76,7 +77,8 @@ def resident(workload: Workload, candidates: Candidates, tensor_bytes: Reals, pr
     """Bytes of a worker's whole process at their highest as its operating system counts them."""
     keeps = candidates.recompute != RECOMPUTE.index("full")
     gaps = GAPS * workload.layers / candidates.pipeline * keeps * pieces(workload, candidates).gathered
-    return HELD_BACK * tensor_bytes + gaps + process_bytes
+    again = ~keeps | ((micro_batches(workload, candidates) > 1) & (candidates.pipeline == 1))
+    return np.where(again, HELD_BACK_AGAIN, HELD_BACK) * tensor_bytes + gaps + process_bytes
 
 
 def _alike(workload: Workload, c: Candidates) -> list[Counts]:

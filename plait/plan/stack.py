@@ -8,7 +8,7 @@ from typing import Literal
 from plait.cluster.cluster import Cluster
 from plait.plan.calibrate import UNTAUGHT, Calibration
 
-PROCESS_BYTES = 3.8e8
+PROCESS_BYTES = 3.1e8
 """Of a worker's process on a processor beside its tensors: libraries, code, buffers (read on Linux with torch 2.13)."""
 
 

@@ -13,6 +13,7 @@ from benchmarks.published.programs import MEGATRON, MEGATRON_2021
 from plait.cluster.cluster import read_cluster
 from plait.launch.job import Job, Message
 from plait.launch.local import ForkServer
+from plait.model.sizes import explicit_shape
 from plait.plan.candidates import Candidates
 from plait.plan.memory import fits, impossible, layer_activations, memory
 from plait.plan.memory_followed import ITEMS, End, followed
@@ -136,6 +137,27 @@ def test_a_processor_keeps_only_the_process_beside_the_tensors():
     assert there.reserved[0] > 3e9
     mixed = replace(laptop, islands=(*laptop.islands, *A100.islands))
     assert PLAIT.on(mixed) == PLAIT
+
+
+# The fullest process of runs on two hosts of the lab, 10.8M parameters, 16 × 256 tokens, glibc (lab-2026-11-23.jsonl).
+@pytest.mark.parametrize(
+    ("way", "tensors_mib", "process_mib"),
+    [
+        ({"replicate": 2, "micro_sequences": 8}, 576, 926),
+        ({"replicate": 2, "micro_sequences": 4}, 413, 835),
+        ({"context": 2, "micro_sequences": 8}, 413, 812),
+        ({"pipeline": 2, "schedule": "gpipe", "micro_sequences": 1}, 506, 854),
+        ({"pipeline": 2, "schedule": "1f1b", "micro_sequences": 1}, 136, 453),
+    ],
+)
+def test_a_processor_s_process_is_about_as_large_as_it_was_read(
+    way: dict[str, int | str], tensors_mib: float, process_mib: float
+):
+    shape = explicit_shape(layers=8, width=320, heads=8, vocabulary=2048, sequence=256)
+    work = workload_of(shape, sequence=256, batch_sequences=16, precision="float32")
+    found = memory(work, Candidates.of([way]), PLAIT.on(read_cluster("laptop")))
+    assert found.allocated[0] / 2**20 == pytest.approx(tensors_mib, rel=0.01)
+    assert found.reserved[0] / 2**20 == pytest.approx(process_mib, rel=0.06)
 
 
 def test_products_in_8_bits_keep_their_inputs_in_8_bits():
