@@ -202,13 +202,10 @@ def _grant(host: Host) -> None:
 def _set_quota(host: Host, cores: float) -> None:
     quota = GROUPS[0] / host.namespace
     (quota / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-    (quota / "cpu.cfs_quota_us").write_text(str(quota_us_of(cores)))
-
-
-def quota_us_of(cores: float) -> int:
-    """Of one core none: who stays on a core gets no more, and a quota of all its time would cost a busy host 6 to 20 %
-    of it, for periods begin late and what was not used by then is gone."""
-    return NO_QUOTA if cores == 1 else round(cores * PERIOD_US)
+    # Who stays on a core gets no more than it. A quota of all its time would cost a busy host 6 to 20 % of it, for
+    # periods begin late and what was not used by then is gone.
+    whole = cores == 1 and host.cores <= 1
+    (quota / "cpu.cfs_quota_us").write_text(str(NO_QUOTA if whole else round(cores * PERIOD_US)))
 
 
 def _carry_out(commands: Sequence[Command]) -> None:

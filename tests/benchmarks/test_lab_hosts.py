@@ -41,15 +41,17 @@ def test_every_cable_is_limited_in_both_directions():
     assert limiting(LAB, HOSTS, "unshaped") == []
 
 
-@pytest.mark.parametrize("cores", [1.0, 0.5])
-def test_a_host_is_told_to_have_what_it_was_granted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cores: float):
+@pytest.mark.parametrize(("number", "cores", "quota_us"), [(0, 1.0, "10000"), (1, 1.0, "-1"), (1, 0.5, "5000")])
+def test_a_host_has_what_it_was_granted_and_no_quota_where_that_is_all_of_its_core(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, cores: float, quota_us: str
+):
     monkeypatch.setattr(hosts, "GROUPS", (tmp_path,))
-    lab = hosts.Lab((1.0, 0.7), "unshaped", work=tmp_path, files="shared")
-    (tmp_path / lab.hosts[1].namespace).mkdir()
-    lab.grant(lab.hosts[1], cores)
-    assert lab.granted(lab.hosts[1]) == cores
-    written = (tmp_path / lab.hosts[1].namespace / "cpu.cfs_quota_us").read_text()
-    assert written == ("-1" if cores == 1 else "5000"), "a whole core needs no quota, which would take some of it"
+    lab = hosts.Lab((2.0, 0.7), "unshaped", work=tmp_path, files="shared")  # the first may use any core
+    host = lab.hosts[number]
+    (tmp_path / host.namespace).mkdir()
+    lab.grant(host, cores)
+    assert lab.granted(host) == cores
+    assert (tmp_path / host.namespace / "cpu.cfs_quota_us").read_text() == quota_us
 
 
 @pytest.mark.parametrize("rate", [10e6, 50e6, 250e6, 1e9])
