@@ -41,7 +41,7 @@ bench-strands: $(VENV)/.bench  ## each strand beside torch's own means for it
 bench-gpu: $(VENV)/.bench  ## speed on one NVIDIA GPU
 	$(BIN)/python -m benchmarks.one_gpu
 
-LAB_OUT ?= benchmarks/results/lab-$(shell date +%F).jsonl
+LAB_OUT ?= benchmarks/results/lab.jsonl
 
 lab: $(VENV)/.bench  ## every layout on real links between hosts made on this machine, about 110 minutes; needs root
 	$(BIN)/python -m benchmarks.lab --json $(LAB_OUT)

@@ -23,7 +23,7 @@ from benchmarks.lab.leftovers import (
     sweep,
 )
 from benchmarks.lab.pace import Pace
-from benchmarks.lab.wiring import Command, Host, Rate, building, hosts_of, limiting
+from benchmarks.lab.wiring import Command, Host, Rate, building, hosts_of, limiting, parting
 from plait.errors import PlaitError
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +88,10 @@ class Lab:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end()
+
+    def part(self, hosts: Sequence[Host], rate: float) -> None:
+        """Put these hosts into a room of their own, with a road of so many bits a second to the others."""
+        _carry_out(parting(self.name, hosts, rate))
 
     def folder_of(self, host: Host) -> Path:
         """Where the files of a host really are, as seen from outside."""

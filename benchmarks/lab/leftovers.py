@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,8 @@ GROUPS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/cpuacct"))
 """Control groups of version 1: one for quotas, one that counts processor time."""
 NAMESPACES = Path("/run/netns")
 SCRATCH = Path(tempfile.gettempdir())
+OURS = re.compile(rf"{PREFIX}\d+-\d+(-|$)")
+"""What a lab names what it makes; nobody else's folder is taken for one."""
 PATIENCE_S = 10.0
 LOOK_EVERY_S = 0.01
 
@@ -98,7 +101,7 @@ def _until_removed(group: Path) -> None:
 
 def _all_traces() -> list[Path]:
     roots = [NAMESPACES, *GROUPS, SCRATCH]
-    return [path for root in roots if root.is_dir() for path in root.iterdir() if path.name.startswith(PREFIX)]
+    return [path for root in roots if root.is_dir() for path in root.iterdir() if OURS.match(path.name)]
 
 
 def _in_namespace(name: str) -> list[int]:

@@ -32,6 +32,7 @@ from benchmarks.lab.wiring import Rate
 from benchmarks.machine import describe
 from plait.errors import RunFailed
 from plait.launch.secret import new_secret
+from plait.plan.plan import read_plan
 from plait.plan.shares import shares
 from plait.plan.stages import head_layers
 from plait.recipe.load import load_recipe
@@ -192,7 +193,7 @@ def _beside(trial: Trial, runner: Runner, speeds: Sequence[float], pace_s: float
         best, split, order = best_order(
             speeds,
             layers=trial.shape["layers"],
-            head_layers=head_layers(_asked(trial).workload),
+            head_layers=_head_layers(trial),
             micros=batch // trial.layout["micro_sequences"],
             batch_tokens=batch * SEQUENCE,
         )
@@ -208,6 +209,13 @@ def _beside(trial: Trial, runner: Runner, speeds: Sequence[float], pace_s: float
     if not turn.seconds:
         return {}
     return {"equal hosts of the same total": _tokens_per_s(turn, equal.batch_sequences) * mean(turn.product_s) / pace_s}
+
+
+def _head_layers(trial: Trial) -> float:
+    """What head and loss cost in layers: as measured for the run's own plan, for the ideal knows what plait knows."""
+    told = read_plan(WORK / "runs" / "auto" / "plan.json").forecast
+    measured = told.head_layers if told else None
+    return head_layers(_asked(trial).workload) if measured is None else measured
 
 
 def _contenders(lab: Lab, runner: Runner, trial: Trial) -> dict[str, Party]:

@@ -90,6 +90,24 @@ def limiting(lab: str, hosts: Sequence[Host], rate: Rate) -> list[Command]:
     return commands
 
 
+def parting(lab: str, hosts: Sequence[Host], rate: float) -> list[Command]:
+    """Moves these hosts into another room: to a switch of their own, with a road of this rate to the others' one."""
+    inside = ("ip", "-n", switch_of(lab))
+    commands: list[Command] = [
+        (*inside, "link", "add", "annex", "type", "bridge", "forward_delay", "0"),
+        (*inside, "link", "set", "annex", "up"),
+        *((*inside, "link", "set", f"port{host.index}", "master", "annex") for host in hosts),
+        (*inside, "link", "add", "road0", "type", "veth", "peer", "road1"),
+    ]
+    bucket = _bucket(rate, 2 * WHOLE_PACKET_BYTES)
+    for end, switch in (("road0", "switch"), ("road1", "annex")):
+        commands += [
+            (*inside, "link", "set", end, "master", switch, "up"),
+            ("tc", "-n", switch_of(lab), "qdisc", "replace", "dev", end, "root", *bucket),
+        ]
+    return commands
+
+
 def _bucket(rate: float, burst: int) -> Command:
     """A token bucket: short bursts as a network card lets out, and the queue of a modest switch."""
     limit = burst + max(LEAST_QUEUE_BYTES, round(rate / 8 * QUEUE_S))

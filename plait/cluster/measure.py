@@ -30,18 +30,20 @@ def rank(context: Teller, argument: str) -> None:
 
 
 def find_machine() -> Machine:
-    """This host with its GPUs, if torch sees any; they must be alike."""
+    """This host with its GPUs, if torch sees any; of unlike ones it goes by the one with least memory."""
     host = this_host()
     if not torch.cuda.is_available():
         return host
     devices = torch.cuda.device_count()
     properties = [torch.cuda.get_device_properties(index) for index in range(devices)]
+    least = min(properties, key=lambda one: one.total_memory)
     return replace(
         host,
         device="cuda",
-        name=properties[0].name,
+        name=least.name,
         devices=devices,
-        memory_bytes=min(p.total_memory for p in properties),
+        memory_bytes=least.total_memory,
+        unlike=tuple(dict.fromkeys(one.name for one in properties if one.name != least.name)),
     )
 
 

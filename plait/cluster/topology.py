@@ -30,11 +30,15 @@ class Machine:
     """Of one GPU, or of the whole machine."""
     versions: tuple[tuple[str, str], ...]
     """(package, version) of what decides the numbers and the speed."""
+    unlike: tuple[str, ...] = ()
+    """Names of its other GPUs, where not all are of the one kind that `name` tells."""
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for a plan, its speed and its bits to hold again."""
         values = asdict(self)
         values["versions"] = dict(self.versions)
+        unlike = values.pop("unlike")
+        values |= {"unlike": list(unlike)} if unlike else {}
         # Memory as the kernel reports it moves by a few pages from boot to boot.
         values["memory_bytes"] = round(self.memory_bytes / 2**30) * 2**30
         return values
@@ -46,7 +50,8 @@ class Machine:
     @staticmethod
     def from_fingerprint(values: Mapping[str, Any]) -> Machine:
         """The machine that a stored fingerprint tells of."""
-        return Machine(**{**values, "versions": tuple(sorted(values["versions"].items()))})
+        told = {"versions": tuple(sorted(values["versions"].items())), "unlike": tuple(values.get("unlike", ()))}
+        return Machine(**{**values, **told})
 
 
 def this_host() -> Machine:

@@ -18,7 +18,7 @@ from plait.launch.job import Job, JobResult, Message, Part, StoppedBy
 from plait.launch.link import PULSE, Link, Pulse
 from plait.launch.local import ForkServer, Meeting
 from plait.launch.phase import Bounds
-from plait.launch.places import Known, places_of
+from plait.launch.places import Known, by_address, places_of
 from plait.launch.remote import RemoteSite
 from plait.launch.secret import Secret
 from plait.launch.signals import collected_signals
@@ -121,14 +121,16 @@ class Hosts:
         hello_check: Callable[[Mapping[str, Any]], str | None],
         within_s: float,
         order: Sequence[Known] = (),
+        on_lost: Callable[[str], None] = lambda name: None,
     ) -> tuple[Member, ...]:
         """Wait until all hosts are in; then the port is closed, and the secret opens nothing any more.
 
-        They are numbered as they came, but those in `order`, host 0 first, as they stand there and before all others:
-        each by its "mark", or else by its "name".
+        They are numbered by their addresses, but those in `order`, host 0 first, as they stand there and before all
+        others: each by its "mark", or else by its "name".
 
         `hello_check` is called with each hello in turn, in this thread; its sentence sends that host away, which shows
-        it. Raises PlaitError when the time is up.
+        it. `on_lost` gets the name of one that was in and went away while others were awaited. Raises PlaitError when
+        the time is up.
         """
         gate, deadline = self._opened(), time.monotonic() + within_s
         while len(self._admitted) < self._wanted:
@@ -137,10 +139,11 @@ class Hosts:
             arrival = gate.next(min(_LOOK_S, deadline - time.monotonic()))
             if arrival is not None:
                 self._admit_or_turn_away(arrival, hello_check(arrival.hello))
-            self._drop_the_lost()
+            self._drop_the_lost(on_lost)
         gate.shut(FULL)
-        places = places_of([(one.hello.get("mark", ""), _name_of(one)) for one in self._admitted], order)
-        arrived = sorted(zip(places, self._admitted, strict=True), key=lambda pair: pair[0])
+        came = sorted(self._admitted, key=lambda one: by_address(one.link.address))
+        places = places_of([(one.hello.get("mark", ""), _name_of(one)) for one in came], order)
+        arrived = sorted(zip(places, came, strict=True), key=lambda pair: pair[0])
         self._arrived = self.members = tuple(_member(host, one) for host, (_, one) in enumerate(arrived, start=1))
         return self.members
 
@@ -199,11 +202,12 @@ class Hosts:
         else:
             turn_away(arrival.link, sentence)
 
-    def _drop_the_lost(self) -> None:
+    def _drop_the_lost(self, on_lost: Callable[[str], None]) -> None:
         """A host that went away while it waited leaves its place to another."""
         for arrival in [one for one in self._admitted if one.link.lost is not None]:
             arrival.link.close()
             self._admitted.remove(arrival)
+            on_lost(_name_of(arrival))
 
     def _who_is_missing(self, within_s: float) -> str:
         return (

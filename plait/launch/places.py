@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ipaddress import ip_address
 
 from plait.cluster.topology import bare_name
 
 Known = tuple[str, str]
 """What a host is known by: its mark, empty where nobody knows it, and its name."""
+
+
+def by_address(address: str) -> tuple[int, bytes, str]:
+    """What sorts hosts always in the same way, whoever was the first to join: what a probe found holds by place."""
+    try:
+        packed = ip_address(address.partition("%")[0]).packed
+    except ValueError:
+        return 0, b"", address
+    return len(packed), packed, address
 
 
 def places_of(arrived: Sequence[Known], order: Sequence[Known]) -> list[int]:

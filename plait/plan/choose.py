@@ -135,9 +135,10 @@ def _at_a_time(config: RunConfig, plan: Plan) -> list[str]:
 
 def _balance(config: RunConfig, grounds: Grounds, split: Split, why: list[str]) -> int:
     """Steps between changes of the shares while the run goes on, 0 for never."""
-    every = balance_every_steps(config, "unequal" if grounds.several or split.shares else "alike")
+    here = grounds.machine
+    every = balance_every_steps(config, "unequal" if grounds.several or split.shares or here.unlike else "alike")
     if every and config.balance.every == "auto" and split.layout.batch_parts > 1:
-        unequal = "the devices are unequal" if config.layout.shares == "auto" else "they are not equal"
+        unequal = f"beside {here.name} it has {', '.join(here.unlike)}" if here.unlike else "they are not equal"
         reason = "machines of a run over several hosts may slow down" if grounds.several else unequal
         why.append(f"shares of the batch may change every {every} steps: {reason} (balance.every)")
     elif every and config.balance.every == "auto" and split.layout.pipeline > 1 and split.layout.virtual_stages == 1:

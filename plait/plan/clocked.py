@@ -13,7 +13,10 @@ from plait.cluster.cluster import Cluster
 from plait.cluster.measured import Measured, Message, Scope
 from plait.plan import learnt
 from plait.plan.candidates import Reals
+from plait.plan.host_roads import HostRoads, host_roads
 
+Ranks = tuple[Reals, Reals]
+"""Of groups the number of ranks, and how far apart they are numbered."""
 OPERATIONS: Mapping[str, tuple[Message, ...]] = {
     "reduce": ("all_reduce",),
     "gather": ("all_gather",),
@@ -33,30 +36,38 @@ class Clocked:
     measured: Measured
     wider: Mapping[Scope, float]
     """By scope, of those that were measured."""
+    roads: HostRoads | None
+    """Between the hosts, where they are unlike."""
 
-    def message_s(self, kind: str, message: Reals, size: Reals, nodes: Reals, pieces: Reals, otherwise: Reals) -> Reals:
-        """Seconds of a collective over `size` ranks on so many `nodes`, its message sent in `pieces`.
+    def message_s(
+        self, kind: str, message: Reals, ranks: Ranks, nodes: Reals, pieces: Reals, otherwise: Reals
+    ) -> Reals:
+        """Seconds of a collective over groups of `ranks` on so many `nodes` each, its message sent in `pieces`.
 
         `otherwise` is the answer for one rank, and where nothing was timed.
         """
-        spent = otherwise.copy()
+        spent, (size, stride) = otherwise.copy(), ranks
         groups: set[tuple[int, Scope]] = {
-            (int(ranks), _scope(many)) for ranks, many in zip(size.ravel(), nodes.ravel(), strict=True) if ranks > 1
+            (int(count), _scope(many)) for count, many in zip(size.ravel(), nodes.ravel(), strict=True) if count > 1
         }
-        for ranks, scope in groups:
+        for count, scope in groups:
             if scope in self.wider:
-                here = (size == ranks) & ((nodes > 1) == (scope == "between"))
+                here = (size == count) & ((nodes > 1) == (scope == "between"))
                 each = message[here] / np.maximum(pieces[here], 1)
-                times = [self._once(operation, each, ranks, scope) for operation in OPERATIONS[kind]]
+                times = [self._once(operation, each, count, scope) for operation in OPERATIONS[kind]]
                 spent[here] = pieces[here] * sum(times)
+                if self.roads and scope == "between":
+                    spent[here] *= self.roads.share(each, size[here], stride[here], "each with each")
         return spent
 
-    def send_s(self, message: Reals, far: NDArray[np.bool_], otherwise: Reals) -> Reals:
-        """Seconds of one message to a neighbour, `far` where it is on another host."""
-        spent = otherwise.copy()
+    def send_s(self, message: Reals, ranks: Ranks, far: NDArray[np.bool_], otherwise: Reals) -> Reals:
+        """Seconds of one message to the next of a group of `ranks`, `far` where that is on another host."""
+        spent, (size, stride) = otherwise.copy(), ranks
         for scope, wider in self.wider.items():
             here = far == (scope == "between")
             spent[here] = learnt.collective_s(self.measured, "send", message[here], 2, scope) / wider
+            if self.roads and scope == "between":
+                spent[here] *= self.roads.share(message[here], size[here], stride[here], "each to the next")
         return spent
 
     def handling_s(self, message: Reals, far: NDArray[np.bool_]) -> Reals:
@@ -79,7 +90,9 @@ def clocked_links(measured: Measured, rates: Mapping[Scope, float]) -> Clocked:
     """The timed links of a cluster whose links now have these rates, in bytes per second and device."""
     scopes: set[Scope] = {link.scope for link in measured.links}
     return Clocked(
-        measured=measured, wider={scope: rates[scope] / sent_bytes_per_s(measured, scope) for scope in scopes}
+        measured=measured,
+        wider={scope: rates[scope] / sent_bytes_per_s(measured, scope) for scope in scopes},
+        roads=host_roads(measured),
     )
 
 

@@ -95,8 +95,10 @@ def collective_s(roads: Roads, kind: Collective, message: Any, size: Any, stride
         spent = np.where(size > 1, carried + pieces * _ring_s(roads, together, nodes), 0.0)
     if roads.timed is None:
         return spent
-    message, size, nodes, pieces, spent = np.broadcast_arrays(message, size, nodes, np.asarray(pieces, float), spent)
-    return roads.timed.message_s(kind, message, size, nodes, pieces, spent)
+    message, size, stride, nodes, pieces, spent = np.broadcast_arrays(
+        message, size, stride, nodes, np.asarray(pieces, float), spent
+    )
+    return roads.timed.message_s(kind, message, (size, stride), nodes, pieces, spent)
 
 
 def exchange_s(
@@ -117,15 +119,16 @@ def exchange_s(
     return np.where(size > 1, inside + latency, 0.0), np.where(size > 1, outside, 0.0)
 
 
-def pass_s(roads: Roads, message: Any, stride: Any) -> Reals:
-    """Seconds of one message to the rank `stride` further on."""
+def pass_s(roads: Roads, message: Any, size: Any, stride: Any) -> Reals:
+    """Seconds of one message to the next of `size` ranks that sit `stride` apart."""
     far = np.asarray(stride) >= roads.per_node
     rate = np.where(far, roads.between_bytes_per_s, roads.inside_bytes_per_s)
     spent = np.asarray(message) / rate + np.where(far, roads.between_latency_s, roads.inside_latency_s)
     if roads.timed is None:
         return spent
-    message, far, spent = np.broadcast_arrays(np.asarray(message, dtype=np.float64), far, spent)
-    return roads.timed.send_s(message, far, spent)
+    message, size, stride = (np.asarray(x, dtype=np.float64) for x in (message, size, stride))
+    message, size, stride, far, spent = np.broadcast_arrays(message, size, stride, far, spent)
+    return roads.timed.send_s(message, (size, stride), far, spent)
 
 
 def handling_s(roads: Roads, message: Any, stride: Any) -> Reals:

@@ -126,7 +126,7 @@ def collective_s(measured: Measured, kind: Message, size_bytes: Any, ranks: Any,
     link = _link(measured, kind, where, ranks)
     sizes, ranks = np.asarray(size_bytes, dtype=np.float64), np.asarray(ranks, dtype=np.float64)
     short_s = link.points[0].seconds
-    carried = np.maximum(_over_sizes(link, sizes) - short_s, 0.0)
+    carried = np.maximum(over_sizes(link, sizes) - short_s, 0.0)
     if kind == "send":
         return short_s + carried
     wires = ((ranks - 1) / np.maximum(ranks, 1)) / ((link.ranks - 1) / link.ranks)
@@ -183,7 +183,7 @@ def _link(measured: Measured, kind: Message, where: Scope, ranks: Any) -> Measur
     return max(near, key=lambda link: link.points[-1].seconds / link.points[-1].bytes)
 
 
-def _over_sizes(link: MeasuredLink, sizes: Reals) -> Reals:
+def over_sizes(link: MeasuredLink, sizes: Reals) -> Reals:
     """Seconds between measured sizes, on a straight line of logarithms; beyond the last at its rate."""
     known = np.log([point.bytes for point in link.points])
     # Noise may have a longer message end sooner; a plan must not gain by sending more.

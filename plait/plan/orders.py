@@ -11,7 +11,7 @@ from plait.errors import PlaitError
 from plait.layout import AXES
 from plait.plan.listing import Pins
 from plait.plan.search import Search, search
-from plait.plan.seats import Turned, other_orders
+from plait.plan.seats import Turned, other_orders, unlike_roads
 from plait.plan.shares import WORTH
 from plait.plan.stack import Stack
 from plait.plan.workload import Workload
@@ -26,7 +26,7 @@ def in_best_order(found: Search) -> Search:
     The first one stays the first: it is where a run is started, and the others can take any place. Shares and stages
     that a person named are for the machines as they stand.
     """
-    if not free_to_move(found.pins) or found.dealer.devices.alike:
+    if not free_to_move(found.pins) or (found.dealer.devices.alike and not unlike_roads(found.cluster)):
         return found
     here = _step_s(found)
     best = _best(found, other_orders(found.cluster, first_stays=True), (1 - WORTH) * here)

@@ -38,7 +38,7 @@ def mended(found: DoesNotFit, pins: Pins, stack: Stack = PLAIT) -> PlaitError:
     """The error that tells what is missing, and everything that would help."""
     if pins:
         have = min(island.device.memory_bytes for island in found.cluster.islands)
-        need = f"what [layout] asks for needs {format_bytes(found.least_bytes)} a device, and the smallest has"
+        need = f"what [layout] asks for needs {format_bytes(found.least_bytes)} a device, and {found.smallest} has"
         return PlaitError(f"{need} {format_bytes(have)}; {', or '.join(remedies(found, pins, stack))}")
     return PlaitError(f"{found}; cheapest first: {', or '.join(remedies(found, pins, stack))}")
 
@@ -77,8 +77,8 @@ def _more_devices(workload: Workload, cluster: Cluster, stack: Stack) -> Iterato
 
 def _more_memory(found: DoesNotFit) -> Iterator[str]:
     have = min(island.device.memory_bytes for island in found.cluster.islands)
-    if found.least_bytes < 16 * have:
-        assert _fits(found.workload, with_memory(found.cluster, 1.001 * found.least_bytes / have), found.stack)
+    larger = with_memory(found.cluster, 1.001 * found.least_bytes / have)
+    if found.least_bytes < 16 * have and _fits(found.workload, larger, found.stack):
         yield f"devices with {format_bytes(found.least_bytes)} of memory"
 
 

@@ -40,13 +40,14 @@ NEEDLESS = "computes again what fits in memory anyway"
 class DoesNotFit(PlaitError):
     """No layout fits the devices; with what is needed to find out what would."""
 
-    def __init__(self, workload: Workload, cluster: Cluster, stack: Stack, least_bytes: float) -> None:
-        have = min(island.device.memory_bytes for island in cluster.islands)
+    def __init__(self, workload: Workload, cluster: Cluster, dealer: Dealer, least_bytes: float) -> None:
+        have = format_bytes(min(island.device.memory_bytes for island in cluster.islands))
         super().__init__(
             f"a model of {format_count(workload.parameters)} parameters fits no layout of {cluster.name}: the "
-            f"leanest needs {format_bytes(least_bytes)} a device, and the smallest device has {format_bytes(have)}"
+            f"leanest needs {format_bytes(least_bytes)} a device, and {dealer.devices.smallest} has {have}"
         )
-        self.workload, self.cluster, self.stack, self.least_bytes = workload, cluster, stack, least_bytes
+        self.workload, self.cluster, self.least_bytes = workload, cluster, least_bytes
+        self.stack, self.smallest = dealer.stack, dealer.devices.smallest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +182,7 @@ def search(
         judged, fits, numbers = _held(dealer, found.candidates, room)
     refused[TOO_LARGE] += int((seated & ~fits).sum())
     if not (kept := seated & fits).any():
-        raise DoesNotFit(workload, cluster, stack, float(judged.min()))
+        raise DoesNotFit(workload, cluster, dealer, float(judged[seated].min() if seated.any() else judged.min()))
     needed = ~_needless(found.candidates, kept, numbers)
     refused[NEEDLESS] += int((kept & ~needed).sum())
     candidates, numbers = found.candidates.select(kept & needed), numbers[kept & needed]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from plait.cluster.cluster import Cluster, Island
 from plait.plan.candidates import Candidates
+from plait.plan.host_roads import host_roads
 
 MOST_BLOCKS = 4
 """Machines, or rows of equal ones, up to which all orders are tried."""
@@ -57,7 +58,8 @@ def node_alone(cluster: Cluster, place: int, devices: int) -> Cluster:
 def other_orders(cluster: Cluster, *, first_stays: bool) -> list[tuple[tuple[int, ...], Cluster]]:
     """The same machines in every other order, or in those that begin with the same one.
 
-    Of more than MOST_BLOCKS in the two by speed. Each with the number that the machine at each place had.
+    Of more than MOST_BLOCKS in the two by speed, and where a probe found their roads unlike in the one in which each is
+    followed by the one it has the fastest road to. Each with the number that the machine at each place had.
     """
     blocks = _blocks(cluster)
     hosts = _hosts(cluster, blocks)
@@ -66,7 +68,8 @@ def other_orders(cluster: Cluster, *, first_stays: bool) -> list[tuple[tuple[int
     ends = list(accumulate((block.nodes for block in blocks), initial=0))
     timed = cluster.measured.devices if cluster.measured else ()
     known, found = [(blocks, timed)], list[tuple[tuple[int, ...], Cluster]]()
-    for order in _orders(blocks, first_stays=first_stays):
+    chains = [order for order in [_chain(cluster, blocks)] if order and first_stays]
+    for order in (*_orders(blocks, first_stays=first_stays), *chains):
         there = [blocks[place] for place in order]
         devices = tuple(timed[host] for place in order for host in hosts[place]) if hosts else ()
         if (there, devices) in known:
@@ -77,6 +80,18 @@ def other_orders(cluster: Cluster, *, first_stays: bool) -> list[tuple[tuple[int
             other = replace(other, measured=replace(cluster.measured, devices=devices))
         found.append((tuple(node for place in order for node in range(ends[place], ends[place + 1])), other))
     return found
+
+
+def unlike_roads(cluster: Cluster) -> bool:
+    """Whether a probe found some roads between the hosts to be far faster than others."""
+    return cluster.measured is not None and host_roads(cluster.measured) is not None
+
+
+def _chain(cluster: Cluster, blocks: Sequence[Island]) -> tuple[int, ...]:
+    """Many machines so that neighbours have fast roads; empty where roads are alike, or all orders are tried."""
+    found = host_roads(cluster.measured) if cluster.measured and len(blocks) > MOST_BLOCKS else None
+    order = found.chain() if found else ()
+    return order if len(order) == len(blocks) else ()
 
 
 def _orders(blocks: Sequence[Island], *, first_stays: bool) -> Iterator[tuple[int, ...]]:
@@ -91,8 +106,9 @@ def _orders(blocks: Sequence[Island], *, first_stays: bool) -> Iterator[tuple[in
 
 
 def _blocks(cluster: Cluster) -> list[Island]:
-    """What can stand at another place by itself: each machine where they are few, else all of a kind."""
-    if cluster.nodes > MOST_BLOCKS:
+    """What can stand at another place by itself: each machine where they are few, or their roads are unlike; else all
+    of a kind."""
+    if cluster.nodes > MOST_BLOCKS and not unlike_roads(cluster):
         return list(cluster.islands)
     return [replace(island, nodes=1) for island in cluster.islands for _ in range(island.nodes)]
 

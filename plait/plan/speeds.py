@@ -49,6 +49,14 @@ class Devices:
     def equal_memory(self) -> bool:
         return len(set(self.memory_bytes)) == 1
 
+    @property
+    def smallest(self) -> str:
+        """What the smallest device is called in a sentence."""
+        if self.equal_memory:
+            return "the smallest device"
+        least = min(range(len(self.memory_bytes)), key=lambda at: self.memory_bytes[at])
+        return f"the smallest device ({self.names[self.owners[least]]})"
+
 
 def devices_of(workload: Workload, cluster: Cluster, stack: Stack) -> Devices:
     """The devices of a cluster, compared by the time that each takes for one sequence through the whole model."""

@@ -71,7 +71,7 @@ def ends_s(scene: Situation, forward: Reals, micros: Reals) -> Reals:
     if not (stack.keeps_ends and w.tied):
         return summed * (w.tied and c.pipeline > 1)
     once, every = (
-        pass_s(scene.roads, table * distinct_tokens(tokens, w.vocabulary) / w.vocabulary, apart)
+        pass_s(scene.roads, table * distinct_tokens(tokens, w.vocabulary) / w.vocabulary, 2, apart)
         for tokens in (local_tokens(w, c), local_tokens(w, c) * micros)
     )
     filling = forward * np.where(c.schedule == SCHEDULES.index("gpipe"), micros, c.pipeline)

@@ -156,7 +156,7 @@ def _exposed(scene: Situation, layer: LayerTime) -> _Exposed:
 def _passes(scene: Situation, busy: Reals) -> tuple[Reals, Reals]:
     """Exposed sends between stages for one micro-batch, there and back; and one that is not, where it is sent ahead."""
     c, piped = scene.candidates, scene.candidates.pipeline > 1
-    once = pass_s(scene.roads, _stream_bytes(scene), c.devices // c.pipeline)
+    once = pass_s(scene.roads, _stream_bytes(scene), c.pipeline, c.devices // c.pipeline)
     if scene.stack.sends == "by share":
         return np.where(piped, 2 * c.virtual * once * (1 - scene.stack.hides_pipeline), 0.0), np.zeros(len(c))
     # At the least, what a wire takes longer for one micro-batch after the other than the ranks do.

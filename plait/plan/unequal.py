@@ -12,6 +12,7 @@ from plait.plan.deal import Deal
 from plait.plan.orders import better_start, free_to_move
 from plait.plan.pricing import price, step_seconds
 from plait.plan.search import Search
+from plait.plan.seats import unlike_roads
 from plait.plan.shares import equal_shares
 from plait.plan.speeds import Devices
 from plait.units import format_bytes, format_duration
@@ -180,7 +181,8 @@ def _order_words(found: Search) -> list[str]:
         what = "what [layout] asks for would not fit" if found.pins.degrees else "no layout would fit"
         return [f"the machines stand in the order {names}: as they were given {what}"]
     longer = before_s / float(found.step_s[found.chosen]) - 1
-    return [f"the machines stand in the order {names}: as they were given a step would take {longer:.0%} longer"]
+    roads = " (some roads between them are faster than others)" if unlike_roads(found.cluster) else ""
+    return [f"the machines stand in the order {names}: as they were given a step would take {longer:.0%} longer{roads}"]
 
 
 def _start_words(found: Search) -> list[str]:

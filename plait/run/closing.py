@@ -32,6 +32,8 @@ def conclude(
 
     `compared` is the last start beside the plan, None where the plan foretold nothing.
     """
+    if compared is not None:
+        compared.end()
     receipt = _receipt(folder, plan, done, compared)
     receipt.write(folder.receipt)
     screen.print(receipt.table(), highlight=False)

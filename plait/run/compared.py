@@ -65,6 +65,12 @@ class Compared:
                 self._told = True
                 self._tell(self._came_until(self._first_until))
 
+    def end(self) -> None:
+        """The start is over; says how close it came where that was still awaited."""
+        if not self._told and self._reports:
+            self._told = True
+            self._tell(self._came_until(self._first_until))
+
     def times(self, step: int, times: Sequence[RankTimes]) -> None:
         """Take what ranks told of a step that was reported, all of them or rank 0 alone."""
         known = next((report for report in reversed(self._reports) if report.step == step), None)

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import tomllib
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ class Depot:
         self._release(Frame(kind="release", values={}))
         if self._run is not None:
             clean_staging(self._run / "checkpoints")
+            _forget_unless_begun(RunFolder(self._run))
         self._held.close()
 
     @property
@@ -199,6 +200,17 @@ def _staging(name: Any) -> str:
     if not (isinstance(name, str) and name.startswith(".step-") and name[6:].removesuffix(".staging").isdecimal()):
         raise PlaitError(f"the host that leads asked for {str(name)[:80]!r}, which is no checkpoint; is it plait?")
     return name
+
+
+def _forget_unless_begun(folder: RunFolder) -> None:
+    """Leave nothing of a run that ended before it was all here: a later one of that name may begin on this host."""
+    if folder.has_begun:
+        return
+    for left in (folder.path / MARK, folder.recipe):
+        with suppress(OSError):
+            left.unlink()
+    with suppress(OSError):  # with something in it, which is not ours to take away, it stays
+        (folder.path / "logs").rmdir()
 
 
 def _check_ours(folder: RunFolder, recipe: str) -> None:

@@ -171,8 +171,7 @@ def hosts_crew(
 ) -> Iterator[HostsCrew]:
     """Invite other hosts, wait until all are in, and lead them; the block's end sends them home.
 
-    Those that are known in `order`, by mark or name, are numbered as they stand there, the others behind them as they
-    came.
+    Those known in `order`, by mark or name, are numbered as they stand there, the others behind them by address.
     Raises PlaitError where the address, the port or the secret cannot be used, or nobody came for an hour.
     """
     address = chosen_address(asked.address)
@@ -185,15 +184,17 @@ def hosts_crew(
         screen.print(f"         {told}", highlight=False)
 
         def check(hello: Mapping[str, Any]) -> str | None:
-            sentence = objection(hello, own_hello())
-            name = str(hello.get("name"))[:80]
+            sentence, name = objection(hello, own_hello()), str(hello.get("name"))[:80]
             if sentence is None:
                 screen.print(f"joined   {name}: {counted(hello['cores'], 'core')}", markup=False)
             else:
                 screen.print(f"refused  {name}: {sentence}", markup=False)
             return sentence
 
-        check_roads(Door(own_hello()["name"], address), hosts.admit(check, JOIN_WITHIN_S, order=order))
+        arrived = hosts.admit(
+            check, JOIN_WITHIN_S, order=order, on_lost=lambda name: screen.print(f"lost     {name}", markup=False)
+        )
+        check_roads(Door(own_hello()["name"], address), arrived)
         yield HostsCrew(hosts, folder=folder, config=config, say=screen.print)
 
 

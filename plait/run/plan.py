@@ -16,16 +16,17 @@ from plait.cluster.topology import Machine, usable_cores
 from plait.errors import PlaitError
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import SIZES
+from plait.plan.calibrate import UNTAUGHT, Calibration, step_items, taught_words
 from plait.plan.complexity import table
 from plait.plan.compute import peak_flops
 from plait.plan.difference import difference, difference_json, difference_section, seconds_of
 from plait.plan.explain import Section, explained, plan_json
 from plait.plan.fit import check_layout, layout_of, named_degrees
-from plait.plan.grounds import Grounds
 from plait.plan.listing import Pins
 from plait.plan.named import asked_search, named_pins
 from plait.plan.page import Chapter, page_html, plotly_script
 from plait.plan.pins import pins_of
+from plait.plan.prices import time_items
 from plait.plan.search import Search
 from plait.plan.size import CorpusFacts, batch_sequences, size_up
 from plait.plan.stack import PLAIT
@@ -36,7 +37,7 @@ from plait.recipe.schema import RunConfig
 from plait.run.crew import crew
 from plait.run.data import corpus_facts, prepared_corpus
 from plait.run.outputs import check_output, write_output
-from plait.run.planning import look_around
+from plait.run.planning import grounds_of, look_around
 from plait.units import Amount, format_count
 
 GPT2_VOCABULARY = 50257
@@ -87,7 +88,7 @@ def plan(
     if clusters:
         answers = [answer(config, read_cluster(text), top=top) for text in clusters]
     else:
-        answers = [_simplest(config, _this_machine(config), top=top)]
+        answers = [_simplest(config, *_this_machine(config), top=top)]
     gap = difference(answers[0].found, measured_s) if measured_s else None
     if gap:
         answers[0] = replace(answers[0], sections=(*answers[0].sections, difference_section(gap)))
@@ -108,11 +109,13 @@ def terms() -> str:
     return f"{terms_text()}\nPoints of complexity, added up:\n{table()}"
 
 
-def answer(config: RunConfig, cluster: Cluster, *, top: int) -> Answer:
-    """Plan a recipe on one cluster."""
+def answer(config: RunConfig, cluster: Cluster, *, top: int, learnt: Calibration = UNTAUGHT) -> Answer:
+    """Plan a recipe on one cluster, with what runs there taught."""
     asked = asked_of(config, cluster)
-    stack = replace(PLAIT, gradient_transfer=config.train.gradient_transfer)
+    stack = replace(PLAIT, calibration=learnt, gradient_transfer=config.train.gradient_transfer)
     found = asked_search(asked.workload, cluster, stack, _checked_pins(config, asked))
+    if told := taught_words(learnt, step_items(time_items(found, found.chosen)), "formulas"):
+        asked = replace(asked, notes=(*asked.notes, told))
     return Answer(asked=asked, found=found, sections=explained(found, asked.budget, top=top))
 
 
@@ -222,25 +225,26 @@ def _usual_corpus(config: RunConfig, notes: list[str]) -> CorpusFacts:
     )
 
 
-def _this_machine(config: RunConfig) -> list[Cluster]:
-    """The ways to use this machine: a processor serves as one device or as several that share it."""
+def _this_machine(config: RunConfig) -> tuple[list[Cluster], Calibration]:
+    """The ways to use this machine: a processor serves as one device or as several that share it; and what runs taught
+    of it."""
     with crew() as workers:
         site = look_around(workers, usable_cores())
+        grounds = grounds_of(site, workers)
     machine, flops = site.machine, site.peak_flops if site.machine.device == "cpu" else None
     named = prod(named_degrees(config).values()) if named_degrees(config) else None
-    counts = (
-        [named] if named and machine.device == "cpu" else Grounds(machine=machine, peak_flops=flops).worker_counts()
-    )
-    return [cluster_of(machine, flops, workers=count) for count in counts]
+    counts = [named] if named and machine.device == "cpu" else replace(grounds, peak_flops=flops).worker_counts()
+    ways = [cluster_of(machine, flops, workers=count) for count in counts]
+    return ways, grounds.recall(_precision(config, ways[0]), "formulas")
 
 
-def _simplest(config: RunConfig, ways: Sequence[Cluster], *, top: int) -> Answer:
+def _simplest(config: RunConfig, ways: Sequence[Cluster], learnt: Calibration, *, top: int) -> Answer:
     """Of the ways to use one machine the simplest that is about as fast as the fastest, by the forecast."""
     answers: list[Answer] = []
     refusals: list[PlaitError] = []
     for way in ways:
         try:
-            answers.append(answer(config, way, top=top))
+            answers.append(answer(config, way, top=top, learnt=learnt))
         except PlaitError as error:  # as two devices it may hold no model that it holds as one
             refusals.append(error)
     if not answers:

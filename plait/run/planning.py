@@ -12,7 +12,7 @@ from typing import Any
 
 from plait.cluster.topology import Machine
 from plait.data.shards import Corpus
-from plait.errors import Interrupted, PlaitError
+from plait.errors import Interrupted, PlaitError, RunFailed
 from plait.launch.job import Job, Message
 from plait.plan.calibrate import taught, untaught
 from plait.plan.choose import draft, settle, with_split
@@ -77,9 +77,19 @@ def _looked_at(plan: Plan, site: Site) -> tuple[Plan | None, Site]:
 
 
 def proven_plan(
-    config: RunConfig, corpus: Corpus, site: Site, workers: Crew, *, count: int, on_timed: Callable[[Split], None]
+    config: RunConfig,
+    corpus: Corpus,
+    site: Site,
+    workers: Crew,
+    *,
+    count: int,
+    on_timed: Callable[[Split], None],
+    on_failed: Callable[[Split, RunFailed], None],
 ) -> tuple[Plan, list[Split]]:
-    """The best of `count` layouts by their measured steps, kept as the recipe's plan here, and all that were timed."""
+    """The best of `count` layouts by their measured steps, kept as the recipe's plan here, and all that were timed.
+
+    One that fails, for want of memory say, leaves the choice to the others; raises its RunFailed where all do.
+    """
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     outline = draft(
         config,
@@ -89,9 +99,17 @@ def proven_plan(
         worth_trying=lambda question, _: best_splits(question, count),
     )
     trials: list[Split] = []
+    failure: RunFailed | None = None
     for split in outline.splits:
-        trials += measure(config, outline.plan, workers, (split,))
-        on_timed(trials[-1])
+        try:
+            trials += measure(config, outline.plan, workers, (split,))
+        except RunFailed as error:
+            on_failed(split, error)
+            failure = error
+        else:
+            on_timed(trials[-1])
+    if failure and not trials:
+        raise failure
     return _keep(settle(config, outline, trials), key), trials
 
 

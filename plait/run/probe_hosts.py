@@ -38,6 +38,8 @@ def probe_hosts(
     if cluster.measured is None:
         raise RunFailed("the probe came to no end; give the same command again")
     screen.print(table(cluster.measured), markup=False, soft_wrap=True)
+    if cluster.measured.noise:
+        screen.print(f"unsteady {cluster.measured.noise}; close them and give the same command again")
     if out is not None:
         write_output(out, cluster_json(cluster))
         screen.print(f"wrote    {out}", soft_wrap=True)

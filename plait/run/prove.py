@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from plait.cluster.topology import usable_cores
+from plait.errors import RunFailed
 from plait.layout import in_words
 from plait.plan.split import MEASURED_TOLERANCE, Split
 from plait.recipe.load import load_recipe
@@ -34,10 +35,13 @@ def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path
         def show(split: Split) -> None:
             screen.print(f"timed    {_words(split)}: {_times(split)}", highlight=False, soft_wrap=True)
 
-        plan, trials = proven_plan(config, corpus, site, workers, count=count, on_timed=show)
+        def show_failed(split: Split, error: RunFailed) -> None:
+            screen.print(f"failed   {_words(split)}: {error}", highlight=False, markup=False, soft_wrap=True)
+
+        plan, trials = proven_plan(config, corpus, site, workers, count=count, on_timed=show, on_failed=show_failed)
     screen.print(
-        f"chosen   {in_words(plan.layout)}: the simplest within {MEASURED_TOLERANCE:.0%} of the fastest; plait train "
-        "takes this plan from now on",
+        f"chosen   {in_words(plan.layout)}: the simplest within {MEASURED_TOLERANCE:.0%} of the fastest; a new run of "
+        "this recipe takes this plan",
         highlight=False,
         soft_wrap=True,
     )

@@ -30,6 +30,8 @@ def still_holds(hands: Crew, known: Measured, asked: Request, extent: Extent) ->
     )
     job = Job(entry=ENTRY, argument=short.to_json(), world_size=extent.workers, threads=extent.threads)
     told = ask(hands, job, "probed")
+    if [host["name"] for host in told["hosts"]] != [device.host for device in known.devices]:
+        return False  # they came in another order, or others came
     layers = zip([device.timed for device in known.devices], timed_on_hosts(told), strict=False)
     return alike(_rates(known.links), _rates(sends_of(told))) and all(alike(*_common(*pair)) for pair in layers)
 

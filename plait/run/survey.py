@@ -14,6 +14,7 @@ from plait.plan.grounds import Look, Need
 from plait.run.crew import PlacedCrew
 from plait.run.planning import Say, Site, look_around
 from plait.run.probe import Extent, Fresh, kept_measurement, measured_by, note_seen, seen_lately
+from plait.run.probe_table import QUIET
 from plait.run.still import still_holds
 from plait.units import format_si
 
@@ -45,6 +46,10 @@ def _look(workers: PlacedCrew, hosts: tuple[Host, ...], say: Say, fresh: Fresh) 
         assert cluster.measured is not None
         for sentence in cluster.measured.complaints:
             say(f"probe    {sentence}")
+        for host in cluster.measured.devices:
+            if host.granted < QUIET:
+                others = f"other programs had {1 - host.granted:.0%} of the cores of {host.host} while it was measured"
+                say(f"probe    {others}; the plan counts on all of them: close those programs and give --replan")
         if noise := cluster.measured.noise:
             say(f"probe    {noise}; close them and give --replan")
         rate, latency_s = cluster.between.bytes_per_s * 8, cluster.between.latency_s

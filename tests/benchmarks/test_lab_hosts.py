@@ -12,14 +12,14 @@ import pytest
 from benchmarks.lab import hosts, leftovers
 from benchmarks.lab.orders import JoinedRunner, TorchrunRunner, baseline_party
 from benchmarks.lab.rate import WIRE_PER_PAYLOAD, objection, rate_of
-from benchmarks.lab.wiring import PREFIX, building, hosts_of, limiting
+from benchmarks.lab.wiring import PREFIX, building, hosts_of, limiting, parting
 
 LAB = f"{PREFIX}17-99"
 HOSTS = hosts_of(LAB, (1.0, 0.5))
 
 
 def test_nothing_is_made_outside_of_the_labs_own_namespaces():
-    for command in [*building(LAB, HOSTS), *limiting(LAB, HOSTS, 50e6)]:
+    for command in [*building(LAB, HOSTS), *limiting(LAB, HOSTS, 50e6), *parting(LAB, HOSTS[1:], 50e6)]:
         if command[:3] == ("ip", "netns", "add"):
             assert command[3].startswith(LAB)
         elif command[1] == "-n":
@@ -39,6 +39,15 @@ def test_every_cable_is_limited_in_both_directions():
     }  # fmt: skip
     assert all(command[command.index("rate") + 1] == "50000000bit" for command in limits)
     assert limiting(LAB, HOSTS, "unshaped") == []
+
+
+def test_another_room_has_a_switch_of_its_own_and_a_limited_road_in_both_directions():
+    commands = parting(LAB, HOSTS[1:], 50e6)
+    moved = [command for command in commands if command[-1] == "annex" and "port1" in command]
+    assert len(moved) == 1 and not any("port0" in command for command in commands)
+    limits = [command for command in commands if command[0] == "tc"]
+    assert {command[command.index("dev") + 1] for command in limits} == {"road0", "road1"}
+    assert all(command[command.index("rate") + 1] == "50000000bit" for command in limits)
 
 
 @pytest.mark.parametrize(("number", "cores", "quota_us"), [(0, 1.0, "10000"), (1, 1.0, "-1"), (1, 0.5, "5000")])
@@ -79,13 +88,14 @@ def test_traces_belong_to_the_lab_that_left_them(monkeypatch: pytest.MonkeyPatch
     gone = f"{PREFIX}{os.getpid()}-1"  # the same number, another process
     for lab in (living, gone):
         (tmp_path / f"{lab}-host0").mkdir()
-    (tmp_path / "somebody-elses").mkdir()
+    for other in ("somebody-elses", f"{PREFIX}notes"):
+        (tmp_path / other).mkdir()
     (tmp_path / gone).mkdir()
     for name in ("NAMESPACES", "SCRATCH"):
         monkeypatch.setattr(leftovers, name, tmp_path / ("none" if name == "NAMESPACES" else ""))
     monkeypatch.setattr(leftovers, "GROUPS", ())
     assert leftovers.sweep() == [gone]
-    assert {path.name for path in tmp_path.iterdir()} == {f"{living}-host0", "somebody-elses"}
+    assert {path.name for path in tmp_path.iterdir()} == {f"{living}-host0", "somebody-elses", f"{PREFIX}notes"}
 
 
 def test_plait_is_started_as_a_user_starts_it_and_the_secret_is_no_argument():

@@ -173,6 +173,8 @@ def test_old_figures_hold_while_a_short_look_finds_about_the_same(told: dict[str
     slower_host = {**told, "ranks": [slowed(rank, "timed") for rank in told["ranks"]]}
     for changed in (slower_road, slower_host):
         assert not still_holds(Remembered(changed), known, small_request(), extent)
+    others = replace(known, devices=(replace(known.devices[0], host="another"),))
+    assert not still_holds(Remembered(told), others, small_request(), extent)
 
 
 def test_a_signal_in_the_midst_of_a_probe_ends_the_command_and_keeps_nothing(

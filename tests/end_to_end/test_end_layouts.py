@@ -63,16 +63,24 @@ def test_kill_9_and_go_on_bit_for_bit(place: Place, layout: str, overrides: tupl
     assert place.manifest(killed) == place.manifest(whole)
 
 
-def test_any_layout_goes_on_with_any_other_s_run(place: Place) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("pipeline 2 × tensor 2", "shard 2, parameters"), id="two"),
+        pytest.param((*MIXED, "replicate 2"), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_any_layout_goes_on_with_any_other_s_run(place: Place, names: tuple[str, ...]) -> None:
     """One after the other takes a run further, and the losses stay those of one process."""
-    name, layouts = "round", [*MIXED.values(), ("replicate=2",)]
+    name, last = f"round-{len(names)}", 15 * len(names)
     fixed = ("optimizer.schedule=constant", "optimizer.warmup_steps=2", "optimizer.lr=0.01")
-    for steps, overrides in zip(range(15, STEPS + 1, 15), layouts, strict=True):
-        run = place.train(name, f"train.budget={steps} steps", *fixed, *asked(overrides))
+    for steps, layout in zip(range(15, last + 1, 15), names, strict=True):
+        run = place.train(name, f"train.budget={steps} steps", *fixed, *asked(MIXED.get(layout, ("replicate=2",))))
         assert run.code == 0 and not run.err, run
-    assert place.checkpoints(name)[-1] == STEPS
-    assert place.train("alone", "layout.replicate=1", *fixed).code == 0
-    reference = {line["step"]: line["loss"] for line in place.lines("alone") if "loss" in line}
+    assert place.checkpoints(name)[-1] == last
+    alone = f"alone-{last}"
+    assert place.train(alone, f"train.budget={last} steps", "layout.replicate=1", *fixed).code == 0
+    reference = {line["step"]: line["loss"] for line in place.lines(alone) if "loss" in line}
     found = {line["step"]: line["loss"] for line in place.lines(name) if "loss" in line}
     assert found.keys() == reference.keys()
     assert all(abs(found[step] - loss) < 1e-4 for step, loss in reference.items())

@@ -21,7 +21,7 @@ from plait.errors import Interrupted, PlaitError, RunFailed
 from plait.launch.agent import connect
 from plait.launch.job import Job, JobResult, Message
 from plait.launch.leader import HostPart, Hosts
-from plait.launch.places import places_of
+from plait.launch.places import by_address, places_of
 from plait.launch.secret import Secret, new_secret
 from tests.launch.host import PULSE
 from tests.launch.processes import (
@@ -469,7 +469,7 @@ def test_a_host_that_does_not_fit_is_told_why_and_others_still_join(waiting: tup
 
 
 def test_a_host_that_goes_away_while_it_waits_leaves_its_place_and_others_take_those_they_had():
-    secret, agents = new_secret(), []
+    secret, agents, lost = new_secret(), [], list[str]()
     try:
         with Hosts(address="127.0.0.1", secret=secret, members=2, pulse=PULSE) as hosts:
 
@@ -483,16 +483,23 @@ def test_a_host_that_goes_away_while_it_waits_leaves_its_place_and_others_take_t
                     agents.append(_agent(hosts.join_address, secret, 12 + len(agents)))
 
             agents.append(_agent(hosts.join_address, secret, 12))
-            members = hosts.admit(check, within_s=30, order=[("", "elsewhere"), ("mark", "host-127.0.0.14")])
+            order = [("", "elsewhere"), ("mark", "host-127.0.0.14")]
+            members = hosts.admit(check, within_s=30, order=order, on_lost=lost.append)
+            assert lost == ["host-127.0.0.12"]
             assert [(member.host, member.address) for member in members] == [(1, "127.0.0.14"), (2, "127.0.0.13")]
             assert hosts.addresses == ("127.0.0.1", "127.0.0.14", "127.0.0.13")
-            for order in ((0, 2, 1), (0, 2, 1), (0, 1, 2)):  # each time as they were admitted
-                hosts.seat(order)
+            for seats in ((0, 2, 1), (0, 2, 1), (0, 1, 2)):  # each time as they were admitted
+                hosts.seat(seats)
                 assert [member.host for member in hosts.members] == [1, 2]
-                assert [member.address for member in hosts.members] == [members[host - 1].address for host in order[1:]]
+                assert [member.address for member in hosts.members] == [members[host - 1].address for host in seats[1:]]
     finally:
         for agent in agents:
             agent.close()
+
+
+def test_hosts_are_numbered_by_address_whoever_was_first():
+    came = ["10.0.0.10", "fe80::2%eth0", "10.0.0.9", "elsewhere", "fe80::1%eth0"]
+    assert sorted(came, key=by_address) == ["elsewhere", "10.0.0.9", "10.0.0.10", "fe80::1%eth0", "fe80::2%eth0"]
 
 
 def test_hosts_of_one_name_are_known_by_their_marks():

@@ -195,7 +195,8 @@ def test_many_pipelines_at_once_take_as_long_as_the_schedule_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "cluster", "batch"), [("405B", "8xH100", 64), ("70B", "8x4090", 64), ("1.3B", "2x(1x3080)@1G", 16)]
+    ("size", "cluster", "batch"),
+    [("405B", "8xH100", 64), ("70B", "8x4090", 64), ("1.3B", "2x(1x3080)@1G", 16), ("70B", "2x(3x4090)@10G", 48)],
 )
 def test_what_fits_nowhere_is_told_with_what_would_help(size: str, cluster: str, batch: int) -> None:
     with pytest.raises(DoesNotFit) as caught:

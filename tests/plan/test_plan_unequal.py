@@ -318,7 +318,7 @@ def test_a_small_device_takes_fewer_sequences_at_a_time_and_says_so() -> None:
     assert told["micro_sequences"] == 15 and told["micro_limits"] == (15, small)
     assert sum(plan_json(found, NO_WORDS, 0)["memory"].values()) == pytest.approx(found.reserved(found.chosen))
     assert old_and_new(1).at_once(0) == (1,) and not limit_words(old_and_new(1), 0)
-    with pytest.raises(PlaitError, match=r"fits no layout of .* and the smallest device has 9\.88 GiB"):
+    with pytest.raises(PlaitError, match=r"fits no layout of .* and the smallest device \(RTX 3080\) has 9\.88 GiB"):
         old_and_new(16, size="1.3B")
 
 
@@ -478,6 +478,17 @@ def test_equal_devices_of_one_host_are_never_balanced(tmp_path: Path) -> None:
     config = recipe(tmp_path, "train.budget=100 steps", "model.size=1M", "layout.replicate=2")
     outline = draft(config, PLAYS, Grounds(machine=replace(HOST, cores=8), peak_flops=1e11), recipe_hash="cafe")
     assert settle(config, outline, outline.splits).balance_every_steps == 0
+
+
+def test_unlike_gpus_of_one_host_are_balanced_while_the_run_goes_on(tmp_path: Path) -> None:
+    config = recipe(tmp_path, "train.budget=100 steps", "model.size=1M", "layout.replicate=2")
+    machine = replace(
+        HOST, device="cuda", name="NVIDIA GeForce RTX 3080", devices=2, unlike=("NVIDIA GeForce RTX 4090",)
+    )
+    outline = draft(config, PLAYS, Grounds(machine=machine, peak_flops=6e13), recipe_hash="cafe")
+    plan = settle(config, outline, outline.splits)
+    assert plan.balance_every_steps == 50
+    assert any("beside NVIDIA GeForce RTX 3080 it has NVIDIA GeForce RTX 4090" in why for why in plan.reasons)
 
 
 CASES = {

@@ -155,6 +155,21 @@ def test_what_ranks_tell_may_come_late_and_if_never_whole_steps_are_told() -> No
     assert len(alone) == 1 and alone[0].endswith("5 steps took 1.3 s: as planned")
 
 
+def test_a_start_of_few_steps_is_told_at_its_end() -> None:
+    said: list[str] = []
+    watch = watched(said)
+    for step in range(1, 6):
+        watch.step(report(step, 1.3))
+        watch.times(step, times(1.0, 0.2))
+    assert not said
+    watch.end()
+    watch.end()
+    assert len(said) == 1 and "; 2 steps took 1.3 s (1 s computing" in said[0]
+    nothing: list[str] = []
+    watched(nothing).end()
+    assert not nothing, "the first steps warm up"
+
+
 def test_memory_is_told_once() -> None:
     said: list[str] = []
     watch = watched(said)

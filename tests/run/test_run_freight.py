@@ -241,6 +241,19 @@ def test_a_disk_that_takes_no_file_of_the_run_there_ends_before_it_begins(
     assert [path.name for path in in_its_place.parent.iterdir() if path.name.endswith(".new")] == []
 
 
+def test_of_a_run_that_never_came_whole_nothing_is_left(here: Path, other: Neighbour) -> None:
+    asked = {"kind": "run", "name": "x", "recipe": (HOME / "recipe.toml").read_text()}
+    other.ask("open", asked)
+    other.ask("put", {"name": "recipe.toml"}, b"half of it")
+    assert (other.folder / HOME / "joined.json").exists()
+    other.depot.close()
+    assert not (other.folder / HOME).exists()
+    again = Neighbour(other.folder)
+    freight(again)[0].deliver(HOME, "run")
+    again.depot.close()
+    assert (other.folder / HOME / "joined.json").exists() and RunFolder(other.folder / HOME).has_begun
+
+
 def test_what_leads_out_of_the_folders_is_refused(here: Path, other: Neighbour) -> None:
     freight(other)[0].deliver(HOME, "run")
     (other.folder / "private").write_text("secret")

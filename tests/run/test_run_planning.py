@@ -10,12 +10,15 @@ import pytest
 from plait.cluster.cluster import Cluster
 from plait.data.shards import open_corpus
 from plait.data.synthetic import write_synthetic
-from plait.launch.job import Job, JobResult
+from plait.errors import RunFailed
+from plait.launch.job import Job, JobResult, Message
 from plait.plan.grounds import Given, Need
+from plait.plan.plan import Plan
+from plait.plan.split import Split
 from plait.run.crew import OnMessage
-from plait.run.planning import Site, make_plan, plan_key
+from plait.run.planning import Site, make_plan, plan_key, proven_plan
 from tests.plan.hosts import HOST, probed
-from tests.plan.machines import LAPTOP
+from tests.plan.machines import LAPTOP, recipe
 from tests.run.other_values import OTHER_VALUES, base_recipe, changed_recipe
 
 
@@ -50,6 +53,46 @@ def test_text_machine_and_given_workers_count(tmp_path: Path) -> None:
     ]
     assert len(set(keys)) == len(keys)
     assert plan_key(config, "text", LAPTOP, NobodyYet()) == keys[0]
+
+
+class OneTooMany:
+    """A crew in which whatever takes so many workers fails, and the others take a second a step."""
+
+    given = None
+
+    def __init__(self, *failing: int) -> None:
+        self.failing = failing
+
+    def run(self, job: Job, on_message: OnMessage) -> JobResult:
+        if job.world_size in self.failing:
+            raise RunFailed("rank 1 was killed by SIGKILL; memory may be short")
+        on_message(Message(rank=0, kind="measured", values={"step_s": 1.0}))
+        return JobResult(stopped_by="finished", wall_s=1.0)
+
+
+def test_a_layout_that_fails_leaves_the_proof_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    corpus = open_corpus(write_synthetic(tmp_path / "corpus", vocabulary=256, sequence=64, seed=1))
+    open_layout = ("model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "train.budget=9 steps")
+    config, site = recipe(tmp_path, *open_layout), Site(machine=LAPTOP, peak_flops=4e11)
+    timed: list[Split] = []
+    failed: list[Split] = []
+
+    def proven(*failing: int) -> Plan:
+        crew = OneTooMany(*failing)
+        return proven_plan(
+            config, corpus, site, crew, count=4, on_timed=timed.append, on_failed=lambda split, _: failed.append(split)
+        )[0]
+
+    proven()
+    counts = sorted({split.workers for split in timed})
+    assert len(counts) > 1 and not failed
+    timed.clear()
+    plan = proven(*counts[1:])
+    assert plan.world_size == counts[0] and {split.workers for split in timed} == {counts[0]} and failed
+    with pytest.raises(RunFailed, match="killed by SIGKILL"):
+        proven(*counts)
 
 
 def test_a_few_pages_of_memory_more_are_the_same_machine(tmp_path: Path) -> None:
