@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -57,7 +57,7 @@ def table(line: Mapping[str, Any]) -> str:
     rows = ["| order | hosts | seconds a step | forecast |", "| --- | --- | --- | --- |"]
     for name, found in line["orders"].items():
         steps = ", ".join(f"{mean(turn['seconds']):.3g}" for turn in found["turns"])
-        rows.append(f"| {name} | {' '.join(map(str, found['hosts']))} | {steps} | {found['forecast_s']:.3g} |")
+        rows.append(f"| {name} | {', '.join(found['hosts'])} | {steps} | {found['forecast_s']:.3g} |")
     return "\n".join(rows)
 
 
@@ -87,8 +87,8 @@ def _turn(lab: Lab, runner: JoinedRunner, name: str, layout: Mapping[str, Any]) 
     if not turn.seconds:
         raise RunFailed(f"the run did not end: {turn.sentence}")
     plan = read_plan(run / "plan.json")
-    hosts: Sequence[int] = plan.seats or range(len(lab.hosts))
-    return turn, {"hosts": list(hosts), "forecast_s": plan.forecast.step_s if plan.forecast else 0.0}
+    hosts = [share.name for share in plan.hosts]  # of one name, so that a number tells who came from where
+    return turn, {"hosts": hosts, "forecast_s": plan.forecast.step_s if plan.forecast else 0.0}
 
 
 if __name__ == "__main__":
