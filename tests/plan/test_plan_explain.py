@@ -16,6 +16,7 @@ from rich.console import Console
 
 from plait.cluster.cluster import read_cluster
 from plait.errors import PlaitError
+from plait.plan.calibrate import UNTAUGHT, Calibration
 from plait.plan.explain import in_short, plan_json, runners_up
 from plait.plan.kinds import kinds
 from plait.plan.listing import Pins
@@ -134,6 +135,16 @@ def test_pinned_degrees_are_obeyed_and_their_price_is_told(tmp_path: Path) -> No
     values = plan_json(one.found, one.sections, 3)
     assert values["layout"] == {"pipeline": 1, "replicate": 1, "shard": 1, "context": 1, "tensor": 8}
     assert "as [layout] of the recipe says, though" in values["why"][0] and "plait would choose" in values["why"][0]
+
+
+def test_what_runs_here_taught_is_in_the_plan_and_said(tmp_path: Path) -> None:
+    config = recipe(tmp_path, "350M", 1024, 256, "1B tokens", "layout.replicate=8")
+    cluster, taught = read_cluster("8x4090"), Calibration(ground="here", compute=1.5, messages=1.5, runs=3)
+    plain, learnt = (answer(config, cluster, top=0, learnt=one) for one in (UNTAUGHT, taught))
+    spent = [float(one.found.step_s[one.found.chosen]) for one in (plain, learnt)]
+    assert 1.2 < spent[1] / spent[0] <= 1.5
+    said = "longer than the formulas say: the last 3 runs here taught it"
+    assert said in answer_text(learnt) and said not in answer_text(plain)
 
 
 def test_a_layout_for_which_memory_is_short_is_explained_although_nothing_fits_freely(tmp_path: Path) -> None:
