@@ -86,6 +86,7 @@ def test_any_layout_goes_on_with_any_other_s_run(place: Place, names: tuple[str,
     assert all(abs(found[step] - loss) < 1e-4 for step, loss in reference.items())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_any_layout_is_whole_and_speaks(place: Place) -> None:
     run = place.train("speaks", *asked(("pipeline=2", "tensor=2")))
     assert run.code == 0

@@ -50,7 +50,13 @@ def test_every_mutant_has_its_layout() -> None:
     assert {path.stem for path in MUTANTS.glob("*.patch")} == set(SHOWN_BY)
 
 
-@pytest.mark.parametrize("name", SHOWN_BY)
+USUAL = ("mean-of-each-rank", "pipeline-not-divided", "norm-counts-copies", "everybody-counts-alike")
+"""A mutant of each kind: what a step is divided by, a pipeline, the norm, shares; the others take their time."""
+
+
+@pytest.mark.parametrize(
+    "name", [*USUAL, *(pytest.param(one, marks=pytest.mark.slow) for one in SHOWN_BY if one not in USUAL)]
+)
 def test_a_mutant_is_caught(name: str, tmp_path: Path) -> None:
     code, told = verify_from(mutated_copy(MUTANTS / f"{name}.patch", tmp_path), SHOWN_BY[name])
     assert code == 1 and told is not None, "it did not come to a verdict"
