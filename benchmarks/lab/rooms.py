@@ -1,8 +1,8 @@
 """`python -m benchmarks.lab.rooms --json OUT`: hosts in two rooms with a narrow road between them.
 
-Four equal hosts join one after the other; the first and the third are in one room, the second and the fourth in
-another. The order in which plait puts them is held against the one in which they came, in turns; shares that a person
-names, equal ones here, are for hosts as they came.
+Of four equal hosts, numbered by their addresses, the first and the third are in one room, the second and the fourth in
+another. The order in which plait puts them is held against that of their addresses, in turns; shares that a person
+names, equal ones here, are for hosts as they are numbered.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CASE = Case(
 ROAD = 50e6
 """Bits a second between the rooms."""
 LAYOUT = {"pipeline": 2, "replicate": 2}
-ORDERS: Mapping[str, Mapping[str, Any]] = {"plait's": {}, "as they came": {"shares": [8, 8]}}
+ORDERS: Mapping[str, Mapping[str, Any]] = {"plait's": {}, "by address": {"shares": [8, 8]}}
 STEPS, ROUNDS = 5, 2
 
 

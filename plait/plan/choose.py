@@ -137,14 +137,14 @@ def _balance(config: RunConfig, grounds: Grounds, split: Split, why: list[str]) 
     """Steps between changes of the shares while the run goes on, 0 for never."""
     here = grounds.machine
     every = balance_every_steps(config, "unequal" if grounds.several or split.shares or here.unlike else "alike")
+    unequal = f"beside {here.name} it has {', '.join(here.unlike)}" if here.unlike else "they are not equal"
+    reason = "machines of a run over several hosts may slow down" if grounds.several else unequal
     if every and config.balance.every == "auto" and split.layout.batch_parts > 1:
-        unequal = f"beside {here.name} it has {', '.join(here.unlike)}" if here.unlike else "they are not equal"
-        reason = "machines of a run over several hosts may slow down" if grounds.several else unequal
         why.append(f"shares of the batch may change every {every} steps: {reason} (balance.every)")
     elif every and config.balance.every == "auto" and split.layout.pipeline > 1 and split.layout.virtual_stages == 1:
         why.append(
-            f"layers may move between stages every {every} steps: machines of a run over several hosts may slow down, "
-            "or be faster than they were while they were measured (balance.every)"
+            f"layers may move between stages every {every} steps: {reason}, or be faster than they were while "
+            "they were measured (balance.every)"
         )
     return every
 
