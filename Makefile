@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install train test test-all test-gpu check bench bench-strands bench-gpu lab clean
+.PHONY: install train test test-commands test-pieces test-all test-gpu check bench bench-strands bench-gpu lab clean
 
 install: $(VENV)/.plait  ## plait in .venv, and no more
 
@@ -17,12 +17,25 @@ train: $(VENV)/.plait  ## learn Shakespeare on this machine, then write a little
 	@echo
 	$(BIN)/plait sample shakespeare --prompt "KING HENRY." --tokens 160
 
+# Two parts run side by side: most of the first is waiting for commands to start. Each tells its results when it is done.
+PARTS := $(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) test-commands test-pieces
+COMMANDS := tests/end_to_end tests/launch tests/data
+MARKED := not slow and not gpu
+
 test: $(VENV)/.dev  ## what CI runs
 	$(BIN)/python -m pytest tests/architecture
-	$(BIN)/python -m pytest tests -m "not slow and not gpu" --ignore tests/architecture
+	@echo "the other tests, in two parts: ten to fifteen minutes on two cores"
+	+@$(PARTS)
+
+test-commands:
+	$(BIN)/python -m pytest -m "$(MARKED)" $(COMMANDS)
+
+test-pieces:
+	$(BIN)/python -m pytest -m "$(MARKED)" tests --ignore tests/architecture $(COMMANDS:%=--ignore %)
 
 test-all: $(VENV)/.dev  ## the long suites as well
-	$(BIN)/python -m pytest tests -m "not gpu"
+	$(BIN)/python -m pytest tests/architecture
+	+@$(PARTS) MARKED="not gpu"
 
 test-gpu: $(VENV)/.dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest tests -m gpu
