@@ -9,11 +9,14 @@ Legend: b rows, m tokens of a chunk, t = 2m tokens of a row on one rank, k key/v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Pairs = Mapping[tuple[int, int], Tensor]
+"""By peer and chunk what belongs to its keys, and to its values."""
 
 
 class Exchange:
@@ -24,6 +27,12 @@ class Exchange:
         self.parts, self.index = dist.get_world_size(group), dist.get_rank(group)
         self.needed = 2 * self.parts - 1 - self.index
         """How many chunks, from the row's first on, this rank's rectangles can reach."""
+        peers = [peer for peer in range(self.parts) if peer != self.index]
+        # Note [who needs what]
+        self._from = [(peer, c) for peer in peers for c in _chunks_of(peer, self.parts) if c < self.needed]
+        self._for = [
+            (peer, c) for peer in peers for c in _chunks_of(self.index, self.parts) if c < 2 * self.parts - 1 - peer
+        ]
 
     def gather(self, k_btkd: Tensor, v_btkd: Tensor) -> Gathering:
         """Begin to send keys and values; the answer waits for those of the others."""
@@ -32,13 +41,11 @@ class Exchange:
         for kind, x in enumerate((k_btkd, v_btkd)):
             for half, chunk in zip(x.chunk(2, dim=1), _chunks_of(self.index, self.parts), strict=True):
                 chunks[kind, chunk].copy_(half)
-        operations = []
-        for peer in self._peers():
-            for chunk in self._chunks_for(peer):
-                operations += [self._operation(dist.isend, x, peer, chunk) for x in chunks[:, chunk]]
-            for chunk in self._chunks_from(peer):
-                operations += [self._operation(dist.irecv, x, peer, chunk) for x in chunks[:, chunk]]
-        return Gathering(chunks[:, : self.needed], chunks, dist.batch_isend_irecv(operations))
+        works = self._begin(
+            receives={(peer, chunk): chunks[:, chunk] for peer, chunk in self._from},
+            sends={(peer, chunk): chunks[:, chunk] for peer, chunk in self._for},
+        )
+        return Gathering(chunks[:, : self.needed], chunks, works)
 
     def add_home(self, grads: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
         """Add all ranks' gradients [2, b, needed × m, k, d] of keys and values to those [b, t, k, d] where they live.
@@ -46,33 +53,27 @@ class Exchange:
         Always in the order of the ranks, so that a repeated step gives the same bits. Blocks.
         """
         chunks = grads.unflatten(2, (self.needed, -1)).movedim(2, 1).contiguous()
-        arrived: dict[tuple[int, int], Tensor] = {(self.index, self.index): chunks[:, self.index]}
-        operations = []
-        for peer in self._peers():
-            for chunk in self._chunks_from(peer):
-                operations += [self._operation(dist.isend, x, peer, chunk) for x in chunks[:, chunk]]
-            for chunk in self._chunks_for(peer):
-                arrived[peer, chunk] = torch.empty_like(chunks[:, 0])
-                operations += [self._operation(dist.irecv, x, peer, chunk) for x in arrived[peer, chunk]]
-        for work in dist.batch_isend_irecv(operations):
+        arrived = {place: torch.empty_like(chunks[:, 0]) for place in self._for}
+        sends = {(peer, chunk): chunks[:, chunk] for peer, chunk in self._from}
+        works = self._begin(receives=arrived, sends=sends)
+        for work in works:
             work.wait()
+        arrived[self.index, self.index] = chunks[:, self.index]
         own = _chunks_of(self.index, self.parts)
         for (_, chunk), parts in sorted(arrived.items(), key=lambda item: item[0]):
             for home, part in zip((grad_k, grad_v), parts, strict=True):
                 home.chunk(2, dim=1)[own.index(chunk)].add_(part)
 
-    def _peers(self) -> Iterator[int]:
-        return (peer for peer in range(self.parts) if peer != self.index)
-
-    def _chunks_for(self, peer: int) -> list[int]:
-        """This rank's chunks that a peer needs: Note [who needs what]."""
-        return [chunk for chunk in _chunks_of(self.index, self.parts) if chunk < 2 * self.parts - 1 - peer]
-
-    def _chunks_from(self, peer: int) -> list[int]:
-        return [chunk for chunk in _chunks_of(peer, self.parts) if chunk < self.needed]
-
-    def _operation(self, kind: object, tensor: Tensor, peer: int, chunk: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, group=self.group, group_peer=peer, tag=chunk)  # type: ignore[arg-type]
+    def _begin(self, *, receives: Pairs, sends: Pairs) -> list[dist.Work]:
+        """All receives before the first send: Note [room first] in collectives.py."""
+        return dist.batch_isend_irecv(
+            [
+                dist.P2POp(kind, x, group=self.group, group_peer=peer, tag=chunk)  # type: ignore[arg-type]
+                for kind, pairs in ((dist.irecv, receives), (dist.isend, sends))
+                for (peer, chunk), pair in pairs.items()
+                for x in pair
+            ]
+        )
 
 
 class Gathering:

@@ -23,8 +23,8 @@ OPERATIONS: Mapping[str, tuple[Message, ...]] = {
     "scatter": ("reduce_scatter",),
     "swap": ("swap_parts",),
     "spread": ("spread_own",),
-    "stream": ("reduce_scatter", "all_gather"),
-    "keys": ("send",),
+    "stream": ("swap_parts", "spread_own"),
+    "keys": ("spread_own",),
 }
 """What each kind of collective is made of."""
 
@@ -79,11 +79,7 @@ class Clocked:
         return spent
 
     def _once(self, operation: Message, message: Reals, ranks: int, scope: Scope) -> Reals:
-        if operation == "send" and ranks > 1:  # its part of the whole from each of the others
-            once = (ranks - 1) * learnt.collective_s(self.measured, "send", message / ranks, 2, scope)
-        else:
-            once = learnt.collective_s(self.measured, operation, message, ranks, scope)
-        return once / self.wider[scope]
+        return learnt.collective_s(self.measured, operation, message, ranks, scope) / self.wider[scope]
 
 
 def clocked_links(measured: Measured, rates: Mapping[Scope, float]) -> Clocked:
