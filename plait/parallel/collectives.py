@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,7 +19,8 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 
 # Note [room first]: gloo sends only once the other side has said that it has room, and that word queues behind whatever
-# travels its way. Where several messages follow each other, the receives of all of them begin before the first send.
+# travels its way. Where several messages follow each other, the receives of all of them begin before the first send;
+# gloo's own all-gather and all-to-all often send in one direction after the other.
 
 
 def swap_parts(whole: Tensor, received: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
@@ -57,6 +59,21 @@ def send_own(whole: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Wor
     """The sends of spread_own."""
     own = _parts(whole, group)[dist.get_rank(group)]
     return [_work(dist.isend(own, group=group, group_dst=rank, tag=tag)) for rank in _others(group)]
+
+
+def sum_parts(own: Tensor, whole: Tensor, group: dist.ProcessGroup, tag: int) -> None:
+    """Write the sum of everybody's parts of this rank to `own`, added up in the order of the ranks. Blocks.
+
+    Where gloo stands for reduce_scatter(own, whole), which sums all parts on all ranks.
+    """
+    parts, index = _parts(whole, group), dist.get_rank(group)
+    received = torch.empty_like(parts[1:])
+    for work in swap_parts(whole, received, group, tag):
+        work.wait()
+    first, second, *others = *received[:index], parts[index], *received[index:]
+    flat = torch.add(first, second, out=own.view(-1))
+    for other in others:
+        flat += other
 
 
 def _parts(whole: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from plait.model.gpt import GPT
 from plait.parallel.buckets import BUCKET_BYTES, Shared, whole_units
 from plait.parallel.reduce import Groups, Reducer
+from plait.parallel.split_travel import SpreadWeights, SwapGradients
 from plait.parallel.travel import Transfer
 from plait.parallel.woven import Held, Woven
 from plait.plan.plan import Plan
@@ -37,6 +38,9 @@ def split_parameters(woven: Woven, mesh: DeviceMesh, plan: Plan) -> None:
             # Neither is recursive. Gradients are sums everywhere: Note [loss is a sum].
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if plan.device == "cpu":
+                module.set_custom_all_gather(SpreadWeights())  # pyright: ignore[reportArgumentType]
+                module.set_custom_reduce_scatter(SwapGradients())  # pyright: ignore[reportArgumentType]
 
 
 def _gather_ahead(chunk: GPT) -> None:

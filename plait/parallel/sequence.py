@@ -5,11 +5,7 @@ rows are gathered, after them the ranks' partial results are summed and each kee
 other's backward. Where the ranks do not divide the rows, the last ones hold rows of padding behind the end, whose
 gradients are zero.
 
-Note [from rank to rank]: gloo's reduce-scatter adds up all rows on all ranks and drops most, and its all-gather and
-all-to-all often send in one direction after the other, where the word that there is room waits behind data (Note [room
-first] in collectives.py). Over a cable, messages from rank to rank take half the time.
-
-Legend: p ranks, n all rows of the stream, m those of one rank, d numbers of a row.
+Legend: n all rows of the stream, m those of one rank, d numbers of a row.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from plait.parallel.collectives import all_gather, reduce_scatter, spread_own, swap_parts
+from plait.parallel.collectives import all_gather, reduce_scatter, spread_own, sum_parts
 
 SUM_TAG, GATHER_TAG = 0, 1
 """Of the messages from rank to rank. The ranks of `tensor` send each other nothing else with tags so low."""
@@ -89,7 +85,7 @@ class _Scatter(torch.autograd.Function):
 def _gathered(own_md: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
     parts = dist.get_world_size(group)
     every = own_md.new_empty((parts * len(own_md), *own_md.shape[1:]))
-    if every.device.type == "cpu":  # see Note [from rank to rank]
+    if every.device.type == "cpu":  # see Note [room first] in collectives.py
         every.chunk(parts)[dist.get_rank(group)].copy_(own_md)
         for work in spread_own(every, group, GATHER_TAG):
             work.wait()
@@ -101,24 +97,12 @@ def _gathered(own_md: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
 def _summed(partial_nd: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = dist.get_world_size(group)
     sent = _padded(partial_nd.contiguous(), parts)
-    if sent.device.type == "cpu":  # see Note [from rank to rank]
-        return _swapped_sum(sent.view(parts, -1, *sent.shape[1:]), group)
     own = sent.new_empty((len(sent) // parts, *sent.shape[1:]))
-    reduce_scatter(own, sent, group=group)
+    if sent.device.type == "cpu":  # see Note [room first] in collectives.py
+        sum_parts(own, sent, group, SUM_TAG)
+    else:
+        reduce_scatter(own, sent, group=group)
     return own
-
-
-def _swapped_sum(sent_pmd: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows, added up in the order of the ranks whoever it is."""
-    index = dist.get_rank(group)
-    received = torch.empty_like(sent_pmd[1:])
-    for work in swap_parts(sent_pmd, received, group, SUM_TAG):
-        work.wait()
-    first, second, *others = *received[:index], sent_pmd[index], *received[index:]
-    own_md = first + second
-    for other in others:
-        own_md += other
-    return own_md
 
 
 def _padded(rows_nd: Tensor, parts: int) -> Tensor:

@@ -19,10 +19,8 @@ Ranks = tuple[Reals, Reals]
 """Of groups the number of ranks, and how far apart they are numbered."""
 OPERATIONS: Mapping[str, tuple[Message, ...]] = {
     "reduce": ("all_reduce",),
-    "gather": ("all_gather",),
-    "scatter": ("reduce_scatter",),
-    "swap": ("swap_parts",),
-    "spread": ("spread_own",),
+    "gather": ("spread_own",),
+    "scatter": ("swap_parts",),
     "stream": ("swap_parts", "spread_own"),
     "keys": ("spread_own",),
 }

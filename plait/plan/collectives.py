@@ -12,9 +12,9 @@ from plait.cluster.cluster import Cluster
 from plait.plan.candidates import Reals
 from plait.plan.clocked import Clocked, clocked_links
 
-Collective = Literal["reduce", "stream", "gather", "scatter", "swap", "spread", "keys"]
+Collective = Literal["reduce", "stream", "gather", "scatter", "keys"]
 """Sum to everyone, also as the two halves that sequence parallelism makes of it; gather and scatter, which are one half
-of it each, by the library or from rank to rank; the exchange of keys between parts of a sequence."""
+of it each; the exchange of keys between parts of a sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,15 +29,11 @@ def shared_weights_s(
     apart = stride * c.context // (sharded // c.shard)  # of two ranks that share the shards of a weight
     fully = c.shard_what == SHARD_WHAT.index("parameters")
 
-    def moved(whole: Collective, ahead: Collective, number_bytes: int) -> Reals:
-        """Layer by layer by the library; else from rank to rank, once a step."""
-        by_layer, once = (
-            collective_s(scene.roads, kind, number_bytes * one, group, apart, pieces) for kind in (whole, ahead)
-        )
-        return np.where(fully, by_layer, once)
+    def moved(kind: Collective, number_bytes: int) -> Reals:
+        return collective_s(scene.roads, kind, number_bytes * one, group, apart, pieces)
 
-    gather = moved("gather", "spread", scene.workload.number_bytes)
-    scatter = moved("scatter", "swap", stack.gradient_sent_bytes)
+    gather = moved("gather", scene.workload.number_bytes)
+    scatter = moved("scatter", stack.gradient_sent_bytes)
     scatter = scatter * np.where(stack.sums_whole & (c.shard_what < SHARD_WHAT.index("gradients")), 2.0, 1.0)
     summed = _summed(scene, common / group, experts / group, pieces)
     window = stack.hides_parameters
