@@ -86,7 +86,7 @@ class _Walk:
         self.met: set[frozenset[tuple[tuple[Item, Piece], float]]] = set()
         self._stages = stages
         self._now: Moment = Counter()
-        self._grown: set[int] = set()
+        self._grown: set[tuple[int, Piece]] = set()
         self._closing = {action.stage: action for action in own if action.kind == "backward"}
         self._to_come = sum(self._is_received(action) for action in own)
         self._sent = 0
@@ -108,7 +108,6 @@ class _Walk:
         """The layers' way back, whole or, in a split backward pass, without the gradients of their weights."""
         now, stages, stage = self._now, self._stages, action.stage
         layers, split = stages.layers[stage], action.kind == "backward-input"
-        fresh = stage not in self._grown
         last = self._closing.get(stage) == action
         self._to_come -= self._is_received(action)
         if stage == stages.last:
@@ -119,26 +118,23 @@ class _Walk:
         now["activations", "layer"] -= layers
         now["activations", "turned"] += layers * split
         if not split:
-            self._grow("layer_gradients", layers, fresh=fresh, flat=stages.flat_layers and last)
+            self._grow("layer_gradients", stage, layers, flat=stages.flat_layers and last)
         # When the first of its layers is being left.
         left: Piece = "turned" if split else "layer"
         self._meet({("activations", "layer"): 1, ("activations", left): -split, ("buffers", "stream"): 1})
         if stage == 0:
             self._meet({("buffers", "stream"): 1, ("buffers", "table"): 1})
-        self._grow("table_gradients", stages.tables(stage), fresh=fresh, flat=stages.flat_tables and last)
+        self._grow("table_gradients", stage, stages.tables(stage), flat=stages.flat_tables and last)
         now["logits", "table"] -= stage == stages.last
         if stage > 0:
             self._send()
-        if not split:
-            self._grown.add(stage)
 
     def weights(self, action: Action) -> None:
         """The gradients of the weights that a split backward pass put off, product by product."""
         layers = self._stages.layers[action.stage]
-        self._grow("layer_gradients", layers, fresh=action.stage not in self._grown, flat=False)
+        self._grow("layer_gradients", action.stage, layers, flat=False)
         self._now["activations", "turned"] -= layers
         self._meet({("activations", "turned"): 1})
-        self._grown.add(action.stage)
 
     def _begin_of_way_back(self, kind: Literal["whole", "split"]) -> None:
         """Through the last of the layers: its feedforward's products are the widest of all that backward makes."""
@@ -146,8 +142,10 @@ class _Walk:
         if kind == "whole":
             self._meet({("buffers", "backward"): 1, ("buffers", "wide"): -1, ("buffers", "widest"): 1})
 
-    def _grow(self, piece: Piece, count: int, *, fresh: bool, flat: bool) -> None:
+    def _grow(self, piece: Piece, stage: int, count: int, *, flat: bool) -> None:
         """Gradients that were not there before; or, on the last way back, those that leave for their flat buckets."""
+        fresh = (stage, piece) not in self._grown
+        self._grown.add((stage, piece))
         self._now["gradients", piece] += (fresh - flat) * count
 
     def _is_received(self, action: Action) -> bool:

@@ -225,6 +225,13 @@ def test_shards_are_counted_as_they_lie():
     assert told["gathered"][0] == 0 < told["gathered"][1] < whole / 4
 
 
+def test_backward_passes_in_two_halves_make_a_tables_gradient_once():
+    rows = [{"pipeline": 4, "micro_sequences": 1, "schedule": way} for way in ("1f1b", "zero-bubble")]
+    work = replace(GPT_22B, precision="float32", tied=False)
+    whole, split = followed(work, Candidates.of(rows, dealing="balanced"), end="last")["gradients"]
+    assert split == whole
+
+
 def test_more_micro_batches_than_a_pipeline_holds_take_no_more():
     rows = [{"pipeline": 4, "micro_sequences": 1, "schedule": way} for way in ("1f1b", "interleaved", "zero-bubble")]
     work = replace(GPT_22B, precision="float32", tied=False)  # else more tokens touch more rows of the embedding
