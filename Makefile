@@ -27,10 +27,10 @@ test: $(VENV)/.dev  ## what CI runs
 	@echo "the other tests, in two parts: ten to fifteen minutes on two cores"
 	+@$(PARTS)
 
-test-commands:
+test-commands: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "$(MARKED)" $(COMMANDS)
 
-test-pieces:
+test-pieces: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "$(MARKED)" tests --ignore tests/architecture $(COMMANDS:%=--ignore %)
 
 test-all: $(VENV)/.dev  ## the long suites as well

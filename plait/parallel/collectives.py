@@ -17,6 +17,10 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """reduce_scatter(own, whole, group=…, async_op=…): this rank's part of the sum of everybody's whole."""
 
+SUM_TAG, SPREAD_TAG = 0, 1
+"""Of what the ranks of `tensor`, and those of `shard` for split parameters, send each other; nothing else that they do
+has tags so low."""
+
 
 # Note [room first]: gloo sends only once the other side has said that it has room, and that word queues behind whatever
 # travels its way. Where several messages follow each other, the receives of all of them begin before the first send;

@@ -19,10 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from plait.parallel.collectives import all_gather, reduce_scatter, spread_own, sum_parts
-
-SUM_TAG, GATHER_TAG = 0, 1
-"""Of the messages from rank to rank. The ranks of `tensor` send each other nothing else with tags so low."""
+from plait.parallel.collectives import SPREAD_TAG, SUM_TAG, all_gather, reduce_scatter, spread_own, sum_parts
 
 
 def stream_rows(rows: int, parts: int) -> int:
@@ -87,7 +84,7 @@ def _gathered(own_md: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
     every = own_md.new_empty((parts * len(own_md), *own_md.shape[1:]))
     if every.device.type == "cpu":  # see Note [room first] in collectives.py
         every.chunk(parts)[dist.get_rank(group)].copy_(own_md)
-        for work in spread_own(every, group, GATHER_TAG):
+        for work in spread_own(every, group, SPREAD_TAG):
             work.wait()
     else:
         all_gather(every, own_md.contiguous(), group=group)

@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.parallel.collectives import spread_own, sum_parts
+from plait.parallel.collectives import SPREAD_TAG, SUM_TAG, spread_own, sum_parts
 
-SUM_TAG, GATHER_TAG = 0, 1
-"""The ranks of `shard` send each other nothing else with tags so low."""
 NO_LIMIT = timedelta(0)
 """By torch's convention."""
 
@@ -48,7 +46,7 @@ class SpreadWeights(_InUsualMemory):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather in place: the input lies in the output."""
-        begun = Together(spread_own(output_tensor, group, GATHER_TAG))
+        begun = Together(spread_own(output_tensor, group, SPREAD_TAG))
         if not async_op:
             begun.wait()
         return begun if async_op else None
