@@ -10,6 +10,7 @@ from typing import Any
 
 from plait.errors import PlaitError
 from plait.launch.guard import die_with_parent
+from plait.launch.heap import keep_freed_memory
 from plait.launch.job import Message, RankContext
 from plait.launch.rank import StopFlag
 
@@ -31,6 +32,7 @@ def torchrun_context(on_message: Callable[[Message], None] | None = None) -> Ran
     stop.listen(signal.SIGINT, signal.SIGTERM)
     if sys.platform == "linux":
         die_with_parent(os.getppid())
+        keep_freed_memory()
 
     def channel(kind: str, values: Mapping[str, Any]) -> None:
         if rank == 0 and on_message is not None:

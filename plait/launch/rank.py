@@ -20,6 +20,7 @@ from plait.errors import RunFailed
 from plait.launch.channel import send_line
 from plait.launch.failure import AGAIN, Raised, raised
 from plait.launch.guard import die_with_parent
+from plait.launch.heap import keep_freed_memory
 from plait.launch.job import Job, RankContext
 
 
@@ -63,6 +64,7 @@ def live_as_rank(job: Job, place: Place, strangers: Iterable[socket.socket]) -> 
     code = 1
     try:
         die_with_parent(place.server_pid)
+        keep_freed_memory()
         for stranger in strangers:
             stranger.close()
         stop = StopFlag()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import threading
@@ -22,6 +23,18 @@ def hello(context: RankContext, argument: str) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
     more = ("OMP_DYNAMIC", "MKL_DYNAMIC", "GLOO_SOCKET_IFNAME", "PYTHONPATH")
     context.tell("hello", argument=argument, environment={name: os.environ.get(name) for name in names + more})
+
+
+def come_and_go(context: RankContext, argument: str) -> None:
+    """Make and drop as many bytes again and again, and tell how many pages the system had to find from then on."""
+    _introduce(context)
+    found = []
+    for _ in range(10):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        kept = [bytearray(4 << 20) for _ in range(int(argument) // (4 << 20))]
+        del kept
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    context.tell("pages", first=found[0], later=max(found[2:]))
 
 
 def talk(context: RankContext, argument: str) -> None:
@@ -144,9 +157,10 @@ def reduce_until_one_fails(context: RankContext, argument: str) -> None:
 def count_threads(context: RankContext, argument: str) -> None:
     import torch
 
-    matrix = torch.randn(800, 800, requires_grad=True)
+    # No product of matrices: for those MKL takes no more threads than cores on some processors.
+    numbers = torch.randn(3000, 3000, requires_grad=True)
     for _ in range(10):
-        (matrix @ matrix).sum().backward()
+        numbers.exp().sum().backward()
     context.tell("threads", claimed=torch.get_num_threads(), worked=_threads_that_worked(0.02))
 
 

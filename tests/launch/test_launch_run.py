@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import tempfile
@@ -39,6 +40,18 @@ def test_the_environment_that_was_set_is_kept(monkeypatch):
     run_job(job("hello", 1), on_message=record)
     environment = record.values("hello")[0]["environment"]
     assert (environment["GLOO_SOCKET_IFNAME"], environment["PYTHONPATH"]) == ("eth7", "/nowhere")
+
+
+def test_memory_that_a_step_freed_is_there_for_the_next(monkeypatch):
+    size = 64 << 20
+    pages = size // resource.getpagesize()
+    record = Record()
+    run_job(job("come_and_go", 1, argument=str(size)), on_message=record)
+    assert record.values("pages")[0]["later"] < pages / 10
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(1 << 20))
+    record = Record()
+    run_job(job("come_and_go", 1, argument=str(size)), on_message=record)
+    assert record.values("pages")[0]["later"] > pages / 2, "a user's own wish was not kept"
 
 
 def test_no_message_is_lost_or_reordered():
