@@ -138,12 +138,19 @@ def _layer_runs(scene: Scene, device: torch.device, dtype: torch.dtype, training
         with training.autocast():
             kept.append(layer(x_nd, rows))
 
-    forward()
+    def backward() -> None:
+        torch.autograd.grad(kept[0], wanted, grad_nd, retain_graph=True)
+
+    # All the memory that this takes, once before the clock runs: pages that the system has yet to find would double
+    # the time of a large micro-batch, and a step finds those of the step before it.
+    for _ in range(LAYERS_KEPT[device.type] + 1):
+        forward()
     wanted = [x_nd, *layer.parameters()]
     grad_nd = noise(tuple(kept[0].shape), device, kept[0].dtype)
+    backward()
     return {
         ("layer", sizes): forward,
-        ("layer_backward", sizes): lambda: torch.autograd.grad(kept[0], wanted, grad_nd, retain_graph=True),
+        ("layer_backward", sizes): backward,
         **attention_runs(attention_sizes(scene), device, dtype),
     }
 
