@@ -23,6 +23,7 @@ from plait.cluster.probe_pieces import (
     noise,
     product_keys,
     product_runs,
+    touch_memory,
 )
 from plait.cluster.probe_request import Request, Scene, layer_products
 from plait.cluster.probe_timing import Figure, figure
@@ -35,6 +36,8 @@ HEAD_FLOPS: Mapping[str, float] = {"cpu": 1.6e10, "cuda": 4e13}
 HEAD_TOKENS = 256
 """A head is measured with so many FLOPs, in whole pieces of so many tokens; further tokens cost the same."""
 LAYERS_KEPT: Mapping[str, int] = {"cpu": 4, "cuda": 1}
+MORE_LAYERS = 3
+"""What a backward pass holds for a while beside them takes no more."""
 LEAST_REST = 0.02
 
 
@@ -61,7 +64,10 @@ def arithmetic_runs(request: Request, device: torch.device, training: Training) 
     for length, heads, head_width in request.attentions:
         sequences = max(1, ATTENTION_TOKENS[device.type] // length)
         runs |= attention_runs((sequences, length, heads, heads, head_width), device, dtype)
-    return runs | memory_runs(device, dtype) | _update_runs(request, device, training)
+    runs |= memory_runs(device, dtype) | _update_runs(request, device, training)
+    if device.type == "cpu":
+        touch_memory((LAYERS_KEPT["cpu"] + MORE_LAYERS) * sum(map(_layer_bytes, request.scenes)))
+    return runs
 
 
 def few_runs(runs: Runs, scene: Scene) -> Runs:
@@ -117,6 +123,11 @@ def _layer_sizes(scene: Scene) -> tuple[int, ...]:
     return scene.tokens, scene.shape.width, scene.shape.ffn
 
 
+def _layer_bytes(scene: Scene) -> int:
+    """About what a layer keeps for its backward pass, in float32."""
+    return 4 * scene.tokens * (12 * scene.shape.width + 4 * scene.shape.ffn)
+
+
 def _layer_runs(scene: Scene, device: torch.device, dtype: torch.dtype, training: Training) -> Runs:
     shape, sizes = scene.shape, _layer_sizes(scene)
     layer = _small_weights(Layer(shape, 0).to(device))
@@ -141,13 +152,9 @@ def _layer_runs(scene: Scene, device: torch.device, dtype: torch.dtype, training
     def backward() -> None:
         torch.autograd.grad(kept[0], wanted, grad_nd, retain_graph=True)
 
-    # All the memory that this takes, once before the clock runs: pages that the system has yet to find would double
-    # the time of a large micro-batch, and a step finds those of the step before it.
-    for _ in range(LAYERS_KEPT[device.type] + 1):
-        forward()
+    forward()
     wanted = [x_nd, *layer.parameters()]
     grad_nd = noise(tuple(kept[0].shape), device, kept[0].dtype)
-    backward()
     return {
         ("layer", sizes): forward,
         ("layer_backward", sizes): backward,

@@ -21,6 +21,8 @@ ATTENTION_TOKENS: Mapping[str, int] = {"cpu": 2048, "cuda": 16384}
 COPY_BYTES = (2**18, 2**26)
 """What a core's own cache holds, and what it does not."""
 
+TOUCHED_BYTES = 2**24
+"""Of a block; larger ones may be borrowed from the system each time."""
 
 Piece = Literal["layer", "layer_backward"]
 Key = tuple[Work | Piece, tuple[int, ...]]
@@ -88,6 +90,16 @@ def memory_runs(device: torch.device, dtype: torch.dtype) -> Runs:
     runs["accumulate", (total.numel(),)] = lambda: total.add_(more)
     runs["launch", ()] = lambda: one.add_(1)
     return runs
+
+
+def touch_memory(size: int) -> None:
+    """Have the process own so many bytes that are free: launch/heap.py keeps them.
+
+    Pages that the system has yet to find would double the time of a large micro-batch, and training's steps find those
+    of the step before.
+    """
+    blocks = [torch.zeros(TOUCHED_BYTES // 4).add_(1) for _ in range(-(-size // TOUCHED_BYTES))]
+    del blocks
 
 
 def _backward(result: Tensor, wanted: list[Tensor]) -> Callable[[], object]:
