@@ -28,9 +28,9 @@ HELD_BACK, HELD_BACK_AGAIN = 1.18, 1.33
 """What the C library's heap takes for all tensors together: it fills gaps late and gives little back; the more so where
 tensors that stay come between those of one micro-batch, or of one layer computed again, and the next (readings of runs
 of 1, 11 and 50 million parameters with glibc, on one host and on two)."""
-GAPS = 4
+GAPS = 2
 """Of all rows of the stream, in each layer: what `tensor` sends and receives twice lies between tensors that stay, so
-that its room is not found again (read as 3 to 5)."""
+that its room is not found again (read as 1 to 3, with memory that is kept: launch/heap.py)."""
 End = Literal["first", "last", "fuller"]
 ITEMS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "fixed")
 
