@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,6 +29,9 @@ from plait.train.persist import restore, save
 from plait.train.state import TrainState
 from plait.train.worker import joined
 
+GATHERS = ("all_gather_into_tensor", "all_gather_single")
+SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single")
+"""By torch's old names and its new ones."""
 SMALL_BUCKET_BYTES = 3000
 """Of 8-byte numbers: several buckets in a tiny model, which end inside of rows."""
 
@@ -56,6 +61,23 @@ def look_ahead(context: RankContext, argument: str) -> None:
             layer.feedforward.register_full_backward_pre_hook(lambda *_: note("backward"))
         assembly.step(TrainState())
     Path(case["folder"], f"{case['name']}-{context.rank}.json").write_text(json.dumps(noted))
+
+
+def listen(context: RankContext, argument: str) -> None:
+    """Take a step, and note in which order messages between ranks, and collectives that could stand for them, begin."""
+    case = json.loads(argument)
+    noted: list[str] = []
+    with joined(context, plan_of(case)), assembled(case) as assembly, pytest.MonkeyPatch.context() as patch:
+        for name in ("isend", "irecv", "all_gather", *GATHERS, "reduce_scatter", *SCATTERS):
+            if hasattr(dist, name):
+                patch.setattr(dist, name, partial(_noting, noted, name, getattr(dist, name)))
+        assembly.step(TrainState())
+    Path(case["folder"], f"{case['name']}-{context.rank}.json").write_text(json.dumps(noted))
+
+
+def _noting(noted: list[str], name: str, begin: Callable[..., Any], *tensors: Any, **more: Any) -> Any:
+    noted.append(name)
+    return begin(*tensors, **more)
 
 
 def under_way(layer: Any) -> bool:

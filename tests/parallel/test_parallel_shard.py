@@ -100,6 +100,16 @@ def test_the_next_layer_s_weights_travel_under_a_layer_s_arithmetic(launch: Laun
         assert noted == {"forward": [[1], [2], [3], []], "backward": [[2], [1], [0], []]}
 
 
+def test_split_parameters_travel_from_rank_to_rank_and_find_room(launch: Launch, folders) -> None:
+    case = {"folder": str(folders["tied"]), "name": "heard", "layout": {"shard": 3, "shard_what": "parameters"}}
+    launch("listen", {**case, "plan": {"micro_sequences": 7}}, 3)
+    for rank in range(3):
+        noted = json.loads((folders["tied"] / f"heard-{rank}.json").read_text())
+        assert noted, "nothing travelled"
+        bursts = [noted[at : at + 4] for at in range(0, len(noted), 4)]
+        assert all(burst == ["irecv", "irecv", "isend", "isend"] for burst in bursts), bursts
+
+
 def check(case: Case, number: int, world_size: int, wanted: dict[str, Tensor]) -> None:
     """Each rank's scalars and all that it holds, and that each number has one owner, who agrees with its copies."""
     owned: dict[str, int] = defaultdict(int)
