@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from plait.cluster.probe_arithmetic import arithmetic_runs
 from plait.cluster.probe_links import DeadLink, time_pair
+from plait.cluster.probe_request import Request
 from plait.cluster.probe_timing import Alone, Bench, DeviceClock
 from plait.launch.job import RankContext
 from plait.parallel.mesh import open_store
 from plait.run import probe_rank
+from plait.run.probe_training import training_for
 
 
 def silent_peer(context: RankContext, argument: str) -> None:
@@ -29,6 +33,20 @@ def silent_peer(context: RankContext, argument: str) -> None:
     except DeadLink:
         context.tell("dead", name=socket.gethostname())
     store.set("told", json.dumps(True))
+
+
+def count_pages(context: RankContext, argument: str) -> None:
+    """Run all that a request names in rounds, and tell how many pages the system had to find for its layers."""
+    request, device = Request.from_json(argument), torch.device("cpu")
+    runs = arithmetic_runs(request, device, training_for(request))
+    found = {"layer": 0, "layer_backward": 0}
+    for _ in range(3):
+        for (work, _sizes), run in runs.items():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            run()
+            if work in found:
+                found[work] += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    context.tell("pages", **found)
 
 
 def on_two_hosts(context: RankContext, argument: str) -> None:

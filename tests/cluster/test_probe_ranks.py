@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -53,6 +54,17 @@ def told(server: ForkServer) -> dict[str, Any]:
     server.run(job, on_message=messages.append)
     (message,) = messages
     return dict(message.values)
+
+
+def test_a_layers_time_holds_no_finding_of_pages(server: ForkServer) -> None:
+    shape = explicit_shape(layers=2, width=128, vocabulary=256, sequence=256)
+    request = request_of(shape, sequence=256, sequences=16, device="cpu", precision="float32", threads=1)
+    messages: list[Message] = []
+    job = Job(entry="tests.cluster.probe_entries:count_pages", argument=request.to_json(), world_size=1, threads=1)
+    server.run(job, on_message=messages.append)
+    layer_bytes = 4 * 4096 * 12 * 128  # at the least, of the largest scene alone
+    for found in messages[0].values.values():
+        assert found < layer_bytes / resource.getpagesize() / 10
 
 
 def test_two_ranks_measure_every_kind_of_work_and_message(told: dict[str, Any]) -> None:
