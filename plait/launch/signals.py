@@ -53,14 +53,15 @@ def _posted(descriptor: int) -> Iterator[None]:
         yield
         return
     heeded = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, _nothing_more) for number in heeded}
+    # At no moment does a signal find the handler that does nothing without the descriptor that tells of it.
     outer = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, _nothing_more) for number in heeded}
     try:
         yield
     finally:
-        signal.set_wakeup_fd(outer)
         for number, previous in before.items():
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        signal.set_wakeup_fd(outer)
 
 
 def _nothing_more(number: int, frame: FrameType | None) -> None:
