@@ -38,6 +38,8 @@ HEAD_TOKENS = 256
 LAYERS_KEPT: Mapping[str, int] = {"cpu": 4, "cuda": 1}
 MORE_LAYERS = 3
 """What a backward pass holds for a while beside them takes no more."""
+TOUCHED_AT_MOST = 2**30
+"""Bytes: of layers that take more, the arithmetic takes so long that pages hardly show."""
 LEAST_REST = 0.02
 
 
@@ -66,7 +68,8 @@ def arithmetic_runs(request: Request, device: torch.device, training: Training) 
         runs |= attention_runs((sequences, length, heads, heads, head_width), device, dtype)
     runs |= memory_runs(device, dtype) | _update_runs(request, device, training)
     if device.type == "cpu":
-        touch_memory((LAYERS_KEPT["cpu"] + MORE_LAYERS) * sum(map(_layer_bytes, request.scenes)))
+        wanted = (LAYERS_KEPT["cpu"] + MORE_LAYERS) * sum(map(_layer_bytes, request.scenes))
+        touch_memory(min(wanted, TOUCHED_AT_MOST))
     return runs
 
 
