@@ -21,7 +21,7 @@ from plait.errors import PlaitError
 
 LISTENS_WITHIN_S = 90.0
 QUIET_LOOK_S, QUIET_WITHIN_S = 2.0, 40.0
-LIMIT_S = 1200.0
+LIMIT_S = 2400.0
 """Of a whole turn, whatever it does."""
 
 

@@ -50,8 +50,8 @@ DEEP = {"layers": 22, "width": 128, "heads": 4, "vocabulary": 1024}
 TWO, FOUR = (1.0, 0.4), (0.5, 0.5, 0.25, 0.125)
 SEQUENCES = {len(TWO): 64, len(FOUR): 128}
 """Of a step, by hosts, where the batch is what is split."""
-PIPED_SEQUENCES, MICROS = 128, 32
-"""Of a pipeline's step, and its micro-batches."""
+PIPED_SEQUENCES, MICROS_A_HOST = 256, 16
+"""Of a pipeline's step, and its micro-batches for each stage: filling and emptying it costs two and four hosts alike."""
 Section = Mapping[str, Any]
 
 
@@ -92,7 +92,7 @@ def trials() -> list[Trial]:
                 layout = {strand.split()[0]: len(cores), **more}
                 baselines = ("ddp", "hf-trainer") if beside else ()
                 found.append(replace(trial, name=f"{place}, {strand}", layout=layout, baselines=baselines))
-            layout = {"pipeline": len(cores), "micro_sequences": PIPED_SEQUENCES // MICROS}
+            layout = {"pipeline": len(cores), "micro_sequences": PIPED_SEQUENCES // (MICROS_A_HOST * len(cores))}
             deep = replace(trial, name=f"{place}, pipeline", layout=layout, shape=DEEP)
             found.append(replace(deep, batch_sequences=PIPED_SEQUENCES))
     return found
