@@ -56,7 +56,7 @@ bench-gpu: $(VENV)/.bench  ## speed on one NVIDIA GPU
 
 LAB_OUT ?= benchmarks/results/lab.jsonl
 
-lab: $(VENV)/.bench  ## every layout on real links between hosts made on this machine, two to three hours; needs root
+lab: $(VENV)/.bench  ## every layout on real links between hosts made on this machine, about two hours; needs root
 	$(BIN)/python -m benchmarks.lab --json $(LAB_OUT)
 
 clean:  ## forget the environment, keep the runs
