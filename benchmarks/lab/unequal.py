@@ -51,7 +51,7 @@ TWO, FOUR = (1.0, 0.4), (0.5, 0.5, 0.25, 0.125)
 SEQUENCES = {len(TWO): 64, len(FOUR): 128}
 """Of a step, by hosts, where the batch is what is split."""
 PIPED_SEQUENCES, MICROS_A_HOST = 256, 16
-"""Of a pipeline's step, and its micro-batches for each stage: filling and emptying it costs two and four hosts alike."""
+"""Of a pipeline's step, and its micro-batches for each stage: so filling and emptying it costs two and four alike."""
 Section = Mapping[str, Any]
 
 
