@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
@@ -25,8 +25,12 @@ LIMIT_S = 2400.0
 """Of a whole turn, whatever it does."""
 
 
-def take_turn(lab: Lab, party: Party, cutting: Cutting, logs: Path) -> Turn:
-    """Start the party, follow it until it told enough, and leave nobody running."""
+def take_turn(lab: Lab, party: Party, cutting: Cutting, logs: Path, warmed_up: Callable[[], int] | None = None) -> Turn:
+    """Start the party, follow it until it told enough, and leave nobody running.
+
+    `warmed_up` tells at the end after how many steps those begin that count, where fewer than the cutting waited for
+    would have done.
+    """
     logs.mkdir(parents=True, exist_ok=True)
     _await_quiet(lab)
     startup = Startup(lab, party, logs / "host0.log")
@@ -40,6 +44,8 @@ def take_turn(lab: Lab, party: Party, cutting: Cutting, logs: Path) -> Turn:
     finally:
         lab.end_commands()
         startup.end()
+    if warmed_up is not None:
+        cutting = replace(cutting, warm_up=min(cutting.warm_up, warmed_up()))
     return Turn(
         seconds=cutting.kept(
             follower.seconds, ended, follower.waiting_s, follower.others, allowed_s=follower.allowed_s

@@ -36,6 +36,7 @@ from plait.plan.plan import read_plan
 from plait.plan.shares import shares
 from plait.plan.stages import head_layers
 from plait.recipe.load import load_recipe
+from plait.report.shares_file import read_shares
 from plait.run.plan import Asked, asked_of
 
 WORK = Path(__file__).parents[2] / ".plait" / "unequal"
@@ -44,7 +45,8 @@ STEPS, BESIDE_STEPS = 6, 2
 """Of what is measured, and of what stands beside it."""
 BALANCE_EVERY, SETTLED = 7, 22
 """Steps between looks at plait's shares or stages, and those after which they have followed what the hosts really do: a
-probe lasts seconds, in which a processor of this machine may be a third slower or faster than it is for long."""
+probe lasts seconds, in which a processor of this machine may be a third slower or faster than it is for long. Where
+they changed last before that, or never, all steps since then count."""
 NARROW = {"layers": 6, "width": 192, "heads": 6, "vocabulary": 1024}
 DEEP = {"layers": 22, "width": 128, "heads": 4, "vocabulary": 1024}
 TWO, FOUR = (1.0, 0.4), (0.5, 0.5, 0.25, 0.125)
@@ -253,10 +255,16 @@ def _asked(trial: Trial) -> Asked:
 
 def _take(lab: Lab, party: Party, name: str, steps: int, warm_up: int = WARM_UP) -> Turn:
     cutting = Cutting(steps=steps, fastest_s=float("inf"), warm_up=warm_up)
-    turn = take_turn(lab, party, cutting, WORK / "logs" / name)
+    changes = WORK / "runs" / name / "shares.jsonl"
+    turn = take_turn(lab, party, cutting, WORK / "logs" / name, lambda: warmed_up(changes))
     if not turn.seconds:
         print(f"  {name:12} failed: {turn.sentence}", flush=True)
     return turn
+
+
+def warmed_up(changes: Path) -> int:
+    """Steps of a run before those that count: the first, and all up to the one that obeyed the last early change."""
+    return max([WARM_UP, *(line.step for line in read_shares(changes) if line.step <= SETTLED)])
 
 
 def speeds_at(turn: Turn, alone: Sequence[Sequence[Turn]], parts: Sequence[int]) -> list[float]:

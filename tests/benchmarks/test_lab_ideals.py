@@ -1,10 +1,13 @@
-"""Is the best split of a pipeline over unequal hosts really the best?"""
+"""Is the best split of a pipeline over unequal hosts really the best, and which steps are held against it?"""
 
 from __future__ import annotations
 
 import pytest
 
+from benchmarks.lab.cut import WARM_UP
 from benchmarks.lab.ideals import best_order, best_split
+from benchmarks.lab.unequal import SETTLED, warmed_up
+from plait.report.shares_file import SharesLine, append_shares
 
 
 def test_equal_hosts_split_evenly_and_lose_the_bubble():
@@ -32,3 +35,11 @@ def test_the_best_order_is_found_behind_the_first_host():
     tokens_per_s, split, order = best_order(speeds, **asked)
     assert order == (0, 2, 1) and len(split) == 3 and sum(split) == 10
     assert tokens_per_s == best_split([100.0, 25.0, 100.0], **asked)[0] > best_split(speeds, **asked)[0]
+
+
+def test_all_steps_count_since_shares_changed_last_before_they_should_have_settled(tmp_path):
+    changes = tmp_path / "shares.jsonl"
+    assert warmed_up(changes) == WARM_UP, "nothing changed"
+    for step, counted_after in ((8, 8), (15, 15), (SETTLED, SETTLED), (SETTLED + 7, SETTLED)):
+        append_shares(changes, SharesLine(step=step, shares=(3, 1), reason="", speeds=(3.0, 1.0)))
+        assert warmed_up(changes) == counted_after
