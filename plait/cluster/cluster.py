@@ -29,6 +29,9 @@ from plait.cluster.short import read_short
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 
+PRODUCTS_REACH = 0.9
+"""Of the rate of the products that were measured, what others reach on a processor (readings: plan/kernels.py)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Island:
@@ -233,8 +236,8 @@ def _processor(machine: Machine, flops: float | None) -> Device:
     )
     rate = flops or typical.flops("float32") * machine.cores / (typical.units or 1)
     source = f"{'measured' if flops else 'arithmetic of a typical processor'}; memory speed of a {typical.name}"
-    rates = dict.fromkeys(typical.peak_flops, rate)
-    return replace(typical, peak_flops=rates, units=machine.cores, watts=None, source=source)
+    rates, reached = dict.fromkeys(typical.peak_flops, rate), PRODUCTS_REACH if flops else None
+    return replace(typical, peak_flops=rates, achievable=reached, units=machine.cores, watts=None, source=source)
 
 
 def _sum_of(parts: list[tuple[int, float | None]]) -> float | None:

@@ -6,6 +6,11 @@ Note [two kinds of items]
   optimizer, go with computing. A clock cannot tell a rank's computing from what it waits for within its group; where
   that is much, a run teaches nothing. A lesson is measured / foretold *before* any factor, so that lessons of several
   runs agree however many were known when each was planned.
+
+Note [steps that were timed before the run]
+  Formulas may be far off on a processor that nobody held them against, and a layout whose real steps were timed a
+  moment ago has no need of them: all items are scaled to what those took. Where a probe's times are the basis they
+  stay: it timed computing and messages one by one, and a whole step does not tell which of them is off.
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Literal
+
+from plait.units import format_duration
 
 Basis = Literal["clock", "formulas"]
 """What a forecast comes from: a probe's times, or the formulas and a catalogue."""
@@ -38,6 +45,9 @@ TELLING = 0.05
 BLURRING = 0.25
 """Share of a step that messages within a group may take, which are taken as foretold."""
 WORTH_A_WORD = 0.01
+TIMED_ERROR = 0.10
+"""How far a run's steps may be from those that were timed before it on the same machine, at the most: those of a
+processor that others share were 3 to 8 % off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +91,8 @@ class Calibration:
     messages: float = 1.0
     runs: int = 0
     """How many taught it."""
+    timed: float = 1.0
+    """What steps took that were timed before the run, over what basis and runs say; 1 where none were."""
 
     def of_messages(self, item: str) -> float:
         """The factor of one of timing.py's items; computing has its own in already, from arithmetic.py."""
@@ -114,12 +126,12 @@ def step_items(seconds: Mapping[str, float]) -> StepItems:
 
 def taught(items: StepItems, calibration: Calibration) -> StepItems:
     """The items with what was learnt in them."""
-    return _times(items, calibration.compute, calibration.messages)
+    return _times(items, calibration.compute * calibration.timed, calibration.messages * calibration.timed)
 
 
 def untaught(items: StepItems, calibration: Calibration) -> StepItems:
     """The items without what was learnt."""
-    return _times(items, 1 / calibration.compute, 1 / calibration.messages)
+    return _times(items, 1 / (calibration.compute * calibration.timed), 1 / (calibration.messages * calibration.timed))
 
 
 def _times(items: StepItems, compute: float, messages: float) -> StepItems:
@@ -197,14 +209,21 @@ def lesson_words(lesson: Lesson, basis: Basis) -> str:
 
 
 def taught_words(calibration: Calibration, items: StepItems | None, basis: Basis) -> str | None:
-    """How far a forecast of such items was moved by what runs taught, as a reason; None where that is no news."""
-    if items is None or not calibration.runs:
+    """How far a forecast of such items was moved by steps that were timed, or by what runs taught, as a reason.
+
+    None where that is no news.
+    """
+    if items is None:
         return None
+    runs = f"the last {calibration.runs} runs" if calibration.runs > 1 else "the last run"
+    if abs(calibration.timed - 1) >= WORTH_A_WORD:
+        told = f"the formulas and {runs} here said" if calibration.runs else "the formulas said"
+        without = format_duration(items.step_s / calibration.timed)
+        return f"so long took the steps that were timed here when this was planned; {told} {without}"
     moved = items.step_s / untaught(items, calibration).step_s - 1
-    if abs(moved) < WORTH_A_WORD:
+    if not calibration.runs or abs(moved) < WORTH_A_WORD:
         return None
     told = "the probe's times say" if basis == "clock" else "the formulas say"
-    runs = f"the last {calibration.runs} runs" if calibration.runs > 1 else "the last run"
     half = ", and half of what it said is taken until there are more" if calibration.runs == 1 else ""
     than = f"{abs(moved):.0%} {'longer' if moved > 0 else 'shorter'} than {told}"
     return f"the forecast is {than}: {runs} here taught it{half}"

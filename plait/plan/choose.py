@@ -14,6 +14,7 @@ from typing import Literal
 from plait.model.shape import parameter_count, training_flops_per_token
 from plait.plan import rules
 from plait.plan.grounds import Grounds, Need
+from plait.plan.learning import learning
 from plait.plan.micro import usual_micro
 from plait.plan.pace import balance_every_steps, checkpoint_every, in_steps, report_every_steps, steps_for
 from plait.plan.plan import OptimizerPlan, Plan
@@ -110,7 +111,7 @@ def with_split(plan: Plan, split: Split) -> Plan:
         shares=split.shares,
         seats=split.seats,
         step_s=split.step_s,
-        forecast=split.forecast,
+        forecast=split.forecast and learning(split.forecast, split.forecast.calibration, split.step_s),
     )
 
 

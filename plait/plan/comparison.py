@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from plait.plan.calibrate import Basis, StepItems
 from plait.units import format_bytes, format_duration
 
+Source = Basis | Literal["steps"]
+"""What a forecast comes from; "steps": real ones that were timed before the run."""
 NAMES: Mapping[str, str] = {
     "compute_s": "computing",
     "waiting_s": "messages",
@@ -44,7 +47,7 @@ def beside(foretold: StepItems, came: Came) -> str:
     )
 
 
-def what_is_off(foretold: StepItems, came: Came, error: float, basis: Basis) -> str | None:
+def what_is_off(foretold: StepItems, came: Came, error: float, source: Source) -> str | None:
     """Which item explains most of a difference beyond the plan's error, and what to do; None where there is none."""
     off = came.step_s / foretold.step_s - 1
     if abs(off) <= error:
@@ -58,8 +61,8 @@ def what_is_off(foretold: StepItems, came: Came, error: float, basis: Basis) -> 
         said_s, took_s = said[name], took[name]
     told = f"{_SUBJECTS[name]} {format_duration(took_s)}, and the plan said {format_duration(said_s)}"
     if off < 0:
-        return f"{told}: the next plan here learns it, if nothing disturbs this run"
-    return f"{told}: {_CAUSES[name](basis)}"
+        return f"{told}: {_FASTER[source]}"
+    return f"{told}: {_CAUSES[name](source)}"
 
 
 def memory_beside(foretold_bytes: float, peak_bytes: float) -> str | None:
@@ -83,19 +86,27 @@ _SUBJECTS: Mapping[str, str] = {
 }
 
 
-def _busy(basis: Basis) -> str:
-    again = "stop and give the command again, which probes the hosts anew" if basis == "clock" else _LEARNS
-    return f"another program may be running on these machines; if none is, {again}"
+def _busy(source: Source) -> str:
+    return f"another program may be running on these machines; if none is, {_MENDS[source]}"
 
 
-def _link(basis: Basis) -> str:
-    if basis == "clock":
+def _link(source: Source) -> str:
+    if source == "clock":
         return "others use the link, or it has become slower; stop and give the command again, which probes it anew"
-    return f"messages were not timed before this run; {_LEARNS}"
+    return f"messages were not timed one by one before this run; {_MENDS[source]}"
 
 
-_LEARNS = "the formulas are off here, and the next plan learns it"
-_CAUSES: Mapping[str, Callable[[Basis], str]] = {
+_FASTER: Mapping[Source, str] = {
+    "clock": "the next plan here learns it, if nothing disturbs this run",
+    "formulas": "the next plan here learns it, if nothing disturbs this run",
+    "steps": "another program may have been running while steps were timed; --replan times them anew",
+}
+_MENDS: Mapping[Source, str] = {
+    "clock": "stop and give the command again, which probes the hosts anew",
+    "formulas": "the formulas are off here, and the next plan learns it",
+    "steps": "stop and give the command again with --replan, which times steps anew",
+}
+_CAUSES: Mapping[str, Callable[[Source], str]] = {
     "step_s": _busy,
     "compute_s": _busy,
     "waiting_s": _link,

@@ -10,6 +10,7 @@ import numpy as np
 
 from plait.cluster.catalog import Device
 from plait.plan.candidates import Candidates, Counts, Reals
+from plait.plan.kernels import Kernels, kernels
 from plait.plan.stack import Stack
 from plait.plan.stages import layer_weights
 from plait.plan.workload import Precision, Workload
@@ -44,7 +45,8 @@ class Chip:
     """What the shares of attention kernels refer to."""
     stream_bytes_per_s: float
     units: int
-    """Blocks of a result that are computed at once; 0 where products have no such grain (systolic arrays)."""
+    """Tiles of a result that are computed at once, where products are dealt out in such."""
+    kernels: Kernels
 
 
 def chip(device: Device, precision: Precision, stack: Stack, speed: float = 1.0) -> Chip:
@@ -57,12 +59,15 @@ def chip(device: Device, precision: Precision, stack: Stack, speed: float = 1.0)
         linear = max(linear, narrow * reached * stack.fp8_share * sustained(narrow, device.watts))
     # Attention kernels lag behind the devices: one written for another generation gets less out of it.
     lag = min(1.0, (A100_FLOPS / peak) ** stack.flash_lag)
+    # A processor's kernels go by the rate of its large products, which is its peak where that was measured.
+    large = ACHIEVABLE if device.kind == "cpu" and device.achievable is None else 1.0
     return Chip(
         linear_flops=linear,
         plain_flops=plain,
-        score_flops=peak * speed * lag * sustained(peak, device.watts),
+        score_flops=peak * large * speed * lag * sustained(peak, device.watts),
         stream_bytes_per_s=device.memory_bytes_per_s * STREAMED,
         units=device.units or 0,
+        kernels=kernels(device),
     )
 
 
@@ -88,8 +93,9 @@ def product_s(chip: Chip, rows: Any, inner: Any, columns: Any, *, flops: float, 
     """
     rows, inner, columns, batch = (np.asarray(x, dtype=np.float64) for x in (rows, inner, columns, batch))
     moved = 2.0 * batch * (rows * inner + inner * columns + rows * columns) / chip.stream_bytes_per_s
-    if not chip.units:
-        padded = 2.0 * batch * np.ceil(rows / 128) * 128 * inner * np.ceil(columns / 128) * 128
+    if not chip.kernels.tiles:
+        block = chip.kernels.block
+        padded = 2.0 * batch * np.ceil(rows / block) * block * inner * np.ceil(columns / block) * block
         return np.maximum(padded / flops, moved)
     shape = (-1,) + (1,) * np.broadcast(rows, inner, columns, batch).ndim
     high, wide, speed = (np.array(column).reshape(shape) for column in zip(*TILES, strict=True))
@@ -154,7 +160,8 @@ def head_time(workload: Workload, chip: Chip, stack: Stack, candidates: Candidat
     there = product_s(chip, tokens, workload.width, columns, flops=chip.plain_flops)
     back = product_s(chip, tokens, columns, workload.width, flops=chip.plain_flops)
     back = back + product_s(chip, workload.width, tokens, columns, flops=chip.plain_flops)
-    loss = tokens * columns * stack.logit_bytes / chip.stream_bytes_per_s
+    each = stack.logit_bytes / chip.stream_bytes_per_s + chip.kernels.logit_flops / chip.plain_flops
+    loss = tokens * columns * each
     tables = (1 if workload.tied else 2) * workload.width * columns
     return there + loss / 2, back + loss / 2 + tables * ACCUMULATED_BYTES / chip.stream_bytes_per_s
 
@@ -209,9 +216,11 @@ def _scores(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates
     if workload.attention == "flash":
         flops = 2.0 * tokens * w.mean_keys * heads * w.head_width  # causal: half of 4 per key
         # Narrow heads and short sequences leave the kernel less to reuse.
-        shape = min(1.0, (w.head_width / 128) ** 0.4) * w.mean_keys / (w.mean_keys + 512)
+        habits = chip.kernels
+        narrow = min(1.0, (w.head_width / 128) ** habits.head_power)
+        shape = narrow * w.mean_keys / (w.mean_keys + habits.few_keys)
         there = flops / (chip.score_flops * stack.flash_share * shape)
-        return there, FLASH_BACKWARD * there
+        return there, habits.attention_backward * there
     batch = candidates.micro_sequences * heads
     there = product_s(chip, w.sequence, w.head_width, w.sequence, flops=chip.plain_flops, batch=batch)
     there = there + product_s(chip, w.sequence, w.sequence, w.head_width, flops=chip.plain_flops, batch=batch)
@@ -223,8 +232,6 @@ def _scores(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates
 ACCUMULATED_BYTES = 5.0
 """Traffic per weight and micro-batch of adding gradients to those before: 2 where they are only written in 16 bits, 6
 where the sum is read and written. Chosen among 2, 5, 8 by the ranking of all layouts of vTrain's and BLOOM's jobs."""
-FLASH_BACKWARD = 3.0
-"""Time of fused attention's backward pass against its forward: 2.5 × the arithmetic; 0.83 × the rate is assumed."""
 RAGGED = 12.0
 """How much slower 16-bit products are whose rows do not begin on 16 bytes: the tensor units' loads need that (cuBLAS
 guide on alignment)."""

@@ -35,7 +35,7 @@ class OptimizerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What the planner expects of a layout before a step of it was run."""
+    """What the planner expects of a layout, before a step of it was run or with what a few steps took (learning.py)."""
 
     step_s: float
     tensor_bytes: float
@@ -45,12 +45,12 @@ class Forecast:
     one_device_step_s: float | None
     """Of the same batch on one of the devices alone; None where that does not hold the model."""
     error: float
-    """Of a step's time: layouts that differ by less count as equally fast."""
+    """Of a step's time; layouts that differed by less than that of formulas, or of a probe, counted as equally fast."""
     basis: Basis = "formulas"
     items: StepItems | None = None
     """Where `step_s` goes; None in plans of earlier versions."""
     calibration: Calibration = UNTAUGHT
-    """What earlier runs taught, which is in `step_s` and `items`."""
+    """What earlier runs taught, and steps that were timed before this one; both are in `step_s` and `items`."""
     probed: str = ""
     """Digest of the probe of all hosts whose times these are; empty where there was none."""
     lookup_layers: float = 0.0

@@ -10,7 +10,8 @@ from plait.plan.calibrate import UNTAUGHT, Calibration
 
 PROCESS_BYTES = 3.1e8
 """Of a worker's process on a processor beside its tensors: libraries, code, buffers (read on Linux with torch 2.13)."""
-
+PROCESSOR_FLASH_SHARE = 0.70
+"""`Stack.flash_share` there, of the rate of large products (the readings stand in kernels.py)."""
 
 Sends = Literal["by share", "ahead"]
 
@@ -132,14 +133,16 @@ class Stack:
     def on(self, cluster: Cluster) -> Stack:
         """The same program there.
 
-        Processors hold nothing for it beside its tensors but the process itself, and there torch waits for its sums of
-        split parameters' gradients; where messages were timed, their waiting is followed one by one.
+        Processors have other kernels; they hold nothing for it beside its tensors but the process itself, and there
+        torch waits for its sums of split parameters' gradients. Where messages were timed, their waiting is followed
+        one by one.
         """
         here = replace(self, sends="ahead") if cluster.measured else self
         if any(island.device.kind != "cpu" for island in cluster.islands):
             return here
         return replace(
             here,
+            flash_share=PROCESSOR_FLASH_SHARE,
             fixed_bytes=0.0,
             outside_bytes=PROCESS_BYTES,
             memory="followed",

@@ -75,6 +75,8 @@ class Receipt:
     """Earlier runs whose lessons are in the forecast."""
     timed_step_s: float | None = None
     """What a step took where the layout was timed before the run."""
+    untimed_step_s: float | None = None
+    """What formulas and earlier runs had said, where the prediction is the step that was timed."""
 
     @property
     def step_error(self) -> float | None:
@@ -200,9 +202,12 @@ def _forecast(receipt: Receipt) -> str:
     if receipt.predicted_step_s is None or receipt.step_error is None:
         return ""
     told = f"{format_duration(receipt.predicted_step_s)} a step, {_apart(receipt.step_error)}"
+    if receipt.untimed_step_s is not None:
+        told += f", timed before it began; the formulas said {format_duration(receipt.untimed_step_s)}"
     if receipt.taught_by_runs:
         told += f" (taught by {counted(receipt.taught_by_runs, 'run')})"
-    if timed_error := _off(receipt.timed_step_s, receipt.step_s_median):
+    timed_error = _off(receipt.timed_step_s, receipt.step_s_median)
+    if timed_error and receipt.untimed_step_s is None:
         told += f"; {format_duration(receipt.timed_step_s or 0.0)} as timed before it began, {_apart(timed_error)}"
     if receipt.predicted_peak_bytes_per_device is None or receipt.memory_error is None:
         return told

@@ -20,6 +20,8 @@ from plait.report.atomic import replace_file
 from plait.run.data import CACHE
 
 FORMAT = 1
+FORMULAS = 2
+"""Counted up when formulas change by so much that what runs taught of the last ones would mislead."""
 KEPT = 20
 """Lessons in a file; a forecast takes the last few of them, and people may look at the others."""
 
@@ -31,6 +33,7 @@ def ground_of(machines: Sequence[Machine], precision: str, basis: Basis) -> str:
     """
     first, *others = (machine.fingerprint() for machine in machines)
     what = [[first, *sorted(others, key=lambda one: json.dumps(one, sort_keys=True))], precision, basis]
+    what += [FORMULAS] if basis == "formulas" else []
     return f"{precision}-{basis}-{sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]}"
 
 

@@ -12,7 +12,7 @@ from plait.cluster.catalog import reported_device
 from plait.errors import RunFailed
 from plait.model.shape import training_flops_per_token
 from plait.plan.calibrate import Basis, lesson_of, lesson_of_whole, lesson_words, untaught
-from plait.plan.plan import Plan
+from plait.plan.plan import Forecast, Plan
 from plait.plan.size import budget_of
 from plait.recipe.schema import RunConfig
 from plait.report.metrics import StepReport, read_metrics
@@ -71,6 +71,7 @@ def _receipt(folder: RunFolder, plan: Plan, done: int, compared: Compared | None
         step_s_median=speed.step_s_median,
         predicted_step_s=forecast.step_s if forecast else None,
         timed_step_s=plan.step_s,
+        untimed_step_s=_untimed_step_s(forecast),
         tokens_per_s=speed.tokens_per_s,
         mfu=speed.tokens_per_s * full / plan.peak_flops if plan.peak_flops else None,
         mfu_causal=speed.tokens_per_s * causal / plan.peak_flops if plan.peak_flops else None,
@@ -102,6 +103,13 @@ def _devices_in_words(plan: Plan) -> str:
     if _of_several_kinds(plan):
         return " + ".join(f"{host.name} ({counted(host.workers, 'worker')})" for host in plan.hosts)
     return f"{plan.devices} × {plan.fingerprint['name']}"
+
+
+def _untimed_step_s(forecast: Forecast | None) -> float | None:
+    """What formulas and runs had said, where the forecast is a step that was timed."""
+    if forecast is None or forecast.calibration.timed == 1.0:
+        return None
+    return forecast.step_s / forecast.calibration.timed
 
 
 _SOURCES: Mapping[Basis, Literal["measurement", "formulas"]] = {"clock": "measurement", "formulas": "formulas"}

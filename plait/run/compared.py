@@ -107,7 +107,8 @@ class Compared:
     def _tell(self, came: Came) -> None:
         told = self.foretold
         self._say(beside(told.items, came))
-        if off := what_is_off(told.items, came, told.error, told.basis):
+        source = told.basis if told.calibration.timed == 1.0 else "steps"
+        if off := what_is_off(told.items, came, told.error, source):
             self._say(off)
 
 

@@ -14,9 +14,9 @@ from plait.cluster.topology import Machine
 from plait.data.shards import Corpus
 from plait.errors import Interrupted, PlaitError, RunFailed
 from plait.launch.job import Job, Message
-from plait.plan.calibrate import taught, untaught
 from plait.plan.choose import draft, settle, with_split
 from plait.plan.grounds import Grounds, Look, Need, digest_of
+from plait.plan.learning import learning
 from plait.plan.plan import Plan, read_plan, write_plan
 from plait.plan.split import Split, best_splits, simplest
 from plait.recipe.load import flat_values, recipe_text
@@ -128,13 +128,9 @@ def grounds_of(site: Site, workers: Crew) -> Grounds:
 def _taught(plan: Plan) -> Plan:
     """A plan that was made before, its forecast with what runs have taught since."""
     forecast = plan.forecast
-    if forecast is None or forecast.items is None or not forecast.calibration.ground:
+    if forecast is None or not forecast.calibration.ground:
         return plan
-    now = recalled(forecast.calibration.ground)
-    if now == forecast.calibration:
-        return plan
-    items = taught(untaught(forecast.items, forecast.calibration), now)
-    return replace(plan, forecast=replace(forecast, step_s=items.step_s, items=items, calibration=now))
+    return replace(plan, forecast=learning(forecast, recalled(forecast.calibration.ground), plan.step_s))
 
 
 def _kept(key: str) -> Path:
@@ -152,8 +148,9 @@ def replan(config: RunConfig, plan: Plan, corpus: Corpus, site: Site, workers: C
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     outline = draft(config, corpus_facts(corpus), grounds_of(site, workers), recipe_hash=key, begun=plan)
     moved = _moved(plan, outline.plan)
-    several = len(outline.splits) > 1
-    return with_split(moved, simplest(measure(config, moved, workers, outline.splits) if several else outline.splits))
+    again = plan.step_s is not None and site.look is None  # over several hosts a probe has told how long steps take
+    timing = len(outline.splits) > 1 or again
+    return with_split(moved, simplest(measure(config, moved, workers, outline.splits) if timing else outline.splits))
 
 
 def _moved(plan: Plan, here: Plan) -> Plan:

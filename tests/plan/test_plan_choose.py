@@ -12,15 +12,17 @@ from plait.cluster.cluster import read_cluster
 from plait.errors import PlaitError
 from plait.layout import Layout, share
 from plait.model.shape import parameter_count
+from plait.plan.calibrate import TIMED_ERROR, Calibration, taught_words, untaught
 from plait.plan.choose import draft, settle, with_split
 from plait.plan.fit import layout_from
 from plait.plan.grounds import Grounds
+from plait.plan.learning import learning
 from plait.plan.pace import longer, with_reports
 from plait.plan.plan import Plan, read_plan, write_plan
 from plait.plan.size import CorpusFacts
 from plait.plan.split import Split
 from plait.run.plan import answer
-from plait.units import Amount, Every
+from plait.units import Amount, Every, format_duration
 from tests.plan.machines import (
     EIGHT_H100,
     LAPTOP,
@@ -114,7 +116,7 @@ def test_a_longer_budget_takes_a_larger_model(tmp_path: Path) -> None:
 def test_the_fastest_split_is_taken_and_said(tmp_path: Path) -> None:
     config = recipe(tmp_path, *STEPS, *TINY, "model.layers=1")
     outline = drafted(config, PLAYS, LAPTOP)
-    assert [(split.workers, split.threads) for split in outline.splits] == [(1, 8), (2, 4)]
+    assert [(split.workers, split.threads) for split in outline.splits] == [(1, 8), (2, 4), (4, 2)], "8: outdone"
     times = {1: 0.5, 2: 0.2, 4: 0.3}
     plan = settle(config, outline, [replace(s, step_s=times[s.workers]) for s in outline.splits])
     assert (plan.layout.replicate, plan.threads, plan.step_s) == (2, 4, 0.2)
@@ -142,7 +144,44 @@ def test_another_split_changes_who_does_the_work_and_nothing_of_the_work(tmp_pat
     same = replace(
         other, layout=plan.layout, threads=plan.threads, micro_sequences=plan.micro_sequences, step_s=plan.step_s
     )
-    assert same == plan
+    assert replace(same, forecast=plan.forecast) == plan
+
+
+def test_a_forecast_takes_in_what_a_step_took_that_was_timed_and_still_knows_what_formulas_said(tmp_path: Path) -> None:
+    config = recipe(tmp_path, *STEPS, "model.size=11M", "layout.replicate=2")
+    outline = drafted(config, PLAYS, LAPTOP)
+    [split] = outline.splits
+    said = split.forecast
+    assert said is not None and said.items is not None and said.one_device_step_s is not None
+    untimed = settle(config, outline, [split]).forecast
+    assert untimed == said
+    step_s = 0.4 * said.step_s
+    told = settle(config, outline, [replace(split, step_s=step_s)]).forecast
+    assert told is not None and told.items is not None and told.one_device_step_s is not None
+    assert told.step_s == pytest.approx(step_s) and told.items.step_s == pytest.approx(step_s)
+    assert told.items.messages_s > 0 and told.items.messages_s == pytest.approx(0.4 * said.items.messages_s)
+    assert said.items.messages_s < 0.05 * said.step_s, "else messages may be what the formulas got wrong"
+    assert told.one_device_step_s == pytest.approx(0.4 * said.one_device_step_s), "the formulas are off there, too"
+    talking = replace(said, items=replace(said.items, messages_s=said.step_s))
+    late = learning(talking, talking.calibration, 4 * said.step_s)
+    assert late.step_s == pytest.approx(4 * said.step_s) and late.one_device_step_s == said.one_device_step_s
+    assert told.calibration.timed == pytest.approx(0.4) and told.error == TIMED_ERROR < said.error
+    back = untaught(told.items, told.calibration)
+    assert back.step_s == pytest.approx(said.step_s), "lessons are over what formulas said"
+    assert taught_words(told.calibration, told.items, told.basis) == (
+        "so long took the steps that were timed here when this was planned; "
+        f"the formulas said {format_duration(said.step_s)}"
+    )
+
+
+def test_a_forecast_by_a_probes_times_stays_as_it_is_where_steps_were_timed(tmp_path: Path) -> None:
+    """It has computing and messages one by one; a whole step does not tell which of them came otherwise."""
+    plan = planned(recipe(tmp_path, *STEPS, *TINY, "layout.replicate=2"), PLAYS, LAPTOP)
+    assert plan.forecast is not None
+    probed = replace(plan.forecast, basis="clock")
+    assert learning(probed, probed.calibration, 2 * probed.step_s) == probed
+    runs = Calibration(ground=probed.calibration.ground, compute=1.2, messages=1.2, runs=5)
+    assert learning(probed, runs, None).step_s == pytest.approx(1.2 * probed.step_s)
 
 
 def test_a_begun_run_keeps_what_it_computes_on_another_machine_and_with_another_budget(tmp_path: Path) -> None:

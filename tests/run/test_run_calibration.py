@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console as Screen
 
 from plait.plan.calibrate import Calibration, Lesson, StepItems
-from plait.plan.plan import HostShare
+from plait.plan.learning import learning
+from plait.plan.plan import Forecast, HostShare
 from plait.report.metrics import StepReport
 from plait.report.receipt import read_receipt
 from plait.report.straggler import RankTimes
@@ -20,6 +21,7 @@ from plait.run.calibration import ground_of, learn, lessons, recalled
 from plait.run.closing import conclude
 from plait.run.compared import Compared, Foretold
 from plait.run.folder import RunFolder, SoFar
+from plait.units import format_duration
 from tests.plan.machines import LAPTOP, PLAYS, planned, recipe
 
 SAID = StepItems(compute_s=1.0, messages_s=0.2, optimizer_s=0.1)
@@ -181,12 +183,19 @@ def test_memory_is_told_once() -> None:
 
 
 def finished(
-    here: Path, watch: Compared | None, steps: list[StepReport], hosts: tuple[HostShare, ...] = (), gpu: str = ""
+    here: Path,
+    watch: Compared | None,
+    steps: list[StepReport],
+    hosts: tuple[HostShare, ...] = (),
+    gpu: str = "",
+    forecast: Forecast | None = None,
+    step_s: float | None = None,
 ) -> str:
     """Conclude a run of these steps; returns what it printed."""
     plan = planned(recipe(here, "layout.replicate=2", "train.budget=20 steps"), PLAYS, LAPTOP)
     if gpu:
         plan = replace(plan, device="cuda", fingerprint={**plan.fingerprint, "name": gpu}, hosts=hosts)
+    plan = replace(plan, forecast=forecast or plan.forecast, step_s=step_s)
     folder = RunFolder(here / "run")
     folder.path.mkdir(exist_ok=True)
     folder.metrics.write_text("".join(one.to_line() for one in steps))
@@ -218,6 +227,32 @@ def test_a_quiet_run_teaches_the_next_plan_and_its_receipt_compares_item_by_item
     assert receipt.predicted_items == SAID.by_clock()
     assert receipt.one_device_from == "formulas" and receipt.taught_by_runs == 0
     assert "where it went" in told and "computing 1.1 s (forecast 1 s)" in told
+
+
+def test_a_receipt_holds_the_timed_step_against_the_run_and_tells_what_formulas_said(here: Path) -> None:
+    plan = planned(recipe(here, "layout.replicate=2", "train.budget=20 steps"), PLAYS, LAPTOP)
+    assert plan.forecast is not None
+    forecast = learning(plan.forecast, plan.forecast.calibration, 1.25)
+    told = finished(here, None, [report(step, 1.0) for step in range(1, 30)], forecast=forecast, step_s=1.25)
+    assert "as timed before it began" not in told, "said already"
+    formulas = format_duration(plan.forecast.step_s)
+    assert f"1.25 s a step, +25.0% off, timed before it began; the formulas said {formulas};" in told
+    receipt = read_receipt(here / "run" / "receipt.json")
+    assert receipt.predicted_step_s == pytest.approx(1.25) and receipt.step_error == pytest.approx(0.25)
+    assert receipt.untimed_step_s == pytest.approx(plan.forecast.step_s)
+    told = finished(here, None, [report(step, 1.0) for step in range(1, 30)], step_s=1.25)
+    assert "; 1.25 s as timed before it began, +25.0% off" in told, "a probe's forecast stands beside it"
+    assert read_receipt(here / "run" / "receipt.json").untimed_step_s is None
+
+
+def test_steps_slower_than_those_that_were_timed_are_not_laid_to_the_formulas() -> None:
+    said: list[str] = []
+    foretold = replace(FORETOLD, calibration=Calibration(ground=GROUND, timed=0.5))
+    watch = Compared(foretold, 0, 1, say=said.append, crowding=lambda: 1.0)
+    for step in range(1, 10):
+        watch.step(report(step, 2.3))
+        watch.times(step, times(2.0, 0.2))
+    assert "--replan, which times steps anew" in said[1] and "formulas" not in said[1]
 
 
 def test_a_disturbed_or_a_short_run_teaches_nothing_and_says_why(here: Path) -> None:

@@ -12,11 +12,13 @@ from plait.data.shards import open_corpus
 from plait.data.synthetic import write_synthetic
 from plait.errors import RunFailed
 from plait.launch.job import Job, JobResult, Message
+from plait.plan.calibrate import Lesson
 from plait.plan.grounds import Given, Need
-from plait.plan.plan import Plan
+from plait.plan.plan import Forecast, Plan
 from plait.plan.split import Split
+from plait.run.calibration import learn
 from plait.run.crew import OnMessage
-from plait.run.planning import Site, make_plan, plan_key, proven_plan
+from plait.run.planning import Site, make_plan, plan_key, proven_plan, replan
 from tests.plan.hosts import HOST, probed
 from tests.plan.machines import LAPTOP, recipe
 from tests.run.other_values import OTHER_VALUES, base_recipe, changed_recipe
@@ -93,6 +95,47 @@ def test_a_layout_that_fails_leaves_the_proof_to_the_others(tmp_path: Path, monk
     assert plan.world_size == counts[0] and {split.workers for split in timed} == {counts[0]} and failed
     with pytest.raises(RunFailed, match="killed by SIGKILL"):
         proven(*counts)
+
+
+def test_a_plan_made_before_keeps_the_step_that_was_timed_whatever_runs_have_taught_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    corpus = open_corpus(write_synthetic(tmp_path / "corpus", vocabulary=256, sequence=64, seed=1))
+    config = recipe(tmp_path, "model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "train.budget=9 steps")
+    site, crew, said = Site(machine=LAPTOP, peak_flops=4e11), OneTooMany(), list[str]()
+
+    def forecast() -> Forecast:
+        found = make_plan(config, corpus, site, crew, fresh=False, say=said.append).forecast
+        assert found is not None
+        return found
+
+    first = forecast()
+    assert first.step_s == pytest.approx(1.0), "as the crew timed it"
+    formulas_s = first.step_s / first.calibration.timed
+    for _ in range(3):
+        learn(first.calibration.ground, Lesson(date="2026-11-23", compute=1.3, messages=None))
+    again = forecast()
+    assert "as made before" in said[-1]
+    assert again.step_s == pytest.approx(1.0) and (again.calibration.runs, again.calibration.compute) == (3, 1.3)
+    assert again.step_s / again.calibration.timed == pytest.approx(1.3 * formulas_s, rel=0.05)
+
+
+def test_a_begun_run_whose_step_was_timed_has_it_timed_again_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    corpus = open_corpus(write_synthetic(tmp_path / "corpus", vocabulary=256, sequence=64, seed=1))
+    named = ("model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "layout.replicate=2")
+    site, said = Site(machine=LAPTOP, peak_flops=4e11), list[str]()
+    for budget, step_s in (("2 minutes", 1.0), ("9 steps", None)):
+        config = recipe(tmp_path, *named, f"train.budget={budget}")
+        begun = make_plan(config, corpus, site, OneTooMany(), fresh=False, say=said.append)
+        again = replan(config, begun, corpus, site, OneTooMany())
+        assert begun.step_s == step_s == again.step_s
+        assert again.forecast is not None and (again.forecast.calibration.timed != 1.0) == (step_s is not None)
 
 
 def test_a_few_pages_of_memory_more_are_the_same_machine(tmp_path: Path) -> None:
