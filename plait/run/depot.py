@@ -42,6 +42,9 @@ class Depot:
         self._folder: Path | None = None
         self._run: Path | None = None
         self._intake: Intake | None = None
+        self._is_told = False
+        """Whether the intake is worth a line when it is complete."""
+        self._received: set[Path] = set()
 
     def close(self) -> None:
         """Let go of the run's folder, and take away what belonged to single jobs, to a checkpoint that was not saved,
@@ -142,7 +145,8 @@ class Depot:
                 if other != folder:
                     shutil.rmtree(other, ignore_errors=True)
         self._intake = Intake(folder, facts_from(frame.values["files"]))
-        if not self._intake.lacking and root != self._current:
+        self._is_told = root != self._current or self._folder == self._run
+        if not self._intake.lacking and root != self._current and folder not in self._received:
             self._say(f"data     {folder}, here already")
         return Reply(values={"folder": str(folder), "lacking": list(self._intake.lacking)})
 
@@ -151,7 +155,8 @@ class Depot:
         if self._intake is None:
             raise PlaitError("the host that leads sent a piece of no file; give the same command again")
         self._intake.block(frame.values["name"], frame.values["offset"], frame.blob)
-        if self._intake.complete and self._folder == self._run:
+        if self._intake.complete and self._is_told:
+            self._received.add(self._intake.folder)
             self._say(f"received {self._intake.folder}")
         return Reply()
 
