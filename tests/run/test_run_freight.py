@@ -85,6 +85,21 @@ def test_a_host_with_the_same_folder_is_sent_nothing(here: Path, tmp_path: Path)
     assert not list((here / ".plait").glob("nonce-*"))
 
 
+def test_data_that_a_job_before_the_run_brought_is_told_as_received_once(
+    here: Path, other: Neighbour, tmp_path: Path
+) -> None:
+    sender, _ = freight(other)
+    sender.deliver(job_folder(tmp_path / "job"), "job")
+    sender.deliver(HOME, "run")
+    data = [line for line in other.said if ".plait" in line]
+    assert len(data) == 1 and data[0].startswith("received "), data
+    again = Neighbour(other.folder)
+    other.depot.close()
+    freight(again)[0].deliver(HOME, "run")
+    assert any(line.endswith("here already") for line in again.said), "a later start finds it there"
+    again.depot.close()
+
+
 def test_a_folder_behind_a_link_is_shared_too(here: Path, tmp_path: Path) -> None:
     (here / "runs").rename(tmp_path / "large-disk")
     (here / "runs").symlink_to(tmp_path / "large-disk")
