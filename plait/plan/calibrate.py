@@ -94,6 +94,11 @@ class Calibration:
     timed: float = 1.0
     """What steps took that were timed before the run, over what basis and runs say; 1 where none were."""
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether a forecast with these factors is what steps took that were timed."""
+        return self.timed != 1.0
+
     def of_messages(self, item: str) -> float:
         """The factor of one of timing.py's items; computing has its own in already, from arithmetic.py."""
         return self.messages if item in MESSAGE_ITEMS else 1.0

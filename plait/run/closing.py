@@ -107,7 +107,7 @@ def _devices_in_words(plan: Plan) -> str:
 
 def _untimed_step_s(forecast: Forecast | None) -> float | None:
     """What formulas and runs had said, where the forecast is a step that was timed."""
-    if forecast is None or forecast.calibration.timed == 1.0:
+    if forecast is None or not forecast.calibration.is_timed:
         return None
     return forecast.step_s / forecast.calibration.timed
 

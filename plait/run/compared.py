@@ -107,7 +107,7 @@ class Compared:
     def _tell(self, came: Came) -> None:
         told = self.foretold
         self._say(beside(told.items, came))
-        source = told.basis if told.calibration.timed == 1.0 else "steps"
+        source = "steps" if told.calibration.is_timed else told.basis
         if off := what_is_off(told.items, came, told.error, source):
             self._say(off)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plait.cluster.cluster import Cluster
-from plait.data.shards import open_corpus
+from plait.data.shards import Corpus, open_corpus
 from plait.data.synthetic import write_synthetic
 from plait.errors import RunFailed
 from plait.launch.job import Job, JobResult, Message
@@ -57,6 +57,14 @@ def test_text_machine_and_given_workers_count(tmp_path: Path) -> None:
     assert plan_key(config, "text", LAPTOP, NobodyYet()) == keys[0]
 
 
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
+    """A prepared text, in a folder of its own to work in."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    return open_corpus(write_synthetic(tmp_path / "corpus", vocabulary=256, sequence=64, seed=1))
+
+
 class OneTooMany:
     """A crew in which whatever takes so many workers fails, and the others take a second a step."""
 
@@ -72,10 +80,7 @@ class OneTooMany:
         return JobResult(stopped_by="finished", wall_s=1.0)
 
 
-def test_a_layout_that_fails_leaves_the_proof_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "corpus").mkdir()
-    corpus = open_corpus(write_synthetic(tmp_path / "corpus", vocabulary=256, sequence=64, seed=1))
+def test_a_layout_that_fails_leaves_the_proof_to_the_others(tmp_path: Path, corpus: Corpus) -> None:
     open_layout = ("model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "train.budget=9 steps")
     config, site = recipe(tmp_path, *open_layout), Site(machine=LAPTOP, peak_flops=4e11)
     timed: list[Split] = []
@@ -98,11 +103,8 @@ def test_a_layout_that_fails_leaves_the_proof_to_the_others(tmp_path: Path, monk
 
 
 def test_a_plan_made_before_keeps_the_step_that_was_timed_whatever_runs_have_taught_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: Corpus
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "corpus").mkdir()
-    corpus = open_corpus(write_synthetic(tmp_path / "corpus", vocabulary=256, sequence=64, seed=1))
     config = recipe(tmp_path, "model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "train.budget=9 steps")
     site, crew, said = Site(machine=LAPTOP, peak_flops=4e11), OneTooMany(), list[str]()
 
@@ -122,12 +124,7 @@ def test_a_plan_made_before_keeps_the_step_that_was_timed_whatever_runs_have_tau
     assert again.step_s / again.calibration.timed == pytest.approx(1.3 * formulas_s, rel=0.05)
 
 
-def test_a_begun_run_whose_step_was_timed_has_it_timed_again_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "corpus").mkdir()
-    corpus = open_corpus(write_synthetic(tmp_path / "corpus", vocabulary=256, sequence=64, seed=1))
+def test_a_begun_run_whose_step_was_timed_has_it_timed_again_elsewhere(tmp_path: Path, corpus: Corpus) -> None:
     named = ("model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "layout.replicate=2")
     site, said = Site(machine=LAPTOP, peak_flops=4e11), list[str]()
     for budget, step_s in (("2 minutes", 1.0), ("9 steps", None)):
@@ -135,7 +132,7 @@ def test_a_begun_run_whose_step_was_timed_has_it_timed_again_elsewhere(
         begun = make_plan(config, corpus, site, OneTooMany(), fresh=False, say=said.append)
         again = replan(config, begun, corpus, site, OneTooMany())
         assert begun.step_s == step_s == again.step_s
-        assert again.forecast is not None and (again.forecast.calibration.timed != 1.0) == (step_s is not None)
+        assert again.forecast is not None and again.forecast.calibration.is_timed == (step_s is not None)
 
 
 def test_a_few_pages_of_memory_more_are_the_same_machine(tmp_path: Path) -> None:
@@ -144,12 +141,7 @@ def test_a_few_pages_of_memory_more_are_the_same_machine(tmp_path: Path) -> None
     assert plan_key(config, "text", moved, NobodyYet()) == plan_key(config, "text", LAPTOP, NobodyYet())
 
 
-def test_a_plan_over_hosts_is_made_anew_once_a_look_finds_other_roads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "corpus").mkdir()
-    corpus = open_corpus(write_synthetic(tmp_path / "corpus", vocabulary=256, sequence=64, seed=1))
+def test_a_plan_over_hosts_is_made_anew_once_a_look_finds_other_roads(tmp_path: Path, corpus: Corpus) -> None:
     config = changed_recipe(tmp_path, "run.name")
     hosts, wide, narrow = (1.0, 1.0, 1.0, 1.0), 1e9, 1e6
     said: list[str] = []
