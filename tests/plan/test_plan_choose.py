@@ -174,6 +174,19 @@ def test_a_forecast_takes_in_what_a_step_took_that_was_timed_and_still_knows_wha
     )
 
 
+def test_a_forecast_that_knows_a_timed_step_stays_to_the_bit_until_runs_teach_more(tmp_path: Path) -> None:
+    """A kept plan asks each time it is used; without care one time in five a rounding error made it another."""
+    said = planned(recipe(tmp_path, *STEPS, "model.size=11M", "layout.replicate=2"), PLAYS, LAPTOP).forecast
+    assert said is not None
+    runs = replace(said.calibration, compute=1.39, messages=1.41, runs=1)
+    for parts in range(20, 120):
+        clocked = said.step_s * parts / 70
+        told = learning(said, runs, clocked)
+        assert learning(told, runs, clocked) == told
+        more = learning(told, replace(runs, compute=1.5, runs=2), clocked)
+        assert more != told and more.step_s == pytest.approx(clocked) and more.calibration.runs == 2
+
+
 def test_a_forecast_by_a_probes_times_stays_as_it_is_where_steps_were_timed(tmp_path: Path) -> None:
     """It has computing and messages one by one; a whole step does not tell which of them came otherwise."""
     plan = planned(recipe(tmp_path, *STEPS, *TINY, "layout.replicate=2"), PLAYS, LAPTOP)
