@@ -21,7 +21,7 @@ def learning(forecast: Forecast, runs: Calibration, step_s: float | None) -> For
     if clocked is not None:
         now = replace(now, timed=clocked / taught(said, now).step_s)
     if math.isclose(now.timed, before.timed) and replace(now, timed=before.timed) == before:
-        return forecast  # its items went through a file or a factor and back: rounding is no news
+        return forecast  # a factor that was taken out and put in again is off by rounding, which is no news
     items, alone_s = taught(said, now), forecast.one_device_step_s
     moved = now.compute / before.compute
     if items.messages_s + items.within_s + items.bubble_s <= TELLING * items.step_s:
