@@ -46,7 +46,7 @@ class _ForkServer:
         self._control = control
         self._requests = LineReader(control, sender="the supervisor", descriptors_at_most=RANKS_AT_MOST + 1)
         self._ranks: dict[int, int] = {}
-        self._child_ended = _wake_on_child_end()
+        self._child_ended, self._wakeup = _wake_on_child_end()
 
     def serve(self) -> None:
         """Obey requests and report deaths at once, until the supervisor has gone; then leave nobody behind."""
@@ -105,7 +105,7 @@ class _ForkServer:
                 wire=wire,
                 server_pid=server_pid,
             )
-            live_as_rank(job, place, {self._control, self._child_ended, *sockets} - kept)
+            live_as_rank(job, place, {self._control, self._child_ended, self._wakeup, *sockets} - kept)
         return pid
 
     def _reap(self) -> None:
@@ -150,14 +150,17 @@ def _ready_to_fork() -> None:
     gc.freeze()
 
 
-def _wake_on_child_end() -> socket.socket:
-    """A socket that becomes readable when a child ends; SIGINT and SIGTERM arrive blocked and stay so."""
+def _wake_on_child_end() -> tuple[socket.socket, socket.socket]:
+    """A socket that becomes readable when a child ends, and the one that Python's signal handler writes to.
+
+    SIGINT and SIGTERM arrive blocked and stay so.
+    """
     readable, writable = socket.socketpair()
     readable.setblocking(False)
     writable.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(writable.detach(), warn_on_full_buffer=False)
-    return readable
+    signal.set_wakeup_fd(writable.fileno(), warn_on_full_buffer=False)
+    return readable, writable
 
 
 def _restore_python_path(original: str | None) -> None:

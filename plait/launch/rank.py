@@ -63,13 +63,7 @@ def live_as_rank(job: Job, place: Place, strangers: Iterable[socket.socket]) -> 
     """
     code = 1
     try:
-        die_with_parent(place.server_pid)
-        keep_freed_memory()
-        for stranger in strangers:
-            stranger.close()
-        stop = StopFlag()
-        _take_signals(stop)
-        code = _work(job, place, stop)
+        code = _work(job, place, strangers)
         _flush()
     finally:
         os._exit(code)
@@ -77,7 +71,8 @@ def live_as_rank(job: Job, place: Place, strangers: Iterable[socket.socket]) -> 
 
 def _take_signals(stop: StopFlag) -> None:
     """Ctrl-C reaches every process of the terminal's group, but only the supervisor reacts to it."""
-    os.close(signal.set_wakeup_fd(-1))
+    # The fork server's, which is among the strangers. From Python 3.12 on asyncio, which torch imports, has reset it.
+    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stop.listen(signal.SIGTERM)
@@ -140,11 +135,20 @@ def _context(job: Job, place: Place, stop: StopFlag) -> RankContext:
     )
 
 
-def _work(job: Job, place: Place, stop: StopFlag) -> int:
-    """Call the entry between the two marks that bound a rank's life; answers the exit code."""
+def _work(job: Job, place: Place, strangers: Iterable[socket.socket]) -> int:
+    """Call the entry between the two marks that bound a rank's life; answers the exit code.
+
+    Whatever fails on the way there is reported like a failure of the entry itself.
+    """
+    stop = StopFlag()
     context, wire, log = _context(job, place, stop), place.wire, sys.stderr
     try:
+        die_with_parent(place.server_pid)
         log = _redirect(job, context.rank)
+        keep_freed_memory()
+        _take_signals(stop)
+        for stranger in strangers:
+            stranger.close()
         _set_environment(job, place)
         faulthandler.enable(log)
         send_line(wire, {"started": os.getpid()})

@@ -124,6 +124,23 @@ def test_what_prevents_the_start_is_told(entry: str, what: str, capfd):
     assert "Traceback" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("logged", [False, True])
+def test_a_rank_that_fails_before_its_first_message_says_why(logged: bool, tmp_path, capfd):
+    log_dir = str(tmp_path) if logged else None
+    error = _fails(job("tests.launch.entries_broken_start:never", 2, log_dir=log_dir), Record())
+    assert re.match(r"rank \d failed with OSError: \[Errno 9\] the start is broken \(at ", str(error))
+    told = "".join(path.read_text() for path in tmp_path.iterdir()) if logged else capfd.readouterr().err
+    assert "Traceback" in told
+    assert "in _fail" in told
+
+
+def test_a_fork_that_has_reset_the_wakeup_descriptor_starts_all_the_same():
+    """From Python 3.12 on asyncio does so in each forked child."""
+    record = Record()
+    run_job(job("tests.launch.entries_with_asyncio:tell", 2), on_message=record)
+    assert record.values("descriptor") == {0: {"descriptor": -1}, 1: {"descriptor": -1}}
+
+
 def test_a_rank_that_never_starts_is_an_error():
     began_s = time.monotonic()
     with pytest.raises(RunFailed, match=r"ranks 0, 1 did not start within 1 s"):
