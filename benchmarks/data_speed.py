@@ -25,7 +25,7 @@ import torch
 
 from plait.data.loader import Loader, Samples
 from plait.data.order import make_order
-from plait.data.prepare import DataRequest, prepare
+from plait.data.preparation.prepare import DataRequest, prepare
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
 

@@ -18,10 +18,10 @@ from plait.model.gpt import GPT
 from plait.model.shape import ModelShape
 from plait.parallel.apply import STAGES, weave
 from plait.parallel.mesh import make_mesh, world_sums
-from plait.plan.plan import OptimizerPlan, Plan
-from plait.train.assemble import make_autocast, runners, samples_of
-from plait.train.optim import make_optimizer
-from plait.train.step import take_step
+from plait.planner.plan import OptimizerPlan, Plan
+from plait.trainer.assemble import make_autocast, runners, samples_of
+from plait.trainer.optim import make_optimizer
+from plait.trainer.step import take_step
 from plait.units import Amount, Every
 
 

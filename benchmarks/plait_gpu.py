@@ -23,10 +23,10 @@ from plait.model.init import initialize
 from plait.model.shape import ModelShape, parameter_count, training_flops_per_token
 from plait.parallel.apply import weave
 from plait.parallel.mesh import make_mesh, world_sums
-from plait.plan.plan import OptimizerPlan, Plan
-from plait.train.assemble import make_autocast, runners
-from plait.train.optim import make_optimizer
-from plait.train.step import take_step
+from plait.planner.plan import OptimizerPlan, Plan
+from plait.trainer.assemble import make_autocast, runners
+from plait.trainer.optim import make_optimizer
+from plait.trainer.step import take_step
 from plait.units import Amount, Every
 
 

@@ -17,14 +17,14 @@ import torch
 
 from plait.data.loader import Loader
 from plait.data.order import Order, make_order
-from plait.parallel.echo import message_from_before_s
+from plait.parallel.comm.echo import message_from_before_s
 from plait.parallel.mesh import make_mesh, world_sums
-from plait.plan.plan import read_plan
+from plait.planner.plan import read_plan
 from plait.recipe.load import load_recipe
-from plait.train.assemble import Assembly, assemble
-from plait.train.meter import clock_of, metered
-from plait.train.state import TrainState
-from plait.train.worker import joined
+from plait.trainer.assemble import Assembly, assemble
+from plait.trainer.balance.meter import clock_of, metered
+from plait.trainer.state import TrainState
+from plait.trainer.worker import joined
 
 TIMES = "times.jsonl"
 """A line a step: each rank's seconds (computing, waiting for others, for data, a timed message), and the step's."""

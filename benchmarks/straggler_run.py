@@ -17,17 +17,17 @@ from benchmarks.lab.leftovers import groups_of
 from benchmarks.lab.wiring import limiting
 from benchmarks.straggler_rank import ASK, TIMES
 from plait.cluster.topology import this_host
-from plait.data.prepare import prepare
+from plait.commands.preparing.corpus import corpus_facts, data_request
+from plait.data.preparation.prepare import prepare
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError
 from plait.layout import Layout
-from plait.plan.choose import draft, settle
-from plait.plan.grounds import Grounds
-from plait.plan.plan import write_plan
+from plait.planner.derive.resources import Grounds
+from plait.planner.plan import write_plan
+from plait.planner.resolve.resolve import draft, settle
 from plait.recipe.load import load_recipe, recipe_text
 from plait.report.straggler import RankTimes, Watch
 from plait.report.straggler_words import Finding, Kind
-from plait.run.data import corpus_facts, data_request
 
 RATE = 1e9
 SLOW_DEVICE, SLOW_LINK, SLOW_DATA = 0.3, 0.1, 1.5

@@ -19,11 +19,11 @@ from plait.layout import Layout
 from plait.model.gpt import GPT
 from plait.parallel.apply import STAGES, weave
 from plait.parallel.mesh import ALONE, make_mesh, world_sums
-from plait.plan.fit import balanced_stages
-from plait.plan.plan import OptimizerPlan, Plan
-from plait.train.assemble import Assembly, make_autocast, put_first_values, runners, samples_of
-from plait.train.optim import make_optimizer
-from plait.train.state import TrainState
+from plait.planner.plan import OptimizerPlan, Plan
+from plait.planner.search.validity import balanced_stages
+from plait.trainer.assemble import Assembly, make_autocast, put_first_values, runners, samples_of
+from plait.trainer.optim import make_optimizer
+from plait.trainer.state import TrainState
 from plait.units import Amount, Every
 
 
@@ -75,7 +75,7 @@ def plan_for(work: Work, kind: str) -> Plan:
 
 
 def assembled(work: Work, plan: Plan) -> Assembly:
-    """What `plait.train.assemble.assemble` makes of a recipe, with the benchmark's tokens for the recipe's."""
+    """What `plait.trainer.assemble.assemble` makes of a recipe, with the benchmark's tokens for the recipe's."""
     together = dist.is_initialized()
     device = torch.device("cpu")
     with torch.device("meta" if together else "cpu"):

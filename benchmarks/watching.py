@@ -18,7 +18,7 @@ from benchmarks.machine import describe
 from benchmarks.pairing import alternate, compare, save
 from benchmarks.strands_party import Party, Turn
 from benchmarks.strands_work import WORKS, Work, work_as_text
-from plait.train.balance import GATHERED_STEPS
+from plait.trainer.balance.actions import GATHERED_STEPS
 
 MODELS = {
     "1M": Work(layers=4, width=128, heads=4, ffn=352, vocabulary=1024, sequences=8, timed_steps=20),

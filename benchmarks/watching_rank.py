@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.strands_contender import assembled, plan_for
 from benchmarks.strands_work import join, serve
-from plait.train.balance import GATHERED_STEPS, Balance
-from plait.train.meter import clock_of, metered
-from plait.train.state import TrainState
+from plait.trainer.balance.actions import GATHERED_STEPS, Balance
+from plait.trainer.balance.meter import clock_of, metered
+from plait.trainer.state import TrainState
 
 
 def main() -> None:

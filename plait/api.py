@@ -34,8 +34,8 @@ def train_recipe(
     """
     from rich.console import Console
 
-    from plait.run.invite import HostsAsked
-    from plait.run.train import train as run
+    from plait.commands.hosts.invitation import HostsAsked
+    from plait.commands.train import train as run
 
     secret = Path(secret_file) if secret_file else None
     asked = HostsAsked(hosts=hosts, address=address, port=port, secret_file=secret)
@@ -46,7 +46,7 @@ def join_run(at: str, *, secret_file: str | Path | None = None) -> Ending:
     """Lend this host to the run that waits at HOST:PORT, until it ends; main thread only."""
     from rich.console import Console
 
-    from plait.run.join import join
+    from plait.commands.join import join
 
     secret = Path(secret_file) if secret_file else None
     return join(at, secret_file=secret, screen=Console(highlight=False, soft_wrap=True))
@@ -56,7 +56,7 @@ def sample(
     run: str, prompt: str = "", *, tokens: int = 200, temperature: float = 0.8, top_p: float = 0.95, seed: int = 1
 ) -> Iterator[str]:
     """The prompt and what the run's model goes on with, piece by piece."""
-    from plait.run.sample import sample as go_on
+    from plait.commands.sample import sample as go_on
 
     return go_on(run, prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
 
@@ -65,6 +65,6 @@ def evaluate(run: str, files: Sequence[str] = ()) -> dict[str, Any]:
     """The run's exact loss on its held-out text or on other files, as `plait eval` prints it."""
     import json
 
-    from plait.run.evaluate import evaluate as measure
+    from plait.commands.evaluate import evaluate as measure
 
     return json.loads(measure(run, files))

@@ -44,8 +44,8 @@ def train(
     secret_file: SecretFile = None,
 ) -> None:
     """Train what a recipe asks for; the same command goes on with a run that was stopped."""
-    from plait.run.invite import HostsAsked
-    from plait.run.train import train
+    from plait.commands.hosts.invitation import HostsAsked
+    from plait.commands.train import train
 
     check = "never" if no_check else "new layouts"
     asked = HostsAsked(hosts=hosts, address=address, port=port, secret_file=secret_file)
@@ -59,7 +59,7 @@ def join(
     secret_file: SecretFile = None,
 ) -> None:
     """Lend this machine to a run that another one leads; the secret is asked for, or read from PLAIT_SECRET."""
-    from plait.run.join import join
+    from plait.commands.join import join
 
     raise typer.Exit(EXIT_OF_SIGNAL[join(at, secret_file=secret_file, screen=_screen())])
 
@@ -84,7 +84,7 @@ def plan(
     terms: Annotated[bool, typer.Option("--terms", help="Explain the words, for someone new.")] = False,
 ) -> None:
     """Choose the simplest fast layout for machines that need not be there, and say why."""
-    from plait.run import plan as command
+    from plait.commands import plan as command
 
     if prove and recipe:
         _prove(recipe, overrides or [], prove, json, elsewhere=bool(cluster or html or measured))
@@ -99,7 +99,7 @@ def plan(
 
 
 def _prove(recipe: Path, overrides: list[str], count: int, json_file: Path | None, *, elsewhere: bool) -> None:
-    from plait.run.prove import prove
+    from plait.commands.prove import prove
 
     if elsewhere:
         raise PlaitError("--prove runs layouts on this machine; leave --cluster, --html and --measured out")
@@ -115,15 +115,15 @@ def data(
     ] = None,
 ) -> None:
     """Prepare a recipe's text: tokens on disk, once."""
+    from plait.commands.preparing.corpus import prepare_data, told
     from plait.recipe.load import load_recipe
-    from plait.run.data import prepare_data, told
 
     config = load_recipe(recipe, overrides or [])
     corpus = prepare_data(config, _screen())
     _screen().print(told(corpus))
     _screen().print(f"ready    {corpus.folder}", soft_wrap=True)
     if balance:
-        from plait.run.dealing import told_deal
+        from plait.commands.preparing.balance_table import told_deal
 
         _screen().print(told_deal(config, corpus, balance).table(), markup=False)
 
@@ -138,7 +138,7 @@ def verify(
     ] = False,
 ) -> None:
     """Prove that a layout (layout.tensor=2 …) computes what one plain process computes."""
-    from plait.run.verify import verify
+    from plait.commands.verify import verify
 
     proven = verify(recipe, overrides or [], where="here" if here else "anywhere", json_file=json, screen=_screen())
     raise typer.Exit(0 if proven else 1)
@@ -160,12 +160,12 @@ def probe(
     secret_file: SecretFile = None,
 ) -> None:
     """Measure this machine: arithmetic, memory, links, and how much communication hides behind arithmetic."""
-    from plait.run.invite import HostsAsked
-    from plait.run.probe import probe
+    from plait.commands.hosts.invitation import HostsAsked
+    from plait.commands.probing.measurements import probe
 
     asked = HostsAsked(hosts=hosts, address=address, port=port, secret_file=secret_file)
     if hosts > 1:
-        from plait.run.probe_hosts import probe_hosts
+        from plait.commands.probing.hosts import probe_hosts
 
         if recipe is None:
             raise PlaitError("over several hosts a probe measures what one model needs; name its recipe")
@@ -187,7 +187,7 @@ def sample(
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 1,
 ) -> None:
     """Let a trained run go on with a text."""
-    from plait.run.sample import sample
+    from plait.commands.sample import sample
 
     for piece in sample(run, prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed):
         sys.stdout.write(piece)
@@ -203,7 +203,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a run's loss on its held-out text, or on other files; prints one line of JSON."""
-    from plait.run.evaluate import evaluate
+    from plait.commands.evaluate import evaluate
 
     sys.stdout.write(evaluate(run, files or []) + "\n")
 

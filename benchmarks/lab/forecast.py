@@ -14,16 +14,16 @@ from benchmarks.lab.grid import Case
 from plait.cluster.catalog import network
 from plait.cluster.cluster import Cluster, Island, cluster_of
 from plait.cluster.topology import this_host
+from plait.commands.plan import asked_of
 from plait.errors import PlaitError
 from plait.layout import AXES
 from plait.model.shape import ModelShape
-from plait.plan.fit import check_layout, layout_of, named_degrees
-from plait.plan.pins import pins_of
-from plait.plan.search import Search, search
-from plait.plan.shares import shares
+from plait.planner.heterogeneous.batch_shares import shares
+from plait.planner.resolve.constraints import pins_of
+from plait.planner.search.search import Search, search
+from plait.planner.search.validity import check_layout, layout_of, named_degrees
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
-from plait.run.plan import asked_of
 
 TEXT = Path(__file__).parents[2] / "recipes" / "shakespeare.txt"
 KNOBS = ("schedule", "stage_layers", "shard_what", "virtual_stages", "micro_sequences", "recompute")

@@ -29,15 +29,15 @@ from plait.data.loader import Micro
 from plait.layout import Layout
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape, parameter_count
-from plait.parallel import buckets
 from plait.parallel.apply import STAGES, Stage, weave
+from plait.parallel.comm.reduction import Transfer
+from plait.parallel.gradients import buckets
 from plait.parallel.mesh import ALONE, make_mesh, world_sums
 from plait.parallel.replicate import replicate
-from plait.parallel.travel import Transfer
-from plait.parallel.woven import LossOf, Woven
-from plait.plan.plan import OptimizerPlan, Plan
-from plait.train.optim import make_optimizer
-from plait.train.step import make_forward, make_loss, run_micros_in_turn, take_step
+from plait.parallel.sharded_model import LossOf, Woven
+from plait.planner.plan import OptimizerPlan, Plan
+from plait.trainer.optim import make_optimizer
+from plait.trainer.step import make_forward, make_loss, run_micros_in_turn, take_step
 from plait.units import Amount, Every
 
 HOSTS = 2

@@ -25,8 +25,8 @@ from benchmarks.lab.orders import JoinedRunner
 from benchmarks.lab.turns import take_turn
 from benchmarks.machine import describe
 from plait.errors import RunFailed
-from plait.launch.secret import new_secret
-from plait.plan.plan import read_plan
+from plait.launch.remote.secret import new_secret
+from plait.planner.plan import read_plan
 
 WORK = Path(__file__).parents[2] / ".plait" / "rooms"
 CASE = Case(

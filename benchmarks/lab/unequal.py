@@ -30,14 +30,14 @@ from benchmarks.lab.orders import JoinedRunner, Party, Runner, baseline_party
 from benchmarks.lab.turns import take_turn
 from benchmarks.lab.wiring import Rate
 from benchmarks.machine import describe
+from plait.commands.plan import Asked, asked_of
 from plait.errors import RunFailed
-from plait.launch.secret import new_secret
-from plait.plan.plan import read_plan
-from plait.plan.shares import shares
-from plait.plan.stages import head_layers
+from plait.launch.remote.secret import new_secret
+from plait.planner.heterogeneous.batch_shares import shares
+from plait.planner.plan import read_plan
+from plait.planner.problem.stage_partition import head_layers
 from plait.recipe.load import load_recipe
 from plait.report.shares_file import read_shares
-from plait.run.plan import Asked, asked_of
 
 WORK = Path(__file__).parents[2] / ".plait" / "unequal"
 SEQUENCE = 256

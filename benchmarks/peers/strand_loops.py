@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.peers.strand_model import Llama, decay_groups, filled, mean_loss
 from benchmarks.strands_work import Batches, Work, join, serve
 from plait.layout import Layout
-from plait.plan.fit import balanced_stages
-from plait.plan.placement import parts_of
+from plait.partition.boxes import parts_of
+from plait.planner.search.validity import balanced_stages
 
 TakeStep = Callable[[int], float | None]
 

@@ -9,8 +9,8 @@ from functools import cache
 
 from plait.cluster.catalog import Device, Link, device, link
 from plait.cluster.cluster import Cluster, Island
-from plait.plan.candidates import Recompute, ShardWhat
-from plait.plan.workload import Precision
+from plait.planner.problem.candidates import Recompute, ShardWhat
+from plait.planner.problem.workload import Precision
 
 Row = Mapping[str, str]
 

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.published.pricing import Priced, cases_of, price
 from benchmarks.published.reading import read_rows
 from benchmarks.published.scoring import Job, as_dict, errors, fitted_errors, jobs, plain_errors, ranking, scalar
-from plait.plan.evidence import FAMILIES, family_of
+from plait.planner.search.model_error import FAMILIES, family_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from typing import Any
 from benchmarks.published.cells import Row
 from benchmarks.published.reading import Case, case_of
 from plait.errors import PlaitError
-from plait.plan.candidates import Candidates
-from plait.plan.memory import impossible, memory
-from plait.plan.timing import timing
+from plait.planner.memory.estimate import impossible, memory
+from plait.planner.problem.candidates import Candidates
+from plait.planner.step_time.step_time import timing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

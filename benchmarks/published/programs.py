@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait.plan.stack import Stack
+from plait.planner.problem.software_profile import Stack
 
 # Fitted on the even half of vTrain's single-node and multi-node sweeps and BLOOM's prequel at once (the three
 # weighted alike), then rounded; again once BLOOM's launches were known to block. The times leave no room for an

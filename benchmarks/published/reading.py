@@ -25,11 +25,11 @@ from benchmarks.published.cells import (
 from benchmarks.published.shapes import published_shape
 from benchmarks.published.stacks import published_stack
 from plait.cluster.cluster import Cluster
-from plait.plan.candidates import Candidates
-from plait.plan.memory import fits, memory
-from plait.plan.stack import Stack
-from plait.plan.timing import timing
-from plait.plan.workload import Attention, Workload
+from plait.planner.memory.estimate import fits, memory
+from plait.planner.problem.candidates import Candidates
+from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.workload import Attention, Workload
+from plait.planner.step_time.step_time import timing
 
 Kind = Literal["dense", "moe_tpu"]
 Knobs = Mapping[str, int | str]

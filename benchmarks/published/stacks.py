@@ -6,7 +6,7 @@ import re
 
 from benchmarks.published import programs
 from benchmarks.published.cells import Row, is_tpu
-from plait.plan.stack import Stack
+from plait.planner.problem.software_profile import Stack
 
 PROGRAMS: tuple[tuple[str, Stack], ...] = (
     ("vtrain", programs.MEGATRON_DEEPSPEED),

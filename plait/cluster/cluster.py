@@ -30,7 +30,8 @@ from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 
 PRODUCTS_REACH = 0.9
-"""Of the rate of the products that were measured, what others reach on a processor (readings: plan/kernels.py)."""
+"""Of the rate of the products that were measured, what others reach on a processor (readings:
+planner/step_time/kernel_efficiency.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ Message = Literal[
     "send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap_parts", "spread_own",
 ]  # fmt: skip
 """The backend's own operations; the last two are what plait does on processors in place of a reduce-scatter and an
-all-gather (parallel/collectives.py)."""
+all-gather (parallel/comm/collectives.py)."""
 Scope = Literal["inside", "between"]
 
 

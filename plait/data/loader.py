@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from plait.data.deal import attention_pairs, counted_targets, dealt_positions, evenly_ordered
+from plait.data.balance import attention_pairs, counted_targets, dealt_positions, evenly_ordered
 from plait.data.order import Order
 from plait.data.packing import Ints, restarting_positions, segment_lengths, zigzag_columns
 from plait.data.portions import micro_sizes

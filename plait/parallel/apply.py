@@ -9,15 +9,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.model.gpt import GPT
 from plait.parallel.compile import compile_layers
-from plait.parallel.context import context
-from plait.parallel.fill import fill
-from plait.parallel.pipeline import pipeline
+from plait.parallel.context.attention import context
+from plait.parallel.materialize import fill
+from plait.parallel.pipeline.stage import pipeline
 from plait.parallel.recompute import recompute
 from plait.parallel.replicate import replicate
-from plait.parallel.shard import shard
-from plait.parallel.tensor import tensor
-from plait.parallel.woven import Woven, alone
-from plait.plan.plan import Plan
+from plait.parallel.sharded_model import Woven, alone
+from plait.parallel.sharding.shard import shard
+from plait.parallel.tensor.cut import tensor
+from plait.planner.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.parallel.woven import Woven
-from plait.plan.plan import Plan
+from plait.parallel.sharded_model import Woven
+from plait.planner.plan import Plan
 
 SIZES = 64
 """Of micro-batches that a layer is compiled for, at most. Shares that follow the devices bring new ones, and behind

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import (
 
 from plait.model.attention import Rows
 from plait.model.gpt import Layer, Run, run_layer
-from plait.parallel.woven import Woven
-from plait.plan.plan import Plan
+from plait.parallel.sharded_model import Woven
+from plait.planner.plan import Plan
 
 _aten: Any = torch.ops.aten
 

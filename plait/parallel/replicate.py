@@ -1,8 +1,9 @@
 """`replicate` (DP): ranks with the same weights and other sequences; the end of all weaving, where gradients meet.
 
-What is summed over whom follows from who holds what: Note [same box, same sum] in plan/placement.py. So the copies of
+What is summed over whom follows from who holds what: Note [same box, same sum] in partition/boxes.py. So the copies of
 `replicate`, the sequences of `shard`, the tokens of `context` and the copied weights of `tensor` all meet in one
-reducer, and so do the two ends of a pipeline whose head is the embedding, unless one of them keeps it (ends.py).
+reducer, and so do the two ends of a pipeline whose head is the embedding, unless one of them keeps it
+(tied_embedding.py).
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.parallel.buckets import BUCKET_BYTES, Shared, whole_units
-from plait.parallel.ends import Ends, kept_at_one_end
+from plait.parallel.gradients.buckets import BUCKET_BYTES, Shared, whole_units
+from plait.parallel.gradients.reduce import Reducer
 from plait.parallel.mesh import make_groups
-from plait.parallel.pipeline import StagePipe
-from plait.parallel.reduce import Reducer
-from plait.parallel.woven import Held, Woven
-from plait.plan.placement import boxes, sharers, sharing_sets
-from plait.plan.plan import Plan
+from plait.parallel.pipeline.stage import StagePipe
+from plait.parallel.pipeline.tied_embedding import Ends, kept_at_one_end
+from plait.parallel.sharded_model import Held, Woven
+from plait.partition.boxes import boxes, sharers, sharing_sets
+from plait.planner.plan import Plan
 
 
 def replicate(woven: Woven, mesh: DeviceMesh, plan: Plan, *, bucket_bytes: int = BUCKET_BYTES) -> Woven:
@@ -27,7 +28,7 @@ def replicate(woven: Woven, mesh: DeviceMesh, plan: Plan, *, bucket_bytes: int =
     layout = plan.layout
     weights, groups = shared_weights(woven, plan), make_groups(sharing_sets(plan.shape, layout))
     if layout.shard > 1 and layout.shard_what == "parameters":
-        from plait.parallel.fully_sharded import fully_sharded  # most of a second of imports
+        from plait.parallel.sharding.fully_sharded import fully_sharded  # most of a second of imports
 
         return fully_sharded(woven, weights, groups, bucket_bytes=bucket_bytes, transfer=plan.gradient_transfer)
     split = mesh.get_group("shard") if layout.shard > 1 else None

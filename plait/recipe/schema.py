@@ -1,6 +1,7 @@
 """The recipe: everything a person can ask of a run, on one page.
 
-Only `data.files` must be said. Every `"auto"` is derived in plan/choose.py and printed once with its reason.
+Only `data.files` must be said. Every `"auto"` is derived in planner/resolve/resolve.py and printed once with its
+reason.
 """
 
 from __future__ import annotations

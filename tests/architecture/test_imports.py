@@ -18,18 +18,39 @@ PACKAGE = ROOT / "plait"
 FLOORS = {
     "errors": 0, "units": 0, "layout": 0,
     "model": 1,
-    "recipe": 2, "cluster": 2, "data": 2, "checkpoint": 2, "report": 2,
-    "plan": 3,
-    "launch": 4, "parallel": 4,
-    "train": 5,
-    "run": 6,
+    "partition": 2,
+    "recipe": 3, "cluster": 3, "data": 3, "checkpoint": 3, "report": 3,
+    "planner": 4, "parallel": 4, "launch": 4, "proof": 4,
+    "trainer": 5,
+    "commands": 6,
     "api": 7, "cli": 7, "__main__": 8,
 }  # fmt: skip
-SCHEMA_READERS = ("recipe.", "plan.", "train.assemble", "run.", "api", "cli")
-WITHOUT_TORCH = ("plait.cli", "plait.api", "plait.plan.choose", "plait.recipe.load", "plait.model.shape",
-                 "plait.model.sizes", "plait.model.names", "plait.cluster.topology", "plait.data.prepare",
-                 "plait.data.order", "plait.checkpoint.store", "plait.report.sinks", "plait.launch.local",
-                 "plait.run.folder", "plait.run.train", "plait.run.plan")  # fmt: skip
+# Inside a folder with sub-folders: modules at its root count as rooms of their own.
+INNER_FLOORS = {
+    "cluster": {"catalog": 0, "topology": 0, "short": 1, "measure": 1, "described": 2, "measured": 3, "cluster": 4,
+                "pooled": 4, "probe": 4},
+    "commands": {"preparing": 0, "verifying": 0, "planning": 1, "monitoring": 2, "hosts": 2, "probing": 3,
+                 "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "prove": 4, "sample": 3, "train": 5,
+                 "verify": 4},
+    "data": {"sources": 0, "portions": 0, "holdout": 1, "shards": 2, "preparation": 3, "balance": 3, "order": 3,
+             "packing": 3, "rows": 3, "loader": 4},
+    "launch": {"values": 0, "local": 1, "remote": 2},
+    "parallel": {"comm": 0, "mesh": 0, "sharded_model": 0, "compile": 1, "context": 1, "materialize": 1,
+                 "recompute": 1, "gradients": 1, "tensor": 1, "pipeline": 2, "sharding": 2, "replicate": 3, "apply": 4},
+    "planner": {"calibration": 0, "plan": 1, "problem": 1, "derive": 2, "step_time": 2, "memory": 3,
+                "heterogeneous": 4, "search": 5, "rebalancing": 5, "explain": 6, "diagnosis": 7, "page": 7,
+                "resolve": 7},
+    "trainer": {"state": 0, "optim": 0, "loss": 0, "step": 1, "assemble": 2, "loop": 2, "persist": 3, "balance": 4,
+                "worker": 5, "time_steps": 6},
+}  # fmt: skip
+MODULES_OF_A_FOLDER = 14
+FAN_OUT = 20
+SCHEMA_READERS = ("recipe.", "planner.", "trainer.assemble", "commands.", "api", "cli")
+WITHOUT_TORCH = ("plait.cli", "plait.api", "plait.planner.resolve.resolve", "plait.recipe.load", "plait.model.shape",
+                 "plait.model.sizes", "plait.model.names", "plait.cluster.topology", "plait.data.preparation.prepare",
+                 "plait.data.order", "plait.checkpoint.store", "plait.report.sinks", "plait.launch.local.run",
+                 "plait.partition.boxes", "plait.partition.pipeline_schedule", "plait.commands.planning.run_folder",
+                 "plait.commands.train", "plait.commands.plan")  # fmt: skip
 
 
 def modules() -> dict[str, Path]:
@@ -66,6 +87,32 @@ def test_a_room_imports_only_from_floors_below(module: str) -> None:
         assert there == here or below, f"{module} imports {other}"
 
 
+@pytest.mark.parametrize("module", [name for name in modules() if room(name) in INNER_FLOORS and name.count(".") > 1])
+def test_rooms_within_a_room_have_floors_too(module: str) -> None:
+    floors, here = INNER_FLOORS[room(module)], module.split(".")[2]
+    for other in imports(modules()[module]):
+        if room(other) == room(module) and other.count(".") > 1:
+            there = other.split(".")[2]
+            assert there == here or floors[there] < floors[here], f"{module} imports {other}"
+
+
+def test_every_folder_with_folders_has_inner_floors() -> None:
+    inner = {path.parents[1] for path in PACKAGE.glob("*/*/__init__.py")}
+    assert {folder.name for folder in inner} == set(INNER_FLOORS)
+
+
+def test_no_folder_holds_too_many_modules() -> None:
+    for folder in {path.parent for path in modules().values()}:
+        count = sum(1 for path in folder.glob("*.py") if path.name != "__init__.py")
+        assert count <= MODULES_OF_A_FOLDER, f"{folder} holds {count} modules"
+
+
+def test_no_module_needs_too_many_others() -> None:
+    for name, path in modules().items():
+        needed = set(imports(path)) - {name}
+        assert len(needed) <= FAN_OUT, f"{name} imports {len(needed)} modules"
+
+
 def test_no_import_circles() -> None:
     graph = {name: {other for other in imports(path) if other != name} for name, path in modules().items()}
     try:
@@ -86,7 +133,7 @@ def test_only_few_rooms_read_the_recipe() -> None:
 
 
 def test_the_loop_knows_neither_recipe_nor_model_nor_mesh() -> None:
-    known = {room(other) for other in imports(PACKAGE / "train" / "loop.py")}
+    known = {room(other) for other in imports(PACKAGE / "trainer" / "loop.py")}
     assert not known & {"recipe", "model", "parallel"}
 
 
@@ -115,5 +162,5 @@ def test_no_pickle() -> None:
 
 
 def test_public_names_do_not_collide_with_folders() -> None:
-    """Importing plait.train.worker binds `plait.train` to the folder, whatever it was before."""
+    """Importing plait.trainer.worker binds `plait.trainer` to the folder, whatever it was before."""
     assert not set(plait.__all__) & {room(name) for name in modules()}

@@ -14,7 +14,7 @@ from benchmarks.published.figures import families
 from benchmarks.published.pricing import cases_of, price
 from benchmarks.published.reading import read_rows
 from benchmarks.published.scoring import fitted_errors, fitting_half, jobs, kendall_tau, scalar
-from plait.plan.evidence import FILE
+from plait.planner.search.model_error import FILE
 
 HERE = Path(published.__file__).parent
 ROWS = read_rows(HERE / "rows.csv")

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from benchmarks.lab.startup import share_for
-from plait.run import hosts, survey
+from plait.commands.hosts import leader_workers
+from plait.commands.probing import survey
 
-PLAIT = Path(hosts.__file__).read_text(), Path(survey.__file__).read_text()
+PLAIT = Path(leader_workers.__file__).read_text(), Path(survey.__file__).read_text()
 
 
 def test_hosts_are_measured_at_their_own_share() -> None:
@@ -17,7 +18,9 @@ def test_hosts_are_measured_at_their_own_share() -> None:
     assert share_for("", others=2) == "a processor"
     assert share_for(waiting, others=2) == "a processor"
     assert share_for(measuring, others=2) == share_for(complaining, others=2) == "own"
-    assert share_for(f"{complaining}probe    958 Mbit/s between the hosts, 200 µs\n", others=2) == "a processor"
+    assert (
+        share_for(f"{complaining}probe    958 Mbit/s between the leader_workers, 200 µs\n", others=2) == "a processor"
+    )
     assert share_for("", others=None) == "a processor", "a baseline measures nothing"
 
 

@@ -10,14 +10,14 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from plait.cluster.probe_arithmetic import arithmetic_runs
-from plait.cluster.probe_links import DeadLink, time_pair
-from plait.cluster.probe_request import Request
-from plait.cluster.probe_timing import Alone, Bench, DeviceClock
-from plait.launch.job import RankContext
+from plait.cluster.probe.arithmetic import arithmetic_runs
+from plait.cluster.probe.links import DeadLink, time_pair
+from plait.cluster.probe.request import Request
+from plait.cluster.probe.timing import Alone, Bench, DeviceClock
+from plait.commands.probing import rank
+from plait.commands.probing.training_pieces import training_for
+from plait.launch.values.job import RankContext
 from plait.parallel.mesh import open_store
-from plait.run import probe_rank
-from plait.run.probe_training import training_for
 
 
 def silent_peer(context: RankContext, argument: str) -> None:
@@ -52,4 +52,4 @@ def count_pages(context: RankContext, argument: str) -> None:
 def on_two_hosts(context: RankContext, argument: str) -> None:
     """A probe whose last rank believes to be the first of another host."""
     last = context.rank == context.world_size - 1
-    probe_rank.rank(replace(context, local_rank=0 if last else context.rank), argument)
+    rank.rank(replace(context, local_rank=0 if last else context.rank), argument)

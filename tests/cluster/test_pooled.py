@@ -10,7 +10,7 @@ import pytest
 
 from plait.cluster.measured import MeasuredDevice
 from plait.cluster.pooled import pooled
-from plait.plan import learnt
+from plait.planner.step_time import measured_compute
 from tests.cluster.probed import measured, timed
 
 SHAPES = [(rows, inner, 256) for rows in (2048, 3072, 4096) for inner in range(256, 1025, 64)]
@@ -32,7 +32,9 @@ def of_speed(host: str, speed: float, *, noise: float = 0.0, seed: int = 0, stre
 
 
 def product_s(host: MeasuredDevice) -> float:
-    return float(learnt.product_s(replace(host, timed=(*host.timed, timed("launch", (), 1e-9))), 4096, 512, 256))
+    return float(
+        measured_compute.product_s(replace(host, timed=(*host.timed, timed("launch", (), 1e-9))), 4096, 512, 256)
+    )
 
 
 def test_noise_of_single_readings_moves_neither_the_ratio_nor_the_times() -> None:

@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from plait.cluster.measured import MeasuredDevice
-from plait.cluster.probe_arithmetic import arithmetic_runs, timed
-from plait.cluster.probe_request import request_of
-from plait.cluster.probe_timing import Alone, Bench, ProcessorClock, time_in_rounds
+from plait.cluster.probe.arithmetic import arithmetic_runs, timed
+from plait.cluster.probe.request import request_of
+from plait.cluster.probe.timing import Alone, Bench, ProcessorClock, time_in_rounds
+from plait.commands.probing.training_pieces import OPTIMIZER, training_for
 from plait.data.loader import Micro
 from plait.model.gpt import GPT
 from plait.model.sizes import named_shape
 from plait.parallel.mesh import ALONE
-from plait.parallel.woven import alone
-from plait.plan.learnt import step_items_s
-from plait.run.probe_training import OPTIMIZER, training_for
-from plait.train.assemble import put_first_values, runners
-from plait.train.optim import make_optimizer
-from plait.train.step import take_step
+from plait.parallel.sharded_model import alone
+from plait.planner.step_time.measured_compute import step_items_s
+from plait.trainer.assemble import put_first_values, runners
+from plait.trainer.optim import make_optimizer
+from plait.trainer.step import take_step
 
 SEQUENCE = 256
 ALLOWED = 0.2

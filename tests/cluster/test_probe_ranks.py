@@ -15,17 +15,25 @@ import pytest
 import torch
 
 from plait.cluster.measured import SIZES, measured_from_json, measured_json
-from plait.cluster.probe_pieces import check_device
-from plait.cluster.probe_request import Request, layer_products, request_of, typical_request
+from plait.cluster.probe.pieces import check_device
+from plait.cluster.probe.request import Request, layer_products, request_of, typical_request
 from plait.cluster.topology import this_host
+from plait.commands.probing import measurements
+from plait.commands.probing.measurements import (
+    Extent,
+    extent_for,
+    measured_by,
+    measured_of,
+    note_seen,
+    seen_lately,
+    timed_on_hosts,
+)
+from plait.commands.probing.revalidate import still_holds
+from plait.commands.probing.table import table
 from plait.errors import Interrupted, PlaitError
-from plait.launch.job import Job, JobResult, Message, StoppedBy
-from plait.launch.local import ForkServer
+from plait.launch.local.run import ForkServer
+from plait.launch.values.job import Job, JobResult, Message, StoppedBy
 from plait.model.sizes import explicit_shape
-from plait.run import probe
-from plait.run.probe import Extent, extent_for, measured_by, measured_of, note_seen, seen_lately, timed_on_hosts
-from plait.run.probe_table import table
-from plait.run.still import still_holds
 
 SHAPE = explicit_shape(layers=2, width=64, vocabulary=256, sequence=32)
 
@@ -42,7 +50,7 @@ def small_request() -> Request:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    with ForkServer(preload=("plait.run.probe_rank",)) as one:
+    with ForkServer(preload=("plait.commands.probing.rank",)) as one:
         yield one
 
 
@@ -50,7 +58,7 @@ def server() -> Iterator[ForkServer]:
 def told(server: ForkServer) -> dict[str, Any]:
     """What two ranks of a whole probe told."""
     messages: list[Message] = []
-    job = Job(entry=probe.ENTRY, argument=small_request().to_json(), world_size=2, threads=1)
+    job = Job(entry=measurements.ENTRY, argument=small_request().to_json(), world_size=2, threads=1)
     server.run(job, on_message=messages.append)
     (message,) = messages
     return dict(message.values)

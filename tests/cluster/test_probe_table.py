@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from plait.run.probe_table import table
+from plait.commands.probing.table import table
 from tests.cluster.probed import device, link, measured, point, timed
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "probe-two-hosts.txt"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.cluster.probe_limits import core_share
-from plait.cluster.probe_timing import LEAST_ROUNDS, MOST_ROUNDS, Alone, Bench, ProcessorClock, figure, time_in_rounds
+from plait.cluster.probe.limits import core_share
+from plait.cluster.probe.timing import LEAST_ROUNDS, MOST_ROUNDS, Alone, Bench, ProcessorClock, figure, time_in_rounds
 
 
 class ToldClock:

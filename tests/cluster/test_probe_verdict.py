@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from plait.cluster.probe_links import pairs_of
-from plait.cluster.probe_verdict import (
+from plait.cluster.probe.links import pairs_of
+from plait.cluster.probe.verdict import (
     Host,
     PairTold,
     complaints,

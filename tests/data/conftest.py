@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from plait.data.prepare import DataRequest, prepare
+from plait.data.preparation.prepare import DataRequest, prepare
+from plait.data.preparation.tokens import train_bpe
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
-from plait.data.tokens import train_bpe
 
 SHAKESPEARE = Path(__file__).parents[2] / "recipes" / "shakespeare.txt"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.data.deal import attention_pairs, counted_targets, dealt_positions, evenly_ordered, window_lengths
+from plait.data.balance import attention_pairs, counted_targets, dealt_positions, evenly_ordered, window_lengths
 from plait.data.order import make_order
 from plait.data.packing import segment_lengths
 from plait.data.shards import Corpus, Shard

@@ -10,8 +10,8 @@ import torch
 
 from plait.data.loader import NOT_COUNTED, Loader, Micro, Samples, heldout_micros
 from plait.data.order import make_order
+from plait.data.preparation.synthetic import write_synthetic
 from plait.data.shards import Corpus, open_corpus
-from plait.data.synthetic import write_synthetic
 from plait.errors import PlaitError
 
 SEQUENCE = 12

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plait.data import build
-from plait.data.prepare import DataRequest, prepare, prepared
+from plait.data.preparation import build
+from plait.data.preparation.prepare import DataRequest, prepare, prepared
+from plait.data.preparation.tokens import load_tokenizer
 from plait.data.shards import file_sha256, open_corpus
 from plait.data.sources import Source
-from plait.data.tokens import load_tokenizer
 from plait.errors import PlaitError
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from plait.data.prepare import DataRequest, prepare
+from plait.data.preparation.prepare import DataRequest, prepare
 from plait.data.sources import Source
 
 CHILD = """
 import json, os, signal, sys
 from pathlib import Path
-from plait.data.prepare import DataRequest, prepare
+from plait.data.preparation.prepare import DataRequest, prepare
 from plait.data.sources import Source
 from plait.errors import PlaitError
 def run(on_progress):

@@ -12,8 +12,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.data import tokens
-from plait.data.tokens import END_OF_TEXT, Tokenizer, bpe_vocabulary, load_tokenizer, pieces, train_bpe
+from plait.data.preparation import tokens
+from plait.data.preparation.tokens import END_OF_TEXT, Tokenizer, bpe_vocabulary, load_tokenizer, pieces, train_bpe
 from plait.errors import PlaitError
 
 # The pattern that Llama 3 and Qwen 2 use (theirs differ in the length of digit groups only).
@@ -151,7 +151,7 @@ def test_bad_tokenizers_are_told(tmp_path: Path) -> None:
 
 def test_training_is_the_same_in_every_process_with_any_number_of_threads(text: str) -> None:
     script = (
-        "import sys; from plait.data.tokens import train_bpe; text = sys.stdin.read();"
+        "import sys; from plait.data.preparation.tokens import train_bpe; text = sys.stdin.read();"
         "print(train_bpe([text[:9000], text[9000:]], 700).hash)"
     )
     hashes = {train_bpe([text[:9000], text[9000:]], 700).hash}

@@ -10,8 +10,8 @@ import signal
 import sys
 
 from plait.errors import PlaitError
-from plait.launch.job import Job, Message
-from plait.launch.local import run_job
+from plait.launch.local.run import run_job
+from plait.launch.values.job import Job, Message
 
 
 def main(entry: str, world_size: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.launch.local import ForkServer
+from plait.launch.local.run import ForkServer
 
 ROOT = str(Path(__file__).parents[2])
 if ROOT not in sys.path:

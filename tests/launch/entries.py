@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plait.errors import PlaitError, RunFailed
-from plait.launch.job import RankContext
+from plait.launch.values.job import RankContext
 
 if TYPE_CHECKING:
     from torch.distributed import Store

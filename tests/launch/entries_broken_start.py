@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from plait.launch import rank
-from plait.launch.job import RankContext
+from plait.launch.local import rank
+from plait.launch.values.job import RankContext
 
 
 def _fail() -> None:

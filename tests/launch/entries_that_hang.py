@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from plait.launch.job import RankContext
+from plait.launch.values.job import RankContext
 
 
 def _hang() -> None:

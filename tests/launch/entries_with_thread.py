@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from plait.launch.job import RankContext
+from plait.launch.values.job import RankContext
 
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 from plait.errors import PlaitError
-from plait.launch.agent import connect, serve
-from plait.launch.link import Pulse, Reply
-from plait.launch.secret import read_secret
-from plait.launch.wire import Frame
+from plait.launch.remote.agent import connect, serve
+from plait.launch.remote.link import Pulse, Reply
+from plait.launch.remote.secret import read_secret
+from plait.launch.remote.wire import Frame
 
 PULSE = Pulse(period_s=0.3, lost_after_s=3.0)
 

@@ -10,9 +10,9 @@ import signal
 import sys
 
 from plait.errors import PlaitError
-from plait.launch.job import Job, Message
-from plait.launch.leader import HostPart, Hosts
-from plait.launch.secret import read_secret
+from plait.launch.remote.leader import HostPart, Hosts
+from plait.launch.remote.secret import read_secret
+from plait.launch.values.job import Job, Message
 from tests.launch.host import PULSE
 
 

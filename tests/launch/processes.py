@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from plait.launch.job import Job, Message
+from plait.launch.values.job import Job, Message
 
 LISTEN = "0A"
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import pytest
 
 from plait.errors import PlaitError, RunFailed
-from plait.launch.job import Job, JobResult
-from plait.launch.local import ForkServer, run_job
+from plait.launch.local.run import ForkServer, run_job
+from plait.launch.values.job import Job, JobResult
 from tests.launch.processes import Record, job, open_descriptors, running, wait_until
 
 
@@ -210,7 +210,8 @@ def test_a_message_over_the_cap_is_a_bug_of_the_sender(tmp_path):
 
 def test_the_supervising_modules_import_no_torch():
     code = (
-        "import sys, plait.launch.local, plait.launch.environment, plait.launch.leader, plait.launch.agent; "
+        "import sys, plait.launch.local.run, plait.launch.local.torchrun; "
+        "import plait.launch.remote.leader, plait.launch.remote.agent; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

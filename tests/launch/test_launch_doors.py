@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from plait.errors import PlaitError
-from plait.launch import doors
-from plait.launch.doors import Door, check_roads
-from plait.launch.link import Reply
+from plait.launch.remote import connectivity
+from plait.launch.remote.connectivity import Door, check_roads
+from plait.launch.remote.link import Reply
 
 
 class Firewalled(Door):
@@ -72,7 +72,7 @@ def test_a_host_behind_an_address_translation_is_told_so() -> None:
 
 def test_a_host_that_drops_what_comes_in_is_found_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its queue is full, so that the kernel lets who knocks wait as a firewall does."""
-    monkeypatch.setattr(doors, "KNOCK_S", 0.3)
+    monkeypatch.setattr(connectivity, "KNOCK_S", 0.3)
     door = Door("b", "127.0.0.2")
     port = door.ask("door", {}).values["port"]
     assert door._listener is not None

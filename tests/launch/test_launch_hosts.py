@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from plait.errors import Interrupted, PlaitError, RunFailed
-from plait.launch.agent import connect
-from plait.launch.job import Job, JobResult, Message
-from plait.launch.leader import HostPart, Hosts
-from plait.launch.places import by_address, places_of
-from plait.launch.secret import Secret, new_secret
+from plait.launch.remote.agent import connect
+from plait.launch.remote.host_numbering import by_address, places_of
+from plait.launch.remote.leader import HostPart, Hosts
+from plait.launch.remote.secret import Secret, new_secret
+from plait.launch.values.job import Job, JobResult, Message
 from tests.launch.host import PULSE
 from tests.launch.processes import (
     Record,

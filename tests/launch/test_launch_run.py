@@ -12,8 +12,8 @@ import threading
 import pytest
 
 from plait.errors import PlaitError
-from plait.launch.job import Job, JobResult
-from plait.launch.local import ForkServer, run_job
+from plait.launch.local.run import ForkServer, run_job
+from plait.launch.values.job import Job, JobResult
 from tests.launch.processes import Record, is_running, job, listening_sockets, open_descriptors, running
 
 

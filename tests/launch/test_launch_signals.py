@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from plait.launch.signals import collected_signals
+from plait.launch.local.signals import collected_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

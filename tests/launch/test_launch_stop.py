@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from plait.errors import RunFailed
-from plait.launch.local import run_job
+from plait.launch.local.run import run_job
 from tests.launch.processes import Record, is_running, job, running, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def starting(tmp_path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     )
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from plait.launch.job import Job; from plait.launch.local import run_job\n"
+        "from plait.launch.values.job import Job; from plait.launch.local.run import run_job\n"
         "job = Job(entry='slow_to_import:main', argument='', world_size=2, threads=1)\n"
         "print(run_job(job, on_message=print).stopped_by)"
     )

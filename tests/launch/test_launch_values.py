@@ -11,9 +11,9 @@ from dataclasses import asdict
 import pytest
 
 from plait.errors import PlaitError, RunFailed
-from plait.launch.channel import LINE_BYTES_AT_MOST, LineReader, send_line
-from plait.launch.environment import torchrun_context
-from plait.launch.failure import Died, Raised, as_error, raised, raised_from, root_cause
+from plait.launch.local.channel import LINE_BYTES_AT_MOST, LineReader, send_line
+from plait.launch.local.torchrun import torchrun_context
+from plait.launch.values.failure import Died, Raised, as_error, raised, raised_from, root_cause
 from plait.units import parse_amount
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

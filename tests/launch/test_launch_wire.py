@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.errors import PlaitError, RunFailed
-from plait.launch.gate import Gate, listener_at, turn_away
-from plait.launch.handshake import Refused, greet_joiner, greet_leader
-from plait.launch.link import Link, Pulse, Reply
-from plait.launch.secret import Secret, new_secret
-from plait.launch.wire import BLOB_BYTES_AT_MOST, Frame, SessionKeys, Wire, WireEnded
+from plait.launch.remote.handshake import Refused, greet_joiner, greet_leader
+from plait.launch.remote.link import Link, Pulse, Reply
+from plait.launch.remote.listener import Gate, listener_at, turn_away
+from plait.launch.remote.secret import Secret, new_secret
+from plait.launch.remote.wire import BLOB_BYTES_AT_MOST, Frame, SessionKeys, Wire, WireEnded
 
 SECRET = new_secret()
 PULSE = Pulse(period_s=0.3, lost_after_s=5.0)

@@ -9,8 +9,8 @@ import threading
 import torch
 import torch.distributed as dist
 
-from plait.launch.environment import torchrun_context
-from plait.launch.job import Message
+from plait.launch.local.torchrun import torchrun_context
+from plait.launch.values.job import Message
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from plait.launch.job import Job, Message
-from plait.launch.local import ForkServer
+from plait.launch.local.run import ForkServer
+from plait.launch.values.job import Job, Message
 
 ROOT = str(Path(__file__).parents[2])
 if ROOT not in sys.path:
@@ -23,7 +23,7 @@ ReduceOn = Callable[..., dict[int, dict[str, Any]]]
 @pytest.fixture(scope="session")
 def reduce_on() -> Iterator[ReduceOn]:
     """Run an entry of reduce_entries on so many ranks, and return what each told."""
-    with ForkServer(preload=("torch.distributed", "plait.parallel.reduce"), threads=1) as server:
+    with ForkServer(preload=("torch.distributed", "plait.parallel.gradients.reduce"), threads=1) as server:
 
         def run(entry: str, world_size: int, argument: str = "") -> dict[int, dict[str, Any]]:
             told: dict[int, dict[str, Any]] = {}

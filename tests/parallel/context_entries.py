@@ -16,18 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from plait.data.packing import restarting_positions, zigzag_columns
-from plait.launch.job import RankContext
+from plait.launch.values.job import RankContext
 from plait.layout import Layout
 from plait.model.attention import Documents, attend
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
-from plait.parallel.context import ContextAttend, context
+from plait.parallel.context.attention import ContextAttend, context
 from plait.parallel.mesh import make_mesh, open_store
-from plait.parallel.woven import alone
-from plait.plan.plan import read_plan
+from plait.parallel.sharded_model import alone
+from plait.planner.plan import read_plan
 from plait.report.memory import LiveTensorPeak
-from plait.train.loss import sum_of_losses
+from plait.trainer.loss import sum_of_losses
 
 SEQUENCE = 48
 

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from plait.launch.job import RankContext
-from plait.parallel.buckets import Shared
-from plait.parallel.ends import TIED, Ends
-from plait.parallel.links import wait_for
+from plait.launch.values.job import RankContext
+from plait.parallel.gradients.buckets import Shared
 from plait.parallel.mesh import open_store
-from plait.plan.placement import Box
+from plait.parallel.pipeline.stage_links import wait_for
+from plait.parallel.pipeline.tied_embedding import TIED, Ends
+from plait.partition.boxes import Box
 
 ENTRIES, FIRST, WIDTH, TOKENS, STEPS, RATE = 23, 40, 6, 5, 3, 0.1
 """Of a table whose entries before FIRST, and those from FIRST + ENTRIES on, are other ranks'."""

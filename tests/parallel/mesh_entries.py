@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from plait.launch.job import RankContext
+from plait.launch.values.job import RankContext
 from plait.layout import AXES, Layout
 from plait.parallel.mesh import make_mesh, open_store
 

@@ -23,20 +23,20 @@ from torch.distributed.pipelining import (
 
 from plait.data.loader import Micro
 from plait.data.packing import restarting_positions
-from plait.launch.job import RankContext
+from plait.launch.values.job import RankContext
 from plait.layout import Layout, Recompute, Schedule
 from plait.model.attention import Documents
 from plait.model.gpt import GPT
 from plait.model.init import first_value
 from plait.model.shape import ModelShape
 from plait.parallel.mesh import make_mesh, open_store
-from plait.parallel.pipeline import pipeline
+from plait.parallel.pipeline.stage import pipeline
 from plait.parallel.recompute import recompute
-from plait.parallel.woven import Forward, LocalGradients, Woven, alone
-from plait.plan.placement import parts_of
-from plait.plan.plan import OptimizerPlan, Plan
-from plait.train.assemble import make_autocast
-from plait.train.step import make_forward
+from plait.parallel.sharded_model import Forward, LocalGradients, Woven, alone
+from plait.partition.boxes import parts_of
+from plait.planner.plan import OptimizerPlan, Plan
+from plait.trainer.assemble import make_autocast
+from plait.trainer.step import make_forward
 from plait.units import Amount, Every
 
 SEED = 5

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from plait.launch.job import RankContext
-from plait.parallel.buckets import Ranks, Shared
+from plait.launch.values.job import RankContext
+from plait.parallel.comm.reduction import LibraryScatter, LibrarySum, Transfer, own_part, wait_for
+from plait.parallel.gradients.buckets import Ranks, Shared
+from plait.parallel.gradients.reduce import Reducer
 from plait.parallel.mesh import GroupSums, make_groups, open_store
-from plait.parallel.reduce import Reducer
-from plait.parallel.travel import LibraryScatter, LibrarySum, Transfer, own_part, wait_for
-from plait.plan.placement import whole
+from plait.partition.boxes import whole
 
 SMALL_BUCKET_BYTES = 64
 NAMES = {

@@ -16,18 +16,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from plait.checkpoint.store import verify
-from plait.launch.job import RankContext
+from plait.launch.values.job import RankContext
 from plait.layout import Layout
 from plait.parallel.apply import STAGES, Stage
 from plait.parallel.mesh import ALONE, make_mesh, world_sums
 from plait.parallel.replicate import replicate
-from plait.plan.placement import Box
-from plait.plan.plan import Plan, read_plan
+from plait.partition.boxes import Box
+from plait.planner.plan import Plan, read_plan
 from plait.recipe.load import load_recipe
-from plait.train.assemble import Assembly, assemble
-from plait.train.persist import restore, save
-from plait.train.state import TrainState
-from plait.train.worker import joined
+from plait.trainer.assemble import Assembly, assemble
+from plait.trainer.persist import restore, save
+from plait.trainer.state import TrainState
+from plait.trainer.worker import joined
 
 GATHERS = ("all_gather_into_tensor", "all_gather_single")
 SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single")

@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.layout import Layout
 from plait.model.shape import ModelShape
 from plait.parallel.mesh import ALONE, make_mesh, world_sums
-from plait.parallel.woven import Unit
-from plait.plan.placement import Box
-from plait.plan.plan import Plan, read_plan
+from plait.parallel.sharded_model import Unit
+from plait.partition.boxes import Box
+from plait.planner.plan import Plan, read_plan
 from plait.recipe.load import load_recipe
-from plait.train.assemble import Assembly, assemble
-from plait.train.state import TrainState
-from plait.train.worker import Context, joined
+from plait.trainer.assemble import Assembly, assemble
+from plait.trainer.state import TrainState
+from plait.trainer.worker import Context, joined
 
 Asked = dict[str, Any]
 

@@ -15,8 +15,8 @@ from plait.model.shape import ModelShape
 from plait.parallel.apply import STAGES, weave
 from plait.parallel.compile import SIZES, compile_layers
 from plait.parallel.mesh import ALONE
-from plait.parallel.woven import alone
-from tests.train.tiny import make_tiny
+from plait.parallel.sharded_model import alone
+from tests.trainer.tiny import make_tiny
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, kv_heads=2, head_width=8, ffn=32, vocabulary=50, sequence=8)
 

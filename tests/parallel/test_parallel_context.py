@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from plait.launch.job import Job, Message
-from plait.launch.local import ForkServer
+from plait.launch.local.run import ForkServer
+from plait.launch.values.job import Job, Message
 from tests.parallel.context_entries import CASES, MODELS
-from tests.train.tiny import make_tiny
+from tests.trainer.tiny import make_tiny
 
 ContextOn = Callable[..., list[dict[str, Any]]]
 

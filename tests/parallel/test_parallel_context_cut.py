@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.data.packing import zigzag_columns
-from plait.parallel.context_cut import Cut, Rectangle, cut_attention
+from plait.parallel.context.cut import Cut, Rectangle, cut_attention
 
 
 def test_columns_of_two_ranks() -> None:

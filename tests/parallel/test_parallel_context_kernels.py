@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from plait.model.attention import Documents, attend
-from plait.parallel.context_kernels import Kernel, blocked_kernel, join, kernel_for
+from plait.parallel.context.kernels import Kernel, blocked_kernel, join, kernel_for
 
 QUERIES, EARLIER, ROWS, HEADS, WIDTH = 12, 17, 2, 6, 8
 KERNELS = {

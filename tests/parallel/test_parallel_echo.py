@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from plait.launch.job import Job
-from plait.launch.local import run_job
+from plait.launch.local.run import run_job
+from plait.launch.values.job import Job
 
 LATE_S = 0.6
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from plait.launch.job import Job
-from plait.launch.local import ForkServer
-from plait.parallel.ends import first_uses
+from plait.launch.local.run import ForkServer
+from plait.launch.values.job import Job
+from plait.parallel.pipeline.tied_embedding import first_uses
 from tests.parallel.ends_entries import RATE, STEPS, embedded, first_table, headed, tokens_of
 
 

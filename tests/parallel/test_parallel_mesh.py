@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from plait.launch.job import Job
-from plait.launch.local import run_job
+from plait.launch.local.run import run_job
+from plait.launch.values.job import Job
 
 
 def axes_of_rank(rank: int, degrees: str, ranks: int) -> dict[str, float]:

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from plait.launch.job import Job
-from plait.launch.local import ForkServer
+from plait.launch.local.run import ForkServer
+from plait.launch.values.job import Job
 from plait.layout import Schedule
 from plait.model.linear import Linear
-from plait.parallel.deferred import Deferred, defer_in
+from plait.parallel.pipeline.deferred_gradients import Deferred, defer_in
 from tests.parallel.pipeline_entries import Case, micros_of, plain_gradients
 
 Found = list[dict[str, Tensor]]

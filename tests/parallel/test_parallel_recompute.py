@@ -15,9 +15,9 @@ from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
 from plait.parallel.recompute import run_for
-from plait.plan.plan import Plan
+from plait.planner.plan import Plan
 from plait.report.memory import LiveTensorPeak
-from tests.train.tiny import make_tiny
+from tests.trainer.tiny import make_tiny
 
 SHAPE = ModelShape(
     layers=8, width=64, heads=4, kv_heads=2, head_width=16, ffn=176, vocabulary=50, sequence=64, qk_norm=True

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
-from plait.parallel.buckets import LAST_BYTES, Ranks, Shared, fill_buckets
-from plait.parallel.reduce import Reducer
-from plait.plan import sums
-from plait.plan.placement import whole
+from plait.parallel.gradients.buckets import LAST_BYTES, Ranks, Shared, fill_buckets
+from plait.parallel.gradients.reduce import Reducer
+from plait.partition.boxes import whole
+from plait.planner.step_time import gradient_sync
 from tests.parallel.reduce_entries import NAMES, SMALL_BUCKET_BYTES, Branches, shared
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, kv_heads=2, head_width=8, ffn=32, vocabulary=50, sequence=8, tied=True)
@@ -135,7 +135,7 @@ def test_buckets_shrink_towards_the_end_of_the_backward_pass() -> None:
     sizes = [len(bucket) for bucket in fill_buckets(weights(*[quarter] * 64), 1)]
     assert sizes == [32, 16, 8, 4, 4], "8 MiB, then half of what is left, and never less than 1 MiB but for the rest"
     assert [len(bucket) for bucket in fill_buckets(weights(*[quarter] * 3), 1)] == [3]
-    assert sums.LAST_BYTES == LAST_BYTES, "what the planner counts with"
+    assert gradient_sync.LAST_BYTES == LAST_BYTES, "what the planner counts with"
 
 
 def test_a_bucket_holds_one_type_one_group_and_where_it_is_split_one_decay() -> None:

@@ -16,10 +16,10 @@ from torch import Tensor
 from plait.checkpoint.manifest import tensor_names
 from plait.checkpoint.store import verify
 from plait.checkpoint.transfer import read_tensor
-from plait.launch.job import Job
-from plait.launch.local import ForkServer
+from plait.launch.local.run import ForkServer
+from plait.launch.values.job import Job
 from tests.parallel.shard_entries import alone_with
-from tests.train.tiny import make_tiny
+from tests.trainer.tiny import make_tiny
 
 STEPS = 3
 BAR = 1e-10
@@ -40,7 +40,7 @@ SPLITS = ("optimizer", "parameters")
 @pytest.fixture(scope="module")
 def launch() -> Iterator[Launch]:
     """Run an entry of shard_entries on so many ranks."""
-    preload = ("torch._dynamo", "plait.train.worker", "torch.distributed.fsdp", "tests.parallel.shard_entries")
+    preload = ("torch._dynamo", "plait.trainer.worker", "torch.distributed.fsdp", "tests.parallel.shard_entries")
     with ForkServer(preload=preload, threads=1) as server:
 
         def run(entry: str, argument: Any, world_size: int) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from plait.launch.job import Job, Message
-from plait.launch.local import ForkServer
+from plait.launch.local.run import ForkServer
+from plait.launch.values.job import Job, Message
 from plait.layout import Layout, share
 from plait.model.shape import ModelShape
-from plait.parallel.sequence import stream_rows
-from plait.parallel.tensor import kv_places
-from plait.plan.placement import boxes, kv_heads_of
-from tests.train.tiny import make_tiny
+from plait.parallel.tensor.cut import kv_places
+from plait.parallel.tensor.sequence import stream_rows
+from plait.partition.boxes import boxes, kv_heads_of
+from tests.trainer.tiny import make_tiny
 
 Told = dict[int, list[dict[str, Any]]]
 """What each rank told of each case."""
@@ -61,7 +61,7 @@ def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCases]:
     """Run an entry of tensor_entries on so many ranks, over micro-batches of ten tokens in rows of five."""
     folder = tmp_path_factory.mktemp("tensor")
     make_tiny(folder, precision="float64", sequence=5, micro_sequences=2)
-    with ForkServer(preload=("torch._dynamo", "plait.train.worker"), threads=1) as server:
+    with ForkServer(preload=("torch._dynamo", "plait.trainer.worker"), threads=1) as server:
 
         def run(entry: str, ranks: int, cases: list[Any]) -> Told:
             told: Told = {rank: [] for rank in range(ranks)}

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from plait.launch.job import Job
-from plait.launch.local import ForkServer
+from plait.launch.local.run import ForkServer
+from plait.launch.values.job import Job
 from tests.parallel.reduce_entries import Branches
 from tests.parallel.shard_entries import alone_with
 from tests.parallel.test_parallel_reduce import gradient
 from tests.parallel.test_parallel_shard import whole_of
-from tests.train.tiny import make_tiny
+from tests.trainer.tiny import make_tiny
 
 ROUNDING = 2.0**-7
 """At most half of it for each of two roundings to bfloat16: of what is sent, and of the sum that all are to have."""
@@ -75,7 +75,7 @@ def test_split_sums_are_rounded_and_weights_are_not(reduce_on, tmp_path: Path, w
 @pytest.fixture(scope="module")
 def launch() -> Iterator[Callable[[list[dict[str, Any]], int], None]]:
     """Let so many ranks take the steps of these cases."""
-    preload = ("torch._dynamo", "plait.train.worker", "torch.distributed.fsdp", "tests.parallel.shard_entries")
+    preload = ("torch._dynamo", "plait.trainer.worker", "torch.distributed.fsdp", "tests.parallel.shard_entries")
     with ForkServer(preload=preload, threads=1) as server:
 
         def run(cases: list[dict[str, Any]], world_size: int) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.launch.local import ForkServer
-from plait.run.crew import OwnCrew
+from plait.commands.planning.workers import OwnCrew
+from plait.launch.local.run import ForkServer
 
 ROOT = str(Path(__file__).parents[2])
 if ROOT not in sys.path:
@@ -18,5 +18,5 @@ if ROOT not in sys.path:
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[OwnCrew]:
-    with ForkServer(preload=("torch._dynamo", "plait.run.oracle")) as server:
+    with ForkServer(preload=("torch._dynamo", "plait.commands.verifying.reference")) as server:
         yield OwnCrew(server)

@@ -6,13 +6,13 @@ from itertools import product
 
 import pytest
 
+from plait.commands.planning.workers import OwnCrew
+from plait.commands.verify import prove
+from plait.commands.verifying.small_model import shrunk_plan
 from plait.layout import Layout, conflict
 from plait.model.shape import weight_sizes
-from plait.plan.fit import check_layout, check_shares
+from plait.planner.search.validity import check_layout, check_shares
 from plait.recipe.load import parse_config
-from plait.run.crew import OwnCrew
-from plait.run.shrink import shrunk_plan
-from plait.run.verify import prove
 from tests.parity.cases import EVERY_DAY, FAMILIES, LONG, UNEQUAL, UNEQUAL_LONG, pairs
 
 CONFIG = parse_config({"data": {"files": "none"}, "run": {"name": "matrix"}})

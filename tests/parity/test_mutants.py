@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from plait.commands.planning.workers import OwnCrew
+from plait.commands.verify import prove
+from plait.commands.verifying.small_model import asked_layout, asked_shares, shrunk_plan
 from plait.recipe.load import load_recipe
-from plait.run.crew import OwnCrew
-from plait.run.shrink import asked_layout, asked_shares, shrunk_plan
-from plait.run.verify import prove
 from tests.parity.mutate import MUTANTS, apply, mutated_copy
 
 RECIPE = """

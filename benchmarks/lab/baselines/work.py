@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from plait.layout import share
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape
-from plait.train.loss import sum_of_losses
+from plait.trainer.loss import sum_of_losses
 
 MICRO_TOKENS = 4096
 """At a time, at most, as plait's own limit for processors; the rest accumulates."""

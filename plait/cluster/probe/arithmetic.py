@@ -1,0 +1,210 @@
+"""What a probe lets a device compute: a layer as the model runs it, its parts alone, the head, the update.
+
+Legend: n tokens, d width, v vocabulary; b rows, t tokens of a row, h heads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from plait.cluster.measured import Timed, Work
+from plait.cluster.probe.pieces import (
+    ATTENTION_TOKENS,
+    Key,
+    Runs,
+    attention_runs,
+    memory_runs,
+    noise,
+    product_keys,
+    product_runs,
+    touch_memory,
+)
+from plait.cluster.probe.request import Request, Scene, layer_products
+from plait.cluster.probe.timing import Figure, figure
+from plait.model.attention import Documents, Rows
+from plait.model.gpt import Embedding, Layer, row_positions
+from plait.model.rotary import Rotary
+from plait.model.shape import whole_model
+
+HEAD_FLOPS: Mapping[str, float] = {"cpu": 1.6e10, "cuda": 4e13}
+HEAD_TOKENS = 256
+"""A head is measured with so many FLOPs, in whole pieces of so many tokens; further tokens cost the same."""
+LAYERS_KEPT: Mapping[str, int] = {"cpu": 4, "cuda": 1}
+MORE_LAYERS = 3
+"""What a backward pass holds for a while beside them takes no more."""
+TOUCHED_AT_MOST = 2**30
+"""Bytes: of layers that take more, the arithmetic takes so long that pages hardly show."""
+LEAST_REST = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What training does on higher floors and a probe must time as well."""
+
+    autocast: Callable[[], AbstractContextManager[object]]
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Hidden states [n, d], head [v, d] and targets [n] to the summed loss."""
+    updates: Callable[[Scene, torch.device], tuple[Callable[[], object], int, int]]
+    """A scene's optimizer: one update, and of how many numbers in how many tensors."""
+
+
+def arithmetic_runs(request: Request, device: torch.device, training: Training) -> Runs:
+    """Everything that the request names, ready to be timed."""
+    dtype = torch.bfloat16 if request.precision == "bf16" else torch.float32
+    runs: Runs = {}
+    for scene in request.scenes:
+        runs |= _layer_runs(scene, device, dtype, training)
+        runs |= _head_runs(scene, device, training)
+    for sizes in request.products:
+        runs |= product_runs(sizes, device, dtype)
+    for length, heads, head_width in request.attentions:
+        sequences = max(1, ATTENTION_TOKENS[device.type] // length)
+        runs |= attention_runs((sequences, length, heads, heads, head_width), device, dtype)
+    runs |= memory_runs(device, dtype) | _update_runs(request, device, training)
+    if device.type == "cpu":
+        wanted = (LAYERS_KEPT["cpu"] + MORE_LAYERS) * sum(map(_layer_bytes, request.scenes))
+        touch_memory(min(wanted, TOUCHED_AT_MOST))
+    return runs
+
+
+def few_runs(runs: Runs, scene: Scene) -> Runs:
+    """One piece of each kind, and all of one scene's layer, by which workers side by side are compared with one."""
+    kept = {key for product in layer_products(scene) for key in product_keys(product)}
+    kept |= {(work, attention_sizes(scene)) for work in ("attention", "attention_backward")}
+    kept |= {(piece, _layer_sizes(scene)) for piece in ("layer", "layer_backward")}
+    once = dict.fromkeys(work for work, _ in runs if work not in {work for work, _ in kept})
+    kept |= {next(key for key in runs if key[0] == work) for work in once}
+    return {key: run for key, run in runs.items() if key in kept}
+
+
+def timed(figures: Mapping[Key, Figure], scenes: Sequence[Scene]) -> tuple[Timed, ...]:
+    """The figures as they are kept: the time of each scene's layer, less its products and attention, as "stream"."""
+    plain = [_timed(key[0], key[1], one) for key, one in figures.items() if not key[0].startswith("layer")]
+    return (*plain, *(one for scene in scenes for one in _streams(scene, figures)))
+
+
+def attention_sizes(scene: Scene) -> tuple[int, ...]:
+    """The sizes of a scene's attention, in the order of SIZES."""
+    shape = scene.shape
+    return scene.sequences, scene.sequence, shape.heads, shape.kv_heads, shape.head_width
+
+
+def _timed(work: str, sizes: tuple[int, ...], took: Figure) -> Timed:
+    known: Work = work  # type: ignore[assignment]  # pieces of a layer never come here
+    return Timed(work=known, sizes=sizes, seconds=took.seconds, spread=took.spread)
+
+
+def _streams(scene: Scene, figures: Mapping[Key, Figure]) -> Iterable[Timed]:
+    """Both directions of what a layer takes beside what has figures of its own."""
+    attention, sizes = attention_sizes(scene), _layer_sizes(scene)
+    keys = [product_keys(product) for product in layer_products(scene)]
+    there: list[Key] = [forward for forward, _, _ in keys]
+    back: list[Key] = [key for _, *both in keys for key in both]
+    there.append(("attention", attention))
+    back.append(("attention_backward", attention))
+    yield _timed("stream", sizes, _rest(figures["layer", sizes], [figures[part] for part in there]))
+    yield _timed("stream_backward", sizes, _rest(figures["layer_backward", sizes], [figures[part] for part in back]))
+
+
+def _rest(whole: Figure, parts: Sequence[Figure]) -> Figure:
+    """What a whole takes longer than its parts: never nothing, since a layer has norms, whatever noise says.
+
+    Differences are taken round by round: what slows a whole round then weighs on both sides.
+    """
+    rounds = zip(whole.rounds, *(part.rounds for part in parts), strict=True)
+    rests = [max(all_of_it - sum(some), LEAST_REST * all_of_it) for all_of_it, *some in rounds]
+    return figure([(rest, 0.0) for rest in rests])
+
+
+def _layer_sizes(scene: Scene) -> tuple[int, ...]:
+    return scene.tokens, scene.shape.width, scene.shape.ffn
+
+
+def _layer_bytes(scene: Scene) -> int:
+    """About what a layer keeps for its backward pass, in float32."""
+    return 4 * scene.tokens * (12 * scene.shape.width + 4 * scene.shape.ffn)
+
+
+def _layer_runs(scene: Scene, device: torch.device, dtype: torch.dtype, training: Training) -> Runs:
+    shape, sizes = scene.shape, _layer_sizes(scene)
+    layer = _small_weights(Layer(shape, 0).to(device))
+    rotary = Rotary(sequence=scene.sequence, head_width=shape.head_width, theta=shape.rope_theta)
+    positions = row_positions(torch.empty(scene.sequences, scene.sequence, device=device))
+    rows = Rows(
+        rows=scene.sequences,
+        tokens=scene.sequence,
+        rotation=rotary(positions, torch.float32) if shape.positions == "rope" else None,
+        documents=Documents(lengths=(scene.sequence,) * scene.sequences).on(device),
+        cache=None,
+    )
+    x_nd = noise((scene.tokens, shape.width), device, torch.float32).requires_grad_()
+
+    # As in a model of several layers: what the backward pass needs was written a while ago, and into other memory.
+    kept: deque[Tensor] = deque(maxlen=LAYERS_KEPT[device.type])
+
+    def forward() -> None:
+        with training.autocast():
+            kept.append(layer(x_nd, rows))
+
+    def backward() -> None:
+        torch.autograd.grad(kept[0], wanted, grad_nd, retain_graph=True)
+
+    forward()
+    wanted = [x_nd, *layer.parameters()]
+    grad_nd = noise(tuple(kept[0].shape), device, kept[0].dtype)
+    return {
+        ("layer", sizes): forward,
+        ("layer_backward", sizes): backward,
+        **attention_runs(attention_sizes(scene), device, dtype),
+    }
+
+
+def _head_runs(scene: Scene, device: torch.device, training: Training) -> Runs:
+    """The head with its loss and the embedding, forward and backward."""
+    shape = scene.shape
+    pieces = HEAD_FLOPS[device.type] / (6 * shape.width * shape.vocabulary * HEAD_TOKENS)
+    tokens = min(scene.tokens, max(1, int(pieces)) * HEAD_TOKENS)
+    hidden_nd = noise((tokens, shape.width), device, torch.float32).requires_grad_()
+    head_vd = noise((shape.vocabulary, shape.width), device, torch.float32, scale=0.02).requires_grad_()
+    targets_n = torch.randint(0, shape.vocabulary, (tokens,), device=device)
+    embed = _small_weights(Embedding(shape, whole_model(shape)).to(device))
+    many_n = torch.randint(0, shape.vocabulary, (1, scene.tokens), device=device)
+    grad_nd = torch.ones(scene.tokens, shape.width, device=device)
+    places = torch.arange(scene.tokens, device=device).remainder(shape.sequence)[None]
+
+    def head() -> None:
+        with training.autocast():
+            loss = training.loss(hidden_nd, head_vd, targets_n)
+        torch.autograd.grad(loss, [hidden_nd, head_vd])
+
+    def embedding() -> None:
+        torch.autograd.grad(embed(many_n, places), list(embed.parameters()), grad_nd)
+
+    return {
+        ("head", (tokens, shape.width, shape.vocabulary)): head,
+        ("embedding", (scene.tokens, shape.width, shape.vocabulary)): embedding,
+    }
+
+
+def _update_runs(request: Request, device: torch.device, training: Training) -> Runs:
+    # One scene a width: an update knows numbers and tensors only.
+    scenes = {scene.shape.width: scene for scene in request.scenes}
+    runs: Runs = {}
+    for scene in scenes.values():
+        run, numbers, tensors = training.updates(scene, device)
+        runs["update", (numbers, tensors)] = run
+    return runs
+
+
+def _small_weights(module: nn.Module) -> nn.Module:
+    """Weights of the size that models begin with: speed may depend on numbers that overflow or vanish."""
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            parameter.data = noise(tuple(parameter.shape), parameter.device, parameter.dtype, scale=0.02)
+    return module

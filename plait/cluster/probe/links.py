@@ -1,0 +1,131 @@
+"""Times messages: between pairs of ranks, and over groups of them, over sizes that grow while they are quick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.cluster.measured import Message, Point
+from plait.cluster.probe.timing import Bench, Figure, figure, times_in_a_row
+
+SLOW_S = 0.25
+"""A message that takes so long is the largest that is sent: more would tell nothing new and take ever longer."""
+ROUNDS = 5
+FEW_ROUNDS, LONG_S = 2, 0.05
+"""So many rounds for what takes longer: over a narrow cable one round is as good as the other, and each one counts."""
+FIRST_TAG = 900_000
+"""Of sends; the buckets of training, which count from 0, use the same group's tags."""
+
+Begin = Callable[[Tensor, dist.ProcessGroup], object]
+"""An operation on a buffer whose numbers divide by the ranks of the group; blocks until it is done."""
+
+
+class DeadLink(Exception):
+    """The other rank did not answer in time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two ranks that are measured in a round of the schedule."""
+
+    first: int
+    second: int
+    round: int
+
+
+def pairs_of(hosts: Sequence[Sequence[int]]) -> tuple[Pair, ...]:
+    """Which pairs are measured: neighbours inside each host, and the first ranks of each two hosts; no rank twice in
+    a round. `hosts` lists each host's ranks."""
+    wanted = [pair for ranks in hosts for pair in pairwise(ranks)]
+    firsts = [ranks[0] for ranks in hosts]
+    wanted += [(a, b) for i, a in enumerate(firsts) for b in firsts[i + 1 :]]
+    rounds: list[set[int]] = []
+    found = []
+    for pair in wanted:
+        number = next((i for i, busy in enumerate(rounds) if not busy & set(pair)), len(rounds))
+        if number == len(rounds):
+            rounds.append(set())
+        rounds[number] |= set(pair)
+        found.append(Pair(first=pair[0], second=pair[1], round=number))
+    return tuple(sorted(found, key=lambda pair: pair.round))
+
+
+def time_pair(
+    ends: tuple[int, int], sizes: Sequence[int], *, rank: int, bench: Bench, timeout_s: float
+) -> tuple[Point, ...]:
+    """Half of the way there and back for growing messages; both ranks of the pair must call it, and no other.
+
+    Raises DeadLink where the other rank does not answer.
+    """
+    first = rank == ends[0]
+    peer = ends[1] if first else ends[0]
+    points = []
+    for tag, size in enumerate(sizes, FIRST_TAG):
+        sent, received = (torch.zeros(size // 4, device=bench.device) for _ in range(2))
+
+        def there_and_back(sent: Tensor = sent, received: Tensor = received, tag: int = tag) -> None:
+            order = (dist.isend, dist.irecv) if first else (dist.irecv, dist.isend)
+            for operation in order:
+                _wait(operation(sent if operation is dist.isend else received, peer, tag=tag), timeout_s)
+
+        there_and_back()
+        readings = [bench.clock.time(there_and_back, 1) for _ in range(FEW_ROUNDS)]
+        if _tell_peer(readings[-1][0] < LONG_S, first, peer, bench, tag, timeout_s):
+            readings += [bench.clock.time(there_and_back, 1) for _ in range(ROUNDS - FEW_ROUNDS)]
+        took = figure(readings)
+        points.append(_point(size, took, share=0.5))
+        if _tell_peer(took.seconds / 2 > SLOW_S, first, peer, bench, tag, timeout_s):
+            break
+    return tuple(points)
+
+
+def time_collectives(
+    operations: Mapping[Message, Begin], sizes: Sequence[int], group: dist.ProcessGroup, bench: Bench
+) -> dict[Message, tuple[Point, ...]]:
+    """Each operation over growing buffers, with the seconds of the slowest rank; every rank of the group must call
+    it, with a bench that keeps this group together."""
+    return {kind: tuple(_growing(begin, sizes, group, bench)) for kind, begin in operations.items()}
+
+
+def _growing(begin: Begin, sizes: Sequence[int], group: dist.ProcessGroup, bench: Bench) -> Iterator[Point]:
+    ranks = dist.get_world_size(group)
+    for size in sizes:
+        numbers = -(-size // 4 // ranks) * ranks
+        buffer = torch.zeros(numbers, device=bench.device)
+
+        def run(buffer: Tensor = buffer) -> None:
+            begin(buffer, group)
+
+        times = min(20, times_in_a_row(run, bench))
+        readings = [bench.clock.time(run, times)]
+        rounds = FEW_ROUNDS if bench.together.largest(readings[0][0]) > LONG_S else ROUNDS
+        took = figure([*readings, *(bench.clock.time(run, times) for _ in range(rounds - 1))])
+        took = replace(took, seconds=bench.together.largest(took.seconds))
+        yield _point(4 * numbers, took)
+        if took.seconds > SLOW_S:
+            return
+
+
+def _tell_peer(verdict: bool, first: bool, peer: int, bench: Bench, tag: int, timeout_s: float) -> bool:
+    """The first rank's verdict, for both: they must do the same, and their clocks differ."""
+    told = torch.tensor([float(verdict)], device=bench.device)
+    _wait((dist.isend if first else dist.irecv)(told, peer, tag=tag), timeout_s)
+    return bool(told.item())
+
+
+def _point(size: int, took: Figure, share: float = 1.0) -> Point:
+    return Point(bytes=size, seconds=took.seconds * share, spread=took.spread, cpu_s=took.cpu_s * share)
+
+
+def _wait(work: dist.Work | None, timeout_s: float) -> None:
+    assert work is not None
+    try:
+        work.wait(timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise DeadLink(str(error)) from error

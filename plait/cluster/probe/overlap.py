@@ -1,0 +1,76 @@
+"""How much of a sum over ranks disappears behind arithmetic on this backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.cluster.measured import MeasuredOverlap, Point, Scope
+from plait.cluster.probe.timing import Bench, time_in_rounds, times_in_a_row
+
+BUCKET_BYTES = 8 * 2**20
+"""As gradients are summed."""
+ABOUT_S = 0.06
+"""Length of either side: long against starting and waiting."""
+MOST_BUCKETS = 16
+INNER = 512
+
+Start = Callable[[Tensor], dist.Work]
+"""Begins the sum of one bucket over the group."""
+
+
+def time_overlap(
+    start: Start, sums: Sequence[Point], bench: Bench, *, scope: Scope, ranks: int, seconds: float
+) -> MeasuredOverlap:
+    """Arithmetic alone, sums alone, and both at once, each about equally long; every rank of the group must call it.
+
+    `sums` are the measured all-reduces of the same group, on which its ranks agree.
+    """
+    fitting = [point for point in sums if point.bytes <= BUCKET_BYTES and point.seconds <= ABOUT_S] or [sums[0]]
+    size, each_s = fitting[-1].bytes, fitting[-1].seconds
+    count = max(1, min(MOST_BUCKETS, round(ABOUT_S / each_s)))
+    buckets = [torch.zeros(size // 4, device=bench.device) for _ in range(count)]
+    product = _product(bench)
+    products = _so_many(product, count * each_s, bench)
+
+    def compute() -> None:
+        for _ in range(products):
+            product()
+
+    def both() -> None:
+        works = [start(bucket) for bucket in buckets]
+        compute()
+        for work in works:
+            work.wait()
+
+    def communicate() -> None:
+        for work in [start(bucket) for bucket in buckets]:
+            work.wait()
+
+    found = time_in_rounds({"compute": compute, "communicate": communicate, "both": both}, bench, seconds=seconds)
+    slowest = {name: bench.together.largest(figure.seconds) for name, figure in found.items()}
+    return MeasuredOverlap(
+        scope=scope,
+        ranks=ranks,
+        bytes=size * count,
+        compute_s=slowest["compute"],
+        communicate_s=slowest["communicate"],
+        both_s=slowest["both"],
+    )
+
+
+def _product(bench: Bench) -> Callable[[], object]:
+    rows = 8 * INNER if bench.device.type == "cuda" else INNER
+    a, b = torch.randn(rows, INNER, device=bench.device), torch.randn(INNER, INNER, device=bench.device)
+    out = torch.empty(rows, INNER, device=bench.device)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def _so_many(product: Callable[[], object], seconds: float, bench: Bench) -> int:
+    """How many products last so long, the same number on all ranks."""
+    times = times_in_a_row(product, bench)
+    each_s = bench.together.largest(min(bench.clock.time(product, times)[0] for _ in range(3)))
+    return max(1, round(seconds / each_s))

@@ -1,0 +1,60 @@
+"""`plait eval`: a run's exact loss on its held-out text, or on other files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from plait.commands.planning.run_folder import finished_run
+from plait.commands.sample import load_model
+from plait.data.loader import heldout_micros
+from plait.data.preparation.prepare import DataRequest, prepare
+from plait.data.shards import Corpus, open_corpus
+from plait.data.sources import Source
+from plait.errors import PlaitError
+from plait.layout import Layout
+from plait.model.gpt import GPT
+from plait.parallel.sharded_model import alone
+from plait.planner.plan import Plan
+from plait.trainer.assemble import make_autocast, runners, samples_of
+
+
+def evaluate(run: str, files: Sequence[str]) -> str:
+    """One line of JSON: step, eval_loss, eval_nats_per_byte, tokens, bytes; raises PlaitError where nothing can be."""
+    folder = finished_run(run)
+    plan = folder.begun_plan()
+    corpus = open_corpus(Path(plan.corpus))
+    if not files and not corpus.heldout_tokens:
+        raise PlaitError("this run held out no text (data.holdout = 0); name a file with --files")
+    model, found = load_model(folder)
+    with TemporaryDirectory(prefix="plait-eval-") as name:
+        text = _prepared(files, corpus, Path(name)) if files else corpus
+        total, tokens = _sums(model, text, plan)
+    nbytes = text.heldout_bytes
+    told = {"step": found.manifest.step, "eval_loss": total / tokens, "eval_nats_per_byte": total / nbytes}
+    return json.dumps({**told, "tokens": int(tokens), "bytes": nbytes})
+
+
+def _prepared(files: Sequence[str], corpus: Corpus, cache: Path) -> Corpus:
+    """Other text, all of it as held-out text, in the run's own tokens."""
+    request = DataRequest(
+        sources=tuple(Source(path=path) for path in files),
+        tokenizer=str(corpus.tokenizer_path.parent),
+        vocabulary=None,
+        holdout=0.0,
+    )
+    other = open_corpus(prepare(request, cache, lambda done, total, stage: None))
+    return replace(other, train=(), heldout=other.train, heldout_bytes=other.train_bytes)
+
+
+def _sums(model: GPT, corpus: Corpus, plan: Plan) -> tuple[float, float]:
+    """The summed loss and the number of tokens, by one process."""
+    device = next(model.parameters()).device
+    _, evaluate_micros = runners(alone(model), make_autocast(plan.precision, device))
+    lean = replace(plan, micro_sequences=min(plan.micro_limits or (plan.micro_sequences,)))
+    windows = heldout_micros(corpus, samples_of(lean, Layout(), rank=0, device=device))
+    loss_sum, tokens = evaluate_micros(windows).tolist()
+    return loss_sum, tokens

@@ -1,0 +1,89 @@
+"""What a host says of itself when it joins a run, and what the leading host objects to."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from plait.cluster.topology import software_versions, usable_cores
+from plait.units import format_duration
+
+CLOCK_APART_S = 60.0
+
+
+def own_hello() -> dict[str, Any]:
+    """This host's name, software, clock, cores and working folder."""
+    versions = dict(software_versions())
+    return {
+        "name": platform.node() or "a host without a name",
+        "mark": own_mark(),
+        "plait": versions["plait"],
+        "code": code_hash(),
+        "torch": versions["torch"],
+        "python": versions["python"],
+        "clock_s": time.time(),
+        "cores": usable_cores(),
+        "folder": str(Path.cwd()),
+    }
+
+
+def objection(hello: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+    """Why a host may not join, in one sentence for its own terminal; None where it may.
+
+    `own` is the leading host's hello of this moment. The part of a version after "+" (of torch: how it was built) may
+    differ.
+    """
+    lead = own["name"]
+    if not _is_complete(hello, own):
+        return f"{lead} does not understand this host's greeting; install plait {own['plait']} here, too"
+    for package in ("plait", "torch"):
+        here, there = (str(one[package]).partition("+")[0] for one in (hello, own))
+        if here != there:
+            return f"this host has {package} {here} and {lead} has {there}; install {package} {there} here, too"
+    if hello["code"] != own["code"]:
+        return (
+            f"this host's plait is of the same version as {lead}'s, {own['plait']}, but its files differ; "
+            "install the same commit on both"
+        )
+    ahead_s = hello["clock_s"] - own["clock_s"]
+    if abs(ahead_s) > CLOCK_APART_S:
+        return (
+            f"this host's clock is {format_duration(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} {lead}'s; "
+            "set it right (for example: timedatectl set-ntp true) and join again"
+        )
+    return None
+
+
+@cache
+def own_mark() -> str:
+    """A digest of this machine's own number and the addresses of its network cards, those that are hardware: machines
+    made from one image share their names, and often the first of these."""
+    cards = [path for path in sorted(Path("/sys/class/net").glob("*")) if (path / "device").exists()]
+    digest = sha256()
+    for file in (Path("/etc/machine-id"), *(path / "address" for path in cards)):
+        with suppress(OSError):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@cache
+def code_hash() -> str:
+    """A digest of plait's own files: two checkouts of one version number can still differ."""
+    package = Path(__file__).parents[2]
+    digest = sha256()
+    for path in sorted(package.rglob("*")):
+        if path.suffix in (".py", ".toml"):
+            digest.update(os.fsencode(path.relative_to(package)) + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _is_complete(hello: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """Whether a hello has all that ours has, of the same kinds."""
+    return all(type(hello.get(key)) is type(value) for key, value in own.items())

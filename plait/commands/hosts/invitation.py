@@ -1,0 +1,83 @@
+"""What a person says of a run's hosts, and what the others are to be told: where to join, and with which secret."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+from plait.errors import PlaitError
+from plait.launch.remote.interface import interface_of, local_addresses
+from plait.launch.remote.secret import VARIABLE, Secret, new_secret, read_secret
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsAsked:
+    """What was asked of a run's hosts; a `port` of 0 is any free one, no `address` the only one that there is."""
+
+    hosts: int
+    address: str | None = None
+    port: int = 0
+    secret_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.hosts == 1 and (self.address or self.port or self.secret_file):
+            raise PlaitError("--address, --port and --secret-file are for several hosts; say how many with --hosts")
+
+
+ONE_HOST = HostsAsked(hosts=1)
+
+
+def chosen_address(asked: str | None) -> str:
+    """The address that other hosts reach this one by; raises PlaitError that lists them where there is a choice."""
+    if asked is not None:
+        check_first(asked, "choose it by --address")
+        return asked
+    outside = [text for text in local_addresses() if not ip_address(text).is_loopback]
+    usual = [text for text in outside if ip_address(text).version == 4] or outside
+    if len(usual) != 1:
+        found = f"this machine has several addresses: choose --address {' or '.join(usual)}"
+        raise PlaitError(
+            found if usual else "this machine has no address for others; connect it, or name one: --address"
+        )
+    return usual[0]
+
+
+def check_first(address: str, mend: str) -> None:
+    """Raise PlaitError for an interface's second address: gloo is told interfaces, and would meet others at its first,
+    whatever its family."""
+    interface = interface_of(address)
+    first = next((text for text, name in local_addresses().items() if name == interface), address)
+    if not ip_address(address).is_loopback and str(ip_address(address)) != first:
+        raise PlaitError(
+            f"{address} is not the first address of {interface}, and workers would meet at that, {first}; {mend}, or "
+            f"give {address} an interface of its own"
+        )
+
+
+def chosen_secret(file: Path | None) -> tuple[Secret, str]:
+    """The run's secret, and what to tell the person about it; a fresh one is shown on a terminal or kept in `file`."""
+    if file is not None and not file.exists():
+        secret = new_secret()
+        _write_private(file, secret.text)
+        return secret, f"with --secret-file and a copy of {file}"
+    if file is not None or VARIABLE in os.environ:
+        where = f"--secret-file and a copy of {file}" if file else f"the same secret in {VARIABLE}"
+        return read_secret(str(file) if file else None), f"with {where}"
+    if not sys.stdout.isatty():  # what is not a terminal is a file sooner or later
+        raise PlaitError(
+            f"there is no terminal to show the secret on; name a file for it by --secret-file, or set {VARIABLE}"
+        )
+    secret = new_secret()
+    return secret, f"and, when asked for it, the secret {secret.text}"
+
+
+def _write_private(path: Path, text: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise PlaitError(f"the secret file {path} cannot be written ({error.strerror}); name another place") from None
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text + "\n")

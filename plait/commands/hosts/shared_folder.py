@@ -1,0 +1,51 @@
+"""Whether two hosts work in one folder: a nonce that one writes and the other finds, and can work beside."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from plait.commands.hosts.file_transfer import safe_path, told_disk
+from plait.errors import PlaitError
+
+
+@contextmanager
+def nonce(folder: Path) -> Iterator[tuple[str, str]]:
+    """A file in `folder` that nobody can have seen elsewhere: its name and its content; gone after the block.
+
+    Only its writer's user can read it, as some that a run makes.
+    """
+    name, content = f"nonce-{secrets.token_hex(8)}", secrets.token_hex(16)
+    path = folder / name
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(content)
+        yield name, content
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def seen(folder: Path, name: str, content: str) -> bool:
+    """Whether a nonce that another host has just written lies in this folder.
+
+    Raises PlaitError where it does, and this host cannot work in the folder as that one does.
+    """
+    path = safe_path(folder, name)
+    try:
+        if path.read_text(encoding="ascii") != content:
+            return False
+    except PermissionError:
+        raise PlaitError(
+            f"{folder} is the folder of the host that leads, but what it writes there cannot be read here; join as the "
+            "user who started the run, or from a folder of your own"
+        ) from None
+    except (OSError, UnicodeDecodeError):
+        return False
+    own = path.with_name(f"{name}.seen")
+    with told_disk(own):
+        own.write_bytes(b"")
+        own.unlink()
+    return True

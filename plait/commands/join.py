@@ -1,0 +1,54 @@
+"""`plait join`: lends this host to a run that another one leads, until that run ends."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+from rich.console import Console
+
+from plait.commands.hosts.host_info import own_hello
+from plait.commands.hosts.invitation import check_first
+from plait.commands.hosts.joined_host import Depot
+from plait.commands.planning.workers import PRELOAD
+from plait.errors import PlaitError
+from plait.launch.remote.agent import connect, serve
+from plait.launch.remote.connectivity import Door
+from plait.launch.remote.secret import read_secret
+from plait.launch.values.job import StoppedBy
+
+ENDINGS = {"finished": "it is finished", "SIGINT": "it was stopped", "SIGTERM": "it was stopped"}
+
+
+def join(at: str, *, secret_file: Path | None, screen: Console) -> StoppedBy:
+    """Join the run that waits at HOST:PORT and serve it; blocks until it ends, and returns what ended it.
+
+    Raises PlaitError, with what to mend on this host, when it may not join or cannot keep the run's files; RunFailed
+    when the run failed or its leading host is lost.
+    """
+    address, port = _parsed(at)
+    wire = connect(address, port, read_secret(str(secret_file) if secret_file else None))
+    check_first(wire.local_address, "join by an address of host 0 that leads over it")
+    screen.print(f"found    a run at {at}", markup=False)
+
+    def say(line: str) -> None:
+        screen.print(line, markup=False, soft_wrap=True)
+
+    hello = own_hello()
+    with closing(Depot(Path.cwd(), say)) as depot, closing(Door(hello["name"], wire.local_address)) as door:
+        try:
+            handlers = {**depot.handlers, **door.handlers}
+            stopped_by = serve(wire, hello=hello, handlers=handlers, preload=PRELOAD)
+        except PlaitError as error:
+            if depot.trouble is not None:  # the leader has only passed on what is to be mended here
+                raise depot.trouble from error
+            raise
+    screen.print(f"over     the run has ended: {ENDINGS[stopped_by]}")
+    return stopped_by
+
+
+def _parsed(at: str) -> tuple[str, int]:
+    host, _, port = at.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise PlaitError(f'"{at}" is no HOST:PORT; type the line that plait train --hosts prints')
+    return host.removeprefix("[").removesuffix("]"), int(port)

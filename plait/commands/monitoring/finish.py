@@ -1,0 +1,144 @@
+"""The end of a run: its receipt, with what the plan had foretold beside what came."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Literal
+
+from rich.console import Console as Screen
+
+from plait.cluster.catalog import reported_device
+from plait.commands.monitoring.forecast_monitor import Compared
+from plait.commands.planning.calibration_store import learn
+from plait.commands.planning.run_folder import RunFolder
+from plait.errors import RunFailed
+from plait.model.shape import training_flops_per_token
+from plait.planner.calibration.factors import Basis, lesson_of, lesson_of_whole, lesson_words, untaught
+from plait.planner.derive.model_size import budget_of
+from plait.planner.plan import Forecast, Plan
+from plait.recipe.schema import RunConfig
+from plait.report.metrics import StepReport, read_metrics
+from plait.report.receipt import WARM_UP_STEPS, Receipt, median_speed, read_receipt
+from plait.units import counted, format_duration
+
+TOLERATED_OVERRUN = 1.15
+
+
+def conclude(
+    config: RunConfig, folder: RunFolder, plan: Plan, done: int, screen: Screen, compared: Compared | None = None
+) -> None:
+    """Write and print the receipt of a finished run, and keep what it teaches; say so when a time budget was missed.
+
+    `compared` is the last start beside the plan, None where the plan foretold nothing.
+    """
+    if compared is not None:
+        compared.end()
+    receipt = _receipt(folder, plan, done, compared)
+    receipt.write(folder.receipt)
+    screen.print(receipt.table(), highlight=False)
+    budget, wall_s = budget_of(config), receipt.wall_s
+    if budget.unit == "seconds" and not 1 / TOLERATED_OVERRUN <= wall_s / budget.value <= TOLERATED_OVERRUN:
+        screen.print(
+            f"the run took {format_duration(wall_s)}, not {budget}: steps took other times than when they were measured"
+        )
+    if compared is not None:
+        screen.print(_teach(compared), highlight=False, soft_wrap=True)
+
+
+def is_finished(folder: RunFolder) -> bool:
+    """Whether the run did all the steps that its plan has now."""
+    return folder.receipt.exists() and read_receipt(folder.receipt).steps >= folder.begun_plan().steps
+
+
+def _receipt(folder: RunFolder, plan: Plan, done: int, compared: Compared | None) -> Receipt:
+    steps, evaluations = read_metrics(folder.metrics)
+    speed = median_speed(_of_this_plan(folder, steps, done), (0, done))
+    evaluation = evaluations[-1] if evaluations else None
+    so_far, forecast = folder.so_far, plan.forecast
+    full, causal = (training_flops_per_token(plan.shape, plan.sequence, kind) for kind in ("full", "causal"))
+    device_hours = so_far.device_s / 3600
+    known = reported_device(plan.fingerprint["name"]) if plan.device == "cuda" and not _of_several_kinds(plan) else None
+    foretold, came = (compared.foretold, compared.came) if compared else (None, None)
+    return Receipt(
+        steps=plan.steps,
+        tokens=steps[-1].tokens,
+        world_size=plan.world_size,
+        layout=plan.layout.degrees,
+        train_loss=steps[-1].loss,
+        eval_loss=evaluation.eval_loss if evaluation else None,
+        eval_nats_per_byte=evaluation.eval_nats_per_byte if evaluation else None,
+        step_s_median=speed.step_s_median,
+        predicted_step_s=forecast.step_s if forecast else None,
+        timed_step_s=plan.step_s,
+        untimed_step_s=_untimed_step_s(forecast),
+        tokens_per_s=speed.tokens_per_s,
+        mfu=speed.tokens_per_s * full / plan.peak_flops if plan.peak_flops else None,
+        mfu_causal=speed.tokens_per_s * causal / plan.peak_flops if plan.peak_flops else None,
+        peak_tensor_bytes=so_far.peak_tensor_bytes,
+        predicted_peak_bytes_per_device=forecast.tensor_bytes if forecast else None,
+        peak_rss_bytes=so_far.peak_rss_bytes,
+        wall_s=so_far.wall_s,
+        device_hours=device_hours,
+        one_device_step_s=forecast.one_device_step_s if forecast else None,
+        cost_usd=_times(device_hours, known.price_per_hour if known else None),
+        energy_wh=_times(device_hours, known.watts if known else None),
+        versions=dict(plan.fingerprint["versions"]),
+        device=_devices_in_words(plan),
+        one_device_from=_SOURCES[foretold.basis] if foretold else None,
+        predicted_items=foretold.items.by_clock() if foretold else None,
+        measured_items=came.items.by_clock() if came and came.items else None,
+        predicted_rss_bytes=forecast.bytes_per_device if forecast and plan.device == "cpu" else None,
+        taught_by_runs=foretold.calibration.runs if foretold else 0,
+    )
+
+
+def _of_several_kinds(plan: Plan) -> bool:
+    """Whether its hosts are unlike: nobody knows the price of any but the first."""
+    return len({host.machine for host in plan.hosts}) > 1
+
+
+def _devices_in_words(plan: Plan) -> str:
+    """What it ran on: so many of one kind, or the names of hosts of several."""
+    if _of_several_kinds(plan):
+        return " + ".join(f"{host.name} ({counted(host.workers, 'worker')})" for host in plan.hosts)
+    return f"{plan.devices} × {plan.fingerprint['name']}"
+
+
+def _untimed_step_s(forecast: Forecast | None) -> float | None:
+    """What formulas and runs had said, where the forecast is a step that was timed."""
+    if forecast is None or not forecast.calibration.is_timed:
+        return None
+    return forecast.step_s / forecast.calibration.timed
+
+
+_SOURCES: Mapping[Basis, Literal["measurement", "formulas"]] = {"clock": "measurement", "formulas": "formulas"}
+
+
+def _of_this_plan(folder: RunFolder, steps: Sequence[StepReport], done: int) -> Sequence[StepReport]:
+    """The steps that may be held against the plan: an earlier one of the same run may have had another layout."""
+    own = [report for report in steps if report.step > done + WARM_UP_STEPS]
+    return own if own and (folder.path / "plan-1.json").exists() else steps
+
+
+def _teach(compared: Compared) -> str:
+    """Keep what the run teaches the next forecast on these machines, and say what, or why nothing."""
+    foretold, came = compared.foretold, compared.came
+    why = compared.disturbance()
+    if came is None or why:
+        return f"the next plan here learns nothing from this run: {why}"
+    today = datetime.now(UTC).date().isoformat()
+    said = untaught(foretold.items, foretold.calibration)
+    computed_s = came.step_s - came.data_s
+    lesson = lesson_of(said, came.items, today) if came.items else lesson_of_whole(said, computed_s, today)
+    if lesson is None:
+        return "the next plan here learns nothing from this run: computing could not be told from waiting"
+    try:
+        learn(foretold.calibration.ground, lesson)
+    except RunFailed as error:  # the run itself is finished and safe
+        return f"what this run teaches was not kept: {error}"
+    return lesson_words(lesson, foretold.basis)
+
+
+def _times(device_hours: float, each: float | None) -> float | None:
+    return None if each is None else device_hours * each

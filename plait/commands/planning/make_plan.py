@@ -1,0 +1,210 @@
+"""Makes a run's plan, or finds the one made before: looks at the machine, drafts, measures, settles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from plait.cluster.topology import Machine
+from plait.commands.planning.calibration_store import ground_of, recalled
+from plait.commands.planning.workers import Crew
+from plait.commands.preparing.corpus import CACHE, corpus_facts
+from plait.data.shards import Corpus
+from plait.errors import Interrupted, PlaitError, RunFailed
+from plait.launch.values.job import Job, Message
+from plait.planner.derive.resources import Grounds, Look, Need, digest_of
+from plait.planner.plan import Plan, read_plan, write_plan
+from plait.planner.resolve.forecast_update import learning
+from plait.planner.resolve.resolve import draft, settle, with_split
+from plait.planner.resolve.worker_layouts import Split, best_splits, simplest
+from plait.recipe.load import flat_values, recipe_text
+from plait.recipe.schema import RunConfig
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """The machine that a run finds, and the arithmetic peak that MFU is a share of."""
+
+    machine: Machine
+    peak_flops: float | None
+    others: tuple[Machine, ...] = ()
+    """Of the other hosts of a run."""
+    look: Look | None = None
+    """What looks at all hosts and the roads between them."""
+
+
+def look_around(workers: Crew, cores: int) -> Site:
+    """Describe this machine and measure its arithmetic peak, in a worker that uses all cores."""
+    found = ask(workers, Job(entry="plait.cluster.measure:rank", argument="", world_size=1, threads=cores), "machine")
+    return Site(machine=Machine.from_fingerprint(found["fingerprint"]), peak_flops=found["peak_flops"])
+
+
+def make_plan(config: RunConfig, corpus: Corpus, site: Site, workers: Crew, *, fresh: bool, say: Say) -> Plan:
+    """The plan for a recipe on a machine: the one that was made for both before, unless a fresh one is asked for."""
+    key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
+    kept = _kept(key)
+    if kept.exists() and not fresh:
+        plan, site = _looked_at(read_plan(kept), site)
+        if plan is not None:
+            say("plan     as made before for this recipe on this machine (--replan makes a new one)")
+            return _taught(replace(plan, corpus=str(corpus.folder)))
+        say("plan     made anew: the last one for this recipe here is not of what the hosts were just found to do")
+    outline = draft(config, corpus_facts(corpus), grounds_of(site, workers), recipe_hash=key)
+    measured = list(outline.splits)
+    if len(measured) > 1 or outline.plan.budget.unit == "seconds":
+        measured = measure(config, outline.plan, workers, outline.splits)
+    return _keep(settle(config, outline, measured), key)
+
+
+def _looked_at(plan: Plan, site: Site) -> tuple[Plan | None, Site]:
+    """A plan made before, unless several hosts were probed anew since; and the site, which nobody need look at again.
+
+    Machines are told apart by the plan's key, the roads between them only by a look.
+    """
+    if site.look is None:
+        return plan, site
+    look, asked = site.look, Need(shape=plan.shape, batch_sequences=plan.batch_sequences, precision=plan.precision)
+    seen = look(asked)
+    holds = plan.forecast is not None and plan.forecast.probed == digest_of(seen)
+    return plan if holds else None, replace(site, look=lambda need: seen if need == asked else look(need))
+
+
+def proven_plan(
+    config: RunConfig,
+    corpus: Corpus,
+    site: Site,
+    workers: Crew,
+    *,
+    count: int,
+    on_timed: Callable[[Split], None],
+    on_failed: Callable[[Split, RunFailed], None],
+) -> tuple[Plan, list[Split]]:
+    """The best of `count` layouts by their measured steps, kept as the recipe's plan here, and all that were timed.
+
+    One that fails, for want of memory say, leaves the choice to the others; raises its RunFailed where all do.
+    """
+    key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
+    outline = draft(
+        config,
+        corpus_facts(corpus),
+        grounds_of(site, workers),
+        recipe_hash=key,
+        worth_trying=lambda question, _: best_splits(question, count),
+    )
+    trials: list[Split] = []
+    failure: RunFailed | None = None
+    for split in outline.splits:
+        try:
+            trials += measure(config, outline.plan, workers, (split,))
+        except RunFailed as error:
+            on_failed(split, error)
+            failure = error
+        else:
+            on_timed(trials[-1])
+    if failure and not trials:
+        raise failure
+    return _keep(settle(config, outline, trials), key), trials
+
+
+def grounds_of(site: Site, workers: Crew) -> Grounds:
+    """What a run is laid out on."""
+    machines = (site.machine, *site.others)
+    return Grounds(
+        machine=site.machine,
+        peak_flops=site.peak_flops,
+        given=workers.given,
+        look=site.look,
+        recall=lambda precision, basis: recalled(ground_of(machines, precision, basis)),
+    )
+
+
+def _taught(plan: Plan) -> Plan:
+    """A plan that was made before, its forecast with what runs have taught since."""
+    forecast = plan.forecast
+    if forecast is None or not forecast.calibration.ground:
+        return plan
+    return replace(plan, forecast=learning(forecast, recalled(forecast.calibration.ground), plan.step_s))
+
+
+def _kept(key: str) -> Path:
+    return CACHE / "plans" / f"{key}.json"
+
+
+def _keep(plan: Plan, key: str) -> Plan:
+    _kept(key).parent.mkdir(parents=True, exist_ok=True)
+    write_plan(plan, _kept(key))
+    return plan
+
+
+def replan(config: RunConfig, plan: Plan, corpus: Corpus, site: Site, workers: Crew) -> Plan:
+    """A begun run's plan on what there is now: another split, the same steps and the same mathematics."""
+    key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
+    outline = draft(config, corpus_facts(corpus), grounds_of(site, workers), recipe_hash=key, begun=plan)
+    moved = _moved(plan, outline.plan)
+    again = plan.step_s is not None and site.look is None  # over several hosts a probe has told how long steps take
+    timing = len(outline.splits) > 1 or again
+    return with_split(moved, simplest(measure(config, moved, workers, outline.splits) if timing else outline.splits))
+
+
+def _moved(plan: Plan, here: Plan) -> Plan:
+    """What a begun run keeps, with what belongs to the machine and the reports taken from here."""
+    return replace(
+        plan,
+        device=here.device,
+        compile=here.compile,
+        layout=here.layout,
+        threads=here.threads,
+        balance_every_steps=here.balance_every_steps,
+        corpus=here.corpus,
+        peak_flops=here.peak_flops,
+        fingerprint=here.fingerprint,
+        recipe_hash=here.recipe_hash,
+    )
+
+
+def measure(config: RunConfig, plan: Plan, workers: Crew, splits: tuple[Split, ...]) -> list[Split]:
+    """Time real steps for each split."""
+    return [_measured(config, with_split(plan, split), split, workers) for split in splits]
+
+
+def _measured(config: RunConfig, plan: Plan, split: Split, workers: Crew) -> Split:
+    with TemporaryDirectory(prefix="plait-measure-") as name:
+        write_plan(plan, Path(name) / "plan.json")
+        (Path(name) / "recipe.toml").write_text(recipe_text(config))
+        job = Job(
+            entry="plait.trainer.time_steps:rank",
+            argument=name,
+            world_size=plan.world_size,
+            threads=plan.threads,
+            log_dir=name,
+        )
+        found = ask(workers, job, "measured")
+    return replace(split, step_s=found["step_s"])
+
+
+def ask(workers: Crew, job: Job, kind: str) -> dict[str, Any]:
+    """Run a job whose rank 0 tells one thing, and return it; raises Interrupted where a signal came."""
+    answers: list[Message] = []
+    result = workers.run(job, lambda message: answers.append(message) if message.kind == kind else None)
+    if result.stopped_by != "finished":
+        raise Interrupted(result.stopped_by)
+    if not answers:
+        raise PlaitError(f"a worker ended without an answer ({job.entry}); this is a bug in plait, please report it")
+    return dict(answers[0].values)
+
+
+def plan_key(
+    config: RunConfig, content_hash: str, machine: Machine, workers: Crew, others: Sequence[Machine] = ()
+) -> str:
+    """What a plan was made for: the recipe but for its name and where its text lies, the text, and the machines."""
+    asked = {key: value for key, value in flat_values(config).items() if key not in ("run.name", "data.files")}
+    given = [asked, content_hash, machine.fingerprint(), workers.given and workers.given.workers]
+    given += [other.fingerprint() for other in others]
+    return sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]

@@ -1,0 +1,221 @@
+"""A run's folder, runs/NAME: who may write it, what it was begun with, what may still change."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from plait.checkpoint.store import Found, clean_staging, newest_good
+from plait.errors import PlaitError
+from plait.planner.plan import Plan, read_plan, same_hosts, unmarked
+from plait.planner.rebalancing.stage_repartition import stages_of
+from plait.recipe.load import flat_values, load_recipe, recipe_text
+from plait.recipe.schema import RunConfig
+from plait.report.atomic import replace_file, replace_files
+from plait.report.metrics import trim_metrics
+from plait.report.shares_file import check_lines
+
+MAY_CHANGE = ("train.budget", "layout.", "balance.", "checkpoint.", "report.")
+"""What a begun run may be asked anew; `data.files` may move as long as the text in it is the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class SoFar:
+    """What goes into a receipt and no metrics line tells: training time, and the memory of each device."""
+
+    wall_s: float = 0.0
+    device_s: float = 0.0
+    """The same, times the devices that each session had."""
+    peak_tensor_bytes: Sequence[int] = ()
+    peak_rss_bytes: Sequence[int] = ()
+
+
+_DISK_SAYS_NO = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The files of one run; see the guide "A run's folder"."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.toml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def receipt(self) -> Path:
+        return self.path / "receipt.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def shares(self) -> Path:
+        return self.path / "shares.jsonl"
+
+    @property
+    def has_begun(self) -> bool:
+        return self.plan.exists() and self.recipe.exists()
+
+    def begun_config(self) -> RunConfig:
+        """The recipe that the run was begun with, as last changed."""
+        return load_recipe(self.recipe)
+
+    def begun_plan(self) -> Plan:
+        return read_plan(self.plan)
+
+    def put(self, config: RunConfig, plan: Plan, *, afresh: bool = False) -> None:
+        """Make recipe and plan the current ones; an earlier plan that differs is kept as plan-1.json, plan-2.json …
+
+        With a plan that splits the work otherwise, or was asked for `afresh`, goes shares.jsonl, as shares-1.jsonl and
+        so on. Raises PlaitError where it cannot be obeyed.
+        """
+        number = 1
+        while any((self.path / name).exists() for name in (f"plan-{number}.json", f"shares-{number}.jsonl")):
+            number += 1
+        if self.plan.exists() and not _is_same(self.begun_plan(), plan):
+            (self.path / f"plan-{number}.json").write_text(self.plan.read_text())
+        other = self.plan.exists() and (afresh or _splits_otherwise(self.begun_plan(), plan))
+        files = {self.plan: plan.to_json().encode(), self.recipe: recipe_text(config).encode()}
+        if not (self.shares.exists() and other):  # one that was there before the run is to be obeyed
+            check_lines(self.shares, plan.parts, plan.layout.stage_layers if stages_of(plan) else ())
+            replace_files(files, failure=PlaitError)
+            return
+        kept = self.path / f"shares-{number}.jsonl"
+        try:
+            replace_files(files, before=lambda: self.shares.rename(kept), failure=PlaitError)
+        except PlaitError:
+            if kept.exists():  # the old plan stays, and so do the shares that it was carried out with
+                kept.rename(self.shares)
+            raise
+
+    def resume_point(self) -> Found | None:
+        """The newest checkpoint that verifies, with the metrics cut back to it; None for a run that has none yet."""
+        self.checkpoints.mkdir(exist_ok=True)
+        clean_staging(self.checkpoints)
+        found = newest_good(self.checkpoints)
+        trim_metrics(self.metrics, found.manifest.step if found else 0)
+        return found
+
+    @property
+    def so_far(self) -> SoFar:
+        """What all sessions of the run together come to."""
+        path = self.path / "so-far.json"
+        return SoFar(**json.loads(path.read_text())) if path.exists() else SoFar()
+
+    def note_so_far(self, so_far: SoFar) -> None:
+        """Keep what the sessions come to by now, for the receipt of a later one."""
+        replace_file(self.path / "so-far.json", json.dumps(asdict(so_far)).encode())
+
+
+def _is_same(old: Plan, new: Plan) -> bool:
+    return replace(old, hosts=unmarked(old.hosts)) == replace(new, hosts=unmarked(new.hosts))
+
+
+def _splits_otherwise(old: Plan, new: Plan) -> bool:
+    return (old.layout, old.parts) != (new.layout, new.parts) or not same_hosts(old.hosts, new.hosts)
+
+
+def run_folder(name: str) -> RunFolder:
+    """The folder of the run of that name, below the current folder."""
+    return RunFolder(Path("runs") / name)
+
+
+def finished_run(text: str) -> RunFolder:
+    """The folder of a run given by path or name, for commands that read it; raises PlaitError where there is none."""
+    for path in (Path(text), Path("runs") / text):
+        folder = RunFolder(path)
+        if folder.has_begun:
+            return folder
+    known = sorted(path.parent.name for path in Path("runs").glob("*/plan.json"))
+    hint = f"; there are {', '.join(known)}" if known else "; train one with: plait train RECIPE"
+    raise PlaitError(f'there is no run "{text}"{hint}')
+
+
+@contextmanager
+def alone(folder: RunFolder) -> Iterator[None]:
+    """Hold the run's folder for this process; raises PlaitError when another one trains in it, or the disk says no.
+
+    Of a run that did not begin nothing is left.
+    """
+    path = folder.path / ".lock"
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
+    except OSError as error:
+        raise PlaitError(f'"{folder.path}" cannot be written ({error.strerror}); choose another place') from None
+    with lock:
+        taken = f'another plait is training in "{folder.path}"; wait for it, or choose another run.name'
+        hold(lock, taken)
+        if not _is_open_as(path, lock):
+            raise PlaitError(taken)  # its holder took the file away after we had opened it
+        for left in folder.path.glob(".*.new"):  # by a plait that was killed
+            left.unlink(missing_ok=True)
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _DISK_SAYS_NO:
+                raise
+            raise PlaitError(
+                f"{error.filename or folder.path}: {error.strerror}; "
+                "free some space or mend its rights, then give the same command again"
+            ) from error
+        finally:
+            _tidy(folder.path)
+
+
+def _is_open_as(path: Path, file: TextIO) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _tidy(path: Path) -> None:
+    """Take away the folder of a run that has nothing but its lock."""
+    with suppress(OSError):
+        if [held.name for held in path.iterdir()] == [".lock"]:
+            (path / ".lock").unlink()
+            path.rmdir()
+
+
+def hold(lock: TextIO, refusal: str) -> None:
+    """Lock an open file until it is closed, by whatever end; raises PlaitError with the refusal where it is taken."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise PlaitError(refusal) from None
+
+
+def check_changes(old: RunConfig, new: RunConfig) -> list[str]:
+    """The keys of a begun run that are asked anew; raises PlaitError for one that may not change."""
+    before, after = flat_values(old), flat_values(new)
+    changed = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
+    for key in changed:
+        if key != "data.files" and not key.startswith(MAY_CHANGE):
+            raise PlaitError(
+                f"{key} was {_told(before.get(key))} when this run began and is {_told(after.get(key))} now; "
+                "change it back, or choose another run.name"
+            )
+    return changed
+
+
+def _told(value: Any) -> str:
+    return "not given" if value is None else json.dumps(value)

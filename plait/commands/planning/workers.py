@@ -1,0 +1,183 @@
+"""The workers that a command can call on: those of our own fork server, or those that torchrun started."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from plait.cluster.topology import Machine
+from plait.errors import PlaitError
+from plait.launch.local.run import ForkServer
+from plait.launch.local.torchrun import torchrun_context
+from plait.launch.values.job import Job, JobResult, Message, RankContext
+from plait.planner.derive.resources import Given
+from plait.planner.plan import Plan
+
+# torch's optimizers import torch._dynamo when the first is made, a second for each rank: so once for all of them.
+PRELOAD = (
+    "torch._dynamo",
+    "plait.trainer.worker",
+    "plait.trainer.time_steps",
+    "plait.cluster.measure",
+    "plait.commands.verifying.reference",
+    "plait.commands.probing.rank",
+)
+OnMessage = Callable[[Message], None]
+
+
+class Crew(Protocol):
+    """Runs a job's ranks and blocks until all of them returned; raises PlaitError when one could not."""
+
+    @property
+    def given(self) -> Given | None:
+        """The workers and their threads where somebody else decided them; None where the plan may."""
+        ...
+
+    def run(self, job: Job, on_message: OnMessage) -> JobResult: ...
+
+
+class PlacedCrew(Crew, Protocol):
+    """A crew that knows which host has which of a plan's ranks."""
+
+    def placed(self, plan: Plan) -> Plan:
+        """The plan with each host's part in it, where there are several."""
+        ...
+
+    def addresses(self) -> tuple[str, ...]:
+        """Where several hosts reach each other, host 0 first; none where there is one."""
+        ...
+
+    def hosts(self) -> tuple[tuple[Machine, float | None, int], ...]:
+        """Of several hosts each one's machine, the rate of its processor and its workers; none where there is one."""
+        ...
+
+
+class OwnCrew:
+    """Workers forked on this machine from a server that has torch loaded."""
+
+    given = None
+
+    def __init__(self, server: ForkServer) -> None:
+        self._server = server
+
+    def placed(self, plan: Plan) -> Plan:
+        return replace(plan, hosts=())
+
+    def hosts(self) -> tuple[()]:
+        return ()
+
+    def addresses(self) -> tuple[()]:
+        return ()
+
+    def run(self, job: Job, on_message: OnMessage) -> JobResult:
+        return self._server.run(job, on_message=on_message)
+
+
+class TorchrunCrew:
+    """The processes of a torchrun: rank 0 decides, and tells the others through torchrun's store what comes next."""
+
+    def __init__(self, context: RankContext) -> None:
+        from plait.parallel.mesh import open_store  # torch: only here, where it is needed anyway
+
+        self._context = context
+        self._store = open_store("env://orders", context.rank, context.world_size)
+        self._orders = 0
+        self.given = Given(workers=context.world_size, threads=context.threads)
+
+    def placed(self, plan: Plan) -> Plan:
+        return replace(plan, hosts=())
+
+    def hosts(self) -> tuple[()]:
+        return ()
+
+    def addresses(self) -> tuple[()]:
+        return ()
+
+    def run(self, job: Job, on_message: OnMessage) -> JobResult:
+        began = time.monotonic()
+        self._give({"entry": job.entry, "argument": job.argument, "everybody": job.world_size > 1})
+        channel: Callable[[str, Any], None] = lambda kind, values: on_message(  # noqa: E731
+            Message(rank=0, kind=kind, values=values)
+        )
+        world_size = self._context.world_size if job.world_size > 1 else 1
+        self._call(job.entry, job.argument, replace(self._context, channel=channel, world_size=world_size))
+        stopped = "SIGTERM" if self._context.stop_requested() else "finished"
+        return JobResult(stopped_by=stopped, wall_s=time.monotonic() - began)
+
+    def serve(self) -> None:
+        """What every rank but 0 does: carry out rank 0's orders until it has no more."""
+        while (order := self._take()) is not None:
+            if order["everybody"]:
+                self._call(order["entry"], order["argument"], self._context)
+
+    def dismiss(self) -> None:
+        """Rank 0 has no more orders."""
+        self._give(None)
+
+    def _call(self, entry: str, argument: str, context: RankContext) -> None:
+        module, _, function = entry.partition(":")
+        getattr(import_module(module), function)(replace(context, rendezvous=f"env://job-{self._orders}"), argument)
+
+    def _give(self, order: dict[str, Any] | None) -> None:
+        self._orders += 1
+        self._store.set(f"order-{self._orders}", json.dumps(order))
+
+    def _take(self) -> dict[str, Any] | None:
+        self._orders += 1
+        while True:
+            try:
+                return json.loads(self._store.get(f"order-{self._orders}"))
+            except Exception as error:  # the store's own timeout, while rank 0 prepares data
+                if "timeout" not in str(error).lower():
+                    raise PlaitError("rank 0 is gone; see what it said") from error
+
+
+@contextmanager
+def crew() -> Iterator[PlacedCrew]:
+    """The workers at hand; under torchrun the block runs on rank 0 alone, and the others leave when it ends."""
+    context = torchrun_context()
+    if context is None:
+        with ForkServer(preload=PRELOAD) as server:
+            yield OwnCrew(server)
+        return
+    workers = TorchrunCrew(context)
+    try:
+        yield workers
+    finally:
+        workers.dismiss()
+
+
+def serve_if_asked() -> bool:
+    """Under torchrun, on any rank but 0: serve rank 0 until it is done, and say so."""
+    context = torchrun_context()
+    if context is None or context.rank == 0:
+        return False
+    TorchrunCrew(context).serve()
+    return True
+
+
+def dismiss_others() -> None:
+    """Under torchrun, on rank 0, where there is nothing to do: tell the other ranks, which else would wait for ever."""
+    context = torchrun_context()
+    if context is not None:
+        TorchrunCrew(context).dismiss()
+
+
+def refuse_torchrun() -> None:
+    """Raise PlaitError where torchrun started this process, which then has all its workers already."""
+    if torchrun_context() is not None:
+        dismiss_others()
+        raise PlaitError("--hosts and torchrun both start workers; leave --hosts out, or start plait without torchrun")
+
+
+def log_folder(folder: Path) -> str:
+    """Where the ranks of a run leave what they print and their tracebacks."""
+    path = folder / "logs"
+    path.mkdir(parents=True, exist_ok=True)
+    return str(path)

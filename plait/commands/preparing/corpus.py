@@ -1,0 +1,78 @@
+"""`plait data`: text to tokens on disk, once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from plait.data.order import longest_window
+from plait.data.preparation.prepare import DataRequest, prepare, prepared
+from plait.data.shards import Corpus, open_corpus
+from plait.data.sources import Source
+from plait.planner.derive.model_size import CorpusFacts
+from plait.recipe.schema import RunConfig
+from plait.units import format_count
+
+CACHE = Path(".plait")
+"""Below the current folder: prepared data, trained tokenizers, plans that were measured."""
+
+
+def prepare_data(config: RunConfig, screen: Console) -> Corpus:
+    """Prepare the recipe's data, or find it prepared; raises PlaitError in one sentence."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+    with Progress(*columns, TimeRemainingColumn(), console=screen, transient=True) as bar:
+        task = bar.add_task("data", total=None)
+
+        def show(done: int, total: int, stage: str) -> None:
+            bar.update(task, completed=done, total=total or None, description=stage)
+
+        folder = prepare(data_request(config), CACHE, show)
+    return open_corpus(folder)
+
+
+def prepared_corpus(config: RunConfig) -> Corpus | None:
+    """The recipe's data if it was prepared before; looks at nothing but files' sizes and times."""
+    folder = prepared(data_request(config), CACHE)
+    return open_corpus(folder) if folder else None
+
+
+def data_request(config: RunConfig) -> DataRequest:
+    """What the recipe asks of the data."""
+    files = config.data.files
+    asked = [files] if isinstance(files, str) else files
+    sources = [
+        Source(path=one) if isinstance(one, str) else Source(path=one.path, weight=one.weight, field=one.field)
+        for one in asked
+    ]
+    vocabulary = config.model.vocabulary
+    tokenizer = config.data.tokenizer
+    return DataRequest(
+        sources=tuple(sources),
+        tokenizer="bpe" if tokenizer == "auto" else tokenizer,
+        vocabulary=None if vocabulary == "auto" else vocabulary,
+        holdout=config.data.holdout,
+    )
+
+
+def corpus_facts(corpus: Corpus) -> CorpusFacts:
+    """What a plan must know of the data."""
+    return CorpusFacts(
+        folder=str(corpus.folder),
+        content_hash=corpus.content_hash,
+        vocabulary=corpus.vocabulary,
+        train_tokens=corpus.train_tokens,
+        longest_sequence=longest_window(corpus),
+        heldout_tokens=corpus.heldout_tokens,
+        documents=sum(len(shard.starts) for shard in corpus.train),
+    )
+
+
+def told(corpus: Corpus) -> str:
+    """One line about prepared data, for people."""
+    facts = corpus_facts(corpus)
+    return (
+        f"data     {format_count(facts.train_tokens)} training tokens, {format_count(facts.heldout_tokens)} held out, "
+        f"{facts.documents} document{'s' if facts.documents != 1 else ''}, {facts.vocabulary} entries in the tokenizer"
+    )

@@ -1,0 +1,240 @@
+"""The ranks of a probe: they meet, time their links, devices and what hides behind what; rank 0 tells all of it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from plait.cluster.measure import find_machine
+from plait.cluster.measured import MeasuredLink, MeasuredOverlap, Point, Scope, Timed
+from plait.cluster.probe.arithmetic import arithmetic_runs, few_runs, timed
+from plait.cluster.probe.limits import core_share
+from plait.cluster.probe.links import DeadLink, pairs_of, time_collectives, time_pair
+from plait.cluster.probe.overlap import time_overlap
+from plait.cluster.probe.pieces import check_device
+from plait.cluster.probe.request import Request
+from plait.cluster.probe.timing import Alone, Bench, DeviceClock, ProcessorClock, time_in_rounds
+from plait.cluster.probe.verdict import Host, PairTold, dead_device, dead_link, host_of, hosts_of
+from plait.commands.probing.training_pieces import begin_sum, operations, training_for
+from plait.errors import RunFailed
+from plait.launch.values.job import RankContext
+from plait.parallel.mesh import GroupSums, make_groups, open_store
+
+MEET_S = 60.0
+"""For a rank to appear, and for its links to open."""
+ANSWER_S = 20.0
+"""For a message between two ranks; the largest takes a second on the slowest link that is measured with it."""
+PATIENCE = timedelta(minutes=10)
+"""For another rank's part of the probe."""
+ALONE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A rank of a probe among the others."""
+
+    rank: int
+    hosts: tuple[Host, ...]
+    store: Store
+    bench: Bench
+
+    @property
+    def host(self) -> Host:
+        return host_of(self.hosts, self.rank)
+
+    def say(self, key: str, values: Any) -> None:
+        """Leave JSON for the other ranks."""
+        self.store.set(f"probe/{key}", json.dumps(values))
+
+    def hear(self, key: str) -> Any:
+        """What a rank left; blocks until it is there."""
+        return json.loads(self.store.get(f"probe/{key}"))
+
+
+class Group:
+    """Keeps the ranks of a process group in step."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._sums = GroupSums(group)
+
+    def meet(self) -> None:
+        self._sums(torch.zeros(1))
+
+    def largest(self, value: float) -> float:
+        return self._sums.largest(torch.tensor([value], dtype=torch.float64)).item()
+
+
+def rank(context: RankContext, argument: str) -> None:
+    """Entry of each rank of a probe, on one host or several; the argument is a Request's JSON.
+
+    Rank 0 tells "probed": what every rank told. Raises RunFailed, with a sentence, for a dead device or link.
+    """
+    request = Request.from_json(argument)
+    torch.set_num_threads(context.threads)
+    torch.set_flush_denormal(True)  # as training does
+    place = _met(context, request)
+    try:
+        pairs = _pairs(place, request)
+        figures = _arithmetic(place, request)
+        _groups(place, request)
+        machine = find_machine()
+        name, memory = machine.name, machine.memory_bytes
+        place.say(f"rank/{place.rank}", {**figures, "name": name, "memory_bytes": memory, "threads": context.threads})
+        if context.rank == 0:
+            told = [place.hear(f"rank/{one}") for one in range(context.world_size)]
+            shared = [place.hear(f"groups/{host.ranks[0]}") for host in place.hosts]
+            context.tell(
+                "probed",
+                hosts=[asdict(host) for host in place.hosts],
+                pairs=[asdict(pair) for pair in pairs],
+                ranks=told,
+                links=[link for one in shared for link in one["links"]],
+                overlaps=[overlap for one in shared for overlap in one["overlaps"]],
+            )
+        place.bench.together.meet()
+    finally:
+        dist.destroy_process_group()
+
+
+def _met(context: RankContext, request: Request) -> Place:
+    """Find the other ranks and open the links to them; raises RunFailed with the names of those that did not come."""
+    store = open_store(context.rendezvous, context.rank, context.world_size)
+    store.set_timeout(timedelta(seconds=MEET_S))
+    store.set(f"probe/here/{context.rank}", json.dumps([socket.gethostname(), context.local_rank]))
+    told = []
+    for rank in range(context.world_size):
+        try:
+            told.append(tuple(json.loads(store.get(f"probe/here/{rank}"))))
+        except RuntimeError as error:
+            raise RunFailed(f"worker {rank} did not come within {MEET_S:.0f} s; look what its host says") from error
+    hosts = hosts_of(told)
+    backend, wait = "gloo", _no_wait
+    if request.device == "cuda":
+        torch.cuda.set_device(context.local_rank)
+        backend, wait = "cpu:gloo,cuda:nccl", torch.cuda.synchronize
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=context.rank, world_size=context.world_size, timeout=PATIENCE
+        )
+    except RuntimeError as error:
+        names = " and ".join(host.name for host in hosts)
+        raise RunFailed(
+            f"the workers on {names} could not open their links ({str(error).splitlines()[0]}); check that the hosts "
+            "reach each other at the addresses that they gave, then probe again"
+        ) from error
+    store.set_timeout(PATIENCE)
+    assert dist.group.WORLD is not None
+    device = torch.device(request.device, torch.cuda.current_device()) if request.device == "cuda" else "cpu"
+    bench = Bench(device=torch.device(device), clock=DeviceClock(wait=wait), together=Group(dist.group.WORLD))
+    return Place(rank=context.rank, hosts=hosts, store=store, bench=bench)
+
+
+def _pairs(place: Place, request: Request) -> list[PairTold]:
+    """Messages between pairs, by schedule; rank 0 gets what all found, the others nothing.
+
+    Speaks through the store until it is known that no link is dead: a collective would wait for ever.
+    """
+    schedule = pairs_of([host.ranks for host in place.hosts])
+    for pair in schedule:
+        if place.rank in (pair.first, pair.second):
+            told = _pair(place, (pair.first, pair.second), request)
+            if place.rank == pair.first or told is None:
+                place.say(f"pair/{pair.first}/{pair.second}", told)
+    found: dict[tuple[int, int], Any] = {}
+    if place.rank == 0:
+        found = {(pair.first, pair.second): place.hear(f"pair/{pair.first}/{pair.second}") for pair in schedule}
+        place.say("dead", next((list(ends) for ends, points in found.items() if points is None), None))
+    if dead := place.hear("dead"):
+        raise RunFailed(dead_link(place.hosts, *dead))
+    return [PairTold(first=a, second=b, points=tuple(Point(**p) for p in points)) for (a, b), points in found.items()]
+
+
+def _pair(place: Place, ends: tuple[int, int], request: Request) -> list[dict[str, Any]] | None:
+    """A pair's points as plain values; None where the link is dead."""
+    try:
+        points = time_pair(ends, request.messages, rank=place.rank, bench=place.bench, timeout_s=ANSWER_S)
+    except DeadLink:
+        return None
+    return [asdict(point) for point in points]
+
+
+def _arithmetic(place: Place, request: Request) -> dict[str, Any]:
+    """What this rank's device takes while all ranks work, and, on the first rank of a host, while it works alone."""
+    bench = place.bench
+    place.say(f"check/{place.rank}", check_device(bench.device))
+    ranks = range(sum(len(host.ranks) for host in place.hosts))
+    for other in ranks:
+        if reason := place.hear(f"check/{other}"):
+            raise RunFailed(dead_device(place.hosts, other, reason))
+    runs = arithmetic_runs(request, bench.device, training_for(request))
+    bench = _without_others(bench, len(place.host.ranks))
+    began = time.perf_counter(), time.process_time()
+    together = timed(time_in_rounds(runs, bench, seconds=request.seconds), request.scenes)
+    wall_s, cpu_s = time.perf_counter() - began[0], time.process_time() - began[1]
+    granted = min(1.0, cpu_s / bench.clock.share / wall_s) if isinstance(bench.clock, ProcessorClock) else 1.0
+    bench.together.meet()
+    alone: tuple[Timed, ...] = ()
+    if place.rank == place.host.ranks[0] and len(place.host.ranks) > 1:
+        by_itself = replace(bench, together=Alone())
+        middle = request.scenes[(len(request.scenes) - 1) // 2]
+        alone = timed(time_in_rounds(few_runs(runs, middle), by_itself, seconds=ALONE_S), (middle,))
+    bench.together.meet()
+    return {"timed": [asdict(one) for one in together], "alone": [asdict(one) for one in alone], "granted": granted}
+
+
+def _without_others(bench: Bench, ranks: int) -> Bench:
+    """Count processor time where a worker has one thread on a processor; threads also wait for each other."""
+    if bench.device.type != "cpu" or torch.get_num_threads() > 1:
+        return bench
+    return replace(bench, clock=ProcessorClock(share=core_share(ranks)))
+
+
+def _groups(place: Place, request: Request) -> None:
+    """Collectives and what hides of them: inside each host, all hosts at once, then between hosts."""
+    everybody = tuple(rank for host in place.hosts for rank in host.ranks)
+    firsts = tuple(host.ranks[0] for host in place.hosts)
+    inside = [ranks for host in place.hosts for ranks in {host.ranks[:2], host.ranks} if len(ranks) > 1]
+    between = [ranks for ranks in dict.fromkeys([firsts[:2], everybody]) if len(place.hosts) > 1]
+    sets = sorted({*inside, *between}, key=lambda ranks: (ranks in between, len(ranks), ranks))
+    groups = make_groups(sets)
+    links: list[MeasuredLink] = []
+    overlaps: list[MeasuredOverlap] = []
+    for ranks in sets:
+        if ranks in between:
+            place.bench.together.meet()
+        if place.rank in ranks:
+            scope: Scope = "between" if ranks in between else "inside"
+            names = tuple(host.name for host in place.hosts if set(host.ranks) & set(ranks))
+            bench = replace(place.bench, together=Group(groups[ranks]))
+            found = time_collectives(operations(bench.device), request.messages, groups[ranks], bench)
+            for kind, points in found.items():
+                links.append(MeasuredLink(kind=kind, scope=scope, hosts=names, ranks=len(ranks), points=points))
+            if ranks in (everybody, place.host.ranks):
+                start = partial(begin_sum, group=groups[ranks])
+                seconds = request.seconds / 4
+                sums = found["all_reduce"]
+                overlaps.append(time_overlap(start, sums, bench, scope=scope, ranks=len(ranks), seconds=seconds))
+    place.bench.together.meet()
+    if place.rank == place.host.ranks[0]:
+        # Between hosts all ranks agree on the figures: the first host tells them.
+        own = [one for one in (*links, *overlaps) if one.scope == "inside" or place.rank == 0]
+        place.say(
+            f"groups/{place.rank}",
+            {
+                "links": [asdict(one) for one in own if isinstance(one, MeasuredLink)],
+                "overlaps": [asdict(one) for one in own if isinstance(one, MeasuredOverlap)],
+            },
+        )
+
+
+def _no_wait() -> None:
+    """A processor has done what was called when the call returns."""

@@ -1,0 +1,83 @@
+"""`plait plan --prove K`: runs the most promising layouts for a few steps each and keeps the best for `plait train`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from plait.cluster.topology import usable_cores
+from plait.commands.planning.make_plan import look_around, proven_plan
+from plait.commands.planning.output_files import check_output, write_output
+from plait.commands.planning.workers import crew
+from plait.commands.preparing.corpus import prepare_data
+from plait.errors import RunFailed
+from plait.layout import in_words
+from plait.planner.resolve.worker_layouts import MEASURED_TOLERANCE, Split
+from plait.recipe.load import load_recipe
+from plait.units import format_duration
+
+
+def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path | None, screen: Console) -> None:
+    """Time the `count` layouts of which the forecast is best, tell how they compare, and keep the choice.
+
+    Raises PlaitError in one sentence.
+    """
+    check_output(json_file)
+    config = load_recipe(recipe, overrides)
+    corpus = prepare_data(config, screen)
+    with crew() as workers:
+        site = look_around(workers, usable_cores())
+
+        def show(split: Split) -> None:
+            screen.print(f"timed    {_words(split)}: {_times(split)}", highlight=False, soft_wrap=True)
+
+        def show_failed(split: Split, error: RunFailed) -> None:
+            screen.print(f"failed   {_words(split)}: {error}", highlight=False, markup=False, soft_wrap=True)
+
+        plan, trials = proven_plan(config, corpus, site, workers, count=count, on_timed=show, on_failed=show_failed)
+    screen.print(
+        f"chosen   {in_words(plan.layout)}: the simplest within {MEASURED_TOLERANCE:.0%} of the fastest; a new run of "
+        "this recipe takes this plan",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if json_file:
+        told = [_values(split, split.layout == plan.layout and split.threads == plan.threads) for split in trials]
+        write_output(json_file, json.dumps(told, indent=2) + "\n")
+
+
+def _words(split: Split) -> str:
+    workers = f"{split.workers} worker{'s' if split.workers > 1 else ''} × {split.threads} threads"
+    fewer = f" ({min(split.micro_limits)} where memory is short)" if split.micro_limits else ""
+    return f"{in_words(split.layout)}, {split.micro_sequences} sequences at a time{fewer}, {workers}"
+
+
+def _times(split: Split) -> str:
+    measured = format_duration(split.step_s or 0.0)
+    if split.forecast is None or not split.step_s:
+        return f"{measured} a step"
+    return (
+        f"{measured} a step, forecast {format_duration(split.forecast.step_s)} "
+        f"({split.forecast.step_s / split.step_s - 1:+.0%})"
+    )
+
+
+def _values(split: Split, chosen: bool) -> dict[str, Any]:
+    return {
+        "layout": split.layout.degrees,
+        "shard_what": split.layout.shard_what,
+        "schedule": split.layout.schedule,
+        "stage_layers": list(split.layout.stage_layers),
+        "recompute": split.layout.recompute,
+        "micro_sequences": split.micro_sequences,
+        "micro_limits": list(split.micro_limits),
+        "workers": split.workers,
+        "threads": split.threads,
+        "step_s": split.step_s,
+        "predicted_step_s": split.forecast.step_s if split.forecast else None,
+        "chosen": chosen,
+    }

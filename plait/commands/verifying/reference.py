@@ -1,0 +1,104 @@
+"""The processes of a proof: the ranks of a layout, and beside them a plain one that has never heard of a mesh.
+
+Each takes the same steps through the same code and leaves its tensors in a file. Their names are kind/weight/first
+number along each dim/who: "own" on the one rank that answers for these numbers, "copy" on all others that have them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from plait.commands.verifying.small_model import STEPS_OF_EACH
+from plait.launch.values.job import RankContext
+from plait.parallel.mesh import ALONE, make_mesh, world_sums
+from plait.parallel.sharded_model import LocalGradients
+from plait.planner.plan import Plan, read_plan
+from plait.recipe.load import load_recipe
+from plait.recipe.schema import RunConfig
+from plait.trainer.assemble import Assembly, assemble
+from plait.trainer.state import TrainState
+from plait.trainer.worker import joined
+
+Extent = Literal["all", "gradients"]
+
+
+def rank(context: RankContext, argument: str) -> None:
+    """Entry of each process of a proof.
+
+    The argument is JSON: the folder with plan.json and recipe.toml; "extent", how far it goes; and "who": the layout's
+    ranks, the reference, or everybody, which is the ranks and after them the reference.
+    """
+    asked = json.loads(argument)
+    folder, extent, who = Path(asked["folder"]), asked["extent"], asked["who"]
+    plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
+    if who == "reference" or context.rank == plan.world_size:
+        save_file(reference(config, plan, extent), folder / "reference.safetensors")
+        return
+    place: Any = replace(context, world_size=plan.world_size)  # a protocol's attributes are writable to a type checker
+    with joined(place, plan):
+        assembly = assemble(config, plan, sums=world_sums(), mesh=make_mesh(plan.layout, plan.device))
+        save_file(tensors_of(assembly, extent), folder / f"rank-{context.rank}.safetensors")
+
+
+def reference(config: RunConfig, plan: Plan, extent: Extent) -> dict[str, Tensor]:
+    """What one plain process computes: no mesh, no process group, no stage."""
+    torch.set_num_threads(plan.threads)
+    assembly = assemble(config, plan, stages=(), sums=ALONE)
+    assert isinstance(assembly.woven.gradients, LocalGradients) and assembly.woven.pipe is None
+    found = tensors_of(assembly, extent)
+    assert not dist.is_initialized()
+    return found
+
+
+def tensors_of(assembly: Assembly, extent: Extent) -> dict[str, Tensor]:
+    """Take the steps, and keep what is to be compared; every rank of the layout must call it."""
+    units = [unit.parameter for unit in assembly.woven.units]
+    plain = replace(assembly, optimizer=torch.optim.SGD(units, lr=assembly.plan.optimizer.lr, fused=True))
+    try:
+        state, scalars = plain.step(TrainState())
+        found = {"sums/norm": scalars.norm.reshape(1), "sums/loss": scalars.totals, **dict(_gradients(assembly))}
+        if extent == "all":
+            for _ in range(STEPS_OF_EACH - 1):
+                state, _ = plain.step(state)
+            found |= dict(_weights(assembly, "sgd"))
+            # A run may deal its batch out anew at any step.
+            assembly.reshare(assembly.plan.parts[::-1])
+            for _ in range(STEPS_OF_EACH):
+                state, _ = assembly.step(state)
+            found |= dict(_weights(assembly, "adamw"))
+            found["sums/evaluation"] = assembly.evaluate()
+    finally:
+        assembly.loader.close()
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+
+
+def _gradients(assembly: Assembly) -> Iterator[tuple[str, Tensor]]:
+    """Those that the update has just used, by the weights that they belong to."""
+    for unit in assembly.woven.units:
+        grad = unit.parameter.grad
+        if grad is None:
+            continue  # whoever compares misses it
+        who = "own" if unit.owned else "copy"
+        for part in unit.parts:
+            numbers = grad.reshape(-1)[part.first : part.first + part.box.numbers]
+            yield f"gradient/{part.name}/{_place(part.box.offset)}/{who}", numbers.view(part.box.extent).clone()
+
+
+def _weights(assembly: Assembly, kind: str) -> Iterator[tuple[str, Tensor]]:
+    """All that this rank computes with, copies included."""
+    assembly.woven.settle()
+    for held in assembly.woven.weights:
+        yield f"{kind}/{held.name}/{_place(held.box.offset)}/copy", held.tensor.detach().clone()
+
+
+def _place(offset: tuple[int, ...]) -> str:
+    return ",".join(map(str, offset))

@@ -1,0 +1,181 @@
+"""From a recipe's model and layout to a small run of the same kind, in which every way of going wrong is still there.
+
+Pure: values in, values out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import lcm
+from typing import Literal
+
+from plait.layout import Layout
+from plait.model.shape import ModelShape, parameter_count
+from plait.model.sizes import SIZES, explicit_shape, named_shape
+from plait.planner.derive import scaling_rules
+from plait.planner.plan import OptimizerPlan, Plan, Precision
+from plait.planner.search.validity import check_layout, check_shares, layout_of, named_degrees
+from plait.recipe.schema import RunConfig
+from plait.units import Amount, Every
+
+STEPS_OF_EACH = 5
+"""Updates by plain gradient descent, and then by AdamW."""
+LR = 0.01
+CLIP = 0.25
+"""Below the norms of a small model's first gradients, so that clipping acts."""
+
+
+def asked_layout(config: RunConfig) -> tuple[ModelShape, Layout]:
+    """The model and the layout that a recipe names; raises PlaitError with the mend for what cannot be.
+
+    Without any named degree it is the layout of two copies.
+    """
+    degrees = named_degrees(config) or {"replicate": 2}
+    shape = asked_shape(config, degrees)
+    layout = layout_of(config, shape, degrees)
+    asked, shares = config.train.batch_tokens, asked_shares(config)
+    batch = (sum(shares) or layout.batch_parts) if asked == "auto" else asked // shape.sequence
+    check_layout(layout, shape, sequence=shape.sequence, batch_sequences=batch)
+    check_shares(shares, layout, batch)
+    return shape, layout
+
+
+def asked_shares(config: RunConfig) -> tuple[int, ...]:
+    """The shares that a recipe names; none are equal ones."""
+    return () if config.layout.shares == "auto" else config.layout.shares
+
+
+def asked_shape(config: RunConfig, degrees: dict[str, int]) -> ModelShape:
+    """The shape that the recipe spells out; where it leaves the size to the budget, the smallest that can be cut so."""
+    model, train = config.model, config.train
+    explicit = {k: v for k, v in model.model_dump(exclude={"size", "vocabulary"}).items() if v != "auto"}
+    vocabulary = 2048 if model.vocabulary == "auto" else model.vocabulary
+    sequence = 1024 if train.sequence == "auto" else train.sequence
+    if model.size == "auto" and {"layers", "width"} <= explicit.keys():
+        shape = explicit_shape(vocabulary=vocabulary, sequence=sequence, **explicit)
+    else:
+        size = _fitting_size(degrees) if model.size == "auto" else model.size
+        shape = named_shape(size, vocabulary=vocabulary, sequence=sequence, **explicit)
+    if train.sequence == "auto":
+        shape = replace(shape, sequence=scaling_rules.usual_sequence(parameter_count(shape)))
+    return shape
+
+
+def _fitting_size(degrees: dict[str, int]) -> str:
+    tensor, pipeline = degrees.get("tensor", 1), degrees.get("pipeline", 1)
+    fitting = [name for name, size in SIZES.items() if size.heads % tensor == 0 and size.layers >= 2 * pipeline]
+    return fitting[0] if fitting else next(iter(SIZES))
+
+
+def shrunk_layout(layout: Layout) -> Layout:
+    """The same layout with one or two layers in each stage: unequal stages stay unequal."""
+    least = min((number for number in layout.stage_layers if number), default=0)
+    return replace(layout, stage_layers=tuple(min(number, 1 + (number > least)) for number in layout.stage_layers))
+
+
+def shrunk_shape(shape: ModelShape, layout: Layout) -> ModelShape:
+    """A narrow model with the same parts, whose heads fall on ranks as the large one's do. `layout` is shrunk, too."""
+    heads, kv_heads = _shrunk_heads(shape, layout.tensor)
+    head_width = 4
+    width = heads * head_width
+    if shape.heads * shape.head_width != shape.width:
+        width += 6
+    # Where the large model's ranks have unequal parts, so have the small one's; the vocabulary's always are.
+    ffn = 4 * layout.tensor if shape.ffn % layout.tensor == 0 else 4 * layout.tensor + 1
+    return replace(
+        shape,
+        layers=sum(layout.stage_layers) or 2,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=head_width,
+        ffn=2 * ffn,
+        vocabulary=8 * layout.tensor + 45,
+        sequence=2 * layout.context * max(2, -(-6 // layout.context)) + (layout.context == 1),
+    )
+
+
+def suited_to(plan: Plan, device: Literal["cpu", "cuda"], precision: Precision) -> Plan:
+    """A shrunk plan on a machine's own devices: with dims large enough for the kernels that large models use."""
+    if device == "cpu":
+        return replace(plan, precision=precision)
+    old = plan.shape
+    sequence = 64 * plan.layout.context
+    shape = replace(
+        old,
+        width=8 * old.width,
+        head_width=8 * old.head_width,
+        ffn=8 * old.ffn,
+        vocabulary=8 * old.vocabulary,
+        sequence=sequence,
+    )
+    return replace(plan, device=device, precision=precision, shape=shape, sequence=sequence)
+
+
+def _shrunk_heads(shape: ModelShape, tensor: int) -> tuple[int, int]:
+    """Query and key/value heads: as few as keep it true whether queries share keys, and whether ranks do."""
+    group = min(2, shape.heads // shape.kv_heads)
+    if shape.kv_heads % tensor == 0:
+        kv_heads = max(tensor, min(2, shape.kv_heads))
+    else:
+        kv_heads = shape.kv_heads if shape.kv_heads <= tensor else 3 if tensor % 3 else 5
+    return lcm(tensor, group * kv_heads), kv_heads
+
+
+def shrunk_shares(shares: tuple[int, ...], batch_sequences: int) -> tuple[int, ...]:
+    """The same shares of a smaller batch, in which everybody still has a sequence."""
+    small = [1] * len(shares)
+    for _ in range(batch_sequences - len(small) if shares else 0):
+        neediest = max(range(len(small)), key=lambda part: shares[part] / (small[part] + 1))
+        small[neediest] += 1
+    return tuple(small)
+
+
+def shrunk_plan(config: RunConfig, shape: ModelShape, layout: Layout, shares: tuple[int, ...] = ()) -> Plan:
+    """A run of ten steps in float64 in one thread a rank: shares and micro-batches of unequal sizes in any case."""
+    small = shrunk_layout(layout)
+    tiny = shrunk_shape(shape, small)
+    micros, parts = max(3, small.pipeline), small.batch_parts
+    # No multiple of the parts, and a part of it no multiple of a micro-batch: neither comes out equal.
+    batch_sequences = parts * (2 * micros - 1) - parts // 2
+    return Plan(
+        layout=small,
+        threads=1,
+        device="cpu",
+        precision="float64",
+        compile="off",
+        shape=tiny,
+        sequence=tiny.sequence,
+        batch_sequences=batch_sequences,
+        micro_sequences=2,
+        micro_limits=tuple(2 - part % 2 for part in range(parts)) if parts > 1 else (),
+        shares=shrunk_shares(shares, batch_sequences),
+        budget=Amount(2 * STEPS_OF_EACH, "steps"),
+        steps=2 * STEPS_OF_EACH,
+        optimizer=_optimizer(config),
+        corpus="",
+        corpus_hash="",
+        documents="mask",
+        checkpoint_every=Every(2 * STEPS_OF_EACH, "steps"),
+        checkpoint_keep=1,
+        report_every_steps=1,
+        evaluate_every_steps=0,
+        step_s=None,
+        forecast=None,
+        peak_flops=None,
+        fingerprint={},
+        recipe_hash="",
+        reasons=(),
+    )
+
+
+def _optimizer(config: RunConfig) -> OptimizerPlan:
+    asked = config.optimizer
+    return OptimizerPlan(
+        lr=LR,
+        warmup_steps=2,
+        weight_decay=0.1 if asked.weight_decay == "auto" else asked.weight_decay,
+        betas=(0.9, 0.95) if asked.betas == "auto" else asked.betas,
+        clip=None if asked.clip == "never" else CLIP,
+        schedule="cosine" if asked.schedule == "auto" else asked.schedule,
+    )

@@ -1,0 +1,208 @@
+"""The work of preparing: look at the text, hold out, train a tokenizer if asked, tokenize, write the index."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plait.data.holdout import Rule, Split, Survey, choose_rule, spans, survey, text_blocks
+from plait.data.preparation.tokens import GPT2_CUT, Tokenizer, bpe_vocabulary, pieces, train_bpe
+from plait.data.preparation.writer import ShardWriter
+from plait.data.shards import FORMAT, ShardEntry, token_dtype, write_synced
+from plait.data.sources import OpenSource
+from plait.errors import PlaitError
+from plait.units import format_bytes
+
+Progress = Callable[[int, int, str], None]
+"""Called with bytes done, bytes in all (0 where not known yet), and the name of the stage."""
+
+TOKENIZER_SAMPLE_BYTES = 20_000_000
+_BATCH_CHARACTERS = 1 << 20
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """All that a corpus is made from; `tokenizer` None means: train byte-level BPE of `vocabulary` entries."""
+
+    sources: tuple[OpenSource, ...]
+    file_hashes: dict[Path, str]
+    tokenizer: Tokenizer | None
+    vocabulary: int | None
+    holdout: float
+    shard_tokens: int
+    on_progress: Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """A run of text of one document; `bytes_done` counts the text of both sides up to and with it."""
+
+    text: str
+    split: Split
+    source: int
+    first: bool
+    bytes_done: int
+
+
+def build(work: Build, folder: Path) -> None:
+    """Fill `folder` with the shards, the tokenizer and, last of all, the index; every file is on the disk after it."""
+    found = _survey(work)
+    total = sum(look.text_bytes for look in found)
+    rule = choose_rule(sum(found, Survey()), work.holdout)
+    tokenizer = work.tokenizer or _trained(work, rule, total)
+    writers = _tokenize(work, rule, tokenizer, folder, total)
+    sizes: dict[Split, int] = {split: writer.text_bytes for split, writer in writers.items()}
+    if work.holdout and not sizes["heldout"]:
+        raise PlaitError(
+            f"data.holdout = {work.holdout} of {total} bytes holds nothing out; "
+            "give more text, a larger data.holdout, or 0"
+        )
+    tokenizer.save(folder)
+    entries = list(chain.from_iterable(writer.entries for writer in writers.values()))
+    index = {**_index(tokenizer, rule, sizes, entries), "sources": _source_entries(work, found)}
+    write_synced(folder / "index.json", json.dumps(index, indent=1, ensure_ascii=False))
+
+
+def _survey(work: Build) -> list[Survey]:
+    """Read every document once: bad text is found here, before hours of work."""
+    found = []
+    for source in work.sources:
+        seen = Survey()
+        for look in survey(source.documents(), work.holdout):
+            seen += look
+            work.on_progress(seen.text_bytes, 0, "reading")
+        if not seen.text_bytes:
+            raise PlaitError(f"{source.source.path} holds no text; fill it or take it out of data.files")
+        found.append(seen)
+    return found
+
+
+def _trained(work: Build, rule: Rule, total: int) -> Tokenizer:
+    def training_texts() -> Iterator[str]:
+        for piece in _pieces(work, rule, GPT2_CUT):
+            if piece.split == "train":
+                work.on_progress(piece.bytes_done, total, "training the tokenizer")
+                yield piece.text
+
+    return train_bpe(_sample(training_texts(), total), work.vocabulary or bpe_vocabulary(total))
+
+
+def _sample(texts: Iterable[str], total: int) -> Iterator[str]:
+    """At most TOKENIZER_SAMPLE_BYTES, chosen by the hash of each piece and so independent of order and chance."""
+    share = 1.0 if total <= TOKENIZER_SAMPLE_BYTES else 0.95 * TOKENIZER_SAMPLE_BYTES / total
+    taken = 0
+    for text in texts:
+        data = text.encode("utf-8")
+        chosen = int.from_bytes(blake2b(data, digest_size=8).digest(), "little") < share * 2**64
+        if chosen and taken + len(data) <= TOKENIZER_SAMPLE_BYTES:
+            taken += len(data)
+            yield text
+
+
+def _pieces(work: Build, rule: Rule, cut: re.Pattern[str]) -> Iterator[_Piece]:
+    # Sources without weights are one stream, so that a small file is not too short for a window of its own.
+    weighted = work.sources[0].source.weight is not None
+    done = 0
+    for number, source in enumerate(work.sources):
+        for document in source.documents():
+            for span in spans(document, rule, work.holdout):
+                blocks = text_blocks(document.read(span.start, span.stop))
+                for order, text in enumerate(pieces(blocks, cut)):
+                    done += len(text.encode("utf-8"))
+                    yield _Piece(
+                        text=text, split=span.split, source=number if weighted else 0, first=order == 0, bytes_done=done
+                    )
+
+
+def _tokenize(work: Build, rule: Rule, tokenizer: Tokenizer, folder: Path, total: int) -> dict[Split, ShardWriter]:
+    def writer(split: Split) -> ShardWriter:
+        dtype = token_dtype(tokenizer.vocabulary)
+        return ShardWriter(folder, split, eot=tokenizer.eot, dtype=dtype, shard_tokens=work.shard_tokens)
+
+    writers: dict[Split, ShardWriter] = {"train": writer("train"), "heldout": writer("heldout")}
+    done = 0
+    try:
+        for batch in _batches(_pieces(work, rule, tokenizer.cut)):
+            work.on_progress(done, total, "tokenizing")
+            _write(batch, tokenizer, writers)
+            done = batch[-1].bytes_done
+        for each in writers.values():
+            each.close_shard()
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise _disk_full(folder, sum(each.bytes_written for each in writers.values()), done, total) from error
+        raise
+    work.on_progress(total, total, "tokenizing")
+    return writers
+
+
+def _batches(stream: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
+    characters = 0
+    for piece in stream:
+        batch.append(piece)
+        characters += len(piece.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _write(batch: Sequence[_Piece], tokenizer: Tokenizer, writers: dict[Split, ShardWriter]) -> None:
+    for piece, ids in zip(batch, tokenizer.encode_pieces([piece.text for piece in batch]), strict=True):
+        writer = writers[piece.split]
+        if piece.first:
+            writer.begin_document(piece.source)
+        writer.add(np.array(ids, dtype=np.uint32))
+        writer.text_bytes += len(piece.text.encode("utf-8"))
+
+
+def _index(tokenizer: Tokenizer, rule: Rule, sizes: dict[Split, int], entries: list[ShardEntry]) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "dtype": token_dtype(tokenizer.vocabulary).str,
+        "vocabulary": tokenizer.vocabulary,
+        "eot": tokenizer.eot,
+        "tokenizer_hash": tokenizer.hash,
+        "held_out_by": rule,
+        "train_bytes": sizes["train"],
+        "heldout_bytes": sizes["heldout"],
+        "shards": [index_row(entry) for entry in entries],
+    }
+
+
+def index_row(entry: ShardEntry) -> dict[str, Any]:
+    """A shard as the index has it: without a word on a mask that is not there."""
+    return {key: value for key, value in asdict(entry).items() if value is not None}
+
+
+def _source_entries(work: Build, found: Sequence[Survey]) -> list[dict[str, Any]]:
+    return [
+        {
+            "path": source.source.path,
+            "weight": source.source.weight,
+            "documents": look.documents,
+            "text_bytes": look.text_bytes,
+            "files": [{"name": file.name, "sha256": work.file_hashes[file]} for file in source.files],
+        }
+        for source, look in zip(work.sources, found, strict=True)
+    ]
+
+
+def _disk_full(folder: Path, written: int, done: int, total: int) -> PlaitError:
+    needed = written * total / done if done else total
+    return PlaitError(
+        f"the disk is full: the tokens need about {format_bytes(needed)} in {folder.parent}; free that much, or "
+        "work in a folder on another disk"
+    )

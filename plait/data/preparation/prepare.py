@@ -1,0 +1,179 @@
+"""A request for data to a corpus folder: the one made before, or a new one that appears with one rename."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import chain
+from pathlib import Path
+
+from plait.data.preparation.build import Build, Progress, build
+from plait.data.preparation.fingerprint import Stamp, alone, hash_files, known_hashes, stamp
+from plait.data.preparation.tokens import Tokenizer, load_tokenizer
+from plait.data.shards import FORMAT, SHARD_TOKENS, open_corpus
+from plait.data.sources import OpenSource, Source, open_source
+from plait.errors import PlaitError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRequest:
+    """What is asked of the data: `tokenizer` is "gpt2", "bpe" or a path, `holdout` a fraction of the text."""
+
+    sources: tuple[Source, ...]
+    tokenizer: str
+    vocabulary: int | None
+    holdout: float
+
+
+def prepare(request: DataRequest, cache: Path, on_progress: Progress, *, shard_tokens: int = SHARD_TOKENS) -> Path:
+    """Make the corpus folder under `cache`/data, or find the one made before; raises PlaitError with the mend.
+
+    Blocks while another process prepares the same data. Killed at any moment it leaves nothing half-made in sight.
+    """
+    _check(request)
+    on_progress = _sparing(on_progress)
+    tokenizer = _ready_tokenizer(request)
+    home = cache / "data"
+    try:
+        sources = tuple(open_source(source) for source in request.sources)
+        home.mkdir(parents=True, exist_ok=True)
+        files = list(dict.fromkeys(chain.from_iterable(source.files for source in sources)))
+        stamps = {path: stamp(path) for path in files}
+        hashes = hash_files(files, home / "hashes.json", lambda path: on_progress(0, 0, f"looking at {path.name}"))
+        work = Build(
+            sources=sources,
+            file_hashes=dict(zip(files, hashes, strict=True)),
+            tokenizer=tokenizer,
+            vocabulary=request.vocabulary,
+            holdout=request.holdout,
+            shard_tokens=shard_tokens,
+            on_progress=on_progress,
+        )
+        folder = home / _key(work)
+        with alone(
+            folder.with_suffix(".lock"), lambda: on_progress(0, 0, "waiting for another process that prepares it")
+        ):
+            if not _is_usable(folder):
+                _make(work, folder, stamps)
+    except OSError as error:
+        place = error.filename or home
+        raise PlaitError(f"{place}: {error.strerror}; free space or mend its rights, then run it again") from error
+    return folder
+
+
+def prepared(request: DataRequest, cache: Path) -> Path | None:
+    """The corpus folder that `prepare` made before, found without reading the text; None where there is none."""
+    _check(request)
+    home = cache / "data"
+    try:
+        sources = tuple(open_source(source) for source in request.sources)
+        files = list(dict.fromkeys(chain.from_iterable(source.files for source in sources)))
+        hashes = known_hashes(files, home / "hashes.json")
+    except OSError:
+        return None
+    if hashes is None:
+        return None
+    work = Build(
+        sources=sources,
+        file_hashes=dict(zip(files, hashes, strict=True)),
+        tokenizer=_ready_tokenizer(request),
+        vocabulary=request.vocabulary,
+        holdout=request.holdout,
+        shard_tokens=SHARD_TOKENS,
+        on_progress=lambda *_: None,
+    )
+    folder = home / _key(work)
+    return folder if folder.is_dir() else None
+
+
+def _check(request: DataRequest) -> None:
+    weights = [source.weight for source in request.sources]
+    if not weights:
+        raise PlaitError("data.files is empty; name at least one file")
+    given = [weight for weight in weights if weight is not None]
+    if given and len(given) < len(weights):
+        raise PlaitError("some entries of data.files have a weight and some have none; give all of them one, or none")
+    if not all(math.isfinite(weight) and weight > 0 for weight in given):
+        raise PlaitError(f"data weights {given} must be positive numbers; take a source that is not wanted out")
+    if not 0 <= request.holdout < 1:
+        raise PlaitError(f"data.holdout = {request.holdout} is not a fraction; choose for example 0.05, or 0 for none")
+
+
+def _ready_tokenizer(request: DataRequest) -> Tokenizer | None:
+    """The tokenizer, where it need not be trained first."""
+    if request.tokenizer == "bpe":
+        return None
+    tokenizer = load_tokenizer(request.tokenizer)
+    if request.vocabulary is not None and tokenizer.vocabulary > request.vocabulary:
+        raise PlaitError(
+            f'tokenizer "{request.tokenizer}" has {tokenizer.vocabulary} entries, more than model.vocabulary = '
+            f"{request.vocabulary}; raise model.vocabulary to that or choose a smaller tokenizer"
+        )
+    return tokenizer
+
+
+def _sparing(on_progress: Progress) -> Progress:
+    """At most one call a MiB within a stage: a corpus may have millions of documents."""
+    last = (0, "")
+
+    def report(done: int, total: int, stage: str) -> None:
+        nonlocal last
+        if stage != last[1] or done - last[0] >= 1 << 20 or done == total:
+            last = (done, stage)
+            on_progress(done, total, stage)
+
+    return report
+
+
+def _key(work: Build) -> str:
+    """A name for the result, from contents and the request; paths and times have no part in it."""
+    sources = [_source_key(source, work.file_hashes) for source in work.sources]
+    tokenizer = work.tokenizer.hash if work.tokenizer else f"bpe {work.vocabulary}"
+    parts = [FORMAT, sources, tokenizer, work.holdout, work.shard_tokens]
+    return sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _source_key(source: OpenSource, hashes: dict[Path, str]) -> list[object]:
+    files = [(file.suffix, hashes[file]) for file in source.files]
+    return [source.source.field, source.source.weight, source.selection, files]
+
+
+def _is_usable(folder: Path) -> bool:
+    """Whether the corpus is there; a damaged one is taken away, as it can be made again."""
+    if not folder.is_dir():
+        return False
+    try:
+        open_corpus(folder)
+    except PlaitError:
+        shutil.rmtree(folder)
+        return False
+    return True
+
+
+def _make(work: Build, folder: Path, stamps: dict[Path, Stamp]) -> None:
+    aside = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)  # left by a killed process: the lock is ours
+    try:
+        aside.mkdir()
+        build(work, aside)
+        changed = next((path for path, before in stamps.items() if stamp(path) != before), None)
+        if changed:
+            raise PlaitError(f"{changed} was changed while it was being prepared; run the same command again")
+        _sync_folder(aside)
+        aside.rename(folder)
+        _sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,53 @@
+"""A small corpus from a seed, with all that real ones have: documents of all lengths, tokens that are never learned."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from plait.data.holdout import Split
+from plait.data.preparation.build import index_row
+from plait.data.preparation.writer import ShardWriter
+from plait.data.shards import FORMAT, token_dtype, write_synced
+
+_TOKENS: dict[Split, int] = {"train": 250, "heldout": 11}
+"""In sequences; the held-out ones do not fill the last row."""
+_SHARDS = 3
+
+
+def write_synthetic(folder: Path, *, vocabulary: int, sequence: int, seed: int) -> Path:
+    """Fill an empty folder with a corpus that `open_corpus` opens; entry 0 of the vocabulary ends documents."""
+    draws = np.random.default_rng(seed)
+    writers = {split: _write(folder, split, vocabulary, sequence, draws) for split in _TOKENS}
+    index = {
+        "format": FORMAT,
+        "dtype": token_dtype(vocabulary).str,
+        "vocabulary": vocabulary,
+        "eot": 0,
+        "tokenizer_hash": "synthetic",
+        "train_bytes": writers["train"].bytes_written,
+        "heldout_bytes": writers["heldout"].bytes_written,
+        "shards": [index_row(entry) for entry in chain.from_iterable(w.entries for w in writers.values())],
+        "sources": [{"path": f"synthetic, seed {seed}", "weight": None}],
+    }
+    write_synced(folder / "index.json", json.dumps(index, indent=1))
+    return folder
+
+
+def _write(folder: Path, split: Split, vocabulary: int, sequence: int, draws: np.random.Generator) -> ShardWriter:
+    """Documents of one token to several sequences; a third of them begin with a part that is never learned."""
+    tokens = _TOKENS[split] * sequence + sequence // 3
+    dtype = token_dtype(vocabulary)
+    writer = ShardWriter(folder, split, eot=0, dtype=dtype, shard_tokens=-(-tokens // _SHARDS), marks="kept")
+    while tokens > 0:
+        length = min(tokens, 1 + int(draws.exponential() ** 2 * sequence / 2))
+        ids = 1 + (draws.exponential(size=length) * vocabulary / 5).astype(np.int64) % (vocabulary - 1)
+        marked = draws.choice([0, 0, 0, 0.5, 0.8, 1])
+        writer.begin_document(0)
+        writer.add(ids, (np.arange(length) < marked * length).astype(np.uint8))
+        tokens -= length + 1
+    writer.close_shard()
+    return writer

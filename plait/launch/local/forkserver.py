@@ -1,0 +1,175 @@
+"""The process that has imported torch once and forks ranks in milliseconds: `python -m plait.launch.local.forkserver`.
+
+It is single-threaded, serves one supervisor over one socket, and dies with it. See README.md for the protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from plait.launch.local.channel import LineReader, send_line
+from plait.launch.local.guard import adopt_orphans, die_with_parent, end_children, thread_count
+from plait.launch.local.rank import Place, live_as_rank
+from plait.launch.values.failure import raised
+from plait.launch.values.job import RANKS_AT_MOST, Job, job_from
+
+
+def main(configuration: Mapping[str, Any]) -> None:
+    """Serve until the supervisor closes the socket; `configuration` is what `plait.launch.local.run` wrote as
+    argument."""
+    die_with_parent(configuration["supervisor_pid"])
+    adopt_orphans()
+    _restore_python_path(configuration["python_path"])
+    control = socket.socket(fileno=configuration["control"])
+    control.set_inheritable(False)
+    server = _ForkServer(control)
+    # Only a head start: a module that cannot be imported is reported by the job that needs it.
+    with contextlib.suppress(Exception):
+        _preload(configuration["preload"])
+    server.serve()
+    os._exit(0)  # tearing torch down takes longer than anyone should wait
+
+
+class _ForkServer:
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._requests = LineReader(control, sender="the supervisor", descriptors_at_most=RANKS_AT_MOST + 1)
+        self._ranks: dict[int, int] = {}
+        self._child_ended, self._wakeup = _wake_on_child_end()
+
+    def serve(self) -> None:
+        """Obey requests and report deaths at once, until the supervisor has gone; then leave nobody behind."""
+        with selectors.DefaultSelector() as selector, contextlib.suppress(BrokenPipeError):
+            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(self._child_ended, selectors.EVENT_READ)
+            while not self._requests.ended:
+                selector.select()
+                for request in self._requests.read():
+                    self._obey(request)
+                self._reap()
+        end_children()
+
+    def _obey(self, request: Mapping[str, Any]) -> None:
+        if "run" in request:
+            self._run(request)
+        elif "signal" in request:
+            for pid in self._ranks:
+                # No race with a reused pid: whom we have not reaped still has its number.
+                os.kill(pid, signal.Signals[request["signal"]])
+
+    def _run(self, request: Mapping[str, Any]) -> None:
+        job = job_from(request["run"])
+        sockets = [socket.socket(fileno=descriptor) for descriptor in self._requests.descriptors]
+        self._requests.descriptors.clear()
+        try:
+            _preload([*job.preload, job.module])
+            _ready_to_fork()
+            for local_rank in range(job.ranks):
+                self._ranks[self._fork(job, local_rank, sockets, request)] = job.first_rank + local_rank
+        except Exception as error:
+            end_children()
+            self._ranks.clear()
+            send_line(self._control, {"raised": asdict(raised(error, None))})
+            send_line(self._control, {"over": True})
+        else:
+            # The wires first: from this word on the end of a rank's wire means the end of the rank.
+            _close(sockets)
+            send_line(self._control, {"forked": True})
+        finally:
+            _close(sockets)
+
+    def _fork(self, job: Job, local_rank: int, sockets: Sequence[socket.socket], request: Mapping[str, Any]) -> int:
+        """`sockets` are a wire for each rank here, then, if others come over the network, what rank 0 listens on."""
+        server_pid, wire, listeners = os.getpid(), sockets[local_rank], sockets[job.ranks :]
+        kept, rendezvous = {wire}, request["rendezvous"]
+        if local_rank == 0 and listeners:
+            kept.update(listeners)
+            rendezvous = f"{rendezvous}?listen={listeners[0].fileno()}"
+        pid = os.fork()
+        if pid == 0:
+            place = Place(
+                local_rank=local_rank,
+                rendezvous=rendezvous,
+                interface=request["interface"],
+                wire=wire,
+                server_pid=server_pid,
+            )
+            live_as_rank(job, place, {self._control, self._child_ended, self._wakeup, *sockets} - kept)
+        return pid
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._child_ended.recv(4096)
+        if not self._ranks:
+            return
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                self._note_end(*ended)
+        if not self._ranks:
+            end_children()
+            send_line(self._control, {"over": True})
+
+    def _note_end(self, pid: int, status: int) -> None:
+        rank = self._ranks.pop(pid, None)
+        if rank is not None:  # else an orphan of a rank
+            code = os.waitstatus_to_exitcode(status)
+            send_line(self._control, {"died": rank, "code": code, "at_s": time.monotonic()})
+
+
+def _close(sockets: Sequence[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
+
+
+def _preload(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+
+
+def _ready_to_fork() -> None:
+    threads = thread_count()
+    if threads != 1:
+        raise RuntimeError(
+            f"the fork server has {threads} threads after its imports, and a fork would copy locks that they hold"
+        )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # What has been imported stays: out of the collector's sight its pages remain shared between the ranks.
+    gc.collect()
+    gc.freeze()
+
+
+def _wake_on_child_end() -> tuple[socket.socket, socket.socket]:
+    """A socket that becomes readable when a child ends, and the one that Python's signal handler writes to.
+
+    SIGINT and SIGTERM arrive blocked and stay so.
+    """
+    readable, writable = socket.socketpair()
+    readable.setblocking(False)
+    writable.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(writable.fileno(), warn_on_full_buffer=False)
+    return readable, writable
+
+
+def _restore_python_path(original: str | None) -> None:
+    """The supervisor passed its sys.path by PYTHONPATH; programs that ranks start must not inherit that."""
+    os.environ.pop("PYTHONPATH", None)
+    if original is not None:
+        os.environ["PYTHONPATH"] = original
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

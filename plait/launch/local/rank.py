@@ -1,0 +1,178 @@
+"""The life of one rank, from the fork to its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, TextIO
+
+from plait.errors import RunFailed
+from plait.launch.local.channel import send_line
+from plait.launch.local.guard import die_with_parent
+from plait.launch.local.heap import keep_freed_memory
+from plait.launch.values.failure import AGAIN, Raised, raised
+from plait.launch.values.job import Job, RankContext
+
+
+class StopFlag:
+    """Set by a signal and read between steps. The handler does nothing else: saving inside one could deadlock."""
+
+    def __init__(self) -> None:
+        self._requested = False
+
+    def listen(self, *numbers: signal.Signals) -> None:
+        """Have these signals set the flag; main thread only."""
+        for number in numbers:
+            signal.signal(number, self._set)
+            # A write or fsync that the signal finds halfway goes on; library code rarely expects EINTR.
+            signal.siginterrupt(number, False)
+
+    def requested(self) -> bool:
+        return self._requested
+
+    def _set(self, number: int, frame: FrameType | None) -> None:
+        self._requested = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a forked process finds itself: its number, where its peers meet, its wire to the supervisor, its parent."""
+
+    local_rank: int
+    rendezvous: str
+    interface: str
+    wire: socket.socket
+    server_pid: int
+
+
+def live_as_rank(job: Job, place: Place, strangers: Iterable[socket.socket]) -> NoReturn:
+    """Turn the freshly forked process into a rank, call the entry, report, and leave without unwinding the caller.
+
+    `strangers` are inherited sockets that belong to others. Leaves by os._exit: no atexit handler and no teardown of
+    threads, which could make a finished rank fail.
+    """
+    code = 1
+    try:
+        code = _work(job, place, strangers)
+        _flush()
+    finally:
+        os._exit(code)
+
+
+def _take_signals(stop: StopFlag) -> None:
+    """Ctrl-C reaches every process of the terminal's group, but only the supervisor reacts to it."""
+    # The fork server's, which is among the strangers. From Python 3.12 on asyncio, which torch imports, has reset it.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stop.listen(signal.SIGTERM)
+    # Blocked since before the fork server's exec: none is lost between the fork and this line.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
+def _redirect(job: Job, rank: int) -> TextIO:
+    """Rank 0 keeps the terminal; the others print into their log. Answers the stream for tracebacks."""
+    if job.log_dir is None:
+        return sys.stderr
+    path = Path(job.log_dir) / f"rank-{rank}.log"
+    try:
+        log = path.open("a", buffering=1, encoding="utf-8")
+    except OSError as error:
+        raise RunFailed(
+            f"rank {rank} cannot write {path} ({error.strerror}); free some space or mend the folder's rights, then "
+            f"{AGAIN}"
+        ) from error
+    if rank > 0:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    return log
+
+
+def _set_environment(job: Job, place: Place) -> None:
+    os.environ.update(thread_environment(job.threads))
+    os.environ.update(RANK=str(job.first_rank + place.local_rank), LOCAL_RANK=str(place.local_rank))
+    os.environ.update(WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.ranks))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
+    if job.ranks < job.world_size:  # within one machine NCCL needs no network; "=" asks for this very name
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={place.interface}")
+    # Measured: a torch loaded before the fork keeps the thread count of the fork server's environment.
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(job.threads)
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """What OpenMP and MKL read when they are loaded."""
+    counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    return {**counts, "OMP_DYNAMIC": "FALSE", "MKL_DYNAMIC": "FALSE"}
+
+
+def _context(job: Job, place: Place, stop: StopFlag) -> RankContext:
+    lock = threading.Lock()
+
+    def channel(kind: str, values: Mapping[str, Any]) -> None:
+        with lock:
+            send_line(place.wire, {"told": kind, "values": values})
+
+    return RankContext(
+        rank=job.first_rank + place.local_rank,
+        world_size=job.world_size,
+        local_rank=place.local_rank,
+        local_world_size=job.ranks,
+        threads=job.threads,
+        rendezvous=place.rendezvous,
+        channel=channel,
+        stop=stop.requested,
+    )
+
+
+def _work(job: Job, place: Place, strangers: Iterable[socket.socket]) -> int:
+    """Call the entry between the two marks that bound a rank's life; answers the exit code.
+
+    Whatever fails on the way there is reported like a failure of the entry itself.
+    """
+    stop = StopFlag()
+    context, wire, log = _context(job, place, stop), place.wire, sys.stderr
+    try:
+        die_with_parent(place.server_pid)
+        log = _redirect(job, context.rank)
+        keep_freed_memory()
+        _take_signals(stop)
+        for stranger in strangers:
+            stranger.close()
+        _set_environment(job, place)
+        faulthandler.enable(log)
+        send_line(wire, {"started": os.getpid()})
+        function = getattr(importlib.import_module(job.module), job.function)
+        function(context, job.argument)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:  # torch's CheckpointException, among others, is no Exception
+        _report(raised(error, context.rank), wire, log, at=job.log_dir)
+        return 1
+    send_line(wire, {"returned": True})
+    return 0
+
+
+def _report(failure: Raised, wire: socket.socket, log: TextIO, *, at: str | None) -> None:
+    # Without a log the supervisor prints the root cause's traceback alone; ranks would print theirs on top of it.
+    if at is not None and not failure.plait_classes:
+        with contextlib.suppress(OSError):  # a full disk must not hide the failure itself
+            log.write(failure.traceback)
+    with contextlib.suppress(OSError):
+        send_line(wire, {"raised": asdict(failure)})
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()

@@ -1,0 +1,124 @@
+"""Run jobs on this machine: `run_job` for one, `ForkServer` for several after one another."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from plait.errors import PlaitError
+from plait.launch.local.server import ServerProcess
+from plait.launch.local.signals import collected_signals
+from plait.launch.local.site import LocalSite
+from plait.launch.local.supervise import Supervision
+from plait.launch.values.job import RANKS_AT_MOST, Job, JobResult, Message
+from plait.launch.values.phase import Bounds
+
+
+def run_job(
+    job: Job, *, on_message: Callable[[Message], None], grace_s: float = 120, start_s: float = 120
+) -> JobResult:
+    """Start the ranks of one job and block until all have ended; the bounds and errors are `ForkServer.run`'s."""
+    with ForkServer(preload=job.preload, threads=job.threads) as server:
+        return server.run(job, on_message=on_message, grace_s=grace_s, start_s=start_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the ranks of a job over several hosts find each other, and the interface that their traffic takes here.
+
+    `listener`, on rank 0's host, is the bound and listening socket of the rendezvous; starting the job uses it up.
+    """
+
+    rendezvous: str
+    interface: str
+    listener: socket.socket | None = None
+
+
+class ForkServer:
+    """A process that has imported `preload` and starts the ranks of job after job within milliseconds.
+
+    The thread that enters the block must outlive it: the kernel ties the server's life to that thread. `threads` is
+    what OpenMP reads when the server loads it; each job's own count replaces it in the ranks.
+    """
+
+    def __init__(self, *, preload: tuple[str, ...] = (), threads: int = 1) -> None:
+        self._preload = preload
+        self._threads = threads
+        self._process: ServerProcess | None = None
+
+    def __enter__(self) -> ForkServer:
+        self._process = ServerProcess(preload=self._preload, threads=self._threads)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    @property
+    def pid(self) -> int:
+        return self._entered().pid
+
+    def run(
+        self, job: Job, *, on_message: Callable[[Message], None], grace_s: float = 120, start_s: float = 120
+    ) -> JobResult:
+        """Start the job's ranks, hand on what they tell, and block until all have ended.
+
+        The first SIGINT or SIGTERM asks the ranks to save and return within `grace_s`; the second kills them.
+        Raises RunFailed when a rank dies, is not running after `start_s`, or is killed here; raises the PlaitError
+        that a rank raised. If `on_message` raises, the ranks are killed.
+        """
+        began_s = time.monotonic()
+        with collected_signals() as signals, self.start(job) as site:
+            stopped_by = Supervision([site], signals, on_message, Bounds(start_s=start_s, grace_s=grace_s)).run()
+        return JobResult(stopped_by=stopped_by, wall_s=time.monotonic() - began_s)
+
+    @contextlib.contextmanager
+    def start(self, job: Job, meeting: Meeting | None = None) -> Iterator[LocalSite]:
+        """Start this machine's ranks of a job, for one who watches them until they are over: see `LocalSite`.
+
+        Without a `meeting` all ranks are here, and meet in a private file.
+        """
+        if not 1 <= job.ranks <= RANKS_AT_MOST:
+            raise PlaitError(
+                f"{job.ranks} workers cannot be started on one machine; choose 1 to {RANKS_AT_MOST} workers"
+            )
+        process = self._entered()
+        with _private_directory() as directory, _wires(job.ranks) as (ours, theirs):
+            here = meeting or Meeting(rendezvous=str(directory / "rendezvous"), interface="lo")
+            request = {"run": asdict(job), "rendezvous": here.rendezvous, "interface": here.interface}
+            listeners = [here.listener] if here.listener is not None else []
+            process.request(request, [each.fileno() for each in (*theirs, *listeners)])
+            for each in (*theirs, *listeners):
+                each.close()
+            with contextlib.closing(LocalSite(job, process, ours)) as site:
+                yield site
+
+    def _entered(self) -> ServerProcess:
+        if self._process is None:
+            raise RuntimeError("a ForkServer serves only within its with block")
+        return self._process
+
+
+@contextlib.contextmanager
+def _private_directory() -> Iterator[Path]:
+    """A folder that only this user can enter: whoever can write the rendezvous file can join the job."""
+    with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def _wires(count: int) -> Iterator[tuple[list[socket.socket], list[socket.socket]]]:
+    """A socket pair for each rank: our ends and theirs."""
+    with contextlib.ExitStack() as stack:
+        pairs = [socket.socketpair() for _ in range(count)]
+        for ours, theirs in pairs:
+            stack.enter_context(ours)
+            stack.enter_context(theirs)
+        yield [ours for ours, _ in pairs], [theirs for _, theirs in pairs]

@@ -1,0 +1,125 @@
+"""The part of a job that runs on one host, as the supervisor sees it: events from it, orders to it."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from plait.errors import RunFailed
+from plait.launch.local.channel import LineReader
+from plait.launch.local.server import ServerProcess
+from plait.launch.values.job import Job
+
+# Note [events]: an event is what a rank or its fork server said, as it was said, for a rank with its number as
+# "rank". Two more are ours: {"rank", "ended"}: its wire is closed, so its death must be reported soon; and {"over"}: no
+# rank of this host is left and nothing will follow, with the reason as "obituary" where the host did not say it itself.
+# A host other than ours can also ask for a {"stop": signal}.
+Event = Mapping[str, Any]
+Order = Literal["SIGTERM", "SIGKILL"]
+_SILENCE_S = 1.0
+
+
+class Site(Protocol):
+    """One host's part of a job; a selector can wait for it to have events."""
+
+    @property
+    def job(self) -> Job:
+        """The host's part of the job."""
+        ...
+
+    @property
+    def host(self) -> str | None:
+        """As sentences name it; None for this machine."""
+        ...
+
+    def fileno(self) -> int: ...
+
+    def read(self) -> list[Event]:
+        """What has happened since the last call, in order; empty when nothing has."""
+        ...
+
+    def signal(self, order: Order) -> None:
+        """Send a signal to every rank that is left."""
+        ...
+
+    def kill(self) -> None:
+        """End the process that starts the ranks, and through the kernel the ranks: the way out when it is stuck."""
+        ...
+
+
+class LocalSite:
+    """This machine's part: a fork server that has been sent the job, and a wire to each of its ranks."""
+
+    def __init__(self, job: Job, server: ServerProcess, wires: Sequence[socket.socket]) -> None:
+        self.job = job
+        self.host = None
+        self._server = server
+        self._readers = {
+            rank: LineReader(wire, sender=f"rank {rank}") for rank, wire in enumerate(wires, start=job.first_rank)
+        }
+        self._selector = selectors.EpollSelector()
+        self._selector.register(server.answers.wire, selectors.EVENT_READ)
+        for rank, reader in self._readers.items():
+            self._selector.register(reader.wire, selectors.EVENT_READ, rank)
+
+    def fileno(self) -> int:
+        return self._selector.fileno()
+
+    def close(self) -> None:
+        """Stop listening; ends nothing."""
+        self._selector.close()
+
+    def read(self) -> list[Event]:
+        """As in Site; waits a moment when all is over, for what the ranks left in their wires."""
+        events: list[Event] = []
+        for key, _ in self._selector.select(0):
+            events += self._read_server() if key.data is None else self._read_rank(key.data)
+        return events
+
+    def signal(self, order: Order) -> None:
+        self._server.request({"signal": order})
+
+    def kill(self) -> None:
+        self._server.kill()
+
+    def _read_rank(self, rank: int) -> Iterator[Event]:
+        if rank not in self._readers:  # it has been buried a moment ago
+            return
+        try:
+            yield from self._words(rank, self._readers[rank].read())
+        except RunFailed:  # garbled: nothing more can be understood
+            self._forget(rank)
+            raise
+        if self._readers[rank].ended:
+            self._forget(rank)
+            yield {"rank": rank, "ended": True}
+
+    def _read_server(self) -> Iterator[Event]:
+        answers = self._server.answers
+        for value in answers.read():
+            if "died" in value and value["died"] in self._readers:  # its last words come before its death
+                yield from self._words(value["died"], self._readers[value["died"]].read_all())
+                self._forget(value["died"])
+            if "over" in value:
+                yield from self._what_is_left()
+            yield value
+        if answers.ended:
+            self._selector.unregister(answers.wire)
+            yield from self._what_is_left()
+            yield {"over": True, "obituary": self._server.obituary()}
+
+    def _what_is_left(self) -> Iterator[Event]:
+        """Take what the ranks left in their wires, until each is closed: then its rank is gone."""
+        deadline = time.monotonic() + _SILENCE_S
+        for rank, reader in self._readers.items():
+            while not reader.ended and reader.wait(deadline - time.monotonic()):
+                yield from self._words(rank, reader.read())
+
+    def _words(self, rank: int, values: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
+        return ({"rank": rank, **value} for value in values)
+
+    def _forget(self, rank: int) -> None:
+        self._selector.unregister(self._readers.pop(rank).wire)

@@ -1,0 +1,240 @@
+"""Watches the ranks of one job, on one host or several, from the first start to the last end; decides how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from plait.errors import PlaitError, RunFailed
+from plait.launch.local.blame import Blame
+from plait.launch.local.signals import SignalMailbox, StopSignal
+from plait.launch.local.site import Event, Order, Site
+from plait.launch.values.failure import AGAIN, Died, Failure, Gone, raised_from
+from plait.launch.values.job import Message, StoppedBy
+from plait.launch.values.phase import Bounds, Phase
+
+
+class Supervision:
+    """One job under watch; call `run` once. Each site must have been sent its part already."""
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        signals: SignalMailbox,
+        on_message: Callable[[Message], None],
+        bounds: Bounds,
+    ) -> None:
+        self._site_of = {
+            site.job.first_rank + local_rank: site for site in sites for local_rank in range(site.job.ranks)
+        }
+        self._signals = signals
+        self._on_message = on_message
+        self._bounds = bounds
+        self._selector = selectors.DefaultSelector()
+        self._sites = list(sites)
+        self._open = list(sites)
+        self._unforked = list(sites)
+        self._not_started = set(self._site_of)
+        self._alive = set(self._site_of)
+        self._returned: set[int] = set()
+        self._blame = Blame()
+        self._report_due: dict[int, float] = {}
+        self._waits_for_hosts = bounds.host_s > 0
+        self._verdict: PlaitError | None = None
+        self._stopped_by: StoppedBy = "finished"
+        self._signalled_here = False
+        self._enter("starting", bounds.start_s)
+
+    def run(self) -> StoppedBy:
+        """Block until every rank has ended; raises what ended the job when that was neither its work nor a stop."""
+        with self._selector:
+            self._selector.register(self._signals.wire, selectors.EVENT_READ, self._read_signals)
+            for site in self._sites:
+                self._selector.register(site, selectors.EVENT_READ, partial(self._read_site, site))
+            try:
+                while self._open:
+                    self._turn()
+            finally:
+                if self._open:  # the caller's on_message raised, or a wire is garbled
+                    self._abandon()
+        return self._conclusion()
+
+    def _turn(self) -> None:
+        left_s = max(0.0, self._deadline - time.monotonic())
+        for key, _ in self._selector.select(None if math.isinf(left_s) else left_s):
+            key.data()
+        if time.monotonic() >= self._deadline and self._open:
+            self._time_is_up()
+
+    def _enter(self, phase: Phase, for_at_most_s: float) -> None:
+        self._phase: Phase = phase
+        self._deadline = time.monotonic() + for_at_most_s
+
+    # What arrives.
+
+    def _read_signals(self) -> None:
+        for name in self._signals.read():
+            if self._signalled_here or self._stopped_by == "finished":  # the first of each host is one stop
+                self._stop(name)
+            self._signalled_here = True
+
+    def _read_site(self, site: Site) -> None:
+        for event in site.read():
+            self._hear(site, event)
+
+    def _hear(self, site: Site, event: Event) -> None:
+        if "told" in event:
+            self._on_message(Message(rank=event["rank"], kind=event["told"], values=event["values"]))
+        elif "forked" in event:
+            self._unforked.remove(site)
+            self._note_start()
+        elif "started" in event:
+            self._not_started.discard(event["rank"])
+            self._note_start()
+        elif "returned" in event:
+            self._returned.add(event["rank"])
+        elif "raised" in event:
+            self._fail(raised_from(event["raised"]), site)
+        elif "ended" in event:
+            self._expect_report(event["rank"])
+        elif "died" in event:
+            self._bury(Died(rank=event["died"], code=event["code"], at_s=event["at_s"]), site)
+        elif "over" in event:
+            self._close(site, event.get("obituary"))
+        elif "stop" in event and self._stopped_by == "finished":  # as in _read_signals
+            self._stop(event["stop"])
+
+    def _note_start(self) -> None:
+        if not self._unforked and not self._not_started and self._phase == "starting":
+            self._enter("running", math.inf)
+
+    def _expect_report(self, rank: int) -> None:
+        self._report_due[rank] = time.monotonic() + self._bounds.report_s  # else its server is stuck
+        if self._phase == "running":
+            self._deadline = min(self._deadline, self._report_due[rank])
+
+    def _bury(self, death: Died, site: Site) -> None:
+        self._alive.discard(death.rank)
+        well = death.code == 0 and death.rank in self._returned
+        if not well and not self._blame.explains(death.rank):
+            self._fail(death, site)
+        self._end_if_nobody_is_left()
+
+    def _close(self, site: Site, obituary: str | None) -> None:
+        if site not in self._open:
+            return
+        self._open.remove(site)
+        self._selector.unregister(site)
+        left = self._alive_at(site)
+        if obituary is not None and left:
+            self._fail(Gone(at_s=time.monotonic(), sentence=obituary), site)
+        self._alive -= left
+        self._end_if_nobody_is_left()
+
+    def _end_if_nobody_is_left(self) -> None:
+        if not self._alive and self._phase not in ("ending", "killed"):
+            self._enter("ending", self._bounds.end_s)
+
+    def _alive_at(self, site: Site) -> set[int]:
+        return {rank for rank in self._alive if self._site_of[rank] is site}
+
+    # What is decided.
+
+    def _stop(self, name: StopSignal) -> None:
+        if self._stopped_by != "finished":
+            self._verdict = RunFailed(f"stopped at once by a second {name}, without saving; {AGAIN}")
+            self._kill()
+            return
+        self._stopped_by = name
+        if self._unforked == self._sites and len(self._not_started) == len(self._site_of):  # nothing to save yet
+            self._kill_servers()
+        elif self._phase in ("starting", "running"):
+            self._order("SIGTERM")
+            self._enter("stopping", self._bounds.grace_s)
+
+    def _fail(self, failure: Failure, site: Site) -> None:
+        if self._phase in ("ending", "killed"):  # by ourselves
+            return
+        self._blame.add(failure, site)
+        if self._phase != "collecting":
+            self._enter("collecting", self._bounds.collect_s)
+
+    def _time_is_up(self) -> None:
+        if self._phase == "killed":
+            self._open.clear()
+        elif self._phase == "ending":
+            self._kill_servers()
+        elif self._phase == "running":
+            self._look_for_unreported_deaths()
+        elif self._phase == "collecting" and self._a_lost_host_may_explain():
+            self._waits_for_hosts = False
+            self._enter("collecting", self._bounds.host_s)
+        else:
+            self._give_up_waiting()
+
+    def _look_for_unreported_deaths(self) -> None:
+        due = [self._report_due[rank] for rank in self._alive if rank in self._report_due]
+        self._enter("running", min(due, default=math.inf) - time.monotonic())
+        if self._deadline <= time.monotonic():
+            stuck = min(self._alive & self._report_due.keys(), key=self._report_due.__getitem__)
+            who = f"the process that starts the workers{_on(self._site_of[stuck])}"
+            self._verdict = RunFailed(f"{who} does not answer; {AGAIN}")
+            self._kill_servers()
+
+    def _a_lost_host_may_explain(self) -> bool:
+        """Ranks that lost a peer know it at once, a host that froze or dropped off the network is missed later."""
+        return self._waits_for_hosts and self._blame.only_lost_peers() and any(site.host for site in self._open)
+
+    def _give_up_waiting(self) -> None:
+        if self._phase == "starting":
+            self._verdict = RunFailed(f"{self._who_is_missing()} within {self._bounds.start_s:g} s; {AGAIN}")
+        if self._phase == "stopping":
+            self._verdict = RunFailed(
+                f"the workers were killed because they had not saved and ended {self._bounds.grace_s:g} s after "
+                f"{self._stopped_by}; {AGAIN}"
+            )
+        self._kill()
+
+    def _kill(self) -> None:
+        self._enter("ending", self._bounds.end_s)
+        self._order("SIGKILL")
+
+    def _order(self, order: Order) -> None:
+        for site in self._open:
+            with contextlib.suppress(RunFailed):  # a dead server's ranks are dead as well, and its end is an event
+                site.signal(order)
+
+    def _kill_servers(self) -> None:
+        self._enter("killed", self._bounds.kernel_s)
+        for site in self._open:
+            site.kill()
+
+    def _abandon(self) -> None:
+        """Kill all and wait for it, without another word to the caller."""
+        self._on_message = lambda message: None
+        self._kill()
+        while self._open:
+            self._turn()
+
+    def _who_is_missing(self) -> str:
+        if self._unforked:
+            return f"the process that starts the workers{_on(self._unforked[0])} was not ready"
+        missing = sorted(self._not_started)
+        return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not start"
+
+    # How it ended.
+
+    def _conclusion(self) -> StoppedBy:
+        if self._verdict:
+            raise self._verdict
+        if self._blame:
+            raise self._blame.error()
+        return self._stopped_by
+
+
+def _on(site: Site) -> str:
+    return f" on {site.host}" if site.host else ""

@@ -1,0 +1,154 @@
+"""A host that joined another one's run: it starts the ranks it is told to, hands on what they say, decides nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from plait.errors import PlaitError, RunFailed
+from plait.launch.local.run import ForkServer, Meeting
+from plait.launch.local.signals import SignalMailbox, collected_signals
+from plait.launch.local.site import LocalSite
+from plait.launch.remote.handshake import JOINER_S, greet_leader
+from plait.launch.remote.interface import interface_of
+from plait.launch.remote.link import PULSE, Handler, Link, Pulse
+from plait.launch.remote.listener import joined_text
+from plait.launch.remote.secret import Secret
+from plait.launch.remote.wire import Frame, Wire
+from plait.launch.values.job import StoppedBy, job_from
+
+_JOIN_AGAIN = "see what host 0 printed, start the run there again and join it"
+
+
+def connect(address: str, port: int, secret: Secret, *, local_address: str | None = None) -> Wire:
+    """Connect to a run's host 0 and prove that we know its secret; raises PlaitError with what to mend here.
+
+    `local_address` is the one of this machine to come from, where the kernel's own choice would not do.
+    """
+    place = joined_text(address, port)
+    source = (local_address, 0) if local_address is not None else None
+    try:
+        connection = socket.create_connection((address, port), timeout=JOINER_S, source_address=source)
+    except ConnectionRefusedError:
+        raise PlaitError(
+            f"nobody waits for hosts at {place}: host 0 still prepares its text, or the run has ended or has all its "
+            "hosts; wait for the line that host 0 prints, and join with its address and secret"
+        ) from None
+    except (OSError, OverflowError, UnicodeError) as error:  # the last: what can be no name of a host
+        raise PlaitError(f"{place} cannot be reached ({error}); check the address and the network") from None
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return greet_leader(connection, secret, address=place)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def serve(
+    wire: Wire,
+    *,
+    hello: Mapping[str, Any],
+    handlers: Mapping[str, Handler],
+    preload: tuple[str, ...] = (),
+    pulse: Pulse = PULSE,
+) -> StoppedBy:
+    """Take part in host 0's run until it says the end, and answer how its last job was stopped; main thread only.
+
+    `handlers` answer what host 0 asks, one after another in a thread of their own, also while ranks run. The first
+    Ctrl-C or SIGTERM while ranks run asks host 0 to stop them all; any other one leaves. Raises PlaitError when host 0
+    does not admit this host; RunFailed when the run failed, host 0 is lost, or this host leaves. No rank outlives it.
+    """
+    with collected_signals() as signals, ForkServer(preload=preload) as server:
+        wire.send("hello", hello)
+        link = Link(wire, handlers=handlers, pulse=pulse)
+        with contextlib.closing(link):
+            return _Agent(link, server, signals, wire).run()
+
+
+class _Agent:
+    def __init__(self, link: Link, server: ForkServer, signals: SignalMailbox, wire: Wire) -> None:
+        self._link = link
+        self._server = server
+        self._signals = signals
+        self._leader = wire.peer
+        self._local_address = wire.local_address
+        self._selector = selectors.DefaultSelector()
+        self._part = ExitStack()
+        self._site: LocalSite | None = None
+        self._number = 0
+        self._asked_to_stop = False
+        self._stopped_by: StoppedBy | None = None
+
+    def run(self) -> StoppedBy:
+        with self._selector, self._part:
+            self._selector.register(self._signals.wire, selectors.EVENT_READ, self._read_signals)
+            self._selector.register(self._link, selectors.EVENT_READ, self._read_link)
+            while self._stopped_by is None:
+                for key, _ in self._selector.select():
+                    key.data()
+        return self._stopped_by
+
+    def _read_link(self) -> None:
+        for frame in self._link.read():
+            self._obey(frame)
+        if self._link.lost is not None and self._stopped_by is None:
+            raise RunFailed(f"{self._leader} was lost: {self._link.lost}; {_JOIN_AGAIN}")
+
+    def _obey(self, frame: Frame) -> None:
+        values = frame.values
+        if frame.kind == "run":
+            self._start(values)
+        elif frame.kind == "refused":
+            raise PlaitError(values["sentence"])
+        elif frame.kind == "end":
+            if "failed" in values:
+                raise RunFailed(f"{self._leader} ended the run: {values['failed']}")
+            self._stopped_by = values["stopped_by"]
+        elif self._site is not None and values["number"] == self._number:
+            if frame.kind == "signal":
+                with contextlib.suppress(RunFailed):  # a dead server is told of by its own event
+                    self._site.signal(values["order"])
+            elif frame.kind == "kill":
+                self._site.kill()
+
+    def _start(self, values: Mapping[str, Any]) -> None:
+        self._number, self._asked_to_stop = values["number"], False
+        meeting = None
+        if values["rendezvous"] is not None:
+            meeting = Meeting(rendezvous=values["rendezvous"], interface=interface_of(self._local_address))
+        try:
+            self._site = self._part.enter_context(self._server.start(job_from(values["job"]), meeting))
+        except RunFailed as error:
+            self._tell({"over": True, "obituary": str(error)})
+        else:
+            self._selector.register(self._site, selectors.EVENT_READ, self._read_site)
+
+    def _read_site(self) -> None:
+        assert self._site is not None
+        try:
+            events = self._site.read()
+        except RunFailed as error:  # a rank's wire is garbled: better none than one that nobody understands
+            self._site.kill()
+            events = [{"over": True, "obituary": str(error)}]
+        for event in events:
+            self._tell(event)
+        if any("over" in event for event in events):
+            self._selector.unregister(self._site)
+            self._site = None
+            self._part.close()
+
+    def _tell(self, event: Mapping[str, Any]) -> None:
+        self._link.send("event", {"number": self._number, "event": event, "sent_at_s": time.monotonic()})
+
+    def _read_signals(self) -> None:
+        for name in self._signals.read():
+            if self._site is None or self._asked_to_stop:
+                self._link.leave(f"it was stopped there by {name}")
+                raise RunFailed(f"this host left the run by {name}; {_JOIN_AGAIN}")
+            self._asked_to_stop = True
+            self._tell({"stop": name})

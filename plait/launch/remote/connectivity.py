@@ -1,0 +1,103 @@
+"""Do the hosts of a run reach each other? Their workers will, at ports that no firewall has been told of.
+
+Whoever drops what comes in, as many systems do unless told otherwise, lets gloo and NCCL wait for minutes, and nobody
+knows for what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from plait.errors import PlaitError
+from plait.launch.remote.link import Handler, Reply
+from plait.launch.remote.listener import joined_text, listener_at
+from plait.launch.remote.wire import Frame
+
+KNOCK_S = 5.0
+
+
+class Neighbour(Protocol):
+    """A host of the run that can be asked: launch.leader.Member, or this host itself."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+    def ask(self, kind: str, values: Mapping[str, Any]) -> Frame | Reply: ...
+
+
+class Door:
+    """What a host opens at its own `address`, at any port, for the others to knock at; and its own knocks at theirs."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name, self.address = name, address
+        self._listener: socket.socket | None = None
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """What host 0 may ask, by kind."""
+        return {"door": self._open, "knock": self._knock, "shut": self._shut}
+
+    def ask(self, kind: str, values: Mapping[str, Any]) -> Reply:
+        """As if it were on another host."""
+        return self.handlers[kind](Frame(kind=kind, values=values))
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _open(self, frame: Frame) -> Reply:
+        self.close()
+        self._listener = listener_at(self.address, 0)
+        return Reply(values={"port": self._listener.getsockname()[1], "address": self.address})
+
+    def _knock(self, frame: Frame) -> Reply:
+        """The kernel takes who comes, so that nobody needs to answer the door."""
+        place, why = (frame.values["address"], frame.values["port"]), ""
+        try:
+            socket.create_connection(place, timeout=KNOCK_S, source_address=(self.address, 0)).close()
+        except OSError as error:
+            why = str(error) or type(error).__name__
+        return Reply(values={"why": why})
+
+    def _shut(self, frame: Frame) -> Reply:
+        self.close()
+        return Reply()
+
+
+def check_roads(first: Door, others: Sequence[Neighbour]) -> None:
+    """Raise PlaitError with the mend where one host of the run cannot reach another; `first` is this host's own."""
+    hosts: list[Neighbour] = [first, *others]
+    with contextlib.closing(first), ThreadPoolExecutor(len(hosts)) as pool:
+        for host in hosts:
+            opened = host.ask("door", {}).values
+            port = opened["port"]
+            if opened["address"] != host.address:
+                raise PlaitError(_translated(host, opened["address"]))
+            guests = [guest for guest in hosts if guest is not host]
+            asked = [pool.submit(guest.ask, "knock", {"address": host.address, "port": port}) for guest in guests]
+            for guest, one in zip(guests, asked, strict=True):
+                if why := one.result().values["why"]:
+                    raise PlaitError(_shut_out(host, guest, port, why))
+            host.ask("shut", {})
+
+
+def _shut_out(host: Neighbour, guest: Neighbour, port: int, why: str) -> str:
+    return (
+        f"{guest.name} ({guest.address}) does not reach {host.name} at {joined_text(host.address, port)} ({why}): "
+        f"workers meet at ports of their own choice; let the firewall of {host.address} take what comes from "
+        f"{guest.address} (for example: ufw allow from {guest.address}), then give the same command again"
+    )
+
+
+def _translated(host: Neighbour, own: str) -> str:
+    return (
+        f"{host.name} is {own} to itself and {host.address} to this host: an address translation or a tunnel lies in "
+        "between, and workers could not meet; join from a network in which all hosts reach each other"
+    )

@@ -1,0 +1,258 @@
+"""Host 0 of a run on several hosts: admits the others, and runs jobs on all of them as if they were one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any
+
+from plait.errors import Interrupted, PlaitError, RunFailed
+from plait.launch.local.run import ForkServer, Meeting
+from plait.launch.local.signals import collected_signals
+from plait.launch.local.site import Site
+from plait.launch.local.supervise import Supervision
+from plait.launch.remote.host_numbering import Known, by_address, places_of
+from plait.launch.remote.interface import interface_of
+from plait.launch.remote.link import PULSE, Link, Pulse
+from plait.launch.remote.listener import FULL, Arrival, Gate, joined_text, listener_at, turn_away
+from plait.launch.remote.remote_site import RemoteSite
+from plait.launch.remote.secret import Secret
+from plait.launch.remote.wire import Frame
+from plait.launch.values.failure import AGAIN
+from plait.launch.values.job import Job, JobResult, Message, Part, StoppedBy
+from plait.launch.values.phase import Bounds
+
+_LOOK_S = 0.2
+_GIVEN_UP = "host 0 gave up the run before all hosts were in; see what it printed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPart:
+    """What one host does in a job; these replace the job's own. A host with 0 ranks sits the job out."""
+
+    ranks: int
+    threads: int
+    argument: str
+    log_dir: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """An admitted host, numbered from 1; `hello` is what it said of itself, with its "name" if it has one."""
+
+    host: int
+    name: str
+    address: str
+    hello: Mapping[str, Any]
+    link: Link = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.name if self.name == self.address else f"{self.name} ({self.address})"
+
+    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Frame:
+        """What the host's handler of this kind replies; from any thread, at any time, also while a job runs.
+
+        Blocks for as long as the host lives. Raises RunFailed when it is lost, and the handler's PlaitError.
+        """
+        return self.link.ask(kind, values, blob, host=str(self))
+
+
+class Hosts:
+    """Host 0 and the hosts that join it; the thread that enters the block must outlive it, see ForkServer.
+
+    Leaving the block tells the others that the run is over, or the sentence of the error that ended it.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        secret: Secret,
+        members: int,
+        port: int = 0,
+        preload: tuple[str, ...] = (),
+        pulse: Pulse = PULSE,
+    ) -> None:
+        self.members: tuple[Member, ...] = ()
+        self._arrived: tuple[Member, ...] = ()
+        self._address = address
+        self._interface = interface_of(address)
+        self._port = port
+        self._secret = secret
+        self._wanted = members
+        self._pulse = pulse
+        self._server = ForkServer(preload=preload)
+        self._gate: Gate | None = None
+        self._admitted: list[Arrival] = []
+        self._jobs = 0
+        self._stopped_by: StoppedBy = "finished"
+
+    def __enter__(self) -> Hosts:
+        self._gate = Gate(address=self._address, port=self._port, secret=self._secret, pulse=self._pulse)
+        self._server.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._opened().close(_GIVEN_UP)
+        failed = None if isinstance(error, Interrupted) else error
+        if isinstance(error, Interrupted):
+            self._stopped_by = "SIGINT" if str(error) == "SIGINT" else "SIGTERM"
+        last = {"stopped_by": self._stopped_by} if failed is None else {"failed": _as_sentence(failed)}
+        for arrival in self._admitted:
+            arrival.link.part("end", last)
+        self._server.__exit__(kind, error, at)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where all hosts reach each other, this one first."""
+        return self._address, *(member.address for member in self.members)
+
+    @property
+    def join_address(self) -> str:
+        """HOST:PORT, for the others to type."""
+        return joined_text(self._address, self._opened().port)
+
+    def admit(
+        self,
+        hello_check: Callable[[Mapping[str, Any]], str | None],
+        within_s: float,
+        order: Sequence[Known] = (),
+        on_lost: Callable[[str], None] = lambda name: None,
+    ) -> tuple[Member, ...]:
+        """Wait until all hosts are in; then the port is closed, and the secret opens nothing any more.
+
+        They are numbered by their addresses, but those in `order`, host 0 first, as they stand there and before all
+        others: each by its "mark", or else by its "name".
+
+        `hello_check` is called with each hello in turn, in this thread; its sentence sends that host away, which shows
+        it. `on_lost` gets the name of one that was in and went away while others were awaited. Raises PlaitError when
+        the time is up.
+        """
+        gate, deadline = self._opened(), time.monotonic() + within_s
+        while len(self._admitted) < self._wanted:
+            if time.monotonic() > deadline:
+                raise PlaitError(self._who_is_missing(within_s))
+            arrival = gate.next(min(_LOOK_S, deadline - time.monotonic()))
+            if arrival is not None:
+                self._admit_or_turn_away(arrival, hello_check(arrival.hello))
+            self._drop_the_lost(on_lost)
+        gate.shut(FULL)
+        came = sorted(self._admitted, key=lambda one: by_address(one.link.address))
+        places = places_of([(one.hello.get("mark", ""), _name_of(one)) for one in came], order)
+        arrived = sorted(zip(places, came, strict=True), key=lambda pair: pair[0])
+        self._arrived = self.members = tuple(_member(host, one) for host, (_, one) in enumerate(arrived, start=1))
+        return self.members
+
+    def seat(self, order: Sequence[int]) -> None:
+        """Number the hosts anew: host n is from now on the one that was admitted as order[n]; host 0 stays."""
+        assert order[0] == 0 and sorted(order) == list(range(1 + len(self._arrived))), order
+        self.members = tuple(replace(self._arrived[host - 1], host=place) for place, host in enumerate(order) if place)
+
+    def run(
+        self,
+        job: Job,
+        *,
+        on_message: Callable[[Message], None],
+        parts: Sequence[HostPart],
+        grace_s: float = 120,
+        start_s: float = 120,
+    ) -> JobResult:
+        """Start the job's ranks on all hosts and block until all have ended, as `ForkServer.run` does on one.
+
+        `parts` holds one a host, host 0 first; ranks are numbered host by host. A job whose ranks are all on one host,
+        on whichever, meets there in a file; else rank 0 is on host 0, and the others meet it over the network. A
+        lost host ends the job everywhere with RunFailed.
+        """
+        began_s = time.monotonic()
+        jobs = _cut(job, parts, hosts=1 + len(self.members))
+        bounds = Bounds(start_s=start_s, grace_s=grace_s, host_s=self._pulse.lost_after_s + 1)
+        with collected_signals() as signals, self._started(jobs) as sites:
+            self._stopped_by = Supervision(sites, signals, on_message, bounds).run()
+        return JobResult(stopped_by=self._stopped_by, wall_s=time.monotonic() - began_s)
+
+    @contextlib.contextmanager
+    def _started(self, jobs: Mapping[int, Job]) -> Iterator[list[Site]]:
+        """A site for each host that has ranks. Host 0's first: no error after it leaves ranks behind."""
+        self._jobs += 1
+        members = [self.members[host - 1] for host in jobs if host > 0]
+        for member in members:
+            _require_alive(member)
+        with ExitStack() as stack:
+            meeting = self._meeting(stack) if len(jobs) > 1 else None
+            sites: list[Site] = [stack.enter_context(self._server.start(jobs[0], meeting))] if 0 in jobs else []
+            for member in members:
+                site = RemoteSite(jobs[member.host], member.link, host=str(member), number=self._jobs)
+                site.start(meeting.rendezvous if meeting else None)
+                sites.append(site)
+            yield sites
+
+    def _meeting(self, stack: ExitStack) -> Meeting:
+        """A port for the ranks' store on our address alone, held from before the first rank is started."""
+        listener = stack.enter_context(listener_at(self._address, 0))
+        place = joined_text(self._address, listener.getsockname()[1])
+        return Meeting(rendezvous=f"tcp://{place}/job-{self._jobs}", interface=self._interface, listener=listener)
+
+    def _admit_or_turn_away(self, arrival: Arrival, sentence: str | None) -> None:
+        if sentence is None:
+            self._admitted.append(arrival)
+        else:
+            turn_away(arrival.link, sentence)
+
+    def _drop_the_lost(self, on_lost: Callable[[str], None]) -> None:
+        """A host that went away while it waited leaves its place to another."""
+        for arrival in [one for one in self._admitted if one.link.lost is not None]:
+            arrival.link.close()
+            self._admitted.remove(arrival)
+            on_lost(_name_of(arrival))
+
+    def _who_is_missing(self, within_s: float) -> str:
+        return (
+            f"{len(self._admitted)} of {self._wanted} other hosts joined {self.join_address} within {within_s:g} s; "
+            "start plait join on each, see that they reach this address, and run the same command again"
+        )
+
+    def _opened(self) -> Gate:
+        if self._gate is None:
+            raise RuntimeError("Hosts serve only within their with block")
+        return self._gate
+
+
+def _cut(job: Job, parts: Sequence[HostPart], *, hosts: int) -> dict[int, Job]:
+    """The part of the job for each host that has ranks, by the host's number."""
+    if len(parts) != hosts or sum(part.ranks for part in parts) != job.world_size:
+        raise ValueError(f"{parts} are no parts of {job.world_size} ranks on {hosts} hosts")
+    jobs, first_rank = {}, 0
+    for host, part in enumerate(parts):
+        if part.ranks:
+            own = Part(first_rank=first_rank, ranks=part.ranks)
+            jobs[host] = replace(job, threads=part.threads, argument=part.argument, log_dir=part.log_dir, part=own)
+        first_rank += part.ranks
+    if len(jobs) > 1 and 0 not in jobs:
+        raise ValueError("rank 0 of a job over several hosts must be on host 0, where the others meet it")
+    return jobs
+
+
+def _member(host: int, arrival: Arrival) -> Member:
+    hello, link = arrival.hello, arrival.link
+    return Member(host=host, name=_name_of(arrival), address=link.address, hello=hello, link=link)
+
+
+def _name_of(arrival: Arrival) -> str:
+    return str(arrival.hello.get("name", arrival.link.address))
+
+
+def _require_alive(member: Member) -> None:
+    if member.link.lost is not None:
+        raise RunFailed(f"{member} was lost: {member.link.lost}; {AGAIN}")
+
+
+def _as_sentence(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by Ctrl-C there"
+    return (
+        str(error) if isinstance(error, PlaitError) else f"ended by {type(error).__name__} there; see what it printed"
+    )

@@ -1,0 +1,209 @@
+"""A wire that lives: beats tell a silent host from a slow one, questions find answers, the rest waits in a mailbox."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import socket
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from plait.errors import PlaitError, RunFailed
+from plait.launch.remote.wire import Frame, Wire, WireEnded
+from plait.launch.values.failure import AGAIN, as_error, raised, raised_from
+
+_PART_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What a handler answers to a question from the other host: JSON values, and bytes beside them."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    blob: bytes = b""
+
+
+Handler = Callable[[Frame], Reply]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """How often each end says that it lives, and after how long a silence the other end counts as lost."""
+
+    period_s: float = 2.0
+    lost_after_s: float = 10.0
+
+
+PULSE = Pulse()
+
+
+class Link:
+    """One end of a living connection between two hosts; made on both ends once the wire stands.
+
+    Three threads of its own read, beat and answer, so that a busy caller is not taken for a dead one. Frames that are
+    neither beat, question nor answer wait in the mailbox: a selector can wait for the link, `read` takes them.
+    """
+
+    def __init__(self, wire: Wire, *, handlers: Mapping[str, Handler], pulse: Pulse) -> None:
+        self.address = wire.address
+        self._wire = wire
+        self._handlers = handlers
+        self._pulse = pulse
+        self._lost: str | None = None
+        self._ending = threading.Event()
+        self._mail: deque[Frame] = deque()
+        self._awake, self._wake = _bell()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, queue.SimpleQueue[Frame | None]] = {}
+        self._questions: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=work, daemon=True, name=f"plait {work.__name__.strip('_')} {wire.address}")
+            for work in (self._listen, self._beat, self._answer)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def lost(self) -> str | None:
+        """How the other end was lost, as the end of a sentence; None while it lives."""
+        return self._lost
+
+    def fileno(self) -> int:
+        """Readable when there is mail or the other end is lost."""
+        return self._awake.fileno()
+
+    def read(self) -> list[Frame]:
+        """The frames that have arrived since the last call; never blocks."""
+        with contextlib.suppress(BlockingIOError):
+            while self._awake.recv(4096):
+                pass
+        return [self._mail.popleft() for _ in range(len(self._mail))]
+
+    def send(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Send one frame to the other end's mailbox; a lost end is no error here, but shows in `lost`."""
+        self._push(kind, values, b"")
+
+    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes, *, host: str) -> Frame:
+        """What the other end's handler of this kind replies; blocks for as long as that end lives. Any thread.
+
+        `host` names the other end in errors: RunFailed when it is lost, or the PlaitError that its handler raised.
+        """
+        number = next(self._numbers)
+        answers = self._waiting[number] = queue.SimpleQueue[Frame | None]()
+        try:
+            if self._lost is None:
+                self._push("ask", {"number": number, "kind": kind, "values": values}, blob)
+                answer = answers.get()  # None from whoever notices that the other end is lost
+                if answer is not None:
+                    return _opened(answer, host)
+        finally:
+            del self._waiting[number]
+        raise RunFailed(f"{host} was lost: {self._lost}; {AGAIN}")
+
+    def leave(self, why: str) -> None:
+        """Tell the other end why it is about to lose this one, as the end of a sentence, and close."""
+        self.send("bye", {"why": why})
+        self.close()
+
+    def part(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Send a last frame, wait a moment for the other end to take it and hang up, and close."""
+        self.send(kind, values)
+        self._ending.wait(_PART_S)
+        self.close()
+
+    def close(self) -> None:
+        """Hang up, and give back threads and sockets; may be called twice."""
+        self._end("it was closed here")
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_PART_S)
+        self._wire.release()
+        self._awake.close()
+        self._wake.close()
+
+    # The three threads.
+
+    def _listen(self) -> None:
+        try:
+            while not self._ending.is_set():
+                frame = self._wire.receive(self._pulse.lost_after_s)
+                if frame is None:
+                    self._end(f"nothing was heard from it for {self._pulse.lost_after_s:g} s")
+                else:
+                    self._sort(frame)
+        except WireEnded as end:
+            self._end(end.how)
+
+    def _beat(self) -> None:
+        while not self._ending.wait(self._pulse.period_s):
+            self.send("beat", {})
+
+    def _answer(self) -> None:
+        while (question := self._questions.get()) is not None:
+            values, blob = self._handled(question)
+            self._push("answer", {"number": question.values["number"], **values}, blob)
+
+    def _push(self, kind: str, values: Mapping[str, Any], blob: bytes) -> None:
+        try:
+            self._wire.send(kind, values, blob)
+        except WireEnded as end:  # perhaps halfway through the frame: nothing can follow it
+            self._end(end.how)
+
+    def _sort(self, frame: Frame) -> None:
+        if frame.kind == "bye":
+            self._end(frame.values["why"])
+        elif frame.kind == "ask":
+            self._questions.put(frame)
+        elif frame.kind == "answer":
+            waiting = self._waiting.get(frame.values["number"])
+            if waiting is not None:
+                waiting.put(frame)
+        elif frame.kind != "beat":
+            self._mail.append(frame)
+            self._ring()
+
+    def _handled(self, question: Frame) -> tuple[dict[str, Any], bytes]:
+        kind = question.values["kind"]
+        try:
+            reply = self._handlers[kind](Frame(kind=kind, values=question.values["values"], blob=question.blob))
+        except PlaitError as error:
+            return {"raised": asdict(raised(error, None))}, b""
+        except Exception as error:
+            traceback.print_exception(error)
+            bug = RunFailed(
+                f"{kind!r} failed with {error!r}; this is a bug in plait, please report what that host printed"
+            )
+            return {"raised": asdict(raised(bug, None))}, b""
+        return {"values": reply.values}, reply.blob
+
+    def _end(self, how: str) -> None:
+        if self._lost is None:
+            self._lost = how
+        self._ending.set()
+        self._wire.close()
+        self._questions.put(None)
+        for waiting in list(self._waiting.values()):
+            waiting.put(None)
+        self._ring()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):  # full: it rings already; closed: nobody listens any more
+            self._wake.send(b"!")
+
+
+def _bell() -> tuple[socket.socket, socket.socket]:
+    awake, wake = socket.socketpair()
+    awake.setblocking(False)
+    wake.setblocking(False)
+    return awake, wake
+
+
+def _opened(answer: Frame, host: str) -> Frame:
+    if "raised" in answer.values:
+        raise as_error(raised_from(answer.values["raised"]), f"on {host}", host=host)
+    return Frame(kind="answer", values=answer.values["values"], blob=answer.blob)

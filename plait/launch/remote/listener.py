@@ -1,0 +1,156 @@
+"""The port of host 0 at which other hosts knock: who knows the secret comes through, nobody else costs anything."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import queue
+import socket
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plait.errors import PlaitError
+from plait.launch.remote.handshake import Refused, greet_joiner
+from plait.launch.remote.interface import interface_of
+from plait.launch.remote.link import Link, Pulse
+from plait.launch.remote.secret import Secret
+from plait.launch.remote.wire import Wire, WireEnded
+
+_GREETED_AT_MOST = 32
+_HELLO_S = 60.0
+_RETRY_S = 0.1
+FULL = "the run has all its hosts; start it with a larger --hosts, or leave this one out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A host that knows the secret, and what it says of itself; it waits to be admitted."""
+
+    link: Link
+    hello: Mapping[str, Any]
+
+
+class Gate:
+    """Listens on one address of this machine until shut; arrivals are taken with `next`.
+
+    Each connection gets a few seconds and a fixed number of bytes to prove itself, in a thread of its own. Of those
+    that have not yet, so many may be open at once; one more, and the oldest is hung up: honest ones are quick.
+    """
+
+    def __init__(self, *, address: str, port: int, secret: Secret, pulse: Pulse) -> None:
+        self._secret = secret
+        self._pulse = pulse
+        self._listener = listener_at(address, port)
+        self.port: int = self._listener.getsockname()[1]
+        self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._strangers: deque[socket.socket] = deque()
+        self._lock = threading.Lock()
+        self._turned_away_because: str | None = None
+        self._shut = threading.Event()
+        self._thread = threading.Thread(target=self._accept, daemon=True, name="plait gate")
+        self._thread.start()
+
+    def next(self, within_s: float) -> Arrival | None:
+        """The next host that has proven itself, or None when the time is up."""
+        try:
+            return self._arrivals.get(timeout=max(0.0, within_s))
+        except queue.Empty:
+            return None
+
+    def shut(self, why: str) -> None:
+        """Listen no more; whoever has knocked and knows the secret is turned away with this sentence."""
+        with self._lock:
+            self._turned_away_because = self._turned_away_because or why
+        self._shut.set()
+        _hang_up(self._listener)  # wakes the thread that waits for connections
+        self._thread.join()
+        self._listener.close()
+        while (late := self.next(0)) is not None:
+            turn_away(late.link, why)
+
+    def close(self, why: str) -> None:
+        """Shut, and hang up on all who have not proven themselves yet; may be called twice."""
+        self.shut(why)
+        with self._lock:
+            strangers = list(self._strangers)
+        for connection in strangers:
+            _hang_up(connection)
+
+    def _accept(self) -> None:
+        while not self._shut.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # shut; or descriptors are short for a while
+                self._shut.wait(_RETRY_S)
+                continue
+            self._note(connection)
+            threading.Thread(target=self._greet, args=(connection,), daemon=True, name="plait greeting").start()
+
+    def _note(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.append(connection)
+            crowd = len(self._strangers) > _GREETED_AT_MOST
+            oldest = self._strangers.popleft() if crowd else None
+        if oldest is not None:
+            _hang_up(oldest)
+
+    def _greet(self, connection: socket.socket) -> None:
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            wire = greet_joiner(connection, self._secret)
+            self._forget(connection)
+            self._take_hello(wire)
+        except (OSError, Refused, WireEnded):
+            self._forget(connection)
+            connection.close()
+
+    def _take_hello(self, wire: Wire) -> None:
+        hello = wire.receive(_HELLO_S)
+        if hello is None or hello.kind != "hello":
+            raise Refused("no hello")
+        arrival = Arrival(link=Link(wire, handlers={}, pulse=self._pulse), hello=hello.values)
+        with self._lock:
+            why = self._turned_away_because
+            if why is None:
+                self._arrivals.put(arrival)
+        if why is not None:
+            turn_away(arrival.link, why)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock, contextlib.suppress(ValueError):
+            self._strangers.remove(connection)
+
+
+def turn_away(link: Link, sentence: str) -> None:
+    """Tell a host why it is not admitted, and hang up."""
+    link.part("refused", {"sentence": sentence})
+
+
+def listener_at(address: str, port: int) -> socket.socket:
+    """A listening socket on exactly this address of this machine; port 0 takes a free one. Raises PlaitError."""
+    interface_of(address)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PlaitError(f"port {port} of {address} is taken; choose another, or none to have a free one") from None
+        raise PlaitError(f"port {port} of {address} cannot be used ({error.strerror}); choose another") from None
+    return listener
+
+
+def joined_text(address: str, port: int) -> str:
+    """HOST:PORT, with the brackets that an IPv6 address needs."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

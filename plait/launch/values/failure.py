@@ -1,0 +1,203 @@
+"""From the ways in which ranks can end badly to the one sentence that a person reads. Pure but for its clock."""
+
+from __future__ import annotations
+
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plait.errors import PlaitError, RunFailed
+
+AGAIN = "run the same command again to go on from the newest checkpoint, or anew where there is none yet"
+_TEXT_CHARACTERS = 2_000
+_TRACEBACK_CHARACTERS = 64_000
+_PACKAGE = Path(__file__).parents[2]
+_RANK_FILE = _PACKAGE / "launch" / "local" / "rank.py"
+# How gloo and the kernel say that it is the other side that has gone.
+_LOST_PEER_TEXTS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "ncclRemoteError")
+_NO_MEMORY_TEXTS = ("can't allocate memory", "CUDA out of memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """An exception that left a rank's entry, in the form that travels; rank None means before any rank existed.
+
+    `plait_classes` names the exception's own classes down to PlaitError, and is empty for any other exception.
+    """
+
+    rank: int | None
+    at_s: float
+    type_name: str
+    text: str
+    place: str
+    plait_classes: tuple[str, ...]
+    lost_peer: bool
+    out_of_memory: bool
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Died:
+    """A rank that ended without a word; `code` is its exit code, or minus the signal that killed it."""
+
+    rank: int
+    at_s: float
+    code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    """The process that starts a host's ranks, or the whole host, and with it the ranks; the sentence says how."""
+
+    at_s: float
+    sentence: str
+
+
+Failure = Raised | Died | Gone
+
+
+def raised(error: BaseException, rank: int | None) -> Raised:
+    """Describe an exception where it was caught; `at_s` is the machine's monotonic clock, the same in all processes."""
+    is_plait = isinstance(error, PlaitError)
+    text = str(error) if is_plait else _first_line(error)
+    return Raised(
+        rank=rank,
+        at_s=time.monotonic(),
+        type_name=type(error).__name__,
+        text=text[:_TEXT_CHARACTERS],
+        place=_place(error),
+        plait_classes=_plait_classes(type(error)) if is_plait else (),
+        lost_peer=any(_is_lost_peer(link) for link in _chain(error)),
+        out_of_memory=isinstance(error, MemoryError) or any(part in _text(error) for part in _NO_MEMORY_TEXTS),
+        traceback="".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:],
+    )
+
+
+def raised_from(values: dict[str, Any]) -> Raised:
+    """The inverse of `dataclasses.asdict` after a journey as JSON."""
+    return Raised(**{**values, "plait_classes": tuple(values["plait_classes"])})
+
+
+def root_cause(failures: Sequence[Failure]) -> Failure:
+    """The failure that the others follow from: the first that is not merely the loss of a peer, else the first."""
+    return min(failures, key=lambda failure: (isinstance(failure, Raised) and failure.lost_peer, failure.at_s))
+
+
+def as_error(failure: Failure, log: str, *, host: str | None = None) -> PlaitError:
+    """The exception for the supervisor's caller; `log` says where more can be read ("in runs/x/rank-1.log").
+
+    `host` names the machine of the failure where it is not this one.
+    """
+    where = f" on {host}" if host else ""
+    if isinstance(failure, Gone):
+        return RunFailed(failure.sentence)
+    if isinstance(failure, Died):
+        return RunFailed(_death_sentence(failure, where, log))
+    if failure.plait_classes:
+        prefix = f"on {host}: " if host else ""
+        return _known_class(failure.plait_classes)(prefix + failure.text)
+    return RunFailed(_exception_sentence(failure, where, log))
+
+
+def _death_sentence(death: Died, where: str, log: str) -> str:
+    who = f"rank {death.rank}{where}"
+    if death.code == 0:
+        return f"{who} left before its work was done; see what it printed {log}, and please report it"
+    if death.code > 0:
+        return f"{who} ended with exit code {death.code}; see what it printed {log}, then {AGAIN}"
+    name = signal_name(-death.code)
+    return f"{who} was killed by {name}{_SIGNAL_HINTS.get(name, f'; see what it printed {log}, then')} {AGAIN}"
+
+
+# Each ends so that the advice to run again follows.
+_SIGNAL_HINTS = {
+    "SIGKILL": ", often the kernel's out-of-memory killer; if so, try a smaller layout.micro_sequences, else",
+    "SIGBUS": ", often a full disk or /dev/shm, or a data file cut short while in use; mend that, then",
+}
+
+
+def _exception_sentence(failure: Raised, where: str, log: str) -> str:
+    who = ("starting the workers" if failure.rank is None else f"rank {failure.rank}") + where
+    what = f"{failure.type_name}: {failure.text}" if failure.text else failure.type_name
+    if failure.out_of_memory:
+        return f"{who} ran out of memory ({what}); try a smaller layout.micro_sequences"
+    if failure.lost_peer:
+        return f"{who} lost its connection to another rank ({what}; at {failure.place}); {AGAIN}"
+    return (
+        f"{who} failed with {what} (at {failure.place}); this is a bug in plait, "
+        f"please report it with the full traceback {log}"
+    )
+
+
+def signal_name(number: int) -> str:
+    """9 -> "SIGKILL"; real-time signals have no name and keep their number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _first_line(error: BaseException) -> str:
+    return _text(error).partition("\n")[0].strip()
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error).strip()
+    except Exception:
+        return "its message cannot be shown"
+
+
+def _place(error: BaseException) -> str:
+    """file:line of the innermost frame inside plait, else of the innermost frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "an unknown place"
+    ours = [frame for frame in frames if _is_ours(Path(frame.filename))]
+    frame = (ours or frames)[-1]
+    path = Path(frame.filename)
+    shown = path.relative_to(_PACKAGE.parent) if ours else path
+    return f"{shown}:{frame.lineno}"
+
+
+def _is_ours(path: Path) -> bool:
+    return path.is_relative_to(_PACKAGE) and path != _RANK_FILE
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    # By name: torch's DistError and its children, without importing torch here.
+    if any(base.__name__ == "DistError" for base in type(error).__mro__):
+        return True
+    return isinstance(error, (RuntimeError, OSError)) and any(part in _first_line(error) for part in _LOST_PEER_TEXTS)
+
+
+def _plait_classes(kind: type) -> tuple[str, ...]:
+    return tuple(_class_name(base) for base in kind.__mro__ if issubclass(base, PlaitError))
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _known_class(names: Sequence[str]) -> type[PlaitError]:
+    """The nearest class that this process knows; nothing is imported on a rank's word."""
+    known = {_class_name(kind): kind for kind in _family(PlaitError)}
+    return next((known[name] for name in names if name in known), PlaitError)
+
+
+def _family(kind: type[PlaitError]) -> Iterator[type[PlaitError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from _family(child)

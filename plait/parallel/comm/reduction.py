@@ -1,0 +1,214 @@
+"""How a bucket's numbers travel: sums over a group, of which each rank gets all or its part.
+
+A way is a course of transfers, each begun where the one before has ended. Gradients travel as they are, or rounded to
+bfloat16: half the bytes, and other numbers. Note [rounded sums]: from rank to rank (gloo) each number is rounded before
+it is sent, the addition is in full precision, and the sum is rounded once more where all are to have it; the rank that
+added keeps that rounded sum too, so that copies stay equal to the bit. A library's own sum of bfloat16 (NCCL) rounds
+after every addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.parallel.comm.collectives import expect_parts, reduce_scatter, send_parts, spread_own
+
+Transfer = Literal["float32", "bf16"]
+"""float32 stands for the weights' own precision."""
+
+Works = list[dist.Work]
+Course = Iterator[Works]
+"""Yields what it has begun, and goes on once that has ended; at its end the numbers are in their place."""
+
+FIRST_TAG = 2**20
+"""Above those of a pipeline's messages, which may travel in the same group."""
+GATHER_TAG = 2**19
+"""Of the first bucket's weights: a step's sums may be expected while those of the last one are still on their way."""
+
+
+class Way(Protocol):
+    """A sum over a group, again in each step."""
+
+    transfers: int
+    """One after the other."""
+
+    @property
+    def held(self) -> Sequence[Tensor]:
+        """What stays in memory for it beside the numbers themselves."""
+        ...
+
+    def expect(self) -> None:
+        """Make room for what others will send, at the beginning of a step."""
+        ...
+
+    def course(self) -> Course:
+        """Begin a step's sum. Every rank of the group must take its course."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """Where a bucket's numbers go: summed over `group`, after a scatter over `split` where there is one."""
+
+    group: dist.ProcessGroup | None
+    tag: int
+    """The bucket's number among those of its group, the same on all its ranks."""
+    split: dist.ProcessGroup | None
+    number: int
+    """The bucket's number among those of the split."""
+    transfer: Transfer
+
+    @property
+    def pieces(self) -> int:
+        """Equal parts that the bucket must have: of a split, and of each such part where rounded parts are summed."""
+        rounded = dist.get_world_size(self.group) if self.group and self.transfer == "bf16" else 1
+        return rounded * (dist.get_world_size(self.split) if self.split else 1)
+
+
+def ways(flat: Tensor, own: Tensor, carried: Carried) -> list[Way]:
+    """What must be done one after the other until `own`, the whole or a part of `flat`, holds the sums."""
+    found: list[Way] = []
+    if carried.split:
+        found.append(_scatter(flat, carried.split, carried.number, carried.transfer))
+    if carried.group:
+        found.append(_sum_to_all(own, carried.group, carried.tag, carried.transfer))
+    return found
+
+
+def wait_for(works: Works) -> None:
+    """Wait for the end of transfers and forget them; on a GPU it is the stream that waits."""
+    for work in works:
+        work.wait()
+    works.clear()
+
+
+def own_part(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The equal part of a tensor that stands at this rank's place."""
+    return flat.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
+
+
+def _scatter(flat: Tensor, group: dist.ProcessGroup, number: int, transfer: Transfer) -> Way:
+    if flat.device.type == "cpu":
+        return _SwappedScatter(flat, group, number, transfer)
+    return LibraryScatter(flat, group, transfer)
+
+
+def _sum_to_all(flat: Tensor, group: dist.ProcessGroup, tag: int, transfer: Transfer) -> Way:
+    if transfer == "bf16" and flat.device.type == "cpu":
+        return _SwappedSum(flat, group, FIRST_TAG + tag)
+    return LibrarySum(flat, group, transfer)
+
+
+class _ByLibrary:
+    """By the library's own operation, in one go: what a GPU's is for."""
+
+    transfers = 1
+
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup, transfer: Transfer) -> None:
+        self._flat, self._group = flat, group
+        self._sent = _carrier(flat, transfer)
+
+    @property
+    def held(self) -> Sequence[Tensor]:
+        """What the numbers travel in, where that is not themselves."""
+        return _apart(self._sent, self._flat)
+
+    def expect(self) -> None:
+        """The library's own matter."""
+
+
+class LibrarySum(_ByLibrary):
+    """A sum that all ranks get."""
+
+    def course(self) -> Course:
+        """One sum of all."""
+        _put(self._sent, self._flat)
+        yield [_begun(dist.all_reduce(self._sent, group=self._group, async_op=True))]
+        _put(self._flat, self._sent)
+
+
+class LibraryScatter(_ByLibrary):
+    """A sum of which each rank gets its part."""
+
+    def course(self) -> Course:
+        """One sum, of which this rank gets its part."""
+        _put(self._sent, self._flat)
+        own = own_part(self._sent, self._group)
+        yield [reduce_scatter(own, self._sent, group=self._group, async_op=True)]
+        _put(own_part(self._flat, self._group), own)
+
+
+class _SwappedScatter:
+    """From rank to rank: see swap_parts."""
+
+    transfers = 1
+
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup, tag: int, transfer: Transfer) -> None:
+        self._flat, self._group, self._tag = flat, group, tag
+        self._sent = _carrier(flat, transfer)
+        ranks = dist.get_world_size(group)
+        self._received = self._sent.new_empty(ranks - 1, len(flat) // ranks)
+        self._expected: Works = []
+
+    @property
+    def held(self) -> Sequence[Tensor]:
+        return [self._received, *_apart(self._sent, self._flat)]
+
+    def expect(self) -> None:
+        self._expected = expect_parts(self._received, self._group, self._tag)
+
+    def course(self) -> Course:
+        _put(self._sent, self._flat)
+        yield [*self._expected, *send_parts(self._sent, self._group, self._tag)]
+        own = own_part(self._flat, self._group)
+        for other in self._received:
+            own += other
+
+
+class _SwappedSum:
+    """Each rank adds up its part and sends the result to all: see Note [rounded sums]."""
+
+    transfers = 2
+
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup, tag: int) -> None:
+        self._flat, self._group, self._tag = flat, group, tag
+        self._sent = _carrier(flat, "bf16")
+        self._scatter = _SwappedScatter(flat, group, tag, "bf16")
+
+    @property
+    def held(self) -> Sequence[Tensor]:
+        return [self._sent, *self._scatter.held]
+
+    def expect(self) -> None:
+        self._scatter.expect()
+
+    def course(self) -> Course:
+        yield from self._scatter.course()
+        own_part(self._sent, self._group).copy_(own_part(self._flat, self._group))
+        yield spread_own(self._sent, self._group, self._tag)
+        self._flat.copy_(self._sent)
+
+
+def _carrier(flat: Tensor, transfer: Transfer) -> Tensor:
+    """What is handed to the network: the numbers themselves, or room for them in bfloat16."""
+    return torch.empty_like(flat, dtype=torch.bfloat16) if transfer == "bf16" else flat
+
+
+def _apart(sent: Tensor, flat: Tensor) -> Sequence[Tensor]:
+    return [] if sent is flat else [sent]
+
+
+def _put(there: Tensor, numbers: Tensor) -> None:
+    if there.dtype != numbers.dtype:
+        there.copy_(numbers)
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work

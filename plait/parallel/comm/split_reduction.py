@@ -1,0 +1,68 @@
+"""How FSDP2's weights and gradients travel between processors: from rank to rank, where torch would ask gloo for more.
+
+See Note [room first] in collectives.py. torch allows both to be replaced (FSDPModule.set_custom_all_gather); it passes
+as the input of a gather the place in the output where it belongs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.parallel.comm.collectives import SPREAD_TAG, SUM_TAG, spread_own, sum_parts
+
+NO_LIMIT = timedelta(0)
+"""By torch's convention."""
+
+
+class Together(dist.Work):
+    """Several transfers as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
+        """Block until all are over; each may take as long."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+
+class _InUsualMemory:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As torch's own ways do."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class SpreadWeights(_InUsualMemory):
+    """A unit's weights from the parts of all ranks."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather in place: the input lies in the output."""
+        begun = Together(spread_own(output_tensor, group, SPREAD_TAG))
+        if not async_op:
+            begun.wait()
+        return begun if async_op else None
+
+
+class SwapGradients(_InUsualMemory):
+    """This rank's part of the sum of a unit's gradients."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        """Sum; blocks, which is what torch asks for."""
+        assert op == dist.ReduceOp.SUM and not async_op, "gradients are sums everywhere: Note [loss is a sum]"
+        sum_parts(output_tensor, input_tensor, group, SUM_TAG)

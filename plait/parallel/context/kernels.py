@@ -1,0 +1,246 @@
+"""Attention in pieces that can be joined, on each kind of device.
+
+Note [joined pieces]: let a query meet its keys in pieces, each with output o and logsumexp l. The whole has the
+logaddexp of all l, and as output the o weighted by exp(l - whole l). Going back, each piece's kernel gets the *whole's*
+output and logsumexp: then its probabilities are the true ones, and the gradients of the pieces simply add.
+
+Legend: b rows or segments, t queries and s keys of each, n all queries, h heads, k key/value heads, g heads that share
+one of them, d numbers of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from math import inf
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from plait.parallel.context.cut import Span
+
+Mask = Literal["causal", "none"]
+"""Causal attention takes as many keys as queries."""
+
+Outcome = tuple[Tensor, Tensor]
+"""The output, as the queries, and the logsumexp [b, t, h], in float32 at least."""
+
+Grads = tuple[Tensor, Tensor, Tensor]
+
+Runs = tuple[Span, ...]
+"""(length, how many) of segments one after the other."""
+
+Ends = tuple[Tensor, Tensor, int, int]
+"""Where packed queries and keys begin and end, and lengths that none exceeds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """Attention of q_bthd over k_bskd and v_bskd, and over segments that lie one after the other."""
+
+    forward: Callable[[Tensor, Tensor, Tensor, Mask], Outcome]
+    backward: Callable[[tuple[Tensor, ...], Mask], Grads]
+    """From grad_bthd, q, k, v and the whole's out_bthd and logsumexp_bth to the gradients of q, k and v."""
+    segments_forward: Callable[[Tensor, Tensor, Tensor, Runs], Outcome]
+    """Causal attention inside each of the segments that q_nhd, k_nkd and v_nkd consist of."""
+    segments_backward: Callable[[tuple[Tensor, ...], Runs], Grads]
+
+
+def kernel_for(q: Tensor) -> Kernel:
+    """The fastest kernel for queries of this device, type and head width."""
+    if q.device.type == "cpu":
+        return _in_runs(_cpu_forward, _cpu_backward)
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    if q.device.type == "cuda" and half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+        return Kernel(
+            forward=_cuda_forward,
+            backward=_cuda_backward,
+            segments_forward=_cuda_segments_forward,
+            segments_backward=_cuda_segments_backward,
+        )
+    return blocked_kernel()
+
+
+def blocked_kernel(scores_at_once: int = 2**25) -> Kernel:
+    """Plain products for every device and type, so many scores at a time: memory does not grow with t × s."""
+    return _in_runs(partial(_blocked_forward, scores_at_once), partial(_blocked_backward, scores_at_once))
+
+
+def join(outcome: Outcome, piece: Outcome) -> None:
+    """Take another piece's keys into an outcome, in place: Note [joined pieces]."""
+    (out, total), (piece_out, piece_total) = outcome, piece
+    weight = torch.sigmoid(piece_total - total).unsqueeze(-1)
+    if out.dtype == total.dtype:
+        out.lerp_(piece_out, weight)
+    else:
+        out.copy_(torch.lerp(out.to(total.dtype), piece_out.to(total.dtype), weight))
+    total.copy_(torch.logaddexp(total, piece_total))
+
+
+def _in_runs(
+    forward: Callable[[Tensor, Tensor, Tensor, Mask], Outcome], backward: Callable[[tuple[Tensor, ...], Mask], Grads]
+) -> Kernel:
+    """A kernel for rows of one length takes segments in one call for each run of equal lengths."""
+
+    def segments_forward(q_nhd: Tensor, k_nkd: Tensor, v_nkd: Tensor, runs: Runs) -> Outcome:
+        found = [forward(q, k, v, "causal") for q, k, v in _by_run((q_nhd, k_nkd, v_nkd), runs)]
+        out, total = (_flat(parts) for parts in zip(*found, strict=True))
+        return out, total
+
+    def segments_backward(tensors: tuple[Tensor, ...], runs: Runs) -> Grads:
+        found = [backward(some, "causal") for some in _by_run(tensors, runs)]
+        grad_q, grad_k, grad_v = (_flat(parts) for parts in zip(*found, strict=True))
+        return grad_q, grad_k, grad_v
+
+    return Kernel(
+        forward=forward,
+        backward=backward,
+        segments_forward=segments_forward,
+        segments_backward=segments_backward,
+    )
+
+
+def _by_run(tensors: tuple[Tensor, ...], runs: Runs) -> Iterator[tuple[Tensor, ...]]:
+    """Views [how many, length, ...] of each run's tokens."""
+    first = 0
+    for length, times in runs:
+        yield tuple(x[first : first + length * times].unflatten(0, (times, length)) for x in tensors)
+        first += length * times
+
+
+def _flat(parts: tuple[Tensor, ...]) -> Tensor:
+    flat = [part.flatten(0, 1) for part in parts]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Outcome:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, total = flash(*_swapped((q, k, v)), 0.0, mask == "causal")
+    return out.transpose(1, 2), total.transpose(1, 2)
+
+
+def _cpu_backward(tensors: tuple[Tensor, ...], mask: Mask) -> Grads:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grad_q, grad_k, grad_v = _swapped(flash(*_swapped(tensors), 0.0, mask == "causal"))
+    return grad_q, grad_k, grad_v
+
+
+def _swapped(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Outcome:
+    ends = (_even_ends(q), _even_ends(k), q.shape[1], k.shape[1])
+    out, total = _cuda_packed_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), ends, mask)
+    return out.view(q.shape), total.view(q.shape[:-1])
+
+
+def _cuda_backward(tensors: tuple[Tensor, ...], mask: Mask) -> Grads:
+    _, q, k, v, _, _ = tensors
+    ends = (_even_ends(q), _even_ends(k), q.shape[1], k.shape[1])
+    grads = _cuda_packed_backward(tuple(x.flatten(0, 1) for x in tensors), ends, mask)
+    return grads[0].view(q.shape), grads[1].view(k.shape), grads[2].view(v.shape)
+
+
+def _cuda_segments_forward(q_nhd: Tensor, k_nkd: Tensor, v_nkd: Tensor, runs: Runs) -> Outcome:
+    return _cuda_packed_forward(q_nhd, k_nkd, v_nkd, _ragged_ends(runs, q_nhd.device), "causal")
+
+
+def _cuda_segments_backward(tensors: tuple[Tensor, ...], runs: Runs) -> Grads:
+    return _cuda_packed_backward(tensors, _ragged_ends(runs, tensors[0].device), "causal")
+
+
+def _cuda_packed_forward(q_nhd: Tensor, k_nkd: Tensor, v_nkd: Tensor, ends: Ends, mask: Mask) -> Outcome:
+    """The kernel under torch.nn.attention.varlen, whose own backward would not take a whole's output and logsumexp."""
+    flash = torch.ops.aten._flash_attention_forward
+    out, total_hn, *_ = flash(q_nhd, k_nkd, v_nkd, *ends, 0.0, mask == "causal", False, **_window(mask))
+    return out, total_hn.T.contiguous()
+
+
+def _cuda_packed_backward(tensors: tuple[Tensor, ...], ends: Ends, mask: Mask) -> Grads:
+    flash = torch.ops.aten._flash_attention_backward
+    *first, total_nh = tensors
+    # Where a kernel with dropout would find its random state.
+    state = torch.zeros(2, dtype=torch.uint64, device=total_nh.device), torch.empty(0, device=total_nh.device)
+    return flash(*first, total_nh.T.contiguous(), *ends, 0.0, mask == "causal", *state, **_window(mask))
+
+
+def _window(mask: Mask) -> dict[str, int]:
+    return {"window_size_left": -1, "window_size_right": 0 if mask == "causal" else -1}
+
+
+def _even_ends(x: Tensor) -> Tensor:
+    rows, tokens = x.shape[:2]
+    return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=x.device)
+
+
+def _ragged_ends(runs: Runs, device: torch.device) -> Ends:
+    """Made on the host and sent without waiting for the device."""
+    lengths = [length for length, times in runs for _ in range(times)]
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).pin_memory().to(device, non_blocking=True)
+    return ends, ends, max(lengths), max(lengths)
+
+
+def _blocked_forward(scores_at_once: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Outcome:
+    out = torch.empty_like(q)
+    total = torch.empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    for block, seen in _blocks(scores_at_once, q, k, mask):
+        some = q[:, block]
+        scores = _scores(some, k[:, :seen], block, mask)
+        sums = scores.logsumexp(-1, keepdim=True)
+        mixed = scores.sub_(sums).exp_().to(v.dtype) @ v[:, :seen].transpose(1, 2)
+        out[:, block], total[:, block] = _ungrouped(mixed, some), _ungrouped(sums, some).squeeze(-1)
+    return out, total
+
+
+def _blocked_backward(scores_at_once: int, tensors: tuple[Tensor, ...], mask: Mask) -> Grads:
+    grad, q, k, v, out, total = tensors
+    kv_heads = k.shape[2]
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for block, seen in _blocks(scores_at_once, q, k, mask):
+        some, keys, values = q[:, block], k[:, :seen].transpose(1, 2), v[:, :seen].transpose(1, 2)
+        grad_out = _grouped(grad[:, block], kv_heads)
+        inner = (grad[:, block] * out[:, block]).sum(-1, keepdim=True).to(total.dtype)
+        sums = _grouped(total[:, block].unsqueeze(-1), kv_heads)
+        shares = _scores(some, k[:, :seen], block, mask).sub_(sums).exp_()
+        grad_v[:, :seen] += (shares.to(v.dtype).mT @ grad_out).transpose(1, 2)
+        grad_scores = shares.mul_((grad_out @ values.mT).to(total.dtype) - _grouped(inner, kv_heads))
+        grad_scores = grad_scores.mul_(q.shape[-1] ** -0.5).to(q.dtype)
+        grad_q[:, block] = _ungrouped(grad_scores @ keys, some)
+        grad_k[:, :seen] += (grad_scores.mT @ _grouped(some, kv_heads)).transpose(1, 2)
+    return grad_q, grad_k, grad_v
+
+
+def _blocks(scores_at_once: int, q: Tensor, k: Tensor, mask: Mask) -> Iterator[tuple[slice, int]]:
+    """Blocks of queries, and how many keys the last of a block sees."""
+    queries, keys = q.shape[1], k.shape[1]
+    step = max(1, scores_at_once // (q.shape[0] * q.shape[2] * keys))
+    for first in range(0, queries, step):
+        end = min(first + step, queries)
+        yield slice(first, end), end if mask == "causal" else keys
+
+
+def _scores(q_bthd: Tensor, k_bskd: Tensor, block: slice, mask: Mask) -> Tensor:
+    """[b, k, g × t, s], in float32 at least."""
+    scores = _grouped(q_bthd, k_bskd.shape[2]) @ k_bskd.permute(0, 2, 3, 1)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(q_bthd.shape[-1] ** -0.5)
+    if mask == "causal":
+        queries = torch.arange(block.start, block.stop, device=scores.device)
+        later = torch.arange(scores.shape[-1], device=scores.device) > queries.unsqueeze(1)
+        groups = q_bthd.shape[2] // k_bskd.shape[2]
+        scores.unflatten(2, (groups, -1)).masked_fill_(later, -inf)
+    return scores
+
+
+def _grouped(x_bthd: Tensor, kv_heads: int) -> Tensor:
+    """[b, k, g × t, d]: the queries of all heads that share a key/value head."""
+    return x_bthd.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def _ungrouped(x: Tensor, like_bthd: Tensor) -> Tensor:
+    """The way back of `_grouped`."""
+    tokens = like_bthd.shape[1]
+    return x.unflatten(2, (-1, tokens)).permute(0, 3, 1, 2, 4).flatten(2, 3)

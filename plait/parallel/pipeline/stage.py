@@ -1,0 +1,213 @@
+"""`pipeline` (PP): each rank has some layers; micro-batches pass from rank to rank, and their gradients come back.
+
+The order of work is not decided here: each rank carries out its list of partition/pipeline_schedule.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+
+from plait.data.loader import NOT_COUNTED, Micro
+from plait.model.gpt import GPT
+from plait.parallel.pipeline.deferred_gradients import Deferred, defer_in
+from plait.parallel.pipeline.stage_links import Links, Wait, wait_for
+from plait.parallel.pipeline.tied_embedding import Ends
+from plait.parallel.sharded_model import Forward, Gradients, Held, LocalGradients, LossOf, Woven, plain_unit
+from plait.parallel.tensor.sequence import stream_rows
+from plait.partition.boxes import parts_of, whole
+from plait.partition.pipeline_schedule import Action, Lists, actions, transfers
+from plait.planner.plan import Plan
+
+
+def pipeline(woven: Woven, mesh: DeviceMesh, plan: Plan) -> Woven:
+    """Keep this rank's stages of the model, which must still be on the meta device, and a pipe that runs them."""
+    if mesh["pipeline"].size() == 1:
+        return woven
+    group, layout = mesh.get_group("pipeline"), plan.layout
+    dtype = next(woven.chunks[0].parameters()).dtype
+    with torch.device("meta"):
+        chunks = tuple(GPT(plan.shape, part).to(dtype) for part in parts_of(plan.shape, layout, dist.get_rank(group)))
+    named = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
+    return replace(
+        woven,
+        chunks=chunks,
+        weights=tuple(Held(name=name, tensor=p.detach(), box=whole(p.shape)) for name, p in named),
+        units=tuple(plain_unit(name, p, whole(p.shape), owned=True) for name, p in named),
+        gradients=LocalGradients([parameter for _, parameter in named]),
+        pipe=StagePipe(chunks, plan, group),
+        reports=woven.reports and chunks[-1].part.ends,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What a rank does for a number of micro-batches."""
+
+    own: tuple[Action, ...]
+    transfers: tuple[Action, ...]
+    """Of all ranks."""
+    last: frozenset[Action]
+    """Each stage's last whole backward."""
+
+
+def script_of(lists: Lists, rank: int) -> Script:
+    """One rank's part of a schedule."""
+    last = {action.stage: action for action in lists[rank] if action.kind == "backward"}
+    return Script(own=lists[rank], transfers=transfers(lists), last=frozenset(last.values()))
+
+
+class StagePipe:
+    """The Pipe of one rank: its chunks, and the schedule for whatever number of micro-batches comes.
+
+    `wait` is how it waits for other stages, for whoever wants to know how long; `ends`, on a rank that has one, what a
+    tied weight's two ends send each other.
+    """
+
+    def __init__(self, chunks: tuple[GPT, ...], plan: Plan, group: dist.ProcessGroup) -> None:
+        self.chunks, self.group, self.layout = chunks, group, plan.layout
+        self.stages = len(plan.layout.stage_layers)
+        self.width = plan.shape.width
+        # Of the stream between stages, also under autocast: the residual sums stay in the weights' precision.
+        self.dtype = torch.float64 if plan.precision == "float64" else torch.float32
+        self.wait: Wait = wait_for
+        self.ends: Ends | None = None
+        self.deferred = Deferred()
+        if plan.layout.schedule == "zero-bubble":
+            multiply: Any = self.deferred.multiply
+            if plan.compile == "blocks":
+                # What these products put aside is no value of a compiled layer's graph.
+                multiply = torch.compiler.disable(multiply)
+            for chunk in chunks:
+                defer_in(chunk, multiply)
+        self._scripts: dict[tuple[str, int], Script] = {}
+
+    def run(self, micros: Sequence[Micro], *, forward: Forward, loss_of: LossOf, gradients: Gradients) -> Tensor:
+        """Forward and backward of all: [sum of losses, counted tokens] on the last stage's rank, zeros elsewhere."""
+        script = self._script("both", len(micros))
+        trip = Trip(self, micros, script, forward, loss_of)
+        gradients.open()
+        for action in script.own:
+            if action in script.last:
+                gradients.arm(self.chunk_of(action))
+            trip.take(action)
+        trip.finish()
+        gradients.close()
+        return trip.totals
+
+    @torch.no_grad()
+    def evaluate(self, micros: Iterable[Micro], *, forward: Forward, loss_of: LossOf) -> Tensor:
+        """Forward only, with the same answer; there must be a micro-batch."""
+        micros = tuple(micros)
+        script = self._script("forward", len(micros))
+        trip = Trip(self, micros, script, forward, loss_of)
+        for action in script.own:
+            trip.take(action)
+        trip.finish()
+        return trip.totals
+
+    def settle(self) -> None:
+        """Block until this rank's weights that another one keeps are current, to the last row."""
+        if self.ends is not None:
+            self.ends.settle()
+
+    def chunk_of(self, action: Action) -> int:
+        """Which of this rank's chunks an action works on."""
+        return action.stage // self.layout.pipeline
+
+    def room_for(self, micro: Micro) -> Tensor:
+        """Memory for what comes from another stage: this rank's rows of the stream [N, width]."""
+        rows = stream_rows(micro.inputs.numel(), self.layout.tensor)
+        return torch.empty(rows, self.width, dtype=self.dtype, device=micro.inputs.device)
+
+    def _script(self, what: str, micros: int) -> Script:
+        if (what, micros) not in self._scripts:
+            layout = self.layout
+            lists = actions(layout.schedule, ranks=layout.pipeline, virtual=layout.virtual_stages, micros=micros)
+            if what == "forward":
+                lists = tuple(tuple(action for action in own if action.kind == "forward") for own in lists)
+            self._scripts[what, micros] = script_of(lists, dist.get_rank(self.group))
+        return self._scripts[what, micros]
+
+
+class Trip:
+    """One step's way through a rank's list: what is kept between a forward and its backward."""
+
+    def __init__(
+        self, pipe: StagePipe, micros: Sequence[Micro], script: Script, forward: Forward, loss_of: LossOf
+    ) -> None:
+        self._pipe, self._micros, self._forward_of, self._loss_of = pipe, micros, forward, loss_of
+        self.links = Links(
+            script.transfers,
+            stages=pipe.stages,
+            group=pipe.group,
+            room_for=lambda micro: pipe.room_for(micros[micro]),
+            wait=pipe.wait,
+        )
+        tokens, learns = [micro.inputs for micro in micros], torch.is_grad_enabled()
+        self.visit = pipe.ends.visit(tokens, pipe.wait, learns=learns) if pipe.ends is not None else None
+        self._entered: dict[tuple[int, int], Tensor] = {}
+        # Where its graph begins, and not the result itself, whose memory is free once it was sent.
+        self._left: dict[tuple[int, int], GradientEdge] = {}
+        self.totals = torch.zeros(2, dtype=torch.float64, device=micros[0].inputs.device)
+
+    def take(self, action: Action) -> None:
+        """Carry out one action, waiting for what it needs."""
+        match action.kind:
+            case "forward":
+                self._forward(action)
+            case "backward-weight":
+                self._pipe.deferred.settle((action.stage, action.micro))
+            case _:
+                self._backward(action)
+
+    def finish(self) -> None:
+        """Wait for all that is still under way."""
+        self.links.finish()
+        if self.visit is not None:
+            self.visit.finish()
+
+    def _forward(self, action: Action) -> None:
+        pipe, micro, key = self._pipe, self._micros[action.micro], (action.stage, action.micro)
+        stream = None
+        if action.stage == 0 and self.visit is not None:
+            self.visit.before_forward(action.micro)
+        if action.stage > 0:
+            stream = self.links.receive(replace(action, stage=action.stage - 1))
+            if torch.is_grad_enabled():
+                self._entered[key] = stream.requires_grad_()
+        chunk = pipe.chunks[pipe.chunk_of(action)]
+        result = self._forward_of(chunk, micro, stream)
+        if action.stage < pipe.stages - 1:
+            assert result.dtype == pipe.dtype, f"a stream of {result.dtype}, and the next stage awaits {pipe.dtype}"
+            self.links.send(action, result)
+        else:
+            result = self._loss_of(result, chunk, micro)
+            self._count(result.detach(), micro)
+        if torch.is_grad_enabled():
+            self._left[key] = get_gradient_edge(result)
+
+    def _backward(self, action: Action) -> None:
+        pipe, key = self._pipe, (action.stage, action.micro)
+        last = action.stage == pipe.stages - 1
+        grad = None if last else self.links.receive(replace(action, stage=action.stage + 1))
+        if action.kind == "backward-input":
+            pipe.deferred.collect(key)
+        torch.autograd.backward(self._left.pop(key), grad)
+        if action.stage > 0:
+            stream = self._entered.pop(key)
+            assert stream.grad is not None
+            self.links.send(action, stream.grad)
+        elif self.visit is not None:
+            self.visit.after_backward(action.micro)
+
+    def _count(self, loss: Tensor, micro: Micro) -> None:
+        counted = (micro.targets != NOT_COUNTED).sum()
+        self.totals += torch.stack([loss.double(), counted.double()])

@@ -1,0 +1,202 @@
+"""A model with its strands woven in: what each stage takes and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from plait.model.gpt import GPT
+from plait.model.names import decays
+from plait.partition.boxes import Box, whole
+
+Forward = Callable[[GPT, Any, Tensor | None], Tensor]
+"""A micro-batch through a chunk: from the stream that the chunk before gave, if there is one, to the stream after."""
+
+LossOf = Callable[[Tensor, GPT, Any], Tensor]
+"""From the stream after the final norm, the part of the model with the head and a micro-batch to its summed loss."""
+
+
+class Gradients(Protocol):
+    """What makes a step's local gradients global; every rank of the mesh calls the same methods in the same order."""
+
+    @property
+    def buckets(self) -> list[Tensor]:
+        """Flat tensors that stay from step to step beside weights and moments; empty where there are none."""
+        ...
+
+    def open(self) -> None:
+        """Begin a step: forget the last one's gradients."""
+        ...
+
+    def arm(self, chunk: int) -> None:
+        """The next backward through this chunk of the model is its last of the step."""
+        ...
+
+    def close(self) -> None:
+        """Block until the `.grad` of every unit's parameter is the sum over all ranks."""
+        ...
+
+    def publish(self) -> None:
+        """The units were updated: begin to tell whoever computes with them."""
+        ...
+
+    def settle(self) -> None:
+        """Block until every weight that this rank answers for is current; forwards do so by themselves."""
+        ...
+
+
+class LocalGradients:
+    """One process: its own sums are the global ones."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.buckets: list[Tensor] = []
+
+    def open(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def arm(self, chunk: int) -> None:
+        """Nobody waits for the last backward."""
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+    def publish(self) -> None:
+        """Nobody else computes with the weights."""
+
+    def settle(self) -> None:
+        """The weights are where they were updated."""
+
+
+class Vocabulary(Protocol):
+    """How the vocabulary lies over ranks: what the loss needs to know of it."""
+
+    first: int
+    """Number of the first entry that this rank's head has."""
+
+    def most_entries(self, own: int) -> int:
+        """How many entries the rank with most of them has, where this one has `own`: the same number on every rank."""
+        ...
+
+    def enter(self, hidden_nd: Tensor, tokens: int) -> Tensor:
+        """The hidden states of all tokens, so many, from those that this rank has; differentiable."""
+        ...
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The element-wise maximum over the ranks, in place."""
+        ...
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over the ranks, in place."""
+        ...
+
+
+class WholeVocabulary:
+    """All entries are here."""
+
+    first = 0
+
+    def most_entries(self, own: int) -> int:
+        return own
+
+    def enter(self, hidden_nd: Tensor, tokens: int) -> Tensor:
+        return hidden_nd
+
+    def largest(self, values: Tensor) -> Tensor:
+        return values
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values
+
+
+class Pipe(Protocol):
+    """Carries a step's micro-batches through the stages of a pipeline; every rank of the pipe must call it."""
+
+    def run(self, micros: Sequence[Any], *, forward: Forward, loss_of: LossOf, gradients: Gradients) -> Tensor:
+        """Forward and backward of all: [sum of losses, counted tokens] on the last stage's rank, zeros elsewhere."""
+        ...
+
+    def evaluate(self, micros: Sequence[Any], *, forward: Forward, loss_of: LossOf) -> Tensor:
+        """Forward only, with the same answer."""
+        ...
+
+    def settle(self) -> None:
+        """Block until what others keep of this rank's weights is here as well; forwards fetch what they need."""
+        ...
+
+
+WHOLE_VOCABULARY = WholeVocabulary()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A rectangle of a weight in this rank's memory, to be filled or loaded."""
+
+    name: str
+    tensor: Tensor
+    box: Box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitPart:
+    """Which rectangle of which weight begins at number `first` of a unit's flattened parameter."""
+
+    name: str
+    box: Box
+    first: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """What the optimizer updates on this rank; `owned` on one of the ranks that update the same numbers."""
+
+    parameter: nn.Parameter
+    decays: bool
+    owned: bool
+    parts: tuple[UnitPart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Woven:
+    """The model of this rank, and how it belongs to the others."""
+
+    chunks: tuple[GPT, ...]
+    """The parts of the model on this rank, in the model's order: one, except in a pipeline with virtual stages."""
+    weights: tuple[Held, ...] = ()
+    units: tuple[Unit, ...] = ()
+    gradients: Gradients
+    vocabulary: Vocabulary = WHOLE_VOCABULARY
+    pipe: Pipe | None = None
+    reports: bool = True
+    """Whether this rank's loss enters the global sum: one of those that compute the same one."""
+
+    def settle(self) -> None:
+        """Block until every number of every weight on this rank is current. Every rank must call it."""
+        self.gradients.settle()
+        if self.pipe is not None:
+            self.pipe.settle()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of all chunks, by their names in the whole model."""
+        for chunk in self.chunks:
+            yield from chunk.named_parameters()
+
+
+def alone(model: GPT) -> Woven:
+    """A whole model in one process, before any stage."""
+    named = list(model.named_parameters())
+    return Woven(
+        chunks=(model,),
+        weights=tuple(Held(name=name, tensor=p.detach(), box=whole(p.shape)) for name, p in named),
+        units=tuple(plain_unit(name, p, whole(p.shape), owned=True) for name, p in named),
+        gradients=LocalGradients([p for _, p in named]),
+    )
+
+
+def plain_unit(name: str, parameter: nn.Parameter, box: Box, *, owned: bool) -> Unit:
+    """A unit that is one weight, or a rectangle of it."""
+    return Unit(parameter=parameter, decays=decays(name), owned=owned, parts=(UnitPart(name=name, box=box, first=0),))

@@ -1,0 +1,141 @@
+"""Parameters that lie split by rows over the ranks of `shard`: torch's FSDP2, with its averaging off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from plait.model.gpt import GPT
+from plait.parallel.comm.reduction import Transfer
+from plait.parallel.comm.split_reduction import SpreadWeights, SwapGradients
+from plait.parallel.gradients.buckets import BUCKET_BYTES, Shared, whole_units
+from plait.parallel.gradients.reduce import Groups, Reducer
+from plait.parallel.sharded_model import Held, Woven
+from plait.planner.plan import Plan
+
+
+def split_parameters(woven: Woven, mesh: DeviceMesh, plan: Plan) -> None:
+    """Hand each layer, and what lies outside of the layers, to FSDP2."""
+    # FSDP2 rounds before its library's sum, which for bfloat16 rounds after every addition.
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if plan.gradient_transfer == "bf16" else None)
+    for chunk in woven.chunks:
+        # In a pipeline several micro-batches are under way, and each would gather the weights anew.
+        again = plan.layout.pipeline == 1
+        for layer in chunk.layers.values():
+            fully_shard(layer, mesh=mesh["shard"], reshard_after_forward=again, mp_policy=policy)
+        # What is outside of the layers stays gathered until its backward: the loss uses the head after the forward.
+        fully_shard(chunk, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=policy)
+        if plan.device == "cpu" and again:
+            _gather_ahead(chunk)
+        for module in _sharded_modules(chunk):
+            # Neither is recursive. Gradients are sums everywhere: Note [loss is a sum].
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if plan.device == "cpu":
+                module.set_custom_all_gather(SpreadWeights())  # pyright: ignore[reportArgumentType]
+                module.set_custom_reduce_scatter(SwapGradients())  # pyright: ignore[reportArgumentType]
+
+
+def _gather_ahead(chunk: GPT) -> None:
+    """Let the next layer's weights travel under a layer's arithmetic, as streams of a GPU do by themselves."""
+    root, *layers = _sharded_modules(chunk)
+    root._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
+    for layer, following in pairwise(layers):
+        layer.set_modules_to_forward_prefetch([following])
+
+
+def fully_sharded(
+    woven: Woven,
+    weights: Sequence[Shared],
+    groups: Groups,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    transfer: Transfer = "float32",
+) -> Woven:
+    """What a rank holds and updates once its split parameters have memory. Every rank must call it.
+
+    `weights` are the chunks' own, each with the ranks that keep the same rows of it.
+    """
+    # Where a weight has fewer rows than there are ranks, some have nothing of it.
+    rows = [one for one in map(_rows_of, weights) if one.local.box.numbers]
+    local = [one.local for one in rows]
+    reducer = Reducer(local, groups, bucket_bytes=bucket_bytes, transfer=transfer)
+    return replace(
+        woven,
+        weights=tuple(Held(name=one.name, tensor=one.parameter.detach(), box=one.box) for one in local),
+        units=tuple(whole_units(local)),
+        gradients=ShardedGradients(woven.chunks, rows, reducer),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """This rank's rows of a split weight: as torch keeps them, and as a plain parameter in the same memory."""
+
+    sharded: nn.Parameter
+    local: Shared
+
+
+class ShardedGradients:
+    """Gradients of split parameters: torch sums them over `shard`, and a reducer over those who keep the same rows."""
+
+    def __init__(self, chunks: Sequence[GPT], rows: Sequence[_Rows], reducer: Reducer) -> None:
+        self._chunks, self._rows, self._reducer = chunks, rows, reducer
+        self.buckets = reducer.buckets
+
+    def open(self) -> None:
+        """Begin a step: no gradient yet, and no weight that was gathered before its rows were loaded or updated."""
+        self._reducer.open()
+        self.publish()
+        for one in self._rows:
+            one.sharded.grad = None
+
+    def arm(self, chunk: int) -> None:
+        """Nothing to do before a last backward: each micro-batch's gradients are summed over `shard` by its own."""
+
+    def close(self) -> None:
+        """Wait until the gradient of every rank's rows is the global sum."""
+        for one in self._rows:
+            if one.sharded.grad is not None:
+                one.local.parameter.grad = _local(one.sharded.grad)
+                one.sharded.grad = None
+        self._reducer.close()
+
+    def publish(self) -> None:
+        """Forget weights that are still gathered, as after an evaluation: the next forward gathers the new ones."""
+        for chunk in self._chunks:
+            for module in _sharded_modules(chunk):
+                module.reshard()
+
+    def settle(self) -> None:
+        """The rows that this rank keeps are where they were updated."""
+
+
+def _rows_of(weight: Shared) -> _Rows:
+    local, box = _local(weight.parameter.detach()), weight.box
+    offset = (box.offset[0] + _first_row(weight.parameter), *box.offset[1:])
+    box = replace(box, offset=offset, extent=tuple(local.shape))
+    return _Rows(sharded=weight.parameter, local=replace(weight, parameter=nn.Parameter(local), box=box))
+
+
+def _first_row(parameter: nn.Parameter) -> int:
+    """Rows before this rank's: torch.chunk gives each rank the same number, rounded up, until there are none left."""
+    assert isinstance(parameter, DTensor)
+    mesh = parameter.device_mesh
+    return min(parameter.shape[0], -(-parameter.shape[0] // mesh.size()) * mesh.get_local_rank())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+def _sharded_modules(chunk: GPT) -> list[FSDPModule]:
+    return [module for module in chunk.modules() if isinstance(module, FSDPModule)]

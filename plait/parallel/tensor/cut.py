@@ -1,0 +1,191 @@
+"""`tensor` (TP): each rank has some heads, some of the feed-forward's width and some vocabulary entries of every layer.
+
+The first products of attention and feed-forward (q, k, v; gate, up) give each rank its own columns for all tokens, the
+last ones (o, down) an addend of all columns; in between no rank needs another. Around them lies the stream, shared out
+by rows (sequence.py), and with it norms and additions (Korthikanti et al. 2022, arXiv 2205.05198). What a rank holds of
+each weight is `plan.placement.cut`. A weight that all ranks hold, as a norm's, meets other rows on each: its gradient
+is a part of the sum, and replicate.py adds the parts: Note [same box, same sum] in partition/boxes.py.
+
+Legend: n all rows of the stream, m those of one rank, d numbers of a row, b rows of the batch, t tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from plait.layout import share
+from plait.model.attention import Attention, Rows
+from plait.model.feedforward import FeedForward
+from plait.model.gpt import GPT, Embedding, Layer
+from plait.model.linear import Multiply, as_computed
+from plait.model.shape import ModelShape
+from plait.parallel.sharded_model import Woven
+from plait.parallel.tensor.sequence import Stream, stream_over, stream_rows
+from plait.partition.boxes import cut, kv_heads_of
+from plait.planner.plan import Plan
+
+
+def tensor(woven: Woven, mesh: DeviceMesh, plan: Plan) -> Woven:
+    """Cut every weight to this rank's part and let the ranks of the axis compute together. Every rank must call it.
+
+    The loss is known to all of them, and the first one reports it.
+    """
+    if mesh["tensor"].size() == 1:
+        return woven
+    stream = stream_over(mesh.get_group("tensor"))
+    if plan.compile == "blocks":
+        # Its collectives belong to no graph.
+        gather, scatter = torch.compiler.disable(stream.gather), torch.compiler.disable(stream.scatter)
+        stream = replace(stream, gather=gather, scatter=scatter)
+    for chunk in woven.chunks:
+        cut_weights(chunk, stream.parts, stream.index)
+        share_work(chunk, stream)
+    vocabulary = SharedVocabulary(plan.shape, stream)
+    return replace(woven, vocabulary=vocabulary, reports=woven.reports and stream.index == 0)
+
+
+def cut_weights(chunk: GPT, parts: int, index: int) -> None:
+    """Replace every weight by the rectangle of it that rank `index` of `parts` holds."""
+    for name, weight in list(chunk.named_parameters()):
+        box = cut(name, chunk.shape, parts, index)
+        assert box.shape == weight.shape, f"{name} was cut before"
+        kept = weight.detach()
+        for dim, (first, length) in enumerate(zip(box.offset, box.extent, strict=True)):
+            kept = kept.narrow(dim, first, length)
+        path, _, last = name.rpartition(".")
+        chunk.get_submodule(path).register_parameter(last, nn.Parameter(kept.clone()))
+
+
+def share_work(chunk: GPT, stream: Stream) -> None:
+    """Put the ways from shared rows to all rows, and back, around what the ranks compute together."""
+    if chunk.embed is not None:
+        chunk.add_module("embed", SharedEmbedding(chunk.embed, chunk.shape, stream))
+    for layer in chunk.layers.values():
+        assert isinstance(layer, Layer)
+        share_attention(layer.attention, chunk.shape, stream)
+        share_feedforward(layer.feedforward, stream)
+
+
+def share_attention(attention: Attention, shape: ModelShape, stream: Stream) -> None:
+    """Attention takes and gives this rank's rows of the stream, and computes its own heads of all tokens."""
+
+    def gather(_: nn.Module, arguments: tuple[Tensor, Rows]) -> tuple[Tensor, Rows]:
+        x_md, rows = arguments
+        return stream.gather(as_computed(x_md), rows.rows * rows.tokens), rows
+
+    attention.register_forward_pre_hook(gather)
+    attention.o.multiply = summed(attention.o.multiply, stream)
+    places = kv_places(shape, stream.parts, stream.index)
+    if places is not None:
+        for linear in (attention.k, attention.v):
+            linear.multiply = picked(linear.multiply, places, shape.head_width)
+
+
+def share_feedforward(feedforward: FeedForward, stream: Stream) -> None:
+    """The feed-forward half takes and gives this rank's rows, and computes its part of the width for all rows."""
+
+    def gather(_: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
+        (x_md,) = arguments
+        return (stream.gather(as_computed(x_md), len(x_md) * stream.parts),)
+
+    feedforward.register_forward_pre_hook(gather)
+    feedforward.down.multiply = summed(feedforward.down.multiply, stream)
+
+
+def summed(product: Multiply, stream: Stream) -> Multiply:
+    """A product that sums over the ranks' parts of the dim it contracts; its bias, which all have, is added once."""
+
+    def multiply(x_nd: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        own_md = stream.scatter(product(x_nd, weight, None))
+        return own_md if bias is None else own_md + bias
+
+    return multiply
+
+
+def picked(product: Multiply, places: Sequence[int], head_width: int) -> Multiply:
+    """A product of which only these heads go on, in this order; the same one may go on several times."""
+
+    def multiply(x_nd: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        heads = product(x_nd, weight, bias).unflatten(1, (-1, head_width)).unbind(1)
+        return torch.stack([heads[place] for place in places], dim=1).flatten(1)
+
+    return multiply
+
+
+def kv_places(shape: ModelShape, parts: int, index: int) -> tuple[int, ...] | None:
+    """Which of the key/value heads that a rank holds its queries meet, counted among those; None: all, as they are.
+
+    Attention gives each head as many consecutive queries. Where that does not fit a rank's queries, because the cut
+    tears groups apart, there is a key/value head for every query.
+    """
+    first, queries = share(shape.heads, parts, index)
+    first_kv, held = kv_heads_of(shape, parts, index)
+    used = tuple(query * shape.kv_heads // shape.heads - first_kv for query in range(first, first + queries))
+    distinct = tuple(sorted(set(used)))
+    each, torn = divmod(queries, len(distinct))
+    if not torn and used == tuple(place for place in distinct for _ in range(each)):
+        return None if len(distinct) == held else distinct
+    return used
+
+
+class SharedEmbedding(nn.Module):
+    """Each rank looks up the entries that it holds, and keeps its rows of the sum."""
+
+    def __init__(self, embed: Embedding, shape: ModelShape, stream: Stream) -> None:
+        super().__init__()
+        self.tokens, self.positions = embed.tokens, embed.positions
+        self.first = first_entry(shape, stream)
+        self.stream = stream
+
+    def forward(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
+        """This rank's rows of the stream, [m, d]."""
+        weight_vd = self.tokens.weight
+        entries_n = tokens_bt.flatten() - self.first
+        missing_n = (entries_n < 0) | (entries_n >= len(weight_vd))
+        found_nd = F.embedding(entries_n.masked_fill(missing_n, 0), weight_vd)
+        own_md = self.stream.scatter(found_nd.masked_fill_(missing_n.unsqueeze(1), 0))
+        if self.positions is None:
+            return own_md
+        return own_md + self.positions(self._own(positions_bt.expand(tokens_bt.shape).flatten()))
+
+    def _own(self, values_n: Tensor) -> Tensor:
+        rows = stream_rows(len(values_n), self.stream.parts)
+        padded = F.pad(values_n, (0, rows * self.stream.parts - len(values_n)))
+        return padded.narrow(0, rows * self.stream.index, rows)
+
+
+class SharedVocabulary:
+    """The vocabulary's entries shared out over the ranks: a `Vocabulary`. Every rank must call it in the same order."""
+
+    def __init__(self, shape: ModelShape, stream: Stream) -> None:
+        self.first = first_entry(shape, stream)
+        self._stream, self._most_entries = stream, ceil(shape.vocabulary / stream.parts)
+
+    def most_entries(self, own: int) -> int:
+        """Whatever this rank has: all must call for sums of the same sizes."""
+        return self._most_entries
+
+    def enter(self, hidden_nd: Tensor, tokens: int) -> Tensor:
+        """All rows; their gradients are what the entries of each rank give, summed."""
+        return self._stream.gather(as_computed(hidden_nd), tokens)
+
+    def largest(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._stream.group)
+        return values
+
+    def sum(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self._stream.group)
+        return values
+
+
+def first_entry(shape: ModelShape, stream: Stream) -> int:
+    """The first vocabulary entry of embedding and head on this rank."""
+    return cut("embed.tokens.weight", shape, stream.parts, stream.index).offset[0]

@@ -1,0 +1,127 @@
+"""What was foretold of a step beside what came, in words: how close, which item is off, and what to do then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from plait.planner.calibration.factors import Basis, StepItems
+from plait.units import format_bytes, format_duration
+
+Source = Basis | Literal["steps"]
+"""What a forecast comes from; "steps": real ones that were timed before the run."""
+NAMES: Mapping[str, str] = {
+    "compute_s": "computing",
+    "waiting_s": "messages",
+    "optimizer_s": "optimizer",
+    "data_s": "data",
+}
+WORTH_NAMING = 0.005
+"""Share of a step from which on an item is named."""
+GROUPED = 0.02
+"""Share of a step from which on waiting within a group of ranks is named with its computing."""
+MEMORY_ERROR = 0.05
+"""What the peak of tensors may differ by before it is worth a sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Came:
+    """What the clock says of some steps: medians, with the items of one where ranks told them."""
+
+    steps: int
+    step_s: float
+    data_s: float
+    items: StepItems | None
+
+
+def beside(foretold: StepItems, came: Came) -> str:
+    """Both in a line: "the plan said 1.61 s a step (1.45 s computing, …); 5 steps took 1.56 s (…): 3 % faster"."""
+    grouped = foretold.within_s + foretold.bubble_s > GROUPED * foretold.step_s
+    computing = "computing and waiting within groups" if grouped else NAMES["compute_s"]
+    said = f"the plan said {format_duration(foretold.step_s)} a step{_in_brackets(foretold, computing)}"
+    known = _in_brackets(came.items, computing) if came.items else ""
+    return (
+        f"{said}; {came.steps} steps took {format_duration(came.step_s)}{known}: "
+        f"{_apart(came.step_s / foretold.step_s - 1, 'slower', 'faster')}"
+    )
+
+
+def what_is_off(foretold: StepItems, came: Came, error: float, source: Source) -> str | None:
+    """Which item explains most of a difference beyond the plan's error, and what to do; None where there is none."""
+    off = came.step_s / foretold.step_s - 1
+    if abs(off) <= error:
+        return None
+    if came.items is None:
+        name = "data_s" if came.data_s > (came.step_s - foretold.step_s) / 2 > 0 else "step_s"
+        said_s, took_s = (0.0, came.data_s) if name == "data_s" else (foretold.step_s, came.step_s)
+    else:
+        said, took = foretold.by_clock(), came.items.by_clock()
+        name = max(took, key=lambda item: (took[item] - said[item]) * (1 if off > 0 else -1))
+        said_s, took_s = said[name], took[name]
+    told = f"{_SUBJECTS[name]} {format_duration(took_s)}, and the plan said {format_duration(said_s)}"
+    if off < 0:
+        return f"{told}: {_FASTER[source]}"
+    return f"{told}: {_CAUSES[name](source)}"
+
+
+def memory_beside(foretold_bytes: float, peak_bytes: float) -> str | None:
+    """A sentence where the peak of tensors on the fullest device is not what the plan said; None where it is."""
+    off = peak_bytes / foretold_bytes - 1
+    if abs(off) <= MEMORY_ERROR:
+        return None
+    advice = "; a smaller layout.micro_sequences needs less, if memory is short" if off > 0 else ""
+    return (
+        f"tensors take up to {format_bytes(peak_bytes)} a device, and the plan said {format_bytes(foretold_bytes)}: "
+        f"{_apart(off, 'more', 'less')}{advice}"
+    )
+
+
+_SUBJECTS: Mapping[str, str] = {
+    "step_s": "a step takes",
+    "compute_s": "computing takes",
+    "waiting_s": "waiting for messages and other ranks takes",
+    "optimizer_s": "the optimizer and what a step does beside take",
+    "data_s": "waiting for samples takes",
+}
+
+
+def _busy(source: Source) -> str:
+    return f"another program may be running on these machines; if none is, {_MENDS[source]}"
+
+
+def _link(source: Source) -> str:
+    if source == "clock":
+        return "others use the link, or it has become slower; stop and give the command again, which probes it anew"
+    return f"messages were not timed one by one before this run; {_MENDS[source]}"
+
+
+_FASTER: Mapping[Source, str] = {
+    "clock": "the next plan here learns it, if nothing disturbs this run",
+    "formulas": "the next plan here learns it, if nothing disturbs this run",
+    "steps": "another program may have been running while steps were timed; --replan times them anew",
+}
+_MENDS: Mapping[Source, str] = {
+    "clock": "stop and give the command again, which probes the hosts anew",
+    "formulas": "the formulas are off here, and the next plan learns it",
+    "steps": "stop and give the command again with --replan, which times steps anew",
+}
+_CAUSES: Mapping[str, Callable[[Source], str]] = {
+    "step_s": _busy,
+    "compute_s": _busy,
+    "waiting_s": _link,
+    "optimizer_s": _busy,
+    "data_s": lambda _: "the disk with the prepared tokens is slow; move .plait to a faster one",
+}
+
+
+def _in_brackets(items: StepItems, computing: str) -> str:
+    names = {**NAMES, "compute_s": computing}
+    told = {names[item]: spent for item, spent in items.by_clock().items() if spent >= WORTH_NAMING * items.step_s}
+    return (
+        f" ({', '.join(f'{format_duration(spent)} {name}' for name, spent in told.items())})" if len(told) > 1 else ""
+    )
+
+
+def _apart(off: float, more: str, less: str) -> str:
+    return f"{abs(off):.0%} {more if off > 0 else less}" if abs(off) >= 0.005 else "as planned"

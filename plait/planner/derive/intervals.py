@@ -1,0 +1,93 @@
+"""How long a run is and how often what happens in it, also when a begun run is asked for more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+from typing import Literal
+
+from plait.errors import PlaitError
+from plait.planner.derive.model_size import budget_of
+from plait.planner.plan import Plan
+from plait.recipe.schema import RunConfig
+from plait.units import Amount, Every, parse_every
+
+BALANCE_EVERY_STEPS = 50
+
+
+def longer(config: RunConfig, plan: Plan) -> Plan:
+    """A begun run's plan for a raised budget: more steps, all else as it was. Raises PlaitError for a lowered one."""
+    budget, old_budget = budget_of(config), plan.budget
+    if budget.unit == old_budget.unit == "seconds":
+        steps = max(plan.steps, round(plan.steps * budget.value / old_budget.value))
+    elif budget.unit == "seconds" and plan.step_s is None:
+        raise PlaitError(f"this run counts in {old_budget.unit}; raise train.budget in {old_budget.unit} too")
+    else:
+        steps = steps_for(budget, plan.batch_tokens, step_s=plan.step_s)
+    if steps < plan.steps or (budget.unit == old_budget.unit and budget.value < old_budget.value):
+        raise PlaitError(
+            f"train.budget = {budget} is less than the {plan.steps} steps this run was begun with; "
+            "a begun run's budget may only grow (or take another run.name)"
+        )
+    return replace(plan, budget=budget, steps=steps)
+
+
+def with_reports(config: RunConfig, plan: Plan) -> Plan:
+    """A begun run's plan with what its recipe now says of checkpoints, reports and balance."""
+    every, evaluate = config.checkpoint.every, config.report.evaluate
+    return replace(
+        plan,
+        checkpoint_every=plan.checkpoint_every if every == "auto" else parse_every(every),
+        checkpoint_keep=config.checkpoint.keep,
+        report_every_steps=(
+            plan.report_every_steps if config.report.every == "auto" else report_every_steps(config, plan.device)
+        ),
+        balance_every_steps=(
+            plan.balance_every_steps if config.balance.every == "auto" else balance_every_steps(config, "unequal")
+        ),
+        evaluate_every_steps=plan.evaluate_every_steps if evaluate == "auto" else round(in_steps(evaluate).value),
+    )
+
+
+def checkpoint_every(config: RunConfig, why: list[str]) -> Every:
+    """How often to save."""
+    if config.checkpoint.every != "auto":
+        return parse_every(config.checkpoint.every)
+    why.append("a checkpoint every minute: that much is lost at most")
+    return Every(60, "seconds")
+
+
+def report_every_steps(config: RunConfig, device: str) -> int:
+    """Steps between two fetches of the scalars: a GPU should not wait for each."""
+    asked = config.report.every
+    if asked != "auto":
+        every = in_steps(asked)
+        if every.value == 0:
+            raise PlaitError('report.every = "never" would lose the losses; write for example "100 steps"')
+        return max(1, round(every.value))
+    return 10 if device == "cuda" else 1
+
+
+def balance_every_steps(config: RunConfig, devices: Literal["alike", "unequal"]) -> int:
+    """How often shares of the batch may change, 0 for never; `devices` are alike on one host of equal devices only."""
+    asked = config.balance.every
+    if asked == "auto":
+        return 0 if devices == "alike" else BALANCE_EVERY_STEPS
+    return ceil(in_steps(asked, section="balance").value)
+
+
+def in_steps(text: str, section: str = "report") -> Every:
+    """An interval that only steps can measure, since all ranks must agree on it; raises PlaitError."""
+    every = parse_every(text)
+    if every.unit != "steps":
+        raise PlaitError(f'"{text}" under [{section}] must count steps; write for example "100 steps" or "never"')
+    return every
+
+
+def steps_for(budget: Amount, batch_tokens: int, *, step_s: float | None) -> int:
+    """A budget in optimizer steps; a time budget needs the measured time of one, else it is 1 for the time being."""
+    if budget.unit == "steps":
+        return max(1, round(budget.value))
+    if budget.unit == "tokens":
+        return max(1, round(budget.value / batch_tokens))
+    return max(1, int(budget.value / step_s)) if step_s else 1

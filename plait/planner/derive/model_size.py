@@ -1,0 +1,164 @@
+"""How large: from a budget to a model's shape, a sequence, a batch and the training FLOPs they come to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+from plait.cluster.topology import Machine
+from plait.errors import PlaitError
+from plait.model.shape import ModelShape, parameter_count
+from plait.model.sizes import explicit_shape, named_shape, nearest_size
+from plait.planner.derive import scaling_rules
+from plait.recipe.schema import RunConfig
+from plait.units import Amount, format_count, parse_amount
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorpusFacts:
+    """What the plan must know of the prepared data."""
+
+    folder: str
+    content_hash: str
+    vocabulary: int
+    train_tokens: int
+    longest_sequence: int
+    heldout_tokens: int
+    documents: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How large a run is: what was asked, the model, and the tokens and FLOPs of training they come to.
+
+    Tokens and FLOPs are a first guess where the budget is time, or steps of an open batch.
+    """
+
+    budget: Amount
+    shape: ModelShape
+    tokens: float
+    flops: float
+
+
+def budget_of(config: RunConfig) -> Amount:
+    """The budget that was asked for; without one, ten minutes, or 20 tokens a parameter where a size was named."""
+    if config.train.budget != "auto":
+        return parse_amount(config.train.budget)
+    if config.model.size != "auto":
+        parameters = parameter_count(named_shape(config.model.size, vocabulary=32768, sequence=1024))
+        return Amount(scaling_rules.TOKENS_PER_PARAMETER * parameters, "tokens")
+    return Amount(600, "seconds")
+
+
+def size_up(
+    config: RunConfig, corpus: CorpusFacts, machine: Machine, peak_flops: float | None, why: list[str]
+) -> Scale:
+    """Settle budget and shape, and with them the size of the run."""
+    budget = budget_of(config)
+    rate = scaling_rules.EXPECTED_MFU * (peak_flops or 100e12 * machine.devices)
+    vocabulary = _vocabulary(config, corpus)
+    size, spelt_out = config.model.size, "auto" not in (config.model.layers, config.model.width)
+    if config.train.budget == "auto":
+        what = "20 tokens a parameter (Hoffmann 2022)" if size != "auto" else "no model size or budget was asked for"
+        why.append(f"budget {budget}: {what}")
+    if size == "auto" and not spelt_out:
+        size = nearest_size(_best_parameters(config, budget, rate, corpus.train_tokens), vocabulary)
+    shape = _shape(config, size, vocabulary, corpus, why)
+    if config.model.size == "auto" and not spelt_out:
+        rule = "20 tokens a parameter" + (", at most four passes over the text" if budget.unit == "seconds" else "")
+        why.append(f"model {format_count(parameter_count(shape))} parameters: learns most within the budget ({rule})")
+    per_token = 6 * parameter_count(shape)
+    tokens = _tokens(config, budget, rate / per_token, shape.sequence)
+    return Scale(budget=budget, shape=shape, tokens=tokens, flops=per_token * tokens)
+
+
+def _best_parameters(config: RunConfig, budget: Amount, rate: float, unique_tokens: int) -> float:
+    """The size that a budget is best spent on: what learns most in a time, or what so many tokens are enough for."""
+    if budget.unit == "seconds":
+        return scaling_rules.best_parameters(flops=rate * budget.value, unique_tokens=unique_tokens)
+    parameters, flops = 1e6, 1e12
+    for _ in range(50):  # size, FLOPs and batch depend on each other; this settles within a few rounds
+        tokens = budget.value if budget.unit == "tokens" else budget.value * _open_batch(config, flops)
+        parameters = max(scaling_rules.best_parameters_for(tokens), 1e5)
+        flops = 6 * parameters * tokens
+    return parameters
+
+
+def _open_batch(config: RunConfig, flops: float) -> float:
+    asked = config.train.batch_tokens
+    return scaling_rules.batch_tokens(flops) if asked == "auto" else float(asked)
+
+
+def _tokens(config: RunConfig, budget: Amount, tokens_per_s: float, sequence: int) -> float:
+    if budget.unit == "tokens":
+        return budget.value
+    if budget.unit == "seconds":
+        return budget.value * tokens_per_s
+    asked = config.train.batch_tokens
+    batch = 16384 if asked == "auto" else asked
+    return budget.value * max(batch, sequence)
+
+
+def _vocabulary(config: RunConfig, corpus: CorpusFacts) -> int:
+    asked = config.model.vocabulary
+    if asked == "auto":
+        return ceil(corpus.vocabulary / 64) * 64
+    if asked < corpus.vocabulary:
+        raise PlaitError(
+            f"the tokenizer has {corpus.vocabulary} entries, more than model.vocabulary = {asked}; "
+            f'choose at least {corpus.vocabulary}, or "auto"'
+        )
+    return asked
+
+
+def _shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFacts, why: list[str]) -> ModelShape:
+    asked = config.model.model_dump(exclude={"size", "vocabulary"})
+    explicit: dict[str, Any] = {key: value for key, value in asked.items() if value != "auto"}
+    if size == "auto":
+        provisional = explicit_shape(vocabulary=vocabulary, sequence=1024, **explicit)
+    else:
+        provisional = named_shape(size, vocabulary=vocabulary, sequence=1024, **explicit)
+    sequence = _sequence(config, parameter_count(provisional), corpus, why)
+    return replace(provisional, sequence=sequence)
+
+
+def _sequence(config: RunConfig, parameters: int, corpus: CorpusFacts, why: list[str]) -> int:
+    asked = config.train.sequence
+    longest = corpus.longest_sequence
+    if asked != "auto":
+        if asked > longest:
+            raise PlaitError(
+                f"train.sequence = {asked} is longer than the data allow ({format_count(corpus.train_tokens)} training "
+                f"tokens); choose at most {longest}"
+            )
+        return asked
+    usual = scaling_rules.usual_sequence(parameters)
+    sequence = usual if usual <= longest else max(2, longest // 16 * 16 or longest)
+    why.append(f"sequence {sequence}: " + ("usual for this size" if sequence == usual else "all that the data allow"))
+    return sequence
+
+
+def batch_sequences(config: RunConfig, scale: Scale, why: list[str]) -> int:
+    """Sequences of a step."""
+    sequence, flops = scale.shape.sequence, scale.flops
+    asked = config.train.batch_tokens
+    if asked != "auto":
+        if asked < sequence:
+            raise PlaitError(
+                f"train.batch_tokens = {asked} is less than one sequence of {sequence} tokens; "
+                f"choose at least {sequence}, or a shorter train.sequence"
+            )
+        if asked % sequence:
+            why.append(f"batch {asked // sequence * sequence} tokens: the whole sequences in {asked}")
+        return asked // sequence
+    usual = scaling_rules.batch_tokens(flops)
+    least = usual if scale.budget.unit == "steps" else scaling_rules.short_run_batch(scale.tokens)
+    sequences = max(1, round(min(usual, least) / sequence))
+    if sequences >= 8:
+        sequences = sequences // 8 * 8
+    reason = f"suits {flops:.1e} training FLOPs (DeepSeek LLM 2024)"
+    if least < usual:
+        reason = f"small, so that a short run has some {scaling_rules.LEAST_STEPS:,} steps"
+    why.append(f"batch {sequences * sequence} tokens: {reason}")
+    return sequences

@@ -1,0 +1,241 @@
+"""Why a step takes longer or shorter than forecast: what can explain it, the likeliest first, and how to tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import log
+from typing import Any, Literal
+
+import numpy as np
+
+from plait.errors import PlaitError
+from plait.planner.diagnosis.alternatives import Swap, swaps
+from plait.planner.diagnosis.priced_layout import Scene, scene_of
+from plait.planner.diagnosis.sensitivities import Lever, levers
+from plait.planner.explain.report import Section
+from plait.planner.search.cost_breakdown import mfu
+from plait.planner.search.search import Search
+from plait.units import format_duration, parse_amount
+
+FARTHEST = 4.0
+"""Times its usual straying (as a power) that a figure may be off before it counts as no explanation."""
+TOLD = 6
+"""Explanations that are told of, at most."""
+NOTABLE = 0.02
+"""Share of a step by which another way to run must differ to be named."""
+TELLING = 1.05
+"""How many times longer a step must be by one explanation than by another for a run to tell them apart."""
+CLOSE = 0.002
+"""How exactly the step is met that an altered figure should explain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """One thing that would make the step as long as measured."""
+
+    name: str
+    needs: str
+    look: str
+    strain: float
+    """How unusual it would be: 1 is a figure as far off as such figures often are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excluded:
+    """One thing that does not explain the measurement by itself, with the step that it would lead to."""
+
+    name: str
+    step_s: float
+    bound: Literal["at most", "at least", "exactly"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A measured step against the forecast, and what can explain it, the likeliest first."""
+
+    measured_s: float
+    forecast_s: float
+    error: float
+    """The forecast's own error bar, as a share."""
+    mfu: float
+    """Share of the arithmetic peak that the measured step makes of the devices, all of attention counted."""
+    mfu_forecast: float
+    verdict: Literal["as forecast", "slower", "faster"]
+    explanations: tuple[Explanation, ...]
+    excluded: tuple[Excluded, ...]
+    experiment: str
+    """One run that tells the likeliest explanations apart; empty where there are fewer than two."""
+
+    @property
+    def factor(self) -> float:
+        return self.measured_s / self.forecast_s
+
+
+def difference(found: Search, measured_s: float) -> Difference:
+    """What can explain a measured step of the chosen layout, as one change of the forecast each."""
+    forecast_s = float(found.step_s[found.chosen])
+    factor = measured_s / forecast_s
+    explained: list[tuple[Explanation, Scene]] = []
+    excluded: list[Excluded] = []
+    if abs(factor - 1) > found.tolerance:
+        scene = scene_of(found)
+        tried = [_pulled(scene, lever, measured_s) for lever in levers(scene)]
+        tried += [_swapped(swap, measured_s, forecast_s, found.tolerance) for swap in swaps(scene)]
+        excluded = [one for one in tried if isinstance(one, Excluded)]
+        explained = sorted((one for one in tried if isinstance(one, tuple)), key=lambda one: one[0].strain)[:TOLD]
+    peak_share, _ = mfu(found, found.chosen)
+    return Difference(
+        measured_s=measured_s,
+        forecast_s=forecast_s,
+        error=found.tolerance,
+        mfu=peak_share / factor,
+        mfu_forecast=peak_share,
+        verdict="as forecast" if abs(factor - 1) <= found.tolerance else "slower" if factor > 1 else "faster",
+        explanations=tuple(explanation for explanation, _ in explained),
+        excluded=tuple(excluded),
+        experiment=_experiment([(explanation.name, scene) for explanation, scene in explained[:3]]),
+    )
+
+
+Tried = tuple[Explanation, Scene] | Excluded | None
+
+
+def _pulled(scene: Scene, lever: Lever, measured_s: float) -> Tried:
+    """How far a figure must be off for the step to be as measured."""
+    before_s = scene.step_s
+    slower = measured_s > before_s
+    farthest = lever.usual ** (FARTHEST if slower else -FARTHEST)
+    most_s = lever.altered(scene, farthest).step_s
+    if abs(most_s / before_s - 1) < CLOSE:
+        return None  # it plays no part at all
+    if (most_s < measured_s) if slower else (most_s > measured_s):
+        return Excluded(name=lever.name, step_s=most_s, bound="at most" if slower else "at least")
+    factor = _solved(lambda f: lever.altered(scene, f).step_s, farthest, measured_s)
+    there = lever.altered(scene, factor)
+    return (
+        Explanation(
+            name=lever.name,
+            needs=lever.needs(scene, there),
+            look=lever.look,
+            strain=abs(log(factor)) / log(lever.usual),
+        ),
+        there,
+    )
+
+
+def _solved(step_s: Callable[[float], float], farthest: float, measured_s: float) -> float:
+    """The factor between 1 and the farthest at which a step takes as long as measured; the step grows with it."""
+    low, high = sorted((1.0, farthest))
+    while True:
+        middle = (low * high) ** 0.5
+        now_s = step_s(middle)
+        if abs(now_s / measured_s - 1) < CLOSE or high / low < 1 + CLOSE:
+            return middle
+        low, high = (middle, high) if now_s < measured_s else (low, middle)
+
+
+def _swapped(swap: Swap, measured_s: float, forecast_s: float, error: float) -> Tried:
+    """Whether running in another way would take about as long as measured."""
+    there_s = swap.scene.step_s
+    if (there_s > forecast_s) != (measured_s > forecast_s) or abs(there_s / forecast_s - 1) < NOTABLE:
+        return None
+    if abs(there_s / measured_s - 1) > error:
+        return Excluded(name=swap.name, step_s=there_s, bound="exactly")
+    missed = abs(log(there_s / measured_s)) / log(1 + error)
+    needs = f"a step would take {format_duration(there_s)}"
+    return Explanation(name=swap.name, needs=needs, look=swap.look, strain=1 + missed), swap.scene
+
+
+def _experiment(suspects: Sequence[tuple[str, Scene]]) -> str:
+    """The run whose step would differ most between the explanations, with the step that each leads to."""
+    if len(suspects) < 2:
+        return ""
+    told = [(0.0, "", [0.0])]
+    for words, change in _experiments(suspects[0][1]):
+        steps = [change(scene).step_s for _, scene in suspects]
+        told.append((max(steps) / min(steps), words, steps))
+    spread, words, steps = max(told)
+    if spread < TELLING:
+        return ""
+    each = ", ".join(f"{format_duration(s)} if it is {one[0]}" for one, s in zip(suspects, steps, strict=True))
+    return f"to tell the first apart: {words} a step would take {each}"
+
+
+def _experiments(scene: Scene) -> list[tuple[str, Callable[[Scene], Scene]]]:
+    """Changes of a recipe that a person can make at once, and what they do to a scene."""
+    w, micro, parts = scene.workload, int(scene.layout.micro_sequences[0]), int(scene.layout.batch_parts[0])
+
+    def halved(other: Scene) -> Scene:
+        return replace(other, workload=replace(other.workload, batch_sequences=w.batch_sequences // 2))
+
+    def portioned(size: int) -> Callable[[Scene], Scene]:
+        return lambda other: replace(other, layout=replace(other.layout, micro_sequences=np.array([size])))
+
+    tried: list[tuple[str, Callable[[Scene], Scene]]] = []
+    if w.batch_sequences % (2 * parts * micro) == 0:
+        tried.append((f"with train.batch_tokens = {w.tokens // 2}", halved))
+    if micro % 2 == 0:
+        tried.append((f"with layout.micro_sequences = {micro // 2}", portioned(micro // 2)))
+    capacity = min(island.device.memory_bytes for island in scene.cluster.islands)
+    if w.batch_sequences // parts % (2 * micro) == 0 and portioned(2 * micro)(scene).bytes_per_device <= capacity:
+        tried.append((f"with layout.micro_sequences = {2 * micro}", portioned(2 * micro)))
+    return tried
+
+
+def difference_section(told: Difference) -> Section:
+    """The difference for people."""
+    return Section(title="measured", lines=(_verdict(told), *(f"· {line}" for line in _lines(told))))
+
+
+def difference_json(told: Difference) -> dict[str, Any]:
+    """The difference as plain values, for plan's --json."""
+    return {**asdict(told), "factor": told.factor}
+
+
+def _verdict(told: Difference) -> str:
+    measured, forecast = format_duration(told.measured_s), format_duration(told.forecast_s)
+    against = f"{measured} a step, and the layout above was forecast to take {forecast}"
+    bar = f"this forecast's error bar of {told.error:.0%}"
+    if told.verdict == "as forecast":
+        return f"{against}: {_far(told.factor)}, which is inside {bar}: there is nothing to explain"
+    return f"{against}: {_far(told.factor)}, more than {bar}"
+
+
+def _far(factor: float) -> str:
+    if factor >= 2:
+        return f"{factor:.2g} times as long"
+    if factor < 0.5:
+        return f"{1 / factor:.2g} times as fast"
+    return f"{abs(factor - 1):.1%} {'slower' if factor >= 1 else 'faster'}"
+
+
+def _lines(told: Difference) -> list[str]:
+    if told.verdict == "as forecast":
+        return []
+    lines = [f"{one.name}: {one.needs}. To know: {one.look}" for one in told.explanations]
+    if not lines:
+        lines = ["nothing explains it alone: look whether it was this model, batch and layout, on these machines"]
+    if told.experiment:
+        lines.append(told.experiment)
+    if told.excluded:
+        lines.append(f"cannot explain it alone: {', '.join(map(_excluded, told.excluded))}")
+    share = f"{told.mfu:.1%} of the arithmetic peak (MFU), where {told.mfu_forecast:.1%} were forecast"
+    beyond = "; more than all of it: another model, batch or machine was measured" if told.mfu > 1 else ""
+    return [*lines, f"the measured step makes use of {share}{beyond}"]
+
+
+def _excluded(one: Excluded) -> str:
+    bound = "" if one.bound == "exactly" else f" {one.bound}"
+    return f"{one.name} ({format_duration(one.step_s)}{bound})"
+
+
+def seconds_of(text: str) -> float:
+    """Read --measured: "412ms", or a duration such as "1.3 s"; raises PlaitError on anything else."""
+    try:
+        amount = parse_amount(text)
+    except PlaitError:
+        amount = None
+    if amount is None or amount.unit != "seconds":
+        raise PlaitError(f'--measured "{text}" is not the duration of a step; write for example 412ms or "1.3 s"')
+    return amount.value

@@ -1,0 +1,52 @@
+"""One layout on one cluster, to be priced again with something altered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from plait.cluster.cluster import Cluster
+from plait.planner.problem.candidates import Candidates
+from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.workload import Workload
+from plait.planner.search.cost_breakdown import BINDS, TIME_NAMES
+from plait.planner.search.layout_cost import memory_of, price, step_seconds
+from plait.planner.search.search import Search
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """One layout with all that its price hangs on."""
+
+    workload: Workload
+    cluster: Cluster
+    stack: Stack
+    layout: Candidates
+    """A single candidate."""
+
+    @property
+    def step_s(self) -> float:
+        return float(step_seconds(self.workload, self.cluster, self.layout, self.stack)[0])
+
+    @property
+    def items(self) -> Mapping[str, float]:
+        """Seconds by item, by the closed form."""
+        priced = price(self.workload, self.cluster, self.layout, self.stack)
+        return {name: float(getattr(priced, name)[0]) for name in (*TIME_NAMES, "hidden")}
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds of a step in which devices wait for messages."""
+        return sum(self.items[name] for name in BINDS["links"])
+
+    @property
+    def bytes_per_device(self) -> float:
+        return float(memory_of(self.workload, self.layout, self.stack)[0])
+
+
+def scene_of(found: Search) -> Scene:
+    """The layout that a search chose, as it was priced."""
+    chosen = found.candidates.select(np.array([found.chosen]))
+    return Scene(workload=found.workload, cluster=found.cluster, stack=found.stack, layout=chosen)

@@ -1,0 +1,220 @@
+"""The figures of a forecast that may be off: what each would have to be, and what to look at to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from plait.cluster.catalog import Link
+from plait.cluster.cluster import Island
+from plait.planner.diagnosis.priced_layout import Scene
+from plait.planner.search.cost_breakdown import BINDS, TIME_NAMES
+from plait.planner.step_time.network_model import roads
+from plait.planner.step_time.roofline import STREAMED, chip, peak_flops
+from plait.units import format_duration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lever:
+    """A figure of the forecast that may be off by a factor."""
+
+    name: str
+    usual: float
+    """Factor by which such a figure is often off: our judgement, which only ranks the explanations."""
+    altered: Callable[[Scene, float], Scene]
+    """The scene where it costs so many times the time (below 1: less), as far as physics allows."""
+    needs: Callable[[Scene, Scene], str]
+    """How the figure would have to differ, from the forecast's scene and the one that explains the measurement."""
+    look: str
+    """What tells it from other explanations."""
+
+
+def levers(scene: Scene) -> Iterator[Lever]:
+    """All figures that play a part for a layout."""
+    yield ARITHMETIC
+    yield MEMORY
+    yield HOST
+    if scene.cluster.devices > 1:
+        yield SLOW_DEVICE
+        yield HIDING
+        yield from (lever for lever in (BETWEEN, INSIDE) if _carries(scene, lever))
+    yield OUTSIDE
+
+
+def _carries(scene: Scene, lever: Lever) -> bool:
+    return _moved(scene, lever.altered(scene, 2.0)) != ""
+
+
+def _moved(scene: Scene, other: Scene) -> str:
+    """The messages that take longer, or less long, in the other scene, in words."""
+    here, there = scene.items, other.items
+    names = [name for name in BINDS["links"] if abs(there[name] - here[name]) > 1e-3 * scene.step_s]
+    if not names and abs(there["hidden"] - here["hidden"]) > 1e-3 * scene.step_s:
+        return "messages that run under arithmetic"
+    return ", ".join(TIME_NAMES[name] for name in names)
+
+
+def _slowest(scene: Scene) -> Island:
+    w, stack = scene.workload, scene.stack
+    return min(scene.cluster.islands, key=lambda i: chip(i.device, w.precision, stack, i.speed).linear_flops)
+
+
+def _reached(scene: Scene) -> float:
+    """Share of the peak that the largest products reach on the slowest device."""
+    island, w = _slowest(scene), scene.workload
+    rates = chip(island.device, w.precision, scene.stack, island.speed)
+    return rates.linear_flops / peak_flops(island.device, w.precision)
+
+
+def _with_arithmetic(scene: Scene, factor: float) -> Scene:
+    factor = max(factor, _reached(scene))
+    stack = scene.stack
+    slower = replace(stack, product_share=stack.product_share / factor, flash_share=stack.flash_share / factor)
+    return replace(scene, stack=slower)
+
+
+ARITHMETIC = Lever(
+    name="arithmetic",
+    usual=1.25,
+    altered=_with_arithmetic,
+    needs=lambda here, there: (
+        f"large products would have to reach {_reached(there):.0%} of the peak, not {_reached(here):.0%}"
+    ),
+    look="time one large product on a device (plait probe), and watch the clock, power and heat of a long run",
+)
+
+
+def _with_islands(scene: Scene, change: Callable[[Island], Island]) -> Scene:
+    return replace(scene, cluster=replace(scene.cluster, islands=tuple(map(change, scene.cluster.islands))))
+
+
+def _with_memory_rate(scene: Scene, factor: float) -> Scene:
+    factor = max(factor, STREAMED)
+
+    def slower(island: Island) -> Island:
+        device = replace(island.device, memory_bytes_per_s=island.device.memory_bytes_per_s / factor)
+        return replace(island, device=device)
+
+    return _with_islands(scene, slower)
+
+
+def _stream_rate(scene: Scene) -> str:
+    return f"{_slowest(scene).device.memory_bytes_per_s * STREAMED / 1e9:,.0f} GB/s"
+
+
+MEMORY = Lever(
+    name="passes over memory",
+    usual=1.4,
+    altered=_with_memory_rate,
+    needs=lambda here, there: (
+        f"norms, activations and the update would have to stream at {_stream_rate(there)}, not {_stream_rate(here)}"
+    ),
+    look="look in a profile of one step for many short kernels where fused ones were expected (compile off?)",
+)
+
+
+def _with_host(scene: Scene, factor: float) -> Scene:
+    stack = scene.stack
+    return replace(scene, stack=replace(stack, launch_s=stack.launch_s * factor, micro_s=stack.micro_s * factor))
+
+
+HOST = Lever(
+    name="the host",
+    usual=2.0,
+    altered=_with_host,
+    needs=lambda here, there: (
+        f"a kernel would have to take it {there.stack.launch_s * 1e6:.2g} µs to launch, not "
+        f"{here.stack.launch_s * 1e6:.2g}"
+    ),
+    look="look at the processor: one core a device at 100 % while the devices are not fully used",
+)
+
+
+def _with_slow_device(scene: Scene, factor: float) -> Scene:
+    factor = max(factor, 1.0)  # a faster one than the others changes nothing
+
+    def slower(island: Island) -> Island:
+        device = replace(island.device, memory_bytes_per_s=island.device.memory_bytes_per_s / factor)
+        return replace(island, device=device, speed=island.speed / factor)
+
+    return _with_islands(scene, slower)
+
+
+SLOW_DEVICE = Lever(
+    name="one slow device",
+    usual=1.2,
+    altered=_with_slow_device,
+    needs=lambda here, there: (
+        f"one would have to be slower than the others by {_slowest(here).speed / _slowest(there).speed - 1:.0%}: "
+        "all wait for it"
+    ),
+    look="compare clocks and heat over the devices, or how long each waits before the sums: the slow one does not",
+)
+
+
+def _with_hiding(scene: Scene, factor: float) -> Scene:
+    stack = scene.stack
+    shares = {
+        name: getattr(stack, name)
+        for name in ("hides_tensor", "hides_context", "hides_pipeline", "hides_gradients", "hides_updates",
+                     "hides_parameters", "hides_experts")
+    }  # fmt: skip
+    other = {name: share / factor if factor > 1 else 1 - (1 - share) * factor for name, share in shares.items()}
+    return replace(scene, stack=replace(stack, **other))
+
+
+HIDING = Lever(
+    name="messages under arithmetic",
+    usual=2.0,
+    altered=_with_hiding,
+    needs=lambda here, there: (
+        f"devices would have to wait {format_duration(there.waited_s)} a step for messages, "
+        f"not {format_duration(here.waited_s)}"
+    ),
+    look="look in a profile of one step whether messages lie under the products or between them",
+)
+
+
+def _link(link: Link, factor: float) -> Link:
+    return replace(link, bytes_per_s=link.bytes_per_s / max(factor, link.reached))
+
+
+def _with_between(scene: Scene, factor: float) -> Scene:
+    islands = tuple(replace(i, network=_link(i.network, factor) if i.network else None) for i in scene.cluster.islands)
+    return replace(scene, cluster=replace(scene.cluster, between=_link(scene.cluster.between, factor), islands=islands))
+
+
+def _two_digits(number: float) -> str:
+    return f"{float(f'{number:.2g}'):g}"
+
+
+BETWEEN = Lever(
+    name="the link between nodes",
+    usual=2.0,
+    altered=_with_between,
+    needs=lambda here, there: (
+        f"it would have to carry {_two_digits(roads(there.cluster).between_bytes_per_s / 1e9)} GB/s a device, not "
+        f"{_two_digits(roads(here.cluster).between_bytes_per_s / 1e9)} ({_moved(here, there)})"
+    ),
+    look="measure it (plait probe), or train on one node alone: is that as fast as plait plan says for it?",
+)
+INSIDE = Lever(
+    name="the link inside a node",
+    usual=1.6,
+    altered=lambda scene, factor: _with_islands(scene, lambda i: replace(i, inside=_link(i.inside, factor))),
+    needs=lambda here, there: (
+        f"it would have to carry {_two_digits(roads(there.cluster).inside_bytes_per_s / 1e9)} GB/s a device, not "
+        f"{_two_digits(roads(here.cluster).inside_bytes_per_s / 1e9)} ({_moved(here, there)})"
+    ),
+    look="measure it (plait probe): devices that do not see each other send their messages through the processor",
+)
+OUTSIDE = Lever(
+    name="reading data, saving, reports",
+    usual=4.0,
+    altered=lambda scene, factor: replace(scene, stack=replace(scene.stack, step_s=scene.stack.step_s * factor)),
+    needs=lambda here, there: (
+        f"what each step costs beside the model would have to take {format_duration(there.stack.step_s)}, "
+        f"not {format_duration(here.stack.step_s)}"
+    ),
+    look="look for idle devices between two steps; train on text that lies in memory, without saving",
+)

@@ -1,0 +1,132 @@
+"""What would change the answer, how sure it is, and whether all machines are worth their part: in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from plait.cluster.catalog import Link
+from plait.cluster.cluster import Cluster, device_bytes_per_s
+from plait.errors import PlaitError
+from plait.planner.explain.tipping_points import FARTHEST, Flip, flips
+from plait.planner.heterogeneous.host_permutations import node_alone
+from plait.planner.search.layout_kinds import kind_words
+from plait.planner.search.model_error import Family, evidence, family_of
+from plait.planner.search.search import Search, search
+from plait.planner.step_time.device_time import clocked
+from plait.planner.step_time.roofline import ACHIEVABLE
+from plait.units import format_bytes, format_duration
+
+FEW_NODES = 8
+"""Up to so many nodes it is worth a word whether one of them alone would be as fast."""
+
+
+def changes(found: Search) -> list[str]:
+    """At what bandwidth, memory or batch another kind of layout would be chosen."""
+    all_flips = flips(found)
+    told = [_flip_sentence(found, flip) for flip in all_flips]
+    for what, words in (("between", "between the nodes"), ("inside", "inside a node")):
+        there = found.cluster.nodes > 1 if what == "between" else _several_inside(found.cluster)
+        if there and not any(flip.what == what for flip in all_flips):
+            told.append(f"no link {words}, {FARTHEST:.0f} times slower or faster, would change the kind of layout")
+    return told
+
+
+def certainty(found: Search) -> list[str]:
+    """How sure the forecast is, and what it takes on trust."""
+    step_s = float(found.step_s[found.chosen])
+    low, high = format_duration(step_s * (1 - found.tolerance)), format_duration(step_s * (1 + found.tolerance))
+    if clocked(found.workload, found.cluster):
+        assert found.cluster.measured is not None
+        return [
+            f"arithmetic and messages were measured on these machines ({found.cluster.measured.date}): layouts within "
+            f"{found.tolerance:.0%} of each other count as equally fast; read {low} to {high}"
+        ]
+    told = [
+        f"nothing was measured on these machines: {_record(found)}, so read {low} to {high} at best; layouts within "
+        f"{found.tolerance:.0%} of each other count as equally fast"
+    ]
+    guessed = [i.device.name for i in found.cluster.islands if i.device.achievable is None]
+    if guessed:
+        told.append(
+            f"nobody has published how much of its arithmetic peak {' or '.join(dict.fromkeys(guessed))} reaches in "
+            f"large products; {ACHIEVABLE:.0%} is assumed"
+        )
+    return told
+
+
+def _record(found: Search) -> str:
+    """How far off forecasts like this one have been."""
+    family = family_of(found.workload, found.cluster)
+    known = evidence(family)
+    errors = f"half were forecast within {known.median:.0%}, nine of ten within {known.p90:.0%}"
+    if not known.rows:
+        return f"{RUNS[family]}; elsewhere, where the model did worst, {errors}"
+    return f"of {known.rows:,} published runs of {RUNS[family]} {errors}"
+
+
+RUNS: Mapping[Family, str] = {
+    "dense-gpu": "dense models on GPUs",
+    "moe": "models with experts on GPUs",
+    "tpu": "models on TPUs",
+    "cpu": "no run on processors is published",
+}
+
+
+def idle_machines(found: Search) -> list[str]:
+    """Whether one machine alone would be as fast as all."""
+    cluster = found.cluster
+    if not 1 < cluster.nodes <= FEW_NODES:
+        return []
+    return [line for place in range(len(cluster.islands)) if (line := _alone(found, place))]
+
+
+def _alone(found: Search, place: int) -> str | None:
+    island = found.cluster.islands[place]
+    words = f"{island.per_node} × {island.device.name}" if island.per_node > 1 else f"one {island.device.name}"
+    one = replace(node_alone(found.cluster, place, island.per_node), name=words)
+    try:
+        alone = search(found.workload, one, stack=found.stack, tolerance=found.tolerance)
+    except PlaitError:
+        return f"{words} alone does not hold this model"
+    alone_s, step_s = float(alone.step_s[alone.chosen]), float(found.step_s[found.chosen])
+    if alone_s <= step_s:
+        return (
+            f"{words} alone would take {format_duration(alone_s)} a step, no longer than all machines together: they "
+            "cost more waiting than they bring; leave them out, or join them by a faster link"
+        )
+    return f"{words} alone would take {format_duration(alone_s)} a step, {alone_s / step_s:.2g} times as long"
+
+
+def _flip_sentence(found: Search, flip: Flip) -> str:
+    condition, have = _condition(found, flip)
+    return f"{condition} this would be chosen: {kind_words(flip.winner)}; you have {have}"
+
+
+def _condition(found: Search, flip: Flip) -> tuple[str, str]:
+    """Where another layout takes over, and what there is."""
+    cluster, island, side = found.cluster, found.cluster.islands[0], "below" if flip.factor < 1 else "above"
+    match flip.what:
+        case "between":
+            there, have = (_rate(cluster.between, factor) for factor in (flip.factor, 1.0))
+            return f"{side} about {there} between the nodes", have
+        case "inside":
+            rate = device_bytes_per_s(island.inside, island.per_node) / 1e9
+            return f"{side} about {rate * flip.factor:.3g} GB/s a device inside a node", f"{rate:.3g} GB/s"
+        case "memory":
+            memory = min(each.device.memory_bytes for each in cluster.islands)
+            than = "less" if flip.factor < 1 else "more"
+            return f"with about {format_bytes(memory * flip.factor)} a device or {than}", format_bytes(memory)
+        case "batch":
+            batch = found.workload.batch_sequences
+            return f"with {round(batch * flip.factor):,} sequences a step", f"{batch:,}"
+
+
+def _rate(network: Link, factor: float) -> str:
+    wires = 2 * network.axes if network.shape == "torus" else 1
+    whose = "a machine" if network.shape == "shared" else "a device"
+    return f"{network.bytes_per_s * wires * factor * 8 / 1e9:.3g} Gbit/s {whose}"
+
+
+def _several_inside(cluster: Cluster) -> bool:
+    return max(island.per_node for island in cluster.islands) > 1

@@ -1,0 +1,264 @@
+"""The planner's answer for people and for programs: what was chosen, why that is enough, what would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from plait.errors import PlaitError
+from plait.layout import AXES
+from plait.planner.explain.confidence import certainty, changes, idle_machines
+from plait.planner.explain.totals import whole_run
+from plait.planner.explain.unequal_devices import at_once_values, limit_words, shares_of, unequal_reasons, unequal_words
+from plait.planner.problem.candidates import Counts
+from plait.planner.search.cost_breakdown import (
+    MEMORY_NAMES,
+    TIME_NAMES,
+    binding,
+    memory_items,
+    messages,
+    mfu,
+    time_items,
+)
+from plait.planner.search.layout_kinds import kind_words, kinds, sentences, short_words
+from plait.planner.search.search import Search, search
+from plait.units import Amount, format_bytes, format_count, format_duration
+
+SIMPLER_NAMED = 4
+"""Kinds of simpler layouts that are told of, the fastest first."""
+MENTIONED = 0.01
+"""Share of a step or of a device's memory from which an item is named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A heading and its lines."""
+
+    title: str
+    lines: tuple[str, ...]
+
+
+def explained(found: Search, budget: Amount, *, top: int) -> tuple[Section, ...]:
+    """All that there is to say."""
+    chosen = found.candidates.row(found.chosen)
+    who = [*unequal_words(found, found.chosen), *limit_words(found, found.chosen)]
+    told = {
+        "layout": [short_words(chosen), *_dots([*sentences(chosen, found.workload.layers), *who])],
+        "step": _step(found),
+        "memory": _memory(found),
+        "why": _dots(reasons(found)),
+        "others": _dots(runners_words(found, top)),
+        "listed": [_counts(found)],
+        "binds": _dots(_binds(found)),
+        "changes": _dots(["the layout is as the recipe says, whatever the machines"] if found.pins else changes(found)),
+        "sure": _dots(certainty(found)),
+        "run": _dots(whole_run(found, budget)),
+    }
+    return tuple(Section(title=title, lines=tuple(lines)) for title, lines in told.items())
+
+
+def in_short(found: Search) -> tuple[str, ...]:
+    """The choice in a few sentences, for the head of a run: why this layout, what binds, what would change it."""
+    if found.cluster.devices == 1:
+        return tuple(_binds(found)[:1])
+    first = _as_pinned(found) if found.pins else _price_of_simplicity(found)
+    changed = [] if found.pins else [line for line in changes(found) if "would be chosen" in line]
+    return (first, *unequal_words(found, found.chosen), *unequal_reasons(found), *_binds(found)[:2], *changed[:2])
+
+
+def plan_json(found: Search, sections: Sequence[Section], top: int) -> dict[str, Any]:
+    """The answer as plain values, for plan's --json."""
+    row, (full, causal) = found.candidates.row(found.chosen), mfu(found, found.chosen)
+    axes = (*AXES, "expert") if found.workload.experts else AXES
+    said = {section.title: section.lines for section in sections}
+    return {
+        "cluster": found.cluster.name,
+        "layout": {axis: row[axis] for axis in axes},
+        "shard_what": row["shard_what"],
+        "virtual_stages": row["virtual"],
+        **at_once_values(found, found.chosen),
+        "recompute": row["recompute"],
+        "schedule": row["schedule"],
+        "stage_layers": found.stage_layers(found.chosen) if int(row["pipeline"]) > 1 else (),
+        "shares": shares_of(found, found.chosen),
+        "order": found.turned.places if found.turned else (),
+        "step_s": float(found.step_s[found.chosen]),
+        "mfu": full,
+        "mfu_causal": causal,
+        "bytes_per_device": found.reserved(found.chosen),
+        "n_priced": len(found.candidates),
+        "n_refused": found.n_refused,
+        "refused": dict(found.refused),
+        "error": found.tolerance,
+        "complexity": int(found.points[found.chosen]),
+        "time": time_items(found, found.chosen),
+        "memory": memory_items(found, found.chosen),
+        "why": [line.removeprefix("· ") for title in ("why", "binds", "changes", "sure") for line in said[title]],
+        "runners_up": [_runner(found, index) for index in runners_up(found, top)],
+    }
+
+
+def runners_up(found: Search, top: int) -> list[int]:
+    """The next best layouts: the fastest of each kind and of each way to cut the model, beside the chosen one."""
+    c = found.candidates
+    weaves = np.stack([kinds(c), c.pipeline, c.tensor])
+    order = np.lexsort([found.points, found.step_s])
+    _, first = np.unique(weaves[:, order], axis=1, return_index=True)
+    own = (weaves == weaves[:, [found.chosen]]).all(axis=0)
+    return [int(order[place]) for place in np.sort(first) if not own[order[place]]][:top]
+
+
+def _runner(found: Search, index: int) -> dict[str, Any]:
+    row = found.candidates.row(index)
+    return {
+        "layout": {axis: row[axis] for axis in AXES},
+        **{name: row[name] for name in ("expert", "shard_what", "virtual", "recompute", "schedule")},
+        **at_once_values(found, index),
+        "step_s": float(found.step_s[index]),
+        "bytes_per_device": found.reserved(index),
+        "complexity": int(found.points[index]),
+        "why_not": _why_lost(found, index),
+    }
+
+
+def reasons(found: Search) -> list[str]:
+    """Why this layout is enough, and what stands against simpler ones."""
+    told = [_as_pinned(found) if found.pins else _price_of_simplicity(found)]
+    for words, bytes_ in _too_large(found):
+        told.append(f"{words}: would be simpler, but {format_bytes(bytes_)} a device are more than there is")
+    here, by_kind = int(found.points[found.chosen]), best_of_kinds(found)
+    for index in by_kind[found.points[by_kind] < here][:SIMPLER_NAMED]:
+        told.append(
+            f"{kind_words(found.candidates.row(int(index)))}: simpler, but it takes {_why_lost(found, int(index))}"
+        )
+    return told + unequal_reasons(found) + idle_machines(found)
+
+
+def runners_words(found: Search, top: int) -> list[str]:
+    """What the other layouts would cost and why they lost."""
+    told = []
+    for index in runners_up(found, top):
+        told.append(f"{short_words(found.candidates.row(index))}: {_why_lost(found, index)}")
+    return told or ["there is no other layout that fits"]
+
+
+def best_of_kinds(found: Search) -> Counts:
+    """The fastest layout of every kind, the fastest first."""
+    order = np.argsort(found.step_s, kind="stable")
+    _, first = np.unique(kinds(found.candidates)[order], return_index=True)
+    return order[np.sort(first)]
+
+
+def _dots(lines: Sequence[str]) -> list[str]:
+    return [f"· {line}" for line in lines]
+
+
+def _step(found: Search) -> list[str]:
+    step_s, (full, causal) = float(found.step_s[found.chosen]), mfu(found, found.chosen)
+    items = sorted(time_items(found, found.chosen).items(), key=lambda item: -item[1])
+    parts = [f"{TIME_NAMES[name]} {spent / step_s:.0%}" for name, spent in items if spent >= MENTIONED * step_s]
+    return [
+        f"{format_duration(step_s)}, {format_count(found.workload.tokens / step_s)} tokens a second; {full:.1%} of the "
+        f"arithmetic peak (MFU) with all of attention counted, {causal:.1%} with the half that a causal model uses",
+        ", ".join(parts),
+    ]
+
+
+def _memory(found: Search) -> list[str]:
+    capacity = found.capacity(found.chosen)
+    names = {**MEMORY_NAMES, "reserve": "the allocator's and the driver's own"}
+    items = sorted(memory_items(found, found.chosen).items(), key=lambda item: -item[1])
+    whole = found.reserved(found.chosen)
+    parts = [f"{names[name]} {format_bytes(size)}" for name, size in items if size >= MENTIONED * whole]
+    which = "fullest device" if found.dealer.devices.equal_memory else "device that has least room left"
+    return [f"{format_bytes(whole)} of {format_bytes(capacity)} on the {which}: {', '.join(parts)}"]
+
+
+def _price_of_simplicity(found: Search) -> str:
+    chosen, fastest = found.step_s[found.chosen], found.step_s[found.fastest]
+    if found.chosen == found.fastest:
+        return (
+            f"the fastest of {len(found.candidates):,} layouts that fit; none within {found.tolerance:.0%} is simpler"
+        )
+    if found.points[found.chosen] == found.points[found.fastest]:
+        return f"as simple as the fastest of {len(found.candidates):,} layouts that fit, and as fast"
+    return (
+        f"the simplest within {found.tolerance:.0%} of the fastest: {short_words(found.candidates.row(found.fastest))} "
+        f"would save {1 - fastest / chosen:.1%} of the step, which is less than this forecast can tell"
+    )
+
+
+def _as_pinned(found: Search) -> str:
+    """What a person has pinned against the same search without it."""
+    try:
+        free = search(found.workload, found.cluster, stack=found.stack)
+    except PlaitError as error:
+        return f"as [layout] of the recipe says; left open, plait would choose nothing: {error}"
+    factor = float(found.step_s[found.chosen] / free.step_s[free.chosen])
+    own = short_words(free.candidates.row(free.chosen))
+    if factor <= 1 + free.tolerance:
+        return f"as [layout] of the recipe says; plait would choose {own}, which is about as fast"
+    there = format_duration(float(free.step_s[free.chosen]))
+    return f"as [layout] of the recipe says, though {_slower(factor)} than what plait would choose: {own}, {there}"
+
+
+def _too_large(found: Search) -> list[tuple[str, float]]:
+    """Ways to train on all devices that cut nothing of the model, and do not fit."""
+    simple = {
+        1: "plain copies of the model",
+        2: "copies that split the optimizer's state",
+        4: "parameters split, nothing else",
+    }
+    return [(words, found.leanest[kind]) for kind, words in simple.items() if kind in found.too_large]
+
+
+def _why_lost(found: Search, index: int) -> str:
+    factor = float(found.step_s[index] / found.step_s[found.chosen])
+    time = format_duration(float(found.step_s[index]))
+    more = int(found.points[index] - found.points[found.chosen])
+    points = f"{abs(more)} point{'s' if abs(more) > 1 else ''}"
+    harder = f"{points} more complicated" if more > 0 else f"{points} simpler" if more else "as simple"
+    if factor < 1 - 5e-4:
+        return f"{time}, {1 - factor:.1%} faster, and {harder}"
+    if factor < 1 + 5e-4:
+        return f"{time}, no faster, and {harder}"
+    worse = _worst_item(found, index)
+    return f"{time}, {_slower(factor)} ({worse}), {harder}"
+
+
+def _slower(factor: float) -> str:
+    return f"{factor - 1:.1%} slower" if factor < 2 else f"{factor:.2g} times slower"
+
+
+def _worst_item(found: Search, index: int) -> str:
+    here, there = time_items(found, found.chosen), time_items(found, index)
+    name = max(here, key=lambda item: there[item] - here[item])
+    return (
+        f"{TIME_NAMES[name]} takes {format_duration(there[name])} in place of {format_duration(max(here[name], 0.0))}"
+    )
+
+
+def _counts(found: Search) -> str:
+    refused = sorted(found.refused.items(), key=lambda item: -item[1])
+    told = "; ".join(f"{reason} ({count:,})" for reason, count in refused)
+    return f"{len(found.candidates):,} layouts priced, {found.n_refused:,} refused: {told}"
+
+
+def _binds(found: Search) -> list[str]:
+    parts = [(what, share) for what, share in binding(time_items(found, found.chosen)) if share >= 0.05]
+    told = ["what the step's time goes into: " + ", ".join(f"{what} {share:.0%}" for what, share in parts)]
+    hidden, exposed = messages(found, found.chosen)
+    if hidden + exposed > MENTIONED * found.step_s[found.chosen]:
+        told.append(
+            f"messages between devices: {format_duration(hidden)} of a step run under arithmetic and cost nothing, "
+            f"{format_duration(exposed)} are waited for"
+        )
+    capacity = found.capacity(found.chosen)
+    if found.reserved(found.chosen) > capacity:
+        told.append("memory is short: this layout fits only if the allocator and the driver waste nothing")
+    elif found.reserved(found.chosen) > 0.85 * capacity or _too_large(found):
+        told.append("memory binds: with more of it the choice would be wider")
+    return told

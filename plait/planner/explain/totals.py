@@ -1,0 +1,47 @@
+"""What the whole run comes to: steps, hours, device-hours, energy, money."""
+
+from __future__ import annotations
+
+from plait.planner.derive.intervals import steps_for
+from plait.planner.search.search import Search
+from plait.units import Amount, format_count, format_duration
+
+JOULES_PER_KWH = 3.6e6
+
+
+def whole_run(found: Search, budget: Amount) -> list[str]:
+    """The run's costs, a sentence each; what no public figure tells is said."""
+    step_s, cluster = float(found.step_s[found.chosen]), found.cluster
+    steps = steps_for(budget, found.workload.tokens, step_s=step_s)
+    seconds = steps * step_s
+    hours = seconds / 3600
+    told = [
+        f"{steps:,} steps, {format_count(steps * found.workload.tokens)} tokens, for a budget of {budget}: "
+        f"{_long(seconds)}, {format_count(hours * cluster.devices)} device-hours"
+    ]
+    if cluster.watts is None:
+        told.append(f"energy: unknown, because no board power of {_without(found, 'watts')} is published")
+    else:
+        kwh = cluster.watts * seconds / JOULES_PER_KWH
+        told.append(f"energy: {format_count(kwh)} kWh at full board power; hosts, switches and cooling come on top")
+    if cluster.price_per_hour is None:
+        told.append(
+            f"money: unknown, because no public price of {_without(found, 'price_per_hour')} is in the catalogue"
+        )
+    else:
+        told.append(f"money: ${format_count(cluster.price_per_hour * hours)} at public on-demand prices")
+    return told
+
+
+def _long(seconds: float) -> str:
+    days = seconds / 86400
+    return f"{days:.1f} days" if days >= 2 else format_duration(seconds)
+
+
+def _without(found: Search, what: str) -> str:
+    names = [
+        island.device.name
+        for island in found.cluster.islands
+        if (island.device.watts if what == "watts" else island.device.price_per_hour) is None
+    ]
+    return " and ".join(dict.fromkeys(names))

@@ -1,0 +1,131 @@
+"""Which device takes which coordinate: ranks follow the machines, so it is their order, and the groups within them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise, permutations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.cluster.cluster import Cluster, Island
+from plait.planner.problem.candidates import Candidates
+from plait.planner.step_time.host_links import host_roads
+
+MOST_BLOCKS = 4
+"""Machines, or rows of equal ones, up to which all orders are tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turned:
+    """Machines in another order than they were given in."""
+
+    places: tuple[int, ...]
+    """The number that the machine at each place had."""
+    before_s: float | None
+    """What a step would take with them as they were; None where nothing would fit them."""
+
+
+def torn(cluster: Cluster, candidates: Candidates) -> NDArray[np.bool_]:
+    """Where a group that cuts matrices or sequences would straddle two machines although each is large enough for one.
+
+    Such a group would wait for the slow link in every layer.
+    """
+    per_node = [island.per_node for island in cluster.islands]
+    ends = set(accumulate(each for island in cluster.islands for each in [island.per_node] * island.nodes))
+    found = np.zeros(len(candidates), dtype=bool)
+    for inner in (candidates.tensor, candidates.tensor * candidates.context):
+        for size in np.unique(inner):
+            if 1 < size <= min(per_node) and any(end % size for end in ends):
+                found |= inner == size
+    return found
+
+
+def node_alone(cluster: Cluster, place: int, devices: int) -> Cluster:
+    """So many devices of an island's first node without all others, and what a probe timed on its host."""
+    island = replace(cluster.islands[place], per_node=devices, nodes=1)
+    one, measured = replace(cluster, islands=(island,)), cluster.measured
+    hosts = _hosts(cluster, cluster.islands)
+    if measured is None or hosts is None:
+        return one
+    host = measured.devices[hosts[place].start]
+    if host.workers >= devices:
+        host = replace(host, workers=devices, rates=host.rates[:devices])
+    return replace(one, measured=replace(measured, devices=(host,), workers=devices))
+
+
+def other_orders(cluster: Cluster, *, first_stays: bool) -> list[tuple[tuple[int, ...], Cluster]]:
+    """The same machines in every other order, or in those that begin with the same one.
+
+    Of more than MOST_BLOCKS in the two by speed, and where a probe found their roads unlike in the one in which each is
+    followed by the one it has the fastest road to. Each with the number that the machine at each place had.
+    """
+    blocks = _blocks(cluster)
+    hosts = _hosts(cluster, blocks)
+    if cluster.measured is not None and hosts is None:
+        return []
+    ends = list(accumulate((block.nodes for block in blocks), initial=0))
+    timed = cluster.measured.devices if cluster.measured else ()
+    known, found = [(blocks, timed)], list[tuple[tuple[int, ...], Cluster]]()
+    chains = [order for order in [_chain(cluster, blocks)] if order and first_stays]
+    for order in (*_orders(blocks, first_stays=first_stays), *chains):
+        there = [blocks[place] for place in order]
+        devices = tuple(timed[host] for place in order for host in hosts[place]) if hosts else ()
+        if (there, devices) in known:
+            continue
+        known.append((there, devices))
+        other = replace(cluster, islands=_joined(there))
+        if cluster.measured is not None:
+            other = replace(other, measured=replace(cluster.measured, devices=devices))
+        found.append((tuple(node for place in order for node in range(ends[place], ends[place + 1])), other))
+    return found
+
+
+def unlike_roads(cluster: Cluster) -> bool:
+    """Whether a probe found some roads between the hosts to be far faster than others."""
+    return cluster.measured is not None and host_roads(cluster.measured) is not None
+
+
+def _chain(cluster: Cluster, blocks: Sequence[Island]) -> tuple[int, ...]:
+    """Many machines so that neighbours have fast roads; empty where roads are alike, or all orders are tried."""
+    found = host_roads(cluster.measured) if cluster.measured and len(blocks) > MOST_BLOCKS else None
+    order = found.chain() if found else ()
+    return order if len(order) == len(blocks) else ()
+
+
+def _orders(blocks: Sequence[Island], *, first_stays: bool) -> Iterator[tuple[int, ...]]:
+    first = (0,) if first_stays else ()
+    rest = range(len(first), len(blocks))
+    if len(blocks) <= MOST_BLOCKS:
+        ways = permutations(rest)
+    else:
+        upwards = tuple(sorted(rest, key=lambda at: blocks[at].speed * max(blocks[at].device.peak_flops.values())))
+        ways = (upwards, upwards[::-1])
+    return ((*first, *way) for way in ways)
+
+
+def _blocks(cluster: Cluster) -> list[Island]:
+    """What can stand at another place by itself: each machine where they are few, or their roads are unlike; else all
+    of a kind."""
+    if cluster.nodes > MOST_BLOCKS and not unlike_roads(cluster):
+        return list(cluster.islands)
+    return [replace(island, nodes=1) for island in cluster.islands for _ in range(island.nodes)]
+
+
+def _joined(blocks: Sequence[Island]) -> tuple[Island, ...]:
+    """Equal ones in a row as one island."""
+    kinds = [replace(block, nodes=1) for block in blocks]
+    rows = [list(row) for _, row in groupby(range(len(blocks)), key=lambda at: kinds.index(kinds[at]))]
+    return tuple(replace(blocks[row[0]], nodes=sum(blocks[at].nodes for at in row)) for row in rows)
+
+
+def _hosts(cluster: Cluster, blocks: Sequence[Island]) -> list[range] | None:
+    """The measured hosts of each block; None where they do not go together."""
+    if cluster.measured is None:
+        return None
+    ends = list(accumulate((device.workers for device in cluster.measured.devices), initial=0))
+    wanted = list(accumulate((block.devices for block in blocks), initial=0))
+    if ends[-1] != wanted[-1] or not set(wanted) <= set(ends):
+        return None
+    return [range(ends.index(first), ends.index(last)) for first, last in pairwise(wanted)]

@@ -1,0 +1,242 @@
+"""How long a step takes on unequal devices: what was priced for one device, dealt out by speeds and shares.
+
+Note [the pace of unequal devices]: step_time.py prices every layout as if all devices were the slowest one and all
+shares equal. Here the arithmetic of each place is divided by its speed, and every part of the batch does its own number
+of sequences. Messages take as long as before. The part that is done last sets the pace, and in it the slowest stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from plait.cluster.cluster import Cluster
+from plait.partition.pipeline_schedule import StageTimes
+from plait.planner.heterogeneous.assignment import Deal
+from plait.planner.problem.candidates import SCHEDULES, SHARD_WHAT, Candidates, Counts, Reals
+from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.stage_partition import messages_each_way, stage_layers
+from plait.planner.problem.workload import Workload
+from plait.planner.step_time.device_time import arithmetic
+from plait.planner.step_time.pipeline_simulation import FEW, MANY_ROUNDS, ROUNDS, Spent, durations_s
+from plait.planner.step_time.step_time import Timing
+
+COMPUTED = ("products", "scores", "stream", "recompute")
+MESSAGES = ("tensor", "context", "experts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pace:
+    """What sets the pace of layouts of one deal; arrays over candidates."""
+
+    times: Timing
+    """Its items are those of the stage and the part of the batch that are done last."""
+    micros: Reals
+    """Micro-batches of that part."""
+    stages_s: Reals
+    """(ranks of the pipeline, candidates): one micro-batch of it on each rank, there and back."""
+    settled_s: Reals
+    """What one micro-batch more takes."""
+    piped_s: Reals
+    """From its first micro-batch to the end of its last, by a closed form."""
+    parts: Reals
+    """(stages, candidates): each stage's share of its rank's time; the ends have the embedding, the head and the loss
+    beside their layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Micro:
+    """One micro-batch as step_time.py prices it, in seconds; arrays over candidates."""
+
+    candidates: Candidates
+    times: Timing
+    count: Reals
+    """Micro-batches in a step of equal parts."""
+    layers: Reals
+    """On the rank that is priced."""
+    computed: Reals
+    """Of one layer."""
+    messages: Reals
+    """Of one layer."""
+    head: Reals
+    sent: Reals
+    """One message to a neighbour that travels while ranks compute."""
+
+    def each(self, item: str) -> Reals:
+        return getattr(self.times, item) / self.count
+
+
+def paced(
+    workload: Workload,
+    cluster: Cluster,
+    candidates: Candidates,
+    stack: Stack,
+    deal: Deal,
+    times: Timing,
+    numbers: Counts | None = None,
+) -> Pace:
+    """Candidates of one deal on its devices; `times` are those of equal devices, Note [the pace of unequal devices].
+
+    `numbers` are the micro-batches that parts take who meet in each, where it is not the largest that decides.
+    """
+    micro = _micro(workload, cluster, candidates, stack, times)
+    numbers = -(-max(deal.shares) // candidates.micro_sequences) if numbers is None else numbers
+    table = np.vstack([deal.speeds, deal.shares])
+    _, distinct = np.unique(table, axis=1, return_index=True)
+    parts = [_part(micro, deal, int(part), numbers) for part in distinct]
+    here = np.arange(len(candidates))
+    last = np.stack([part.piped_s for part in parts]).argmax(axis=0)
+    micros, settled, piped = (
+        np.stack([getattr(part, name) for part in parts])[last, here] for name in ("micros", "settled_s", "piped_s")
+    )
+    stages = np.stack([part.stages_s for part in parts])[last, :, here].T
+    rank = stages.argmax(axis=0)
+    speed = deal.speeds[rank, distinct[last]]
+    found = _items(micro, deal, (micros, rank, speed, piped), numbers)
+    parts = _parts(micro, deal)
+    return Pace(times=found, micros=micros, stages_s=stages, settled_s=settled, piped_s=piped, parts=parts)
+
+
+def simulated_uneven_s(
+    workload: Workload,
+    cluster: Cluster,
+    c: Candidates,
+    stack: Stack,
+    deal: Deal,
+    times: Timing,
+    numbers: Counts | None = None,
+) -> Reals:
+    """Seconds of a step, the pipeline simulated by its list of actions in place of `paced`'s closed form."""
+    pace = paced(workload, cluster, c, stack, deal, times, numbers)
+    step_s = pace.times.step_s.copy()
+    ranks, virtual = deal.ranks, len(deal.stage_layers) // deal.ranks
+    sent, micros = pace.times.sent / stack.speed, pace.micros.astype(np.int64)
+    rounds = np.where((sent > 0.0) & (ranks <= FEW), MANY_ROUNDS, ROUNDS) * ranks + micros % ranks
+    short = np.minimum(micros, rounds)
+    spent = _spent(workload, cluster, c, stack, deal, pace)
+    keys = np.stack([c.schedule, short])
+    for key in np.unique(keys, axis=1).T:
+        rows = np.flatnonzero((keys == key[:, None]).all(axis=0))
+        schedule, simulated = SCHEDULES[int(key[0])], int(key[1])
+        few: Spent = {kind: values[:, rows] for kind, values in spent.items()}
+        whole = durations_s(schedule, (ranks, virtual, simulated), few, sent[rows])
+        step_s[rows] += whole + (micros[rows] - simulated) * pace.settled_s[rows] - pace.piped_s[rows]
+    return step_s
+
+
+def uneven_stage_times(
+    workload: Workload, cluster: Cluster, one: Candidates, stack: Stack, deal: Deal, times: Timing
+) -> tuple[StageTimes, int]:
+    """Seconds of each stage for one micro-batch of a single candidate, as `simulated_uneven_s` takes them.
+
+    And how many micro-batches the part of the batch has that is done last.
+    """
+    pace = paced(workload, cluster, one, stack, deal, times)
+    spent = _spent(workload, cluster, one, stack, deal, pace)
+    seconds = {kind: tuple(float(s) for s in values[:, 0]) for kind, values in spent.items()}
+    stages = StageTimes(
+        forward_s=seconds["forward"],
+        backward_input_s=seconds["backward-input"],
+        backward_weight_s=seconds["backward-weight"],
+    )
+    return stages, round(float(pace.micros[0]))
+
+
+def _micro(w: Workload, cluster: Cluster, c: Candidates, stack: Stack, t: Timing) -> _Micro:
+    held = stage_layers(w, c)
+    layers = np.where(t.head > 0, held.last, held.most)  # as step_time.py found the busiest rank
+    count = np.ceil(w.batch_sequences / (c.batch_parts * c.micro_sequences))
+    computed, messages = (
+        np.add.reduce([getattr(t, item) for item in items]) / count / layers for items in (COMPUTED, MESSAGES)
+    )
+    return _Micro(
+        candidates=c,
+        times=t,
+        count=count,
+        layers=layers,
+        computed=computed,
+        messages=messages,
+        head=arithmetic(w, cluster, stack).head(c) / stack.speed,
+        sent=t.sent / stack.speed,
+    )
+
+
+def _parts(micro: _Micro, deal: Deal) -> Reals:
+    """Each stage's share of its rank's time for a micro-batch."""
+    layers = np.array(deal.stage_layers, dtype=np.float64)
+    virtual, rank = len(layers) // deal.ranks, np.arange(len(layers)) % deal.ranks
+    work = layers[:, None] * (micro.computed + micro.messages) + micro.each("host") / virtual
+    work[0] += deal.lookup * micro.computed
+    work[-1] += micro.head
+    return work / np.add.reduce(work.reshape(virtual, deal.ranks, -1))[rank]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Part:
+    micros: Reals
+    stages_s: Reals
+    settled_s: Reals
+    piped_s: Reals
+
+
+def _part(micro: _Micro, deal: Deal, part: int, numbers: Counts) -> _Part:
+    """One part of the batch: its micro-batches and its way through the stages.
+
+    Where it meets others in each of theirs, of which the part that takes most has so many, it computes one sequence at
+    least in every one.
+    """
+    c, ranks = micro.candidates, deal.ranks
+    work = deal.held[:, None] * micro.computed + micro.each("host")
+    work[0] += deal.lookup * micro.computed
+    work[-1] += micro.head
+    stages = work / deal.speeds[:, [part]] + deal.held[:, None] * micro.messages + micro.each("passes")
+    computed, meets = np.full(len(c), deal.shares[part]), c.shard_what == SHARD_WHAT.index("parameters")
+    for size in np.unique(c.shard[meets]):
+        first = part - part % size
+        most = max(deal.shares[first : first + size])
+        fewest = numbers if most == max(deal.shares) else -(-most // c.micro_sequences)
+        computed = np.where(meets & (c.shard == size), np.maximum(computed, fewest), computed)
+    micros = computed / c.micro_sequences
+    if ranks == 1:  # a last micro-batch that is not full takes less
+        return _Part(micros=micros, stages_s=stages, settled_s=stages[0], piped_s=micros * stages[0])
+    micros = np.ceil(micros)
+    slowest, whole, way = stages.max(axis=0), stages.sum(axis=0), 2 * (ranks - 1) * micro.sent
+    wait = (whole - slowest) / c.virtual / np.where(c.schedule == SCHEDULES.index("zero-bubble"), 3, 1)
+    wire_s = messages_each_way(ranks, c.virtual) * micro.sent
+    settled = np.maximum(slowest, wire_s)
+    at_once = (c.virtual == 1) & (c.schedule != SCHEDULES.index("gpipe"))  # as many under way as there are ranks
+    settled = np.where(at_once, np.maximum(settled, (whole + way) / ranks), settled)
+    piped = np.maximum(slowest + wait + way + (micros - 1) * settled, micros * wire_s)
+    return _Part(micros=micros, stages_s=stages, settled_s=settled, piped_s=piped)
+
+
+def _items(micro: _Micro, deal: Deal, pacing: tuple[Reals, Counts, Reals, Reals], numbers: Counts) -> Timing:
+    """The step's items, of which those that come with each micro-batch are of the given rank of the pacing part."""
+    micros, rank, speed, piped_s = pacing
+    t, c, held = micro.times, micro.candidates, deal.held
+    more = held[rank] / micro.layers * micros / micro.count
+    items = {item: getattr(t, item) * more / speed for item in COMPUTED}
+    items |= {item: getattr(t, item) * more for item in MESSAGES}
+    items["head"] = np.where(rank == deal.ranks - 1, micro.head * micros / speed, 0.0)
+    items |= {"host": micro.each("host") * micros / speed, "passes": micro.each("passes") * micros}
+    items["bubble"] = piped_s - np.add.reduce(list(items.values()))
+    # Sharded parameters are gathered for each micro-batch, and all ranks have as many.
+    meetings = np.where(c.shard_what == SHARD_WHAT.index("parameters"), numbers / micro.count, 1.0)
+    items |= {"parameters": t.parameters * meetings, "gradients": t.gradients * meetings}
+    updated = (held[:, None] / deal.speeds).max() / held.max()
+    items["optimizer"] = t.optimizer * updated
+    step_s = np.add.reduce(list(items.values()))
+    items["waiting"] = t.waiting * step_s / (t.step_s - t.waiting)
+    return replace(t, **items, step_s=step_s + items["waiting"])
+
+
+def _spent(w: Workload, cluster: Cluster, c: Candidates, stack: Stack, deal: Deal, pace: Pace) -> Spent:
+    """Seconds of each kind of action, (stages, candidates)."""
+    layer = arithmetic(w, cluster, stack).layer(c)
+    both = pace.times.products + pace.times.scores + pace.times.stream
+    again = (layer.forward + layer.backward) * pace.times.recompute / both
+    all_s = layer.forward + layer.backward + again
+    whole = pace.parts * pace.stages_s[np.arange(len(deal.stage_layers)) % deal.ranks]
+    forward, weight = whole * (layer.forward / all_s), whole * (layer.backward / 2 / all_s)
+    return {"forward": forward, "backward-input": whole - forward - weight, "backward-weight": weight}

@@ -1,0 +1,160 @@
+"""How many bytes each device needs, item by item, for many layouts at once: the fullest rank of each pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.cluster.cluster import Cluster
+from plait.planner.memory.traced_peak import ITEMS, End, followed, follows, resident
+from plait.planner.problem.candidates import RECOMPUTE, SHARD_WHAT, Candidates, Reals
+from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.stage_partition import kept_micros, layer_weights, micro_batches, stage_layers
+from plait.planner.problem.workload import Workload
+from plait.planner.step_time.roofline import local_tokens, sharing_ranks
+
+RESERVED = 1.06
+"""What the allocator holds beside what is allocated: fragments (readings of 1.05 to 1.20, planner's survey)."""
+POSSIBLE = 1.0
+"""Of the device's memory, what a layout that was asked for may fill by this model's sums."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes per device at the highest point of a step, arrays over candidates; `allocated` is the items' sum.
+
+    `allocated` is what a framework's allocator reports at most, `reserved` what the device's own tool shows.
+    """
+
+    parameters: Reals
+    gradients: Reals
+    optimizer: Reals
+    gathered: Reals
+    activations: Reals
+    logits: Reals
+    fixed: Reals
+    allocated: Reals
+    reserved: Reals
+    stage: Reals
+    """The pipeline rank that is fullest: 0 the first, 1 the last."""
+
+
+def memory(workload: Workload, candidates: Candidates, stack: Stack, end: End = "fuller") -> Memory:
+    """Memory of every candidate: of its first or its last pipeline rank, or of the fuller of both."""
+    if stack.memory == "followed" and follows(workload):
+        return _followed(workload, candidates, stack, end)
+    none = np.zeros(len(candidates), dtype=bool)
+    fuller = none if end == "first" else ~none
+    items = _rank(workload, candidates, stack, last=fuller)
+    if end == "fuller":
+        first = _rank(workload, candidates, stack, last=none)
+        fuller = np.add.reduce(list(items.values())) > np.add.reduce(list(first.values()))
+        items = {name: np.where(fuller, items[name], first[name]) for name in items}
+    allocated = np.add.reduce(list(items.values()))
+    return Memory(
+        **items,
+        allocated=allocated,
+        reserved=RESERVED * allocated + stack.outside_bytes,
+        stage=fuller.astype(np.float64),
+    )
+
+
+def _followed(workload: Workload, candidates: Candidates, stack: Stack, end: End) -> Memory:
+    items = followed(workload, candidates, keeps_ends=stack.keeps_ends, end=end)
+    allocated = np.add.reduce([items[name] for name in ITEMS])
+    return Memory(
+        **items,
+        allocated=allocated,
+        reserved=resident(workload, candidates, allocated, stack.outside_bytes),
+    )
+
+
+def impossible(needed: Memory, cluster: Cluster) -> NDArray[np.bool_]:
+    """Which candidates cannot run on the smallest device even if the allocator wastes nothing: what a layout that was
+    asked for is refused for."""
+    return needed.allocated > POSSIBLE * min(island.device.memory_bytes for island in cluster.islands)
+
+
+def fits(needed: Memory, cluster: Cluster) -> NDArray[np.bool_]:
+    """Which candidates fit the smallest device of the cluster with the usual slack: what a plan may choose from."""
+    return needed.reserved <= min(island.device.memory_bytes for island in cluster.islands)
+
+
+def _rank(w: Workload, c: Candidates, stack: Stack, last: Reals) -> dict[str, Reals]:
+    layers = np.where(last, stage_layers(w, c).last, stage_layers(w, c).first)
+    common, experts = layer_weights(w, c)
+    alone = c.pipeline == 1
+    tables = np.where(alone, 1 if w.tied else 2, 1) * w.embedding_weights / c.tensor
+    weights = layers * (common + experts) + tables
+    ranks = sharing_ranks(c, stack)
+    rule = c.shard_what
+    split = {
+        what: np.where(rule >= SHARD_WHAT.index(what), ranks, 1) for what in ("optimizer", "gradients", "parameters")
+    }
+    # Experts' copies are fewer than the rest's: their share of the optimizer is split over fewer ranks.
+    own_experts = np.maximum(
+        split["optimizer"] / np.where(c.expert > 1, c.expert / np.minimum(c.tensor, c.expert), 1), 1
+    )
+    states = (layers * common + tables) / split["optimizer"] + layers * experts / own_experts
+    fully = rule == SHARD_WHAT.index("parameters")
+    layer = common + experts
+    # In 16 bits the optimizer keeps the parameters once more in 32; in float32 they are the same.
+    twice, number_bytes = w.number_bytes < 4, w.number_bytes
+    micros = micro_batches(w, c)
+    kept = np.where(
+        last & ~alone, np.where(c.virtual > 1, kept_micros(c, micros) - c.pipeline + 1, 1), kept_micros(c, micros)
+    )
+    tokens, ahead = local_tokens(w, c), number_bytes + stack.gradient_bytes / 2
+    return {
+        "parameters": np.where(fully & twice, 0.0, weights * number_bytes / split["parameters"]),
+        "gradients": weights * (stack.gradients_held_bytes or stack.gradient_bytes) / split["gradients"],
+        "optimizer": states * (stack.state_bytes - (0 if twice else number_bytes)) * (1 - stack.offloaded),
+        "gathered": np.where(fully, stack.layers_ahead * ahead * layer + number_bytes / 2 * tables, 0.0),
+        "activations": _activations(w, c, stack, layers, np.maximum(kept, 1)),
+        "logits": np.where(last | alone, tokens * w.vocabulary / c.tensor * stack.logit_copies_bytes, 0.0),
+        "fixed": stack.fixed_bytes + np.where(rule > 0, stack.bucket_bytes, 0.0),
+    }
+
+
+def _activations(w: Workload, c: Candidates, stack: Stack, layers: Reals, kept: Reals) -> Reals:
+    tokens = local_tokens(w, c)
+    stream = np.where(c.sequence_parallel > 0, c.tensor, 1)
+    whole = layer_activations(w, c, stack)
+    edge = w.number_bytes * tokens * w.width / stream * (1 - stack.offloaded)
+    cores = scores_held(w, c)
+    full = c.recompute == RECOMPUTE.index("full")
+    selective = c.recompute == RECOMPUTE.index("selective")
+    thinned = (whole - cores) * (stack.selective_kept * (1 - stack.offloaded) if w.attention == "flash" else 1.0)
+    each = np.where(full, edge, np.where(selective, thinned, whole))
+    return layers * each * kept + np.where(full, whole, 0.0) + np.where(selective, whole - each, 0.0)
+
+
+def layer_activations(w: Workload, c: Candidates, stack: Stack) -> Reals:
+    """Bytes that one layer keeps of one micro-batch for its backward pass, nothing recomputed.
+
+    Counted in 16 bits as by Korthikanti et al. 2022, whose 34 bytes per token and unit of width (plain feedforward of
+    four widths) are 10 for inputs of norms and products, 8 for queries, keys, values and their result, 16 for the
+    feedforward.
+    """
+    tokens = local_tokens(w, c)
+    stream = np.where(c.sequence_parallel > 0, c.tensor, 1)
+    keys = np.maximum(w.kv_heads / c.tensor, 1) * w.head_width
+    heads = w.heads / c.tensor * w.head_width
+    sparse = w.sparse_layers / w.layers
+    ffn = w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
+    # Products keep their inputs as they multiply them (8 bits in fp8, as TransformerEngine does), all else is 16 bits.
+    less = 1.0 if w.precision in ("fp8", "fp4") else 0.0
+    inner = ((6.0 if w.gated else 4.0) - less) * ffn / c.tensor
+    routed = sparse * (4.0 - less) * w.experts_per_token * w.routed_width / c.tensor
+    streamed = (stack.stream_held_bytes - 2 * less) * w.width / stream
+    held = streamed + (4 - less) * heads + 4 * keys + inner + routed
+    return tokens * held * (w.number_bytes / 2) + scores_held(w, c)
+
+
+def scores_held(w: Workload, c: Candidates) -> Reals:
+    """Bytes that attention keeps of one micro-batch: 5 per score where it is not fused, else one float a row."""
+    tokens = local_tokens(w, c)
+    heads = w.heads / c.tensor
+    return tokens * heads * (5.0 * w.sequence if w.attention == "unfused" else 4.0)

@@ -1,0 +1,168 @@
+"""How many bytes plait's own ranks hold on processors, found by following the lists that they carry out.
+
+What is counted are live tensors in float32 of a step that has optimizer state, at its fullest moment.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.layout import Schedule
+from plait.partition.pipeline_schedule import Action, actions
+from plait.planner.memory.schedule_walk import PIECES, Stages, moments
+from plait.planner.memory.tensor_sizes import Pieces, pieces
+from plait.planner.problem.candidates import (
+    RECOMPUTE,
+    SCHEDULES,
+    SHARD_WHAT,
+    Candidates,
+    Counts,
+    Reals,
+    Same,
+    places_alike,
+)
+from plait.planner.problem.stage_partition import dealt, head_layers, micro_batches
+from plait.planner.problem.workload import Workload, distinct_tokens
+
+ROUNDS = 3
+"""So many rounds through all ranks show all that a schedule but gpipe ever holds."""
+LAYERS_GATHERED = 2
+"""Layers of which split parameters lie gathered at once: the one at work, and the next one."""
+HELD_BACK, HELD_BACK_AGAIN = 1.18, 1.33
+"""What the C library's heap takes for all tensors together: it fills gaps late and gives little back; the more so where
+tensors that stay come between those of one micro-batch, or of one layer computed again, and the next (readings of runs
+of 1, 11 and 50 million parameters with glibc, on one host and on two)."""
+GAPS = 2
+"""Of all rows of the stream, in each layer: what `tensor` sends and receives twice lies between tensors that stay, so
+that its room is not found again (read as 1 to 3, with memory that is kept: launch/local/heap.py)."""
+End = Literal["first", "last", "fuller"]
+ITEMS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "fixed")
+
+
+def follows(workload: Workload) -> bool:
+    """Whether `followed` knows what is trained."""
+    return workload.precision == "float32" and not workload.experts
+
+
+def followed(
+    workload: Workload, candidates: Candidates, *, keeps_ends: bool = True, end: End = "fuller"
+) -> dict[str, Reals]:
+    """The items of memory.Memory, arrays over candidates, of one of the first and the last pipeline rank.
+
+    `stage` is 1 where that is the last. The arrays are shared by whoever asks the same again, as searches for where the
+    answer changes do many times; nobody may write into them. For `keeps_ends` see software_profile.py.
+    """
+    return _followed(workload, Same(candidates), keeps_ends, end)
+
+
+@lru_cache(maxsize=256)
+def _followed(workload: Workload, asked: Same, keeps_ends: bool, end: End) -> dict[str, Reals]:
+    candidates = asked.candidates
+    found = {name: np.zeros(len(candidates)) for name in (*ITEMS, "stage")}
+    for alike in _alike(workload, candidates):
+        few = candidates.select(alike)
+        sizes = pieces(workload, few)
+        first, last = (_items(workload, few, sizes, rank, keeps_ends) for rank in ("first", "last"))
+        fuller = _fuller(first, last, end)
+        for name in ITEMS:
+            found[name][alike] = np.where(fuller, last[name], first[name])
+        found["stage"][alike] = fuller
+    return found
+
+
+def _fuller(first: dict[str, Reals], last: dict[str, Reals], end: End) -> NDArray[np.bool_]:
+    """Where the last rank's items are those to be told."""
+    if end == "fuller":
+        return np.add.reduce(list(last.values())) > np.add.reduce(list(first.values()))
+    return np.full(np.shape(first["parameters"]), end == "last")
+
+
+def resident(workload: Workload, candidates: Candidates, tensor_bytes: Reals, process_bytes: float) -> Reals:
+    """Bytes of a worker's whole process at their highest as its operating system counts them."""
+    keeps = candidates.recompute != RECOMPUTE.index("full")
+    gaps = GAPS * workload.layers / candidates.pipeline * keeps * pieces(workload, candidates).gathered
+    again = ~keeps | ((micro_batches(workload, candidates) > 1) & (candidates.pipeline == 1))
+    return np.where(again, HELD_BACK_AGAIN, HELD_BACK) * tensor_bytes + gaps + process_bytes
+
+
+def _alike(workload: Workload, c: Candidates) -> list[Counts]:
+    """Places of candidates whose ranks carry out the same list and sum gradients over ranks alike."""
+    columns = (c.pipeline, c.virtual, c.schedule, _micros(workload, c), _copies(c) > 1, _fully(c))
+    return places_alike(np.stack([np.asarray(column, dtype=np.int64) for column in columns]))
+
+
+def _items(w: Workload, c: Candidates, p: Pieces, end: End, keeps_ends: bool) -> dict[str, Reals]:
+    """On the first or the last rank, of candidates that are alike."""
+    pipeline, virtual, fully = int(c.pipeline[0]), int(c.virtual[0]), bool(_fully(c)[0])
+    flat = int(_copies(c)[0]) > 1 and not fully
+    lone_ends = w.tied and pipeline > 1 and not flat and not fully
+    stages = Stages(
+        layers=dealt(w.layers, pipeline * virtual, head_layers(w), c.dealing),
+        tied=w.tied,
+        flat_layers=flat,
+        flat_tables=flat or (lone_ends and not keeps_ends),
+    )
+    rank, schedule, micros = 0 if end == "first" else pipeline - 1, SCHEDULES[int(c.schedule[0])], int(_micros(w, c)[0])
+    held = _fullest(_moments(schedule, pipeline, virtual, micros, rank, stages), p)
+    layers = sum(stages.layers[rank::pipeline])
+    tables = sum(stages.tables(stage) for stage in range(rank, pipeline * virtual, pipeline)) * p.table
+    weights = layers * p.layer_weights + tables
+    own = weights / c.shard
+    in_buckets = stages.flat_layers * layers * p.layer_weights + stages.flat_tables * tables
+    if fully:  # torch sums over `shard`, flat buckets over those who keep the same part
+        in_buckets = np.where(_copies(c) > c.shard, own, 0.0)
+    gathered = min(LAYERS_GATHERED, layers) if pipeline == 1 else layers  # a pipeline would gather for each micro-batch
+    kept, travelling = np.zeros(len(c)), np.zeros(len(c))
+    if lone_ends and keeps_ends:  # the last one keeps the table, and each holds what rows travel
+        kept = p.table * (end == "first")
+        rows = p.table * distinct_tokens(w.batch_sequences * w.sequence, w.vocabulary) / w.vocabulary
+        travelling = rows if end == "first" else 2 * rows
+    # Split buckets: what the others send of the own part waits beside it until it is added.
+    received = 0.0 if fully else (c.shard - 1) * own
+    return {
+        "parameters": own if fully else weights,
+        "gradients": held[0] + in_buckets + received + travelling,
+        "optimizer": 2 * (own - kept),
+        "gathered": fully * (tables + gathered * p.layer_weights),
+        "activations": held[1],
+        "logits": held[2],
+        "fixed": held[3],
+    }
+
+
+def _fullest(found: NDArray[np.float64], p: Pieces) -> Reals:
+    """[items, candidates] at each candidate's fullest moment."""
+    sizes = np.stack([np.broadcast_to(getattr(p, name), p.stream.shape) for name in PIECES])
+    held = found @ sizes
+    return np.take_along_axis(held, held.sum(axis=1).argmax(axis=0)[None, None], axis=0)[0]
+
+
+@lru_cache(maxsize=4096)
+def _moments(
+    schedule: Schedule, pipeline: int, virtual: int, micros: int, rank: int, stages: Stages
+) -> NDArray[np.float64]:
+    if pipeline > 1:
+        return moments(actions(schedule, ranks=pipeline, virtual=virtual, micros=micros)[rank], stages)
+    in_turn = product(range(micros), ("forward", "backward"))
+    return moments([Action(kind=kind, stage=0, micro=micro) for micro, kind in in_turn], stages)
+
+
+def _micros(workload: Workload, c: Candidates) -> NDArray[np.int64]:
+    """Micro-batches to be followed: as many as there are, or so many that more of them would show nothing new."""
+    micros = np.ceil(micro_batches(workload, c)).astype(np.int64)
+    enough = np.where(c.pipeline > 1, ROUNDS * c.pipeline + micros % c.pipeline, 2)
+    return np.where(c.schedule == SCHEDULES.index("gpipe"), micros, np.minimum(micros, enough))
+
+
+def _copies(c: Candidates) -> NDArray[np.int64]:
+    """Ranks that hold the same weights and see other tokens."""
+    return c.batch_parts * c.context
+
+
+def _fully(c: Candidates) -> NDArray[np.bool_]:
+    return (c.shard > 1) & (c.shard_what == SHARD_WHAT.index("parameters"))

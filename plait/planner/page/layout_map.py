@@ -1,0 +1,141 @@
+"""The page's map of layouts: how long each takes against how complicated it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from plait.planner.explain.report import best_of_kinds, runners_up
+from plait.planner.problem.candidates import Counts, Reals
+from plait.planner.search.cost_breakdown import TIME_NAMES
+from plait.planner.search.layout_cost import portions
+from plait.planner.search.layout_kinds import kinds, short_words
+from plait.planner.search.search import Search
+from plait.planner.step_time.step_time import timing
+from plait.report.figures import time_words
+
+DOTS = 500
+RIM = 8.0
+"""Times the fastest beyond which layouts are not drawn."""
+CUTS = {
+    1: "matrices cut (tensor)",
+    2: "sequences cut (context)",
+    4: "layers in stages (pipeline)",
+    8: "experts dealt (expert)",
+}
+"""What the axes that cut the model do, by their bit in a kind's number."""
+UNCUT = "nothing cut: only copies and shards"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dot:
+    """One layout."""
+
+    step_s: float
+    points: int
+    family: str
+    """What cuts the model."""
+    words: str
+    why: str
+    """What it would cost, against the chosen one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutMap:
+    """Layouts by time and complexity; the chosen one is the simplest between `fastest_s` and `enough_s`."""
+
+    dots: tuple[Dot, ...]
+    chosen: Dot
+    fastest: Dot
+    enough_s: float
+    """The end of the tolerance: what is faster than this counts as equally fast."""
+    tolerance: float
+    n_layouts: int
+    n_beyond: int
+    """Layouts too slow to be drawn."""
+
+
+def layout_map(found: Search) -> LayoutMap:
+    """Every layout that fits, or an even sample with the best of each kind where they are many."""
+    fastest_s = float(found.step_s[found.fastest])
+    within = np.flatnonzero(found.step_s <= max(RIM * fastest_s, float(found.step_s[found.chosen])))
+    rows = _sample(found, within)
+    spent = _items(found, np.append(rows, found.chosen))
+    dots = [_dot(found, int(row), spent[:, place], spent[:, -1]) for place, row in enumerate(rows)]
+    by_row = dict(zip(rows.tolist(), dots, strict=True))
+    return LayoutMap(
+        dots=tuple(dots),
+        chosen=by_row[found.chosen],
+        fastest=by_row[found.fastest],
+        enough_s=fastest_s * (1 + found.tolerance),
+        tolerance=found.tolerance,
+        n_layouts=len(found.candidates),
+        n_beyond=len(found.candidates) - len(within),
+    )
+
+
+def map_told(told: LayoutMap) -> str:
+    """What one sees, in words."""
+    some = "an even sample of " if len(told.dots) < told.n_layouts - told.n_beyond else ""
+    words = (
+        f"Each dot is a layout ({some}{told.n_layouts:,} that fit): to the left the fast ones, at the bottom the "
+        f"simple ones. The shaded band holds those within {told.tolerance:.0%} of the fastest, which this forecast "
+        f"cannot tell apart; the star is the lowest in it, and so the plan."
+    )
+    if told.n_beyond:
+        words += f" Those that take more than {RIM:.0f} times as long ({told.n_beyond:,}) lie off to the right."
+    return f"{words} Point at a dot to read what it is and why it lost."
+
+
+def _sample(found: Search, within: Counts) -> Counts:
+    always = [found.chosen, found.fastest, *runners_up(found, 10)]
+    always += [int(row) for row in best_of_kinds(found)]
+    always = np.intersect1d(np.array(always), within)
+    rest = np.setdiff1d(within, always)
+    # Even along the layouts' order of time: as dense in the picture as in truth.
+    order = rest[np.argsort(found.step_s[rest], kind="stable")]
+    even = np.unique(np.linspace(0, len(order) - 1, min(DOTS, len(order))).round().astype(np.int64))
+    return np.union1d(always, order[even] if len(order) else order)
+
+
+def _items(found: Search, rows: Counts) -> Reals:
+    """Seconds of each item of time, (items, rows); simulated pipelines differ in their bubble."""
+    distinct, place = np.unique(rows, return_inverse=True)
+    spent = np.empty((len(TIME_NAMES), len(found.candidates)))
+    for some, whole in portions(found.workload, found.candidates, distinct):
+        priced = timing(whole, found.cluster, found.candidates.select(some), found.stack)
+        spent[:, some] = [getattr(priced, name) for name in TIME_NAMES]
+    own = spent[:, distinct]
+    own[list(TIME_NAMES).index("bubble")] += found.step_s[distinct] - own.sum(axis=0)
+    return own[:, place]
+
+
+def _dot(found: Search, row: int, spent: Reals, chosen_spent: Reals) -> Dot:
+    step_s, points = float(found.step_s[row]), int(found.points[row])
+    return Dot(
+        step_s=step_s,
+        points=points,
+        family=_family(int(kinds(found.candidates.select(np.array([row])))[0])),
+        words=short_words(found.candidates.row(row)),
+        why=_why(found, row, spent - chosen_spent),
+    )
+
+
+def _why(found: Search, row: int, more_s: Reals) -> str:
+    if row == found.chosen:
+        return "chosen: the simplest of those that are fast enough"
+    factor = float(found.step_s[row] / found.step_s[found.chosen])
+    more = int(found.points[row] - found.points[found.chosen])
+    harder = f"{abs(more)} point{'s' if abs(more) > 1 else ''} {'more complicated' if more > 0 else 'simpler'}"
+    harder = harder if more else "as simple"
+    if factor < 1 + 5e-4:
+        return f"{1 - factor:.1%} faster than the chosen, but {harder}" if factor < 1 - 5e-4 else f"as fast, {harder}"
+    worst = int(more_s.argmax())
+    name = list(TIME_NAMES.values())[worst]
+    slower = f"{factor - 1:.1%} slower" if factor < 2 else f"{factor:.2g} times slower"
+    return f"{slower} than the chosen ({time_words(float(more_s[worst]))} more for {name}), {harder}"
+
+
+def _family(kind: int) -> str:
+    return " + ".join(words for bit, words in CUTS.items() if kind // 8 & bit) or UNCUT

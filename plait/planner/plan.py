@@ -1,0 +1,234 @@
+"""The plan: all that will be done, resolved to the last number; written as plan.json and read by every worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from plait.cluster.topology import bare_name
+from plait.errors import PlaitError
+from plait.layout import Layout, share
+from plait.model.shape import ModelShape
+from plait.planner.calibration.factors import UNTAUGHT, Basis, Calibration, StepItems
+from plait.report.atomic import replace_file
+from plait.units import Amount, Every
+
+Schedule = Literal["cosine", "wsd", "constant"]
+Precision = Literal["float32", "bf16", "float64"]
+FORMAT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerPlan:
+    """AdamW's numbers; `lr` is the peak of `schedule`, `clip` the largest global gradient norm (None: no clipping)."""
+
+    lr: float
+    warmup_steps: int
+    weight_decay: float
+    betas: tuple[float, float]
+    clip: float | None
+    schedule: Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What the planner expects of a layout, before a step of it was run or with what a few steps took
+    (forecast_update.py)."""
+
+    step_s: float
+    tensor_bytes: float
+    """Peak on the fullest device of what its programs allocate."""
+    bytes_per_device: float
+    """The same with what allocator, driver and process take beside."""
+    one_device_step_s: float | None
+    """Of the same batch on one of the devices alone; None where that does not hold the model."""
+    error: float
+    """Of a step's time; layouts that differed by less than that of formulas, or of a probe, counted as equally fast."""
+    basis: Basis = "formulas"
+    items: StepItems | None = None
+    """Where `step_s` goes; None in plans of earlier versions."""
+    calibration: Calibration = UNTAUGHT
+    """What earlier runs taught, and steps that were timed before this one; both are in `step_s` and `items`."""
+    probed: str = ""
+    """Digest of the probe of all hosts whose times these are; empty where there was none."""
+    lookup_layers: float = 0.0
+    """What looking up the embedding costs, in average layers."""
+    head_layers: float | None = None
+    """What the head and the loss cost, in average layers; None in plans of earlier versions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostShare:
+    """One host's part of a run over several: its ranks follow those of the hosts before it."""
+
+    name: str
+    workers: int
+    threads: int
+    """Per worker."""
+    machine: str = ""
+    """Tells one kind of machine and software from another; empty where nobody knows."""
+    mark: str = ""
+    """Tells this machine from others that may have the same name; empty where nobody knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What will be done. Only this tells the workers the layout; "auto" is gone."""
+
+    layout: Layout
+    threads: int
+    """Per worker, where `hosts` does not say otherwise."""
+    hosts: tuple[HostShare, ...] = ()
+    """In the order of their ranks; empty where all ranks are on one host."""
+    device: Literal["cpu", "cuda"]
+    precision: Precision
+    compile: Literal["off", "blocks"]
+    shape: ModelShape
+    sequence: int
+    batch_sequences: int
+    """Sequences of one optimizer step over all ranks."""
+    micro_sequences: int
+    """Sequences a rank takes at a time, at most."""
+    micro_limits: tuple[int, ...] = ()
+    """The same for each part of the batch, where devices' memories differ too much for one number; else empty."""
+    shares: tuple[int, ...] = ()
+    """Sequences of each part of the batch (`Layout.batch_part`) in a step; empty: as equal as can be."""
+    seats: tuple[int, ...] = ()
+    """Of each place in the order of ranks the number of the host that is to take it; empty: they sit as they should."""
+    balance_every_steps: int = 0
+    """How often shares may change while the run goes on; 0: never."""
+    gradient_transfer: Literal["float32", "bf16"] = "float32"
+    """The numbers in which gradients travel between ranks that sum them."""
+    budget: Amount
+    """What `steps` was made from."""
+    steps: int
+    optimizer: OptimizerPlan
+    corpus: str
+    """The folder with the prepared tokens."""
+    corpus_hash: str
+    documents: Literal["mask", "join"]
+    checkpoint_every: Every
+    checkpoint_keep: int
+    report_every_steps: int
+    evaluate_every_steps: int
+    """0: only at the end."""
+    step_s: float | None
+    """Measured when the plan was made."""
+    forecast: Forecast | None
+    """None where the device is not in the catalogue."""
+    peak_flops: float | None
+    """Of all devices together; what MFU is a share of."""
+    fingerprint: Mapping[str, Any]
+    """Of the machine that the plan was made for."""
+    recipe_hash: str
+    reasons: tuple[str, ...]
+    """One sentence for each thing that plait chose."""
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.batch_sequences * self.sequence
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Sequences of each part of the batch in a step, in the order of the samples."""
+        count = self.layout.batch_parts
+        return self.shares or tuple(share(self.batch_sequences, count, part)[1] for part in range(count))
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def devices(self) -> int:
+        """What its hours are counted of: GPUs, or machines whose processors compute."""
+        return self.world_size if self.device == "cuda" else max(1, len(self.hosts))
+
+    def threads_of(self, rank: int) -> int:
+        """Threads of one rank."""
+        last = 0
+        for host in self.hosts:
+            last += host.workers
+            if rank < last:
+                return host.threads
+        return self.threads
+
+    def workers_beside(self, rank: int) -> int:
+        """Workers on the host of one rank, itself included."""
+        homes = [place for place, host in enumerate(self.hosts) for _ in range(host.workers)]
+        return homes.count(homes[rank]) if homes else self.world_size
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+
+
+def same_hosts(some: Sequence[HostShare], others: Sequence[HostShare]) -> bool:
+    """Whether these are machines of the same kinds in the same order, whatever they are called."""
+    pairs = list(zip(some, others, strict=False))
+    like = all((one.workers, one.threads) == (other.workers, other.threads) for one, other in pairs)
+    known = [(one.machine, other.machine) for one, other in pairs if one.machine and other.machine]
+    return len(some) == len(others) and like and all(one == other for one, other in known)
+
+
+def renewed(known: Sequence[HostShare], now: Sequence[HostShare]) -> tuple[HostShare, ...] | None:
+    """A plan's hosts with what is new about them; None where these are others.
+
+    They are known by all but their marks, which a new network card changes; or by the marks alone. Then a name's number
+    is the plan's: machines of one name are numbered as they come.
+    """
+    if unmarked(known) == unmarked(now):
+        return tuple(now)
+    marks = [host.mark for host in known]
+    if not all(marks) or marks != [host.mark for host in now] or not same_hosts(known, now):
+        return None
+    renamed = [bare_name(one.name) != bare_name(other.name) for one, other in zip(known, now, strict=True)]
+    return tuple(now if any(renamed) else known)
+
+
+def unmarked(hosts: Sequence[HostShare]) -> tuple[HostShare, ...]:
+    """Hosts by all but their marks."""
+    return tuple(replace(host, mark="") for host in hosts)
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Put plan.json in place in one move, so that a reader sees all of it or none; raises PlaitError where the disk
+    does not take it, for nothing has begun then."""
+    replace_file(path, plan.to_json().encode(), failure=PlaitError)
+
+
+def read_plan(path: Path) -> Plan:
+    """Read plan.json; raises PlaitError when it is not one."""
+    try:
+        values = json.loads(path.read_text())
+        if values.pop("format") != FORMAT:
+            raise PlaitError(f'"{path}" was written by another version of plait; start the run under a new run.name')
+        return _plan(values)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise PlaitError(f'"{path}" is not a usable plan ({error}); start the run under a new run.name') from None
+
+
+def _plan(values: dict[str, Any]) -> Plan:
+    optimizer, layout = values["optimizer"], values["layout"]
+    return Plan(
+        **{
+            **values,
+            "layout": Layout(**{**layout, "stage_layers": tuple(layout["stage_layers"])}),
+            "hosts": tuple(HostShare(**host) for host in values["hosts"]),
+            "shape": ModelShape(**values["shape"]),
+            "optimizer": OptimizerPlan(**{**optimizer, "betas": tuple(optimizer["betas"])}),
+            "budget": Amount(**values["budget"]),
+            "forecast": _forecast(values["forecast"]) if values["forecast"] else None,
+            "checkpoint_every": Every(**values["checkpoint_every"]),
+            "reasons": tuple(values["reasons"]),
+            "shares": tuple(values.get("shares", ())),
+            "seats": tuple(values.get("seats", ())),
+            "micro_limits": tuple(values.get("micro_limits", ())),
+        }
+    )
+
+
+def _forecast(values: dict[str, Any]) -> Forecast:
+    items, learnt = values.get("items"), values.get("calibration", {})
+    return Forecast(**{**values, "items": StepItems(**items) if items else None, "calibration": Calibration(**learnt)})

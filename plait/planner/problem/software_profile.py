@@ -1,0 +1,157 @@
+"""What software makes of the machine: which kernels it has, what it hides behind arithmetic, what it costs the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from plait.cluster.cluster import Cluster
+from plait.planner.calibration.factors import UNTAUGHT, Calibration
+
+PROCESS_BYTES = 3.1e8
+"""Of a worker's process on a processor beside its tensors: libraries, code, buffers (read on Linux with torch 2.13)."""
+PROCESSOR_FLASH_SHARE = 0.70
+"""`Stack.flash_share` there, of the rate of large products (the readings stand in kernel_efficiency.py)."""
+
+Sends = Literal["by share", "ahead"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """The habits of one training program; every share lies between 0 and 1.
+
+    The defaults are physical readings and what published runs have in common; the constants of other programs, fitted
+    over whole families of their runs, stand in benchmarks/published/programs.py.
+    """
+
+    name: str
+    calibration: Calibration = UNTAUGHT
+    """What earlier runs on the same machines taught of computing (device_time.py) and of messages (step_time.py)."""
+    speed: float = 1.0
+    """How fast the software is against this model's expectation: the one scalar that a measurement sets."""
+    product_share: float = 1.0
+    """Of the rate that the largest single products reach on a device, what a long run with real data holds."""
+    fp8_share: float = 0.95
+    """Of the device's fp8 rate: casts, scales and the products that stay in bf16."""
+    flash_share: float = 0.60
+    """Share of the 16-bit peak that a fused attention kernel reaches forward, heads 128 wide, long sequence."""
+    flash_lag: float = 0.0
+    """How far the attention kernel lags on devices faster than an A100: 0 not at all, 1 no faster than there."""
+    stream_bytes: float = 30.0
+    """Memory traffic of a layer's forward pass per token and unit of width: norms, residuals, dropout, casts."""
+    inner_bytes: float = 6.0
+    """The same per token and unit of the feedforward's width: activation and gate."""
+    score_bytes: float = 13.0
+    """Traffic per attention score of the forward pass where attention is not fused."""
+    routed_bytes: float = 16.0
+    """The same per token, expert that it goes to and unit of width: sorting tokens by expert and back."""
+    expert_share: float = 1.0
+    """Of the linear layers' rate, what products of many experts at once reach."""
+    logit_bytes: float = 20.0
+    """Traffic per logit, forward and backward: the loss in float32."""
+    layer_kernels: float = 22.0
+    """Kernels that the host launches for one layer's forward pass; the backward pass launches twice as many."""
+    sparse_kernels: float = 60.0
+    """Launches' worth of host time that a layer of experts costs beside them: routing, and waiting for its counts."""
+    launch_s: float = 6e-6
+    """Host time to launch one kernel."""
+    launches: Literal["ahead", "blocking"] = "ahead"
+    """Whether the host launches ahead of the device, or waits for each kernel to end."""
+    gap_s: float = 3e-6
+    """Time on the device between one kernel's last work and the next one's first."""
+    micro_s: float = 1e-3
+    """Host time that each micro-batch costs beside its kernels."""
+    step_s: float = 10e-3
+    """Time that each step costs whatever its size: the optimizer's launches, the norm, the data, the log."""
+    straggling: float = 0.0
+    """What everyone loses to the slowest, for each doubling of the nodes."""
+    hides_tensor: float = 0.0
+    """Share of the tensor axis' communication that runs under arithmetic."""
+    hides_context: float = 0.7
+    hides_pipeline: float = 0.0
+    sends: Sends = "by share"
+    """How messages between stages are priced: `hides_pipeline` of each hidden, or, where they travel while the next
+    micro-batch is computed, by who waits for which."""
+    hides_gradients: float = 0.0
+    """Share of the backward pass that gradient sums may run under."""
+    hides_updates: float = 0.0
+    """Share of the forward pass that gathers of updated parameters may run under."""
+    handles_messages: bool = False
+    """Whether the processor that computes also carries what stages send each other."""
+    keeps_ends: bool = False
+    """Whether, of the two ends of a pipeline with a tied head, one alone keeps the table where no others hold it, and
+    sends the other the rows of a step's tokens."""
+    sums_whole: bool = False
+    """Whether gradients are summed to everyone although each rank keeps a shard of them: twice the traffic."""
+    hides_parameters: float = 0.9
+    """Share of the arithmetic that gathers of sharded parameters may run under."""
+    hides_scatters: bool = True
+    """Whether sums of their gradients may, too."""
+    hides_experts: float = 0.0
+    """Share of the tokens' way to experts on other nodes that runs under arithmetic."""
+    selective_products: float = 0.0
+    """Share of the forward products that selective recomputation repeats beside what attention keeps."""
+    layer_pieces: float = 1.0
+    """Messages that one layer's parameters, or gradients, are sent in over the data axes."""
+    selective_kept: float = 0.65
+    """Share of a layer's activations that selective recomputation keeps, attention's scores aside."""
+    offloaded: float = 0.0
+    """Share of the optimizer's state and of what recomputed layers keep that waits in the host's memory."""
+    layers_ahead: float = 2.0
+    """Layers whose sharded parameters lie gathered at once."""
+    stream_held_bytes: float = 8.0
+    """Kept for the backward pass per token and unit of width by norms and products' inputs (10 with dropout)."""
+    bucket_bytes: float = 0.0
+    """Flat copies of gradients and parameters on their way, where the optimizer is sharded."""
+    gradient_bytes: int = 4
+    """Bytes of one gradient as it is kept, and as it is summed over ranks unless `gradient_transfer` halves that."""
+    gradients_held_bytes: int = 0
+    """Bytes that a parameter's gradients take where they are held more than once; 0: as `gradient_bytes`."""
+    gradient_transfer: Literal["float32", "bf16"] = "float32"
+    """The numbers in which gradients travel; float32 stands for those in which they are kept."""
+    update_bytes: float = 30.0
+    """Memory traffic of the optimizer per parameter that a rank updates."""
+    state_bytes: int = 12
+    """Bytes of optimizer state per parameter: float32 master weight and two moments."""
+    logit_copies_bytes: float = 10.0
+    """Memory held per logit at the loss: 16-bit, float32 copy and its gradient; little where the loss is fused."""
+    fixed_bytes: float = 1.0e9
+    """Memory that no tensor of the model explains: communication buffers, workspaces."""
+    outside_bytes: float = 2.5e9
+    """What no allocator of the program sees: the device's context, kernels, communication buffers."""
+    shards_over: Literal["shard", "shard and context"] = "shard and context"
+    """The ranks among which sharded states are split."""
+    memory: Literal["by share", "followed"] = "by share"
+    """How bytes are found: from shares and formulas that many programs obey, or by following plait's own step on
+    processors from tensor to tensor."""
+
+    @property
+    def gradient_sent_bytes(self) -> int:
+        """Bytes of one gradient on its way."""
+        return 2 if self.gradient_transfer == "bf16" else self.gradient_bytes
+
+    def on(self, cluster: Cluster) -> Stack:
+        """The same program there.
+
+        Processors have other kernels; they hold nothing for it beside its tensors but the process itself, and there
+        torch waits for its sums of split parameters' gradients. Where messages were timed, their waiting is followed
+        one by one.
+        """
+        here = replace(self, sends="ahead") if cluster.measured else self
+        if any(island.device.kind != "cpu" for island in cluster.islands):
+            return here
+        return replace(
+            here,
+            flash_share=PROCESSOR_FLASH_SHARE,
+            fixed_bytes=0.0,
+            outside_bytes=PROCESS_BYTES,
+            memory="followed",
+            keeps_ends=self.gradient_transfer == "float32",
+            handles_messages=True,
+            hides_scatters=False,
+        )
+
+
+# plait's own: no measurement of it went in yet but what its code does (loss in pieces, sums under the backward pass,
+# shards over their own axis alone).
+PLAIT = Stack(name="plait", hides_gradients=0.7, hides_updates=0.7, logit_copies_bytes=0.3, shards_over="shard")

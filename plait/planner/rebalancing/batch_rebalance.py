@@ -1,0 +1,179 @@
+"""When to deal a batch out anew while a run goes on: from measured steps to new shares, or to none.
+
+A part of the batch (`Layout.batch_part`) computes for a time that grows with its sequences (where parts meet in every
+micro-batch: with those that it computes, `Meetings`), so its speed is sequences by seconds, and the last part to be
+done makes the step. Shares change only for what lasts: the steps looked at are two
+windows, one after the other, and the same new shares must make the steps of both shorter by WORTH. Over both together
+that gain must be SURE times its own standard error, or a little more among many parts. Medians leave single odd steps
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log, sqrt
+from statistics import median
+
+from plait.layout import Layout
+from plait.planner.heterogeneous.batch_shares import WORTH, Meetings
+from plait.planner.plan import Plan
+
+SURE = 3.0
+FEWEST_STEPS = 20
+"""Steps that a decision looks at, at least."""
+
+_NORMAL_FROM_DEVIATION = 1.4826
+_NORMAL_MEDIAN = 1.2533
+"""A normal spread from the median absolute deviation, and the standard error of a median against that of a mean."""
+_ALIKE = 1.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One step: how long each part computed (its slowest rank did), and how long all of it took."""
+
+    compute_s: tuple[float, ...]
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """New shares of the batch, with what speaks for them."""
+
+    shares: tuple[int, ...]
+    speeds: tuple[float, ...]
+    """Sequences a second, of each part."""
+    gain: float
+    """The part of a step's time that is saved, by forecast."""
+    reason: str
+
+
+def rebalanced(
+    old: Sequence[int], steps: Sequence[Measured], names: Sequence[str], meetings: Meetings | None = None
+) -> Change | None:
+    """The shares to go on with after steps that were all taken with the `old` ones; None where they should stay.
+
+    `names` are the parts' own, for the reason; `meetings` those of parts before the step's end, None: there are none.
+    """
+    if len(old) < 2 or len(steps) < FEWEST_STEPS:
+        return None
+    meetings = meetings or Meetings(size=1, limits=(1,) * len(old))
+    before = meetings.computed(old)
+    speeds = _speeds(before, steps)
+    new = meetings.best(sum(old), speeds)
+    after = meetings.computed(new)
+    gain, error = _gain(before, after, steps)
+    middle = len(steps) // 2
+    lasting = min(_gain(before, after, window)[0] for window in (steps[:middle], steps[middle:]))
+    if min(gain, lasting) <= WORTH or gain <= sure(len(old)) * error:
+        return None
+    return Change(shares=new, speeds=speeds, gain=gain, reason=reason(old, new, speeds, names))
+
+
+def reason(
+    old: Sequence[int], new: Sequence[int], speeds: Sequence[float], names: Sequence[str], what: str = "sequences"
+) -> str:
+    """In words: the part whose share changes most, against the one that differs most from it in speed."""
+    about = max(range(len(old)), key=lambda part: abs(log(new[part] / old[part])))
+    others = [part for part in range(len(old)) if part != about]
+    fastest, slowest = max(others, key=lambda part: speeds[part]), min(others, key=lambda part: speeds[part])
+    if new[about] < old[about] and speeds[fastest] / speeds[about] >= _ALIKE:
+        compared = f"{speeds[fastest] / speeds[about]:.1f} times slower than {names[fastest]}"
+    elif new[about] > old[about] and speeds[about] / speeds[slowest] >= _ALIKE:
+        compared = f"{speeds[about] / speeds[slowest]:.1f} times faster than {names[slowest]}"
+    elif speeds[fastest] / speeds[about] >= _ALIKE:
+        compared = f"now at {speeds[about] / speeds[fastest]:.0%} of the speed of {names[fastest]}"
+    else:
+        compared = f"now as fast as {names[fastest]}"
+    verb, whose = ("are", "their") if names[about].startswith("ranks ") else ("is", "its")
+    goes = f"{whose} share goes from {old[about]} to {new[about]} of {sum(old)} {what}"
+    return f"{names[about]} {verb} {compared}: {goes}"
+
+
+def part_names(plan: Plan) -> tuple[str, ...]:
+    """What people call each part of the batch: the host that has it alone, else its ranks."""
+    return names_of(plan, ranks_of_parts(plan.layout))
+
+
+def names_of(plan: Plan, ranks: Sequence[Sequence[int]]) -> tuple[str, ...]:
+    """What people call groups of ranks: the host that is there alone, else the ranks."""
+    hosts = [host.name for host in plan.hosts for _ in range(host.workers)]
+    homes = [{hosts[rank] for rank in some} if hosts else set[str]() for some in ranks]
+    return tuple(
+        f"host {next(iter(home))}" if len(home) == 1 and homes.count(home) == 1 else _ranks_in_words(some, home)
+        for some, home in zip(ranks, homes, strict=True)
+    )
+
+
+def ranks_of_parts(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """The ranks that work on each part of the batch."""
+    found: list[list[int]] = [[] for _ in range(layout.batch_parts)]
+    for rank in range(layout.world_size):
+        found[layout.batch_part(rank)].append(rank)
+    return tuple(tuple(ranks) for ranks in found)
+
+
+def meetings_of(plan: Plan) -> Meetings:
+    """Which parts of a plan's batch meet in every micro-batch, and what they take at a time."""
+    parts = plan.layout.batch_parts
+    return Meetings(size=len(plan.layout.meeting(0)), limits=plan.micro_limits or (plan.micro_sequences,) * parts)
+
+
+def cannot_help(plan: Plan) -> str | None:
+    """Why no shares can balance a plan that asks for it, in one sentence; None where they can."""
+    if plan.balance_every_steps == 0 or plan.layout.batch_parts > 1 or plan.world_size == 1:
+        return None
+    if plan.layout.pipeline > 1 and plan.layout.virtual_stages == 1:
+        return None  # layers move from stage to stage (stage_repartition.py)
+    told = f"all ranks work on the same sequences ({plan.layout}), so shares cannot make up for a slow one"
+    if plan.layout.pipeline > 1:
+        return f"{told}: stages would have to be cut anew, which plait train --replan does for the machines as they are"
+    return f"{told}: a layout with replicate or shard could"
+
+
+def sure(parts: int) -> float:
+    """Standard errors that a gain must be: among many parts one is the more often slow by mere chance."""
+    return sqrt(SURE**2 + 2 * log(parts / 2))
+
+
+def _speeds(old: Sequence[int], steps: Sequence[Measured]) -> tuple[float, ...]:
+    """Sequences a second of each part."""
+    seconds = [median(column) for column in _columns(steps)]
+    return tuple(count / max(s, 1e-9) for count, s in zip(old, seconds, strict=True))
+
+
+def _gain(old: Sequence[int], new: Sequence[int], steps: Sequence[Measured]) -> tuple[float, float]:
+    """What of a step's time parts that compute `new` in place of `old` sequences would have saved in these steps, and
+    its standard error."""
+    columns = _columns(steps)
+    now = [median(column) for column in columns]
+    then = [s * after / before for s, before, after in zip(now, old, new, strict=True)]
+    last, last_then = now.index(max(now)), then.index(max(then))
+    step_s = median(step.step_s for step in steps)
+    other = last_then if last_then != last else max(range(len(old)), key=lambda part: new[part] / old[part])
+    # Step by step: what slows all parts down alike takes nothing from the evidence.
+    pairs = zip(columns[last], columns[other], strict=True)
+    saved_s = [before - after * new[other] / old[other] for before, after in pairs]
+    return (now[last] - then[last_then]) / step_s, error_of(saved_s) / step_s
+
+
+def _columns(steps: Sequence[Measured]) -> list[tuple[float, ...]]:
+    """The steps' seconds, part by part."""
+    return list(zip(*(step.compute_s for step in steps), strict=True))
+
+
+def error_of(values: Sequence[float]) -> float:
+    """The standard error of these values' median."""
+    middle = median(values)
+    spread = _NORMAL_FROM_DEVIATION * median(abs(value - middle) for value in values)
+    return _NORMAL_MEDIAN * spread / sqrt(len(values))
+
+
+def _ranks_in_words(ranks: Sequence[int], home: set[str]) -> str:
+    told = (
+        f"rank {ranks[0]}"
+        if len(ranks) == 1
+        else f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"
+    )
+    return f"{told} on {next(iter(home))}" if len(home) == 1 else told

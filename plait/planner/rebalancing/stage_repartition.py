@@ -1,0 +1,98 @@
+"""When to cut a pipeline's stages anew while a run goes on: from measured steps to new layers for them, or to none.
+
+Where all ranks work on the same sequences no shares can follow their speeds, but layers can move from stage to stage. A
+stage computes for as long as its layers take, and the last one for the head and the loss, too. A new cut needs the same
+evidence as new shares of a batch do (batch_rebalance.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from plait.data.portions import micro_sizes
+from plait.planner.heterogeneous.batch_shares import WORTH
+from plait.planner.plan import Plan
+from plait.planner.problem.stage_partition import balanced_by_speed, head_layers
+from plait.planner.problem.workload import workload_of
+from plait.planner.rebalancing.batch_rebalance import FEWEST_STEPS, Change, Measured, error_of, names_of, reason, sure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """A pipeline whose layers may move while it runs."""
+
+    names: tuple[str, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    """Of each stage."""
+    lookup: float
+    """What looking up the embedding costs the first stage, in layers."""
+    head: float
+    """What the head and the loss cost the last stage, in layers."""
+    micros: int
+    """Micro-batches of a step."""
+
+    def work(self, layers: Sequence[int]) -> list[float]:
+        """What each stage computes, in layers."""
+        work = [float(held) for held in layers]
+        work[0] += self.lookup
+        work[-1] += self.head
+        return work
+
+
+def stages_of(plan: Plan) -> Stages | None:
+    """The stages that can be cut anew: one on each rank, of a pipeline that works on whole batches; else None.
+
+    With several parts of the batch their shares follow the devices, and two answers to one question would fight.
+    """
+    layout = plan.layout
+    if layout.pipeline == 1 or layout.virtual_stages > 1 or layout.batch_parts > 1:
+        return None
+    ranks: list[list[int]] = [[] for _ in range(layout.pipeline)]
+    for rank in range(layout.world_size):
+        ranks[layout.coordinates(rank)["pipeline"]].append(rank)
+    told = plan.forecast
+    head = told.head_layers if told else None
+    if head is None:  # nobody priced it
+        head = head_layers(workload_of(plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences))
+    return Stages(
+        names=names_of(plan, ranks),
+        ranks=tuple(map(tuple, ranks)),
+        lookup=told.lookup_layers if told else 0.0,
+        head=head,
+        micros=len(micro_sizes(plan.parts, plan.micro_limits or (plan.micro_sequences,))[0]),
+    )
+
+
+def recut(layers: Sequence[int], steps: Sequence[Measured], stages: Stages, most: Sequence[int]) -> Change | None:
+    """The layers to go on with after steps that were all taken with these; None where they should stay.
+
+    `compute_s` of the steps are the stages', and no stage may get more layers than `most` says. The change's shares are
+    layers, its speeds layers of a whole step a second.
+    """
+    if len(steps) < FEWEST_STEPS or sum(most) < sum(layers) or min(most) < 1:
+        return None
+    work = stages.work(layers)
+    seconds = [median(step.compute_s[stage] for step in steps) for stage in range(len(layers))]
+    speeds = tuple(done / max(s, 1e-9) for done, s in zip(work, seconds, strict=True))
+    new = balanced_by_speed(sum(layers), speeds, stages.head, stages.lookup, most)
+    if new == tuple(layers):
+        return None
+    gains = [_gain(step, work, stages.work(new), stages.micros) for step in steps]
+    middle = len(steps) // 2
+    gain, lasting = median(gains), min(median(gains[:middle]), median(gains[middle:]))
+    if min(gain, lasting) <= WORTH or gain <= sure(len(layers)) * error_of(gains):
+        return None
+    return Change(shares=new, speeds=speeds, gain=gain, reason=reason(layers, new, speeds, stages.names, "layers"))
+
+
+def _gain(step: Measured, old: Sequence[float], new: Sequence[float], micros: int) -> float:
+    """What of a step's time it would have saved had its stages computed `new` in place of `old` layers."""
+    then = [s * after / before for s, before, after in zip(step.compute_s, old, new, strict=True)]
+    return (_trip_s(step.compute_s, micros) - _trip_s(then, micros)) / step.step_s
+
+
+def _trip_s(seconds: Sequence[float], micros: int) -> float:
+    """From the first micro-batch to the last, of stages that compute for so long in all (Huang et al. 2019)."""
+    return (sum(seconds) + (micros - 1) * max(seconds)) / micros

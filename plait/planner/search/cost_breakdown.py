@@ -1,0 +1,83 @@
+"""The items of a step's time and of a device's memory by the names that people read, and what binds."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from plait.planner.search.search import Search
+from plait.planner.step_time.roofline import peak_flops
+
+TIME_NAMES = {
+    "products": "matrix products of the layers",
+    "scores": "attention",
+    "stream": "passes over memory (norms, activations)",
+    "head": "the head and the loss",
+    "recompute": "computing a second time",
+    "tensor": "adding up matrices cut across devices",
+    "context": "exchanging keys of cut sequences",
+    "experts": "sending tokens to their experts",
+    "passes": "handing over between pipeline stages",
+    "parameters": "gathering parameters",
+    "gradients": "adding up gradients",
+    "bubble": "waiting for other pipeline stages",
+    "host": "launching kernels",
+    "optimizer": "the optimizer's update",
+}
+MEMORY_NAMES = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "gathered": "gathered layers",
+    "activations": "activations kept for the backward pass",
+    "logits": "logits",
+    "fixed": "buffers",
+}
+BINDS = {
+    "arithmetic": ("products", "scores", "head", "recompute"),
+    "memory bandwidth": ("stream", "optimizer"),
+    "links": ("tensor", "context", "experts", "passes", "parameters", "gradients"),
+    "the pipeline's waiting (bubble)": ("bubble",),
+    "launching kernels": ("host",),
+}
+"""What may bind, and the items of time that it shows in."""
+
+
+def time_items(found: Search, index: int) -> dict[str, float]:
+    """Seconds by item; what the simulated pipeline differs from the closed form is in the bubble."""
+    priced = found.timing(index)
+    items = {name: float(getattr(priced, name)[0]) for name in TIME_NAMES}
+    items["bubble"] += float(found.step_s[index]) - sum(items.values())
+    return items
+
+
+def memory_items(found: Search, index: int) -> dict[str, float]:
+    """Bytes by item on the device that has least room left; "reserve" is what allocator and driver take beside."""
+    needed = found.memory(index)
+    known = {field.name for field in fields(needed)}
+    items = {name: float(getattr(needed, name)[0]) for name in MEMORY_NAMES if name in known}
+    return items | {"reserve": found.reserved(index) - sum(items.values())}
+
+
+def binding(items: dict[str, float]) -> list[tuple[str, float]]:
+    """What binds, with its share of the step, the largest first."""
+    whole = sum(items.values())
+    parts = [(what, sum(items[name] for name in names) / whole) for what, names in BINDS.items()]
+    return sorted(parts, key=lambda part: -part[1])
+
+
+def messages(found: Search, index: int) -> tuple[float, float]:
+    """Seconds of a step's communication: what runs under arithmetic, and what devices wait for."""
+    items = time_items(found, index)
+    return float(found.timing(index).hidden[0]), sum(items[name] for name in BINDS["links"])
+
+
+def mfu(found: Search, index: int) -> tuple[float, float]:
+    """Model FLOPs utilisation: with all of attention's scores counted, and with the half that causal models use."""
+    w = found.workload
+    peak = sum(island.devices * _peak(found, place) for place, island in enumerate(found.cluster.islands))
+    per_s = w.tokens / float(found.step_s[index]) / peak
+    return w.flops_per_token("full") * per_s, w.flops_per_token("causal") * per_s
+
+
+def _peak(found: Search, place: int) -> float:
+    return peak_flops(found.cluster.islands[place].device, found.workload.precision)

@@ -1,0 +1,252 @@
+"""Every layout that a number of devices allows for a workload: as candidates, or counted by the reason against them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
+from math import ceil, gcd
+
+import numpy as np
+
+from plait.errors import PlaitError
+from plait.layout import AXES, Layout, conflict
+from plait.planner.problem.candidates import COLUMNS, RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates
+from plait.planner.problem.software_profile import Sends
+from plait.planner.problem.workload import Workload
+
+LONGEST_MICRO_TOKENS = 65536
+"""Tokens of a micro-batch on one device beyond which products become no faster."""
+SHORTEST_PIECE_TOKENS = 256
+"""Tokens of a sequence on one device below which its parts are not worth their exchange."""
+MOST_CHUNKS = 12
+"""Stages on one device beyond which an interleaving waits for its messages."""
+
+FEW_LAYERS = "more pipeline stages than layers"
+HEADS = "the number of heads does not divide by the tensor axis"
+SEQUENCE = "sequences do not divide into twice as many pieces as the context axis has ranks, of 128 tokens or more"
+BATCH = "more groups of devices than sequences in a step"
+UNEVEN = "layers do not divide evenly over the chunks of an interleaved pipeline"
+IN_VAIN = "gpipe keeps every micro-batch in memory and is no faster than 1f1b"
+NOT_TOGETHER = "ways of splitting that exclude each other"
+LONG_MICRO = "a micro-batch of more tokens than make a device any faster"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """What a person has settled: degrees by axis (all of them, or none), and other knobs by their name.
+
+    `stage_layers`, the layers of each stage of the named pipeline as fit.check_layout lets them pass, settles how many
+    stages a rank holds, too.
+    """
+
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    knobs: Mapping[str, int | str] = field(default_factory=dict)
+    stage_layers: tuple[int, ...] = ()
+    shares: tuple[int, ...] = ()
+    """Sequences of each part of the batch, as fit.check_shares lets them pass."""
+    at_once: int = 0
+    """Sequences at a time, were it more than an equal share of the batch; 0 where that is open."""
+
+    def __bool__(self) -> bool:
+        return bool(self.degrees or self.knobs or self.stage_layers or self.shares or self.at_once)
+
+    @property
+    def chunks(self) -> int | None:
+        """Stages on each rank of the pipeline, where that is settled."""
+        if self.stage_layers:
+            return len(self.stage_layers) // self.degrees.get("pipeline", 1)
+        asked = self.knobs.get("virtual")
+        return None if asked is None else int(asked)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """Layouts that are possible, and how many are not, by reason.
+
+    Rows stand in triples that differ in `recompute` alone (none, selective, full), unless that is pinned.
+    """
+
+    candidates: Candidates
+    refused: Mapping[str, int]
+
+
+def listed(workload: Workload, devices: int, pins: Pins, sends: Sends = "by share") -> Listed:
+    """All layouts of so many devices; raises PlaitError where the pins leave none.
+
+    gpipe is among them unasked only where messages travel "ahead": with all micro-batches under way, no rank waits for
+    a slow cable.
+    """
+    named = pins.stage_layers
+    assert not named or (len(named) % pins.degrees["pipeline"] == 0 and sum(named) == workload.layers)
+    refused: Counter[str] = Counter()
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
+    for degrees in _degrees(devices, pins):
+        if reason := _against(workload, degrees, 1 if pins.degrees else SHORTEST_PIECE_TOKENS):
+            refused[reason] += 1
+            continue
+        for name, column in _options(workload, degrees, pins, sends, refused).items():
+            columns[name].append(column)
+    if not sum(map(len, columns["tensor"])):
+        raise PlaitError(_nothing_left(workload, devices, pins, refused))
+    whole = {name: np.concatenate(parts) for name, parts in columns.items()}
+    return Listed(candidates=Candidates(**whole, dealing=named or "balanced"), refused=refused)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Degrees:
+    pipeline: int
+    parts: int
+    """Groups with sequences of their own: replicate × shard."""
+    context: int
+    tensor: int
+
+
+def _degrees(devices: int, pins: Pins) -> Iterator[_Degrees]:
+    if pins.degrees:
+        chosen = {axis: pins.degrees.get(axis, 1) for axis in AXES}
+        if np.prod(list(chosen.values())) != devices:
+            told = " × ".join(f"{axis} {degree}" for axis, degree in chosen.items() if degree > 1) or "one device"
+            raise PlaitError(
+                f"[layout] names {told}, and the cluster has {devices} devices; name degrees whose product is {devices}"
+            )
+        parts = chosen["replicate"] * chosen["shard"]
+        yield _Degrees(pipeline=chosen["pipeline"], parts=parts, context=chosen["context"], tensor=chosen["tensor"])
+        return
+    for pipeline in divisors(devices):
+        for tensor in divisors(devices // pipeline):
+            for context in divisors(devices // pipeline // tensor):
+                parts = devices // pipeline // tensor // context
+                yield _Degrees(pipeline=pipeline, parts=parts, context=context, tensor=tensor)
+
+
+def _against(w: Workload, degrees: _Degrees, least_piece_tokens: int) -> str | None:
+    """Why these degrees cannot carry the workload, or not usefully."""
+    if degrees.pipeline > w.layers:
+        return FEW_LAYERS
+    if w.heads % degrees.tensor:
+        return HEADS
+    piece = w.sequence / degrees.context
+    if degrees.context > 1 and (w.sequence % (2 * degrees.context) or piece < least_piece_tokens):
+        return SEQUENCE
+    return BATCH if degrees.parts > w.batch_sequences else None
+
+
+def _options(w: Workload, degrees: _Degrees, pins: Pins, sends: Sends, refused: Counter[str]) -> dict[str, np.ndarray]:
+    """The product of all other knobs for these degrees."""
+    micros = _micros(w, degrees, pins, refused)
+    splits = _splits(degrees, pins)
+    orders = _orders(w, degrees.pipeline, pins, sends, refused)
+    experts = _experts(w, degrees)
+    weaves = []
+    for (shard, what), (virtual, schedule) in product(splits, orders):
+        if _clash(
+            min(degrees.pipeline, 2), min(shard, 2), min(degrees.context, 2), min(degrees.tensor, 2), what, schedule
+        ):
+            refused[NOT_TOGETHER] += len(micros) * len(experts)
+        else:
+            weaves.append((shard, SHARD_WHAT.index(what), virtual, SCHEDULES.index(schedule)))
+    again = _pinned(pins, "recompute", RECOMPUTE)
+    weave, micro, expert, recompute = (
+        index.ravel() for index in np.meshgrid(np.arange(len(weaves)), micros, experts, again, indexing="ij")
+    )
+    shard, what, virtual, schedule = np.array(weaves, dtype=np.int64).reshape(-1, 4)[weave].T
+    ones = np.ones(len(weave), dtype=np.int64)
+    return {
+        "pipeline": degrees.pipeline * ones,
+        "virtual": virtual,
+        "replicate": degrees.parts // shard,
+        "shard": shard,
+        "shard_what": what,
+        "context": degrees.context * ones,
+        "tensor": degrees.tensor * ones,
+        "sequence_parallel": (degrees.tensor > 1) * ones,
+        "expert": expert.astype(np.int64),
+        "micro_sequences": micro.astype(np.int64),
+        "recompute": recompute.astype(np.int64),
+        "schedule": schedule,
+    }
+
+
+def _micros(w: Workload, degrees: _Degrees, pins: Pins, refused: Counter[str]) -> list[int]:
+    """Sequences at a time: what divides a group's part of the batch."""
+    part = ceil(w.batch_sequences / degrees.parts)
+    if pins.at_once:
+        return [pins.at_once]
+    if asked := pins.knobs.get("micro_sequences"):
+        return [min(int(asked), part)]
+    every = divisors(part)
+    useful = [m for m in every if m == 1 or m * w.sequence <= LONGEST_MICRO_TOKENS * degrees.context]
+    refused[LONG_MICRO] += len(every) - len(useful)
+    return useful
+
+
+def _splits(degrees: _Degrees, pins: Pins) -> list[tuple[int, str]]:
+    """How many of the groups split what, the rest being copies."""
+    asked = pins.knobs.get("shard_what")
+    whats = [str(asked)] if asked else ["optimizer", "parameters"]
+    shards = [pins.degrees.get("shard", 1)] if pins.degrees else divisors(degrees.parts)
+    return [(shard, what) for shard in shards for what in (whats if shard > 1 else ["nothing"])]
+
+
+def _orders(w: Workload, pipeline: int, pins: Pins, sends: Sends, refused: Counter[str]) -> list[tuple[int, str]]:
+    """Chunks of layers on a device and the schedule of the pipeline."""
+    if pipeline == 1:
+        return [(1, "1f1b")]
+    asked, asked_chunks = pins.knobs.get("schedule"), pins.chunks
+    found = [(1, "1f1b"), (1, "zero-bubble")] if pipeline > 1 else []
+    for virtual in range(2, min(MOST_CHUNKS, w.layers // pipeline) + 1):
+        if w.layers % (pipeline * virtual) and (w.layers + 2) % (pipeline * virtual):
+            refused[UNEVEN] += 1
+        else:
+            found.append((virtual, "interleaved"))
+    if asked == "gpipe" or sends == "ahead":
+        found.append((1, "gpipe"))
+    else:
+        refused[IN_VAIN] += 1
+    kept = [(v, s) for v, s in found if asked in (None, s) and asked_chunks in (None, v)]
+    if kept or not pins.degrees:
+        return kept
+    # A person may ask for chunks that do not divide evenly, if there are layers for them.
+    chunks = asked_chunks or (2 if asked == "interleaved" else 1)
+    if chunks * pipeline > w.layers:
+        refused[FEW_LAYERS] += 1
+        return []
+    return [(chunks, str(asked or ("interleaved" if chunks > 1 else "1f1b")))]
+
+
+def _experts(w: Workload, degrees: _Degrees) -> list[int]:
+    if not w.experts:
+        return [1]
+    return divisors(gcd(w.experts, degrees.parts * degrees.context * degrees.tensor))
+
+
+def _pinned(pins: Pins, knob: str, names: Sequence[str]) -> list[int]:
+    asked = pins.knobs.get(knob)
+    return [names.index(str(asked))] if asked else list(range(len(names)))
+
+
+@cache
+def _clash(pipeline: int, shard: int, context: int, tensor: int, what: str, schedule: str) -> bool:
+    """Whether INCOMPATIBLE forbids it; axes count as there (2) or not (1)."""
+    plain = Layout(pipeline=pipeline, shard=shard, context=context, tensor=tensor)
+    split = what if what in ("optimizer", "parameters") else "optimizer"
+    return conflict(replace(plain, shard_what=split, schedule=schedule)) is not None
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, the smallest first."""
+    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return low + [number // d for d in reversed(low) if d * d != number]
+
+
+def _nothing_left(w: Workload, devices: int, pins: Pins, refused: Counter[str]) -> str:
+    if pins.degrees:
+        reason = next(reason for reason in (FEW_LAYERS, HEADS, SEQUENCE, BATCH, NOT_TOGETHER) if refused[reason])
+        return f"the layout named under [layout] cannot carry this model and batch ({reason}); change it"
+    return (
+        f"no layout of {devices} devices carries {w.batch_sequences} sequences a step, {w.layers} layers and {w.heads} "
+        f"heads; raise train.batch_tokens to {devices * w.sequence} or more, or take fewer devices"
+    )

@@ -1,0 +1,112 @@
+"""The order of unlike machines: which of them hold a model's first layers and which its last, priced like all else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from plait.cluster.cluster import Cluster
+from plait.errors import PlaitError
+from plait.layout import AXES
+from plait.planner.heterogeneous.batch_shares import WORTH
+from plait.planner.heterogeneous.host_permutations import Turned, other_orders, unlike_roads
+from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.workload import Workload
+from plait.planner.search.enumeration import Pins
+from plait.planner.search.search import Search, search
+
+Places = tuple[int, ...]
+
+
+def in_best_order(found: Search) -> Search:
+    """The same question with the machines in the order that makes a step fastest; as they stand where others gain less
+    than WORTH, or only with a more complicated layout.
+
+    The first one stays the first: it is where a run is started, and the others can take any place. Shares and stages
+    that a person named are for the machines as they stand.
+    """
+    if not free_to_move(found.pins) or (found.dealer.devices.alike and not unlike_roads(found.cluster)):
+        return found
+    here = _step_s(found)
+    best = _best(found, other_orders(found.cluster, first_stays=True), (1 - WORTH) * here)
+    if best is None:
+        return found
+    places, other = best
+    gains = float(other.step_s.min()) <= (1 - WORTH) * float(found.step_s.min())
+    simple = int(other.points[other.chosen]) <= int(found.points[found.chosen])
+    return replace(other, turned=Turned(places=places, before_s=here)) if gains or simple else found
+
+
+def in_an_order_that_fits(workload: Workload, cluster: Cluster, stack: Stack, pins: Pins) -> Search | None:
+    """The fastest of the orders behind the first machine; for a question that nothing answers as the machines stand.
+
+    Where all hold the same there is none: layers are dealt out by memory as well.
+    """
+    if not free_to_move(pins) or len({island.device.memory_bytes for island in cluster.islands}) == 1:
+        return None
+    found: list[Search] = []
+    for places, other in other_orders(cluster, first_stays=True):
+        with suppress(PlaitError):
+            one = search(workload, other, stack=stack, pins=pins)
+            found.append(replace(one, turned=Turned(places=places, before_s=None)))
+    return min(found, key=_rank) if found else None
+
+
+def better_start(found: Search) -> Search | None:
+    """The same with another machine first, where that is faster by more than the forecast can tell."""
+    orders = [(places, other) for places, other in other_orders(found.cluster, first_stays=False) if places[0]]
+    best = _best(found, orders, _step_s(found) / (1 + found.tolerance))
+    return best[1] if best else None
+
+
+def free_to_move(pins: Pins) -> bool:
+    """Whether nobody named shares or stages, which are for machines as they stand."""
+    return not (pins.shares or pins.stage_layers)
+
+
+def _best(found: Search, orders: Sequence[tuple[Places, Cluster]], limit_s: float) -> tuple[Places, Search] | None:
+    """The same question in the order of which most is to be expected; None where a step takes longer than the limit,
+    unless as the machines stand it needs room that a device has only if all goes well; and where there it needs that.
+
+    Orders are compared by what they make of the degrees that are best as the machines stand, chosen and fastest: to
+    price all layouts in all of them would take minutes on large clusters.
+    """
+    tries = [found.pins] if found.pins.degrees else [_degrees(found, at) for at in {found.chosen, found.fastest}]
+    tried = [(_on(found, other, pins), places, other) for places, other in orders for pins in tries]
+    fits = [(one, places, other) for one, places, other in tried if one]
+    if not fits:
+        return None
+    best, places, other = min(fits, key=lambda one: _rank(one[0]))
+    whole = best if found.pins.degrees else _on(found, other, found.pins)
+    if whole is None or (_holds(found) and not _holds(whole)):
+        return None
+    saved = _holds(whole) and not _holds(found)
+    return (places, whole) if saved or _step_s(whole) <= limit_s else None
+
+
+def _holds(found: Search) -> bool:
+    """Whether every device has room for what is chosen."""
+    return found.reserved(found.chosen) <= found.capacity(found.chosen)
+
+
+def _rank(found: Search) -> tuple[bool, float]:
+    """What holds comes first, and of that the fastest."""
+    return not _holds(found), _step_s(found)
+
+
+def _degrees(found: Search, index: int) -> Pins:
+    row = found.candidates.row(index)
+    return replace(found.pins, degrees={axis: int(row[axis]) for axis in AXES})
+
+
+def _on(found: Search, cluster: Cluster, pins: Pins) -> Search | None:
+    """A question on other machines; None where nothing fits."""
+    try:
+        return search(found.workload, cluster, stack=found.stack, pins=pins, tolerance=found.tolerance)
+    except PlaitError:
+        return None
+
+
+def _step_s(found: Search) -> float:
+    return float(found.step_s[found.chosen])

@@ -1,0 +1,113 @@
+"""Kinds of layouts and layouts in words: what is split, apart from how many ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.layout import ABBREVIATIONS, AXES
+from plait.planner.problem.candidates import SHARD_WHAT, Candidates, Counts, Reals
+
+Row = Mapping[str, int | str]
+"""One candidate as `Candidates.row` gives it."""
+
+NAMES = {**ABBREVIATIONS, "expert": "EP"}
+_DATA = {
+    "alone": "one copy of the model",
+    "nothing": "plain copies of the model",
+    "optimizer": "copies that split the optimizer's state",
+    "gradients": "copies that split gradients and the optimizer's state",
+    "parameters": "parameters split and gathered layer by layer",
+}
+_CUTS = {
+    "tensor": "matrices cut across devices (tensor)",
+    "context": "sequences cut across devices (context)",
+    "pipeline": "layers in stages, one device after the other (pipeline)",
+    "expert": "experts dealt over devices (expert)",
+}
+
+
+def kinds(candidates: Candidates) -> Counts:
+    """A number for each candidate's kind: which axes cut the model, and what its copies split."""
+    c = candidates
+    data = np.where(c.batch_parts > 1, 1 + c.shard_what, 0)
+    cuts = (c.tensor > 1) + 2 * (c.context > 1) + 4 * (c.pipeline > 1) + 8 * (c.expert > 1)
+    return data + 8 * cuts
+
+
+def kind_words(row: Row) -> str:
+    """The kind of a layout: "plain copies of the model + matrices cut across devices (tensor)"."""
+    data = _DATA[str(row["shard_what"])] if int(row["replicate"]) * int(row["shard"]) > 1 else _DATA["alone"]
+    cuts = [words for axis, words in _CUTS.items() if int(row[axis]) > 1]
+    return " + ".join(cuts if cuts and data == _DATA["alone"] else [data, *cuts])
+
+
+def short_words(row: Row) -> str:
+    """Axes and degrees, and what is not as usual: "pipeline (PP) 4 × tensor (TP) 8, recompute full"."""
+    names = {**NAMES, "shard": "FSDP" if row["shard_what"] == "parameters" else "ZeRO"}
+    degrees = [f"{axis} ({names[axis]}) {row[axis]}" for axis in (*AXES, "expert") if int(row[axis]) > 1]
+    told = [" × ".join(degrees) or "one device"]
+    if int(row["shard"]) > 1:
+        told.append(f"splitting {'the optimizer' if row['shard_what'] == 'optimizer' else row['shard_what']}")
+    if int(row["pipeline"]) > 1:
+        told.append(f"schedule {row['schedule']}" + (f" of {row['virtual']} chunks" if int(row["virtual"]) > 1 else ""))
+    if row["recompute"] != "none":
+        told.append(f"recompute {row['recompute']}")
+    told.append(f"{row['micro_sequences']} sequence{'s' if int(row['micro_sequences']) > 1 else ''} at a time")
+    return ", ".join(told)
+
+
+def sentences(row: Row, layers: int) -> list[str]:
+    """What each axis of a layout does, a sentence each, for someone new."""
+    told = []
+    replicate, shard, pipeline = int(row["replicate"]), int(row["shard"]), int(row["pipeline"])
+    if replicate > 1:
+        told.append(
+            f"replicate (DP, data parallel) {replicate}: {replicate} copies of the model learn from different "
+            "sequences and add up their gradients at the end of each step"
+        )
+    if shard > 1:
+        told.append(_shard_sentence(shard, str(row["shard_what"])))
+    if pipeline > 1:
+        told.append(
+            f"pipeline (PP) {pipeline}: the {layers} layers stand on {pipeline} groups of devices, and portions of the "
+            f"batch pass through one group after the other (schedule {row['schedule']})"
+        )
+    if int(row["context"]) > 1:
+        told.append(f"context (CP) {row['context']}: each sequence is cut in {row['context']} parts that exchange keys")
+    if int(row["tensor"]) > 1:
+        told.append(f"tensor (TP) {row['tensor']}: {row['tensor']} devices compute each matrix product together")
+    if int(row["expert"]) > 1:
+        told.append(f"expert (EP) {row['expert']}: each of {row['expert']} devices holds other experts of every layer")
+    if row["recompute"] != "none":
+        what = "every layer's forward pass is" if row["recompute"] == "full" else "a part of every layer is"
+        told.append(f"recompute {row['recompute']}: {what} computed again in the backward pass, to save memory")
+    return told or ["one device does everything"]
+
+
+def _shard_sentence(shard: int, what: str) -> str:
+    if what == SHARD_WHAT[3]:
+        return (
+            f"shard (FSDP, fully sharded data parallel) {shard}: each of {shard} devices keeps 1/{shard} of "
+            "parameters, gradients and optimizer state, and gathers a layer when it computes it"
+        )
+    return (
+        f"shard (ZeRO) {shard}: each of {shard} devices keeps the whole model, but updates 1/{shard} of it, and "
+        f"so keeps only 1/{shard} of the optimizer's state"
+    )
+
+
+def leanest(candidates: Candidates, needed: Reals) -> dict[int, float]:
+    """Bytes of the leanest candidate of every kind."""
+    names, place = np.unique(kinds(candidates), return_inverse=True)
+    least = np.full(len(names), np.inf)
+    np.minimum.at(least, place, needed)
+    return {int(name): float(value) for name, value in zip(names, least, strict=True)}
+
+
+def kinds_without(candidates: Candidates, fits: NDArray[np.bool_]) -> frozenset[int]:
+    """The kinds of which no candidate is one of these."""
+    own = kinds(candidates)
+    return frozenset(own.tolist()) - frozenset(own[fits].tolist())

@@ -1,0 +1,168 @@
+"""Whether a layout fits a model, a batch and a machine: from the named degrees to a Layout, or one sentence why not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+
+from plait.cluster.topology import Machine
+from plait.errors import PlaitError
+from plait.layout import AXES, Layout, conflict
+from plait.model.shape import ModelShape, weight_sizes
+from plait.planner.problem.stage_partition import balanced
+from plait.recipe.schema import RunConfig
+
+UNCUT = "layout.stage_layers and layout.virtual_stages cut a pipeline; set layout.pipeline above 1, too"
+"""Why stages cannot be named where no pipeline is."""
+
+
+def named_degrees(config: RunConfig) -> dict[str, int]:
+    """The degrees that the recipe names; as soon as there is one, those not named are 1."""
+    asked = {axis: getattr(config.layout, axis) for axis in AXES}
+    return {axis: degree for axis, degree in asked.items() if degree != "auto"}
+
+
+def layout_of(config: RunConfig, shape: ModelShape, degrees: dict[str, int]) -> Layout:
+    """The layout with these degrees and, for all else, what the recipe asks or what is usual."""
+    asked = config.layout
+    pipeline = degrees.get("pipeline", 1)
+    virtual = 1 if asked.virtual_stages == "auto" else asked.virtual_stages
+    if asked.stage_layers != "auto":
+        if asked.virtual_stages != "auto" and len(asked.stage_layers) != pipeline * virtual:
+            raise PlaitError(
+                f"layout.stage_layers names {len(asked.stage_layers)} stages, and layout.virtual_stages = {virtual} on "
+                f"{pipeline} pipeline workers are {pipeline * virtual}; leave one of the two out"
+            )
+        virtual = len(asked.stage_layers) // pipeline
+    schedule = asked.schedule
+    if schedule == "auto":
+        schedule = "interleaved" if virtual > 1 else "1f1b"
+    stages = pipeline * virtual
+    layers = asked.stage_layers
+    if layers == "auto":
+        layers = balanced_stages(shape, stages) if stages > 1 else ()
+    return Layout(
+        **degrees,
+        shard_what="optimizer" if asked.shard_what == "auto" else asked.shard_what,
+        schedule=schedule,
+        stage_layers=layers,
+        recompute="none" if asked.recompute == "auto" else asked.recompute,
+    )
+
+
+def balanced_stages(shape: ModelShape, stages: int) -> tuple[int, ...]:
+    """Layers of each stage so that the dearest stage is as cheap as can be, the head counted with the last one.
+
+    Costs are those of the matrix products: looking up the embedding is all but free, the head is a product with the
+    whole vocabulary.
+    """
+    if stages > shape.layers:
+        raise PlaitError(
+            f"a pipeline of {stages} stages needs as many layers, and the model has {shape.layers}; lower "
+            "layout.pipeline or layout.virtual_stages, or raise model.layers"
+        )
+    layer = sum(
+        prod(sizes) for name, sizes in weight_sizes(shape).items() if name.startswith("layers.0.") and len(sizes) == 2
+    )
+    return balanced(shape.layers, stages, shape.vocabulary * shape.width / layer)
+
+
+def check_layout(layout: Layout, shape: ModelShape, *, sequence: int, batch_sequences: int) -> None:
+    """Raise PlaitError, with the mend, where a layout cannot carry this model and batch exactly."""
+    if reason := conflict(layout):
+        raise PlaitError(reason)
+    _check_tensor(layout.tensor, shape)
+    if layout.context > 1 and sequence % (2 * layout.context):
+        raise PlaitError(
+            f"layout.context = {layout.context} cuts each sequence into {2 * layout.context} equal pieces, and "
+            f"train.sequence is {sequence}; choose a multiple of {2 * layout.context}"
+        )
+    _check_stages(layout, shape)
+    if layout.batch_parts > batch_sequences:
+        raise PlaitError(
+            f"{layout.batch_parts} workers cannot share {batch_sequences} sequences a step: each needs one; raise "
+            f"train.batch_tokens to {layout.batch_parts} sequences or lower layout.replicate or layout.shard"
+        )
+
+
+def check_shares(shares: tuple[int, ...], layout: Layout, batch_sequences: int) -> None:
+    """Raise PlaitError, with the mend, where shares do not deal a step's sequences out to the parts of the batch.
+
+    No shares are equal ones, which `check_layout` has checked.
+    """
+    if not shares:
+        return
+    parts = layout.batch_parts
+    if len(shares) != parts:
+        raise PlaitError(
+            f"layout.shares = {list(shares)} should be {parts} number{'s' if parts > 1 else ''}, one for each of "
+            f"replicate {layout.replicate} × shard {layout.shard}; change the shares or the degrees, or leave the "
+            "shares out"
+        )
+    if min(shares) < 1:
+        raise PlaitError(f"layout.shares = {list(shares)} leave a worker nothing to do; give each at least 1 sequence")
+    if sum(shares) != batch_sequences:
+        raise PlaitError(
+            f"layout.shares add up to {sum(shares)}, and a step has {batch_sequences} sequences (train.batch_tokens / "
+            f"train.sequence); change a share, or set train.batch_tokens to {sum(shares)} sequences"
+        )
+
+
+def check_devices(layout: Layout, machine: Machine) -> None:
+    """Raise PlaitError where GPUs would be left over or missing; CPU workers may be as many as are asked for."""
+    if machine.device == "cuda" and layout.world_size != machine.devices:
+        raise PlaitError(
+            f"the layout {layout} needs {layout.world_size} GPUs, and this machine has {machine.devices}; name degrees "
+            f"whose product is {machine.devices}, or hide GPUs with CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _check_tensor(tensor: int, shape: ModelShape) -> None:
+    if shape.heads % tensor:
+        fitting = [str(number) for number in range(1, shape.heads + 1) if shape.heads % number == 0]
+        raise PlaitError(
+            f"layout.tensor = {tensor} does not divide {shape.heads} heads; choose one of {', '.join(fitting)}"
+        )
+    for dim in ("ffn", "vocabulary"):
+        if shape.size_of(dim) < tensor:
+            raise PlaitError(
+                f"layout.tensor = {tensor} is more than the model's {dim}, {shape.size_of(dim)}; "
+                f"lower it or raise model.{dim}"
+            )
+
+
+def _check_stages(layout: Layout, shape: ModelShape) -> None:
+    stages = layout.stage_layers
+    if not stages:
+        return
+    if layout.pipeline == 1:
+        raise PlaitError(UNCUT)
+    if len(stages) % layout.pipeline or sum(stages) != shape.layers:
+        raise PlaitError(
+            f"layout.stage_layers = {list(stages)} should be {layout.pipeline} numbers (or a multiple of it) that add "
+            f"up to the model's {shape.layers} layers; change them or leave them out"
+        )
+    if layout.virtual_stages > 1 and layout.schedule != "interleaved":
+        raise PlaitError(
+            f'{layout.virtual_stages} stages on a worker need layout.schedule = "interleaved", '
+            f'not "{layout.schedule}"; change it, or give each worker one stage'
+        )
+    if layout.virtual_stages == 1 and layout.schedule == "interleaved":
+        raise PlaitError(
+            'layout.schedule = "interleaved" needs several stages on each worker; set layout.virtual_stages = 2, or '
+            'choose layout.schedule = "1f1b"'
+        )
+
+
+def layout_from(row: Mapping[str, int | str], stage_layers: tuple[int, ...]) -> Layout:
+    """A candidate of the planner as the layout that runs; `stage_layers` only where it has a pipeline."""
+    pipeline = int(row["pipeline"])
+    return replace(
+        Layout(),
+        **{axis: int(row[axis]) for axis in AXES},
+        shard_what="parameters" if row["shard_what"] == "parameters" else "optimizer",
+        schedule=row["schedule"] if pipeline > 1 else "1f1b",
+        stage_layers=stage_layers,
+        recompute=row["recompute"],
+    )

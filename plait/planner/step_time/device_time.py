@@ -1,0 +1,114 @@
+"""What a layer, the head and the update take on a cluster's slowest device.
+
+By the clock where a probe has been, else by the formulas of roofline.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from plait.cluster.cluster import Cluster
+from plait.cluster.measured import Measured, MeasuredDevice
+from plait.planner.problem.candidates import Candidates, Reals
+from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.stage_partition import layer_weights, micro_batches
+from plait.planner.problem.workload import Workload
+from plait.planner.step_time import measured_compute
+from plait.planner.step_time.roofline import Chip, LayerTime, chip, head_time, layer_time, local_tokens
+
+HEAD_FORWARD = 1 / 3
+"""Of the head's time, what falls to the forward pass: one of its three products."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """The slowest device of a cluster under one stack; it sets everyone's pace."""
+
+    workload: Workload
+    stack: Stack
+    chip: Chip
+    clock: MeasuredDevice | None
+    """What a probe measured on it."""
+
+    def layer(self, candidates: Candidates) -> LayerTime:
+        """An average layer and one micro-batch on one device."""
+        if self.clock is None:
+            once = layer_time(self.workload, self.chip, self.stack, candidates)
+        else:
+            once = _clocked_layer(self.workload, self.clock, candidates)
+        learnt = self.stack.calibration.compute
+        return LayerTime(**{field.name: getattr(once, field.name) * learnt for field in fields(LayerTime)})
+
+    def head(self, candidates: Candidates) -> Reals:
+        """The head and the loss, forward and backward, of one micro-batch."""
+        return self._head(candidates) * self.stack.calibration.compute
+
+    def update(self, weights: Reals) -> Reals:
+        """The optimizer's update of so many parameters, and what a step costs beside."""
+        return self._update(weights) * self.stack.calibration.compute
+
+    def _head(self, candidates: Candidates) -> Reals:
+        if self.clock is None:
+            return np.add(*head_time(self.workload, self.chip, self.stack, candidates))
+        w, tokens = self.workload, local_tokens(self.workload, candidates)
+        entries = w.vocabulary / candidates.tensor
+        looked_up = measured_compute.embedding_s(self.clock, tokens, w.width, entries)
+        # In a pipeline the first stage looks tokens up, and it has no head.
+        return measured_compute.head_s(self.clock, tokens, w.width, entries) + np.where(
+            candidates.pipeline == 1, looked_up, 0.0
+        )
+
+    def _update(self, weights: Reals) -> Reals:
+        if self.clock is None:
+            return weights * self.stack.update_bytes / self.chip.stream_bytes_per_s + self.stack.step_s
+        return measured_compute.update_s(self.clock, weights)
+
+
+def arithmetic(workload: Workload, cluster: Cluster, stack: Stack) -> Arithmetic:
+    """The slowest device's times, by the clock where the cluster was measured."""
+    slowest = min(cluster.islands, key=lambda i: chip(i.device, workload.precision, stack, i.speed).linear_flops)
+    return Arithmetic(
+        workload=workload,
+        stack=stack,
+        chip=chip(slowest.device, workload.precision, stack, slowest.speed),
+        clock=slowest_of(cluster.measured) if clocked(workload, cluster) else None,
+    )
+
+
+def clocked(workload: Workload, cluster: Cluster) -> bool:
+    """Whether a probe has been here, and in the precision that is asked about."""
+    return cluster.measured is not None and cluster.measured.precision == workload.precision and not workload.experts
+
+
+def slowest_of(measured: Measured | None) -> MeasuredDevice | None:
+    """The host whose slowest worker is the slowest of all."""
+    return min(measured.devices, key=lambda device: min(device.rates)) if measured else None
+
+
+def _clocked_layer(w: Workload, clock: MeasuredDevice, candidates: Candidates) -> LayerTime:
+    tokens, tensor = local_tokens(w, candidates), candidates.tensor
+    heads, keys = w.heads * w.head_width / tensor, np.maximum(w.kv_heads / tensor, 1.0) * w.head_width
+    ffn = w.ffn / tensor
+    products = [(w.width, heads, 1), (w.width, keys, 2), (heads, w.width, 1), (w.width, ffn, w.gate_factor - 1)]
+    products.append((ffn, w.width, 1))
+    forward = backward = np.zeros(len(candidates))
+    for inner, columns, times in products:
+        forward = forward + times * measured_compute.product_s(clock, tokens, inner, columns)
+        backward = backward + times * measured_compute.product_s(clock, tokens, columns, inner, form="input")
+        backward = backward + times * measured_compute.product_s(clock, columns, tokens, inner, form="weight")
+    # Cut sequences: each rank has its queries, and all that they look back on.
+    rows = candidates.micro_sequences / candidates.context
+    size = rows, w.sequence, w.heads / tensor, w.head_width
+    streamed = tokens / np.where(candidates.sequence_parallel > 0, tensor, 1), w.width, w.ffn
+    more = (micro_batches(w, candidates) - 1) / micro_batches(w, candidates)
+    added = more * measured_compute.accumulate_s(clock, np.add(*layer_weights(w, candidates)))
+    return LayerTime(
+        products=forward,
+        products_backward=backward,
+        scores=measured_compute.attention_s(clock, *size, "forward"),
+        scores_backward=measured_compute.attention_s(clock, *size, "backward"),
+        stream=measured_compute.stream_s(clock, *streamed, "forward"),
+        stream_backward=measured_compute.stream_s(clock, *streamed, "backward") + added,
+    )

@@ -1,0 +1,101 @@
+"""What is waited for of weights and gradients that several ranks hold: gathers, scatters and sums, once a step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from plait.planner.problem.candidates import SCHEDULES, SHARD_WHAT, Reals
+from plait.planner.problem.stage_partition import fullest_weights
+from plait.planner.problem.workload import distinct_tokens
+from plait.planner.step_time.cost_inputs import Situation
+from plait.planner.step_time.network_model import Collective, collective_s, pass_s
+from plait.planner.step_time.roofline import LayerTime, local_tokens, sharing_ranks
+
+LAST_BYTES = 2**20
+"""Of the last bucket of gradients, at least (parallel/gradients/buckets.py)."""
+
+
+def shared_weights_s(
+    scene: Situation, layer: LayerTime, again: Reals, layers: Reals, micros: Reals
+) -> tuple[Reals, Reals, Reals]:
+    """Exposed gathers of parameters, exposed gradient sums and what of both is hidden, per step."""
+    c, stack = scene.candidates, scene.stack
+    forward, backward = layers * layer.forward, layers * (layer.backward + again)
+    common, experts = fullest_weights(scene.workload, c)
+    stride, sharded = c.tensor, sharing_ranks(c, stack)
+    group = np.where(c.shard_what > 0, sharded, 1)
+    one = common + experts
+    pieces = layers * stack.layer_pieces
+    apart = stride * c.context // (sharded // c.shard)  # of two ranks that share the shards of a weight
+    fully = c.shard_what == SHARD_WHAT.index("parameters")
+
+    def moved(kind: Collective, number_bytes: int) -> Reals:
+        return collective_s(scene.roads, kind, number_bytes * one, group, apart, pieces)
+
+    gather = moved("gather", scene.workload.number_bytes)
+    scatter = moved("scatter", stack.gradient_sent_bytes)
+    scatter = scatter * np.where(stack.sums_whole & (c.shard_what < SHARD_WHAT.index("gradients")), 2.0, 1.0)
+    summed = _summed(scene, common / group, experts / group, pieces)
+    window = stack.hides_parameters
+    halfway = c.shard_what == SHARD_WHAT.index("gradients")
+    # Parameters sharded: gathered for each pass of each micro-batch, gradients scattered after each.
+    one_layer = np.maximum(1 / np.maximum(layers, 1), 1 - scene.hidden_at_most)
+    each_forward = np.maximum(gather - window * forward, gather * one_layer)
+    if stack.hides_scatters:
+        each_backward = np.maximum(gather + scatter - window * backward, scatter * one_layer)
+    else:
+        each_backward = scatter + np.maximum(gather - window * backward, gather * one_layer)
+    last = np.maximum(_last_bucket(scene, one, layers), 1 - scene.hidden_at_most)
+    late = np.maximum(scatter + summed - stack.hides_gradients * backward, (scatter + summed) * last)
+    early = np.maximum(gather - stack.hides_updates * forward, gather * last)
+    parameters = np.where(fully, micros * each_forward, np.where(c.shard_what > 0, early, 0.0))
+    gradients = np.where(fully, micros * each_backward + summed * (1 - stack.hides_gradients), late)
+    gradients = np.where(halfway, gradients + (micros - 1) * np.maximum(scatter - window * backward, 0.0), gradients)
+    total = np.where(fully, micros * (2 * gather + scatter) + summed, gather + scatter + summed)
+    return parameters, gradients, np.maximum(total - parameters - gradients, 0.0)
+
+
+def ends_s(scene: Situation, forward: Reals, micros: Reals) -> Reals:
+    """What a tied head and its embedding, which another stage has, cost: the embedding's gradient is the very last of
+    all, so that nothing hides a sum of both. Where one end keeps the table (parallel/pipeline/tied_embedding.py), what
+    is waited for are the rows of the first micro-batch and the gradients of the last one's; the other rows travel
+    before the first gradient of a stage does, which comes when `forward`, of a stage and a micro-batch, was done
+    through all stages."""
+    w, c, stack = scene.workload, scene.candidates, scene.stack
+    table = stack.gradient_sent_bytes * w.embedding_weights / c.tensor
+    apart = np.maximum(c.devices // c.pipeline * (c.pipeline - 1), 1)
+    summed = collective_s(scene.roads, "reduce", table, np.where(c.pipeline > 1, 2, 1), apart)
+    if not (stack.keeps_ends and w.tied):
+        return summed * (w.tied and c.pipeline > 1)
+    once, every = (
+        pass_s(scene.roads, table * distinct_tokens(tokens, w.vocabulary) / w.vocabulary, 2, apart)
+        for tokens in (local_tokens(w, c), local_tokens(w, c) * micros)
+    )
+    filling = forward * np.where(c.schedule == SCHEDULES.index("gpipe"), micros, c.pipeline)
+    few = 2 * once + np.maximum(every - once - filling, 0.0)
+    return np.where(c.batch_parts * c.context == 1, few, summed) * (c.pipeline > 1)
+
+
+def _last_bucket(scene: Situation, weights: Reals, layers: Reals) -> Reals:
+    """Share of a rank's weights whose gradients are done only when the backward pass has ended, and that are waited for
+    before the next forward pass begins: the embedding, or of a stage without one a layer."""
+    c, w = scene.candidates, scene.workload
+    table = np.where(c.pipeline == 1, w.embedding_weights / c.tensor / weights, 1 / np.maximum(layers, 1))
+    return np.minimum(np.maximum(table, LAST_BYTES / (scene.stack.gradient_bytes * weights)), 1.0)
+
+
+def _summed(scene: Situation, common: Reals, experts: Reals, pieces: Reals) -> Reals:
+    """Sums of gradients over the ranks that hold the same: copies of a shard, or everyone where nothing is sharded."""
+    c, stack = scene.candidates, scene.stack
+    sharded = sharing_ranks(c, stack)
+    split = c.shard_what > 0
+    copies = np.where(split, c.replicate, c.replicate * c.shard * c.context)
+    far = np.where(split, c.tensor * c.shard * c.context, c.tensor)
+    summed = collective_s(scene.roads, "reduce", stack.gradient_sent_bytes * common, copies, far, pieces)
+    few = np.maximum(copies / c.expert, 1)
+    summed += collective_s(scene.roads, "reduce", stack.gradient_sent_bytes * experts, few, far * c.expert, pieces)
+    # The pieces of a sequence, where each holds whole what the others hold.
+    near = np.where(split, c.shard * c.context // sharded, 1)
+    return summed + collective_s(
+        scene.roads, "reduce", stack.gradient_sent_bytes * (common + experts), near, c.tensor, pieces
+    )

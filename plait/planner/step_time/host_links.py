@@ -1,0 +1,90 @@
+"""Which roads between hosts a group of ranks uses, where a probe found some of them to be far slower than others.
+
+Two rooms with a narrow cable between them, a machine on the wireless network: what a message costs then hangs on which
+hosts stand beside each other, and so does the order that is best for them (host_order.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.cluster.measured import Measured, MeasuredLink
+from plait.planner.problem.candidates import Reals
+from plait.planner.step_time.measured_compute import over_sizes
+
+UNLIKE = 1.5
+"""So many times faster than the slowest road another must be to count as faster: readings of like roads differ, too."""
+
+Way = Literal["each with each", "each to the next"]
+Pair = frozenset[int]
+"""Two hosts, by their places."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HostRoads:
+    """The timed road between each two hosts, which stand in the order of their ranks."""
+
+    host_of: NDArray[np.int64]
+    """Of each rank its host's place."""
+    timed: Mapping[Pair, MeasuredLink]
+
+    def share(self, message: Reals, size: Reals, stride: Reals, way: Way) -> Reals:
+        """Seconds of a message on the slowest road that groups of `size` ranks `stride` apart use, over those that it
+        takes on the slowest of all roads."""
+        found = np.ones(message.shape)
+        slowest = max(self.timed.values(), key=_seconds_a_byte)
+        for ranks, apart in {(int(n), int(s)) for n, s in zip(size.ravel(), stride.ravel(), strict=True)}:
+            used = [self.timed[pair] for pair in self._used(ranks, apart, way)]
+            if used:
+                here = (size == ranks) & (stride == apart)
+                road = max(used, key=_seconds_a_byte)
+                found[here] = over_sizes(road, message[here]) / over_sizes(slowest, message[here])
+        return np.minimum(found, 1.0)
+
+    def chain(self) -> tuple[int, ...]:
+        """The hosts from the first one on, each followed by the one that it has the fastest road to."""
+        left, order = set(range(1, int(self.host_of.max()) + 1)), [0]
+        while left:
+            order.append(min(left, key=lambda host: (_seconds_a_byte(self.timed[frozenset((order[-1], host))]), host)))
+            left.remove(order[-1])
+        return tuple(order)
+
+    def _used(self, ranks: int, apart: int, way: Way) -> set[Pair]:
+        """The pairs of hosts between which such groups send; none where they are no groups of all ranks."""
+        if ranks < 2 or len(self.host_of) % (ranks * apart):
+            return set()
+        groups = self.host_of.reshape(-1, ranks, apart).swapaxes(1, 2).reshape(-1, ranks)
+        met = (_met(group, way) for group in np.unique(groups, axis=0).tolist())
+        return {frozenset(pair) for pairs in met for pair in pairs if pair[0] != pair[1]}
+
+
+def host_roads(measured: Measured) -> HostRoads | None:
+    """The roads between the hosts of a probe; None where they are alike, or not all known."""
+    places = {device.host: place for place, device in enumerate(measured.devices)}
+    ends = [(link, [places[host] for host in link.hosts if host in places]) for link in measured.links]
+    timed = {frozenset(pair): link for link, pair in ends if len(pair) == 2 and _is_road(link)}
+    if len(timed) < 2 or len(timed) < len(places) * (len(places) - 1) // 2:
+        return None
+    speeds = [_seconds_a_byte(link) for link in timed.values()]
+    if max(speeds) < UNLIKE * min(speeds):
+        return None
+    host_of = np.repeat(np.arange(len(places)), [device.workers for device in measured.devices])
+    return HostRoads(host_of=host_of, timed=timed)
+
+
+def _is_road(link: MeasuredLink) -> bool:
+    return link.kind == "send" and link.scope == "between"
+
+
+def _met(group: Sequence[int], way: Way) -> Iterable[tuple[int, int]]:
+    return pairwise(group) if way == "each to the next" else combinations(sorted(set(group)), 2)
+
+
+def _seconds_a_byte(link: MeasuredLink) -> float:
+    return link.points[-1].seconds / link.points[-1].bytes

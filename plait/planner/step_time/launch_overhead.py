@@ -1,0 +1,41 @@
+"""What launching kernels from the host costs, beside the work of the kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from plait.planner.problem.candidates import RECOMPUTE, Candidates, Reals
+from plait.planner.problem.workload import Workload
+from plait.planner.step_time.device_time import Arithmetic
+
+SHARPNESS = 3.2
+"""How abruptly the host becomes the limit: device and host times combine in a norm of this order."""
+
+SOFTMAX_MATRICES = 4
+SOFTMAX_KERNELS = 16.0
+"""What a masked softmax in single steps launches more than one in one kernel, as means of a forward pass and half a
+backward one: casts, scale, mask, copies. Fitted on the even half of vTrain's and BLOOM's rows."""
+
+
+def host_s(arithmetic: Arithmetic, candidates: Candidates, layers: Reals, device_s: Reals) -> Reals:
+    """What a micro-batch takes longer than the device's work because the host cannot launch kernels any faster."""
+    stack, workload, c = arithmetic.stack, arithmetic.workload, candidates
+    passes = 3 + (c.recompute == RECOMPUTE.index("full"))
+    sparse = workload.sparse_layers / workload.layers
+    kernels = stack.layer_kernels + 4 * (c.tensor > 1) + _loose_softmax(workload, c)
+    if arithmetic.clock is not None:  # in what was timed already
+        return np.zeros(len(c))
+    host = layers * passes * (kernels + sparse * stack.sparse_kernels) * stack.launch_s + stack.micro_s
+    device = device_s + layers * passes * kernels * stack.gap_s
+    if stack.launches == "blocking":
+        return device + host - device_s
+    return (device**SHARPNESS + host**SHARPNESS) ** (1 / SHARPNESS) - device_s
+
+
+def _loose_softmax(workload: Workload, candidates: Candidates) -> Reals:
+    """Kernels more for a layer's scores where they are not fused and the masked softmax's one kernel does not apply.
+
+    It takes four matrices of scores at a time (Megatron-LM, `FusedScaleMaskSoftmax.is_kernel_available`).
+    """
+    matrices = candidates.micro_sequences * workload.heads // candidates.tensor
+    return np.where((workload.attention == "unfused") & (matrices % SOFTMAX_MATRICES > 0), SOFTMAX_KERNELS, 0.0)

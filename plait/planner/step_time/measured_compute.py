@@ -1,0 +1,192 @@
+"""What measured times lead one to expect of other sizes: the cost model's answers where a probe has been.
+
+Between measured sizes rates are averaged with weights that fall with the distance, sizes taken as logarithms; beyond
+them the nearest measured rate holds. So nothing is ever expected to run faster than the best that was measured.
+All functions take numbers or arrays and answer seconds as arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from plait.cluster.measured import Measured, MeasuredDevice, MeasuredLink, Message, Scope, Work
+from plait.cluster.probe.request import Scene, layer_products
+from plait.errors import PlaitError
+from plait.model.shape import ModelShape, parameter_count
+from plait.planner.problem.candidates import Reals
+
+Direction = Literal["forward", "backward"]
+ProductForm = Literal["forward", "input", "weight"]
+_PRODUCT: dict[ProductForm, Work] = {"forward": "product", "input": "product_input", "weight": "product_weight"}
+_SCORES: dict[Direction, Work] = {"forward": "attention", "backward": "attention_backward"}
+_STREAMS: dict[Direction, Work] = {"forward": "stream", "backward": "stream_backward"}
+NEARNESS = 4.0
+"""Power of the distance, in factors of two, with which a measured rate loses weight."""
+_STANDS_FOR: dict[Message, Message] = {"swap_parts": "reduce_scatter", "spread_own": "all_gather"}
+"""On GPUs, where the library's own operations are measured alone."""
+
+Amount = Callable[[Any], Any]
+"""From sizes to the amount of work that time is about proportional to."""
+
+
+def product_s(
+    device: MeasuredDevice, rows: Any, inner: Any, columns: Any, batch: Any = 1.0, *, form: ProductForm = "forward"
+) -> Reals:
+    """Seconds of `batch` products of rows × inner by inner × columns: of a forward pass, or of one of its gradients."""
+    once = _expected(device, _PRODUCT[form], (rows, inner, columns), lambda s: s[0] * s[1] * s[2])
+    return np.asarray(batch, dtype=np.float64) * np.maximum(once, launch_s(device))
+
+
+def attention_s(
+    device: MeasuredDevice,
+    sequences: Any,
+    length: Any,
+    heads: Any,
+    head_width: Any,
+    direction: Direction,
+) -> Reals:
+    """Seconds of one layer's attention over so many sequences, or documents, of a length."""
+    work = _SCORES[direction]
+    known = [((n.sizes[1], n.sizes[4]), n.seconds / (n.sizes[0] * n.sizes[2])) for n in device.of(work)]
+    each = _between(work, known, (length, head_width), lambda s: s[0] ** 2 * s[1])
+    return np.asarray(sequences, dtype=np.float64) * np.asarray(heads, dtype=np.float64) * each
+
+
+def stream_s(device: MeasuredDevice, tokens: Any, width: Any, ffn: Any, direction: Direction) -> Reals:
+    """Seconds of all that one layer does beside products and attention, for a micro-batch of so many tokens.
+
+    A layer reads and writes some 12 numbers a unit of width and 4 a unit of its feedforward, forward as backward.
+    """
+    once = _expected(device, _STREAMS[direction], (tokens, width, ffn), lambda s: s[0] * (12.0 * s[1] + 4.0 * s[2]))
+    return np.maximum(once, launch_s(device))
+
+
+def head_s(device: MeasuredDevice, tokens: Any, width: Any, vocabulary: Any) -> Reals:
+    """Seconds of the head and the loss, forward and backward: products of 6 FLOPs a weight, and some 200 FLOPs' worth
+    of passes for each score."""
+    return _expected(device, "head", (tokens, width, vocabulary), lambda s: s[0] * s[2] * (6.0 * s[1] + 200.0))
+
+
+def embedding_s(device: MeasuredDevice, tokens: Any, width: Any, vocabulary: Any) -> Reals:
+    """Seconds of looking tokens up and of the gradient, a table as large as the embedding."""
+    return _expected(device, "embedding", (tokens, width, vocabulary), lambda s: (s[0] * 3.0 + s[2]) * s[1])
+
+
+def accumulate_s(device: MeasuredDevice, numbers: Any) -> Reals:
+    """Seconds of adding so many gradients to those of an earlier micro-batch."""
+    return _expected(device, "accumulate", (numbers,), lambda s: s[0])
+
+
+def update_s(device: MeasuredDevice, numbers: Any) -> Reals:
+    """Seconds of the optimizer's update of so many parameters, the gradient's norm included."""
+    known = [(one.sizes[:1], one.seconds) for one in device.of("update")]
+    return _between("update", known, (numbers,), lambda s: s[0])
+
+
+def step_items_s(
+    device: MeasuredDevice, shape: ModelShape, *, sequence: int, sequences: int, micros: int = 1
+) -> dict[str, float]:
+    """Seconds of one worker's whole step, item by item: so many micro-batches, each of so many sequences."""
+    scene = Scene(shape=shape, sequence=sequence, sequences=sequences)
+    rows, inner, columns = np.array(layer_products(scene), dtype=np.float64).T
+    products = product_s(device, rows, inner, columns) + product_s(device, rows, columns, inner, form="input")
+    products = products + product_s(device, columns, rows, inner, form="weight")
+    size = sequences, sequence, shape.heads, shape.head_width
+    layer = {
+        "products": products.sum(),
+        "attention": attention_s(device, *size, "forward") + attention_s(device, *size, "backward"),
+        "stream": stream_s(device, scene.tokens, shape.width, shape.ffn, "forward")
+        + stream_s(device, scene.tokens, shape.width, shape.ffn, "backward"),
+    }
+    numbers, ends = parameter_count(shape), (scene.tokens, shape.width, shape.vocabulary)
+    each = {
+        **{name: shape.layers * seconds for name, seconds in layer.items()},
+        "head": head_s(device, *ends),
+        "embedding": embedding_s(device, *ends),
+    }
+    once = {"accumulate": (micros - 1) * accumulate_s(device, numbers), "update": update_s(device, numbers)}
+    return {name: float(seconds) for name, seconds in ({n: micros * s for n, s in each.items()} | once).items()}
+
+
+def launch_s(device: MeasuredDevice) -> float:
+    """Seconds of the smallest operation."""
+    return min(one.seconds for one in device.of("launch"))
+
+
+def collective_s(measured: Measured, kind: Message, size_bytes: Any, ranks: Any, where: Scope) -> Reals:
+    """Seconds of one operation on a buffer of so many bytes over so many ranks; 0 for a single rank.
+
+    Time is interpolated over sizes, beyond them at the last rate. Other numbers of ranks than the measured ones take
+    those of the nearest, times what a ring sends: 2 (n - 1) / n of the buffer for a sum, (n - 1) / n otherwise, and
+    for short messages one more latency for each rank more.
+    """
+    link = _link(measured, kind, where, ranks)
+    sizes, ranks = np.asarray(size_bytes, dtype=np.float64), np.asarray(ranks, dtype=np.float64)
+    short_s = link.points[0].seconds
+    carried = np.maximum(over_sizes(link, sizes) - short_s, 0.0)
+    if kind == "send":
+        return short_s + carried
+    wires = ((ranks - 1) / np.maximum(ranks, 1)) / ((link.ranks - 1) / link.ranks)
+    hops = np.maximum(ranks - 1, 0) / (link.ranks - 1)
+    return np.where(ranks > 1, short_s * hops + carried * wires, 0.0)
+
+
+def handling_s(measured: Measured, size_bytes: Any, where: Scope) -> Reals:
+    """Processor seconds that a rank spends on sending or receiving a message of so many bytes."""
+    points = _link(measured, "send", where, 2).points
+    sizes = np.asarray(size_bytes, dtype=np.float64)
+    # The first and shortest message also wakes threads up: none costs more than a longer one.
+    spent = np.minimum.accumulate([point.cpu_s for point in points][::-1])[::-1]
+    known = np.array([point.bytes for point in points], dtype=np.float64)
+    inside = np.exp(np.interp(np.log(np.maximum(sizes, 1.0)), np.log(known), np.log(np.maximum(spent, 1e-9))))
+    return inside * np.maximum(sizes / known[-1], 1.0)
+
+
+def hidden(measured: Measured, where: Scope) -> float:
+    """Share of a sum over ranks that disappears behind arithmetic; 0 where it was not measured."""
+    shares = [one.hidden for one in measured.overlaps if one.scope == where]
+    return min(shares, default=0.0)
+
+
+def _expected(device: MeasuredDevice, work: Work, sizes: Sequence[Any], amount: Amount) -> Reals:
+    return _between(work, [(one.sizes, one.seconds) for one in device.of(work)], sizes, amount)
+
+
+def _between(work: Work, known: Sequence[tuple[tuple[int, ...], float]], sizes: Sequence[Any], amount: Amount) -> Reals:
+    """Seconds at `sizes` from seconds at known sizes, by rates: amounts of work a second."""
+    if not known:
+        raise PlaitError(f"{work} was not measured; probe again with plait probe --again")
+    asked = np.stack(np.broadcast_arrays(*(np.asarray(x, dtype=np.float64) for x in sizes)))
+    places = np.log2(np.array([place for place, _ in known], dtype=np.float64))
+    rates = np.log(np.array([amount(place) / seconds for place, seconds in known]))
+    at = np.log2(np.maximum(asked, 1.0)).reshape(len(asked), -1).T
+    at = np.clip(at, places.min(axis=0), places.max(axis=0))
+    squares = ((at[:, None, :] - places[None]) ** 2).sum(axis=2)
+    weights = (squares + 1e-9) ** (-NEARNESS / 2)
+    rate = np.exp((weights * rates).sum(axis=1) / weights.sum(axis=1)).reshape(asked.shape[1:])
+    return amount(asked) / rate
+
+
+def _link(measured: Measured, kind: Message, where: Scope, ranks: Any) -> MeasuredLink:
+    """The measured operation with the nearest number of ranks; the slowest of the links between hosts."""
+    of_scope = [link for link in measured.links if link.scope == where]
+    found = [link for link in of_scope if link.kind == kind]
+    found = found or [link for link in of_scope if link.kind == _STANDS_FOR.get(kind)]
+    if not found:
+        raise PlaitError(f"{kind} {where} hosts was not measured; probe again with two workers or more there")
+    wanted = float(np.max(np.asarray(ranks)))
+    nearest = min(abs(np.log2(link.ranks / max(wanted, 2.0))) for link in found)
+    near = [link for link in found if abs(np.log2(link.ranks / max(wanted, 2.0))) == nearest]
+    return max(near, key=lambda link: link.points[-1].seconds / link.points[-1].bytes)
+
+
+def over_sizes(link: MeasuredLink, sizes: Reals) -> Reals:
+    """Seconds between measured sizes, on a straight line of logarithms; beyond the last at its rate."""
+    known = np.log([point.bytes for point in link.points])
+    # Noise may have a longer message end sooner; a plan must not gain by sending more.
+    seconds = np.log(np.maximum.accumulate([point.seconds for point in link.points]))
+    inside = np.exp(np.interp(np.log(np.maximum(sizes, 1.0)), known, seconds))
+    return inside * np.maximum(sizes / np.exp(known[-1]), 1.0)

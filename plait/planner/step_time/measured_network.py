@@ -1,0 +1,122 @@
+"""How long messages take where a probe has timed them: the same questions as in network_model.py, other answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.cluster.catalog import Link
+from plait.cluster.cluster import Cluster
+from plait.cluster.measured import Measured, Message, Scope
+from plait.planner.problem.candidates import Reals
+from plait.planner.step_time import measured_compute
+from plait.planner.step_time.host_links import HostRoads, host_roads
+
+Ranks = tuple[Reals, Reals]
+"""Of groups the number of ranks, and how far apart they are numbered."""
+OPERATIONS: Mapping[str, tuple[Message, ...]] = {
+    "reduce": ("all_reduce",),
+    "gather": ("spread_own",),
+    "scatter": ("swap_parts",),
+    "stream": ("swap_parts", "spread_own"),
+    "keys": ("spread_own",),
+}
+"""What each kind of collective is made of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clocked:
+    """What a probe timed of a cluster's links, and by how much those of the cluster that is asked about are wider."""
+
+    measured: Measured
+    wider: Mapping[Scope, float]
+    """By scope, of those that were measured."""
+    roads: HostRoads | None
+    """Between the hosts, where they are unlike."""
+
+    def message_s(
+        self, kind: str, message: Reals, ranks: Ranks, nodes: Reals, pieces: Reals, otherwise: Reals
+    ) -> Reals:
+        """Seconds of a collective over groups of `ranks` on so many `nodes` each, its message sent in `pieces`.
+
+        `otherwise` is the answer for one rank, and where nothing was timed.
+        """
+        spent, (size, stride) = otherwise.copy(), ranks
+        groups: set[tuple[int, Scope]] = {
+            (int(count), _scope(many)) for count, many in zip(size.ravel(), nodes.ravel(), strict=True) if count > 1
+        }
+        for count, scope in groups:
+            if scope in self.wider:
+                here = (size == count) & ((nodes > 1) == (scope == "between"))
+                each = message[here] / np.maximum(pieces[here], 1)
+                times = [self._once(operation, each, count, scope) for operation in OPERATIONS[kind]]
+                spent[here] = pieces[here] * sum(times)
+                if self.roads and scope == "between":
+                    spent[here] *= self.roads.share(each, size[here], stride[here], "each with each")
+        return spent
+
+    def send_s(self, message: Reals, ranks: Ranks, far: NDArray[np.bool_], otherwise: Reals) -> Reals:
+        """Seconds of one message to the next of a group of `ranks`, `far` where that is on another host."""
+        spent, (size, stride) = otherwise.copy(), ranks
+        for scope, wider in self.wider.items():
+            here = far == (scope == "between")
+            spent[here] = measured_compute.collective_s(self.measured, "send", message[here], 2, scope) / wider
+            if self.roads and scope == "between":
+                spent[here] *= self.roads.share(message[here], size[here], stride[here], "each to the next")
+        return spent
+
+    def handling_s(self, message: Reals, far: NDArray[np.bool_]) -> Reals:
+        """Processor seconds that one message to a neighbour costs either rank; 0 where none was timed."""
+        spent = np.zeros_like(message)
+        for scope in self.wider:
+            here = far == (scope == "between")
+            spent[here] = measured_compute.handling_s(self.measured, message[here], scope)
+        return spent
+
+    def _once(self, operation: Message, message: Reals, ranks: int, scope: Scope) -> Reals:
+        return measured_compute.collective_s(self.measured, operation, message, ranks, scope) / self.wider[scope]
+
+
+def clocked_links(measured: Measured, rates: Mapping[Scope, float]) -> Clocked:
+    """The timed links of a cluster whose links now have these rates, in bytes per second and device."""
+    scopes: set[Scope] = {link.scope for link in measured.links}
+    return Clocked(
+        measured=measured,
+        wider={scope: rates[scope] / sent_bytes_per_s(measured, scope) for scope in scopes},
+        roads=host_roads(measured),
+    )
+
+
+def hidden_at_most(cluster: Cluster) -> float:
+    """Share of a sum over ranks that disappears behind arithmetic, at the best; 1 where nobody tried."""
+    measured, scope = cluster.measured, _scope(cluster.nodes)
+    if measured is None or all(overlap.scope != scope for overlap in measured.overlaps):
+        return 1.0
+    return measured_compute.hidden(measured, scope)
+
+
+def sent_bytes_per_s(measured: Measured, scope: Scope) -> float:
+    """What a long message from one rank to another reaches, on the slowest of the links."""
+    sends = [link.points[-1] for link in measured.links if link.kind == "send" and link.scope == scope]
+    return min(point.bytes / point.seconds for point in sends)
+
+
+def measured_link(measured: Measured, scope: Scope) -> Link:
+    """The slowest timed link as the planner's words and sweeps take it."""
+    shortest = [link.points[0].seconds for link in measured.links if link.kind == "send" and link.scope == scope]
+    return Link(
+        name=f"the measured link of {sent_bytes_per_s(measured, scope) * 8e-9:.3g} Gbit/s",
+        bytes_per_s=sent_bytes_per_s(measured, scope),
+        latency_s=max(shortest),
+        reached=1.0,
+        all_reduce_reached=1.0,
+        shape="switch",
+        source=f"plait probe, {measured.date}",
+    )
+
+
+def _scope(nodes: float) -> Scope:
+    return "between" if nodes > 1 else "inside"

@@ -1,0 +1,171 @@
+"""Pipelines timed by their actual lists of actions with unequal stages, for the layouts that are nearly the best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from plait.cluster.cluster import Cluster
+from plait.partition.pipeline_schedule import Action, Kind, StageTimes, actions, awaited, receiver
+from plait.planner.problem.candidates import SCHEDULES, Candidates, Counts, Reals, Schedule
+from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.stage_partition import dealt, head_layers, messages_each_way, micro_batches
+from plait.planner.problem.workload import Workload
+from plait.planner.step_time.device_time import arithmetic
+from plait.planner.step_time.step_time import Timing, timing
+
+ROUNDS = 1
+"""Times the pipeline's length after which one micro-batch more costs just the busiest rank's time for it."""
+MANY_ROUNDS = 8
+FEW = 8
+"""The same where messages count, for pipelines of few ranks: their waiting takes longer to settle."""
+
+
+def simulated_s(workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, times: Timing) -> Reals:
+    """Seconds of a step of each candidate with its pipeline's part simulated in place of `timing`'s closed form.
+
+    `times` are those of the same candidates. Layouts without a pipeline keep their time.
+    """
+    step_s = times.step_s.copy()
+    micros = np.rint(micro_batches(workload, candidates)).astype(np.int64)
+    busy = _busy(workload, cluster, candidates, stack, times)
+    rounds = (
+        np.where((busy.sent > 0.0) & (candidates.pipeline <= FEW), MANY_ROUNDS, ROUNDS) * candidates.pipeline
+        + micros % candidates.pipeline
+    )
+    short = np.minimum(micros, rounds)
+    keys = np.stack([candidates.schedule, candidates.pipeline, candidates.virtual, short])
+    piped, head = candidates.pipeline > 1, head_layers(workload)
+    for key in np.unique(keys[:, piped], axis=1).T:
+        rows = np.flatnonzero((keys == key[:, None]).all(axis=0) & piped)
+        schedule, ranks, virtual, simulated = (int(value) for value in key)
+        spent = _chunks(busy, rows, dealt(workload.layers, ranks * virtual, head, candidates.dealing), virtual)
+        slowest = np.add.reduce(list(spent.values())).reshape(virtual, ranks, -1).sum(axis=0).max(axis=0)
+        sent = busy.sent[rows]
+        whole = durations_s(SCHEDULES[schedule], (ranks, virtual, simulated), spent, sent)
+        # In the long run as many micro-batches are under way as there are ranks, and each waits for all work and all
+        # messages there and back; two ranks have one wire each way for all chunks' results and gradients.
+        round_s = np.add.reduce(list(spent.values())).sum(axis=0) + 2 * (ranks - 1) * sent
+        settled = np.maximum(slowest, messages_each_way(ranks, virtual) * sent)
+        if virtual == 1 and SCHEDULES[schedule] != "gpipe":
+            settled = np.maximum(settled, round_s / ranks)
+        whole = whole + (micros[rows] - simulated) * settled
+        step_s[rows] += whole / stack.speed - busy.closed_s[rows]
+    return step_s
+
+
+def stage_times_of(w: Workload, cluster: Cluster, one: Candidates, stack: Stack) -> StageTimes:
+    """Seconds of each stage for one micro-batch of a single candidate, as `simulated_s` takes them."""
+    busy = _busy(w, cluster, one, stack, timing(w, cluster, one, stack))
+    virtual = int(one.virtual[0])
+    layers = dealt(w.layers, int(one.pipeline[0]) * virtual, head_layers(w), one.dealing)
+    spent = _chunks(busy, np.array([0]), layers, virtual)
+    seconds = {kind: tuple(float(s) for s in values[:, 0] / stack.speed) for kind, values in spent.items()}
+    return StageTimes(
+        forward_s=seconds["forward"],
+        backward_input_s=seconds["backward-input"],
+        backward_weight_s=seconds["backward-weight"],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Busy:
+    """Seconds of one micro-batch; arrays over candidates, whose pipelines by the closed form take `closed_s`."""
+
+    layer: Reals
+    head: Reals
+    other: Reals
+    """What every rank spends beside: the host, and what it waits for messages where that is a share of them."""
+    sent: Reals
+    """One message to a neighbour, where it travels while the next micro-batch is computed."""
+    forward: Reals
+    """The forward pass' share of a layer's time."""
+    weight: Reals
+    """The share of the gradients of weights, which a schedule may put off: half of the backward pass' products."""
+    closed_s: Reals
+
+
+def _busy(w: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, times: Timing) -> _Busy:
+    micros = micro_batches(w, candidates) / stack.speed
+    device = arithmetic(w, cluster, stack)
+    layer = device.layer(candidates)
+    layers = times.products / micros / (layer.products + layer.products_backward)
+    per_rank = times.products + times.scores + times.stream + times.recompute
+    per_rank = per_rank + times.tensor + times.context + times.experts
+    other = times.host + (times.passes if stack.sends == "by share" else 0.0)
+    again = times.recompute / micros / layers
+    return _Busy(
+        layer=per_rank / micros / layers,
+        head=device.head(candidates),
+        other=other / micros,
+        sent=times.sent,
+        forward=layer.forward / (layer.forward + layer.backward + again),
+        weight=layer.products_backward / 2 / (layer.forward + layer.backward + again),
+        closed_s=per_rank + times.head + times.host + times.passes + times.bubble,
+    )
+
+
+Spent = dict[Kind, Reals]
+"""Seconds of each kind of action, (chunks, pipelines); a whole backward takes those of both its halves."""
+
+
+def _chunks(busy: _Busy, rows: Counts, layers: Sequence[int], virtual: int) -> Spent:
+    held = np.array(layers)[:, None]
+    whole = held * busy.layer[rows] + busy.other[rows] / virtual
+    whole[-1] += busy.head[rows]
+    forward, weight = whole * busy.forward[rows], whole * busy.weight[rows]
+    return {"forward": forward, "backward-input": whole - forward - weight, "backward-weight": weight}
+
+
+def durations_s(schedule: Schedule, counts: tuple[int, int, int], spent: Spent, sent_s: Reals | float = 0.0) -> Reals:
+    """How long pipelines take whose chunks need these times, all of one schedule at once.
+
+    `counts` are ranks, chunks on each, and micro-batches. What one rank has made for another is under way for `sent_s`,
+    one message after the other.
+    """
+    times = {**spent, "backward": spent["backward-input"] + spent["backward-weight"]}
+    order = _order(schedule, *counts)
+    ended = np.zeros((len(order) + 1, spent["forward"].shape[1]))
+    arrived: dict[int, Reals] = {}
+    free: dict[tuple[int, int], Reals] = {}  # from which moment on the wire between two ranks is
+    for slot, (kind, stage, before, arriving, wire) in enumerate(order, 1):
+        np.maximum.reduce(ended[before], axis=0, out=ended[slot])
+        if arriving:
+            np.maximum(ended[slot], arrived.pop(arriving), out=ended[slot])
+        ended[slot] += times[kind][stage]
+        if wire:
+            arrived[slot] = free[wire] = np.maximum(ended[slot], free.get(wire, 0.0)) + sent_s
+    return ended.max(axis=0)
+
+
+Step = tuple[Kind, int, list[int], int, tuple[int, int] | None]
+"""An action's kind, its stage, the places (from 1) of what comes before it on its rank, that of what another rank sends
+it (0: nothing), and the ranks between which its own result travels."""
+
+
+@lru_cache(maxsize=256)
+def _order(schedule: Schedule, ranks: int, virtual: int, micros: int) -> list[Step]:
+    """All actions, none before what it waits for."""
+    stages = ranks * virtual
+    lists = actions(schedule, ranks=ranks, virtual=virtual, micros=micros)
+    waits = [[(action, awaited(action, stages)) for action in own] for own in lists]
+    place: dict[Action, int] = {}
+    order: list[Step] = []
+    latest, done = [0] * ranks, [0] * ranks
+    while len(order) < sum(map(len, lists)):
+        for rank, own in enumerate(waits):
+            for action, needed in own[done[rank] :]:
+                before = [place.get(each, 0) for each in needed]
+                if 0 in before:
+                    break
+                here = [at for at, each in zip(before, needed, strict=True) if each.stage % ranks == rank]
+                [arriving] = [at for at in before if at not in here] or [0]
+                to = receiver(action, stages)
+                wire = None if to is None or to % ranks == rank else (rank, to % ranks)
+                order.append((action.kind, action.stage, [latest[rank], *here], arriving, wire))
+                place[action] = latest[rank] = len(order)
+                done[rank] += 1
+    return order

@@ -1,0 +1,196 @@
+"""How long a step takes, item by item, for many layouts at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from plait.cluster.cluster import Cluster
+from plait.planner.problem.candidates import RECOMPUTE, SCHEDULES, Candidates, Reals
+from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.stage_partition import fullest_weights, messages_each_way, micro_batches, stage_layers
+from plait.planner.problem.workload import Workload
+from plait.planner.step_time.cost_inputs import Situation
+from plait.planner.step_time.device_time import arithmetic
+from plait.planner.step_time.gradient_sync import ends_s, shared_weights_s
+from plait.planner.step_time.launch_overhead import host_s
+from plait.planner.step_time.measured_network import hidden_at_most
+from plait.planner.step_time.network_model import collective_s, exchange_s, handling_s, pass_s, roads
+from plait.planner.step_time.roofline import LayerTime, local_tokens, sharing_ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds of a step, arrays over candidates; the items of the busiest device add up to `step_s`.
+
+    Communication is given as what is exposed; `hidden` is what runs under arithmetic.
+    """
+
+    products: Reals
+    scores: Reals
+    stream: Reals
+    head: Reals
+    recompute: Reals
+    tensor: Reals
+    context: Reals
+    experts: Reals
+    passes: Reals
+    parameters: Reals
+    gradients: Reals
+    bubble: Reals
+    waiting: Reals
+    """For the slowest node, beyond what its speed explains."""
+    host: Reals
+    optimizer: Reals
+    sent: Reals
+    """One message to the next stage of a pipeline, where it travels while the next micro-batch is computed."""
+    hidden: Reals
+    step_s: Reals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exposed:
+    """One layer's and one micro-batch's communication that arithmetic does not hide, and what it does."""
+
+    tensor: Reals
+    context: Reals
+    experts: Reals
+    hidden: Reals
+
+
+def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack) -> Timing:
+    """Seconds of a step of every candidate on the cluster, its slowest device setting the pace."""
+    scene = Situation(
+        workload=workload,
+        candidates=candidates,
+        stack=stack,
+        arithmetic=arithmetic(workload, cluster, stack),
+        roads=roads(cluster),
+        hidden_at_most=hidden_at_most(cluster),
+    )
+    layer = scene.arithmetic.layer(candidates)
+    again = _again(scene, layer)
+    exposed = _exposed(scene, layer)
+    head = scene.arithmetic.head(candidates)
+    per_layer = layer.forward + layer.backward + again + exposed.tensor + exposed.context + exposed.experts
+    held = stage_layers(workload, candidates)
+    micros = micro_batches(workload, candidates)
+    alone = candidates.pipeline == 1
+    busiest = np.where(
+        alone, held.most * per_layer + head, np.maximum(held.most * per_layer, held.last * per_layer + head)
+    )
+    layers = np.where(busiest > held.most * per_layer, held.last, held.most)
+    heads = np.where(busiest > held.most * per_layer, head, 0.0)
+    host = host_s(scene.arithmetic, candidates, held.most, busiest) + _handling(scene)
+    passes, sent = _passes(scene, busiest + host)
+    sent = sent * stack.calibration.messages
+    stage = busiest + host + passes
+    whole = np.where(alone, stage, (workload.layers * per_layer + head) + candidates.pipeline * (host + passes))
+    # Fuller stages in front set the pace only while those behind them neither fill nor drain.
+    later = np.maximum(held.later * per_layer, held.last * per_layer + head)
+    eased = np.maximum(busiest - later, 0.0) * np.minimum(held.behind, micros - 1)
+    bubble = np.maximum(_bubble(scene, stage, whole) - np.where(alone, 0.0, eased), 0.0)
+    bubble = bubble + 2 * (candidates.pipeline - 1) * sent  # until the first comes through, and the last comes back
+    parameters, gradients, hidden = shared_weights_s(scene, layer, again, layers, micros)
+    gradients = gradients + ends_s(scene, held.most * layer.forward, micros)
+    optimizer = _optimizer(scene)
+    busy = {
+        "products": layers * (layer.products + layer.products_backward),
+        "scores": layers * (layer.scores + layer.scores_backward),
+        "stream": layers * (layer.stream + layer.stream_backward),
+        "head": heads,
+        "recompute": layers * again,
+        "tensor": layers * exposed.tensor,
+        "context": layers * exposed.context,
+        "experts": layers * exposed.experts,
+        "passes": passes,
+        "host": host,
+    }
+    items = {name: micros * value / stack.speed for name, value in busy.items()}
+    once = {"parameters": parameters, "gradients": gradients, "bubble": bubble, "optimizer": optimizer}
+    items |= {name: value / stack.speed for name, value in once.items()}
+    items = {name: value * stack.calibration.of_messages(name) for name, value in items.items()}
+    nodes = np.maximum(candidates.devices / scene.roads.per_node, 1)
+    items["waiting"] = sum(items.values()) * stack.straggling * np.log2(nodes)
+    return Timing(
+        **items, sent=sent, hidden=hidden + micros * layers * exposed.hidden, step_s=np.add.reduce(list(items.values()))
+    )
+
+
+def _again(scene: Situation, layer: LayerTime) -> Reals:
+    """What is computed a second time for one layer and micro-batch."""
+    recompute = scene.candidates.recompute
+    # Without fused attention only its core is repeated; with it, norms and activations, and of the products a share.
+    share = scene.stack.selective_products
+    flash = share * layer.products + max(share, 0.3) * layer.stream
+    selective = layer.scores if scene.workload.attention == "unfused" else flash
+    chosen = np.where(recompute == RECOMPUTE.index("selective"), selective, 0.0)
+    return np.where(recompute == RECOMPUTE.index("full"), layer.forward, chosen)
+
+
+def _exposed(scene: Situation, layer: LayerTime) -> _Exposed:
+    w, c, stack = scene.workload, scene.candidates, scene.stack
+    tokens = local_tokens(w, c)
+    full = c.recompute == RECOMPUTE.index("full")
+    tensor = (4 + 2 * full) * collective_s(scene.roads, "stream", w.number_bytes * tokens * w.width, c.tensor, 1)
+    # Keys and values travel round the context axis, and back with their gradients.
+    keys = 2.0 * w.number_bytes * tokens * c.context * np.maximum(w.kv_heads / c.tensor, 1) * w.head_width
+    once = collective_s(scene.roads, "keys", keys, c.context, c.tensor)
+    context = (3 + full) * once
+    under = np.minimum(stack.hides_context * (layer.scores + layer.scores_backward), context * scene.hidden_at_most)
+    # Half of the messages, those to the experts, are as narrow as what the experts multiply.
+    token_bytes = w.routed_width * (1.5 if w.precision in ("fp8", "fp4") else w.number_bytes)
+    inside, between = exchange_s(scene.roads, tokens / c.tensor, token_bytes, w.experts_per_token, c.expert, 1)
+    times = (4 + 2 * full) * w.sparse_layers / w.layers
+    experts = times * np.maximum(inside, between * (1 - stack.hides_experts))
+    left = np.maximum(context - under, 0.0) * (c.context > 1)
+    return _Exposed(
+        tensor=tensor * (1 - stack.hides_tensor),
+        context=left,
+        experts=experts,
+        hidden=tensor * stack.hides_tensor + (context - left) + times * np.maximum(inside, between) - experts,
+    )
+
+
+def _passes(scene: Situation, busy: Reals) -> tuple[Reals, Reals]:
+    """Exposed sends between stages for one micro-batch, there and back; and one that is not, where it is sent ahead."""
+    c, piped = scene.candidates, scene.candidates.pipeline > 1
+    once = pass_s(scene.roads, _stream_bytes(scene), c.pipeline, c.devices // c.pipeline)
+    if scene.stack.sends == "by share":
+        return np.where(piped, 2 * c.virtual * once * (1 - scene.stack.hides_pipeline), 0.0), np.zeros(len(c))
+    # At the least, what a wire takes longer for one micro-batch after the other than the ranks do.
+    left = np.maximum(messages_each_way(c.pipeline, c.virtual) * once - busy, 0.0)
+    return np.where(piped, left, 0.0), np.where(piped, once, 0.0)
+
+
+def _handling(scene: Situation) -> Reals:
+    """What the messages of one micro-batch cost a rank's processor: two come and two go for each of its stages, but for
+    the first and the last of all, and of two ranks each has one of these."""
+    c = scene.candidates
+    if not scene.stack.handles_messages:
+        return np.zeros(len(c))
+    messages = np.where(c.pipeline == 2, 4 * c.virtual - 2, 4 * c.virtual) * (c.pipeline > 1)
+    return messages * handling_s(scene.roads, _stream_bytes(scene), c.devices // c.pipeline)
+
+
+def _stream_bytes(scene: Situation) -> Reals:
+    """Of the stream of one micro-batch, as stages send it."""
+    w, c = scene.workload, scene.candidates
+    split = np.where(c.sequence_parallel > 0, c.tensor, 1)
+    return w.number_bytes * local_tokens(w, c) * w.width / split
+
+
+def _bubble(scene: Situation, stage: Reals, whole: Reals) -> Reals:
+    """Waiting of the busiest stage: the others' work on one micro-batch, cut into the chunks of an interleaving."""
+    c = scene.candidates
+    wait = np.maximum(whole - stage, 0.0) / c.virtual
+    # Weight gradients fill two thirds of it where they are put off (Qi et al. 2023, ZB-H1).
+    return np.where(c.schedule == SCHEDULES.index("zero-bubble"), wait / 3, wait)
+
+
+def _optimizer(scene: Situation) -> Reals:
+    c = scene.candidates
+    common, experts = fullest_weights(scene.workload, c)
+    split = np.where(c.shard_what > 0, sharing_ranks(c, scene.stack), 1)
+    return scene.arithmetic.update((common + experts) / split)

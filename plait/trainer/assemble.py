@@ -1,0 +1,181 @@
+"""From a recipe and a plan to everything the loop needs; the one place that knows everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from plait.data.loader import Loader, Micro, Samples, heldout_micros
+from plait.data.order import make_order
+from plait.data.shards import Corpus, open_corpus
+from plait.layout import Layout
+from plait.model.gpt import GPT
+from plait.model.init import first_value
+from plait.model.shape import ModelShape
+from plait.parallel.apply import STAGES, Stage, weave
+from plait.parallel.mesh import Sums
+from plait.parallel.sharded_model import Woven
+from plait.planner.plan import Plan, Precision
+from plait.recipe.schema import RunConfig
+from plait.trainer.optim import learning_rate, make_optimizer, set_learning_rate
+from plait.trainer.state import TrainState
+from plait.trainer.step import (
+    Autocast,
+    RunMicros,
+    Scalars,
+    evaluate_in_turn,
+    make_forward,
+    make_loss,
+    run_micros_in_turn,
+    take_step,
+)
+
+EvaluateMicros = Callable[[Iterable[Micro]], Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class Assembly:
+    """A rank's model, optimizer and data, put together."""
+
+    plan: Plan
+    device: torch.device
+    woven: Woven
+    optimizer: torch.optim.Optimizer
+    corpus: Corpus
+    loader: Loader
+    heldout: Callable[[], Iterator[Micro]]
+    sums: Sums
+    run_micros: RunMicros
+    evaluate_micros: EvaluateMicros
+
+    def step(self, state: TrainState) -> tuple[TrainState, Scalars]:
+        """The update after `state`; the number of tokens is added by whoever reads the scalars."""
+        plan = self.plan
+        micros = self.loader.micros(state.position)
+        set_learning_rate(self.optimizer, learning_rate(plan.optimizer, state.step, plan.steps))
+        scalars = take_step(
+            micros,
+            woven=self.woven,
+            run_micros=self.run_micros,
+            sums=self.sums,
+            optimizer=self.optimizer,
+            clip=plan.optimizer.clip,
+        )
+        return replace(state, step=state.step + 1, position=state.position + plan.batch_sequences), scalars
+
+    def evaluate(self) -> Tensor:
+        """[sum of losses, tokens] over the whole held-out part, each of its tokens once. Every rank must call it."""
+        return self.sums(self.evaluate_micros(self.heldout()))
+
+    def reshare(self, parts: tuple[int, ...]) -> None:
+        """From the next step on each part of the batch takes so many sequences; every rank must be told the same."""
+        layout = self.plan.layout if self.sums.size > 1 else Layout()
+        self.loader.take(samples_of(replace(self.plan, shares=parts), layout, self.sums.index, self.device))
+
+    def become(self, other: Assembly) -> None:
+        """Take over all of another assembly of this rank: whoever knows this one goes on with that."""
+        self.loader.close()
+        for field in fields(Assembly):
+            setattr(self, field.name, getattr(other, field.name))
+
+    def tensors(self) -> list[Tensor]:
+        """What stays from step to step: weights, moments, gradient buckets."""
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [*(held.tensor for held in self.woven.weights), *moments, *self.woven.gradients.buckets]
+
+
+def assemble(
+    config: RunConfig,
+    plan: Plan,
+    *,
+    sums: Sums,
+    mesh: DeviceMesh | None = None,
+    stages: Sequence[Stage] = STAGES,
+    fresh: bool = True,
+) -> Assembly:
+    """Build this rank's part of the run, with its first weights where they are to be `fresh`. Every rank must call it.
+
+    With `stages=()` and `sums=ALONE` it is one plain process without a mesh: the reference that layouts are proven by.
+    """
+    device = torch.device(plan.device, torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
+    layout = plan.layout if stages else Layout()
+    # Described first, cut next, and only then given memory: a rank never holds more than its part.
+    with torch.device("meta" if stages else device):
+        model = GPT(plan.shape)
+    woven = weave(model.to(torch.float64 if plan.precision == "float64" else torch.float32), mesh, plan, stages)
+    if fresh:
+        put_first_values(woven, plan.shape, config.run.seed)
+    corpus = open_corpus(Path(plan.corpus))
+    samples = samples_of(plan, layout, sums.index, device)
+    loader = Loader(corpus, make_order(corpus, config.run.seed, plan.sequence), samples)
+    run_micros, evaluate_micros = runners(woven, make_autocast(plan.precision, device))
+    return Assembly(
+        plan=plan,
+        device=device,
+        woven=woven,
+        optimizer=make_optimizer(woven.units, plan.optimizer),
+        corpus=corpus,
+        loader=loader,
+        heldout=lambda: heldout_micros(corpus, loader.samples),
+        sums=sums,
+        run_micros=run_micros,
+        evaluate_micros=evaluate_micros,
+    )
+
+
+@torch.no_grad()
+def put_first_values(woven: Woven, shape: ModelShape, seed: int) -> None:
+    """Fill this rank's weights from the seed: each a part of the value that it has in one process."""
+    for held in woven.weights:
+        value = first_value(held.name, shape, seed)
+        for dim, (first, length) in enumerate(zip(held.box.offset, held.box.extent, strict=True)):
+            value = value.narrow(dim, first, length)
+        held.tensor.copy_(value)
+
+
+def samples_of(plan: Plan, layout: Layout, rank: int, device: torch.device) -> Samples:
+    """What a rank of a layout, the plan's or one that cuts nothing, reads of each step."""
+    parts = plan.parts if layout.batch_parts > 1 else (plan.batch_sequences,)
+    assert len(parts) == layout.batch_parts and min(parts) > 0 and sum(parts) == plan.batch_sequences
+    place, part = layout.coordinates(rank), layout.batch_part(rank)
+    return Samples(
+        sequence=plan.sequence,
+        parts=parts,
+        part=part,
+        meeting=layout.meeting(part),
+        micro_sequences=plan.micro_sequences,
+        limits=plan.micro_limits if layout.batch_parts > 1 else (),
+        documents=plan.documents,
+        device=device,
+        context=place["context"],
+        contexts=layout.context,
+    )
+
+
+def runners(woven: Woven, autocast: Autocast) -> tuple[RunMicros, EvaluateMicros]:
+    """How micro-batches go through what was woven, in training and in evaluation: in turn, or through a pipeline."""
+    forward, loss_of = make_forward(autocast), make_loss(autocast, woven.vocabulary)
+    pipe = woven.pipe
+    if pipe is None:
+        return (
+            partial(run_micros_in_turn, woven=woven, forward=forward, loss_of=loss_of),
+            partial(evaluate_in_turn, woven=woven, forward=forward, loss_of=loss_of),
+        )
+    return (
+        lambda micros: pipe.run(micros, forward=forward, loss_of=loss_of, gradients=woven.gradients) * woven.reports,
+        lambda micros: pipe.evaluate(list(micros), forward=forward, loss_of=loss_of) * woven.reports,
+    )
+
+
+def make_autocast(precision: Precision, device: torch.device) -> Autocast:
+    """How the forward pass is computed: in bfloat16 from float32 weights, or as the weights are."""
+    if precision == "bf16":
+        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+    return nullcontext

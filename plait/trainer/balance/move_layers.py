@@ -1,0 +1,99 @@
+"""Cuts a pipeline anew between two steps: every rank builds its new stage, and layers travel to where they belong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.cluster.topology import free_memory_bytes
+from plait.parallel.mesh import Sums
+from plait.partition.boxes import Box
+from plait.planner.plan import Plan
+from plait.report.memory import peak_rss_bytes
+from plait.trainer.assemble import Assembly
+from plait.trainer.persist import owned, put, wanted
+
+SPARE = 0.9
+"""Of the memory that is free, what new layers may take."""
+
+
+class Build(Protocol):
+    """Makes a rank's part of a run, with its first weights where they are to be fresh."""
+
+    def __call__(self, plan: Plan, *, fresh: bool) -> Assembly: ...
+
+
+_Place = tuple[str, tuple[int, ...]]
+"""A tensor's key in a checkpoint, and where a rectangle of it begins."""
+
+
+def restaged(assembly: Assembly, build: Build, stage_layers: tuple[int, ...]) -> Assembly:
+    """This rank's part of the same run with other layers in its stages, weights and moments bit for bit.
+
+    `build` is `assemble` for any plan. Every rank must call it, between two steps; blocks until all that travels is
+    there. For as long both cuts lie in memory. Of a run that has not begun, the first weights are made.
+    """
+    plan = replace(assembly.plan, layout=replace(assembly.plan.layout, stage_layers=stage_layers))
+    begun = bool(assembly.optimizer.state)
+    new = build(plan, fresh=not begun)
+    if begun:
+        _move(assembly, new, assembly.sums)
+    return new
+
+
+def most_layers(assembly: Assembly, sharers: int) -> int:
+    """How many layers this rank's stage could have, by the memory that is free; `sharers` ranks have it in common.
+
+    The new stage lies beside the old one for a moment, and each layer brings what its activations take.
+    """
+    held = sum(len(chunk.layers) for chunk in assembly.woven.chunks)
+    state = sum(tensor.numel() * tensor.element_size() for tensor in assembly.tensors())
+    on_device = assembly.device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated(assembly.device) if on_device else peak_rss_bytes()
+    free = SPARE * (_free_on(assembly.device) if on_device else free_memory_bytes() / sharers)
+    return int(min(free / (state / held), held + free / (max(peak, state) / held)))
+
+
+@torch.no_grad()
+def _move(old: Assembly, new: Assembly, world: Sums) -> None:
+    """One rank after the other receives what it lacks, so that nobody waits for somebody who waits for it."""
+    own: dict[_Place, Tensor] = {(key, box.offset): numbers for key, box, numbers in owned(old)}
+    wants = [_told(world, [(key, box.offset) for key, box in wanted(new)]), _told(world, list(own))]
+    home = {place: rank for rank, places in enumerate(wants[1]) for place in places}
+    some = next(iter(own.values()))
+
+    def read(key: str, box: Box) -> Tensor:
+        place = key, box.offset
+        if place in own:
+            return own[place]
+        arrived = torch.empty(box.extent, dtype=some.dtype)
+        dist.recv(arrived, src=home[place])
+        return arrived
+
+    for rank, places in enumerate(wants[0]):
+        if rank == world.index:
+            put(new, read, next(iter(old.optimizer.state.values()))["step"])
+            continue
+        for place in places:
+            if home[place] == world.index:
+                dist.send(own[place].cpu().contiguous(), dst=rank)
+    new.woven.gradients.publish()
+
+
+def _told(world: Sums, places: list[_Place]) -> list[list[_Place]]:
+    """What every rank names, on every rank."""
+    text = json.dumps(places).encode()
+    length = int(world.largest(torch.tensor([len(text)]))[0])
+    padded = torch.tensor(list(text.ljust(length)), dtype=torch.uint8)
+    return [[(key, tuple(offset)) for key, offset in json.loads(bytes(one.tolist()))] for one in world.gather(padded)]
+
+
+def _free_on(device: torch.device) -> int:
+    """Bytes that torch could still allocate on a GPU."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

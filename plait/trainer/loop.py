@@ -1,0 +1,131 @@
+"""While steps remain: step, observe, evaluate and save when due, stop when asked.
+
+Knows neither recipe nor model nor mesh: it gets values and callables.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from plait.report.metrics import EvalReport, StepReport
+from plait.report.sinks import Sink
+from plait.trainer.state import TrainState
+from plait.trainer.step import Scalars
+from plait.units import Every
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How long, and how often what happens."""
+
+    steps: int
+    report_every_steps: int
+    evaluate_every_steps: int
+    """0: only at the end."""
+    checkpoint_every: Every
+    balance_every_steps: int = 0
+    """How often shares of the batch may change; 0: never."""
+    watch_every_steps: int = 0
+    """How often the times of all ranks are looked at, at least; 0: as it comes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actions:
+    """What the loop can do; every rank's loop calls the same ones in the same order."""
+
+    step: Callable[[TrainState], tuple[TrainState, Scalars]]
+    evaluate: Callable[[TrainState], EvalReport | None]
+    save: Callable[[TrainState], None]
+    agree: Callable[[bool, bool], tuple[bool, bool]]
+    """(stop asked here?, save due here?) to (stop, save), the same answer on every rank."""
+    reckon: Callable[[TrainState], Sequence[str]]
+    """After every fetch of scalars: looks at how even the load is, and answers what there is to say."""
+    stop_requested: Callable[[], bool]
+    learning_rate: Callable[[int], float]
+    data_wait_s: Callable[[], float]
+    mfu: Callable[[float], float | None]
+    """From tokens per second."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A step whose scalars are still on the device."""
+
+    state: TrainState
+    scalars: Scalars
+    lr: float
+    data_wait_s: float
+
+
+def run_loop(
+    state: TrainState, pace: Pace, actions: Actions, sink: Sink
+) -> tuple[TrainState, Literal["done", "stopped"]]:
+    """Train from `state` to the last step, or until a stop was asked for; saves at the end of either.
+
+    Reports reach the sink before the checkpoint of their step is written, so that a resume finds every line it needs.
+    """
+    saved_step, saved_at = state.step, time.monotonic()
+    pending: list[_Pending] = []
+    began = time.perf_counter()
+    stop = False
+    while state.step < pace.steps and not stop:
+        lr = actions.learning_rate(state.step)
+        state, scalars = actions.step(state)
+        pending.append(_Pending(state, scalars, lr, actions.data_wait_s()))
+        last = state.step == pace.steps
+        due = _save_due(pace.checkpoint_every, state.step - saved_step, time.monotonic() - saved_at)
+        stop, save = actions.agree(actions.stop_requested(), due)
+        evaluate = last or _divides(pace.evaluate_every_steps, state.step)
+        paces = pace.report_every_steps, pace.balance_every_steps, pace.watch_every_steps
+        fetch = any(_divides(every, state.step) for every in paces)
+        if not (fetch or last or stop or save or evaluate):
+            continue
+        state = _flush(pending, state, began, actions, sink)
+        for sentence in actions.reckon(state):
+            sink.note(sentence)
+        if evaluate and (report := actions.evaluate(state)):
+            sink.evaluation(report)
+        if save or stop or last:
+            actions.save(state)
+            saved_step, saved_at = state.step, time.monotonic()
+        began = time.perf_counter()
+    return state, "stopped" if state.step < pace.steps else "done"
+
+
+def _divides(every_steps: int, step: int) -> bool:
+    return every_steps > 0 and step % every_steps == 0
+
+
+def _save_due(every: Every, steps: int, seconds: float) -> bool:
+    if every.value == 0:
+        return False
+    return (steps if every.unit == "steps" else seconds) >= every.value
+
+
+def _flush(pending: list[_Pending], state: TrainState, began: float, actions: Actions, sink: Sink) -> TrainState:
+    """Fetch the waiting scalars in one copy and report each step; returns the state with its tokens counted."""
+    rows = torch.stack([torch.cat([p.scalars.totals, p.scalars.norm.double().reshape(1)]) for p in pending]).tolist()
+    step_s = (time.perf_counter() - began) / len(pending)  # after the fetch, which waits for the device
+    tokens = state.tokens
+    for one, (loss_sum, counted, norm) in zip(pending, rows, strict=True):
+        tokens += int(counted)
+        sink.step(
+            StepReport(
+                step=one.state.step,
+                tokens=tokens,
+                loss=loss_sum / max(counted, 1),
+                grad_norm=norm,
+                lr=one.lr,
+                step_s=step_s,
+                tokens_per_s=counted / step_s,
+                mfu=actions.mfu(counted / step_s),
+                data_wait_s=one.data_wait_s,
+            )
+        )
+    pending.clear()
+    return replace(state, tokens=tokens)

@@ -1,0 +1,87 @@
+"""AdamW's parameter groups, the schedule of the learning rate, and this rank's part of the gradient's norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import cos, pi
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.parallel.sharded_model import Unit
+from plait.planner.plan import OptimizerPlan
+
+FINAL_FRACTION = 0.1
+"""Of the peak, where cosine ends (Hoffmann et al. 2022)."""
+DECAY_FRACTION = 0.2
+"""Of the steps, over which "wsd" falls to zero (Hägele et al. 2024)."""
+
+
+def make_optimizer(units: Sequence[Unit], plan: OptimizerPlan) -> torch.optim.AdamW:
+    """AdamW over this rank's units, weight decay on matrices only."""
+    groups = [
+        {"params": [unit.parameter for unit in units if unit.decays], "weight_decay": plan.weight_decay},
+        {"params": [unit.parameter for unit in units if not unit.decays], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=plan.lr, betas=plan.betas, eps=1e-8, fused=True)
+    # As AdamW makes it in its first step, but from the beginning: the first step then holds what every step holds.
+    for parameter in (unit.parameter for unit in units):
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+    return optimizer
+
+
+def learning_rate(plan: OptimizerPlan, step: int, steps: int) -> float:
+    """The learning rate of update number `step` (from 0) of `steps`: a pure function."""
+    if step < plan.warmup_steps:
+        return plan.lr * (step + 1) / plan.warmup_steps
+    after = (step - plan.warmup_steps) / max(1, steps - plan.warmup_steps)
+    if plan.schedule == "cosine":
+        return plan.lr * (FINAL_FRACTION + (1 - FINAL_FRACTION) * 0.5 * (1 + cos(pi * after)))
+    if plan.schedule == "wsd":
+        left = (steps - step) / max(1.0, DECAY_FRACTION * steps)
+        return plan.lr * min(1.0, left)
+    return plan.lr
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every parameter group the rate of the next update."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def owned_squares(units: Sequence[Unit], *, like: Tensor) -> Tensor:
+    """The sum of squares of the gradients that this rank answers for, as a tensor of one number like `like`.
+
+    Each number of the model is owned by one rank, so the sum over all ranks is the square of the gradient's norm.
+    """
+    owned = [unit.parameter.grad for unit in units if unit.owned and unit.parameter.grad is not None]
+    if not owned:
+        return like.new_zeros(1)
+    norms = torch._foreach_norm(owned)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack(norms).to(like.dtype).square().sum().reshape(1)
+
+
+def clip_factor(norm: Tensor, limit: float | None) -> Tensor:
+    """What to multiply gradients by so that their norm is `limit` at most; never waits for the device."""
+    if limit is None:
+        return torch.ones_like(norm)
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+def update(optimizer: torch.optim.Optimizer, units: Sequence[Unit], *, factor: Tensor, norm: Tensor) -> None:
+    """One update by the gradients times `factor`, which `.grad` then holds; left out where the norm is not finite.
+
+    Fused AdamW reads every gradient anyway and divides it on the way: in float32 that saves a pass through memory.
+    Its divisor is a float32, so exact runs in float64 multiply beforehand.
+    """
+    gradients = [unit.parameter.grad for unit in units if unit.parameter.grad is not None]
+    fused: Any = optimizer
+    fused.found_inf = (~torch.isfinite(norm)).float()
+    if gradients and gradients[0].dtype == torch.float32:
+        fused.grad_scale = factor.reciprocal().float()
+    else:
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+    optimizer.step()

@@ -1,0 +1,110 @@
+"""One optimizer step, the same in `train` and wherever a run is to be proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.data.loader import Micro
+from plait.model.attention import Documents
+from plait.model.gpt import GPT
+from plait.parallel.mesh import Sums
+from plait.parallel.sharded_model import Forward, LossOf, Vocabulary, Woven
+from plait.trainer.loss import IGNORED, sum_of_losses
+from plait.trainer.optim import clip_factor, owned_squares, update
+
+Autocast = Callable[[], AbstractContextManager[object]]
+
+RunMicros = Callable[[Sequence[Micro]], Tensor]
+"""Forward and backward of this rank's micro-batches: returns its [sum of losses, counted tokens] in float64, zeros
+where another rank reports the same; afterwards each unit's `.grad` is the sum over all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scalars:
+    """A step's outcome, still on the device: reading it is the caller's decision."""
+
+    totals: Tensor
+    """[sum of losses, counted tokens] over all ranks."""
+    norm: Tensor
+    """Of the gradient, before clipping."""
+
+
+def take_step(
+    micros: Sequence[Micro],
+    *,
+    woven: Woven,
+    run_micros: RunMicros,
+    sums: Sums,
+    optimizer: torch.optim.Optimizer,
+    clip: float | None,
+) -> Scalars:
+    """One update from one step's micro-batches; every rank must call it. Never waits for the device.
+
+    See Note [loss is a sum] in loss.py: the global number of tokens divides once, here. An update whose gradient is
+    not finite is left out on all ranks alike, so that it cannot reach the weights.
+    """
+    local = run_micros(micros)
+    loss_sum, tokens, squares = sums(torch.cat([local, owned_squares(woven.units, like=local)])).unbind()
+    count = tokens.clamp(min=1)
+    norm = squares.sqrt() / count
+    update(optimizer, woven.units, factor=clip_factor(norm, clip) / count, norm=norm)
+    woven.gradients.publish()
+    return Scalars(totals=torch.stack([loss_sum, tokens]), norm=norm)
+
+
+def run_micros_in_turn(micros: Sequence[Micro], *, woven: Woven, forward: Forward, loss_of: LossOf) -> Tensor:
+    """RunMicros without a pipeline: one micro-batch after the other, gradients adding up."""
+    (model,) = woven.chunks
+    totals = torch.zeros(2, dtype=torch.float64, device=micros[0].inputs.device)
+    woven.gradients.open()
+    for micro in micros:
+        if micro is micros[-1]:
+            woven.gradients.arm(0)
+        loss = loss_of(forward(model, micro, None), model, micro)
+        loss.backward()
+        totals += torch.stack([loss.detach().double(), counted(micro)])
+    woven.gradients.close()
+    return totals * woven.reports
+
+
+def evaluate_in_turn(micros: Iterable[Micro], *, woven: Woven, forward: Forward, loss_of: LossOf) -> Tensor:
+    """[sum of losses, counted tokens] of this rank's micro-batches, forward only, without a pipeline."""
+    (model,) = woven.chunks
+    totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
+    with torch.no_grad():
+        for micro in micros:
+            loss = loss_of(forward(model, micro, None), model, micro)
+            totals += torch.stack([loss.double(), counted(micro)])
+    return totals * woven.reports
+
+
+def make_forward(autocast: Autocast) -> Forward:
+    """How a micro-batch goes through a part of the model, in the given precision."""
+
+    def forward(chunk: GPT, micro: Micro, stream_nd: Tensor | None) -> Tensor:
+        documents = None if micro.lengths is None else Documents(lengths=micro.lengths)
+        with autocast():
+            return chunk(micro.inputs, micro.positions, documents, stream_nd=stream_nd)
+
+    return forward
+
+
+def make_loss(autocast: Autocast, vocabulary: Vocabulary) -> LossOf:
+    """The sum of a micro-batch's token losses, from the stream after the final norm."""
+
+    def loss_of(hidden_nd: Tensor, chunk: GPT, micro: Micro) -> Tensor:
+        with autocast():
+            every_nd = vocabulary.enter(hidden_nd, micro.targets.numel())
+            return sum_of_losses(every_nd, chunk.head_weight(), micro.targets.flatten(), vocabulary)
+
+    return loss_of
+
+
+def counted(micro: Micro) -> Tensor:
+    """How many of a micro-batch's tokens enter the loss."""
+    return (micro.targets != IGNORED).sum().double()

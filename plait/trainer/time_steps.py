@@ -1,0 +1,52 @@
+"""Times a few real steps of a plan, to turn a time budget into steps and to choose among numbers of workers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from plait.parallel.mesh import Sums, make_mesh, world_sums
+from plait.planner.plan import read_plan
+from plait.recipe.load import load_recipe
+from plait.trainer.assemble import Assembly, assemble
+from plait.trainer.state import TrainState
+from plait.trainer.worker import Context, joined
+
+WARM_STEPS = 2
+LEAST_STEPS = 4
+LEAST_S = 4.0
+
+
+def rank(context: Context, argument: str) -> None:
+    """Entry of each rank of a measurement; the argument is a folder with plan.json and recipe.toml.
+
+    Rank 0 tells the median time of a step.
+    """
+    folder = Path(argument)
+    plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
+    with joined(context, plan):
+        mesh = make_mesh(plan.layout, plan.device)
+        world = world_sums()
+        assembly = assemble(config, plan, sums=world, mesh=mesh)
+        step_s = _time_steps(assembly, world)
+        assembly.loader.close()
+        if context.rank == 0:
+            context.tell("measured", step_s=step_s)
+
+
+def _time_steps(assembly: Assembly, world: Sums) -> float:
+    """Median seconds of a step, agreed on by all ranks; rank 0's clock says when it is enough."""
+    state, times = TrainState(), []
+    enough = False
+    while not enough:
+        began = time.perf_counter()
+        state, scalars = assembly.step(state)
+        scalars.totals.tolist()  # waits for the device
+        times.append(time.perf_counter() - began)
+        timed = times[WARM_STEPS:]
+        here = len(timed) >= LEAST_STEPS and sum(timed) >= LEAST_S
+        enough = bool(world.largest(torch.tensor([int(here and world.index == 0)]))[0])
+    return statistics.median(times[WARM_STEPS:])

@@ -1,0 +1,241 @@
+"""The process of one rank: reads the run's folder, joins its peers, assembles, loops."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from plait.checkpoint.store import verify
+from plait.errors import RunFailed
+from plait.model.shape import training_flops_per_token
+from plait.parallel.mesh import Sums, make_mesh, open_store, world_sums
+from plait.planner.plan import Plan, read_plan
+from plait.recipe.load import load_recipe
+from plait.report.memory import LiveTensorPeak, peak_rss_bytes
+from plait.report.metrics import EvalReport, StepReport
+from plait.report.sinks import MetricsFile, Several, Sink, TensorBoard
+from plait.trainer.assemble import Assembly, assemble
+from plait.trainer.balance.actions import Balance, watch_every_steps
+from plait.trainer.balance.meter import Meter, clock_of, metered
+from plait.trainer.balance.move_layers import restaged
+from plait.trainer.loop import Actions, Pace, run_loop
+from plait.trainer.optim import learning_rate
+from plait.trainer.persist import restore, save
+from plait.trainer.state import TrainState
+from plait.trainer.step import Scalars
+
+PEER_TIMEOUT = timedelta(minutes=10)
+
+
+class Context(Protocol):
+    """What a worker needs to know of its place: launch.job.RankContext, or a test's own."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    rendezvous: str
+
+    def tell(self, kind: str, **values: Any) -> None: ...
+    def stop_requested(self) -> bool: ...
+
+
+def main(context: Context, argument: str) -> None:
+    """Entry of every rank of `plait train`.
+
+    The argument is JSON: the run's folder, the checkpoint to go on from, and "parts": whether rank 0 finds this rank's
+    part of a checkpoint "here", in that folder, or it is to be "sent" there.
+    """
+    asked = json.loads(argument)
+    folder = Path(asked["folder"])
+    plan = read_plan(folder / "plan.json")
+    config = load_recipe(folder / "recipe.toml")
+    with joined(context, plan):
+        world = world_sums()
+        mesh = make_mesh(plan.layout, plan.device)
+        torch.manual_seed(config.run.seed + context.rank)
+        build = partial(assemble, config, sums=world, mesh=mesh)
+        assembly = build(plan)
+        assembly, meter = metered(assembly, clock_of(assembly.device))
+        state = TrainState()
+        if asked["resume"]:
+            path = folder / "checkpoints" / asked["resume"]
+            state = restore(assembly, path, verify(path), world)
+        sink = _sinks(context, folder, state.step)
+        memory = _FirstStep(assembly, world, context)
+        try:
+
+            def restage(stage_layers: tuple[int, ...]) -> Meter:
+                new, own = metered(restaged(assembly, build, stage_layers), clock_of(assembly.device))
+                assembly.become(new)
+                gc.collect()  # modules and their hooks know each other, and would keep the old stage
+                return own
+
+            tell = partial(context.tell, "times")
+            balance = Balance(assembly, meter, folder / "shares.jsonl", world, tell, restage)
+            keep = _keeper(context, assembly, folder / "checkpoints", world, asked["parts"])
+            run_loop(state, _pace(plan), _actions(context, assembly, keep, balance, memory), sink)
+        finally:
+            sink.close()
+            assembly.loader.close()
+
+
+@contextmanager
+def joined(context: Context, plan: Plan) -> Iterator[None]:
+    """This rank among its peers, with the plan's threads and device; leaves the group at the end."""
+    torch.set_num_threads(plan.threads_of(context.rank))
+    # Moments of embedding rows that stay without a gradient decay into denormal numbers, which CPUs compute slowly.
+    torch.set_flush_denormal(True)
+    backend = "gloo"
+    if plan.device == "cuda":
+        torch.cuda.set_device(context.local_rank)
+        _same_bits_on_gpus()
+        backend = "cpu:gloo,cuda:nccl"
+    store = open_store(context.rendezvous, context.rank, context.world_size)
+    dist.init_process_group(
+        backend, store=store, rank=context.rank, world_size=context.world_size, timeout=PEER_TIMEOUT
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _same_bits_on_gpus() -> None:
+    """Ask for kernels that give the same bits every time; a CPU's do so already at a fixed number of threads."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _pace(plan: Plan) -> Pace:
+    return Pace(
+        steps=plan.steps,
+        report_every_steps=plan.report_every_steps,
+        evaluate_every_steps=plan.evaluate_every_steps,
+        checkpoint_every=plan.checkpoint_every,
+        balance_every_steps=plan.balance_every_steps,
+        watch_every_steps=watch_every_steps(plan),
+    )
+
+
+Keep = Callable[[TrainState], Path]
+Parts = Literal["here", "sent"]
+
+
+def _keeper(context: Context, assembly: Assembly, folder: Path, world: Sums, parts: Parts) -> Keep:
+    """What saves a state's checkpoint in `folder`, or from it to rank 0's by way of the supervisors."""
+
+    def send(staging: Path) -> None:
+        context.tell("wrote", staging=staging.name)
+
+    return lambda state: save(assembly, state, folder, world, send=send if parts == "sent" else None)
+
+
+def _actions(context: Context, assembly: Assembly, keep: Keep, balance: Balance, memory: _FirstStep) -> Actions:
+    plan, world = assembly.plan, assembly.sums
+    flops_per_token = training_flops_per_token(plan.shape, plan.sequence, "full")
+
+    def save_here(state: TrainState) -> None:
+        began = time.perf_counter()
+        path = keep(state)
+        memory.tell_peaks()
+        if context.rank == 0:
+            context.tell("saved", step=state.step, name=path.name, seconds=time.perf_counter() - began)
+
+    def agree(stop: bool, due: bool) -> tuple[bool, bool]:
+        flags = world.largest(torch.tensor([int(stop), int(due)]))
+        return bool(flags[0]), bool(flags[1])
+
+    return Actions(
+        step=lambda state: balance.step(memory.watched, state),
+        evaluate=lambda state: evaluation(assembly, state.step),
+        save=save_here,
+        agree=agree,
+        reckon=balance.reckon,
+        stop_requested=context.stop_requested,
+        learning_rate=lambda step: learning_rate(plan.optimizer, step, plan.steps),
+        data_wait_s=lambda: assembly.loader.wait_s,
+        mfu=lambda rate: rate * flops_per_token / plan.peak_flops if plan.peak_flops else None,
+    )
+
+
+def evaluation(assembly: Assembly, step: int) -> EvalReport | None:
+    """The exact held-out loss, or None where nothing was held out. Every rank must call it."""
+    if not assembly.corpus.heldout_tokens:
+        return None
+    total, tokens = assembly.evaluate().tolist()
+    if not tokens:
+        raise RunFailed("the held-out part holds no token to predict; give a larger data.holdout, or 0")
+    return EvalReport(
+        step=step, eval_loss=total / tokens, eval_nats_per_byte=total / max(1, assembly.corpus.heldout_bytes)
+    )
+
+
+class _FirstStep:
+    """Watches memory during the first step of this process, tells it, and then steps aside."""
+
+    def __init__(self, assembly: Assembly, world: Sums, context: Context) -> None:
+        self._assembly, self._world, self._context = assembly, world, context
+        self._peak_bytes: int | None = None
+
+    def watched(self, state: TrainState) -> tuple[TrainState, Scalars]:
+        """A step as the assembly takes it."""
+        if self._peak_bytes is not None:
+            return self._assembly.step(state)
+        with LiveTensorPeak(self._assembly.device, self._assembly.tensors()) as peak:
+            result = self._assembly.step(state)
+        self._peak_bytes = peak.bytes
+        self.tell_peaks()
+        return result
+
+    def tell_peaks(self) -> None:
+        """Tell every rank's peaks, once a step was taken; every rank must call it."""
+        if self._peak_bytes is None:
+            return
+        peaks = self._world.gather(torch.tensor([self._peak_bytes, peak_rss_bytes()]))
+        if self._context.rank == 0:
+            tensor_bytes, rss_bytes = zip(*[peak.tolist() for peak in peaks], strict=True)
+            self._context.tell("memory", peak_tensor_bytes=tensor_bytes, peak_rss_bytes=rss_bytes)
+
+
+def _sinks(context: Context, folder: Path, steps_done: int) -> Sink:
+    """Rank 0 writes the files and tells the supervisor, which owns the terminal; the others are silent."""
+    if context.rank != 0:
+        return Several([])
+    return Several(
+        [MetricsFile(folder / "metrics.jsonl"), TensorBoard(folder / "tensorboard", steps_done), _Told(context)]
+    )
+
+
+class _Told:
+    """A sink that passes reports on to the supervisor."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def step(self, report: StepReport) -> None:
+        self._context.tell("step", **_plain(asdict(report)))
+
+    def evaluation(self, report: EvalReport) -> None:
+        self._context.tell("evaluation", **_plain(asdict(report)))
+
+    def note(self, text: str) -> None:
+        self._context.tell("note", text=text)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no word for what is not finite."""
+    return {k: v if not isinstance(v, float) or abs(v) < float("inf") else str(v) for k, v in values.items()}

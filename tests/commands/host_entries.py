@@ -1,0 +1,37 @@
+"""What the ranks of the tests of several hosts do: each in the folder of the host that it plays."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from plait.launch.values.job import RankContext
+from plait.parallel.mesh import make_mesh, world_sums
+from plait.planner.plan import read_plan
+from plait.recipe.load import load_recipe
+from plait.trainer.assemble import assemble
+from plait.trainer.persist import save
+from plait.trainer.state import TrainState
+from plait.trainer.worker import joined
+
+
+def save_apart(context: RankContext, argument: str) -> None:
+    """Save after one step; the argument lists each rank's folder for checkpoints, rank 0's is where they are wanted."""
+    asked = json.loads(argument)
+    home, folder = Path(asked["home"]), Path(asked["folders"][context.rank])
+    config, plan = load_recipe(home / "recipe.toml"), read_plan(home / "plan.json")
+    plan = replace(plan, layout=replace(plan.layout, replicate=context.world_size))
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def send(staging: Path) -> None:
+        context.tell("wrote", staging=staging.name)
+
+    apart = asked["folders"][context.rank] != asked["folders"][0]
+    with joined(context, plan):
+        world = world_sums()
+        assembly = assemble(config, plan, sums=world, mesh=make_mesh(plan.layout, plan.device))
+        state, _ = assembly.step(TrainState())
+        context.tell("heard", rank=context.rank)
+        save(assembly, state, folder, world, send=send if apart else None)
+        assembly.loader.close()

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait.commands.preparing.balance_table import DealTold, PartTold, told_deal
+from plait.data.loader import Loader, Samples
+from plait.data.order import make_order
+from plait.data.preparation.synthetic import write_synthetic
+from plait.data.rows import NOT_COUNTED
+from plait.data.shards import Corpus, open_corpus
+from plait.errors import PlaitError
+from plait.recipe.load import parse_config
+from plait.recipe.schema import RunConfig
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+SEQUENCE, BATCH = 48, 32
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    """Documents of one token to several sequences, parts of them never learned."""
+    return open_corpus(write_synthetic(tmp_path, vocabulary=64, sequence=SEQUENCE, seed=4))
+
+
+def config(**sections: dict[str, object]) -> RunConfig:
+    size = {"sequence": SEQUENCE, "batch_tokens": SEQUENCE * BATCH}
+    asked = {"run": {"name": "deal", "seed": 3}, "data": {"files": "none.txt"}, "train": size}
+    return parse_config({**asked, **{name: {**asked.get(name, {}), **values} for name, values in sections.items()}})
+
+
+def test_what_is_told_is_what_ranks_read(corpus: Corpus) -> None:
+    parts = (20, 8, 4)
+    told = told_deal(config(layout={"shares": list(parts)}, data={"mask_documents": True}), corpus, 3)
+    assert told.remark == "" and told.steps == len(told.ratios) == 20
+    order = make_order(corpus, 3, SEQUENCE)
+    for number, part in enumerate(told.parts):
+        samples = Samples(
+            sequence=SEQUENCE,
+            parts=parts,
+            part=number,
+            meeting=range(number, number + 1),
+            micro_sequences=4,
+            documents="mask",
+            device=torch.device("cpu"),
+        )
+        loader = Loader(corpus, order, samples)
+        micros = [micro for step in range(told.steps) for micro in loader.micros(step * BATCH)]
+        loader.close()
+        lengths = [length for micro in micros for length in micro.lengths or ()]
+        counted = sum(int((micro.targets != NOT_COUNTED).sum()) for micro in micros)
+        assert part.tokens == sum(micro.targets.numel() for micro in micros) == told.steps * parts[number] * SEQUENCE
+        assert part.pairs == pytest.approx(sum(n * (n + 1) / 2 for n in lengths) / part.tokens, rel=1e-12)
+        assert part.counted == pytest.approx(counted / part.tokens, rel=1e-12)
+        assert part.median_length == torch.tensor(lengths, dtype=torch.float64).quantile(0.5)
+        assert part.long_length == pytest.approx(float(torch.tensor(lengths, dtype=torch.float64).quantile(0.9)))
+    assert max(told.ratios) < min(1.2, max(told.ratios_as_they_come))
+
+
+def test_surprise_is_that_of_the_tokens_counts(corpus: Corpus) -> None:
+    """Every target is one of few tokens, so its surprise lies around the entropy of their counts."""
+    counts = sum(torch.bincount(torch.from_numpy(shard.tokens.astype("i8")), minlength=64) for shard in corpus.train)
+    assert isinstance(counts, torch.Tensor)
+    frequency = counts / counts.sum()
+    entropy = -float((frequency * frequency.clamp_min(1e-12).log()).sum())
+    told = told_deal(config(), corpus, 2)
+    for part in told.parts:
+        assert part.surprise == pytest.approx(entropy, rel=0.1)
+
+
+def test_joined_documents_stay_as_they_come(corpus: Corpus) -> None:
+    told = told_deal(config(data={"mask_documents": False}), corpus, 4)
+    assert told.ratios == told.ratios_as_they_come
+    assert [part.pairs for part in told.parts] == [part.pairs_as_they_come for part in told.parts]
+    assert "joined" in told.remark
+
+
+@pytest.mark.parametrize(
+    ("sections", "parts", "complaint"),
+    [
+        ({"train": {"sequence": "auto"}}, 2, "train.sequence=512"),
+        ({"train": {"batch_tokens": "auto"}}, 2, "train.batch_tokens=32768"),
+        ({"train": {"batch_tokens": SEQUENCE * 3}}, 4, "3 sequences, too few for 4 parts; choose --balance 3"),
+        ({"train": {"batch_tokens": SEQUENCE}}, 4, "1 sequence, which cannot be dealt"),
+        ({"layout": {"shares": [31, 1]}}, 3, "layout.shares has 2 parts of 32 sequences"),
+        ({"layout": {"shares": [30, 1]}}, 2, "layout.shares has 2 parts of 31 sequences"),
+    ],
+)
+def test_what_cannot_be_dealt_is_said_in_a_sentence(
+    corpus: Corpus, sections: dict[str, dict[str, object]], parts: int, complaint: str
+) -> None:
+    with pytest.raises(PlaitError, match=complaint):
+        told_deal(config(**sections), corpus, parts)
+
+
+def test_the_table_as_people_read_it() -> None:
+    def part(sequences: int, pairs: float) -> PartTold:
+        return PartTold(
+            sequences=sequences,
+            tokens=20 * 512 * sequences,
+            counted=0.875,
+            pairs_as_they_come=198.04,
+            pairs=pairs,
+            median_length=24,
+            long_length=512,
+            surprise=6.719,
+        )
+
+    told = DealTold(
+        steps=20,
+        sequence=512,
+        remark="documents are joined",
+        parts=(part(48, 198.5), part(16, 198.6)),
+        ratios_as_they_come=(1.01, 1.09, 1.3),
+        ratios=(1.0, 1.002, 1.011),
+    )
+    text, golden = told.table() + "\n", GOLDEN / "data-balance.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text(), f"{golden} says otherwise; if the new text is right, write it by UPDATE_GOLDEN=1"

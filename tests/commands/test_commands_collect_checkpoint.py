@@ -1,0 +1,141 @@
+"""A checkpoint whose parts are written on several hosts: whole on host 0, or an end with a reason and nothing left."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.checkpoint.store import newest_good
+from plait.commands.hosts.collect_checkpoint import Gathering
+from plait.commands.hosts.file_transfer import read_block
+from plait.errors import PlaitError, RunFailed
+from plait.launch.local.run import ForkServer
+from plait.launch.remote.link import Reply
+from plait.launch.values.job import Job, Message
+from tests.trainer.tiny import make_tiny
+
+BELOW = Path("checkpoints")
+
+
+class Host:
+    """A host that gives away what its rank wrote, or fails as it was told to."""
+
+    name = "host-1"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.fails = folder, False
+
+    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
+        assert kind == "read"
+        if self.fails and values["offset"]:
+            raise RunFailed("host-1 was lost: its cable was pulled; run the same command again")
+        size, data = read_block(self.folder / BELOW / values["staging"], values["name"], values["offset"], 1000)
+        return Reply(values={"size": size}, blob=data)
+
+
+class SlowHost:
+    """A host whose rank wrote a part that comes in very many blocks; counts those that it gave away."""
+
+    name = "host-1"
+    of_blocks = 1 << 20
+
+    def __init__(self) -> None:
+        self.blocks, self.begun = 0, threading.Event()
+
+    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
+        self.blocks += 1
+        self.begun.set()
+        return Reply(values={"size": self.of_blocks}, blob=b"x")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    make_tiny(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer(preload=("torch._dynamo", "plait.trainer.worker")) as server:
+        yield server
+
+
+def save(server: ForkServer, home: Path, folders: list[Path], host: Host) -> list[Message]:
+    """Save on as many ranks as there are folders, and answer what was told besides."""
+    told: list[Message] = []
+    asked = {"home": str(home), "folders": [str(folder / BELOW) for folder in folders]}
+    job = Job(
+        entry="tests.commands.host_entries:save_apart", argument=json.dumps(asked), world_size=len(folders), threads=1
+    )
+    with Gathering(lambda rank: host, folders[0] / BELOW, told.append) as gathering:
+        server.run(job, on_message=gathering.hear)
+    return told
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_parts_from_another_host_make_the_checkpoint_of_one(server: ForkServer, home: Path, tmp_path: Path) -> None:
+    one, here, there = (tmp_path / name for name in ("one", "here", "there"))
+    save(server, home, [one, one, one], Host(one))
+    told = save(server, home, [here, there, there], Host(there))
+    assert sorted(message.rank for message in told) == [0, 1, 2] and {message.kind for message in told} == {"heard"}
+    found = newest_good(here / BELOW)
+    assert found is not None and found.path.name == "step-1"
+    assert files(found.path) == files(one / BELOW / "step-1")
+    assert [path.name for path in (here / BELOW).iterdir()] == ["step-1"]
+    assert not list((there / BELOW).iterdir())
+
+
+@pytest.mark.parametrize("fault", ["lost host", "full disk"])
+def test_a_part_that_cannot_be_fetched_ends_the_save(
+    server: ForkServer, home: Path, tmp_path: Path, fault: str
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    host = Host(there)
+    host.fails = fault == "lost host"
+    if fault == "full disk":
+        staging = here / BELOW / ".step-1.staging"
+        staging.mkdir(parents=True)
+        (staging / ".rank-00001.safetensors.part").symlink_to("/dev/full")
+    why = {
+        "lost host": r"\(host-1 was lost: its cable was pulled\); earlier checkpoints are whole: mend that",
+        "full disk": r"\(No space left on device.*\); earlier checkpoints are whole: free some space",
+    }[fault]
+    with pytest.raises(
+        RunFailed, match=rf"the part from host-1 did not arrive {why}.* and give the same command again"
+    ):
+        save(server, home, [here, there], host)
+    assert not list((here / BELOW).iterdir()) and not list((there / BELOW).iterdir())
+
+
+def test_only_staging_folders_are_fetched_into(tmp_path: Path) -> None:
+    told: list[Message] = []
+    with Gathering(lambda rank: Host(tmp_path), tmp_path, told.append) as gathering:
+        gathering.hear(Message(rank=1, kind="wrote", values={"staging": "../elsewhere"}))
+        gathering.hear(Message(rank=1, kind="step", values={}))
+    assert [message.kind for message in told] == ["step"] and not list(tmp_path.iterdir())
+
+
+def test_an_end_with_an_error_does_not_wait_for_parts_on_their_way(tmp_path: Path) -> None:
+    host = SlowHost()
+    with (
+        pytest.raises(RunFailed, match="by a second SIGINT"),
+        Gathering(lambda rank: host, tmp_path, lambda message: None) as gathering,
+    ):
+        gathering.hear(Message(rank=1, kind="wrote", values={"staging": ".step-1.staging"}))
+        assert host.begun.wait(10)
+        raise RunFailed("stopped at once by a second SIGINT, without saving; run the same command again")
+    assert host.blocks < host.of_blocks and not list(tmp_path.iterdir())
+
+
+def test_a_name_that_is_no_part_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(PlaitError):
+        read_block(tmp_path, "../x", 0, 1)

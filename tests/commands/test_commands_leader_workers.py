@@ -1,0 +1,285 @@
+"""Who may join, how hosts are used, and where the secret and the address come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from plait.cluster.topology import Machine, told_apart
+from plait.commands.hosts import invitation
+from plait.commands.hosts.host_info import code_hash, objection, own_hello
+from plait.commands.hosts.invitation import HostsAsked, chosen_address, chosen_secret
+from plait.commands.hosts.leader_workers import PROBE, HostsCrew, check_layout, folder_of, in_words, shares_of
+from plait.errors import PlaitError
+from plait.launch.remote import interface
+from plait.launch.remote.interface import local_addresses
+from plait.launch.remote.leader import HostPart, Hosts
+from plait.launch.remote.link import Reply
+from plait.launch.values.job import Job, JobResult, Message
+from plait.planner.plan import HostShare, read_plan, renewed, same_hosts, write_plan
+from tests.planner.machines import EIGHT_H100, LAPTOP, PLAYS, planned, recipe
+
+LEAD = {
+    "name": "lead", "mark": "f00d", "plait": "0.4.0", "code": "c0de", "torch": "2.13.0+cpu", "python": "3.11.7",
+    "clock_s": 1e9, "cores": 8, "folder": "/home/a",
+}  # fmt: skip
+
+
+class Guest:
+    """A joined host that sees host 0's folder, mounted at a place of its own."""
+
+    host, name = 1, "guest"
+
+    def __init__(self, folder: str) -> None:
+        self.hello: dict[str, Any] = {"folder": folder, "cores": 8, "mark": "beef"}
+
+    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
+        assert kind == "see"
+        return Reply(values={"shared": True})
+
+
+class Led:
+    """Hosts on which every job ends at once, all of them laptops; keeps the parts of the last job."""
+
+    def __init__(self, *members: Guest) -> None:
+        self.members = self.arrived = members
+        self.parts: Sequence[HostPart] = ()
+
+    def seat(self, order: Sequence[int]) -> None:
+        self.members = tuple(self.arrived[host - 1] for host in order[1:])
+
+    def run(
+        self, job: Job, *, on_message: Callable[[Message], None], parts: Sequence[HostPart], grace_s: float = 0.0
+    ) -> JobResult:
+        self.parts = parts
+        if job.entry == "plait.cluster.measure:rank":
+            for rank in range(job.world_size):
+                machine = replace(LAPTOP, cores=LAPTOP.cores + rank)
+                values = {"fingerprint": machine.fingerprint(), "peak_flops": 1e11 * (1 + rank)}
+                on_message(Message(rank=rank, kind="machine", values=values))
+        return JobResult(stopped_by="finished", wall_s=0.0)
+
+
+def told(**other: Any) -> str | None:
+    return objection({**LEAD, "name": "guest", **other}, LEAD)
+
+
+def test_a_host_like_ours_may_join() -> None:
+    assert told() is None and objection(own_hello(), own_hello()) is None
+    assert told(python="3.12.1", cores=2, folder="/elsewhere", clock_s=1e9 - 59, torch="2.13.0+cu126") is None
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"plait": "0.3.9"}, "this host has plait 0.3.9 and lead has 0.4.0; install plait 0.4.0 here, too"),
+        ({"torch": "2.12.1"}, "this host has torch 2.12.1 and lead has 2.13.0; install torch 2.13.0 here, too"),
+        ({"code": "other"}, "its files differ; install the same commit on both"),
+        ({"clock_s": 1e9 + 75}, "this host's clock is 1 min 15 s ahead of lead's; set it right"),
+        ({"clock_s": 1e9 - 3600}, "this host's clock is 1 h 0 min behind lead's; set it right"),
+        ({"clock_s": "now"}, "lead does not understand this host's greeting; install plait 0.4.0 here, too"),
+        ({"plait": None}, "lead does not understand this host's greeting"),
+    ],
+)
+def test_what_must_be_mended_is_told_to_the_host_that_joins(other: dict[str, Any], sentence: str) -> None:
+    assert sentence in (told(**other) or "")
+
+
+def test_the_hash_of_the_code_is_stable() -> None:
+    assert len(code_hash()) == 64 and code_hash() == own_hello()["code"]
+
+
+def test_a_worker_for_each_gpu_or_one_with_all_the_cores() -> None:
+    small = replace(LAPTOP, cores=2)
+    assert shares_of(["a", "b"], [LAPTOP, small]) == (
+        HostShare(name="a", workers=1, threads=8, machine=LAPTOP.digest()),
+        HostShare(name="b", workers=1, threads=2, machine=small.digest()),
+    )
+    one = replace(EIGHT_H100, devices=1, cores=4)
+    assert [(share.workers, share.threads) for share in shares_of(["a", "b"], [EIGHT_H100, one])] == [(8, 24), (1, 4)]
+
+
+def test_who_does_what_is_told_on_a_line() -> None:
+    shares = shares_of(["a", "b"], [EIGHT_H100, replace(EIGHT_H100, devices=1, cores=4)])
+    assert in_words(shares) == "a 8 workers × 24 threads, b 1 worker × 4 threads"
+
+
+def test_hosts_of_one_name_are_told_apart() -> None:
+    assert told_apart(["vm", "big", "vm", "vm"]) == ("vm", "big", "vm (2)", "vm (3)")
+
+
+def test_gpus_and_processors_do_not_mix() -> None:
+    with pytest.raises(PlaitError, match=r"^b has GPUs and a has none that torch sees, .*; leave the odd host out"):
+        shares_of(["a", "b"], [LAPTOP, EIGHT_H100])
+
+
+def test_a_layout_of_another_size_is_refused(tmp_path: Path) -> None:
+    shares = shares_of(["a", "b"], [EIGHT_H100, replace(EIGHT_H100, devices=4)])
+    check_layout(recipe(tmp_path), shares)
+    check_layout(recipe(tmp_path, "layout.replicate=3", "layout.tensor=4"), shares)
+    with pytest.raises(
+        PlaitError, match=r"layout needs 8 workers, and the hosts have 12 \(a 8, b 4\); name degrees wh"
+    ):
+        check_layout(recipe(tmp_path, "layout.replicate=8"), shares)
+
+
+def test_a_plan_over_hosts_reads_back_and_knows_each_rank(tmp_path: Path) -> None:
+    hosts = (HostShare(name="a", workers=2, threads=3), HostShare(name="b", workers=1, threads=8))
+    plan = planned(recipe(tmp_path, "layout.replicate=3", "model.size=1M"), PLAYS, LAPTOP)
+    assert plan.hosts == () and {plan.threads_of(rank) for rank in range(3)} == {plan.threads}
+    placed = replace(plan, hosts=hosts)
+    write_plan(placed, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == placed
+    assert [placed.threads_of(rank) for rank in range(3)] == [3, 3, 8]
+
+
+def test_a_checkpoint_s_parts_are_fetched_from_the_host_of_their_rank(tmp_path: Path) -> None:
+    """Of three hosts with two, one and two workers."""
+    old, new = Guest("/a"), Guest("/b")
+    crew = HostsCrew(cast(Hosts, Led(old, new)), folder=tmp_path, config=recipe(tmp_path), say=lambda line: None)
+    vars(crew)["_shares"] = tuple(
+        HostShare(name=name, workers=count, threads=1) for name, count in zip("abc", (2, 1, 2), strict=True)
+    )
+    assert [crew._member_of(rank) for rank in (2, 3, 4)] == [old, new, new]
+
+
+def test_hosts_take_the_places_that_a_plan_gives_them(tmp_path: Path) -> None:
+    """The probe comes before it, a checkpoint's parts after it."""
+    guests = [Guest("/a"), Guest("/b"), Guest("/c")]
+    for guest, name in zip(guests, "abc", strict=True):
+        guest.name = name
+    hosts = Led(*guests)
+    crew = HostsCrew(cast(Hosts, hosts), folder=tmp_path, config=recipe(tmp_path), say=lambda line: None)
+    plan = planned(recipe(tmp_path, "layout.replicate=4", "model.size=1M"), PLAYS, LAPTOP)
+    lead = own_hello()["name"]
+    assert [share.name for share in crew.placed(plan).hosts] == [lead, "a", "b", "c"]
+    moved = replace(plan, seats=(0, 3, 1, 2))
+    for placed in (crew.placed(moved), crew.placed(moved)):  # a step may have been timed for the plan before
+        assert [share.name for share in placed.hosts] == [lead, "c", "a", "b"] and not placed.seats
+        assert [share.mark for share in placed.hosts[1:]] == ["beef"] * 3
+        assert crew.placed(placed) == placed
+    assert hosts.members == (guests[2], guests[0], guests[1]) and crew._member_of(1) is guests[2]
+    assert [machine.cores for machine, _, _ in crew.hosts()] == [8, 11, 9, 10]
+    assert [flops for _, flops, _ in crew.hosts()] == [1e11, 4e11, 2e11, 3e11]
+    crew.run(Job(entry=PROBE, argument="{}", world_size=4, threads=1), lambda message: None)
+    assert [part.threads for part in hosts.parts] == [8, 11, 9, 10]
+    with pytest.raises(AssertionError):
+        crew.placed(replace(plan, seats=(0, 1)))
+
+
+def test_the_folder_of_a_job_is_its_argument_or_in_it() -> None:
+    assert folder_of("/a/b") == folder_of(json.dumps({"folder": "/a/b", "resume": None})) == Path("/a/b")
+
+
+@pytest.mark.parametrize("corpus", ["in the cache", "elsewhere"])
+def test_the_data_of_a_job_have_a_name_that_holds_where_a_shared_folder_is_mounted_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, job = Path("runs") / "x", tmp_path / ".plait" / "proof"
+    run.mkdir(parents=True)
+    job.mkdir(parents=True)
+    config = recipe(tmp_path, "layout.replicate=2", "model.size=1M")
+    named = job / "corpus" if corpus == "in the cache" else Path("/data/corpus")
+    write_plan(replace(planned(config, PLAYS, LAPTOP), corpus=str(named)), job / "plan.json")
+    hosts = Led(Guest("/mnt/work"))
+    crew = HostsCrew(cast(Hosts, hosts), folder=run, config=config, say=lambda line: None)
+    asked = json.dumps({"folder": str(job), "extent": "all", "who": "layout"})
+    crew.run(
+        Job(entry="plait.commands.verifying.reference:rank", argument=asked, world_size=2, threads=1),
+        lambda message: None,
+    )
+    assert read_plan(job / "plan.json").corpus == (
+        ".plait/proof/corpus" if corpus == "in the cache" else "/data/corpus"
+    )
+    assert [folder_of(part.argument) for part in hosts.parts] == [job, Path("/mnt/work/.plait/proof")]
+
+
+def test_an_address_must_be_of_this_machine() -> None:
+    assert chosen_address("127.0.0.1") == "127.0.0.1" and chosen_address("127.0.0.2") == "127.0.0.2"
+    with pytest.raises(PlaitError, match=r"^203.0.113.7 is not an address of this machine; "):
+        chosen_address("203.0.113.7")
+    outside = [text for text in local_addresses() if not text.startswith("127.") and ":" not in text]
+    if len(outside) == 1:
+        assert chosen_address(None) == outside[0]
+    else:
+        with pytest.raises(PlaitError, match=r"choose --address|has no address"):
+            chosen_address(None)
+
+
+def test_a_second_address_of_an_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"127.0.0.1": "lo", "192.168.1.5": "eth0", "10.0.0.1": "eth0", "10.0.0.2": "eth1", "fd00::1": "eth0"}
+    for module in (interface, invitation):
+        monkeypatch.setattr(module, "local_addresses", lambda: known)
+    assert [chosen_address(one) for one in ("192.168.1.5", "10.0.0.2")]
+    for second in ("10.0.0.1", "fd00::1"):
+        with pytest.raises(PlaitError, match=rf"{second} is not the first address of eth0, .*at that, 192\.168\.1\.5;"):
+            chosen_address(second)
+
+
+def test_a_new_secret_goes_to_a_private_file_and_is_found_there_again(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    first, words = chosen_secret(file)
+    assert file.stat().st_mode & 0o777 == 0o600 and first.text in file.read_text()
+    assert first.text not in words and str(file) in words
+    again, words = chosen_secret(file)
+    assert again == first and first.text not in words
+    file.chmod(0o644)
+    with pytest.raises(PlaitError, match="chmod 600"):
+        chosen_secret(file)
+    with pytest.raises(PlaitError, match=r"cannot be written \(No such file or directory\); name another place"):
+        chosen_secret(tmp_path / "nowhere" / "secret")
+
+
+def test_a_secret_in_the_environment_is_taken_and_not_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    known, _ = chosen_secret(tmp_path / "secret")
+    monkeypatch.setenv("PLAIT_SECRET", known.text)
+    found, words = chosen_secret(None)
+    assert found == known and known.text not in words and "PLAIT_SECRET" in words
+
+
+def test_a_secret_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.delenv("PLAIT_SECRET", raising=False)
+    with pytest.raises(PlaitError, match=r"no terminal to show the secret on; name a file for it by --secret-file"):
+        chosen_secret(None)
+
+
+def test_what_belongs_to_several_hosts_is_refused_for_one() -> None:
+    assert HostsAsked(hosts=2, address="127.0.0.1").port == 0
+    more: list[dict[str, Any]] = [{"address": "127.0.0.1"}, {"port": 5}, {"secret_file": Path("x")}]
+    for one in more:
+        with pytest.raises(PlaitError, match="say how many with --hosts"):
+            HostsAsked(hosts=1, **one)
+
+
+def test_a_machine_is_what_a_rank_tells(tmp_path: Path) -> None:
+    assert Machine.from_fingerprint(json.loads(json.dumps(LAPTOP.fingerprint()))) == LAPTOP
+
+
+def test_hosts_keep_the_names_of_a_plan_where_their_marks_are_known() -> None:
+    """Of one name, they are numbered as they come: after they changed places they come in another order."""
+    hosts = shares_of(["lead", "vm (2)", "vm"], [LAPTOP] * 3)
+    known = tuple(replace(share, mark=mark) for share, mark in zip(hosts, ("m0", "m2", "m1"), strict=True))
+    now = tuple(replace(share, name=name) for share, name in zip(known, ("lead", "vm", "vm (2)"), strict=True))
+    assert renewed(known, now) == known
+    assert renewed(hosts, known) == known, "a new mark of a known name"
+    other = (now[0], replace(now[1], name="old"), now[2])
+    assert renewed(known, other) == other, "a new name of a known machine"
+    assert renewed(hosts, now) is None and renewed((), now) is None
+    assert renewed(known, (*now[:2], replace(now[2], threads=99))) is None
+
+
+def test_hosts_are_told_apart_by_what_they_are_and_not_by_their_names() -> None:
+    small = replace(LAPTOP, cores=2)
+    made_for = shares_of(["a", "b"], [LAPTOP, small])
+    assert same_hosts(made_for, shares_of(["c", "d"], [LAPTOP, small]))
+    assert not same_hosts(made_for, shares_of(["b", "a"], [small, LAPTOP]))
+    assert not same_hosts(made_for, shares_of(["a", "b"], [LAPTOP, replace(small, memory_bytes=2**40)]))
+    assert not same_hosts(made_for, made_for[:1])
+    of_an_earlier_version = [replace(share, machine="") for share in made_for]
+    assert same_hosts(of_an_earlier_version, made_for)

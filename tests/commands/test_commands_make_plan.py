@@ -1,0 +1,166 @@
+"""For whom a plan was made: the recipe but for its name and place, the text, the machine and the workers, the roads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from plait.cluster.cluster import Cluster
+from plait.commands.planning.calibration_store import learn
+from plait.commands.planning.make_plan import Site, make_plan, plan_key, proven_plan, replan
+from plait.commands.planning.workers import OnMessage
+from plait.data.preparation.synthetic import write_synthetic
+from plait.data.shards import Corpus, open_corpus
+from plait.errors import RunFailed
+from plait.launch.values.job import Job, JobResult, Message
+from plait.planner.calibration.factors import Lesson
+from plait.planner.derive.resources import Given, Need
+from plait.planner.plan import Forecast, Plan
+from plait.planner.resolve.worker_layouts import Split
+from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recipe
+from tests.planner.hosts import HOST, probed
+from tests.planner.machines import LAPTOP, recipe
+
+
+class NobodyYet:
+    """A crew that runs nothing."""
+
+    def __init__(self, given: Given | None = None) -> None:
+        self.given = given
+
+    def run(self, job: Job, on_message: OnMessage) -> JobResult:
+        raise AssertionError("neither a key nor a named layout needs a worker")
+
+
+@pytest.mark.parametrize("key", sorted(OTHER_VALUES))
+def test_name_and_place_do_not_count_and_all_else_does(tmp_path: Path, key: str) -> None:
+    base, other = (
+        plan_key(config, "text", LAPTOP, NobodyYet())
+        for config in (base_recipe(tmp_path), changed_recipe(tmp_path, key))
+    )
+    assert (base == other) == (key in ("run.name", "data.files"))
+
+
+def test_text_machine_and_given_workers_count(tmp_path: Path) -> None:
+    config = base_recipe(tmp_path)
+    keys = [
+        plan_key(config, "text", LAPTOP, NobodyYet()),
+        plan_key(config, "other text", LAPTOP, NobodyYet()),
+        plan_key(config, "text", replace(LAPTOP, cores=7), NobodyYet()),
+        plan_key(config, "text", replace(LAPTOP, versions=(("torch", "3"),)), NobodyYet()),
+        plan_key(config, "text", LAPTOP, NobodyYet(Given(workers=2, threads=1))),
+        plan_key(config, "text", LAPTOP, NobodyYet(Given(workers=3, threads=1))),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert plan_key(config, "text", LAPTOP, NobodyYet()) == keys[0]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
+    """A prepared text, in a folder of its own to work in."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    return open_corpus(write_synthetic(tmp_path / "corpus", vocabulary=256, sequence=64, seed=1))
+
+
+class OneTooMany:
+    """A crew in which whatever takes so many workers fails, and the others take a second a step."""
+
+    given = None
+
+    def __init__(self, *failing: int) -> None:
+        self.failing = failing
+
+    def run(self, job: Job, on_message: OnMessage) -> JobResult:
+        if job.world_size in self.failing:
+            raise RunFailed("rank 1 was killed by SIGKILL; memory may be short")
+        on_message(Message(rank=0, kind="measured", values={"step_s": 1.0}))
+        return JobResult(stopped_by="finished", wall_s=1.0)
+
+
+def test_a_layout_that_fails_leaves_the_proof_to_the_others(tmp_path: Path, corpus: Corpus) -> None:
+    open_layout = ("model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "train.budget=9 steps")
+    config, site = recipe(tmp_path, *open_layout), Site(machine=LAPTOP, peak_flops=4e11)
+    timed: list[Split] = []
+    failed: list[Split] = []
+
+    def proven(*failing: int) -> Plan:
+        crew = OneTooMany(*failing)
+        return proven_plan(
+            config, corpus, site, crew, count=4, on_timed=timed.append, on_failed=lambda split, _: failed.append(split)
+        )[0]
+
+    proven()
+    counts = sorted({split.workers for split in timed})
+    assert len(counts) > 1 and not failed
+    timed.clear()
+    plan = proven(*counts[1:])
+    assert plan.world_size == counts[0] and {split.workers for split in timed} == {counts[0]} and failed
+    with pytest.raises(RunFailed, match="killed by SIGKILL"):
+        proven(*counts)
+
+
+def test_a_plan_made_before_keeps_the_step_that_was_timed_whatever_runs_have_taught_since(
+    tmp_path: Path, corpus: Corpus
+) -> None:
+    config = recipe(tmp_path, "model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "train.budget=9 steps")
+    site, crew, said = Site(machine=LAPTOP, peak_flops=4e11), OneTooMany(), list[str]()
+
+    def forecast() -> Forecast:
+        found = make_plan(config, corpus, site, crew, fresh=False, say=said.append).forecast
+        assert found is not None
+        return found
+
+    first = forecast()
+    assert first.step_s == pytest.approx(1.0), "as the crew timed it"
+    formulas_s = first.step_s / first.calibration.timed
+    for _ in range(3):
+        learn(first.calibration.ground, Lesson(date="2026-11-23", compute=1.3, messages=None))
+    again = forecast()
+    assert "as made before" in said[-1]
+    assert again.step_s == pytest.approx(1.0) and (again.calibration.runs, again.calibration.compute) == (3, 1.3)
+    assert again.step_s / again.calibration.timed == pytest.approx(1.3 * formulas_s, rel=0.05)
+
+
+def test_a_begun_run_whose_step_was_timed_has_it_timed_again_elsewhere(tmp_path: Path, corpus: Corpus) -> None:
+    named = ("model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "layout.replicate=2")
+    site, said = Site(machine=LAPTOP, peak_flops=4e11), list[str]()
+    for budget, step_s in (("2 minutes", 1.0), ("9 steps", None)):
+        config = recipe(tmp_path, *named, f"train.budget={budget}")
+        begun = make_plan(config, corpus, site, OneTooMany(), fresh=False, say=said.append)
+        again = replan(config, begun, corpus, site, OneTooMany())
+        assert begun.step_s == step_s == again.step_s
+        assert again.forecast is not None and again.forecast.calibration.is_timed == (step_s is not None)
+
+
+def test_a_few_pages_of_memory_more_are_the_same_machine(tmp_path: Path) -> None:
+    config = base_recipe(tmp_path)
+    moved = replace(LAPTOP, memory_bytes=LAPTOP.memory_bytes + 40_960)
+    assert plan_key(config, "text", moved, NobodyYet()) == plan_key(config, "text", LAPTOP, NobodyYet())
+
+
+def test_a_plan_over_hosts_is_made_anew_once_a_look_finds_other_roads(tmp_path: Path, corpus: Corpus) -> None:
+    config = changed_recipe(tmp_path, "run.name")
+    hosts, wide, narrow = (1.0, 1.0, 1.0, 1.0), 1e9, 1e6
+    said: list[str] = []
+    looks: list[Need] = []
+
+    def planned(rate: float, fresh: bool = False) -> float:
+        def look(need: Need) -> Cluster:
+            looks.append(need)
+            return probed(*hosts, rate=rate)
+
+        site, crew = Site(machine=HOST, peak_flops=None, look=look), NobodyYet(Given(workers=4, threads=1))
+        forecast = make_plan(config, corpus, site, crew, fresh=fresh, say=said.append).forecast
+        assert forecast is not None
+        return forecast.step_s
+
+    fast = planned(wide)
+    assert not said
+    assert planned(wide) == fast and "as made before" in said[-1]
+    slow = planned(narrow)
+    assert slow > 2 * fast and "made anew" in said[-1]
+    assert planned(narrow) == slow and "as made before" in said[-1]
+    assert len(looks) == 4 and looks[1] == looks[0], "one look a start, for the same model"

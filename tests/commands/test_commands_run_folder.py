@@ -1,0 +1,194 @@
+"""A run's folder: who may write it, what may change, and what is kept of earlier plans."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from plait.commands.planning.run_folder import MAY_CHANGE, RunFolder, alone, check_changes, finished_run, run_folder
+from plait.errors import PlaitError
+from plait.layout import Layout
+from plait.planner.derive.intervals import balance_every_steps, with_reports
+from plait.planner.plan import Plan, read_plan, write_plan
+from plait.recipe.load import flat_values, load_recipe
+from plait.recipe.schema import RunConfig
+from plait.report.metrics import read_metrics
+from plait.report.shares_file import SharesLine, append_shares, read_shares
+from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recipe
+from tests.planner.machines import LAPTOP, PLAYS, planned, recipe
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunConfig, Plan]:
+    monkeypatch.chdir(tmp_path)
+    config = recipe(tmp_path, "train.budget=100 steps", "layout.replicate=1", "model.size=1M")
+    return config, planned(config, PLAYS, LAPTOP)
+
+
+def test_a_folder_that_one_process_holds_is_refused_to_the_next(made) -> None:
+    folder = run_folder("x")
+    with alone(folder), pytest.raises(PlaitError, match="another plait is training in"), alone(folder):
+        pass
+    with alone(folder):
+        pass
+
+
+def test_a_run_that_did_not_begin_leaves_nothing_and_one_that_did_keeps_all(made) -> None:
+    with pytest.raises(PlaitError, match="no"), alone(run_folder("x")):
+        raise PlaitError("no")
+    assert not Path("runs/x").exists()
+    with alone(run_folder("x")):
+        Path("runs/x/plan.json").write_text("{}")
+    assert sorted(path.name for path in Path("runs/x").iterdir()) == [".lock", "plan.json"]
+
+
+def test_who_opened_a_lock_that_its_holder_then_took_away_is_refused(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken_away(lock: TextIO, refusal: str) -> None:
+        Path("runs/x/.lock").unlink()
+
+    monkeypatch.setattr("plait.commands.planning.run_folder.hold", taken_away)
+    with pytest.raises(PlaitError, match="another plait is training in"), alone(run_folder("x")):
+        pass
+
+
+def test_a_lock_dies_with_its_process(made) -> None:
+    folder = run_folder("x")
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with alone(folder):
+            os.write(write, b"held")
+            os._exit(0)
+    os.read(read, 4)
+    os.waitpid(child, 0)
+    with alone(folder):
+        pass
+
+
+def test_a_disk_that_says_no_is_told_in_a_sentence_and_our_bugs_are_not(made) -> None:
+    with pytest.raises(PlaitError, match=r"^here: No space left on device; free some space"), alone(run_folder("x")):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
+    with pytest.raises(FileNotFoundError), alone(run_folder("x")):
+        Path("nothing").read_text()
+    Path("runs/y").write_text("a file where the folder should be")
+    with pytest.raises(PlaitError, match=r"cannot be written"), alone(run_folder("y")):
+        pass
+
+
+def test_a_plan_that_the_disk_does_not_take_is_refused_before_anything_begins(made, tmp_path: Path) -> None:
+    config, plan = made
+    (tmp_path / "file").touch()
+    inside_a_file = RunFolder(tmp_path / "file" / "run")
+    for write in (lambda: write_plan(plan, tmp_path / "none" / "plan.json"), lambda: inside_a_file.put(config, plan)):
+        with pytest.raises(PlaitError, match=r"could not write .*free some space") as told:
+            write()
+        assert told.value.exit_code == 2
+
+
+def test_recipe_and_plan_read_back_and_earlier_plans_are_kept(made) -> None:
+    config, plan = made
+    folder = run_folder("x")
+    with alone(folder):
+        assert not folder.has_begun
+        folder.put(config, plan)
+        assert folder.has_begun and folder.begun_config() == config and folder.begun_plan() == plan
+        folder.put(config, plan)
+        assert not list(folder.path.glob("plan-*.json"))
+        second, third = replace(plan, steps=200), replace(plan, steps=300)
+        folder.put(config, second)
+        folder.put(config, third)
+    assert folder.begun_plan() == third
+    assert read_plan(folder.path / "plan-1.json") == plan and read_plan(folder.path / "plan-2.json") == second
+    assert sorted(path.name for path in folder.path.iterdir() if path.name != ".lock") == [
+        "plan-1.json", "plan-2.json", "plan.json", "recipe.toml",
+    ]  # fmt: skip
+
+
+def test_a_run_without_checkpoint_begins_anew_with_empty_metrics(made) -> None:
+    folder = run_folder("x")
+    with alone(folder):
+        folder.put(*made)
+        folder.metrics.write_text('{"step": 1, "eval_loss": 1.0, "eval_nats_per_byte": 1.0}\n')
+        assert folder.resume_point() is None
+        assert read_metrics(folder.metrics) == ([], [])
+
+
+def test_runs_are_found_by_name_and_by_path(made) -> None:
+    with pytest.raises(PlaitError, match=r'there is no run "x"; train one with: plait train RECIPE'):
+        finished_run("x")
+    folder = run_folder("x")
+    with alone(folder):
+        folder.put(*made)
+    assert finished_run("x") == folder and finished_run("runs/x") == folder
+    assert finished_run(str(folder.path.resolve())) == RunFolder(folder.path.resolve())
+    with pytest.raises(PlaitError, match=r'there is no run "z"; there are x'):
+        finished_run("z")
+
+
+@pytest.mark.parametrize("key", sorted(OTHER_VALUES))
+def test_only_what_is_promised_may_change_of_a_begun_run(tmp_path: Path, key: str) -> None:
+    old, new = base_recipe(tmp_path), changed_recipe(tmp_path, key)
+    may = key == "data.files" or key.startswith(MAY_CHANGE)
+    if may:
+        assert check_changes(old, new) == [key]
+        return
+    with pytest.raises(PlaitError, match=rf"^{key} was .* when this run began and is .* now; change it back"):
+        check_changes(old, new)
+
+
+def test_nothing_changed_is_nothing_changed(tmp_path: Path) -> None:
+    config = base_recipe(tmp_path)
+    assert check_changes(config, config) == []
+    assert flat_values(load_recipe(tmp_path / "base.toml")) == flat_values(config)
+
+
+@pytest.fixture
+def shared(made):
+    config, plan = made
+    return config, replace(plan, layout=Layout(replicate=2), batch_sequences=16)
+
+
+LINE = SharesLine(step=21, shares=(11, 5), reason="as a test wrote", speeds=(2.0, 1.0))
+
+
+def test_recorded_shares_stay_with_their_layout(shared) -> None:
+    (config, plan), folder, line = shared, run_folder("x"), LINE
+    with alone(folder):
+        folder.put(config, plan)
+        append_shares(folder.shares, line)
+        folder.put(config, replace(plan, steps=plan.steps + 1))
+        assert read_shares(folder.shares) == (line,)
+        folder.put(config, replace(plan, layout=Layout(replicate=4)))
+        assert not folder.shares.exists() and read_shares(folder.path / "shares-2.jsonl") == (line,)
+        append_shares(folder.shares, line)
+        with pytest.raises(PlaitError, match="take the file away"):
+            folder.put(config, replace(plan, layout=Layout(replicate=4)))
+
+
+def test_a_plan_that_was_asked_for_afresh_begins_with_its_own_shares(shared) -> None:
+    """Though it says what the old one said: the shares that were recorded since would be obeyed in its place."""
+    (config, plan), folder, line = shared, run_folder("x"), LINE
+    with alone(folder):
+        folder.put(config, plan)
+        for number in (1, 2):
+            append_shares(folder.shares, line)
+            folder.put(config, plan, afresh=True)
+            assert not folder.shares.exists() and read_shares(folder.path / f"shares-{number}.jsonl") == (line,)
+
+
+def test_a_begun_run_may_be_balanced_otherwise(made) -> None:
+    config, plan = made
+    often = RunConfig.model_validate({**config.model_dump(), "balance": {"every": "20 steps"}})
+    assert check_changes(config, often) == ["balance.every"]
+    begun = replace(plan, balance_every_steps=50)
+    assert with_reports(often, begun).balance_every_steps == 20
+    assert with_reports(config, begun).balance_every_steps == 50
+    assert balance_every_steps(config, "alike") == 0 and balance_every_steps(config, "unequal") == 50
+    by_clock = RunConfig.model_validate({**config.model_dump(), "balance": {"every": "5 minutes"}})
+    with pytest.raises(PlaitError, match=r"under \[balance\] must count steps"):
+        balance_every_steps(by_clock, "unequal")

@@ -1,0 +1,25 @@
+"""What a sample prints, piece by piece."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from plait.commands.sample import pieces
+
+
+class Words:
+    """A tokenizer that drops the space with which a text begins, as SentencePiece's do."""
+
+    eot = 0
+    words = ("", " Once", " upon", " a", " time", ",")
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.words[one] for one in ids).removeprefix(" ")
+
+
+@pytest.mark.parametrize(("before", "text"), [([1, 2], " a time, Once"), ([], "a time, Once")])
+def test_words_keep_the_spaces_between_them(before: list[int], text: str) -> None:
+    told = list(pieces(cast(Any, Words()), before, iter([3, 4, 5, 1, 0, 2])))
+    assert "".join(told) == text and len(told) == 4

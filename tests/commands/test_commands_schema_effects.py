@@ -1,0 +1,77 @@
+"""Every key of the recipe changes something: the plan, what is asked of the data, the folder, or the first weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import BaseModel
+
+from plait.commands.planning.run_folder import run_folder
+from plait.commands.preparing.corpus import data_request
+from plait.model.gpt import GPT
+from plait.model.init import initialize
+from plait.model.shape import ModelShape
+from plait.planner.plan import Plan
+from plait.recipe.schema import RunConfig, SourceSection
+from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recipe
+from tests.planner.machines import LAPTOP, corpus, planned
+
+FACTS = corpus(1_500_000, 1)
+SMALL = ModelShape(layers=1, width=8, heads=1, kv_heads=1, head_width=8, ffn=8, vocabulary=8, sequence=8)
+
+
+def schema_keys() -> Iterator[str]:
+    for section, field in RunConfig.model_fields.items():
+        assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        yield from (f"{section}.{key}" for key in field.annotation.model_fields)
+
+
+def plan_of(config: RunConfig) -> Plan:
+    """What will be done, without what only tells of where it came from."""
+    return replace(planned(config, FACTS, LAPTOP), recipe_hash="", reasons=())
+
+
+def first_weights(config: RunConfig) -> list[float]:
+    model = GPT(SMALL)
+    initialize(model, config.run.seed)
+    return torch.cat([weight.detach().reshape(-1) for weight in model.parameters()]).tolist()
+
+
+EFFECTS: dict[str, Callable[[RunConfig], object]] = {
+    "the plan": plan_of,
+    "the data": data_request,
+    "the folder": lambda config: run_folder(config.run.name),
+    "the first weights": first_weights,
+}
+ELSEWHERE = {"run.name": "the folder", "run.seed": "the first weights", "data.": "the data"}
+NOT_JUST_THERE = {"data.mask_documents": "the plan"}
+
+
+def test_the_table_of_other_values_is_complete() -> None:
+    assert OTHER_VALUES.keys() == set(schema_keys())
+    assert SourceSection.model_fields.keys() == {"path", "weight", "field"}
+
+
+@pytest.mark.parametrize("key", sorted(OTHER_VALUES))
+def test_every_key_changes_what_it_is_about(tmp_path: Path, key: str) -> None:
+    base, other = base_recipe(tmp_path), changed_recipe(tmp_path, key)
+    assert other != base, f"the table's value for {key} is that of the base recipe"
+    changed = {name for name, effect in EFFECTS.items() if effect(base) != effect(other)}
+    expected = next((what for start, what in ELSEWHERE.items() if key.startswith(start)), "the plan")
+    assert NOT_JUST_THERE.get(key, expected) in changed, f"{key} changes {changed or 'nothing'}"
+
+
+@pytest.mark.parametrize("source", ['{path = "text.txt", weight = 3.0}', '{path = "text.txt", field = "body"}'])
+def test_every_key_of_a_source_changes_the_data(tmp_path: Path, source: str) -> None:
+    from plait.recipe.load import load_recipe
+
+    base_recipe(tmp_path)
+    plain, other = (
+        data_request(load_recipe(tmp_path / "base.toml", [f"data.files=[{entry}]"]))
+        for entry in ('{path = "text.txt"}', source)
+    )
+    assert plain != other

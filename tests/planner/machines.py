@@ -1,0 +1,72 @@
+"""Machines and corpora as values, to plan for on any desk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from plait.cluster.topology import Machine
+from plait.planner.derive.model_size import CorpusFacts
+from plait.planner.derive.resources import Grounds
+from plait.planner.plan import Plan
+from plait.planner.resolve.resolve import Draft, draft, settle
+from plait.planner.resolve.worker_layouts import Split
+from plait.recipe.load import load_recipe
+from plait.recipe.schema import RunConfig
+
+VERSIONS = (("plait", "0.1.0"), ("torch", "2.13.0"))
+LAPTOP = Machine(
+    device="cpu", name="a laptop's processor", devices=1, cores=8, memory_bytes=16 * 2**30, versions=VERSIONS
+)
+SERVER = Machine(
+    device="cpu", name="a server's processor", devices=1, cores=64, memory_bytes=256 * 2**30, versions=VERSIONS
+)
+ONE_H100 = Machine(
+    device="cuda", name="NVIDIA H100 80GB HBM3", devices=1, cores=24, memory_bytes=80 * 2**30, versions=VERSIONS
+)
+EIGHT_H100 = Machine(
+    device="cuda", name="NVIDIA H100 80GB HBM3", devices=8, cores=192, memory_bytes=80 * 2**30, versions=VERSIONS
+)
+PEAK_FLOPS = {LAPTOP: 4e11, SERVER: 4e12, ONE_H100: 989e12, EIGHT_H100: 8 * 989e12}
+
+
+def corpus(train_tokens: int, documents: int, vocabulary: int = 4096) -> CorpusFacts:
+    return CorpusFacts(
+        folder="/data/corpus",
+        content_hash="f00d",
+        vocabulary=vocabulary,
+        train_tokens=train_tokens,
+        longest_sequence=train_tokens - 1,
+        heldout_tokens=train_tokens // 19,
+        documents=documents,
+    )
+
+
+PLAYS = corpus(1_500_000, 1)
+STORIES = corpus(450_000_000, 2_000_000, 8192)
+WEB = corpus(100_000_000_000, 80_000_000, 50257)
+
+
+def recipe(folder: Path, *overrides: str) -> RunConfig:
+    path = folder / "recipe.toml"
+    path.write_text('[data]\nfiles = "text.txt"\n')
+    return load_recipe(path, overrides)
+
+
+def drafted(config: RunConfig, facts: CorpusFacts, machine: Machine) -> Draft:
+    grounds = Grounds(machine=machine, peak_flops=PEAK_FLOPS.get(machine))
+    return draft(config, facts, grounds, recipe_hash="cafe")
+
+
+def timed(split: Split, whole_s: float) -> Split:
+    """As if a step took so long on one core, and workers lost a little to each other and threads somewhat more."""
+    return replace(split, step_s=whole_s / split.workers / split.threads**0.8 + 0.001 * split.workers)
+
+
+def planned(config: RunConfig, facts: CorpusFacts, machine: Machine, whole_s: float = 4.0) -> Plan:
+    """The settled plan, with made-up measurements where some are needed."""
+    outline = drafted(config, facts, machine)
+    measured = outline.splits
+    if len(measured) > 1 or outline.plan.budget.unit == "seconds":
+        measured = tuple(timed(split, whole_s) for split in measured)
+    return settle(config, outline, measured)

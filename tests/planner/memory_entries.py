@@ -1,0 +1,26 @@
+"""What the ranks of the memory tests do: a step that makes the optimizer's state, and one that is watched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from plait.parallel.mesh import make_mesh, world_sums
+from plait.planner.plan import read_plan
+from plait.recipe.load import load_recipe
+from plait.report.memory import LiveTensorPeak
+from plait.trainer.assemble import assemble
+from plait.trainer.state import TrainState
+from plait.trainer.worker import Context, joined
+
+
+def watched_step(context: Context, argument: str) -> None:
+    """Tell the most bytes of live tensors in the second step of the run in a folder."""
+    folder = Path(argument)
+    plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
+    with joined(context, plan):
+        assembly = assemble(config, plan, sums=world_sums(), mesh=make_mesh(plan.layout, plan.device))
+        state, _ = assembly.step(TrainState())
+        with LiveTensorPeak(assembly.device, assembly.tensors()) as peak:
+            assembly.step(state)
+        assembly.loader.close()
+    context.tell("peak", rank=context.rank, bytes=peak.bytes)

@@ -1,0 +1,39 @@
+"""What plait says on machines that are not here, word for word; UPDATE_GOLDEN=1 writes the texts anew for review."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from plait.planner.resolve.resolve import described
+from tests.planner.machines import EIGHT_H100, LAPTOP, ONE_H100, PLAYS, SERVER, STORIES, WEB, planned, recipe
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CASES = {
+    "laptop-plays-4-minutes": (LAPTOP, PLAYS, ("train.budget=4 minutes",)),
+    "server-stories-1-hour": (SERVER, STORIES, ("train.budget=1 hour",)),
+    "server-plays-named-layout": (SERVER, PLAYS, ("train.budget=500 steps", "layout.replicate=4", "model.size=3M")),
+    "h100-web-125m": (ONE_H100, WEB, ("model.size=125M", "train.sequence=1024")),
+    "8-h100-web-20b-tokens": (EIGHT_H100, WEB, ("train.budget=20B tokens", "model.size=1B")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_and_its_reasons(name: str, tmp_path: Path) -> None:
+    machine, facts, overrides = CASES[name]
+    plan = planned(recipe(tmp_path, *overrides), facts, machine)
+    told = [
+        f"model    {described(plan)}",
+        f"layout   {plan.layout}: {plan.world_size} × {plan.threads} threads, {plan.precision}, compile {plan.compile}",
+        f"micro    {plan.micro_sequences} of {plan.batch_sequences} sequences",
+        f"reports  every {plan.report_every_steps} steps, evaluation every {plan.evaluate_every_steps}, "
+        f"checkpoint every {plan.checkpoint_every}",
+        f"adamw    {plan.optimizer}",
+        *(f"         · {reason}" for reason in plan.reasons),
+    ]
+    text, golden = "\n".join(told) + "\n", GOLDEN / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text(), f"{golden} says otherwise; if the new text is right, write it by UPDATE_GOLDEN=1"

@@ -1,0 +1,52 @@
+"""Does the planner say of its own error what published runs say, family by family?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from plait.cluster.cluster import read_cluster
+from plait.planner.explain.confidence import certainty
+from plait.planner.problem.workload import Workload
+from plait.planner.search.model_error import FAMILIES, evidence, family_of, stated_error
+from plait.planner.search.search import search
+
+SMALL = Workload(
+    layers=8,
+    width=512,
+    heads=8,
+    kv_heads=8,
+    head_width=64,
+    ffn=2048,
+    gated=False,
+    vocabulary=32000,
+    tied=True,
+    sequence=512,
+    batch_sequences=64,
+)
+EXPERTS = replace(SMALL, experts=8, experts_per_token=2, expert_ffn=1024)
+
+
+@pytest.mark.parametrize(
+    ("workload", "cluster", "family", "words"),
+    [
+        (SMALL, "8xH100", "dense-gpu", "published runs of dense models on GPUs half were"),
+        (EXPERTS, "8xH100", "moe", "published runs of models with experts on GPUs half were"),
+        (EXPERTS, "4xv5p", "tpu", "published runs of models on TPUs half were"),
+        (SMALL, "laptop", "cpu", "no run on processors is published; elsewhere, where the model did worst, half were"),
+    ],
+)
+def test_the_tolerance_and_the_sentence_are_those_of_the_family(workload, cluster, family, words):
+    machines = read_cluster(cluster)
+    assert family_of(workload, machines) == family
+    found = search(workload, machines)
+    assert found.tolerance == stated_error(workload, machines) == evidence(family).median
+    assert f"{words} forecast within {evidence(family).median:.0%}" in certainty(found)[0]
+
+
+def test_what_nobody_published_is_no_surer_than_the_least_sure():
+    known = [evidence(family) for family in FAMILIES if evidence(family).rows]
+    assert evidence("cpu").rows == 0
+    assert evidence("cpu").median == max(each.median for each in known)
+    assert all(0 < each.median < each.p90 for each in known)

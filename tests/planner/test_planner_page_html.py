@@ -1,0 +1,226 @@
+"""The page as a file: complete in itself, safe against what names hold, and figures that plotly takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.planner.test_plan_page import piped, workload
+
+from plait.cluster.cluster import Cluster, cluster_from_json, cluster_json, read_cluster
+from plait.commands.plan import plan
+from plait.errors import PlaitError
+from plait.planner.explain.glossary import TERMS
+from plait.planner.explain.report import Section
+from plait.planner.heterogeneous.micro_batch_limits import portions_of
+from plait.planner.page.page import Chapter, Picture, page_html, pictures
+from plait.planner.search.enumeration import Pins
+from plait.planner.search.search import search
+from plait.report.figures import Drawing, folded, ratio_axis, seconds_unit, time_words
+from plait.units import format_bytes
+
+ROOT = Path(__file__).parents[2]
+EVIL = '</script><img src=x onerror="alert(1)">&'
+VOID = {"meta", "br", "img", "link"}
+
+
+class Reader(HTMLParser):
+    """What a browser would make of the page: its elements with their attributes, and the text of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.opened.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.opened.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data: str) -> None:
+        if self.opened:
+            self.texts.setdefault(self.opened[-1], []).append(data)
+
+
+def read(page: str) -> Reader:
+    reader = Reader()
+    reader.feed(page)
+    assert not reader.opened
+    return reader
+
+
+def evil_cluster() -> Cluster:
+    values = json.loads(cluster_json(read_cluster("2x(2xA100)+100G")))
+    values["name"] = EVIL
+    values["islands"][0]["device"] = {"like": "A100", "name": EVIL}
+    return cluster_from_json(json.dumps(values), "evil.json")
+
+
+def chapter(cluster: Cluster) -> Chapter:
+    found = search(workload("350M", 1024, 64), cluster)
+    sections = (Section(title="why", lines=("first of all", f"· since {EVIL}")),)
+    return Chapter(found=found, parameters=355_000_000, machines=EVIL, notes=(EVIL,), sections=sections)
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return page_html([chapter(evil_cluster()), chapter(read_cluster("H100"))], script="const drawn = true;")
+
+
+def test_each_picture_has_its_figure_and_each_figure_its_values(page: str) -> None:
+    reader = read(page)
+    titles = [text for text in reader.texts["h3"] if text.strip()]
+    assert titles == [
+        "Where a step's time goes",
+        "What fills a device's memory",
+        "Which stage works when",
+        "All layouts: fast or simple",
+        "What another bandwidth between the nodes would change",
+        "The answer in words",
+        *titles[6:10],
+        "What another bandwidth between devices would change",
+        "The answer in words",
+    ]
+    plots = [values["data-figure"] for tag, values in reader.elements if values.get("class") == "plot"]
+    data = [values["id"] for tag, values in reader.elements if values.get("type") == "application/json"]
+    assert plots == data and len(plots) == 4 + 3, "neither has a pipeline, the second no link"
+
+
+def test_names_cannot_become_marks(page: str) -> None:
+    reader = read(page)
+    assert not any(tag == "img" or "onerror" in values for tag, values in reader.elements)
+    shown = "".join(text for tag in ("h2", "p", "li", "a") for text in reader.texts[tag])
+    assert shown.count(EVIL) == 1 + 2 + 2 + 2 + 1 + 1, (
+        "the name twice, and notes, machines, reasons, the fullest device"
+    )
+    figures = re.findall(r'<script type="application/json" id="[\w-]+">(.*?)</script>', page, re.DOTALL)
+    assert len(figures) == 7 and not any("<" in figure for figure in figures)
+    memory = json.loads(figures[1])
+    [device] = [note["text"] for note in memory["layout"]["annotations"] if "79 GiB" in note["text"]]
+    # plotly reads some marks in its texts.
+    assert "<img" not in device and "&lt;img" in device
+
+
+def test_nothing_is_fetched(page: str) -> None:
+    reader = read(page)
+    for tag, values in reader.elements:
+        assert tag not in ("link", "img", "iframe", "object") and "src" not in values
+        assert (values.get("href") or "#").startswith("#")
+    [guard] = [values["content"] for _, values in reader.elements if "http-equiv" in values]
+    assert guard and guard.startswith("default-src 'none'") and "http" not in guard
+    assert "@import" not in page and "url(" not in page and "http://" not in page and "https://" not in page
+
+
+def test_links_of_the_table_lead_to_chapters_and_terms_are_told(page: str) -> None:
+    reader = read(page)
+    links = [values["href"] for tag, values in reader.elements if tag == "a"]
+    anchors = {f"#{values['id']}" for tag, values in reader.elements if tag == "h2" and "id" in values}
+    assert len(links) == 2 and set(links) == anchors
+    assert set(TERMS) <= set(reader.texts["dt"])
+    one = page_html([chapter(read_cluster("H100"))], script="")
+    assert "<table" not in one
+
+
+def test_the_memory_told_is_of_the_device_that_has_least_room_left() -> None:
+    cluster, pins = read_cluster("1x4090+1x3080@10G"), Pins(degrees={"pipeline": 2}, knobs={"schedule": "1f1b"})
+    found = search(workload("1.3B", 1024, 32), cluster, pins=pins)
+    capacity = found.capacity(found.chosen)
+    one = found.dealer.one(found.candidates, found.chosen)
+    filled = {
+        portion.needed[rank, 0] / have: have
+        for portion in portions_of(found.workload, one, found.stack, found.room)
+        for rank, have in enumerate(portion.have)
+    }
+    assert len(set(filled.values())) == 2 and capacity == filled[max(filled)]
+    told = page_html([Chapter(found=found, parameters=1, machines="", notes=(), sections=())], script="")
+    assert f"<dt>memory, of {format_bytes(capacity)}</dt>" in told
+
+
+@pytest.fixture(scope="module")
+def drawings() -> list[Drawing]:
+    """Of a layout without a pipeline, of one with halves of backward passes, and of a simple pipeline."""
+    found = [search(workload("1.3B", 2048, 256), read_cluster("8x4090")), piped("zero-bubble", 1), piped("gpipe", 1)]
+    shown: list[Picture] = [picture for each in found for picture in pictures(each)]
+    return [picture.drawing for picture in shown if picture.drawing]
+
+
+def test_plotly_takes_every_figure(drawings: list[Drawing]) -> None:
+    from plotly.graph_objects import Figure
+
+    assert len(drawings) == 4 + 5 + 5
+    for drawing in drawings:
+        figure = Figure(data=list(drawing.data), layout=drawing.layout)
+        assert len(figure.data) == len(drawing.data) > 0
+        for trace in figure.data:
+            assert len(trace.x) == len(trace.y) > 0
+
+
+def test_every_colour_that_stands_for_words_is_in_the_legend(drawings: list[Drawing]) -> None:
+    for drawing in drawings:
+        assert drawing.legend and len({key.colour for key in drawing.legend}) == len(drawing.legend)
+
+
+@pytest.mark.parametrize(("least", "most"), [(0.9, 1.7), (2, 20), (0.004, 250), (1.5, 102400), (3, 90)])
+def test_an_axis_has_a_handful_of_plain_ticks(least: float, most: float) -> None:
+    axis = ratio_axis("seconds", least, most)
+    if axis["type"] == "linear":
+        assert most < 4 * least
+        return
+    assert 4 <= len(axis["tickvals"]) <= 10
+    assert [float(text.replace(",", "")) for text in axis["ticktext"]] == axis["tickvals"]
+
+
+def test_units_and_folds() -> None:
+    assert [seconds_unit(s)[1] for s in (600, 2, 0.02, 2e-5)] == ["minutes", "seconds", "milliseconds", "microseconds"]
+    assert [time_words(s) for s in (95, 0.25, 0.00483, 2e-5, 0)] == ["1 min 35 s", "0.25 s", "4.83 ms", "20 µs", "0 s"]
+    assert folded("a <b> and c", 6) == "a &lt;b&gt;<br>and c"
+
+
+def command(folder: Path, *, html: Path) -> None:
+    (folder / "recipe.toml").write_text('[data]\nfiles = "text.txt"\n')
+    with (folder / "out.txt").open("w") as out:
+        plan(
+            folder / "recipe.toml",
+            ["model.size=350M", "train.sequence=1024"],
+            clusters=["8x4090"],
+            top=2,
+            json_file=None,
+            html_file=html,
+            screen=Console(file=out, width=200),
+        )
+
+
+def test_the_command_writes_one_file_with_plotly_inside(tmp_path: Path) -> None:
+    command(tmp_path, html=tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert 1_000_000 < len(text.encode()) < 6_000_000 and "Plotly.newPlot" in text and "8x4090" in text
+    assert {"recipe.toml", "out.txt", "plan.html"} == {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(PlaitError, match="name a file in a folder that exists") as caught:
+        command(tmp_path, html=tmp_path / "nowhere" / "plan.html")
+    assert caught.value.exit_code == 2
+
+
+def test_without_plotly_one_sentence_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text('[data]\nfiles = "text.txt"\n')
+    arguments = ["plait", "plan", "recipe.toml", "--cluster", "8x4090", "--html", "plan.html"]
+    code = f"import sys; sys.modules['plotly'] = None; sys.argv = {arguments!r}; from plait.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == f"plait: the page of --html is drawn by plotly; {sys.executable} -m pip install plotly\n"

@@ -1,0 +1,363 @@
+"""From recipe, corpus and machine to a plan: pure, resolved, and refused with a reason where it cannot work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from plait.cluster.cluster import read_cluster
+from plait.commands.plan import answer
+from plait.errors import PlaitError
+from plait.layout import Layout, share
+from plait.model.shape import parameter_count
+from plait.planner.calibration.factors import TIMED_ERROR, Calibration, taught_words, untaught
+from plait.planner.derive.intervals import longer, with_reports
+from plait.planner.derive.model_size import CorpusFacts
+from plait.planner.derive.resources import Grounds
+from plait.planner.plan import Plan, read_plan, write_plan
+from plait.planner.resolve.forecast_update import learning
+from plait.planner.resolve.resolve import draft, settle, with_split
+from plait.planner.resolve.worker_layouts import Split
+from plait.planner.search.validity import layout_from
+from plait.units import Amount, Every, format_duration
+from tests.planner.machines import (
+    EIGHT_H100,
+    LAPTOP,
+    ONE_H100,
+    PEAK_FLOPS,
+    PLAYS,
+    SERVER,
+    STORIES,
+    WEB,
+    corpus,
+    drafted,
+    planned,
+    recipe,
+)
+
+STEPS = ("train.budget=100 steps",)
+TINY = ("model.layers=2", "model.width=32", "model.heads=2", "train.sequence=16", "train.batch_tokens=112")
+
+
+def refused(tmp_path: Path, *overrides: str, machine=LAPTOP, facts=PLAYS) -> str:
+    with pytest.raises(PlaitError) as caught:
+        planned(recipe(tmp_path, *overrides), facts, machine)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("machine", [LAPTOP, SERVER, ONE_H100, EIGHT_H100], ids=lambda machine: machine.name)
+def test_the_same_question_has_the_same_answer_without_any_auto(machine, tmp_path: Path) -> None:
+    config = recipe(tmp_path, "train.budget=20 minutes")
+    one, two = planned(config, STORIES, machine), planned(config, STORIES, machine)
+    assert one == two
+    assert "auto" not in json.dumps(asdict(one))
+    assert one.shape.layers >= 4 and one.shape.heads % 2 == 0 and one.sequence % 16 == 0
+    assert all(reason and "\n" not in reason for reason in one.reasons)
+
+
+def test_what_is_said_is_done_and_has_no_reason(tmp_path: Path) -> None:
+    asked = ("optimizer.lr=0.01", "optimizer.warmup_steps=7", "layout.replicate=2", "layout.micro_sequences=2")
+    more = ("optimizer.schedule=wsd", "optimizer.clip=never", "optimizer.betas=[0.8, 0.9]", "train.precision=bf16")
+    plan = planned(recipe(tmp_path, *STEPS, *TINY, *asked, *more), PLAYS, LAPTOP)
+    assert (plan.shape.layers, plan.shape.width, plan.shape.heads, plan.sequence) == (2, 32, 2, 16)
+    assert (plan.steps, plan.batch_sequences, plan.micro_sequences) == (100, 7, 2)
+    assert (plan.layout.replicate, plan.threads, plan.precision) == (2, 4, "bf16")
+    optimizer = plan.optimizer
+    assert (optimizer.lr, optimizer.warmup_steps, optimizer.schedule, optimizer.clip) == (0.01, 7, "wsd", None)
+    assert optimizer.betas == (0.8, 0.9)
+    told = " ".join(plan.reasons)
+    assert not any(word in told for word in ("learning rate", "warm-up", "precision", "budget", "sequence "))
+
+
+def test_a_time_budget_becomes_as_many_steps_as_were_measured_to_fit(tmp_path: Path) -> None:
+    config = recipe(tmp_path, "train.budget=10 minutes", "report.evaluate=never")
+    fast, slow = (planned(config, PLAYS, LAPTOP, whole_s) for whole_s in (2.0, 8.0))
+    for plan in (fast, slow):
+        assert plan.step_s is not None
+        assert 0.9 * 600 < plan.steps * plan.step_s <= 600
+    assert fast.steps > 2 * slow.steps
+    assert replace(fast.shape) == slow.shape and fast.batch_sequences == slow.batch_sequences
+
+
+def test_evaluations_that_were_asked_for_are_in_the_time_budget(tmp_path: Path) -> None:
+    plan = planned(recipe(tmp_path, "train.budget=10 minutes", "report.evaluate=20 steps"), PLAYS, LAPTOP, 2.0)
+    assert plan.step_s is not None and plan.evaluate_every_steps == 20
+    evaluation_s = plan.step_s * PLAYS.heldout_tokens / plan.batch_tokens / 3
+    evaluations = plan.steps / 20 + 1
+    assert evaluations * evaluation_s > 60, "else this test shows nothing"
+    assert plan.steps * plan.step_s + evaluations * evaluation_s == pytest.approx(600, rel=0.02)
+
+
+@pytest.mark.parametrize("text", [PLAYS, STORIES])
+def test_a_budget_of_tokens_takes_the_model_that_they_are_enough_for(tmp_path: Path, text: CorpusFacts) -> None:
+    plan = planned(recipe(tmp_path, "train.budget=200M tokens"), text, SERVER)
+    assert 12 < 200e6 / parameter_count(plan.shape) < 30
+    assert any("(20 tokens a parameter)" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize(("budget", "steps"), [("100 steps", 100), ("11200 tokens", 100), ("1 tokens", 1)])
+def test_other_budgets_need_no_measurement(tmp_path: Path, budget: str, steps: int) -> None:
+    plan = planned(recipe(tmp_path, f"train.budget={budget}", *TINY, "layout.replicate=1"), PLAYS, LAPTOP)
+    assert plan.steps == steps and plan.step_s is None
+
+
+def test_a_longer_budget_takes_a_larger_model(tmp_path: Path) -> None:
+    sizes = [
+        planned(recipe(tmp_path, f"train.budget={budget}"), STORIES, LAPTOP).shape.width
+        for budget in ("1 minute", "30 minutes", "20 hours")
+    ]
+    assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
+
+
+def test_the_fastest_split_is_taken_and_said(tmp_path: Path) -> None:
+    config = recipe(tmp_path, *STEPS, *TINY, "model.layers=1")
+    outline = drafted(config, PLAYS, LAPTOP)
+    assert [(split.workers, split.threads) for split in outline.splits] == [(1, 8), (2, 4), (4, 2)], "8: outdone"
+    times = {1: 0.5, 2: 0.2, 4: 0.3}
+    plan = settle(config, outline, [replace(s, step_s=times[s.workers]) for s in outline.splits])
+    assert (plan.layout.replicate, plan.threads, plan.step_s) == (2, 4, 0.2)
+    assert any(reason.startswith("2 workers: fastest step of those timed") for reason in plan.reasons)
+
+
+def test_a_split_that_memory_or_the_batch_does_not_allow_is_not_tried(tmp_path: Path) -> None:
+    for gib, workers in ((1, [1]), (2, [1, 2]), (16, [1, 2, 4, 8])):
+        machine = replace(LAPTOP, memory_bytes=gib * 2**30)
+        outline = drafted(recipe(tmp_path, *STEPS, "model.size=11M"), PLAYS, machine)
+        assert [split.workers for split in outline.splits] == workers
+    one_sequence = ("train.sequence=16", "train.batch_tokens=16", "model.size=1M")
+    outline = drafted(recipe(tmp_path, *STEPS, *one_sequence), PLAYS, LAPTOP)
+    assert [split.workers for split in outline.splits] == [1]
+
+
+def test_another_split_changes_who_does_the_work_and_nothing_of_the_work(tmp_path: Path) -> None:
+    config = recipe(tmp_path, *STEPS, *TINY, "layout.replicate=2")
+    plan = planned(config, PLAYS, LAPTOP)
+    four = Split(
+        layout=Layout(replicate=4), threads=2, micro_sequences=1, points=0, forecast=plan.forecast, why=(), step_s=0.5
+    )
+    other = with_split(plan, four)
+    assert (other.layout.replicate, other.threads, other.micro_sequences, other.step_s) == (4, 2, 1, 0.5)
+    same = replace(
+        other, layout=plan.layout, threads=plan.threads, micro_sequences=plan.micro_sequences, step_s=plan.step_s
+    )
+    assert replace(same, forecast=plan.forecast) == plan
+
+
+def test_a_forecast_takes_in_what_a_step_took_that_was_timed_and_still_knows_what_formulas_said(tmp_path: Path) -> None:
+    config = recipe(tmp_path, *STEPS, "model.size=11M", "layout.replicate=2")
+    outline = drafted(config, PLAYS, LAPTOP)
+    [split] = outline.splits
+    said = split.forecast
+    assert said is not None and said.items is not None and said.one_device_step_s is not None
+    untimed = settle(config, outline, [split]).forecast
+    assert untimed == said
+    step_s = 0.4 * said.step_s
+    told = settle(config, outline, [replace(split, step_s=step_s)]).forecast
+    assert told is not None and told.items is not None and told.one_device_step_s is not None
+    assert told.step_s == pytest.approx(step_s) and told.items.step_s == pytest.approx(step_s)
+    assert told.items.messages_s > 0 and told.items.messages_s == pytest.approx(0.4 * said.items.messages_s)
+    assert said.items.messages_s < 0.05 * said.step_s, "else messages may be what the formulas got wrong"
+    assert told.one_device_step_s == pytest.approx(0.4 * said.one_device_step_s), "the formulas are off there, too"
+    talking = replace(said, items=replace(said.items, messages_s=said.step_s))
+    late = learning(talking, talking.calibration, 4 * said.step_s)
+    assert late.step_s == pytest.approx(4 * said.step_s) and late.one_device_step_s == said.one_device_step_s
+    assert told.calibration.timed == pytest.approx(0.4) and told.error == TIMED_ERROR < said.error
+    back = untaught(told.items, told.calibration)
+    assert back.step_s == pytest.approx(said.step_s), "lessons are over what formulas said"
+    assert taught_words(told.calibration, told.items, told.basis) == (
+        "so long took the steps that were timed here when this was planned; "
+        f"the formulas said {format_duration(said.step_s)}"
+    )
+
+
+def test_a_forecast_that_knows_a_timed_step_stays_to_the_bit_until_runs_teach_more(tmp_path: Path) -> None:
+    """A kept plan asks each time it is used; without care one time in five a rounding error made it another."""
+    said = planned(recipe(tmp_path, *STEPS, "model.size=11M", "layout.replicate=2"), PLAYS, LAPTOP).forecast
+    assert said is not None
+    runs = replace(said.calibration, compute=1.39, messages=1.41, runs=1)
+    for parts in range(20, 120):
+        clocked = said.step_s * parts / 70
+        told = learning(said, runs, clocked)
+        assert learning(told, runs, clocked) == told
+        more = learning(told, replace(runs, compute=1.5, runs=2), clocked)
+        assert more != told and more.step_s == pytest.approx(clocked) and more.calibration.runs == 2
+
+
+def test_a_forecast_by_a_probes_times_stays_as_it_is_where_steps_were_timed(tmp_path: Path) -> None:
+    """It has computing and messages one by one; a whole step does not tell which of them came otherwise."""
+    plan = planned(recipe(tmp_path, *STEPS, *TINY, "layout.replicate=2"), PLAYS, LAPTOP)
+    assert plan.forecast is not None
+    probed = replace(plan.forecast, basis="clock")
+    assert learning(probed, probed.calibration, 2 * probed.step_s) == probed
+    runs = Calibration(ground=probed.calibration.ground, compute=1.2, messages=1.2, runs=5)
+    assert learning(probed, runs, None).step_s == pytest.approx(1.2 * probed.step_s)
+
+
+def test_a_begun_run_keeps_what_it_computes_on_another_machine_and_with_another_budget(tmp_path: Path) -> None:
+    begun = planned(recipe(tmp_path, "train.budget=4 minutes"), PLAYS, LAPTOP)
+    config = recipe(tmp_path, "train.budget=20 hours", "layout.pipeline=2")
+    there = Grounds(machine=SERVER, peak_flops=PEAK_FLOPS[SERVER])
+    anew, on = (draft(config, PLAYS, there, recipe_hash="cafe", begun=one).plan for one in (None, begun))
+    assert anew.shape.layers != begun.shape.layers, "else this test shows nothing"
+    assert (on.shape, on.batch_sequences, on.precision) == (begun.shape, begun.batch_sequences, begun.precision)
+    assert sum(on.layout.stage_layers) == begun.shape.layers
+
+
+def test_a_simpler_split_is_taken_where_it_is_about_as_fast(tmp_path: Path) -> None:
+    config = recipe(tmp_path, *STEPS, *TINY, "model.layers=1")
+    outline = drafted(config, PLAYS, LAPTOP)
+    for slower, workers in ((1.04, 1), (1.06, 2)):
+        times = {1: 0.2 * slower, 2: 0.2, 4: 0.3}
+        plan = settle(config, outline, [replace(s, step_s=times[s.workers]) for s in outline.splits])
+        assert plan.world_size == workers
+    assert any(reason.startswith("2 workers: fastest") for reason in plan.reasons)
+
+
+def test_the_planner_chooses_what_runs_on_gpus(tmp_path: Path) -> None:
+    large = planned(recipe(tmp_path, *STEPS, "model.size=7B", "train.sequence=4096"), WEB, EIGHT_H100)
+    assert large.layout.shard > 1, "16 bytes a parameter do not fit one device"
+    assert large.forecast is not None and large.forecast.bytes_per_device < 80 * 2**30
+    assert any("within" in reason or "fastest" in reason for reason in large.reasons)
+    unknown = replace(EIGHT_H100, name="Graphics of Tomorrow")
+    plan = planned(recipe(tmp_path, *STEPS), STORIES, unknown)
+    assert plan.forecast is None and plan.world_size == 8
+    assert any("not in plait's catalogue" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (("model.size=2M",), ['no model size "2M"', "choose one of"]),
+        (("model.vocabulary=100",), ["the tokenizer has 4096 entries", "model.vocabulary = 100", "choose at least"]),
+        (("train.sequence=2000000",), ["train.sequence = 2000000 is longer than the data allow", "1499999"]),
+        (("train.sequence=64", "train.batch_tokens=63"), ["train.batch_tokens = 63", "choose at least 64"]),
+        (("layout.replicate=8", *TINY), ["8 workers cannot share 7 sequences"]),
+        (("model.heads=8", "model.kv_heads=3"), ["kv_heads = 3 does not divide 8 heads", "choose one of 1, 2, 4, 8"]),
+        (("model.size=7B",), ["fits no layout of this machine", "GiB", "model.size"]),
+        (("report.evaluate=5 minutes",), ["[report]", "must count steps"]),
+        (("layout.stage_layers=[4, 2]",), ["cut a pipeline; set layout.pipeline above 1, too"]),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_mend(
+    tmp_path: Path, overrides: tuple[str, ...], parts: list[str]
+) -> None:
+    sentence = refused(tmp_path, *STEPS, *overrides)
+    assert all(part in sentence for part in parts), sentence
+
+
+def test_gpus_take_one_worker_each(tmp_path: Path) -> None:
+    assert planned(recipe(tmp_path, *STEPS), STORIES, EIGHT_H100).layout.replicate == 8
+    sentence = refused(tmp_path, *STEPS, "layout.replicate=3", machine=EIGHT_H100, facts=STORIES)
+    assert "needs 3 GPUs, and this machine has 8" in sentence and "CUDA_VISIBLE_DEVICES" in sentence
+    sentence = refused(tmp_path, *STEPS, "model.size=30B", machine=ONE_H100, facts=STORIES)
+    assert "fits no layout of this machine" in sentence and "devices" in sentence
+
+
+def test_short_documents_are_masked_and_long_ones_joined(tmp_path: Path) -> None:
+    def documents(facts, *overrides: str) -> str:
+        return planned(recipe(tmp_path, *STEPS, *TINY, *overrides), facts, LAPTOP).documents
+
+    assert documents(corpus(100_000, 2_000)) == "mask" and documents(corpus(100_000, 3)) == "join"
+    assert documents(corpus(100_000, 3), "data.mask_documents=true") == "mask"
+    assert documents(corpus(100_000, 2_000), "data.mask_documents=false") == "join"
+
+
+def test_text_shorter_than_the_usual_sequence_gives_a_shorter_one(tmp_path: Path) -> None:
+    plan = planned(recipe(tmp_path, *STEPS, "model.size=1M"), corpus(200, 1), LAPTOP)
+    assert plan.sequence == 192 == plan.shape.sequence
+
+
+def test_a_budget_may_grow(tmp_path: Path) -> None:
+    def config(budget: str):
+        return recipe(tmp_path, f"train.budget={budget}", *TINY, "layout.replicate=1")
+
+    plan = planned(config("100 steps"), PLAYS, LAPTOP)
+    assert longer(config("150 steps"), plan) == replace(plan, steps=150, budget=Amount(150, "steps"))
+    assert longer(config("100 steps"), plan) == plan
+    assert longer(config("22400 tokens"), plan).steps == 200
+    for smaller in ("99 steps", "1000 tokens"):
+        with pytest.raises(PlaitError, match=r"train.budget = .* is less than the 100 steps .* may only grow"):
+            longer(config(smaller), plan)
+    with pytest.raises(PlaitError, match=r"this run counts in steps; raise train.budget in steps too"):
+        longer(config("10 minutes"), plan)
+
+
+def test_a_time_budget_grows_by_its_own_measure(tmp_path: Path) -> None:
+    short = recipe(tmp_path, "train.budget=10 minutes", *TINY)
+    plan = planned(short, PLAYS, LAPTOP)
+    long = recipe(tmp_path, "train.budget=20 minutes", *TINY)
+    assert longer(long, plan).steps == pytest.approx(2 * plan.steps, abs=1)
+    with pytest.raises(PlaitError, match="may only grow"):
+        longer(short, longer(long, plan))
+
+
+def test_reports_and_checkpoints_follow_the_recipe_as_it_is_now(tmp_path: Path) -> None:
+    plan = planned(recipe(tmp_path, *STEPS, *TINY, "layout.replicate=1"), PLAYS, LAPTOP)
+    new = recipe(
+        tmp_path, *STEPS, *TINY, "checkpoint.every=7 steps", "checkpoint.keep=5", "report.every=3 steps",
+        "report.evaluate=20 steps",
+    )  # fmt: skip
+    changed = with_reports(new, plan)
+    assert (changed.checkpoint_every, changed.checkpoint_keep) == (Every(7, "steps"), 5)
+    assert (changed.report_every_steps, changed.evaluate_every_steps) == (3, 20)
+    assert with_reports(recipe(tmp_path, *STEPS, *TINY), changed).checkpoint_every == Every(7, "steps")
+
+
+def test_shares_of_a_step_lie_end_to_end_and_differ_by_one_at_most() -> None:
+    for sequences in range(1, 30):
+        for ranks in range(1, 9):
+            shares = [share(sequences, ranks, index) for index in range(ranks)]
+            ends = [first + count for first, count in shares]
+            assert [first for first, _ in shares] == [0, *ends[:-1]] and ends[-1] == sequences
+            assert max(count for _, count in shares) - min(count for _, count in shares) <= 1
+
+
+def example(tmp_path: Path) -> Plan:
+    return planned(recipe(tmp_path, "train.budget=10 minutes"), STORIES, LAPTOP)
+
+
+def test_plan_json_reads_back_the_same(tmp_path: Path) -> None:
+    plan = example(tmp_path)
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+    assert [path.name for path in tmp_path.glob("*plan*")] == ["plan.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 1}', '{"format": 99}', "not json"])
+def test_what_is_no_plan_is_refused_in_one_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(PlaitError, match=r"plan.json.*start the run under a new run.name$"):
+        read_plan(tmp_path / "plan.json")
+
+
+def test_named_stages_decide_how_many_a_worker_has(tmp_path: Path) -> None:
+    asked = (*STEPS, "model.layers=4", "model.width=64", "model.heads=2", "layout.pipeline=2")
+    plan = planned(recipe(tmp_path, *asked, "layout.stage_layers=[1, 1, 1, 1]"), PLAYS, LAPTOP)
+    assert plan.layout.virtual_stages == 2 and plan.layout.schedule == "interleaved"
+    both = (*asked, "layout.stage_layers=[1, 3]", "layout.virtual_stages=2")
+    assert "names 2 stages, and layout.virtual_stages = 2 on 2 pipeline workers are 4" in refused(tmp_path, *both)
+
+
+def test_a_key_for_a_strand_that_is_not_there_is_said_to_change_nothing(tmp_path: Path) -> None:
+    told = planned(recipe(tmp_path, *STEPS, "layout.replicate=2", "layout.schedule=gpipe"), PLAYS, LAPTOP).reasons
+    assert "layout.schedule changes nothing: layout.pipeline is 1" in told
+    told = planned(recipe(tmp_path, *STEPS, *TINY, "layout.virtual_stages=2"), PLAYS, LAPTOP).reasons
+    assert "layout.virtual_stages changes nothing: layout.pipeline is 1" in told
+    quiet = planned(recipe(tmp_path, *STEPS, "layout.shard=2", "layout.shard_what=parameters"), PLAYS, LAPTOP).reasons
+    assert not any("changes nothing" in reason for reason in quiet)
+
+
+@pytest.mark.parametrize("named", [("layout.shard=8",), ("layout.pipeline=4", "layout.shard=2")])
+def test_named_degrees_run_as_they_are_priced_and_as_plait_plan_answers(named: tuple[str, ...], tmp_path: Path) -> None:
+    model = ("model.size=13B", "model.vocabulary=50257", "train.sequence=4096", "train.batch_tokens=262144")
+    config = recipe(tmp_path, *STEPS, *model, *named)
+    plan = planned(config, WEB, EIGHT_H100)
+    found = answer(config, read_cluster("8xH100"), top=0).found
+    cut = found.stage_layers(found.chosen) if plan.layout.pipeline > 1 else ()
+    assert plan.layout == layout_from(found.candidates.row(found.chosen), cut)
+    if plan.layout.pipeline == 1:
+        assert plan.layout.shard_what == "parameters", "whole parameters and gradients of 13B do not fit"

@@ -1,0 +1,220 @@
+"""Is the planner's price of a step what arithmetic, links and schedules allow, and does it move the right way?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.published.programs import MEGATRON
+from plait.cluster.catalog import network
+from plait.cluster.cluster import Cluster, read_cluster
+from plait.planner.problem.candidates import Candidates
+from plait.planner.problem.software_profile import PLAIT
+from plait.planner.problem.workload import Workload
+from plait.planner.step_time.network_model import collective_s, exchange_s, roads
+from plait.planner.step_time.roofline import chip, product_s
+from plait.planner.step_time.step_time import timing
+
+LLAMA_70B = Workload(
+    layers=80,
+    width=8192,
+    heads=64,
+    kv_heads=8,
+    head_width=128,
+    ffn=28672,
+    gated=True,
+    vocabulary=128256,
+    tied=False,
+    sequence=8192,
+    batch_sequences=512,
+)
+H100 = read_cluster("64xH100")
+
+
+def step_s(knobs: Mapping[str, int | str], cluster: Cluster = H100) -> float:
+    return float(timing(LLAMA_70B, cluster, Candidates.of([knobs]), PLAIT).step_s[0])
+
+
+def test_parameters_and_arithmetic_are_those_of_the_published_models():
+    assert LLAMA_70B.parameters == pytest.approx(70.55e9, rel=0.002)
+    assert LLAMA_70B.flops_per_token("full") == pytest.approx(6 * 69.5e9 + 12 * 80 * 8192 * 8192, rel=0.002)
+    deepseek = replace(
+        LLAMA_70B,
+        layers=61,
+        width=7168,
+        heads=128,
+        kv_heads=128,
+        head_width=160,
+        ffn=18432,
+        vocabulary=129280,
+        experts=256,
+        experts_per_token=8,
+        expert_ffn=2048,
+        shared_ffn=2048,
+        dense_layers=3,
+        projection_weights=187_000_000,
+    )
+    assert deepseek.parameters == pytest.approx(671e9, rel=0.01)
+    assert deepseek.active_parameters == pytest.approx(37e9, rel=0.03)
+
+
+def test_no_step_is_faster_than_the_peak_allows():
+    needed = LLAMA_70B.flops_per_token("causal") * LLAMA_70B.tokens / (64 * H100.islands[0].device.peak_flops["bf16"])
+    sharded = {"shard": 64, "shard_what": "parameters"}
+    for knobs in (sharded, {"tensor": 8, "shard": 8}, {"pipeline": 8, "shard": 8, "shard_what": "optimizer"}):
+        assert step_s(knobs) > needed
+
+
+def test_the_items_add_up_to_the_step():
+    table = Candidates.of(
+        [
+            {"pipeline": 4, "virtual": 5, "shard": 4, "tensor": 4, "shard_what": "optimizer"},
+            {"shard": 8, "tensor": 8, "shard_what": "parameters", "recompute": "full"},
+            {"replicate": 8, "context": 8},
+        ]
+    )
+    priced = timing(LLAMA_70B, H100, table, MEGATRON)
+    names = set(priced.__dataclass_fields__) - {"step_s", "hidden"}
+    np.testing.assert_allclose(sum(getattr(priced, name) for name in names), priced.step_s)
+    assert all((getattr(priced, name) >= 0).all() for name in names)
+
+
+def test_many_candidates_at_once_cost_what_each_costs_alone():
+    rows = [
+        {"pipeline": p, "tensor": t, "shard": 64 // (p * t), "shard_what": what, "recompute": "full"}
+        for p in (1, 2, 4)
+        for t in (1, 2, 8)
+        for what in ("optimizer", "parameters")
+    ]
+    together = timing(LLAMA_70B, H100, Candidates.of(rows), PLAIT).step_s
+    alone = [timing(LLAMA_70B, H100, Candidates.of([row]), PLAIT).step_s[0] for row in rows]
+    np.testing.assert_allclose(together, alone, rtol=1e-12)
+
+
+def test_more_micro_batches_shrink_the_bubble_by_the_closed_form():
+    def bubble_share(batch: int, virtual: int) -> float:
+        work = replace(LLAMA_70B, batch_sequences=batch)
+        row = {"pipeline": 8, "virtual": virtual, "tensor": 8, "recompute": "full"}
+        priced = timing(work, H100, Candidates.of([row]), replace(PLAIT, step_s=0.0, hides_pipeline=1.0))
+        return float((priced.bubble / (priced.step_s - priced.bubble - priced.optimizer))[0])
+
+    assert bubble_share(64, 1) == pytest.approx(7 / 64, rel=0.15)
+    assert bubble_share(128, 1) == pytest.approx(bubble_share(64, 1) / 2, rel=0.02)
+    assert bubble_share(64, 5) == pytest.approx(bubble_share(64, 1) / 5, rel=0.1)
+
+
+def test_narrow_roads_force_a_pipeline_and_wide_ones_need_none():
+    sharded = {"shard": 64, "shard_what": "parameters", "recompute": "full"}
+    piped = {"pipeline": 8, "tensor": 8, "shard": 1, "recompute": "full"}
+    clusters = [replace(H100, between=network(gbit, "device")) for gbit in (1, 10, 100, 400, 1600)]
+    by_sharding = [step_s(sharded, cluster) for cluster in clusters]
+    by_stages = [step_s(piped, cluster) for cluster in clusters]
+    assert by_sharding == sorted(by_sharding, reverse=True)
+    assert by_stages == sorted(by_stages, reverse=True)
+    assert by_sharding[0] > 2 * by_stages[0]
+    assert by_sharding[-1] < by_stages[-1]
+
+
+def test_tensor_parallelism_costs_more_between_nodes_than_inside():
+    def exposed(tensor: int) -> float:
+        row = {"tensor": tensor, "shard": 64 // tensor, "sequence_parallel": 1}
+        priced = timing(LLAMA_70B, H100, Candidates.of([row]), PLAIT)
+        return float((priced.tensor / priced.products)[0])
+
+    assert exposed(16) > 2 * exposed(8)
+    assert exposed(8) > 1.2 * exposed(4)
+
+
+def test_a_ring_between_nodes_uses_all_cards_of_the_node():
+    road = roads(H100)
+    message = 1e9
+    inside = collective_s(road, "gather", message, 8, 1)
+    both = collective_s(road, "gather", message, 16, 1)
+    lonely = collective_s(road, "gather", message, 2, 8)  # one rank of each node, so one card each
+    assert inside == pytest.approx(message * 7 / 8 / road.inside_bytes_per_s, rel=0.05)
+    assert both == pytest.approx(message * 15 / 16 / 8 / road.between_bytes_per_s, rel=0.1)
+    assert lonely == pytest.approx(message / 2 / road.between_bytes_per_s, rel=0.05)
+    assert collective_s(road, "reduce", message, 1, 1) == 0
+
+
+def test_a_token_crosses_to_each_node_once_however_many_experts_it_has_there():
+    road = roads(H100)
+    inside, few = exchange_s(road, 4096, 1e4, 1, 64, 1)
+    _, many = exchange_s(road, 4096, 1e4, 100, 64, 1)
+    assert many < 8.001 * few
+    assert inside > 0
+
+
+def test_a_wave_that_is_not_full_costs_as_much_as_a_full_one():
+    a100 = read_cluster("8xA100-80GB").islands[0].device
+    rates = chip(a100, "bf16", PLAIT)
+    one_wave = product_s(rates, 256 * 108, 4096, 128, flops=rates.linear_flops)
+    one_more = product_s(rates, 256 * 109, 4096, 128, flops=rates.linear_flops)
+    assert one_more > 1.1 * one_wave
+    best = 2 * 8192**3 / product_s(rates, 8192, 8192, 8192, flops=rates.linear_flops)
+    assert 0.75 * rates.linear_flops < best <= rates.linear_flops
+
+
+def test_small_models_are_bound_by_the_host():
+    tiny = replace(LLAMA_70B, layers=12, width=512, heads=8, kv_heads=8, head_width=64, ffn=1024, sequence=128)
+    priced = timing(tiny, H100, Candidates.of([{"shard": 64, "micro_sequences": 1}]), PLAIT)
+    assert priced.host[0] > 0.5 * priced.step_s[0]
+
+
+def test_every_layout_of_a_large_model_is_priced_within_a_second():
+    rows = [
+        {"pipeline": p, "tensor": t, "context": c, "shard": 16384 // (p * t * c), "recompute": r, "micro_sequences": m}
+        for p in (1, 2, 4, 8, 16, 32)
+        for t in (1, 2, 4, 8, 16)
+        for c in (1, 2, 4, 8)
+        for r in ("none", "selective", "full")
+        for m in (1, 2, 4, 8)
+    ]
+    table = Candidates.of(rows * 8)
+    work = replace(LLAMA_70B, layers=126, width=16384, heads=128, ffn=53248, batch_sequences=2048)
+    start = time.perf_counter()
+    assert np.isfinite(timing(work, read_cluster("16384xH100"), table, PLAIT).step_s).all()
+    assert time.perf_counter() - start < 2.0  # 11,520 of them; about half a second on an idle core
+
+
+def test_an_island_with_a_network_of_its_own_is_priced_by_it():
+    slow, fast = network(10, "device"), network(400, "device")
+    island = replace(H100.islands[0], nodes=2)
+    alone = replace(H100, islands=(replace(island, network=slow),), between=fast)
+    assert roads(alone).between_bytes_per_s == roads(replace(H100, between=slow)).between_bytes_per_s
+    # Two islands wait for the slowest of all that lies between their nodes; one node needs no network within.
+    two = replace(alone, islands=(replace(island, network=fast), replace(island, network=fast)), between=slow)
+    assert roads(two).between_bytes_per_s == roads(alone).between_bytes_per_s
+    single = replace(H100, islands=(replace(island, nodes=1, network=slow), replace(island, nodes=1)), between=fast)
+    assert roads(single).between_bytes_per_s == roads(replace(H100, between=fast)).between_bytes_per_s
+
+
+def test_launches_that_block_cost_all_of_the_hosts_time():
+    table = Candidates.of([{"tensor": 8, "micro_sequences": micros} for micros in (1, 4)])
+    ahead, blocking = (
+        timing(LLAMA_70B, H100, table, replace(PLAIT, launches=launches)) for launches in ("ahead", "blocking")
+    )
+    extra = blocking.step_s - ahead.step_s
+    assert (extra > 0).all()
+    assert extra[0] == pytest.approx(4 * extra[1], rel=0.1)  # four times as many micro-batches
+
+
+def test_a_masked_softmax_that_does_not_apply_launches_more():
+    small = replace(LLAMA_70B, width=1024, heads=16, kv_heads=16, head_width=64, sequence=1024, attention="unfused")
+    table = Candidates.of([{"tensor": 8, "micro_sequences": micros} for micros in (1, 2)])
+    one, two = timing(small, H100, table, MEGATRON).host
+    assert one > 2.5 * two  # two matrices a rank in place of four, and twice as many micro-batches
+
+
+def test_ranks_of_one_sequence_add_up_what_they_hold_whole():
+    table = Candidates.of([{"shard": 8, "context": 8, "shard_what": "optimizer"}])
+    own, both = (
+        timing(LLAMA_70B, H100, table, replace(PLAIT, shards_over=over, hides_gradients=0.0))
+        for over in ("shard", "shard and context")
+    )
+    assert own.gradients[0] > 1.2 * both.gradients[0]
+    assert own.optimizer[0] - PLAIT.step_s == pytest.approx(8 * (both.optimizer[0] - PLAIT.step_s))

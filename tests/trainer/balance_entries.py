@@ -1,0 +1,98 @@
+"""What the ranks of the balance's tests do: a run whose ranks are slow when and where the test says so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from plait.launch.values.job import RankContext
+from plait.parallel.mesh import Sums, make_mesh, world_sums
+from plait.planner.plan import read_plan
+from plait.recipe.load import load_recipe
+from plait.trainer.assemble import Assembly, assemble
+from plait.trainer.balance.actions import Balance
+from plait.trainer.balance.meter import Meter, metered
+from plait.trainer.balance.move_layers import restaged
+from plait.trainer.state import TrainState
+from plait.trainer.worker import joined
+
+
+class Labour:
+    """A clock that only goes while layers carry a burden: so much for each sequence of a forward."""
+
+    def __init__(self, sequence: int) -> None:
+        self.pace_s = self._now = 0.0
+        self._sequence = sequence
+
+    def carry(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        """A layer's hook, which sees the stream [N, width]."""
+        self._now += self.pace_s * len(inputs[0]) / self._sequence
+
+    def mark(self) -> float:
+        return self._now
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+def follow(context: RankContext, argument: str) -> None:
+    """Runs one after the other in one process group, each with a shares.jsonl of its own and its own paces.
+
+    "phases" of a run are [steps, [seconds for a sequence, by rank]], in the first layer or "in" "all layers".
+    Leaves losses and last weights.
+    """
+    folder, runs = Path(json.loads(argument)["folder"]), json.loads(argument)["runs"]
+    plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
+    with joined(context, plan):
+        mesh, world = make_mesh(plan.layout, plan.device), world_sums()
+        build = partial(assemble, config, sums=world, mesh=mesh)
+        for number, run in enumerate(runs):
+            here = replace(plan, balance_every_steps=run["every"])
+            labour = Labour(here.sequence)
+            assembly, meter = metered(build(here), labour)
+            _burden(assembly, labour, run)
+
+            def restage(
+                layers: tuple[int, ...], assembly: Assembly = assembly, run: Any = run, labour: Labour = labour
+            ) -> Meter:
+                new, own = metered(restaged(assembly, build, layers), labour)
+                assembly.become(new)
+                _burden(assembly, labour, run)
+                return own
+
+            balance = Balance(assembly, meter, folder / f"shares-{number}.jsonl", world, lambda **_: None, restage)
+            results = _taken(run["phases"], assembly, balance, labour, world)
+            assembly.woven.settle()
+            assembly.loader.close()
+            results |= {f"weight/{name}": p.detach().clone() for name, p in assembly.woven.named_parameters()}
+            save_file({key: _local(value) for key, value in results.items()}, folder / f"run-{number}-{context.rank}")
+
+
+def _burden(assembly: Assembly, labour: Labour, run: Any) -> None:
+    layers = list(assembly.woven.chunks[0].layers.values())
+    for layer in layers if run.get("in") == "all layers" else layers[:1]:
+        layer.register_forward_pre_hook(labour.carry)
+
+
+def _taken(phases: Any, assembly: Any, balance: Balance, labour: Labour, world: Sums) -> dict[str, torch.Tensor]:
+    state, losses = TrainState(), []
+    for steps, seconds in phases:
+        labour.pace_s = seconds[world.index]
+        for _ in range(steps):
+            state, scalars = balance.step(assembly.step, state)
+            losses.append(scalars.totals[0] / scalars.totals[1])
+            balance.reckon(state)
+    return {"losses": torch.stack(losses)}
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return (value.to_local() if isinstance(value, DTensor) else value).contiguous()

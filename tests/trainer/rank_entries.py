@@ -1,0 +1,164 @@
+"""What the ranks of these tests do; each reads plan.json and recipe.toml in a folder and leaves its results there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from plait.checkpoint.store import verify
+from plait.data.loader import Micro
+from plait.launch.values.job import RankContext
+from plait.layout import Layout
+from plait.parallel.mesh import make_mesh, world_sums
+from plait.planner.plan import read_plan
+from plait.recipe.load import load_recipe
+from plait.trainer.assemble import Assembly, assemble
+from plait.trainer.persist import restore, save
+from plait.trainer.state import TrainState
+from plait.trainer.step import make_forward, make_loss
+from plait.trainer.worker import joined
+
+Asked = dict[str, Any]
+
+
+def take_steps(context: RankContext, argument: str) -> None:
+    """For each case: so many steps with these shares; leaves weights, gradients and scalars of every rank."""
+    folder, cases = Path(json.loads(argument)["folder"]), json.loads(argument)["cases"]
+    with assembled(context, folder, cases) as assemblies:
+        for number, (assembly, case) in enumerate(zip(assemblies, cases, strict=True)):
+            if case.get("mutant") == "mean of means":
+                assembly = replace(assembly, run_micros=MeanOfMeans(assembly))
+            results = steps_taken(assembly, case["steps"])
+            save_file(results, folder / f"case-{number}-rank-{context.rank}.safetensors")
+
+
+def meet_a_bad_gradient(context: RankContext, argument: str) -> None:
+    """The second of three steps has a gradient that is not finite, on rank 1 alone."""
+    folder = Path(argument)
+    with assembled(context, folder, [{}]) as (assembly,):
+        state, weights = TrainState(), {name: p.detach() for name, p in assembly.woven.named_parameters()}
+        taken: list[dict[str, Tensor]] = []
+        norms: list[float] = []
+        for bad in (False, True, False):
+            poison = None
+            if bad and context.rank == 1:
+                first = next(assembly.woven.chunks[0].parameters())
+                poison = first.register_hook(lambda grad: grad * float("nan"))
+            state, scalars = assembly.step(state)
+            if poison:
+                poison.remove()
+            norms.append(float(scalars.norm))
+            taken.append({name: weight.clone() for name, weight in weights.items()})
+        counts = [int(moments["step"]) for moments in assembly.optimizer.state.values()]
+        context.tell("norms", finite=[torch.isfinite(torch.tensor(norm)).item() for norm in norms], counts=counts)
+        for number, tensors in enumerate(taken):
+            save_file(tensors, folder / f"after-{number}-rank-{context.rank}.safetensors")
+
+
+def lose(context: RankContext, argument: str) -> None:
+    """For each case its losses, step by step and held out, and who took how many sequences at the end."""
+    asked = json.loads(argument)
+    folder, told = Path(asked["folder"]), []
+    config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
+    with joined(context, plan):
+        for case in asked["cases"]:
+            here = replace(plan, layout=Layout(**case["layout"]), shares=tuple(case["shares"].get("0", ())))
+            assembly = assemble(config, here, sums=world_sums(), mesh=make_mesh(here.layout, here.device))
+            told.append(_lost(assembly, case["shares"], asked["steps"]))
+    context.tell("lost", cases=told)
+
+
+def _lost(assembly: Assembly, shares: Mapping[str, list[int]], steps: int) -> dict[str, Any]:
+    state, losses = TrainState(), []
+    for step in range(steps):
+        if step and str(step) in shares:
+            assembly.reshare(tuple(shares[str(step)]))
+        state, scalars = assembly.step(state)
+        losses.append(float(scalars.totals[0] / scalars.totals[1]))
+    total, tokens = assembly.evaluate().tolist()
+    micros = assembly.loader.micros(state.position)
+    assembly.loader.close()
+    rows = sum(int((micro.targets >= 0).any(dim=1).sum()) for micro in micros)
+    return {"losses": [*losses, total / tokens], "heldout": tokens, "sequences": rows, "micros": len(micros)}
+
+
+def restore_and_save(context: RankContext, argument: str) -> None:
+    """Go on from a checkpoint for so many steps, then save another one."""
+    asked = json.loads(argument)
+    folder = Path(asked["folder"])
+    with assembled(context, folder, [{}]) as (assembly,):
+        world, state = world_sums(), TrainState()
+        torch.manual_seed(context.rank)
+        if asked["old"]:
+            torch.manual_seed(1000)  # what a resume must not go on from
+            path = Path(asked["old"])
+            state = restore(assembly, path, verify(path), world)
+        for _ in range(asked["steps"]):
+            state, scalars = assembly.step(state)
+            torch.rand(3)  # as a step with dropout would draw
+            state = replace(state, tokens=state.tokens + int(scalars.totals[1]))
+        Path(asked["new"]).mkdir(exist_ok=True)
+        save(assembly, state, Path(asked["new"]), world)
+
+
+@contextmanager
+def assembled(context: RankContext, folder: Path, cases: Sequence[Asked]) -> Iterator[list[Assembly]]:
+    """An assembly for each case, on this rank's place in the mesh."""
+    config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
+    plan = replace(plan, layout=replace(plan.layout, replicate=context.world_size))
+    with joined(context, plan):
+        mesh = make_mesh(plan.layout, plan.device)
+        sums = world_sums()
+        made = []
+        for case in cases:
+            here = replace(plan, **{key: case[key] for key in ("documents", "micro_sequences") if key in case})
+            here = replace(here, shares=tuple(case.get("shares", ())))
+            made.append(assemble(config, here, sums=sums, mesh=mesh))
+        yield made
+        for assembly in made:
+            assembly.loader.close()
+
+
+def steps_taken(assembly: Assembly, steps: int) -> dict[str, Tensor]:
+    """Take steps and return what came of them: the last gradients, the weights, each step's totals and norm."""
+    state, found = TrainState(), {}
+    for step in range(steps):
+        state, scalars = assembly.step(state)
+        found[f"totals-{step}"], found[f"norm-{step}"] = scalars.totals.clone(), scalars.norm.clone()
+    for name, parameter in assembly.woven.named_parameters():
+        assert parameter.grad is not None
+        found[f"weight/{name}"] = parameter.detach().clone()
+        found[f"grad/{name}"] = parameter.grad.clone()
+    return found
+
+
+class MeanOfMeans:
+    """The usual mistake: each rank takes the mean over its own tokens, and the means are averaged."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._assembly = assembly
+
+    def __call__(self, micros: Sequence[Micro]) -> Tensor:
+        woven, sums = self._assembly.woven, self._assembly.sums
+        forward, loss_of = make_forward(nullcontext), make_loss(nullcontext, woven.vocabulary)
+        own = sum(micro.targets.numel() for micro in micros)
+        everybody = float(sums(torch.tensor(float(own))))
+        woven.gradients.open()
+        total = 0.0
+        for micro in micros:
+            if micro is micros[-1]:
+                woven.gradients.arm(0)
+            model = woven.chunks[0]
+            loss = loss_of(forward(model, micro, None), model, micro)
+            (loss / own * everybody / sums.size).backward()
+            total += float(loss)
+        woven.gradients.close()
+        return torch.tensor([total, own], dtype=torch.float64)

@@ -1,0 +1,135 @@
+"""The loop against plain actions that write down what it asks of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from plait.report.metrics import EvalReport, StepReport
+from plait.trainer.loop import Actions, Pace, run_loop
+from plait.trainer.state import TrainState
+from plait.trainer.step import Scalars
+from plait.units import Every
+
+PACE = Pace(steps=10, report_every_steps=1, evaluate_every_steps=0, checkpoint_every=Every(0, "steps"))
+NEVER = 10**9
+
+
+@dataclass
+class Diary:
+    """A model whose step k has 100 tokens with a loss of k each, and a sink; both write into one list."""
+
+    stop_at: int = NEVER
+    peer_stops_at: int = NEVER
+    changes_at: int = NEVER
+    entries: list[str] = field(default_factory=list)
+    reports: list[StepReport] = field(default_factory=list)
+    now: int = 0
+
+    def actions(self) -> Actions:
+        return Actions(
+            step=self.take_step,
+            evaluate=self.evaluate,
+            save=lambda state: self.entries.append(f"save {state.step} after {state.tokens} tokens"),
+            agree=lambda stop, save: (stop or self.now >= self.peer_stops_at, save),
+            reckon=self.reckon,
+            stop_requested=lambda: self.now >= self.stop_at,
+            learning_rate=lambda step: 0.5**step,
+            data_wait_s=lambda: 0.25,
+            mfu=lambda rate: None,
+        )
+
+    def take_step(self, state: TrainState) -> tuple[TrainState, Scalars]:
+        self.now = state.step + 1
+        scalars = Scalars(totals=torch.tensor([100.0 * self.now, 100.0]), norm=torch.tensor(2.0 * self.now))
+        return replace(state, step=self.now, position=state.position + 4), scalars
+
+    def evaluate(self, state: TrainState) -> EvalReport | None:
+        return EvalReport(step=state.step, eval_loss=1.0, eval_nats_per_byte=0.5)
+
+    def reckon(self, state: TrainState) -> list[str]:
+        return [f"from step {state.step + 1} on"] if state.step == self.changes_at else []
+
+    def step(self, report: StepReport) -> None:
+        self.reports.append(report)
+        self.entries.append(f"step {report.step}")
+
+    def evaluation(self, report: EvalReport) -> None:
+        self.entries.append(f"evaluation {report.step}")
+
+    def note(self, text: str) -> None:
+        self.entries.append(text)
+
+    def close(self) -> None:
+        raise AssertionError("the loop did not open this sink")
+
+
+def run(diary: Diary, pace: Pace, state: TrainState | None = None) -> tuple[TrainState, str]:
+    return run_loop(state or TrainState(), pace, diary.actions(), diary)
+
+
+def test_every_step_is_told_once_with_its_own_numbers_however_late_they_are_fetched() -> None:
+    one, four = Diary(), Diary()
+    assert run(one, PACE)[1] == run(four, replace(PACE, report_every_steps=4))[1] == "done"
+    assert [report.step for report in one.reports] == list(range(1, 11))
+    for mine, late in zip(one.reports, four.reports, strict=True):
+        assert (mine.loss, mine.grad_norm, mine.lr, mine.tokens) == (late.loss, late.grad_norm, late.lr, late.tokens)
+        assert mine.loss == mine.step and mine.grad_norm == 2 * mine.step and mine.tokens == 100 * mine.step
+        assert mine.lr == 0.5 ** (mine.step - 1) and mine.data_wait_s == 0.25 and late.step_s > 0
+
+
+def test_the_end_is_evaluated_and_saved_after_its_lines_were_told() -> None:
+    diary = Diary()
+    state, _ = run(diary, PACE)
+    assert diary.entries[-3:] == ["step 10", "evaluation 10", "save 10 after 1000 tokens"]
+    assert len(diary.entries) == 12 and state == TrainState(step=10, position=40, tokens=1000)
+
+
+def test_saves_and_evaluations_come_when_due_and_once_at_the_end() -> None:
+    diary = Diary()
+    run(diary, replace(PACE, report_every_steps=100, evaluate_every_steps=5, checkpoint_every=Every(4, "steps")))
+    told = [entry for entry in diary.entries if not entry.startswith("step")]
+    assert told == [
+        "save 4 after 400 tokens", "evaluation 5", "save 8 after 800 tokens", "evaluation 10",
+        "save 10 after 1000 tokens",
+    ]  # fmt: skip
+    for position, entry in enumerate(diary.entries):  # what is on the disk has all its lines on the disk before
+        if entry.startswith("save"):
+            assert f"step {entry.split()[1]}" in diary.entries[:position]
+
+
+def test_a_clock_can_say_when_to_save() -> None:
+    diary = Diary()
+    run(diary, replace(PACE, checkpoint_every=Every(1e-9, "seconds")))
+    assert sum(entry.startswith("save") for entry in diary.entries) == 10
+
+
+def test_a_stop_saves_where_it_is_also_when_only_a_peer_was_asked() -> None:
+    for diary in (Diary(stop_at=3), Diary(peer_stops_at=3)):
+        state, ended = run(diary, replace(PACE, report_every_steps=100))
+        assert ended == "stopped" and state.step == 3
+        assert diary.entries == ["step 1", "step 2", "step 3", "save 3 after 300 tokens"]
+
+
+def test_a_stop_in_the_last_step_is_an_end() -> None:
+    diary = Diary(stop_at=10)
+    assert run(diary, PACE)[1] == "done"
+    assert diary.entries[-2:] == ["evaluation 10", "save 10 after 1000 tokens"]
+
+
+def test_going_on_counts_on_and_a_finished_run_does_nothing() -> None:
+    diary = Diary()
+    state, ended = run(diary, PACE, TrainState(step=8, position=32, tokens=777))
+    assert ended == "done" and state == TrainState(step=10, position=40, tokens=977)
+    assert [report.tokens for report in diary.reports] == [877, 977]
+    idle = Diary()
+    assert run(idle, PACE, state) == (state, "done") and not idle.entries
+
+
+@pytest.mark.parametrize("asked", ["balance_every_steps", "watch_every_steps"])
+def test_the_load_is_looked_at_after_each_fetch_which_balance_asks_for_as_well(asked: str) -> None:
+    diary = Diary(changes_at=4)
+    run(diary, replace(PACE, report_every_steps=100, **{asked: 4}))
+    assert diary.entries[:6] == ["step 1", "step 2", "step 3", "step 4", "from step 5 on", "step 5"]

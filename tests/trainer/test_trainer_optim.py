@@ -1,0 +1,119 @@
+"""Which weights decay, how the learning rate runs, and the norm over all gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from plait.model.gpt import GPT
+from plait.model.init import initialize
+from plait.model.shape import ModelShape
+from plait.parallel.sharded_model import alone, plain_unit
+from plait.partition.boxes import whole
+from plait.planner.plan import OptimizerPlan
+from plait.trainer.optim import clip_factor, learning_rate, make_optimizer, owned_squares, set_learning_rate
+
+SHAPE = ModelShape(
+    layers=2, width=16, heads=2, kv_heads=2, head_width=8, ffn=32, vocabulary=50, sequence=8,
+    norm="layernorm", positions="learned", bias="all", qk_norm=True,
+)  # fmt: skip
+PLAN = OptimizerPlan(lr=0.01, warmup_steps=10, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0, schedule="cosine")
+
+
+def test_weight_decay_is_for_the_matrices_of_linear_layers_alone() -> None:
+    model = GPT(SHAPE)
+    initialize(model, 1)
+    optimizer = make_optimizer(alone(model).units, PLAN)
+    decay_of = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        matrix = name.endswith("weight") and parameter.ndim == 2 and not name.startswith("embed.")
+        assert decay_of.pop(id(parameter)) == (0.1 if matrix else 0.0), name
+    assert not decay_of
+
+
+def test_decay_shrinks_and_the_others_stay_without_gradient() -> None:
+    model = GPT(SHAPE)
+    initialize(model, 1)
+    optimizer = make_optimizer(alone(model).units, PLAN)
+    set_learning_rate(optimizer, 0.5)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        shrunk = name.endswith("weight") and parameter.ndim == 2 and not name.startswith("embed.")
+        torch.testing.assert_close(parameter.detach(), before[name] * (0.95 if shrunk else 1.0))
+
+
+def test_an_update_is_adamw_s_by_hand() -> None:
+    torch.manual_seed(1)
+    weight = torch.nn.Parameter(torch.randn(3, 4))
+    optimizer = make_optimizer([plain_unit("head.weight", weight, whole(weight.shape), owned=True)], PLAN)
+    mean, square, value = torch.zeros(3, 4), torch.zeros(3, 4), weight.detach().clone()
+    for step in range(1, 4):
+        grad = torch.randn(3, 4)
+        weight.grad = grad.clone()
+        set_learning_rate(optimizer, 0.01 * step)
+        optimizer.step()
+        mean, square = 0.9 * mean + 0.1 * grad, 0.95 * square + 0.05 * grad**2
+        value = value * (1 - 0.01 * step * 0.1)
+        value -= 0.01 * step * (mean / (1 - 0.9**step)) / ((square / (1 - 0.95**step)).sqrt() + 1e-8)
+        torch.testing.assert_close(weight.detach(), value, rtol=1e-5, atol=1e-7)
+
+
+def course(schedule: str, steps: int = 100, warmup: int = 10) -> list[float]:
+    plan = replace(PLAN, schedule=schedule, warmup_steps=warmup)
+    return [learning_rate(plan, step, steps) for step in range(steps)]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_warm_up_climbs_evenly_to_the_peak_and_is_never_left_above_it(schedule: str) -> None:
+    rates = course(schedule)
+    assert rates[:10] == pytest.approx([0.001 * k for k in range(1, 11)])
+    assert max(rates) == pytest.approx(0.01) and min(rates) > 0
+    assert course(schedule) == rates
+    without = course(schedule, warmup=0)
+    assert without[0] == pytest.approx(0.01)
+
+
+def test_cosine_ends_near_a_tenth_of_the_peak() -> None:
+    rates = course("cosine")
+    assert rates[10] == pytest.approx(0.01) and rates[55] == pytest.approx(0.0055, rel=0.01)
+    assert rates[-1] == pytest.approx(0.001, rel=0.01)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_wsd_is_flat_and_then_falls_in_a_line_over_the_last_fifth() -> None:
+    rates = course("wsd")
+    assert rates[10:80] == pytest.approx([0.01] * 70)
+    assert rates[80:] == pytest.approx([0.01 * left / 20 for left in range(20, 0, -1)])
+
+
+def test_constant_stays() -> None:
+    assert course("constant")[10:] == pytest.approx([0.01] * 90)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (2, 2), (3, 50), (5, 5)])
+def test_short_runs_and_long_warm_ups_stay_in_bounds(schedule: str, steps: int, warmup: int) -> None:
+    assert all(0 < rate <= 0.01 + 1e-12 for rate in course(schedule, steps, warmup))
+
+
+def test_the_norm_is_that_of_all_owned_gradients_in_one_row() -> None:
+    like, parts = torch.zeros(1, dtype=torch.float64), [torch.randn(3, 4), torch.randn(7), torch.randn(5)]
+    units = []
+    for owned, part in zip((True, False, True), parts, strict=True):
+        units.append(plain_unit("head.weight", torch.nn.Parameter(part), whole(part.shape), owned=owned))
+        units[-1].parameter.grad = part
+    row = torch.cat([parts[0].reshape(-1), parts[2]])
+    assert owned_squares(units, like=like).tolist() == pytest.approx([float(row.norm()) ** 2], rel=1e-6)
+    assert owned_squares(units[1:2], like=like).tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("norm", "limit", "factor"), [(4.0, 1.0, 0.25), (0.5, 1.0, 1.0), (4.0, None, 1.0), (0.0, 1.0, 1.0)]
+)
+def test_clipping_only_ever_shrinks(norm: float, limit: float | None, factor: float) -> None:
+    assert float(clip_factor(torch.tensor(norm), limit)) == pytest.approx(factor, rel=1e-5)

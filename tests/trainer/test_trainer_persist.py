@@ -1,0 +1,79 @@
+"""What a checkpoint brings back: every bit of weights and moments on any number of ranks, and the same future."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.checkpoint.manifest import tensor_names
+from plait.checkpoint.store import staging_for, verify
+from plait.checkpoint.transfer import read_tensor
+from plait.errors import PlaitError, RunFailed
+from plait.parallel.mesh import ALONE
+from plait.trainer.assemble import assemble
+from plait.trainer.persist import restore
+from tests.trainer.tiny import make_tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("persist")
+    make_tiny(folder)
+    return folder
+
+
+def tensors(checkpoint: Path) -> dict[str, Tensor]:
+    manifest = verify(checkpoint)
+    names = [name for name in tensor_names(manifest) if not name.startswith("rng/")]
+    return {name: read_tensor(checkpoint, manifest, name) for name in names}
+
+
+def saved(run_ranks, folder: Path, workers: int, *, old: Path | None, new: str, steps: int) -> Path:
+    asked = {"folder": str(folder), "old": str(old) if old else None, "new": str(folder / new), "steps": steps}
+    run_ranks("restore_and_save", json.dumps(asked), workers)
+    (found,) = (folder / new).iterdir()
+    return found
+
+
+def test_other_numbers_of_ranks_restore_every_bit(run_ranks, folder: Path) -> None:
+    two = saved(run_ranks, folder, 2, old=None, new="two", steps=3)
+    for workers in (1, 3, 4):
+        other = saved(run_ranks, folder, workers, old=two, new=f"by-{workers}", steps=0)
+        mine, theirs = tensors(other), tensors(two)
+        assert mine.keys() == theirs.keys() and {"adam_step", "tokens"} < mine.keys()
+        assert any(name.startswith("adam_m/") and bool(value.any()) for name, value in mine.items())
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine), workers
+        assert verify(other).cursor == verify(two).cursor == 3 * 7
+        assert sum(name.startswith("rng/") for name in tensor_names(verify(other))) == workers
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_going_on_gives_the_bits_of_never_having_stopped(run_ranks, folder: Path, workers: int) -> None:
+    whole = saved(run_ranks, folder, workers, old=None, new=f"whole-{workers}", steps=7)
+    half = saved(run_ranks, folder, workers, old=None, new=f"half-{workers}", steps=3)
+    rest = saved(run_ranks, folder, workers, old=half, new=f"rest-{workers}", steps=4)
+    assert (rest / "manifest.json").read_bytes() == (whole / "manifest.json").read_bytes()
+    assert int(tensors(rest)["adam_step"][0]) == 7
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whichever_rank_cannot_write_its_reason_is_told(run_ranks, folder: Path, tmp_path: Path, rank: int) -> None:
+    staging = staging_for(tmp_path, 1)
+    staging.mkdir()
+    (staging / f"rank-{rank:05d}.safetensors").symlink_to("/dev/full")
+    asked = {"folder": str(folder), "old": None, "new": str(tmp_path), "steps": 1}
+    with pytest.raises(RunFailed, match=r"could not save the checkpoint \(No space left on device.*earlier .* whole"):
+        run_ranks("restore_and_save", json.dumps(asked), 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_of_another_shape_is_refused(run_ranks, folder: Path, tmp_path: Path) -> None:
+    checkpoint = saved(run_ranks, folder, 1, old=None, new="narrow", steps=1)
+    config, plan = make_tiny(tmp_path, "model.width=32")
+    wider = assemble(config, plan, sums=ALONE, stages=())
+    with pytest.raises(PlaitError, match=r"has width 16, the recipe asks 32; take the recipe that the run began with"):
+        restore(wider, checkpoint, verify(checkpoint), ALONE)
