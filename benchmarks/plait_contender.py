@@ -46,7 +46,7 @@ def main() -> None:
     mesh = make_mesh(plan.layout, "cpu")
     model = GPT(plan.shape)
     model.load_state_dict(weights(load_file(orders.workdir / "init.safetensors")))
-    woven = weave(model, mesh, plan, STAGES)
+    woven = weave(model, mesh, plan.execution, STAGES)
     optimizer = make_optimizer(woven.units, plan.optimizer)
     decay_all_matrices(optimizer, workload.weight_decay)
     world = world_sums()

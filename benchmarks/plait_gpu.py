@@ -64,7 +64,7 @@ def train(flags: argparse.Namespace, work: Workload, device: torch.device) -> Me
     model = GPT(plan.shape).to(device)
     initialize(model, work.seed)
     mesh = make_mesh(plan.layout, plan.device)
-    woven = weave(model, mesh, plan)
+    woven = weave(model, mesh, plan.execution)
     optimizer = make_optimizer(woven.units, plan.optimizer)
     run_micros, _ = runners(woven, make_autocast(plan.precision, device))
     window = torch.randint(work.vocabulary, (work.sequences_per_rank, work.sequence + 1), device=device)

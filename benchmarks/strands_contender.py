@@ -81,7 +81,7 @@ def assembled(work: Work, plan: Plan) -> Assembly:
     with torch.device("meta" if together else "cpu"):
         model = GPT(plan.shape)
     mesh = make_mesh(plan.layout, "cpu") if together else None
-    woven = weave(model, mesh, plan, STAGES if together else ())
+    woven = weave(model, mesh, plan.execution, STAGES if together else ())
     put_first_values(woven, plan.shape, work.seed)
     sums = world_sums() if together else ALONE
     samples = samples_of(plan, plan.layout, sums.index, device)

@@ -128,7 +128,7 @@ def _step_of(way: Way) -> tuple[Step, Callable[[], object]]:
         stages = (*STAGES[:-1], replace(STAGES[-1], apply=last))
     with torch.device("meta" if stages else "cpu"):
         model = GPT(SHAPE)
-    woven = weave(model, mesh, plan, stages)
+    woven = weave(model, mesh, plan.execution, stages)
     _slow_down(woven.chunks[0], way.micros)
     _random_weights(woven)
     optimizer = make_optimizer(woven.units, plan.optimizer)

@@ -23,7 +23,8 @@ from plait.data.preparation.synthetic import write_synthetic
 from plait.errors import Interrupted, PlaitError
 from plait.launch.values.job import Job
 from plait.layout import Layout
-from plait.planner.plan import Plan, Precision, write_plan
+from plait.partition.execution import Precision
+from plait.planner.plan import Plan, write_plan
 from plait.planner.search.validity import check_devices
 from plait.proof.verdict import EXACT, ROUNDED, SINGLE, Bars, Verdict, judge
 from plait.recipe.load import load_recipe, recipe_text

@@ -11,13 +11,14 @@ from plait.model.gpt import GPT
 from plait.parallel.compile import compile_layers
 from plait.parallel.context.attention import context
 from plait.parallel.materialize import fill
+from plait.parallel.pipeline.one_owner import keep_at_one_end
 from plait.parallel.pipeline.stage import pipeline
 from plait.parallel.recompute import recompute
 from plait.parallel.replicate import replicate
 from plait.parallel.sharded_model import Woven, alone
 from plait.parallel.sharding.shard import shard
 from plait.parallel.tensor.cut import tensor
-from plait.planner.plan import Plan
+from plait.partition.execution import Execution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class Stage:
     """One thing done to the model, the mesh axis it works along, and why it stands where it does."""
 
     axis: str
-    apply: Callable[[Woven, DeviceMesh, Plan], Woven]
+    apply: Callable[[Woven, DeviceMesh, Execution], Woven]
     reason: str
 
 
@@ -37,6 +38,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(axis="", apply=compile_layers, reason="sees the layers' final code"),
     Stage(axis="shard", apply=shard, reason="splits parameters before they take memory"),
     Stage(axis="", apply=fill, reason="real memory for what this rank holds, and no more"),
+    Stage(axis="", apply=keep_at_one_end, reason="says which sums are not needed, before anybody makes them"),
     Stage(
         axis="replicate",
         apply=replicate,
@@ -45,10 +47,10 @@ STAGES: tuple[Stage, ...] = (
 )
 
 
-def weave(model: GPT, mesh: DeviceMesh | None, plan: Plan, stages: Sequence[Stage] = STAGES) -> Woven:
+def weave(model: GPT, mesh: DeviceMesh | None, execution: Execution, stages: Sequence[Stage] = STAGES) -> Woven:
     """Apply the stages in order; without stages the model stays one process' own. Every rank must call it."""
     woven = alone(model)
     for stage in stages:
         assert mesh is not None, "a stage needs a mesh"
-        woven = stage.apply(woven, mesh, plan)
+        woven = stage.apply(woven, mesh, execution)
     return woven

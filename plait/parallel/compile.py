@@ -5,16 +5,16 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.parallel.sharded_model import Woven
-from plait.planner.plan import Plan
+from plait.partition.execution import Execution
 
 SIZES = 64
 """Of micro-batches that a layer is compiled for, at most. Shares that follow the devices bring new ones, and behind
 torch's own limit of eight a layer would run uncompiled from then on, with no word of it."""
 
 
-def compile_layers(woven: Woven, mesh: DeviceMesh, plan: Plan) -> Woven:
+def compile_layers(woven: Woven, mesh: DeviceMesh, execution: Execution) -> Woven:
     """Compile the layers in place; parameter names stay as they are."""
-    if plan.compile == "blocks":
+    if execution.compile == "blocks":
         import torch._dynamo.config as dynamo  # more than a second of imports
 
         dynamo.recompile_limit = max(SIZES, dynamo.recompile_limit)

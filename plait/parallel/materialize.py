@@ -6,12 +6,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.parallel.sharded_model import Woven
-from plait.planner.plan import Plan
+from plait.partition.execution import Execution
 
 
-def fill(woven: Woven, mesh: DeviceMesh, plan: Plan) -> Woven:
+def fill(woven: Woven, mesh: DeviceMesh, execution: Execution) -> Woven:
     """Allocate what was only described so far; the numbers come later, from the seed or a checkpoint."""
-    device = torch.device(plan.device, torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
+    on_gpu = execution.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     for chunk in woven.chunks:
         if any(parameter.is_meta for parameter in chunk.parameters()):
             chunk.to_empty(device=device)

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 from plait.model.attention import Rows
 from plait.model.gpt import Layer, Run, run_layer
 from plait.parallel.sharded_model import Woven
-from plait.planner.plan import Plan
+from plait.partition.execution import Execution
 
 _aten: Any = torch.ops.aten
 
@@ -37,10 +37,10 @@ ATTENTION = (
 )
 
 
-def recompute(woven: Woven, mesh: DeviceMesh, plan: Plan) -> Woven:
+def recompute(woven: Woven, mesh: DeviceMesh, execution: Execution) -> Woven:
     """Let every layer keep as little as the layout asks; names and numbers of weights stay."""
-    if plan.layout.recompute != "none":
-        run = run_for(plan)
+    if execution.layout.recompute != "none":
+        run = run_for(execution)
         for chunk in woven.chunks:
             for layer in chunk.layers.values():
                 assert isinstance(layer, Layer)
@@ -48,13 +48,13 @@ def recompute(woven: Woven, mesh: DeviceMesh, plan: Plan) -> Woven:
     return woven
 
 
-def run_for(plan: Plan) -> Run:
+def run_for(execution: Execution) -> Run:
     """How a layer runs under the plan's `recompute`, which must not be "none"."""
-    if plan.layout.recompute == "full":
+    if execution.layout.recompute == "full":
         return run_twice
     # Attention over the axis `context` adds to its kernels' results in place, so it keeps its own way.
-    kept = PRODUCTS if plan.layout.context > 1 else PRODUCTS + ATTENTION
-    if plan.device == "cuda" and plan.layout.context == 1:
+    kept = PRODUCTS if execution.layout.context > 1 else PRODUCTS + ATTENTION
+    if execution.device == "cuda" and execution.layout.context == 1:
         import torch.nn.attention.varlen  # registers the kernel for documents; a second of imports
 
         kept += (torch.ops.torch_attn._varlen_attn.default,)

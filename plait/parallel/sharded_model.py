@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -17,6 +17,10 @@ Forward = Callable[[GPT, Any, Tensor | None], Tensor]
 
 LossOf = Callable[[Tensor, GPT, Any], Tensor]
 """From the stream after the final norm, the part of the model with the head and a micro-batch to its summed loss."""
+
+
+Owner = Literal["this rank", "another rank"]
+"""Who updates a weight."""
 
 
 class Gradients(Protocol):
@@ -171,6 +175,8 @@ class Woven:
     gradients: Gradients
     vocabulary: Vocabulary = WHOLE_VOCABULARY
     pipe: Pipe | None = None
+    single_owner: Mapping[str, Owner] = field(default_factory=dict)
+    """Weights that several ranks hold and one of them alone updates: their gradients are not summed over ranks."""
     reports: bool = True
     """Whether this rank's loss enters the global sum: one of those that compute the same one."""
 

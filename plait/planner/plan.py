@@ -12,12 +12,12 @@ from plait.cluster.topology import bare_name
 from plait.errors import PlaitError
 from plait.layout import Layout, share
 from plait.model.shape import ModelShape
+from plait.partition.execution import Compile, DeviceKind, Execution, GradientTransfer, Precision
 from plait.planner.calibration.factors import UNTAUGHT, Basis, Calibration, StepItems
 from plait.report.atomic import replace_file
 from plait.units import Amount, Every
 
 Schedule = Literal["cosine", "wsd", "constant"]
-Precision = Literal["float32", "bf16", "float64"]
 FORMAT = 2
 
 
@@ -83,9 +83,9 @@ class Plan:
     """Per worker, where `hosts` does not say otherwise."""
     hosts: tuple[HostShare, ...] = ()
     """In the order of their ranks; empty where all ranks are on one host."""
-    device: Literal["cpu", "cuda"]
+    device: DeviceKind
     precision: Precision
-    compile: Literal["off", "blocks"]
+    compile: Compile
     shape: ModelShape
     sequence: int
     batch_sequences: int
@@ -100,8 +100,7 @@ class Plan:
     """Of each place in the order of ranks the number of the host that is to take it; empty: they sit as they should."""
     balance_every_steps: int = 0
     """How often shares may change while the run goes on; 0: never."""
-    gradient_transfer: Literal["float32", "bf16"] = "float32"
-    """The numbers in which gradients travel between ranks that sum them."""
+    gradient_transfer: GradientTransfer = "float32"
     budget: Amount
     """What `steps` was made from."""
     steps: int
@@ -126,6 +125,18 @@ class Plan:
     recipe_hash: str
     reasons: tuple[str, ...]
     """One sentence for each thing that plait chose."""
+
+    @property
+    def execution(self) -> Execution:
+        """What the parallel strands take of it."""
+        return Execution(
+            layout=self.layout,
+            shape=self.shape,
+            device=self.device,
+            precision=self.precision,
+            compile=self.compile,
+            gradient_transfer=self.gradient_transfer,
+        )
 
     @property
     def batch_tokens(self) -> int:

@@ -22,7 +22,8 @@ from plait.model.shape import ModelShape
 from plait.parallel.apply import STAGES, Stage, weave
 from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import Woven
-from plait.planner.plan import Plan, Precision
+from plait.partition.execution import Precision
+from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.trainer.optim import learning_rate, make_optimizer, set_learning_rate
 from plait.trainer.state import TrainState
@@ -109,7 +110,9 @@ def assemble(
     # Described first, cut next, and only then given memory: a rank never holds more than its part.
     with torch.device("meta" if stages else device):
         model = GPT(plan.shape)
-    woven = weave(model.to(torch.float64 if plan.precision == "float64" else torch.float32), mesh, plan, stages)
+    woven = weave(
+        model.to(torch.float64 if plan.precision == "float64" else torch.float32), mesh, plan.execution, stages
+    )
     if fresh:
         put_first_values(woven, plan.shape, config.run.seed)
     corpus = open_corpus(Path(plan.corpus))

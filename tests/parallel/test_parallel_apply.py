@@ -30,7 +30,7 @@ def test_stages_name_their_axis_and_their_place() -> None:
 def test_without_stages_a_model_is_one_process_own(tmp_path) -> None:
     model = GPT(SHAPE)
     _, plan = make_tiny(tmp_path)
-    woven = weave(model, None, plan, ())
+    woven = weave(model, None, plan.execution, ())
     assert woven.chunks == (model,) and woven.gradients.buckets == []
     for _ in range(2):
         woven.gradients.open()

@@ -44,7 +44,7 @@ def model_with(plan: Plan, what: Recompute, context: int = 1) -> GPT:
     model = GPT(SHAPE).double()
     initialize(model, 1)
     if what != "none":
-        run = run_for(replace(plan, layout=Layout(recompute=what, context=context)))
+        run = run_for(replace(plan, layout=Layout(recompute=what, context=context)).execution)
         for layer in model.layers.values():
             layer.run = run
     return model

@@ -207,6 +207,9 @@ class StageThatNotes:
 
     get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = no_transfers
 
+    def release_fwd_send_outputs(self, micro: int) -> None:
+        """Nothing was sent; torch 2.15 asks for it."""
+
     def perform_reduce_grad(self, factor: int) -> None:
         """Nothing to reduce."""
 

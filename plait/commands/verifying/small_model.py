@@ -12,8 +12,9 @@ from typing import Literal
 from plait.layout import Layout
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import SIZES, explicit_shape, named_shape
+from plait.partition.execution import Precision
 from plait.planner.derive import scaling_rules
-from plait.planner.plan import OptimizerPlan, Plan, Precision
+from plait.planner.plan import OptimizerPlan, Plan
 from plait.planner.search.validity import check_layout, check_shares, layout_of, named_degrees
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, Every

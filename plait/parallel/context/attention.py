@@ -23,15 +23,15 @@ from plait.parallel.context.cut import Cut, Rectangle, cut_attention
 from plait.parallel.context.exchange import Exchange
 from plait.parallel.context.kernels import Kernel, join, kernel_for
 from plait.parallel.sharded_model import Woven
-from plait.planner.plan import Plan
+from plait.partition.execution import Execution
 
 
-def context(woven: Woven, mesh: DeviceMesh, plan: Plan) -> Woven:
+def context(woven: Woven, mesh: DeviceMesh, execution: Execution) -> Woven:
     """All layers' attention over the axis `context`; size 1 leaves it as it is. Every rank must call it."""
     if mesh["context"].size() == 1:
         return woven
     attend: Any = ContextAttend(mesh.get_group("context"))
-    if plan.compile == "blocks":
+    if execution.compile == "blocks":
         attend = torch.compiler.disable(attend)  # its collectives belong to no graph
     for chunk in woven.chunks:
         for module in chunk.modules():

@@ -23,18 +23,19 @@ from plait.parallel.pipeline.tied_embedding import Ends
 from plait.parallel.sharded_model import Forward, Gradients, Held, LocalGradients, LossOf, Woven, plain_unit
 from plait.parallel.tensor.sequence import stream_rows
 from plait.partition.boxes import parts_of, whole
+from plait.partition.execution import Execution
 from plait.partition.pipeline_schedule import Action, Lists, actions, transfers
-from plait.planner.plan import Plan
 
 
-def pipeline(woven: Woven, mesh: DeviceMesh, plan: Plan) -> Woven:
+def pipeline(woven: Woven, mesh: DeviceMesh, execution: Execution) -> Woven:
     """Keep this rank's stages of the model, which must still be on the meta device, and a pipe that runs them."""
     if mesh["pipeline"].size() == 1:
         return woven
-    group, layout = mesh.get_group("pipeline"), plan.layout
+    group, shape = mesh.get_group("pipeline"), execution.shape
+    parts = parts_of(shape, execution.layout, dist.get_rank(group))
     dtype = next(woven.chunks[0].parameters()).dtype
     with torch.device("meta"):
-        chunks = tuple(GPT(plan.shape, part).to(dtype) for part in parts_of(plan.shape, layout, dist.get_rank(group)))
+        chunks = tuple(GPT(shape, part).to(dtype) for part in parts)
     named = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
     return replace(
         woven,
@@ -42,7 +43,7 @@ def pipeline(woven: Woven, mesh: DeviceMesh, plan: Plan) -> Woven:
         weights=tuple(Held(name=name, tensor=p.detach(), box=whole(p.shape)) for name, p in named),
         units=tuple(plain_unit(name, p, whole(p.shape), owned=True) for name, p in named),
         gradients=LocalGradients([parameter for _, parameter in named]),
-        pipe=StagePipe(chunks, plan, group),
+        pipe=StagePipe(chunks, execution, group),
         reports=woven.reports and chunks[-1].part.ends,
     )
 
@@ -71,18 +72,18 @@ class StagePipe:
     tied weight's two ends send each other.
     """
 
-    def __init__(self, chunks: tuple[GPT, ...], plan: Plan, group: dist.ProcessGroup) -> None:
-        self.chunks, self.group, self.layout = chunks, group, plan.layout
-        self.stages = len(plan.layout.stage_layers)
-        self.width = plan.shape.width
+    def __init__(self, chunks: tuple[GPT, ...], execution: Execution, group: dist.ProcessGroup) -> None:
+        self.chunks, self.group, self.layout = chunks, group, execution.layout
+        self.stages = len(execution.layout.stage_layers)
+        self.width = execution.shape.width
         # Of the stream between stages, also under autocast: the residual sums stay in the weights' precision.
-        self.dtype = torch.float64 if plan.precision == "float64" else torch.float32
+        self.dtype = torch.float64 if execution.precision == "float64" else torch.float32
         self.wait: Wait = wait_for
         self.ends: Ends | None = None
         self.deferred = Deferred()
-        if plan.layout.schedule == "zero-bubble":
+        if execution.layout.schedule == "zero-bubble":
             multiply: Any = self.deferred.multiply
-            if plan.compile == "blocks":
+            if execution.compile == "blocks":
                 # What these products put aside is no value of a compiled layer's graph.
                 multiply = torch.compiler.disable(multiply)
             for chunk in chunks:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from plait.parallel.gradients.buckets import Shared
 from plait.parallel.pipeline.stage_links import Wait
-from plait.planner.plan import Plan
 
 Coming = dict[int, tuple[dist.Work, Tensor]]
 """Transfers and what they carry, by micro-batch."""
@@ -27,17 +26,6 @@ Coming = dict[int, tuple[dist.Work, Tensor]]
 TIED = "embed.tokens.weight"
 WHOLE, GRADIENTS, ROWS = 2**20, 2**21, 2**22
 """Tags of the messages: the table; and from here on, one for each micro-batch, rows' gradients and rows."""
-
-
-def kept_at_one_end(weight: Shared, plan: Plan) -> bool:
-    """Whether a weight is the tied one, on two processors alone.
-
-    A GPU's roads are wide, and where there are more copies one sum for all of them is simpler.
-    """
-    layout = plan.layout
-    at_both_ends = weight.name == TIED and plan.shape.tied and layout.pipeline > 1
-    alone = layout.batch_parts * layout.context == 1
-    return at_both_ends and alone and plan.device == "cpu" and plan.gradient_transfer == "float32"
 
 
 def first_uses(tokens: Iterable[Tensor], first: int, rows: int) -> list[Tensor]:

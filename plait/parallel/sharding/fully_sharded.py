@@ -18,27 +18,27 @@ from plait.parallel.comm.split_reduction import SpreadWeights, SwapGradients
 from plait.parallel.gradients.buckets import BUCKET_BYTES, Shared, whole_units
 from plait.parallel.gradients.reduce import Groups, Reducer
 from plait.parallel.sharded_model import Held, Woven
-from plait.planner.plan import Plan
+from plait.partition.execution import Execution
 
 
-def split_parameters(woven: Woven, mesh: DeviceMesh, plan: Plan) -> None:
+def split_parameters(woven: Woven, mesh: DeviceMesh, execution: Execution) -> None:
     """Hand each layer, and what lies outside of the layers, to FSDP2."""
     # FSDP2 rounds before its library's sum, which for bfloat16 rounds after every addition.
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if plan.gradient_transfer == "bf16" else None)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if execution.gradient_transfer == "bf16" else None)
     for chunk in woven.chunks:
         # In a pipeline several micro-batches are under way, and each would gather the weights anew.
-        again = plan.layout.pipeline == 1
+        again = execution.layout.pipeline == 1
         for layer in chunk.layers.values():
             fully_shard(layer, mesh=mesh["shard"], reshard_after_forward=again, mp_policy=policy)
         # What is outside of the layers stays gathered until its backward: the loss uses the head after the forward.
         fully_shard(chunk, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=policy)
-        if plan.device == "cpu" and again:
+        if execution.device == "cpu" and again:
             _gather_ahead(chunk)
         for module in _sharded_modules(chunk):
             # Neither is recursive. Gradients are sums everywhere: Note [loss is a sum].
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if plan.device == "cpu":
+            if execution.device == "cpu":
                 module.set_custom_all_gather(SpreadWeights())  # pyright: ignore[reportArgumentType]
                 module.set_custom_reduce_scatter(SwapGradients())  # pyright: ignore[reportArgumentType]
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.parallel.sharded_model import Woven
-from plait.planner.plan import Plan
+from plait.partition.execution import Execution
 
 
-def shard(woven: Woven, mesh: DeviceMesh, plan: Plan) -> Woven:
+def shard(woven: Woven, mesh: DeviceMesh, execution: Execution) -> Woven:
     """Split the parameters, still on the meta device, where the layout asks for it. Every rank must call it."""
-    if plan.layout.shard > 1 and plan.layout.shard_what == "parameters":
+    if execution.layout.shard > 1 and execution.layout.shard_what == "parameters":
         from plait.parallel.sharding.fully_sharded import split_parameters  # most of a second of imports
 
-        split_parameters(woven, mesh, plan)
+        split_parameters(woven, mesh, execution)
     return woven

@@ -30,10 +30,10 @@ from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import Woven
 from plait.parallel.tensor.sequence import Stream, stream_over, stream_rows
 from plait.partition.boxes import cut, kv_heads_of
-from plait.planner.plan import Plan
+from plait.partition.execution import Execution
 
 
-def tensor(woven: Woven, mesh: DeviceMesh, plan: Plan) -> Woven:
+def tensor(woven: Woven, mesh: DeviceMesh, execution: Execution) -> Woven:
     """Cut every weight to this rank's part and let the ranks of the axis compute together. Every rank must call it.
 
     The loss is known to all of them, and the first one reports it.
@@ -41,14 +41,14 @@ def tensor(woven: Woven, mesh: DeviceMesh, plan: Plan) -> Woven:
     if mesh["tensor"].size() == 1:
         return woven
     stream = stream_over(mesh.get_group("tensor"))
-    if plan.compile == "blocks":
+    if execution.compile == "blocks":
         # Its collectives belong to no graph.
         gather, scatter = torch.compiler.disable(stream.gather), torch.compiler.disable(stream.scatter)
         stream = replace(stream, gather=gather, scatter=scatter)
     for chunk in woven.chunks:
         cut_weights(chunk, stream.parts, stream.index)
         share_work(chunk, stream)
-    vocabulary = SharedVocabulary(plan.shape, stream)
+    vocabulary = SharedVocabulary(execution.shape, stream)
     return replace(woven, vocabulary=vocabulary, reports=woven.reports and stream.index == 0)
 
 

@@ -11,8 +11,8 @@ from plait.cluster.cluster import Cluster, cluster_of
 from plait.cluster.measured import measured_json
 from plait.cluster.topology import Machine
 from plait.model.shape import ModelShape
+from plait.partition.execution import Precision
 from plait.planner.calibration.factors import UNTAUGHT, Basis, Calibration
-from plait.planner.plan import Precision
 
 STAND_IN = "A100"
 """What a GPU that is not in the catalogue is laid out as, with its own memory."""

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from plait.cluster.topology import Machine
 from plait.model.shape import ModelShape, parameter_count
+from plait.partition.execution import Precision
 from plait.planner.derive.model_size import CorpusFacts, batch_sequences, size_up
 from plait.planner.derive.resources import Grounds
-from plait.planner.plan import Plan, Precision
+from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.units import Amount
 

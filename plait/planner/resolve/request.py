@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from plait.model.shape import ModelShape
+from plait.partition.execution import Precision
 from plait.planner.calibration.factors import Basis
 from plait.planner.derive.resources import Grounds
-from plait.planner.plan import Precision
 from plait.planner.problem.software_profile import PLAIT, Stack
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.step_time.device_time import clocked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from math import fsum
 
 from plait.planner.search.search import Search
 from plait.planner.step_time.roofline import peak_flops
@@ -32,6 +33,8 @@ MEMORY_NAMES = {
     "logits": "logits",
     "fixed": "buffers",
 }
+ROUNDING = 1e-12
+"""Share of a step's time below which a difference of sums is rounding (`sum` rounds otherwise from Python 3.12 on)."""
 BINDS = {
     "arithmetic": ("products", "scores", "head", "recompute"),
     "memory bandwidth": ("stream", "optimizer"),
@@ -46,7 +49,10 @@ def time_items(found: Search, index: int) -> dict[str, float]:
     """Seconds by item; what the simulated pipeline differs from the closed form is in the bubble."""
     priced = found.timing(index)
     items = {name: float(getattr(priced, name)[0]) for name in TIME_NAMES}
-    items["bubble"] += float(found.step_s[index]) - sum(items.values())
+    step_s = float(found.step_s[index])
+    beyond = step_s - fsum(items.values())
+    if abs(beyond) > ROUNDING * step_s:
+        items["bubble"] += beyond
     return items
 
 

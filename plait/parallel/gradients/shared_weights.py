@@ -1,0 +1,27 @@
+"""The weights of a rank's model, each with the ranks over which its gradient is summed."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from plait.parallel.gradients.buckets import Shared
+from plait.parallel.sharded_model import Woven
+from plait.partition.boxes import boxes, sharers
+from plait.partition.execution import Execution
+
+
+def shared_weights(woven: Woven, execution: Execution) -> list[Shared]:
+    """The weights of this rank's model with their places and the ranks they are shared with, in the model's order.
+
+    Where `shard` splits, those are the ranks with the same coordinate on it.
+    """
+    layout, rank = execution.layout, dist.get_rank()
+    here = layout.coordinates(rank)
+    places = boxes(execution.shape, layout, here)
+    weights = []
+    for number, chunk in enumerate(woven.chunks):
+        for name, parameter in chunk.named_parameters():
+            box = places[name]
+            ranks = sharers(execution.shape, layout, name, box, here["shard"])
+            weights.append(Shared(name=name, parameter=parameter, box=box, chunk=number, ranks=ranks))
+    return weights

@@ -1,0 +1,43 @@
+"""The stage that leaves a tied embedding to one end of the pipeline; what travels instead is in tied_embedding.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from plait.parallel.gradients.shared_weights import shared_weights
+from plait.parallel.mesh import make_groups
+from plait.parallel.pipeline.stage import StagePipe
+from plait.parallel.pipeline.tied_embedding import TIED, Ends
+from plait.parallel.sharded_model import Owner, Woven
+from plait.partition.boxes import cut, sharers
+from plait.partition.execution import Execution
+
+
+def keep_at_one_end(woven: Woven, mesh: DeviceMesh, execution: Execution) -> Woven:
+    """Let the rank with the head alone keep a tied weight. Every rank must call it."""
+    if not is_kept_at_one_end(execution):
+        return woven
+    shape, layout, tensors = execution.shape, execution.layout, range(execution.layout.tensor)
+    cuts = [cut(TIED, shape, layout.tensor, index) for index in tensors]
+    groups = make_groups(sorted({sharers(shape, layout, TIED, box, 0) for box in cuts}))
+    owner: dict[str, Owner] = {}
+    for weight in shared_weights(woven, execution):
+        if weight.name == TIED:
+            assert isinstance(woven.pipe, StagePipe)
+            embeds = woven.chunks[weight.chunk].part.embeds
+            woven.pipe.ends = Ends(weight, groups[weight.ranks], embeds=embeds)
+            owner[TIED] = "another rank" if embeds else "this rank"
+    return replace(woven, single_owner=owner)
+
+
+def is_kept_at_one_end(execution: Execution) -> bool:
+    """Whether there is a tied weight at both ends of a pipeline, on processors, and nobody else holds it.
+
+    A GPU's links are fast, and where there are more copies one sum for all of them is simpler.
+    """
+    layout = execution.layout
+    at_both_ends = execution.shape.tied and layout.pipeline > 1
+    nobody_else = layout.batch_parts * layout.context == 1
+    return at_both_ends and nobody_else and execution.device == "cpu" and execution.gradient_transfer == "float32"

@@ -1,0 +1,29 @@
+"""What a worker executes of a plan: all that the parallel strands need to know, and nothing of why it was chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from plait.layout import Layout
+from plait.model.shape import ModelShape
+
+Precision = Literal["float32", "bf16", "float64"]
+"""bf16 computes in bfloat16 from float32 weights; float64 is for proofs."""
+DeviceKind = Literal["cpu", "cuda"]
+Compile = Literal["off", "blocks"]
+"""Whether torch.compile compiles each layer."""
+GradientTransfer = Literal["float32", "bf16"]
+"""The numbers in which gradients travel between ranks that sum them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """One model split over ranks by one layout, and the arithmetic that computes it."""
+
+    layout: Layout
+    shape: ModelShape
+    device: DeviceKind
+    precision: Precision
+    compile: Compile
+    gradient_transfer: GradientTransfer
