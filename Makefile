@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install train test test-commands test-pieces test-all test-gpu check bench bench-strands bench-gpu lab clean
+.PHONY: install train test test-commands test-pieces test-all test-gpu test-newest check bench bench-strands bench-gpu lab clean
 
 install: $(VENV)/.plait  ## plait in .venv, and no more
 
@@ -39,6 +39,9 @@ test-all: $(VENV)/.dev  ## the long suites as well
 
 test-gpu: $(VENV)/.dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest tests -m gpu
+
+test-newest:  ## the tests on the newest Debian and its Python, in a chroot that is kept (14 GB); needs root and debootstrap
+	tests/newest/run.sh
 
 check: $(VENV)/.dev  ## style and types
 	$(BIN)/ruff format --check .

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from benchmarks.strands_work import Work
 from plait.model.shape import ModelShape, parameter_count, training_flops_per_token
-from plait.partition.pipeline_schedule import actions, equal_times, simulate
+from plait.partition.pipeline_schedule import actions
+from plait.partition.pipeline_simulation import equal_times, simulate
 
 RANKS = 2
 NUMBER_BYTES = 4

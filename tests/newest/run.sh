@@ -34,7 +34,7 @@ mount_system() {
     for part in proc sys dev; do
         mountpoint -q "$root/$part" || mount --rbind --make-rslave "/$part" "$root/$part"
     done
-    cp /etc/resolv.conf "$root/etc/resolv.conf"
+    cp /etc/resolv.conf /etc/hosts "$root/etc/"
     bind_package_indexes
 }
 

@@ -13,13 +13,13 @@ from plait.cluster.measured import Measured, MeasuredOverlap, Message
 from plait.cluster.topology import Machine
 from plait.model.shape import ModelShape
 from plait.model.sizes import explicit_shape
+from plait.partition.pipeline_simulation import ActionTimes, durations_s
 from plait.planner.problem.candidates import Candidates, Reals
 from plait.planner.problem.software_profile import PLAIT
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.search import enumeration
 from plait.planner.search.search import search
 from plait.planner.step_time.measured_network import measured_link, sent_bytes_per_s
-from plait.planner.step_time.pipeline_simulation import Spent, durations_s
 from plait.planner.step_time.step_time import Timing, timing
 from tests.cluster.probed import device, link, measured, point, timed
 
@@ -109,7 +109,7 @@ def test_what_a_probe_wrote_reads_back() -> None:
 def test_messages_that_arrive_later_delay_whoever_waits() -> None:
     """Two ranks, 1f1b: one micro-batch passes there and back; of many the round trip binds, two being under way."""
     each: Reals = np.full((2, 1), 1.0)
-    spent: Spent = {"forward": each, "backward-input": each, "backward-weight": 0 * each}
+    spent: ActionTimes = {"forward": each, "backward-input": each, "backward-weight": 0 * each}
 
     def whole(micros: int, sent_s: float) -> float:
         return float(durations_s("1f1b", (2, 1, micros), spent, np.array([sent_s]))[0])
@@ -124,7 +124,7 @@ def test_messages_that_arrive_later_delay_whoever_waits() -> None:
 def test_messages_of_a_slow_wire_queue() -> None:
     """GPipe, four micro-batches of a second each way, messages of three: they leave one after the other."""
     each: Reals = np.full((2, 1), 1.0)
-    spent: Spent = {"forward": each, "backward-input": each, "backward-weight": 0 * each}
+    spent: ActionTimes = {"forward": each, "backward-input": each, "backward-weight": 0 * each}
     # Forward results arrive at 4, 7, 10, 13; gradients leave from 15 on, and arrive at 18, 21, 24, 27.
     assert durations_s("gpipe", (2, 1, 4), spent, 3.0)[0] == 28
 

@@ -14,7 +14,8 @@ from plait.errors import PlaitError
 from plait.layout import AXES, Layout
 from plait.model.shape import ModelShape
 from plait.model.sizes import named_shape
-from plait.partition.pipeline_schedule import StageTimes, actions, simulate
+from plait.partition.pipeline_schedule import actions
+from plait.partition.pipeline_simulation import ActionTimes, StageTimes, durations_s, simulate
 from plait.planner.explain.fit_suggestions import mended
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT
@@ -26,7 +27,6 @@ from plait.planner.search.layout_cost import price
 from plait.planner.search.search import DoesNotFit, Search, search, simplest
 from plait.planner.search.validity import balanced_stages, check_layout
 from plait.planner.step_time.network_model import roads
-from plait.planner.step_time.pipeline_simulation import Spent, durations_s
 
 SMALL = ModelShape(layers=6, width=64, heads=4, kv_heads=2, head_width=16, ffn=128, vocabulary=256, sequence=1024)
 
@@ -183,7 +183,7 @@ def test_many_pipelines_at_once_take_as_long_as_the_schedule_itself() -> None:
             ranks, virtual, micros = numbers.randint(2, 6), numbers.randint(1, 3), numbers.randint(1, 12)
             virtual = virtual if schedule == "interleaved" else 1
             there, back, late = np.array([[numbers.uniform(0.5, 2) for _ in range(ranks * virtual)] for _ in range(3)])
-            spent: Spent = {
+            spent: ActionTimes = {
                 "forward": there[:, None],
                 "backward-input": back[:, None],
                 "backward-weight": late[:, None],

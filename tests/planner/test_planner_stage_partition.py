@@ -24,7 +24,7 @@ from plait.planner.search.enumeration import Pins, listed
 from plait.planner.search.layout_cost import step_seconds
 from plait.planner.search.search import search
 from plait.planner.search.validity import balanced_stages
-from plait.planner.step_time.pipeline_simulation import simulated_s
+from plait.planner.step_time.pipeline_step_time import simulated_s
 from plait.planner.step_time.step_time import timing
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig

@@ -17,6 +17,7 @@ from plait.commands.plan import answer, answer_text
 from plait.data.portions import micro_sizes
 from plait.errors import PlaitError
 from plait.model.sizes import explicit_shape, named_shape
+from plait.partition.pipeline_simulation import ActionTimes, durations_s
 from plait.planner.derive.resources import Given, Grounds, Need
 from plait.planner.explain.confidence import idle_machines
 from plait.planner.explain.report import Section, plan_json
@@ -39,7 +40,6 @@ from plait.planner.search.enumeration import Pins
 from plait.planner.search.layout_cost import closed_form, price, step_seconds
 from plait.planner.search.search import TORN, Search, search
 from plait.planner.step_time.measured_network import measured_link
-from plait.planner.step_time.pipeline_simulation import Spent, durations_s
 from plait.units import format_duration
 from tests.planner.hosts import HOST, probed, told
 from tests.planner.machines import PLAYS, recipe
@@ -229,7 +229,7 @@ def test_a_pipeline_of_unequal_devices_takes_what_its_list_of_actions_takes() ->
     times = price(workload, cluster, group.candidates, found.stack)
     pace = paced(workload, cluster, group.candidates, found.stack, group.deal, times)
     stages = pace.stages_s
-    halves: Spent = {"forward": stages / 3, "backward-input": stages / 3, "backward-weight": stages / 3}
+    halves: ActionTimes = {"forward": stages / 3, "backward-input": stages / 3, "backward-weight": stages / 3}
     whole = float(durations_s("gpipe", (2, 1, 12), halves, pace.times.sent)[0])
     assert float(pace.piped_s[0]) == pytest.approx(whole, rel=0.05)
     assert found.step_s[found.chosen] == pytest.approx(

@@ -24,7 +24,8 @@ from plait.parallel.sharded_model import Forward, Gradients, Held, LocalGradient
 from plait.parallel.tensor.sequence import stream_rows
 from plait.partition.boxes import parts_of, whole
 from plait.partition.execution import Execution
-from plait.partition.pipeline_schedule import Action, Lists, actions, transfers
+from plait.partition.pipeline_schedule import Action, Lists, actions
+from plait.partition.pipeline_simulation import transfers
 
 
 def pipeline(woven: Woven, mesh: DeviceMesh, execution: Execution) -> Woven:

@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from plait.cluster.cluster import Cluster
-from plait.partition.pipeline_schedule import StageTimes
+from plait.partition.pipeline_schedule import Kind
+from plait.partition.pipeline_simulation import StageTimes, durations_s
 from plait.planner.heterogeneous.assignment import Deal
 from plait.planner.problem.candidates import SCHEDULES, SHARD_WHAT, Candidates, Counts, Reals
 from plait.planner.problem.software_profile import Stack
 from plait.planner.problem.stage_partition import messages_each_way, stage_layers
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.device_time import arithmetic
-from plait.planner.step_time.pipeline_simulation import FEW, MANY_ROUNDS, ROUNDS, Spent, durations_s
+from plait.planner.step_time.pipeline_step_time import FEW, MANY_ROUNDS, ROUNDS
 from plait.planner.step_time.step_time import Timing
 
 COMPUTED = ("products", "scores", "stream", "recompute")
@@ -119,7 +120,7 @@ def simulated_uneven_s(
     for key in np.unique(keys, axis=1).T:
         rows = np.flatnonzero((keys == key[:, None]).all(axis=0))
         schedule, simulated = SCHEDULES[int(key[0])], int(key[1])
-        few: Spent = {kind: values[:, rows] for kind, values in spent.items()}
+        few: dict[Kind, Reals] = {kind: values[:, rows] for kind, values in spent.items()}
         whole = durations_s(schedule, (ranks, virtual, simulated), few, sent[rows])
         step_s[rows] += whole + (micros[rows] - simulated) * pace.settled_s[rows] - pace.piped_s[rows]
     return step_s
@@ -231,7 +232,7 @@ def _items(micro: _Micro, deal: Deal, pacing: tuple[Reals, Counts, Reals, Reals]
     return replace(t, **items, step_s=step_s + items["waiting"])
 
 
-def _spent(w: Workload, cluster: Cluster, c: Candidates, stack: Stack, deal: Deal, pace: Pace) -> Spent:
+def _spent(w: Workload, cluster: Cluster, c: Candidates, stack: Stack, deal: Deal, pace: Pace) -> dict[Kind, Reals]:
     """Seconds of each kind of action, (stages, candidates)."""
     layer = arithmetic(w, cluster, stack).layer(c)
     both = pace.times.products + pace.times.scores + pace.times.stream

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from plait.partition.pipeline_schedule import Kind, Span
+from plait.partition.pipeline_schedule import Kind
+from plait.partition.pipeline_simulation import ActionSpan
 from plait.planner.page.memory import MemoryBars
 from plait.planner.page.pipeline import PipelinePicture
 from plait.planner.page.time import GROUPS, Waterfall
@@ -132,7 +133,7 @@ def draw_pipeline(picture: PipelinePicture) -> Drawing:
     ranks = len(picture.timeline.ranks)
     ended_s = picture.timeline.duration_s
     factor, unit = seconds_unit(ended_s + picture.once_s)
-    by_kind: dict[Kind, list[tuple[int, Span]]] = {}
+    by_kind: dict[Kind, list[tuple[int, ActionSpan]]] = {}
     for rank, spans in enumerate(picture.timeline.ranks):
         for span in spans:
             by_kind.setdefault(span.action.kind, []).append((rank, span))
@@ -161,7 +162,7 @@ def draw_pipeline(picture: PipelinePicture) -> Drawing:
     return Drawing(data=tuple(data), layout=layout, legend=(*legend, Key(colour=GREY, words=ONCE)))
 
 
-def _blocks(kind: Kind, found: list[tuple[int, Span]], picture: PipelinePicture) -> Values:
+def _blocks(kind: Kind, found: list[tuple[int, ActionSpan]], picture: PipelinePicture) -> Values:
     words, colour = WORK[kind]
     factor, unit = seconds_unit(picture.timeline.duration_s + picture.once_s)
     ranks = len(picture.timeline.ranks)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plait.partition.pipeline_schedule import StageTimes, Timeline, actions, simulate
+from plait.partition.pipeline_schedule import actions
+from plait.partition.pipeline_simulation import StageTimes, Timeline, simulate
 from plait.planner.heterogeneous.unequal_step_time import uneven_stage_times
 from plait.planner.problem.candidates import SCHEDULES
 from plait.planner.problem.stage_partition import micro_batches
 from plait.planner.search.cost_breakdown import time_items
 from plait.planner.search.layout_cost import portions, price
 from plait.planner.search.search import Search
-from plait.planner.step_time.pipeline_simulation import stage_times_of
+from plait.planner.step_time.pipeline_step_time import stage_times_of
 from plait.report.figures import time_words
 
 DRAWN = 6000

@@ -16,7 +16,7 @@ from plait.planner.memory.estimate import memory
 from plait.planner.problem.candidates import SHARD_WHAT, Candidates, Counts, Reals
 from plait.planner.problem.software_profile import Stack
 from plait.planner.problem.workload import Workload
-from plait.planner.step_time.pipeline_simulation import simulated_s
+from plait.planner.step_time.pipeline_step_time import simulated_s
 from plait.planner.step_time.step_time import Timing, timing
 
 NEAR = 0.15

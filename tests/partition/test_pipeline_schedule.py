@@ -14,20 +14,54 @@ from torch.distributed.pipelining import schedules as peer
 
 from plait.layout import Schedule
 from plait.partition.pipeline_schedule import (
-    MARKS,
     Action,
+    Kind,
     Lists,
-    StageTimes,
     actions,
     awaited,
-    check,
-    equal_times,
+    dependency_order,
     receiver,
-    simulate,
     stages_of,
-    text,
-    transfers,
 )
+from plait.partition.pipeline_simulation import StageTimes, equal_times, simulate, transfers
+
+
+def check(lists: Lists) -> None:
+    """Raise ValueError with a sentence unless every action is there once, on its rank, and none waits for ever."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for rank, own in enumerate(lists):
+        for action in own:
+            if action.stage % len(lists) != rank:
+                raise ValueError(f"rank {rank} does not hold the stage of {action}")
+            found.setdefault((action.stage, action.micro), []).append(action.kind)
+    micros = 1 + max(micro for _, micro in found)
+    for stage, micro in product(range(stages_of(lists)), range(micros)):
+        kinds = sorted(found.get((stage, micro), []))
+        if kinds not in (["backward", "forward"], ["backward-input", "backward-weight", "forward"]):
+            raise ValueError(f"stage {stage} does {kinds} with micro-batch {micro}")
+    dependency_order(lists)
+
+
+MARKS: dict[Kind, str] = {"forward": "F", "backward": "B", "backward-input": "I", "backward-weight": "W"}
+
+
+def grid(lists: Lists) -> str:
+    """A grid for people, a line a rank and a column a unit of time, as if all stages were equally fast."""
+    stages = stages_of(lists)
+    timeline = simulate(lists, equal_times(stages))
+    rows = [["." for _ in range(round(timeline.duration_s))] for _ in lists]
+    for row, spans in zip(rows, timeline.ranks, strict=True):
+        for span in spans:
+            label = f"{MARKS[span.action.kind]}{span.action.micro}"
+            label += f"/{span.action.stage}" if stages > len(lists) else ""
+            length = round(span.end_s) - round(span.start_s)
+            row[round(span.start_s) : round(span.end_s)] = [label, *["-"] * (length - 1)]
+    width = max(len(cell) for row in rows for cell in row)
+    of_stage = " / stage" if stages > len(lists) else ""
+    legend = f"F forward, B backward, I and W its halves for inputs and weights; number: micro-batch{of_stage}; . waits"
+    lines = [f"rank {rank}  " + " ".join(cell.ljust(width) for cell in row).rstrip() for rank, row in enumerate(rows)]
+    return "\n".join([*lines, f"{legend} ({timeline.bubble:.0%} of all time)"]) + "\n"
+
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 COUNTS = {
@@ -70,7 +104,7 @@ F forward, B backward, I and W its halves for inputs and weights; number: micro-
 
 @pytest.mark.parametrize(("schedule", "virtual"), GRIDS)
 def test_the_grid(schedule: Schedule, virtual: int) -> None:
-    assert text(actions(schedule, ranks=3, virtual=virtual, micros=4)) == GRIDS[schedule, virtual]
+    assert grid(actions(schedule, ranks=3, virtual=virtual, micros=4)) == GRIDS[schedule, virtual]
 
 
 @settings(max_examples=100, deadline=None)
@@ -88,7 +122,7 @@ def test_any_counts_give_every_action_once_after_what_it_waits_for(
     assert all(action.stage % ranks == rank for rank, own in enumerate(lists) for action in own)
     for kind in kinds[:2]:  # what rows of a tied weight travel by, see parallel/pipeline/tied_embedding.py
         assert [each.micro for each in lists[0] if (each.stage, each.kind) == (0, kind)] == list(range(micros))
-    spans = {span.action: span for own in simulate(lists, equal_times(stages), link_s=0.25).ranks for span in own}
+    spans = {span.action: span for own in simulate(lists, equal_times(stages), message_s=0.25).ranks for span in own}
     for action, span in spans.items():
         for needed in awaited(action, stages):
             travel_s = 0.25 if needed.stage % ranks != action.stage % ranks else 0.0
@@ -143,7 +177,7 @@ def test_split_backward_fills_two_thirds_of_the_bubble(ranks: int, micros: int) 
 def test_unequal_stages_and_slow_links_by_hand() -> None:
     """Two stages of 1 s and 3 s forward (backward twice that), a link of half a second, two micro-batches."""
     times = StageTimes(forward_s=(1.0, 3.0), backward_input_s=(1.0, 3.0), backward_weight_s=(1.0, 3.0))
-    timeline = simulate(actions("1f1b", ranks=2, virtual=1, micros=2), times, link_s=0.5)
+    timeline = simulate(actions("1f1b", ranks=2, virtual=1, micros=2), times, message_s=0.5)
     starts = [[(MARKS[s.action.kind], s.action.micro, s.start_s) for s in spans] for spans in timeline.ranks]
     assert starts == [
         [("F", 0, 0.0), ("F", 1, 1.0), ("B", 0, 11.0), ("B", 1, 20.0)],

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from plait.cluster.cluster import Cluster
-from plait.partition.pipeline_schedule import Action, Kind, StageTimes, actions, awaited, receiver
-from plait.planner.problem.candidates import SCHEDULES, Candidates, Counts, Reals, Schedule
+from plait.partition.pipeline_schedule import Kind
+from plait.partition.pipeline_simulation import StageTimes, durations_s
+from plait.planner.problem.candidates import SCHEDULES, Candidates, Counts, Reals
 from plait.planner.problem.software_profile import Stack
 from plait.planner.problem.stage_partition import dealt, head_layers, messages_each_way, micro_batches
 from plait.planner.problem.workload import Workload
@@ -108,64 +108,9 @@ def _busy(w: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, t
     )
 
 
-Spent = dict[Kind, Reals]
-"""Seconds of each kind of action, (chunks, pipelines); a whole backward takes those of both its halves."""
-
-
-def _chunks(busy: _Busy, rows: Counts, layers: Sequence[int], virtual: int) -> Spent:
+def _chunks(busy: _Busy, rows: Counts, layers: Sequence[int], virtual: int) -> dict[Kind, Reals]:
     held = np.array(layers)[:, None]
     whole = held * busy.layer[rows] + busy.other[rows] / virtual
     whole[-1] += busy.head[rows]
     forward, weight = whole * busy.forward[rows], whole * busy.weight[rows]
     return {"forward": forward, "backward-input": whole - forward - weight, "backward-weight": weight}
-
-
-def durations_s(schedule: Schedule, counts: tuple[int, int, int], spent: Spent, sent_s: Reals | float = 0.0) -> Reals:
-    """How long pipelines take whose chunks need these times, all of one schedule at once.
-
-    `counts` are ranks, chunks on each, and micro-batches. What one rank has made for another is under way for `sent_s`,
-    one message after the other.
-    """
-    times = {**spent, "backward": spent["backward-input"] + spent["backward-weight"]}
-    order = _order(schedule, *counts)
-    ended = np.zeros((len(order) + 1, spent["forward"].shape[1]))
-    arrived: dict[int, Reals] = {}
-    free: dict[tuple[int, int], Reals] = {}  # from which moment on the wire between two ranks is
-    for slot, (kind, stage, before, arriving, wire) in enumerate(order, 1):
-        np.maximum.reduce(ended[before], axis=0, out=ended[slot])
-        if arriving:
-            np.maximum(ended[slot], arrived.pop(arriving), out=ended[slot])
-        ended[slot] += times[kind][stage]
-        if wire:
-            arrived[slot] = free[wire] = np.maximum(ended[slot], free.get(wire, 0.0)) + sent_s
-    return ended.max(axis=0)
-
-
-Step = tuple[Kind, int, list[int], int, tuple[int, int] | None]
-"""An action's kind, its stage, the places (from 1) of what comes before it on its rank, that of what another rank sends
-it (0: nothing), and the ranks between which its own result travels."""
-
-
-@lru_cache(maxsize=256)
-def _order(schedule: Schedule, ranks: int, virtual: int, micros: int) -> list[Step]:
-    """All actions, none before what it waits for."""
-    stages = ranks * virtual
-    lists = actions(schedule, ranks=ranks, virtual=virtual, micros=micros)
-    waits = [[(action, awaited(action, stages)) for action in own] for own in lists]
-    place: dict[Action, int] = {}
-    order: list[Step] = []
-    latest, done = [0] * ranks, [0] * ranks
-    while len(order) < sum(map(len, lists)):
-        for rank, own in enumerate(waits):
-            for action, needed in own[done[rank] :]:
-                before = [place.get(each, 0) for each in needed]
-                if 0 in before:
-                    break
-                here = [at for at, each in zip(before, needed, strict=True) if each.stage % ranks == rank]
-                [arriving] = [at for at in before if at not in here] or [0]
-                to = receiver(action, stages)
-                wire = None if to is None or to % ranks == rank else (rank, to % ranks)
-                order.append((action.kind, action.stage, [latest[rank], *here], arriving, wire))
-                place[action] = latest[rank] = len(order)
-                done[rank] += 1
-    return order

@@ -1,0 +1,165 @@
+"""How long a pipeline's schedule takes: the one simulator, for prices, pictures and the order of transfers.
+
+An action starts when its rank is free and what it waits for has arrived. A result for another rank travels while both
+compute on; two ranks have one wire each way, which carries one message after the other. Many pipelines with the same
+lists are simulated at once: every time is an array with one entry for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.layout import Schedule
+from plait.partition.pipeline_schedule import (
+    Action,
+    Kind,
+    Lists,
+    actions,
+    awaited,
+    dependency_order,
+    receiver,
+    stages_of,
+)
+
+Seconds = NDArray[np.float64]
+ActionTimes = Mapping[Kind, Seconds]
+"""Seconds of each kind of action but the whole backward, which takes those of both its halves: (stages, pipelines)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds that each stage takes for one micro-batch; a whole backward takes those of both its halves."""
+
+    forward_s: tuple[float, ...]
+    backward_input_s: tuple[float, ...]
+    backward_weight_s: tuple[float, ...]
+
+    @property
+    def by_kind(self) -> ActionTimes:
+        """The same for the simulator, as those of a single pipeline."""
+        named: dict[Kind, tuple[float, ...]] = {
+            "forward": self.forward_s,
+            "backward-input": self.backward_input_s,
+            "backward-weight": self.backward_weight_s,
+        }
+        return {kind: np.array(seconds)[:, None] for kind, seconds in named.items()}
+
+
+def equal_times(stages: int) -> StageTimes:
+    """One second for a forward and for each half of a backward, whatever the stage."""
+    return StageTimes(forward_s=(1.0,) * stages, backward_input_s=(1.0,) * stages, backward_weight_s=(1.0,) * stages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionSpan:
+    """When an action ran."""
+
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A schedule carried out: each rank's actions with their times, from the moment when the first rank began."""
+
+    ranks: tuple[tuple[ActionSpan, ...], ...]
+
+    @property
+    def duration_s(self) -> float:
+        return max(spans[-1].end_s for spans in self.ranks)
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time in which they only wait."""
+        busy_s = sum(span.end_s - span.start_s for spans in self.ranks for span in spans)
+        return 1 - busy_s / (len(self.ranks) * self.duration_s)
+
+
+def simulate(lists: Lists, times: StageTimes, message_s: float = 0.0) -> Timeline:
+    """Carry out a schedule on paper; raises ValueError where ranks wait for each other for ever."""
+    steps = _steps(lists)
+    started_s, ended_s = _run(steps, times.by_kind, message_s)
+    spans: list[list[ActionSpan]] = [[] for _ in lists]
+    for slot, step in enumerate(steps, 1):
+        span = ActionSpan(action=step.action, start_s=float(started_s[slot, 0]), end_s=float(ended_s[slot, 0]))
+        spans[step.rank].append(span)
+    return Timeline(ranks=tuple(tuple(own) for own in spans))
+
+
+def durations_s(
+    schedule: Schedule, counts: tuple[int, int, int], times: ActionTimes, message_s: Seconds | float = 0.0
+) -> Seconds:
+    """How long pipelines of one schedule take, all at once; `counts` are ranks, stages on each, and micro-batches."""
+    _, ended_s = _run(_steps_of(schedule, *counts), times, message_s)
+    return ended_s.max(axis=0)
+
+
+def transfers(lists: Lists) -> tuple[Action, ...]:
+    """The actions whose results go to another stage, in one order that all ranks can send and receive in.
+
+    It is the order in which they end when every stage is as fast; so it agrees with each rank's own list, and of the
+    results still under way the first never waits for a later one.
+    """
+    stages = stages_of(lists)
+    spans = [span for own in simulate(lists, equal_times(stages)).ranks for span in own]
+    spans.sort(key=lambda span: (span.end_s, span.action.stage))
+    return tuple(span.action for span in spans if receiver(span.action, stages) is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """An action and what its start waits for, by slot: its place among all actions, from 1 on; slot 0 is the start."""
+
+    rank: int
+    action: Action
+    before: tuple[int, ...]
+    """What comes before it on its own rank."""
+    arriving: int
+    """What another rank sends it; 0 where nothing does."""
+    wire: tuple[int, int] | None
+    """The ranks between which its own result travels."""
+
+
+@lru_cache(maxsize=256)
+def _steps_of(schedule: Schedule, ranks: int, virtual: int, micros: int) -> list[_Step]:
+    return _steps(actions(schedule, ranks=ranks, virtual=virtual, micros=micros))
+
+
+def _steps(lists: Lists) -> list[_Step]:
+    ranks, stages = len(lists), stages_of(lists)
+    slot_of: dict[Action, int] = {}
+    latest = [0] * ranks
+    steps: list[_Step] = []
+    for slot, (rank, action) in enumerate(dependency_order(lists), 1):
+        needed = awaited(action, stages)
+        here = [slot_of[each] for each in needed if each.stage % ranks == rank]
+        [arriving] = [slot_of[each] for each in needed if each.stage % ranks != rank] or [0]
+        to = receiver(action, stages)
+        wire = None if to is None or to % ranks == rank else (rank, to % ranks)
+        steps.append(_Step(rank=rank, action=action, before=(latest[rank], *here), arriving=arriving, wire=wire))
+        slot_of[action] = latest[rank] = slot
+    return steps
+
+
+def _run(steps: list[_Step], times: ActionTimes, message_s: Seconds | float) -> tuple[Seconds, Seconds]:
+    """When each step starts and ends, (slots, pipelines)."""
+    by_kind = {**times, "backward": times["backward-input"] + times["backward-weight"]}
+    started_s = np.zeros((len(steps) + 1, times["forward"].shape[1]))
+    ended_s = np.zeros_like(started_s)
+    arrived_s: dict[int, Seconds] = {}
+    free_s: dict[tuple[int, int], Seconds] = {}  # from when on the wire between two ranks is free
+    for slot, step in enumerate(steps, 1):
+        np.maximum.reduce(ended_s[list(step.before)], axis=0, out=started_s[slot])
+        if step.arriving:
+            np.maximum(started_s[slot], arrived_s.pop(step.arriving), out=started_s[slot])
+        np.add(started_s[slot], by_kind[step.action.kind][step.action.stage], out=ended_s[slot])
+        if step.wire:
+            sent_s = np.maximum(ended_s[slot], free_s.get(step.wire, 0.0)) + message_s
+            arrived_s[slot] = free_s[step.wire] = sent_s
+    return started_s, ended_s
