@@ -56,6 +56,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a SIGSTOP has reached a process."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "T"
+
+
 def running(pids: Iterable[int]) -> list[int]:
     return [pid for pid in pids if is_running(pid)]
 

@@ -15,7 +15,7 @@ import pytest
 from plait.errors import PlaitError, RunFailed
 from plait.launch.local.run import ForkServer, run_job
 from plait.launch.values.job import Job, JobResult
-from tests.launch.processes import Record, job, open_descriptors, running, wait_until
+from tests.launch.processes import Record, is_stopped, job, open_descriptors, running, wait_until
 
 
 def _kill(rank: int, number: signal.Signals = signal.SIGKILL) -> Callable[[Record], None]:
@@ -165,6 +165,7 @@ def test_a_fork_server_that_does_not_report_a_death_is_an_error():
         def freeze_server_kill_rank(record: Record) -> None:
             wait_until(lambda: open_descriptors(server.pid) == idle, within_s=10)
             os.kill(server.pid, signal.SIGSTOP)
+            wait_until(lambda: is_stopped(server.pid), within_s=10)
             os.kill(record.pids[0], signal.SIGKILL)
 
         record = Record(2, freeze_server_kill_rank)

@@ -55,7 +55,7 @@ pip_folders() {
 
 release_mounts() {
     local place
-    for place in $(awk '{print $2}' /proc/mounts | grep "^$root/" | sort -r); do umount -l "$place" || true; done
+    for place in $(awk '{print $2}' /proc/mounts | grep "^$root/" | sort -r); do umount -l "$place" 2>/dev/null || true; done
 }
 
 copy_sources() {

@@ -226,6 +226,8 @@ def multi(cls: Any, rank: int, ranks: int, virtual: int, micros: int) -> list[st
 class StageThatNotes:
     """A stage of torch's single-stage schedules that only writes down what it is told to compute."""
 
+    submod = None
+
     def __init__(self, stage: int) -> None:
         self.stage_index = stage
         self.told: list[str] = []
@@ -256,6 +258,7 @@ def single(cls: Any, rank: int, ranks: int, micros: int) -> list[str]:
         _n_microbatches=micros,
         _num_stages=ranks,
         scale_grads=False,
+        _finalize_gradients=True,  # from torch 2.15 on
         _check_inputs=lambda *_: (empty, empty),
         _initialize_stage=lambda *_: None,
         _maybe_compute_loss=lambda *_: None,
