@@ -22,7 +22,7 @@ from plait.data.preparation.prepare import prepare
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError
 from plait.layout import Layout
-from plait.planner.derive.resources import Grounds
+from plait.planner.derive.resources import Resources
 from plait.planner.plan import write_plan
 from plait.planner.resolve.resolve import draft, settle
 from plait.recipe.load import load_recipe, recipe_text
@@ -163,8 +163,8 @@ def prepare_run(hosts: int, folder: Path) -> None:
     recipe.write_text(RECIPE.format(text=text, hosts=hosts, tokens=tokens))
     config = load_recipe(recipe)
     corpus = open_corpus(prepare(data_request(config), ROOT / ".plait", lambda *_: None))
-    grounds = Grounds(machine=replace(this_host(), cores=hosts), peak_flops=None)
-    outline = draft(config, corpus_facts(corpus), grounds, recipe_hash="")
-    plan = replace(settle(config, outline, outline.splits), layout=Layout(replicate=hosts), threads=1)
+    resources = Resources(machine=replace(this_host(), cores=hosts), peak_flops=None)
+    outline = draft(config, corpus_facts(corpus), resources, recipe_hash="")
+    plan = replace(settle(config, outline, outline.layouts), layout=Layout(replicate=hosts), threads=1)
     recipe.write_text(recipe_text(config))
     write_plan(plan, folder / "plan.json")

@@ -161,11 +161,11 @@ def probe(
 ) -> None:
     """Measure this machine: arithmetic, memory, links, and how much communication hides behind arithmetic."""
     from plait.commands.hosts.invitation import HostsAsked
-    from plait.commands.probing.measurements import probe
+    from plait.commands.probe import probe
 
     asked = HostsAsked(hosts=hosts, address=address, port=port, secret_file=secret_file)
     if hosts > 1:
-        from plait.commands.probing.hosts import probe_hosts
+        from plait.commands.probe import probe_hosts
 
         if recipe is None:
             raise PlaitError("over several hosts a probe measures what one model needs; name its recipe")

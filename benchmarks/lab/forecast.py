@@ -11,17 +11,18 @@ from typing import Any
 import tomli_w
 
 from benchmarks.lab.grid import Case
+from benchmarks.lab.paper_request import paper_request
 from plait.cluster.catalog import network
 from plait.cluster.cluster import Cluster, Island, cluster_of
 from plait.cluster.topology import this_host
-from plait.commands.plan import asked_of
 from plait.errors import PlaitError
-from plait.layout import AXES
+from plait.layout import AXES, Layout
 from plait.model.shape import ModelShape
 from plait.planner.heterogeneous.batch_shares import shares
-from plait.planner.resolve.constraints import pins_of
-from plait.planner.search.search import Search, search
-from plait.planner.search.validity import check_layout, layout_of, named_degrees
+from plait.planner.resolve.named_layout import layout_of, named_degrees, open_constraints
+from plait.planner.search.found import Search
+from plait.planner.search.search import search
+from plait.planner.search.validity import check_layout
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 
@@ -83,8 +84,8 @@ def cluster_of_case(case: Case, flops: Sequence[float], bits_per_s: float) -> Cl
 def forecast(case: Case, cluster: Cluster, folder: Path) -> Forecast:
     """Ask the planner about each layout, and for its own choice; recipes are put into `folder`."""
     free = _config(case, {}, folder)
-    asked = asked_of(free, cluster)
-    shape, whole = asked.shape, search(asked.workload, cluster)
+    request = paper_request(free, cluster)
+    shape, whole = request.job.shape, search(request.workload, cluster)
     found: dict[str, Priced] = {}
     for one in (_priced(whole, whole.fastest), _priced(whole, whole.chosen)):
         found.setdefault(one.name, one)
@@ -160,7 +161,7 @@ def _config(case: Case, layout: Section, folder: Path) -> RunConfig:
 def _cannot(config: RunConfig, case: Case, shape: ModelShape) -> str | None:
     """Why a layout cannot be run at all: INCOMPATIBLE and divisibility, as plait itself says it."""
     try:
-        layout = layout_of(config, shape, named_degrees(config))
+        layout = layout_of(config, shape, named_degrees(config) or Layout())
         check_layout(layout, shape, sequence=case.sequence, batch_sequences=case.batch_sequences)
     except PlaitError as error:
         return str(error)
@@ -170,7 +171,7 @@ def _cannot(config: RunConfig, case: Case, shape: ModelShape) -> str | None:
 def _as_pinned(config: RunConfig, cluster: Cluster, section: Section) -> Priced:
     """The planner's own micro-batch and schedule for this section, and its own stages unless they are named."""
     try:
-        found = search(asked_of(config, cluster).workload, cluster, pins=pins_of(config))
+        found = search(paper_request(config, cluster).workload, cluster, constraints=open_constraints(config))
     except PlaitError:
         return Priced(layout=section, step_s=None)
     one = _priced(found, found.chosen)

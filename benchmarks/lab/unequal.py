@@ -27,15 +27,16 @@ from benchmarks.lab.ideals import best_order
 from benchmarks.lab.journal import append_line, read_lines
 from benchmarks.lab.leftovers import sweep
 from benchmarks.lab.orders import JoinedRunner, Party, Runner, baseline_party
+from benchmarks.lab.paper_request import paper_request
 from benchmarks.lab.turns import take_turn
 from benchmarks.lab.wiring import Rate
 from benchmarks.machine import describe
-from plait.commands.plan import Asked, asked_of
 from plait.errors import RunFailed
 from plait.launch.remote.secret import new_secret
 from plait.planner.heterogeneous.batch_shares import shares
 from plait.planner.plan import read_plan
 from plait.planner.problem.stage_partition import head_layers
+from plait.planner.resolve.request import Request
 from plait.recipe.load import load_recipe
 from plait.report.shares_file import read_shares
 
@@ -217,7 +218,7 @@ def _head_layers(trial: Trial) -> float:
     """What head and loss cost in layers: as measured for the run's own plan, for the ideal knows what plait knows."""
     told = read_plan(WORK / "runs" / "auto" / "plan.json").forecast
     measured = told.head_layers if told else None
-    return head_layers(_asked(trial).workload) if measured is None else measured
+    return head_layers(_request(trial).workload) if measured is None else measured
 
 
 def _contenders(lab: Lab, runner: Runner, trial: Trial) -> dict[str, Party]:
@@ -239,18 +240,19 @@ def _contenders(lab: Lab, runner: Runner, trial: Trial) -> dict[str, Party]:
         folder = WORK / "runs" / kind
         folder.mkdir(parents=True)
         work = {
-            "shape": _asked(trial).shape.to_dict(), "sequence": SEQUENCE, "batch_sequences": trial.batch_sequences,
+            "shape": _request(trial).job.shape.to_dict(), "sequence": SEQUENCE,
+            "batch_sequences": trial.batch_sequences,
             "steps": WARM_UP + LONGEST * STEPS,
         }  # fmt: skip
         found[kind] = baseline_party(kind, work, folder, lab.hosts)
     return found
 
 
-def _asked(trial: Trial) -> Asked:
+def _request(trial: Trial) -> Request:
     path = WORK / "recipes" / "shape.toml"
     path.write_text(recipe_text(trial.case(trial.batch_sequences), {}, name="shape", steps=1))
     cluster = cluster_of_case(trial.case(trial.batch_sequences), [1e11] * len(trial.cores), 1e9)
-    return asked_of(load_recipe(path), cluster)
+    return paper_request(load_recipe(path), cluster)
 
 
 def _take(lab: Lab, party: Party, name: str, steps: int, warm_up: int = WARM_UP) -> Turn:

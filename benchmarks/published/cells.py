@@ -9,7 +9,8 @@ from functools import cache
 
 from plait.cluster.catalog import Device, Link, device, link
 from plait.cluster.cluster import Cluster, Island
-from plait.planner.problem.candidates import Recompute, ShardWhat
+from plait.layout import Recompute
+from plait.planner.problem.candidates import ShardedState
 from plait.planner.problem.workload import Precision
 
 Row = Mapping[str, str]
@@ -153,7 +154,7 @@ def published_recompute(row: Row) -> Recompute | None:
 class Sharding:
     """What a row's sharding cell says: of what, and over how many ranks (None: all that there are)."""
 
-    what: ShardWhat
+    what: ShardedState
     ranks: int | None
 
 

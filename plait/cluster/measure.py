@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
-import tomllib
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from plait.cluster.catalog import reported_device
 from plait.cluster.topology import Machine, this_host
 
 
@@ -52,10 +49,9 @@ def peak_flops(machine: Machine) -> tuple[float | None, str]:
     if machine.device == "cpu":
         rate = matmul_rate(threads=machine.cores)
         return rate, f"float32 matrix products measured on {machine.cores} cores"
-    words = set(re.split(r"[^a-z0-9]+", machine.name.lower()))
-    for key, peak in catalog()["device"].items():
-        if words.issuperset(key.split()):
-            return peak["bf16_dense_tflops"] * 1e12 * machine.devices, f"dense bf16 peak of {key.upper()}"
+    known = reported_device(machine.name)
+    if known and (rate := known.peak_flops.get("bf16") or known.peak_flops.get("fp16")):
+        return rate * machine.devices, f"dense 16-bit peak of {known.name}"
     return None, f"the peak of {machine.name} is not in plait's catalogue, so MFU is unknown"
 
 
@@ -74,9 +70,3 @@ def matmul_rate(*, threads: int, size: int = 1024, seconds: float = 0.8) -> floa
     torch.set_num_threads(before)
     best = sorted(times)[: max(1, len(times) // 4)]
     return 2 * size**3 / statistics.median(best)
-
-
-@cache
-def catalog() -> dict[str, Any]:
-    """The table of known devices, with sources."""
-    return tomllib.loads((Path(__file__).parent / "catalog.toml").read_text())

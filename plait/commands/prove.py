@@ -16,7 +16,7 @@ from plait.commands.planning.workers import crew
 from plait.commands.preparing.corpus import prepare_data
 from plait.errors import RunFailed
 from plait.layout import in_words
-from plait.planner.resolve.worker_layouts import MEASURED_TOLERANCE, Split
+from plait.planner.resolve.worker_layouts import MEASURED_TOLERANCE, WorkerLayout
 from plait.recipe.load import load_recipe
 from plait.units import format_duration
 
@@ -32,10 +32,10 @@ def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path
     with crew() as workers:
         site = look_around(workers, usable_cores())
 
-        def show(split: Split) -> None:
+        def show(split: WorkerLayout) -> None:
             screen.print(f"timed    {_words(split)}: {_times(split)}", highlight=False, soft_wrap=True)
 
-        def show_failed(split: Split, error: RunFailed) -> None:
+        def show_failed(split: WorkerLayout, error: RunFailed) -> None:
             screen.print(f"failed   {_words(split)}: {error}", highlight=False, markup=False, soft_wrap=True)
 
         plan, trials = proven_plan(config, corpus, site, workers, count=count, on_timed=show, on_failed=show_failed)
@@ -50,13 +50,13 @@ def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path
         write_output(json_file, json.dumps(told, indent=2) + "\n")
 
 
-def _words(split: Split) -> str:
+def _words(split: WorkerLayout) -> str:
     workers = f"{split.workers} worker{'s' if split.workers > 1 else ''} × {split.threads} threads"
     fewer = f" ({min(split.micro_limits)} where memory is short)" if split.micro_limits else ""
     return f"{in_words(split.layout)}, {split.micro_sequences} sequences at a time{fewer}, {workers}"
 
 
-def _times(split: Split) -> str:
+def _times(split: WorkerLayout) -> str:
     measured = format_duration(split.step_s or 0.0)
     if split.forecast is None or not split.step_s:
         return f"{measured} a step"
@@ -66,7 +66,7 @@ def _times(split: Split) -> str:
     )
 
 
-def _values(split: Split, chosen: bool) -> dict[str, Any]:
+def _values(split: WorkerLayout, chosen: bool) -> dict[str, Any]:
     return {
         "layout": split.layout.degrees,
         "shard_what": split.layout.shard_what,

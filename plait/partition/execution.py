@@ -10,7 +10,7 @@ from plait.model.shape import ModelShape
 
 Precision = Literal["float32", "bf16", "float64"]
 """bf16 computes in bfloat16 from float32 weights; float64 is for proofs."""
-DeviceKind = Literal["cpu", "cuda"]
+WorkerDevice = Literal["cpu", "cuda"]
 Compile = Literal["off", "blocks"]
 """Whether torch.compile compiles each layer."""
 GradientTransfer = Literal["float32", "bf16"]
@@ -23,7 +23,7 @@ class Execution:
 
     layout: Layout
     shape: ModelShape
-    device: DeviceKind
+    device: WorkerDevice
     precision: Precision
     compile: Compile
     gradient_transfer: GradientTransfer

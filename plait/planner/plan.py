@@ -12,7 +12,7 @@ from plait.cluster.topology import bare_name
 from plait.errors import PlaitError
 from plait.layout import Layout, share
 from plait.model.shape import ModelShape
-from plait.partition.execution import Compile, DeviceKind, Execution, GradientTransfer, Precision
+from plait.partition.execution import Compile, Execution, GradientTransfer, Precision, WorkerDevice
 from plait.planner.calibration.factors import UNTAUGHT, Basis, Calibration, StepItems
 from plait.report.atomic import replace_file
 from plait.units import Amount, Every
@@ -83,7 +83,7 @@ class Plan:
     """Per worker, where `hosts` does not say otherwise."""
     hosts: tuple[HostShare, ...] = ()
     """In the order of their ranks; empty where all ranks are on one host."""
-    device: DeviceKind
+    device: WorkerDevice
     precision: Precision
     compile: Compile
     shape: ModelShape

@@ -18,9 +18,7 @@ def test_hosts_are_measured_at_their_own_share() -> None:
     assert share_for("", others=2) == "a processor"
     assert share_for(waiting, others=2) == "a processor"
     assert share_for(measuring, others=2) == share_for(complaining, others=2) == "own"
-    assert (
-        share_for(f"{complaining}probe    958 Mbit/s between the leader_workers, 200 µs\n", others=2) == "a processor"
-    )
+    assert share_for(f"{complaining}probe    958 Mbit/s between the hosts, 200 µs\n", others=2) == "a processor"
     assert share_for("", others=None) == "a processor", "a baseline measures nothing"
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from plait.cluster.probe.arithmetic import arithmetic_runs
 from plait.cluster.probe.links import DeadLink, time_pair
-from plait.cluster.probe.request import Request
+from plait.cluster.probe.request import ProbeRequest
 from plait.cluster.probe.timing import Alone, Bench, DeviceClock
 from plait.commands.probing import rank
 from plait.commands.probing.training_pieces import training_for
@@ -37,7 +37,7 @@ def silent_peer(context: RankContext, argument: str) -> None:
 
 def count_pages(context: RankContext, argument: str) -> None:
     """Run all that a request names in rounds, and tell how many pages the system had to find for its layers."""
-    request, device = Request.from_json(argument), torch.device("cpu")
+    request, device = ProbeRequest.from_json(argument), torch.device("cpu")
     runs = arithmetic_runs(request, device, training_for(request))
     found = {"layer": 0, "layer_backward": 0}
     for _ in range(3):

@@ -11,7 +11,7 @@ import torch
 
 from plait.cluster.measured import MeasuredDevice
 from plait.cluster.probe.arithmetic import arithmetic_runs, timed
-from plait.cluster.probe.request import request_of
+from plait.cluster.probe.request import probe_request
 from plait.cluster.probe.timing import Alone, Bench, ProcessorClock, time_in_rounds
 from plait.commands.probing.training_pieces import OPTIMIZER, training_for
 from plait.data.loader import Micro
@@ -44,7 +44,7 @@ def one_thread():
 def test_a_steps_parts_add_up_to_the_step(one_thread: None, size: str, sequences: int, micros: int) -> None:
     shape = named_shape(size, vocabulary=2048, sequence=SEQUENCE)
     asked = {"sequence": SEQUENCE, "sequences": sequences}
-    request = request_of(shape, device="cpu", precision="float32", threads=1, **asked)
+    request = probe_request(shape, device="cpu", precision="float32", threads=1, **asked)
     device = torch.device("cpu")
     bench = Bench(device=device, clock=ProcessorClock(share=1.0), together=Alone())
     figures = time_in_rounds(arithmetic_runs(request, device, training_for(request)), bench, seconds=6)

@@ -16,18 +16,11 @@ import torch
 
 from plait.cluster.measured import SIZES, measured_from_json, measured_json
 from plait.cluster.probe.pieces import check_device
-from plait.cluster.probe.request import Request, layer_products, request_of, typical_request
+from plait.cluster.probe.request import ProbeRequest, layer_products, probe_request, typical_request
 from plait.cluster.topology import this_host
+from plait.commands.probe import extent_for
 from plait.commands.probing import measurements
-from plait.commands.probing.measurements import (
-    Extent,
-    extent_for,
-    measured_by,
-    measured_of,
-    note_seen,
-    seen_lately,
-    timed_on_hosts,
-)
+from plait.commands.probing.measurements import Extent, measured_by, measured_of, note_seen, seen_lately, timed_on_hosts
 from plait.commands.probing.revalidate import still_holds
 from plait.commands.probing.table import table
 from plait.errors import Interrupted, PlaitError
@@ -38,14 +31,14 @@ from plait.model.sizes import explicit_shape
 SHAPE = explicit_shape(layers=2, width=64, vocabulary=256, sequence=32)
 
 
-def small_request() -> Request:
-    whole = request_of(SHAPE, sequence=32, sequences=4, device="cpu", precision="float32", threads=1)
+def small_request() -> ProbeRequest:
+    whole = probe_request(SHAPE, sequence=32, sequences=4, device="cpu", precision="float32", threads=1)
     small = {
         "seconds": 0.1,
         "messages": (2**10, 2**16, 2**22),
         "products": sorted({p for s in whole.scenes for p in layer_products(s)}),
     }
-    return Request.from_json(json.dumps({**json.loads(whole.to_json()), **small}))
+    return ProbeRequest.from_json(json.dumps({**json.loads(whole.to_json()), **small}))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +59,7 @@ def told(server: ForkServer) -> dict[str, Any]:
 
 def test_a_layers_time_holds_no_finding_of_pages(server: ForkServer) -> None:
     shape = explicit_shape(layers=2, width=128, vocabulary=256, sequence=256)
-    request = request_of(shape, sequence=256, sequences=16, device="cpu", precision="float32", threads=1)
+    request = probe_request(shape, sequence=256, sequences=16, device="cpu", precision="float32", threads=1)
     messages: list[Message] = []
     job = Job(entry="tests.cluster.probe_entries:count_pages", argument=request.to_json(), world_size=1, threads=1)
     server.run(job, on_message=messages.append)
@@ -141,7 +134,7 @@ def test_a_link_that_does_not_answer_is_found_dead(server: ForkServer) -> None:
 class Remembered:
     """Workers that tell what others told, and count how often they were asked."""
 
-    given = None
+    fixed_workers = None
 
     def __init__(self, told: dict[str, Any], stopped_by: StoppedBy = "finished") -> None:
         self.told, self.stopped_by, self.jobs = told, stopped_by, 0
@@ -225,8 +218,8 @@ def test_workers_follow_the_cores_and_too_many_are_refused() -> None:
 
 def test_a_request_reads_back_and_keeps_its_bounds() -> None:
     for request in (small_request(), typical_request("cpu", 2), typical_request("cuda", 1)):
-        assert Request.from_json(request.to_json()) == request
+        assert ProbeRequest.from_json(request.to_json()) == request
         assert len(set(request.products)) == len(request.products)
     large = explicit_shape(layers=2, width=2048, vocabulary=256, sequence=512)
-    limited = request_of(large, sequence=512, sequences=64, device="cpu", precision="float32", threads=1)
+    limited = probe_request(large, sequence=512, sequences=64, device="cpu", precision="float32", threads=1)
     assert max(scene.sequences for scene in limited.scenes) < 64

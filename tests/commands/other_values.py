@@ -19,7 +19,7 @@ budget = "100 steps"
 
 [layout]
 pipeline = 2
-replicate = 2
+shard = 2
 """
 
 OTHER_VALUES = {
@@ -58,8 +58,8 @@ OTHER_VALUES = {
     "optimizer.clip": "never",
     "optimizer.schedule": "wsd",
     "layout.pipeline": "3",
-    "layout.replicate": "4",
-    "layout.shard": "2",
+    "layout.replicate": "2",
+    "layout.shard": "4",
     "layout.context": "2",
     "layout.tensor": "2",
     "layout.shard_what": "parameters",

@@ -16,9 +16,9 @@ from plait.data.shards import Corpus, open_corpus
 from plait.errors import RunFailed
 from plait.launch.values.job import Job, JobResult, Message
 from plait.planner.calibration.factors import Lesson
-from plait.planner.derive.resources import Given, Need
+from plait.planner.derive.resources import FixedWorkers, Need
 from plait.planner.plan import Forecast, Plan
-from plait.planner.resolve.worker_layouts import Split
+from plait.planner.resolve.worker_layouts import WorkerLayout
 from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recipe
 from tests.planner.hosts import HOST, probed
 from tests.planner.machines import LAPTOP, recipe
@@ -27,8 +27,8 @@ from tests.planner.machines import LAPTOP, recipe
 class NobodyYet:
     """A crew that runs nothing."""
 
-    def __init__(self, given: Given | None = None) -> None:
-        self.given = given
+    def __init__(self, given: FixedWorkers | None = None) -> None:
+        self.fixed_workers = given
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
         raise AssertionError("neither a key nor a named layout needs a worker")
@@ -50,8 +50,8 @@ def test_text_machine_and_given_workers_count(tmp_path: Path) -> None:
         plan_key(config, "other text", LAPTOP, NobodyYet()),
         plan_key(config, "text", replace(LAPTOP, cores=7), NobodyYet()),
         plan_key(config, "text", replace(LAPTOP, versions=(("torch", "3"),)), NobodyYet()),
-        plan_key(config, "text", LAPTOP, NobodyYet(Given(workers=2, threads=1))),
-        plan_key(config, "text", LAPTOP, NobodyYet(Given(workers=3, threads=1))),
+        plan_key(config, "text", LAPTOP, NobodyYet(FixedWorkers(workers=2, threads=1))),
+        plan_key(config, "text", LAPTOP, NobodyYet(FixedWorkers(workers=3, threads=1))),
     ]
     assert len(set(keys)) == len(keys)
     assert plan_key(config, "text", LAPTOP, NobodyYet()) == keys[0]
@@ -68,7 +68,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
 class OneTooMany:
     """A crew in which whatever takes so many workers fails, and the others take a second a step."""
 
-    given = None
+    fixed_workers = None
 
     def __init__(self, *failing: int) -> None:
         self.failing = failing
@@ -83,8 +83,8 @@ class OneTooMany:
 def test_a_layout_that_fails_leaves_the_proof_to_the_others(tmp_path: Path, corpus: Corpus) -> None:
     open_layout = ("model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "train.budget=9 steps")
     config, site = recipe(tmp_path, *open_layout), Site(machine=LAPTOP, peak_flops=4e11)
-    timed: list[Split] = []
-    failed: list[Split] = []
+    timed: list[WorkerLayout] = []
+    failed: list[WorkerLayout] = []
 
     def proven(*failing: int) -> Plan:
         crew = OneTooMany(*failing)
@@ -152,7 +152,7 @@ def test_a_plan_over_hosts_is_made_anew_once_a_look_finds_other_roads(tmp_path: 
             looks.append(need)
             return probed(*hosts, rate=rate)
 
-        site, crew = Site(machine=HOST, peak_flops=None, look=look), NobodyYet(Given(workers=4, threads=1))
+        site, crew = Site(machine=HOST, peak_flops=None, look=look), NobodyYet(FixedWorkers(workers=4, threads=1))
         forecast = make_plan(config, corpus, site, crew, fresh=fresh, say=said.append).forecast
         assert forecast is not None
         return forecast.step_s

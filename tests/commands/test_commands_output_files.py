@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from plait.commands.planning.output_files import check_output, write_output
-from plait.commands.probing.measurements import probe
+from plait.commands.probe import probe
 from plait.commands.prove import prove
 from plait.errors import PlaitError
 

@@ -16,7 +16,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from plait.commands.planning.workers import OnMessage, OwnCrew
-from plait.commands.verify import check_once, verify
+from plait.commands.verify import verify
+from plait.commands.verifying.gradient_check import check_once
 from plait.commands.verifying.reference import reference
 from plait.commands.verifying.small_model import asked_layout, asked_shares, shrunk_layout, shrunk_plan, shrunk_shape
 from plait.data.preparation.synthetic import write_synthetic
@@ -52,7 +53,7 @@ batch_tokens = 256
 class Nobody:
     """A crew whose workers must not be needed."""
 
-    given = None
+    fixed_workers = None
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
         raise AssertionError(f"{job.entry} was started")
@@ -61,7 +62,7 @@ class Nobody:
 class Tampering:
     """A crew whose rank 1 comes to other numbers."""
 
-    given = None
+    fixed_workers = None
 
     def __init__(self, workers: OwnCrew) -> None:
         self._workers = workers

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from plait.commands.planning.workers import OwnCrew
-from plait.commands.verify import prove
+from plait.commands.verifying.gradient_check import prove
 from plait.commands.verifying.small_model import shrunk_plan
 from plait.layout import Layout, conflict
 from plait.model.shape import weight_sizes

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from plait.commands.planning.workers import OwnCrew
-from plait.commands.verify import prove
+from plait.commands.verifying.gradient_check import prove
 from plait.commands.verifying.small_model import asked_layout, asked_shares, shrunk_plan
 from plait.recipe.load import load_recipe
 from tests.parity.mutate import MUTANTS, apply, mutated_copy

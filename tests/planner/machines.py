@@ -7,10 +7,10 @@ from pathlib import Path
 
 from plait.cluster.topology import Machine
 from plait.planner.derive.model_size import CorpusFacts
-from plait.planner.derive.resources import Grounds
+from plait.planner.derive.resources import Resources
 from plait.planner.plan import Plan
 from plait.planner.resolve.resolve import Draft, draft, settle
-from plait.planner.resolve.worker_layouts import Split
+from plait.planner.resolve.worker_layouts import WorkerLayout
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 
@@ -54,11 +54,11 @@ def recipe(folder: Path, *overrides: str) -> RunConfig:
 
 
 def drafted(config: RunConfig, facts: CorpusFacts, machine: Machine) -> Draft:
-    grounds = Grounds(machine=machine, peak_flops=PEAK_FLOPS.get(machine))
-    return draft(config, facts, grounds, recipe_hash="cafe")
+    resources = Resources(machine=machine, peak_flops=PEAK_FLOPS.get(machine))
+    return draft(config, facts, resources, recipe_hash="cafe")
 
 
-def timed(split: Split, whole_s: float) -> Split:
+def timed(split: WorkerLayout, whole_s: float) -> WorkerLayout:
     """As if a step took so long on one core, and workers lost a little to each other and threads somewhat more."""
     return replace(split, step_s=whole_s / split.workers / split.threads**0.8 + 0.001 * split.workers)
 
@@ -66,7 +66,7 @@ def timed(split: Split, whole_s: float) -> Split:
 def planned(config: RunConfig, facts: CorpusFacts, machine: Machine, whole_s: float = 4.0) -> Plan:
     """The settled plan, with made-up measurements where some are needed."""
     outline = drafted(config, facts, machine)
-    measured = outline.splits
+    measured = outline.layouts
     if len(measured) > 1 or outline.plan.budget.unit == "seconds":
         measured = tuple(timed(split, whole_s) for split in measured)
     return settle(config, outline, measured)

@@ -17,13 +17,15 @@ from rich.console import Console
 from plait.cluster.cluster import read_cluster
 from plait.commands.plan import plan
 from plait.errors import PlaitError
+from plait.layout import Layout
 from plait.model.sizes import named_shape
 from plait.planner.diagnosis.diagnose import difference, difference_json, difference_section, seconds_of
 from plait.planner.diagnosis.priced_layout import Scene, scene_of
 from plait.planner.problem.candidates import RECOMPUTE
 from plait.planner.problem.workload import workload_of
-from plait.planner.search.enumeration import Pins
-from plait.planner.search.search import Search, search
+from plait.planner.search.constraints import Constraints
+from plait.planner.search.found import Search
+from plait.planner.search.search import search
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -31,13 +33,15 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 def found(size: str, cluster: str, batch: int, sequence: int = 2048, **pins: Any) -> Search:
     shape = named_shape(size, vocabulary=32000, sequence=sequence)
     work = workload_of(shape, sequence=sequence, batch_sequences=batch)
-    return search(work, read_cluster(cluster), pins=Pins(**pins))
+    return search(work, read_cluster(cluster), constraints=Constraints(**pins))
 
 
 @pytest.fixture(scope="module")
 def narrow() -> Search:
     """Two nodes whose sums of gradients take a good part of a step, in small portions."""
-    return found("1B", "2x(8xH100)+50G", 256, degrees={"shard": 16}, knobs={"micro_sequences": 4, "recompute": "none"})
+    return found(
+        "1B", "2x(8xH100)+50G", 256, degrees=Layout(shard=16), knobs={"micro_sequences": 4, "recompute": "none"}
+    )
 
 
 def told_of(search: Search, planted: Callable[[Scene], Scene]) -> dict[str, str]:
@@ -96,7 +100,9 @@ def test_slow_passes_over_memory_are_found_with_their_rate() -> None:
 
 
 def test_a_slow_host_is_found_with_its_time_per_kernel() -> None:
-    small = found("25M", "8xH100", 64, 512, degrees={"replicate": 8}, knobs={"micro_sequences": 1, "recompute": "none"})
+    small = found(
+        "25M", "8xH100", 64, 512, degrees=Layout(replicate=8), knobs={"micro_sequences": 1, "recompute": "none"}
+    )
     stack = small.stack
     needs = told_of(small, lambda scene: with_stack(scene, launch_s=stack.launch_s * 3, micro_s=stack.micro_s * 3))
     there, here = numbers(needs["the host"])[:2]
@@ -104,7 +110,7 @@ def test_a_slow_host_is_found_with_its_time_per_kernel() -> None:
 
 
 def test_messages_that_hide_no_more_are_found() -> None:
-    sharded = found("1B", "2x(8xH100)+100G", 128, degrees={"shard": 16},
+    sharded = found("1B", "2x(8xH100)+100G", 128, degrees=Layout(shard=16),
                     knobs={"shard_what": "parameters", "micro_sequences": 2, "recompute": "none"})  # fmt: skip
     planted = {"hides_gradients": 0.1, "hides_updates": 0.1, "hides_parameters": 0.1}
     needs = told_of(sharded, lambda scene: with_stack(scene, **planted))["messages under arithmetic"]
@@ -169,7 +175,7 @@ def test_inside_the_error_bar_there_is_nothing_to_explain(narrow: Search, part: 
 def test_the_forecast_of_a_scene_is_that_of_the_search() -> None:
     for search_ in (
         found("7B", "8xH100", 64),
-        found("13B", "16x(8x4090)+100G", 256, degrees={"pipeline": 4, "shard": 32}),
+        found("13B", "16x(8x4090)+100G", 256, degrees=Layout(pipeline=4, shard=32)),
     ):
         assert scene_of(search_).step_s == pytest.approx(float(search_.step_s[search_.chosen]), rel=1e-9)
 

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 from plait.cluster.cluster import Cluster
+from plait.layout import Layout
 from plait.model.sizes import explicit_shape
 from plait.planner.explain.unequal_devices import unequal_reasons
 from plait.planner.heterogeneous.host_permutations import other_orders
 from plait.planner.problem.workload import workload_of
-from plait.planner.search.enumeration import Pins
+from plait.planner.search.constraints import Constraints
+from plait.planner.search.found import Search
 from plait.planner.search.host_order import in_best_order
-from plait.planner.search.search import Search, search
+from plait.planner.search.search import search
 from plait.planner.step_time.host_links import host_roads
 from tests.cluster.probed import link, point
 from tests.planner.hosts import probed
@@ -24,8 +26,8 @@ from tests.planner.hosts import probed
 SLOW, FAST = 2e7, 1e9
 SHAPE = explicit_shape(layers=8, width=256, heads=4, vocabulary=2048, sequence=256)
 WORK = workload_of(SHAPE, sequence=256, batch_sequences=16, precision="float32")
-TENSOR = Pins(degrees={"tensor": 2, "replicate": 2})
-MIXED = Pins(degrees={"pipeline": 2, "replicate": 2})
+TENSOR = Constraints(degrees=Layout(tensor=2, replicate=2))
+MIXED = Constraints(degrees=Layout(pipeline=2, replicate=2))
 
 
 def rooms(room_of: str, *, fast: float = FAST, order: Sequence[int] | None = None) -> Cluster:
@@ -77,21 +79,22 @@ def test_like_roads_and_unknown_ones_say_nothing(cluster: Cluster) -> None:
 
 
 def test_those_who_cut_matrices_together_stand_in_one_room() -> None:
-    here = search(WORK, rooms("xyxy"), pins=TENSOR)
+    here = search(WORK, rooms("xyxy"), constraints=TENSOR)
     found = in_best_order(here)
     assert found.turned is not None and found.turned.places == (0, 2, 1, 3)
     assert step_s(found) < 0.5 * step_s(here)
-    assert step_s(found) == pytest.approx(step_s(search(WORK, rooms("xyxy", order=(0, 2, 1, 3)), pins=TENSOR)))
+    assert step_s(found) == pytest.approx(step_s(search(WORK, rooms("xyxy", order=(0, 2, 1, 3)), constraints=TENSOR)))
     [line] = unequal_reasons(found)
     assert line.startswith("the machines stand in the order a, c, b, d") and "some roads between them are" in line
-    assert in_best_order(search(WORK, rooms("xxyy"), pins=TENSOR)).turned is None, "they stand so already"
+    assert in_best_order(search(WORK, rooms("xxyy"), constraints=TENSOR)).turned is None, "they stand so already"
 
 
 def test_the_order_is_the_best_of_all() -> None:
     """Held against every order, each searched for itself: here sums of gradients want the fast roads."""
-    found = in_best_order(search(WORK, rooms("xyyx"), pins=MIXED))
+    found = in_best_order(search(WORK, rooms("xyyx"), constraints=MIXED))
     tried = {
-        order: step_s(search(WORK, rooms("xyyx", order=(0, *order)), pins=MIXED)) for order in permutations((1, 2, 3))
+        order: step_s(search(WORK, rooms("xyyx", order=(0, *order)), constraints=MIXED))
+        for order in permutations((1, 2, 3))
     }
     assert step_s(found) == pytest.approx(min(tried.values()))
     assert max(tried.values()) > 1.1 * min(tried.values())
@@ -100,5 +103,7 @@ def test_the_order_is_the_best_of_all() -> None:
 def test_many_machines_are_also_tried_each_beside_the_one_it_reaches_best() -> None:
     places = [order for order, _ in other_orders(rooms("xyxyxy"), first_stays=True)]
     assert (0, 2, 4, 1, 3, 5) in places
-    found = in_best_order(search(WORK, rooms("xyxyxy"), pins=Pins(degrees={"tensor": 1, "shard": 3, "pipeline": 2})))
+    found = in_best_order(
+        search(WORK, rooms("xyxyxy"), constraints=Constraints(degrees=Layout(tensor=1, shard=3, pipeline=2)))
+    )
     assert found.turned is not None

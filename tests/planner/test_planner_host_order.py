@@ -10,24 +10,26 @@ import pytest
 
 from plait.cluster.cluster import Cluster, read_cluster
 from plait.errors import PlaitError
+from plait.layout import Layout
 from plait.model.sizes import explicit_shape
-from plait.planner.derive.resources import Given, Grounds
+from plait.planner.derive.resources import FixedWorkers, Resources
 from plait.planner.explain.unequal_devices import unequal_reasons
 from plait.planner.heterogeneous.host_permutations import other_orders
 from plait.planner.plan import read_plan, write_plan
 from plait.planner.problem.software_profile import PLAIT
 from plait.planner.problem.workload import Workload, workload_of
-from plait.planner.resolve.named_layout import asked_search
+from plait.planner.resolve.constrained_search import constrained_search
 from plait.planner.resolve.resolve import draft, settle
-from plait.planner.search.enumeration import Pins
+from plait.planner.search.constraints import Constraints
+from plait.planner.search.found import Search
 from plait.planner.search.host_order import better_start, in_best_order
-from plait.planner.search.search import DoesNotFit, Search, search
+from plait.planner.search.search import DoesNotFit, search
 from plait.units import format_duration
 from tests.planner.hosts import HOST, probed
 from tests.planner.machines import PLAYS, recipe
 
 SHAPE = explicit_shape(layers=22, width=128, heads=4, vocabulary=2048, sequence=256)
-PIPELINE = Pins(degrees={"pipeline": 4}, knobs={"micro_sequences": 1, "schedule": "1f1b", "virtual": 1})
+PIPELINE = Constraints(degrees=Layout(pipeline=4), knobs={"micro_sequences": 1, "schedule": "1f1b", "virtual": 1})
 SPEEDS = (1.0, 1.0, 0.5, 0.25)
 
 
@@ -81,9 +83,9 @@ def test_more_machines_than_can_be_tried_in_all_orders_are_tried_by_speed() -> N
 
 def test_a_pipeline_s_machines_stand_in_the_best_order_behind_the_first() -> None:
     """Held against every order, each searched for itself."""
-    found = in_best_order(search(work(), probed(*SPEEDS), pins=PIPELINE))
+    found = in_best_order(search(work(), probed(*SPEEDS), constraints=PIPELINE))
     tried: dict[tuple[int, ...], float] = {
-        order: step_s(search(work(), probed(SPEEDS[0], *(SPEEDS[host] for host in order)), pins=PIPELINE))
+        order: step_s(search(work(), probed(SPEEDS[0], *(SPEEDS[host] for host in order)), constraints=PIPELINE))
         for order in permutations((1, 2, 3))
     }
     assert found.turned is not None and found.turned.places[0] == 0
@@ -94,37 +96,41 @@ def test_a_pipeline_s_machines_stand_in_the_best_order_behind_the_first() -> Non
 
 
 def test_machines_stay_where_they_are_unless_that_costs_time() -> None:
-    copies = Pins(degrees={"replicate": 4}, knobs={"micro_sequences": 1})
-    assert in_best_order(search(work(), probed(*SPEEDS), pins=copies)).turned is None
+    copies = Constraints(degrees=Layout(replicate=4), knobs={"micro_sequences": 1})
+    assert in_best_order(search(work(), probed(*SPEEDS), constraints=copies)).turned is None
     as_named = replace(PIPELINE, stage_layers=(8, 8, 4, 2))
-    assert in_best_order(search(work(), probed(*SPEEDS), pins=as_named)).turned is None
+    assert in_best_order(search(work(), probed(*SPEEDS), constraints=as_named)).turned is None
 
 
 def test_another_machine_is_named_to_start_on_where_that_is_faster() -> None:
     """Cutting matrices over this cable takes as long in any order; shares the wrong way round do not."""
     two = probed(1.0, 0.4)
-    cut = search(work(), two, pins=Pins(degrees={"tensor": 2}))
+    cut = search(work(), two, constraints=Constraints(degrees=Layout(tensor=2)))
     assert better_start(cut) is None and not any("in the order" in line for line in unequal_reasons(cut))
-    shares = Pins(degrees={"replicate": 2}, knobs={"micro_sequences": 1}, shares=(8, 24))
-    turned = search(work(), two, pins=shares)
+    shares = Constraints(degrees=Layout(replicate=2), knobs={"micro_sequences": 1}, shares=(8, 24))
+    turned = search(work(), two, constraints=shares)
     [line] = [line for line in unequal_reasons(turned) if "in the order b, a" in line]
-    back = search(work(), probed(0.4, 1.0), pins=shares)
+    back = search(work(), probed(0.4, 1.0), constraints=shares)
     there, here = format_duration(step_s(back)), format_duration(step_s(turned))
     assert line.endswith(f"would take {there}, not {here}: start the run on b, let the others join in this order")
 
 
 def test_the_plan_carries_the_places_and_says_why(tmp_path: Path) -> None:
     cluster = probed(*SPEEDS)
-    found = asked_search(work(32), cluster, PLAIT, PIPELINE)
+    found = constrained_search(work(32), cluster, PLAIT, PIPELINE)
     assert found.turned is not None
-    grounds = Grounds(
-        machine=HOST, peak_flops=None, given=Given(workers=4, threads=1), described=cluster, look=lambda need: cluster
+    resources = Resources(
+        machine=HOST,
+        peak_flops=None,
+        fixed_workers=FixedWorkers(workers=4, threads=1),
+        cluster=cluster,
+        probe=lambda need: cluster,
     )
     size = ("model.layers=22", "model.width=128", "model.heads=4", "model.vocabulary=2048", "train.sequence=256")
     batch = ("train.batch_tokens=8192", "layout.micro_sequences=1", "layout.schedule='1f1b'")
     config = recipe(tmp_path, *size, *batch, "layout.pipeline=4", 'train.budget="40 steps"')
-    outline = draft(config, replace(PLAYS, vocabulary=2048), grounds, recipe_hash="")
-    plan = settle(config, outline, outline.splits)
+    outline = draft(config, replace(PLAYS, vocabulary=2048), resources, recipe_hash="")
+    plan = settle(config, outline, outline.layouts)
     assert plan.seats == found.turned.places and plan.layout.stage_layers == found.stage_layers(found.chosen)
     names, before_s = ", ".join("abcd"[host] for host in plan.seats), found.turned.before_s
     assert before_s is not None
@@ -136,25 +142,25 @@ def test_the_plan_carries_the_places_and_says_why(tmp_path: Path) -> None:
 
 def test_where_nothing_fits_as_the_machines_stand_another_order_may_do(tmp_path: Path) -> None:
     """The last of a pipeline has the head, which is larger than the small machine."""
-    pins = replace(PIPELINE, degrees={"pipeline": 3})
+    pins = replace(PIPELINE, degrees=Layout(pipeline=3))
     huge = workload_of(
         replace(SHAPE, vocabulary=SHAPE.vocabulary * 2000), sequence=256, batch_sequences=8, precision="bf16"
     )
     given = read_cluster("2x(1x4090)+1x3080@10G")
     with pytest.raises(DoesNotFit):
-        search(huge, given, pins=pins)
-    found = asked_search(huge, given, PLAIT, pins)
+        search(huge, given, constraints=pins)
+    found = constrained_search(huge, given, PLAIT, pins)
     assert found.turned is not None and found.turned.places == (0, 2, 1)
     assert any(
         line.endswith("as they were given what [layout] asks for would not fit") for line in unequal_reasons(found)
     )
     with pytest.raises(PlaitError, match=r"what \[layout\] asks for needs"):
-        asked_search(huge, given, PLAIT, replace(pins, stage_layers=(10, 10, 2)))
+        constrained_search(huge, given, PLAIT, replace(pins, stage_layers=(10, 10, 2)))
 
 
 def test_what_surely_fits_comes_before_what_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, copies = probed(*SPEEDS), Pins(degrees={"replicate": 4}, knobs={"micro_sequences": 1})
-    slow, fast = (search(work(), given, pins=pins) for pins in (copies, PIPELINE))
+    given, copies = probed(*SPEEDS), Constraints(degrees=Layout(replicate=4), knobs={"micro_sequences": 1})
+    slow, fast = (search(work(), given, constraints=pins) for pins in (copies, PIPELINE))
     assert in_best_order(fast).turned is not None and in_best_order(slow).turned is None
     monkeypatch.setattr("plait.planner.search.host_order._holds", lambda found: found.cluster == given)
     assert in_best_order(fast).turned is None, "where others fit only if all goes well they stay"
@@ -163,7 +169,7 @@ def test_what_surely_fits_comes_before_what_is_fast(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_order_in_which_nothing_fits_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = search(work(), probed(*SPEEDS), pins=PIPELINE)
+    found = search(work(), probed(*SPEEDS), constraints=PIPELINE)
 
     def refuse(*asked: object, **more: object) -> Search:
         raise PlaitError("nothing fits")

@@ -12,7 +12,7 @@ import pytest
 from plait.data.portions import micro_sizes
 from plait.layout import Layout
 from plait.planner.derive.micro_batch import fewer_gatherings, micros_to_price
-from plait.planner.derive.resources import Given, Grounds
+from plait.planner.derive.resources import FixedWorkers, Resources
 from plait.planner.plan import Plan
 from plait.planner.resolve.resolve import draft, settle
 from tests.planner.hosts import HOST, probed
@@ -28,12 +28,14 @@ SIZE = ("model.layers=6", "model.width=192", "model.heads=6", "model.vocabulary=
 def plan_of(folder: Path, *asked: str, speeds: Sequence[float] = (1.0, 1.0, 0.5, 0.25), rate: float = NARROW) -> Plan:
     """128 sequences split over hosts of such speeds."""
     cluster = probed(*speeds, rate=rate)
-    given = Given(workers=len(speeds), threads=1)
-    grounds = Grounds(machine=HOST, peak_flops=None, given=given, described=cluster, look=lambda need: cluster)
+    given = FixedWorkers(workers=len(speeds), threads=1)
+    resources = Resources(
+        machine=HOST, peak_flops=None, fixed_workers=given, cluster=cluster, probe=lambda need: cluster
+    )
     batch = ("train.batch_tokens=32768", 'train.budget="40 steps"')
     config = recipe(folder, *SIZE, *batch, f"layout.shard={len(speeds)}", *asked)
-    outline = draft(config, replace(PLAYS, vocabulary=2048), grounds, recipe_hash="")
-    return settle(config, outline, outline.splits)
+    outline = draft(config, replace(PLAYS, vocabulary=2048), resources, recipe_hash="")
+    return settle(config, outline, outline.layouts)
 
 
 def gatherings(plan: Plan) -> int:

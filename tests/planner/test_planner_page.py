@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from plait.cluster.cluster import read_cluster
+from plait.layout import Layout
 from plait.model.sizes import SIZES, named_shape
 from plait.planner.explain.report import best_of_kinds
 from plait.planner.explain.tipping_points import MANY
@@ -17,10 +18,11 @@ from plait.planner.page.memory import memory_bars, memory_told
 from plait.planner.page.pipeline import DRAWN, pipeline_picture, pipeline_told
 from plait.planner.page.time import waterfall, waterfall_told
 from plait.planner.problem.workload import Workload, workload_of
+from plait.planner.search.constraints import Constraints
 from plait.planner.search.cost_breakdown import messages, time_items
-from plait.planner.search.enumeration import Pins
+from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import kind_words, short_words
-from plait.planner.search.search import Search, search
+from plait.planner.search.search import search
 from plait.report.figures import time_words
 
 CASES = {
@@ -54,9 +56,9 @@ def found(request: pytest.FixtureRequest, searches: dict[str, Search]) -> Search
 
 def piped(schedule: str, virtual: int, *, size: str = "7B", batch: int = 64) -> Search:
     """Four stages, as a person may ask for them; 32 layers and a head do not deal out evenly."""
-    degrees = {"pipeline": 4, "replicate": 1, "shard": 1, "context": 1, "tensor": 2}
-    pins = Pins(degrees=degrees, knobs={"schedule": schedule, "virtual": virtual, "micro_sequences": 1})
-    return search(workload(size, 2048, batch), read_cluster("8xH100"), pins=pins)
+    degrees = Layout(pipeline=4, tensor=2)
+    pins = Constraints(degrees=degrees, knobs={"schedule": schedule, "virtual": virtual, "micro_sequences": 1})
+    return search(workload(size, 2048, batch), read_cluster("8xH100"), constraints=pins)
 
 
 def test_the_first_bar_is_the_chosen_layout_and_each_adds_up_to_what_it_needs(found: Search) -> None:
@@ -111,8 +113,8 @@ def test_the_timeline_ends_when_the_step_does(schedule: str, virtual: int, size:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_the_timeline_of_unequal_devices_is_that_of_their_own_stages(schedule: str) -> None:
-    pins = Pins(degrees={"pipeline": 4, "tensor": 2}, knobs={"schedule": schedule, "micro_sequences": 1})
-    found = search(workload("1.3B", 2048, 32), read_cluster("4x4090+4x3090@10G"), pins=pins)
+    pins = Constraints(degrees=Layout(pipeline=4, tensor=2), knobs={"schedule": schedule, "micro_sequences": 1})
+    found = search(workload("1.3B", 2048, 32), read_cluster("4x4090+4x3090@10G"), constraints=pins)
     layers = found.stage_layers(found.chosen)
     assert layers[0] > 2 * layers[-1], "the slower devices and the head are at the end"
     picture = pipeline_picture(found)
@@ -155,8 +157,8 @@ def test_each_dot_says_why_it_lost(searches: dict[str, Search]) -> None:
 
 def test_a_dot_of_a_pipeline_says_how_much_longer_it_waits() -> None:
     """Where pipelines were simulated, that is in no closed form."""
-    degrees = {"pipeline": 4, "replicate": 1, "shard": 1, "context": 1, "tensor": 2}
-    found = search(workload("7B", 2048, 16), read_cluster("8xH100"), pins=Pins(degrees=degrees))
+    degrees = Layout(pipeline=4, tensor=2)
+    found = search(workload("7B", 2048, 16), read_cluster("8xH100"), constraints=Constraints(degrees=degrees))
     told = layout_map(found)
     rows = np.flatnonzero((found.step_s > 1.01 * told.chosen.step_s) & (found.step_s < RIM * told.fastest.step_s))
     whys = [dot_of(found, told, int(row)).why for row in rows]

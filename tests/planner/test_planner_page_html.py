@@ -12,19 +12,20 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.planner.test_plan_page import piped, workload
 
 from plait.cluster.cluster import Cluster, cluster_from_json, cluster_json, read_cluster
 from plait.commands.plan import plan
 from plait.errors import PlaitError
+from plait.layout import Layout
 from plait.planner.explain.glossary import TERMS
 from plait.planner.explain.report import Section
 from plait.planner.heterogeneous.micro_batch_limits import portions_of
 from plait.planner.page.page import Chapter, Picture, page_html, pictures
-from plait.planner.search.enumeration import Pins
+from plait.planner.search.constraints import Constraints
 from plait.planner.search.search import search
 from plait.report.figures import Drawing, folded, ratio_axis, seconds_unit, time_words
 from plait.units import format_bytes
+from tests.planner.test_planner_page import piped, workload
 
 ROOT = Path(__file__).parents[2]
 EVIL = '</script><img src=x onerror="alert(1)">&'
@@ -133,8 +134,11 @@ def test_links_of_the_table_lead_to_chapters_and_terms_are_told(page: str) -> No
 
 
 def test_the_memory_told_is_of_the_device_that_has_least_room_left() -> None:
-    cluster, pins = read_cluster("1x4090+1x3080@10G"), Pins(degrees={"pipeline": 2}, knobs={"schedule": "1f1b"})
-    found = search(workload("1.3B", 1024, 32), cluster, pins=pins)
+    cluster, pins = (
+        read_cluster("1x4090+1x3080@10G"),
+        Constraints(degrees=Layout(pipeline=2), knobs={"schedule": "1f1b"}),
+    )
+    found = search(workload("1.3B", 1024, 32), cluster, constraints=pins)
     capacity = found.capacity(found.chosen)
     one = found.dealer.one(found.candidates, found.chosen)
     filled = {

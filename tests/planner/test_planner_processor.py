@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.planner.derive.resources import Grounds
+from plait.planner.derive.resources import Resources
 from plait.planner.resolve.resolve import draft
 from tests.planner.machines import LAPTOP, corpus, recipe
 
@@ -33,8 +33,8 @@ def test_formulas_foretell_steps_of_a_processor_whose_products_were_timed(
     config = recipe(
         tmp_path, f"model.size={size}", f"train.sequence={sequence}", "train.batch_tokens=4096", "train.budget=50 steps"
     )
-    grounds = Grounds(machine=TWO_CORES, peak_flops=PRODUCTS_FLOPS)
-    splits = draft(config, corpus(340_000, 100), grounds, recipe_hash="cafe").splits
+    resources = Resources(machine=TWO_CORES, peak_flops=PRODUCTS_FLOPS)
+    splits = draft(config, corpus(340_000, 100), resources, recipe_hash="cafe").layouts
     assert [split.workers for split in splits] == [1, 2]
     for split, timed_s in zip(splits, TIMED_S[size, sequence], strict=True):
         assert split.forecast is not None

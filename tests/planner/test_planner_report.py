@@ -15,15 +15,20 @@ import pytest
 from rich.console import Console
 
 from plait.cluster.cluster import read_cluster
-from plait.commands.plan import Answer, answer, answer_text, plan, terms
+from plait.commands.plan import plan, terms
+from plait.commands.planning.plan_report import Answer, answer, answer_text
 from plait.errors import PlaitError
+from plait.layout import Layout
 from plait.planner.calibration.factors import UNTAUGHT, Calibration
+from plait.planner.derive.resources import on_paper
 from plait.planner.explain.glossary import TERMS, terms_text
-from plait.planner.explain.report import in_short, plan_json, runners_up
+from plait.planner.explain.report import in_short, runners_up
+from plait.planner.explain.report_json import plan_json
 from plait.planner.explain.tipping_points import FINE, Flip, flips, with_memory
-from plait.planner.search.enumeration import Pins
+from plait.planner.search.constraints import Constraints
+from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import kinds
-from plait.planner.search.search import DoesNotFit, Search, search
+from plait.planner.search.search import DoesNotFit, search
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 
@@ -54,7 +59,8 @@ def recipe(folder: Path, size: str, sequence: int, batch: int, budget: str, *ove
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     folder = tmp_path_factory.mktemp("recipes")
     return {
-        name: answer(recipe(folder, *asked), read_cluster(cluster), top=5) for name, (cluster, *asked) in CASES.items()
+        name: answer(recipe(folder, *asked), on_paper(read_cluster(cluster)), top=5)
+        for name, (cluster, *asked) in CASES.items()
     }
 
 
@@ -131,7 +137,7 @@ def kind_at(found: Search, flip: Flip, factor: float) -> int:
 
 def test_pinned_degrees_are_obeyed_and_their_price_is_told(tmp_path: Path) -> None:
     config = recipe(tmp_path, "350M", 1024, 256, "1B tokens", "layout.tensor=8")
-    one = answer(config, read_cluster("8x4090"), top=3)
+    one = answer(config, on_paper(read_cluster("8x4090")), top=3)
     values = plan_json(one.found, one.sections, 3)
     assert values["layout"] == {"pipeline": 1, "replicate": 1, "shard": 1, "context": 1, "tensor": 8}
     assert "as [layout] of the recipe says, though" in values["why"][0] and "plait would choose" in values["why"][0]
@@ -140,7 +146,7 @@ def test_pinned_degrees_are_obeyed_and_their_price_is_told(tmp_path: Path) -> No
 def test_what_runs_here_taught_is_in_the_plan_and_said(tmp_path: Path) -> None:
     config = recipe(tmp_path, "350M", 1024, 256, "1B tokens", "layout.replicate=8")
     cluster, taught = read_cluster("8x4090"), Calibration(ground="here", compute=1.5, messages=1.5, runs=3)
-    plain, learnt = (answer(config, cluster, top=0, learnt=one) for one in (UNTAUGHT, taught))
+    plain, learnt = (answer(config, on_paper(cluster, lambda *_, one=one: one), top=0) for one in (UNTAUGHT, taught))
     spent = [float(one.found.step_s[one.found.chosen]) for one in (plain, learnt)]
     assert 1.2 < spent[1] / spent[0] <= 1.5
     said = "longer than the formulas say: the last 3 runs here taught it"
@@ -150,23 +156,23 @@ def test_what_runs_here_taught_is_in_the_plan_and_said(tmp_path: Path) -> None:
 def test_a_layout_for_which_memory_is_short_is_explained_although_nothing_fits_freely(tmp_path: Path) -> None:
     config = recipe(tmp_path, "1B", 1024, 64, "1B tokens", "layout.shard=2")
     cluster = read_cluster("2x(1x4090)@10G")
-    pins = Pins(degrees={"shard": 2})
-    roomy = search(answer(config, cluster, top=0).found.workload, cluster, pins=pins)
+    pins = Constraints(degrees=Layout(shard=2))
+    roomy = search(answer(config, on_paper(cluster), top=0).found.workload, cluster, constraints=pins)
     tight = with_memory(cluster, 0.99 * min(roomy.leanest.values()) / cluster.islands[0].device.memory_bytes)
     with pytest.raises(DoesNotFit):
         search(roomy.workload, tight)
-    one = answer(config, tight, top=3)
+    one = answer(config, on_paper(tight), top=3)
     told = answer_text(one)
     assert "as [layout] of the recipe says; left open, plait would choose nothing: a model of" in " ".join(told.split())
     assert "the layout is as the recipe says, whatever the machines" in told and "memory is short" in told
-    assert "plait would choose nothing" in in_short(search(roomy.workload, tight, pins=pins))[0]
+    assert "plait would choose nothing" in in_short(search(roomy.workload, tight, constraints=pins))[0]
 
 
 def test_gradients_travel_as_the_recipe_says(tmp_path: Path) -> None:
     asked = ("350M", 1024, 16, "1B tokens", "layout.replicate=2")
     cluster = read_cluster("2x(1x4090)@1G")
     whole, half = (
-        answer(recipe(tmp_path, *asked, f"train.gradient_transfer={kind}"), cluster, top=0).found
+        answer(recipe(tmp_path, *asked, f"train.gradient_transfer={kind}"), on_paper(cluster), top=0).found
         for kind in ("float32", "bf16")
     )
     assert half.stack.gradient_transfer == "bf16"
@@ -191,7 +197,7 @@ def test_bad_input_is_one_sentence(
     cluster: str, asked: tuple[str, int, int, str], overrides: tuple[str, ...], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(PlaitError) as caught:
-        answer(recipe(tmp_path, *asked, *overrides), read_cluster(cluster), top=3)
+        answer(recipe(tmp_path, *asked, *overrides), on_paper(read_cluster(cluster)), top=3)
     told = str(caught.value)
     assert says in told and "\n" not in told and caught.value.exit_code == 2
 

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from plait.cluster.cluster import read_cluster
-from plait.commands.plan import answer
+from plait.commands.planning.plan_report import answer
 from plait.errors import PlaitError
 from plait.layout import Layout, share
 from plait.model.shape import parameter_count
 from plait.planner.calibration.factors import TIMED_ERROR, Calibration, taught_words, untaught
 from plait.planner.derive.intervals import longer, with_reports
 from plait.planner.derive.model_size import CorpusFacts
-from plait.planner.derive.resources import Grounds
+from plait.planner.derive.resources import Resources, on_paper
 from plait.planner.plan import Plan, read_plan, write_plan
 from plait.planner.resolve.forecast_update import learning
-from plait.planner.resolve.resolve import draft, settle, with_split
-from plait.planner.resolve.worker_layouts import Split
-from plait.planner.search.validity import layout_from
+from plait.planner.resolve.resolve import draft, settle, with_layout
+from plait.planner.resolve.worker_layouts import WorkerLayout
+from plait.planner.search.validity import layout_of_candidate
 from plait.units import Amount, Every, format_duration
 from tests.planner.machines import (
     EIGHT_H100,
@@ -116,9 +116,9 @@ def test_a_longer_budget_takes_a_larger_model(tmp_path: Path) -> None:
 def test_the_fastest_split_is_taken_and_said(tmp_path: Path) -> None:
     config = recipe(tmp_path, *STEPS, *TINY, "model.layers=1")
     outline = drafted(config, PLAYS, LAPTOP)
-    assert [(split.workers, split.threads) for split in outline.splits] == [(1, 8), (2, 4), (4, 2)], "8: outdone"
+    assert [(split.workers, split.threads) for split in outline.layouts] == [(1, 8), (2, 4), (4, 2)], "8: outdone"
     times = {1: 0.5, 2: 0.2, 4: 0.3}
-    plan = settle(config, outline, [replace(s, step_s=times[s.workers]) for s in outline.splits])
+    plan = settle(config, outline, [replace(s, step_s=times[s.workers]) for s in outline.layouts])
     assert (plan.layout.replicate, plan.threads, plan.step_s) == (2, 4, 0.2)
     assert any(reason.startswith("2 workers: fastest step of those timed") for reason in plan.reasons)
 
@@ -127,19 +127,19 @@ def test_a_split_that_memory_or_the_batch_does_not_allow_is_not_tried(tmp_path: 
     for gib, workers in ((1, [1]), (2, [1, 2]), (16, [1, 2, 4, 8])):
         machine = replace(LAPTOP, memory_bytes=gib * 2**30)
         outline = drafted(recipe(tmp_path, *STEPS, "model.size=11M"), PLAYS, machine)
-        assert [split.workers for split in outline.splits] == workers
+        assert [split.workers for split in outline.layouts] == workers
     one_sequence = ("train.sequence=16", "train.batch_tokens=16", "model.size=1M")
     outline = drafted(recipe(tmp_path, *STEPS, *one_sequence), PLAYS, LAPTOP)
-    assert [split.workers for split in outline.splits] == [1]
+    assert [split.workers for split in outline.layouts] == [1]
 
 
 def test_another_split_changes_who_does_the_work_and_nothing_of_the_work(tmp_path: Path) -> None:
     config = recipe(tmp_path, *STEPS, *TINY, "layout.replicate=2")
     plan = planned(config, PLAYS, LAPTOP)
-    four = Split(
+    four = WorkerLayout(
         layout=Layout(replicate=4), threads=2, micro_sequences=1, points=0, forecast=plan.forecast, why=(), step_s=0.5
     )
-    other = with_split(plan, four)
+    other = with_layout(plan, four)
     assert (other.layout.replicate, other.threads, other.micro_sequences, other.step_s) == (4, 2, 1, 0.5)
     same = replace(
         other, layout=plan.layout, threads=plan.threads, micro_sequences=plan.micro_sequences, step_s=plan.step_s
@@ -150,7 +150,7 @@ def test_another_split_changes_who_does_the_work_and_nothing_of_the_work(tmp_pat
 def test_a_forecast_takes_in_what_a_step_took_that_was_timed_and_still_knows_what_formulas_said(tmp_path: Path) -> None:
     config = recipe(tmp_path, *STEPS, "model.size=11M", "layout.replicate=2")
     outline = drafted(config, PLAYS, LAPTOP)
-    [split] = outline.splits
+    [split] = outline.layouts
     said = split.forecast
     assert said is not None and said.items is not None and said.one_device_step_s is not None
     untimed = settle(config, outline, [split]).forecast
@@ -200,7 +200,7 @@ def test_a_forecast_by_a_probes_times_stays_as_it_is_where_steps_were_timed(tmp_
 def test_a_begun_run_keeps_what_it_computes_on_another_machine_and_with_another_budget(tmp_path: Path) -> None:
     begun = planned(recipe(tmp_path, "train.budget=4 minutes"), PLAYS, LAPTOP)
     config = recipe(tmp_path, "train.budget=20 hours", "layout.pipeline=2")
-    there = Grounds(machine=SERVER, peak_flops=PEAK_FLOPS[SERVER])
+    there = Resources(machine=SERVER, peak_flops=PEAK_FLOPS[SERVER])
     anew, on = (draft(config, PLAYS, there, recipe_hash="cafe", begun=one).plan for one in (None, begun))
     assert anew.shape.layers != begun.shape.layers, "else this test shows nothing"
     assert (on.shape, on.batch_sequences, on.precision) == (begun.shape, begun.batch_sequences, begun.precision)
@@ -212,7 +212,7 @@ def test_a_simpler_split_is_taken_where_it_is_about_as_fast(tmp_path: Path) -> N
     outline = drafted(config, PLAYS, LAPTOP)
     for slower, workers in ((1.04, 1), (1.06, 2)):
         times = {1: 0.2 * slower, 2: 0.2, 4: 0.3}
-        plan = settle(config, outline, [replace(s, step_s=times[s.workers]) for s in outline.splits])
+        plan = settle(config, outline, [replace(s, step_s=times[s.workers]) for s in outline.layouts])
         assert plan.world_size == workers
     assert any(reason.startswith("2 workers: fastest") for reason in plan.reasons)
 
@@ -356,8 +356,8 @@ def test_named_degrees_run_as_they_are_priced_and_as_plait_plan_answers(named: t
     model = ("model.size=13B", "model.vocabulary=50257", "train.sequence=4096", "train.batch_tokens=262144")
     config = recipe(tmp_path, *STEPS, *model, *named)
     plan = planned(config, WEB, EIGHT_H100)
-    found = answer(config, read_cluster("8xH100"), top=0).found
+    found = answer(config, on_paper(read_cluster("8xH100")), top=0).found
     cut = found.stage_layers(found.chosen) if plan.layout.pipeline > 1 else ()
-    assert plan.layout == layout_from(found.candidates.row(found.chosen), cut)
+    assert plan.layout == layout_of_candidate(found.candidates, found.chosen, cut)
     if plan.layout.pipeline == 1:
         assert plan.layout.shard_what == "parameters", "whole parameters and gradients of 13B do not fit"

@@ -22,9 +22,11 @@ from plait.planner.problem.software_profile import PLAIT
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.search import enumeration
 from plait.planner.search.complexity import LADDER, complexity
-from plait.planner.search.enumeration import Pins, divisors, listed
+from plait.planner.search.constraints import Constraints
+from plait.planner.search.enumeration import divisors, listed
+from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import price
-from plait.planner.search.search import DoesNotFit, Search, search, simplest
+from plait.planner.search.search import DoesNotFit, search, simplest
 from plait.planner.search.validity import balanced_stages, check_layout
 from plait.planner.step_time.network_model import roads
 
@@ -42,7 +44,7 @@ def llama_405b() -> Workload:
 
 @pytest.mark.parametrize("devices", [1, 6, 8, 12])
 def test_every_possible_mix_of_degrees_is_listed_and_no_other(devices: int) -> None:
-    found = listed(workload_of(SMALL, sequence=1024, batch_sequences=4), devices, Pins()).candidates
+    found = listed(workload_of(SMALL, sequence=1024, batch_sequences=4), devices, Constraints()).candidates
     rows = {(int(p), int(r), int(s), int(c), int(t)) for p, r, s, c, t in
             zip(found.pipeline, found.replicate, found.shard, found.context, found.tensor, strict=True)}  # fmt: skip
     possible = set()
@@ -72,7 +74,7 @@ def carries(degrees: tuple[int, ...]) -> bool:
 
 
 def test_all_knobs_multiply_out_for_a_pipeline() -> None:
-    pins = Pins(degrees={"pipeline": 2, "shard": 2})
+    pins = Constraints(degrees=Layout(pipeline=2, shard=2))
     found = listed(workload_of(SMALL, sequence=1024, batch_sequences=4), 4, pins)
     rows = [found.candidates.row(index) for index in range(len(found.candidates))]
     knobs = {(r["shard_what"], r["schedule"], r["virtual"], r["micro_sequences"], r["recompute"]) for r in rows}
@@ -135,7 +137,7 @@ def test_nothing_is_computed_again_where_keeping_it_fits(small_search: Search) -
         row = small_search.candidates.row(int(index))
         asked = pinned({**row, "recompute": "none"})
         try:
-            found = search(small_search.workload, small_search.cluster, pins=asked)
+            found = search(small_search.workload, small_search.cluster, constraints=asked)
         except DoesNotFit:
             continue
         # Whoever asks for it gets it, but it has no room for what an allocator usually wastes.
@@ -144,20 +146,20 @@ def test_nothing_is_computed_again_where_keeping_it_fits(small_search: Search) -
 
 
 def test_every_listed_layout_is_priced_or_refused(small_search: Search) -> None:
-    found = listed(small_search.workload, 16, Pins())
+    found = listed(small_search.workload, 16, Constraints())
     late = small_search.n_refused - sum(found.refused.values())
     assert len(found.candidates) == len(small_search.candidates) + late
 
 
-def pinned(row: dict[str, int | str]) -> Pins:
+def pinned(row: dict[str, int | str]) -> Constraints:
     knobs = {knob: row[knob] for knob in ("recompute", "schedule", "virtual", "micro_sequences")}
     knobs |= {"shard_what": row["shard_what"]} if int(row["shard"]) > 1 else {}
-    return Pins(degrees={axis: int(row[axis]) for axis in AXES}, knobs=knobs)
+    return Constraints(degrees=Layout(**{axis: int(row[axis]) for axis in AXES}), knobs=knobs)
 
 
 def test_pinned_degrees_are_obeyed_and_knobs_too() -> None:
-    pins = Pins(degrees={"tensor": 4, "replicate": 2}, knobs={"micro_sequences": 2, "recompute": "full"})
-    found = search(work("1B", 64, 1024), read_cluster("8xH100"), pins=pins)
+    pins = Constraints(degrees=Layout(tensor=4, replicate=2), knobs={"micro_sequences": 2, "recompute": "full"})
+    found = search(work("1B", 64, 1024), read_cluster("8xH100"), constraints=pins)
     rows = [found.candidates.row(index) for index in range(len(found.candidates))]
     assert all((r["tensor"], r["replicate"], r["shard"], r["pipeline"]) == (4, 2, 1, 1) for r in rows)
     assert all((r["micro_sequences"], r["recompute"]) == (2, "full") for r in rows)
@@ -201,7 +203,7 @@ def test_many_pipelines_at_once_take_as_long_as_the_schedule_itself() -> None:
 def test_what_fits_nowhere_is_told_with_what_would_help(size: str, cluster: str, batch: int) -> None:
     with pytest.raises(DoesNotFit) as caught:
         search(work(size, batch), read_cluster(cluster))
-    told = str(mended(caught.value, Pins()))
+    told = str(mended(caught.value, Constraints()))
     assert "cheapest first: " in told
     times = int(told.split(" times as many devices")[0].split()[-1])
     larger = read_cluster(cluster)

@@ -12,15 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.cluster.cluster import read_cluster
-from plait.commands.plan import answer
+from plait.commands.planning.plan_report import answer
 from plait.errors import PlaitError
+from plait.layout import Layout
 from plait.model.sizes import SIZES, named_shape
+from plait.planner.derive.resources import on_paper
 from plait.planner.memory.estimate import memory
 from plait.planner.problem.candidates import Candidates, Dealing
 from plait.planner.problem.software_profile import PLAIT
 from plait.planner.problem.stage_partition import balanced, dealt, fullest_weights, head_layers, published, stage_layers
 from plait.planner.problem.workload import Workload, workload_of
-from plait.planner.search.enumeration import Pins, listed
+from plait.planner.search.constraints import Constraints
+from plait.planner.search.enumeration import listed
 from plait.planner.search.layout_cost import step_seconds
 from plait.planner.search.search import search
 from plait.planner.search.validity import balanced_stages
@@ -115,13 +118,15 @@ def test_named_stages_are_priced_as_named() -> None:
     assert activations[2] > activations[0]
 
 
-def pins_of_stages(*stages: int) -> Pins:
-    return Pins(degrees={"pipeline": 2}, knobs={"micro_sequences": 1, "recompute": "none", "schedule": "1f1b"},
-                stage_layers=stages)  # fmt: skip
+def pins_of_stages(*stages: int) -> Constraints:
+    knobs = {"micro_sequences": 1, "recompute": "none", "schedule": "1f1b"}
+    return Constraints(degrees=Layout(pipeline=2), knobs=knobs, stage_layers=stages)
 
 
 def test_named_stages_on_a_rank_settle_its_chunks() -> None:
-    found = search(work(12), read_cluster("4xH100"), pins=Pins(degrees={"pipeline": 4}, stage_layers=(2, 1) * 4))
+    found = search(
+        work(12), read_cluster("4xH100"), constraints=Constraints(degrees=Layout(pipeline=4), stage_layers=(2, 1) * 4)
+    )
     rows = [found.candidates.row(index) for index in range(len(found.candidates))]
     assert {(row["virtual"], row["schedule"]) for row in rows} == {(2, "interleaved")}
     assert found.candidates.dealing == (2, 1) * 4
@@ -135,17 +140,17 @@ def asked(folder: Path, *layout: str) -> RunConfig:
 
 def test_a_recipes_stages_reach_the_price(tmp_path: Path) -> None:
     even, odd = (
-        answer(asked(tmp_path, f"layout.stage_layers={stages}"), read_cluster("2x4090"), top=0)
+        answer(asked(tmp_path, f"layout.stage_layers={stages}"), on_paper(read_cluster("2x4090")), top=0)
         for stages in ("[13, 11]", "[23, 1]")
     )
     assert odd.found.candidates.dealing == (23, 1)
     assert odd.found.step_s[odd.found.chosen] > 1.5 * even.found.step_s[even.found.chosen]
-    assert not any("stage_layers" in note for note in odd.asked.notes)
+    assert not any("stage_layers" in note for note in odd.notes)
 
 
 def test_a_named_pipeline_is_priced_in_the_order_in_which_it_would_run(tmp_path: Path) -> None:
     for layout, order in (((), ("1f1b", 1)), (("layout.virtual_stages=2",), ("interleaved", 2))):
-        found = answer(asked(tmp_path, *layout), read_cluster("2x4090"), top=0).found
+        found = answer(asked(tmp_path, *layout), on_paper(read_cluster("2x4090")), top=0).found
         rows = [found.candidates.row(index) for index in range(len(found.candidates))]
         assert {(row["schedule"], row["virtual"]) for row in rows} == {order}
 
@@ -162,11 +167,11 @@ def test_a_named_pipeline_is_priced_in_the_order_in_which_it_would_run(tmp_path:
 )
 def test_stages_that_cannot_run_are_one_sentence(layout: tuple[str, ...], says: str, tmp_path: Path) -> None:
     with pytest.raises(PlaitError, match=says):
-        answer(asked(tmp_path, *layout), read_cluster("2x4090"), top=0)
+        answer(asked(tmp_path, *layout), on_paper(read_cluster("2x4090")), top=0)
 
 
 def test_plaits_own_layouts_are_dealt_as_they_would_run() -> None:
-    found = listed(work(8), 8, Pins()).candidates
+    found = listed(work(8), 8, Constraints()).candidates
     assert found.dealing == "balanced" == found.select(np.array([0])).dealing
 
 

@@ -13,14 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.cluster.cluster import Cluster, cluster_of_hosts, read_cluster
-from plait.commands.plan import answer, answer_text
+from plait.commands.planning.plan_report import answer, answer_text
 from plait.data.portions import micro_sizes
 from plait.errors import PlaitError
+from plait.layout import Layout
 from plait.model.sizes import explicit_shape, named_shape
 from plait.partition.pipeline_simulation import ActionTimes, durations_s
-from plait.planner.derive.resources import Given, Grounds, Need
+from plait.planner.derive.resources import FixedWorkers, Need, Resources, on_paper
 from plait.planner.explain.confidence import idle_machines
-from plait.planner.explain.report import Section, plan_json
+from plait.planner.explain.report import Section
+from plait.planner.explain.report_json import plan_json
 from plait.planner.explain.unequal_devices import limit_words, shares_of, unequal_reasons, unequal_words
 from plait.planner.heterogeneous.assignment import Dealer, stage_bytes
 from plait.planner.heterogeneous.batch_shares import equal_shares, last_s, shares, worthwhile
@@ -36,9 +38,10 @@ from plait.planner.problem.stage_partition import balanced_by_speed
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.resolve.resolve import draft, settle
 from plait.planner.search import layout_cost
-from plait.planner.search.enumeration import Pins
+from plait.planner.search.constraints import Constraints
+from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import closed_form, price, step_seconds
-from plait.planner.search.search import TORN, Search, search
+from plait.planner.search.search import TORN, search
 from plait.planner.step_time.measured_network import measured_link
 from plait.units import format_duration
 from tests.planner.hosts import HOST, probed, told
@@ -54,8 +57,8 @@ def work(batch: int = 16, layers: int = 8) -> Workload:
     return workload_of(shape, sequence=256, batch_sequences=batch, precision="float32")
 
 
-def copies(count: int, micro: int = 1, **more: int | str) -> Pins:
-    return Pins(degrees={"replicate": count}, knobs={"micro_sequences": micro, **more})
+def copies(count: int, micro: int = 1, **more: int | str) -> Constraints:
+    return Constraints(degrees=Layout(replicate=count), knobs={"micro_sequences": micro, **more})
 
 
 def deal_of(found: Search) -> tuple[int, ...]:
@@ -159,11 +162,11 @@ def test_some_workers_of_a_host_alone_keep_their_own_speeds() -> None:
 def test_copies_on_unequal_hosts_share_by_speed_and_come_near_the_sum_of_speeds(
     speeds: tuple[float, ...], batch: int, dealt: tuple[int, ...]
 ) -> None:
-    found = search(work(batch), probed(*speeds, rate=1e12), pins=copies(len(speeds)))
+    found = search(work(batch), probed(*speeds, rate=1e12), constraints=copies(len(speeds)))
     assert deal_of(found) == shares_of(found, found.chosen) == dealt
     items = found.timing(found.chosen)
     computed = float((items.products + items.scores + items.stream + items.head)[0])
-    one = search(work(batch), probed(1.0, rate=1e12), pins=Pins(knobs={"micro_sequences": 1}))
+    one = search(work(batch), probed(1.0, rate=1e12), constraints=Constraints(knobs={"micro_sequences": 1}))
     alone = one.timing(one.chosen)
     alone_s = float((alone.products + alone.scores + alone.stream + alone.head)[0])
     assert computed == pytest.approx(max(n / s for n, s in zip(dealt, speeds, strict=True)) / batch * alone_s, rel=0.01)
@@ -172,7 +175,7 @@ def test_copies_on_unequal_hosts_share_by_speed_and_come_near_the_sum_of_speeds(
 
 
 def test_equal_hosts_have_no_shares_and_the_same_price_as_ever() -> None:
-    found = search(work(), probed(1.0, 1.0), pins=copies(2))
+    found = search(work(), probed(1.0, 1.0), constraints=copies(2))
     assert shares_of(found, found.chosen) == () and not unequal_words(found, found.chosen)
     row = found.candidates.select(np.array([found.chosen]))
     assert found.step_s[found.chosen] == price(work(), found.cluster, row, found.stack).step_s[0]
@@ -181,13 +184,13 @@ def test_equal_hosts_have_no_shares_and_the_same_price_as_ever() -> None:
 def test_named_shares_are_obeyed_and_priced() -> None:
     cluster = probed(1.0, 0.4)
     auto, named, even = (
-        search(work(), cluster, pins=replace(copies(2), shares=asked)) for asked in ((), (13, 3), (8, 8))
+        search(work(), cluster, constraints=replace(copies(2), shares=asked)) for asked in ((), (13, 3), (8, 8))
     )
     assert deal_of(named) == shares_of(named, named.chosen) == (13, 3) and shares_of(even, even.chosen) == ()
     assert auto.step_s[auto.chosen] < named.step_s[named.chosen] < even.step_s[even.chosen]
     assert any("as layout.shares says: 13 + 3 of 16" in line for line in unequal_words(named, named.chosen))
-    equals = search(work(), probed(1.0, 1.0), pins=replace(copies(2), shares=(12, 4)))
-    half = search(work(), probed(1.0, 1.0), pins=copies(2))
+    equals = search(work(), probed(1.0, 1.0), constraints=replace(copies(2), shares=(12, 4)))
+    half = search(work(), probed(1.0, 1.0), constraints=copies(2))
     assert equals.step_s[equals.chosen] > 1.3 * half.step_s[half.chosen]
 
 
@@ -196,17 +199,17 @@ def test_named_shares_are_obeyed_and_priced() -> None:
     [
         (replace(copies(2), shares=(12, 3)), "add up to 15"),
         (replace(copies(2), shares=(8, 4, 4)), "should be 2 numbers"),
-        (Pins(shares=(12, 4)), "name layout.replicate or layout.shard"),
+        (Constraints(shares=(12, 4)), "name layout.replicate or layout.shard"),
     ],
 )
-def test_shares_that_cannot_be_are_one_sentence(pins: Pins, says: str) -> None:
+def test_shares_that_cannot_be_are_one_sentence(pins: Constraints, says: str) -> None:
     with pytest.raises(PlaitError, match=says):
-        search(work(), probed(1.0, 0.4), pins=pins)
+        search(work(), probed(1.0, 0.4), constraints=pins)
 
 
 def test_stages_are_cut_by_speed_the_head_included_and_simulated() -> None:
-    pins = Pins(degrees={"pipeline": 2}, knobs={"micro_sequences": 1, "schedule": "1f1b"})
-    found = search(work(64, layers=22), probed(1.0, 0.4), pins=pins)
+    pins = Constraints(degrees=Layout(pipeline=2), knobs={"micro_sequences": 1, "schedule": "1f1b"})
+    found = search(work(64, layers=22), probed(1.0, 0.4), constraints=pins)
     head, lookup = found.dealer.devices.head, found.dealer.devices.lookup
     assert head > 0.2 and lookup > 0
     first, last = found.stage_layers(found.chosen)
@@ -215,15 +218,17 @@ def test_stages_are_cut_by_speed_the_head_included_and_simulated() -> None:
         return max(layers + lookup, (22 - layers + head) / 0.4)
 
     assert first + last == 22 and slowest(first) == min(slowest(layers) for layers in range(1, 22))
-    even = search(work(64, layers=22), probed(1.0, 0.4), pins=replace(pins, stage_layers=(11, 11)))
+    even = search(work(64, layers=22), probed(1.0, 0.4), constraints=replace(pins, stage_layers=(11, 11)))
     assert even.step_s[even.chosen] > 1.3 * found.step_s[found.chosen]
     assert any(f"{first} on a; {last} on b" in line for line in unequal_words(found, found.chosen))
 
 
 def test_a_pipeline_of_unequal_devices_takes_what_its_list_of_actions_takes() -> None:
-    pins = Pins(degrees={"pipeline": 2}, knobs={"micro_sequences": 1, "schedule": "gpipe", "recompute": "none"})
+    pins = Constraints(
+        degrees=Layout(pipeline=2), knobs={"micro_sequences": 1, "schedule": "gpipe", "recompute": "none"}
+    )
     workload, cluster = work(12), probed(1.0, 0.4)
-    found = search(workload, cluster, pins=pins)
+    found = search(workload, cluster, constraints=pins)
     group = found.dealer.one(found.candidates, found.chosen)
     assert group.deal is not None
     times = price(workload, cluster, group.candidates, found.stack)
@@ -239,8 +244,12 @@ def test_a_pipeline_of_unequal_devices_takes_what_its_list_of_actions_takes() ->
 
 def interleaved() -> Search:
     """Two stages on each of two unequal hosts."""
-    pins = Pins(degrees={"pipeline": 2}, knobs={"micro_sequences": 1, "schedule": "interleaved", "virtual": 2})
-    return search(work(8, layers=12), probed(1.0, 0.4), pins=replace(pins, knobs={**pins.knobs, "recompute": "none"}))
+    pins = Constraints(
+        degrees=Layout(pipeline=2), knobs={"micro_sequences": 1, "schedule": "interleaved", "virtual": 2}
+    )
+    return search(
+        work(8, layers=12), probed(1.0, 0.4), constraints=replace(pins, knobs={**pins.knobs, "recompute": "none"})
+    )
 
 
 def test_what_interleaved_stages_hold_is_counted_stage_by_stage() -> None:
@@ -273,8 +282,8 @@ def test_a_small_device_holds_fewer_layers_and_everything_fits() -> None:
     shape = named_shape("1.3B", vocabulary=32768, sequence=1024)
     workload = workload_of(shape, sequence=1024, batch_sequences=32)
     cluster = read_cluster("1x4090+1x3080@10G")
-    pins = Pins(degrees={"pipeline": 2}, knobs={"schedule": "1f1b"})
-    found = search(workload, cluster, pins=pins)
+    pins = Constraints(degrees=Layout(pipeline=2), knobs={"schedule": "1f1b"})
+    found = search(workload, cluster, constraints=pins)
     deal = found.deal(found.chosen)
     assert deal is not None
     one = found.dealer.one(found.candidates, found.chosen)
@@ -288,7 +297,7 @@ def test_a_small_device_holds_fewer_layers_and_everything_fits() -> None:
 
 def test_what_is_held_is_that_of_the_part_that_holds_most() -> None:
     """12 sequences, 8 at a time, are taken as 6 and 6."""
-    found = search(work(), probed(1.0, 0.4), pins=copies(2, micro=8, recompute="none"))
+    found = search(work(), probed(1.0, 0.4), constraints=copies(2, micro=8, recompute="none"))
     assert deal_of(found) == (12, 4)
     row = found.candidates.select(np.array([found.chosen]))
     six = memory(work(24), replace(row, micro_sequences=np.array([6])), found.stack)
@@ -302,8 +311,8 @@ def old_and_new(micro: int, size: str = "125M", **degrees: int) -> Search:
     shape = named_shape(size, vocabulary=32768, sequence=2048)
     workload = workload_of(shape, sequence=2048, batch_sequences=64)
     knobs = {"micro_sequences": micro, "recompute": "none", "shard_what": "parameters"}
-    pins = Pins(degrees=degrees or {"replicate": 2}, knobs=knobs)
-    return search(workload, read_cluster("1x4090+1x3080@10G"), pins=pins)
+    pins = Constraints(degrees=Layout(**degrees) if degrees else Layout(replicate=2), knobs=knobs)
+    return search(workload, read_cluster("1x4090+1x3080@10G"), constraints=pins)
 
 
 def test_a_small_device_takes_fewer_sequences_at_a_time_and_says_so() -> None:
@@ -349,8 +358,10 @@ def alike_and_with_a_little_one(nodes: int) -> tuple[Workload, Cluster, Cluster]
 
 def test_equally_fast_devices_of_unequal_memory_are_priced_with_all_their_meetings() -> None:
     workload, small, unequal = alike_and_with_a_little_one(2)
-    pins = Pins(degrees={"shard": 2}, knobs={"micro_sequences": 8, "recompute": "none", "shard_what": "parameters"})
-    even, uneven = search(workload, small, pins=pins), search(workload, unequal, pins=pins)
+    pins = Constraints(
+        degrees=Layout(shard=2), knobs={"micro_sequences": 8, "recompute": "none", "shard_what": "parameters"}
+    )
+    even, uneven = search(workload, small, constraints=pins), search(workload, unequal, constraints=pins)
     large, less = uneven.at_once(uneven.chosen)
     assert even.at_once(even.chosen) == (8,) and large == 8 > less
     assert uneven.numbers[uneven.chosen] == -(-32 // less) > even.numbers[even.chosen] == 4
@@ -360,11 +371,11 @@ def test_equally_fast_devices_of_unequal_memory_are_priced_with_all_their_meetin
 
 def test_parts_that_meet_compute_a_sequence_in_every_micro_batch() -> None:
     """Of 14 + 2, one at a time, the second part has 14 micro-batches too where parameters travel in each."""
-    pins = replace(copies(2), degrees={"shard": 2}, shares=(14, 2))
+    pins = replace(copies(2), degrees=Layout(shard=2), shares=(14, 2))
 
     def computed_s(what: str, speed: float) -> float:
         knobs = {"micro_sequences": 1, "recompute": "none", "shard_what": what}
-        found = search(work(), probed(1.0, speed), pins=replace(pins, knobs=knobs))
+        found = search(work(), probed(1.0, speed), constraints=replace(pins, knobs=knobs))
         return float(found.timing(0).products[0])
 
     assert computed_s("optimizer", 0.4) == pytest.approx(computed_s("optimizer", 1.0)), "2 / 0.4 are done before 14"
@@ -373,11 +384,11 @@ def test_parts_that_meet_compute_a_sequence_in_every_micro_batch() -> None:
 
 def test_a_gpipe_keeps_as_many_micro_batches_as_its_share_may_grow_to() -> None:
     """Two copies of a pipeline of two stages: one of them may come to take all but one of 16 sequences."""
-    pins = Pins(degrees={"pipeline": 2, "replicate": 2}, knobs={"micro_sequences": 1, "recompute": "none"})
+    pins = Constraints(degrees=Layout(pipeline=2, replicate=2), knobs={"micro_sequences": 1, "recompute": "none"})
     most = {}
     for schedule in ("gpipe", "1f1b"):
         one = replace(pins, knobs={**pins.knobs, "schedule": schedule})
-        found = search(work(), probed(1.0, 0.4, 1.0, 0.4), pins=one)
+        found = search(work(), probed(1.0, 0.4, 1.0, 0.4), constraints=one)
         held = portions_of(found.workload, found.dealer.one(found.candidates, 0), found.stack, found.room)
         most[schedule] = max(part.most.max() for part in held), max(part.needed.max() for part in held)
     grown, dealt = most["gpipe"]
@@ -389,7 +400,7 @@ def test_a_gpipe_keeps_as_many_micro_batches_as_its_share_may_grow_to() -> None:
 
 def test_a_share_that_grows_still_fits() -> None:
     """Both ranks may come to take what the larger share takes at a time, in more than one micro-batch."""
-    found = search(work(), probed(1.0, 0.4), pins=copies(2, micro=12, recompute="none"))
+    found = search(work(), probed(1.0, 0.4), constraints=copies(2, micro=12, recompute="none"))
     [part, _] = portions_of(found.workload, found.dealer.one(found.candidates, 0), found.stack, found.room)
     [most] = found.at_once(0)
     row = replace(found.candidates.select(np.array([0])), micro_sequences=np.array([most]))
@@ -399,7 +410,7 @@ def test_a_share_that_grows_still_fits() -> None:
 def test_what_is_told_of_memory_is_of_shares_as_they_are_dealt() -> None:
     """Each takes its 8 sequences at once; that it may come to take more of them is for judging what fits."""
     pins = replace(copies(2, micro=8, recompute="none"), shares=(8, 8))
-    found = search(work(), probed(1.0, 0.4), pins=pins)
+    found = search(work(), probed(1.0, 0.4), constraints=pins)
     held = portions_of(found.workload, found.dealer.one(found.candidates, 0), found.stack, found.room)
     dealt, grown = max(part.needed.max() for part in held), max(part.most.max() for part in held)
     assert found.reserved(0) == dealt < grown == found.judged[0]
@@ -408,7 +419,7 @@ def test_what_is_told_of_memory_is_of_shares_as_they_are_dealt() -> None:
 def test_beside_a_larger_first_micro_batch_stand_no_gradients() -> None:
     """7 sequences are taken as 4 and 3: the 4 before any gradients are there, the 3 with those of the 4."""
     pins = replace(copies(2, micro=4, recompute="none"), shares=(9, 7))
-    found = search(work(), probed(1.0, 0.8), pins=pins)
+    found = search(work(), probed(1.0, 0.8), constraints=pins)
     [four_and_three, three_times_three] = portions_of(
         found.workload, found.dealer.one(found.candidates, 0), found.stack, found.room
     )
@@ -449,10 +460,10 @@ def planned(folder: Path, cluster: Cluster, *overrides: str) -> Plan:
     def look(need: Need) -> Cluster:
         return cluster
 
-    given = Given(workers=cluster.devices, threads=1)
-    grounds = Grounds(machine=HOST, peak_flops=1e11, given=given, look=look)
-    outline = draft(config, PLAYS, grounds, recipe_hash="cafe")
-    return settle(config, outline, outline.splits)
+    given = FixedWorkers(workers=cluster.devices, threads=1)
+    resources = Resources(machine=HOST, peak_flops=1e11, fixed_workers=given, probe=look)
+    outline = draft(config, PLAYS, resources, recipe_hash="cafe")
+    return settle(config, outline, outline.layouts)
 
 
 def test_the_plan_of_two_hosts_carries_their_shares_and_says_why(tmp_path: Path) -> None:
@@ -476,8 +487,8 @@ def test_one_device_alone_is_the_first_by_its_own_clock(tmp_path: Path) -> None:
 
 def test_equal_devices_of_one_host_are_never_balanced(tmp_path: Path) -> None:
     config = recipe(tmp_path, "train.budget=100 steps", "model.size=1M", "layout.replicate=2")
-    outline = draft(config, PLAYS, Grounds(machine=replace(HOST, cores=8), peak_flops=1e11), recipe_hash="cafe")
-    assert settle(config, outline, outline.splits).balance_every_steps == 0
+    outline = draft(config, PLAYS, Resources(machine=replace(HOST, cores=8), peak_flops=1e11), recipe_hash="cafe")
+    assert settle(config, outline, outline.layouts).balance_every_steps == 0
 
 
 def test_unlike_gpus_of_one_host_are_balanced_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -485,8 +496,8 @@ def test_unlike_gpus_of_one_host_are_balanced_while_the_run_goes_on(tmp_path: Pa
     machine = replace(
         HOST, device="cuda", name="NVIDIA GeForce RTX 3080", devices=2, unlike=("NVIDIA GeForce RTX 4090",)
     )
-    outline = draft(config, PLAYS, Grounds(machine=machine, peak_flops=6e13), recipe_hash="cafe")
-    plan = settle(config, outline, outline.splits)
+    outline = draft(config, PLAYS, Resources(machine=machine, peak_flops=6e13), recipe_hash="cafe")
+    plan = settle(config, outline, outline.layouts)
     assert plan.balance_every_steps == 50
     assert any("beside NVIDIA GeForce RTX 3080 it has NVIDIA GeForce RTX 4090" in why for why in plan.reasons)
 
@@ -509,7 +520,9 @@ CASES = {
 )
 def test_the_words_for_unequal_clusters(name: str, tmp_path: Path) -> None:
     cluster, asked = CASES[name]
-    text = answer_text(answer(recipe(tmp_path, "train.budget=1B tokens", *asked), read_cluster(cluster), top=3))
+    text = answer_text(
+        answer(recipe(tmp_path, "train.budget=1B tokens", *asked), on_paper(read_cluster(cluster)), top=3)
+    )
     golden = GOLDEN / f"plan-{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(text)
@@ -517,9 +530,9 @@ def test_the_words_for_unequal_clusters(name: str, tmp_path: Path) -> None:
 
 
 def test_what_unequal_shares_save_is_told() -> None:
-    found = search(work(), probed(1.0, 0.4), pins=copies(2))
+    found = search(work(), probed(1.0, 0.4), constraints=copies(2))
     assert any("with equal shares the slowest device would set the pace" in line for line in unequal_reasons(found))
-    few = search(work(2), probed(1.0, 0.4), pins=copies(2))
+    few = search(work(2), probed(1.0, 0.4), constraints=copies(2))
     assert any("too few to deal out by speed; b is 2.5 times slower" in line for line in unequal_words(few, few.chosen))
 
 
@@ -544,7 +557,7 @@ def test_a_layout_costs_the_same_whoever_is_priced_beside_it(monkeypatch: pytest
     """One small device of four makes parts that split parameters meet more often, and nobody else."""
     monkeypatch.setattr(layout_cost, "NEAR", -1.0)  # nothing is simulated
     workload, _, unequal = alike_and_with_a_little_one(4)
-    found = search(workload, unequal, pins=Pins(degrees={"pipeline": 2, "shard": 2}))
+    found = search(workload, unequal, constraints=Constraints(degrees=Layout(pipeline=2, shard=2)))
     usual = -(-32 // found.candidates.micro_sequences)
     often = (found.numbers > usual) & (found.candidates.shard_what == SHARD_WHAT.index("parameters"))
     assert often.any() and not often.all()

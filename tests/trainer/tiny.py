@@ -11,7 +11,7 @@ from plait.cluster.topology import Machine
 from plait.commands.preparing.corpus import corpus_facts, data_request
 from plait.data.preparation.prepare import prepare
 from plait.data.shards import open_corpus
-from plait.planner.derive.resources import Grounds
+from plait.planner.derive.resources import Resources
 from plait.planner.plan import Plan, write_plan
 from plait.planner.resolve.resolve import draft, settle
 from plait.recipe.load import load_recipe, recipe_text
@@ -54,8 +54,8 @@ def make_tiny(folder: Path, *overrides: str, **planned: Any) -> tuple[RunConfig,
     (folder / "tiny.toml").write_text(RECIPE)
     config = load_recipe(folder / "tiny.toml", overrides)
     corpus = open_corpus(prepare(data_request(config), folder / "cache", lambda *_: None))
-    outline = draft(config, corpus_facts(corpus), Grounds(machine=MACHINE, peak_flops=1e11), recipe_hash="")
-    plan = replace(settle(config, outline, outline.splits), threads=1, **planned)
+    outline = draft(config, corpus_facts(corpus), Resources(machine=MACHINE, peak_flops=1e11), recipe_hash="")
+    plan = replace(settle(config, outline, outline.layouts), threads=1, **planned)
     put(folder, config, plan)
     return config, plan
 

@@ -25,7 +25,7 @@ from plait.cluster.probe.pieces import (
     product_runs,
     touch_memory,
 )
-from plait.cluster.probe.request import Request, Scene, layer_products
+from plait.cluster.probe.request import ProbeRequest, Scene, layer_products
 from plait.cluster.probe.timing import Figure, figure
 from plait.model.attention import Documents, Rows
 from plait.model.gpt import Embedding, Layer, row_positions
@@ -54,7 +54,7 @@ class Training:
     """A scene's optimizer: one update, and of how many numbers in how many tensors."""
 
 
-def arithmetic_runs(request: Request, device: torch.device, training: Training) -> Runs:
+def arithmetic_runs(request: ProbeRequest, device: torch.device, training: Training) -> Runs:
     """Everything that the request names, ready to be timed."""
     dtype = torch.bfloat16 if request.precision == "bf16" else torch.float32
     runs: Runs = {}
@@ -192,7 +192,7 @@ def _head_runs(scene: Scene, device: torch.device, training: Training) -> Runs:
     }
 
 
-def _update_runs(request: Request, device: torch.device, training: Training) -> Runs:
+def _update_runs(request: ProbeRequest, device: torch.device, training: Training) -> Runs:
     # One scene a width: an update knows numbers and tensors only.
     scenes = {scene.shape.width: scene for scene in request.scenes}
     runs: Runs = {}

@@ -52,7 +52,7 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ProbeRequest:
     """All that the ranks of a probe measure; equal on all of them."""
 
     device: Literal["cpu", "cuda"]
@@ -73,14 +73,14 @@ class Request:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> Request:
+    def from_json(text: str) -> ProbeRequest:
         values = json.loads(text)
         scenes = [Scene(**{**one, "shape": ModelShape.from_dict(one["shape"])}) for one in values["scenes"]]
         shapes = {key: tuple(map(tuple, values[key])) for key in ("products", "attentions")}
-        return Request(**{**values, **shapes, "scenes": tuple(scenes), "messages": tuple(values["messages"])})
+        return ProbeRequest(**{**values, **shapes, "scenes": tuple(scenes), "messages": tuple(values["messages"])})
 
 
-def typical_request(device: Literal["cpu", "cuda"], threads: int) -> Request:
+def typical_request(device: Literal["cpu", "cuda"], threads: int) -> ProbeRequest:
     """What models of the usual sizes need, in the device's usual precision."""
     scenes = [
         Scene(shape=named_shape(size, vocabulary=8192, sequence=sequence), sequence=sequence, sequences=sequences)
@@ -89,7 +89,7 @@ def typical_request(device: Literal["cpu", "cuda"], threads: int) -> Request:
     return _request(device, "float32" if device == "cpu" else "bf16", threads, scenes)
 
 
-def request_of(
+def probe_request(
     shape: ModelShape,
     *,
     sequence: int,
@@ -97,7 +97,7 @@ def request_of(
     device: Literal["cpu", "cuda"],
     precision: Literal["float32", "bf16"],
     threads: int,
-) -> Request:
+) -> ProbeRequest:
     """What one model needs, `sequences` at a time at most; with the shapes that splits over 2 and 4 workers leave."""
     largest = _limited(shape, sequence, sequences, LAYER_FLOPS[device] * (threads if device == "cpu" else 1))
     # A single sequence too: few tokens take longer each, and pipelines take few at a time.
@@ -120,10 +120,10 @@ def layer_products(scene: Scene) -> tuple[tuple[int, int, int], ...]:
     )
 
 
-def _request(device: Any, precision: Any, threads: int, scenes: list[Scene]) -> Request:
+def _request(device: Any, precision: Any, threads: int, scenes: list[Scene]) -> ProbeRequest:
     own = [product for scene in scenes for product in layer_products(scene)]
     cut = [product for scene in scenes[-1:] for product in _cut_products(scene)]
-    return Request(
+    return ProbeRequest(
         device=device,
         precision=precision,
         threads=threads,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,9 +26,9 @@ from plait.launch.remote.connectivity import Door, check_roads
 from plait.launch.remote.host_numbering import Known
 from plait.launch.remote.leader import HostPart, Hosts, Member
 from plait.launch.values.job import Job, JobResult, Message
-from plait.planner.derive.resources import Given
+from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import HostShare, Plan, read_plan, renewed, write_plan
-from plait.planner.search.validity import named_degrees
+from plait.planner.resolve.named_layout import named_degrees
 from plait.recipe.schema import RunConfig
 from plait.units import counted
 
@@ -69,9 +68,9 @@ class HostsCrew:
         return shares
 
     @property
-    def given(self) -> Given:
+    def fixed_workers(self) -> FixedWorkers:
         """All hosts' workers, and the threads of those on this one."""
-        return Given(workers=sum(share.workers for share in self.shares), threads=self.shares[0].threads)
+        return FixedWorkers(workers=sum(share.workers for share in self.shares), threads=self.shares[0].threads)
 
     def sites(self) -> tuple[Site, ...]:
         """Every host's machine and its arithmetic peak, host 0 first; they are measured when this is first asked."""
@@ -95,14 +94,14 @@ class HostsCrew:
             return replace(plan, hosts=hosts)
         peaks = [site.peak_flops for site in self.sites() if site.peak_flops is not None]
         peak = sum(peaks) if len(peaks) == len(self.shares) else None
-        return replace(plan, hosts=self.shares, threads=self.given.threads, peak_flops=peak)
+        return replace(plan, hosts=self.shares, threads=self.fixed_workers.threads, peak_flops=peak)
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
         """A single rank runs on this host; a job of all workers runs on all, in the folder that each has for it."""
         if job.world_size == 1:
             idle = [HostPart(ranks=0, threads=1, argument="") for _ in self._hosts.members]
             return self._hosts.run(job, on_message=on_message, parts=[_own_part(job, 1, job.threads), *idle])
-        assert job.world_size == self.given.workers, job
+        assert job.world_size == self.fixed_workers.workers, job
         if job.entry == PROBE:
             return self._hosts.run(job, on_message=on_message, parts=self._probe_parts(job))
         folder, training = folder_of(job.argument), job.entry == TRAINING
@@ -227,10 +226,10 @@ def in_words(shares: Sequence[HostShare]) -> str:
 def check_layout(config: RunConfig, shares: Sequence[HostShare]) -> None:
     """Raise PlaitError where the recipe names another number of workers than the hosts have."""
     named, workers = named_degrees(config), sum(share.workers for share in shares)
-    if named and prod(named.values()) != workers:
+    if named and named.world_size != workers:
         listed = ", ".join(f"{share.name} {share.workers}" for share in shares)
         raise PlaitError(
-            f"the recipe's layout needs {prod(named.values())} workers, and the hosts have {workers} ({listed}); name "
+            f"the recipe's layout needs {named.world_size} workers, and the hosts have {workers} ({listed}); name "
             f"degrees whose product is {workers}, or leave them out of [layout]"
         )
 

@@ -17,11 +17,11 @@ from plait.commands.preparing.corpus import CACHE, corpus_facts
 from plait.data.shards import Corpus
 from plait.errors import Interrupted, PlaitError, RunFailed
 from plait.launch.values.job import Job, Message
-from plait.planner.derive.resources import Grounds, Look, Need, digest_of
+from plait.planner.derive.resources import Need, Probe, Resources, probe_digest
 from plait.planner.plan import Plan, read_plan, write_plan
 from plait.planner.resolve.forecast_update import learning
-from plait.planner.resolve.resolve import draft, settle, with_split
-from plait.planner.resolve.worker_layouts import Split, best_splits, simplest
+from plait.planner.resolve.resolve import draft, settle, with_layout
+from plait.planner.resolve.worker_layouts import WorkerLayout, best_layouts, choose
 from plait.recipe.load import flat_values, recipe_text
 from plait.recipe.schema import RunConfig
 
@@ -36,7 +36,7 @@ class Site:
     peak_flops: float | None
     others: tuple[Machine, ...] = ()
     """Of the other hosts of a run."""
-    look: Look | None = None
+    look: Probe | None = None
     """What looks at all hosts and the roads between them."""
 
 
@@ -56,10 +56,10 @@ def make_plan(config: RunConfig, corpus: Corpus, site: Site, workers: Crew, *, f
             say("plan     as made before for this recipe on this machine (--replan makes a new one)")
             return _taught(replace(plan, corpus=str(corpus.folder)))
         say("plan     made anew: the last one for this recipe here is not of what the hosts were just found to do")
-    outline = draft(config, corpus_facts(corpus), grounds_of(site, workers), recipe_hash=key)
-    measured = list(outline.splits)
+    outline = draft(config, corpus_facts(corpus), resources_of(site, workers), recipe_hash=key)
+    measured = list(outline.layouts)
     if len(measured) > 1 or outline.plan.budget.unit == "seconds":
-        measured = measure(config, outline.plan, workers, outline.splits)
+        measured = measure(config, outline.plan, workers, outline.layouts)
     return _keep(settle(config, outline, measured), key)
 
 
@@ -72,7 +72,7 @@ def _looked_at(plan: Plan, site: Site) -> tuple[Plan | None, Site]:
         return plan, site
     look, asked = site.look, Need(shape=plan.shape, batch_sequences=plan.batch_sequences, precision=plan.precision)
     seen = look(asked)
-    holds = plan.forecast is not None and plan.forecast.probed == digest_of(seen)
+    holds = plan.forecast is not None and plan.forecast.probed == probe_digest(seen)
     return plan if holds else None, replace(site, look=lambda need: seen if need == asked else look(need))
 
 
@@ -83,9 +83,9 @@ def proven_plan(
     workers: Crew,
     *,
     count: int,
-    on_timed: Callable[[Split], None],
-    on_failed: Callable[[Split, RunFailed], None],
-) -> tuple[Plan, list[Split]]:
+    on_timed: Callable[[WorkerLayout], None],
+    on_failed: Callable[[WorkerLayout, RunFailed], None],
+) -> tuple[Plan, list[WorkerLayout]]:
     """The best of `count` layouts by their measured steps, kept as the recipe's plan here, and all that were timed.
 
     One that fails, for want of memory say, leaves the choice to the others; raises its RunFailed where all do.
@@ -94,13 +94,13 @@ def proven_plan(
     outline = draft(
         config,
         corpus_facts(corpus),
-        grounds_of(site, workers),
+        resources_of(site, workers),
         recipe_hash=key,
-        worth_trying=lambda question, _: best_splits(question, count),
+        worth_measuring=lambda request: best_layouts(request, count),
     )
-    trials: list[Split] = []
+    trials: list[WorkerLayout] = []
     failure: RunFailed | None = None
-    for split in outline.splits:
+    for split in outline.layouts:
         try:
             trials += measure(config, outline.plan, workers, (split,))
         except RunFailed as error:
@@ -113,15 +113,15 @@ def proven_plan(
     return _keep(settle(config, outline, trials), key), trials
 
 
-def grounds_of(site: Site, workers: Crew) -> Grounds:
+def resources_of(site: Site, workers: Crew) -> Resources:
     """What a run is laid out on."""
     machines = (site.machine, *site.others)
-    return Grounds(
+    return Resources(
         machine=site.machine,
         peak_flops=site.peak_flops,
-        given=workers.given,
-        look=site.look,
-        recall=lambda precision, basis: recalled(ground_of(machines, precision, basis)),
+        fixed_workers=workers.fixed_workers,
+        probe=site.look,
+        load_calibration=lambda precision, basis: recalled(ground_of(machines, precision, basis)),
     )
 
 
@@ -146,11 +146,11 @@ def _keep(plan: Plan, key: str) -> Plan:
 def replan(config: RunConfig, plan: Plan, corpus: Corpus, site: Site, workers: Crew) -> Plan:
     """A begun run's plan on what there is now: another split, the same steps and the same mathematics."""
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
-    outline = draft(config, corpus_facts(corpus), grounds_of(site, workers), recipe_hash=key, begun=plan)
+    outline = draft(config, corpus_facts(corpus), resources_of(site, workers), recipe_hash=key, begun=plan)
     moved = _moved(plan, outline.plan)
     again = plan.step_s is not None and site.look is None  # over several hosts a probe has told how long steps take
-    timing = len(outline.splits) > 1 or again
-    return with_split(moved, simplest(measure(config, moved, workers, outline.splits) if timing else outline.splits))
+    timing = len(outline.layouts) > 1 or again
+    return with_layout(moved, choose(measure(config, moved, workers, outline.layouts) if timing else outline.layouts))
 
 
 def _moved(plan: Plan, here: Plan) -> Plan:
@@ -169,12 +169,12 @@ def _moved(plan: Plan, here: Plan) -> Plan:
     )
 
 
-def measure(config: RunConfig, plan: Plan, workers: Crew, splits: tuple[Split, ...]) -> list[Split]:
+def measure(config: RunConfig, plan: Plan, workers: Crew, layouts: tuple[WorkerLayout, ...]) -> list[WorkerLayout]:
     """Time real steps for each split."""
-    return [_measured(config, with_split(plan, split), split, workers) for split in splits]
+    return [_measured(config, with_layout(plan, split), split, workers) for split in layouts]
 
 
-def _measured(config: RunConfig, plan: Plan, split: Split, workers: Crew) -> Split:
+def _measured(config: RunConfig, plan: Plan, split: WorkerLayout, workers: Crew) -> WorkerLayout:
     with TemporaryDirectory(prefix="plait-measure-") as name:
         write_plan(plan, Path(name) / "plan.json")
         (Path(name) / "recipe.toml").write_text(recipe_text(config))
@@ -205,6 +205,6 @@ def plan_key(
 ) -> str:
     """What a plan was made for: the recipe but for its name and where its text lies, the text, and the machines."""
     asked = {key: value for key, value in flat_values(config).items() if key not in ("run.name", "data.files")}
-    given = [asked, content_hash, machine.fingerprint(), workers.given and workers.given.workers]
+    given = [asked, content_hash, machine.fingerprint(), workers.fixed_workers and workers.fixed_workers.workers]
     given += [other.fingerprint() for other in others]
     return sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]

@@ -16,7 +16,7 @@ from plait.errors import PlaitError
 from plait.launch.local.run import ForkServer
 from plait.launch.local.torchrun import torchrun_context
 from plait.launch.values.job import Job, JobResult, Message, RankContext
-from plait.planner.derive.resources import Given
+from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import Plan
 
 # torch's optimizers import torch._dynamo when the first is made, a second for each rank: so once for all of them.
@@ -35,7 +35,7 @@ class Crew(Protocol):
     """Runs a job's ranks and blocks until all of them returned; raises PlaitError when one could not."""
 
     @property
-    def given(self) -> Given | None:
+    def fixed_workers(self) -> FixedWorkers | None:
         """The workers and their threads where somebody else decided them; None where the plan may."""
         ...
 
@@ -61,7 +61,7 @@ class PlacedCrew(Crew, Protocol):
 class OwnCrew:
     """Workers forked on this machine from a server that has torch loaded."""
 
-    given = None
+    fixed_workers = None
 
     def __init__(self, server: ForkServer) -> None:
         self._server = server
@@ -88,7 +88,7 @@ class TorchrunCrew:
         self._context = context
         self._store = open_store("env://orders", context.rank, context.world_size)
         self._orders = 0
-        self.given = Given(workers=context.world_size, threads=context.threads)
+        self.fixed_workers = FixedWorkers(workers=context.world_size, threads=context.threads)
 
     def placed(self, plan: Plan) -> Plan:
         return replace(plan, hosts=())

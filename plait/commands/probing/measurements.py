@@ -1,19 +1,16 @@
-"""`plait probe`: measures what this machine's devices and links do, tells it and keeps it."""
+"""What devices and links were measured to do: measured now, or kept from before."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-
-from plait.cluster.cluster import cluster_json, cluster_of
 from plait.cluster.measured import (
     Measured,
     MeasuredLink,
@@ -23,18 +20,14 @@ from plait.cluster.measured import (
     measured_from_json,
     measured_json,
 )
-from plait.cluster.probe.request import CPU_TOKENS, Request, request_of, typical_request
+from plait.cluster.probe.request import ProbeRequest
 from plait.cluster.probe.verdict import Host, PairTold, complaints, device_of, pair_links, relative_speeds
-from plait.cluster.topology import Machine, usable_cores
-from plait.commands.plan import asked_of
-from plait.commands.planning.make_plan import Site, ask, look_around
-from plait.commands.planning.output_files import check_output, write_output
-from plait.commands.planning.workers import Crew, crew, serve_if_asked
+from plait.cluster.topology import Machine
+from plait.commands.planning.make_plan import ask
+from plait.commands.planning.workers import Crew
 from plait.commands.preparing.corpus import CACHE
-from plait.commands.probing.table import table
 from plait.errors import PlaitError
 from plait.launch.values.job import Job
-from plait.recipe.load import load_recipe
 
 ENTRY = "plait.commands.probing.rank:rank"
 LATELY_S = 900.0
@@ -51,76 +44,9 @@ class Extent:
     threads: int
 
 
-def probe(
-    recipe: Path | None,
-    overrides: Sequence[str],
-    *,
-    workers: int | None,
-    threads: int | None,
-    fresh: Fresh,
-    out: Path | None,
-    screen: Console,
-) -> None:
-    """Measure this machine for a recipe's model or for usual ones, print a table, write a cluster.json where asked.
-
-    Raises RunFailed with the name of a dead device or link, PlaitError for what cannot be measured.
-    """
-    if serve_if_asked():
-        return
-    check_output(out)
-    with crew() as hands:
-        site = look_around(hands, usable_cores())
-        extent = extent_for(site.machine, workers, threads, hands)
-        asked = asked_for(recipe, overrides, site, extent)
-        measured = measured_by(hands, [site.machine], asked, extent, fresh=fresh)
-    screen.print(table(measured), markup=False, soft_wrap=True)
-    if measured.noise:
-        screen.print(f"unsteady {measured.noise}; close them and give plait probe --again")
-    if out is not None:
-        write_output(out, with_cluster(measured, site, extent))
-        screen.print(f"wrote    {out}", soft_wrap=True)
-
-
-def extent_for(machine: Machine, workers: int | None, threads: int | None, hands: Crew) -> Extent:
-    """As many workers as asked, or one a device and, on processors, one a core; raises PlaitError for too many."""
-    if hands.given is not None:
-        return Extent(workers=hands.given.workers, threads=hands.given.threads)
-    usual = machine.devices if machine.device == "cuda" else max(1, machine.cores // (threads or 1))
-    count = workers or usual
-    if machine.device == "cuda" and count > machine.devices:
-        raise PlaitError(f"--workers {count} are more than this machine's {machine.devices} GPUs; choose fewer")
-    if machine.device == "cpu" and count * (threads or 1) > machine.cores:
-        raise PlaitError(
-            f"{count} workers of {threads or 1} threads want more than this machine's {machine.cores} cores, and would "
-            "only measure how they take turns; choose fewer --workers or --threads"
-        )
-    return Extent(workers=count, threads=threads or max(1, machine.cores // count))
-
-
-def asked_for(recipe: Path | None, overrides: Sequence[str], site: Site, extent: Extent) -> Request:
-    """What a recipe's model needs measured, or usual models without one."""
-    device = site.machine.device
-    if recipe is None:
-        return typical_request(device, extent.threads)
-    config = load_recipe(recipe, overrides)
-    cluster = cluster_of(site.machine, site.peak_flops if device == "cpu" else None)
-    asked = asked_of(config, cluster)
-    sequence = asked.workload.sequence
-    sequences = config.layout.micro_sequences
-    if sequences == "auto":
-        most = max(1, CPU_TOKENS // sequence) if device == "cpu" else asked.workload.batch_sequences
-        sequences = min(most, asked.workload.batch_sequences)
-    return request_of(
-        asked.shape,
-        sequence=sequence,
-        sequences=sequences,
-        device=device,
-        precision="bf16" if asked.workload.precision == "bf16" else "float32",
-        threads=extent.threads,
-    )
-
-
-def measured_by(hands: Crew, machines: Sequence[Machine], asked: Request, extent: Extent, *, fresh: Fresh) -> Measured:
+def measured_by(
+    hands: Crew, machines: Sequence[Machine], asked: ProbeRequest, extent: Extent, *, fresh: Fresh
+) -> Measured:
     """What was measured before on these hosts with this software for the same request, or is measured now."""
     if fresh == "kept" and (known := kept_measurement(machines, asked, extent)):
         return known
@@ -132,7 +58,7 @@ def measured_by(hands: Crew, machines: Sequence[Machine], asked: Request, extent
     return measured
 
 
-def kept_measurement(machines: Sequence[Machine], asked: Request, extent: Extent) -> Measured | None:
+def kept_measurement(machines: Sequence[Machine], asked: ProbeRequest, extent: Extent) -> Measured | None:
     """What was measured before on machines and software like these; None where there is nothing, or nothing usable."""
     kept = _kept(_key(machines, asked, extent))
     try:
@@ -141,7 +67,7 @@ def kept_measurement(machines: Sequence[Machine], asked: Request, extent: Extent
         return None  # of another version, or torn: measured anew, and written over
 
 
-def seen_lately(machines: Sequence[Machine], asked: Request, extent: Extent, addresses: Sequence[str]) -> bool:
+def seen_lately(machines: Sequence[Machine], asked: ProbeRequest, extent: Extent, addresses: Sequence[str]) -> bool:
     """Whether somebody found so short a time ago that what is kept holds between these addresses, that nobody need look
     again."""
     seen = _seen(machines, asked, extent)
@@ -150,12 +76,12 @@ def seen_lately(machines: Sequence[Machine], asked: Request, extent: Extent, add
     return seen.read_text(encoding="utf-8") == json.dumps(addresses)
 
 
-def note_seen(machines: Sequence[Machine], asked: Request, extent: Extent, addresses: Sequence[str]) -> None:
+def note_seen(machines: Sequence[Machine], asked: ProbeRequest, extent: Extent, addresses: Sequence[str]) -> None:
     """Keep that what is kept was measured, or found to hold, just now."""
     _seen(machines, asked, extent).write_text(json.dumps(addresses), encoding="utf-8")
 
 
-def _seen(machines: Sequence[Machine], asked: Request, extent: Extent) -> Path:
+def _seen(machines: Sequence[Machine], asked: ProbeRequest, extent: Extent) -> Path:
     return _kept(_key(machines, asked, extent)).with_suffix(".seen")
 
 
@@ -170,7 +96,7 @@ def timed_on_hosts(told: Mapping[str, Any]) -> list[tuple[Timed, ...]]:
     return [_timed(told["ranks"][host["ranks"][0]]["timed"]) for host in told["hosts"]]
 
 
-def measured_of(told: Mapping[str, Any], asked: Request, key: str) -> Measured:
+def measured_of(told: Mapping[str, Any], asked: ProbeRequest, key: str) -> Measured:
     """From what rank 0 told to the measurement."""
     hosts = [Host(name=one["name"], ranks=tuple(one["ranks"])) for one in told["hosts"]]
     pairs = _pairs(told)
@@ -201,17 +127,7 @@ def measured_of(told: Mapping[str, Any], asked: Request, key: str) -> Measured:
     )
 
 
-def with_cluster(measured: Measured, site: Site, extent: Extent) -> str:
-    """The text of a cluster.json: this machine, with what was measured under "measured"."""
-    machine = site.machine
-    if machine.device == "cpu":
-        cluster = cluster_of(machine, site.peak_flops, workers=extent.workers)
-    else:
-        cluster = cluster_of(replace(machine, devices=extent.workers))
-    return cluster_json(replace(cluster, measured=measured))
-
-
-def _key(machines: Sequence[Machine], asked: Request, extent: Extent) -> str:
+def _key(machines: Sequence[Machine], asked: ProbeRequest, extent: Extent) -> str:
     what = [[machine.fingerprint() for machine in machines], asked.to_json(), extent.workers, extent.threads]
     return sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -21,7 +21,7 @@ from plait.cluster.probe.limits import core_share
 from plait.cluster.probe.links import DeadLink, pairs_of, time_collectives, time_pair
 from plait.cluster.probe.overlap import time_overlap
 from plait.cluster.probe.pieces import check_device
-from plait.cluster.probe.request import Request
+from plait.cluster.probe.request import ProbeRequest
 from plait.cluster.probe.timing import Alone, Bench, DeviceClock, ProcessorClock, time_in_rounds
 from plait.cluster.probe.verdict import Host, PairTold, dead_device, dead_link, host_of, hosts_of
 from plait.commands.probing.training_pieces import begin_sum, operations, training_for
@@ -74,11 +74,11 @@ class Group:
 
 
 def rank(context: RankContext, argument: str) -> None:
-    """Entry of each rank of a probe, on one host or several; the argument is a Request's JSON.
+    """Entry of each rank of a probe, on one host or several; the argument is a ProbeRequest's JSON.
 
     Rank 0 tells "probed": what every rank told. Raises RunFailed, with a sentence, for a dead device or link.
     """
-    request = Request.from_json(argument)
+    request = ProbeRequest.from_json(argument)
     torch.set_num_threads(context.threads)
     torch.set_flush_denormal(True)  # as training does
     place = _met(context, request)
@@ -105,7 +105,7 @@ def rank(context: RankContext, argument: str) -> None:
         dist.destroy_process_group()
 
 
-def _met(context: RankContext, request: Request) -> Place:
+def _met(context: RankContext, request: ProbeRequest) -> Place:
     """Find the other ranks and open the links to them; raises RunFailed with the names of those that did not come."""
     store = open_store(context.rendezvous, context.rank, context.world_size)
     store.set_timeout(timedelta(seconds=MEET_S))
@@ -138,7 +138,7 @@ def _met(context: RankContext, request: Request) -> Place:
     return Place(rank=context.rank, hosts=hosts, store=store, bench=bench)
 
 
-def _pairs(place: Place, request: Request) -> list[PairTold]:
+def _pairs(place: Place, request: ProbeRequest) -> list[PairTold]:
     """Messages between pairs, by schedule; rank 0 gets what all found, the others nothing.
 
     Speaks through the store until it is known that no link is dead: a collective would wait for ever.
@@ -158,7 +158,7 @@ def _pairs(place: Place, request: Request) -> list[PairTold]:
     return [PairTold(first=a, second=b, points=tuple(Point(**p) for p in points)) for (a, b), points in found.items()]
 
 
-def _pair(place: Place, ends: tuple[int, int], request: Request) -> list[dict[str, Any]] | None:
+def _pair(place: Place, ends: tuple[int, int], request: ProbeRequest) -> list[dict[str, Any]] | None:
     """A pair's points as plain values; None where the link is dead."""
     try:
         points = time_pair(ends, request.messages, rank=place.rank, bench=place.bench, timeout_s=ANSWER_S)
@@ -167,7 +167,7 @@ def _pair(place: Place, ends: tuple[int, int], request: Request) -> list[dict[st
     return [asdict(point) for point in points]
 
 
-def _arithmetic(place: Place, request: Request) -> dict[str, Any]:
+def _arithmetic(place: Place, request: ProbeRequest) -> dict[str, Any]:
     """What this rank's device takes while all ranks work, and, on the first rank of a host, while it works alone."""
     bench = place.bench
     place.say(f"check/{place.rank}", check_device(bench.device))
@@ -198,7 +198,7 @@ def _without_others(bench: Bench, ranks: int) -> Bench:
     return replace(bench, clock=ProcessorClock(share=core_share(ranks)))
 
 
-def _groups(place: Place, request: Request) -> None:
+def _groups(place: Place, request: ProbeRequest) -> None:
     """Collectives and what hides of them: inside each host, all hosts at once, then between hosts."""
     everybody = tuple(rank for host in place.hosts for rank in host.ranks)
     firsts = tuple(host.ranks[0] for host in place.hosts)

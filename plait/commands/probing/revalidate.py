@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from plait.cluster.measured import Measured, MeasuredLink, Timed
-from plait.cluster.probe.request import Request, layer_products
+from plait.cluster.probe.request import ProbeRequest, layer_products
 from plait.commands.planning.make_plan import ask
 from plait.commands.planning.workers import Crew
 from plait.commands.probing.measurements import ENTRY, Extent, sends_of, timed_on_hosts
@@ -19,7 +19,7 @@ ALIKE = 1.3
 Figures = Mapping[object, float]
 
 
-def still_holds(hands: Crew, known: Measured, asked: Request, extent: Extent) -> bool:
+def still_holds(hands: Crew, known: Measured, asked: ProbeRequest, extent: Extent) -> bool:
     """Time one message over each road and one layer on each host, and compare; takes some seconds on all hosts.
 
     Raises RunFailed with the name of a dead device or link, Interrupted where a signal came.

@@ -7,14 +7,14 @@ from dataclasses import replace
 from plait.cluster.cluster import Cluster, cluster_of_hosts
 from plait.cluster.measured import Measured
 from plait.cluster.pooled import pooled
-from plait.cluster.probe.request import CPU_TOKENS, request_of
+from plait.cluster.probe.request import CPU_TOKENS, probe_request
 from plait.cluster.topology import Machine, usable_cores
 from plait.commands.planning.make_plan import Say, Site, look_around
 from plait.commands.planning.workers import PlacedCrew
 from plait.commands.probing.measurements import Extent, Fresh, kept_measurement, measured_by, note_seen, seen_lately
 from plait.commands.probing.revalidate import still_holds
 from plait.commands.probing.table import QUIET
-from plait.planner.derive.resources import Look, Need
+from plait.planner.derive.resources import Need, Probe
 from plait.planner.step_time.measured_network import measured_link
 from plait.units import format_si
 
@@ -40,7 +40,7 @@ def survey(workers: PlacedCrew, say: Say, fresh: Fresh) -> Site:
     )
 
 
-def _look(workers: PlacedCrew, hosts: tuple[Host, ...], say: Say, fresh: Fresh) -> Look:
+def _look(workers: PlacedCrew, hosts: tuple[Host, ...], say: Say, fresh: Fresh) -> Probe:
     def look(need: Need) -> Cluster:
         cluster = described(workers, hosts, need, fresh=fresh)
         assert cluster.measured is not None
@@ -72,11 +72,11 @@ def described(workers: PlacedCrew, hosts: tuple[Host, ...], need: Need, *, fresh
 
 
 def _probed(workers: PlacedCrew, machines: list[Machine], need: Need, fresh: Fresh) -> Measured:
-    given, sequence = workers.given, need.shape.sequence
+    given, sequence = workers.fixed_workers, need.shape.sequence
     assert given is not None
     device = machines[0].device
     most = max(1, CPU_TOKENS // sequence) if device == "cpu" else need.batch_sequences
-    asked = request_of(
+    asked = probe_request(
         need.shape,
         sequence=sequence,
         sequences=min(most, need.batch_sequences),

@@ -11,7 +11,7 @@ from torch import Tensor
 from plait.cluster.measured import Message
 from plait.cluster.probe.arithmetic import Training
 from plait.cluster.probe.links import Begin
-from plait.cluster.probe.request import Request, Scene
+from plait.cluster.probe.request import ProbeRequest, Scene
 from plait.model.gpt import GPT
 from plait.model.shape import Part
 from plait.parallel.comm.collectives import all_gather, reduce_scatter, spread_own, swap_parts
@@ -27,7 +27,7 @@ LAYERS_UPDATED = 2
 OPTIMIZER = OptimizerPlan(lr=1e-4, warmup_steps=0, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0, schedule="constant")
 
 
-def training_for(request: Request) -> Training:
+def training_for(request: ProbeRequest) -> Training:
     """Training's own pieces in the request's precision."""
     device = torch.device(request.device)
     return Training(

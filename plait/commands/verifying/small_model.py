@@ -15,7 +15,8 @@ from plait.model.sizes import SIZES, explicit_shape, named_shape
 from plait.partition.execution import Precision
 from plait.planner.derive import scaling_rules
 from plait.planner.plan import OptimizerPlan, Plan
-from plait.planner.search.validity import check_layout, check_shares, layout_of, named_degrees
+from plait.planner.resolve.named_layout import layout_of, named_degrees
+from plait.planner.search.validity import check_layout, check_shares
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, Every
 
@@ -31,7 +32,7 @@ def asked_layout(config: RunConfig) -> tuple[ModelShape, Layout]:
 
     Without any named degree it is the layout of two copies.
     """
-    degrees = named_degrees(config) or {"replicate": 2}
+    degrees = named_degrees(config) or Layout(replicate=2)
     shape = asked_shape(config, degrees)
     layout = layout_of(config, shape, degrees)
     asked, shares = config.train.batch_tokens, asked_shares(config)
@@ -46,7 +47,7 @@ def asked_shares(config: RunConfig) -> tuple[int, ...]:
     return () if config.layout.shares == "auto" else config.layout.shares
 
 
-def asked_shape(config: RunConfig, degrees: dict[str, int]) -> ModelShape:
+def asked_shape(config: RunConfig, degrees: Layout) -> ModelShape:
     """The shape that the recipe spells out; where it leaves the size to the budget, the smallest that can be cut so."""
     model, train = config.model, config.train
     explicit = {k: v for k, v in model.model_dump(exclude={"size", "vocabulary"}).items() if v != "auto"}
@@ -62,8 +63,8 @@ def asked_shape(config: RunConfig, degrees: dict[str, int]) -> ModelShape:
     return shape
 
 
-def _fitting_size(degrees: dict[str, int]) -> str:
-    tensor, pipeline = degrees.get("tensor", 1), degrees.get("pipeline", 1)
+def _fitting_size(degrees: Layout) -> str:
+    tensor, pipeline = degrees.tensor, degrees.pipeline
     fitting = [name for name, size in SIZES.items() if size.heads % tensor == 0 and size.layers >= 2 * pipeline]
     return fitting[0] if fitting else next(iter(SIZES))
 

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 
 from plait.layout import Layout
-from plait.model.shape import ModelShape
+from plait.planner.problem.software_profile import CACHED_TOKENS
 
-MICRO_TOKENS = 4096
-"""Tokens at a time on a processor: more outgrow its caches and are no faster (measured)."""
 MORE_COSTS = 0.05
 """What that costs of a step's time (measured: 1 to 7 %)."""
 MICROS_PER_STAGE = 4
@@ -18,10 +16,10 @@ SPARE = 1.25
 again."""
 
 
-def usual_micro(batch_sequences: int, layout: Layout, shape: ModelShape) -> int:
+def usual_micro(batch_sequences: int, layout: Layout, sequence: int) -> int:
     """Sequences that a worker on a processor takes at a time."""
     part = ceil(batch_sequences / layout.batch_parts)
-    limit = max(1, MICRO_TOKENS * layout.context // shape.sequence)
+    limit = max(1, CACHED_TOKENS * layout.context // sequence)
     if layout.pipeline > 1:
         # A pipeline idles (stages - 1) / (micro-batches + stages - 1) of its time (Huang et al. 2019).
         limit = min(limit, max(1, part // (MICROS_PER_STAGE * layout.pipeline)))

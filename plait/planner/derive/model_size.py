@@ -14,6 +14,9 @@ from plait.planner.derive import scaling_rules
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, format_count, parse_amount
 
+GUESSED_FLOPS = 100e12
+"""Arithmetic peak, in FLOP/s, that an unknown GPU is assumed to have while the model is sized."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusFacts:
@@ -56,7 +59,7 @@ def size_up(
 ) -> Scale:
     """Settle budget and shape, and with them the size of the run."""
     budget = budget_of(config)
-    rate = scaling_rules.EXPECTED_MFU * (peak_flops or 100e12 * machine.devices)
+    rate = scaling_rules.EXPECTED_MFU * (peak_flops or GUESSED_FLOPS * machine.devices)
     vocabulary = _vocabulary(config, corpus)
     size, spelt_out = config.model.size, "auto" not in (config.model.layers, config.model.width)
     if config.train.budget == "auto":

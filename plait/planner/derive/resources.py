@@ -1,4 +1,4 @@
-"""What a run is laid out on: a machine, or several hosts that somebody looks at once the model is known."""
+"""What the planner may use: this machine, several hosts that are probed later, or a cluster on paper."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from plait.cluster.topology import Machine
 from plait.model.shape import ModelShape
 from plait.partition.execution import Precision
 from plait.planner.calibration.factors import UNTAUGHT, Basis, Calibration
+from plait.planner.step_time.roofline import peak_flops
 
 STAND_IN = "A100"
 """What a GPU that is not in the catalogue is laid out as, with its own memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class FixedWorkers:
     """Workers that somebody else started, each with so many threads."""
 
     workers: int
@@ -28,73 +29,87 @@ class Given:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What somebody who looks at machines should know of the run."""
+    """What a probe of several hosts must know of the run."""
 
     shape: ModelShape
     batch_sequences: int
     precision: Precision
 
 
-Look = Callable[[Need], Cluster]
-"""Looks at several hosts and the roads between them, and describes them."""
-Recall = Callable[[str, Basis], Calibration]
-"""What earlier runs on these machines taught, by precision and what their forecasts came from."""
+Probe = Callable[[Need], Cluster]
+"""Measures several hosts and the links between them, and describes them as a cluster."""
+LoadCalibration = Callable[[str, Basis], Calibration]
+"""What earlier runs on these machines taught, by precision and by what their forecasts came from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grounds:
-    """What a run is laid out on: a machine, or several hosts of which `machine` is the first."""
+class Resources:
+    """What the planner may use: this machine, several hosts of which `machine` is the leader, or a cluster on paper."""
 
     machine: Machine
     peak_flops: float | None
-    """Of all devices together: measured of processors, published of GPUs, None of unknown ones."""
-    given: Given | None = None
-    look: Look | None = None
+    """FLOP/s of all devices together: measured of processors, published of GPUs, None of unknown ones."""
+    fixed_workers: FixedWorkers | None = None
+    probe: Probe | None = None
     """Where there are several hosts."""
-    described: Cluster | None = None
-    """What it saw."""
-    recall: Recall = field(default=lambda precision, basis: UNTAUGHT)
+    cluster: Cluster | None = None
+    """What the probe found, or the cluster on paper."""
+    is_here: bool = True
+    """Whether the machines are at hand; else they are only described."""
+    load_calibration: LoadCalibration = field(default=lambda precision, basis: UNTAUGHT)
 
     @property
     def known(self) -> bool:
         """Whether the planner knows what the devices can do."""
-        return self.described is not None or self.machine.device == "cpu" or _in_catalogue(self.machine)
+        return (
+            self.cluster is not None or self.machine.device == "cpu" or reported_device(self.machine.name) is not None
+        )
 
     @property
-    def several(self) -> bool:
-        """Whether there is more than one host."""
-        return self.described is not None and self.described.nodes > 1
+    def has_several_hosts(self) -> bool:
+        return self.cluster is not None and self.cluster.nodes > 1
 
-    def cluster(self, workers: int) -> Cluster:
-        """The machines as so many devices."""
-        if self.described:
-            return self.described
+    def as_cluster(self, workers: int) -> Cluster:
+        """The machines as a cluster of so many devices."""
+        if self.cluster:
+            return self.cluster
         machine = self.machine if self.known else replace(self.machine, name=STAND_IN)
         return cluster_of(machine, self.peak_flops if machine.device == "cpu" else None, workers=workers)
 
-    def looked_at(self, need: Need) -> Grounds:
-        """The same with several hosts described."""
-        return replace(self, described=self.look(need)) if self.look else self
+    def probed(self, need: Need) -> Resources:
+        """The same, several hosts with what a probe found of them."""
+        return replace(self, cluster=self.probe(need)) if self.probe else self
 
     def threads(self, workers: int) -> int:
-        return self.given.threads if self.given else max(1, self.machine.cores // workers)
+        """Threads of each of so many workers."""
+        return self.fixed_workers.threads if self.fixed_workers else max(1, self.machine.cores // workers)
 
     def worker_counts(self) -> list[int]:
-        """How many workers there can be: GPUs, or a processor's cores dealt out in several ways."""
+        """How many workers there can be: the GPUs, or a processor's cores divided in several ways."""
         machine = self.machine
-        if self.given:
-            return [self.given.workers]
-        if machine.device == "cuda":
+        if self.fixed_workers:
+            return [self.fixed_workers.workers]
+        if self.cluster or machine.device == "cuda":
             return [machine.devices]
         powers = [2**k for k in range(machine.cores.bit_length()) if 2**k <= machine.cores]
         return sorted({*powers, machine.cores})
 
 
-def digest_of(described: Cluster | None) -> str:
+def on_paper(cluster: Cluster, load_calibration: LoadCalibration = lambda precision, basis: UNTAUGHT) -> Resources:
+    """A cluster that need not be there. One processor in it makes it a cluster of processors."""
+    kinds = {island.device.kind for island in cluster.islands}
+    device, precision = ("cpu", "float32") if "cpu" in kinds else ("cuda", "bf16")
+    machine = Machine(device=device, name=cluster.name, devices=cluster.devices, cores=1, memory_bytes=1, versions=())
+    return Resources(
+        machine=machine,
+        peak_flops=sum(island.devices * peak_flops(island.device, precision) for island in cluster.islands),
+        cluster=cluster,
+        is_here=False,
+        load_calibration=load_calibration,
+    )
+
+
+def probe_digest(cluster: Cluster | None) -> str:
     """Tells one probe from another: what plans were made of; empty where nothing was probed."""
-    measured = described.measured if described else None
+    measured = cluster.measured if cluster else None
     return sha256(measured_json(measured).encode()).hexdigest()[:16] if measured else ""
-
-
-def _in_catalogue(machine: Machine) -> bool:
-    return reported_device(machine.name) is not None

@@ -4,43 +4,42 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plait.cluster.topology import Machine
 from plait.model.shape import ModelShape, parameter_count
-from plait.partition.execution import Precision
+from plait.partition.execution import Precision, WorkerDevice
 from plait.planner.derive.model_size import CorpusFacts, batch_sequences, size_up
-from plait.planner.derive.resources import Grounds
+from plait.planner.derive.resources import Resources
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.units import Amount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class TrainingJob:
     """What a run computes, whoever does it."""
 
     budget: Amount
     shape: ModelShape
     flops: float
-    """Of the whole run, about."""
+    """FLOPs of the whole run, about: 6 for each parameter and token."""
     batch_sequences: int
     precision: Precision
 
 
-def new_work(config: RunConfig, corpus: CorpusFacts, grounds: Grounds, why: list[str]) -> Work:
+def new_job(config: RunConfig, corpus: CorpusFacts, resources: Resources, why: list[str]) -> TrainingJob:
     """What a recipe comes to on a machine, each choice with its reason; raises PlaitError for what cannot work."""
-    scale = size_up(config, corpus, grounds.machine, grounds.peak_flops, why)
-    return Work(
+    scale = size_up(config, corpus, resources.machine, resources.peak_flops, why)
+    return TrainingJob(
         budget=scale.budget,
         shape=scale.shape,
         flops=scale.flops,
         batch_sequences=batch_sequences(config, scale, why),
-        precision=_precision(config, grounds.machine, why),
+        precision=_precision(config, resources.machine.device, why),
     )
 
 
-def begun_work(plan: Plan) -> Work:
+def job_of_plan(plan: Plan) -> TrainingJob:
     """What a run computes that was begun elsewhere, or with another budget, whatever would be chosen today."""
-    return Work(
+    return TrainingJob(
         budget=plan.budget,
         shape=plan.shape,
         flops=6.0 * parameter_count(plan.shape) * plan.steps * plan.batch_tokens,
@@ -49,12 +48,19 @@ def begun_work(plan: Plan) -> Work:
     )
 
 
-def _precision(config: RunConfig, machine: Machine, why: list[str]) -> Precision:
-    asked = config.train.precision
-    if asked != "auto":
-        return asked
-    if machine.device == "cuda":
-        why.append("precision bf16 with float32 master weights: the GPUs' fast arithmetic")
-        return "bf16"
-    why.append("precision float32: the fastest arithmetic of most processors")
-    return "float32"
+def precision_of(config: RunConfig, device: WorkerDevice) -> Precision:
+    """The arithmetic that a recipe names, else the fast one of the device: the one rule, whoever asks."""
+    if config.train.precision != "auto":
+        return config.train.precision
+    return "bf16" if device == "cuda" else "float32"
+
+
+def _precision(config: RunConfig, device: WorkerDevice, why: list[str]) -> Precision:
+    chosen = precision_of(config, device)
+    if config.train.precision == "auto":
+        fast = {
+            "bf16": "precision bf16 with float32 master weights: these devices' fast arithmetic",
+            "float32": "precision float32: the fastest arithmetic of most processors",
+        }
+        why.append(fast[chosen])
+    return chosen

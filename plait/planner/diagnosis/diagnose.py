@@ -15,7 +15,7 @@ from plait.planner.diagnosis.priced_layout import Scene, scene_of
 from plait.planner.diagnosis.sensitivities import Lever, levers
 from plait.planner.explain.report import Section
 from plait.planner.search.cost_breakdown import mfu
-from plait.planner.search.search import Search
+from plait.planner.search.found import Search
 from plait.units import format_duration, parse_amount
 
 FARTHEST = 4.0

@@ -12,8 +12,8 @@ from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import Stack
 from plait.planner.problem.workload import Workload
 from plait.planner.search.cost_breakdown import BINDS, TIME_NAMES
+from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import memory_of, price, step_seconds
-from plait.planner.search.search import Search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,10 @@ from plait.cluster.cluster import Cluster, device_bytes_per_s
 from plait.errors import PlaitError
 from plait.planner.explain.tipping_points import FARTHEST, Flip, flips
 from plait.planner.heterogeneous.host_permutations import node_alone
+from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import kind_words
 from plait.planner.search.model_error import Family, evidence, family_of
-from plait.planner.search.search import Search, search
+from plait.planner.search.search import search
 from plait.planner.step_time.device_time import clocked
 from plait.planner.step_time.roofline import ACHIEVABLE
 from plait.units import format_bytes, format_duration

@@ -11,7 +11,7 @@ from plait.model.sizes import SIZES, named_shape
 from plait.planner.explain.tipping_points import with_memory
 from plait.planner.problem.software_profile import PLAIT, Stack
 from plait.planner.problem.workload import Workload, workload_of
-from plait.planner.search.enumeration import Pins
+from plait.planner.search.constraints import Constraints
 from plait.planner.search.search import DoesNotFit, search
 from plait.units import format_bytes, format_count
 
@@ -20,10 +20,10 @@ MOST_DEVICES = 4096
 """How many times more devices are tried."""
 
 
-def remedies(found: DoesNotFit, pins: Pins, stack: Stack = PLAIT) -> list[str]:
+def remedies(found: DoesNotFit, constraints: Constraints, stack: Stack = PLAIT) -> list[str]:
     """What a person may do, each a phrase, from what costs nothing to what changes the model."""
     workload, cluster = found.workload, found.cluster
-    if pins and _fits(workload, cluster, stack):
+    if constraints and _fits(workload, cluster, stack):
         return ["leave [layout] open"]
     tried = [
         *_shorter(workload, cluster, stack),
@@ -34,13 +34,13 @@ def remedies(found: DoesNotFit, pins: Pins, stack: Stack = PLAIT) -> list[str]:
     return tried or ["take a smaller model.size"]
 
 
-def mended(found: DoesNotFit, pins: Pins, stack: Stack = PLAIT) -> PlaitError:
+def mended(found: DoesNotFit, constraints: Constraints, stack: Stack = PLAIT) -> PlaitError:
     """The error that tells what is missing, and everything that would help."""
-    if pins:
+    if constraints:
         have = min(island.device.memory_bytes for island in found.cluster.islands)
         need = f"what [layout] asks for needs {format_bytes(found.least_bytes)} a device, and {found.smallest} has"
-        return PlaitError(f"{need} {format_bytes(have)}; {', or '.join(remedies(found, pins, stack))}")
-    return PlaitError(f"{found}; cheapest first: {', or '.join(remedies(found, pins, stack))}")
+        return PlaitError(f"{need} {format_bytes(have)}; {', or '.join(remedies(found, constraints, stack))}")
+    return PlaitError(f"{found}; cheapest first: {', or '.join(remedies(found, constraints, stack))}")
 
 
 def _fits(workload: Workload, cluster: Cluster, stack: Stack) -> bool:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from plait.errors import PlaitError
-from plait.layout import AXES
 from plait.planner.explain.confidence import certainty, changes, idle_machines
 from plait.planner.explain.totals import whole_run
-from plait.planner.explain.unequal_devices import at_once_values, limit_words, shares_of, unequal_reasons, unequal_words
+from plait.planner.explain.unequal_devices import limit_words, unequal_reasons, unequal_words
 from plait.planner.problem.candidates import Counts
 from plait.planner.search.cost_breakdown import (
     MEMORY_NAMES,
@@ -23,8 +21,9 @@ from plait.planner.search.cost_breakdown import (
     mfu,
     time_items,
 )
+from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import kind_words, kinds, sentences, short_words
-from plait.planner.search.search import Search, search
+from plait.planner.search.search import search
 from plait.units import Amount, format_bytes, format_count, format_duration
 
 SIMPLER_NAMED = 4
@@ -53,7 +52,9 @@ def explained(found: Search, budget: Amount, *, top: int) -> tuple[Section, ...]
         "others": _dots(runners_words(found, top)),
         "listed": [_counts(found)],
         "binds": _dots(_binds(found)),
-        "changes": _dots(["the layout is as the recipe says, whatever the machines"] if found.pins else changes(found)),
+        "changes": _dots(
+            ["the layout is as the recipe says, whatever the machines"] if found.constraints else changes(found)
+        ),
         "sure": _dots(certainty(found)),
         "run": _dots(whole_run(found, budget)),
     }
@@ -64,41 +65,9 @@ def in_short(found: Search) -> tuple[str, ...]:
     """The choice in a few sentences, for the head of a run: why this layout, what binds, what would change it."""
     if found.cluster.devices == 1:
         return tuple(_binds(found)[:1])
-    first = _as_pinned(found) if found.pins else _price_of_simplicity(found)
-    changed = [] if found.pins else [line for line in changes(found) if "would be chosen" in line]
+    first = _as_pinned(found) if found.constraints else _price_of_simplicity(found)
+    changed = [] if found.constraints else [line for line in changes(found) if "would be chosen" in line]
     return (first, *unequal_words(found, found.chosen), *unequal_reasons(found), *_binds(found)[:2], *changed[:2])
-
-
-def plan_json(found: Search, sections: Sequence[Section], top: int) -> dict[str, Any]:
-    """The answer as plain values, for plan's --json."""
-    row, (full, causal) = found.candidates.row(found.chosen), mfu(found, found.chosen)
-    axes = (*AXES, "expert") if found.workload.experts else AXES
-    said = {section.title: section.lines for section in sections}
-    return {
-        "cluster": found.cluster.name,
-        "layout": {axis: row[axis] for axis in axes},
-        "shard_what": row["shard_what"],
-        "virtual_stages": row["virtual"],
-        **at_once_values(found, found.chosen),
-        "recompute": row["recompute"],
-        "schedule": row["schedule"],
-        "stage_layers": found.stage_layers(found.chosen) if int(row["pipeline"]) > 1 else (),
-        "shares": shares_of(found, found.chosen),
-        "order": found.turned.places if found.turned else (),
-        "step_s": float(found.step_s[found.chosen]),
-        "mfu": full,
-        "mfu_causal": causal,
-        "bytes_per_device": found.reserved(found.chosen),
-        "n_priced": len(found.candidates),
-        "n_refused": found.n_refused,
-        "refused": dict(found.refused),
-        "error": found.tolerance,
-        "complexity": int(found.points[found.chosen]),
-        "time": time_items(found, found.chosen),
-        "memory": memory_items(found, found.chosen),
-        "why": [line.removeprefix("· ") for title in ("why", "binds", "changes", "sure") for line in said[title]],
-        "runners_up": [_runner(found, index) for index in runners_up(found, top)],
-    }
 
 
 def runners_up(found: Search, top: int) -> list[int]:
@@ -111,28 +80,15 @@ def runners_up(found: Search, top: int) -> list[int]:
     return [int(order[place]) for place in np.sort(first) if not own[order[place]]][:top]
 
 
-def _runner(found: Search, index: int) -> dict[str, Any]:
-    row = found.candidates.row(index)
-    return {
-        "layout": {axis: row[axis] for axis in AXES},
-        **{name: row[name] for name in ("expert", "shard_what", "virtual", "recompute", "schedule")},
-        **at_once_values(found, index),
-        "step_s": float(found.step_s[index]),
-        "bytes_per_device": found.reserved(index),
-        "complexity": int(found.points[index]),
-        "why_not": _why_lost(found, index),
-    }
-
-
 def reasons(found: Search) -> list[str]:
     """Why this layout is enough, and what stands against simpler ones."""
-    told = [_as_pinned(found) if found.pins else _price_of_simplicity(found)]
+    told = [_as_pinned(found) if found.constraints else _price_of_simplicity(found)]
     for words, bytes_ in _too_large(found):
         told.append(f"{words}: would be simpler, but {format_bytes(bytes_)} a device are more than there is")
     here, by_kind = int(found.points[found.chosen]), best_of_kinds(found)
     for index in by_kind[found.points[by_kind] < here][:SIMPLER_NAMED]:
         told.append(
-            f"{kind_words(found.candidates.row(int(index)))}: simpler, but it takes {_why_lost(found, int(index))}"
+            f"{kind_words(found.candidates.row(int(index)))}: simpler, but it takes {why_lost(found, int(index))}"
         )
     return told + unequal_reasons(found) + idle_machines(found)
 
@@ -141,7 +97,7 @@ def runners_words(found: Search, top: int) -> list[str]:
     """What the other layouts would cost and why they lost."""
     told = []
     for index in runners_up(found, top):
-        told.append(f"{short_words(found.candidates.row(index))}: {_why_lost(found, index)}")
+        told.append(f"{short_words(found.candidates.row(index))}: {why_lost(found, index)}")
     return told or ["there is no other layout that fits"]
 
 
@@ -215,7 +171,8 @@ def _too_large(found: Search) -> list[tuple[str, float]]:
     return [(words, found.leanest[kind]) for kind, words in simple.items() if kind in found.too_large]
 
 
-def _why_lost(found: Search, index: int) -> str:
+def why_lost(found: Search, index: int) -> str:
+    """How one layout compares with the chosen one: its time, what makes it slower, its complexity."""
     factor = float(found.step_s[index] / found.step_s[found.chosen])
     time = format_duration(float(found.step_s[index]))
     more = int(found.points[index] - found.points[found.chosen])

@@ -13,9 +13,10 @@ from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
 from plait.planner.problem.candidates import Counts, Reals
 from plait.planner.problem.workload import Workload
+from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import portions
 from plait.planner.search.layout_kinds import Row, kinds
-from plait.planner.search.search import Search, search, simplest
+from plait.planner.search.search import search, simplest
 from plait.planner.step_time.network_model import roads
 from plait.planner.step_time.step_time import timing
 

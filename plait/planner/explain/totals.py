@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plait.planner.derive.intervals import steps_for
-from plait.planner.search.search import Search
+from plait.planner.search.found import Search
 from plait.units import Amount, format_count, format_duration
 
 JOULES_PER_KWH = 3.6e6

@@ -12,9 +12,9 @@ from plait.planner.heterogeneous.assignment import Deal
 from plait.planner.heterogeneous.batch_shares import equal_shares
 from plait.planner.heterogeneous.device_speeds import Devices
 from plait.planner.heterogeneous.host_permutations import unlike_roads
+from plait.planner.search.found import Search
 from plait.planner.search.host_order import better_start, free_to_move
 from plait.planner.search.layout_cost import price, step_seconds
-from plait.planner.search.search import Search
 from plait.units import format_bytes, format_duration
 
 NAMED = 6
@@ -178,7 +178,7 @@ def _order_words(found: Search) -> list[str]:
         return []
     names, before_s = ", ".join(found.dealer.devices.names), found.turned.before_s
     if before_s is None:
-        what = "what [layout] asks for would not fit" if found.pins.degrees else "no layout would fit"
+        what = "what [layout] asks for would not fit" if found.constraints.degrees else "no layout would fit"
         return [f"the machines stand in the order {names}: as they were given {what}"]
     longer = before_s / float(found.step_s[found.chosen]) - 1
     roads = " (some roads between them are faster than others)" if unlike_roads(found.cluster) else ""
@@ -190,7 +190,7 @@ def _start_words(found: Search) -> list[str]:
     if not (other := better_start(found)):
         return []
     names, spent = other.dealer.devices.names, float(other.step_s[other.chosen])
-    rest = "the others find their places" if free_to_move(found.pins) else "let the others join in this order"
+    rest = "the others find their places" if free_to_move(found.constraints) else "let the others join in this order"
     here = format_duration(float(found.step_s[found.chosen]))
     return [
         f"with the machines in the order {', '.join(names)} a step would take {format_duration(spent)}, not {here}: "

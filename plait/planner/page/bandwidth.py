@@ -11,9 +11,10 @@ from plait.cluster.catalog import Link
 from plait.cluster.cluster import Cluster, device_bytes_per_s
 from plait.planner.explain.tipping_points import FARTHEST, MANY, representatives
 from plait.planner.problem.candidates import Counts, Reals
+from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import portions, step_seconds
 from plait.planner.search.layout_kinds import Row, kind_words, kinds
-from plait.planner.search.search import Search, simplest
+from plait.planner.search.search import simplest
 from plait.planner.step_time.step_time import timing
 
 FACTORS = 65

@@ -9,9 +9,9 @@ import numpy as np
 from plait.planner.explain.report import best_of_kinds, runners_up
 from plait.planner.problem.candidates import Counts, Reals
 from plait.planner.search.cost_breakdown import TIME_NAMES
+from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import portions
 from plait.planner.search.layout_kinds import kinds, short_words
-from plait.planner.search.search import Search
 from plait.planner.step_time.step_time import timing
 from plait.report.figures import time_words
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from plait.planner.explain.report import runners_up
 from plait.planner.search.cost_breakdown import MEMORY_NAMES, memory_items
+from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import short_words
-from plait.planner.search.search import Search
 from plait.units import format_bytes
 
 RUNNERS = 5

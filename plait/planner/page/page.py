@@ -19,8 +19,8 @@ from plait.planner.page.memory import memory_bars, memory_told
 from plait.planner.page.pipeline import pipeline_picture, pipeline_told
 from plait.planner.page.time import waterfall, waterfall_told
 from plait.planner.search.cost_breakdown import mfu
+from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import short_words
-from plait.planner.search.search import Search
 from plait.report.figures import Drawing
 from plait.units import format_bytes, format_count, format_duration
 

@@ -10,8 +10,8 @@ from plait.planner.heterogeneous.unequal_step_time import uneven_stage_times
 from plait.planner.problem.candidates import SCHEDULES
 from plait.planner.problem.stage_partition import micro_batches
 from plait.planner.search.cost_breakdown import time_items
+from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import portions, price
-from plait.planner.search.search import Search
 from plait.planner.step_time.pipeline_step_time import stage_times_of
 from plait.report.figures import time_words
 

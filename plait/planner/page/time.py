@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plait.planner.search.cost_breakdown import BINDS, TIME_NAMES, binding, messages, time_items
-from plait.planner.search.search import Search
+from plait.planner.search.found import Search
 from plait.report.figures import time_words
 
 SEEN = 0.004

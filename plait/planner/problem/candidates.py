@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.layout import AXES, Layout, Recompute, Schedule
+
 Counts = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
-ShardWhat = Literal["nothing", "optimizer", "gradients", "parameters"]
-Recompute = Literal["none", "selective", "full"]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+ShardedState = Literal["nothing", "optimizer", "gradients", "parameters"]
+"""What the ranks along `shard` split in published runs; plait itself runs all but "gradients"."""
 
 Dealing = Literal["balanced", "published"] | tuple[int, ...]
 """How layers fall to a pipeline's stages: as plait runs them, as published programs deal them, or as a person names
 them, the layers of each stage in the model's order."""
 
-SHARD_WHAT: tuple[ShardWhat, ...] = ("nothing", "optimizer", "gradients", "parameters")
+SHARD_WHAT: tuple[ShardedState, ...] = ("nothing", "optimizer", "gradients", "parameters")
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 """The three named knobs; a candidate holds a name's index."""
@@ -66,6 +67,21 @@ class Candidates:
     def select(self, index: Counts | NDArray[np.bool_]) -> Candidates:
         """The candidates at the given places or where the mask holds."""
         return Candidates(**{name: getattr(self, name)[index] for name in COLUMNS}, dealing=self.dealing)
+
+    def with_row(self, others: Candidates, index: int) -> Candidates:
+        """These candidates and, behind them, one of others that divide layers in the same way."""
+        assert self.dealing == others.dealing
+        columns = {name: np.append(getattr(self, name), getattr(others, name)[[index]]) for name in COLUMNS}
+        return Candidates(**columns, dealing=self.dealing)
+
+    def equal_to(self, others: Candidates, index: int) -> NDArray[np.bool_]:
+        """Which of these candidates are the same as one of others."""
+        columns = [getattr(self, name) == getattr(others, name)[index] for name in COLUMNS]
+        return np.logical_and.reduce(columns)
+
+    def degrees(self, index: int) -> Layout:
+        """The degrees of one candidate, all else as by default."""
+        return replace(Layout(), **{axis: int(getattr(self, axis)[index]) for axis in AXES})
 
     def row(self, index: int) -> dict[str, int | str]:
         """One candidate with its named knobs in words."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal
 
 from plait.cluster.cluster import Cluster
@@ -12,6 +13,9 @@ PROCESS_BYTES = 3.1e8
 """Of a worker's process on a processor beside its tensors: libraries, code, buffers (read on Linux with torch 2.13)."""
 PROCESSOR_FLASH_SHARE = 0.70
 """`Stack.flash_share` there, of the rate of large products (the readings stand in kernel_efficiency.py)."""
+
+CACHED_TOKENS = 4096
+"""Tokens of a micro-batch on a processor: more outgrow its caches and are no faster (measured)."""
 
 Sends = Literal["by share", "ahead"]
 
@@ -125,6 +129,9 @@ class Stack:
     """How bytes are found: from shares and formulas that many programs obey, or by following plait's own step on
     processors from tensor to tensor."""
 
+    cached_tokens: float = inf
+    """Tokens of a micro-batch beyond which it outgrows a processor's caches and is no faster."""
+
     @property
     def gradient_sent_bytes(self) -> int:
         """Bytes of one gradient on its way."""
@@ -149,6 +156,7 @@ class Stack:
             keeps_ends=self.gradient_transfer == "float32",
             handles_messages=True,
             hides_scatters=False,
+            cached_tokens=CACHED_TOKENS,
         )
 
 

@@ -1,50 +1,85 @@
-"""Layouts whose degrees a person has named: what the names leave open, so that what is priced is what runs."""
+"""What a recipe's [layout] names, as the planner takes it: degrees, a whole layout, and constraints for the search."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 
-from plait.cluster.cluster import Cluster
-from plait.layout import Layout
-from plait.planner.explain.fit_suggestions import mended
-from plait.planner.problem.software_profile import Stack
-from plait.planner.problem.workload import Workload
-from plait.planner.resolve.constraints import pins_of
-from plait.planner.search.enumeration import Pins
-from plait.planner.search.host_order import in_an_order_that_fits, in_best_order
-from plait.planner.search.search import DoesNotFit, Search, search
+from plait.errors import PlaitError
+from plait.layout import AXES, Layout
+from plait.model.shape import ModelShape
+from plait.planner.search.constraints import Constraints
+from plait.planner.search.validity import balanced_stages, check_layout, check_shares
 from plait.recipe.schema import RunConfig
 
 
-def named_pins(config: RunConfig, layout: Layout) -> Pins:
-    """What a recipe with named degrees settles: of a pipeline its order as well."""
-    pins = pins_of(config)
-    if layout.pipeline == 1:
-        return pins
-    order = {"schedule": layout.schedule, "virtual": layout.virtual_stages}
-    return replace(pins, knobs={**pins.knobs, **order})
+def named_degrees(config: RunConfig) -> Layout | None:
+    """The degrees that the recipe names, as a layout of which only they count; None where it names none.
 
-
-def asked_search(workload: Workload, cluster: Cluster, stack: Stack, pins: Pins) -> Search:
-    """The search that a recipe asks for, on the machines in their best order; raises DoesNotFit, with the mend, where
-    nothing fits.
-
-    Beside named degrees nothing is computed again, and `shard` splits the optimizer's state alone, unless only more of
-    it fits: so that a name means the same on every machine that it can run on.
+    As soon as one is named, those not named are 1.
     """
-    usual = pins
-    if pins.degrees:
-        knobs = {"recompute": "none"} | ({"shard_what": "optimizer"} if pins.degrees.get("shard", 1) > 1 else {})
-        usual = replace(pins, knobs={**knobs, **pins.knobs})
-        with suppress(DoesNotFit):
-            found = search(workload, cluster, stack=stack, pins=usual)
-            if found.reserved(found.chosen) <= found.capacity(found.chosen):
-                return in_best_order(found)
-    try:
-        return in_best_order(search(workload, cluster, stack=stack, pins=pins))
-    except DoesNotFit as error:
-        for asked in [usual] if usual is pins else [usual, pins]:
-            if turned := in_an_order_that_fits(workload, cluster, stack, asked):
-                return turned
-        raise mended(error, pins, stack) from None
+    requested = {axis: getattr(config.layout, axis) for axis in AXES}
+    named = {axis: degree for axis, degree in requested.items() if degree != "auto"}
+    return Layout(**named) if named else None
+
+
+def layout_of(config: RunConfig, shape: ModelShape, degrees: Layout) -> Layout:
+    """The layout with these degrees and, for all else, what the recipe names or what is usual."""
+    section = config.layout
+    pipeline = degrees.pipeline
+    virtual = 1 if section.virtual_stages == "auto" else section.virtual_stages
+    if section.stage_layers != "auto":
+        if section.virtual_stages != "auto" and len(section.stage_layers) != pipeline * virtual:
+            raise PlaitError(
+                f"layout.stage_layers names {len(section.stage_layers)} stages, and layout.virtual_stages = {virtual} "
+                f"on {pipeline} pipeline workers are {pipeline * virtual}; leave one of the two out"
+            )
+        virtual = len(section.stage_layers) // pipeline
+    schedule = section.schedule
+    if schedule == "auto":
+        schedule = "interleaved" if virtual > 1 else "1f1b"
+    layers = section.stage_layers
+    if layers == "auto":
+        stages = pipeline * virtual
+        layers = balanced_stages(shape, stages) if stages > 1 else ()
+    return replace(
+        degrees,
+        shard_what="optimizer" if section.shard_what == "auto" else section.shard_what,
+        schedule=schedule,
+        stage_layers=layers,
+        recompute="none" if section.recompute == "auto" else section.recompute,
+    )
+
+
+def constraints_of(config: RunConfig, shape: ModelShape, batch_sequences: int) -> Constraints:
+    """What the recipe settles of the layout; raises PlaitError where a named one cannot carry the model and its batch.
+
+    A pipeline that is named has its order named, too: "auto" is then what is usual.
+    """
+    constraints = open_constraints(config)
+    if not constraints.degrees and not constraints.stage_layers:
+        return constraints
+    layout = layout_of(config, shape, constraints.degrees or Layout())
+    check_layout(layout, shape, sequence=shape.sequence, batch_sequences=batch_sequences)
+    check_shares(constraints.shares, layout, batch_sequences)
+    if layout.pipeline == 1:
+        return constraints
+    order = {"schedule": layout.schedule, "virtual": layout.virtual_stages}
+    return replace(constraints, knobs={**constraints.knobs, **order})
+
+
+def open_constraints(config: RunConfig) -> Constraints:
+    """What the recipe's [layout] names, unchecked, and nothing that follows from it."""
+    section = config.layout
+    named = {
+        "virtual": section.virtual_stages,
+        "schedule": section.schedule,
+        "recompute": section.recompute,
+        "shard_what": section.shard_what,
+        "micro_sequences": section.micro_sequences,
+    }
+    return Constraints(
+        degrees=named_degrees(config),
+        knobs={knob: value for knob, value in named.items() if value != "auto"},
+        stage_layers=() if section.stage_layers == "auto" else section.stage_layers,
+        shares=() if section.shares == "auto" else section.shares,
+    )

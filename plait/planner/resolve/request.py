@@ -1,46 +1,114 @@
-"""What the planner is asked for a run."""
+"""The request: everything that the search for a layout depends on, made in one place for every command.
+
+`plait plan`, `plait train` and Python all go recipe + resources -> Request -> search -> Plan. Two entry points that are
+given the same recipe, text and machines therefore build equal requests, and get equal plans.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from plait.model.shape import ModelShape
-from plait.partition.execution import Precision
+from plait.cluster.cluster import Cluster
+from plait.errors import PlaitError
+from plait.layout import Layout
 from plait.planner.calibration.factors import Basis
-from plait.planner.derive.resources import Grounds
+from plait.planner.derive.intervals import balance_every_steps
+from plait.planner.derive.model_size import CorpusFacts
+from plait.planner.derive.resources import STAND_IN, Need, Resources
+from plait.planner.derive.training_job import TrainingJob, job_of_plan, new_job
+from plait.planner.plan import Plan
 from plait.planner.problem.software_profile import PLAIT, Stack
 from plait.planner.problem.workload import Workload, workload_of
+from plait.planner.resolve.named_layout import constraints_of
+from plait.planner.search.constraints import Constraints
+from plait.planner.search.validity import check_devices
 from plait.planner.step_time.device_time import clocked
 from plait.recipe.schema import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A run that is settled but for its layout, and what to lay it out on."""
+class WorkerOption:
+    """One way to divide the machines into workers."""
 
-    config: RunConfig
-    grounds: Grounds
-    shape: ModelShape
-    batch_sequences: int
-    precision: Precision
+    cluster: Cluster
+    """The workers as the devices of a cluster."""
+    threads: int
+    """Of each worker."""
 
-    @property
-    def workload(self) -> Workload:
-        return workload_of(
-            self.shape,
-            sequence=self.shape.sequence,
-            batch_sequences=self.batch_sequences,
-            # What computes in float64 is priced as float32: nobody trains so for speed.
-            precision="float32" if self.precision == "float64" else self.precision,
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A training job that is settled but for its layout, what is settled of that, and what may carry it out."""
+
+    job: TrainingJob
+    workload: Workload
+    """The job as the cost model sees it."""
+    constraints: Constraints
+    options: tuple[WorkerOption, ...]
+    """The ways to use the machines, fewest workers first; several only on processors."""
+    profile: Stack
+    """plait's own habits, with what earlier runs taught of these machines."""
+    basis: Basis
+    """Whether times come from formulas or from a probe's clock."""
+    shares_may_change: bool
+    """Whether unequal shares of the batch may be changed while the run goes on."""
+    has_forecast: bool
+    """Whether the planner knows what the devices can do; else they were laid out as STAND_IN."""
+    notes: tuple[str, ...]
+    """What was derived, each with its reason."""
+
+
+def request_of(config: RunConfig, corpus: CorpusFacts, resources: Resources, begun: Plan | None = None) -> Request:
+    """The request of a recipe on these machines; probes several hosts. Raises PlaitError for what cannot work.
+
+    Of a run that is `begun` only the layout is open: the job is as its plan says.
+    """
+    notes: list[str] = []
+    job = job_of_plan(begun) if begun else new_job(config, corpus, resources, notes)
+    constraints = constraints_of(config, job.shape, job.batch_sequences)
+    resources = resources.probed(Need(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision))
+    workload = _workload(job)
+    basis: Basis = "clock" if resources.cluster and clocked(workload, resources.cluster) else "formulas"
+    calibration = resources.load_calibration(job.precision, basis)
+    return Request(
+        job=job,
+        workload=workload,
+        constraints=constraints,
+        options=_options(resources, constraints, notes),
+        profile=replace(PLAIT, calibration=calibration, gradient_transfer=config.train.gradient_transfer),
+        basis=basis,
+        shares_may_change=balance_every_steps(config, "unequal") > 0,
+        has_forecast=resources.known,
+        notes=tuple(notes),
+    )
+
+
+def _workload(job: TrainingJob) -> Workload:
+    """What computes in float64 is priced as float32: nobody trains so for speed."""
+    precision = "float32" if job.precision == "float64" else job.precision
+    sequence, batch = job.shape.sequence, job.batch_sequences
+    return workload_of(job.shape, sequence=sequence, batch_sequences=batch, precision=precision)
+
+
+def _options(resources: Resources, constraints: Constraints, notes: list[str]) -> tuple[WorkerOption, ...]:
+    """The worker counts worth a search: the one that named degrees multiply to, or all that the machines allow."""
+    if not resources.known:
+        notes.append(f"{resources.machine.name} is not in plait's catalogue: laid out as an {STAND_IN} with its memory")
+    counts = resources.worker_counts()
+    if constraints.degrees:
+        counts = [_named_count(resources, constraints.degrees, notes)]
+    return tuple(WorkerOption(cluster=resources.as_cluster(n), threads=resources.threads(n)) for n in counts)
+
+
+def _named_count(resources: Resources, named: Layout, notes: list[str]) -> int:
+    machine, fixed, count = resources.machine, resources.fixed_workers, named.world_size
+    if fixed and fixed.workers != count:
+        raise PlaitError(
+            f"torchrun started {fixed.workers} workers and the layout needs {count}; "
+            f"start torchrun with --nproc-per-node {count}"
         )
-
-    @property
-    def basis(self) -> Basis:
-        seen = self.grounds.described
-        return "clock" if seen and clocked(self.workload, seen) else "formulas"
-
-    @property
-    def stack(self) -> Stack:
-        """plait's own, with what earlier runs taught of these machines."""
-        recalled = self.grounds.recall(self.precision, self.basis)
-        return replace(PLAIT, calibration=recalled, gradient_transfer=self.config.train.gradient_transfer)
+    if not fixed and resources.is_here:
+        check_devices(named, machine)
+        if machine.device == "cpu" and count > machine.cores:
+            notes.append(f"{count} workers on {machine.cores} cores: as asked, though they will take turns")
+    return count

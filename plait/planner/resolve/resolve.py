@@ -12,7 +12,7 @@ from math import ceil
 from typing import Literal
 
 from plait.model.shape import parameter_count, training_flops_per_token
-from plait.planner.derive import scaling_rules
+from plait.planner.derive.hyperparameters import documents_mode, optimizer_plan, warmup_steps
 from plait.planner.derive.intervals import (
     balance_every_steps,
     checkpoint_every,
@@ -22,12 +22,11 @@ from plait.planner.derive.intervals import (
 )
 from plait.planner.derive.micro_batch import usual_micro
 from plait.planner.derive.model_size import CorpusFacts
-from plait.planner.derive.resources import Grounds, Need
-from plait.planner.derive.training_job import begun_work, new_work
-from plait.planner.plan import OptimizerPlan, Plan
+from plait.planner.derive.resources import Resources
+from plait.planner.plan import Plan
 from plait.planner.resolve.forecast_update import learning
-from plait.planner.resolve.request import Question
-from plait.planner.resolve.worker_layouts import MEASURED_TOLERANCE, Split, candidate_splits, simplest
+from plait.planner.resolve.request import Request, request_of
+from plait.planner.resolve.worker_layouts import MEASURED_TOLERANCE, WorkerLayout, choose, worker_layouts
 from plait.recipe.schema import RunConfig
 from plait.units import Every, format_count, format_duration, format_si
 
@@ -37,10 +36,11 @@ EVALUATION_SHARE = 0.06
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A plan but for its split and, for a time budget, its steps; with the splits worth measuring."""
+    """A plan but for its layout and, for a time budget, its steps; with the layouts worth measuring."""
 
+    request: Request
     plan: Plan
-    splits: tuple[Split, ...]
+    layouts: tuple[WorkerLayout, ...]
     evaluations: Every | Literal["auto"]
     heldout_tokens: int
 
@@ -48,65 +48,64 @@ class Draft:
 def draft(
     config: RunConfig,
     corpus: CorpusFacts,
-    grounds: Grounds,
+    resources: Resources,
     *,
     recipe_hash: str,
     begun: Plan | None = None,
-    worth_trying: Callable[[Question, list[str]], tuple[Split, ...]] = candidate_splits,
+    worth_measuring: Callable[[Request], tuple[WorkerLayout, ...]] = worker_layouts,
 ) -> Draft:
-    """Everything that can be decided before a step was timed; raises PlaitError for what cannot work.
+    """Everything that can be decided before a step is timed; raises PlaitError for what cannot work.
 
-    Where a run is `begun`, what it computes is as its plan says: only who does the work is open.
+    Of a run that is `begun` what it computes is as its plan says: only who does the work is open.
     """
-    why: list[str] = []
-    machine = grounds.machine
-    work = begun_work(begun) if begun else new_work(config, corpus, grounds, why)
-    shape, sequence, batch, precision = work.shape, work.shape.sequence, work.batch_sequences, work.precision
-    grounds = grounds.looked_at(Need(shape=shape, batch_sequences=batch, precision=precision))
-    question = Question(config=config, grounds=grounds, shape=shape, batch_sequences=batch, precision=precision)
-    splits = worth_trying(question, why)
+    request = request_of(config, corpus, resources, begun)
+    layouts = worth_measuring(request)
+    why = [*request.notes, *_without_effect(config, layouts)]
+    job, machine, first = request.job, resources.machine, layouts[0]
+    shape, batch = job.shape, job.batch_sequences
     plan = Plan(
-        layout=splits[0].layout,
-        threads=splits[0].threads,
+        layout=first.layout,
+        threads=first.threads,
         device=machine.device,
-        precision=precision,
+        precision=job.precision,
         compile="blocks" if machine.device == "cuda" else "off",
         shape=shape,
-        sequence=sequence,
+        sequence=shape.sequence,
         batch_sequences=batch,
-        micro_sequences=splits[0].micro_sequences,
-        micro_limits=splits[0].micro_limits,
-        shares=splits[0].shares,
-        seats=splits[0].seats,
-        balance_every_steps=_balance(config, grounds, splits[0], why),
+        micro_sequences=first.micro_sequences,
+        micro_limits=first.micro_limits,
+        shares=first.shares,
+        seats=first.seats,
+        balance_every_steps=_balance(config, resources, request, first, why),
         gradient_transfer=config.train.gradient_transfer,
-        budget=work.budget,
-        steps=steps_for(work.budget, batch * sequence, step_s=None),
-        optimizer=_optimizer(config, work.flops, batch * sequence, why),
+        budget=job.budget,
+        steps=steps_for(job.budget, batch * shape.sequence, step_s=None),
+        optimizer=optimizer_plan(config, job.flops, batch * shape.sequence, why),
         corpus=corpus.folder,
         corpus_hash=corpus.content_hash,
-        documents=_documents(config, corpus, sequence, why),
+        documents=documents_mode(config, corpus, shape.sequence, why),
         checkpoint_every=checkpoint_every(config, why),
         checkpoint_keep=config.checkpoint.keep,
         report_every_steps=report_every_steps(config, machine.device),
         evaluate_every_steps=0,
         step_s=None,
-        forecast=splits[0].forecast,
-        peak_flops=grounds.peak_flops,
+        forecast=first.forecast,
+        peak_flops=resources.peak_flops,
         fingerprint=machine.fingerprint(),
         recipe_hash=recipe_hash,
         reasons=tuple(why),
     )
     evaluate = config.report.evaluate
     return Draft(
+        request=request,
         plan=plan,
-        splits=splits,
+        layouts=layouts,
         evaluations="auto" if evaluate == "auto" else in_steps(evaluate),
         heldout_tokens=corpus.heldout_tokens,
     )
 
 
-def with_split(plan: Plan, split: Split) -> Plan:
+def with_layout(plan: Plan, split: WorkerLayout) -> Plan:
     """The plan carried out in another way."""
     return replace(
         plan,
@@ -121,31 +120,42 @@ def with_split(plan: Plan, split: Split) -> Plan:
     )
 
 
-def settle(config: RunConfig, draft: Draft, measured: Sequence[Split]) -> Plan:
+def settle(config: RunConfig, draft: Draft, measured: Sequence[WorkerLayout]) -> Plan:
     """The finished plan: the simplest split that is fast, and a time budget turned into steps."""
-    best = simplest(measured)
-    plan = with_split(draft.plan, best)
+    best = choose(measured)
+    plan = with_layout(draft.plan, best)
     why = [*_split_reason(measured, best), *best.why, *plan.reasons, *_at_a_time(config, plan)]
     steps, evaluate_every = _pace(draft, plan, why)
-    optimizer = replace(plan.optimizer, warmup_steps=_warmup(config, steps, why))
+    optimizer = replace(plan.optimizer, warmup_steps=warmup_steps(config, steps, why))
     return replace(plan, steps=steps, evaluate_every_steps=evaluate_every, optimizer=optimizer, reasons=tuple(why))
 
 
 def _at_a_time(config: RunConfig, plan: Plan) -> list[str]:
     """Why micro-batches are not larger, unless a person named them, or the split has told why they are not smaller."""
     part, device = max(plan.parts), plan.device
-    more = device == "cpu" and plan.micro_sequences > usual_micro(plan.batch_sequences, plan.layout, plan.shape)
+    more = device == "cpu" and plan.micro_sequences > usual_micro(plan.batch_sequences, plan.layout, plan.sequence)
     if config.layout.micro_sequences != "auto" or plan.micro_limits or more or part <= plan.micro_sequences:
         return []
     return [f"micro-batches of {plan.micro_sequences} of a worker's {part} sequences: what it holds comfortably"]
 
 
-def _balance(config: RunConfig, grounds: Grounds, split: Split, why: list[str]) -> int:
+def _without_effect(config: RunConfig, layouts: Sequence[WorkerLayout]) -> list[str]:
+    """What of [layout] was named although no layout has the axis that it is about."""
+    about = (("schedule", "pipeline"), ("virtual_stages", "pipeline"), ("shard_what", "shard"))
+    return [
+        f"layout.{key} changes nothing: layout.{axis} is 1"
+        for key, axis in about
+        if getattr(config.layout, key) != "auto" and all(one.layout.degrees[axis] == 1 for one in layouts)
+    ]
+
+
+def _balance(config: RunConfig, resources: Resources, request: Request, split: WorkerLayout, why: list[str]) -> int:
     """Steps between changes of the shares while the run goes on, 0 for never."""
-    here = grounds.machine
-    every = balance_every_steps(config, "unequal" if grounds.several or split.shares or here.unlike else "alike")
+    here = resources.machine
+    several_hosts = any(option.cluster.nodes > 1 for option in request.options)
+    every = balance_every_steps(config, "unequal" if several_hosts or split.shares or here.unlike else "alike")
     unequal = f"beside {here.name} it has {', '.join(here.unlike)}" if here.unlike else "they are not equal"
-    reason = "machines of a run over several hosts may slow down" if grounds.several else unequal
+    reason = "machines of a run over several hosts may slow down" if several_hosts else unequal
     if every and config.balance.every == "auto" and split.layout.batch_parts > 1:
         why.append(f"shares of the batch may change every {every} steps: {reason} (balance.every)")
     elif every and config.balance.every == "auto" and split.layout.pipeline > 1 and split.layout.virtual_stages == 1:
@@ -156,49 +166,7 @@ def _balance(config: RunConfig, grounds: Grounds, split: Split, why: list[str]) 
     return every
 
 
-def _optimizer(config: RunConfig, flops: float, batch_tokens: int, why: list[str]) -> OptimizerPlan:
-    asked = config.optimizer
-    lr = asked.lr
-    if lr == "auto":
-        usual = scaling_rules.batch_tokens(flops)
-        lr = float(
-            f"{scaling_rules.lr_for_batch(scaling_rules.peak_lr(flops), batch=batch_tokens, usual_batch=usual):.3g}"
-        )
-        why.append(f"peak learning rate {lr:g}: for {flops:.1e} FLOPs and this batch (DeepSeek LLM 2024, Malladi 2022)")
-    clip = 1.0 if asked.clip == "auto" else asked.clip
-    return OptimizerPlan(
-        lr=lr,
-        warmup_steps=0,
-        weight_decay=0.1 if asked.weight_decay == "auto" else asked.weight_decay,
-        betas=(0.9, 0.95) if asked.betas == "auto" else asked.betas,
-        clip=None if clip == "never" else clip,
-        schedule="cosine" if asked.schedule == "auto" else asked.schedule,
-    )
-
-
-def _warmup(config: RunConfig, steps: int, why: list[str]) -> int:
-    asked = config.optimizer.warmup_steps
-    if asked != "auto":
-        return asked
-    warmup = scaling_rules.warmup_steps(steps)
-    why.append(f"warm-up {warmup} steps: a twentieth of the run, 10 to 2,000 steps (after Goyal 2017)")
-    return warmup
-
-
-def _documents(config: RunConfig, corpus: CorpusFacts, sequence: int, why: list[str]) -> Literal["mask", "join"]:
-    asked = config.data.mask_documents
-    if asked != "auto":
-        return "mask" if asked else "join"
-    mean = corpus.train_tokens / max(1, corpus.documents)
-    short = mean < 8 * sequence
-    told = f"documents have {format_count(mean)} tokens on average"
-    why.append(
-        f"attention stays inside documents: {told}" if short else f"documents are joined: {told}, few windows hold two"
-    )
-    return "mask" if short else "join"
-
-
-def _split_reason(measured: Sequence[Split], best: Split) -> list[str]:
+def _split_reason(measured: Sequence[WorkerLayout], best: WorkerLayout) -> list[str]:
     if len(measured) < 2:
         return []
     alike = len({split.workers for split in measured}) < len(measured)
@@ -213,7 +181,7 @@ def _split_reason(measured: Sequence[Split], best: Split) -> list[str]:
     return [f"{winner}: the simplest within {MEASURED_TOLERANCE:.0%} of the fastest step of those timed ({told})"]
 
 
-def _layout_words(split: Split) -> str:
+def _layout_words(split: WorkerLayout) -> str:
     what = f" splitting {split.layout.shard_what}" if split.layout.shard > 1 else ""
     return f"{split.layout}{what}"
 
@@ -223,16 +191,16 @@ def _pace(draft: Draft, plan: Plan, why: list[str]) -> tuple[int, int]:
     budget = plan.budget
     # An evaluation is a forward pass, a third of a step's work, over the held-out tokens.
     evaluation_steps = draft.heldout_tokens / (3 * plan.batch_tokens)
-    rough = steps_for(budget, plan.batch_tokens, step_s=plan.step_s)
+    step_s = plan.step_s or (plan.forecast.step_s if plan.forecast else None)
+    rough = steps_for(budget, plan.batch_tokens, step_s=step_s)
     rounds = max(1, min(10, int(EVALUATION_SHARE * rough / evaluation_steps))) if evaluation_steps else 0
     asked = None if draft.evaluations == "auto" else round(draft.evaluations.value)
     steps = rough
-    if budget.unit == "seconds" and plan.step_s:
+    if budget.unit == "seconds" and step_s:
         spent = rounds * evaluation_steps if asked is None else _evaluating(rough, asked, evaluation_steps)
         steps = max(1, round(rough - spent))
-        why.append(
-            f"{steps} steps: {budget} at {format_duration(plan.step_s)} a step, as measured, evaluations included"
-        )
+        known = "measured" if plan.step_s else "predicted"
+        why.append(f"{steps} steps: {budget} at {format_duration(step_s)} a step, as {known}, evaluations included")
     if evaluation_steps > 0.2 * steps:
         why.append("looking at the held-out text takes long beside this run; a smaller data.holdout shortens it")
     return steps, (ceil(steps / rounds) if rounds > 1 else 0) if asked is None else asked

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from math import fsum
 
-from plait.planner.search.search import Search
+from plait.planner.search.found import Search
 from plait.planner.step_time.roofline import peak_flops
 
 TIME_NAMES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import ceil, gcd
@@ -12,10 +12,11 @@ from math import ceil, gcd
 import numpy as np
 
 from plait.errors import PlaitError
-from plait.layout import AXES, Layout, conflict
+from plait.layout import Layout, conflict
 from plait.planner.problem.candidates import COLUMNS, RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates
-from plait.planner.problem.software_profile import Sends
+from plait.planner.problem.software_profile import PLAIT, Sends, Stack
 from plait.planner.problem.workload import Workload
+from plait.planner.search.constraints import Constraints
 
 LONGEST_MICRO_TOKENS = 65536
 """Tokens of a micro-batch on one device beyond which products become no faster."""
@@ -35,94 +36,56 @@ LONG_MICRO = "a micro-batch of more tokens than make a device any faster"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pins:
-    """What a person has settled: degrees by axis (all of them, or none), and other knobs by their name.
-
-    `stage_layers`, the layers of each stage of the named pipeline as fit.check_layout lets them pass, settles how many
-    stages a rank holds, too.
-    """
-
-    degrees: Mapping[str, int] = field(default_factory=dict)
-    knobs: Mapping[str, int | str] = field(default_factory=dict)
-    stage_layers: tuple[int, ...] = ()
-    shares: tuple[int, ...] = ()
-    """Sequences of each part of the batch, as fit.check_shares lets them pass."""
-    at_once: int = 0
-    """Sequences at a time, were it more than an equal share of the batch; 0 where that is open."""
-
-    def __bool__(self) -> bool:
-        return bool(self.degrees or self.knobs or self.stage_layers or self.shares or self.at_once)
-
-    @property
-    def chunks(self) -> int | None:
-        """Stages on each rank of the pipeline, where that is settled."""
-        if self.stage_layers:
-            return len(self.stage_layers) // self.degrees.get("pipeline", 1)
-        asked = self.knobs.get("virtual")
-        return None if asked is None else int(asked)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
     """Layouts that are possible, and how many are not, by reason.
 
-    Rows stand in triples that differ in `recompute` alone (none, selective, full), unless that is pinned.
+    Rows stand in triples that differ in `recompute` alone (none, selective, full), unless that is named.
     """
 
     candidates: Candidates
     refused: Mapping[str, int]
 
 
-def listed(workload: Workload, devices: int, pins: Pins, sends: Sends = "by share") -> Listed:
-    """All layouts of so many devices; raises PlaitError where the pins leave none.
+def listed(workload: Workload, devices: int, constraints: Constraints, profile: Stack = PLAIT) -> Listed:
+    """All layouts of so many devices; raises PlaitError where the constraints leave none.
 
     gpipe is among them unasked only where messages travel "ahead": with all micro-batches under way, no rank waits for
     a slow cable.
     """
-    named = pins.stage_layers
-    assert not named or (len(named) % pins.degrees["pipeline"] == 0 and sum(named) == workload.layers)
+    named = constraints.stage_layers
+    assert not named or (sum(named) == workload.layers)
     refused: Counter[str] = Counter()
     columns: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
-    for degrees in _degrees(devices, pins):
-        if reason := _against(workload, degrees, 1 if pins.degrees else SHORTEST_PIECE_TOKENS):
+    for degrees in _degrees(devices, constraints):
+        if reason := _against(workload, degrees, 1 if constraints.degrees else SHORTEST_PIECE_TOKENS):
             refused[reason] += 1
             continue
-        for name, column in _options(workload, degrees, pins, sends, refused).items():
+        for name, column in _options(workload, degrees, constraints, profile, refused).items():
             columns[name].append(column)
     if not sum(map(len, columns["tensor"])):
-        raise PlaitError(_nothing_left(workload, devices, pins, refused))
+        raise PlaitError(_nothing_left(workload, devices, constraints, refused))
     whole = {name: np.concatenate(parts) for name, parts in columns.items()}
     return Listed(candidates=Candidates(**whole, dealing=named or "balanced"), refused=refused)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Degrees:
-    pipeline: int
-    parts: int
-    """Groups with sequences of their own: replicate × shard."""
-    context: int
-    tensor: int
-
-
-def _degrees(devices: int, pins: Pins) -> Iterator[_Degrees]:
-    if pins.degrees:
-        chosen = {axis: pins.degrees.get(axis, 1) for axis in AXES}
-        if np.prod(list(chosen.values())) != devices:
-            told = " × ".join(f"{axis} {degree}" for axis, degree in chosen.items() if degree > 1) or "one device"
+def _degrees(devices: int, constraints: Constraints) -> Iterator[Layout]:
+    """Degrees whose product is the number of devices; `replicate` stands for all data-parallel ranks, split or not."""
+    if named := constraints.degrees:
+        if named.world_size != devices:
             raise PlaitError(
-                f"[layout] names {told}, and the cluster has {devices} devices; name degrees whose product is {devices}"
+                f"[layout] names {named}, and the cluster has {devices} devices; name degrees whose product is "
+                f"{devices}"
             )
-        parts = chosen["replicate"] * chosen["shard"]
-        yield _Degrees(pipeline=chosen["pipeline"], parts=parts, context=chosen["context"], tensor=chosen["tensor"])
+        yield replace(named, replicate=named.batch_parts, shard=1)
         return
     for pipeline in divisors(devices):
         for tensor in divisors(devices // pipeline):
             for context in divisors(devices // pipeline // tensor):
-                parts = devices // pipeline // tensor // context
-                yield _Degrees(pipeline=pipeline, parts=parts, context=context, tensor=tensor)
+                parallel = devices // pipeline // tensor // context
+                yield Layout(pipeline=pipeline, replicate=parallel, context=context, tensor=tensor)
 
 
-def _against(w: Workload, degrees: _Degrees, least_piece_tokens: int) -> str | None:
+def _against(w: Workload, degrees: Layout, least_piece_tokens: int) -> str | None:
     """Why these degrees cannot carry the workload, or not usefully."""
     if degrees.pipeline > w.layers:
         return FEW_LAYERS
@@ -131,14 +94,16 @@ def _against(w: Workload, degrees: _Degrees, least_piece_tokens: int) -> str | N
     piece = w.sequence / degrees.context
     if degrees.context > 1 and (w.sequence % (2 * degrees.context) or piece < least_piece_tokens):
         return SEQUENCE
-    return BATCH if degrees.parts > w.batch_sequences else None
+    return BATCH if degrees.replicate > w.batch_sequences else None
 
 
-def _options(w: Workload, degrees: _Degrees, pins: Pins, sends: Sends, refused: Counter[str]) -> dict[str, np.ndarray]:
+def _options(
+    w: Workload, degrees: Layout, constraints: Constraints, profile: Stack, refused: Counter[str]
+) -> dict[str, np.ndarray]:
     """The product of all other knobs for these degrees."""
-    micros = _micros(w, degrees, pins, refused)
-    splits = _splits(degrees, pins)
-    orders = _orders(w, degrees.pipeline, pins, sends, refused)
+    micros = _micros(w, degrees, constraints, refused)
+    splits = _splits(degrees, constraints)
+    orders = _orders(w, degrees.pipeline, constraints, profile.sends, refused)
     experts = _experts(w, degrees)
     weaves = []
     for (shard, what), (virtual, schedule) in product(splits, orders):
@@ -148,16 +113,16 @@ def _options(w: Workload, degrees: _Degrees, pins: Pins, sends: Sends, refused: 
             refused[NOT_TOGETHER] += len(micros) * len(experts)
         else:
             weaves.append((shard, SHARD_WHAT.index(what), virtual, SCHEDULES.index(schedule)))
-    again = _pinned(pins, "recompute", RECOMPUTE)
+    again = _pinned(constraints, "recompute", RECOMPUTE)
     weave, micro, expert, recompute = (
         index.ravel() for index in np.meshgrid(np.arange(len(weaves)), micros, experts, again, indexing="ij")
     )
     shard, what, virtual, schedule = np.array(weaves, dtype=np.int64).reshape(-1, 4)[weave].T
     ones = np.ones(len(weave), dtype=np.int64)
-    return {
+    columns = {
         "pipeline": degrees.pipeline * ones,
         "virtual": virtual,
-        "replicate": degrees.parts // shard,
+        "replicate": degrees.replicate // shard,
         "shard": shard,
         "shard_what": what,
         "context": degrees.context * ones,
@@ -168,14 +133,24 @@ def _options(w: Workload, degrees: _Degrees, pins: Pins, sends: Sends, refused: 
         "recompute": recompute.astype(np.int64),
         "schedule": schedule,
     }
+    useful = constraints.has_micro_sequences | ~_outgrows_caches(w, columns, profile)
+    refused[LONG_MICRO] += int((~useful).sum())
+    return {name: column[useful] for name, column in columns.items()}
 
 
-def _micros(w: Workload, degrees: _Degrees, pins: Pins, refused: Counter[str]) -> list[int]:
+def _outgrows_caches(w: Workload, columns: Mapping[str, np.ndarray], profile: Stack) -> np.ndarray:
+    """Where a micro-batch is larger than a processor's caches want it, unless each costs a gathering of parameters."""
+    tokens = columns["micro_sequences"] * w.sequence
+    gathers = (columns["shard_what"] == SHARD_WHAT.index("parameters")) & (columns["pipeline"] == 1)
+    return (tokens > profile.cached_tokens * columns["context"]) & (columns["micro_sequences"] > 1) & ~gathers
+
+
+def _micros(w: Workload, degrees: Layout, constraints: Constraints, refused: Counter[str]) -> list[int]:
     """Sequences at a time: what divides a group's part of the batch."""
-    part = ceil(w.batch_sequences / degrees.parts)
-    if pins.at_once:
-        return [pins.at_once]
-    if asked := pins.knobs.get("micro_sequences"):
+    part = ceil(w.batch_sequences / degrees.replicate)
+    if constraints.micro_sequences_exactly:
+        return [constraints.micro_sequences_exactly]
+    if asked := constraints.knobs.get("micro_sequences"):
         return [min(int(asked), part)]
     every = divisors(part)
     useful = [m for m in every if m == 1 or m * w.sequence <= LONGEST_MICRO_TOKENS * degrees.context]
@@ -183,19 +158,21 @@ def _micros(w: Workload, degrees: _Degrees, pins: Pins, refused: Counter[str]) -
     return useful
 
 
-def _splits(degrees: _Degrees, pins: Pins) -> list[tuple[int, str]]:
+def _splits(degrees: Layout, constraints: Constraints) -> list[tuple[int, str]]:
     """How many of the groups split what, the rest being copies."""
-    asked = pins.knobs.get("shard_what")
+    asked = constraints.knobs.get("shard_what")
     whats = [str(asked)] if asked else ["optimizer", "parameters"]
-    shards = [pins.degrees.get("shard", 1)] if pins.degrees else divisors(degrees.parts)
+    shards = [constraints.degrees.shard] if constraints.degrees else divisors(degrees.replicate)
     return [(shard, what) for shard in shards for what in (whats if shard > 1 else ["nothing"])]
 
 
-def _orders(w: Workload, pipeline: int, pins: Pins, sends: Sends, refused: Counter[str]) -> list[tuple[int, str]]:
+def _orders(
+    w: Workload, pipeline: int, constraints: Constraints, sends: Sends, refused: Counter[str]
+) -> list[tuple[int, str]]:
     """Chunks of layers on a device and the schedule of the pipeline."""
     if pipeline == 1:
         return [(1, "1f1b")]
-    asked, asked_chunks = pins.knobs.get("schedule"), pins.chunks
+    asked, asked_chunks = constraints.knobs.get("schedule"), constraints.virtual_stages
     found = [(1, "1f1b"), (1, "zero-bubble")] if pipeline > 1 else []
     for virtual in range(2, min(MOST_CHUNKS, w.layers // pipeline) + 1):
         if w.layers % (pipeline * virtual) and (w.layers + 2) % (pipeline * virtual):
@@ -207,7 +184,7 @@ def _orders(w: Workload, pipeline: int, pins: Pins, sends: Sends, refused: Count
     else:
         refused[IN_VAIN] += 1
     kept = [(v, s) for v, s in found if asked in (None, s) and asked_chunks in (None, v)]
-    if kept or not pins.degrees:
+    if kept or not constraints.degrees:
         return kept
     # A person may ask for chunks that do not divide evenly, if there are layers for them.
     chunks = asked_chunks or (2 if asked == "interleaved" else 1)
@@ -217,14 +194,14 @@ def _orders(w: Workload, pipeline: int, pins: Pins, sends: Sends, refused: Count
     return [(chunks, str(asked or ("interleaved" if chunks > 1 else "1f1b")))]
 
 
-def _experts(w: Workload, degrees: _Degrees) -> list[int]:
+def _experts(w: Workload, degrees: Layout) -> list[int]:
     if not w.experts:
         return [1]
-    return divisors(gcd(w.experts, degrees.parts * degrees.context * degrees.tensor))
+    return divisors(gcd(w.experts, degrees.replicate * degrees.context * degrees.tensor))
 
 
-def _pinned(pins: Pins, knob: str, names: Sequence[str]) -> list[int]:
-    asked = pins.knobs.get(knob)
+def _pinned(constraints: Constraints, knob: str, names: Sequence[str]) -> list[int]:
+    asked = constraints.knobs.get(knob)
     return [names.index(str(asked))] if asked else list(range(len(names)))
 
 
@@ -242,8 +219,8 @@ def divisors(number: int) -> list[int]:
     return low + [number // d for d in reversed(low) if d * d != number]
 
 
-def _nothing_left(w: Workload, devices: int, pins: Pins, refused: Counter[str]) -> str:
-    if pins.degrees:
+def _nothing_left(w: Workload, devices: int, constraints: Constraints, refused: Counter[str]) -> str:
+    if constraints.degrees:
         reason = next(reason for reason in (FEW_LAYERS, HEADS, SEQUENCE, BATCH, NOT_TOGETHER) if refused[reason])
         return f"the layout named under [layout] cannot carry this model and batch ({reason}); change it"
     return (

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
-from plait.layout import AXES
 from plait.planner.heterogeneous.batch_shares import WORTH
 from plait.planner.heterogeneous.host_permutations import Turned, other_orders, unlike_roads
 from plait.planner.problem.software_profile import Stack
 from plait.planner.problem.workload import Workload
-from plait.planner.search.enumeration import Pins
-from plait.planner.search.search import Search, search
+from plait.planner.search.constraints import Constraints
+from plait.planner.search.found import Search
+from plait.planner.search.search import search
 
 Places = tuple[int, ...]
 
@@ -26,7 +26,7 @@ def in_best_order(found: Search) -> Search:
     The first one stays the first: it is where a run is started, and the others can take any place. Shares and stages
     that a person named are for the machines as they stand.
     """
-    if not free_to_move(found.pins) or (found.dealer.devices.alike and not unlike_roads(found.cluster)):
+    if not free_to_move(found.constraints) or (found.dealer.devices.alike and not unlike_roads(found.cluster)):
         return found
     here = _step_s(found)
     best = _best(found, other_orders(found.cluster, first_stays=True), (1 - WORTH) * here)
@@ -38,17 +38,19 @@ def in_best_order(found: Search) -> Search:
     return replace(other, turned=Turned(places=places, before_s=here)) if gains or simple else found
 
 
-def in_an_order_that_fits(workload: Workload, cluster: Cluster, stack: Stack, pins: Pins) -> Search | None:
+def in_an_order_that_fits(
+    workload: Workload, cluster: Cluster, stack: Stack, constraints: Constraints
+) -> Search | None:
     """The fastest of the orders behind the first machine; for a question that nothing answers as the machines stand.
 
     Where all hold the same there is none: layers are dealt out by memory as well.
     """
-    if not free_to_move(pins) or len({island.device.memory_bytes for island in cluster.islands}) == 1:
+    if not free_to_move(constraints) or len({island.device.memory_bytes for island in cluster.islands}) == 1:
         return None
     found: list[Search] = []
     for places, other in other_orders(cluster, first_stays=True):
         with suppress(PlaitError):
-            one = search(workload, other, stack=stack, pins=pins)
+            one = search(workload, other, stack=stack, constraints=constraints)
             found.append(replace(one, turned=Turned(places=places, before_s=None)))
     return min(found, key=_rank) if found else None
 
@@ -60,9 +62,9 @@ def better_start(found: Search) -> Search | None:
     return best[1] if best else None
 
 
-def free_to_move(pins: Pins) -> bool:
+def free_to_move(constraints: Constraints) -> bool:
     """Whether nobody named shares or stages, which are for machines as they stand."""
-    return not (pins.shares or pins.stage_layers)
+    return not (constraints.shares or constraints.stage_layers)
 
 
 def _best(found: Search, orders: Sequence[tuple[Places, Cluster]], limit_s: float) -> tuple[Places, Search] | None:
@@ -72,13 +74,17 @@ def _best(found: Search, orders: Sequence[tuple[Places, Cluster]], limit_s: floa
     Orders are compared by what they make of the degrees that are best as the machines stand, chosen and fastest: to
     price all layouts in all of them would take minutes on large clusters.
     """
-    tries = [found.pins] if found.pins.degrees else [_degrees(found, at) for at in {found.chosen, found.fastest}]
-    tried = [(_on(found, other, pins), places, other) for places, other in orders for pins in tries]
+    tries = (
+        [found.constraints]
+        if found.constraints.degrees
+        else [_degrees(found, at) for at in {found.chosen, found.fastest}]
+    )
+    tried = [(_on(found, other, constraints), places, other) for places, other in orders for constraints in tries]
     fits = [(one, places, other) for one, places, other in tried if one]
     if not fits:
         return None
     best, places, other = min(fits, key=lambda one: _rank(one[0]))
-    whole = best if found.pins.degrees else _on(found, other, found.pins)
+    whole = best if found.constraints.degrees else _on(found, other, found.constraints)
     if whole is None or (_holds(found) and not _holds(whole)):
         return None
     saved = _holds(whole) and not _holds(found)
@@ -95,15 +101,14 @@ def _rank(found: Search) -> tuple[bool, float]:
     return not _holds(found), _step_s(found)
 
 
-def _degrees(found: Search, index: int) -> Pins:
-    row = found.candidates.row(index)
-    return replace(found.pins, degrees={axis: int(row[axis]) for axis in AXES})
+def _degrees(found: Search, index: int) -> Constraints:
+    return replace(found.constraints, degrees=found.candidates.degrees(index))
 
 
-def _on(found: Search, cluster: Cluster, pins: Pins) -> Search | None:
+def _on(found: Search, cluster: Cluster, constraints: Constraints) -> Search | None:
     """A question on other machines; None where nothing fits."""
     try:
-        return search(found.workload, cluster, stack=found.stack, pins=pins, tolerance=found.tolerance)
+        return search(found.workload, cluster, stack=found.stack, constraints=constraints, tolerance=found.tolerance)
     except PlaitError:
         return None
 

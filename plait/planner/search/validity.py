@@ -1,54 +1,19 @@
-"""Whether a layout fits a model, a batch and a machine: from the named degrees to a Layout, or one sentence why not."""
+"""Whether a layout can carry a model and a batch on a machine, or one sentence with the mend."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
-from plait.layout import AXES, Layout, conflict
+from plait.layout import Layout, conflict
 from plait.model.shape import ModelShape, weight_sizes
+from plait.planner.problem.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates
 from plait.planner.problem.stage_partition import balanced
-from plait.recipe.schema import RunConfig
 
 UNCUT = "layout.stage_layers and layout.virtual_stages cut a pipeline; set layout.pipeline above 1, too"
 """Why stages cannot be named where no pipeline is."""
-
-
-def named_degrees(config: RunConfig) -> dict[str, int]:
-    """The degrees that the recipe names; as soon as there is one, those not named are 1."""
-    asked = {axis: getattr(config.layout, axis) for axis in AXES}
-    return {axis: degree for axis, degree in asked.items() if degree != "auto"}
-
-
-def layout_of(config: RunConfig, shape: ModelShape, degrees: dict[str, int]) -> Layout:
-    """The layout with these degrees and, for all else, what the recipe asks or what is usual."""
-    asked = config.layout
-    pipeline = degrees.get("pipeline", 1)
-    virtual = 1 if asked.virtual_stages == "auto" else asked.virtual_stages
-    if asked.stage_layers != "auto":
-        if asked.virtual_stages != "auto" and len(asked.stage_layers) != pipeline * virtual:
-            raise PlaitError(
-                f"layout.stage_layers names {len(asked.stage_layers)} stages, and layout.virtual_stages = {virtual} on "
-                f"{pipeline} pipeline workers are {pipeline * virtual}; leave one of the two out"
-            )
-        virtual = len(asked.stage_layers) // pipeline
-    schedule = asked.schedule
-    if schedule == "auto":
-        schedule = "interleaved" if virtual > 1 else "1f1b"
-    stages = pipeline * virtual
-    layers = asked.stage_layers
-    if layers == "auto":
-        layers = balanced_stages(shape, stages) if stages > 1 else ()
-    return Layout(
-        **degrees,
-        shard_what="optimizer" if asked.shard_what == "auto" else asked.shard_what,
-        schedule=schedule,
-        stage_layers=layers,
-        recompute="none" if asked.recompute == "auto" else asked.recompute,
-    )
 
 
 def balanced_stages(shape: ModelShape, stages: int) -> tuple[int, ...]:
@@ -155,14 +120,15 @@ def _check_stages(layout: Layout, shape: ModelShape) -> None:
         )
 
 
-def layout_from(row: Mapping[str, int | str], stage_layers: tuple[int, ...]) -> Layout:
-    """A candidate of the planner as the layout that runs; `stage_layers` only where it has a pipeline."""
-    pipeline = int(row["pipeline"])
+def layout_of_candidate(candidates: Candidates, index: int, stage_layers: tuple[int, ...]) -> Layout:
+    """One candidate as the layout that runs; `stage_layers` only where it has a pipeline."""
+    degrees = candidates.degrees(index)
+    assert candidates.expert[index] == 1, "nothing runs expert parallelism yet"
+    what = SHARD_WHAT[int(candidates.shard_what[index])]
     return replace(
-        Layout(),
-        **{axis: int(row[axis]) for axis in AXES},
-        shard_what="parameters" if row["shard_what"] == "parameters" else "optimizer",
-        schedule=row["schedule"] if pipeline > 1 else "1f1b",
+        degrees,
+        shard_what="parameters" if what == "parameters" else "optimizer",
+        schedule=SCHEDULES[int(candidates.schedule[index])] if degrees.pipeline > 1 else "1f1b",
         stage_layers=stage_layers,
-        recompute=row["recompute"],
+        recompute=RECOMPUTE[int(candidates.recompute[index])],
     )

@@ -1,8 +1,6 @@
-"""Keeps a run's shares of the batch, or the layers of a pipeline's stages, in step with its ranks' speeds: measures,
-obeys, and records; decides nothing.
+"""Keeps shares of the batch, or layers of pipeline stages, in step with the ranks' speeds: measures, obeys, records.
 
-plait/planner/rebalancing/batch_rebalance.py and recut.py decide, on rank 0, and every change is on the disk before the
-first step that obeys it.
+What changes is decided on rank 0 by planner/rebalancing, and is on the disk before the first step that obeys it.
 """
 
 from __future__ import annotations

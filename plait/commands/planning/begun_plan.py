@@ -1,0 +1,46 @@
+"""The plan to go on with: a begun run's own, for a raised budget, other machines or other hosts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plait.commands.planning.make_plan import Say, Site, replan
+from plait.commands.planning.workers import (
+    PlacedCrew,
+)
+from plait.data.shards import Corpus
+from plait.errors import PlaitError
+from plait.planner.derive.intervals import longer, with_reports
+from plait.planner.derive.model_size import budget_of
+from plait.planner.plan import Plan, same_hosts
+from plait.recipe.schema import RunConfig
+
+
+def plan_of_begun(
+    config: RunConfig, plan: Plan, corpus: Corpus, site: Site, workers: PlacedCrew, *, fresh: bool, say: Say
+) -> Plan:
+    """The plan to go on with: the run's own, with more steps or another split where that was asked or is needed."""
+    if corpus.content_hash != plan.corpus_hash:
+        raise PlaitError(
+            "the text (or its tokenizer) is not what this run was begun with; bring it back, or choose another run.name"
+        )
+    plan = replace(plan, corpus=str(corpus.folder))
+    before = plan.budget
+    if budget_of(config) != before:
+        plan = longer(config, plan)
+        say(f"budget   {before} → {plan.budget}: {plan.steps} steps in all")
+    moved = site.machine.fingerprint() != plan.fingerprint
+    if moved or fresh or _has_other_workers(plan, workers):
+        plan = replace(plan, hosts=())
+        asked = "as asked" if fresh else "the hosts are not those it was made for"
+        why = "this machine is not the one it was made for" if moved else asked
+        plan = replan(config, plan, corpus, site, workers)
+        say(f"plan     a new one for the remaining steps ({why}); {plan.steps} steps in all, as before")
+    return with_reports(config, plan)
+
+
+def _has_other_workers(plan: Plan, workers: PlacedCrew) -> bool:
+    """Whether a plan is for others than these: for another number of workers, or for hosts of another kind or order."""
+    if workers.fixed_workers is None:
+        return bool(plan.hosts)  # it was made for several, and here is one
+    return workers.fixed_workers.workers != plan.world_size or not same_hosts(workers.placed(plan).hosts, plan.hosts)

@@ -1,0 +1,100 @@
+"""The answer of `plait plan` for one cluster: the plan, and the report that explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from textwrap import fill
+
+from plait.cluster.cluster import Cluster
+from plait.commands.preparing.usual_corpus import known_or_usual_corpus
+from plait.errors import PlaitError
+from plait.model.shape import parameter_count
+from plait.planner.calibration.factors import taught_words
+from plait.planner.derive.resources import Resources
+from plait.planner.explain.report import Section, explained
+from plait.planner.page.page import Chapter
+from plait.planner.plan import Plan
+from plait.planner.resolve.resolve import draft, settle
+from plait.planner.resolve.worker_layouts import choose
+from plait.planner.search.found import Search
+from plait.recipe.schema import RunConfig
+from plait.units import format_count
+
+WIDTH = 110
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The plan for one cluster."""
+
+    plan: Plan
+    found: Search
+    notes: tuple[str, ...]
+    """What was derived or assumed."""
+    sections: tuple[Section, ...]
+
+
+def answer(config: RunConfig, resources: Resources, *, top: int) -> Answer:
+    """Plan a recipe on machines that need not be there; what hangs on text that was not prepared takes usual values."""
+    corpus, assumed = known_or_usual_corpus(config)
+    drafted = draft(config, corpus, resources, recipe_hash="")
+    chosen, notes = choose(drafted.layouts), [*assumed, *drafted.request.notes]
+    found, forecast = chosen.search, chosen.forecast
+    if found is None or forecast is None:
+        raise PlaitError(
+            f"{resources.machine.name} is not in plait's catalogue; describe it in a cluster.json and pass --cluster"
+        )
+    if lesson := taught_words(forecast.calibration, forecast.items, forecast.basis):
+        notes.append(lesson)
+    plan = settle(config, drafted, [chosen])
+    sections = explained(found, plan.budget, top=top)
+    return Answer(plan=plan, found=found, notes=tuple(notes), sections=sections)
+
+
+def answer_text(one: Answer) -> str:
+    """The whole answer for people."""
+    cluster, w = one.found.cluster, one.found.workload
+    lines = [
+        f"plan     {format_count(parameter_count(one.plan.shape))} parameters on {cluster.name}: {_devices(cluster)}",
+        f"batch    {w.batch_sequences:,} sequences of {w.sequence:,} tokens a step, {w.precision}",
+        *(f"         · {note}" for note in one.notes),
+    ]
+    for section in one.sections:
+        lines += [f"{section.title if first == 0 else '':8} {line}" for first, line in enumerate(section.lines)]
+    return "\n".join(_wrapped(line) for line in lines) + "\n"
+
+
+def _wrapped(line: str) -> str:
+    indent = " " * (11 if line[9:10] == "·" else 9)
+    return fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def side_by_side(answers: Sequence[Answer]) -> str:
+    """Several clusters in a table."""
+    rows = [("cluster", "step", "tokens/s", "layout")]
+    for one in answers:
+        step_s = float(one.found.step_s[one.found.chosen])
+        tokens = format_count(one.found.workload.tokens / step_s)
+        rows.append((one.found.cluster.name, f"{step_s:.3g} s", tokens, one.sections[0].lines[0]))
+    wide = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, wide, strict=False)), row[3]]) for row in rows
+    )
+
+
+def _devices(cluster: Cluster) -> str:
+    islands = [f"{i.nodes} × ({i.per_node} × {i.device.name})" for i in cluster.islands]
+    joined = f", joined by {cluster.between.name}" if cluster.nodes > 1 else ""
+    return " + ".join(islands) + joined
+
+
+def chapter_of(one: Answer) -> Chapter:
+    """The answer as a chapter of the page with pictures."""
+    return Chapter(
+        found=one.found,
+        parameters=parameter_count(one.plan.shape),
+        machines=_devices(one.found.cluster),
+        notes=one.notes,
+        sections=one.sections,
+    )

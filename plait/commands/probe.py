@@ -1,0 +1,135 @@
+"""`plait probe`: measures what this machine, or several hosts, can do; prints a table, writes a cluster.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from plait.cluster.catalog import network
+from plait.cluster.cluster import cluster_json, cluster_of, cluster_of_hosts
+from plait.cluster.measured import (
+    Measured,
+)
+from plait.cluster.probe.request import CPU_TOKENS, ProbeRequest, probe_request, typical_request
+from plait.cluster.topology import Machine, usable_cores
+from plait.commands.hosts.invitation import HostsAsked
+from plait.commands.hosts.leader_workers import hosts_crew
+from plait.commands.planning.make_plan import Site, look_around
+from plait.commands.planning.output_files import check_output, write_output
+from plait.commands.planning.workers import Crew, crew, serve_if_asked
+from plait.commands.preparing.usual_corpus import known_or_usual_corpus
+from plait.commands.probing.measurements import Extent, Fresh, measured_by
+from plait.commands.probing.survey import described
+from plait.commands.probing.table import table
+from plait.errors import PlaitError, RunFailed
+from plait.planner.derive.resources import Need, on_paper
+from plait.planner.resolve.request import request_of
+from plait.recipe.load import load_recipe
+
+
+def probe(
+    recipe: Path | None,
+    overrides: Sequence[str],
+    *,
+    workers: int | None,
+    threads: int | None,
+    fresh: Fresh,
+    out: Path | None,
+    screen: Console,
+) -> None:
+    """Measure this machine for a recipe's model or for usual ones, print a table, write a cluster.json where asked.
+
+    Raises RunFailed with the name of a dead device or link, PlaitError for what cannot be measured.
+    """
+    if serve_if_asked():
+        return
+    check_output(out)
+    with crew() as hands:
+        site = look_around(hands, usable_cores())
+        extent = extent_for(site.machine, workers, threads, hands)
+        asked = asked_for(recipe, overrides, site, extent)
+        measured = measured_by(hands, [site.machine], asked, extent, fresh=fresh)
+    screen.print(table(measured), markup=False, soft_wrap=True)
+    if measured.noise:
+        screen.print(f"unsteady {measured.noise}; close them and give plait probe --again")
+    if out is not None:
+        write_output(out, with_cluster(measured, site, extent))
+        screen.print(f"wrote    {out}", soft_wrap=True)
+
+
+def extent_for(machine: Machine, workers: int | None, threads: int | None, hands: Crew) -> Extent:
+    """As many workers as asked, or one a device and, on processors, one a core; raises PlaitError for too many."""
+    if hands.fixed_workers is not None:
+        return Extent(workers=hands.fixed_workers.workers, threads=hands.fixed_workers.threads)
+    usual = machine.devices if machine.device == "cuda" else max(1, machine.cores // (threads or 1))
+    count = workers or usual
+    if machine.device == "cuda" and count > machine.devices:
+        raise PlaitError(f"--workers {count} are more than this machine's {machine.devices} GPUs; choose fewer")
+    if machine.device == "cpu" and count * (threads or 1) > machine.cores:
+        raise PlaitError(
+            f"{count} workers of {threads or 1} threads want more than this machine's {machine.cores} cores, and would "
+            "only measure how they take turns; choose fewer --workers or --threads"
+        )
+    return Extent(workers=count, threads=threads or max(1, machine.cores // count))
+
+
+def asked_for(recipe: Path | None, overrides: Sequence[str], site: Site, extent: Extent) -> ProbeRequest:
+    """What a recipe's model needs measured, or usual models without one."""
+    device = site.machine.device
+    if recipe is None:
+        return typical_request(device, extent.threads)
+    config = load_recipe(recipe, overrides)
+    cluster = cluster_of(site.machine, site.peak_flops if device == "cpu" else None)
+    corpus, _ = known_or_usual_corpus(config)
+    job = request_of(config, corpus, on_paper(cluster)).job
+    sequence = job.shape.sequence
+    sequences = config.layout.micro_sequences
+    if sequences == "auto":
+        most = max(1, CPU_TOKENS // sequence) if device == "cpu" else job.batch_sequences
+        sequences = min(most, job.batch_sequences)
+    return probe_request(
+        job.shape,
+        sequence=sequence,
+        sequences=sequences,
+        device=device,
+        precision="bf16" if job.precision == "bf16" else "float32",
+        threads=extent.threads,
+    )
+
+
+def with_cluster(measured: Measured, site: Site, extent: Extent) -> str:
+    """The text of a cluster.json: this machine, with what was measured under "measured"."""
+    machine = site.machine
+    if machine.device == "cpu":
+        cluster = cluster_of(machine, site.peak_flops, workers=extent.workers)
+    else:
+        cluster = cluster_of(replace(machine, devices=extent.workers))
+    return cluster_json(replace(cluster, measured=measured))
+
+
+def probe_hosts(
+    recipe: Path, overrides: Sequence[str], *, hosts: HostsAsked, out: Path | None, screen: Console
+) -> None:
+    """Wait for the other hosts, measure what the recipe's model needs on all at once, tell it, write cluster.json.
+
+    Blocks until all have joined (`plait join`). Raises PlaitError or RunFailed in one sentence.
+    """
+    check_output(out)
+    config = load_recipe(recipe, overrides)
+    with hosts_crew(hosts, config=config, folder=Path("runs") / config.run.name, screen=screen) as workers:
+        found = workers.hosts()
+        corpus, _ = known_or_usual_corpus(config)
+        job = request_of(config, corpus, on_paper(cluster_of_hosts(found, network(1, "machine")))).job
+        need = Need(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision)
+        cluster = described(workers, found, need, fresh="again")
+    if cluster.measured is None:
+        raise RunFailed("the probe came to no end; give the same command again")
+    screen.print(table(cluster.measured), markup=False, soft_wrap=True)
+    if cluster.measured.noise:
+        screen.print(f"unsteady {cluster.measured.noise}; close them and give the same command again")
+    if out is not None:
+        write_output(out, cluster_json(cluster))
+        screen.print(f"wrote    {out}", soft_wrap=True)

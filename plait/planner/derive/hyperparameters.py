@@ -1,0 +1,56 @@
+"""The numbers of training that a recipe leaves open: AdamW's, the warm-up, and whether documents are masked."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from plait.planner.derive import scaling_rules
+from plait.planner.derive.model_size import CorpusFacts
+from plait.planner.plan import OptimizerPlan
+from plait.recipe.schema import RunConfig
+from plait.units import format_count
+
+
+def optimizer_plan(config: RunConfig, flops: float, batch_tokens: int, why: list[str]) -> OptimizerPlan:
+    """AdamW's numbers for a run of so many training FLOPs, its warm-up still open."""
+    asked = config.optimizer
+    lr = asked.lr
+    if lr == "auto":
+        usual = scaling_rules.batch_tokens(flops)
+        lr = float(
+            f"{scaling_rules.lr_for_batch(scaling_rules.peak_lr(flops), batch=batch_tokens, usual_batch=usual):.3g}"
+        )
+        why.append(f"peak learning rate {lr:g}: for {flops:.1e} FLOPs and this batch (DeepSeek LLM 2024, Malladi 2022)")
+    clip = 1.0 if asked.clip == "auto" else asked.clip
+    return OptimizerPlan(
+        lr=lr,
+        warmup_steps=0,
+        weight_decay=0.1 if asked.weight_decay == "auto" else asked.weight_decay,
+        betas=(0.9, 0.95) if asked.betas == "auto" else asked.betas,
+        clip=None if clip == "never" else clip,
+        schedule="cosine" if asked.schedule == "auto" else asked.schedule,
+    )
+
+
+def warmup_steps(config: RunConfig, steps: int, why: list[str]) -> int:
+    """Steps over which the learning rate rises."""
+    asked = config.optimizer.warmup_steps
+    if asked != "auto":
+        return asked
+    warmup = scaling_rules.warmup_steps(steps)
+    why.append(f"warm-up {warmup} steps: a twentieth of the run, 10 to 2,000 steps (after Goyal 2017)")
+    return warmup
+
+
+def documents_mode(config: RunConfig, corpus: CorpusFacts, sequence: int, why: list[str]) -> Literal["mask", "join"]:
+    """Whether attention stays inside documents ("mask") or crosses them within a window ("join")."""
+    asked = config.data.mask_documents
+    if asked != "auto":
+        return "mask" if asked else "join"
+    mean = corpus.train_tokens / max(1, corpus.documents)
+    short = mean < 8 * sequence
+    told = f"documents have {format_count(mean)} tokens on average"
+    why.append(
+        f"attention stays inside documents: {told}" if short else f"documents are joined: {told}, few windows hold two"
+    )
+    return "mask" if short else "join"

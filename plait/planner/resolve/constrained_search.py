@@ -1,0 +1,107 @@
+"""The search for a request on one cluster: within its constraints, on the hosts in their best order, and with
+micro-batches of a size that suits processors."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from plait.cluster.cluster import Cluster
+from plait.layout import Layout
+from plait.planner.derive.micro_batch import MORE_COSTS, fewer_gatherings, micros_to_price, usual_micro
+from plait.planner.explain.fit_suggestions import mended
+from plait.planner.explain.unequal_devices import shares_of
+from plait.planner.heterogeneous.batch_shares import equal_shares
+from plait.planner.problem.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT
+from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.workload import Workload
+from plait.planner.resolve.request import Request
+from plait.planner.search.constraints import Constraints
+from plait.planner.search.found import Search
+from plait.planner.search.host_order import in_an_order_that_fits, in_best_order
+from plait.planner.search.search import DoesNotFit, search
+from plait.planner.search.validity import layout_of_candidate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundLayout:
+    """One layout of a search."""
+
+    layout: Layout
+    search: Search
+    """All layouts beside it; on processors a search for this one alone, where its micro-batches have another size."""
+    index: int
+    """Of the layout among the search's candidates."""
+    notes: tuple[str, ...] = ()
+    """Why its micro-batches have another size than usual."""
+
+
+def constrained_search(workload: Workload, cluster: Cluster, profile: Stack, constraints: Constraints) -> Search:
+    """Search within constraints, on the hosts in their best order; raises PlaitError with the mend where nothing fits.
+
+    Beside named degrees nothing is computed again, and `shard` splits the optimizer's state alone, unless only more of
+    it fits: so that a name means the same on every machine that it can run on.
+    """
+    usual = constraints
+    if constraints.degrees:
+        knobs = {"recompute": "none"} | ({"shard_what": "optimizer"} if constraints.degrees.shard > 1 else {})
+        usual = replace(constraints, knobs={**knobs, **constraints.knobs})
+        with suppress(DoesNotFit):
+            found = search(workload, cluster, stack=profile, constraints=usual)
+            if found.reserved(found.chosen) <= found.capacity(found.chosen):
+                return in_best_order(found)
+    try:
+        return in_best_order(search(workload, cluster, stack=profile, constraints=constraints))
+    except DoesNotFit as error:
+        for tried in [usual] if usual is constraints else [usual, constraints]:
+            if reordered := in_an_order_that_fits(workload, cluster, profile, tried):
+                return reordered
+        raise mended(error, constraints, profile) from None
+
+
+def found_layout(request: Request, found: Search, index: int) -> FoundLayout:
+    """One candidate of a search as it would run: on processors with micro-batches of a size that suits them."""
+    cut = found.stage_layers(index) if int(found.candidates.pipeline[index]) > 1 else ()
+    layout = layout_of_candidate(found.candidates, index, cut)
+    on_processors = all(island.device.kind == "cpu" for island in found.cluster.islands)
+    if not on_processors or "micro_sequences" in request.constraints.knobs:
+        return FoundLayout(layout=layout, search=found, index=index)
+    return _with_suitable_micro_batches(request, FoundLayout(layout=layout, search=found, index=index))
+
+
+def _with_suitable_micro_batches(request: Request, one: FoundLayout) -> FoundLayout:
+    """The same layout with as many sequences at a time as suit a processor; unchanged where these do not fit."""
+    layout, batch = one.layout, request.workload.batch_sequences
+    unequal = shares_of(one.search, one.index)
+    shares = unequal or equal_shares(batch, layout.batch_parts)
+    usual = usual_micro(batch, layout, request.workload.sequence)
+    best, taken = one.search, 0
+    may_grow = bool(unequal) and request.shares_may_change
+    for size in micros_to_price(usual, layout, shares, may_grow=may_grow):
+        constraints = _exactly(request, one, size)
+        with suppress(DoesNotFit):
+            tried = search(request.workload, one.search.cluster, stack=one.search.stack, constraints=constraints)
+            if not taken or tried.step_s[tried.chosen] < (1 - MORE_COSTS) * best.step_s[best.chosen]:
+                best, taken = tried, size
+    if not taken:
+        return one
+    notes = fewer_gatherings(usual, taken, max(shares)) if taken > usual else []
+    return replace(one, search=best, index=best.chosen, notes=tuple(notes))
+
+
+def _exactly(request: Request, one: FoundLayout, micro_sequences: int) -> Constraints:
+    """This layout and no other, with micro-batches of one size."""
+    candidates, at = one.search.candidates, one.index
+    what = SHARD_WHAT[int(candidates.shard_what[at])]
+    knobs: dict[str, int | str] = {
+        "virtual": int(candidates.virtual[at]),
+        "schedule": SCHEDULES[int(candidates.schedule[at])],
+        "recompute": RECOMPUTE[int(candidates.recompute[at])],
+    }
+    return Constraints(
+        degrees=candidates.degrees(at),
+        knobs=knobs if what == "nothing" else {**knobs, "shard_what": what},
+        stage_layers=request.constraints.stage_layers,
+        shares=request.constraints.shares,
+        micro_sequences_exactly=micro_sequences,
+    )
