@@ -16,7 +16,7 @@ from plait.data.shards import Corpus, Shard
 from plait.layout import Layout
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape
-from plait.parallel.apply import STAGES, weave
+from plait.parallel.apply import STAGES, parallelize
 from plait.parallel.mesh import make_mesh, world_sums
 from plait.planner.plan import OptimizerPlan, Plan
 from plait.trainer.assemble import make_autocast, runners, samples_of
@@ -46,7 +46,7 @@ def main() -> None:
     mesh = make_mesh(plan.layout, "cpu")
     model = GPT(plan.shape)
     model.load_state_dict(weights(load_file(orders.workdir / "init.safetensors")))
-    woven = weave(model, mesh, plan.execution, STAGES)
+    woven = parallelize(model, mesh, plan.execution, STAGES)
     optimizer = make_optimizer(woven.units, plan.optimizer)
     decay_all_matrices(optimizer, workload.weight_decay)
     world = world_sums()

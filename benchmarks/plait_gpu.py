@@ -21,7 +21,7 @@ from plait.layout import Layout
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape, parameter_count, training_flops_per_token
-from plait.parallel.apply import weave
+from plait.parallel.apply import parallelize
 from plait.parallel.mesh import make_mesh, world_sums
 from plait.planner.plan import OptimizerPlan, Plan
 from plait.trainer.assemble import make_autocast, runners
@@ -64,7 +64,7 @@ def train(flags: argparse.Namespace, work: Workload, device: torch.device) -> Me
     model = GPT(plan.shape).to(device)
     initialize(model, work.seed)
     mesh = make_mesh(plan.layout, plan.device)
-    woven = weave(model, mesh, plan.execution)
+    woven = parallelize(model, mesh, plan.execution)
     optimizer = make_optimizer(woven.units, plan.optimizer)
     run_micros, _ = runners(woven, make_autocast(plan.precision, device))
     window = torch.randint(work.vocabulary, (work.sequences_per_rank, work.sequence + 1), device=device)

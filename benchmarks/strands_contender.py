@@ -17,7 +17,7 @@ from plait.data.loader import Loader, heldout_micros
 from plait.data.shards import Corpus, Shard
 from plait.layout import Layout
 from plait.model.gpt import GPT
-from plait.parallel.apply import STAGES, weave
+from plait.parallel.apply import STAGES, parallelize
 from plait.parallel.mesh import ALONE, make_mesh, world_sums
 from plait.planner.plan import OptimizerPlan, Plan
 from plait.planner.search.validity import balanced_stages
@@ -81,7 +81,7 @@ def assembled(work: Work, plan: Plan) -> Assembly:
     with torch.device("meta" if together else "cpu"):
         model = GPT(plan.shape)
     mesh = make_mesh(plan.layout, "cpu") if together else None
-    woven = weave(model, mesh, plan.execution, STAGES if together else ())
+    woven = parallelize(model, mesh, plan.execution, STAGES if together else ())
     put_first_values(woven, plan.shape, work.seed)
     sums = world_sums() if together else ALONE
     samples = samples_of(plan, plan.layout, sums.index, device)

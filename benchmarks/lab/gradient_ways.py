@@ -29,12 +29,12 @@ from plait.data.loader import Micro
 from plait.layout import Layout
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape, parameter_count
-from plait.parallel.apply import STAGES, Stage, weave
+from plait.parallel.apply import STAGES, Stage, parallelize
 from plait.parallel.comm.reduction import Transfer
 from plait.parallel.gradients import buckets
 from plait.parallel.mesh import ALONE, make_mesh, world_sums
 from plait.parallel.replicate import replicate
-from plait.parallel.sharded_model import LossOf, Woven
+from plait.parallel.sharded_model import LossOf, ShardedModel
 from plait.planner.plan import OptimizerPlan, Plan
 from plait.trainer.optim import make_optimizer
 from plait.trainer.step import make_forward, make_loss, run_micros_in_turn, take_step
@@ -128,7 +128,7 @@ def _step_of(way: Way) -> tuple[Step, Callable[[], object]]:
         stages = (*STAGES[:-1], replace(STAGES[-1], apply=last))
     with torch.device("meta" if stages else "cpu"):
         model = GPT(SHAPE)
-    woven = weave(model, mesh, plan.execution, stages)
+    woven = parallelize(model, mesh, plan.execution, stages)
     _slow_down(woven.chunks[0], way.micros)
     _random_weights(woven)
     optimizer = make_optimizer(woven.units, plan.optimizer)
@@ -162,7 +162,7 @@ class _WithLoss(torch.nn.Module):
     def __init__(self, model: GPT) -> None:
         super().__init__()
         self.model = model
-        self.loss_of: LossOf = make_loss(_no_cast, Woven(chunks=(model,), gradients=None).vocabulary)  # type: ignore[arg-type]
+        self.loss_of: LossOf = make_loss(_no_cast, ShardedModel(chunks=(model,), gradients=None).vocabulary)  # type: ignore[arg-type]
 
     def forward(self, micro: Micro) -> torch.Tensor:
         return self.loss_of(self.model(micro.inputs, None, None), self.model, micro)
@@ -171,7 +171,7 @@ class _WithLoss(torch.nn.Module):
 _no_cast = torch.enable_grad
 
 
-def _random_weights(woven: Woven) -> None:
+def _random_weights(woven: ShardedModel) -> None:
     with torch.no_grad():
         for held in woven.weights:
             held.tensor.normal_(std=0.02)

@@ -17,7 +17,7 @@ from plait.data.sources import Source
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.model.gpt import GPT
-from plait.parallel.sharded_model import alone
+from plait.parallel.sharded_model import unsharded
 from plait.planner.plan import Plan
 from plait.trainer.assemble import make_autocast, runners, samples_of
 
@@ -53,7 +53,7 @@ def _prepared(files: Sequence[str], corpus: Corpus, cache: Path) -> Corpus:
 def _sums(model: GPT, corpus: Corpus, plan: Plan) -> tuple[float, float]:
     """The summed loss and the number of tokens, by one process."""
     device = next(model.parameters()).device
-    _, evaluate_micros = runners(alone(model), make_autocast(plan.precision, device))
+    _, evaluate_micros = runners(unsharded(model), make_autocast(plan.precision, device))
     lean = replace(plan, micro_sequences=min(plan.micro_limits or (plan.micro_sequences,)))
     windows = heldout_micros(corpus, samples_of(lean, Layout(), rank=0, device=device))
     loss_sum, tokens = evaluate_micros(windows).tolist()

@@ -15,7 +15,7 @@ from plait.parallel.pipeline.one_owner import keep_at_one_end
 from plait.parallel.pipeline.stage import pipeline
 from plait.parallel.recompute import recompute
 from plait.parallel.replicate import replicate
-from plait.parallel.sharded_model import Woven, alone
+from plait.parallel.sharded_model import ShardedModel, unsharded
 from plait.parallel.sharding.shard import shard
 from plait.parallel.tensor.cut import tensor
 from plait.partition.execution import Execution
@@ -26,7 +26,7 @@ class Stage:
     """One thing done to the model, the mesh axis it works along, and why it stands where it does."""
 
     axis: str
-    apply: Callable[[Woven, DeviceMesh, Execution], Woven]
+    apply: Callable[[ShardedModel, DeviceMesh, Execution], ShardedModel]
     reason: str
 
 
@@ -47,9 +47,11 @@ STAGES: tuple[Stage, ...] = (
 )
 
 
-def weave(model: GPT, mesh: DeviceMesh | None, execution: Execution, stages: Sequence[Stage] = STAGES) -> Woven:
+def parallelize(
+    model: GPT, mesh: DeviceMesh | None, execution: Execution, stages: Sequence[Stage] = STAGES
+) -> ShardedModel:
     """Apply the stages in order; without stages the model stays one process' own. Every rank must call it."""
-    woven = alone(model)
+    woven = unsharded(model)
     for stage in stages:
         assert mesh is not None, "a stage needs a mesh"
         woven = stage.apply(woven, mesh, execution)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.parallel.sharded_model import Woven
+from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
 
 SIZES = 64
@@ -12,7 +12,7 @@ SIZES = 64
 torch's own limit of eight a layer would run uncompiled from then on, with no word of it."""
 
 
-def compile_layers(woven: Woven, mesh: DeviceMesh, execution: Execution) -> Woven:
+def compile_layers(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Compile the layers in place; parameter names stay as they are."""
     if execution.compile == "blocks":
         import torch._dynamo.config as dynamo  # more than a second of imports

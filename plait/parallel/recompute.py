@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 
 from plait.model.attention import Rows
 from plait.model.gpt import Layer, Run, run_layer
-from plait.parallel.sharded_model import Woven
+from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
 
 _aten: Any = torch.ops.aten
@@ -37,7 +37,7 @@ ATTENTION = (
 )
 
 
-def recompute(woven: Woven, mesh: DeviceMesh, execution: Execution) -> Woven:
+def recompute(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Let every layer keep as little as the layout asks; names and numbers of weights stay."""
     if execution.layout.recompute != "none":
         run = run_for(execution)

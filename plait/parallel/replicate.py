@@ -17,12 +17,14 @@ from plait.parallel.gradients.buckets import BUCKET_BYTES, whole_units
 from plait.parallel.gradients.reduce import Reducer
 from plait.parallel.gradients.shared_weights import shared_weights
 from plait.parallel.mesh import make_groups
-from plait.parallel.sharded_model import Held, Woven
+from plait.parallel.sharded_model import Held, ShardedModel
 from plait.partition.boxes import sharing_sets
 from plait.partition.execution import Execution
 
 
-def replicate(woven: Woven, mesh: DeviceMesh, execution: Execution, *, bucket_bytes: int = BUCKET_BYTES) -> Woven:
+def replicate(
+    woven: ShardedModel, mesh: DeviceMesh, execution: Execution, *, bucket_bytes: int = BUCKET_BYTES
+) -> ShardedModel:
     """Sum every gradient over the ranks that hold the same weight, during backward. Every rank must call it."""
     layout = execution.layout
     weights, groups = shared_weights(woven, execution), make_groups(sharing_sets(execution.shape, layout))

@@ -165,7 +165,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Woven:
+class ShardedModel:
     """The model of this rank, and how it belongs to the others."""
 
     chunks: tuple[GPT, ...]
@@ -192,10 +192,10 @@ class Woven:
             yield from chunk.named_parameters()
 
 
-def alone(model: GPT) -> Woven:
+def unsharded(model: GPT) -> ShardedModel:
     """A whole model in one process, before any stage."""
     named = list(model.named_parameters())
-    return Woven(
+    return ShardedModel(
         chunks=(model,),
         weights=tuple(Held(name=name, tensor=p.detach(), box=whole(p.shape)) for name, p in named),
         units=tuple(plain_unit(name, p, whole(p.shape), owned=True) for name, p in named),

@@ -19,9 +19,9 @@ from plait.layout import Layout
 from plait.model.gpt import GPT
 from plait.model.init import first_value
 from plait.model.shape import ModelShape
-from plait.parallel.apply import STAGES, Stage, weave
+from plait.parallel.apply import STAGES, Stage, parallelize
 from plait.parallel.mesh import Sums
-from plait.parallel.sharded_model import Woven
+from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Precision
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
@@ -47,7 +47,7 @@ class Assembly:
 
     plan: Plan
     device: torch.device
-    woven: Woven
+    woven: ShardedModel
     optimizer: torch.optim.Optimizer
     corpus: Corpus
     loader: Loader
@@ -110,7 +110,7 @@ def assemble(
     # Described first, cut next, and only then given memory: a rank never holds more than its part.
     with torch.device("meta" if stages else device):
         model = GPT(plan.shape)
-    woven = weave(
+    woven = parallelize(
         model.to(torch.float64 if plan.precision == "float64" else torch.float32), mesh, plan.execution, stages
     )
     if fresh:
@@ -134,7 +134,7 @@ def assemble(
 
 
 @torch.no_grad()
-def put_first_values(woven: Woven, shape: ModelShape, seed: int) -> None:
+def put_first_values(woven: ShardedModel, shape: ModelShape, seed: int) -> None:
     """Fill this rank's weights from the seed: each a part of the value that it has in one process."""
     for held in woven.weights:
         value = first_value(held.name, shape, seed)
@@ -162,7 +162,7 @@ def samples_of(plan: Plan, layout: Layout, rank: int, device: torch.device) -> S
     )
 
 
-def runners(woven: Woven, autocast: Autocast) -> tuple[RunMicros, EvaluateMicros]:
+def runners(woven: ShardedModel, autocast: Autocast) -> tuple[RunMicros, EvaluateMicros]:
     """How micro-batches go through what was woven, in training and in evaluation: in turn, or through a pipeline."""
     forward, loss_of = make_forward(autocast), make_loss(autocast, woven.vocabulary)
     pipe = woven.pipe

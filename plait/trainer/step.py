@@ -13,7 +13,7 @@ from plait.data.loader import Micro
 from plait.model.attention import Documents
 from plait.model.gpt import GPT
 from plait.parallel.mesh import Sums
-from plait.parallel.sharded_model import Forward, LossOf, Vocabulary, Woven
+from plait.parallel.sharded_model import Forward, LossOf, ShardedModel, Vocabulary
 from plait.trainer.loss import IGNORED, sum_of_losses
 from plait.trainer.optim import clip_factor, owned_squares, update
 
@@ -37,7 +37,7 @@ class Scalars:
 def take_step(
     micros: Sequence[Micro],
     *,
-    woven: Woven,
+    woven: ShardedModel,
     run_micros: RunMicros,
     sums: Sums,
     optimizer: torch.optim.Optimizer,
@@ -57,7 +57,7 @@ def take_step(
     return Scalars(totals=torch.stack([loss_sum, tokens]), norm=norm)
 
 
-def run_micros_in_turn(micros: Sequence[Micro], *, woven: Woven, forward: Forward, loss_of: LossOf) -> Tensor:
+def run_micros_in_turn(micros: Sequence[Micro], *, woven: ShardedModel, forward: Forward, loss_of: LossOf) -> Tensor:
     """RunMicros without a pipeline: one micro-batch after the other, gradients adding up."""
     (model,) = woven.chunks
     totals = torch.zeros(2, dtype=torch.float64, device=micros[0].inputs.device)
@@ -72,7 +72,7 @@ def run_micros_in_turn(micros: Sequence[Micro], *, woven: Woven, forward: Forwar
     return totals * woven.reports
 
 
-def evaluate_in_turn(micros: Iterable[Micro], *, woven: Woven, forward: Forward, loss_of: LossOf) -> Tensor:
+def evaluate_in_turn(micros: Iterable[Micro], *, woven: ShardedModel, forward: Forward, loss_of: LossOf) -> Tensor:
     """[sum of losses, counted tokens] of this rank's micro-batches, forward only, without a pipeline."""
     (model,) = woven.chunks
     totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)

@@ -18,7 +18,7 @@ from plait.data.loader import Micro
 from plait.model.gpt import GPT
 from plait.model.sizes import named_shape
 from plait.parallel.mesh import ALONE
-from plait.parallel.sharded_model import alone
+from plait.parallel.sharded_model import unsharded
 from plait.planner.step_time.measured_compute import step_items_s
 from plait.trainer.assemble import put_first_values, runners
 from plait.trainer.optim import make_optimizer
@@ -66,7 +66,7 @@ def test_a_steps_parts_add_up_to_the_step(one_thread: None, size: str, sequences
 
 def real_step_s(shape, sequences: int, micros: int) -> float:
     """Processor seconds of a step as plait takes it in one process."""
-    woven = alone(GPT(shape))
+    woven = unsharded(GPT(shape))
     put_first_values(woven, shape, 1)
     run_micros, _ = runners(woven, nullcontext)
     optimizer = make_optimizer(woven.units, OPTIMIZER)

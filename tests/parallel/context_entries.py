@@ -24,7 +24,7 @@ from plait.model.init import initialize
 from plait.model.shape import ModelShape
 from plait.parallel.context.attention import ContextAttend, context
 from plait.parallel.mesh import make_mesh, open_store
-from plait.parallel.sharded_model import alone
+from plait.parallel.sharded_model import unsharded
 from plait.planner.plan import read_plan
 from plait.report.memory import LiveTensorPeak
 from plait.trainer.loss import sum_of_losses
@@ -93,7 +93,7 @@ def gradients_of_model(rank: RankContext, argument: str) -> None:
         mesh = make_mesh(Layout(context=rank.world_size), "cpu")
         for name, shape in MODELS.items():
             whole, part = _model(shape), _model(shape)
-            assert context(alone(part), mesh, plan).chunks == (part,)
+            assert context(unsharded(part), mesh, plan).chunks == (part,)
             wanted = _scores_after_backward(whole, tokens, positions, lengths, slice(None))
             found = _scores_after_backward(part, tokens, positions, lengths, columns)
             errors = [_error(found, wanted[:, columns])]
@@ -111,7 +111,7 @@ def leave_one_rank_alone(rank: RankContext, argument: str) -> None:
     with joined(rank):
         model = _model(next(iter(MODELS.values())))
         before = [layer.attention.attend for layer in model.layers.values()]
-        context(alone(model), make_mesh(Layout(), "cpu"), read_plan(Path(argument)))
+        context(unsharded(model), make_mesh(Layout(), "cpu"), read_plan(Path(argument)))
         same = [layer.attention.attend for layer in model.layers.values()] == before
         rank.tell("case", name="alone", same=same)
 

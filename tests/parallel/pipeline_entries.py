@@ -32,7 +32,7 @@ from plait.model.shape import ModelShape
 from plait.parallel.mesh import make_mesh, open_store
 from plait.parallel.pipeline.stage import pipeline
 from plait.parallel.recompute import recompute
-from plait.parallel.sharded_model import Forward, LocalGradients, Woven, alone
+from plait.parallel.sharded_model import Forward, LocalGradients, ShardedModel, unsharded
 from plait.partition.boxes import parts_of
 from plait.planner.plan import OptimizerPlan, Plan
 from plait.trainer.assemble import make_autocast
@@ -124,7 +124,7 @@ def with_weights(module: GPT) -> GPT:
 class NotedGradients:
     """Local sums, with a note of how many backward passes of each chunk came before and after it was armed."""
 
-    def __init__(self, woven: Woven) -> None:
+    def __init__(self, woven: ShardedModel) -> None:
         self.local = LocalGradients([parameter for _, parameter in woven.named_parameters()])
         self.buckets: list[Tensor] = []
         self.passes = [0] * len(woven.chunks)
@@ -166,7 +166,7 @@ def run_cases(context: RankContext, argument: str) -> None:
         dtype = torch.float64 if case.precision == "float64" else torch.float32
         with torch.device("meta"):
             model = GPT(case.shape).to(dtype)
-        woven = pipeline(alone(model), mesh, plan)
+        woven = pipeline(unsharded(model), mesh, plan)
         assert woven.pipe is not None and all(p.is_meta for _, p in woven.named_parameters())
         assert woven.reports == (context.rank == context.world_size - 1)
         for chunk in woven.chunks:

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.layout import AXES
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape
-from plait.parallel.apply import STAGES, weave
+from plait.parallel.apply import STAGES, parallelize
 from plait.parallel.compile import SIZES, compile_layers
 from plait.parallel.mesh import ALONE
-from plait.parallel.sharded_model import alone
+from plait.parallel.sharded_model import unsharded
 from tests.trainer.tiny import make_tiny
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, kv_heads=2, head_width=8, ffn=32, vocabulary=50, sequence=8)
@@ -30,7 +30,7 @@ def test_stages_name_their_axis_and_their_place() -> None:
 def test_without_stages_a_model_is_one_process_own(tmp_path) -> None:
     model = GPT(SHAPE)
     _, plan = make_tiny(tmp_path)
-    woven = weave(model, None, plan.execution, ())
+    woven = parallelize(model, None, plan.execution, ())
     assert woven.chunks == (model,) and woven.gradients.buckets == []
     for _ in range(2):
         woven.gradients.open()
@@ -50,7 +50,7 @@ def test_compiled_layers_may_know_as_many_sizes_as_shares_may_bring(tmp_path, mo
     monkeypatch.setattr(dynamo, "recompile_limit", 8)
     _, plan = make_tiny(tmp_path)
     nowhere = cast(DeviceMesh, None)  # each layer for itself
-    compile_layers(alone(GPT(SHAPE)), nowhere, replace(plan, compile="off"))
+    compile_layers(unsharded(GPT(SHAPE)), nowhere, replace(plan, compile="off"))
     assert dynamo.recompile_limit == 8
-    compile_layers(alone(GPT(SHAPE)), nowhere, replace(plan, compile="blocks"))
+    compile_layers(unsharded(GPT(SHAPE)), nowhere, replace(plan, compile="blocks"))
     assert dynamo.recompile_limit == SIZES >= 64

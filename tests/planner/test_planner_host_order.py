@@ -91,7 +91,7 @@ def test_a_pipeline_s_machines_stand_in_the_best_order_behind_the_first() -> Non
     assert found.turned is not None and found.turned.places[0] == 0
     assert step_s(found) == pytest.approx(min(tried.values())) and step_s(found) < 0.97 * tried[1, 2, 3]
     assert tried[found.turned.places[1:]] == pytest.approx(min(tried.values()))
-    assert found.turned.before_s == pytest.approx(tried[1, 2, 3])
+    assert found.turned.step_s_in_given_order == pytest.approx(tried[1, 2, 3])
     assert hosts_of(found.cluster) == "".join("abcd"[host] for host in found.turned.places)
 
 
@@ -132,7 +132,7 @@ def test_the_plan_carries_the_places_and_says_why(tmp_path: Path) -> None:
     outline = draft(config, replace(PLAYS, vocabulary=2048), resources, recipe_hash="")
     plan = settle(config, outline, outline.layouts)
     assert plan.seats == found.turned.places and plan.layout.stage_layers == found.stage_layers(found.chosen)
-    names, before_s = ", ".join("abcd"[host] for host in plan.seats), found.turned.before_s
+    names, before_s = ", ".join("abcd"[host] for host in plan.seats), found.turned.step_s_in_given_order
     assert before_s is not None
     [line] = [line for line in plan.reasons if line.startswith("the machines stand in the order ")]
     assert line.endswith(f"{names}: as they were given a step would take {before_s / step_s(found) - 1:.0%} longer")

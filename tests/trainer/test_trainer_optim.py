@@ -10,7 +10,7 @@ import torch
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
-from plait.parallel.sharded_model import alone, plain_unit
+from plait.parallel.sharded_model import plain_unit, unsharded
 from plait.partition.boxes import whole
 from plait.planner.plan import OptimizerPlan
 from plait.trainer.optim import clip_factor, learning_rate, make_optimizer, owned_squares, set_learning_rate
@@ -25,7 +25,7 @@ PLAN = OptimizerPlan(lr=0.01, warmup_steps=10, weight_decay=0.1, betas=(0.9, 0.9
 def test_weight_decay_is_for_the_matrices_of_linear_layers_alone() -> None:
     model = GPT(SHAPE)
     initialize(model, 1)
-    optimizer = make_optimizer(alone(model).units, PLAN)
+    optimizer = make_optimizer(unsharded(model).units, PLAN)
     decay_of = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         matrix = name.endswith("weight") and parameter.ndim == 2 and not name.startswith("embed.")
@@ -36,7 +36,7 @@ def test_weight_decay_is_for_the_matrices_of_linear_layers_alone() -> None:
 def test_decay_shrinks_and_the_others_stay_without_gradient() -> None:
     model = GPT(SHAPE)
     initialize(model, 1)
-    optimizer = make_optimizer(alone(model).units, PLAN)
+    optimizer = make_optimizer(unsharded(model).units, PLAN)
     set_learning_rate(optimizer, 0.5)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():

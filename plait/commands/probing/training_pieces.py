@@ -15,7 +15,7 @@ from plait.cluster.probe.request import ProbeRequest, Scene
 from plait.model.gpt import GPT
 from plait.model.shape import Part
 from plait.parallel.comm.collectives import all_gather, reduce_scatter, spread_own, swap_parts
-from plait.parallel.sharded_model import alone
+from plait.parallel.sharded_model import unsharded
 from plait.planner.plan import OptimizerPlan
 from plait.trainer.assemble import make_autocast
 from plait.trainer.loss import sum_of_losses
@@ -40,7 +40,7 @@ def training_for(request: ProbeRequest) -> Training:
 def _updates(scene: Scene, device: torch.device) -> tuple[Callable[[], object], int, int]:
     """One update of some layers of the scene's model by gradients that are there, the norm included."""
     part = Part(embeds=False, layers=tuple(range(min(LAYERS_UPDATED, scene.shape.layers))), ends=False)
-    units = alone(GPT(scene.shape, part).to(device)).units
+    units = unsharded(GPT(scene.shape, part).to(device)).units
     optimizer = make_optimizer(units, OPTIMIZER)
     for unit in units:
         unit.parameter.grad = torch.full_like(unit.parameter, 1e-3)

@@ -22,11 +22,11 @@ from plait.model.attention import Attention, Documents
 from plait.parallel.context.cut import Cut, Rectangle, cut_attention
 from plait.parallel.context.exchange import Exchange
 from plait.parallel.context.kernels import Kernel, join, kernel_for
-from plait.parallel.sharded_model import Woven
+from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
 
 
-def context(woven: Woven, mesh: DeviceMesh, execution: Execution) -> Woven:
+def context(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """All layers' attention over the axis `context`; size 1 leaves it as it is. Every rank must call it."""
     if mesh["context"].size() == 1:
         return woven

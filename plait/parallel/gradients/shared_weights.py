@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from plait.parallel.gradients.buckets import Shared
-from plait.parallel.sharded_model import Woven
+from plait.parallel.sharded_model import ShardedModel
 from plait.partition.boxes import boxes, sharers
 from plait.partition.execution import Execution
 
 
-def shared_weights(woven: Woven, execution: Execution) -> list[Shared]:
+def shared_weights(woven: ShardedModel, execution: Execution) -> list[Shared]:
     """The weights of this rank's model with their places and the ranks they are shared with, in the model's order.
 
     Where `shard` splits, those are the ranks with the same coordinate on it.

@@ -10,12 +10,12 @@ from plait.parallel.gradients.shared_weights import shared_weights
 from plait.parallel.mesh import make_groups
 from plait.parallel.pipeline.stage import StagePipe
 from plait.parallel.pipeline.tied_embedding import TIED, Ends
-from plait.parallel.sharded_model import Owner, Woven
+from plait.parallel.sharded_model import Owner, ShardedModel
 from plait.partition.boxes import cut, sharers
 from plait.partition.execution import Execution
 
 
-def keep_at_one_end(woven: Woven, mesh: DeviceMesh, execution: Execution) -> Woven:
+def keep_at_one_end(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Let the rank with the head alone keep a tied weight. Every rank must call it."""
     if not is_kept_at_one_end(execution):
         return woven

@@ -20,7 +20,7 @@ from plait.model.gpt import GPT
 from plait.parallel.pipeline.deferred_gradients import Deferred, defer_in
 from plait.parallel.pipeline.stage_links import Links, Wait, wait_for
 from plait.parallel.pipeline.tied_embedding import Ends
-from plait.parallel.sharded_model import Forward, Gradients, Held, LocalGradients, LossOf, Woven, plain_unit
+from plait.parallel.sharded_model import Forward, Gradients, Held, LocalGradients, LossOf, ShardedModel, plain_unit
 from plait.parallel.tensor.sequence import stream_rows
 from plait.partition.boxes import parts_of, whole
 from plait.partition.execution import Execution
@@ -28,7 +28,7 @@ from plait.partition.pipeline_schedule import Action, Lists, actions
 from plait.partition.pipeline_simulation import transfers
 
 
-def pipeline(woven: Woven, mesh: DeviceMesh, execution: Execution) -> Woven:
+def pipeline(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Keep this rank's stages of the model, which must still be on the meta device, and a pipe that runs them."""
     if mesh["pipeline"].size() == 1:
         return woven

@@ -17,11 +17,11 @@ from plait.parallel.comm.reduction import Transfer
 from plait.parallel.comm.split_reduction import SpreadWeights, SwapGradients
 from plait.parallel.gradients.buckets import BUCKET_BYTES, Shared, whole_units
 from plait.parallel.gradients.reduce import Groups, Reducer
-from plait.parallel.sharded_model import Held, Woven
+from plait.parallel.sharded_model import Held, ShardedModel
 from plait.partition.execution import Execution
 
 
-def split_parameters(woven: Woven, mesh: DeviceMesh, execution: Execution) -> None:
+def split_parameters(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> None:
     """Hand each layer, and what lies outside of the layers, to FSDP2."""
     # FSDP2 rounds before its library's sum, which for bfloat16 rounds after every addition.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if execution.gradient_transfer == "bf16" else None)
@@ -52,13 +52,13 @@ def _gather_ahead(chunk: GPT) -> None:
 
 
 def fully_sharded(
-    woven: Woven,
+    woven: ShardedModel,
     weights: Sequence[Shared],
     groups: Groups,
     *,
     bucket_bytes: int = BUCKET_BYTES,
     transfer: Transfer = "float32",
-) -> Woven:
+) -> ShardedModel:
     """What a rank holds and updates once its split parameters have memory. Every rank must call it.
 
     `weights` are the chunks' own, each with the ranks that keep the same rows of it.

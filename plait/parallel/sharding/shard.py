@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.parallel.sharded_model import Woven
+from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
 
 
-def shard(woven: Woven, mesh: DeviceMesh, execution: Execution) -> Woven:
+def shard(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Split the parameters, still on the meta device, where the layout asks for it. Every rank must call it."""
     if execution.layout.shard > 1 and execution.layout.shard_what == "parameters":
         from plait.parallel.sharding.fully_sharded import split_parameters  # most of a second of imports

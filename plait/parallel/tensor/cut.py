@@ -27,13 +27,13 @@ from plait.model.feedforward import FeedForward
 from plait.model.gpt import GPT, Embedding, Layer
 from plait.model.linear import Multiply, as_computed
 from plait.model.shape import ModelShape
-from plait.parallel.sharded_model import Woven
+from plait.parallel.sharded_model import ShardedModel
 from plait.parallel.tensor.sequence import Stream, stream_over, stream_rows
 from plait.partition.boxes import cut, kv_heads_of
 from plait.partition.execution import Execution
 
 
-def tensor(woven: Woven, mesh: DeviceMesh, execution: Execution) -> Woven:
+def tensor(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Cut every weight to this rank's part and let the ranks of the axis compute together. Every rank must call it.
 
     The loss is known to all of them, and the first one reports it.

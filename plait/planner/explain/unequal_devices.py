@@ -176,7 +176,7 @@ def _order_words(found: Search) -> list[str]:
     """In which order the machines stand, where that is not as they were given."""
     if found.turned is None:
         return []
-    names, before_s = ", ".join(found.dealer.devices.names), found.turned.before_s
+    names, before_s = ", ".join(found.dealer.devices.names), found.turned.step_s_in_given_order
     if before_s is None:
         what = "what [layout] asks for would not fit" if found.constraints.degrees else "no layout would fit"
         return [f"the machines stand in the order {names}: as they were given {what}"]

@@ -18,12 +18,12 @@ MOST_BLOCKS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turned:
+class HostOrder:
     """Machines in another order than they were given in."""
 
     places: tuple[int, ...]
     """The number that the machine at each place had."""
-    before_s: float | None
+    step_s_in_given_order: float | None
     """What a step would take with them as they were; None where nothing would fit them."""
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from plait.cluster.cluster import Cluster
 from plait.planner.heterogeneous.assignment import Deal, Dealer, Group
-from plait.planner.heterogeneous.host_permutations import Turned
+from plait.planner.heterogeneous.host_permutations import HostOrder
 from plait.planner.heterogeneous.micro_batch_limits import Portion, Room, memory_on, portions_of, tightest
 from plait.planner.memory.estimate import Memory, memory
 from plait.planner.problem.candidates import Candidates, Counts, Reals
@@ -51,7 +51,7 @@ class Search:
     """The kinds of which none fits."""
     dealer: Dealer
     room: Room
-    turned: Turned | None = None
+    turned: HostOrder | None = None
     """Where `cluster` has the machines in a better order than they came in (host_order.py)."""
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import replace
 from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
 from plait.planner.heterogeneous.batch_shares import WORTH
-from plait.planner.heterogeneous.host_permutations import Turned, other_orders, unlike_roads
+from plait.planner.heterogeneous.host_permutations import HostOrder, other_orders, unlike_roads
 from plait.planner.problem.software_profile import Stack
 from plait.planner.problem.workload import Workload
 from plait.planner.search.constraints import Constraints
@@ -35,7 +35,7 @@ def in_best_order(found: Search) -> Search:
     places, other = best
     gains = float(other.step_s.min()) <= (1 - WORTH) * float(found.step_s.min())
     simple = int(other.points[other.chosen]) <= int(found.points[found.chosen])
-    return replace(other, turned=Turned(places=places, before_s=here)) if gains or simple else found
+    return replace(other, turned=HostOrder(places=places, step_s_in_given_order=here)) if gains or simple else found
 
 
 def in_an_order_that_fits(
@@ -51,7 +51,7 @@ def in_an_order_that_fits(
     for places, other in other_orders(cluster, first_stays=True):
         with suppress(PlaitError):
             one = search(workload, other, stack=stack, constraints=constraints)
-            found.append(replace(one, turned=Turned(places=places, before_s=None)))
+            found.append(replace(one, turned=HostOrder(places=places, step_s_in_given_order=None)))
     return min(found, key=_rank) if found else None
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.parallel.pipeline.stage import StagePipe
-from plait.parallel.sharded_model import Gradients, Woven
+from plait.parallel.sharded_model import Gradients, ShardedModel
 from plait.planner.plan import Plan
 from plait.trainer.assemble import Assembly, make_autocast, runners
 
@@ -221,14 +221,14 @@ def metered(assembly: Assembly, clock: Clock) -> tuple[Assembly, Meter]:
     return replace(assembly, woven=woven, run_micros=run_micros, evaluate_micros=evaluate_micros), meter
 
 
-def _watch_forwards(woven: Woven, meter: Meter) -> None:
+def _watch_forwards(woven: ShardedModel, meter: Meter) -> None:
     """From where a layer's weights are gathered to the end of its forward."""
     for chunk in woven.chunks:
         for layer in chunk.layers.values():
             meter.around(layer, nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook)
 
 
-def _watch_waits(woven: Woven, meter: Meter) -> None:
+def _watch_waits(woven: ShardedModel, meter: Meter) -> None:
     """Around the hooks that wait for updated weights before a module runs."""
     for chunk in woven.chunks:
         for module in (*chunk.layers.values(), chunk.embed, chunk.norm):
