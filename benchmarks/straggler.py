@@ -23,7 +23,7 @@ from benchmarks.lab.hosts import ROOT, Lab, require_root
 from benchmarks.lab.turns import Stamp, others_between
 from benchmarks.machine import describe
 from benchmarks.straggler_run import RATE, SLOW_DATA, SLOW_DEVICE, SLOW_LINK, Run, disturb, prepare_run
-from plait.report.straggler_words import Finding, Kind
+from plait.report.straggler_words import FindingKind, StragglerFinding
 
 WORK = ROOT / ".plait" / "straggler"
 CORES = 1.2
@@ -33,7 +33,7 @@ WITHIN_STEPS = 20
 SETTLE_STEPS = 60
 """After a trouble's end, before the next may begin or steps count as healthy."""
 GAP_STEPS = (10, 40)
-KINDS: tuple[Kind, ...] = ("device", "link", "data")
+KINDS: tuple[FindingKind, ...] = ("device", "link", "data")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Trial:
     """One trouble, and what was said of it."""
 
     hosts: int
-    kind: Kind
+    kind: FindingKind
     rank: int
     onset_step: int
     """The first step that may have been slow as a whole."""
@@ -56,7 +56,7 @@ class Trial:
     sentences: tuple[str, ...]
 
 
-def trial(lab: Lab, run: Run, kind: Kind, rank: int) -> Trial:
+def trial(lab: Lab, run: Run, kind: FindingKind, rank: int) -> Trial:
     """Disturb one host for a while, and judge what is said."""
     series = run.compute_s[rank] if kind == "device" else run.step_s
     usual_s, before_s = median(run.step_s[-20:]), median(series[-20:])
@@ -80,7 +80,7 @@ def trial(lab: Lab, run: Run, kind: Kind, rank: int) -> Trial:
     )  # fmt: skip
 
 
-def verdict(kind: Kind, rank: int, hosts: int, first: Finding | None) -> str:
+def verdict(kind: FindingKind, rank: int, hosts: int, first: StragglerFinding | None) -> str:
     """Whether the first word was right: of a link between two hosts both, else the host whose cable it is."""
     if first is None:
         return "missed"
@@ -88,7 +88,9 @@ def verdict(kind: Kind, rank: int, hosts: int, first: Finding | None) -> str:
     return "right" if (first.kind, first.ranks) == (kind, place) else "wrong"
 
 
-def series(hosts: int, cores: float, kinds: Sequence[Kind], healthy: int, choice: random.Random) -> dict[str, Any]:
+def series(
+    hosts: int, cores: float, kinds: Sequence[FindingKind], healthy: int, choice: random.Random
+) -> dict[str, Any]:
     """One run on so many hosts: a trial of each of `kinds`, and the false alarms of its healthy steps."""
     prepare_run(hosts, WORK)
     done: list[Trial] = []

@@ -19,7 +19,7 @@ from plait.data.loader import Loader
 from plait.data.order import Order, make_order
 from plait.parallel.comm.echo import message_from_before_s
 from plait.parallel.mesh import make_mesh, world_sums
-from plait.planner.plan import read_plan
+from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.meter import clock_of, metered

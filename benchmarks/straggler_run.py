@@ -23,11 +23,11 @@ from plait.data.shards import open_corpus
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.planner.derive.resources import Resources
-from plait.planner.plan import write_plan
+from plait.planner.plan_file import write_plan
 from plait.planner.resolve.resolve import draft, settle
 from plait.recipe.load import load_recipe, recipe_text
 from plait.report.straggler import RankTimes, Watch
-from plait.report.straggler_words import Finding, Kind
+from plait.report.straggler_words import FindingKind, StragglerFinding
 
 RATE = 1e9
 SLOW_DEVICE, SLOW_LINK, SLOW_DATA = 0.3, 0.1, 1.5
@@ -67,7 +67,7 @@ class Run:
         self._started: list[subprocess.Popen[bytes]] = []
         self._lines = self._read()
         self.step = 0
-        self.told: list[tuple[int, Finding]] = []
+        self.told: list[tuple[int, StragglerFinding]] = []
         self.step_s: list[float] = []
         self.compute_s: list[list[float]] = [[] for _ in lab.hosts]
 
@@ -78,7 +78,7 @@ class Run:
             log = self._folder / f"host{host.index}.log"
             self._started.append(self._lab.start(host, command, log=log, environment=environment))
 
-    def go(self, steps: int) -> list[tuple[int, Finding]]:
+    def go(self, steps: int) -> list[tuple[int, StragglerFinding]]:
         """Follow so many steps; answers what was said meanwhile."""
         before = len(self.told)
         for _ in range(steps):
@@ -130,7 +130,7 @@ class Run:
         time.sleep(LOOK_EVERY_S)
 
 
-def disturb(lab: Lab, kind: Kind, rank: int, delay: Path, usual_s: float) -> Callable[[], None]:
+def disturb(lab: Lab, kind: FindingKind, rank: int, delay: Path, usual_s: float) -> Callable[[], None]:
     """Make a host's processor, cable or data slow; answers what undoes it."""
     host = lab.hosts[rank]
     if kind == "device":

@@ -18,7 +18,7 @@ from plait.data.shards import Corpus, Shard
 from plait.layout import Layout
 from plait.model.gpt import GPT
 from plait.parallel.apply import STAGES, parallelize
-from plait.parallel.mesh import ALONE, make_mesh, world_sums
+from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
 from plait.planner.plan import OptimizerPlan, Plan
 from plait.planner.search.validity import balanced_stages
 from plait.trainer.assemble import Assembly, make_autocast, put_first_values, runners, samples_of
@@ -66,7 +66,7 @@ def plan_for(work: Work, kind: str) -> Plan:
     return Plan(
         layout=layout, threads=1, device="cpu", precision="float32", compile="off", shape=work.shape,
         sequence=work.sequence, batch_sequences=work.sequences,
-        micro_sequences=micro_sequences or work.sequences // layout.batch_parts,
+        micro_sequences=micro_sequences or work.sequences // layout.data_parallel_degree,
         budget=Amount(1, "steps"), steps=1, optimizer=optimizer, corpus="", corpus_hash="", documents="join",
         checkpoint_every=Every(0, "steps"), checkpoint_keep=1, report_every_steps=1, evaluate_every_steps=0,
         step_s=None,
@@ -83,7 +83,7 @@ def assembled(work: Work, plan: Plan) -> Assembly:
     mesh = make_mesh(plan.layout, "cpu") if together else None
     woven = parallelize(model, mesh, plan.execution, STAGES if together else ())
     put_first_values(woven, plan.shape, work.seed)
-    sums = world_sums() if together else ALONE
+    sums = world_sums() if together else ONE_PROCESS
     samples = samples_of(plan, plan.layout, sums.index, device)
     corpus = corpus_of(work)
     order: Any = InOrder(work=work, sequence=work.sequence)
@@ -91,7 +91,7 @@ def assembled(work: Work, plan: Plan) -> Assembly:
     return Assembly(
         plan=plan,
         device=device,
-        woven=woven,
+        model=woven,
         optimizer=make_optimizer(woven.units, plan.optimizer),
         corpus=corpus,
         loader=Loader(corpus, order, samples),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from benchmarks.strands_work import Work
 from plait.model.shape import ModelShape, parameter_count, training_flops_per_token
-from plait.partition.pipeline_schedule import actions
+from plait.partition.pipeline_schedule import schedule_actions
 from plait.partition.pipeline_simulation import equal_times, simulate
 
 RANKS = 2
@@ -39,7 +39,7 @@ def _idle(strand: str, work: Work) -> float:
     if not strand.startswith("pipeline"):
         return 0.0
     schedule = "gpipe" if "GPipe" in strand else "1f1b"
-    lists = actions(schedule, ranks=RANKS, virtual=1, micros=work.sequences)
+    lists = schedule_actions(schedule, ranks=RANKS, virtual=1, micros=work.sequences)
     return simulate(lists, equal_times(RANKS)).bubble
 
 

@@ -37,7 +37,7 @@ def main() -> None:
             state, scalars = balance.step(assembly.step, state)
             loss, tokens = scalars.totals.tolist()
         reckons_s = time.perf_counter()
-        balance.reckon(state)
+        balance.rebalance_if_due(state)
         ended_s = time.perf_counter()
         if assembly.sums.index == 0:
             with (folder / "spent").open("a") as out:

@@ -34,11 +34,11 @@ def train_recipe(
     """
     from rich.console import Console
 
-    from plait.commands.hosts.invitation import HostsAsked
+    from plait.commands.hosts.invitation import HostsRequest
     from plait.commands.train import train as run
 
     secret = Path(secret_file) if secret_file else None
-    asked = HostsAsked(hosts=hosts, address=address, port=port, secret_file=secret)
+    asked = HostsRequest(hosts=hosts, address=address, port=port, secret_file=secret)
     return run(Path(recipe), overrides, hosts=asked, screen=Console(highlight=False, soft_wrap=True))
 
 

@@ -44,11 +44,11 @@ def train(
     secret_file: SecretFile = None,
 ) -> None:
     """Train what a recipe asks for; the same command goes on with a run that was stopped."""
-    from plait.commands.hosts.invitation import HostsAsked
+    from plait.commands.hosts.invitation import HostsRequest
     from plait.commands.train import train
 
     check = "never" if no_check else "new layouts"
-    asked = HostsAsked(hosts=hosts, address=address, port=port, secret_file=secret_file)
+    asked = HostsRequest(hosts=hosts, address=address, port=port, secret_file=secret_file)
     outcome = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=asked, screen=_screen())
     raise typer.Exit(EXIT_OF_SIGNAL[outcome])
 
@@ -115,17 +115,17 @@ def data(
     ] = None,
 ) -> None:
     """Prepare a recipe's text: tokens on disk, once."""
-    from plait.commands.preparing.corpus import prepare_data, told
+    from plait.commands.preparing.corpus import corpus_summary, prepare_data
     from plait.recipe.load import load_recipe
 
     config = load_recipe(recipe, overrides or [])
     corpus = prepare_data(config, _screen())
-    _screen().print(told(corpus))
+    _screen().print(corpus_summary(corpus))
     _screen().print(f"ready    {corpus.folder}", soft_wrap=True)
     if balance:
-        from plait.commands.preparing.balance_table import told_deal
+        from plait.commands.preparing.balance_table import balance_report
 
-        _screen().print(told_deal(config, corpus, balance).table(), markup=False)
+        _screen().print(balance_report(config, corpus, balance).table(), markup=False)
 
 
 @app.command()
@@ -160,10 +160,10 @@ def probe(
     secret_file: SecretFile = None,
 ) -> None:
     """Measure this machine: arithmetic, memory, links, and how much communication hides behind arithmetic."""
-    from plait.commands.hosts.invitation import HostsAsked
+    from plait.commands.hosts.invitation import HostsRequest
     from plait.commands.probe import probe
 
-    asked = HostsAsked(hosts=hosts, address=address, port=port, secret_file=secret_file)
+    asked = HostsRequest(hosts=hosts, address=address, port=port, secret_file=secret_file)
     if hosts > 1:
         from plait.commands.probe import probe_hosts
 

@@ -44,16 +44,16 @@ class Layout:
         return prod(self.degrees.values())
 
     @property
-    def batch_parts(self) -> int:
+    def data_parallel_degree(self) -> int:
         """How many ranks see different sequences: those along `replicate` and `shard`."""
         return self.replicate * self.shard
 
-    def batch_part(self, rank: int) -> int:
+    def data_parallel_rank(self, rank: int) -> int:
         """Which of the `batch_parts` a rank works on."""
         place = self.coordinates(rank)
         return place["replicate"] * self.shard + place["shard"]
 
-    def meeting(self, part: int) -> range:
+    def replicas_in_lockstep(self, part: int) -> range:
         """The parts of the batch whose ranks meet this one's in each micro-batch: where parameters lie split over them.
 
         Else parts only meet once a step, where gradients are summed: after the last micro-batch, however many there
@@ -88,7 +88,7 @@ class Layout:
         return " × ".join(named) if named else "one device"
 
 
-def in_words(layout: Layout) -> str:
+def layout_summary(layout: Layout) -> str:
     """A layout as people read it, with the field's abbreviations and whatever is not as usual."""
     named = [f"{axis} ({ABBREVIATIONS[axis]}) {degree}" for axis, degree in layout.degrees.items() if degree > 1]
     told = [" × ".join(named) if named else "one copy"]
@@ -101,7 +101,7 @@ def in_words(layout: Layout) -> str:
     return ", ".join(told)
 
 
-def share(count: int, parts: int, index: int) -> tuple[int, int]:
+def equal_share(count: int, parts: int, index: int) -> tuple[int, int]:
     """The part of `count` things that falls to one of `parts`, as (first, count); counts differ by one at most."""
     each, more = divmod(count, parts)
     return index * each + min(index, more), each + (1 if index < more else 0)

@@ -18,7 +18,7 @@ from plait.cluster.topology import this_host
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout
 from plait.model.shape import ModelShape
-from plait.planner.heterogeneous.batch_shares import shares
+from plait.planner.heterogeneous.batch_shares import shares_by_speed
 from plait.planner.resolve.named_layout import layout_of, named_degrees, open_constraints
 from plait.planner.search.found import Search
 from plait.planner.search.search import search
@@ -128,7 +128,7 @@ def _sections(case: Case, shape: ModelShape) -> list[Section]:
     """All products of degrees; where hosts differ, also a pipeline whose stages are as unequal as they are."""
     sections: list[Section] = [*products(case.hosts)]
     if len(set(case.cores)) > 1 and shape.layers >= case.hosts:
-        sections.append({"pipeline": case.hosts, "stage_layers": list(shares(shape.layers, case.cores))})
+        sections.append({"pipeline": case.hosts, "stage_layers": list(shares_by_speed(shape.layers, case.cores))})
     return sections
 
 
@@ -179,7 +179,7 @@ def _as_pinned(config: RunConfig, cluster: Cluster, section: Section) -> Priced:
 
 
 def _priced(found: Search, index: int) -> Priced:
-    fullest = found.fullest(index)
+    fullest = found.memory_of_fullest(index)
     return Priced(
         layout=layout_section(found.candidates.row(index)),
         step_s=float(found.step_s[index]),

@@ -29,10 +29,10 @@ from plait.data.loader import Micro
 from plait.layout import Layout
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape, parameter_count
-from plait.parallel.apply import STAGES, Stage, parallelize
+from plait.parallel.apply import STAGES, ParallelStage, parallelize
 from plait.parallel.comm.reduction import Transfer
 from plait.parallel.gradients import buckets
-from plait.parallel.mesh import ALONE, make_mesh, world_sums
+from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
 from plait.parallel.replicate import replicate
 from plait.parallel.sharded_model import LossOf, ShardedModel
 from plait.planner.plan import OptimizerPlan, Plan
@@ -121,7 +121,7 @@ def _timed(step: Step, settle: Callable[[], object]) -> float:
 def _step_of(way: Way) -> tuple[Step, Callable[[], object]]:
     plan, mesh = _plan(way), None
     buckets.LAST_BYTES = round(way.last_mib * 2**20)
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[ParallelStage, ...] = ()
     if way.layout.world_size > 1:
         mesh = make_mesh(way.layout, "cpu")
         last = partial(replicate, bucket_bytes=round(way.bucket_mib * 2**20))
@@ -134,7 +134,7 @@ def _step_of(way: Way) -> tuple[Step, Callable[[], object]]:
     optimizer = make_optimizer(woven.units, plan.optimizer)
     forward, loss_of = make_forward(_no_cast), make_loss(_no_cast, woven.vocabulary)
     run = partial(run_micros_in_turn, woven=woven, forward=forward, loss_of=loss_of)
-    sums, micros = (world_sums() if stages else ALONE), _micros(way.micros)
+    sums, micros = (world_sums() if stages else ONE_PROCESS), _micros(way.micros)
     step = partial(take_step, micros, woven=woven, run_micros=run, sums=sums, optimizer=optimizer, clip=1.0)
     return step, woven.gradients.settle
 

@@ -26,7 +26,7 @@ from benchmarks.lab.turns import take_turn
 from benchmarks.machine import describe
 from plait.errors import RunFailed
 from plait.launch.remote.secret import new_secret
-from plait.planner.plan import read_plan
+from plait.planner.plan_file import read_plan
 
 WORK = Path(__file__).parents[2] / ".plait" / "rooms"
 CASE = Case(

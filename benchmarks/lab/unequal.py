@@ -33,9 +33,9 @@ from benchmarks.lab.wiring import Rate
 from benchmarks.machine import describe
 from plait.errors import RunFailed
 from plait.launch.remote.secret import new_secret
-from plait.planner.heterogeneous.batch_shares import shares
-from plait.planner.plan import read_plan
-from plait.planner.problem.stage_partition import head_layers
+from plait.planner.heterogeneous.batch_shares import shares_by_speed
+from plait.planner.plan_file import read_plan
+from plait.planner.problem.stage_partition import head_cost_in_layers
 from plait.planner.resolve.request import Request
 from plait.recipe.load import load_recipe
 from plait.report.shares_file import read_shares
@@ -139,7 +139,7 @@ def _run(trial: Trial) -> dict[str, Any]:
         shutil.rmtree(WORK / left, ignore_errors=True)
         (WORK / left).mkdir()
     with Lab(trial.cores, trial.rate, work=WORK, files=runner.files) as lab:
-        parts = shares(trial.batch_sequences, trial.cores)
+        parts = shares_by_speed(trial.batch_sequences, trial.cores)
         contenders = _contenders(lab, runner, trial)
         before = _alone(lab, runner, trial, parts)
         turns = {"auto": _take(lab, contenders["auto"], "auto", STEPS, SETTLED)}
@@ -168,7 +168,7 @@ def _run(trial: Trial) -> dict[str, Any]:
 
 def reached(line: Mapping[str, Any]) -> dict[str, float]:
     """What each contender of a trial reached of the sum of the speeds, where it ran."""
-    parts = shares(line["batch_sequences"], line["cores"])
+    parts = shares_by_speed(line["batch_sequences"], line["cores"])
     alone = [[Turn.from_values(turn) for turn in taken] for taken in line["alone"]]
     turns = {name: Turn.from_values(turn) for name, turn in line["turns"].items()}
     return {
@@ -217,8 +217,8 @@ def _beside(trial: Trial, runner: Runner, speeds: Sequence[float], pace_s: float
 def _head_layers(trial: Trial) -> float:
     """What head and loss cost in layers: as measured for the run's own plan, for the ideal knows what plait knows."""
     told = read_plan(WORK / "runs" / "auto" / "plan.json").forecast
-    measured = told.head_layers if told else None
-    return head_layers(_request(trial).workload) if measured is None else measured
+    measured = told.head_cost_in_layers if told else None
+    return head_cost_in_layers(_request(trial).workload) if measured is None else measured
 
 
 def _contenders(lab: Lab, runner: Runner, trial: Trial) -> dict[str, Party]:

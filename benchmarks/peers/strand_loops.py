@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.peers.strand_model import Llama, decay_groups, filled, mean_loss
 from benchmarks.strands_work import Batches, Work, join, serve
 from plait.layout import Layout
-from plait.partition.boxes import parts_of
+from plait.partition.boxes import model_parts_of
 from plait.planner.search.validity import balanced_stages
 
 TakeStep = Callable[[int], float | None]
@@ -176,7 +176,7 @@ def _pipeline(work: Work, schedule: type[Schedule1F1B | ScheduleGPipe]) -> TakeS
     """Half the layers on each rank, split as plait splits them; a micro-batch is one sequence."""
     rank = dist.get_rank()
     layout = Layout(pipeline=2, stage_layers=balanced_stages(work.shape, 2))
-    (part,) = parts_of(work.shape, layout, rank)
+    (part,) = model_parts_of(work.shape, layout, rank)
     model = filled(Llama(work.shape, part), work.shape, work.seed)
     optimizer = _adamw(work, model)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from plait.model.init import first_value
-from plait.model.shape import ModelShape, Part, whole_model
+from plait.model.shape import ModelPart, ModelShape, whole_model
 
 # Shapes: b sequences, t tokens, h heads, d head width, w width, v vocabulary.
 
@@ -65,7 +65,7 @@ class Layer(nn.Module):
 class Llama(nn.Module):
     """The model or some layers of it: from tokens, or the part before's result, to scores or the next part's input."""
 
-    def __init__(self, shape: ModelShape, part: Part | None = None) -> None:
+    def __init__(self, shape: ModelShape, part: ModelPart | None = None) -> None:
         super().__init__()
         part = part or whole_model(shape)
         self.embed = nn.ModuleDict({"tokens": nn.Embedding(shape.vocabulary, shape.width)} if part.embeds else {})

@@ -11,7 +11,7 @@ from plait.cluster.catalog import Device, Link, device, link
 from plait.cluster.cluster import Cluster, Island
 from plait.layout import Recompute
 from plait.planner.problem.candidates import ShardedState
-from plait.planner.problem.workload import Precision
+from plait.planner.problem.workload import PricedPrecision
 
 Row = Mapping[str, str]
 
@@ -121,7 +121,7 @@ def _card(text: str, per_node: int) -> tuple[float, float]:
     return BETWEEN_BYTES_PER_S, BETWEEN_REACHED
 
 
-def published_precision(row: Row) -> Precision:
+def published_precision(row: Row) -> PricedPrecision:
     """What the linear layers multiply in."""
     text = row["precision"].lower()
     if "quantised run" in row["notes"]:  # the table's own word on a rate that its precision cannot reach
@@ -134,7 +134,13 @@ def published_precision(row: Row) -> Precision:
     return "bf16"
 
 
-PRECISIONS: Mapping[str, Precision] = {"fp4": "fp4", "fp8": "fp8", "bf16": "bf16", "fp16": "fp16", "fp32": "float32"}
+PRECISIONS: Mapping[str, PricedPrecision] = {
+    "fp4": "fp4",
+    "fp8": "fp8",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "fp32": "float32",
+}
 """What a precision cell says, the first match counting."""
 
 

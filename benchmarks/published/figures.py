@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.published.pricing import Priced, cases_of, price
 from benchmarks.published.reading import read_rows
 from benchmarks.published.scoring import Job, as_dict, errors, fitted_errors, jobs, plain_errors, ranking, scalar
-from plait.planner.search.model_error import FAMILIES, family_of
+from plait.planner.search.model_error import FAMILIES, run_family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def figures(judged: Judged) -> dict[str, Any]:
 
 def families(priced: Sequence[Priced]) -> dict[str, dict[str, float | int | None]]:
     """Unfitted errors by the families that the planner tells apart."""
-    of = {family: [r for r in priced if family_of(r.case.workload, r.case.cluster) == family] for family in FAMILIES}
+    of = {family: [r for r in priced if run_family(r.case.workload, r.case.cluster) == family] for family in FAMILIES}
     return {family: plain_errors(rows) for family, rows in of.items()}
 
 

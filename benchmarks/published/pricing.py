@@ -10,9 +10,9 @@ from typing import Any
 from benchmarks.published.cells import Row
 from benchmarks.published.reading import Case, case_of
 from plait.errors import PlaitError
-from plait.planner.memory.estimate import impossible, memory
+from plait.planner.memory.estimate import cannot_fit, estimate_memory
 from plait.planner.problem.candidates import Candidates
-from plait.planner.step_time.step_time import timing
+from plait.planner.step_time.step_time import step_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +52,11 @@ def price(cases: Sequence[Case]) -> list[Priced]:
         together[case.workload, case.stack, islands, case.cluster.between].append(case)
     priced: dict[str, Priced] = {}
     for group in together.values():
-        candidates = Candidates.of([case.knobs for case in group])
+        candidates = Candidates.from_rows([case.knobs for case in group])
         first = group[0]
-        times = timing(first.workload, first.cluster, candidates, first.stack).step_s
-        needs = memory(first.workload, candidates, first.stack)
-        refused = impossible(needs, first.cluster)
+        times = step_time(first.workload, first.cluster, candidates, first.stack).step_s
+        needs = estimate_memory(first.workload, candidates, first.stack)
+        refused = cannot_fit(needs, first.cluster)
         for index, case in enumerate(group):
             priced[case.id] = Priced(
                 case=case,

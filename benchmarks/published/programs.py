@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.software_profile import SoftwareProfile
 
 # Fitted on the even half of vTrain's single-node and multi-node sweeps and BLOOM's prequel at once (the three
 # weighted alike), then rounded; again once BLOOM's launches were known to block. The times leave no room for an
 # update of the weights. Megatron's runs of 2021, left out of that fit, came nearer by it as well. By hand, after
 # looking at all rows of these sources: hides_gradients = 0 (it ranked vTrain's layouts best), bucket_bytes (level of
 # BLOOM's memory readings).
-MEGATRON_DEEPSPEED = Stack(
+MEGATRON_DEEPSPEED = SoftwareProfile(
     name="megatron-deepspeed",
     stream_bytes=30.0,
     inner_bytes=1.0,
@@ -24,8 +24,8 @@ MEGATRON_DEEPSPEED = Stack(
     step_s=6e-3,
     hides_tensor=0.35,
     hides_pipeline=0.85,
-    sums_whole=True,
-    straggling=0.025,
+    all_reduces_shards=True,
+    straggler_share=0.025,
     update_bytes=0.0,
     gradient_bytes=2,
     stream_held_bytes=10.0,
@@ -50,12 +50,12 @@ MEGATRON_2021 = replace(
     hides_tensor=0.25,
     hides_pipeline=0.8,
     bucket_bytes=0.0,
-    sums_whole=False,
-    straggling=0.0,
+    all_reduces_shards=False,
+    straggler_share=0.0,
 )
 # Fitted on the even half of dgxc and NVIDIA's performance summary (dense rows with SimuMax's first, then those with
 # experts), then rounded; stream_bytes and inner_bytes were last set by hand to level the dense rows of both halves.
-MEGATRON = Stack(
+MEGATRON = SoftwareProfile(
     name="megatron",
     fp8_share=1.0,
     flash_share=0.65,
@@ -82,7 +82,7 @@ NEMO_2026 = replace(NEMO, name="nemo 2026", hides_experts=0.5, sparse_kernels=15
 NEMO_DROPPING = replace(NEMO, name="nemo dropping tokens", sparse_kernels=60.0)
 # Fitted on the even half of llm-foundry's tables (A100 and H100, attention kernels of 2023). logit_copies_bytes is
 # set by hand so that no micro-batch that ran counts as impossible.
-COMPOSER = Stack(
+COMPOSER = SoftwareProfile(
     name="composer fsdp",
     layer_kernels=30.0,
     flash_share=0.41,
@@ -96,7 +96,7 @@ COMPOSER = Stack(
     logit_copies_bytes=5.0,
 )
 # Fitted on the even half of torchtitan's tables.
-TORCHTITAN = Stack(
+TORCHTITAN = SoftwareProfile(
     name="torchtitan",
     product_share=0.8,
     fp8_share=0.93,
@@ -108,7 +108,7 @@ TORCHTITAN = Stack(
     selective_kept=0.4,
 )
 # Fitted on the even half of InternEvo's three tables; it broadcasts updated parameters tensor by tensor.
-INTERNEVO = Stack(
+INTERNEVO = SoftwareProfile(
     name="internevo",
     product_share=0.80,
     flash_share=0.54,
@@ -121,7 +121,7 @@ INTERNEVO = Stack(
 # MaxText: sources of five to fifteen rows are too few to halve. What waits in the host's memory is not published;
 # `offloaded`, selective_kept, layers_ahead and logit_copies_bytes are set so that recipes that ran count as
 # possible.
-MAXTEXT = Stack(
+MAXTEXT = SoftwareProfile(
     name="maxtext",
     product_share=0.94,
     fp8_share=1.0,

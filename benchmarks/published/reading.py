@@ -25,11 +25,11 @@ from benchmarks.published.cells import (
 from benchmarks.published.shapes import published_shape
 from benchmarks.published.stacks import published_stack
 from plait.cluster.cluster import Cluster
-from plait.planner.memory.estimate import fits, memory
+from plait.planner.memory.estimate import estimate_memory, fits
 from plait.planner.problem.candidates import Candidates
-from plait.planner.problem.software_profile import Stack
-from plait.planner.problem.workload import Attention, Workload
-from plait.planner.step_time.step_time import timing
+from plait.planner.problem.software_profile import SoftwareProfile
+from plait.planner.problem.workload import AttentionKernel, Workload
+from plait.planner.step_time.step_time import step_time
 
 Kind = Literal["dense", "moe_tpu"]
 Knobs = Mapping[str, int | str]
@@ -46,7 +46,7 @@ class Case:
     workload: Workload
     cluster: Cluster
     knobs: Knobs
-    stack: Stack
+    stack: SoftwareProfile
     step_s: float | None
     """Measured seconds of a step, where the row has them."""
     memory_bytes: float | None
@@ -137,14 +137,14 @@ def measured_step_s(row: Row, workload: Workload, devices: int) -> float | None:
     return workload.tokens / (rate * devices) if rate else None
 
 
-def published_attention(row: Row, stack: Stack) -> Attention:
+def published_attention(row: Row, stack: SoftwareProfile) -> AttentionKernel:
     """Fused where the row says flash or its stack is later than 2022."""
     early = stack.name.startswith(("megatron 2021", "megatron-deepspeed"))
     text = re.sub(r"no flash", "", (row["notes"] + row["recompute"]).lower())
     return "unfused" if early and "flash" not in text else "flash"
 
 
-def fill_knobs(row: Row, workload: Workload, cluster: Cluster, stack: Stack) -> tuple[Knobs, bool]:
+def fill_knobs(row: Row, workload: Workload, cluster: Cluster, stack: SoftwareProfile) -> tuple[Knobs, bool]:
     """A row's layout, and whether something was filled in.
 
     Rules for blanks: an axis that is not named has degree 1 if tensor or pipeline is named; if neither is, both, the
@@ -202,7 +202,7 @@ def _data(row: Row, option: Knobs, devices: int) -> dict[str, int | str]:
     return {"shard": size, "replicate": ranks // size, "shard_what": sharding.what}
 
 
-def _micros(workload: Workload, stack: Stack, option: Knobs, devices: int) -> list[int]:
+def _micros(workload: Workload, stack: SoftwareProfile, option: Knobs, devices: int) -> list[int]:
     taken = int(option["tensor"]) * int(option["pipeline"]) * int(option["context"])
     each = max(workload.batch_sequences * taken // devices, 1)
     if stack.name == "maxtext":
@@ -211,12 +211,12 @@ def _micros(workload: Workload, stack: Stack, option: Knobs, devices: int) -> li
     return [m for m in (1, 2, 4, 8, 16) if m <= limit] or [1]
 
 
-def own_choice(rows: Sequence[Knobs], workload: Workload, cluster: Cluster, stack: Stack) -> Knobs:
+def own_choice(rows: Sequence[Knobs], workload: Workload, cluster: Cluster, stack: SoftwareProfile) -> Knobs:
     """The fastest of these that fits, or the smallest where none does."""
-    candidates = Candidates.of(rows)
-    needed = memory(workload, candidates, stack)
+    candidates = Candidates.from_rows(rows)
+    needed = estimate_memory(workload, candidates, stack)
     room = fits(needed, cluster)
     if not room.any():
         return rows[int(np.argmin(needed.reserved))]
-    step = np.where(room, timing(workload, cluster, candidates, stack).step_s, np.inf)
+    step = np.where(room, step_time(workload, cluster, candidates, stack).step_s, np.inf)
     return rows[int(np.argmin(step))]

@@ -6,9 +6,9 @@ import re
 
 from benchmarks.published import programs
 from benchmarks.published.cells import Row, is_tpu
-from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.software_profile import SoftwareProfile
 
-PROGRAMS: tuple[tuple[str, Stack], ...] = (
+PROGRAMS: tuple[tuple[str, SoftwareProfile], ...] = (
     ("vtrain", programs.MEGATRON_DEEPSPEED),
     ("bloom", programs.MEGATRON_DEEPSPEED_BLOCKING),
     (
@@ -30,7 +30,7 @@ GRAPHS_SINCE = "26.06"
 GB300) alone, as the recipes have it (`cuda_graph_impl` in Megatron-Bridge's scripts/performance/configs)."""
 
 
-def published_stack(row: Row) -> Stack:
+def published_stack(row: Row) -> SoftwareProfile:
     """The stack of a row; what runs on a TPU is compiled as a whole, and the rest is taken for an FSDP program."""
     if is_tpu(row):
         return programs.MAXTEXT

@@ -15,7 +15,7 @@ from typing import Any
 
 from plait.errors import PlaitError
 
-FORMAT = 1
+MANIFEST_FORMAT = 1
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 """The element types that a checkpoint may hold, by their safetensors names."""
 
@@ -24,7 +24,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StoredPart:
     """A rectangle of the global tensor `tensor`: `extent` elements from `offset` on, at byte `begin` of `file`.
 
     `key` is its name inside that safetensors file; `sha256` is that of its raw little-endian bytes.
@@ -45,7 +45,7 @@ class Part:
         return prod(self.extent) * ITEM_BYTES[self.dtype]
 
 
-_FIELDS = tuple(field.name for field in fields(Part))
+_FIELDS = tuple(field.name for field in fields(StoredPart))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,9 @@ class Manifest:
     step: int
     cursor: int
     model: Mapping[str, object]
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
 
-    def parts_of(self, tensor: str) -> Sequence[Part]:
+    def parts_of(self, tensor: str) -> Sequence[StoredPart]:
         """All parts of one tensor; raises PlaitError where the checkpoint has none."""
         first = bisect_left(self.parts, tensor, key=lambda part: part.tensor)
         last = bisect_right(self.parts, tensor, key=lambda part: part.tensor)
@@ -85,7 +85,7 @@ def check_model(manifest: Manifest, shape: Mapping[str, object]) -> None:
             )
 
 
-def arrange(parts: Iterable[Part]) -> tuple[bytes, list[Part]]:
+def arrange(parts: Iterable[StoredPart]) -> tuple[bytes, list[StoredPart]]:
     """The header of the one safetensors file that holds these parts, and the parts in file order with `begin` set.
 
     Writer and reader both derive the file's layout here, so nobody ever has to trust a header found on disk.
@@ -104,18 +104,18 @@ def arrange(parts: Iterable[Part]) -> tuple[bytes, list[Part]]:
     return header, [replace(part, begin=len(header) + begin) for part, begin in zip(ordered, begins, strict=True)]
 
 
-def sort_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
+def sort_parts(parts: Iterable[StoredPart]) -> tuple[StoredPart, ...]:
     """Parts in the order in which a manifest lists them."""
     return tuple(sorted(parts, key=lambda part: (part.tensor, part.offset, part.extent, part.file)))
 
 
-def render_parts(parts: Iterable[Part]) -> str:
+def render_parts(parts: Iterable[StoredPart]) -> str:
     """Parts as a JSON list with one part a line, so that two manifests can be compared by `diff`."""
     rows = ",\n".join(json.dumps({name: getattr(part, name) for name in _FIELDS}) for part in parts)
     return f"[\n{rows}\n]" if rows else "[]"
 
 
-def read_parts(rows: object) -> tuple[Part, ...]:
+def read_parts(rows: object) -> tuple[StoredPart, ...]:
     """The inverse of `render_parts` on decoded JSON; raises ValueError with the reason on anything odd."""
     if not isinstance(rows, list):
         raise ValueError("its parts are not a list")
@@ -126,7 +126,7 @@ def render(manifest: Manifest) -> str:
     """The text of manifest.json: a function of the values alone, closed by the SHA-256 of all that precedes it."""
     is_rng = [part.tensor.startswith("rng/") for part in manifest.parts]
     text = (
-        f'{{\n"format": {FORMAT},\n'
+        f'{{\n"format": {MANIFEST_FORMAT},\n'
         f'"step": {_scalar(manifest.step)},\n'
         f'"cursor": {_scalar(manifest.cursor)},\n'
         f'"model": {json.dumps(manifest.model, sort_keys=True)},\n'
@@ -144,8 +144,10 @@ def parse(data: bytes) -> Manifest:
         raise ValueError("it is not JSON") from None
     if not isinstance(found, dict):
         raise ValueError("it is not a JSON object")
-    if found.get("format") != FORMAT:
-        raise ValueError(f"its format is {str(found.get('format'))[:20]}, this version of plait reads {FORMAT}")
+    if found.get("format") != MANIFEST_FORMAT:
+        raise ValueError(
+            f"its format is {str(found.get('format'))[:20]}, this version of plait reads {MANIFEST_FORMAT}"
+        )
     try:
         step, cursor, model = found["step"]["value"], found["cursor"]["value"], found["model"]
         parts = sort_parts(read_parts(found["rng"]) + read_parts(found["parts"]))
@@ -160,7 +162,7 @@ def parse(data: bytes) -> Manifest:
     return manifest
 
 
-def check_cover(parts: Sequence[Part]) -> None:
+def check_cover(parts: Sequence[StoredPart]) -> None:
     """Raise ValueError unless the (sorted) parts of every tensor cover it exactly: no hole, no overlap."""
     for tensor, group in groupby(parts, key=lambda part: part.tensor):
         boxes = list(group)
@@ -172,7 +174,7 @@ def check_cover(parts: Sequence[Part]) -> None:
             raise ValueError(f"the parts of {tensor} leave a hole")
 
 
-def _overlap(boxes: list[Part]) -> bool:
+def _overlap(boxes: list[StoredPart]) -> bool:
     """Whether any two boxes share an element; sweeps along the dim that is cut most often."""
     if len(boxes) < 2 or not boxes[0].shape:
         return len(boxes) > 1
@@ -195,7 +197,7 @@ def _scalar(value: int) -> str:
     return json.dumps({"value": value, "sha256": sha256(str(value).encode()).hexdigest()})
 
 
-def _read_part(row: object) -> Part:
+def _read_part(row: object) -> StoredPart:
     if not isinstance(row, dict) or row.keys() != set(_FIELDS):
         raise ValueError("a part lacks a field or has one too many")
     texts = [row[name] for name in ("tensor", "dtype", "file", "key", "sha256")]
@@ -205,7 +207,7 @@ def _read_part(row: object) -> Part:
     if not all(type(number) is int and number >= 0 for size in (*sizes, [row["begin"]]) for number in size):
         raise ValueError("a part's shape, offset, extent or begin is not made of whole numbers")
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-    part = Part(**values)
+    part = StoredPart(**values)
     if part.dtype not in ITEM_BYTES or not _FILE.fullmatch(part.file) or not _SHA256.fullmatch(part.sha256):
         raise ValueError(f"the type, file or SHA-256 of a part of {part.tensor[:80]!r} is not one that plait writes")
     if not len(part.shape) == len(part.offset) == len(part.extent) or any(

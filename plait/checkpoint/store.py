@@ -15,7 +15,7 @@ from json import loads
 from pathlib import Path
 
 from plait.checkpoint.durable import clean_stop, sync_folder, write_durably
-from plait.checkpoint.manifest import Manifest, Part, arrange, parse, read_parts, render, sort_parts
+from plait.checkpoint.manifest import Manifest, StoredPart, arrange, parse, read_parts, render, sort_parts
 from plait.errors import PlaitError, RunFailed
 from plait.units import format_bytes
 
@@ -162,7 +162,7 @@ def _read_manifest(path: Path) -> Manifest:
         raise _damaged(path, str(error)) from None
 
 
-def _check_file(path: Path, parts: Sequence[Part], pool: ThreadPoolExecutor) -> None:
+def _check_file(path: Path, parts: Sequence[StoredPart], pool: ThreadPoolExecutor) -> None:
     header, expected = arrange(parts)
     if set(parts) != set(expected) or len({part.key for part in parts}) < len(parts):
         raise _damaged(path.parent / MANIFEST, f"it misplaces the parts of {path.name}")
@@ -183,7 +183,7 @@ def _check_file(path: Path, parts: Sequence[Part], pool: ThreadPoolExecutor) -> 
                 raise _damaged(path, f"the bytes of {part.key} do not match manifest.json")
 
 
-def _digest(view: memoryview, part: Part) -> str:
+def _digest(view: memoryview, part: StoredPart) -> str:
     with view[part.begin : part.begin + part.nbytes] as data:
         return sha256(data).hexdigest()
 

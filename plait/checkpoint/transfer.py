@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from plait.checkpoint.durable import clean_stop, require_space, sync_folder, write_durably
-from plait.checkpoint.manifest import ITEM_BYTES, Manifest, Part, arrange, render_parts, sort_parts
+from plait.checkpoint.manifest import ITEM_BYTES, Manifest, StoredPart, arrange, render_parts, sort_parts
 from plait.errors import PlaitError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -45,7 +45,7 @@ class TensorSlice:
     offset: tuple[int, ...]
 
 
-def whole(tensor: torch.Tensor) -> TensorSlice:
+def whole_slice(tensor: torch.Tensor) -> TensorSlice:
     """A tensor that this rank holds entirely."""
     return TensorSlice(tensor=tensor, shape=tuple(tensor.shape), offset=(0,) * tensor.dim())
 
@@ -115,10 +115,10 @@ def _listed(slices: TensorSlice | Sequence[TensorSlice]) -> Iterable[TensorSlice
     return [slices] if isinstance(slices, TensorSlice) else slices
 
 
-def _part(name: str, one: TensorSlice, file: str) -> Part:
+def _part(name: str, one: TensorSlice, file: str) -> StoredPart:
     extent = tuple(one.tensor.shape)
     place = ",".join(f"{at}:{at + size}" for at, size in zip(one.offset, extent, strict=True))
-    return Part(
+    return StoredPart(
         tensor=name,
         dtype=_CODES[one.tensor.dtype],
         shape=one.shape,
@@ -131,13 +131,13 @@ def _part(name: str, one: TensorSlice, file: str) -> Part:
     )
 
 
-def _write(out: BufferedWriter, part: Part, tensor: torch.Tensor) -> Part:
+def _write(out: BufferedWriter, part: StoredPart, tensor: torch.Tensor) -> StoredPart:
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     out.write(data)
     return replace(part, sha256=sha256(data).hexdigest())
 
 
-def _copy_overlap(path: Path, part: Part, offset: Sequence[int], bits: np.ndarray) -> None:
+def _copy_overlap(path: Path, part: StoredPart, offset: Sequence[int], bits: np.ndarray) -> None:
     """Copy what `part` holds of the rectangle `bits`, which begins at `offset` of the global tensor."""
     into, source = [], []
     for at, size, part_at, part_size in zip(offset, bits.shape, part.offset, part.extent, strict=True):

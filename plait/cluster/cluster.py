@@ -24,7 +24,7 @@ from typing import Any
 
 from plait.cluster.catalog import Device, Link, device, link, reported_device
 from plait.cluster.described import check_keys, check_value, described_device, described_link, description
-from plait.cluster.measured import Measured, measured_from, measured_values
+from plait.cluster.measured import Measurements, measured_from, measured_values
 from plait.cluster.short import read_short
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
@@ -67,7 +67,7 @@ class Cluster:
     islands: tuple[Island, ...]
     between: Link
     """Joins nodes, and islands."""
-    measured: Measured | None = field(default=None, hash=False)
+    measured: Measurements | None = field(default=None, hash=False)
     """What a probe found out about these machines, which goes before what the catalogue says."""
 
     def __post_init__(self) -> None:

@@ -13,17 +13,17 @@ from plait.cluster.catalog import reported_device
 from plait.cluster.topology import Machine, this_host
 
 
-class Teller(Protocol):
+class SendsMessages(Protocol):
     """What a rank needs of its context here: a way to answer."""
 
-    def tell(self, kind: str, **values: Any) -> None: ...
+    def send(self, kind: str, **values: Any) -> None: ...
 
 
-def rank(context: Teller, argument: str) -> None:
+def rank(context: SendsMessages, argument: str) -> None:
     """Entry of the worker that describes this host: tells its fingerprint and its peak arithmetic rate."""
     machine = find_machine()
-    flops, reason = peak_flops(machine)
-    context.tell("machine", fingerprint=machine.fingerprint(), peak_flops=flops, reason=reason)
+    flops, reason = machine_peak_flops(machine)
+    context.send("machine", fingerprint=machine.fingerprint(), peak_flops=flops, reason=reason)
 
 
 def find_machine() -> Machine:
@@ -44,7 +44,7 @@ def find_machine() -> Machine:
     )
 
 
-def peak_flops(machine: Machine) -> tuple[float | None, str]:
+def machine_peak_flops(machine: Machine) -> tuple[float | None, str]:
     """The rate of all devices that MFU is a share of, in FLOP/s, and where it comes from; None when it is not known."""
     if machine.device == "cpu":
         rate = matmul_rate(threads=machine.cores)

@@ -15,15 +15,15 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from plait.cluster.described import check_keys
 from plait.errors import PlaitError
 
-FORMAT = 1
+MEASURED_FORMAT = 1
 NOISY = 0.25
 """Spread of the figures from which on they are doubted."""
 
-Work = Literal[
+MeasuredWork = Literal[
     "product", "product_input", "product_weight", "attention", "attention_backward", "stream", "stream_backward",
     "head", "embedding", "accumulate", "update", "copy", "launch",
 ]  # fmt: skip
-SIZES: Mapping[Work, tuple[str, ...]] = {
+WORK_SIZES: Mapping[MeasuredWork, tuple[str, ...]] = {
     # Products as they are multiplied, rows × inner by inner × columns: forward, gradient of input, of weight.
     "product": ("rows", "inner", "columns"),
     "product_input": ("rows", "inner", "columns"),
@@ -43,7 +43,7 @@ SIZES: Mapping[Work, tuple[str, ...]] = {
 }
 """What the sizes of each kind of work are."""
 
-Message = Literal[
+MessageKind = Literal[
     "send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap_parts", "spread_own",
 ]  # fmt: skip
 """The backend's own operations; the last two are what plait does on processors in place of a reduce-scatter and an
@@ -55,14 +55,16 @@ Scope = Literal["inside", "between"]
 class Timed:
     """Seconds of one piece of work; `sizes` as SIZES says."""
 
-    work: Work
+    work: MeasuredWork
     sizes: tuple[int, ...]
     seconds: float
     spread: float
 
     def __post_init__(self) -> None:
-        if len(self.sizes) != len(SIZES[self.work]):
-            raise PlaitError(f"{self.work} has sizes {list(SIZES[self.work])}, not {list(self.sizes)}; probe again")
+        if len(self.sizes) != len(WORK_SIZES[self.work]):
+            raise PlaitError(
+                f"{self.work} has sizes {list(WORK_SIZES[self.work])}, not {list(self.sizes)}; probe again"
+            )
         _must_be(f"seconds of {self.work}", self.seconds, above=0)
         _must_be(f"spread of {self.work}", self.spread)
 
@@ -95,7 +97,7 @@ class MeasuredDevice:
         for work, factor in self.beside.items():
             _must_be(f"the factor of {work} side by side", factor, above=0)
 
-    def of(self, work: Work) -> tuple[Timed, ...]:
+    def of(self, work: MeasuredWork) -> tuple[Timed, ...]:
         """All that was measured of one kind of work."""
         return tuple(one for one in self.timed if one.work == work)
 
@@ -121,7 +123,7 @@ class Point:
 class MeasuredLink:
     """One operation between so many ranks, over sizes that grow."""
 
-    kind: Message
+    kind: MessageKind
     scope: Scope
     """Inside one host or between hosts."""
     hosts: tuple[str, ...]
@@ -157,7 +159,7 @@ class MeasuredOverlap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measurements:
     """All that one probe found out."""
 
     date: str
@@ -191,17 +193,17 @@ class Measured:
         return f"the figures spread by {self.unsteady:.0%}, though medians count: other programs were running"
 
 
-def measured_values(measured: Measured) -> dict[str, Any]:
+def measured_values(measured: Measurements) -> dict[str, Any]:
     """Plain values for JSON."""
-    return {"format": FORMAT, **asdict(measured)}
+    return {"format": MEASURED_FORMAT, **asdict(measured)}
 
 
-def measured_json(measured: Measured) -> str:
+def measured_json(measured: Measurements) -> str:
     """The text that `measured_from_json` reads back as the same value."""
     return json.dumps(measured_values(measured), indent=1, ensure_ascii=False) + "\n"
 
 
-def measured_from_json(text: str, where: str) -> Measured:
+def measured_from_json(text: str, where: str) -> Measurements:
     """Read the text of a measurement; `where` names it in errors."""
     try:
         values = json.loads(text)
@@ -210,11 +212,11 @@ def measured_from_json(text: str, where: str) -> Measured:
     return measured_from(values, where)
 
 
-def measured_from(values: Any, where: str) -> Measured:
+def measured_from(values: Any, where: str) -> Measurements:
     """The measurement that plain values tell; raises PlaitError for anything strange, also unknown keys."""
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
+    if not isinstance(values, dict) or values.get("format") != MEASURED_FORMAT:
         raise PlaitError(f"{where} is not a measurement of this version of plait; probe again with plait probe --again")
-    return _read(Measured, {key: value for key, value in values.items() if key != "format"}, where)
+    return _read(Measurements, {key: value for key, value in values.items() if key != "format"}, where)
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:

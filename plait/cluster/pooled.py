@@ -9,18 +9,18 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.cluster.measured import Measured, MeasuredDevice, Work
+from plait.cluster.measured import MeasuredDevice, MeasuredWork, Measurements
 
 ALIKE, MOSTLY = 0.15, 0.75
 """What times of like hosts may stray from a common factor, in so much of all time; more is another make after all."""
-ROUNDS = 8
+POOLING_ROUNDS = 8
 """Of fitting factors and common times in turn; it settles in two or three."""
 
-Reals = NDArray[np.float64]
-_Piece = tuple[Work, tuple[int, ...]]
+RealArray = NDArray[np.float64]
+_Piece = tuple[MeasuredWork, tuple[int, ...]]
 
 
-def pooled(measured: Measured) -> Measured:
+def pool_measurements(measured: Measurements) -> Measurements:
     """The same with the times of hosts of one make made consistent: what each piece of work takes on them all, times a
     factor of each host. A single unlucky reading then neither slows a host down nor the forecast.
 
@@ -44,7 +44,7 @@ def _of_one_make(hosts: Sequence[MeasuredDevice]) -> Sequence[MeasuredDevice]:
     told = np.log([[own[piece] for piece in pieces] for own in times])
     weights = np.exp(told.mean(axis=0))  # long work counts: short readings catch a pause or miss it
     factors = np.zeros(len(hosts))
-    for _ in range(ROUNDS):
+    for _ in range(POOLING_ROUNDS):
         common = np.median(told - factors[:, None], axis=0)
         factors = np.array([_quantile(own - common, weights, 0.5) for own in told])
     fitted = factors[:, None] + np.median(told - factors[:, None], axis=0)
@@ -65,7 +65,7 @@ def _with(host: MeasuredDevice, seconds: dict[_Piece, float]) -> MeasuredDevice:
     return replace(host, timed=tuple(replace(one, seconds=kept[one.work, one.sizes]) for one in host.timed))
 
 
-def _quantile(values: Reals, weights: Reals, share: float) -> float:
+def _quantile(values: RealArray, weights: RealArray, share: float) -> float:
     """Of values with weights: the median for a share of a half."""
     order = np.argsort(values)
     below = np.cumsum(weights[order])

@@ -27,7 +27,7 @@ _GBIT = {"m": 1e-3, "g": 1.0, "t": 1e3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ShortPart:
     """Equal nodes of one kind of device."""
 
     device: Device
@@ -36,14 +36,14 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Short:
+class ShortForm:
     """What a short form says; `network` is None where it leaves the usual one."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ShortPart, ...]
     network: Link | None
 
 
-def read_short(text: str) -> Short:
+def read_short(text: str) -> ShortForm:
     """Read a short form, see Note [the grammar of short forms]; raises PlaitError on anything else."""
     pieces = re.split(r"([+@])", f"+{text}")[1:]
     marked = list(zip(pieces[::2], (piece.strip() for piece in pieces[1::2]), strict=True))
@@ -59,7 +59,7 @@ def read_short(text: str) -> Short:
             raise PlaitError(f'"{text}" names the network before its end; write it once, last, as in "macbook+4090@1G"')
     if not parts:
         raise PlaitError(f'"{text}" is a network without devices; write for example "2x(8xA100)+400G"')
-    return Short(parts=tuple(_part(piece) for _, piece in parts), network=joined)
+    return ShortForm(parts=tuple(_part(piece) for _, piece in parts), network=joined)
 
 
 def read_network(text: str, mark: str) -> Link:
@@ -79,7 +79,7 @@ def _is_network(piece: str) -> bool:
     return bool(_RATE.fullmatch(piece)) or piece.lower() in link_names()
 
 
-def _part(piece: str) -> Part:
+def _part(piece: str) -> ShortPart:
     counted = _COUNTED.fullmatch(piece)
     count, rest = (int(counted[1]), counted[2].strip()) if counted else (1, piece)
     if count < 1:
@@ -96,17 +96,17 @@ def _part(piece: str) -> Part:
             f'"{piece}" has {per_node} {known.name} in a node, but {known.inside} joins {known.per_node} at most; '
             f"write {math.ceil(count * per_node / known.per_node)}x({known.per_node}x{name}), or a cluster.json"
         )
-    return Part(device=known, per_node=per_node, nodes=count)
+    return ShortPart(device=known, per_node=per_node, nodes=count)
 
 
-def _full_nodes(known: Device, count: int) -> Part:
+def _full_nodes(known: Device, count: int) -> ShortPart:
     """So many devices in the fewest equal nodes of their kind."""
     usual, part = known.per_node, known.node_part
     if count <= usual:
-        return Part(device=known, per_node=count, nodes=1)
+        return ShortPart(device=known, per_node=count, nodes=1)
     for nodes in range(math.ceil(count / usual), count // (part or usual) + 1):
         if count % nodes == 0 and count // nodes % (part or usual) == 0:
-            return Part(device=known, per_node=count // nodes, nodes=nodes)
+            return ShortPart(device=known, per_node=count // nodes, nodes=nodes)
     fit, equal = part or usual, math.gcd(count, usual)
     raise PlaitError(
         f"{count} {known.name} do not fill nodes of {usual}; take {count // fit * fit} or {(count // fit + 1) * fit}, "

@@ -13,14 +13,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-DeviceKind = Literal["cpu", "cuda"]
+MachineDevice = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """One host: its devices, cores, memory and the software that its numbers depend on."""
 
-    device: DeviceKind
+    device: MachineDevice
     name: str
     """Of the processor or of the GPUs."""
     devices: int
@@ -149,7 +149,7 @@ def bare_name(name: str) -> str:
     return re.sub(r" \(\d+\)$", "", name)
 
 
-def told_apart(names: Sequence[str]) -> tuple[str, ...]:
+def numbered_names(names: Sequence[str]) -> tuple[str, ...]:
     """Names numbered where one has come before: machines made from one image often share theirs."""
     before = [names[:at].count(name) for at, name in enumerate(names)]
     return tuple(f"{name} ({count + 1})" if count else name for name, count in zip(names, before, strict=True))

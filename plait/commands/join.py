@@ -7,13 +7,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from plait.commands.hosts.host_info import own_hello
+from plait.commands.hosts.host_info import own_host_info
 from plait.commands.hosts.invitation import check_first
-from plait.commands.hosts.joined_host import Depot
+from plait.commands.hosts.joined_host import JoinedHostFiles
 from plait.commands.planning.workers import PRELOAD
 from plait.errors import PlaitError
 from plait.launch.remote.agent import connect, serve
-from plait.launch.remote.connectivity import Door
+from plait.launch.remote.connectivity import TestListener
 from plait.launch.remote.secret import read_secret
 from plait.launch.values.job import StoppedBy
 
@@ -34,8 +34,11 @@ def join(at: str, *, secret_file: Path | None, screen: Console) -> StoppedBy:
     def say(line: str) -> None:
         screen.print(line, markup=False, soft_wrap=True)
 
-    hello = own_hello()
-    with closing(Depot(Path.cwd(), say)) as depot, closing(Door(hello["name"], wire.local_address)) as door:
+    hello = own_host_info()
+    with (
+        closing(JoinedHostFiles(Path.cwd(), say)) as depot,
+        closing(TestListener(hello["name"], wire.local_address)) as door,
+    ):
         try:
             handlers = {**depot.handlers, **door.handlers}
             stopped_by = serve(wire, hello=hello, handlers=handlers, preload=PRELOAD)

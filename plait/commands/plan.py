@@ -13,15 +13,15 @@ from plait.cluster.cluster import read_cluster
 from plait.cluster.topology import usable_cores
 from plait.commands.planning.make_plan import look_around, resources_of
 from plait.commands.planning.output_files import check_output, write_output
-from plait.commands.planning.plan_report import answer, answer_text, chapter_of, side_by_side
-from plait.commands.planning.workers import crew
+from plait.commands.planning.plan_report import answer, answer_text, chapter_of, comparison_table
+from plait.commands.planning.workers import worker_pool
 from plait.errors import PlaitError
 from plait.planner.derive.resources import Resources, on_paper
-from plait.planner.diagnosis.diagnose import difference, difference_json, difference_section, seconds_of
-from plait.planner.explain.glossary import terms_text
+from plait.planner.diagnosis.diagnose import diagnose, diagnosis_json, diagnosis_section, seconds_of
+from plait.planner.explain.glossary import glossary_text
 from plait.planner.explain.report_json import plan_json
 from plait.planner.page.page import page_html, plotly_script
-from plait.planner.search.complexity import table
+from plait.planner.search.complexity import complexity_table
 from plait.recipe.load import load_recipe
 
 
@@ -48,16 +48,16 @@ def plan(
         answers = [answer(config, on_paper(read_cluster(text)), top=top) for text in clusters]
     else:
         answers = [answer(config, _this_machine(), top=top)]
-    gap = difference(answers[0].found, measured_s) if measured_s else None
+    gap = diagnose(answers[0].found, measured_s) if measured_s else None
     if gap:
-        answers[0] = replace(answers[0], sections=(*answers[0].sections, difference_section(gap)))
+        answers[0] = replace(answers[0], sections=(*answers[0].sections, diagnosis_section(gap)))
     for one in answers:
         screen.print(answer_text(one), markup=False, soft_wrap=True)
     if len(answers) > 1:
-        screen.print(side_by_side(answers), markup=False, soft_wrap=True)
+        screen.print(comparison_table(answers), markup=False, soft_wrap=True)
     if json_file:
         values = [plan_json(one.found, one.sections, top) for one in answers]
-        values[0] |= {"measured": difference_json(gap)} if gap else {}
+        values[0] |= {"measured": diagnosis_json(gap)} if gap else {}
         write_output(json_file, json.dumps(values[0] if len(values) == 1 else values, indent=2) + "\n")
     if html_file:
         write_output(html_file, page_html([chapter_of(one) for one in answers], script))
@@ -65,9 +65,9 @@ def plan(
 
 def terms() -> str:
     """The planner's words and its table of complexity, for someone new."""
-    return f"{terms_text()}\nPoints of complexity, added up:\n{table()}"
+    return f"{glossary_text()}\nPoints of complexity, added up:\n{complexity_table()}"
 
 
 def _this_machine() -> Resources:
-    with crew() as workers:
+    with worker_pool() as workers:
         return resources_of(look_around(workers, usable_cores()), workers)

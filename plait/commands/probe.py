@@ -11,21 +11,21 @@ from rich.console import Console
 from plait.cluster.catalog import network
 from plait.cluster.cluster import cluster_json, cluster_of, cluster_of_hosts
 from plait.cluster.measured import (
-    Measured,
+    Measurements,
 )
 from plait.cluster.probe.request import CPU_TOKENS, ProbeRequest, probe_request, typical_request
 from plait.cluster.topology import Machine, usable_cores
-from plait.commands.hosts.invitation import HostsAsked
-from plait.commands.hosts.leader_workers import hosts_crew
-from plait.commands.planning.make_plan import Site, look_around
+from plait.commands.hosts.invitation import HostsRequest
+from plait.commands.hosts.leader_workers import leader_workers
+from plait.commands.planning.make_plan import MachineSurvey, look_around
 from plait.commands.planning.output_files import check_output, write_output
-from plait.commands.planning.workers import Crew, crew, serve_if_asked
+from plait.commands.planning.workers import WorkerPool, serve_under_torchrun, worker_pool
 from plait.commands.preparing.usual_corpus import known_or_usual_corpus
-from plait.commands.probing.measurements import Extent, Fresh, measured_by
-from plait.commands.probing.survey import described
-from plait.commands.probing.table import table
+from plait.commands.probing.measurements import Fresh, WorkerExtent, measure_or_load
+from plait.commands.probing.survey import probed_cluster
+from plait.commands.probing.table import measurements_table
 from plait.errors import PlaitError, RunFailed
-from plait.planner.derive.resources import Need, on_paper
+from plait.planner.derive.resources import ProbeNeed, on_paper
 from plait.planner.resolve.request import request_of
 from plait.recipe.load import load_recipe
 
@@ -44,15 +44,15 @@ def probe(
 
     Raises RunFailed with the name of a dead device or link, PlaitError for what cannot be measured.
     """
-    if serve_if_asked():
+    if serve_under_torchrun():
         return
     check_output(out)
-    with crew() as hands:
+    with worker_pool() as hands:
         site = look_around(hands, usable_cores())
-        extent = extent_for(site.machine, workers, threads, hands)
-        asked = asked_for(recipe, overrides, site, extent)
-        measured = measured_by(hands, [site.machine], asked, extent, fresh=fresh)
-    screen.print(table(measured), markup=False, soft_wrap=True)
+        extent = worker_extent(site.machine, workers, threads, hands)
+        asked = probe_request_for(recipe, overrides, site, extent)
+        measured = measure_or_load(hands, [site.machine], asked, extent, fresh=fresh)
+    screen.print(measurements_table(measured), markup=False, soft_wrap=True)
     if measured.noise:
         screen.print(f"unsteady {measured.noise}; close them and give plait probe --again")
     if out is not None:
@@ -60,10 +60,10 @@ def probe(
         screen.print(f"wrote    {out}", soft_wrap=True)
 
 
-def extent_for(machine: Machine, workers: int | None, threads: int | None, hands: Crew) -> Extent:
+def worker_extent(machine: Machine, workers: int | None, threads: int | None, hands: WorkerPool) -> WorkerExtent:
     """As many workers as asked, or one a device and, on processors, one a core; raises PlaitError for too many."""
     if hands.fixed_workers is not None:
-        return Extent(workers=hands.fixed_workers.workers, threads=hands.fixed_workers.threads)
+        return WorkerExtent(workers=hands.fixed_workers.workers, threads=hands.fixed_workers.threads)
     usual = machine.devices if machine.device == "cuda" else max(1, machine.cores // (threads or 1))
     count = workers or usual
     if machine.device == "cuda" and count > machine.devices:
@@ -73,10 +73,12 @@ def extent_for(machine: Machine, workers: int | None, threads: int | None, hands
             f"{count} workers of {threads or 1} threads want more than this machine's {machine.cores} cores, and would "
             "only measure how they take turns; choose fewer --workers or --threads"
         )
-    return Extent(workers=count, threads=threads or max(1, machine.cores // count))
+    return WorkerExtent(workers=count, threads=threads or max(1, machine.cores // count))
 
 
-def asked_for(recipe: Path | None, overrides: Sequence[str], site: Site, extent: Extent) -> ProbeRequest:
+def probe_request_for(
+    recipe: Path | None, overrides: Sequence[str], site: MachineSurvey, extent: WorkerExtent
+) -> ProbeRequest:
     """What a recipe's model needs measured, or usual models without one."""
     device = site.machine.device
     if recipe is None:
@@ -100,7 +102,7 @@ def asked_for(recipe: Path | None, overrides: Sequence[str], site: Site, extent:
     )
 
 
-def with_cluster(measured: Measured, site: Site, extent: Extent) -> str:
+def with_cluster(measured: Measurements, site: MachineSurvey, extent: WorkerExtent) -> str:
     """The text of a cluster.json: this machine, with what was measured under "measured"."""
     machine = site.machine
     if machine.device == "cpu":
@@ -111,7 +113,7 @@ def with_cluster(measured: Measured, site: Site, extent: Extent) -> str:
 
 
 def probe_hosts(
-    recipe: Path, overrides: Sequence[str], *, hosts: HostsAsked, out: Path | None, screen: Console
+    recipe: Path, overrides: Sequence[str], *, hosts: HostsRequest, out: Path | None, screen: Console
 ) -> None:
     """Wait for the other hosts, measure what the recipe's model needs on all at once, tell it, write cluster.json.
 
@@ -119,15 +121,15 @@ def probe_hosts(
     """
     check_output(out)
     config = load_recipe(recipe, overrides)
-    with hosts_crew(hosts, config=config, folder=Path("runs") / config.run.name, screen=screen) as workers:
+    with leader_workers(hosts, config=config, folder=Path("runs") / config.run.name, screen=screen) as workers:
         found = workers.hosts()
         corpus, _ = known_or_usual_corpus(config)
         job = request_of(config, corpus, on_paper(cluster_of_hosts(found, network(1, "machine")))).job
-        need = Need(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision)
-        cluster = described(workers, found, need, fresh="again")
+        need = ProbeNeed(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision)
+        cluster = probed_cluster(workers, found, need, fresh="again")
     if cluster.measured is None:
         raise RunFailed("the probe came to no end; give the same command again")
-    screen.print(table(cluster.measured), markup=False, soft_wrap=True)
+    screen.print(measurements_table(cluster.measured), markup=False, soft_wrap=True)
     if cluster.measured.noise:
         screen.print(f"unsteady {cluster.measured.noise}; close them and give the same command again")
     if out is not None:

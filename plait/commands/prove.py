@@ -12,10 +12,10 @@ from rich.console import Console
 from plait.cluster.topology import usable_cores
 from plait.commands.planning.make_plan import look_around, proven_plan
 from plait.commands.planning.output_files import check_output, write_output
-from plait.commands.planning.workers import crew
+from plait.commands.planning.workers import worker_pool
 from plait.commands.preparing.corpus import prepare_data
 from plait.errors import RunFailed
-from plait.layout import in_words
+from plait.layout import layout_summary
 from plait.planner.resolve.worker_layouts import MEASURED_TOLERANCE, WorkerLayout
 from plait.recipe.load import load_recipe
 from plait.units import format_duration
@@ -29,7 +29,7 @@ def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path
     check_output(json_file)
     config = load_recipe(recipe, overrides)
     corpus = prepare_data(config, screen)
-    with crew() as workers:
+    with worker_pool() as workers:
         site = look_around(workers, usable_cores())
 
         def show(split: WorkerLayout) -> None:
@@ -40,8 +40,8 @@ def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path
 
         plan, trials = proven_plan(config, corpus, site, workers, count=count, on_timed=show, on_failed=show_failed)
     screen.print(
-        f"chosen   {in_words(plan.layout)}: the simplest within {MEASURED_TOLERANCE:.0%} of the fastest; a new run of "
-        "this recipe takes this plan",
+        f"chosen   {layout_summary(plan.layout)}: the simplest within {MEASURED_TOLERANCE:.0%} of the fastest; "
+        "a new run of this recipe takes this plan",
         highlight=False,
         soft_wrap=True,
     )
@@ -53,7 +53,7 @@ def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path
 def _words(split: WorkerLayout) -> str:
     workers = f"{split.workers} worker{'s' if split.workers > 1 else ''} × {split.threads} threads"
     fewer = f" ({min(split.micro_limits)} where memory is short)" if split.micro_limits else ""
-    return f"{in_words(split.layout)}, {split.micro_sequences} sequences at a time{fewer}, {workers}"
+    return f"{layout_summary(split.layout)}, {split.micro_sequences} sequences at a time{fewer}, {workers}"
 
 
 def _times(split: WorkerLayout) -> str:

@@ -29,7 +29,7 @@ def sample(run: str, prompt: str, *, tokens: int, temperature: float, top_p: flo
     new = generate(
         model, ids, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed, stop=frozenset({tokenizer.eot})
     )
-    yield from pieces(tokenizer, ids[1:], new)
+    yield from text_pieces(tokenizer, ids[1:], new)
 
 
 def load_model(folder: RunFolder) -> tuple[GPT, Found]:
@@ -43,7 +43,7 @@ def load_model(folder: RunFolder) -> tuple[GPT, Found]:
     return model.to(device).eval(), found
 
 
-def pieces(tokenizer: Tokenizer, before: Sequence[int], ids: Iterator[int]) -> Iterator[str]:
+def text_pieces(tokenizer: Tokenizer, before: Sequence[int], ids: Iterator[int]) -> Iterator[str]:
     """Text as soon as it is whole: a character of several bytes can be spread over several tokens.
 
     Some tokenizers drop the space that a text begins with, so that each piece is what it adds to the ones `before`.

@@ -9,27 +9,27 @@ from typing import Literal
 
 from rich.console import Console as Screen
 
-from plait.commands.hosts.invitation import ONE_HOST, HostsAsked
+from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
 from plait.commands.hosts.joined_host import refuse_joined
-from plait.commands.hosts.leader_workers import hosts_crew
-from plait.commands.monitoring.finish import conclude, is_finished
-from plait.commands.monitoring.forecast_monitor import compared_with
+from plait.commands.hosts.leader_workers import leader_workers
+from plait.commands.monitoring.finish import finish_run, is_finished
+from plait.commands.monitoring.forecast_monitor import monitor_of
 from plait.commands.monitoring.session import Session, run_session
 from plait.commands.planning.begun_plan import plan_of_begun
 from plait.commands.planning.introduction import introduce
 from plait.commands.planning.make_plan import make_plan
-from plait.commands.planning.run_folder import RunFolder, alone, check_changes, run_folder
+from plait.commands.planning.run_folder import RunFolder, check_changes, locked_folder, run_folder
 from plait.commands.planning.workers import (
-    Crew,
-    PlacedCrew,
-    crew,
+    HostWorkers,
+    WorkerPool,
     dismiss_others,
     refuse_torchrun,
-    serve_if_asked,
+    serve_under_torchrun,
+    worker_pool,
 )
-from plait.commands.preparing.corpus import prepare_data, told
-from plait.commands.probing.survey import survey
-from plait.commands.verifying.gradient_check import check_once
+from plait.commands.preparing.corpus import corpus_summary, prepare_data
+from plait.commands.probing.survey import survey_machines
+from plait.commands.verifying.gradient_check import check_new_layout
 from plait.errors import Interrupted
 from plait.planner.plan import Plan
 from plait.recipe.load import load_recipe
@@ -49,7 +49,7 @@ def train(
     *,
     fresh_plan: bool = False,
     check: Check = "new layouts",
-    hosts: HostsAsked = ONE_HOST,
+    hosts: HostsRequest = ONE_HOST,
     screen: Screen,
 ) -> Outcome:
     """Run a recipe to its end, from where it stands; raises PlaitError (before) or RunFailed (during) with the mend.
@@ -57,12 +57,12 @@ def train(
     A run that is finished prints its receipt. A first SIGINT or SIGTERM saves and returns the signal's name. Over
     several hosts it first waits until the others have joined.
     """
-    if serve_if_asked():
+    if serve_under_torchrun():
         return "finished"
     config = load_recipe(recipe, overrides)
     folder = run_folder(config.run.name)
     refuse_joined(folder)
-    with alone(folder):
+    with locked_folder(folder):
         changed = check_changes(folder.begun_config(), config) if folder.has_begun else []
         if folder.has_begun and "train.budget" not in changed and is_finished(folder):
             screen.print(f"{folder.path} is finished; a larger train.budget continues it")
@@ -73,32 +73,32 @@ def train(
         renew: Renew = "all" if fresh_plan else "plan" if layout_changed else "nothing"
         try:
             with _crew(hosts, config, folder, renew, screen) as workers:
-                plan = workers.placed(_plan(config, folder, workers, renew=renew, screen=screen))
+                plan = workers.with_hosts(_plan(config, folder, workers, renew=renew, screen=screen))
                 if check == "new layouts":
-                    check_once(config, plan, workers, screen)
+                    check_new_layout(config, plan, workers, screen)
                 return _train(config, folder, workers, plan, screen, afresh=renew != "nothing")
         except Interrupted as interrupted:
             return "SIGINT" if str(interrupted) == "SIGINT" else "SIGTERM"
 
 
 def _crew(
-    hosts: HostsAsked, config: RunConfig, folder: RunFolder, renew: Renew, screen: Screen
-) -> AbstractContextManager[PlacedCrew]:
+    hosts: HostsRequest, config: RunConfig, folder: RunFolder, renew: Renew, screen: Screen
+) -> AbstractContextManager[HostWorkers]:
     """The workers of this machine, or those of all hosts once they are in, in the places that they had in this run."""
     if hosts.hosts == 1:
-        return crew()
+        return worker_pool()
     refuse_torchrun()
     prepare_data(config, screen)  # what is wrong with it is told before anybody was asked to join
     begun = folder.begun_plan().hosts if folder.has_begun and renew != "all" else ()
     order = [(share.mark, share.name) for share in begun]
-    return hosts_crew(hosts, config=config, folder=folder.path, screen=screen, order=order)
+    return leader_workers(hosts, config=config, folder=folder.path, screen=screen, order=order)
 
 
-def _plan(config: RunConfig, folder: RunFolder, workers: PlacedCrew, *, renew: Renew, screen: Screen) -> Plan:
+def _plan(config: RunConfig, folder: RunFolder, workers: HostWorkers, *, renew: Renew, screen: Screen) -> Plan:
     """Prepare the data, look at the machine, and say what will be done."""
     corpus = prepare_data(config, screen)
-    screen.print(told(corpus))
-    site, fresh = survey(workers, screen.print, "again" if renew == "all" else "kept"), renew != "nothing"
+    screen.print(corpus_summary(corpus))
+    site, fresh = survey_machines(workers, screen.print, "again" if renew == "all" else "kept"), renew != "nothing"
     if folder.has_begun:
         plan = plan_of_begun(config, folder.begun_plan(), corpus, site, workers, fresh=fresh, say=screen.print)
     else:
@@ -107,7 +107,9 @@ def _plan(config: RunConfig, folder: RunFolder, workers: PlacedCrew, *, renew: R
     return plan
 
 
-def _train(config: RunConfig, folder: RunFolder, workers: Crew, plan: Plan, screen: Screen, *, afresh: bool) -> Outcome:
+def _train(
+    config: RunConfig, folder: RunFolder, workers: WorkerPool, plan: Plan, screen: Screen, *, afresh: bool
+) -> Outcome:
     point = folder.resume_point()
     folder.put(config, plan, afresh=afresh)
     if point:
@@ -116,11 +118,11 @@ def _train(config: RunConfig, folder: RunFolder, workers: Crew, plan: Plan, scre
         screen.print(f"resume   from {point.path.name}")
     done = point.manifest.step if point else 0
     bar = Console(plan.steps, done, screen=screen)
-    compared = compared_with(plan, done, bar.note)
+    compared = monitor_of(plan, done, bar.note)
     session = Session(folder, bar, compared, plan.devices)
     result, step = run_session(plan, folder, workers, done, point.path.name if point else None, session)
     if step < plan.steps:
         screen.print(f"stopped after step {step} of {plan.steps}, saved; the same command goes on from there")
         return result.stopped_by
-    conclude(config, folder, plan, done, screen, compared)
+    finish_run(config, folder, plan, done, screen, compared)
     return "finished"

@@ -12,9 +12,9 @@ from rich.console import Console as Screen
 from plait.cluster.topology import Machine, usable_cores
 from plait.commands.planning.make_plan import look_around
 from plait.commands.planning.output_files import check_output, write_output
-from plait.commands.planning.workers import Crew, crew, serve_if_asked
-from plait.commands.verifying.gradient_check import order_noise, prove
-from plait.commands.verifying.small_model import asked_layout, asked_shares, shrunk_plan, suited_to
+from plait.commands.planning.workers import WorkerPool, serve_under_torchrun, worker_pool
+from plait.commands.verifying.gradient_check import check_gradients, order_noise
+from plait.commands.verifying.small_model import requested_layout, requested_shares, shrunk_plan, suited_to
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.planner.derive.training_job import precision_of
@@ -41,18 +41,18 @@ def verify(
     "anywhere": in float64 on as many gloo ranks as it needs. "here": on this machine's devices, first in float32, then
     in the run's own precision. Raises PlaitError, before a worker computes, for a layout that cannot be.
     """
-    if serve_if_asked():
+    if serve_under_torchrun():
         return True
     check_output(json_file)
     config = load_recipe(recipe, overrides)
-    shape, layout = asked_layout(config)
-    plan = shrunk_plan(config, shape, layout, asked_shares(config))
-    with crew() as workers:
+    shape, layout = requested_layout(config)
+    plan = shrunk_plan(config, shape, layout, requested_shares(config))
+    with worker_pool() as workers:
         _check_given(layout, workers)
         if where == "anywhere":
             told = f"{layout}{_shares_words(plan)}: {_gloo_words(layout)} in float64, beside one plain process"
             screen.print(f"layout   {told}", highlight=False)
-            verdict = prove(config, plan, workers)
+            verdict = check_gradients(config, plan, workers)
             if verdict.ok and config.train.gradient_transfer == "bf16":
                 verdict = _prove_rounded(config, plan, workers, screen)
         else:
@@ -65,19 +65,19 @@ def verify(
     return verdict.ok
 
 
-def _prove_rounded(config: RunConfig, plan: Plan, workers: Crew, screen: Screen) -> Verdict:
+def _prove_rounded(config: RunConfig, plan: Plan, workers: WorkerPool, screen: Screen) -> Verdict:
     """The proof once more with gradients that travel as the recipe asks; it is exact but for their rounding."""
     screen.print("         exact where gradients travel whole; now as bfloat16, which changes the numbers")
     rounded = replace(plan, gradient_transfer="bf16")
-    return prove(config, rounded, workers, extent="gradients", bars=ROUNDED)
+    return check_gradients(config, rounded, workers, extent="gradients", bars=ROUNDED)
 
 
-def _prove_here(config: RunConfig, plan: Plan, machine: Machine, workers: Crew, screen: Screen) -> Verdict:
+def _prove_here(config: RunConfig, plan: Plan, machine: Machine, workers: WorkerPool, screen: Screen) -> Verdict:
     """The worse of two verdicts: in float32 without shortcuts, and as the run itself computes."""
     single = suited_to(plan, machine.device, "float32")
     told = f"{plan.layout}{_shares_words(plan)} on {plan.world_size} × {machine.name}, in float32"
     screen.print(f"layout   {told}", highlight=False)
-    strict = prove(config, single, workers, extent="gradients", bars=SINGLE)
+    strict = check_gradients(config, single, workers, extent="gradients", bars=SINGLE)
     precision = precision_of(config, machine.device)
     own = replace(suited_to(plan, machine.device, precision), compile="blocks" if machine.device == "cuda" else "off")
     if not strict.ok or own == single:
@@ -91,10 +91,10 @@ def _prove_here(config: RunConfig, plan: Plan, machine: Machine, workers: Crew, 
         highlight=False,
     )
     allowed = replace(SINGLE, gradient=max(SINGLE.gradient, NOISE_FACTOR * noise))
-    return prove(config, own, workers, extent="gradients", bars=allowed)
+    return check_gradients(config, own, workers, extent="gradients", bars=allowed)
 
 
-def _check_given(layout: Layout, workers: Crew) -> None:
+def _check_given(layout: Layout, workers: WorkerPool) -> None:
     if workers.fixed_workers is not None and workers.fixed_workers.workers != layout.world_size:
         raise PlaitError(
             f"torchrun started {workers.fixed_workers.workers} workers and the layout needs {layout.world_size}; "

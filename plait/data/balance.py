@@ -15,7 +15,7 @@ from plait.data.shards import Shard
 # and single operations on float64, which every processor rounds alike; never a long sum or a product of matrices in
 # floats, whose last bit depends on the width of the processor's vectors.
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 _GOAL = 0.002
@@ -31,7 +31,7 @@ _VISITS = 90
 _MASK_BYTES = 1 << 22
 
 
-def attention_pairs(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: Ints, sequence: int) -> Ints:
+def attention_pairs(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: IntArray, sequence: int) -> IntArray:
     """Pairs of a token and one at or before it in its document, for each window: whole numbers [B].
 
     Window i reads `sequence` inputs of shards[shard[i]] from start[i], as in packing.segment_lengths.
@@ -44,7 +44,7 @@ def attention_pairs(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], star
     return pairs
 
 
-def window_lengths(shard: Shard, start: Ints, sequence: int) -> tuple[Ints, Ints]:
+def window_lengths(shard: Shard, start: IntArray, sequence: int) -> tuple[IntArray, IntArray]:
     """Lengths of the pieces of documents in each window, one window after the other, and where each one's begin."""
     low = np.searchsorted(shard.starts, start, side="right")
     inner = np.searchsorted(shard.starts, start + sequence, side="left") - low
@@ -59,7 +59,7 @@ def window_lengths(shard: Shard, start: Ints, sequence: int) -> tuple[Ints, Ints
     return np.diff(edges, append=len(start) * sequence), first
 
 
-def counted_targets(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: Ints, sequence: int) -> Ints:
+def counted_targets(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: IntArray, sequence: int) -> IntArray:
     """Targets of each window that enter the loss: whole numbers [B], `sequence` where nothing is masked."""
     counted = np.full(len(start), sequence, dtype=np.int64)
     at_once = max(1, _MASK_BYTES // sequence)
@@ -72,7 +72,7 @@ def counted_targets(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], star
     return counted
 
 
-def dealt_positions(pairs: Ints, parts: tuple[int, ...], counted: Ints | None = None) -> list[Ints]:
+def balance_samples(pairs: IntArray, parts: tuple[int, ...], counted: IntArray | None = None) -> list[IntArray]:
     """The samples (0 … B-1, ascending) of each part: parts[p] of them, with pairs in proportion to that.
 
     Targets that are counted, if told, come second. Where all samples are alike, and where each part takes but one,
@@ -87,14 +87,16 @@ def dealt_positions(pairs: Ints, parts: tuple[int, ...], counted: Ints | None = 
     return [np.sort(members) for members in deal.members]
 
 
-def evenly_ordered(pairs: Ints, mine: Ints, sizes: tuple[int, ...], counted: Ints | None = None) -> Ints:
+def evenly_ordered(
+    pairs: IntArray, mine: IntArray, sizes: tuple[int, ...], counted: IntArray | None = None
+) -> IntArray:
     """One part's samples `mine`, reordered so that micro-batches of these `sizes`, the larger first, are evenly heavy.
 
     What is left unequal comes heaviest first, so that ranks that meet in every micro-batch meet with their like. Where
     all samples are alike, they stay as they are.
     """
     own = pairs[mine]
-    micros = dealt_positions(own, sizes, None if counted is None else counted[mine])
+    micros = balance_samples(own, sizes, None if counted is None else counted[mine])
     micros.sort(key=lambda rows: (-len(rows), -int(own[rows].sum())))
     return mine[np.concatenate(micros)]
 
@@ -107,13 +109,13 @@ class _Deal:
     due, a whole number; `scale` makes of it a relative deviation with the weight of its kind.
     """
 
-    loads: Ints
-    members: list[Ints]
-    excess: Ints
+    loads: IntArray
+    members: list[IntArray]
+    excess: IntArray
     scale: Floats
 
 
-def _first_deal(loads: Ints, sizes: Ints) -> _Deal:
+def _first_deal(loads: IntArray, sizes: IntArray) -> _Deal:
     """Each part takes evenly spaced places of all samples sorted by weight; equal parts take turns, to and fro."""
     part = np.repeat(np.arange(len(sizes)), sizes)
     turn = np.arange(len(part)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -178,19 +180,19 @@ def _deal_anew(deal: _Deal, one: int, other: int, visit: int) -> bool:
     return True
 
 
-def _spread(size: int, count: int, visit: int) -> Ints:
+def _spread(size: int, count: int, visit: int) -> IntArray:
     """Evenly spaced places below `size`, other ones at each visit."""
     return ((16 * np.arange(count) + 7 * visit % 16) * size) // (16 * count)
 
 
 @cache
-def _ways(samples: int, mine: int) -> Ints:
+def _ways(samples: int, mine: int) -> IntArray:
     """Every way to choose `mine` of some samples, as rows of ones and zeros."""
     bits = np.arange(1 << samples)[:, None] >> np.arange(samples) & 1
     return bits[bits.sum(axis=1) == mine]
 
 
-def _costs(excess: Ints, scale: Floats) -> Any:
+def _costs(excess: IntArray, scale: Floats) -> Any:
     """The square of how far parts are off, over the last dim."""
     off = (excess * scale) ** 2
     return off[..., 0] + off[..., 1]

@@ -12,7 +12,7 @@ from typing import Literal
 from plait.data.sources import Document
 from plait.errors import PlaitError
 
-Split = Literal["train", "heldout"]
+HoldoutSplit = Literal["train", "heldout"]
 Rule = Literal["none", "documents", "tails"]
 
 FEWEST_DOCUMENTS = 20
@@ -20,38 +20,38 @@ FEWEST_DOCUMENTS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class ByteSpan:
     """A byte range of a document and the side it belongs to."""
 
-    split: Split
+    split: HoldoutSplit
     start: int
     stop: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
+class DocumentSurvey:
     """What a first look at one source found: sizes, and what a hold-out by whole documents would take."""
 
     documents: int = 0
     text_bytes: int = 0
     held_documents: int = 0
 
-    def __add__(self, other: Survey) -> Survey:
-        return Survey(
+    def __add__(self, other: DocumentSurvey) -> DocumentSurvey:
+        return DocumentSurvey(
             documents=self.documents + other.documents,
             text_bytes=self.text_bytes + other.text_bytes,
             held_documents=self.held_documents + other.held_documents,
         )
 
 
-def survey(documents: Iterable[Document], fraction: float) -> Iterator[Survey]:
+def survey_documents(documents: Iterable[Document], fraction: float) -> Iterator[DocumentSurvey]:
     """Read documents once, one Survey each; raises PlaitError on binary or non-UTF-8 text."""
     for document in documents:
         held = _hash_fraction(_checked(document)) < fraction
-        yield Survey(documents=1, text_bytes=document.text_bytes, held_documents=int(held))
+        yield DocumentSurvey(documents=1, text_bytes=document.text_bytes, held_documents=int(held))
 
 
-def choose_rule(found: Survey, fraction: float) -> Rule:
+def choose_rule(found: DocumentSurvey, fraction: float) -> Rule:
     """By whole documents where there are enough of them and both sides get some; else the tail of each."""
     if fraction == 0:
         return "none"
@@ -59,16 +59,16 @@ def choose_rule(found: Survey, fraction: float) -> Rule:
     return "documents" if found.documents >= FEWEST_DOCUMENTS and both_sides else "tails"
 
 
-def spans(document: Document, rule: Rule, fraction: float) -> tuple[Span, ...]:
+def spans(document: Document, rule: Rule, fraction: float) -> tuple[ByteSpan, ...]:
     """How a document is divided; every byte of it lies in exactly one span."""
     end = document.text_bytes
     if rule == "none":
-        return (Span(split="train", start=0, stop=end),)
+        return (ByteSpan(split="train", start=0, stop=end),)
     if rule == "documents":
         held = _hash_fraction(document.read()) < fraction
-        return (Span(split="heldout" if held else "train", start=0, stop=end),)
+        return (ByteSpan(split="heldout" if held else "train", start=0, stop=end),)
     cut = _character_start(document, end - int(end * fraction))
-    both = (Span(split="train", start=0, stop=cut), Span(split="heldout", start=cut, stop=end))
+    both = (ByteSpan(split="train", start=0, stop=cut), ByteSpan(split="heldout", start=cut, stop=end))
     return tuple(span for span in both if span.stop > span.start)
 
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from plait.data.balance import attention_pairs, counted_targets, dealt_positions, evenly_ordered
+from plait.data.balance import attention_pairs, balance_samples, counted_targets, evenly_ordered
 from plait.data.order import Order
-from plait.data.packing import Ints, restarting_positions, segment_lengths, zigzag_columns
+from plait.data.packing import Lengths, restarting_positions, segment_lengths, zigzag_columns
 from plait.data.portions import micro_sizes
 from plait.data.rows import NOT_COUNTED, gather, padded_rows, targets, windows_end_to_end
 from plait.data.shards import Corpus, Shard
@@ -148,7 +148,7 @@ def heldout_micros(corpus: Corpus, samples: Samples) -> Iterator[Micro]:
         yield _micro(inputs, wanted, lengths, samples)
 
 
-def _dealt(train: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: Ints, samples: Samples) -> Ints:
+def _dealt(train: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: Lengths, samples: Samples) -> Lengths:
     """Which of a step's samples this rank takes, in the order in which it does.
 
     Documents that are masked burden parts, and a part's micro-batches, by their lengths: so those decide. Every rank
@@ -159,7 +159,7 @@ def _dealt(train: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: Ints, s
         return np.arange(first, first + samples.parts[samples.part])
     pairs = attention_pairs(train, shard, start, samples.sequence)
     counted = counted_targets(train, shard, start, samples.sequence)
-    mine = dealt_positions(pairs, samples.parts, counted)[samples.part]
+    mine = balance_samples(pairs, samples.parts, counted)[samples.part]
     filled = tuple(size for size in _sizes(samples.parts, samples) if size)
     return evenly_ordered(pairs, mine, filled, counted)
 
@@ -178,7 +178,7 @@ def _sizes(counts: Sequence[int], samples: Samples) -> tuple[int, ...]:
     return micro_sizes(tuple(counts[part] for part in met), tuple(limits[part] for part in met))[own]
 
 
-def turns(parts: tuple[int, ...]) -> Ints:
+def turns(parts: tuple[int, ...]) -> Lengths:
     """Who takes what comes one after the other: part p parts[p] times, evenly spread; equal parts take turns."""
     places = [(np.arange(count) + 0.5) / count for count in parts]
     owners = np.repeat(np.arange(len(parts)), parts)

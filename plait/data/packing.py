@@ -8,10 +8,10 @@ import numpy as np
 
 from plait.data.shards import Shard
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
+Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def segment_lengths(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: Ints, sequence: int) -> Ints:
+def segment_lengths(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: Lengths, sequence: int) -> Lengths:
     """Lengths of the document segments of the flattened rows, in order; no segment crosses a row.
 
     Row i reads `sequence` inputs of shards[shard[i]] from start[i]; the <eot> before a document opens its segment.
@@ -24,13 +24,13 @@ def segment_lengths(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], star
     return np.diff(edges, append=len(start) * sequence)
 
 
-def restarting_positions(lengths: Ints) -> Ints:
+def restarting_positions(lengths: Lengths) -> Lengths:
     """0, 1, 2, … within each segment, for all segments one after the other."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
 
 
-def zigzag_columns(sequence: int, parts: int, index: int) -> Ints:
+def zigzag_columns(sequence: int, parts: int, index: int) -> Lengths:
     """The columns of a row that one of `parts` context ranks holds, in their order: two of 2 × parts equal chunks.
 
     Chunk `index` and the one as far from the row's end, so that all ranks have equally many pairs of a token and an
@@ -44,7 +44,7 @@ def zigzag_columns(sequence: int, parts: int, index: int) -> Ints:
     return np.concatenate([np.arange(first, first + chunk) for first in firsts])
 
 
-def _inner_begins(starts: Ints, rows: Ints, first: Ints, sequence: int) -> Ints:
+def _inner_begins(starts: Lengths, rows: Lengths, first: Lengths, sequence: int) -> Lengths:
     """Flat places of the documents that begin inside the rows, row beginnings left out."""
     low = np.searchsorted(starts, first, side="right")
     high = np.searchsorted(starts, first + sequence, side="left")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from plait.layout import share
+from plait.layout import equal_share
 
 
 def micro_sizes(counts: tuple[int, ...], limits: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -18,4 +18,4 @@ def micro_sizes(counts: tuple[int, ...], limits: tuple[int, ...]) -> tuple[tuple
     sequences than there are micro-batches. There is always one. A part that meets nobody is asked about alone.
     """
     number = max(1, *(ceil(count / limit) for count, limit in zip(counts, limits, strict=True)))
-    return tuple(tuple(share(count, number, index)[1] for index in range(number)) for count in counts)
+    return tuple(tuple(equal_share(count, number, index)[1] for index in range(number)) for count in counts)

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from plait.data.holdout import Split
+from plait.data.holdout import HoldoutSplit
 from plait.errors import PlaitError
 
 # Note [stream of a shard]: <eot> document <eot> document … document <eot>. Each document is preceded by the end of text
@@ -35,7 +35,7 @@ class ShardEntry:
     """A shard as the index lists it: `documents` starts, SHA-256 of its files; no mask where every token is learned."""
 
     name: str
-    split: Split
+    split: HoldoutSplit
     source: int
     tokens: int
     documents: int

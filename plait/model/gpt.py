@@ -17,7 +17,7 @@ from plait.model.feedforward import FeedForward
 from plait.model.linear import Linear
 from plait.model.norm import make_norm
 from plait.model.rotary import Rotary
-from plait.model.shape import ModelShape, Part, whole_model
+from plait.model.shape import ModelPart, ModelShape, whole_model
 
 
 class GPT(nn.Module):
@@ -27,7 +27,7 @@ class GPT(nn.Module):
     None in a part that begins later, `norm` in one that ends earlier.
     """
 
-    def __init__(self, shape: ModelShape, part: Part | None = None) -> None:
+    def __init__(self, shape: ModelShape, part: ModelPart | None = None) -> None:
         super().__init__()
         part = part or whole_model(shape)
         self.shape = shape
@@ -92,7 +92,7 @@ class GPT(nn.Module):
 class Embedding(nn.Module):
     """Token embedding, plus a learned vector a position where the shape says so."""
 
-    def __init__(self, shape: ModelShape, part: Part) -> None:
+    def __init__(self, shape: ModelShape, part: ModelPart) -> None:
         super().__init__()
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         learned = shape.positions == "learned" and part.embeds
@@ -118,13 +118,13 @@ class Layer(nn.Module):
         self.attention = Attention(shape, layer)
         self.feedforward_norm = make_norm(shape)
         self.feedforward = FeedForward(shape)
-        self.run: Run = run_layer
+        self.run: RunLayer = run_layer
 
     def forward(self, stream_nd: Tensor, rows: Rows) -> Tensor:
         return self.run(self, stream_nd, rows)
 
 
-Run = Callable[[Layer, Tensor, Rows], Tensor]
+RunLayer = Callable[[Layer, Tensor, Rows], Tensor]
 """A layer, the stream before it and how its tokens lie in rows, to the stream after it."""
 
 

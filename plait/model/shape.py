@@ -88,7 +88,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ModelPart:
     """Which part of a model: whether it begins with the embedding, its layers, whether it ends with norm and head."""
 
     embeds: bool
@@ -96,9 +96,9 @@ class Part:
     ends: bool
 
 
-def whole_model(shape: ModelShape) -> Part:
+def whole_model(shape: ModelShape) -> ModelPart:
     """All of it."""
-    return Part(embeds=True, layers=tuple(range(shape.layers)), ends=True)
+    return ModelPart(embeds=True, layers=tuple(range(shape.layers)), ends=True)
 
 
 def weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -35,7 +35,7 @@ def _size(layers: int, width: int, heads: int, kv_heads: int, ffn: int, vocabula
     )
 
 
-SIZES: dict[str, Size] = {
+MODEL_SIZES: dict[str, Size] = {
     #             layers width heads kv_heads ffn vocabulary
     "1M": _size(4, 128, 4, 4, 384, 1024, "tied"),
     "3M": _size(6, 192, 6, 6, 512, 2048, "tied"),
@@ -66,9 +66,9 @@ def named_shape(size: str, *, vocabulary: int, sequence: int, **explicit: Any) -
 
     Raises PlaitError for a name that is not there and for fields that do not fit together.
     """
-    if size not in SIZES:
-        raise PlaitError(f'there is no model size "{size}"; choose one of {", ".join(SIZES)}')
-    return _complete(SIZES[size], vocabulary, sequence, explicit)
+    if size not in MODEL_SIZES:
+        raise PlaitError(f'there is no model size "{size}"; choose one of {", ".join(MODEL_SIZES)}')
+    return _complete(MODEL_SIZES[size], vocabulary, sequence, explicit)
 
 
 def explicit_shape(*, layers: int, width: int, vocabulary: int, sequence: int, **explicit: Any) -> ModelShape:
@@ -86,7 +86,7 @@ def nearest_size(parameters: float, vocabulary: int) -> str:
         count = parameter_count(named_shape(size, vocabulary=vocabulary, sequence=1024))
         return max(count / parameters, parameters / count)
 
-    return min(SIZES, key=distance)
+    return min(MODEL_SIZES, key=distance)
 
 
 def default_ffn(width: int, activation: str) -> int:

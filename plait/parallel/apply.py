@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.model.gpt import GPT
 from plait.parallel.compile import compile_layers
 from plait.parallel.context.attention import context
-from plait.parallel.materialize import fill
+from plait.parallel.materialize import materialize
 from plait.parallel.pipeline.one_owner import keep_at_one_end
 from plait.parallel.pipeline.stage import pipeline
 from plait.parallel.recompute import recompute
@@ -22,7 +22,7 @@ from plait.partition.execution import Execution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class ParallelStage:
     """One thing done to the model, the mesh axis it works along, and why it stands where it does."""
 
     axis: str
@@ -30,16 +30,18 @@ class Stage:
     reason: str
 
 
-STAGES: tuple[Stage, ...] = (
-    Stage(axis="pipeline", apply=pipeline, reason="first: what another rank has needs no further care here"),
-    Stage(axis="tensor", apply=tensor, reason="cuts the weights that are left, before anybody looks at their sizes"),
-    Stage(axis="context", apply=context, reason="replaces attention's core, whatever heads are left to it"),
-    Stage(axis="", apply=recompute, reason="wraps layers with all communication that they repeat"),
-    Stage(axis="", apply=compile_layers, reason="sees the layers' final code"),
-    Stage(axis="shard", apply=shard, reason="splits parameters before they take memory"),
-    Stage(axis="", apply=fill, reason="real memory for what this rank holds, and no more"),
-    Stage(axis="", apply=keep_at_one_end, reason="says which sums are not needed, before anybody makes them"),
-    Stage(
+STAGES: tuple[ParallelStage, ...] = (
+    ParallelStage(axis="pipeline", apply=pipeline, reason="first: what another rank has needs no further care here"),
+    ParallelStage(
+        axis="tensor", apply=tensor, reason="cuts the weights that are left, before anybody looks at their sizes"
+    ),
+    ParallelStage(axis="context", apply=context, reason="replaces attention's core, whatever heads are left to it"),
+    ParallelStage(axis="", apply=recompute, reason="wraps layers with all communication that they repeat"),
+    ParallelStage(axis="", apply=compile_layers, reason="sees the layers' final code"),
+    ParallelStage(axis="shard", apply=shard, reason="splits parameters before they take memory"),
+    ParallelStage(axis="", apply=materialize, reason="real memory for what this rank holds, and no more"),
+    ParallelStage(axis="", apply=keep_at_one_end, reason="says which sums are not needed, before anybody makes them"),
+    ParallelStage(
         axis="replicate",
         apply=replicate,
         reason="last: its buckets hold what all other strands leave",
@@ -48,7 +50,7 @@ STAGES: tuple[Stage, ...] = (
 
 
 def parallelize(
-    model: GPT, mesh: DeviceMesh | None, execution: Execution, stages: Sequence[Stage] = STAGES
+    model: GPT, mesh: DeviceMesh | None, execution: Execution, stages: Sequence[ParallelStage] = STAGES
 ) -> ShardedModel:
     """Apply the stages in order; without stages the model stays one process' own. Every rank must call it."""
     woven = unsharded(model)

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
 
-SIZES = 64
+COMPILED_SHAPES_LIMIT = 64
 """Of micro-batches that a layer is compiled for, at most. Shares that follow the devices bring new ones, and behind
 torch's own limit of eight a layer would run uncompiled from then on, with no word of it."""
 
@@ -17,7 +17,7 @@ def compile_layers(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) 
     if execution.compile == "blocks":
         import torch._dynamo.config as dynamo  # more than a second of imports
 
-        dynamo.recompile_limit = max(SIZES, dynamo.recompile_limit)
+        dynamo.recompile_limit = max(COMPILED_SHAPES_LIMIT, dynamo.recompile_limit)
         for chunk in woven.chunks:
             for layer in chunk.layers.values():
                 layer.compile(dynamic=False)

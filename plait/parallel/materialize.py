@@ -9,7 +9,7 @@ from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
 
 
-def fill(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
+def materialize(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Allocate what was only described so far; the numbers come later, from the seed or a checkpoint."""
     on_gpu = execution.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

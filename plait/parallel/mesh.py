@@ -35,7 +35,7 @@ class Sums(Protocol):
         ...
 
 
-class Alone:
+class OneProcessSums:
     """One process: every sum is already global."""
 
     index = 0
@@ -51,10 +51,10 @@ class Alone:
         return [values]
 
 
-ALONE = Alone()
+ONE_PROCESS = OneProcessSums()
 
 
-class Lone(dist.ProcessGroup):
+class LocalGroup(dist.ProcessGroup):
     """The group of one rank: there is nobody to talk to, so it has neither threads nor collectives."""
 
     def __init__(self, *_: object) -> None:
@@ -63,7 +63,7 @@ class Lone(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         """As torch asks every group."""
-        return LONE
+        return LOCAL_BACKEND
 
     @property
     def group_name(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -74,8 +74,8 @@ class Lone(dist.ProcessGroup):
         self._name = name
 
 
-LONE = "lone"
-dist.Backend.register_backend(LONE, Lone, devices=["cpu", "cuda"])
+LOCAL_BACKEND = "lone"
+dist.Backend.register_backend(LOCAL_BACKEND, LocalGroup, devices=["cpu", "cuda"])
 
 
 class GroupSums:
@@ -186,5 +186,5 @@ def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     if len(ranks) == dist.get_world_size():
         group = dist.group.WORLD
     else:
-        group = dist.new_group(list(ranks), backend=LONE if len(ranks) == 1 else None)
+        group = dist.new_group(list(ranks), backend=LOCAL_BACKEND if len(ranks) == 1 else None)
     return group if isinstance(group, dist.ProcessGroup) else None

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from plait.model.attention import Rows
-from plait.model.gpt import Layer, Run, run_layer
+from plait.model.gpt import Layer, RunLayer, run_layer
 from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
 
@@ -48,7 +48,7 @@ def recompute(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> Sh
     return woven
 
 
-def run_for(execution: Execution) -> Run:
+def run_for(execution: Execution) -> RunLayer:
     """How a layer runs under the plan's `recompute`, which must not be "none"."""
     if execution.layout.recompute == "full":
         return run_twice

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.parallel.gradients.buckets import BUCKET_BYTES, whole_units
-from plait.parallel.gradients.reduce import Reducer
+from plait.parallel.gradients.reduce import GradientReducer
 from plait.parallel.gradients.shared_weights import shared_weights
 from plait.parallel.mesh import make_groups
-from plait.parallel.sharded_model import Held, ShardedModel
+from plait.parallel.sharded_model import HeldWeight, ShardedModel
 from plait.partition.boxes import sharing_sets
 from plait.partition.execution import Execution
 
@@ -34,10 +34,10 @@ def replicate(
         return fully_sharded(woven, weights, groups, bucket_bytes=bucket_bytes, transfer=execution.gradient_transfer)
     split = mesh.get_group("shard") if layout.shard > 1 else None
     summed = [replace(one, ranks=(dist.get_rank(),)) if one.name in woven.single_owner else one for one in weights]
-    reducer = Reducer(summed, groups, split, bucket_bytes, execution.gradient_transfer)
+    reducer = GradientReducer(summed, groups, split, bucket_bytes, execution.gradient_transfer)
     if split:
         reducer.wait_in_forward(woven.chunks)
     updated = [one for one in summed if woven.single_owner.get(one.name) != "another rank"]
     units = reducer.split_units() if split else whole_units(updated)
-    held = tuple(Held(name=w.name, tensor=w.parameter.detach(), box=w.box) for w in weights)
+    held = tuple(HeldWeight(name=w.name, tensor=w.parameter.detach(), box=w.box) for w in weights)
     return replace(woven, weights=held, units=tuple(units), gradients=reducer)

@@ -76,7 +76,7 @@ class LocalGradients:
         """The weights are where they were updated."""
 
 
-class Vocabulary(Protocol):
+class VocabularySplit(Protocol):
     """How the vocabulary lies over ranks: what the loss needs to know of it."""
 
     first: int
@@ -117,7 +117,7 @@ class WholeVocabulary:
         return values
 
 
-class Pipe(Protocol):
+class PipelineRunner(Protocol):
     """Carries a step's micro-batches through the stages of a pipeline; every rank of the pipe must call it."""
 
     def run(self, micros: Sequence[Any], *, forward: Forward, loss_of: LossOf, gradients: Gradients) -> Tensor:
@@ -137,7 +137,7 @@ WHOLE_VOCABULARY = WholeVocabulary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldWeight:
     """A rectangle of a weight in this rank's memory, to be filled or loaded."""
 
     name: str
@@ -146,7 +146,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitPart:
+class OptimizerUnitPart:
     """Which rectangle of which weight begins at number `first` of a unit's flattened parameter."""
 
     name: str
@@ -155,13 +155,13 @@ class UnitPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class OptimizerUnit:
     """What the optimizer updates on this rank; `owned` on one of the ranks that update the same numbers."""
 
     parameter: nn.Parameter
     decays: bool
     owned: bool
-    parts: tuple[UnitPart, ...]
+    parts: tuple[OptimizerUnitPart, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,11 +170,11 @@ class ShardedModel:
 
     chunks: tuple[GPT, ...]
     """The parts of the model on this rank, in the model's order: one, except in a pipeline with virtual stages."""
-    weights: tuple[Held, ...] = ()
-    units: tuple[Unit, ...] = ()
+    weights: tuple[HeldWeight, ...] = ()
+    units: tuple[OptimizerUnit, ...] = ()
     gradients: Gradients
-    vocabulary: Vocabulary = WHOLE_VOCABULARY
-    pipe: Pipe | None = None
+    vocabulary: VocabularySplit = WHOLE_VOCABULARY
+    pipe: PipelineRunner | None = None
     single_owner: Mapping[str, Owner] = field(default_factory=dict)
     """Weights that several ranks hold and one of them alone updates: their gradients are not summed over ranks."""
     reports: bool = True
@@ -197,12 +197,14 @@ def unsharded(model: GPT) -> ShardedModel:
     named = list(model.named_parameters())
     return ShardedModel(
         chunks=(model,),
-        weights=tuple(Held(name=name, tensor=p.detach(), box=whole(p.shape)) for name, p in named),
+        weights=tuple(HeldWeight(name=name, tensor=p.detach(), box=whole(p.shape)) for name, p in named),
         units=tuple(plain_unit(name, p, whole(p.shape), owned=True) for name, p in named),
         gradients=LocalGradients([p for _, p in named]),
     )
 
 
-def plain_unit(name: str, parameter: nn.Parameter, box: Box, *, owned: bool) -> Unit:
+def plain_unit(name: str, parameter: nn.Parameter, box: Box, *, owned: bool) -> OptimizerUnit:
     """A unit that is one weight, or a rectangle of it."""
-    return Unit(parameter=parameter, decays=decays(name), owned=owned, parts=(UnitPart(name=name, box=box, first=0),))
+    return OptimizerUnit(
+        parameter=parameter, decays=decays(name), owned=owned, parts=(OptimizerUnitPart(name=name, box=box, first=0),)
+    )

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from math import prod
 
-from plait.layout import AXES, Layout, share
+from plait.layout import AXES, Layout, equal_share
 from plait.model.names import cut_dim, dims_of, layer_of
-from plait.model.shape import ModelShape, Part, weight_sizes, whole_model
+from plait.model.shape import ModelPart, ModelShape, weight_sizes, whole_model
 
-Span = tuple[int, int]
+Range = tuple[int, int]
 """First and length."""
 
 
@@ -39,14 +39,14 @@ def whole(shape: Sequence[int]) -> Box:
     return Box(shape=tuple(shape), offset=(0,) * len(shape), extent=tuple(shape))
 
 
-def parts_of(shape: ModelShape, layout: Layout, pipeline: int) -> tuple[Part, ...]:
+def model_parts_of(shape: ModelShape, layout: Layout, pipeline: int) -> tuple[ModelPart, ...]:
     """The parts of the model that a coordinate of the pipeline holds, in the model's order."""
     if not layout.stage_layers:
         return (whole_model(shape),)
     stages = len(layout.stage_layers)
     first = [sum(layout.stage_layers[:stage]) for stage in range(stages)]
     return tuple(
-        Part(
+        ModelPart(
             embeds=stage == 0,
             layers=tuple(range(first[stage], first[stage] + layout.stage_layers[stage])),
             ends=stage == stages - 1,
@@ -57,7 +57,7 @@ def parts_of(shape: ModelShape, layout: Layout, pipeline: int) -> tuple[Part, ..
 
 def boxes(shape: ModelShape, layout: Layout, coordinates: Mapping[str, int]) -> dict[str, Box]:
     """Every weight that the model of a rank holds, as pipeline and tensor cut it, in the order of the model."""
-    parts = parts_of(shape, layout, coordinates["pipeline"])
+    parts = model_parts_of(shape, layout, coordinates["pipeline"])
     return {
         name: cut(name, shape, layout.tensor, coordinates["tensor"])
         for name in weight_sizes(shape)
@@ -65,7 +65,7 @@ def boxes(shape: ModelShape, layout: Layout, coordinates: Mapping[str, int]) -> 
     }
 
 
-def holds(part: Part, name: str, shape: ModelShape) -> bool:
+def holds(part: ModelPart, name: str, shape: ModelShape) -> bool:
     """Whether a part of the model has a weight; the end of a model with a tied head has the embedding."""
     layer = layer_of(name)
     if layer is not None:
@@ -83,28 +83,28 @@ def cut(name: str, shape: ModelShape, tensor: int, index: int) -> Box:
         return whole(sizes)
     match dims_of(name)[dim]:
         case "heads":
-            first, length = (shape.head_width * number for number in share(shape.heads, tensor, index))
+            first, length = (shape.head_width * number for number in equal_share(shape.heads, tensor, index))
         case "kv_heads":
             first, length = (shape.head_width * number for number in kv_heads_of(shape, tensor, index))
         case _:
-            first, length = share(sizes[dim], tensor, index)
+            first, length = equal_share(sizes[dim], tensor, index)
     offset, extent = [0] * len(sizes), list(sizes)
     offset[dim], extent[dim] = first, length
     return Box(shape=sizes, offset=tuple(offset), extent=tuple(extent))
 
 
-def kv_heads_of(shape: ModelShape, tensor: int, index: int) -> Span:
+def kv_heads_of(shape: ModelShape, tensor: int, index: int) -> Range:
     """The key/value heads that rank `index` of `tensor` holds.
 
     Each its own; or, where there are more ranks than heads, several ranks the same one; or all of them where query
     groups would be torn apart between ranks.
     """
-    needs = [_kv_heads_needed(shape, *share(shape.heads, tensor, rank)) for rank in range(tensor)]
+    needs = [_kv_heads_needed(shape, *equal_share(shape.heads, tensor, rank)) for rank in range(tensor)]
     torn = any(one != other and sum(one) > other[0] for one, other in pairwise(needs))
     return (0, shape.kv_heads) if torn else needs[index]
 
 
-def _kv_heads_needed(shape: ModelShape, first: int, queries: int) -> Span:
+def _kv_heads_needed(shape: ModelShape, first: int, queries: int) -> Range:
     """The key/value heads that so many query heads, from the first on, look at."""
     group = shape.heads // shape.kv_heads
     first_kv = first // group
@@ -117,7 +117,7 @@ def holders(shape: ModelShape, layout: Layout, name: str, box: Box) -> tuple[int
     pipelines = [
         index
         for index in range(layout.pipeline)
-        if any(holds(part, name, shape) for part in parts_of(shape, layout, index))
+        if any(holds(part, name, shape) for part in model_parts_of(shape, layout, index))
     ]
     places = product(pipelines, range(layout.replicate), range(layout.shard), range(layout.context), tensors)
     return tuple(layout.rank(dict(zip(AXES, place, strict=True))) for place in places)
@@ -133,7 +133,7 @@ def sharing_sets(shape: ModelShape, layout: Layout) -> list[tuple[int, ...]]:
     found: set[tuple[int, ...]] = set()
     for pipeline, shard, tensor in product(range(layout.pipeline), range(layout.shard), range(layout.tensor)):
         here = {"pipeline": pipeline, "replicate": 0, "shard": shard, "context": 0, "tensor": tensor}
-        firsts = {part.layers[0] for part in parts_of(shape, layout, pipeline) if part.layers}
+        firsts = {part.layers[0] for part in model_parts_of(shape, layout, pipeline) if part.layers}
         for name, box in boxes(shape, layout, here).items():
             if layer_of(name) is None or layer_of(name) in firsts:  # layers are alike
                 found.add(sharers(shape, layout, name, box, shard))

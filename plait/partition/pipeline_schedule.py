@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from plait.layout import Schedule, share
+from plait.layout import Schedule, equal_share
 
-Kind = Literal["forward", "backward", "backward-input", "backward-weight"]
+ActionKind = Literal["forward", "backward", "backward-input", "backward-weight"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +25,16 @@ class Action:
     rest.
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     micro: int
 
 
-Lists = tuple[tuple[Action, ...], ...]
+ActionLists = tuple[tuple[Action, ...], ...]
 """For each rank of a pipeline its actions, in order."""
 
 
-def actions(schedule: Schedule, *, ranks: int, virtual: int, micros: int) -> Lists:
+def schedule_actions(schedule: Schedule, *, ranks: int, virtual: int, micros: int) -> ActionLists:
     """What each rank of a pipeline does with `micros` micro-batches, for `virtual` stages on each rank.
 
     "1f1b" keeps the fewest micro-batches in memory; "interleaved" starts two forwards a hop earlier instead of one, so
@@ -48,7 +48,7 @@ def _of_rank(schedule: Schedule, rank: int, ranks: int, virtual: int, micros: in
     rounds = _rounds(micros, 1 if schedule == "gpipe" else max(1, micros // ranks))
     stages = range(rank, ranks * virtual, ranks)
     forwards = [Action(kind="forward", stage=s, micro=m) for some in rounds for s in stages for m in some]
-    backward: Kind = "backward-input" if schedule == "zero-bubble" else "backward"
+    backward: ActionKind = "backward-input" if schedule == "zero-bubble" else "backward"
     backwards = [Action(kind=backward, stage=s, micro=m) for some in rounds for s in reversed(stages) for m in some]
     # Before its first backward a rank runs ahead: through all its stages but the last with the first round, and for
     # each hop to the last rank with as many micro-batches as keep it busy until a gradient can come back.
@@ -66,7 +66,7 @@ def _of_rank(schedule: Schedule, rank: int, ranks: int, virtual: int, micros: in
 
 def _rounds(micros: int, count: int) -> list[range]:
     """The micro-batches in rounds, the longer ones first: a rank takes a round through one stage, then the next."""
-    shares = [share(micros, count, index) for index in range(count)]
+    shares = [equal_share(micros, count, index) for index in range(count)]
     return [range(first, first + length) for first, length in shares]
 
 
@@ -74,12 +74,12 @@ def _weights_of(action: Action) -> Action:
     return Action(kind="backward-weight", stage=action.stage, micro=action.micro)
 
 
-def dependency_order(lists: Lists) -> list[tuple[int, Action]]:
+def dependency_order(lists: ActionLists) -> list[tuple[int, Action]]:
     """All actions with their ranks, each after those it waits for; a rank's own stay in the order of its list.
 
     Raises ValueError where ranks wait for each other for ever.
     """
-    stages, done = stages_of(lists), set[Action]()
+    stages, done = stage_count(lists), set[Action]()
     following, order = [0] * len(lists), list[tuple[int, Action]]()
     moved = True
     while moved:
@@ -87,7 +87,7 @@ def dependency_order(lists: Lists) -> list[tuple[int, Action]]:
         for rank, own in enumerate(lists):
             while following[rank] < len(own):
                 action = own[following[rank]]
-                if not done.issuperset(awaited(action, stages)):
+                if not done.issuperset(dependencies(action, stages)):
                     break
                 done.add(action)
                 order.append((rank, action))
@@ -99,12 +99,12 @@ def dependency_order(lists: Lists) -> list[tuple[int, Action]]:
     return order
 
 
-def stages_of(lists: Lists) -> int:
+def stage_count(lists: ActionLists) -> int:
     """How many stages a pipeline with these lists has."""
     return 1 + max(action.stage for own in lists for action in own)
 
 
-def awaited(action: Action, stages: int) -> tuple[Action, ...]:
+def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
     """What must be done before an action, on whatever rank."""
     stage, micro = action.stage, action.micro
     match action.kind:
@@ -117,7 +117,7 @@ def awaited(action: Action, stages: int) -> tuple[Action, ...]:
             return (own,) if stage == stages - 1 else (own, Action(kind=action.kind, stage=stage + 1, micro=micro))
 
 
-def receiver(action: Action, stages: int) -> int | None:
+def receiving_stage(action: Action, stages: int) -> int | None:
     """The stage that waits for an action's result; None where the result stays: losses, and gradients of weights."""
     if action.kind == "backward-weight":
         return None

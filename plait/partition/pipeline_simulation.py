@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 from plait.layout import Schedule
 from plait.partition.pipeline_schedule import (
     Action,
-    Kind,
-    Lists,
-    actions,
-    awaited,
+    ActionKind,
+    ActionLists,
+    dependencies,
     dependency_order,
-    receiver,
-    stages_of,
+    receiving_stage,
+    schedule_actions,
+    stage_count,
 )
 
 Seconds = NDArray[np.float64]
-ActionTimes = Mapping[Kind, Seconds]
+ActionTimes = Mapping[ActionKind, Seconds]
 """Seconds of each kind of action but the whole backward, which takes those of both its halves: (stages, pipelines)."""
 
 
@@ -42,7 +42,7 @@ class StageTimes:
     @property
     def by_kind(self) -> ActionTimes:
         """The same for the simulator, as those of a single pipeline."""
-        named: dict[Kind, tuple[float, ...]] = {
+        named: dict[ActionKind, tuple[float, ...]] = {
             "forward": self.forward_s,
             "backward-input": self.backward_input_s,
             "backward-weight": self.backward_weight_s,
@@ -81,7 +81,7 @@ class Timeline:
         return 1 - busy_s / (len(self.ranks) * self.duration_s)
 
 
-def simulate(lists: Lists, times: StageTimes, message_s: float = 0.0) -> Timeline:
+def simulate(lists: ActionLists, times: StageTimes, message_s: float = 0.0) -> Timeline:
     """Carry out a schedule on paper; raises ValueError where ranks wait for each other for ever."""
     steps = _steps(lists)
     started_s, ended_s = _run(steps, times.by_kind, message_s)
@@ -100,16 +100,16 @@ def durations_s(
     return ended_s.max(axis=0)
 
 
-def transfers(lists: Lists) -> tuple[Action, ...]:
+def transfers(lists: ActionLists) -> tuple[Action, ...]:
     """The actions whose results go to another stage, in one order that all ranks can send and receive in.
 
     It is the order in which they end when every stage is as fast; so it agrees with each rank's own list, and of the
     results still under way the first never waits for a later one.
     """
-    stages = stages_of(lists)
+    stages = stage_count(lists)
     spans = [span for own in simulate(lists, equal_times(stages)).ranks for span in own]
     spans.sort(key=lambda span: (span.end_s, span.action.stage))
-    return tuple(span.action for span in spans if receiver(span.action, stages) is not None)
+    return tuple(span.action for span in spans if receiving_stage(span.action, stages) is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,19 +128,19 @@ class _Step:
 
 @lru_cache(maxsize=256)
 def _steps_of(schedule: Schedule, ranks: int, virtual: int, micros: int) -> list[_Step]:
-    return _steps(actions(schedule, ranks=ranks, virtual=virtual, micros=micros))
+    return _steps(schedule_actions(schedule, ranks=ranks, virtual=virtual, micros=micros))
 
 
-def _steps(lists: Lists) -> list[_Step]:
-    ranks, stages = len(lists), stages_of(lists)
+def _steps(lists: ActionLists) -> list[_Step]:
+    ranks, stages = len(lists), stage_count(lists)
     slot_of: dict[Action, int] = {}
     latest = [0] * ranks
     steps: list[_Step] = []
     for slot, (rank, action) in enumerate(dependency_order(lists), 1):
-        needed = awaited(action, stages)
+        needed = dependencies(action, stages)
         here = [slot_of[each] for each in needed if each.stage % ranks == rank]
         [arriving] = [slot_of[each] for each in needed if each.stage % ranks != rank] or [0]
-        to = receiver(action, stages)
+        to = receiving_stage(action, stages)
         wire = None if to is None or to % ranks == rank else (rank, to % ranks)
         steps.append(_Step(rank=rank, action=action, before=(latest[rank], *here), arriving=arriving, wire=wire))
         slot_of[action] = latest[rank] = slot

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from plait.cluster.topology import bare_name
-from plait.errors import PlaitError
-from plait.layout import Layout, share
+from plait.layout import Layout, equal_share
 from plait.model.shape import ModelShape
 from plait.partition.execution import Compile, Execution, GradientTransfer, Precision, WorkerDevice
-from plait.planner.calibration.factors import UNTAUGHT, Basis, Calibration, StepItems
-from plait.report.atomic import replace_file
+from plait.planner.calibration.factors import UNCALIBRATED, Basis, Calibration, StepItems
 from plait.units import Amount, Every
 
-Schedule = Literal["cosine", "wsd", "constant"]
-FORMAT = 2
+LearningRateSchedule = Literal["cosine", "wsd", "constant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +25,7 @@ class OptimizerPlan:
     weight_decay: float
     betas: tuple[float, float]
     clip: float | None
-    schedule: Schedule
+    schedule: LearningRateSchedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +45,13 @@ class Forecast:
     basis: Basis = "formulas"
     items: StepItems | None = None
     """Where `step_s` goes; None in plans of earlier versions."""
-    calibration: Calibration = UNTAUGHT
+    calibration: Calibration = UNCALIBRATED
     """What earlier runs taught, and steps that were timed before this one; both are in `step_s` and `items`."""
-    probed: str = ""
+    probe_digest: str = ""
     """Digest of the probe of all hosts whose times these are; empty where there was none."""
-    lookup_layers: float = 0.0
+    embedding_cost_in_layers: float = 0.0
     """What looking up the embedding costs, in average layers."""
-    head_layers: float | None = None
+    head_cost_in_layers: float | None = None
     """What the head and the loss cost, in average layers; None in plans of earlier versions."""
 
 
@@ -96,7 +91,7 @@ class Plan:
     """The same for each part of the batch, where devices' memories differ too much for one number; else empty."""
     shares: tuple[int, ...] = ()
     """Sequences of each part of the batch (`Layout.batch_part`) in a step; empty: as equal as can be."""
-    seats: tuple[int, ...] = ()
+    host_order: tuple[int, ...] = ()
     """Of each place in the order of ranks the number of the host that is to take it; empty: they sit as they should."""
     balance_every_steps: int = 0
     """How often shares may change while the run goes on; 0: never."""
@@ -143,10 +138,10 @@ class Plan:
         return self.batch_sequences * self.sequence
 
     @property
-    def parts(self) -> tuple[int, ...]:
+    def sequences_per_replica(self) -> tuple[int, ...]:
         """Sequences of each part of the batch in a step, in the order of the samples."""
-        count = self.layout.batch_parts
-        return self.shares or tuple(share(self.batch_sequences, count, part)[1] for part in range(count))
+        count = self.layout.data_parallel_degree
+        return self.shares or tuple(equal_share(self.batch_sequences, count, part)[1] for part in range(count))
 
     @property
     def world_size(self) -> int:
@@ -171,9 +166,6 @@ class Plan:
         homes = [place for place, host in enumerate(self.hosts) for _ in range(host.workers)]
         return homes.count(homes[rank]) if homes else self.world_size
 
-    def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
-
 
 def same_hosts(some: Sequence[HostShare], others: Sequence[HostShare]) -> bool:
     """Whether these are machines of the same kinds in the same order, whatever they are called."""
@@ -183,13 +175,13 @@ def same_hosts(some: Sequence[HostShare], others: Sequence[HostShare]) -> bool:
     return len(some) == len(others) and like and all(one == other for one, other in known)
 
 
-def renewed(known: Sequence[HostShare], now: Sequence[HostShare]) -> tuple[HostShare, ...] | None:
+def refreshed_hosts(known: Sequence[HostShare], now: Sequence[HostShare]) -> tuple[HostShare, ...] | None:
     """A plan's hosts with what is new about them; None where these are others.
 
     They are known by all but their marks, which a new network card changes; or by the marks alone. Then a name's number
     is the plan's: machines of one name are numbered as they come.
     """
-    if unmarked(known) == unmarked(now):
+    if without_marks(known) == without_marks(now):
         return tuple(now)
     marks = [host.mark for host in known]
     if not all(marks) or marks != [host.mark for host in now] or not same_hosts(known, now):
@@ -198,48 +190,6 @@ def renewed(known: Sequence[HostShare], now: Sequence[HostShare]) -> tuple[HostS
     return tuple(now if any(renamed) else known)
 
 
-def unmarked(hosts: Sequence[HostShare]) -> tuple[HostShare, ...]:
+def without_marks(hosts: Sequence[HostShare]) -> tuple[HostShare, ...]:
     """Hosts by all but their marks."""
     return tuple(replace(host, mark="") for host in hosts)
-
-
-def write_plan(plan: Plan, path: Path) -> None:
-    """Put plan.json in place in one move, so that a reader sees all of it or none; raises PlaitError where the disk
-    does not take it, for nothing has begun then."""
-    replace_file(path, plan.to_json().encode(), failure=PlaitError)
-
-
-def read_plan(path: Path) -> Plan:
-    """Read plan.json; raises PlaitError when it is not one."""
-    try:
-        values = json.loads(path.read_text())
-        if values.pop("format") != FORMAT:
-            raise PlaitError(f'"{path}" was written by another version of plait; start the run under a new run.name')
-        return _plan(values)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise PlaitError(f'"{path}" is not a usable plan ({error}); start the run under a new run.name') from None
-
-
-def _plan(values: dict[str, Any]) -> Plan:
-    optimizer, layout = values["optimizer"], values["layout"]
-    return Plan(
-        **{
-            **values,
-            "layout": Layout(**{**layout, "stage_layers": tuple(layout["stage_layers"])}),
-            "hosts": tuple(HostShare(**host) for host in values["hosts"]),
-            "shape": ModelShape(**values["shape"]),
-            "optimizer": OptimizerPlan(**{**optimizer, "betas": tuple(optimizer["betas"])}),
-            "budget": Amount(**values["budget"]),
-            "forecast": _forecast(values["forecast"]) if values["forecast"] else None,
-            "checkpoint_every": Every(**values["checkpoint_every"]),
-            "reasons": tuple(values["reasons"]),
-            "shares": tuple(values.get("shares", ())),
-            "seats": tuple(values.get("seats", ())),
-            "micro_limits": tuple(values.get("micro_limits", ())),
-        }
-    )
-
-
-def _forecast(values: dict[str, Any]) -> Forecast:
-    items, learnt = values.get("items"), values.get("calibration", {})
-    return Forecast(**{**values, "items": StepItems(**items) if items else None, "calibration": Calibration(**learnt)})

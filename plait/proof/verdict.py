@@ -18,7 +18,7 @@ from plait.model.names import layer_of, pattern_of
 
 Array = np.ndarray[Any, Any]
 
-NAMED = 5
+ERRORS_NAMED = 5
 
 _KINDS = {"gradient": "gradient", "sgd": "after plain steps", "adamw": "after AdamW steps", "sums": "sum over ranks"}
 _PARTS = {
@@ -82,7 +82,7 @@ class Finding:
         return self.error <= self.bar
 
     def __str__(self) -> str:
-        return f"{in_words(self.name)}, {_KINDS[self.kind]}" + (f" ({self.remark})" if self.remark else "")
+        return f"{weight_text(self.name)}, {_KINDS[self.kind]}" + (f" ({self.remark})" if self.remark else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class Verdict:
 
     @property
     def worst(self) -> tuple[Finding, ...]:
-        return self.findings[:NAMED]
+        return self.findings[:ERRORS_NAMED]
 
     def largest(self, *kinds: str) -> float:
         """The largest error among findings of some kinds."""
@@ -136,7 +136,7 @@ def judge(reference: Path, ranks: Sequence[Path], layout: Layout, *, lr: float, 
     return Verdict(layout=layout, findings=tuple(sorted(found, key=lambda one: one.error / one.bar, reverse=True)))
 
 
-def in_words(name: str) -> str:
+def weight_text(name: str) -> str:
     """ "layers.3.attention.o.weight" as "layer 3's attention output weight"."""
     layer = layer_of(name)
     if layer is None:
@@ -161,12 +161,12 @@ def _findings(wanted: Mapping[str, Array], ranks: list[dict[str, Array]], lr: fl
             yield Finding(name=name, kind=kind, error=math.inf, bar=bar, remark=remark)
 
 
-Piece = tuple[tuple[int, ...], str, Array]
+RankPiece = tuple[tuple[int, ...], str, Array]
 """Where it begins, who has it, its numbers."""
 
 
-def _pieces(ranks: list[dict[str, Array]]) -> dict[tuple[str, str], list[Piece]]:
-    pieces: dict[tuple[str, str], list[Piece]] = {}
+def _pieces(ranks: list[dict[str, Array]]) -> dict[tuple[str, str], list[RankPiece]]:
+    pieces: dict[tuple[str, str], list[RankPiece]] = {}
     for tensors in ranks:
         for key, values in tensors.items():
             kind, name, *place = key.split("/")
@@ -181,7 +181,7 @@ def _distance(wanted: Array, offset: tuple[int, ...], who: str, values: Array) -
     return float(np.abs(wanted[_slices(offset, values)].astype(np.float64) - values).max())
 
 
-def _ownership(wanted: Array, pieces: list[Piece]) -> str:
+def _ownership(wanted: Array, pieces: list[RankPiece]) -> str:
     """What is wrong with who answers for a gradient's numbers; nothing where one rank does for each."""
     owners = np.zeros(wanted.shape, dtype=np.int64)
     for offset, who, values in pieces:

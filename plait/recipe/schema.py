@@ -45,13 +45,13 @@ Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=0.5)]
 
 
-class Section(BaseModel):
+class RecipeSection(BaseModel):
     """A part of the recipe: frozen, and nothing in it that plait does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
 
 
-class RunSection(Section):
+class RunSection(RecipeSection):
     """[run]: what the run is called, and its seed."""
 
     name: Name | Auto = "auto"
@@ -60,7 +60,7 @@ class RunSection(Section):
     """Decides the first weights and the order of the data, nothing else."""
 
 
-class ModelSection(Section):
+class ModelSection(RecipeSection):
     """[model]: the shape of the decoder; a size by name, or its numbers."""
 
     size: SizeText | Auto = "auto"
@@ -87,7 +87,7 @@ class ModelSection(Section):
     """Whether the head shares the embedding's weight."""
 
 
-class SourceSection(Section):
+class SourceSection(RecipeSection):
     """One of several sources of text, with its share in the mix."""
 
     path: str
@@ -98,7 +98,7 @@ class SourceSection(Section):
     """Where the text stands in JSONL, Parquet and Hugging Face rows."""
 
 
-class DataSection(Section):
+class DataSection(RecipeSection):
     """[data]: what to learn from, and how it becomes tokens."""
 
     files: str | tuple[str | SourceSection, ...]
@@ -111,7 +111,7 @@ class DataSection(Section):
     """Keep attention inside a document."""
 
 
-class TrainSection(Section):
+class TrainSection(RecipeSection):
     """[train]: how long, and in what portions."""
 
     budget: AmountText | Auto = "auto"
@@ -126,7 +126,7 @@ class TrainSection(Section):
     """bf16 halves what travels where gradients are summed, and changes the numbers: each sum is rounded to 8 bits."""
 
 
-class OptimizerSection(Section):
+class OptimizerSection(RecipeSection):
     """[optimizer]: AdamW and the course of its learning rate."""
 
     lr: Annotated[float, Field(gt=0)] | Auto = "auto"
@@ -141,7 +141,7 @@ class OptimizerSection(Section):
     """How the learning rate falls; "wsd" is warm-up, stable, decay."""
 
 
-class LayoutSection(Section):
+class LayoutSection(RecipeSection):
     """[layout]: how the work is split over devices."""
 
     pipeline: Positive | Auto = "auto"
@@ -170,14 +170,14 @@ class LayoutSection(Section):
     """Sequences of a step for each copy or shard: [11, 5]; "auto" deals them out by speed where devices differ."""
 
 
-class BalanceSection(Section):
+class BalanceSection(RecipeSection):
     """[balance]: whether shares follow the devices' speeds while the run goes on."""
 
     every: EveryText | Auto = "auto"
     """How often shares may change: "50 steps", "never"; "auto" is "never" for equal devices on one host."""
 
 
-class CheckpointSection(Section):
+class CheckpointSection(RecipeSection):
     """[checkpoint]: how often the run is saved."""
 
     every: EveryText | Auto = "auto"
@@ -186,7 +186,7 @@ class CheckpointSection(Section):
     """How many of the newest checkpoints stay."""
 
 
-class ReportSection(Section):
+class ReportSection(RecipeSection):
     """[report]: how often the run tells of itself."""
 
     every: EveryText | Auto = "auto"
@@ -195,7 +195,7 @@ class ReportSection(Section):
     """How often the held-out loss is measured, besides at the end; in steps."""
 
 
-class RunConfig(Section):
+class RunConfig(RecipeSection):
     """What was asked."""
 
     run: RunSection = RunSection()

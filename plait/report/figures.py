@@ -24,7 +24,7 @@ ABOVE: Values = {"yanchor": "bottom", "showarrow": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
+class LegendKey:
     """A line of a picture's legend."""
 
     colour: str
@@ -37,7 +37,7 @@ class Drawing:
 
     data: tuple[Values, ...]
     layout: Values
-    legend: tuple[Key, ...] = ()
+    legend: tuple[LegendKey, ...] = ()
 
 
 def frame(height_px: int, x: Values, y: Values, **more: Any) -> Values:

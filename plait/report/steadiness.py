@@ -12,7 +12,7 @@ LAG = 14
 """Steps before a value may count as usual, so that an onset does not raise what it is compared with."""
 LEARN = 12
 """Usual values that must be known before anything is said."""
-MEMORY = 100
+OBSERVATIONS_KEPT_STEPS = 100
 """Usual values that are kept: a drift slower than that becomes usual itself."""
 NOISES = 3.0
 """How many standard deviations of one step the median of a window must leave its level by."""
@@ -32,7 +32,7 @@ class Series:
         """What is usual, how much that varies, and the median of the last WINDOW values."""
         self._recent: deque[tuple[int, float]] = deque(maxlen=LAG)
         self._window: deque[float] = deque(maxlen=WINDOW)
-        self._usual: deque[float] = deque(maxlen=MEMORY)
+        self._usual: deque[float] = deque(maxlen=OBSERVATIONS_KEPT_STEPS)
         self._unseen = 0
         self._settling: tuple[int, float] | None = None
         """(steps left, the rise to keep)"""
@@ -96,7 +96,7 @@ class Series:
             self._settling = left - 1, rise
             return
         shift = 0.0 if abs(self.rise) < abs(rise) / 2 else self.rise - rise
-        self._usual = deque((value + shift for value in self._usual), maxlen=MEMORY)
+        self._usual = deque((value + shift for value in self._usual), maxlen=OBSERVATIONS_KEPT_STEPS)
         self._recent = deque(list(self._recent)[-WINDOW:], maxlen=LAG)
         self._settling = None
         self._refresh()

@@ -25,7 +25,7 @@ from math import exp, log
 from statistics import median
 
 from plait.report.steadiness import Learning, Series
-from plait.report.straggler_words import Finding, Kind, Shares, begin_words, end_words
+from plait.report.straggler_words import FindingKind, Shares, StragglerFinding, begin_words, end_words
 
 LEAST_SLOWDOWN = log(1.25)
 LEAST_SHARE = 0.15
@@ -34,7 +34,7 @@ CONFIRM = 4
 CONFIRM_LINK = 6
 """The others must have had the time to show."""
 OVER = 0.7
-WARM_STEPS = 2
+WARM_UP_STEPS_IGNORED = 2
 LEAST_COMPUTE_S = 1e-6
 LINK_FACTOR = 1.5
 """Times what the faster half of the links takes."""
@@ -98,7 +98,7 @@ class Watch:
         self._ranks = [_Rank() for _ in hosts]
         self._messages, self._length = Series(), Series()
         self._link_case = _Case()
-        self._open: list[tuple[Finding, list[_Case]]] = []
+        self._open: list[tuple[StragglerFinding, list[_Case]]] = []
         self._sequences: tuple[int, ...] = ()
         self._seen = 0
 
@@ -107,10 +107,12 @@ class Watch:
         """Whether timed messages (`RankTimes.link_s`) would help now: a link is suspected, who knows which."""
         return len(self._hosts) > 2 and self._link_case.above > 0 and not self._link_case.told
 
-    def observe(self, step: int, times: Sequence[RankTimes], sequences_per_rank: Sequence[int]) -> Finding | None:
+    def observe(
+        self, step: int, times: Sequence[RankTimes], sequences_per_rank: Sequence[int]
+    ) -> StragglerFinding | None:
         """Take a step's times, by rank, and how many sequences each had; returns what began or ended, once."""
         self._seen += 1
-        if self._seen <= WARM_STEPS:
+        if self._seen <= WARM_UP_STEPS_IGNORED:
             return None
         self._take_shares(tuple(sequences_per_rank))
         self._take_times(step, times)
@@ -153,7 +155,7 @@ class Watch:
             excess = _excess(self._messages, least_wait_s)
             self._link_case.count(min(excess, OVER) if others_open and not self._link_case.told else excess)
 
-    def _device(self) -> Finding | None:
+    def _device(self) -> StragglerFinding | None:
         suspects = self._confirmed(lambda one: one.device_case)
         if not suspects:
             return None
@@ -162,14 +164,14 @@ class Watch:
         own = self._ranks[worst].own
         return self._tell("device", ranks, own.since(), exp(own.rise))
 
-    def _data(self) -> Finding | None:
+    def _data(self) -> StragglerFinding | None:
         suspects = self._confirmed(lambda one: one.data_case)
         if not suspects:
             return None
         data = max((self._ranks[rank].data for rank in suspects), key=lambda series: series.rise)
         return self._tell("data", suspects, data.since(), 1 + data.rise / self._length.level)
 
-    def _link(self) -> Finding | None:
+    def _link(self) -> StragglerFinding | None:
         if self._link_case.told or self._link_case.above < CONFIRM_LINK:
             return None
         messages = self._messages
@@ -182,7 +184,7 @@ class Watch:
         found = [rank for rank, case in cases.items() if case.above and not case.told]
         return found if any(cases[rank].above >= CONFIRM for rank in found) else []
 
-    def _tell(self, kind: Kind, ranks: Sequence[int], since: int, factor: float) -> Finding:
+    def _tell(self, kind: FindingKind, ranks: Sequence[int], since: int, factor: float) -> StragglerFinding:
         least = self._shares in ("balanced", "fixed") and all(self._sequences[rank] == 1 for rank in ranks)
         others = any(begun.kind == "device" for begun, _ in self._open)
         shares = "least" if least else self._shares
@@ -195,7 +197,7 @@ class Watch:
         self._expect_other_messages()
         return finding
 
-    def _ended(self, step: int) -> Finding | None:
+    def _ended(self, step: int) -> StragglerFinding | None:
         over = next((one for one in self._open if all(case.below >= CONFIRM for case in one[1])), None)
         if over is None:
             return None
@@ -207,7 +209,7 @@ class Watch:
         self._expect_other_messages()
         return end_words(begun, self._hosts, step)
 
-    def _forget(self, begun: Finding) -> None:
+    def _forget(self, begun: StragglerFinding) -> None:
         """What was slow must not become usual."""
         if begun.kind == "link":
             self._messages.forget_recent()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["device", "link", "data"]
+FindingKind = Literal["device", "link", "data"]
 Shares = Literal["balanced", "fixed", "least", "recut", "uncut", "stages", "same"]
 """Whether the run moves shares of the batch itself, could do so, or cannot, since nobody has less than one sequence;
 whether, where all ranks work on the same ones, it moves layers between a pipeline's stages, could do so, or cannot; or
@@ -14,10 +14,10 @@ whether there are no stages either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class StragglerFinding:
     """That somebody began to hold the run up, or ceased to."""
 
-    kind: Kind
+    kind: FindingKind
     phase: Literal["begins", "ends"]
     ranks: tuple[int, ...]
     """Whose device or data; of a link those at both ends, of a host's cable that host's; empty: nobody knows which."""
@@ -31,9 +31,9 @@ class Finding:
 
 
 def begin_words(
-    kind: Kind, ranks: Sequence[int], hosts: Sequence[str],
+    kind: FindingKind, ranks: Sequence[int], hosts: Sequence[str],
     *, since: int, factor: float, shares: Shares, others: bool = False,
-) -> Finding:  # fmt: skip
+) -> StragglerFinding:  # fmt: skip
     """The finding that `kind` holds the run up since a step, `others` at the same time; `hosts` names the host of every
     rank of the run."""
     several = len(ranks) > 1
@@ -81,7 +81,7 @@ def _mend(shares: Shares, share: str) -> str:
             return "balance cannot help, for all ranks work on the same sequences"
 
 
-def end_words(begun: Finding, hosts: Sequence[str], step: int) -> Finding:
+def end_words(begun: StragglerFinding, hosts: Sequence[str], step: int) -> StragglerFinding:
     """The finding that what began is over, seen at a step."""
     again = f"as fast as before step {begun.since_step} again (step {step})"
     several = len(begun.ranks) > 1
@@ -118,11 +118,11 @@ def link_words(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def _finding(
-    kind: Kind, phase: Literal["begins", "ends"], ranks: Sequence[int], hosts: Sequence[str],
+    kind: FindingKind, phase: Literal["begins", "ends"], ranks: Sequence[int], hosts: Sequence[str],
     *, since: int, factor: float, words: str,
-) -> Finding:  # fmt: skip
+) -> StragglerFinding:  # fmt: skip
     names = {hosts[rank] for rank in ranks}
-    return Finding(
+    return StragglerFinding(
         kind=kind, phase=phase, ranks=tuple(ranks), host=names.pop() if len(names) == 1 else None,
         since_step=since, factor=factor, sentence=words,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from plait.layout import Layout
 from plait.model.gpt import GPT
 from plait.model.init import first_value
 from plait.model.shape import ModelShape
-from plait.parallel.apply import STAGES, Stage, parallelize
+from plait.parallel.apply import STAGES, ParallelStage, parallelize
 from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Precision
@@ -47,7 +47,7 @@ class Assembly:
 
     plan: Plan
     device: torch.device
-    woven: ShardedModel
+    model: ShardedModel
     optimizer: torch.optim.Optimizer
     corpus: Corpus
     loader: Loader
@@ -63,7 +63,7 @@ class Assembly:
         set_learning_rate(self.optimizer, learning_rate(plan.optimizer, state.step, plan.steps))
         scalars = take_step(
             micros,
-            woven=self.woven,
+            woven=self.model,
             run_micros=self.run_micros,
             sums=self.sums,
             optimizer=self.optimizer,
@@ -75,12 +75,12 @@ class Assembly:
         """[sum of losses, tokens] over the whole held-out part, each of its tokens once. Every rank must call it."""
         return self.sums(self.evaluate_micros(self.heldout()))
 
-    def reshare(self, parts: tuple[int, ...]) -> None:
+    def take_shares(self, parts: tuple[int, ...]) -> None:
         """From the next step on each part of the batch takes so many sequences; every rank must be told the same."""
         layout = self.plan.layout if self.sums.size > 1 else Layout()
         self.loader.take(samples_of(replace(self.plan, shares=parts), layout, self.sums.index, self.device))
 
-    def become(self, other: Assembly) -> None:
+    def replace_by(self, other: Assembly) -> None:
         """Take over all of another assembly of this rank: whoever knows this one goes on with that."""
         self.loader.close()
         for field in fields(Assembly):
@@ -89,7 +89,7 @@ class Assembly:
     def tensors(self) -> list[Tensor]:
         """What stays from step to step: weights, moments, gradient buckets."""
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
-        return [*(held.tensor for held in self.woven.weights), *moments, *self.woven.gradients.buckets]
+        return [*(held.tensor for held in self.model.weights), *moments, *self.model.gradients.buckets]
 
 
 def assemble(
@@ -98,7 +98,7 @@ def assemble(
     *,
     sums: Sums,
     mesh: DeviceMesh | None = None,
-    stages: Sequence[Stage] = STAGES,
+    stages: Sequence[ParallelStage] = STAGES,
     fresh: bool = True,
 ) -> Assembly:
     """Build this rank's part of the run, with its first weights where they are to be `fresh`. Every rank must call it.
@@ -122,7 +122,7 @@ def assemble(
     return Assembly(
         plan=plan,
         device=device,
-        woven=woven,
+        model=woven,
         optimizer=make_optimizer(woven.units, plan.optimizer),
         corpus=corpus,
         loader=loader,
@@ -145,16 +145,16 @@ def put_first_values(woven: ShardedModel, shape: ModelShape, seed: int) -> None:
 
 def samples_of(plan: Plan, layout: Layout, rank: int, device: torch.device) -> Samples:
     """What a rank of a layout, the plan's or one that cuts nothing, reads of each step."""
-    parts = plan.parts if layout.batch_parts > 1 else (plan.batch_sequences,)
-    assert len(parts) == layout.batch_parts and min(parts) > 0 and sum(parts) == plan.batch_sequences
-    place, part = layout.coordinates(rank), layout.batch_part(rank)
+    parts = plan.sequences_per_replica if layout.data_parallel_degree > 1 else (plan.batch_sequences,)
+    assert len(parts) == layout.data_parallel_degree and min(parts) > 0 and sum(parts) == plan.batch_sequences
+    place, part = layout.coordinates(rank), layout.data_parallel_rank(rank)
     return Samples(
         sequence=plan.sequence,
         parts=parts,
         part=part,
-        meeting=layout.meeting(part),
+        meeting=layout.replicas_in_lockstep(part),
         micro_sequences=plan.micro_sequences,
-        limits=plan.micro_limits if layout.batch_parts > 1 else (),
+        limits=plan.micro_limits if layout.data_parallel_degree > 1 else (),
         documents=plan.documents,
         device=device,
         context=place["context"],

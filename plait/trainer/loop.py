@@ -20,7 +20,7 @@ from plait.units import Every
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class LoopIntervals:
     """How long, and how often what happens."""
 
     steps: int
@@ -35,7 +35,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Actions:
+class LoopActions:
     """What the loop can do; every rank's loop calls the same ones in the same order."""
 
     step: Callable[[TrainState], tuple[TrainState, Scalars]]
@@ -43,7 +43,7 @@ class Actions:
     save: Callable[[TrainState], None]
     agree: Callable[[bool, bool], tuple[bool, bool]]
     """(stop asked here?, save due here?) to (stop, save), the same answer on every rank."""
-    reckon: Callable[[TrainState], Sequence[str]]
+    rebalance_if_due: Callable[[TrainState], Sequence[str]]
     """After every fetch of scalars: looks at how even the load is, and answers what there is to say."""
     stop_requested: Callable[[], bool]
     learning_rate: Callable[[int], float]
@@ -63,7 +63,7 @@ class _Pending:
 
 
 def run_loop(
-    state: TrainState, pace: Pace, actions: Actions, sink: Sink
+    state: TrainState, pace: LoopIntervals, actions: LoopActions, sink: Sink
 ) -> tuple[TrainState, Literal["done", "stopped"]]:
     """Train from `state` to the last step, or until a stop was asked for; saves at the end of either.
 
@@ -86,7 +86,7 @@ def run_loop(
         if not (fetch or last or stop or save or evaluate):
             continue
         state = _flush(pending, state, began, actions, sink)
-        for sentence in actions.reckon(state):
+        for sentence in actions.rebalance_if_due(state):
             sink.note(sentence)
         if evaluate and (report := actions.evaluate(state)):
             sink.evaluation(report)
@@ -107,7 +107,7 @@ def _save_due(every: Every, steps: int, seconds: float) -> bool:
     return (steps if every.unit == "steps" else seconds) >= every.value
 
 
-def _flush(pending: list[_Pending], state: TrainState, began: float, actions: Actions, sink: Sink) -> TrainState:
+def _flush(pending: list[_Pending], state: TrainState, began: float, actions: LoopActions, sink: Sink) -> TrainState:
     """Fetch the waiting scalars in one copy and report each step; returns the state with its tokens counted."""
     rows = torch.stack([torch.cat([p.scalars.totals, p.scalars.norm.double().reshape(1)]) for p in pending]).tolist()
     step_s = (time.perf_counter() - began) / len(pending)  # after the fetch, which waits for the device

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from plait.model.linear import as_computed
-from plait.parallel.sharded_model import WHOLE_VOCABULARY, Vocabulary
+from plait.parallel.sharded_model import WHOLE_VOCABULARY, VocabularySplit
 
 IGNORED = -100
 """A target that is not counted."""
@@ -28,7 +28,7 @@ _PIECE_NUMBERS = {"cpu": 2**21, "cuda": 2**27}
 
 
 def sum_of_losses(
-    hidden_nd: Tensor, head_vd: Tensor, targets_n: Tensor, vocabulary: Vocabulary = WHOLE_VOCABULARY
+    hidden_nd: Tensor, head_vd: Tensor, targets_n: Tensor, vocabulary: VocabularySplit = WHOLE_VOCABULARY
 ) -> Tensor:
     """The summed cross-entropy, in nats, of the next-token scores `hidden @ head.T`; a target of -100 counts nothing.
 
@@ -51,7 +51,7 @@ class _SumOfLosses(torch.autograd.Function):
         hidden_nd: Tensor,
         head_vd: Tensor,
         targets_n: Tensor,
-        vocabulary: Vocabulary,
+        vocabulary: VocabularySplit,
         want_grads: Literal[True, False],
     ) -> Tensor:
         exact = torch.float64 if hidden_nd.dtype == torch.float64 else torch.float32
@@ -99,7 +99,7 @@ class _LocalTargets:
 
 
 def _losses(
-    scores_nv: Tensor, targets_n: Tensor, local: _LocalTargets, vocabulary: Vocabulary
+    scores_nv: Tensor, targets_n: Tensor, local: _LocalTargets, vocabulary: VocabularySplit
 ) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy and the probabilities, which take the place of the scores."""
     shifted = scores_nv.sub_(vocabulary.largest(scores_nv.amax(dim=1, keepdim=True)))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.parallel.sharded_model import Unit
+from plait.parallel.sharded_model import OptimizerUnit
 from plait.planner.plan import OptimizerPlan
 
 FINAL_FRACTION = 0.1
@@ -18,7 +18,7 @@ DECAY_FRACTION = 0.2
 """Of the steps, over which "wsd" falls to zero (Hägele et al. 2024)."""
 
 
-def make_optimizer(units: Sequence[Unit], plan: OptimizerPlan) -> torch.optim.AdamW:
+def make_optimizer(units: Sequence[OptimizerUnit], plan: OptimizerPlan) -> torch.optim.AdamW:
     """AdamW over this rank's units, weight decay on matrices only."""
     groups = [
         {"params": [unit.parameter for unit in units if unit.decays], "weight_decay": plan.weight_decay},
@@ -52,7 +52,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def owned_squares(units: Sequence[Unit], *, like: Tensor) -> Tensor:
+def owned_squares(units: Sequence[OptimizerUnit], *, like: Tensor) -> Tensor:
     """The sum of squares of the gradients that this rank answers for, as a tensor of one number like `like`.
 
     Each number of the model is owned by one rank, so the sum over all ranks is the square of the gradient's norm.
@@ -71,7 +71,7 @@ def clip_factor(norm: Tensor, limit: float | None) -> Tensor:
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
-def update(optimizer: torch.optim.Optimizer, units: Sequence[Unit], *, factor: Tensor, norm: Tensor) -> None:
+def update(optimizer: torch.optim.Optimizer, units: Sequence[OptimizerUnit], *, factor: Tensor, norm: Tensor) -> None:
     """One update by the gradients times `factor`, which `.grad` then holds; left out where the norm is not finite.
 
     Fused AdamW reads every gradient anyway and divides it on the way: in float32 that saves a pass through memory.

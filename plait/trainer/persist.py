@@ -12,11 +12,11 @@ from torch import Tensor
 from plait.checkpoint.arrival import await_parts
 from plait.checkpoint.manifest import Manifest, check_model, tensor_names
 from plait.checkpoint.store import checkpoint_for, prune, publish, staging_for
-from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whole, write_rank
+from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whole_slice, write_rank
 from plait.errors import PlaitError, RunFailed
 from plait.model.shape import weight_sizes
 from plait.parallel.mesh import Sums
-from plait.parallel.sharded_model import UnitPart
+from plait.parallel.sharded_model import OptimizerUnitPart
 from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
 from plait.trainer.state import TrainState
@@ -80,7 +80,7 @@ def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Sums) -> 
         return read_slice(path, manifest, key, box.offset, box.extent)
 
     put(assembly, read, read_tensor(path, manifest, "adam_step")[0])
-    assembly.woven.gradients.publish()
+    assembly.model.gradients.publish()
     random = f"rng/rank-{world.index}"
     if random in tensor_names(manifest):
         torch.set_rng_state(read_tensor(path, manifest, random))
@@ -94,9 +94,9 @@ def put(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: Tensor)
 
     They are asked for in the order of `wanted`. Before the first forward the gradients must `publish`.
     """
-    for held in assembly.woven.weights:
+    for held in assembly.model.weights:
         held.tensor.copy_(read(f"model/{held.name}", held.box))
-    for unit in assembly.woven.units:
+    for unit in assembly.model.units:
         moments = {key: torch.zeros_like(unit.parameter) for key in _MOMENTS.values()}
         for part in unit.parts:
             for kind, key in _MOMENTS.items():
@@ -108,15 +108,15 @@ def put(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: Tensor)
 
 def wanted(assembly: Assembly) -> Iterator[tuple[str, Box]]:
     """Keys and rectangles of all that `put` asks for."""
-    yield from ((f"model/{held.name}", held.box) for held in assembly.woven.weights)
-    for unit in assembly.woven.units:
+    yield from ((f"model/{held.name}", held.box) for held in assembly.model.weights)
+    for unit in assembly.model.units:
         yield from ((f"{kind}/{part.name}", part.box) for part in unit.parts for kind in _MOMENTS)
 
 
 def owned(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
     """What this rank answers for: a key, a rectangle, and its numbers. Every rank must call it."""
-    assembly.woven.gradients.settle()
-    for unit in assembly.woven.units:
+    assembly.model.gradients.settle()
+    for unit in assembly.model.units:
         if unit.owned:
             moments = assembly.optimizer.state[unit.parameter]
             kinds = {"model": unit.parameter.detach(), **{kind: moments[key] for kind, key in _MOMENTS.items()}}
@@ -134,17 +134,17 @@ def load_weights(model: torch.nn.Module, path: Path, manifest: Manifest) -> None
 
 def _own_part(assembly: Assembly, state: TrainState, world: Sums) -> dict[str, list[TensorSlice]]:
     """What this rank writes: the units that it answers for, its random state, and on rank 0 what is one for all."""
-    slices: dict[str, list[TensorSlice]] = {f"rng/rank-{world.index}": [whole(torch.get_rng_state())]}
+    slices: dict[str, list[TensorSlice]] = {f"rng/rank-{world.index}": [whole_slice(torch.get_rng_state())]}
     if world.index == 0:
         moments = next(iter(assembly.optimizer.state.values()))
-        slices["tokens"] = [whole(torch.tensor([state.tokens]))]
-        slices["adam_step"] = [whole(moments["step"].reshape(1))]
+        slices["tokens"] = [whole_slice(torch.tensor([state.tokens]))]
+        slices["adam_step"] = [whole_slice(moments["step"].reshape(1))]
     for key, box, numbers in owned(assembly):
         slices.setdefault(key, []).append(TensorSlice(tensor=numbers, shape=box.shape, offset=box.offset))
     return slices
 
 
-def numbers_of(tensor: Tensor, part: UnitPart) -> Tensor:
+def numbers_of(tensor: Tensor, part: OptimizerUnitPart) -> Tensor:
     """The numbers of a unit's tensor that belong to one of its parts, as a view of the part's shape."""
     return tensor.view(-1)[part.first : part.first + part.box.numbers].view(part.box.extent)
 

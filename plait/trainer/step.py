@@ -13,7 +13,7 @@ from plait.data.loader import Micro
 from plait.model.attention import Documents
 from plait.model.gpt import GPT
 from plait.parallel.mesh import Sums
-from plait.parallel.sharded_model import Forward, LossOf, ShardedModel, Vocabulary
+from plait.parallel.sharded_model import Forward, LossOf, ShardedModel, VocabularySplit
 from plait.trainer.loss import IGNORED, sum_of_losses
 from plait.trainer.optim import clip_factor, owned_squares, update
 
@@ -67,7 +67,7 @@ def run_micros_in_turn(micros: Sequence[Micro], *, woven: ShardedModel, forward:
             woven.gradients.arm(0)
         loss = loss_of(forward(model, micro, None), model, micro)
         loss.backward()
-        totals += torch.stack([loss.detach().double(), counted(micro)])
+        totals += torch.stack([loss.detach().double(), counted_tokens(micro)])
     woven.gradients.close()
     return totals * woven.reports
 
@@ -79,7 +79,7 @@ def evaluate_in_turn(micros: Iterable[Micro], *, woven: ShardedModel, forward: F
     with torch.no_grad():
         for micro in micros:
             loss = loss_of(forward(model, micro, None), model, micro)
-            totals += torch.stack([loss.double(), counted(micro)])
+            totals += torch.stack([loss.double(), counted_tokens(micro)])
     return totals * woven.reports
 
 
@@ -94,7 +94,7 @@ def make_forward(autocast: Autocast) -> Forward:
     return forward
 
 
-def make_loss(autocast: Autocast, vocabulary: Vocabulary) -> LossOf:
+def make_loss(autocast: Autocast, vocabulary: VocabularySplit) -> LossOf:
     """The sum of a micro-batch's token losses, from the stream after the final norm."""
 
     def loss_of(hidden_nd: Tensor, chunk: GPT, micro: Micro) -> Tensor:
@@ -105,6 +105,6 @@ def make_loss(autocast: Autocast, vocabulary: Vocabulary) -> LossOf:
     return loss_of
 
 
-def counted(micro: Micro) -> Tensor:
+def counted_tokens(micro: Micro) -> Tensor:
     """How many of a micro-batch's tokens enter the loss."""
     return (micro.targets != IGNORED).sum().double()

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from plait.parallel.mesh import Sums, make_mesh, world_sums
-from plait.planner.plan import read_plan
+from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.state import TrainState
 from plait.trainer.worker import Context, joined
 
-WARM_STEPS = 2
-LEAST_STEPS = 4
+WARM_UP_STEPS = 2
+LEAST_TIMED_STEPS = 4
 LEAST_S = 4.0
 
 
@@ -34,7 +34,7 @@ def rank(context: Context, argument: str) -> None:
         step_s = _time_steps(assembly, world)
         assembly.loader.close()
         if context.rank == 0:
-            context.tell("measured", step_s=step_s)
+            context.send("measured", step_s=step_s)
 
 
 def _time_steps(assembly: Assembly, world: Sums) -> float:
@@ -46,7 +46,7 @@ def _time_steps(assembly: Assembly, world: Sums) -> float:
         state, scalars = assembly.step(state)
         scalars.totals.tolist()  # waits for the device
         times.append(time.perf_counter() - began)
-        timed = times[WARM_STEPS:]
-        here = len(timed) >= LEAST_STEPS and sum(timed) >= LEAST_S
+        timed = times[WARM_UP_STEPS:]
+        here = len(timed) >= LEAST_TIMED_STEPS and sum(timed) >= LEAST_S
         enough = bool(world.largest(torch.tensor([int(here and world.index == 0)]))[0])
-    return statistics.median(times[WARM_STEPS:])
+    return statistics.median(times[WARM_UP_STEPS:])

@@ -20,7 +20,8 @@ from plait.checkpoint.store import verify
 from plait.errors import RunFailed
 from plait.model.shape import training_flops_per_token
 from plait.parallel.mesh import Sums, make_mesh, open_store, world_sums
-from plait.planner.plan import Plan, read_plan
+from plait.planner.plan import Plan
+from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.report.memory import LiveTensorPeak, peak_rss_bytes
 from plait.report.metrics import EvalReport, StepReport
@@ -28,8 +29,8 @@ from plait.report.sinks import MetricsFile, Several, Sink, TensorBoard
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.actions import Balance, watch_every_steps
 from plait.trainer.balance.meter import Meter, clock_of, metered
-from plait.trainer.balance.move_layers import restaged
-from plait.trainer.loop import Actions, Pace, run_loop
+from plait.trainer.balance.move_layers import move_layers
+from plait.trainer.loop import LoopActions, LoopIntervals, run_loop
 from plait.trainer.optim import learning_rate
 from plait.trainer.persist import restore, save
 from plait.trainer.state import TrainState
@@ -46,7 +47,7 @@ class Context(Protocol):
     local_rank: int
     rendezvous: str
 
-    def tell(self, kind: str, **values: Any) -> None: ...
+    def send(self, kind: str, **values: Any) -> None: ...
     def stop_requested(self) -> bool: ...
 
 
@@ -76,12 +77,12 @@ def main(context: Context, argument: str) -> None:
         try:
 
             def restage(stage_layers: tuple[int, ...]) -> Meter:
-                new, own = metered(restaged(assembly, build, stage_layers), clock_of(assembly.device))
-                assembly.become(new)
+                new, own = metered(move_layers(assembly, build, stage_layers), clock_of(assembly.device))
+                assembly.replace_by(new)
                 gc.collect()  # modules and their hooks know each other, and would keep the old stage
                 return own
 
-            tell = partial(context.tell, "times")
+            tell = partial(context.send, "times")
             balance = Balance(assembly, meter, folder / "shares.jsonl", world, tell, restage)
             keep = _keeper(context, assembly, folder / "checkpoints", world, asked["parts"])
             run_loop(state, _pace(plan), _actions(context, assembly, keep, balance, memory), sink)
@@ -117,8 +118,8 @@ def _same_bits_on_gpus() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _pace(plan: Plan) -> Pace:
-    return Pace(
+def _pace(plan: Plan) -> LoopIntervals:
+    return LoopIntervals(
         steps=plan.steps,
         report_every_steps=plan.report_every_steps,
         evaluate_every_steps=plan.evaluate_every_steps,
@@ -128,20 +129,22 @@ def _pace(plan: Plan) -> Pace:
     )
 
 
-Keep = Callable[[TrainState], Path]
+SaveState = Callable[[TrainState], Path]
 Parts = Literal["here", "sent"]
 
 
-def _keeper(context: Context, assembly: Assembly, folder: Path, world: Sums, parts: Parts) -> Keep:
+def _keeper(context: Context, assembly: Assembly, folder: Path, world: Sums, parts: Parts) -> SaveState:
     """What saves a state's checkpoint in `folder`, or from it to rank 0's by way of the supervisors."""
 
     def send(staging: Path) -> None:
-        context.tell("wrote", staging=staging.name)
+        context.send("wrote", staging=staging.name)
 
     return lambda state: save(assembly, state, folder, world, send=send if parts == "sent" else None)
 
 
-def _actions(context: Context, assembly: Assembly, keep: Keep, balance: Balance, memory: _FirstStep) -> Actions:
+def _actions(
+    context: Context, assembly: Assembly, keep: SaveState, balance: Balance, memory: _FirstStep
+) -> LoopActions:
     plan, world = assembly.plan, assembly.sums
     flops_per_token = training_flops_per_token(plan.shape, plan.sequence, "full")
 
@@ -150,18 +153,18 @@ def _actions(context: Context, assembly: Assembly, keep: Keep, balance: Balance,
         path = keep(state)
         memory.tell_peaks()
         if context.rank == 0:
-            context.tell("saved", step=state.step, name=path.name, seconds=time.perf_counter() - began)
+            context.send("saved", step=state.step, name=path.name, seconds=time.perf_counter() - began)
 
     def agree(stop: bool, due: bool) -> tuple[bool, bool]:
         flags = world.largest(torch.tensor([int(stop), int(due)]))
         return bool(flags[0]), bool(flags[1])
 
-    return Actions(
+    return LoopActions(
         step=lambda state: balance.step(memory.watched, state),
         evaluate=lambda state: evaluation(assembly, state.step),
         save=save_here,
         agree=agree,
-        reckon=balance.reckon,
+        rebalance_if_due=balance.rebalance_if_due,
         stop_requested=context.stop_requested,
         learning_rate=lambda step: learning_rate(plan.optimizer, step, plan.steps),
         data_wait_s=lambda: assembly.loader.wait_s,
@@ -205,7 +208,7 @@ class _FirstStep:
         peaks = self._world.gather(torch.tensor([self._peak_bytes, peak_rss_bytes()]))
         if self._context.rank == 0:
             tensor_bytes, rss_bytes = zip(*[peak.tolist() for peak in peaks], strict=True)
-            self._context.tell("memory", peak_tensor_bytes=tensor_bytes, peak_rss_bytes=rss_bytes)
+            self._context.send("memory", peak_tensor_bytes=tensor_bytes, peak_rss_bytes=rss_bytes)
 
 
 def _sinks(context: Context, folder: Path, steps_done: int) -> Sink:
@@ -224,13 +227,13 @@ class _Told:
         self._context = context
 
     def step(self, report: StepReport) -> None:
-        self._context.tell("step", **_plain(asdict(report)))
+        self._context.send("step", **_plain(asdict(report)))
 
     def evaluation(self, report: EvalReport) -> None:
-        self._context.tell("evaluation", **_plain(asdict(report)))
+        self._context.send("evaluation", **_plain(asdict(report)))
 
     def note(self, text: str) -> None:
-        self._context.tell("note", text=text)
+        self._context.send("note", text=text)
 
     def close(self) -> None:
         """Nothing is held open."""

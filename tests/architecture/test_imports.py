@@ -37,7 +37,7 @@ INNER_FLOORS = {
     "launch": {"values": 0, "local": 1, "remote": 2},
     "parallel": {"comm": 0, "mesh": 0, "sharded_model": 0, "compile": 1, "context": 1, "materialize": 1,
                  "recompute": 1, "gradients": 1, "tensor": 1, "pipeline": 2, "sharding": 2, "replicate": 3, "apply": 4},
-    "planner": {"calibration": 0, "plan": 1, "problem": 1, "step_time": 2, "derive": 3, "memory": 3,
+    "planner": {"calibration": 0, "plan": 1, "plan_file": 2, "problem": 1, "step_time": 2, "derive": 3, "memory": 3,
                 "heterogeneous": 4, "search": 5, "rebalancing": 5, "explain": 6, "diagnosis": 7, "page": 7,
                 "resolve": 7},
     "trainer": {"state": 0, "optim": 0, "loss": 0, "step": 1, "assemble": 2, "loop": 2, "persist": 3, "balance": 4,

@@ -14,7 +14,7 @@ from benchmarks.published.figures import families
 from benchmarks.published.pricing import cases_of, price
 from benchmarks.published.reading import read_rows
 from benchmarks.published.scoring import fitted_errors, fitting_half, jobs, kendall_tau, scalar
-from plait.planner.search.model_error import FILE
+from plait.planner.search.model_error import ERRORS_FILE
 
 HERE = Path(published.__file__).parent
 ROWS = read_rows(HERE / "rows.csv")
@@ -81,7 +81,7 @@ def test_published_out_of_memory_is_refused_and_what_ran_is_not():
 
 def test_what_the_planner_says_of_its_error_is_what_the_scorer_finds():
     found = families(price(cases_of(read_rows(HERE / "rows.csv", HERE / "sweeps.csv"))[0]))
-    told = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    told = tomllib.loads(ERRORS_FILE.read_text(encoding="utf-8"))
     for family, values in found.items():
         assert told[family]["rows"] == values["rows"]
         for name in ("median", "p90") if values["rows"] else ():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from plait.checkpoint.store import checkpoint_for, publish, staging_for
-from plait.checkpoint.transfer import TensorSlice, whole, write_rank
+from plait.checkpoint.transfer import TensorSlice, whole_slice, write_rank
 
 MODEL: dict[str, object] = {"layers": 2, "width": 256, "rope_theta": 10000.0, "tied": True}
 
@@ -22,12 +22,12 @@ def state(step: int) -> list[dict[str, TensorSlice]]:
     rng = [torch.randint(0, 255, (16,), generator=generator, dtype=torch.uint8) for _ in range(2)]
     rows = [TensorSlice(tensor=wide[low : low + 3], shape=(6, 4), offset=(low, 0)) for low in (0, 3)]
     return [
-        {"model/norm": whole(norm), "model/wide": rows[0], "rng/rank-0": whole(rng[0])},
+        {"model/norm": whole_slice(norm), "model/wide": rows[0], "rng/rank-0": whole_slice(rng[0])},
         {
             "model/wide": rows[1],
-            "model/half": whole(wide.bfloat16()),
-            "state/tokens": whole(torch.tensor(step * 1000)),
-            "rng/rank-1": whole(rng[1]),
+            "model/half": whole_slice(wide.bfloat16()),
+            "state/tokens": whole_slice(torch.tensor(step * 1000)),
+            "rng/rank-1": whole_slice(rng[1]),
         },
     ]
 

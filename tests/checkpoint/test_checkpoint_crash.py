@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from plait.checkpoint.store import clean_staging, newest_good, prune, staging_for, verify
-from plait.checkpoint.transfer import whole, write_rank
+from plait.checkpoint.transfer import whole_slice, write_rank
 from plait.errors import RunFailed
 
 CHANGES = ("open", "write", "flush", "fsync", "close", "rename", "mkdir", "unlink", "rmdir", "remove")
@@ -142,7 +142,7 @@ def test_a_file_size_limit_stops_cleanly(folder, save):
     if child == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         try:
-            write_rank(staging_for(folder, 2), 0, {"model/w": whole(torch.ones(100_000))})
+            write_rank(staging_for(folder, 2), 0, {"model/w": whole_slice(torch.ones(100_000))})
         except RunFailed as failure:
             os._exit(0 if os.strerror(errno.EFBIG) in str(failure) else 2)
         finally:
@@ -169,7 +169,7 @@ def test_too_little_space_is_told_in_bytes_before_anything_is_written(small_disk
     with pytest.raises(
         RunFailed, match=r"saving needs 3\.81 MiB \(40\d{5} bytes\) in .*checkpoints, where .* are free"
     ):
-        write_rank(staging_for(folder, 2), 0, {"model/w": whole(torch.ones(1_000_000))})
+        write_rank(staging_for(folder, 2), 0, {"model/w": whole_slice(torch.ones(1_000_000))})
     assert [path.name for path in folder.iterdir()] == ["step-1"]
     verify(folder / "step-1")
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.checkpoint.manifest import Manifest, Part, arrange, check_cover, parse, render
+from plait.checkpoint.manifest import Manifest, StoredPart, arrange, check_cover, parse, render
 from plait.checkpoint.store import verify
 from plait.errors import PlaitError
 
 
-def part(**changes: object) -> Part:
+def part(**changes: object) -> StoredPart:
     values: dict[str, object] = {
         "tensor": "model/w",
         "dtype": "F32",
@@ -26,10 +26,10 @@ def part(**changes: object) -> Part:
         "begin": 80,
         "sha256": "0" * 64,
     }
-    return Part(**(values | changes))  # type: ignore[arg-type]
+    return StoredPart(**(values | changes))  # type: ignore[arg-type]
 
 
-def text(*parts: Part) -> bytes:
+def text(*parts: StoredPart) -> bytes:
     """A manifest signed as if plait had written it."""
     return render(Manifest(step=1, cursor=2, model={}, parts=parts)).encode()
 
@@ -106,7 +106,7 @@ anything = st.recursive(
     max_leaves=6,
 )
 FIELDS = st.sampled_from(["format", "step", "cursor", "model", "rng", "parts", "sha256"])
-ROW_FIELDS = st.sampled_from(list(Part.__slots__))
+ROW_FIELDS = st.sampled_from(list(StoredPart.__slots__))
 
 
 @settings(deadline=None)

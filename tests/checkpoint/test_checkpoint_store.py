@@ -21,7 +21,7 @@ from plait.checkpoint.store import (
     staging_for,
     verify,
 )
-from plait.checkpoint.transfer import TensorSlice, whole, write_rank
+from plait.checkpoint.transfer import TensorSlice, whole_slice, write_rank
 from plait.errors import PlaitError, RunFailed
 
 FILES = ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors")
@@ -55,7 +55,7 @@ def test_order_of_names_and_fields_leaves_no_trace(folder):
     tensors = {"model/b": torch.ones(3), "model/a": torch.zeros(2), "model/c": torch.ones(2, dtype=torch.float64)}
     texts = []
     for step, names in ((1, sorted(tensors)), (1, sorted(tensors, reverse=True))):
-        write_rank(staging_for(folder, step), 0, {name: whole(tensors[name]) for name in names})
+        write_rank(staging_for(folder, step), 0, {name: whole_slice(tensors[name]) for name in names})
         model: dict[str, object] = dict.fromkeys(names, 1)
         publish(staging_for(folder, step), checkpoint_for(folder, step), step=1, cursor=0, model=model, world_size=1)
         texts.append([path.read_bytes() for path in sorted(checkpoint_for(folder, step).iterdir())])
@@ -64,7 +64,9 @@ def test_order_of_names_and_fields_leaves_no_trace(folder):
 
 def test_the_manifest_reads_like_this(folder):
     write_rank(
-        staging_for(folder, 7), 0, {"model/a": whole(torch.tensor([1.0, 2.0])), "rng/rank-0": whole(torch.tensor(5))}
+        staging_for(folder, 7),
+        0,
+        {"model/a": whole_slice(torch.tensor([1.0, 2.0])), "rng/rank-0": whole_slice(torch.tensor(5))},
     )
     final = checkpoint_for(folder, 7)
     publish(staging_for(folder, 7), final, step=7, cursor=56, model={"width": 2}, world_size=1)
@@ -113,7 +115,7 @@ def test_swapped_shards_are_found(folder, save):
 
 
 def test_swapped_parts_inside_a_file_are_found(folder):
-    tensors = {"model/a": whole(torch.zeros(4)), "model/b": whole(torch.ones(4))}
+    tensors = {"model/a": whole_slice(torch.zeros(4)), "model/b": whole_slice(torch.ones(4))}
     write_rank(staging_for(folder, 1), 0, tensors)
     final = checkpoint_for(folder, 1)
     publish(staging_for(folder, 1), final, step=1, cursor=0, model={}, world_size=1)
@@ -224,7 +226,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_not_published(folder, save):
     save(folder, 1)
     staging, final = staging_for(folder, 2), checkpoint_for(folder, 2)
     for needs, lacks in ((("model/a",), False), (("model/a", "model/b"), True)):
-        write_rank(staging, 0, {"model/a": whole(torch.ones(2))})
+        write_rank(staging, 0, {"model/a": whole_slice(torch.ones(2))})
         with pytest.raises(RunFailed, match="no worker wrote model/b") if lacks else nullcontext():
             publish(staging, final, step=2, cursor=0, model={}, world_size=1, needs=needs)
     assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2"]

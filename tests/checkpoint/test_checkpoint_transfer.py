@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from plait.checkpoint.manifest import Manifest
 from plait.checkpoint.store import checkpoint_for, publish, staging_for, verify
-from plait.checkpoint.transfer import DTYPES, TensorSlice, read_slice, read_tensor, share_out, whole, write_rank
+from plait.checkpoint.transfer import DTYPES, TensorSlice, read_slice, read_tensor, share_out, whole_slice, write_rank
 from plait.errors import PlaitError
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -73,13 +73,13 @@ def test_any_rectangle_can_be_read_from_any_partition(quick_disk: Path, data: st
 
 def test_not_a_number_and_minus_zero_keep_their_bits(folder):
     bits = torch.tensor([0x7FC00001, -0x80000000, 0x7F800001, 1], dtype=torch.int32)
-    path, manifest = save(folder, [{"w": [whole(bits.view(torch.float32))]}])
+    path, manifest = save(folder, [{"w": [whole_slice(bits.view(torch.float32))]}])
     assert same_bits(read_tensor(path, manifest, "w").view(torch.int32), bits)
 
 
 def test_strided_and_gradient_carrying_tensors_are_written_as_their_values(folder):
     weight = torch.nn.Parameter(torch.randn(5, 3))
-    path, manifest = save(folder, [{"t": [whole(weight.t())], "w": [whole(weight)]}])
+    path, manifest = save(folder, [{"t": [whole_slice(weight.t())], "w": [whole_slice(weight)]}])
     assert same_bits(read_tensor(path, manifest, "t"), weight.detach().t().contiguous())
     assert not read_tensor(path, manifest, "w").requires_grad
 
@@ -93,13 +93,13 @@ def test_two_ways_to_cut_give_the_same_tensor(folder, tmp_path):
 
 
 def test_a_tensor_that_is_not_there_is_named(folder):
-    path, manifest = save(folder, [{"model/w": [whole(torch.ones(2))]}])
+    path, manifest = save(folder, [{"model/w": [whole_slice(torch.ones(2))]}])
     with pytest.raises(PlaitError, match="no tensor adam_m/w"):
         read_tensor(path, manifest, "adam_m/w")
 
 
 def test_a_file_that_vanished_after_verifying_is_a_sentence(folder):
-    path, manifest = save(folder, [{"model/w": [whole(torch.ones(2))]}])
+    path, manifest = save(folder, [{"model/w": [whole_slice(torch.ones(2))]}])
     (path / "rank-00000.safetensors").unlink()
     with pytest.raises(PlaitError, match=r"rank-00000.safetensors can no longer be read"):
         read_tensor(path, manifest, "model/w")

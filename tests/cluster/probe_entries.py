@@ -13,7 +13,7 @@ import torch.distributed as dist
 from plait.cluster.probe.arithmetic import arithmetic_runs
 from plait.cluster.probe.links import DeadLink, time_pair
 from plait.cluster.probe.request import ProbeRequest
-from plait.cluster.probe.timing import Alone, Bench, DeviceClock
+from plait.cluster.probe.timing import Bench, DeviceClock, NoOthers
 from plait.commands.probing import rank
 from plait.commands.probing.training_pieces import training_for
 from plait.launch.values.job import RankContext
@@ -27,11 +27,11 @@ def silent_peer(context: RankContext, argument: str) -> None:
     if context.rank == 1:
         store.get("told")
         return
-    bench = Bench(device=torch.device("cpu"), clock=DeviceClock(wait=lambda: None), together=Alone())
+    bench = Bench(device=torch.device("cpu"), clock=DeviceClock(wait=lambda: None), together=NoOthers())
     try:
         time_pair((0, 1), (1024,), rank=0, bench=bench, timeout_s=0.5)
     except DeadLink:
-        context.tell("dead", name=socket.gethostname())
+        context.send("dead", name=socket.gethostname())
     store.set("told", json.dumps(True))
 
 
@@ -46,7 +46,7 @@ def count_pages(context: RankContext, argument: str) -> None:
             run()
             if work in found:
                 found[work] += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    context.tell("pages", **found)
+    context.send("pages", **found)
 
 
 def on_two_hosts(context: RankContext, argument: str) -> None:

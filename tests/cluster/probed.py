@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from plait.cluster.measured import (
-    SIZES,
-    Measured,
+    WORK_SIZES,
     MeasuredDevice,
     MeasuredLink,
     MeasuredOverlap,
-    Message,
+    MeasuredWork,
+    Measurements,
+    MessageKind,
     Point,
     Scope,
     Timed,
-    Work,
 )
 
 
-def timed(work: Work, sizes: tuple[int, ...], seconds: float) -> Timed:
+def timed(work: MeasuredWork, sizes: tuple[int, ...], seconds: float) -> Timed:
     return Timed(work=work, sizes=sizes, seconds=seconds, spread=0.1)
 
 
 def device(*timings: Timed, host: str = "a", rates: tuple[float, ...] = (1.0, 0.9)) -> MeasuredDevice:
     """A device that took these times, and a microsecond for each other kind of work."""
     done = {one.work for one in timings}
-    rest = [timed(work, (4,) * len(names), 1e-6) for work, names in SIZES.items() if work not in done]
+    rest = [timed(work, (4,) * len(names), 1e-6) for work, names in WORK_SIZES.items() if work not in done]
     return MeasuredDevice(
         host=host,
         name="a processor",
@@ -41,14 +41,14 @@ def point(size: int, seconds: float) -> Point:
     return Point(bytes=size, seconds=seconds, spread=0.1, cpu_s=seconds / 2)
 
 
-def link(kind: Message, *points: Point, scope: Scope = "inside", ranks: int = 2) -> MeasuredLink:
+def link(kind: MessageKind, *points: Point, scope: Scope = "inside", ranks: int = 2) -> MeasuredLink:
     hosts = ("a",) if scope == "inside" else ("a", "b")
     return MeasuredLink(kind=kind, scope=scope, hosts=hosts, ranks=ranks, points=points)
 
 
-def measured(*links: MeasuredLink, devices: tuple[MeasuredDevice, ...] = ()) -> Measured:
+def measured(*links: MeasuredLink, devices: tuple[MeasuredDevice, ...] = ()) -> Measurements:
     overlap = MeasuredOverlap(scope="inside", ranks=2, bytes=2**23, compute_s=0.06, communicate_s=0.05, both_s=0.08)
-    return Measured(
+    return Measurements(
         date="2026-11-21 12:00",
         precision="float32",
         workers=2,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from plait.cluster.measured import Measured, MeasuredOverlap, measured_from_json, measured_json, measured_values
+from plait.cluster.measured import MeasuredOverlap, Measurements, measured_from_json, measured_json, measured_values
 from plait.errors import PlaitError
 from tests.cluster.probed import device, link, measured, point, timed
 
@@ -74,7 +74,7 @@ def test_the_hidden_share_is_that_of_the_shorter_side(both_s: float, share: floa
 
 
 def test_unsteadiness_is_the_upper_quartile_of_spreads() -> None:
-    assert isinstance(measured(), Measured)
+    assert isinstance(measured(), Measurements)
     assert measured().unsteady == pytest.approx(0.1) and measured().noise == ""
     noisy = device()
     noisy = replace(noisy, timed=tuple(replace(one, spread=0.3) for one in noisy.timed))

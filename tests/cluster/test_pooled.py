@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from plait.cluster.measured import MeasuredDevice
-from plait.cluster.pooled import pooled
+from plait.cluster.pooled import pool_measurements
 from plait.planner.step_time import measured_compute
 from tests.cluster.probed import measured, timed
 
@@ -33,7 +33,9 @@ def of_speed(host: str, speed: float, *, noise: float = 0.0, seed: int = 0, stre
 
 def product_s(host: MeasuredDevice) -> float:
     return float(
-        measured_compute.product_s(replace(host, timed=(*host.timed, timed("launch", (), 1e-9))), 4096, 512, 256)
+        measured_compute.measured_product_s(
+            replace(host, timed=(*host.timed, timed("launch", (), 1e-9))), 4096, 512, 256
+        )
     )
 
 
@@ -42,7 +44,7 @@ def test_noise_of_single_readings_moves_neither_the_ratio_nor_the_times() -> Non
     worst: list[tuple[float, float, float]] = []
     for seed in range(20):
         noisy = [of_speed(f"{at}", speed, noise=0.1, seed=10 * seed + at) for at, speed in enumerate(speeds)]
-        found = pooled(measured(devices=tuple(noisy))).devices
+        found = pool_measurements(measured(devices=tuple(noisy))).devices
         told, seen = ([product_s(host) * s for host, s in zip(some, speeds, strict=True)] for some in (found, noisy))
         ideal = 4096 * 512 * 256 * 1e-9
         worst.append((max(told) / min(told) - 1, max(seen) / min(seen) - 1, max(abs(s / ideal - 1) for s in told)))
@@ -59,7 +61,7 @@ def test_a_single_unlucky_reading_counts_for_nothing() -> None:
         hosts[1],
         timed=tuple(replace(one, seconds=one.seconds * (1 + 5 * (one.work == "stream"))) for one in hosts[1].timed),
     )
-    found = pooled(measured(devices=(hosts[0], unlucky, hosts[2])))
+    found = pool_measurements(measured(devices=(hosts[0], unlucky, hosts[2])))
     assert [one.seconds for one in found.devices[1].timed] == pytest.approx([one.seconds for one in hosts[1].timed])
     assert found.devices[1].host == "b"
 
@@ -75,9 +77,9 @@ def test_a_single_unlucky_reading_counts_for_nothing() -> None:
 )
 def test_hosts_of_another_make_keep_their_own_times(other: MeasuredDevice) -> None:
     before = measured(devices=(of_speed("a", 1.0, stream_s=20.0), other))
-    assert pooled(before) == before
+    assert pool_measurements(before) == before
 
 
 def test_one_host_stays_as_it_was_timed() -> None:
     before = measured(devices=(of_speed("a", 1.0, noise=0.2),))
-    assert pooled(before) == before
+    assert pool_measurements(before) == before

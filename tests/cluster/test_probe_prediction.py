@@ -12,12 +12,12 @@ import torch
 from plait.cluster.measured import MeasuredDevice
 from plait.cluster.probe.arithmetic import arithmetic_runs, timed
 from plait.cluster.probe.request import probe_request
-from plait.cluster.probe.timing import Alone, Bench, ProcessorClock, time_in_rounds
+from plait.cluster.probe.timing import Bench, NoOthers, ProcessorClock, time_in_rounds
 from plait.commands.probing.training_pieces import OPTIMIZER, training_for
 from plait.data.loader import Micro
 from plait.model.gpt import GPT
 from plait.model.sizes import named_shape
-from plait.parallel.mesh import ALONE
+from plait.parallel.mesh import ONE_PROCESS
 from plait.parallel.sharded_model import unsharded
 from plait.planner.step_time.measured_compute import step_items_s
 from plait.trainer.assemble import put_first_values, runners
@@ -46,7 +46,7 @@ def test_a_steps_parts_add_up_to_the_step(one_thread: None, size: str, sequences
     asked = {"sequence": SEQUENCE, "sequences": sequences}
     request = probe_request(shape, device="cpu", precision="float32", threads=1, **asked)
     device = torch.device("cpu")
-    bench = Bench(device=device, clock=ProcessorClock(share=1.0), together=Alone())
+    bench = Bench(device=device, clock=ProcessorClock(share=1.0), together=NoOthers())
     figures = time_in_rounds(arithmetic_runs(request, device, training_for(request)), bench, seconds=6)
     measured = MeasuredDevice(
         host="here",
@@ -74,7 +74,7 @@ def real_step_s(shape, sequences: int, micros: int) -> float:
     times = []
     for _ in range(9):
         began = time.process_time()
-        take_step(given, woven=woven, run_micros=run_micros, sums=ALONE, optimizer=optimizer, clip=1.0)
+        take_step(given, woven=woven, run_micros=run_micros, sums=ONE_PROCESS, optimizer=optimizer, clip=1.0)
         times.append(time.process_time() - began)
     return statistics.median(times[2:])
 

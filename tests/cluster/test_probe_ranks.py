@@ -14,15 +14,22 @@ from typing import Any
 import pytest
 import torch
 
-from plait.cluster.measured import SIZES, measured_from_json, measured_json
+from plait.cluster.measured import WORK_SIZES, measured_from_json, measured_json
 from plait.cluster.probe.pieces import check_device
 from plait.cluster.probe.request import ProbeRequest, layer_products, probe_request, typical_request
 from plait.cluster.topology import this_host
-from plait.commands.probe import extent_for
+from plait.commands.probe import worker_extent
 from plait.commands.probing import measurements
-from plait.commands.probing.measurements import Extent, measured_by, measured_of, note_seen, seen_lately, timed_on_hosts
+from plait.commands.probing.measurements import (
+    WorkerExtent,
+    checked_lately,
+    measure_or_load,
+    measured_of,
+    note_checked,
+    timed_on_hosts,
+)
 from plait.commands.probing.revalidate import still_holds
-from plait.commands.probing.table import table
+from plait.commands.probing.table import measurements_table
 from plait.errors import Interrupted, PlaitError
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, JobResult, Message, StoppedBy
@@ -51,7 +58,7 @@ def server() -> Iterator[ForkServer]:
 def told(server: ForkServer) -> dict[str, Any]:
     """What two ranks of a whole probe told."""
     messages: list[Message] = []
-    job = Job(entry=measurements.ENTRY, argument=small_request().to_json(), world_size=2, threads=1)
+    job = Job(entry=measurements.PROBE_ENTRY, argument=small_request().to_json(), world_size=2, threads=1)
     server.run(job, on_message=messages.append)
     (message,) = messages
     return dict(message.values)
@@ -71,7 +78,7 @@ def test_a_layers_time_holds_no_finding_of_pages(server: ForkServer) -> None:
 def test_two_ranks_measure_every_kind_of_work_and_message(told: dict[str, Any]) -> None:
     measured = measured_of(told, small_request(), "key")
     (device,) = measured.devices
-    assert {one.work for one in device.timed} == set(SIZES)
+    assert {one.work for one in device.timed} == set(WORK_SIZES)
     assert device.workers == 2 and len(device.rates) == 2 and max(device.rates) == 1
     assert {"product", "stream", "head", "update", "copy"} <= set(device.beside)
     kinds = {link.kind for link in measured.links}
@@ -97,7 +104,7 @@ def test_products_run_at_a_speed_that_processors_have(told: dict[str, Any]) -> N
 
 
 def test_the_table_tells_it_to_people(told: dict[str, Any]) -> None:
-    text = table(measured_of(told, small_request(), "key"))
+    text = measurements_table(measured_of(told, small_request(), "key"))
     for words in ("matrix products", "side by side", "all-reduce", "is hidden", "GFLOP/s", "CPU s a GiB"):
         assert words in text
     assert all(len(line) < 200 for line in text.splitlines())
@@ -116,7 +123,7 @@ def test_two_hosts_are_measured_inside_and_between(server: ForkServer) -> None:
     both = (first.host, second.host)
     assert found == {("inside", (first.host,), 2), ("between", both, 2), ("between", both, 3)}
     assert sorted((one.scope, one.ranks) for one in measured.overlaps) == [("between", 3), ("inside", 2)]
-    assert f"between {first.host} and {second.host}, 3 workers" in table(measured)
+    assert f"between {first.host} and {second.host}, 3 workers" in measurements_table(measured)
 
 
 def test_a_device_that_cannot_compute_says_why() -> None:
@@ -149,15 +156,15 @@ def test_what_was_measured_is_kept_until_something_changes(
     told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    hands, machine, extent = Remembered(told), this_host(), Extent(workers=2, threads=1)
-    first = measured_by(hands, [machine], small_request(), extent, fresh="kept")
-    assert measured_by(hands, [machine], small_request(), extent, fresh="kept") == first and hands.jobs == 1
-    measured_by(hands, [machine], small_request(), Extent(workers=2, threads=2), fresh="kept")
-    measured_by(hands, [machine], typical_request("cpu", 1), extent, fresh="kept")
-    measured_by(hands, [machine], small_request(), extent, fresh="again")
+    hands, machine, extent = Remembered(told), this_host(), WorkerExtent(workers=2, threads=1)
+    first = measure_or_load(hands, [machine], small_request(), extent, fresh="kept")
+    assert measure_or_load(hands, [machine], small_request(), extent, fresh="kept") == first and hands.jobs == 1
+    measure_or_load(hands, [machine], small_request(), WorkerExtent(workers=2, threads=2), fresh="kept")
+    measure_or_load(hands, [machine], typical_request("cpu", 1), extent, fresh="kept")
+    measure_or_load(hands, [machine], small_request(), extent, fresh="again")
     assert hands.jobs == 4
     (tmp_path / ".plait" / "probes" / f"{first.fingerprint}.json").write_text("{")
-    measured_by(hands, [machine], small_request(), extent, fresh="kept")
+    measure_or_load(hands, [machine], small_request(), extent, fresh="kept")
     assert hands.jobs == 5
 
 
@@ -165,20 +172,20 @@ def test_what_was_found_to_hold_a_moment_ago_is_believed_without_a_look(
     told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    here = ([this_host()], small_request(), Extent(workers=2, threads=1))
+    here = ([this_host()], small_request(), WorkerExtent(workers=2, threads=1))
     cable, wireless = ("10.0.0.1", "10.0.0.2"), ("192.168.0.1", "192.168.0.2")
-    assert not seen_lately(*here, cable)
-    first = measured_by(Remembered(told), *here, fresh="again")
-    assert not seen_lately(*here, cable)
-    note_seen(*here, cable)
-    assert seen_lately(*here, cable) and not seen_lately(*here, wireless)
+    assert not checked_lately(*here, cable)
+    first = measure_or_load(Remembered(told), *here, fresh="again")
+    assert not checked_lately(*here, cable)
+    note_checked(*here, cable)
+    assert checked_lately(*here, cable) and not checked_lately(*here, wireless)
     an_hour_ago = time.time() - 3600
     os.utime(tmp_path / ".plait" / "probes" / f"{first.fingerprint}.seen", (an_hour_ago, an_hour_ago))
-    assert not seen_lately(*here, cable)
+    assert not checked_lately(*here, cable)
 
 
 def test_old_figures_hold_while_a_short_look_finds_about_the_same(told: dict[str, Any]) -> None:
-    whole, extent = measured_of(told, small_request(), "key"), Extent(workers=2, threads=1)
+    whole, extent = measured_of(told, small_request(), "key"), WorkerExtent(workers=2, threads=1)
     (timed,) = timed_on_hosts(told)
     known = replace(whole, devices=(replace(whole.devices[0], timed=timed),))
     assert still_holds(Remembered(told), known, small_request(), extent)
@@ -194,10 +201,10 @@ def test_a_signal_in_the_midst_of_a_probe_ends_the_command_and_keeps_nothing(
     told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    asked, extent = small_request(), Extent(workers=2, threads=1)
+    asked, extent = small_request(), WorkerExtent(workers=2, threads=1)
     stopped = Remembered(told, stopped_by="SIGINT")
     with pytest.raises(Interrupted, match="SIGINT"):
-        measured_by(stopped, [this_host()], asked, extent, fresh="kept")
+        measure_or_load(stopped, [this_host()], asked, extent, fresh="kept")
     with pytest.raises(Interrupted, match="SIGINT"):
         still_holds(stopped, measured_of(told, asked, "key"), asked, extent)
     assert not (tmp_path / ".plait").exists()
@@ -209,11 +216,11 @@ def slowed(values: dict[str, Any], key: str) -> dict[str, Any]:
 
 def test_workers_follow_the_cores_and_too_many_are_refused() -> None:
     machine, hands = this_host(), Remembered({})
-    usual = extent_for(machine, None, None, hands)
+    usual = worker_extent(machine, None, None, hands)
     assert usual.workers * usual.threads == machine.cores and usual.threads == 1
-    assert extent_for(machine, 1, None, hands) == Extent(workers=1, threads=machine.cores)
+    assert worker_extent(machine, 1, None, hands) == WorkerExtent(workers=1, threads=machine.cores)
     with pytest.raises(PlaitError, match="choose fewer --workers or --threads"):
-        extent_for(machine, machine.cores + 1, None, hands)
+        worker_extent(machine, machine.cores + 1, None, hands)
 
 
 def test_a_request_reads_back_and_keeps_its_bounds() -> None:

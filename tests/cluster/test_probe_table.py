@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from plait.commands.probing.table import table
+from plait.commands.probing.table import measurements_table
 from tests.cluster.probed import device, link, measured, point, timed
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "probe-two-hosts.txt"
@@ -38,7 +38,7 @@ def test_the_table_of_two_hosts_reads_as_kept() -> None:
         link("swap_parts", point(2**10, 500e-6), point(2**22, 38e-3), scope="between", ranks=3),
     )
     slow = ("the device of worker 2 on bob computes 12 times slower than the fastest; look why",)
-    text = table(replace(measured(*links, devices=(ada, bob)), complaints=slow)) + "\n"
+    text = measurements_table(replace(measured(*links, devices=(ada, bob)), complaints=slow)) + "\n"
     if os.environ.get("UPDATE_GOLDEN"):
         GOLDEN.write_text(text, encoding="utf-8")
     assert text == GOLDEN.read_text(encoding="utf-8"), "if the new text is right, write it by UPDATE_GOLDEN=1"

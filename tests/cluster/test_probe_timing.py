@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from plait.cluster.probe.limits import core_share
-from plait.cluster.probe.timing import LEAST_ROUNDS, MOST_ROUNDS, Alone, Bench, ProcessorClock, figure, time_in_rounds
+from plait.cluster.probe.timing import (
+    LEAST_ROUNDS,
+    MOST_ROUNDS,
+    Bench,
+    NoOthers,
+    ProcessorClock,
+    figure,
+    time_in_rounds,
+)
 
 
 class ToldClock:
@@ -30,7 +38,7 @@ def forever(*seconds: float) -> Iterator[float]:
 
 def rounds(seconds: dict[str, Iterator[float]], limit_s: float = 60):
     runs = {name: lambda name=name: name for name in seconds}
-    bench = Bench(device=None, clock=ToldClock(seconds), together=Alone())
+    bench = Bench(device=None, clock=ToldClock(seconds), together=NoOthers())
     return time_in_rounds(runs, bench, seconds=limit_s)
 
 

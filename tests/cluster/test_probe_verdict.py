@@ -6,8 +6,9 @@ import pytest
 
 from plait.cluster.probe.links import pairs_of
 from plait.cluster.probe.verdict import (
-    Host,
-    PairTold,
+    HostRanks,
+    PairReading,
+    beside_alone,
     complaints,
     dead_device,
     dead_link,
@@ -16,23 +17,22 @@ from plait.cluster.probe.verdict import (
     middle,
     pair_links,
     relative_speeds,
-    side_by_side,
 )
 from tests.cluster.probed import point, timed
 
-HOSTS = (Host(name="ada", ranks=(0, 1)), Host(name="bob", ranks=(2, 3, 4)), Host(name="cyd", ranks=(5,)))
+HOSTS = (HostRanks(name="ada", ranks=(0, 1)), HostRanks(name="bob", ranks=(2, 3, 4)), HostRanks(name="cyd", ranks=(5,)))
 
 
-def pair(first: int, second: int, short_s: float = 1e-4, bulk_s: float = 1e-2) -> PairTold:
-    return PairTold(first=first, second=second, points=(point(1024, short_s), point(2**24, bulk_s)))
+def pair(first: int, second: int, short_s: float = 1e-4, bulk_s: float = 1e-2) -> PairReading:
+    return PairReading(first=first, second=second, points=(point(1024, short_s), point(2**24, bulk_s)))
 
 
 def test_a_host_begins_where_local_ranks_begin_again() -> None:
     told = [("ada", 0), ("ada", 1), ("ada", 0), ("bob", 0)]
     assert hosts_of(told) == (
-        Host(name="ada", ranks=(0, 1)),
-        Host(name="ada (2)", ranks=(2,)),
-        Host(name="bob", ranks=(3,)),
+        HostRanks(name="ada", ranks=(0, 1)),
+        HostRanks(name="ada (2)", ranks=(2,)),
+        HostRanks(name="bob", ranks=(3,)),
     )
 
 
@@ -50,13 +50,13 @@ def test_medians_over_ranks_and_factors_side_by_side() -> None:
     three = [[timed("copy", (8,), seconds)] for seconds in (1.0, 9.0, 2.0)]
     assert middle(three) == (timed("copy", (8,), 2.0),)
     alone = [timed("copy", (8,), 0.5), timed("launch", (), 1.0)]
-    assert side_by_side(three[0], alone) == {"copy": 2.0}
+    assert beside_alone(three[0], alone) == {"copy": 2.0}
 
 
 def test_a_layers_rest_takes_the_factor_of_the_whole_layer() -> None:
     together = [timed("product", (2, 2, 2), 6.0), timed("product", (4, 2, 2), 4.0), timed("stream", (2, 2, 2), 2.0)]
     alone = [timed("product", (2, 2, 2), 5.0), timed("product", (4, 2, 2), 3.0), timed("stream", (2, 2, 2), 0.5)]
-    assert side_by_side(together, alone) == pytest.approx({"product": 10 / 8, "stream": 12 / 8.5})
+    assert beside_alone(together, alone) == pytest.approx({"product": 10 / 8, "stream": 12 / 8.5})
 
 
 def test_a_device_of_a_host_knows_how_its_workers_compare() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from plait.launch.values.job import RankContext
 from plait.parallel.mesh import make_mesh, world_sums
-from plait.planner.plan import read_plan
+from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import assemble
 from plait.trainer.persist import save
@@ -25,13 +25,13 @@ def save_apart(context: RankContext, argument: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
     def send(staging: Path) -> None:
-        context.tell("wrote", staging=staging.name)
+        context.send("wrote", staging=staging.name)
 
     apart = asked["folders"][context.rank] != asked["folders"][0]
     with joined(context, plan):
         world = world_sums()
         assembly = assemble(config, plan, sums=world, mesh=make_mesh(plan.layout, plan.device))
         state, _ = assembly.step(TrainState())
-        context.tell("heard", rank=context.rank)
+        context.send("heard", rank=context.rank)
         save(assembly, state, folder, world, send=send if apart else None)
         assembly.loader.close()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.commands.hosts.joined_host import Depot
+from plait.commands.hosts.joined_host import JoinedHostFiles
 from plait.launch.remote.link import Reply
 from plait.launch.remote.wire import Frame
 
@@ -21,7 +21,7 @@ class Neighbour:
         self.hello = {"folder": str(folder), "name": self.name}
         self.said: list[str] = []
         self.asked: list[str] = []
-        self.depot = Depot(folder, self.said.append)
+        self.depot = JoinedHostFiles(folder, self.said.append)
 
     def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
         self.asked.append(kind)

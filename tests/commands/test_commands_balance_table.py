@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait.commands.preparing.balance_table import DealTold, PartTold, told_deal
+from plait.commands.preparing.balance_table import BalanceReport, ReplicaStats, balance_report
 from plait.data.loader import Loader, Samples
 from plait.data.order import make_order
 from plait.data.preparation.synthetic import write_synthetic
@@ -34,7 +34,7 @@ def config(**sections: dict[str, object]) -> RunConfig:
 
 def test_what_is_told_is_what_ranks_read(corpus: Corpus) -> None:
     parts = (20, 8, 4)
-    told = told_deal(config(layout={"shares": list(parts)}, data={"mask_documents": True}), corpus, 3)
+    told = balance_report(config(layout={"shares": list(parts)}, data={"mask_documents": True}), corpus, 3)
     assert told.remark == "" and told.steps == len(told.ratios) == 20
     order = make_order(corpus, 3, SEQUENCE)
     for number, part in enumerate(told.parts):
@@ -66,13 +66,13 @@ def test_surprise_is_that_of_the_tokens_counts(corpus: Corpus) -> None:
     assert isinstance(counts, torch.Tensor)
     frequency = counts / counts.sum()
     entropy = -float((frequency * frequency.clamp_min(1e-12).log()).sum())
-    told = told_deal(config(), corpus, 2)
+    told = balance_report(config(), corpus, 2)
     for part in told.parts:
         assert part.surprise == pytest.approx(entropy, rel=0.1)
 
 
 def test_joined_documents_stay_as_they_come(corpus: Corpus) -> None:
-    told = told_deal(config(data={"mask_documents": False}), corpus, 4)
+    told = balance_report(config(data={"mask_documents": False}), corpus, 4)
     assert told.ratios == told.ratios_as_they_come
     assert [part.pairs for part in told.parts] == [part.pairs_as_they_come for part in told.parts]
     assert "joined" in told.remark
@@ -93,12 +93,12 @@ def test_what_cannot_be_dealt_is_said_in_a_sentence(
     corpus: Corpus, sections: dict[str, dict[str, object]], parts: int, complaint: str
 ) -> None:
     with pytest.raises(PlaitError, match=complaint):
-        told_deal(config(**sections), corpus, parts)
+        balance_report(config(**sections), corpus, parts)
 
 
 def test_the_table_as_people_read_it() -> None:
-    def part(sequences: int, pairs: float) -> PartTold:
-        return PartTold(
+    def part(sequences: int, pairs: float) -> ReplicaStats:
+        return ReplicaStats(
             sequences=sequences,
             tokens=20 * 512 * sequences,
             counted=0.875,
@@ -109,7 +109,7 @@ def test_the_table_as_people_read_it() -> None:
             surprise=6.719,
         )
 
-    told = DealTold(
+    told = BalanceReport(
         steps=20,
         sequence=512,
         remark="documents are joined",

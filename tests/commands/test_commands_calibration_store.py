@@ -11,13 +11,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console as Screen
 
-from plait.commands.monitoring.finish import conclude
-from plait.commands.monitoring.forecast_monitor import Compared, Foretold
-from plait.commands.planning.calibration_store import ground_of, learn, lessons, recalled
-from plait.commands.planning.run_folder import RunFolder, SoFar
-from plait.planner.calibration.factors import Calibration, Lesson, StepItems
+from plait.commands.monitoring.finish import finish_run
+from plait.commands.monitoring.forecast_monitor import ForecastMonitor, Predicted
+from plait.commands.planning.calibration_store import (
+    add_observation,
+    calibration_key,
+    load_calibration,
+    read_observations,
+)
+from plait.commands.planning.run_folder import RunFolder, RunTotals
+from plait.planner.calibration.factors import Calibration, Observation, StepItems
 from plait.planner.plan import Forecast, HostShare
-from plait.planner.resolve.forecast_update import learning
+from plait.planner.resolve.forecast_update import updated_forecast
 from plait.report.metrics import StepReport
 from plait.report.receipt import read_receipt
 from plait.report.straggler import RankTimes
@@ -25,8 +30,8 @@ from plait.units import format_duration
 from tests.planner.machines import LAPTOP, PLAYS, planned, recipe
 
 SAID = StepItems(compute_s=1.0, messages_s=0.2, optimizer_s=0.1)
-GROUND = ground_of([LAPTOP], "float32", "formulas")
-FORETOLD = Foretold(items=SAID, calibration=Calibration(ground=GROUND), basis="formulas", error=0.05, tensor_bytes=1e8)
+GROUND = calibration_key([LAPTOP], "float32", "formulas")
+FORETOLD = Predicted(items=SAID, calibration=Calibration(ground=GROUND), basis="formulas", error=0.05, tensor_bytes=1e8)
 
 
 def report(step: int, step_s: float, data_wait_s: float = 0.0) -> StepReport:
@@ -49,8 +54,8 @@ def times(compute_s: float, wait_s: float) -> list[RankTimes]:
     return [first, RankTimes(rank=1, compute_s=compute_s, wait_s=wait_s, data_s=0.0)]
 
 
-def watched(said: list[str], *, done: int = 0, every: int = 1, crowd: float | None = 1.0) -> Compared:
-    return Compared(FORETOLD, done, every, say=said.append, crowding=lambda: crowd)
+def watched(said: list[str], *, done: int = 0, every: int = 1, crowd: float | None = 1.0) -> ForecastMonitor:
+    return ForecastMonitor(FORETOLD, done, every, say=said.append, crowding=lambda: crowd)
 
 
 @pytest.fixture
@@ -60,23 +65,23 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_lessons_come_back_the_last_ones_only_and_by_machine_precision_and_basis(here: Path) -> None:
-    assert recalled(GROUND) == Calibration(ground=GROUND)
+    assert load_calibration(GROUND) == Calibration(ground=GROUND)
     for number in range(25):
-        learn(GROUND, Lesson(date="2026-11-21", compute=1 + number / 100, messages=None))
-    assert [one.compute for one in lessons(GROUND)] == [1 + number / 100 for number in range(5, 25)]
-    assert recalled(GROUND).compute == pytest.approx(1.22)
+        add_observation(GROUND, Observation(date="2026-11-21", compute=1 + number / 100, messages=None))
+    assert [one.compute for one in read_observations(GROUND)] == [1 + number / 100 for number in range(5, 25)]
+    assert load_calibration(GROUND).compute == pytest.approx(1.22)
     others = [
-        ground_of([replace(LAPTOP, cores=4)], "float32", "formulas"),
-        ground_of([replace(LAPTOP, versions=(("torch", "3"),))], "float32", "formulas"),
-        ground_of([LAPTOP, LAPTOP], "float32", "formulas"),
-        ground_of([LAPTOP], "bf16", "formulas"),
-        ground_of([LAPTOP], "float32", "clock"),
+        calibration_key([replace(LAPTOP, cores=4)], "float32", "formulas"),
+        calibration_key([replace(LAPTOP, versions=(("torch", "3"),))], "float32", "formulas"),
+        calibration_key([LAPTOP, LAPTOP], "float32", "formulas"),
+        calibration_key([LAPTOP], "bf16", "formulas"),
+        calibration_key([LAPTOP], "float32", "clock"),
     ]
     assert len({GROUND, *others}) == 6
-    assert all(recalled(other).runs == 0 for other in others)
+    assert all(load_calibration(other).runs == 0 for other in others)
     more, less = replace(LAPTOP, cores=16), replace(LAPTOP, cores=2)
     places = [(LAPTOP, more, less), (LAPTOP, less, more), (more, LAPTOP, less)]
-    first, turned, led = (ground_of(machines, "float32", "formulas") for machines in places)
+    first, turned, led = (calibration_key(machines, "float32", "formulas") for machines in places)
     assert first == turned != led, "where the others stand is the plan's matter"
 
 
@@ -94,9 +99,9 @@ def test_a_file_that_is_none_of_ours_counts_as_not_there_and_is_replaced(here: P
     path = here / ".plait" / "calibration" / f"{GROUND}.json"
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    assert lessons(GROUND) == ()
-    learn(GROUND, Lesson(date="2026-11-21", compute=1.1, messages=0.9))
-    assert lessons(GROUND) == (Lesson(date="2026-11-21", compute=1.1, messages=0.9),)
+    assert read_observations(GROUND) == ()
+    add_observation(GROUND, Observation(date="2026-11-21", compute=1.1, messages=0.9))
+    assert read_observations(GROUND) == (Observation(date="2026-11-21", compute=1.1, messages=0.9),)
     assert json.loads(path.read_text())["format"] == 1
 
 
@@ -110,7 +115,7 @@ def test_the_first_full_steps_are_told_once_and_by_the_rank_with_most_to_do() ->
         "the plan said 1.3 s a step (1 s computing, 0.2 s messages, 0.1 s optimizer); 5 steps took 1.3 s (1 s "
         "computing, 0.2 s messages, 0.1 s optimizer): as planned"
     ]
-    came = watch.came
+    came = watch.observed
     assert came is not None and came.steps == 16 and came.items is not None
     assert came.items.optimizer_s == pytest.approx(0.1)
 
@@ -130,10 +135,10 @@ def test_steps_that_share_a_report_with_the_first_ones_do_not_count() -> None:
     watch = watched(said, every=10)
     for step in range(1, 11):
         watch.step(report(step, 5.0))
-    assert watch.came is None and not said
+    assert watch.observed is None and not said
     for step in range(11, 21):
         watch.step(report(step, 1.3))
-    assert not said and watch.came is not None and watch.came.steps == 10
+    assert not said and watch.observed is not None and watch.observed.steps == 10
     for step in range(11, 21):
         watch.times(step, times(1.0, 0.2))
     watch.step(report(21, 1.3))
@@ -184,7 +189,7 @@ def test_memory_is_told_once() -> None:
 
 def finished(
     here: Path,
-    watch: Compared | None,
+    watch: ForecastMonitor | None,
     steps: list[StepReport],
     hosts: tuple[HostShare, ...] = (),
     gpu: str = "",
@@ -199,13 +204,13 @@ def finished(
     folder = RunFolder(here / "run")
     folder.path.mkdir(exist_ok=True)
     folder.metrics.write_text("".join(one.to_line() for one in steps))
-    folder.note_so_far(SoFar(wall_s=30.0, device_s=60.0, peak_tensor_bytes=(10**8,), peak_rss_bytes=(5 * 10**8,)))
+    folder.note_so_far(RunTotals(wall_s=30.0, device_s=60.0, peak_tensor_bytes=(10**8,), peak_rss_bytes=(5 * 10**8,)))
     screen = StringIO()
-    conclude(recipe(here, "train.budget=20 steps"), folder, plan, 0, Screen(file=screen, width=400), watch)
+    finish_run(recipe(here, "train.budget=20 steps"), folder, plan, 0, Screen(file=screen, width=400), watch)
     return screen.getvalue()
 
 
-def a_run(step_s: float, wait_s: float, steps: int = 30) -> tuple[Compared, list[StepReport]]:
+def a_run(step_s: float, wait_s: float, steps: int = 30) -> tuple[ForecastMonitor, list[StepReport]]:
     watch, reports = watched([]), [report(step, step_s) for step in range(1, steps + 1)]
     for one in reports:
         watch.step(one)
@@ -219,7 +224,7 @@ def test_a_quiet_run_teaches_the_next_plan_and_its_receipt_compares_item_by_item
     watch, reports = a_run(1.6, 0.4)
     told = finished(here, watch, reports)
     assert "computing took 1.09 and messages 2.00 times what the formulas said: the next plan here takes it in" in told
-    [one] = lessons(GROUND)
+    [one] = read_observations(GROUND)
     assert one.compute == pytest.approx(1.2 / 1.1) and one.messages == pytest.approx(2.0)
     receipt = read_receipt(here / "run" / "receipt.json")
     assert receipt.measured_items is not None and receipt.predicted_items is not None
@@ -232,7 +237,7 @@ def test_a_quiet_run_teaches_the_next_plan_and_its_receipt_compares_item_by_item
 def test_a_receipt_holds_the_timed_step_against_the_run_and_tells_what_formulas_said(here: Path) -> None:
     plan = planned(recipe(here, "layout.replicate=2", "train.budget=20 steps"), PLAYS, LAPTOP)
     assert plan.forecast is not None
-    forecast = learning(plan.forecast, plan.forecast.calibration, 1.25)
+    forecast = updated_forecast(plan.forecast, plan.forecast.calibration, 1.25)
     told = finished(here, None, [report(step, 1.0) for step in range(1, 30)], forecast=forecast, step_s=1.25)
     assert "as timed before it began" not in told, "said already"
     formulas = format_duration(plan.forecast.step_s)
@@ -248,7 +253,7 @@ def test_a_receipt_holds_the_timed_step_against_the_run_and_tells_what_formulas_
 def test_steps_slower_than_those_that_were_timed_are_not_laid_to_the_formulas() -> None:
     said: list[str] = []
     foretold = replace(FORETOLD, calibration=Calibration(ground=GROUND, timed=0.5))
-    watch = Compared(foretold, 0, 1, say=said.append, crowding=lambda: 1.0)
+    watch = ForecastMonitor(foretold, 0, 1, say=said.append, crowding=lambda: 1.0)
     for step in range(1, 10):
         watch.step(report(step, 2.3))
         watch.times(step, times(2.0, 0.2))
@@ -268,7 +273,7 @@ def test_a_disturbed_or_a_short_run_teaches_nothing_and_says_why(here: Path) -> 
     assert "other programs were running" in finished(here, crowded, even)
     short, few = a_run(1.6, 0.4, steps=8)
     assert "it had fewer than 10 steps" in finished(here, short, few)
-    assert lessons(GROUND) == ()
+    assert read_observations(GROUND) == ()
 
 
 def test_without_a_forecast_nothing_is_compared(here: Path) -> None:

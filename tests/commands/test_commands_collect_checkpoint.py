@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from plait.checkpoint.store import newest_good
-from plait.commands.hosts.collect_checkpoint import Gathering
+from plait.commands.hosts.collect_checkpoint import CheckpointCollector
 from plait.commands.hosts.file_transfer import read_block
 from plait.errors import PlaitError, RunFailed
 from plait.launch.local.run import ForkServer
@@ -73,7 +73,7 @@ def save(server: ForkServer, home: Path, folders: list[Path], host: Host) -> lis
     job = Job(
         entry="tests.commands.host_entries:save_apart", argument=json.dumps(asked), world_size=len(folders), threads=1
     )
-    with Gathering(lambda rank: host, folders[0] / BELOW, told.append) as gathering:
+    with CheckpointCollector(lambda rank: host, folders[0] / BELOW, told.append) as gathering:
         server.run(job, on_message=gathering.hear)
     return told
 
@@ -118,7 +118,7 @@ def test_a_part_that_cannot_be_fetched_ends_the_save(
 
 def test_only_staging_folders_are_fetched_into(tmp_path: Path) -> None:
     told: list[Message] = []
-    with Gathering(lambda rank: Host(tmp_path), tmp_path, told.append) as gathering:
+    with CheckpointCollector(lambda rank: Host(tmp_path), tmp_path, told.append) as gathering:
         gathering.hear(Message(rank=1, kind="wrote", values={"staging": "../elsewhere"}))
         gathering.hear(Message(rank=1, kind="step", values={}))
     assert [message.kind for message in told] == ["step"] and not list(tmp_path.iterdir())
@@ -128,7 +128,7 @@ def test_an_end_with_an_error_does_not_wait_for_parts_on_their_way(tmp_path: Pat
     host = SlowHost()
     with (
         pytest.raises(RunFailed, match="by a second SIGINT"),
-        Gathering(lambda rank: host, tmp_path, lambda message: None) as gathering,
+        CheckpointCollector(lambda rank: host, tmp_path, lambda message: None) as gathering,
     ):
         gathering.hear(Message(rank=1, kind="wrote", values={"staging": ".step-1.staging"}))
         assert host.begun.wait(10)

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from plait.commands.hosts.file_stager import Freight
+from plait.commands.hosts.file_stager import FileStager
 from plait.commands.hosts.file_transfer import facts_of
 from plait.commands.hosts.joined_host import refuse_joined
 from plait.commands.planning.run_folder import RunFolder
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError, RunFailed
 from plait.launch.remote.link import Reply
-from plait.planner.plan import read_plan, write_plan
+from plait.planner.plan_file import read_plan, write_plan
 from plait.recipe.load import recipe_text
 from tests.commands.neighbour import Neighbour
 from tests.trainer.tiny import make_tiny
@@ -70,9 +70,9 @@ def job_folder(at: Path) -> Path:
     return at
 
 
-def freight(*others: Neighbour) -> tuple[Freight, list[str]]:
+def freight(*others: Neighbour) -> tuple[FileStager, list[str]]:
     told: list[str] = []
-    return Freight(others, HOME, told.append), told
+    return FileStager(others, HOME, told.append), told
 
 
 def test_a_host_with_the_same_folder_is_sent_nothing(here: Path, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_job_has_a_folder_for_its_time_and_its_results_come_back(here: Path, o
 def test_what_comes_back_stays_in_the_jobs_folder(here: Path, other: Neighbour, tmp_path: Path, leads_out: str) -> None:
     job = job_folder(here / ".plait" / "proof")
     name = str(tmp_path / "evil") if leads_out == "absolute" else leads_out
-    sender = Freight([Liar(other, name)], HOME, lambda line: None)
+    sender = FileStager([Liar(other, name)], HOME, lambda line: None)
     sender.deliver(job, "job")
     with pytest.raises(PlaitError, match="which plait never does"):
         sender.bring_back(job)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from plait.commands.hosts.file_transfer import (
-    BLOCK_BYTES,
+    TRANSFER_BLOCK_BYTES,
     FileFact,
-    Intake,
+    IncomingFile,
     facts_from,
     facts_of,
     fetch_file,
@@ -39,11 +39,11 @@ class Other:
         self.folder = folder
         self.blocks: list[tuple[str, int, int]] = []
         self.cut_after = 10**9
-        self._intake: Intake | None = None
+        self._intake: IncomingFile | None = None
 
     def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Said:
         if kind == "take":
-            self._intake = Intake(self.folder, facts_from(values["files"]))
+            self._intake = IncomingFile(self.folder, facts_from(values["files"]))
             return Said(values={"folder": str(self.folder), "lacking": list(self._intake.lacking)})
         if kind == "read":
             size, data = read_block(self.folder, values["name"], values["offset"], values["bytes"])
@@ -60,9 +60,9 @@ class Other:
 def sender(tmp_path: Path) -> Path:
     folder = tmp_path / "here"
     folder.mkdir()
-    (folder / "large.bin").write_bytes(bytes(range(256)) * (BLOCK_BYTES // 128) + b"tail")
+    (folder / "large.bin").write_bytes(bytes(range(256)) * (TRANSFER_BLOCK_BYTES // 128) + b"tail")
     (folder / "empty.bin").write_bytes(b"")
-    (folder / "exact.bin").write_bytes(b"e" * BLOCK_BYTES)
+    (folder / "exact.bin").write_bytes(b"e" * TRANSFER_BLOCK_BYTES)
     (folder / "index.json").write_text("{}")
     return folder
 
@@ -77,8 +77,12 @@ def test_a_folder_travels_once_in_blocks_and_its_last_file_comes_last(sender: Pa
     assert folder == str(other.folder) and nbytes == sum(path.stat().st_size for path in sender.iterdir())
     assert contents(other.folder) == contents(sender)
     assert other.blocks[-1][0] == "index.json"
-    assert max(size for _, _, size in other.blocks) == BLOCK_BYTES
-    assert [size for name, _, size in other.blocks if name == "large.bin"] == [BLOCK_BYTES, BLOCK_BYTES, 4]
+    assert max(size for _, _, size in other.blocks) == TRANSFER_BLOCK_BYTES
+    assert [size for name, _, size in other.blocks if name == "large.bin"] == [
+        TRANSFER_BLOCK_BYTES,
+        TRANSFER_BLOCK_BYTES,
+        4,
+    ]
     other.blocks.clear()
     assert send_folder(other, sender, facts, {}) == (str(other.folder), 0) and not other.blocks
 
@@ -87,7 +91,7 @@ def test_only_what_differs_travels_again(sender: Path, tmp_path: Path) -> None:
     other, facts = Other(tmp_path / "there"), facts_of(sender, last="index.json")
     send_folder(other, sender, facts, {})
     other.blocks.clear()
-    (other.folder / "exact.bin").write_bytes(b"f" * BLOCK_BYTES)
+    (other.folder / "exact.bin").write_bytes(b"f" * TRANSFER_BLOCK_BYTES)
     (other.folder / "large.bin").write_bytes(b"")
     send_folder(other, sender, facts, {})
     assert {name for name, _, _ in other.blocks} == {"exact.bin", "large.bin"}
@@ -109,7 +113,7 @@ def test_cut_off_half_way_the_next_call_goes_on_after_the_last_whole_file(sender
 
 def test_what_is_not_as_offered_does_not_appear(sender: Path, tmp_path: Path) -> None:
     other = Other(tmp_path / "there")
-    lie = FileFact(name="exact.bin", nbytes=BLOCK_BYTES, sha256="0" * 64)
+    lie = FileFact(name="exact.bin", nbytes=TRANSFER_BLOCK_BYTES, sha256="0" * 64)
     with pytest.raises(PlaitError, match=r"exact.bin did not arrive as it was sent"):
         send_folder(other, sender, [lie], {})
     assert contents(other.folder) == {}
@@ -122,7 +126,7 @@ def test_known_hashes_are_not_computed_again(sender: Path) -> None:
 
 
 def test_pieces_out_of_order_and_files_that_nobody_asked_for_are_refused(tmp_path: Path) -> None:
-    intake = Intake(tmp_path / "there", [FileFact(name="a", nbytes=9, sha256="0" * 64)])
+    intake = IncomingFile(tmp_path / "there", [FileFact(name="a", nbytes=9, sha256="0" * 64)])
     with pytest.raises(PlaitError, match="which nobody asked for"):
         intake.block("b", 0, b"x")
     intake.block("a", 0, b"abc")
@@ -136,17 +140,17 @@ def test_names_that_lead_out_of_the_folder_are_refused(tmp_path: Path, name: str
     with pytest.raises(PlaitError, match="which plait never does"):
         safe_path(tmp_path, name)
     with pytest.raises(PlaitError):
-        Intake(tmp_path, [FileFact(name=name, nbytes=1, sha256="")])
+        IncomingFile(tmp_path, [FileFact(name=name, nbytes=1, sha256="")])
 
 
 def test_what_cannot_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(PlaitError, match=r"the run's files need .* on this host, where .* are free; free some space"):
-        Intake(tmp_path, [FileFact(name="vast", nbytes=1 << 60, sha256="")])
+        IncomingFile(tmp_path, [FileFact(name="vast", nbytes=1 << 60, sha256="")])
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_whose_rest_does_not_come_is_taken_away(tmp_path: Path) -> None:
-    intake = Intake(tmp_path, [FileFact(name="a", nbytes=9, sha256="0" * 64)])
+    intake = IncomingFile(tmp_path, [FileFact(name="a", nbytes=9, sha256="0" * 64)])
     intake.abandon()
     intake.block("a", 0, b"abc")
     assert [path.name for path in tmp_path.iterdir()] == [".a.part"]
@@ -155,7 +159,7 @@ def test_a_file_whose_rest_does_not_come_is_taken_away(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told_and_nothing_half_written_stays(tmp_path: Path) -> None:
-    intake = Intake(tmp_path, [FileFact(name="a", nbytes=9, sha256="0" * 64)])
+    intake = IncomingFile(tmp_path, [FileFact(name="a", nbytes=9, sha256="0" * 64)])
     (tmp_path / ".a.part").symlink_to("/dev/full")
     with pytest.raises(PlaitError, match=r"this host cannot write .* \(No space left on device\); free some space"):
         intake.block("a", 0, b"x" * 9)

@@ -10,18 +10,26 @@ from typing import Any, cast
 
 import pytest
 
-from plait.cluster.topology import Machine, told_apart
+from plait.cluster.topology import Machine, numbered_names
 from plait.commands.hosts import invitation
-from plait.commands.hosts.host_info import code_hash, objection, own_hello
-from plait.commands.hosts.invitation import HostsAsked, chosen_address, chosen_secret
-from plait.commands.hosts.leader_workers import PROBE, HostsCrew, check_layout, folder_of, in_words, shares_of
+from plait.commands.hosts.host_info import code_hash, objection, own_host_info
+from plait.commands.hosts.invitation import HostsRequest, chosen_address, chosen_secret
+from plait.commands.hosts.leader_workers import (
+    PROBE,
+    LeaderWorkers,
+    check_worker_count,
+    folder_of,
+    host_shares,
+    host_shares_text,
+)
 from plait.errors import PlaitError
 from plait.launch.remote import interface
 from plait.launch.remote.interface import local_addresses
 from plait.launch.remote.leader import HostPart, Hosts
 from plait.launch.remote.link import Reply
 from plait.launch.values.job import Job, JobResult, Message
-from plait.planner.plan import HostShare, read_plan, renewed, same_hosts, write_plan
+from plait.planner.plan import HostShare, refreshed_hosts, same_hosts
+from plait.planner.plan_file import read_plan, write_plan
 from tests.planner.machines import EIGHT_H100, LAPTOP, PLAYS, planned, recipe
 
 LEAD = {
@@ -70,7 +78,7 @@ def told(**other: Any) -> str | None:
 
 
 def test_a_host_like_ours_may_join() -> None:
-    assert told() is None and objection(own_hello(), own_hello()) is None
+    assert told() is None and objection(own_host_info(), own_host_info()) is None
     assert told(python="3.12.1", cores=2, folder="/elsewhere", clock_s=1e9 - 59, torch="2.13.0+cu126") is None
 
 
@@ -91,41 +99,41 @@ def test_what_must_be_mended_is_told_to_the_host_that_joins(other: dict[str, Any
 
 
 def test_the_hash_of_the_code_is_stable() -> None:
-    assert len(code_hash()) == 64 and code_hash() == own_hello()["code"]
+    assert len(code_hash()) == 64 and code_hash() == own_host_info()["code"]
 
 
 def test_a_worker_for_each_gpu_or_one_with_all_the_cores() -> None:
     small = replace(LAPTOP, cores=2)
-    assert shares_of(["a", "b"], [LAPTOP, small]) == (
+    assert host_shares(["a", "b"], [LAPTOP, small]) == (
         HostShare(name="a", workers=1, threads=8, machine=LAPTOP.digest()),
         HostShare(name="b", workers=1, threads=2, machine=small.digest()),
     )
     one = replace(EIGHT_H100, devices=1, cores=4)
-    assert [(share.workers, share.threads) for share in shares_of(["a", "b"], [EIGHT_H100, one])] == [(8, 24), (1, 4)]
+    assert [(share.workers, share.threads) for share in host_shares(["a", "b"], [EIGHT_H100, one])] == [(8, 24), (1, 4)]
 
 
 def test_who_does_what_is_told_on_a_line() -> None:
-    shares = shares_of(["a", "b"], [EIGHT_H100, replace(EIGHT_H100, devices=1, cores=4)])
-    assert in_words(shares) == "a 8 workers × 24 threads, b 1 worker × 4 threads"
+    shares = host_shares(["a", "b"], [EIGHT_H100, replace(EIGHT_H100, devices=1, cores=4)])
+    assert host_shares_text(shares) == "a 8 workers × 24 threads, b 1 worker × 4 threads"
 
 
 def test_hosts_of_one_name_are_told_apart() -> None:
-    assert told_apart(["vm", "big", "vm", "vm"]) == ("vm", "big", "vm (2)", "vm (3)")
+    assert numbered_names(["vm", "big", "vm", "vm"]) == ("vm", "big", "vm (2)", "vm (3)")
 
 
 def test_gpus_and_processors_do_not_mix() -> None:
     with pytest.raises(PlaitError, match=r"^b has GPUs and a has none that torch sees, .*; leave the odd host out"):
-        shares_of(["a", "b"], [LAPTOP, EIGHT_H100])
+        host_shares(["a", "b"], [LAPTOP, EIGHT_H100])
 
 
 def test_a_layout_of_another_size_is_refused(tmp_path: Path) -> None:
-    shares = shares_of(["a", "b"], [EIGHT_H100, replace(EIGHT_H100, devices=4)])
-    check_layout(recipe(tmp_path), shares)
-    check_layout(recipe(tmp_path, "layout.replicate=3", "layout.tensor=4"), shares)
+    shares = host_shares(["a", "b"], [EIGHT_H100, replace(EIGHT_H100, devices=4)])
+    check_worker_count(recipe(tmp_path), shares)
+    check_worker_count(recipe(tmp_path, "layout.replicate=3", "layout.tensor=4"), shares)
     with pytest.raises(
         PlaitError, match=r"layout needs 8 workers, and the hosts have 12 \(a 8, b 4\); name degrees wh"
     ):
-        check_layout(recipe(tmp_path, "layout.replicate=8"), shares)
+        check_worker_count(recipe(tmp_path, "layout.replicate=8"), shares)
 
 
 def test_a_plan_over_hosts_reads_back_and_knows_each_rank(tmp_path: Path) -> None:
@@ -141,7 +149,7 @@ def test_a_plan_over_hosts_reads_back_and_knows_each_rank(tmp_path: Path) -> Non
 def test_a_checkpoint_s_parts_are_fetched_from_the_host_of_their_rank(tmp_path: Path) -> None:
     """Of three hosts with two, one and two workers."""
     old, new = Guest("/a"), Guest("/b")
-    crew = HostsCrew(cast(Hosts, Led(old, new)), folder=tmp_path, config=recipe(tmp_path), say=lambda line: None)
+    crew = LeaderWorkers(cast(Hosts, Led(old, new)), folder=tmp_path, config=recipe(tmp_path), say=lambda line: None)
     vars(crew)["_shares"] = tuple(
         HostShare(name=name, workers=count, threads=1) for name, count in zip("abc", (2, 1, 2), strict=True)
     )
@@ -154,22 +162,22 @@ def test_hosts_take_the_places_that_a_plan_gives_them(tmp_path: Path) -> None:
     for guest, name in zip(guests, "abc", strict=True):
         guest.name = name
     hosts = Led(*guests)
-    crew = HostsCrew(cast(Hosts, hosts), folder=tmp_path, config=recipe(tmp_path), say=lambda line: None)
+    crew = LeaderWorkers(cast(Hosts, hosts), folder=tmp_path, config=recipe(tmp_path), say=lambda line: None)
     plan = planned(recipe(tmp_path, "layout.replicate=4", "model.size=1M"), PLAYS, LAPTOP)
-    lead = own_hello()["name"]
-    assert [share.name for share in crew.placed(plan).hosts] == [lead, "a", "b", "c"]
-    moved = replace(plan, seats=(0, 3, 1, 2))
-    for placed in (crew.placed(moved), crew.placed(moved)):  # a step may have been timed for the plan before
-        assert [share.name for share in placed.hosts] == [lead, "c", "a", "b"] and not placed.seats
+    lead = own_host_info()["name"]
+    assert [share.name for share in crew.with_hosts(plan).hosts] == [lead, "a", "b", "c"]
+    moved = replace(plan, host_order=(0, 3, 1, 2))
+    for placed in (crew.with_hosts(moved), crew.with_hosts(moved)):  # a step may have been timed for the plan before
+        assert [share.name for share in placed.hosts] == [lead, "c", "a", "b"] and not placed.host_order
         assert [share.mark for share in placed.hosts[1:]] == ["beef"] * 3
-        assert crew.placed(placed) == placed
+        assert crew.with_hosts(placed) == placed
     assert hosts.members == (guests[2], guests[0], guests[1]) and crew._member_of(1) is guests[2]
     assert [machine.cores for machine, _, _ in crew.hosts()] == [8, 11, 9, 10]
     assert [flops for _, flops, _ in crew.hosts()] == [1e11, 4e11, 2e11, 3e11]
     crew.run(Job(entry=PROBE, argument="{}", world_size=4, threads=1), lambda message: None)
     assert [part.threads for part in hosts.parts] == [8, 11, 9, 10]
     with pytest.raises(AssertionError):
-        crew.placed(replace(plan, seats=(0, 1)))
+        crew.with_hosts(replace(plan, host_order=(0, 1)))
 
 
 def test_the_folder_of_a_job_is_its_argument_or_in_it() -> None:
@@ -188,7 +196,7 @@ def test_the_data_of_a_job_have_a_name_that_holds_where_a_shared_folder_is_mount
     named = job / "corpus" if corpus == "in the cache" else Path("/data/corpus")
     write_plan(replace(planned(config, PLAYS, LAPTOP), corpus=str(named)), job / "plan.json")
     hosts = Led(Guest("/mnt/work"))
-    crew = HostsCrew(cast(Hosts, hosts), folder=run, config=config, say=lambda line: None)
+    crew = LeaderWorkers(cast(Hosts, hosts), folder=run, config=config, say=lambda line: None)
     asked = json.dumps({"folder": str(job), "extent": "all", "who": "layout"})
     crew.run(
         Job(entry="plait.commands.verifying.reference:rank", argument=asked, world_size=2, threads=1),
@@ -250,11 +258,11 @@ def test_a_secret_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_what_belongs_to_several_hosts_is_refused_for_one() -> None:
-    assert HostsAsked(hosts=2, address="127.0.0.1").port == 0
+    assert HostsRequest(hosts=2, address="127.0.0.1").port == 0
     more: list[dict[str, Any]] = [{"address": "127.0.0.1"}, {"port": 5}, {"secret_file": Path("x")}]
     for one in more:
         with pytest.raises(PlaitError, match="say how many with --hosts"):
-            HostsAsked(hosts=1, **one)
+            HostsRequest(hosts=1, **one)
 
 
 def test_a_machine_is_what_a_rank_tells(tmp_path: Path) -> None:
@@ -263,23 +271,23 @@ def test_a_machine_is_what_a_rank_tells(tmp_path: Path) -> None:
 
 def test_hosts_keep_the_names_of_a_plan_where_their_marks_are_known() -> None:
     """Of one name, they are numbered as they come: after they changed places they come in another order."""
-    hosts = shares_of(["lead", "vm (2)", "vm"], [LAPTOP] * 3)
+    hosts = host_shares(["lead", "vm (2)", "vm"], [LAPTOP] * 3)
     known = tuple(replace(share, mark=mark) for share, mark in zip(hosts, ("m0", "m2", "m1"), strict=True))
     now = tuple(replace(share, name=name) for share, name in zip(known, ("lead", "vm", "vm (2)"), strict=True))
-    assert renewed(known, now) == known
-    assert renewed(hosts, known) == known, "a new mark of a known name"
+    assert refreshed_hosts(known, now) == known
+    assert refreshed_hosts(hosts, known) == known, "a new mark of a known name"
     other = (now[0], replace(now[1], name="old"), now[2])
-    assert renewed(known, other) == other, "a new name of a known machine"
-    assert renewed(hosts, now) is None and renewed((), now) is None
-    assert renewed(known, (*now[:2], replace(now[2], threads=99))) is None
+    assert refreshed_hosts(known, other) == other, "a new name of a known machine"
+    assert refreshed_hosts(hosts, now) is None and refreshed_hosts((), now) is None
+    assert refreshed_hosts(known, (*now[:2], replace(now[2], threads=99))) is None
 
 
 def test_hosts_are_told_apart_by_what_they_are_and_not_by_their_names() -> None:
     small = replace(LAPTOP, cores=2)
-    made_for = shares_of(["a", "b"], [LAPTOP, small])
-    assert same_hosts(made_for, shares_of(["c", "d"], [LAPTOP, small]))
-    assert not same_hosts(made_for, shares_of(["b", "a"], [small, LAPTOP]))
-    assert not same_hosts(made_for, shares_of(["a", "b"], [LAPTOP, replace(small, memory_bytes=2**40)]))
+    made_for = host_shares(["a", "b"], [LAPTOP, small])
+    assert same_hosts(made_for, host_shares(["c", "d"], [LAPTOP, small]))
+    assert not same_hosts(made_for, host_shares(["b", "a"], [small, LAPTOP]))
+    assert not same_hosts(made_for, host_shares(["a", "b"], [LAPTOP, replace(small, memory_bytes=2**40)]))
     assert not same_hosts(made_for, made_for[:1])
     of_an_earlier_version = [replace(share, machine="") for share in made_for]
     assert same_hosts(of_an_earlier_version, made_for)

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from plait.cluster.cluster import Cluster
-from plait.commands.planning.calibration_store import learn
-from plait.commands.planning.make_plan import Site, make_plan, plan_key, proven_plan, replan
+from plait.commands.planning.calibration_store import add_observation
+from plait.commands.planning.make_plan import MachineSurvey, make_plan, plan_key, proven_plan, replan
 from plait.commands.planning.workers import OnMessage
 from plait.data.preparation.synthetic import write_synthetic
 from plait.data.shards import Corpus, open_corpus
 from plait.errors import RunFailed
 from plait.launch.values.job import Job, JobResult, Message
-from plait.planner.calibration.factors import Lesson
-from plait.planner.derive.resources import FixedWorkers, Need
+from plait.planner.calibration.factors import Observation
+from plait.planner.derive.resources import FixedWorkers, ProbeNeed
 from plait.planner.plan import Forecast, Plan
 from plait.planner.resolve.worker_layouts import WorkerLayout
 from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recipe
@@ -82,7 +82,7 @@ class OneTooMany:
 
 def test_a_layout_that_fails_leaves_the_proof_to_the_others(tmp_path: Path, corpus: Corpus) -> None:
     open_layout = ("model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "train.budget=9 steps")
-    config, site = recipe(tmp_path, *open_layout), Site(machine=LAPTOP, peak_flops=4e11)
+    config, site = recipe(tmp_path, *open_layout), MachineSurvey(machine=LAPTOP, peak_flops=4e11)
     timed: list[WorkerLayout] = []
     failed: list[WorkerLayout] = []
 
@@ -106,7 +106,7 @@ def test_a_plan_made_before_keeps_the_step_that_was_timed_whatever_runs_have_tau
     tmp_path: Path, corpus: Corpus
 ) -> None:
     config = recipe(tmp_path, "model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "train.budget=9 steps")
-    site, crew, said = Site(machine=LAPTOP, peak_flops=4e11), OneTooMany(), list[str]()
+    site, crew, said = MachineSurvey(machine=LAPTOP, peak_flops=4e11), OneTooMany(), list[str]()
 
     def forecast() -> Forecast:
         found = make_plan(config, corpus, site, crew, fresh=False, say=said.append).forecast
@@ -117,7 +117,7 @@ def test_a_plan_made_before_keeps_the_step_that_was_timed_whatever_runs_have_tau
     assert first.step_s == pytest.approx(1.0), "as the crew timed it"
     formulas_s = first.step_s / first.calibration.timed
     for _ in range(3):
-        learn(first.calibration.ground, Lesson(date="2026-11-23", compute=1.3, messages=None))
+        add_observation(first.calibration.ground, Observation(date="2026-11-23", compute=1.3, messages=None))
     again = forecast()
     assert "as made before" in said[-1]
     assert again.step_s == pytest.approx(1.0) and (again.calibration.runs, again.calibration.compute) == (3, 1.3)
@@ -126,13 +126,13 @@ def test_a_plan_made_before_keeps_the_step_that_was_timed_whatever_runs_have_tau
 
 def test_a_begun_run_whose_step_was_timed_has_it_timed_again_elsewhere(tmp_path: Path, corpus: Corpus) -> None:
     named = ("model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "layout.replicate=2")
-    site, said = Site(machine=LAPTOP, peak_flops=4e11), list[str]()
+    site, said = MachineSurvey(machine=LAPTOP, peak_flops=4e11), list[str]()
     for budget, step_s in (("2 minutes", 1.0), ("9 steps", None)):
         config = recipe(tmp_path, *named, f"train.budget={budget}")
         begun = make_plan(config, corpus, site, OneTooMany(), fresh=False, say=said.append)
         again = replan(config, begun, corpus, site, OneTooMany())
         assert begun.step_s == step_s == again.step_s
-        assert again.forecast is not None and again.forecast.calibration.is_timed == (step_s is not None)
+        assert again.forecast is not None and again.forecast.calibration.is_measured == (step_s is not None)
 
 
 def test_a_few_pages_of_memory_more_are_the_same_machine(tmp_path: Path) -> None:
@@ -145,14 +145,17 @@ def test_a_plan_over_hosts_is_made_anew_once_a_look_finds_other_roads(tmp_path: 
     config = changed_recipe(tmp_path, "run.name")
     hosts, wide, narrow = (1.0, 1.0, 1.0, 1.0), 1e9, 1e6
     said: list[str] = []
-    looks: list[Need] = []
+    looks: list[ProbeNeed] = []
 
     def planned(rate: float, fresh: bool = False) -> float:
-        def look(need: Need) -> Cluster:
+        def look(need: ProbeNeed) -> Cluster:
             looks.append(need)
             return probed(*hosts, rate=rate)
 
-        site, crew = Site(machine=HOST, peak_flops=None, look=look), NobodyYet(FixedWorkers(workers=4, threads=1))
+        site, crew = (
+            MachineSurvey(machine=HOST, peak_flops=None, probe=look),
+            NobodyYet(FixedWorkers(workers=4, threads=1)),
+        )
         forecast = make_plan(config, corpus, site, crew, fresh=fresh, say=said.append).forecast
         assert forecast is not None
         return forecast.step_s

@@ -10,11 +10,19 @@ from typing import TextIO
 
 import pytest
 
-from plait.commands.planning.run_folder import MAY_CHANGE, RunFolder, alone, check_changes, finished_run, run_folder
+from plait.commands.planning.run_folder import (
+    MAY_CHANGE,
+    RunFolder,
+    check_changes,
+    finished_run,
+    locked_folder,
+    run_folder,
+)
 from plait.errors import PlaitError
 from plait.layout import Layout
-from plait.planner.derive.intervals import balance_every_steps, with_reports
-from plait.planner.plan import Plan, read_plan, write_plan
+from plait.planner.derive.intervals import balance_every_steps, with_new_intervals
+from plait.planner.plan import Plan
+from plait.planner.plan_file import read_plan, write_plan
 from plait.recipe.load import flat_values, load_recipe
 from plait.recipe.schema import RunConfig
 from plait.report.metrics import read_metrics
@@ -32,17 +40,17 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunConfig, Pl
 
 def test_a_folder_that_one_process_holds_is_refused_to_the_next(made) -> None:
     folder = run_folder("x")
-    with alone(folder), pytest.raises(PlaitError, match="another plait is training in"), alone(folder):
+    with locked_folder(folder), pytest.raises(PlaitError, match="another plait is training in"), locked_folder(folder):
         pass
-    with alone(folder):
+    with locked_folder(folder):
         pass
 
 
 def test_a_run_that_did_not_begin_leaves_nothing_and_one_that_did_keeps_all(made) -> None:
-    with pytest.raises(PlaitError, match="no"), alone(run_folder("x")):
+    with pytest.raises(PlaitError, match="no"), locked_folder(run_folder("x")):
         raise PlaitError("no")
     assert not Path("runs/x").exists()
-    with alone(run_folder("x")):
+    with locked_folder(run_folder("x")):
         Path("runs/x/plan.json").write_text("{}")
     assert sorted(path.name for path in Path("runs/x").iterdir()) == [".lock", "plan.json"]
 
@@ -52,7 +60,7 @@ def test_who_opened_a_lock_that_its_holder_then_took_away_is_refused(made, monke
         Path("runs/x/.lock").unlink()
 
     monkeypatch.setattr("plait.commands.planning.run_folder.hold", taken_away)
-    with pytest.raises(PlaitError, match="another plait is training in"), alone(run_folder("x")):
+    with pytest.raises(PlaitError, match="another plait is training in"), locked_folder(run_folder("x")):
         pass
 
 
@@ -61,22 +69,25 @@ def test_a_lock_dies_with_its_process(made) -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        with alone(folder):
+        with locked_folder(folder):
             os.write(write, b"held")
             os._exit(0)
     os.read(read, 4)
     os.waitpid(child, 0)
-    with alone(folder):
+    with locked_folder(folder):
         pass
 
 
 def test_a_disk_that_says_no_is_told_in_a_sentence_and_our_bugs_are_not(made) -> None:
-    with pytest.raises(PlaitError, match=r"^here: No space left on device; free some space"), alone(run_folder("x")):
+    with (
+        pytest.raises(PlaitError, match=r"^here: No space left on device; free some space"),
+        locked_folder(run_folder("x")),
+    ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
-    with pytest.raises(FileNotFoundError), alone(run_folder("x")):
+    with pytest.raises(FileNotFoundError), locked_folder(run_folder("x")):
         Path("nothing").read_text()
     Path("runs/y").write_text("a file where the folder should be")
-    with pytest.raises(PlaitError, match=r"cannot be written"), alone(run_folder("y")):
+    with pytest.raises(PlaitError, match=r"cannot be written"), locked_folder(run_folder("y")):
         pass
 
 
@@ -93,7 +104,7 @@ def test_a_plan_that_the_disk_does_not_take_is_refused_before_anything_begins(ma
 def test_recipe_and_plan_read_back_and_earlier_plans_are_kept(made) -> None:
     config, plan = made
     folder = run_folder("x")
-    with alone(folder):
+    with locked_folder(folder):
         assert not folder.has_begun
         folder.put(config, plan)
         assert folder.has_begun and folder.begun_config() == config and folder.begun_plan() == plan
@@ -111,7 +122,7 @@ def test_recipe_and_plan_read_back_and_earlier_plans_are_kept(made) -> None:
 
 def test_a_run_without_checkpoint_begins_anew_with_empty_metrics(made) -> None:
     folder = run_folder("x")
-    with alone(folder):
+    with locked_folder(folder):
         folder.put(*made)
         folder.metrics.write_text('{"step": 1, "eval_loss": 1.0, "eval_nats_per_byte": 1.0}\n')
         assert folder.resume_point() is None
@@ -122,7 +133,7 @@ def test_runs_are_found_by_name_and_by_path(made) -> None:
     with pytest.raises(PlaitError, match=r'there is no run "x"; train one with: plait train RECIPE'):
         finished_run("x")
     folder = run_folder("x")
-    with alone(folder):
+    with locked_folder(folder):
         folder.put(*made)
     assert finished_run("x") == folder and finished_run("runs/x") == folder
     assert finished_run(str(folder.path.resolve())) == RunFolder(folder.path.resolve())
@@ -158,7 +169,7 @@ LINE = SharesLine(step=21, shares=(11, 5), reason="as a test wrote", speeds=(2.0
 
 def test_recorded_shares_stay_with_their_layout(shared) -> None:
     (config, plan), folder, line = shared, run_folder("x"), LINE
-    with alone(folder):
+    with locked_folder(folder):
         folder.put(config, plan)
         append_shares(folder.shares, line)
         folder.put(config, replace(plan, steps=plan.steps + 1))
@@ -173,7 +184,7 @@ def test_recorded_shares_stay_with_their_layout(shared) -> None:
 def test_a_plan_that_was_asked_for_afresh_begins_with_its_own_shares(shared) -> None:
     """Though it says what the old one said: the shares that were recorded since would be obeyed in its place."""
     (config, plan), folder, line = shared, run_folder("x"), LINE
-    with alone(folder):
+    with locked_folder(folder):
         folder.put(config, plan)
         for number in (1, 2):
             append_shares(folder.shares, line)
@@ -186,8 +197,8 @@ def test_a_begun_run_may_be_balanced_otherwise(made) -> None:
     often = RunConfig.model_validate({**config.model_dump(), "balance": {"every": "20 steps"}})
     assert check_changes(config, often) == ["balance.every"]
     begun = replace(plan, balance_every_steps=50)
-    assert with_reports(often, begun).balance_every_steps == 20
-    assert with_reports(config, begun).balance_every_steps == 50
+    assert with_new_intervals(often, begun).balance_every_steps == 20
+    assert with_new_intervals(config, begun).balance_every_steps == 50
     assert balance_every_steps(config, "alike") == 0 and balance_every_steps(config, "unequal") == 50
     by_clock = RunConfig.model_validate({**config.model_dump(), "balance": {"every": "5 minutes"}})
     with pytest.raises(PlaitError, match=r"under \[balance\] must count steps"):

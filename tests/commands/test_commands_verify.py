@@ -15,11 +15,17 @@ import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from plait.commands.planning.workers import OnMessage, OwnCrew
+from plait.commands.planning.workers import OnMessage, OwnWorkers
 from plait.commands.verify import verify
-from plait.commands.verifying.gradient_check import check_once
+from plait.commands.verifying.gradient_check import check_new_layout
 from plait.commands.verifying.reference import reference
-from plait.commands.verifying.small_model import asked_layout, asked_shares, shrunk_layout, shrunk_plan, shrunk_shape
+from plait.commands.verifying.small_model import (
+    requested_layout,
+    requested_shares,
+    shrunk_layout,
+    shrunk_plan,
+    shrunk_shape,
+)
 from plait.data.preparation.synthetic import write_synthetic
 from plait.errors import PlaitError
 from plait.launch.local.run import ForkServer
@@ -29,7 +35,7 @@ from plait.model.shape import ModelShape
 from plait.partition.boxes import kv_heads_of
 from plait.planner.plan import Plan
 from plait.planner.search.validity import check_shares
-from plait.proof.verdict import EXACT, Verdict, in_words, judge
+from plait.proof.verdict import EXACT, Verdict, judge, weight_text
 from plait.recipe.load import parse_config
 from plait.recipe.schema import RunConfig
 
@@ -64,7 +70,7 @@ class Tampering:
 
     fixed_workers = None
 
-    def __init__(self, workers: OwnCrew) -> None:
+    def __init__(self, workers: OwnWorkers) -> None:
         self._workers = workers
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
@@ -77,9 +83,9 @@ class Tampering:
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[OwnCrew]:
+def workers() -> Iterator[OwnWorkers]:
     with ForkServer(preload=("torch._dynamo", "plait.commands.verifying.reference")) as server:
-        yield OwnCrew(server)
+        yield OwnWorkers(server)
 
 
 def screen() -> Console:
@@ -117,8 +123,11 @@ def test_heads_fall_on_ranks_as_the_large_models_do(heads: int, kv_heads: int, t
 def test_what_makes_a_run_fragile_is_always_in() -> None:
     for layout in (Layout(replicate=2), Layout(pipeline=4, stage_layers=(1, 2, 1, 1)), Layout(shard=2, context=4)):
         plan = shrunk_plan(CONFIG, LARGE, layout)
-        assert layout.batch_parts == 1 or len(set(plan.parts)) == 2
-        assert max(plan.parts) > 2 * plan.micro_sequences and max(plan.parts) % plan.micro_sequences
+        assert layout.data_parallel_degree == 1 or len(set(plan.sequences_per_replica)) == 2
+        assert (
+            max(plan.sequences_per_replica) > 2 * plan.micro_sequences
+            and max(plan.sequences_per_replica) % plan.micro_sequences
+        )
         assert plan.documents == "mask" and plan.precision == "float64"
         assert plan.sequence % (2 * layout.context) == 0 or layout.context == 1
         assert plan.shape.vocabulary % 2 and plan.optimizer.clip
@@ -140,10 +149,10 @@ def test_unequal_shares_stay_unequal_and_nobody_goes_without(shares: tuple[int, 
 
 def test_a_recipe_s_shares_are_proven_in_proportion() -> None:
     config = asked(replicate=2, shares=[30, 10])
-    plan = shrunk_plan(config, *asked_layout(config), asked_shares(config))
+    plan = shrunk_plan(config, *requested_layout(config), requested_shares(config))
     assert plan.shares == (7, 2) and plan.micro_sequences == 2
     equal = asked(replicate=2)
-    assert shrunk_plan(equal, *asked_layout(equal), asked_shares(equal)).shares == ()
+    assert shrunk_plan(equal, *requested_layout(equal), requested_shares(equal)).shares == ()
 
 
 @pytest.mark.parametrize(
@@ -158,7 +167,7 @@ def test_shares_that_do_not_deal_out_a_step_are_refused(batch: int, layout: dict
     config = asked(**layout)
     config = config.model_copy(update={"train": config.train.model_copy(update={"batch_tokens": batch * 32})})
     with pytest.raises(PlaitError, match=sentence):
-        asked_layout(config)
+        requested_layout(config)
 
 
 def test_a_share_of_nothing_is_refused() -> None:
@@ -179,9 +188,9 @@ def test_the_reference_is_one_plain_process(tmp_path: Path) -> None:
 
 
 def test_names_in_words() -> None:
-    assert in_words("layers.3.attention.o.weight") == "layer 3's attention output weight"
-    assert in_words("layers.0.feedforward_norm.bias") == "layer 0's feed-forward norm bias"
-    assert in_words("embed.tokens.weight") == "the token embedding"
+    assert weight_text("layers.3.attention.o.weight") == "layer 3's attention output weight"
+    assert weight_text("layers.0.feedforward_norm.bias") == "layer 0's feed-forward norm bias"
+    assert weight_text("embed.tokens.weight") == "the token embedding"
 
 
 WEIGHT = torch.arange(1.0, 9.0, dtype=torch.float64).view(4, 2)
@@ -239,13 +248,13 @@ def test_a_copy_that_went_its_own_way_fails(tmp_path: Path) -> None:
 )
 def test_a_layout_that_cannot_be_is_refused_in_a_sentence(layout: dict[str, object], sentence: str) -> None:
     with pytest.raises(PlaitError, match=sentence):
-        asked_layout(asked(**layout))
+        requested_layout(asked(**layout))
 
 
 def test_degrees_that_are_not_named_are_one() -> None:
-    _, layout = asked_layout(asked(tensor=2))
+    _, layout = requested_layout(asked(tensor=2))
     assert layout == Layout(tensor=2)
-    _, layout = asked_layout(asked(pipeline=2, stage_layers=[4, 2]))
+    _, layout = requested_layout(asked(pipeline=2, stage_layers=[4, 2]))
     assert layout.stage_layers == (4, 2) and layout.world_size == 2
 
 
@@ -267,25 +276,25 @@ def a_plan(layout: Layout) -> Plan:
     return replace(shrunk_plan(CONFIG, shape, layout), shape=shape, fingerprint={"name": "a test's"})
 
 
-def test_a_new_layout_is_checked_once(tmp_path: Path, workers: OwnCrew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_layout_is_checked_once(tmp_path: Path, workers: OwnWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     show, plan = screen(), a_plan(Layout(shard=2))
-    check_once(CONFIG, plan, workers, show)
+    check_new_layout(CONFIG, plan, workers, show)
     assert "checked  the layout's gradients" in show.file.getvalue()  # type: ignore[attr-defined]
     assert len(list((tmp_path / ".plait" / "verified").iterdir())) == 1
-    check_once(CONFIG, plan, Nobody(), screen())
-    check_once(CONFIG, a_plan(Layout()), Nobody(), screen())
+    check_new_layout(CONFIG, plan, Nobody(), screen())
+    check_new_layout(CONFIG, a_plan(Layout()), Nobody(), screen())
     with pytest.raises(AssertionError, match="was started"):
-        check_once(CONFIG, replace(plan, fingerprint={"name": "another"}), Nobody(), screen())
+        check_new_layout(CONFIG, replace(plan, fingerprint={"name": "another"}), Nobody(), screen())
     with pytest.raises(AssertionError, match="was started"):
-        check_once(CONFIG, replace(plan, shares=(8, 1)), Nobody(), screen())
+        check_new_layout(CONFIG, replace(plan, shares=(8, 1)), Nobody(), screen())
 
 
 def test_a_layout_that_differs_stops_the_run_and_is_not_remembered(
-    tmp_path: Path, workers: OwnCrew, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, workers: OwnWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     sentence = r"layer 1's attention output weight, gradient is off by 1e-03; .* \(--no-check trains all the same\)"
     with pytest.raises(PlaitError, match=sentence):
-        check_once(CONFIG, a_plan(Layout(tensor=2)), Tampering(workers), screen())
+        check_new_layout(CONFIG, a_plan(Layout(tensor=2)), Tampering(workers), screen())
     assert not (tmp_path / ".plait").exists()

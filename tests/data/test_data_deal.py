@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.data.balance import attention_pairs, counted_targets, dealt_positions, evenly_ordered, window_lengths
+from plait.data.balance import attention_pairs, balance_samples, counted_targets, evenly_ordered, window_lengths
 from plait.data.order import make_order
 from plait.data.packing import segment_lengths
 from plait.data.shards import Corpus, Shard
@@ -78,11 +78,11 @@ def test_each_sample_falls_to_one_part_and_each_part_gets_its_number(data: st.Da
     load = st.lists(st.integers(1, 5000), min_size=sum(parts), max_size=sum(parts))
     pairs = np.array(data.draw(load), dtype=np.int64)
     counted = data.draw(st.one_of(st.none(), load.map(lambda values: np.array(values, dtype=np.int64))))
-    deal = dealt_positions(pairs, parts, counted)
+    deal = balance_samples(pairs, parts, counted)
     assert tuple(len(rows) for rows in deal) == parts
     assert sorted(np.concatenate(deal).tolist()) == list(range(sum(parts)))
     assert all((np.diff(rows) > 0).all() for rows in deal)
-    assert plain(deal) == plain(dealt_positions(pairs.copy(), parts, counted)), "the same question, another answer"
+    assert plain(deal) == plain(balance_samples(pairs.copy(), parts, counted)), "the same question, another answer"
     order = evenly_ordered(pairs, deal[0], (parts[0],))
     assert order.tolist() == deal[0].tolist()
 
@@ -90,8 +90,8 @@ def test_each_sample_falls_to_one_part_and_each_part_gets_its_number(data: st.Da
 @pytest.mark.parametrize("parts", [(8,), (4, 4), (5, 2, 1), (1,) * 8])
 def test_samples_that_are_alike_stay_in_their_order(parts: tuple[int, ...]) -> None:
     alike = np.full(8, 777)
-    assert plain(dealt_positions(alike, parts)) == plain(contiguous(parts))
-    assert plain(dealt_positions(alike, parts, np.full(8, 5))) == plain(contiguous(parts))
+    assert plain(balance_samples(alike, parts)) == plain(contiguous(parts))
+    assert plain(balance_samples(alike, parts, np.full(8, 5))) == plain(contiguous(parts))
     assert evenly_ordered(alike, np.array([1, 3, 4, 7]), (2, 1, 1)).tolist() == [1, 3, 4, 7]
 
 
@@ -104,7 +104,7 @@ def test_pairs_of_parts_are_within_three_percent(parts: tuple[int, ...], typical
     for seed in range(8):
         pairs = pairs_of(seed, sum(parts), typical=typical)
         before.append(spread(pairs, contiguous(parts)))
-        after.append(spread(pairs, dealt_positions(pairs, parts)))
+        after.append(spread(pairs, balance_samples(pairs, parts)))
     assert max(before) > WITHIN, "nothing to mend"
     assert max(after) <= WITHIN, f"{parts}: {max(after):.1%}, and {max(before):.0%} as they come"
 
@@ -118,7 +118,7 @@ def test_what_few_samples_allow_is_found() -> None:
             pairs = pairs_of(seed, sum(parts), typical=(30, 100, 300, 1000)[seed % 4])
             means = np.stack([pairs[way].mean(axis=1) for way in ways])
             possible += int((means.max(axis=0) / means.min(axis=0)).min() - 1 <= WITHIN)
-            kept += int(spread(pairs, dealt_positions(pairs, parts)) <= WITHIN)
+            kept += int(spread(pairs, balance_samples(pairs, parts)) <= WITHIN)
             steps += 1
     print(f"of {steps} steps of 6 to 12 samples {possible} can be dealt within 3 %, and {kept} were")
     assert 0.98 * possible <= kept <= possible < steps
@@ -128,7 +128,7 @@ def test_counted_targets_come_second() -> None:
     draws = np.random.default_rng(5)
     pairs, counted = pairs_of(5, 128, typical=300), draws.integers(10, SEQUENCE, 128)
     parts = (64, 32, 32)
-    alone, both = dealt_positions(pairs, parts), dealt_positions(pairs, parts, counted)
+    alone, both = balance_samples(pairs, parts), balance_samples(pairs, parts, counted)
     assert spread(counted, contiguous(parts)) > 0.05
     assert spread(counted, both) <= WITHIN < spread(counted, alone)
     assert spread(pairs, both) <= 0.01
@@ -136,7 +136,7 @@ def test_counted_targets_come_second() -> None:
 
 def test_micro_batches_are_evenly_heavy_and_the_rest_comes_heaviest_first() -> None:
     pairs = pairs_of(7, 256, typical=150)
-    deal = dealt_positions(pairs, (96, 96, 64))
+    deal = balance_samples(pairs, (96, 96, 64))
     for rows in deal:
         sizes = (8,) * (len(rows) // 8)
         ordered = evenly_ordered(pairs, rows, sizes)
@@ -152,14 +152,14 @@ def test_micro_batches_are_evenly_heavy_and_the_rest_comes_heaviest_first() -> N
 
 def test_parts_of_one_sample_stay_as_they_come() -> None:
     pairs = pairs_of(1, 8, typical=60)
-    assert plain(dealt_positions(pairs, (1,) * 8)) == [[n] for n in range(8)]
+    assert plain(balance_samples(pairs, (1,) * 8)) == [[n] for n in range(8)]
 
 
 def test_a_deal_is_the_one_that_earlier_versions_made() -> None:
     """Ranks of one run must agree whatever machines they are on: these numbers may change only on purpose."""
     pairs = np.array([((n * 37) % 101) ** 2 + 1 for n in range(24)])
     counted = np.array([5 + (n * 13) % 17 for n in range(24)])
-    assert plain(dealt_positions(pairs, (12, 8, 4), counted)) == [
+    assert plain(balance_samples(pairs, (12, 8, 4), counted)) == [
         [0, 1, 2, 6, 9, 15, 16, 17, 18, 19, 21, 22],
         [3, 7, 8, 10, 11, 12, 13, 14],
         [4, 5, 20, 23],
@@ -179,7 +179,7 @@ def test_real_text_of_many_lengths(make_corpus: Callable[..., Corpus], text: str
     for step in range(6):
         shard, start = order.windows(np.arange(step * 64, step * 64 + 64))
         pairs = attention_pairs(corpus.train, shard, start, 64)
-        deal = dealt_positions(pairs, (48, 16))
+        deal = balance_samples(pairs, (48, 16))
         before.append(spread(pairs, contiguous((48, 16))))
         after.append(spread(pairs, deal))
     assert max(after) <= WITHIN < max(before)

@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.data.holdout import Rule, Survey, choose_rule, spans, survey, text_blocks
+from plait.data.holdout import DocumentSurvey, Rule, choose_rule, spans, survey_documents, text_blocks
 from plait.data.sources import Document
 
 
@@ -14,8 +14,8 @@ def document(text: str) -> Document:
     return Document(name="test", text_bytes=len(content), content=content)
 
 
-def found(texts: list[str], fraction: float) -> Survey:
-    return sum(survey([document(text) for text in texts], fraction), Survey())
+def found(texts: list[str], fraction: float) -> DocumentSurvey:
+    return sum(survey_documents([document(text) for text in texts], fraction), DocumentSurvey())
 
 
 def held(texts: list[str], rule: Rule, fraction: float) -> list[bytes]:
@@ -71,5 +71,5 @@ def test_a_document_on_disk_and_one_in_memory_are_treated_alike(tmp_path: Path) 
     on_disk = Document(name="a", text_bytes=len(text.encode()), content=tmp_path / "a.txt")
     for rule in ("documents", "tails"):
         assert spans(on_disk, rule, 0.05) == spans(document(text), rule, 0.05)
-    assert list(survey([on_disk], 0.05)) == list(survey([document(text)], 0.05))
+    assert list(survey_documents([on_disk], 0.05)) == list(survey_documents([document(text)], 0.05))
     assert "".join(text_blocks(on_disk.read())) == text

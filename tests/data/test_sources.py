@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from plait.data.holdout import survey
+from plait.data.holdout import survey_documents
 from plait.data.sources import Source, open_source
 from plait.errors import PlaitError
 
@@ -19,7 +19,7 @@ def texts(source: Source) -> list[str]:
 
 
 def read_all(source: Source) -> None:
-    for _ in survey(open_source(source).documents(), 0.05):
+    for _ in survey_documents(open_source(source).documents(), 0.05):
         pass
 
 

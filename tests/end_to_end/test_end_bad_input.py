@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from plait.checkpoint.store import checkpoint_for, publish, staging_for
-from plait.checkpoint.transfer import whole, write_rank
+from plait.checkpoint.transfer import whole_slice, write_rank
 from tests.end_to_end.command import Place, ended, flip_bit, kill_group, wait_while_running
 
 
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_another_model(place: Place, crippled: Callable[[str], P
     shape = place.plan("foreign")["shape"] | {"width": 64}
     shutil.rmtree(checkpoint)
     staging = staging_for(checkpoint.parent, 50)
-    write_rank(staging, 0, {"model/norm.weight": whole(torch.ones(64))})
+    write_rank(staging, 0, {"model/norm.weight": whole_slice(torch.ones(64))})
     publish(staging, checkpoint_for(checkpoint.parent, 50), step=50, cursor=350, model=shape, world_size=1)
     sentence = refused(place, "foreign", checkpoint)
     assert "this checkpoint has width 64, the recipe asks 32" in sentence

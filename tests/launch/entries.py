@@ -22,7 +22,7 @@ def hello(context: RankContext, argument: str) -> None:
     _introduce(context)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
     more = ("OMP_DYNAMIC", "MKL_DYNAMIC", "GLOO_SOCKET_IFNAME", "PYTHONPATH")
-    context.tell("hello", argument=argument, environment={name: os.environ.get(name) for name in names + more})
+    context.send("hello", argument=argument, environment={name: os.environ.get(name) for name in names + more})
 
 
 def come_and_go(context: RankContext, argument: str) -> None:
@@ -34,16 +34,16 @@ def come_and_go(context: RankContext, argument: str) -> None:
         kept = [bytearray(4 << 20) for _ in range(int(argument) // (4 << 20))]
         del kept
         found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    context.tell("pages", later=max(found[2:]))
+    context.send("pages", later=max(found[2:]))
 
 
 def talk(context: RankContext, argument: str) -> None:
     for number in range(int(argument)):
-        context.tell("number", number=number, text="x" * 300)
+        context.send("number", number=number, text="x" * 300)
 
 
 def talk_too_much(context: RankContext, argument: str) -> None:
-    context.tell("text", text="x" * (1 << 20))
+    context.send("text", text="x" * (1 << 20))
 
 
 def print_some(context: RankContext, argument: str) -> None:
@@ -81,7 +81,7 @@ def wait_for_stop(context: RankContext, argument: str) -> None:
     _introduce(context)
     while not context.stop_requested():
         _tick()
-    context.tell("saved", rank=context.rank)
+    context.send("saved", rank=context.rank)
 
 
 def save_on_word(context: RankContext, argument: str) -> None:
@@ -89,10 +89,10 @@ def save_on_word(context: RankContext, argument: str) -> None:
     _introduce(context)
     while not context.stop_requested():
         _tick()
-    context.tell("asked")
+    context.send("asked")
     while not Path(argument).exists():
         _tick()
-    context.tell("saved", rank=context.rank)
+    context.send("saved", rank=context.rank)
 
 
 def be_deaf(context: RankContext, argument: str) -> None:
@@ -102,7 +102,7 @@ def be_deaf(context: RankContext, argument: str) -> None:
 
 def leave_a_child(context: RankContext, argument: str) -> None:
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    context.tell("pid", pid=child.pid, server=os.getppid())
+    context.send("pid", pid=child.pid, server=os.getppid())
 
 
 def all_reduce(context: RankContext, argument: str) -> None:
@@ -112,7 +112,7 @@ def all_reduce(context: RankContext, argument: str) -> None:
     _join(context)
     value = torch.tensor([float(context.rank + 1)])
     dist.all_reduce(value)
-    context.tell("sum", value=value.item())
+    context.send("sum", value=value.item())
     dist.destroy_process_group()
 
 
@@ -125,7 +125,7 @@ def hosts_reduce(context: RankContext, argument: str) -> None:
     value = torch.tensor([float(context.rank + 1)])
     dist.all_reduce(value)
     local = [context.local_rank, context.local_world_size]
-    context.tell("sum", value=value.item(), argument=argument, local=local, interface=os.environ["GLOO_SOCKET_IFNAME"])
+    context.send("sum", value=value.item(), argument=argument, local=local, interface=os.environ["GLOO_SOCKET_IFNAME"])
     dist.destroy_process_group()
 
 
@@ -161,7 +161,7 @@ def count_threads(context: RankContext, argument: str) -> None:
     numbers = torch.randn(3000, 3000, requires_grad=True)
     for _ in range(10):
         numbers.exp().sum().backward()
-    context.tell("threads", claimed=torch.get_num_threads(), worked=_threads_that_worked(0.02))
+    context.send("threads", claimed=torch.get_num_threads(), worked=_threads_that_worked(0.02))
 
 
 def _threads_that_worked(at_least_s: float) -> int:
@@ -191,7 +191,7 @@ def _form_group(context: RankContext, store: Store) -> None:
 
 
 def _introduce(context: RankContext) -> None:
-    context.tell("pid", pid=os.getpid(), server=os.getppid())
+    context.send("pid", pid=os.getpid(), server=os.getppid())
 
 
 def _wait_for_ever() -> None:

@@ -11,4 +11,4 @@ os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def tell(context: RankContext, argument: str) -> None:
-    context.tell("descriptor", descriptor=signal.set_wakeup_fd(-1))
+    context.send("descriptor", descriptor=signal.set_wakeup_fd(-1))

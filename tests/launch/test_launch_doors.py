@@ -9,11 +9,11 @@ import pytest
 
 from plait.errors import PlaitError
 from plait.launch.remote import connectivity
-from plait.launch.remote.connectivity import Door, check_roads
+from plait.launch.remote.connectivity import TestListener, check_connectivity
 from plait.launch.remote.link import Reply
 
 
-class Firewalled(Door):
+class Firewalled(TestListener):
     """A host that takes nothing which comes in at a port of its own choice."""
 
     def ask(self, kind: str, values: Mapping[str, Any]) -> Reply:
@@ -26,16 +26,16 @@ class Firewalled(Door):
 class Seen:
     """A host as others see it, by another address than its own."""
 
-    def __init__(self, door: Door, own: str) -> None:
+    def __init__(self, door: TestListener, own: str) -> None:
         self.name, self.address = door.name, door.address
-        self._door = Door(door.name, own)
+        self._door = TestListener(door.name, own)
 
     def ask(self, kind: str, values: Mapping[str, Any]) -> Reply:
         return self._door.ask(kind, values)
 
 
-def three(last: type[Door] = Door) -> tuple[Door, Door, Door]:
-    return Door("a", "127.0.0.1"), Door("b", "127.0.0.2"), last("c", "127.0.0.3")
+def three(last: type[TestListener] = TestListener) -> tuple[TestListener, TestListener, TestListener]:
+    return TestListener("a", "127.0.0.1"), TestListener("b", "127.0.0.2"), last("c", "127.0.0.3")
 
 
 def test_hosts_that_reach_each_other_are_left_as_they_were() -> None:
@@ -44,7 +44,7 @@ def test_hosts_that_reach_each_other_are_left_as_they_were() -> None:
     for door in others:
         own = door.ask
         door.ask = lambda kind, values, own=own, name=door.name: asked.append((name, kind)) or own(kind, values)
-    check_roads(first, others)
+    check_connectivity(first, others)
     assert sorted(asked) == [(name, kind) for name in "bc" for kind in ("door", "knock", "knock", "shut")]
     for door in (first, *others):
         assert door._listener is None
@@ -53,7 +53,7 @@ def test_hosts_that_reach_each_other_are_left_as_they_were() -> None:
 def test_a_host_behind_a_firewall_is_named_with_who_does_not_reach_it() -> None:
     first, *others = three(Firewalled)
     with pytest.raises(PlaitError) as caught:
-        check_roads(first, others)
+        check_connectivity(first, others)
     told = str(caught.value)
     assert told.startswith("a (127.0.0.1) does not reach c at 127.0.0.3:") and "Connection refused" in told
     assert (
@@ -67,17 +67,17 @@ def test_a_host_behind_an_address_translation_is_told_so() -> None:
     others[0].address = "203.0.113.7"  # as others see it
     others[0].ask("shut", {})
     with pytest.raises(PlaitError, match=r"b is 127\.0\.0\.2 to itself and 203\.0\.113\.7 to this host"):
-        check_roads(first, [Seen(others[0], "127.0.0.2"), others[1]])
+        check_connectivity(first, [Seen(others[0], "127.0.0.2"), others[1]])
 
 
 def test_a_host_that_drops_what_comes_in_is_found_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its queue is full, so that the kernel lets who knocks wait as a firewall does."""
     monkeypatch.setattr(connectivity, "KNOCK_S", 0.3)
-    door = Door("b", "127.0.0.2")
+    door = TestListener("b", "127.0.0.2")
     port = door.ask("door", {}).values["port"]
     assert door._listener is not None
     door._listener.listen(0)
-    waiting = [Door("a", "127.0.0.1") for _ in range(3)]
+    waiting = [TestListener("a", "127.0.0.1") for _ in range(3)]
     whys = [one.ask("knock", {"address": "127.0.0.2", "port": port}).values["why"] for one in waiting]
     door.close()
     assert whys[-1] == "timed out"

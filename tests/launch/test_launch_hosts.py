@@ -19,7 +19,7 @@ import pytest
 
 from plait.errors import Interrupted, PlaitError, RunFailed
 from plait.launch.remote.agent import connect
-from plait.launch.remote.host_numbering import by_address, places_of
+from plait.launch.remote.host_numbering import by_address, host_numbers
 from plait.launch.remote.leader import HostPart, Hosts
 from plait.launch.remote.secret import Secret, new_secret
 from plait.launch.values.job import Job, JobResult, Message
@@ -489,7 +489,7 @@ def test_a_host_that_goes_away_while_it_waits_leaves_its_place_and_others_take_t
             assert [(member.host, member.address) for member in members] == [(1, "127.0.0.14"), (2, "127.0.0.13")]
             assert hosts.addresses == ("127.0.0.1", "127.0.0.14", "127.0.0.13")
             for seats in ((0, 2, 1), (0, 2, 1), (0, 1, 2)):  # each time as they were admitted
-                hosts.seat(seats)
+                hosts.renumber(seats)
                 assert [member.host for member in hosts.members] == [1, 2]
                 assert [member.address for member in hosts.members] == [members[host - 1].address for host in seats[1:]]
     finally:
@@ -504,11 +504,11 @@ def test_hosts_are_numbered_by_address_whoever_was_first():
 
 def test_hosts_of_one_name_are_known_by_their_marks():
     order = [("m0", "ubuntu"), ("m1", "ubuntu (2)"), ("m2", "ubuntu (3)"), ("", "old")]
-    assert places_of([("m2", "ubuntu"), ("", "old"), ("m1", "ubuntu")], order) == [2, 3, 1]
+    assert host_numbers([("m2", "ubuntu"), ("", "old"), ("m1", "ubuntu")], order) == [2, 3, 1]
     changed = [("m9", "ubuntu"), ("m1", "ubuntu"), ("m8", "new"), ("m7", "old")]
-    assert places_of(changed, order) == [2, 1, 4, 3], "host 0 has its own place, and each place goes once"
-    assert places_of(changed, ()) == [0, 0, 0, 0]
-    assert places_of([("m2", "b"), ("m9", "c")], [("m0", "lead"), ("m1", "a"), ("m2", "b")]) == [2, 1], "c is for a"
+    assert host_numbers(changed, order) == [2, 1, 4, 3], "host 0 has its own place, and each place goes once"
+    assert host_numbers(changed, ()) == [0, 0, 0, 0]
+    assert host_numbers([("m2", "b"), ("m9", "c")], [("m0", "lead"), ("m1", "a"), ("m2", "b")]) == [2, 1], "c is for a"
 
 
 def test_who_waits_in_vain_says_how_many_came(waiting: tuple[Hosts, Secret]):

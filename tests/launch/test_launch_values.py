@@ -13,13 +13,13 @@ import pytest
 from plait.errors import PlaitError, RunFailed
 from plait.launch.local.channel import LINE_BYTES_AT_MOST, LineReader, send_line
 from plait.launch.local.torchrun import torchrun_context
-from plait.launch.values.failure import Died, Raised, as_error, raised, raised_from, root_cause
+from plait.launch.values.failure import RankDied, RankRaised, as_error, raised, raised_from, root_cause
 from plait.units import parse_amount
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _caught(error: BaseException, cause: BaseException | None = None) -> Raised:
+def _caught(error: BaseException, cause: BaseException | None = None) -> RankRaised:
     try:
         raise error from cause
     except BaseException as caught:
@@ -28,7 +28,7 @@ def _caught(error: BaseException, cause: BaseException | None = None) -> Raised:
 
 def test_a_loss_of_a_peer_never_hides_its_reason():
     lost = _caught(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"))
-    later = Died(rank=0, at_s=lost.at_s + 0.5, code=-9)
+    later = RankDied(rank=0, at_s=lost.at_s + 0.5, code=-9)
     assert lost.lost_peer
     assert root_cause([lost, later]) is later
     assert root_cause([lost]) is lost
@@ -38,8 +38,8 @@ def test_a_loss_of_a_peer_never_hides_its_reason():
 
 
 def test_the_first_of_several_reasons_is_chosen():
-    first = Died(rank=2, at_s=1.0, code=1)
-    assert root_cause([Died(rank=0, at_s=2.0, code=-11), first]) is first
+    first = RankDied(rank=2, at_s=1.0, code=1)
+    assert root_cause([RankDied(rank=0, at_s=2.0, code=-11), first]) is first
 
 
 def test_the_place_is_the_last_frame_inside_plait():

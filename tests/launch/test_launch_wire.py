@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from plait.errors import PlaitError, RunFailed
 from plait.launch.remote.handshake import Refused, greet_joiner, greet_leader
-from plait.launch.remote.link import Link, Pulse, Reply
-from plait.launch.remote.listener import Gate, listener_at, turn_away
+from plait.launch.remote.link import HostConnection, Pulse, Reply
+from plait.launch.remote.listener import JoinListener, listener_at, turn_away
 from plait.launch.remote.secret import Secret, new_secret
 from plait.launch.remote.wire import BLOB_BYTES_AT_MOST, Frame, SessionKeys, Wire, WireEnded
 
@@ -306,20 +306,22 @@ def test_what_is_too_large_is_refused_before_it_is_sent(wires: tuple[Wire, Wire]
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate(address="127.0.0.1", port=0, secret=SECRET, pulse=PULSE)
+def gate() -> Iterator[JoinListener]:
+    gate = JoinListener(address="127.0.0.1", port=0, secret=SECRET, pulse=PULSE)
     yield gate
     gate.close("the test is over")
 
 
-def _join(gate: Gate) -> Link:
+def _join(gate: JoinListener) -> HostConnection:
     connection = socket.create_connection(("127.0.0.1", gate.port))
     joined = greet_leader(connection, SECRET, address="127.0.0.1")
     joined.send("hello", {"who": "honest"})
-    return Link(joined, handlers={"twice": lambda frame: Reply(values={"n": 2 * frame.values["n"]})}, pulse=PULSE)
+    return HostConnection(
+        joined, handlers={"twice": lambda frame: Reply(values={"n": 2 * frame.values["n"]})}, pulse=PULSE
+    )
 
 
-def test_a_crowd_of_silent_strangers_keeps_nobody_out(gate: Gate):
+def test_a_crowd_of_silent_strangers_keeps_nobody_out(gate: JoinListener):
     crowd = [socket.create_connection(("127.0.0.1", gate.port)) for _ in range(100)]
     threads = threading.active_count()
     link = _join(gate)
@@ -334,7 +336,7 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out(gate: Gate):
         stranger.close()
 
 
-def test_who_comes_too_late_is_turned_away(gate: Gate):
+def test_who_comes_too_late_is_turned_away(gate: JoinListener):
     link = _join(gate)
     late = gate.next(5)
     assert late is not None
@@ -349,15 +351,17 @@ def test_who_comes_too_late_is_turned_away(gate: Gate):
         socket.create_connection(("127.0.0.1", gate.port))
 
 
-def _linked(wires: tuple[Wire, Wire], pulse: Pulse, work: Callable[[], object]) -> tuple[Link, Link]:
+def _linked(
+    wires: tuple[Wire, Wire], pulse: Pulse, work: Callable[[], object]
+) -> tuple[HostConnection, HostConnection]:
     """Host 0's end with this pulse, and one that works before it answers, and says often that it lives."""
 
     def answer(question: Frame) -> Reply:
         work()
         return Reply(values={"done": True})
 
-    busy = Link(wires[1], handlers={"work": answer}, pulse=Pulse(period_s=0.1, lost_after_s=60.0))
-    return Link(wires[0], handlers={}, pulse=pulse), busy
+    busy = HostConnection(wires[1], handlers={"work": answer}, pulse=Pulse(period_s=0.1, lost_after_s=60.0))
+    return HostConnection(wires[0], handlers={}, pulse=pulse), busy
 
 
 def test_a_busy_end_is_not_lost(wires: tuple[Wire, Wire]):
@@ -369,7 +373,7 @@ def test_a_busy_end_is_not_lost(wires: tuple[Wire, Wire]):
 
 
 def test_a_silent_end_is_lost_and_so_is_what_was_asked(wires: tuple[Wire, Wire]):
-    link = Link(wires[0], handlers={}, pulse=Pulse(period_s=60.0, lost_after_s=0.2))
+    link = HostConnection(wires[0], handlers={}, pulse=Pulse(period_s=60.0, lost_after_s=0.2))
     with pytest.raises(RunFailed, match=r"host-2 was lost: nothing was heard from it for 0\.2 s; "):
         link.ask("work", {}, b"", host="host-2")
     assert link.lost == "nothing was heard from it for 0.2 s"
@@ -380,5 +384,5 @@ def test_a_silent_end_is_lost_and_so_is_what_was_asked(wires: tuple[Wire, Wire])
     wires[1].release()
 
 
-def _wait_for_mail(link: Link) -> None:
+def _wait_for_mail(link: HostConnection) -> None:
     assert select.select([link], [], [], 5)[0]

@@ -20,11 +20,11 @@ def main() -> None:
     pids = torch.zeros(context.world_size, dtype=torch.int64)
     pids[context.rank] = os.getpid()
     dist.all_reduce(pids)
-    context.tell("pids", pids=pids.tolist(), threads=context.threads, local_world_size=context.local_world_size)
+    context.send("pids", pids=pids.tolist(), threads=context.threads, local_world_size=context.local_world_size)
     while not context.stop_requested():
         threading.Event().wait(0.01)
     dist.barrier()
-    context.tell("saved")
+    context.send("saved")
 
 
 def _print(message: Message) -> None:

@@ -6,13 +6,13 @@ import pytest
 
 from plait.errors import PlaitError
 from plait.model.shape import ModelShape, parameter_count
-from plait.model.sizes import SIZES, explicit_shape, named_shape, nearest_size
+from plait.model.sizes import MODEL_SIZES, explicit_shape, named_shape, nearest_size
 from plait.units import parse_count
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", MODEL_SIZES)
 def test_a_size_has_about_the_parameters_of_its_name(size: str) -> None:
-    shape = named_shape(size, vocabulary=SIZES[size].vocabulary, sequence=1024)
+    shape = named_shape(size, vocabulary=MODEL_SIZES[size].vocabulary, sequence=1024)
     assert parameter_count(shape) == pytest.approx(parse_count(size), rel=0.1)
     assert shape.layers >= 4
     assert shape.heads % 2 == 0
@@ -21,7 +21,7 @@ def test_a_size_has_about_the_parameters_of_its_name(size: str) -> None:
 
 
 def test_sizes_stand_in_the_order_of_their_counts() -> None:
-    counts = [parse_count(size) for size in SIZES]
+    counts = [parse_count(size) for size in MODEL_SIZES]
     assert counts == sorted(counts)
 
 
@@ -61,8 +61,8 @@ def test_unknown_sizes_and_heads_that_do_not_fit_are_refused_with_a_choice() -> 
         explicit_shape(layers=3, width=50, vocabulary=50, sequence=16)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", MODEL_SIZES)
 def test_the_nearest_size_to_a_size_is_itself(size: str) -> None:
-    vocabulary = SIZES[size].vocabulary
+    vocabulary = MODEL_SIZES[size].vocabulary
     count = parameter_count(named_shape(size, vocabulary=vocabulary, sequence=1024))
     assert nearest_size(count * 1.02, vocabulary) == size

@@ -25,7 +25,7 @@ from plait.model.shape import ModelShape
 from plait.parallel.context.attention import ContextAttend, context
 from plait.parallel.mesh import make_mesh, open_store
 from plait.parallel.sharded_model import unsharded
-from plait.planner.plan import read_plan
+from plait.planner.plan_file import read_plan
 from plait.report.memory import LiveTensorPeak
 from plait.trainer.loss import sum_of_losses
 
@@ -68,7 +68,7 @@ def attend_cases(rank: RankContext, argument: str) -> None:
         assert dist.group.WORLD is not None
         core = ContextAttend(dist.group.WORLD)
         for name, case in CASES.items():
-            rank.tell("case", name=name, errors=_differences(core, case, rank))
+            rank.send("case", name=name, errors=_differences(core, case, rank))
 
 
 def attend_low_precision(rank: RankContext, argument: str) -> None:
@@ -77,9 +77,9 @@ def attend_low_precision(rank: RankContext, argument: str) -> None:
     with joined(rank):
         assert dist.group.WORLD is not None
         core = ContextAttend(dist.group.WORLD)
-        rank.tell("case", name="bfloat16", errors=_differences(core, case, rank, torch.bfloat16))
+        rank.send("case", name="bfloat16", errors=_differences(core, case, rank, torch.bfloat16))
         with torch.autocast("cpu", torch.bfloat16):
-            rank.tell("case", name="autocast", errors=_differences(core, case, rank, torch.float32))
+            rank.send("case", name="autocast", errors=_differences(core, case, rank, torch.float32))
 
 
 def gradients_of_model(rank: RankContext, argument: str) -> None:
@@ -103,7 +103,7 @@ def gradients_of_model(rank: RankContext, argument: str) -> None:
                 dist.all_reduce(mine.grad)
                 # The true gradient of a key's bias is zero: nothing but rounding to compare.
                 errors.append(_error(mine.grad, theirs.grad, at_least=1e-3 * largest))
-            rank.tell("case", name=name, errors=errors)
+            rank.send("case", name=name, errors=errors)
 
 
 def leave_one_rank_alone(rank: RankContext, argument: str) -> None:
@@ -113,7 +113,7 @@ def leave_one_rank_alone(rank: RankContext, argument: str) -> None:
         before = [layer.attention.attend for layer in model.layers.values()]
         context(unsharded(model), make_mesh(Layout(), "cpu"), read_plan(Path(argument)))
         same = [layer.attention.attend for layer in model.layers.values()] == before
-        rank.tell("case", name="alone", same=same)
+        rank.send("case", name="alone", same=same)
 
 
 def largest_tensor(rank: RankContext, argument: str) -> None:
@@ -126,7 +126,7 @@ def largest_tensor(rank: RankContext, argument: str) -> None:
             q, k, v = (x.clone().requires_grad_() for x in own[:3])
             with _Largest() as watch:
                 core(q, k, v, None).sum().backward()
-            rank.tell("case", name=str(sequence), largest=watch.numbers)
+            rank.send("case", name=str(sequence), largest=watch.numbers)
 
 
 def peak_of_step(rank: RankContext, argument: str) -> None:
@@ -150,7 +150,7 @@ def peak_of_step(rank: RankContext, argument: str) -> None:
                 inputs, targets, places = row[:, :-1][:, some], row[:, 1:][:, some], positions[:, some]
                 with LiveTensorPeak(torch.device("cpu"), model.parameters()) as peak:
                     sum_of_losses(model(inputs, places), model.head_weight(), targets.flatten()).backward()
-                rank.tell("case", name=name, bytes=peak.bytes)
+                rank.send("case", name=name, bytes=peak.bytes)
 
 
 MODELS = {

@@ -20,5 +20,5 @@ def time_messages(context: RankContext, argument: str) -> None:
         """Busy with something else."""
     waited = time.perf_counter()
     took_s = message_from_before_s(message_bytes=4096)
-    context.tell("took", took_s=took_s, whole_s=time.perf_counter() - waited)
+    context.send("took", took_s=took_s, whole_s=time.perf_counter() - waited)
     dist.destroy_process_group()

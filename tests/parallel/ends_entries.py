@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from plait.launch.values.job import RankContext
-from plait.parallel.gradients.buckets import Shared
+from plait.parallel.gradients.buckets import SharedWeight
 from plait.parallel.mesh import open_store
 from plait.parallel.pipeline.stage_links import wait_for
-from plait.parallel.pipeline.tied_embedding import TIED, Ends
+from plait.parallel.pipeline.tied_embedding import TIED_WEIGHT, TiedEmbeddingEnd
 from plait.partition.boxes import Box
 
 ENTRIES, FIRST, WIDTH, TOKENS, STEPS, RATE = 23, 40, 6, 5, 3, 0.1
@@ -31,8 +31,8 @@ def meet(context: RankContext, argument: str) -> None:
     assert isinstance(group, dist.ProcessGroup)
     parameter = nn.Parameter(first_table())
     box = Box(shape=(2 * FIRST + ENTRIES, WIDTH), offset=(FIRST, 0), extent=(ENTRIES, WIDTH))
-    weight = Shared(name=TIED, parameter=parameter, box=box, chunk=0, ranks=(0, 1))
-    ends = Ends(weight, group, embeds=embeds)
+    weight = SharedWeight(name=TIED_WEIGHT, parameter=parameter, box=box, chunk=0, ranks=(0, 1))
+    ends = TiedEmbeddingEnd(weight, group, embeds=embeds)
     left: dict[str, Tensor] = {}
     for step in range(STEPS):
         micros = [tokens_of(step, micro) for micro in range(asked["micros"])]

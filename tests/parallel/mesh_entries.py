@@ -20,7 +20,7 @@ def tell_axes(context: RankContext, argument: str) -> None:
     rows = {axis: [rank + 1 for rank in dist.get_process_group_ranks(group)] for axis, group in groups.items()}
     told = {axis: float("".join(str(digit) for digit in row)) for axis, row in rows.items()}
     used = {group.group_name: group for group in groups.values()}
-    context.tell("axes", **told, groups=len(used), useless=sum(refuses(group) for group in used.values()))
+    context.send("axes", **told, groups=len(used), useless=sum(refuses(group) for group in used.values()))
     dist.destroy_process_group()
 
 

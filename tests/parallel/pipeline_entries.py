@@ -33,7 +33,7 @@ from plait.parallel.mesh import make_mesh, open_store
 from plait.parallel.pipeline.stage import pipeline
 from plait.parallel.recompute import recompute
 from plait.parallel.sharded_model import Forward, LocalGradients, ShardedModel, unsharded
-from plait.partition.boxes import parts_of
+from plait.partition.boxes import model_parts_of
 from plait.planner.plan import OptimizerPlan, Plan
 from plait.trainer.assemble import make_autocast
 from plait.trainer.step import make_forward
@@ -224,7 +224,7 @@ def run_peer(context: RankContext, argument: str) -> None:
         case = Case(**{**each, "stage_layers": tuple(each["stage_layers"])})
         micros = micros_of(case)[:-1]
         layout = case.plan(context.world_size).layout
-        parts = parts_of(case.shape, layout, context.rank)
+        parts = model_parts_of(case.shape, layout, context.rank)
         models = [with_weights(GPT(case.shape, part).double()) for part in parts]
         stages = [
             PipelineStage(

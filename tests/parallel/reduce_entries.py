@@ -12,8 +12,8 @@ from torch import nn
 
 from plait.launch.values.job import RankContext
 from plait.parallel.comm.reduction import LibraryScatter, LibrarySum, Transfer, own_part, wait_for
-from plait.parallel.gradients.buckets import Ranks, Shared
-from plait.parallel.gradients.reduce import Reducer
+from plait.parallel.gradients.buckets import RankSet, SharedWeight
+from plait.parallel.gradients.reduce import GradientReducer
 from plait.parallel.mesh import GroupSums, make_groups, open_store
 from plait.partition.boxes import whole
 
@@ -46,10 +46,10 @@ class Branches(nn.Module):
         return total
 
 
-def shared(model: nn.Module, ranks: Ranks) -> list[Shared]:
+def shared(model: nn.Module, ranks: RankSet) -> list[SharedWeight]:
     """All weights of a model, shared by these ranks."""
     return [
-        Shared(name=NAMES.get(name, name), parameter=parameter, box=whole(parameter.shape), chunk=0, ranks=ranks)
+        SharedWeight(name=NAMES.get(name, name), parameter=parameter, box=whole(parameter.shape), chunk=0, ranks=ranks)
         for name, parameter in model.named_parameters()
     ]
 
@@ -67,10 +67,10 @@ def reduce_branches(context: RankContext, argument: str) -> None:
     dist.destroy_process_group()
 
 
-def reducer_of_all(context: RankContext, model: Branches, transfer: Transfer) -> Reducer:
+def reducer_of_all(context: RankContext, model: Branches, transfer: Transfer) -> GradientReducer:
     """Sums over all ranks, in small buckets."""
     weights, groups = shared(model, everybody(context)), make_groups([everybody(context)])
-    return Reducer(weights, groups, bucket_bytes=SMALL_BUCKET_BYTES, transfer=transfer)
+    return GradientReducer(weights, groups, bucket_bytes=SMALL_BUCKET_BYTES, transfer=transfer)
 
 
 def reduce_large_and_small(context: RankContext, argument: str) -> None:
@@ -82,7 +82,7 @@ def reduce_large_and_small(context: RankContext, argument: str) -> None:
     reducer.arm(0)
     (torch.stack([p.sum() for p in model.parameters()]).sum() * (256 if context.rank == 0 else 1)).backward()
     reducer.close()
-    context.tell("sums", sums=[float(p.grad.mean()) for p in model.parameters() if p.grad is not None])
+    context.send("sums", sums=[float(p.grad.mean()) for p in model.parameters() if p.grad is not None])
     dist.destroy_process_group()
 
 
@@ -97,7 +97,7 @@ def sum_by_library(context: RankContext, argument: str) -> None:
             for works in way.course():
                 wait_for(works)
         found.append([summed.tolist(), own_part(parted, group).tolist()])
-    context.tell("sums", found=found)
+    context.send("sums", found=found)
     dist.destroy_process_group()
 
 
@@ -114,7 +114,7 @@ def split_branches(context: RankContext, argument: str) -> None:
     sets |= {tuple(r for r in everyone if r % split == rank % split) for rank in everyone}
     groups = make_groups(sorted(sets))
     model = Branches()
-    reducer = Reducer(
+    reducer = GradientReducer(
         shared(model, same_part), groups, groups[neighbours], asked["bucket_bytes"], asked.get("transfer", "float32")
     )
     units = reducer.split_units()
@@ -130,16 +130,16 @@ def split_branches(context: RankContext, argument: str) -> None:
     found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     save_file(found, Path(asked["folder"]) / f"rank-{context.rank}.safetensors")
     parts = [[part.name, part.box.numbers] for unit in units if unit.owned for part in unit.parts]
-    context.tell("parts", parts=parts, buckets=[bucket.numel() for bucket in flats(reducer)])
+    context.send("parts", parts=parts, buckets=[bucket.numel() for bucket in flats(reducer)])
     dist.destroy_process_group()
 
 
-def flats(reducer: Reducer) -> list[torch.Tensor]:
+def flats(reducer: GradientReducer) -> list[torch.Tensor]:
     """The flat gradients."""
     return [bucket.flat for bucket in reducer._buckets]  # pyright: ignore[reportPrivateUsage]
 
 
-def take_step(reducer: Reducer, model: Branches, rank: int, step: int) -> None:
+def take_step(reducer: GradientReducer, model: Branches, rank: int, step: int) -> None:
     reducer.open()
     before = [bucket.clone() for bucket in flats(reducer)]
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -155,13 +155,13 @@ def reduce_nothing(context: RankContext, argument: str) -> None:
     with_group(context)
     model = Branches()
     weights = shared(model, everybody(context))
-    reducer = Reducer(weights, make_groups([everybody(context)]))
+    reducer = GradientReducer(weights, make_groups([everybody(context)]))
     reducer.open()
     if context.rank == 0:
         reducer.arm(0)
         model(1.0, "abcde").backward()
     reducer.close()
-    context.tell("sums", sums=[float(p.grad.sum()) for p in model.parameters() if p.grad is not None])
+    context.send("sums", sums=[float(p.grad.sum()) for p in model.parameters() if p.grad is not None])
     dist.destroy_process_group()
 
 
@@ -172,14 +172,14 @@ def sum_and_gather(context: RankContext, argument: str) -> None:
     sums = GroupSums(dist.group.WORLD)
     own = torch.tensor([float(context.rank), 1.0])
     parts = [part.tolist() for part in sums.gather(own.clone())]
-    context.tell(
+    context.send(
         "sums", total=sums(own.clone()).tolist(), largest=sums.largest(own.clone()).tolist(), parts=parts,
         place=[sums.index, sums.size],
     )  # fmt: skip
     dist.destroy_process_group()
 
 
-def everybody(context: RankContext) -> Ranks:
+def everybody(context: RankContext) -> RankSet:
     return tuple(range(context.world_size))
 
 

@@ -18,11 +18,12 @@ from torch import Tensor
 from plait.checkpoint.store import verify
 from plait.launch.values.job import RankContext
 from plait.layout import Layout
-from plait.parallel.apply import STAGES, Stage
-from plait.parallel.mesh import ALONE, make_mesh, world_sums
+from plait.parallel.apply import STAGES, ParallelStage
+from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
 from plait.parallel.replicate import replicate
 from plait.partition.boxes import Box
-from plait.planner.plan import Plan, read_plan
+from plait.planner.plan import Plan
+from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.persist import restore, save
@@ -51,7 +52,7 @@ def look_ahead(context: RankContext, argument: str) -> None:
     case = json.loads(argument)
     noted: dict[str, list[list[int]]] = {"forward": [], "backward": []}
     with joined(context, plan_of(case)), assembled(case) as assembly:
-        layers = list(assembly.woven.chunks[0].layers.values())
+        layers = list(assembly.model.chunks[0].layers.values())
 
         def note(passing: str) -> None:
             noted[passing].append([at for at, layer in enumerate(layers) if under_way(layer)])
@@ -119,7 +120,7 @@ def assembled(case: dict[str, Any]) -> Iterator[Assembly]:
     assembly.loader.close()
 
 
-def small_buckets(stages: Sequence[Stage]) -> list[Stage]:
+def small_buckets(stages: Sequence[ParallelStage]) -> list[ParallelStage]:
     """The stages with many small buckets, which a tiny model would not have."""
     last = stages[-1]
     assert last.apply is replicate
@@ -139,8 +140,8 @@ def steps_taken(assembly: Assembly, steps: int) -> dict[str, Tensor]:
         if step == 0:
             found |= parts_of(assembly, "gradient")
     found["held-out"] = assembly.evaluate()
-    assembly.woven.settle()
-    for held in assembly.woven.weights:
+    assembly.model.settle()
+    for held in assembly.model.weights:
         found[part_name("held", held.name, held.box, "each")] = held.tensor.clone().contiguous()
     return found | parts_of(assembly, "weight")
 
@@ -148,7 +149,7 @@ def steps_taken(assembly: Assembly, steps: int) -> dict[str, Tensor]:
 def parts_of(assembly: Assembly, kind: str) -> dict[str, Tensor]:
     """A copy of all parts of this rank's units, the gradients or the numbers themselves."""
     found = {}
-    for unit in assembly.woven.units:
+    for unit in assembly.model.units:
         tensor = unit.parameter.grad if kind == "gradient" else unit.parameter.detach()
         assert tensor is not None
         for part in unit.parts:
@@ -165,7 +166,7 @@ def part_name(kind: str, name: str, box: Box, owner: str) -> str:
 def alone_with(case: dict[str, Any]) -> dict[str, Tensor]:
     """The same steps by one plain process without a mesh."""
     config = load_recipe(Path(case["folder"]) / "recipe.toml")
-    assembly = assemble(config, plan_of(case), sums=ALONE, stages=())
+    assembly = assemble(config, plan_of(case), sums=ONE_PROCESS, stages=())
     found = steps_taken(assembly, case["steps"])
     assembly.loader.close()
     return found

@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.layout import Layout
 from plait.model.shape import ModelShape
-from plait.parallel.mesh import ALONE, make_mesh, world_sums
-from plait.parallel.sharded_model import Unit
+from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
+from plait.parallel.sharded_model import OptimizerUnit
 from plait.partition.boxes import Box
-from plait.planner.plan import Plan, read_plan
+from plait.planner.plan import Plan
+from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.state import TrainState
@@ -36,7 +37,7 @@ def compare(context: Context, argument: str) -> None:
     with joined(context, plan):
         mesh = make_mesh(Layout(tensor=context.world_size), plan.device)
         for case in cases:
-            context.tell("case", **compared(folder, planned(plan, case, context.world_size), mesh))
+            context.send("case", **compared(folder, planned(plan, case, context.world_size), mesh))
 
 
 def planned(plan: Plan, case: Asked, tensor: int) -> Plan:
@@ -49,7 +50,7 @@ def compared(folder: Path, plan: Plan, mesh: DeviceMesh) -> Asked:
     """Losses and gradients of one step, the held-out loss, and the weights after two steps."""
     with both(folder, plan, mesh) as (alone, shared):
         wanted, found = (one.run_micros(one.loader.micros(0)) for one in (alone, shared))
-        grads = {name: parameter.grad for name, parameter in alone.woven.named_parameters()}
+        grads = {name: parameter.grad for name, parameter in alone.model.named_parameters()}
         found = shared.sums(found)
         # The true gradient of a key's bias is zero.
         least = 1e-6 * max(float(torch.as_tensor(grad).abs().max()) for grad in grads.values())
@@ -57,20 +58,20 @@ def compared(folder: Path, plan: Plan, mesh: DeviceMesh) -> Asked:
             "totals": worst([(found, wanted)]),
             "evaluated": worst([(shared.evaluate(), alone.evaluate())]),
             "units": [
-                [part.name, part.box.offset, part.box.extent] for unit in shared.woven.units for part in unit.parts
+                [part.name, part.box.offset, part.box.extent] for unit in shared.model.units for part in unit.parts
             ],
-            "grads": {name_of(unit): error_of(unit, unit.parameter.grad, grads, least) for unit in shared.woven.units},
+            "grads": {name_of(unit): error_of(unit, unit.parameter.grad, grads, least) for unit in shared.model.units},
         }
         states = [TrainState(), TrainState()]
         norms: list[Tensor] = []
         for _ in range(2):
             taken = [one.step(state) for one, state in zip((alone, shared), states, strict=True)]
             states, norms = [state for state, _ in taken], [scalars.norm for _, scalars in taken]
-        shared.woven.settle()
-        weights = {name: parameter.detach() for name, parameter in alone.woven.named_parameters()}
+        shared.model.settle()
+        weights = {name: parameter.detach() for name, parameter in alone.model.named_parameters()}
         after = {
             name_of(unit): error_of(unit, unit.parameter.detach(), weights, plan.optimizer.lr)
-            for unit in shared.woven.units
+            for unit in shared.model.units
         }
         return outcome | {"norm": worst([(norms[1], norms[0])]), "weights": after}
 
@@ -80,7 +81,7 @@ def both(folder: Path, plan: Plan, mesh: DeviceMesh) -> Iterator[tuple[Assembly,
     """One process' run, and this rank's part of the same run."""
     config = load_recipe(folder / "recipe.toml")
     made = [
-        assemble(config, plan, stages=(), sums=ALONE),
+        assemble(config, plan, stages=(), sums=ONE_PROCESS),
         assemble(config, plan, sums=world_sums(), mesh=mesh),
     ]
     try:
@@ -90,11 +91,11 @@ def both(folder: Path, plan: Plan, mesh: DeviceMesh) -> Iterator[tuple[Assembly,
             one.loader.close()
 
 
-def name_of(unit: Unit) -> str:
+def name_of(unit: OptimizerUnit) -> str:
     return unit.parts[0].name
 
 
-def error_of(unit: Unit, values: Tensor | None, wanted: dict[str, Any], least: float) -> float:
+def error_of(unit: OptimizerUnit, values: Tensor | None, wanted: dict[str, Any], least: float) -> float:
     """How far a unit's values are from its rectangle of the whole weight's, relative to those or to the least size."""
     assert values is not None
     (part,) = unit.parts
@@ -122,20 +123,20 @@ def look_inside(context: Context, argument: str) -> None:
         plan = planned(base, case, context.world_size)
         mesh = make_mesh(plan.layout, plan.device)
         with both(folder, plan, mesh) as (alone, shared):
-            (chunk,) = shared.woven.chunks
+            (chunk,) = shared.model.chunks
             seen: list[int] = []
             chunk.layers["1"].register_forward_pre_hook(lambda _, arguments: seen.append(len(arguments[0])))
-            norm, whole = (one.woven.chunks[0].get_parameter(COPIED) for one in (shared, alone))
+            norm, whole = (one.model.chunks[0].get_parameter(COPIED) for one in (shared, alone))
             partial: list[Tensor] = []
             norm.register_hook(lambda grad: partial.append(grad.clone()))
             micros = shared.loader.micros(0)[:1]
             totals = shared.run_micros(micros)
             alone.run_micros(micros)
             own, summed, wanted = (float(torch.as_tensor(grad)[0]) for grad in (partial[0], norm.grad, whole.grad))
-            context.tell(
+            context.send(
                 "inside",
                 rows=seen,
-                reports=shared.woven.reports,
+                reports=shared.model.reports,
                 totals=totals.tolist(),
                 own=own,
                 summed=summed,

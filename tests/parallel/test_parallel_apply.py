@@ -13,8 +13,8 @@ from plait.layout import AXES
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape
 from plait.parallel.apply import STAGES, parallelize
-from plait.parallel.compile import SIZES, compile_layers
-from plait.parallel.mesh import ALONE
+from plait.parallel.compile import COMPILED_SHAPES_LIMIT, compile_layers
+from plait.parallel.mesh import ONE_PROCESS
 from plait.parallel.sharded_model import unsharded
 from tests.trainer.tiny import make_tiny
 
@@ -42,7 +42,11 @@ def test_without_stages_a_model_is_one_process_own(tmp_path) -> None:
 
 def test_alone_every_sum_is_global_already() -> None:
     values = torch.tensor([1.0, 2.0])
-    assert ALONE(values) is values and ALONE.largest(values) is values and ALONE.gather(values) == [values]
+    assert (
+        ONE_PROCESS(values) is values
+        and ONE_PROCESS.largest(values) is values
+        and ONE_PROCESS.gather(values) == [values]
+    )
 
 
 def test_compiled_layers_may_know_as_many_sizes_as_shares_may_bring(tmp_path, monkeypatch) -> None:
@@ -53,4 +57,4 @@ def test_compiled_layers_may_know_as_many_sizes_as_shares_may_bring(tmp_path, mo
     compile_layers(unsharded(GPT(SHAPE)), nowhere, replace(plan, compile="off"))
     assert dynamo.recompile_limit == 8
     compile_layers(unsharded(GPT(SHAPE)), nowhere, replace(plan, compile="blocks"))
-    assert dynamo.recompile_limit == SIZES >= 64
+    assert dynamo.recompile_limit == COMPILED_SHAPES_LIMIT >= 64

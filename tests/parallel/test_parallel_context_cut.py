@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.data.packing import zigzag_columns
-from plait.parallel.context.cut import Cut, Rectangle, cut_attention
+from plait.parallel.context.cut import ContextCut, Rectangle, cut_attention
 
 
 def test_columns_of_two_ranks() -> None:
@@ -84,7 +84,7 @@ def test_every_pair_is_computed_once_by_the_rank_that_has_the_query(data: st.Dat
     assert cuts[0].crosses == any(cut.rectangles for cut in cuts)
 
 
-def _count(cut: Cut, counts: np.ndarray) -> None:
+def _count(cut: ContextCut, counts: np.ndarray) -> None:
     """Add this rank's pairs to [query, key], both numbered over all rows."""
     columns = zigzag_columns(cut.sequence, cut.parts, cut.index)
     own = np.add.outer(np.arange(cut.rows) * cut.sequence, columns)

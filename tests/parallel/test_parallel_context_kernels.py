@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from plait.model.attention import Documents, attend
-from plait.parallel.context.kernels import Kernel, blocked_kernel, join, kernel_for
+from plait.parallel.context.kernels import Kernel, blocked_kernel, kernel_for, merge_results
 
 QUERIES, EARLIER, ROWS, HEADS, WIDTH = 12, 17, 2, 6, 8
 KERNELS = {
@@ -35,7 +35,7 @@ def test_square_and_rectangle_join_to_the_end_of_a_causal_row(name: str, kv_head
     own = [x.detach()[:, EARLIER:] for x in whole]
     before = [x.detach()[:, :EARLIER] for x in whole]
     out, total = kernel.forward(own[0], own[1], own[2], "causal")
-    join((out, total), kernel.forward(own[0], before[1], before[2], "none"))
+    merge_results((out, total), kernel.forward(own[0], before[1], before[2], "none"))
     close(out, wanted)
     square = kernel.backward((grad[:, EARLIER:], *own, out, total), "causal")
     rectangle = kernel.backward((grad[:, EARLIER:], own[0], *before[1:], out, total), "none")
@@ -65,7 +65,7 @@ def test_joined_sums_are_those_of_all_keys_in_float32_for_bfloat16() -> None:
     q, k, v = (x.bfloat16() for x in tensors(*[(1, 4, 2, WIDTH)] * 3))
     kernel = kernel_for(q)
     outcome = kernel.forward(q, k[:, :1], v[:, :1], "none")
-    join(outcome, kernel.forward(q, k[:, 1:], v[:, 1:], "none"))
+    merge_results(outcome, kernel.forward(q, k[:, 1:], v[:, 1:], "none"))
     out, total = kernel.forward(q, k, v, "none")
     assert outcome[0].dtype == torch.bfloat16 and outcome[1].dtype == torch.float32
     torch.testing.assert_close(outcome[1], total)

@@ -18,7 +18,7 @@ from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
 from plait.layout import Schedule
 from plait.model.linear import Linear
-from plait.parallel.pipeline.deferred_gradients import Deferred, defer_in
+from plait.parallel.pipeline.deferred_gradients import DeferredGradients, defer_in
 from tests.parallel.pipeline_entries import Case, micros_of, plain_gradients
 
 Found = list[dict[str, Tensor]]
@@ -133,7 +133,7 @@ def test_a_put_off_product_is_the_plain_one() -> None:
     generator = torch.Generator().manual_seed(1)
     plain, put_off = (Linear(4, 3, bias=True).double() for _ in range(2))
     put_off.load_state_dict(plain.state_dict())
-    deferred = Deferred()
+    deferred = DeferredGradients()
     defer_in(put_off, deferred.multiply)
     inputs = [torch.randn(2, 5, 4, generator=generator, dtype=torch.float64) for _ in range(2)]
     for key, x in enumerate(inputs):

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
-from plait.parallel.gradients.buckets import LAST_BYTES, Ranks, Shared, fill_buckets
-from plait.parallel.gradients.reduce import Reducer
+from plait.parallel.gradients.buckets import LAST_BYTES, RankSet, SharedWeight, fill_buckets
+from plait.parallel.gradients.reduce import GradientReducer
 from plait.partition.boxes import whole
 from plait.planner.step_time import gradient_sync
 from tests.parallel.reduce_entries import NAMES, SMALL_BUCKET_BYTES, Branches, shared
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, kv_heads=2, head_width=8, ffn=32, vocabulary=50, sequence=8, tied=True)
-TWO: Ranks = (0, 1)
+TWO: RankSet = (0, 1)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -111,16 +111,16 @@ def test_buckets_follow_from_names_and_sizes_alone(group_of_one: dist.ProcessGro
     assert len({size for _, size, _ in seen[0]}) > 1
 
 
-def as_if_two(model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = SMALL_BUCKET_BYTES) -> Reducer:
+def as_if_two(model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = SMALL_BUCKET_BYTES) -> GradientReducer:
     """A reducer whose weights are shared by two, where a group of one stands for them."""
-    return Reducer(shared(model, TWO), {TWO: group}, bucket_bytes=bucket_bytes)
+    return GradientReducer(shared(model, TWO), {TWO: group}, bucket_bytes=bucket_bytes)
 
 
 def weights(
-    *sizes: int, ranks: Ranks = TWO, dtype: torch.dtype = torch.float32, name: str = "head.weight"
-) -> list[Shared]:
+    *sizes: int, ranks: RankSet = TWO, dtype: torch.dtype = torch.float32, name: str = "head.weight"
+) -> list[SharedWeight]:
     parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
-    return [Shared(name=name, parameter=p, box=whole(p.shape), chunk=0, ranks=ranks) for p in parameters]
+    return [SharedWeight(name=name, parameter=p, box=whole(p.shape), chunk=0, ranks=ranks) for p in parameters]
 
 
 def test_a_bucket_ends_once_it_has_its_size() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
-from plait.layout import Layout, share
+from plait.layout import Layout, equal_share
 from plait.model.shape import ModelShape
 from plait.parallel.tensor.cut import kv_places
 from plait.parallel.tensor.sequence import stream_rows
@@ -122,7 +122,7 @@ def test_half_precision_stays_near_one_process(run_cases: RunCases) -> None:
 def test_every_query_meets_its_own_key_and_value_head(heads: int, kv_heads: int, ranks: int) -> None:
     shape = replace(LLAMA, heads=heads, kv_heads=kv_heads)
     for rank in range(ranks):
-        first, queries = share(heads, ranks, rank)
+        first, queries = equal_share(heads, ranks, rank)
         first_kv, held = kv_heads_of(shape, ranks, rank)
         places = kv_places(shape, ranks, rank)
         given = tuple(range(held)) if places is None else places

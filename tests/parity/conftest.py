@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.commands.planning.workers import OwnCrew
+from plait.commands.planning.workers import OwnWorkers
 from plait.launch.local.run import ForkServer
 
 ROOT = str(Path(__file__).parents[2])
@@ -17,6 +17,6 @@ if ROOT not in sys.path:
 
 
 @pytest.fixture(scope="session")
-def workers() -> Iterator[OwnCrew]:
+def workers() -> Iterator[OwnWorkers]:
     with ForkServer(preload=("torch._dynamo", "plait.commands.verifying.reference")) as server:
-        yield OwnCrew(server)
+        yield OwnWorkers(server)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from plait.commands.planning.workers import OwnCrew
-from plait.commands.verifying.gradient_check import prove
-from plait.commands.verifying.small_model import asked_layout, asked_shares, shrunk_plan
+from plait.commands.planning.workers import OwnWorkers
+from plait.commands.verifying.gradient_check import check_gradients
+from plait.commands.verifying.small_model import requested_layout, requested_shares, shrunk_plan
 from plait.recipe.load import load_recipe
 from tests.parity.mutate import MUTANTS, apply, mutated_copy
 
@@ -73,10 +73,12 @@ def test_the_same_copy_without_a_patch_is_green(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", sorted(set(SHOWN_BY.values())), ids=" ".join)
-def test_without_the_bugs_all_these_layouts_are_green(asked: tuple[str, ...], tmp_path: Path, workers: OwnCrew) -> None:
+def test_without_the_bugs_all_these_layouts_are_green(
+    asked: tuple[str, ...], tmp_path: Path, workers: OwnWorkers
+) -> None:
     (tmp_path / "small.toml").write_text(RECIPE)
     config = load_recipe(tmp_path / "small.toml", asked)
-    assert prove(config, shrunk_plan(config, *asked_layout(config), asked_shares(config)), workers).ok
+    assert check_gradients(config, shrunk_plan(config, *requested_layout(config), requested_shares(config)), workers).ok
 
 
 def test_a_patch_that_no_longer_applies_is_an_error(tmp_path: Path) -> None:

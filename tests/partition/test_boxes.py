@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from plait.layout import AXES, Layout
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape, weight_sizes
-from plait.partition.boxes import Box, boxes, boxes_of_range, cut, holders, kv_heads_of, parts_of, whole
+from plait.partition.boxes import Box, boxes, boxes_of_range, cut, holders, kv_heads_of, model_parts_of, whole
 
 LLAMA = ModelShape(layers=4, width=16, heads=4, kv_heads=2, head_width=4, ffn=25, vocabulary=41, sequence=8)
 GPT2 = replace(LLAMA, kv_heads=4, norm="layernorm", activation="gelu", positions="learned", bias="all", tied=True)
@@ -71,7 +71,7 @@ def test_holders_are_all_ranks_with_the_same_rectangle(shape: ModelShape, layout
 def test_a_rank_holds_what_the_parts_of_its_model_have(shape: ModelShape, layout: Layout) -> None:
     for pipeline in range(layout.pipeline):
         with torch.device("meta"):
-            chunks = [GPT(shape, part) for part in parts_of(shape, layout, pipeline)]
+            chunks = [GPT(shape, part) for part in model_parts_of(shape, layout, pipeline)]
         names = {name for chunk in chunks for name, _ in chunk.named_parameters()}
         coordinates = dict.fromkeys(AXES, 0) | {"pipeline": pipeline}
         assert set(boxes(shape, layout, coordinates)) == names
@@ -79,7 +79,7 @@ def test_a_rank_holds_what_the_parts_of_its_model_have(shape: ModelShape, layout
 
 def test_the_stages_of_a_pipeline_hold_every_layer_once_in_order() -> None:
     layout = Layout(pipeline=2, stage_layers=(1, 0, 2, 1))
-    first, second = (parts_of(LLAMA, layout, pipeline) for pipeline in range(2))
+    first, second = (model_parts_of(LLAMA, layout, pipeline) for pipeline in range(2))
     assert [part.layers for part in first] == [(0,), (1, 2)]
     assert [part.layers for part in second] == [(), (3,)]
     assert [(part.embeds, part.ends) for part in (*first, *second)] == [

@@ -15,18 +15,18 @@ from torch.distributed.pipelining import schedules as peer
 from plait.layout import Schedule
 from plait.partition.pipeline_schedule import (
     Action,
-    Kind,
-    Lists,
-    actions,
-    awaited,
+    ActionKind,
+    ActionLists,
+    dependencies,
     dependency_order,
-    receiver,
-    stages_of,
+    receiving_stage,
+    schedule_actions,
+    stage_count,
 )
 from plait.partition.pipeline_simulation import StageTimes, equal_times, simulate, transfers
 
 
-def check(lists: Lists) -> None:
+def check(lists: ActionLists) -> None:
     """Raise ValueError with a sentence unless every action is there once, on its rank, and none waits for ever."""
     found: dict[tuple[int, int], list[str]] = {}
     for rank, own in enumerate(lists):
@@ -35,19 +35,19 @@ def check(lists: Lists) -> None:
                 raise ValueError(f"rank {rank} does not hold the stage of {action}")
             found.setdefault((action.stage, action.micro), []).append(action.kind)
     micros = 1 + max(micro for _, micro in found)
-    for stage, micro in product(range(stages_of(lists)), range(micros)):
+    for stage, micro in product(range(stage_count(lists)), range(micros)):
         kinds = sorted(found.get((stage, micro), []))
         if kinds not in (["backward", "forward"], ["backward-input", "backward-weight", "forward"]):
             raise ValueError(f"stage {stage} does {kinds} with micro-batch {micro}")
     dependency_order(lists)
 
 
-MARKS: dict[Kind, str] = {"forward": "F", "backward": "B", "backward-input": "I", "backward-weight": "W"}
+MARKS: dict[ActionKind, str] = {"forward": "F", "backward": "B", "backward-input": "I", "backward-weight": "W"}
 
 
-def grid(lists: Lists) -> str:
+def grid(lists: ActionLists) -> str:
     """A grid for people, a line a rank and a column a unit of time, as if all stages were equally fast."""
-    stages = stages_of(lists)
+    stages = stage_count(lists)
     timeline = simulate(lists, equal_times(stages))
     rows = [["." for _ in range(round(timeline.duration_s))] for _ in lists]
     for row, spans in zip(rows, timeline.ranks, strict=True):
@@ -104,7 +104,7 @@ F forward, B backward, I and W its halves for inputs and weights; number: micro-
 
 @pytest.mark.parametrize(("schedule", "virtual"), GRIDS)
 def test_the_grid(schedule: Schedule, virtual: int) -> None:
-    assert grid(actions(schedule, ranks=3, virtual=virtual, micros=4)) == GRIDS[schedule, virtual]
+    assert grid(schedule_actions(schedule, ranks=3, virtual=virtual, micros=4)) == GRIDS[schedule, virtual]
 
 
 @settings(max_examples=100, deadline=None)
@@ -112,19 +112,19 @@ def test_the_grid(schedule: Schedule, virtual: int) -> None:
 def test_any_counts_give_every_action_once_after_what_it_waits_for(
     schedule: Schedule, ranks: int, virtual: int, micros: int
 ) -> None:
-    lists = actions(schedule, ranks=ranks, virtual=virtual, micros=micros)
+    lists = schedule_actions(schedule, ranks=ranks, virtual=virtual, micros=micros)
     check(lists)
     kinds = ["forward", "backward-input", "backward-weight"] if schedule == "zero-bubble" else ["forward", "backward"]
     stages = ranks * virtual
     wanted = {Action(kind=k, stage=s, micro=m) for k, s, m in product(kinds, range(stages), range(micros))}
-    assert stages_of(lists) == stages
+    assert stage_count(lists) == stages
     assert sorted(map(str, (action for own in lists for action in own))) == sorted(map(str, wanted))
     assert all(action.stage % ranks == rank for rank, own in enumerate(lists) for action in own)
     for kind in kinds[:2]:  # what rows of a tied weight travel by, see parallel/pipeline/tied_embedding.py
         assert [each.micro for each in lists[0] if (each.stage, each.kind) == (0, kind)] == list(range(micros))
     spans = {span.action: span for own in simulate(lists, equal_times(stages), message_s=0.25).ranks for span in own}
     for action, span in spans.items():
-        for needed in awaited(action, stages):
+        for needed in dependencies(action, stages):
             travel_s = 0.25 if needed.stage % ranks != action.stage % ranks else 0.0
             assert spans[needed].end_s + travel_s <= span.start_s
 
@@ -135,16 +135,16 @@ def test_transfers_stand_in_an_order_that_no_rank_can_get_stuck_in(
     schedule: Schedule, ranks: int, virtual: int, micros: int
 ) -> None:
     """Even if a rank could pass on only one transfer at a time, and only in this order."""
-    lists = actions(schedule, ranks=ranks, virtual=virtual, micros=micros)
+    lists = schedule_actions(schedule, ranks=ranks, virtual=virtual, micros=micros)
     stages, order = ranks * virtual, transfers(lists)
     place = {action: number for number, action in enumerate(order)}
     assert len(order) == len(place) == 2 * (stages - 1) * micros
     for own in lists:
         needed_so_far = -1
         for action in own:
-            from_others = [place[each] for each in awaited(action, stages) if each.stage != action.stage]
+            from_others = [place[each] for each in dependencies(action, stages) if each.stage != action.stage]
             needed_so_far = max([needed_so_far, *from_others])
-            if receiver(action, stages) is not None:
+            if receiving_stage(action, stages) is not None:
                 assert place[action] > needed_so_far, "a result would have to be sent before what it was made from"
                 needed_so_far = place[action]
 
@@ -153,7 +153,7 @@ def test_transfers_stand_in_an_order_that_no_rank_can_get_stuck_in(
 def test_the_bubble_is_the_papers(ranks: int, micros: int) -> None:
     """(p - 1) / (m + p - 1) for GPipe and 1F1B; p - 1 over v for the interleaved one, in units of a stage's work."""
     for schedule in ("gpipe", "1f1b"):
-        timeline = simulate(actions(schedule, ranks=ranks, virtual=1, micros=micros), equal_times(ranks))
+        timeline = simulate(schedule_actions(schedule, ranks=ranks, virtual=1, micros=micros), equal_times(ranks))
         assert timeline.bubble == pytest.approx((ranks - 1) / (micros + ranks - 1))
         assert timeline.duration_s == 3 * (micros + ranks - 1)
 
@@ -162,7 +162,7 @@ def test_the_bubble_is_the_papers(ranks: int, micros: int) -> None:
 def test_virtual_stages_divide_the_bubble(ranks: int, virtual: int) -> None:
     micros = 4 * ranks
     timeline = simulate(
-        actions("interleaved", ranks=ranks, virtual=virtual, micros=micros), equal_times(ranks * virtual)
+        schedule_actions("interleaved", ranks=ranks, virtual=virtual, micros=micros), equal_times(ranks * virtual)
     )
     assert timeline.duration_s == 3 * virtual * micros + 3 * (ranks - 1)
 
@@ -170,14 +170,14 @@ def test_virtual_stages_divide_the_bubble(ranks: int, virtual: int) -> None:
 @pytest.mark.parametrize(("ranks", "micros"), [(2, 4), (4, 8), (6, 12)])
 def test_split_backward_fills_two_thirds_of_the_bubble(ranks: int, micros: int) -> None:
     """ZB-H1: (p - 1)(forward + backward-input - backward-weight), Qi et al. 2024, section 2."""
-    timeline = simulate(actions("zero-bubble", ranks=ranks, virtual=1, micros=micros), equal_times(ranks))
+    timeline = simulate(schedule_actions("zero-bubble", ranks=ranks, virtual=1, micros=micros), equal_times(ranks))
     assert timeline.duration_s == 3 * micros + (ranks - 1)
 
 
 def test_unequal_stages_and_slow_links_by_hand() -> None:
     """Two stages of 1 s and 3 s forward (backward twice that), a link of half a second, two micro-batches."""
     times = StageTimes(forward_s=(1.0, 3.0), backward_input_s=(1.0, 3.0), backward_weight_s=(1.0, 3.0))
-    timeline = simulate(actions("1f1b", ranks=2, virtual=1, micros=2), times, message_s=0.5)
+    timeline = simulate(schedule_actions("1f1b", ranks=2, virtual=1, micros=2), times, message_s=0.5)
     starts = [[(MARKS[s.action.kind], s.action.micro, s.start_s) for s in spans] for spans in timeline.ranks]
     assert starts == [
         [("F", 0, 0.0), ("F", 1, 1.0), ("B", 0, 11.0), ("B", 1, 20.0)],
@@ -186,8 +186,8 @@ def test_unequal_stages_and_slow_links_by_hand() -> None:
     assert timeline.duration_s == 22.0 and timeline.bubble == pytest.approx(1 - 24 / 44)
 
 
-def broken(kind: str) -> Lists:
-    first, second = actions("1f1b", ranks=2, virtual=1, micros=2)
+def broken(kind: str) -> ActionLists:
+    first, second = schedule_actions("1f1b", ranks=2, virtual=1, micros=2)
     return {
         "missing": (first, second[:-1]),
         "twice": (first, (*second, second[-1])),
@@ -208,7 +208,7 @@ def plain(order: Any) -> list[str]:
     return [str(each) for each in order if each is not None]
 
 
-def ours(lists: Lists, rank: int) -> list[str]:
+def ours(lists: ActionLists, rank: int) -> list[str]:
     return [f"{action.stage}{MARKS[action.kind]}{action.micro}" for action in lists[rank]]
 
 
@@ -272,9 +272,9 @@ def single(cls: Any, rank: int, ranks: int, micros: int) -> list[str]:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_gpipe_and_1f1b_are_torchs(ranks: int) -> None:
     for micros, rank in product((ranks, ranks + 1, 3 * ranks), range(ranks)):
-        gpipe = actions("gpipe", ranks=ranks, virtual=1, micros=micros)
+        gpipe = schedule_actions("gpipe", ranks=ranks, virtual=1, micros=micros)
         assert ours(gpipe, rank) == single(peer.ScheduleGPipe, rank, ranks, micros)
-        one = actions("1f1b", ranks=ranks, virtual=1, micros=micros)
+        one = schedule_actions("1f1b", ranks=ranks, virtual=1, micros=micros)
         assert ours(one, rank) == single(peer.Schedule1F1B, rank, ranks, micros)
 
 
@@ -283,7 +283,7 @@ def test_gpipe_and_1f1b_are_torchs(ranks: int) -> None:
 def test_interleaved_and_zero_bubble_are_torchs_wherever_it_accepts_the_counts(ranks: int, virtual: int) -> None:
     accepted = [micros for micros in range(1, 4 * ranks) if micros % max(1, micros // ranks) == 0]
     for micros, rank in product(accepted, range(ranks)):
-        interleaved = actions("interleaved", ranks=ranks, virtual=virtual, micros=micros)
+        interleaved = schedule_actions("interleaved", ranks=ranks, virtual=virtual, micros=micros)
         assert ours(interleaved, rank) == multi(peer.ScheduleInterleaved1F1B, rank, ranks, virtual, micros)
-        split = actions("zero-bubble", ranks=ranks, virtual=virtual, micros=micros)
+        split = schedule_actions("zero-bubble", ranks=ranks, virtual=virtual, micros=micros)
         assert ours(split, rank) == multi(peer.ScheduleInterleavedZeroBubble, rank, ranks, virtual, micros)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.cluster.cluster import Cluster, cluster_of_hosts
-from plait.cluster.measured import Measured, MeasuredDevice, Message
+from plait.cluster.measured import MeasuredDevice, Measurements, MessageKind
 from plait.cluster.topology import Machine
 from plait.planner.step_time.measured_network import measured_link
 from tests.cluster.probed import device, link, measured, point, timed
 
-KINDS: tuple[Message, ...] = (
+KINDS: tuple[MessageKind, ...] = (
     "send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap_parts", "spread_own",
 )  # fmt: skip
 HOST = Machine(device="cpu", name="a processor", devices=1, cores=1, memory_bytes=2**34, versions=())
@@ -29,7 +29,7 @@ def host(name: str, speed: float) -> MeasuredDevice:
     return replace(one, workers=1, timed=slowed)
 
 
-def told(speeds: Sequence[float], rate: float = 1e9) -> Measured:
+def told(speeds: Sequence[float], rate: float = 1e9) -> Measurements:
     links = [link(kind, *(point(2**k, 1e-4 + 2**k / rate) for k in (10, 20, 26)), scope="between") for kind in KINDS]
     hosts = tuple(host(name, speed) for name, speed in zip("abcdefgh", speeds, strict=False))
     return replace(measured(*links, devices=hosts), workers=len(speeds), overlaps=())

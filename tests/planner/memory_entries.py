@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from plait.parallel.mesh import make_mesh, world_sums
-from plait.planner.plan import read_plan
+from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.report.memory import LiveTensorPeak
 from plait.trainer.assemble import assemble
@@ -23,4 +23,4 @@ def watched_step(context: Context, argument: str) -> None:
         with LiveTensorPeak(assembly.device, assembly.tensors()) as peak:
             assembly.step(state)
         assembly.loader.close()
-    context.tell("peak", rank=context.rank, bytes=peak.bytes)
+    context.send("peak", rank=context.rank, bytes=peak.bytes)

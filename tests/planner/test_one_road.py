@@ -15,7 +15,7 @@ from plait.cluster.topology import Machine, usable_cores
 from plait.commands.planning.make_plan import look_around, resources_of
 from plait.commands.planning.plan_report import answer
 from plait.commands.preparing.usual_corpus import known_or_usual_corpus
-from plait.commands.probing.survey import survey
+from plait.commands.probing.survey import survey_machines
 from plait.launch.values.job import Job, JobResult, Message
 from plait.layout import AXES
 from plait.planner.calibration.factors import Calibration
@@ -83,7 +83,7 @@ def test_plan_and_train_ask_for_the_same(machine: str, overrides: tuple[str, ...
     workers: Any = OneHost(MACHINES[machine])
     config = recipe(tmp_path, *overrides)
     corpus, _ = known_or_usual_corpus(config)
-    surveyed = survey(workers, lambda line: None, "kept")
+    surveyed = survey_machines(workers, lambda line: None, "kept")
     by_plan = request_of(config, corpus, resources_of(look_around(workers, usable_cores()), workers))
     by_train = request_of(config, corpus, resources_of(surveyed, workers))
     assert by_plan == by_train

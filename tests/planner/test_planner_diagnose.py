@@ -19,8 +19,8 @@ from plait.commands.plan import plan
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.model.sizes import named_shape
-from plait.planner.diagnosis.diagnose import difference, difference_json, difference_section, seconds_of
-from plait.planner.diagnosis.priced_layout import Scene, scene_of
+from plait.planner.diagnosis.diagnose import diagnose, diagnosis_json, diagnosis_section, seconds_of
+from plait.planner.diagnosis.priced_layout import PricedLayout, chosen_layout
 from plait.planner.problem.candidates import RECOMPUTE
 from plait.planner.problem.workload import workload_of
 from plait.planner.search.constraints import Constraints
@@ -44,17 +44,17 @@ def narrow() -> Search:
     )
 
 
-def told_of(search: Search, planted: Callable[[Scene], Scene]) -> dict[str, str]:
+def told_of(search: Search, planted: Callable[[PricedLayout], PricedLayout]) -> dict[str, str]:
     """What explains the step that a planted change makes, as needs by name."""
-    told = difference(search, planted(scene_of(search)).step_s)
+    told = diagnose(search, planted(chosen_layout(search)).step_s)
     return {one.name: f"{one.needs} | {one.look}" for one in told.explanations}
 
 
-def with_cluster(scene: Scene, **changes: Any) -> Scene:
+def with_cluster(scene: PricedLayout, **changes: Any) -> PricedLayout:
     return replace(scene, cluster=replace(scene.cluster, **changes))
 
 
-def with_stack(scene: Scene, **changes: Any) -> Scene:
+def with_stack(scene: PricedLayout, **changes: Any) -> PricedLayout:
     return replace(scene, stack=replace(scene.stack, **changes))
 
 
@@ -79,7 +79,7 @@ def test_slow_products_are_found_with_their_share_of_the_peak(narrow: Search) ->
 
 
 def test_one_slow_device_is_found_with_its_speed(narrow: Search) -> None:
-    def slow(scene: Scene) -> Scene:
+    def slow(scene: PricedLayout) -> PricedLayout:
         island = scene.cluster.islands[0]
         device = replace(island.device, memory_bytes_per_s=island.device.memory_bytes_per_s / 1.3)
         return with_cluster(scene, islands=(replace(island, speed=1 / 1.3, device=device),))
@@ -90,7 +90,7 @@ def test_one_slow_device_is_found_with_its_speed(narrow: Search) -> None:
 def test_slow_passes_over_memory_are_found_with_their_rate() -> None:
     busy = found("350M", "8xH100", 256)
 
-    def slow(scene: Scene) -> Scene:
+    def slow(scene: PricedLayout) -> PricedLayout:
         island = scene.cluster.islands[0]
         device = replace(island.device, memory_bytes_per_s=island.device.memory_bytes_per_s / 2)
         return with_cluster(scene, islands=(replace(island, device=device),))
@@ -114,20 +114,20 @@ def test_messages_that_hide_no_more_are_found() -> None:
                     knobs={"shard_what": "parameters", "micro_sequences": 2, "recompute": "none"})  # fmt: skip
     planted = {"hides_gradients": 0.1, "hides_updates": 0.1, "hides_parameters": 0.1}
     needs = told_of(sharded, lambda scene: with_stack(scene, **planted))["messages under arithmetic"]
-    bare = with_stack(scene_of(sharded), **planted)
+    bare = with_stack(chosen_layout(sharded), **planted)
     assert numbers(needs)[0] == pytest.approx(bare.waited_s, rel=0.05)
 
 
 @pytest.mark.parametrize("what", ["recompute", "micro_sequences", "precision"])
 def test_another_way_to_run_is_found(narrow: Search, what: str) -> None:
-    def other(scene: Scene) -> Scene:
+    def other(scene: PricedLayout) -> PricedLayout:
         if what == "precision":
             return replace(scene, workload=replace(scene.workload, precision="float32"))
         value = RECOMPUTE.index("full") if what == "recompute" else 1
         return replace(scene, layout=replace(scene.layout, **{what: np.array([value])}))
 
-    scene = other(scene_of(narrow))
-    told = difference(narrow, scene.step_s)
+    scene = other(chosen_layout(narrow))
+    told = diagnose(narrow, scene.step_s)
     name = {
         "recompute": 'recompute "full" in place of "none"',
         "micro_sequences": "1 sequence at a time in place of 4",
@@ -138,7 +138,7 @@ def test_another_way_to_run_is_found(narrow: Search, what: str) -> None:
 
 
 def test_the_likeliest_come_first_and_each_says_what_to_look_at(narrow: Search) -> None:
-    told = difference(narrow, 1.3 * float(narrow.step_s[narrow.chosen]))
+    told = diagnose(narrow, 1.3 * float(narrow.step_s[narrow.chosen]))
     strains = [one.strain for one in told.explanations]
     assert strains == sorted(strains) and len(strains) > 2
     assert all(one.look and one.needs for one in told.explanations)
@@ -146,29 +146,29 @@ def test_the_likeliest_come_first_and_each_says_what_to_look_at(narrow: Search) 
 
 
 def test_what_cannot_explain_it_would_not_reach_it(narrow: Search) -> None:
-    told = difference(narrow, 2.0 * float(narrow.step_s[narrow.chosen]))
+    told = diagnose(narrow, 2.0 * float(narrow.step_s[narrow.chosen]))
     assert any(one.bound == "at most" for one in told.excluded)
     assert all(one.step_s < told.measured_s for one in told.excluded if one.bound == "at most")
 
 
 def test_faster_than_forecast_is_explained_within_what_physics_allows(narrow: Search) -> None:
-    scene = scene_of(narrow)
+    scene = chosen_layout(narrow)
     stack = scene.stack
     quick = with_stack(scene, product_share=stack.product_share * 1.2, flash_share=stack.flash_share * 1.2)
     needs = told_of(narrow, lambda _: quick)["arithmetic"]
     there, here = numbers(needs)[:2]
     assert there / here == pytest.approx(1.2, rel=0.05) and there <= 100
-    hopeless = difference(narrow, 0.1 * float(narrow.step_s[narrow.chosen]))
+    hopeless = diagnose(narrow, 0.1 * float(narrow.step_s[narrow.chosen]))
     assert hopeless.verdict == "faster" and not hopeless.explanations and hopeless.mfu > 1
     assert all(one.step_s > hopeless.measured_s for one in hopeless.excluded)
-    assert "another model, batch or machine" in " ".join(difference_section(hopeless).lines)
+    assert "another model, batch or machine" in " ".join(diagnosis_section(hopeless).lines)
 
 
 @pytest.mark.parametrize("part", [-0.9, 0.0, 0.9])
 def test_inside_the_error_bar_there_is_nothing_to_explain(narrow: Search, part: float) -> None:
-    told = difference(narrow, (1 + part * narrow.tolerance) * float(narrow.step_s[narrow.chosen]))
+    told = diagnose(narrow, (1 + part * narrow.tolerance) * float(narrow.step_s[narrow.chosen]))
     assert told.verdict == "as forecast" and not told.explanations and not told.excluded
-    [line] = difference_section(told).lines
+    [line] = diagnosis_section(told).lines
     assert "inside this forecast's error bar" in line
 
 
@@ -177,7 +177,7 @@ def test_the_forecast_of_a_scene_is_that_of_the_search() -> None:
         found("7B", "8xH100", 64),
         found("13B", "16x(8x4090)+100G", 256, degrees=Layout(pipeline=4, shard=32)),
     ):
-        assert scene_of(search_).step_s == pytest.approx(float(search_.step_s[search_.chosen]), rel=1e-9)
+        assert chosen_layout(search_).step_s == pytest.approx(float(search_.step_s[search_.chosen]), rel=1e-9)
 
 
 MEASURED = {
@@ -230,12 +230,12 @@ def test_what_is_no_duration_is_one_sentence(text: str) -> None:
 
 
 def test_the_values_are_plain(narrow: Search) -> None:
-    told = difference(narrow, 1.5 * float(narrow.step_s[narrow.chosen]))
-    values = json.loads(json.dumps(difference_json(told)))
+    told = diagnose(narrow, 1.5 * float(narrow.step_s[narrow.chosen]))
+    values = json.loads(json.dumps(diagnosis_json(told)))
     assert values["explanations"][0].keys() == {"name", "needs", "look", "strain"}
 
 
 def test_one_device_waits_for_no_other() -> None:
-    told = difference(found("350M", "1xH100", 64), 10.0)
+    told = diagnose(found("350M", "1xH100", 64), 10.0)
     names = {one.name for one in (*told.explanations, *told.excluded)}
     assert names and not names & {"one slow device", "messages under arithmetic", "the link between nodes"}

@@ -14,8 +14,8 @@ from plait.cluster.cluster import read_cluster
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
 from plait.model.sizes import explicit_shape
-from plait.planner.memory.estimate import fits, impossible, layer_activations, memory
-from plait.planner.memory.traced_peak import ITEMS, End, followed
+from plait.planner.memory.estimate import cannot_fit, estimate_memory, fits, layer_activations
+from plait.planner.memory.traced_peak import MEMORY_ITEMS, PipelineEnd, traced_peak
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT
 from plait.planner.problem.workload import Workload, workload_of
@@ -28,9 +28,9 @@ GPT_22B = Workload(
     kv_heads=64,
     head_width=96,
     ffn=24576,
-    gated=False,
+    has_gate=False,
     vocabulary=51200,
-    tied=True,
+    has_tied_head=True,
     sequence=2048,
     batch_sequences=4,
     precision="fp16",
@@ -44,7 +44,7 @@ def test_activations_of_a_layer_are_the_published_formula():
     s, b, h, a, t = 2048, 4, 6144, 64, 8
     rows = [{"micro_sequences": b}, {"micro_sequences": b, "tensor": t}]
     rows.append({"micro_sequences": b, "tensor": t, "sequence_parallel": 1})
-    found = layer_activations(GPT_22B, Candidates.of(rows), MEGATRON_2021)
+    found = layer_activations(GPT_22B, Candidates.from_rows(rows), MEGATRON_2021)
     scores = 5 * a * s / h
     expected = [34 + scores, 10 + 24 / t + scores / t, (34 + scores) / t]
     np.testing.assert_allclose(found / (s * b * h), expected)
@@ -61,16 +61,16 @@ def test_activations_of_a_layer_are_the_published_formula():
 )
 def test_what_each_way_saves_is_what_was_published(way, low, high):
     # Korthikanti et al. 2022, figure 7: shares of what tensor parallelism alone keeps, for models of 22B to 1T.
-    table = Candidates.of([{"tensor": 8, "micro_sequences": 4}, {"tensor": 8, "micro_sequences": 4, **way}])
-    kept = memory(GPT_22B, table, MEGATRON_2021).activations
+    table = Candidates.from_rows([{"tensor": 8, "micro_sequences": 4}, {"tensor": 8, "micro_sequences": 4, **way}])
+    kept = estimate_memory(GPT_22B, table, MEGATRON_2021).activations
     assert low <= kept[1] / kept[0] <= high
 
 
 def test_states_follow_what_is_sharded():
     work = replace(GPT_22B, attention="flash")
     ways = ("nothing", "optimizer", "gradients", "parameters")
-    table = Candidates.of([{"shard": 64, "shard_what": what, "tensor": 1} for what in ways])
-    needed = memory(work, table, MEGATRON)
+    table = Candidates.from_rows([{"shard": 64, "shard_what": what, "tensor": 1} for what in ways])
+    needed = estimate_memory(work, table, MEGATRON)
     total = work.parameters
     expected = [18 * total, 6 * total + 12 * total / 64, 2 * total + 16 * total / 64, 16 * total / 64]
     np.testing.assert_allclose(needed.parameters + needed.gradients + needed.optimizer, expected, rtol=1e-6)
@@ -78,15 +78,15 @@ def test_states_follow_what_is_sharded():
 
 
 def test_the_items_are_all_that_is_allocated():
-    needed = memory(GPT_22B, Candidates.of([{"tensor": 8, "pipeline": 4, "micro_sequences": 1}]), PLAIT)
+    needed = estimate_memory(GPT_22B, Candidates.from_rows([{"tensor": 8, "pipeline": 4, "micro_sequences": 1}]), PLAIT)
     names = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "fixed")
     np.testing.assert_allclose(sum(getattr(needed, name) for name in names), needed.allocated)
 
 
 def test_a_pipeline_keeps_as_many_micro_batches_as_it_has_stages_at_most():
     work = replace(GPT_22B, batch_sequences=64)
-    table = Candidates.of([{"pipeline": 8, "schedule": schedule} for schedule in ("1f1b", "gpipe")])
-    kept = memory(work, table, MEGATRON_2021).activations
+    table = Candidates.from_rows([{"pipeline": 8, "schedule": schedule} for schedule in ("1f1b", "gpipe")])
+    kept = estimate_memory(work, table, MEGATRON_2021).activations
     assert kept[1] == pytest.approx(kept[0] * 64 / 8)
 
 
@@ -99,40 +99,41 @@ def test_published_readings_of_the_allocator_are_met():
         kv_heads=8,
         head_width=128,
         ffn=28672,
-        gated=True,
+        has_gate=True,
         vocabulary=128256,
-        tied=False,
+        has_tied_head=False,
         sequence=4096,
         batch_sequences=8,
     )
     knobs = {"shard_what": "optimizer", "sequence_parallel": 1}
-    table = Candidates.of([{"tensor": 4, "shard": 2, **knobs}, {"tensor": 8, "shard": 1, **knobs}])
-    found = memory(llama, table, MEGATRON).allocated / 2**30
+    table = Candidates.from_rows([{"tensor": 4, "shard": 2, **knobs}, {"tensor": 8, "shard": 1, **knobs}])
+    found = estimate_memory(llama, table, MEGATRON).allocated / 2**30
     np.testing.assert_allclose(found, [39.07, 28.29], rtol=0.05)
 
 
 def test_what_was_published_as_out_of_memory_is_refused_and_its_neighbour_is_not():
     bloom = replace(GPT_22B, layers=72, width=14336, head_width=224, ffn=57344, vocabulary=250880, batch_sequences=2016)
     knobs = {"tensor": 8, "shard_what": "optimizer", "recompute": "full", "micro_sequences": 1}
-    table = Candidates.of([{"shard": 48, **knobs}, {"shard": 8, "pipeline": 6, **knobs}])
-    needed = memory(bloom, table, MEGATRON_2021)
-    assert impossible(needed, A100).tolist() == [True, False]
+    table = Candidates.from_rows([{"shard": 48, **knobs}, {"shard": 8, "pipeline": 6, **knobs}])
+    needed = estimate_memory(bloom, table, MEGATRON_2021)
+    assert cannot_fit(needed, A100).tolist() == [True, False]
     assert fits(needed, A100).tolist() == [False, True]
 
 
 def test_states_are_split_over_the_ranks_that_the_program_splits_them_over():
-    table = Candidates.of([{"shard": 4, "context": 2, "shard_what": "optimizer"}])
+    table = Candidates.from_rows([{"shard": 4, "context": 2, "shard_what": "optimizer"}])
     own, both = (
-        memory(GPT_22B, table, replace(PLAIT, shards_over=over)).optimizer[0] for over in ("shard", "shard and context")
+        estimate_memory(GPT_22B, table, replace(PLAIT, shards_over=over)).optimizer[0]
+        for over in ("shard", "shard and context")
     )
     assert PLAIT.shards_over == "shard"
     assert own == pytest.approx(2 * both)
 
 
 def test_a_processor_keeps_only_the_process_beside_the_tensors():
-    table, laptop = Candidates.of([{}]), read_cluster("laptop")
+    table, laptop = Candidates.from_rows([{}]), read_cluster("laptop")
     tiny = replace(GPT_22B, layers=2, width=64, heads=2, kv_heads=2, head_width=32, ffn=256, vocabulary=256)
-    here, there = (memory(tiny, table, PLAIT.on(cluster)) for cluster in (laptop, A100))
+    here, there = (estimate_memory(tiny, table, PLAIT.on(cluster)) for cluster in (laptop, A100))
     assert here.reserved[0] < 0.6e9
     assert there.reserved[0] > 3e9
     mixed = replace(laptop, islands=(*laptop.islands, *A100.islands))
@@ -155,13 +156,13 @@ def test_a_processor_s_process_is_about_as_large_as_it_was_read(
 ):
     shape = explicit_shape(layers=8, width=320, heads=8, vocabulary=2048, sequence=256)
     work = workload_of(shape, sequence=256, batch_sequences=16, precision="float32")
-    found = memory(work, Candidates.of([way]), PLAIT.on(read_cluster("laptop")))
+    found = estimate_memory(work, Candidates.from_rows([way]), PLAIT.on(read_cluster("laptop")))
     assert found.allocated[0] / 2**20 == pytest.approx(tensors_mib, rel=0.01)
     assert found.reserved[0] / 2**20 == pytest.approx(process_mib, rel=0.06)
 
 
 def test_products_in_8_bits_keep_their_inputs_in_8_bits():
-    work, table = replace(GPT_22B, attention="flash"), Candidates.of([{"micro_sequences": 4}])
+    work, table = replace(GPT_22B, attention="flash"), Candidates.from_rows([{"micro_sequences": 4}])
     wide, narrow = (layer_activations(replace(work, precision=p), table, PLAIT)[0] for p in ("bf16", "fp8"))
     inputs = 2 * work.width + work.width + work.ffn  # queries and feedforward, attention's result, second product
     assert wide - narrow == pytest.approx(4 * work.sequence * inputs)
@@ -207,16 +208,16 @@ def test_ranks_on_processors_hold_what_was_foretold(layout: list[str], server: F
     knobs = {"schedule": plan.layout.schedule, "virtual": plan.layout.virtual_stages}
     row = {**plan.layout.degrees, **knobs, "recompute": plan.layout.recompute, "sequence_parallel": 1}
     row["micro_sequences"] = plan.micro_sequences
-    few = Candidates.of([row], dealing=plan.layout.stage_layers or "balanced")
-    ends: tuple[End, End] = ("first", "last") if plan.layout.pipeline > 1 else ("fuller", "fuller")
+    few = Candidates.from_rows([row], dealing=plan.layout.stage_layers or "balanced")
+    ends: tuple[PipelineEnd, PipelineEnd] = ("first", "last") if plan.layout.pipeline > 1 else ("fuller", "fuller")
     for rank, end in enumerate(ends):
-        told = followed(work, few, end=end)
-        assert sum(told[item][0] for item in ITEMS) == pytest.approx(held[rank], rel=0.05), end
+        told = traced_peak(work, few, end=end)
+        assert sum(told[item][0] for item in MEMORY_ITEMS) == pytest.approx(held[rank], rel=0.05), end
 
 
 def test_shards_are_counted_as_they_lie():
     ways = [{"shard": 4, "shard_what": what, "micro_sequences": 1} for what in ("optimizer", "parameters")]
-    told = followed(replace(GPT_22B, precision="float32"), Candidates.of(ways, dealing="balanced"))
+    told = traced_peak(replace(GPT_22B, precision="float32"), Candidates.from_rows(ways, dealing="balanced"))
     whole = 4 * GPT_22B.parameters
     np.testing.assert_allclose(told["parameters"], [whole, whole / 4])
     np.testing.assert_allclose(told["optimizer"], whole / 2)
@@ -228,7 +229,7 @@ def test_shards_are_counted_as_they_lie():
 def test_backward_passes_in_two_halves_make_a_tables_gradient_once():
     rows = [{"pipeline": 4, "micro_sequences": 1, "schedule": way} for way in ("1f1b", "zero-bubble")]
     work = replace(GPT_22B, precision="float32", tied=False)
-    whole, split = followed(work, Candidates.of(rows, dealing="balanced"), end="last")["gradients"]
+    whole, split = traced_peak(work, Candidates.from_rows(rows, dealing="balanced"), end="last")["gradients"]
     assert split == whole
 
 
@@ -236,7 +237,8 @@ def test_more_micro_batches_than_a_pipeline_holds_take_no_more():
     rows = [{"pipeline": 4, "micro_sequences": 1, "schedule": way} for way in ("1f1b", "interleaved", "zero-bubble")]
     work = replace(GPT_22B, precision="float32", tied=False)  # else more tokens touch more rows of the embedding
     few, many = (
-        followed(replace(work, batch_sequences=count), Candidates.of(rows, dealing="balanced")) for count in (32, 256)
+        traced_peak(replace(work, batch_sequences=count), Candidates.from_rows(rows, dealing="balanced"))
+        for count in (32, 256)
     )
-    for item in ITEMS:
+    for item in MEMORY_ITEMS:
         np.testing.assert_allclose(few[item], many[item])

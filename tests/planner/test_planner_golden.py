@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.planner.resolve.resolve import described
+from plait.planner.resolve.resolve import plan_summary
 from tests.planner.machines import EIGHT_H100, LAPTOP, ONE_H100, PLAYS, SERVER, STORIES, WEB, planned, recipe
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -25,7 +25,7 @@ def test_the_plan_and_its_reasons(name: str, tmp_path: Path) -> None:
     machine, facts, overrides = CASES[name]
     plan = planned(recipe(tmp_path, *overrides), facts, machine)
     told = [
-        f"model    {described(plan)}",
+        f"model    {plan_summary(plan)}",
         f"layout   {plan.layout}: {plan.world_size} × {plan.threads} threads, {plan.precision}, compile {plan.compile}",
         f"micro    {plan.micro_sequences} of {plan.batch_sequences} sequences",
         f"reports  every {plan.report_every_steps} steps, evaluation every {plan.evaluate_every_steps}, "

@@ -17,9 +17,9 @@ from plait.planner.heterogeneous.host_permutations import other_orders
 from plait.planner.problem.workload import workload_of
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.found import Search
-from plait.planner.search.host_order import in_best_order
+from plait.planner.search.host_order import with_best_host_order
 from plait.planner.search.search import search
-from plait.planner.step_time.host_links import host_roads
+from plait.planner.step_time.host_links import host_links_of
 from tests.cluster.probed import link, point
 from tests.planner.hosts import probed
 
@@ -52,7 +52,7 @@ def test_a_group_waits_for_the_slowest_road_that_it_uses() -> None:
     """Hosts a and c are in one room, b and d in the other."""
     measured = rooms("xyxy").measured
     assert measured is not None
-    roads = host_roads(measured)
+    roads = host_links_of(measured)
     assert roads is not None and roads.chain() == (0, 2, 1, 3)
     size, stride = np.array([2.0, 2.0, 4.0, 1.0]), np.array([2.0, 1.0, 1.0, 1.0])
     found = roads.share(np.full(4, 2.0**20), size, stride, "each with each")
@@ -66,7 +66,7 @@ def test_a_chain_uses_the_roads_between_neighbours_only() -> None:
     assert measured is not None
     narrow = [replace(one, points=(point(2**26, 2**26 / SLOW),)) for one in measured.links if one.hosts == ("a", "d")]
     wide = [one for one in measured.links if one.hosts != ("a", "d")]
-    roads = host_roads(replace(measured, links=(*wide, *narrow)))
+    roads = host_links_of(replace(measured, links=(*wide, *narrow)))
     assert roads is not None
     message, size, stride = np.array([2.0**26]), np.array([4.0]), np.array([1.0])
     assert roads.share(message, size, stride, "each with each") == pytest.approx([1.0])
@@ -75,23 +75,25 @@ def test_a_chain_uses_the_roads_between_neighbours_only() -> None:
 
 @pytest.mark.parametrize("cluster", [rooms("xx"), rooms("xyxy", fast=1.3 * SLOW), probed(1.0, 1.0, 1.0)])
 def test_like_roads_and_unknown_ones_say_nothing(cluster: Cluster) -> None:
-    assert cluster.measured is not None and host_roads(cluster.measured) is None
+    assert cluster.measured is not None and host_links_of(cluster.measured) is None
 
 
 def test_those_who_cut_matrices_together_stand_in_one_room() -> None:
     here = search(WORK, rooms("xyxy"), constraints=TENSOR)
-    found = in_best_order(here)
-    assert found.turned is not None and found.turned.places == (0, 2, 1, 3)
+    found = with_best_host_order(here)
+    assert found.host_order is not None and found.host_order.hosts == (0, 2, 1, 3)
     assert step_s(found) < 0.5 * step_s(here)
     assert step_s(found) == pytest.approx(step_s(search(WORK, rooms("xyxy", order=(0, 2, 1, 3)), constraints=TENSOR)))
     [line] = unequal_reasons(found)
     assert line.startswith("the machines stand in the order a, c, b, d") and "some roads between them are" in line
-    assert in_best_order(search(WORK, rooms("xxyy"), constraints=TENSOR)).turned is None, "they stand so already"
+    assert with_best_host_order(search(WORK, rooms("xxyy"), constraints=TENSOR)).host_order is None, (
+        "they stand so already"
+    )
 
 
 def test_the_order_is_the_best_of_all() -> None:
     """Held against every order, each searched for itself: here sums of gradients want the fast roads."""
-    found = in_best_order(search(WORK, rooms("xyyx"), constraints=MIXED))
+    found = with_best_host_order(search(WORK, rooms("xyyx"), constraints=MIXED))
     tried = {
         order: step_s(search(WORK, rooms("xyyx", order=(0, *order)), constraints=MIXED))
         for order in permutations((1, 2, 3))
@@ -103,7 +105,7 @@ def test_the_order_is_the_best_of_all() -> None:
 def test_many_machines_are_also_tried_each_beside_the_one_it_reaches_best() -> None:
     places = [order for order, _ in other_orders(rooms("xyxyxy"), first_stays=True)]
     assert (0, 2, 4, 1, 3, 5) in places
-    found = in_best_order(
+    found = with_best_host_order(
         search(WORK, rooms("xyxyxy"), constraints=Constraints(degrees=Layout(tensor=1, shard=3, pipeline=2)))
     )
-    assert found.turned is not None
+    assert found.host_order is not None

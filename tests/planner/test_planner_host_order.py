@@ -15,14 +15,14 @@ from plait.model.sizes import explicit_shape
 from plait.planner.derive.resources import FixedWorkers, Resources
 from plait.planner.explain.unequal_devices import unequal_reasons
 from plait.planner.heterogeneous.host_permutations import other_orders
-from plait.planner.plan import read_plan, write_plan
+from plait.planner.plan_file import read_plan, write_plan
 from plait.planner.problem.software_profile import PLAIT
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.resolve.constrained_search import constrained_search
 from plait.planner.resolve.resolve import draft, settle
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.found import Search
-from plait.planner.search.host_order import better_start, in_best_order
+from plait.planner.search.host_order import with_best_host_order, with_better_first_host
 from plait.planner.search.search import DoesNotFit, search
 from plait.units import format_duration
 from tests.planner.hosts import HOST, probed
@@ -83,30 +83,30 @@ def test_more_machines_than_can_be_tried_in_all_orders_are_tried_by_speed() -> N
 
 def test_a_pipeline_s_machines_stand_in_the_best_order_behind_the_first() -> None:
     """Held against every order, each searched for itself."""
-    found = in_best_order(search(work(), probed(*SPEEDS), constraints=PIPELINE))
+    found = with_best_host_order(search(work(), probed(*SPEEDS), constraints=PIPELINE))
     tried: dict[tuple[int, ...], float] = {
         order: step_s(search(work(), probed(SPEEDS[0], *(SPEEDS[host] for host in order)), constraints=PIPELINE))
         for order in permutations((1, 2, 3))
     }
-    assert found.turned is not None and found.turned.places[0] == 0
+    assert found.host_order is not None and found.host_order.hosts[0] == 0
     assert step_s(found) == pytest.approx(min(tried.values())) and step_s(found) < 0.97 * tried[1, 2, 3]
-    assert tried[found.turned.places[1:]] == pytest.approx(min(tried.values()))
-    assert found.turned.step_s_in_given_order == pytest.approx(tried[1, 2, 3])
-    assert hosts_of(found.cluster) == "".join("abcd"[host] for host in found.turned.places)
+    assert tried[found.host_order.hosts[1:]] == pytest.approx(min(tried.values()))
+    assert found.host_order.step_s_in_given_order == pytest.approx(tried[1, 2, 3])
+    assert hosts_of(found.cluster) == "".join("abcd"[host] for host in found.host_order.hosts)
 
 
 def test_machines_stay_where_they_are_unless_that_costs_time() -> None:
     copies = Constraints(degrees=Layout(replicate=4), knobs={"micro_sequences": 1})
-    assert in_best_order(search(work(), probed(*SPEEDS), constraints=copies)).turned is None
+    assert with_best_host_order(search(work(), probed(*SPEEDS), constraints=copies)).host_order is None
     as_named = replace(PIPELINE, stage_layers=(8, 8, 4, 2))
-    assert in_best_order(search(work(), probed(*SPEEDS), constraints=as_named)).turned is None
+    assert with_best_host_order(search(work(), probed(*SPEEDS), constraints=as_named)).host_order is None
 
 
 def test_another_machine_is_named_to_start_on_where_that_is_faster() -> None:
     """Cutting matrices over this cable takes as long in any order; shares the wrong way round do not."""
     two = probed(1.0, 0.4)
     cut = search(work(), two, constraints=Constraints(degrees=Layout(tensor=2)))
-    assert better_start(cut) is None and not any("in the order" in line for line in unequal_reasons(cut))
+    assert with_better_first_host(cut) is None and not any("in the order" in line for line in unequal_reasons(cut))
     shares = Constraints(degrees=Layout(replicate=2), knobs={"micro_sequences": 1}, shares=(8, 24))
     turned = search(work(), two, constraints=shares)
     [line] = [line for line in unequal_reasons(turned) if "in the order b, a" in line]
@@ -118,7 +118,7 @@ def test_another_machine_is_named_to_start_on_where_that_is_faster() -> None:
 def test_the_plan_carries_the_places_and_says_why(tmp_path: Path) -> None:
     cluster = probed(*SPEEDS)
     found = constrained_search(work(32), cluster, PLAIT, PIPELINE)
-    assert found.turned is not None
+    assert found.host_order is not None
     resources = Resources(
         machine=HOST,
         peak_flops=None,
@@ -131,8 +131,8 @@ def test_the_plan_carries_the_places_and_says_why(tmp_path: Path) -> None:
     config = recipe(tmp_path, *size, *batch, "layout.pipeline=4", 'train.budget="40 steps"')
     outline = draft(config, replace(PLAYS, vocabulary=2048), resources, recipe_hash="")
     plan = settle(config, outline, outline.layouts)
-    assert plan.seats == found.turned.places and plan.layout.stage_layers == found.stage_layers(found.chosen)
-    names, before_s = ", ".join("abcd"[host] for host in plan.seats), found.turned.step_s_in_given_order
+    assert plan.host_order == found.host_order.hosts and plan.layout.stage_layers == found.stage_layers(found.chosen)
+    names, before_s = ", ".join("abcd"[host] for host in plan.host_order), found.host_order.step_s_in_given_order
     assert before_s is not None
     [line] = [line for line in plan.reasons if line.startswith("the machines stand in the order ")]
     assert line.endswith(f"{names}: as they were given a step would take {before_s / step_s(found) - 1:.0%} longer")
@@ -150,7 +150,7 @@ def test_where_nothing_fits_as_the_machines_stand_another_order_may_do(tmp_path:
     with pytest.raises(DoesNotFit):
         search(huge, given, constraints=pins)
     found = constrained_search(huge, given, PLAIT, pins)
-    assert found.turned is not None and found.turned.places == (0, 2, 1)
+    assert found.host_order is not None and found.host_order.hosts == (0, 2, 1)
     assert any(
         line.endswith("as they were given what [layout] asks for would not fit") for line in unequal_reasons(found)
     )
@@ -161,11 +161,11 @@ def test_where_nothing_fits_as_the_machines_stand_another_order_may_do(tmp_path:
 def test_what_surely_fits_comes_before_what_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     given, copies = probed(*SPEEDS), Constraints(degrees=Layout(replicate=4), knobs={"micro_sequences": 1})
     slow, fast = (search(work(), given, constraints=pins) for pins in (copies, PIPELINE))
-    assert in_best_order(fast).turned is not None and in_best_order(slow).turned is None
+    assert with_best_host_order(fast).host_order is not None and with_best_host_order(slow).host_order is None
     monkeypatch.setattr("plait.planner.search.host_order._holds", lambda found: found.cluster == given)
-    assert in_best_order(fast).turned is None, "where others fit only if all goes well they stay"
+    assert with_best_host_order(fast).host_order is None, "where others fit only if all goes well they stay"
     monkeypatch.setattr("plait.planner.search.host_order._holds", lambda found: found.cluster != given)
-    assert in_best_order(slow).turned is not None, "and the other way round they move, though for no time"
+    assert with_best_host_order(slow).host_order is not None, "and the other way round they move, though for no time"
 
 
 def test_an_order_in_which_nothing_fits_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,4 +175,4 @@ def test_an_order_in_which_nothing_fits_is_passed_over(monkeypatch: pytest.Monke
         raise PlaitError("nothing fits")
 
     monkeypatch.setattr("plait.planner.search.host_order.search", refuse)
-    assert in_best_order(found) is found and better_start(found) is None
+    assert with_best_host_order(found) is found and with_better_first_host(found) is None

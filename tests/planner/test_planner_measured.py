@@ -9,7 +9,7 @@ import pytest
 
 from plait.cluster.catalog import network
 from plait.cluster.cluster import Cluster, cluster_from_json, cluster_json, cluster_of_hosts
-from plait.cluster.measured import Measured, MeasuredOverlap, Message
+from plait.cluster.measured import MeasuredOverlap, Measurements, MessageKind
 from plait.cluster.topology import Machine
 from plait.model.shape import ModelShape
 from plait.model.sizes import explicit_shape
@@ -20,19 +20,19 @@ from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.search import enumeration
 from plait.planner.search.search import search
 from plait.planner.step_time.measured_network import measured_link, sent_bytes_per_s
-from plait.planner.step_time.step_time import Timing, timing
+from plait.planner.step_time.step_time import StepTime, step_time
 from tests.cluster.probed import device, link, measured, point, timed
 
 RATE = 1e8
 """Bytes a second of the measured cable."""
-KINDS: tuple[Message, ...] = (
+KINDS: tuple[MessageKind, ...] = (
     "send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap_parts", "spread_own",
 )  # fmt: skip
 HOST = Machine(device="cpu", name="a processor", devices=1, cores=4, memory_bytes=2**34, versions=())
 SHAPE: ModelShape = explicit_shape(layers=8, width=256, heads=4, vocabulary=2048, sequence=256)
 
 
-def told(product_s: float = 0.01, rate: float = RATE, hidden_s: float = 0.0) -> Measured:
+def told(product_s: float = 0.01, rate: float = RATE, hidden_s: float = 0.0) -> Measurements:
     """Two hosts: products of a second's share, a cable on which every operation on n bytes takes n / rate."""
     products = [timed(work, (1024, 256, 256), product_s) for work in ("product", "product_input", "product_weight")]
     links = [link(kind, *(point(2**k, 1e-4 + 2**k / rate) for k in (10, 20, 26)), scope="between") for kind in KINDS]
@@ -43,7 +43,7 @@ def told(product_s: float = 0.01, rate: float = RATE, hidden_s: float = 0.0) -> 
     return replace(measured(*links, devices=devices), workers=2, overlaps=(overlap,))
 
 
-def cluster(found: Measured) -> Cluster:
+def cluster(found: Measurements) -> Cluster:
     return replace(cluster_of_hosts([(HOST, 1e11, 1)] * 2, measured_link(found, "between")), measured=found)
 
 
@@ -51,9 +51,9 @@ def work(batch: int = 16) -> Workload:
     return workload_of(SHAPE, sequence=256, batch_sequences=batch, precision="float32")
 
 
-def priced(found: Measured, **row: int | str) -> Timing:
-    asked = Candidates.of([{"micro_sequences": 4, **row}], "balanced")
-    return timing(work(), cluster(found), asked, PLAIT.on(cluster(found)))
+def priced(found: Measurements, **row: int | str) -> StepTime:
+    asked = Candidates.from_rows([{"micro_sequences": 4, **row}], "balanced")
+    return step_time(work(), cluster(found), asked, PLAIT.on(cluster(found)))
 
 
 def test_products_take_what_the_probe_timed() -> None:
@@ -72,8 +72,8 @@ def test_messages_take_what_the_probe_timed_and_arithmetic_hides_what_it_did_the
 def test_a_narrower_cable_than_the_measured_one_is_that_much_slower() -> None:
     found = told()
     slower = replace(cluster(found), between=replace(measured_link(found, "between"), bytes_per_s=RATE / 4))
-    row = Candidates.of([{"micro_sequences": 4, "replicate": 2}], "balanced")
-    there, here = (timing(work(), c, row, PLAIT.on(c)).gradients[0] for c in (slower, cluster(found)))
+    row = Candidates.from_rows([{"micro_sequences": 4, "replicate": 2}], "balanced")
+    there, here = (step_time(work(), c, row, PLAIT.on(c)).gradients[0] for c in (slower, cluster(found)))
     assert there == pytest.approx(4 * here, rel=0.02)
     assert sent_bytes_per_s(found, "between") == pytest.approx(RATE, rel=0.01)
 
@@ -82,8 +82,8 @@ def test_what_was_not_timed_is_asked_of_the_catalogue() -> None:
     """One worker a host: nothing was timed inside a host, and a layout over two workers of one is still priced."""
     found = told()
     wide = replace(cluster(found), islands=cluster_of_hosts([(HOST, 1e11, 2)], network(1, "machine")).islands)
-    row = Candidates.of([{"micro_sequences": 4, "replicate": 2}], "balanced")
-    assert np.isfinite(timing(work(), wide, row, PLAIT.on(wide)).step_s).all()
+    row = Candidates.from_rows([{"micro_sequences": 4, "replicate": 2}], "balanced")
+    assert np.isfinite(step_time(work(), wide, row, PLAIT.on(wide)).step_s).all()
 
 
 def test_a_fast_cable_keeps_copies_and_a_slow_one_asks_for_a_pipeline() -> None:
@@ -95,9 +95,9 @@ def test_a_fast_cable_keeps_copies_and_a_slow_one_asks_for_a_pipeline() -> None:
 
 def test_another_precision_than_the_probes_is_not_answered_by_it() -> None:
     found = told()
-    row = Candidates.of([{"micro_sequences": 4, "replicate": 2}], "balanced")
+    row = Candidates.from_rows([{"micro_sequences": 4, "replicate": 2}], "balanced")
     asked = replace(work(), precision="bf16")
-    one, two = (timing(asked, cluster(told(s)), row, PLAIT.on(cluster(found))) for s in (0.01, 0.02))
+    one, two = (step_time(asked, cluster(told(s)), row, PLAIT.on(cluster(found))) for s in (0.01, 0.02))
     assert one.products[0] == two.products[0]
 
 
@@ -133,7 +133,7 @@ def test_gpipe_is_thought_of_where_messages_were_timed() -> None:
     """With every micro-batch under way, nobody waits for a round trip over a slow cable."""
     found = search(work(), cluster(told(rate=RATE / 400)))
     assert "gpipe" in {str(found.candidates.row(i)["schedule"]) for i in range(len(found.candidates))}
-    assert enumeration.IN_VAIN not in found.refused
+    assert enumeration.GPIPE_NEEDLESS not in found.refused
 
 
 def test_what_messages_cost_the_processor_adds_to_a_stage_s_work() -> None:

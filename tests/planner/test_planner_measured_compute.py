@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plait.cluster.measured import MeasuredDevice
-from plait.cluster.probe.request import Scene, layer_products
+from plait.cluster.probe.request import ProbedModel, layer_products
 from plait.errors import PlaitError
 from plait.model.shape import parameter_count
 from plait.model.sizes import named_shape
@@ -30,35 +30,35 @@ def products() -> MeasuredDevice:
 
 def test_a_measured_product_takes_what_it_took() -> None:
     for sizes, rate in zip(SHAPES, RATES, strict=True):
-        assert measured_compute.product_s(products(), *sizes) == pytest.approx(flops(sizes) / rate, rel=1e-3)
+        assert measured_compute.measured_product_s(products(), *sizes) == pytest.approx(flops(sizes) / rate, rel=1e-3)
 
 
 def test_no_product_is_faster_than_the_best_nor_slower_than_the_worst_measured() -> None:
     random = np.random.default_rng(1)
     rows, inner, columns = 2.0 ** random.uniform(5, 15, (3, 500))
-    rates = 2 * rows * inner * columns / measured_compute.product_s(products(), rows, inner, columns)
+    rates = 2 * rows * inner * columns / measured_compute.measured_product_s(products(), rows, inner, columns)
     assert rates.max() <= max(RATES) * (1 + 1e-9)
     large = 2 * rows * inner * columns > 5e-6 * max(RATES)
     assert rates[large].min() >= min(RATES) * (1 - 1e-9)
 
 
 def test_between_two_shapes_the_nearer_one_counts_more() -> None:
-    rate = flops((100, 320, 340)) / measured_compute.product_s(products(), 100, 320, 340)
+    rate = flops((100, 320, 340)) / measured_compute.measured_product_s(products(), 100, 320, 340)
     assert 60e9 < rate < 90e9
-    assert rate < flops((200, 320, 800)) / measured_compute.product_s(products(), 200, 320, 800)
+    assert rate < flops((200, 320, 800)) / measured_compute.measured_product_s(products(), 200, 320, 800)
 
 
 def test_beyond_the_measured_the_rate_holds_and_batches_add_up() -> None:
     once, larger = (
-        measured_compute.product_s(products(), 4096, 320, 896),
-        measured_compute.product_s(products(), 65536, 320, 896),
+        measured_compute.measured_product_s(products(), 4096, 320, 896),
+        measured_compute.measured_product_s(products(), 65536, 320, 896),
     )
     assert larger == pytest.approx(16 * once, rel=1e-6)
-    assert measured_compute.product_s(products(), 4096, 320, 896, 8) == pytest.approx(8 * once)
+    assert measured_compute.measured_product_s(products(), 4096, 320, 896, 8) == pytest.approx(8 * once)
 
 
 def test_the_smallest_product_takes_a_launch() -> None:
-    assert measured_compute.product_s(products(), 1, 1, 1) == pytest.approx(5e-6)
+    assert measured_compute.measured_product_s(products(), 1, 1, 1) == pytest.approx(5e-6)
 
 
 def test_the_three_forms_are_told_apart() -> None:
@@ -66,13 +66,15 @@ def test_the_three_forms_are_told_apart() -> None:
     one = device(
         timed("product", sizes, 1e-3), timed("product_input", sizes, 2e-3), timed("product_weight", sizes, 3e-3)
     )
-    found = [float(measured_compute.product_s(one, *sizes, form=form)) for form in ("forward", "input", "weight")]
+    found = [
+        float(measured_compute.measured_product_s(one, *sizes, form=form)) for form in ("forward", "input", "weight")
+    ]
     assert found == pytest.approx([1e-3, 2e-3, 3e-3], rel=1e-6)
 
 
 def test_answers_have_the_shape_of_what_was_asked() -> None:
     rows = np.array([[64.0], [4096.0]])
-    assert measured_compute.product_s(products(), rows, np.array([320, 640, 1280]), 320).shape == (2, 3)
+    assert measured_compute.measured_product_s(products(), rows, np.array([320, 640, 1280]), 320).shape == (2, 3)
     assert measured_compute.stream_s(products(), rows, 320, 896, "forward").shape == (2, 1)
 
 
@@ -86,7 +88,7 @@ def test_attention_grows_with_heads_and_sequences_and_the_square_of_the_length()
 def test_the_step_of_a_measured_model_is_the_sum_of_its_parts() -> None:
     """Each item of a model whose own shapes were measured, recovered; two micro-batches take twice, but one update."""
     shape = named_shape("11M", vocabulary=8192, sequence=256)
-    scene = Scene(shape=shape, sequence=256, sequences=16)
+    scene = ProbedModel(shape=shape, sequence=256, sequences=16)
     sizes = (scene.tokens, shape.width, shape.ffn)
     forms = {(work, keys(p)[k]) for p in layer_products(scene) for k, work in enumerate(FORMS)}
     one = device(
@@ -136,25 +138,27 @@ def test_work_that_was_not_measured_is_refused() -> None:
 
 def test_a_message_between_measured_sizes_and_beyond_them() -> None:
     whole = measured(link("all_reduce", point(1024, 1e-4), point(2**20, 1e-3), point(2**24, 1.6e-2)))
-    assert measured_compute.collective_s(whole, "all_reduce", 2**20, 2, "inside") == pytest.approx(1e-3)
-    middle = measured_compute.collective_s(whole, "all_reduce", 2**22, 2, "inside")
+    assert measured_compute.measured_collective_s(whole, "all_reduce", 2**20, 2, "inside") == pytest.approx(1e-3)
+    middle = measured_compute.measured_collective_s(whole, "all_reduce", 2**22, 2, "inside")
     assert middle == pytest.approx(4e-3)
-    assert measured_compute.collective_s(whole, "all_reduce", 2**28, 2, "inside") == pytest.approx(0.256, rel=0.01)
-    assert measured_compute.collective_s(whole, "all_reduce", 1, 2, "inside") == pytest.approx(1e-4)
-    assert measured_compute.collective_s(whole, "all_reduce", 2**20, 1, "inside") == 0
+    assert measured_compute.measured_collective_s(whole, "all_reduce", 2**28, 2, "inside") == pytest.approx(
+        0.256, rel=0.01
+    )
+    assert measured_compute.measured_collective_s(whole, "all_reduce", 1, 2, "inside") == pytest.approx(1e-4)
+    assert measured_compute.measured_collective_s(whole, "all_reduce", 2**20, 1, "inside") == 0
 
 
 def test_a_longer_message_never_ends_sooner() -> None:
     whole = measured(link("all_reduce", point(1024, 1e-3), point(2**14, 5e-4), point(2**20, 2e-3)))
-    times = measured_compute.collective_s(whole, "all_reduce", 2.0 ** np.arange(10, 30), 2, "inside")
+    times = measured_compute.measured_collective_s(whole, "all_reduce", 2.0 ** np.arange(10, 30), 2, "inside")
     assert (np.diff(times) >= -1e-12).all()
 
 
 def test_more_ranks_than_measured_take_a_rings_share_and_its_latencies() -> None:
     whole = measured(link("all_reduce", point(1024, 1e-4), point(2**24, 1.01e-2)))
-    four = measured_compute.collective_s(whole, "all_reduce", 2**24, 4, "inside")
+    four = measured_compute.measured_collective_s(whole, "all_reduce", 2**24, 4, "inside")
     assert four == pytest.approx(3e-4 + 1e-2 * 1.5)
-    assert measured_compute.collective_s(whole, "all_reduce", 2**24, np.array([1, 2]), "inside").tolist() == [
+    assert measured_compute.measured_collective_s(whole, "all_reduce", 2**24, np.array([1, 2]), "inside").tolist() == [
         0.0,
         pytest.approx(1.01e-2),
     ]
@@ -167,21 +171,21 @@ def test_the_link_with_the_nearest_number_of_ranks_answers_and_the_slowest_of_se
         link("send", point(1024, 1e-3), scope="between"),
         link("send", point(1024, 5e-3), scope="between"),
     )
-    assert measured_compute.collective_s(whole, "all_reduce", 1024, 8, "inside") == pytest.approx(7e-4)
-    assert measured_compute.collective_s(whole, "all_reduce", 1024, 2, "inside") == pytest.approx(1e-4)
-    assert measured_compute.collective_s(whole, "send", 1024, 2, "between") == pytest.approx(5e-3)
+    assert measured_compute.measured_collective_s(whole, "all_reduce", 1024, 8, "inside") == pytest.approx(7e-4)
+    assert measured_compute.measured_collective_s(whole, "all_reduce", 1024, 2, "inside") == pytest.approx(1e-4)
+    assert measured_compute.measured_collective_s(whole, "send", 1024, 2, "between") == pytest.approx(5e-3)
 
 
 def test_the_librarys_operations_stand_for_plaits_own_where_those_were_not_measured() -> None:
     whole = measured(link("reduce_scatter", point(1024, 3e-4)))
-    assert measured_compute.collective_s(whole, "swap_parts", 1024, 2, "inside") == pytest.approx(3e-4)
+    assert measured_compute.measured_collective_s(whole, "swap_parts", 1024, 2, "inside") == pytest.approx(3e-4)
     with pytest.raises(PlaitError, match="all_to_all between hosts was not measured; probe again"):
-        measured_compute.collective_s(whole, "all_to_all", 1024, 2, "between")
+        measured_compute.measured_collective_s(whole, "all_to_all", 1024, 2, "between")
 
 
 def test_what_hides() -> None:
     whole = measured()
     assert (
-        measured_compute.hidden(whole, "inside") == pytest.approx(0.6)
-        and measured_compute.hidden(whole, "between") == 0
+        measured_compute.measured_overlap(whole, "inside") == pytest.approx(0.6)
+        and measured_compute.measured_overlap(whole, "between") == 0
     )

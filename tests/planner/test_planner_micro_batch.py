@@ -11,7 +11,7 @@ import pytest
 
 from plait.data.portions import micro_sizes
 from plait.layout import Layout
-from plait.planner.derive.micro_batch import fewer_gatherings, micros_to_price
+from plait.planner.derive.micro_batch import fewer_gathers_reason, micro_sequences_to_try
 from plait.planner.derive.resources import FixedWorkers, Resources
 from plait.planner.plan import Plan
 from plait.planner.resolve.resolve import draft, settle
@@ -40,16 +40,16 @@ def plan_of(folder: Path, *asked: str, speeds: Sequence[float] = (1.0, 1.0, 0.5,
 
 def gatherings(plan: Plan) -> int:
     """Micro-batches of a step, which all of a plan's parts meet in."""
-    limits = plan.micro_limits or (plan.micro_sequences,) * len(plan.parts)
-    return max(len(sizes) for sizes in micro_sizes(plan.parts, limits))
+    limits = plan.micro_limits or (plan.micro_sequences,) * len(plan.sequences_per_replica)
+    return max(len(sizes) for sizes in micro_sizes(plan.sequences_per_replica, limits))
 
 
 def test_larger_micro_batches_are_priced_where_weights_are_gathered_for_each() -> None:
-    assert list(micros_to_price(16, FULLY, SHARES, may_grow=False)) == [16, 25, 50]
+    assert list(micro_sequences_to_try(16, FULLY, SHARES, may_grow=False)) == [16, 25, 50]
     # Room for a share that grows by a quarter, so that it does not bring one more gathering.
-    assert list(micros_to_price(16, FULLY, SHARES, may_grow=True)) == [16, 25, 63]
+    assert list(micro_sequences_to_try(16, FULLY, SHARES, may_grow=True)) == [16, 25, 63]
     whole = replace(FULLY, shard_what="optimizer"), Layout(replicate=4), replace(FULLY, pipeline=2)
-    assert all(list(micros_to_price(16, layout, SHARES, may_grow=True)) == [16] for layout in whole)
+    assert all(list(micro_sequences_to_try(16, layout, SHARES, may_grow=True)) == [16] for layout in whole)
 
 
 @pytest.mark.parametrize("speeds", [(1.0, 1.0, 0.5, 0.25), (1.0, 0.4), (1.0, 1.0)])
@@ -57,8 +57,8 @@ def test_over_a_narrow_road_weights_are_gathered_less_often(tmp_path: Path, spee
     usual, few = (
         plan_of(tmp_path, 'layout.shard_what="parameters"', speeds=speeds, rate=rate) for rate in (WIDE, NARROW)
     )
-    assert usual.micro_sequences <= 16 and gatherings(usual) == ceil(max(usual.parts) / 16) > 2
-    assert gatherings(few) == 1 and few.micro_sequences >= max(few.parts)
+    assert usual.micro_sequences <= 16 and gatherings(usual) == ceil(max(usual.sequences_per_replica) / 16) > 2
+    assert gatherings(few) == 1 and few.micro_sequences >= max(few.sequences_per_replica)
     told = f"{few.micro_sequences} sequences at a time, not 16: split parameters are gathered once a step instead of"
     assert sum(told in line for line in few.reasons) == 1 and not any("gathered" in line for line in usual.reasons)
     assert few.forecast is not None and usual.forecast is not None
@@ -89,7 +89,7 @@ def test_what_a_person_names_and_what_splits_no_parameters_stays(tmp_path: Path)
 
 
 def test_the_words_for_fewer_gatherings() -> None:
-    assert fewer_gatherings(16, 63, 50) == [
+    assert fewer_gathers_reason(16, 63, 50) == [
         "up to 63 sequences at a time, not 16: split parameters are gathered once a step instead of 4"
     ]
-    assert "2 times a step instead of 4" in fewer_gatherings(16, 32, 50)[0]
+    assert "2 times a step instead of 4" in fewer_gathers_reason(16, 32, 50)[0]

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from plait.cluster.cluster import read_cluster
-from plait.planner.explain.confidence import certainty
+from plait.planner.explain.confidence import certainty_lines
 from plait.planner.problem.workload import Workload
-from plait.planner.search.model_error import FAMILIES, evidence, family_of, stated_error
+from plait.planner.search.model_error import FAMILIES, published_errors, run_family, stated_error
 from plait.planner.search.search import search
 
 SMALL = Workload(
@@ -19,9 +19,9 @@ SMALL = Workload(
     kv_heads=8,
     head_width=64,
     ffn=2048,
-    gated=False,
+    has_gate=False,
     vocabulary=32000,
-    tied=True,
+    has_tied_head=True,
     sequence=512,
     batch_sequences=64,
 )
@@ -39,14 +39,14 @@ EXPERTS = replace(SMALL, experts=8, experts_per_token=2, expert_ffn=1024)
 )
 def test_the_tolerance_and_the_sentence_are_those_of_the_family(workload, cluster, family, words):
     machines = read_cluster(cluster)
-    assert family_of(workload, machines) == family
+    assert run_family(workload, machines) == family
     found = search(workload, machines)
-    assert found.tolerance == stated_error(workload, machines) == evidence(family).median
-    assert f"{words} forecast within {evidence(family).median:.0%}" in certainty(found)[0]
+    assert found.tolerance == stated_error(workload, machines) == published_errors(family).median
+    assert f"{words} forecast within {published_errors(family).median:.0%}" in certainty_lines(found)[0]
 
 
 def test_what_nobody_published_is_no_surer_than_the_least_sure():
-    known = [evidence(family) for family in FAMILIES if evidence(family).rows]
-    assert evidence("cpu").rows == 0
-    assert evidence("cpu").median == max(each.median for each in known)
+    known = [published_errors(family) for family in FAMILIES if published_errors(family).rows]
+    assert published_errors("cpu").rows == 0
+    assert published_errors("cpu").median == max(each.median for each in known)
     assert all(0 < each.median < each.p90 for each in known)

@@ -9,19 +9,19 @@ import pytest
 
 from plait.cluster.cluster import read_cluster
 from plait.layout import Layout
-from plait.model.sizes import SIZES, named_shape
+from plait.model.sizes import MODEL_SIZES, named_shape
 from plait.planner.explain.report import best_of_kinds
-from plait.planner.explain.tipping_points import MANY
-from plait.planner.page.bandwidth import Sweep, bandwidth_sweep, sweep_told
-from plait.planner.page.layout_map import DOTS, RIM, Dot, LayoutMap, layout_map, map_told
-from plait.planner.page.memory import memory_bars, memory_told
-from plait.planner.page.pipeline import DRAWN, pipeline_picture, pipeline_told
-from plait.planner.page.time import waterfall, waterfall_told
+from plait.planner.explain.tipping_points import MANY_LAYOUTS
+from plait.planner.page.bandwidth import Sweep, bandwidth_sweep, sweep_caption
+from plait.planner.page.layout_map import CHOSEN_RIM, DOTS_DRAWN, Dot, LayoutMap, layout_map, map_caption
+from plait.planner.page.memory import memory_bars, memory_caption
+from plait.planner.page.pipeline import ACTIONS_DRAWN, pipeline_caption, pipeline_picture
+from plait.planner.page.time import waterfall, waterfall_caption
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.search.constraints import Constraints
-from plait.planner.search.cost_breakdown import messages, time_items
+from plait.planner.search.cost_breakdown import message_seconds, time_items
 from plait.planner.search.found import Search
-from plait.planner.search.layout_kinds import kind_words, short_words
+from plait.planner.search.layout_kinds import kind_text, layout_text
 from plait.planner.search.search import search
 from plait.report.figures import time_words
 
@@ -35,7 +35,7 @@ CASES = {
 
 
 def workload(size: str, sequence: int, batch: int) -> Workload:
-    shape = named_shape(size, vocabulary=SIZES[size].vocabulary, sequence=sequence)
+    shape = named_shape(size, vocabulary=MODEL_SIZES[size].vocabulary, sequence=sequence)
     return workload_of(shape, sequence=sequence, batch_sequences=batch)
 
 
@@ -63,20 +63,20 @@ def piped(schedule: str, virtual: int, *, size: str = "7B", batch: int = 64) -> 
 
 def test_the_first_bar_is_the_chosen_layout_and_each_adds_up_to_what_it_needs(found: Search) -> None:
     bars = memory_bars(found)
-    by_words = {short_words(found.candidates.row(row)): row for row in range(len(found.candidates))}
-    assert bars.layouts[0] == short_words(found.candidates.row(found.chosen))
+    by_words = {layout_text(found.candidates.row(row)): row for row in range(len(found.candidates))}
+    assert bars.layouts[0] == layout_text(found.candidates.row(found.chosen))
     for place, words in enumerate(bars.layouts):
         whole = sum(item.bytes_per_device[place] for item in bars.items)
-        assert whole == pytest.approx(found.reserved(by_words[words]))
+        assert whole == pytest.approx(found.bytes_per_device(by_words[words]))
         assert whole <= max(island.device.memory_bytes for island in found.cluster.islands)
     assert bars.capacities[0][1] == min(island.device.memory_bytes for island in found.cluster.islands)
-    assert bars.items[0].name in memory_told(bars) or len(bars.items) > 1
+    assert bars.items[0].name in memory_caption(bars) or len(bars.items) > 1
 
 
 def test_unequal_devices_have_a_line_each(searches: dict[str, Search]) -> None:
     bars = memory_bars(searches["two machines"])
     assert [name for name, _ in bars.capacities] == ["Apple M4", "RTX 4090"]
-    assert "that one Apple M4 has" in memory_told(bars) and "least room left" in memory_told(bars)
+    assert "that one Apple M4 has" in memory_caption(bars) and "least room left" in memory_caption(bars)
 
 
 def test_each_item_falls_from_where_the_last_ended_to_the_end_of_the_step(found: Search) -> None:
@@ -84,15 +84,15 @@ def test_each_item_falls_from_where_the_last_ended_to_the_end_of_the_step(found:
     ends = [fall.start_s + fall.spent_s for fall in told.falls]
     assert [fall.start_s for fall in told.falls] == pytest.approx([0.0, *ends[:-1]])
     assert ends[-1] == pytest.approx(told.step_s) == pytest.approx(found.step_s[found.chosen])
-    assert (told.hidden_s, told.exposed_s) == messages(found, found.chosen)
+    assert (told.hidden_s, told.exposed_s) == message_seconds(found, found.chosen)
     linked = sum(fall.spent_s for fall in told.falls if fall.group == "links")
     assert linked <= told.exposed_s * (1 + 1e-9) < linked + 0.03 * told.step_s
-    assert max(told.falls, key=lambda fall: fall.spent_s).name in waterfall_told(told)
+    assert max(told.falls, key=lambda fall: fall.spent_s).name in waterfall_caption(told)
 
 
 def test_without_a_pipeline_a_sentence_says_so(searches: dict[str, Search]) -> None:
     assert pipeline_picture(searches["one box"]) is None
-    assert "no pipeline" in pipeline_told(None)
+    assert "no pipeline" in pipeline_caption(None)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_the_timeline_of_unequal_devices_is_that_of_their_own_stages(schedule: s
 def test_of_very_many_micro_batches_few_are_drawn_and_it_is_said() -> None:
     picture = pipeline_picture(piped("interleaved", 8, batch=4096))
     assert picture and 8 <= picture.drawn < picture.micros == 4096
-    assert sum(len(spans) for spans in picture.timeline.ranks) <= DRAWN
-    assert f"Only {picture.drawn} micro-batches are drawn" in pipeline_told(picture)
+    assert sum(len(spans) for spans in picture.timeline.ranks) <= ACTIONS_DRAWN
+    assert f"Only {picture.drawn} micro-batches are drawn" in pipeline_caption(picture)
     assert picture.waiting < picture.timeline.bubble
 
 
@@ -134,13 +134,13 @@ def test_the_chosen_layout_is_the_lowest_dot_in_the_band(found: Search) -> None:
     told = layout_map(found)
     band = [dot for dot in told.dots if dot.step_s <= told.enough_s]
     assert told.chosen in band and told.chosen.points == min(dot.points for dot in band)
-    assert told.chosen.words == short_words(found.candidates.row(found.chosen))
+    assert told.chosen.words == layout_text(found.candidates.row(found.chosen))
     assert told.fastest.step_s == min(dot.step_s for dot in told.dots)
-    assert len(told.dots) <= DOTS + 50 and told.n_beyond <= told.n_layouts - len(told.dots)
+    assert len(told.dots) <= DOTS_DRAWN + 50 and told.n_beyond <= told.n_layouts - len(told.dots)
     drawn = {dot.step_s for dot in told.dots}
-    within = [row for row in best_of_kinds(found) if found.step_s[row] <= RIM * told.fastest.step_s]
+    within = [row for row in best_of_kinds(found) if found.step_s[row] <= CHOSEN_RIM * told.fastest.step_s]
     assert {float(found.step_s[row]) for row in within} <= drawn
-    assert ("an even sample" in map_told(told)) == (len(told.dots) + told.n_beyond < told.n_layouts)
+    assert ("an even sample" in map_caption(told)) == (len(told.dots) + told.n_beyond < told.n_layouts)
 
 
 def test_each_dot_says_why_it_lost(searches: dict[str, Search]) -> None:
@@ -160,14 +160,16 @@ def test_a_dot_of_a_pipeline_says_how_much_longer_it_waits() -> None:
     degrees = Layout(pipeline=4, tensor=2)
     found = search(workload("7B", 2048, 16), read_cluster("8xH100"), constraints=Constraints(degrees=degrees))
     told = layout_map(found)
-    rows = np.flatnonzero((found.step_s > 1.01 * told.chosen.step_s) & (found.step_s < RIM * told.fastest.step_s))
+    rows = np.flatnonzero(
+        (found.step_s > 1.01 * told.chosen.step_s) & (found.step_s < CHOSEN_RIM * told.fastest.step_s)
+    )
     whys = [dot_of(found, told, int(row)).why for row in rows]
     assert all(longest_delay(found, int(row)) in why for row, why in zip(rows, whys, strict=True))
     assert any("more for waiting for other pipeline stages" in why for why in whys)
 
 
 def dot_of(found: Search, told: LayoutMap, row: int) -> Dot:
-    [dot] = [dot for dot in told.dots if dot.words == short_words(found.candidates.row(row))]
+    [dot] = [dot for dot in told.dots if dot.words == layout_text(found.candidates.row(row))]
     return dot
 
 
@@ -184,11 +186,11 @@ def test_at_the_present_bandwidth_the_sweep_is_the_search(
     assert sweep and sweep.where == ("inside the node" if name == "one box" else "between the nodes")
     middle = len(sweep.bandwidths) // 2
     assert sweep.bandwidths[middle] == pytest.approx(sweep.present)
-    assert chosen_at(sweep, sweep.present) == kind_words(found.candidates.row(found.chosen))
-    best = {kind_words(found.candidates.row(int(row))): found.step_s[row] for row in best_of_kinds(found)}
+    assert chosen_at(sweep, sweep.present) == kind_text(found.candidates.row(found.chosen))
+    best = {kind_text(found.candidates.row(int(row))): found.step_s[row] for row in best_of_kinds(found)}
     for line in sweep.lines:
         assert line.step_s[middle] == pytest.approx(best[line.words])
-    assert "(dashed)" in sweep_told(sweep) and f"{sweep.present:.3g} {sweep.unit}" in sweep_told(sweep)
+    assert "(dashed)" in sweep_caption(sweep) and f"{sweep.present:.3g} {sweep.unit}" in sweep_caption(sweep)
 
 
 @pytest.mark.parametrize("name", ["two machines", "two nodes", "many"])
@@ -197,14 +199,14 @@ def test_on_another_link_the_sweep_chooses_what_a_whole_search_would(
     name: str, factor: float, searches: dict[str, Search], sweeps: dict[str, Sweep | None]
 ) -> None:
     found, sweep = searches[name], sweeps[name]
-    assert sweep and (len(found.candidates) + found.n_refused >= MANY) == (name == "many")
+    assert sweep and (len(found.candidates) + found.n_refused >= MANY_LAYOUTS) == (name == "many")
     place = int(np.abs(np.log(np.array(sweep.bandwidths) / sweep.present / factor)).argmin())
     exact = sweep.bandwidths[place] / sweep.present
     link = replace(found.cluster.between, bytes_per_s=found.cluster.between.bytes_per_s * exact)
     other = search(found.workload, replace(found.cluster, between=link), tolerance=found.tolerance)
-    words, whole = chosen_at(sweep, sweep.bandwidths[place]), kind_words(other.candidates.row(other.chosen))
+    words, whole = chosen_at(sweep, sweep.bandwidths[place]), kind_text(other.candidates.row(other.chosen))
     # Among very many layouts only representatives are tried, which may miss which of two equals is a hair faster.
-    own = np.array([kind_words(other.candidates.row(int(row))) for row in best_of_kinds(other)]) == words
+    own = np.array([kind_text(other.candidates.row(int(row))) for row in best_of_kinds(other)]) == words
     best = int(best_of_kinds(other)[own][0])
     assert words == whole or (name == "many" and other.step_s[best] < 1.02 * other.step_s[other.chosen])
     shown = {line.words: line.step_s[place] for line in sweep.lines}
@@ -223,7 +225,7 @@ def test_no_layout_gets_slower_on_a_faster_link_and_bands_leave_no_gap(sweeps: d
 
 def test_one_device_has_no_link(sweeps: dict[str, Sweep | None]) -> None:
     assert sweeps["one device"] is None
-    assert "one device" in sweep_told(None)
+    assert "one device" in sweep_caption(None)
 
 
 def chosen_at(sweep: Sweep, bandwidth: float) -> str:

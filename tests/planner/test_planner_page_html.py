@@ -17,9 +17,9 @@ from plait.cluster.cluster import Cluster, cluster_from_json, cluster_json, read
 from plait.commands.plan import plan
 from plait.errors import PlaitError
 from plait.layout import Layout
-from plait.planner.explain.glossary import TERMS
-from plait.planner.explain.report import Section
-from plait.planner.heterogeneous.micro_batch_limits import portions_of
+from plait.planner.explain.glossary import GLOSSARY
+from plait.planner.explain.report import PlanSection
+from plait.planner.heterogeneous.micro_batch_limits import replica_memory_of
 from plait.planner.page.page import Chapter, Picture, page_html, pictures
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.search import search
@@ -70,7 +70,7 @@ def evil_cluster() -> Cluster:
 
 def chapter(cluster: Cluster) -> Chapter:
     found = search(workload("350M", 1024, 64), cluster)
-    sections = (Section(title="why", lines=("first of all", f"· since {EVIL}")),)
+    sections = (PlanSection(title="why", lines=("first of all", f"· since {EVIL}")),)
     return Chapter(found=found, parameters=355_000_000, machines=EVIL, notes=(EVIL,), sections=sections)
 
 
@@ -128,7 +128,7 @@ def test_links_of_the_table_lead_to_chapters_and_terms_are_told(page: str) -> No
     links = [values["href"] for tag, values in reader.elements if tag == "a"]
     anchors = {f"#{values['id']}" for tag, values in reader.elements if tag == "h2" and "id" in values}
     assert len(links) == 2 and set(links) == anchors
-    assert set(TERMS) <= set(reader.texts["dt"])
+    assert set(GLOSSARY) <= set(reader.texts["dt"])
     one = page_html([chapter(read_cluster("H100"))], script="")
     assert "<table" not in one
 
@@ -139,12 +139,12 @@ def test_the_memory_told_is_of_the_device_that_has_least_room_left() -> None:
         Constraints(degrees=Layout(pipeline=2), knobs={"schedule": "1f1b"}),
     )
     found = search(workload("1.3B", 1024, 32), cluster, constraints=pins)
-    capacity = found.capacity(found.chosen)
-    one = found.dealer.one(found.candidates, found.chosen)
+    capacity = found.capacity_bytes(found.chosen)
+    one = found.assigner.group_of(found.candidates, found.chosen)
     filled = {
-        portion.needed[rank, 0] / have: have
-        for portion in portions_of(found.workload, one, found.stack, found.room)
-        for rank, have in enumerate(portion.have)
+        portion.needed_bytes[rank, 0] / have: have
+        for portion in replica_memory_of(found.workload, one, found.stack, found.memory_budget)
+        for rank, have in enumerate(portion.capacity_bytes)
     }
     assert len(set(filled.values())) == 2 and capacity == filled[max(filled)]
     told = page_html([Chapter(found=found, parameters=1, machines="", notes=(), sections=())], script="")

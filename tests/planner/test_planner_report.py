@@ -19,15 +19,15 @@ from plait.commands.plan import plan, terms
 from plait.commands.planning.plan_report import Answer, answer, answer_text
 from plait.errors import PlaitError
 from plait.layout import Layout
-from plait.planner.calibration.factors import UNTAUGHT, Calibration
+from plait.planner.calibration.factors import UNCALIBRATED, Calibration
 from plait.planner.derive.resources import on_paper
-from plait.planner.explain.glossary import TERMS, terms_text
-from plait.planner.explain.report import in_short, runners_up
+from plait.planner.explain.glossary import GLOSSARY, glossary_text
+from plait.planner.explain.report import runners_up, short_reasons
 from plait.planner.explain.report_json import plan_json
-from plait.planner.explain.tipping_points import FINE, Flip, flips, with_memory
+from plait.planner.explain.tipping_points import FINE_STEPS, TippingPoint, tipping_points, with_memory
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.found import Search
-from plait.planner.search.layout_kinds import kinds
+from plait.planner.search.layout_kinds import kinds_of
 from plait.planner.search.search import DoesNotFit, search
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
@@ -91,7 +91,7 @@ def test_runners_up_differ_from_the_chosen_and_from_each_other(answers: dict[str
     rows = [found.chosen, *runners_up(found, 8)]
     c = found.candidates.select(np.array(rows))
     assert (
-        len({(int(k), int(p), int(t)) for k, p, t in zip(kinds(c), c.pipeline, c.tensor, strict=True)})
+        len({(int(k), int(p), int(t)) for k, p, t in zip(kinds_of(c), c.pipeline, c.tensor, strict=True)})
         == len(rows)
         == 9
     )
@@ -103,18 +103,18 @@ def test_beyond_each_threshold_another_kind_is_chosen_and_before_it_the_same(
     name: str, answers: dict[str, Answer]
 ) -> None:
     found = answers[name].found
-    told = flips(found)
+    told = tipping_points(found)
     assert told, "nothing would change the answer"
     for flip in told:
         away = flip.factor * (0.97 if flip.factor < 1 else 1.03) if flip.what != "batch" else flip.factor
         # Thresholds are found to within FINE, which of one that is near is more than a fifth of the way to it.
-        near = min(flip.factor * FINE, 1.0) if flip.factor < 1 else max(flip.factor / FINE, 1.0)
+        near = min(flip.factor * FINE_STEPS, 1.0) if flip.factor < 1 else max(flip.factor / FINE_STEPS, 1.0)
         back = sorted((flip.factor**0.8, near, 1.0))[1] if flip.what != "batch" else 1.0
         assert kind_at(found, flip, away) != kind_at(found, flip, 1.0), flip
         assert kind_at(found, flip, back) == kind_at(found, flip, 1.0), flip
 
 
-def kind_at(found: Search, flip: Flip, factor: float) -> int:
+def kind_at(found: Search, flip: TippingPoint, factor: float) -> int:
     """The kind that the whole search chooses on an altered cluster."""
     cluster, workload = found.cluster, found.workload
     match flip.what:
@@ -132,7 +132,7 @@ def kind_at(found: Search, flip: Flip, factor: float) -> int:
         case "batch":
             workload = replace(workload, batch_sequences=round(workload.batch_sequences * factor))
     other = search(workload, cluster)
-    return int(kinds(other.candidates)[other.chosen])
+    return int(kinds_of(other.candidates)[other.chosen])
 
 
 def test_pinned_degrees_are_obeyed_and_their_price_is_told(tmp_path: Path) -> None:
@@ -146,7 +146,9 @@ def test_pinned_degrees_are_obeyed_and_their_price_is_told(tmp_path: Path) -> No
 def test_what_runs_here_taught_is_in_the_plan_and_said(tmp_path: Path) -> None:
     config = recipe(tmp_path, "350M", 1024, 256, "1B tokens", "layout.replicate=8")
     cluster, taught = read_cluster("8x4090"), Calibration(ground="here", compute=1.5, messages=1.5, runs=3)
-    plain, learnt = (answer(config, on_paper(cluster, lambda *_, one=one: one), top=0) for one in (UNTAUGHT, taught))
+    plain, learnt = (
+        answer(config, on_paper(cluster, lambda *_, one=one: one), top=0) for one in (UNCALIBRATED, taught)
+    )
     spent = [float(one.found.step_s[one.found.chosen]) for one in (plain, learnt)]
     assert 1.2 < spent[1] / spent[0] <= 1.5
     said = "longer than the formulas say: the last 3 runs here taught it"
@@ -158,14 +160,14 @@ def test_a_layout_for_which_memory_is_short_is_explained_although_nothing_fits_f
     cluster = read_cluster("2x(1x4090)@10G")
     pins = Constraints(degrees=Layout(shard=2))
     roomy = search(answer(config, on_paper(cluster), top=0).found.workload, cluster, constraints=pins)
-    tight = with_memory(cluster, 0.99 * min(roomy.leanest.values()) / cluster.islands[0].device.memory_bytes)
+    tight = with_memory(cluster, 0.99 * min(roomy.leanest_bytes.values()) / cluster.islands[0].device.memory_bytes)
     with pytest.raises(DoesNotFit):
         search(roomy.workload, tight)
     one = answer(config, on_paper(tight), top=3)
     told = answer_text(one)
     assert "as [layout] of the recipe says; left open, plait would choose nothing: a model of" in " ".join(told.split())
     assert "the layout is as the recipe says, whatever the machines" in told and "memory is short" in told
-    assert "plait would choose nothing" in in_short(search(roomy.workload, tight, constraints=pins))[0]
+    assert "plait would choose nothing" in short_reasons(search(roomy.workload, tight, constraints=pins))[0]
 
 
 def test_gradients_travel_as_the_recipe_says(tmp_path: Path) -> None:
@@ -241,9 +243,9 @@ def test_one_cluster_is_one_object(tmp_path: Path) -> None:
 
 
 def test_every_term_is_told_in_two_sentences() -> None:
-    for term, told in TERMS.items():
+    for term, told in GLOSSARY.items():
         assert len(re.findall(r"[.](?: |$)", told)) == 2, term
-    assert "Points of complexity" in terms() and terms_text() in terms()
+    assert "Points of complexity" in terms() and glossary_text() in terms()
 
 
 def test_no_abbreviation_stands_without_its_words(answers: dict[str, Answer]) -> None:

@@ -11,14 +11,15 @@ import pytest
 from plait.cluster.cluster import read_cluster
 from plait.commands.planning.plan_report import answer
 from plait.errors import PlaitError
-from plait.layout import Layout, share
+from plait.layout import Layout, equal_share
 from plait.model.shape import parameter_count
-from plait.planner.calibration.factors import TIMED_ERROR, Calibration, taught_words, untaught
-from plait.planner.derive.intervals import longer, with_reports
+from plait.planner.calibration.factors import MEASURED_STEP_ERROR, Calibration, calibration_text, uncalibrated
+from plait.planner.derive.intervals import with_new_intervals, with_raised_budget
 from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.derive.resources import Resources, on_paper
-from plait.planner.plan import Plan, read_plan, write_plan
-from plait.planner.resolve.forecast_update import learning
+from plait.planner.plan import Plan
+from plait.planner.plan_file import read_plan, write_plan
+from plait.planner.resolve.forecast_update import updated_forecast
 from plait.planner.resolve.resolve import draft, settle, with_layout
 from plait.planner.resolve.worker_layouts import WorkerLayout
 from plait.planner.search.validity import layout_of_candidate
@@ -137,7 +138,13 @@ def test_another_split_changes_who_does_the_work_and_nothing_of_the_work(tmp_pat
     config = recipe(tmp_path, *STEPS, *TINY, "layout.replicate=2")
     plan = planned(config, PLAYS, LAPTOP)
     four = WorkerLayout(
-        layout=Layout(replicate=4), threads=2, micro_sequences=1, points=0, forecast=plan.forecast, why=(), step_s=0.5
+        layout=Layout(replicate=4),
+        threads=2,
+        micro_sequences=1,
+        complexity=0,
+        forecast=plan.forecast,
+        reasons=(),
+        step_s=0.5,
     )
     other = with_layout(plan, four)
     assert (other.layout.replicate, other.threads, other.micro_sequences, other.step_s) == (4, 2, 1, 0.5)
@@ -163,12 +170,12 @@ def test_a_forecast_takes_in_what_a_step_took_that_was_timed_and_still_knows_wha
     assert said.items.messages_s < 0.05 * said.step_s, "else messages may be what the formulas got wrong"
     assert told.one_device_step_s == pytest.approx(0.4 * said.one_device_step_s), "the formulas are off there, too"
     talking = replace(said, items=replace(said.items, messages_s=said.step_s))
-    late = learning(talking, talking.calibration, 4 * said.step_s)
+    late = updated_forecast(talking, talking.calibration, 4 * said.step_s)
     assert late.step_s == pytest.approx(4 * said.step_s) and late.one_device_step_s == said.one_device_step_s
-    assert told.calibration.timed == pytest.approx(0.4) and told.error == TIMED_ERROR < said.error
-    back = untaught(told.items, told.calibration)
+    assert told.calibration.timed == pytest.approx(0.4) and told.error == MEASURED_STEP_ERROR < said.error
+    back = uncalibrated(told.items, told.calibration)
     assert back.step_s == pytest.approx(said.step_s), "lessons are over what formulas said"
-    assert taught_words(told.calibration, told.items, told.basis) == (
+    assert calibration_text(told.calibration, told.items, told.basis) == (
         "so long took the steps that were timed here when this was planned; "
         f"the formulas said {format_duration(said.step_s)}"
     )
@@ -181,9 +188,9 @@ def test_a_forecast_that_knows_a_timed_step_stays_to_the_bit_until_runs_teach_mo
     runs = replace(said.calibration, compute=1.39, messages=1.41, runs=1)
     for parts in range(20, 120):
         clocked = said.step_s * parts / 70
-        told = learning(said, runs, clocked)
-        assert learning(told, runs, clocked) == told
-        more = learning(told, replace(runs, compute=1.5, runs=2), clocked)
+        told = updated_forecast(said, runs, clocked)
+        assert updated_forecast(told, runs, clocked) == told
+        more = updated_forecast(told, replace(runs, compute=1.5, runs=2), clocked)
         assert more != told and more.step_s == pytest.approx(clocked) and more.calibration.runs == 2
 
 
@@ -192,9 +199,9 @@ def test_a_forecast_by_a_probes_times_stays_as_it_is_where_steps_were_timed(tmp_
     plan = planned(recipe(tmp_path, *STEPS, *TINY, "layout.replicate=2"), PLAYS, LAPTOP)
     assert plan.forecast is not None
     probed = replace(plan.forecast, basis="clock")
-    assert learning(probed, probed.calibration, 2 * probed.step_s) == probed
+    assert updated_forecast(probed, probed.calibration, 2 * probed.step_s) == probed
     runs = Calibration(ground=probed.calibration.ground, compute=1.2, messages=1.2, runs=5)
-    assert learning(probed, runs, None).step_s == pytest.approx(1.2 * probed.step_s)
+    assert updated_forecast(probed, runs, None).step_s == pytest.approx(1.2 * probed.step_s)
 
 
 def test_a_begun_run_keeps_what_it_computes_on_another_machine_and_with_another_budget(tmp_path: Path) -> None:
@@ -276,23 +283,23 @@ def test_a_budget_may_grow(tmp_path: Path) -> None:
         return recipe(tmp_path, f"train.budget={budget}", *TINY, "layout.replicate=1")
 
     plan = planned(config("100 steps"), PLAYS, LAPTOP)
-    assert longer(config("150 steps"), plan) == replace(plan, steps=150, budget=Amount(150, "steps"))
-    assert longer(config("100 steps"), plan) == plan
-    assert longer(config("22400 tokens"), plan).steps == 200
+    assert with_raised_budget(config("150 steps"), plan) == replace(plan, steps=150, budget=Amount(150, "steps"))
+    assert with_raised_budget(config("100 steps"), plan) == plan
+    assert with_raised_budget(config("22400 tokens"), plan).steps == 200
     for smaller in ("99 steps", "1000 tokens"):
         with pytest.raises(PlaitError, match=r"train.budget = .* is less than the 100 steps .* may only grow"):
-            longer(config(smaller), plan)
+            with_raised_budget(config(smaller), plan)
     with pytest.raises(PlaitError, match=r"this run counts in steps; raise train.budget in steps too"):
-        longer(config("10 minutes"), plan)
+        with_raised_budget(config("10 minutes"), plan)
 
 
 def test_a_time_budget_grows_by_its_own_measure(tmp_path: Path) -> None:
     short = recipe(tmp_path, "train.budget=10 minutes", *TINY)
     plan = planned(short, PLAYS, LAPTOP)
     long = recipe(tmp_path, "train.budget=20 minutes", *TINY)
-    assert longer(long, plan).steps == pytest.approx(2 * plan.steps, abs=1)
+    assert with_raised_budget(long, plan).steps == pytest.approx(2 * plan.steps, abs=1)
     with pytest.raises(PlaitError, match="may only grow"):
-        longer(short, longer(long, plan))
+        with_raised_budget(short, with_raised_budget(long, plan))
 
 
 def test_reports_and_checkpoints_follow_the_recipe_as_it_is_now(tmp_path: Path) -> None:
@@ -301,16 +308,16 @@ def test_reports_and_checkpoints_follow_the_recipe_as_it_is_now(tmp_path: Path) 
         tmp_path, *STEPS, *TINY, "checkpoint.every=7 steps", "checkpoint.keep=5", "report.every=3 steps",
         "report.evaluate=20 steps",
     )  # fmt: skip
-    changed = with_reports(new, plan)
+    changed = with_new_intervals(new, plan)
     assert (changed.checkpoint_every, changed.checkpoint_keep) == (Every(7, "steps"), 5)
     assert (changed.report_every_steps, changed.evaluate_every_steps) == (3, 20)
-    assert with_reports(recipe(tmp_path, *STEPS, *TINY), changed).checkpoint_every == Every(7, "steps")
+    assert with_new_intervals(recipe(tmp_path, *STEPS, *TINY), changed).checkpoint_every == Every(7, "steps")
 
 
 def test_shares_of_a_step_lie_end_to_end_and_differ_by_one_at_most() -> None:
     for sequences in range(1, 30):
         for ranks in range(1, 9):
-            shares = [share(sequences, ranks, index) for index in range(ranks)]
+            shares = [equal_share(sequences, ranks, index) for index in range(ranks)]
             ends = [first + count for first, count in shares]
             assert [first for first, _ in shares] == [0, *ends[:-1]] and ends[-1] == sequences
             assert max(count for _, count in shares) - min(count for _, count in shares) <= 1

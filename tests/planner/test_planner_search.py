@@ -14,21 +14,21 @@ from plait.errors import PlaitError
 from plait.layout import AXES, Layout
 from plait.model.shape import ModelShape
 from plait.model.sizes import named_shape
-from plait.partition.pipeline_schedule import actions
+from plait.partition.pipeline_schedule import schedule_actions
 from plait.partition.pipeline_simulation import ActionTimes, StageTimes, durations_s, simulate
-from plait.planner.explain.fit_suggestions import mended
+from plait.planner.explain.fit_suggestions import error_with_suggestions
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.search import enumeration
-from plait.planner.search.complexity import LADDER, complexity
+from plait.planner.search.complexity import COMPLEXITY_TABLE, complexity_of
 from plait.planner.search.constraints import Constraints
-from plait.planner.search.enumeration import divisors, listed
+from plait.planner.search.enumeration import divisors, enumerate_layouts
 from plait.planner.search.found import Search
-from plait.planner.search.layout_cost import price
+from plait.planner.search.layout_cost import step_time_of
 from plait.planner.search.search import DoesNotFit, search, simplest
 from plait.planner.search.validity import balanced_stages, check_layout
-from plait.planner.step_time.network_model import roads
+from plait.planner.step_time.network_model import network_of
 
 SMALL = ModelShape(layers=6, width=64, heads=4, kv_heads=2, head_width=16, ffn=128, vocabulary=256, sequence=1024)
 
@@ -44,7 +44,7 @@ def llama_405b() -> Workload:
 
 @pytest.mark.parametrize("devices", [1, 6, 8, 12])
 def test_every_possible_mix_of_degrees_is_listed_and_no_other(devices: int) -> None:
-    found = listed(workload_of(SMALL, sequence=1024, batch_sequences=4), devices, Constraints()).candidates
+    found = enumerate_layouts(workload_of(SMALL, sequence=1024, batch_sequences=4), devices, Constraints()).candidates
     rows = {(int(p), int(r), int(s), int(c), int(t)) for p, r, s, c, t in
             zip(found.pipeline, found.replicate, found.shard, found.context, found.tensor, strict=True)}  # fmt: skip
     possible = set()
@@ -75,7 +75,7 @@ def carries(degrees: tuple[int, ...]) -> bool:
 
 def test_all_knobs_multiply_out_for_a_pipeline() -> None:
     pins = Constraints(degrees=Layout(pipeline=2, shard=2))
-    found = listed(workload_of(SMALL, sequence=1024, batch_sequences=4), 4, pins)
+    found = enumerate_layouts(workload_of(SMALL, sequence=1024, batch_sequences=4), 4, pins)
     rows = [found.candidates.row(index) for index in range(len(found.candidates))]
     knobs = {(r["shard_what"], r["schedule"], r["virtual"], r["micro_sequences"], r["recompute"]) for r in rows}
     weaves = {("optimizer", "1f1b", 1), ("optimizer", "zero-bubble", 1), ("parameters", "1f1b", 1),
@@ -84,8 +84,10 @@ def test_all_knobs_multiply_out_for_a_pipeline() -> None:
     # Six layers do not fill 4 chunks, yet with table and head counted as layers they do.
     assert {knob[:3] for knob in knobs} == weaves
     assert len(rows) == len(knobs) == len(weaves) * 2 * 3  # one or two sequences at a time, three ways to recompute
-    assert found.refused[enumeration.NOT_TOGETHER] == 2  # zero-bubble with split parameters, each number of sequences
-    assert found.refused[enumeration.IN_VAIN] == 1
+    assert (
+        found.refused[enumeration.INCOMPATIBLE_SPLITS] == 2
+    )  # zero-bubble with split parameters, each number of sequences
+    assert found.refused[enumeration.GPIPE_NEEDLESS] == 1
 
 
 def test_the_simplest_within_the_tolerance_wins_and_the_fastest_of_those() -> None:
@@ -110,9 +112,9 @@ def test_complexity_is_an_ordered_table_whose_axes_weigh_most() -> None:
         {"pipeline": 4, "tensor": 2},
         {"tensor": 16},
     ]
-    points = complexity(Candidates.of(rows), roads(read_cluster("2x(8xH100)+400G")))
+    points = complexity_of(Candidates.from_rows(rows), network_of(read_cluster("2x(8xH100)+400G")))
     assert list(points) == [0, 0, 1, 2, 3, 5, 10, 12, 15, 16, 22, 15]
-    assert all(rung.what for rung in LADDER)
+    assert all(rung.what for rung in COMPLEXITY_TABLE)
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +125,8 @@ def small_search() -> Search:
 def test_what_is_chosen_fits_and_nothing_simpler_is_as_fast(small_search: Search) -> None:
     found = small_search
     capacity = found.cluster.islands[0].device.memory_bytes
-    assert (found.judged <= capacity).all()
-    simpler = found.points < found.points[found.chosen]
+    assert (found.judged_bytes <= capacity).all()
+    simpler = found.complexity < found.complexity[found.chosen]
     assert (found.step_s[simpler] > 1.08 * found.step_s.min()).all()
     assert found.step_s[found.chosen] <= 1.08 * found.step_s.min()
     assert found.step_s.argmin() == found.fastest
@@ -142,11 +144,11 @@ def test_nothing_is_computed_again_where_keeping_it_fits(small_search: Search) -
             continue
         # Whoever asks for it gets it, but it has no room for what an allocator usually wastes.
         capacity = min(island.device.memory_bytes for island in small_search.cluster.islands)
-        assert found.reserved(found.chosen) > capacity
+        assert found.bytes_per_device(found.chosen) > capacity
 
 
 def test_every_listed_layout_is_priced_or_refused(small_search: Search) -> None:
-    found = listed(small_search.workload, 16, Constraints())
+    found = enumerate_layouts(small_search.workload, 16, Constraints())
     late = small_search.n_refused - sum(found.refused.values())
     assert len(found.candidates) == len(small_search.candidates) + late
 
@@ -166,8 +168,8 @@ def test_pinned_degrees_are_obeyed_and_knobs_too() -> None:
 
 
 def test_a_batch_that_does_not_divide_costs_what_its_fullest_devices_take() -> None:
-    cluster, row = read_cluster("8xH100"), Candidates.of([{"replicate": 8}])
-    uneven, filled = (price(work("1B", batch, 1024), cluster, row, PLAIT).step_s[0] for batch in (57, 64))
+    cluster, row = read_cluster("8xH100"), Candidates.from_rows([{"replicate": 8}])
+    uneven, filled = (step_time_of(work("1B", batch, 1024), cluster, row, PLAIT).step_s[0] for batch in (57, 64))
     assert uneven == filled
 
 
@@ -192,7 +194,7 @@ def test_many_pipelines_at_once_take_as_long_as_the_schedule_itself() -> None:
             }
             ours = durations_s(schedule, (ranks, virtual, micros), spent)[0]
             stages = StageTimes(forward_s=tuple(there), backward_input_s=tuple(back), backward_weight_s=tuple(late))
-            lists = actions(schedule, ranks=ranks, virtual=virtual, micros=micros)
+            lists = schedule_actions(schedule, ranks=ranks, virtual=virtual, micros=micros)
             assert ours == pytest.approx(simulate(lists, stages).duration_s)
 
 
@@ -203,7 +205,7 @@ def test_many_pipelines_at_once_take_as_long_as_the_schedule_itself() -> None:
 def test_what_fits_nowhere_is_told_with_what_would_help(size: str, cluster: str, batch: int) -> None:
     with pytest.raises(DoesNotFit) as caught:
         search(work(size, batch), read_cluster(cluster))
-    told = str(mended(caught.value, Constraints()))
+    told = str(error_with_suggestions(caught.value, Constraints()))
     assert "cheapest first: " in told
     times = int(told.split(" times as many devices")[0].split()[-1])
     larger = read_cluster(cluster)
@@ -223,5 +225,8 @@ def test_16384_devices_are_planned_within_a_second_or_so() -> None:
 def test_a_layout_costs_the_same_alone_as_among_others_that_fill_the_batch_otherwise() -> None:
     workload = work("1B", 10)
     found = search(workload, read_cluster("8xH100"))
-    alone = [price(workload, found.cluster, found.candidates.select(np.array([i])), PLAIT).step_s[0] for i in range(40)]
-    assert price(workload, found.cluster, found.candidates, PLAIT).step_s[:40] == pytest.approx(alone)
+    alone = [
+        step_time_of(workload, found.cluster, found.candidates.select(np.array([i])), PLAIT).step_s[0]
+        for i in range(40)
+    ]
+    assert step_time_of(workload, found.cluster, found.candidates, PLAIT).step_s[:40] == pytest.approx(alone)

@@ -15,20 +15,27 @@ from plait.cluster.cluster import read_cluster
 from plait.commands.planning.plan_report import answer
 from plait.errors import PlaitError
 from plait.layout import Layout
-from plait.model.sizes import SIZES, named_shape
+from plait.model.sizes import MODEL_SIZES, named_shape
 from plait.planner.derive.resources import on_paper
-from plait.planner.memory.estimate import memory
-from plait.planner.problem.candidates import Candidates, Dealing
+from plait.planner.memory.estimate import estimate_memory
+from plait.planner.problem.candidates import Candidates, LayerSplit
 from plait.planner.problem.software_profile import PLAIT
-from plait.planner.problem.stage_partition import balanced, dealt, fullest_weights, head_layers, published, stage_layers
+from plait.planner.problem.stage_partition import (
+    balanced_stages_by_cost,
+    fullest_weights,
+    head_cost_in_layers,
+    layers_of_stages,
+    published_stages,
+    stage_layers,
+)
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.search.constraints import Constraints
-from plait.planner.search.enumeration import listed
+from plait.planner.search.enumeration import enumerate_layouts
 from plait.planner.search.layout_cost import step_seconds
 from plait.planner.search.search import search
 from plait.planner.search.validity import balanced_stages
 from plait.planner.step_time.pipeline_step_time import simulated_s
-from plait.planner.step_time.step_time import timing
+from plait.planner.step_time.step_time import step_time
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 
@@ -37,8 +44,8 @@ CLUSTER = read_cluster("1024xH100")
 
 def work(layers: int, vocabulary: int = 32000, batch: int = 32) -> Workload:
     return Workload(
-        layers=layers, width=1024, heads=8, kv_heads=8, head_width=128, ffn=4096, gated=False, vocabulary=vocabulary,
-        tied=False, sequence=1024, batch_sequences=batch,
+        layers=layers, width=1024, heads=8, kv_heads=8, head_width=128, ffn=4096, has_gate=False, vocabulary=vocabulary,
+        has_tied_head=False, sequence=1024, batch_sequences=batch,
     )  # fmt: skip
 
 
@@ -50,24 +57,26 @@ def work(layers: int, vocabulary: int = 32000, batch: int = 32) -> Workload:
     more=st.integers(0, 150),
     vocabulary=st.sampled_from([256, 32000, 1_000_000]),
 )
-def test_every_layer_is_on_one_stage(dealing: Dealing, pipeline: int, virtual: int, more: int, vocabulary: int) -> None:
+def test_every_layer_is_on_one_stage(
+    dealing: LayerSplit, pipeline: int, virtual: int, more: int, vocabulary: int
+) -> None:
     layers = pipeline * virtual + more
     workload = work(layers, vocabulary)
-    each = dealt(layers, pipeline * virtual, head_layers(workload), dealing)
+    each = layers_of_stages(layers, pipeline * virtual, head_cost_in_layers(workload), dealing)
     ranks = [sum(each[rank::pipeline]) for rank in range(pipeline)]
-    held = stage_layers(workload, Candidates.of([{"pipeline": pipeline, "virtual": virtual}], dealing))
+    held = stage_layers(workload, Candidates.from_rows([{"pipeline": pipeline, "virtual": virtual}], dealing))
     others = sum(ranks[1:-1])
     ends = held.first[0] if pipeline == 1 else held.first[0] + held.last[0]
     assert ends + others == sum(ranks) == sum(each) == layers and min(each) >= 1
     assert held.most[0] == max(ranks)
-    behind = ranks[pipeline - int(held.behind[0]) :]
+    behind = ranks[pipeline - int(held.before_last[0]) :]
     assert all(count < held.most[0] for count in behind) and ranks[-1 - len(behind)] == held.most[0]
     assert held.later[0] == max(behind[:-1], default=0)
 
 
 @pytest.mark.parametrize("dealing", ["balanced", "published"])
-def test_two_stages_lose_no_layer_of_an_odd_number(dealing: Dealing) -> None:
-    held = stage_layers(work(7), Candidates.of([{"pipeline": 2}], dealing))
+def test_two_stages_lose_no_layer_of_an_odd_number(dealing: LayerSplit) -> None:
+    held = stage_layers(work(7), Candidates.from_rows([{"pipeline": 2}], dealing))
     assert held.first[0] + held.last[0] == 7 and held.most[0] == max(held.first[0], held.last[0])
 
 
@@ -81,40 +90,40 @@ def test_no_other_way_to_deal_has_a_cheaper_dearest_stage(layers: int, stages: i
 
     cuts = combinations(range(1, layers), stages - 1)
     ways = [tuple(np.diff([0, *cut, layers]).tolist()) for cut in cuts]
-    assert dearest(balanced(layers, stages, head)) == pytest.approx(min(map(dearest, ways)))
+    assert dearest(balanced_stages_by_cost(layers, stages, head)) == pytest.approx(min(map(dearest, ways)))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", MODEL_SIZES)
 def test_what_is_priced_is_what_would_run(size: str) -> None:
     shape = named_shape(size, vocabulary=50257, sequence=1024)
-    head = head_layers(workload_of(shape, sequence=1024, batch_sequences=8))
+    head = head_cost_in_layers(workload_of(shape, sequence=1024, batch_sequences=8))
     for stages in range(1, shape.layers + 1):
-        assert dealt(shape.layers, stages, head, "balanced") == balanced_stages(shape, stages)
+        assert layers_of_stages(shape.layers, stages, head, "balanced") == balanced_stages(shape, stages)
 
 
 def test_published_stages_spare_the_ends() -> None:
-    assert published(8, 4) == (2, 2, 2, 2)
-    assert published(126, 16) == (7, *[8] * 14, 7)
-    assert published(7, 4) == (1, 2, 2, 2) and published(6, 5) == (1, 1, 1, 2, 1)
+    assert published_stages(8, 4) == (2, 2, 2, 2)
+    assert published_stages(126, 16) == (7, *[8] * 14, 7)
+    assert published_stages(7, 4) == (1, 2, 2, 2) and published_stages(6, 5) == (1, 1, 1, 2, 1)
 
 
 def test_a_large_head_empties_the_last_stage() -> None:
-    assert balanced(8, 4, 0.0) == (2, 2, 2, 2)
-    assert balanced(8, 4, 1.5) == (3, 2, 2, 1)
-    assert balanced(9, 2, 3.0) == (6, 3)
+    assert balanced_stages_by_cost(8, 4, 0.0) == (2, 2, 2, 2)
+    assert balanced_stages_by_cost(8, 4, 1.5) == (3, 2, 2, 1)
+    assert balanced_stages_by_cost(9, 2, 3.0) == (6, 3)
 
 
 def test_named_stages_are_priced_as_named() -> None:
     """Two stages of 1 and 7 layers: the fuller sets the pace, and holds the weights and the activations of seven."""
     workload = work(8, batch=64)
     even, odd, swapped = (
-        listed(workload, 2, pins_of_stages(*stages)).candidates for stages in ((4, 4), (1, 7), (7, 1))
+        enumerate_layouts(workload, 2, pins_of_stages(*stages)).candidates for stages in ((4, 4), (1, 7), (7, 1))
     )
     seconds = [step_seconds(workload, CLUSTER, each, PLAIT)[0] for each in (even, odd, swapped)]
     assert seconds[1] > seconds[2] > 1.3 * seconds[0]  # the head stands with the last stage
     assert seconds[1] < 2 * seconds[0]
     assert fullest_weights(workload, odd)[0][0] > 1.3 * fullest_weights(workload, even)[0][0]
-    activations = [memory(workload, each, PLAIT).activations[0] for each in (even, odd, swapped)]
+    activations = [estimate_memory(workload, each, PLAIT).activations[0] for each in (even, odd, swapped)]
     assert activations[2] > activations[0]
 
 
@@ -129,7 +138,7 @@ def test_named_stages_on_a_rank_settle_its_chunks() -> None:
     )
     rows = [found.candidates.row(index) for index in range(len(found.candidates))]
     assert {(row["virtual"], row["schedule"]) for row in rows} == {(2, "interleaved")}
-    assert found.candidates.dealing == (2, 1) * 4
+    assert found.candidates.layer_split == (2, 1) * 4
     assert stage_layers(found.workload, found.candidates).most.tolist() == [4.0] * len(rows)
 
 
@@ -143,7 +152,7 @@ def test_a_recipes_stages_reach_the_price(tmp_path: Path) -> None:
         answer(asked(tmp_path, f"layout.stage_layers={stages}"), on_paper(read_cluster("2x4090")), top=0)
         for stages in ("[13, 11]", "[23, 1]")
     )
-    assert odd.found.candidates.dealing == (23, 1)
+    assert odd.found.candidates.layer_split == (23, 1)
     assert odd.found.step_s[odd.found.chosen] > 1.5 * even.found.step_s[even.found.chosen]
     assert not any("stage_layers" in note for note in odd.notes)
 
@@ -171,12 +180,12 @@ def test_stages_that_cannot_run_are_one_sentence(layout: tuple[str, ...], says: 
 
 
 def test_plaits_own_layouts_are_dealt_as_they_would_run() -> None:
-    found = listed(work(8), 8, Constraints()).candidates
-    assert found.dealing == "balanced" == found.select(np.array([0])).dealing
+    found = enumerate_layouts(work(8), 8, Constraints()).candidates
+    assert found.layer_split == "balanced" == found.select(np.array([0])).layer_split
 
 
 @pytest.mark.parametrize("dealing", ["published", "balanced"])
-def test_the_closed_form_is_the_simulated_time_or_lower(dealing: Dealing) -> None:
+def test_the_closed_form_is_the_simulated_time_or_lower(dealing: LayerSplit) -> None:
     """Over 200 random pipelines, chunks of a single layer among them, 2 % above at most."""
     numbers = random.Random(1)
     differences = []
@@ -185,13 +194,13 @@ def test_the_closed_form_is_the_simulated_time_or_lower(dealing: Dealing) -> Non
         if case is None:
             continue
         workload, candidates = case
-        times = timing(workload, CLUSTER, candidates, PLAIT)
+        times = step_time(workload, CLUSTER, candidates, PLAIT)
         differences.append(times.step_s[0] / simulated_s(workload, CLUSTER, candidates, PLAIT, times)[0] - 1)
     assert max(differences) <= 0.02, sorted(differences)[-5:]
     assert abs(np.median(differences)) <= 0.005
 
 
-def random_pipeline(numbers: random.Random, dealing: Dealing) -> tuple[Workload, Candidates] | None:
+def random_pipeline(numbers: random.Random, dealing: LayerSplit) -> tuple[Workload, Candidates] | None:
     shape = named_shape(numbers.choice(["7B", "13B", "70B", "175B", "405B"]), vocabulary=128256, sequence=4096)
     schedule = numbers.choice(["gpipe", "1f1b", "interleaved", "zero-bubble"])
     ranks, virtual = numbers.randint(2, 12), numbers.randint(2, 5) if schedule == "interleaved" else 1
@@ -201,4 +210,4 @@ def random_pipeline(numbers: random.Random, dealing: Dealing) -> tuple[Workload,
         return None
     row = {"pipeline": ranks, "virtual": virtual, "tensor": tensor, "schedule": schedule, "sequence_parallel": 1}
     row["recompute"] = numbers.choice(["none", "full"])
-    return workload_of(shape, sequence=4096, batch_sequences=micros), Candidates.of([row], dealing)
+    return workload_of(shape, sequence=4096, batch_sequences=micros), Candidates.from_rows([row], dealing)

@@ -11,8 +11,8 @@ import pytest
 
 from plait.layout import Layout
 from plait.planner.plan import HostShare, Plan
-from plait.planner.rebalancing.batch_rebalance import Measured, cannot_help
-from plait.planner.rebalancing.stage_repartition import Stages, recut, stages_of
+from plait.planner.rebalancing.batch_rebalance import StepObservation, why_rebalancing_cannot_help
+from plait.planner.rebalancing.stage_repartition import StageCosts, repartition, stage_costs_of
 from tests.commands.other_values import base_recipe
 from tests.planner.machines import LAPTOP, corpus, planned
 
@@ -20,26 +20,30 @@ LOOKUP, HEAD = 0.1, 0.5
 MICROS = 32
 
 
-def stages(count: int) -> Stages:
-    return Stages(
+def stages(count: int) -> StageCosts:
+    return StageCosts(
         names=tuple(f"host {chr(ord('a') + stage)}" for stage in range(count)),
         ranks=tuple((stage,) for stage in range(count)),
-        lookup=LOOKUP,
-        head=HEAD,
+        embedding_cost_in_layers=LOOKUP,
+        head_cost_in_layers=HEAD,
         micros=MICROS,
     )
 
 
-def steps_of(layers: Sequence[int], speeds: Sequence[float], count: int, seed: int, sigma: float) -> list[Measured]:
+def steps_of(
+    layers: Sequence[int], speeds: Sequence[float], count: int, seed: int, sigma: float
+) -> list[StepObservation]:
     """Steps as real ones are: lognormal noise, and one stage in a hundred that takes two or three times as long."""
-    draw, found = random.Random(seed), list[Measured]()
+    draw, found = random.Random(seed), list[StepObservation]()
     work = stages(len(layers)).work(layers)
     for _ in range(count):
         compute = [
             done / speed * draw.lognormvariate(0, sigma) * (draw.uniform(2, 3) if draw.random() < 0.01 else 1)
             for done, speed in zip(work, speeds, strict=True)
         ]
-        found.append(Measured(compute_s=tuple(compute), step_s=(sum(compute) + (MICROS - 1) * max(compute)) / MICROS))
+        found.append(
+            StepObservation(compute_s=tuple(compute), step_s=(sum(compute) + (MICROS - 1) * max(compute)) / MICROS)
+        )
     return found
 
 
@@ -54,7 +58,9 @@ def test_equal_machines_keep_their_layers_for_a_thousand_steps(layers: tuple[int
     for seed in range(40):
         steps = steps_of(layers, [1.0] * len(layers), 1000, seed, 0.08)
         for end in range(20, 1001, 20):
-            assert recut(layers, steps[max(0, end - 100) : end], stages(len(layers)), most) is None, f"seed {seed}"
+            assert repartition(layers, steps[max(0, end - 100) : end], stages(len(layers)), most) is None, (
+                f"seed {seed}"
+            )
 
 
 @pytest.mark.parametrize(
@@ -72,7 +78,7 @@ def test_layers_go_where_the_last_stage_is_done_as_early_as_can_be(
 ) -> None:
     most = (sum(before),) * len(before)
     for seed in range(10):
-        change = recut(before, steps_of(before, speeds, 20, seed, 0.01), stages(len(before)), most)
+        change = repartition(before, steps_of(before, speeds, 20, seed, 0.01), stages(len(before)), most)
         assert change is not None and sum(change.shares) == sum(before)
         work = stages(len(before)).work
         last = [max(w / s for w, s in zip(work(cut), speeds, strict=True)) for cut in (change.shares, after)]
@@ -90,24 +96,24 @@ def trip(work: Sequence[float], speeds: Sequence[float]) -> float:
 def test_what_does_not_last_or_is_not_worth_it_moves_nothing() -> None:
     most, two = (22, 22), stages(2)
     slow, usual = (steps_of((11, 11), speeds, 10, 1, 0.01) for speeds in ((1.0, 0.4), (1.0, 1.0)))
-    assert recut((11, 11), [*usual, *slow], two, most) is None  # half of the window only
-    assert recut((11, 11), [*slow, *slow], two, most) is not None
-    assert recut((11, 11), slow, two, most) is None  # too few steps
+    assert repartition((11, 11), [*usual, *slow], two, most) is None  # half of the window only
+    assert repartition((11, 11), [*slow, *slow], two, most) is not None
+    assert repartition((11, 11), slow, two, most) is None  # too few steps
     # 16 and 6 are best for both; the same cut again is no change.
-    assert recut((16, 6), steps_of((16, 6), (1.0, 0.4), 20, 1, 0.01), two, most) is None
+    assert repartition((16, 6), steps_of((16, 6), (1.0, 0.4), 20, 1, 0.01), two, most) is None
 
 
 def test_no_stage_gets_more_than_it_can_hold() -> None:
     steps = steps_of((11, 11), (1.0, 0.4), 20, 2, 0.01)
-    change = recut((11, 11), steps, stages(2), (14, 22))
+    change = repartition((11, 11), steps, stages(2), (14, 22))
     assert change is not None and change.shares == (14, 8)
-    assert recut((11, 11), steps, stages(2), (11, 11)) is None
+    assert repartition((11, 11), steps, stages(2), (11, 11)) is None
     for most in ((3, 11), (0, 500)):  # there is not even room for what is there, or for a layer to arrive
-        assert recut((11, 11), steps, stages(2), most) is None
+        assert repartition((11, 11), steps, stages(2), most) is None
 
 
 def test_the_reason_names_the_host_and_the_layers() -> None:
-    change = recut((11, 11), steps_of((11, 11), (1.0, 0.4), 20, 3, 0.01), stages(2), (22, 22))
+    change = repartition((11, 11), steps_of((11, 11), (1.0, 0.4), 20, 3, 0.01), stages(2), (22, 22))
     assert change is not None
     assert change.reason == "host b is 2.5 times slower than host a: its share goes from 11 to 6 of 22 layers"
 
@@ -115,27 +121,27 @@ def test_the_reason_names_the_host_and_the_layers() -> None:
 def test_which_pipelines_can_be_cut_anew(tmp_path: Path) -> None:
     lone = plan_of(tmp_path, pipeline=2, stage_layers=(1, 1))
     hosts = (HostShare(name="old", workers=1, threads=1), HostShare(name="new", workers=1, threads=1))
-    found = stages_of(replace(lone, hosts=hosts))
+    found = stage_costs_of(replace(lone, hosts=hosts))
     assert found is not None and found.names == ("host old", "host new") and found.ranks == ((0,), (1,))
-    assert found.head > 0 and found.micros == -(-lone.batch_sequences // lone.micro_sequences)
-    assert cannot_help(lone) is None
+    assert found.head_cost_in_layers > 0 and found.micros == -(-lone.batch_sequences // lone.micro_sequences)
+    assert why_rebalancing_cannot_help(lone) is None
     two_and_one = (replace(hosts[0], workers=2), hosts[1])
     assert [replace(lone, hosts=two_and_one).workers_beside(rank) for rank in range(3)] == [2, 2, 1]
     assert lone.workers_beside(1) == 2
-    wide = stages_of(plan_of(tmp_path, pipeline=2, stage_layers=(1, 1), tensor=2))
+    wide = stage_costs_of(plan_of(tmp_path, pipeline=2, stage_layers=(1, 1), tensor=2))
     assert wide is not None and wide.ranks == ((0, 1), (2, 3)) and wide.names == ("ranks 0 and 1", "ranks 2 and 3")
     interleaved = plan_of(tmp_path, pipeline=2, stage_layers=(1, 1, 1, 1), schedule="interleaved")
-    assert stages_of(interleaved) is None and "cut anew" in (cannot_help(interleaved) or "")
-    assert stages_of(plan_of(tmp_path, pipeline=2, stage_layers=(1, 1), replicate=2)) is None  # its shares follow
-    assert stages_of(plan_of(tmp_path, tensor=2)) is None
+    assert stage_costs_of(interleaved) is None and "cut anew" in (why_rebalancing_cannot_help(interleaved) or "")
+    assert stage_costs_of(plan_of(tmp_path, pipeline=2, stage_layers=(1, 1), replicate=2)) is None  # its shares follow
+    assert stage_costs_of(plan_of(tmp_path, tensor=2)) is None
 
 
 def test_the_ends_of_a_pipeline_cost_what_they_were_priced_at(tmp_path: Path) -> None:
     lone = plan_of(tmp_path, pipeline=2, stage_layers=(1, 1))
-    assert lone.forecast is not None and lone.forecast.head_layers is not None
-    priced = replace(lone.forecast, lookup_layers=0.25, head_layers=0.4)
-    found, untold = stages_of(replace(lone, forecast=priced)), stages_of(replace(lone, forecast=None))
+    assert lone.forecast is not None and lone.forecast.head_cost_in_layers is not None
+    priced = replace(lone.forecast, embedding_cost_in_layers=0.25, head_cost_in_layers=0.4)
+    found, untold = stage_costs_of(replace(lone, forecast=priced)), stage_costs_of(replace(lone, forecast=None))
     assert found is not None and found.work((8, 1)) == [8.25, 1.4]
-    by_weights = replace(lone.forecast, head_layers=None)  # a plan of an earlier version
-    assert untold is not None and untold == stages_of(replace(lone, forecast=by_weights))
-    assert untold.lookup == 0 and untold.head > 0
+    by_weights = replace(lone.forecast, head_cost_in_layers=None)  # a plan of an earlier version
+    assert untold is not None and untold == stage_costs_of(replace(lone, forecast=by_weights))
+    assert untold.embedding_cost_in_layers == 0 and untold.head_cost_in_layers > 0

@@ -15,9 +15,9 @@ from plait.cluster.cluster import Cluster, read_cluster
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT
 from plait.planner.problem.workload import Workload
-from plait.planner.step_time.network_model import collective_s, exchange_s, roads
-from plait.planner.step_time.roofline import chip, product_s
-from plait.planner.step_time.step_time import timing
+from plait.planner.step_time.network_model import collective_s, network_of, token_exchange_s
+from plait.planner.step_time.roofline import device_rates, product_s
+from plait.planner.step_time.step_time import step_time
 
 LLAMA_70B = Workload(
     layers=80,
@@ -26,9 +26,9 @@ LLAMA_70B = Workload(
     kv_heads=8,
     head_width=128,
     ffn=28672,
-    gated=True,
+    has_gate=True,
     vocabulary=128256,
-    tied=False,
+    has_tied_head=False,
     sequence=8192,
     batch_sequences=512,
 )
@@ -36,7 +36,7 @@ H100 = read_cluster("64xH100")
 
 
 def step_s(knobs: Mapping[str, int | str], cluster: Cluster = H100) -> float:
-    return float(timing(LLAMA_70B, cluster, Candidates.of([knobs]), PLAIT).step_s[0])
+    return float(step_time(LLAMA_70B, cluster, Candidates.from_rows([knobs]), PLAIT).step_s[0])
 
 
 def test_parameters_and_arithmetic_are_those_of_the_published_models():
@@ -70,14 +70,14 @@ def test_no_step_is_faster_than_the_peak_allows():
 
 
 def test_the_items_add_up_to_the_step():
-    table = Candidates.of(
+    table = Candidates.from_rows(
         [
             {"pipeline": 4, "virtual": 5, "shard": 4, "tensor": 4, "shard_what": "optimizer"},
             {"shard": 8, "tensor": 8, "shard_what": "parameters", "recompute": "full"},
             {"replicate": 8, "context": 8},
         ]
     )
-    priced = timing(LLAMA_70B, H100, table, MEGATRON)
+    priced = step_time(LLAMA_70B, H100, table, MEGATRON)
     names = set(priced.__dataclass_fields__) - {"step_s", "hidden"}
     np.testing.assert_allclose(sum(getattr(priced, name) for name in names), priced.step_s)
     assert all((getattr(priced, name) >= 0).all() for name in names)
@@ -90,8 +90,8 @@ def test_many_candidates_at_once_cost_what_each_costs_alone():
         for t in (1, 2, 8)
         for what in ("optimizer", "parameters")
     ]
-    together = timing(LLAMA_70B, H100, Candidates.of(rows), PLAIT).step_s
-    alone = [timing(LLAMA_70B, H100, Candidates.of([row]), PLAIT).step_s[0] for row in rows]
+    together = step_time(LLAMA_70B, H100, Candidates.from_rows(rows), PLAIT).step_s
+    alone = [step_time(LLAMA_70B, H100, Candidates.from_rows([row]), PLAIT).step_s[0] for row in rows]
     np.testing.assert_allclose(together, alone, rtol=1e-12)
 
 
@@ -99,7 +99,7 @@ def test_more_micro_batches_shrink_the_bubble_by_the_closed_form():
     def bubble_share(batch: int, virtual: int) -> float:
         work = replace(LLAMA_70B, batch_sequences=batch)
         row = {"pipeline": 8, "virtual": virtual, "tensor": 8, "recompute": "full"}
-        priced = timing(work, H100, Candidates.of([row]), replace(PLAIT, step_s=0.0, hides_pipeline=1.0))
+        priced = step_time(work, H100, Candidates.from_rows([row]), replace(PLAIT, step_s=0.0, hides_pipeline=1.0))
         return float((priced.bubble / (priced.step_s - priced.bubble - priced.optimizer))[0])
 
     assert bubble_share(64, 1) == pytest.approx(7 / 64, rel=0.15)
@@ -122,7 +122,7 @@ def test_narrow_roads_force_a_pipeline_and_wide_ones_need_none():
 def test_tensor_parallelism_costs_more_between_nodes_than_inside():
     def exposed(tensor: int) -> float:
         row = {"tensor": tensor, "shard": 64 // tensor, "sequence_parallel": 1}
-        priced = timing(LLAMA_70B, H100, Candidates.of([row]), PLAIT)
+        priced = step_time(LLAMA_70B, H100, Candidates.from_rows([row]), PLAIT)
         return float((priced.tensor / priced.products)[0])
 
     assert exposed(16) > 2 * exposed(8)
@@ -130,7 +130,7 @@ def test_tensor_parallelism_costs_more_between_nodes_than_inside():
 
 
 def test_a_ring_between_nodes_uses_all_cards_of_the_node():
-    road = roads(H100)
+    road = network_of(H100)
     message = 1e9
     inside = collective_s(road, "gather", message, 8, 1)
     both = collective_s(road, "gather", message, 16, 1)
@@ -142,16 +142,16 @@ def test_a_ring_between_nodes_uses_all_cards_of_the_node():
 
 
 def test_a_token_crosses_to_each_node_once_however_many_experts_it_has_there():
-    road = roads(H100)
-    inside, few = exchange_s(road, 4096, 1e4, 1, 64, 1)
-    _, many = exchange_s(road, 4096, 1e4, 100, 64, 1)
+    road = network_of(H100)
+    inside, few = token_exchange_s(road, 4096, 1e4, 1, 64, 1)
+    _, many = token_exchange_s(road, 4096, 1e4, 100, 64, 1)
     assert many < 8.001 * few
     assert inside > 0
 
 
 def test_a_wave_that_is_not_full_costs_as_much_as_a_full_one():
     a100 = read_cluster("8xA100-80GB").islands[0].device
-    rates = chip(a100, "bf16", PLAIT)
+    rates = device_rates(a100, "bf16", PLAIT)
     one_wave = product_s(rates, 256 * 108, 4096, 128, flops=rates.linear_flops)
     one_more = product_s(rates, 256 * 109, 4096, 128, flops=rates.linear_flops)
     assert one_more > 1.1 * one_wave
@@ -161,7 +161,7 @@ def test_a_wave_that_is_not_full_costs_as_much_as_a_full_one():
 
 def test_small_models_are_bound_by_the_host():
     tiny = replace(LLAMA_70B, layers=12, width=512, heads=8, kv_heads=8, head_width=64, ffn=1024, sequence=128)
-    priced = timing(tiny, H100, Candidates.of([{"shard": 64, "micro_sequences": 1}]), PLAIT)
+    priced = step_time(tiny, H100, Candidates.from_rows([{"shard": 64, "micro_sequences": 1}]), PLAIT)
     assert priced.host[0] > 0.5 * priced.step_s[0]
 
 
@@ -174,10 +174,10 @@ def test_every_layout_of_a_large_model_is_priced_within_a_second():
         for r in ("none", "selective", "full")
         for m in (1, 2, 4, 8)
     ]
-    table = Candidates.of(rows * 8)
+    table = Candidates.from_rows(rows * 8)
     work = replace(LLAMA_70B, layers=126, width=16384, heads=128, ffn=53248, batch_sequences=2048)
     start = time.perf_counter()
-    assert np.isfinite(timing(work, read_cluster("16384xH100"), table, PLAIT).step_s).all()
+    assert np.isfinite(step_time(work, read_cluster("16384xH100"), table, PLAIT).step_s).all()
     assert time.perf_counter() - start < 2.0  # 11,520 of them; about half a second on an idle core
 
 
@@ -185,18 +185,18 @@ def test_an_island_with_a_network_of_its_own_is_priced_by_it():
     slow, fast = network(10, "device"), network(400, "device")
     island = replace(H100.islands[0], nodes=2)
     alone = replace(H100, islands=(replace(island, network=slow),), between=fast)
-    assert roads(alone).between_bytes_per_s == roads(replace(H100, between=slow)).between_bytes_per_s
+    assert network_of(alone).between_bytes_per_s == network_of(replace(H100, between=slow)).between_bytes_per_s
     # Two islands wait for the slowest of all that lies between their nodes; one node needs no network within.
     two = replace(alone, islands=(replace(island, network=fast), replace(island, network=fast)), between=slow)
-    assert roads(two).between_bytes_per_s == roads(alone).between_bytes_per_s
+    assert network_of(two).between_bytes_per_s == network_of(alone).between_bytes_per_s
     single = replace(H100, islands=(replace(island, nodes=1, network=slow), replace(island, nodes=1)), between=fast)
-    assert roads(single).between_bytes_per_s == roads(replace(H100, between=fast)).between_bytes_per_s
+    assert network_of(single).between_bytes_per_s == network_of(replace(H100, between=fast)).between_bytes_per_s
 
 
 def test_launches_that_block_cost_all_of_the_hosts_time():
-    table = Candidates.of([{"tensor": 8, "micro_sequences": micros} for micros in (1, 4)])
+    table = Candidates.from_rows([{"tensor": 8, "micro_sequences": micros} for micros in (1, 4)])
     ahead, blocking = (
-        timing(LLAMA_70B, H100, table, replace(PLAIT, launches=launches)) for launches in ("ahead", "blocking")
+        step_time(LLAMA_70B, H100, table, replace(PLAIT, launches=launches)) for launches in ("ahead", "blocking")
     )
     extra = blocking.step_s - ahead.step_s
     assert (extra > 0).all()
@@ -205,15 +205,15 @@ def test_launches_that_block_cost_all_of_the_hosts_time():
 
 def test_a_masked_softmax_that_does_not_apply_launches_more():
     small = replace(LLAMA_70B, width=1024, heads=16, kv_heads=16, head_width=64, sequence=1024, attention="unfused")
-    table = Candidates.of([{"tensor": 8, "micro_sequences": micros} for micros in (1, 2)])
-    one, two = timing(small, H100, table, MEGATRON).host
+    table = Candidates.from_rows([{"tensor": 8, "micro_sequences": micros} for micros in (1, 2)])
+    one, two = step_time(small, H100, table, MEGATRON).host
     assert one > 2.5 * two  # two matrices a rank in place of four, and twice as many micro-batches
 
 
 def test_ranks_of_one_sequence_add_up_what_they_hold_whole():
-    table = Candidates.of([{"shard": 8, "context": 8, "shard_what": "optimizer"}])
+    table = Candidates.from_rows([{"shard": 8, "context": 8, "shard_what": "optimizer"}])
     own, both = (
-        timing(LLAMA_70B, H100, table, replace(PLAIT, shards_over=over, hides_gradients=0.0))
+        step_time(LLAMA_70B, H100, table, replace(PLAIT, shards_over=over, hides_gradients=0.0))
         for over in ("shard", "shard and context")
     )
     assert own.gradients[0] > 1.2 * both.gradients[0]

@@ -19,29 +19,29 @@ from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.model.sizes import explicit_shape, named_shape
 from plait.partition.pipeline_simulation import ActionTimes, durations_s
-from plait.planner.derive.resources import FixedWorkers, Need, Resources, on_paper
-from plait.planner.explain.confidence import idle_machines
-from plait.planner.explain.report import Section
+from plait.planner.derive.resources import FixedWorkers, ProbeNeed, Resources, on_paper
+from plait.planner.explain.confidence import idle_machine_lines
+from plait.planner.explain.report import PlanSection
 from plait.planner.explain.report_json import plan_json
-from plait.planner.explain.unequal_devices import limit_words, shares_of, unequal_reasons, unequal_words
-from plait.planner.heterogeneous.assignment import Dealer, stage_bytes
-from plait.planner.heterogeneous.batch_shares import equal_shares, last_s, shares, worthwhile
-from plait.planner.heterogeneous.device_speeds import devices_of
-from plait.planner.heterogeneous.host_permutations import node_alone, torn
-from plait.planner.heterogeneous.micro_batch_limits import portions_of
-from plait.planner.heterogeneous.unequal_step_time import paced, uneven_stage_times
-from plait.planner.memory.estimate import RESERVED, memory
+from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_lines, unequal_reasons, unequal_shares_of
+from plait.planner.heterogeneous.assignment import WorkAssigner, bytes_per_rank
+from plait.planner.heterogeneous.batch_shares import equal_shares, shares_by_speed, shares_if_worthwhile, slowest_s
+from plait.planner.heterogeneous.device_speeds import device_speeds_of
+from plait.planner.heterogeneous.host_permutations import crosses_hosts_needlessly, node_alone
+from plait.planner.heterogeneous.micro_batch_limits import replica_memory_of
+from plait.planner.heterogeneous.unequal_step_time import bottleneck, unequal_stage_times
+from plait.planner.memory.estimate import ALLOCATOR_RESERVE, estimate_memory
 from plait.planner.plan import Plan
 from plait.planner.problem.candidates import SHARD_WHAT, Candidates
 from plait.planner.problem.software_profile import PLAIT
-from plait.planner.problem.stage_partition import balanced_by_speed
+from plait.planner.problem.stage_partition import balanced_stages_by_speed
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.resolve.resolve import draft, settle
 from plait.planner.search import layout_cost
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.found import Search
-from plait.planner.search.layout_cost import closed_form, price, step_seconds
-from plait.planner.search.search import TORN, search
+from plait.planner.search.layout_cost import closed_form_step_time, step_seconds, step_time_of
+from plait.planner.search.search import CROSSES_HOSTS, search
 from plait.planner.step_time.measured_network import measured_link
 from plait.units import format_duration
 from tests.planner.hosts import HOST, probed, told
@@ -49,7 +49,7 @@ from tests.planner.machines import PLAYS, recipe
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SHAPE = explicit_shape(layers=8, width=256, heads=4, vocabulary=2048, sequence=256)
-NO_WORDS = [Section(title=title, lines=()) for title in ("why", "binds", "changes", "sure")]
+NO_WORDS = [PlanSection(title=title, lines=()) for title in ("why", "binds", "changes", "sure")]
 
 
 def work(batch: int = 16, layers: int = 8) -> Workload:
@@ -62,9 +62,9 @@ def copies(count: int, micro: int = 1, **more: int | str) -> Constraints:
 
 
 def deal_of(found: Search) -> tuple[int, ...]:
-    deal = found.deal(found.chosen)
+    deal = found.assignment(found.chosen)
     assert deal is not None
-    return deal.shares
+    return deal.sequences_per_replica
 
 
 @settings(max_examples=80, deadline=None)
@@ -73,17 +73,19 @@ def test_no_other_shares_end_earlier(extra: int, speeds: list[float]) -> None:
     count = len(speeds) + extra
     cuts = combinations(range(1, count), len(speeds) - 1)
     ways = [tuple(np.diff([0, *cut, count]).tolist()) for cut in cuts]
-    dealt = shares(count, speeds)
+    dealt = shares_by_speed(count, speeds)
     assert sum(dealt) == count and min(dealt) >= 1
-    assert last_s(dealt, speeds) == pytest.approx(min(last_s(way, speeds) for way in ways))
+    assert slowest_s(dealt, speeds) == pytest.approx(min(slowest_s(way, speeds) for way in ways))
 
 
 def test_shares_follow_speed_and_leave_nobody_without() -> None:
-    assert shares(16, [1, 0.4]) == (12, 4), "the last one is done after 12 / 1, with 11 and 5 only after 5 / 0.4"
-    assert shares(64, [1, 0.4]) == (46, 18)
-    assert shares(3, [1, 100]) == (1, 2)
-    assert shares(4, [1000, 1, 1, 1]) == (1, 1, 1, 1)
-    assert worthwhile(16, [1.0, 0.99]) == equal_shares(16, 2) == (8, 8)
+    assert shares_by_speed(16, [1, 0.4]) == (12, 4), (
+        "the last one is done after 12 / 1, with 11 and 5 only after 5 / 0.4"
+    )
+    assert shares_by_speed(64, [1, 0.4]) == (46, 18)
+    assert shares_by_speed(3, [1, 100]) == (1, 2)
+    assert shares_by_speed(4, [1000, 1, 1, 1]) == (1, 1, 1, 1)
+    assert shares_if_worthwhile(16, [1.0, 0.99]) == equal_shares(16, 2) == (8, 8)
 
 
 @settings(max_examples=60, deadline=None)
@@ -104,22 +106,22 @@ def test_no_other_stages_are_done_earlier(layers: int, speeds: list[float], head
 
     cuts = combinations(range(1, layers), len(speeds) - 1)
     ways = [tuple(np.diff([0, *cut, layers]).tolist()) for cut in cuts]
-    dealt = balanced_by_speed(layers, speeds, head, lookup)
+    dealt = balanced_stages_by_speed(layers, speeds, head, lookup)
     assert sum(dealt) == layers and slowest(dealt) == pytest.approx(min(map(slowest, ways)))
 
 
 def test_a_stage_gets_no_more_layers_than_it_can_hold() -> None:
-    assert balanced_by_speed(22, (1.0, 0.4), 0.0) == (16, 6)
-    assert balanced_by_speed(22, (1.0, 0.4), 0.0, most=(12, 30)) == (12, 10)
-    assert balanced_by_speed(9, (3.0, 1.0, 1.0), 0.0, most=(2, 9, 9)) == (2, 4, 3)
+    assert balanced_stages_by_speed(22, (1.0, 0.4), 0.0) == (16, 6)
+    assert balanced_stages_by_speed(22, (1.0, 0.4), 0.0, most=(12, 30)) == (12, 10)
+    assert balanced_stages_by_speed(9, (3.0, 1.0, 1.0), 0.0, most=(2, 9, 9)) == (2, 4, 3)
 
 
 def test_speeds_come_from_the_clocks_of_the_probe() -> None:
-    devices = devices_of(work(), probed(1.0, 0.4), PLAIT)
-    assert devices.names == ("a", "b") and devices.timed
+    devices = device_speeds_of(work(), probed(1.0, 0.4), PLAIT)
+    assert devices.names == ("a", "b") and devices.is_measured
     assert devices.speeds[0] / devices.speeds[1] == pytest.approx(2.5, rel=0.01)
     assert devices.speeds[1] == pytest.approx(1.0)
-    assert devices_of(work(), probed(1.0, 0.97), PLAIT).alike
+    assert device_speeds_of(work(), probed(1.0, 0.97), PLAIT).are_equal
 
 
 def three_and_one() -> Cluster:
@@ -132,7 +134,7 @@ def three_and_one() -> Cluster:
 
 
 def test_a_slow_worker_of_a_fast_host_counts_with_its_own_speed() -> None:
-    speeds = np.array(devices_of(work(), three_and_one(), PLAIT).speeds)
+    speeds = np.array(device_speeds_of(work(), three_and_one(), PLAIT).speeds)
     assert speeds / speeds[0] == pytest.approx([1, 1, 0.5, 0.5], rel=0.01)
 
 
@@ -143,17 +145,18 @@ def test_a_machine_alone_is_priced_by_its_own_clock() -> None:
         own = search(work(), probed(speed))
         assert alone.step_s[alone.chosen] == pytest.approx(own.step_s[own.chosen])
         assert (
-            f"alone would take {format_duration(float(own.step_s[own.chosen]))} a step" in idle_machines(found)[place]
+            f"alone would take {format_duration(float(own.step_s[own.chosen]))} a step"
+            in idle_machine_lines(found)[place]
         )
 
 
 def test_some_workers_of_a_host_alone_keep_their_own_speeds() -> None:
-    three = devices_of(work(), node_alone(three_and_one(), 0, 3), PLAIT)
+    three = device_speeds_of(work(), node_alone(three_and_one(), 0, 3), PLAIT)
     assert np.array(three.speeds) / three.speeds[0] == pytest.approx([1, 1, 0.5], rel=0.01)
     for place in (0, 1):
         one = node_alone(three_and_one(), place, 1)
         assert one.measured is not None and one.devices == one.measured.workers == one.measured.devices[0].workers == 1
-        assert devices_of(work(), one, PLAIT).speeds == (1.0,)
+        assert device_speeds_of(work(), one, PLAIT).speeds == (1.0,)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +166,11 @@ def test_copies_on_unequal_hosts_share_by_speed_and_come_near_the_sum_of_speeds(
     speeds: tuple[float, ...], batch: int, dealt: tuple[int, ...]
 ) -> None:
     found = search(work(batch), probed(*speeds, rate=1e12), constraints=copies(len(speeds)))
-    assert deal_of(found) == shares_of(found, found.chosen) == dealt
-    items = found.timing(found.chosen)
+    assert deal_of(found) == unequal_shares_of(found, found.chosen) == dealt
+    items = found.step_time(found.chosen)
     computed = float((items.products + items.scores + items.stream + items.head)[0])
     one = search(work(batch), probed(1.0, rate=1e12), constraints=Constraints(knobs={"micro_sequences": 1}))
-    alone = one.timing(one.chosen)
+    alone = one.step_time(one.chosen)
     alone_s = float((alone.products + alone.scores + alone.stream + alone.head)[0])
     assert computed == pytest.approx(max(n / s for n, s in zip(dealt, speeds, strict=True)) / batch * alone_s, rel=0.01)
     assert alone_s / sum(speeds) / computed > 0.93
@@ -176,9 +179,9 @@ def test_copies_on_unequal_hosts_share_by_speed_and_come_near_the_sum_of_speeds(
 
 def test_equal_hosts_have_no_shares_and_the_same_price_as_ever() -> None:
     found = search(work(), probed(1.0, 1.0), constraints=copies(2))
-    assert shares_of(found, found.chosen) == () and not unequal_words(found, found.chosen)
+    assert unequal_shares_of(found, found.chosen) == () and not unequal_lines(found, found.chosen)
     row = found.candidates.select(np.array([found.chosen]))
-    assert found.step_s[found.chosen] == price(work(), found.cluster, row, found.stack).step_s[0]
+    assert found.step_s[found.chosen] == step_time_of(work(), found.cluster, row, found.stack).step_s[0]
 
 
 def test_named_shares_are_obeyed_and_priced() -> None:
@@ -186,9 +189,12 @@ def test_named_shares_are_obeyed_and_priced() -> None:
     auto, named, even = (
         search(work(), cluster, constraints=replace(copies(2), shares=asked)) for asked in ((), (13, 3), (8, 8))
     )
-    assert deal_of(named) == shares_of(named, named.chosen) == (13, 3) and shares_of(even, even.chosen) == ()
+    assert (
+        deal_of(named) == unequal_shares_of(named, named.chosen) == (13, 3)
+        and unequal_shares_of(even, even.chosen) == ()
+    )
     assert auto.step_s[auto.chosen] < named.step_s[named.chosen] < even.step_s[even.chosen]
-    assert any("as layout.shares says: 13 + 3 of 16" in line for line in unequal_words(named, named.chosen))
+    assert any("as layout.shares says: 13 + 3 of 16" in line for line in unequal_lines(named, named.chosen))
     equals = search(work(), probed(1.0, 1.0), constraints=replace(copies(2), shares=(12, 4)))
     half = search(work(), probed(1.0, 1.0), constraints=copies(2))
     assert equals.step_s[equals.chosen] > 1.3 * half.step_s[half.chosen]
@@ -210,7 +216,7 @@ def test_shares_that_cannot_be_are_one_sentence(pins: Constraints, says: str) ->
 def test_stages_are_cut_by_speed_the_head_included_and_simulated() -> None:
     pins = Constraints(degrees=Layout(pipeline=2), knobs={"micro_sequences": 1, "schedule": "1f1b"})
     found = search(work(64, layers=22), probed(1.0, 0.4), constraints=pins)
-    head, lookup = found.dealer.devices.head, found.dealer.devices.lookup
+    head, lookup = found.assigner.devices.head_cost_in_layers, found.assigner.devices.embedding_cost_in_layers
     assert head > 0.2 and lookup > 0
     first, last = found.stage_layers(found.chosen)
 
@@ -220,7 +226,7 @@ def test_stages_are_cut_by_speed_the_head_included_and_simulated() -> None:
     assert first + last == 22 and slowest(first) == min(slowest(layers) for layers in range(1, 22))
     even = search(work(64, layers=22), probed(1.0, 0.4), constraints=replace(pins, stage_layers=(11, 11)))
     assert even.step_s[even.chosen] > 1.3 * found.step_s[found.chosen]
-    assert any(f"{first} on a; {last} on b" in line for line in unequal_words(found, found.chosen))
+    assert any(f"{first} on a; {last} on b" in line for line in unequal_lines(found, found.chosen))
 
 
 def test_a_pipeline_of_unequal_devices_takes_what_its_list_of_actions_takes() -> None:
@@ -229,10 +235,10 @@ def test_a_pipeline_of_unequal_devices_takes_what_its_list_of_actions_takes() ->
     )
     workload, cluster = work(12), probed(1.0, 0.4)
     found = search(workload, cluster, constraints=pins)
-    group = found.dealer.one(found.candidates, found.chosen)
-    assert group.deal is not None
-    times = price(workload, cluster, group.candidates, found.stack)
-    pace = paced(workload, cluster, group.candidates, found.stack, group.deal, times)
+    group = found.assigner.group_of(found.candidates, found.chosen)
+    assert group.assignment is not None
+    times = step_time_of(workload, cluster, group.candidates, found.stack)
+    pace = bottleneck(workload, cluster, group.candidates, found.stack, group.assignment, times)
     stages = pace.stages_s
     halves: ActionTimes = {"forward": stages / 3, "backward-input": stages / 3, "backward-weight": stages / 3}
     whole = float(durations_s("gpipe", (2, 1, 12), halves, pace.times.sent)[0])
@@ -256,22 +262,24 @@ def test_what_interleaved_stages_hold_is_counted_stage_by_stage() -> None:
     found = interleaved()
     stages = found.stage_layers(found.chosen)
     assert len(set(stages)) > 1 and stages[2] > 1, "a stage behind keeps fewer micro-batches"
-    row = replace(found.candidates.select(np.array([found.chosen])), dealing=stages)
-    assert found.fullest(found.chosen).allocated == pytest.approx(memory(found.workload, row, found.stack).allocated)
+    row = replace(found.candidates.select(np.array([found.chosen])), layer_split=stages)
+    assert found.memory_of_fullest(found.chosen).allocated == pytest.approx(
+        estimate_memory(found.workload, row, found.stack).allocated
+    )
 
 
 def test_the_ends_of_an_interleaved_pipeline_stand_on_their_own_stages() -> None:
     found = interleaved()
-    one = found.dealer.one(found.candidates, found.chosen)
-    assert one.deal is not None
-    times = price(found.workload, found.cluster, one.candidates, found.stack)
-    stages, _ = uneven_stage_times(found.workload, found.cluster, one.candidates, found.stack, one.deal, times)
-    each = [s / layers for s, layers in zip(stages.forward_s, one.deal.stage_layers, strict=True)]
-    lookup, head = one.deal.lookup, found.dealer.devices.head
+    one = found.assigner.group_of(found.candidates, found.chosen)
+    assert one.assignment is not None
+    times = step_time_of(found.workload, found.cluster, one.candidates, found.stack)
+    stages, _ = unequal_stage_times(found.workload, found.cluster, one.candidates, found.stack, one.assignment, times)
+    each = [s / layers for s, layers in zip(stages.forward_s, one.assignment.stage_layers, strict=True)]
+    lookup, head = one.assignment.embedding_cost_in_layers, found.assigner.devices.head_cost_in_layers
     first, _, third, last = (
         s / (layers + more) / slow
         for s, layers, more, slow in zip(
-            stages.forward_s, one.deal.stage_layers, (lookup, 0, 0, head), (1, 2.5, 1, 2.5), strict=True
+            stages.forward_s, one.assignment.stage_layers, (lookup, 0, 0, head), (1, 2.5, 1, 2.5), strict=True
         )
     )
     assert each[3] > each[1], "the head and the loss"
@@ -284,15 +292,17 @@ def test_a_small_device_holds_fewer_layers_and_everything_fits() -> None:
     cluster = read_cluster("1x4090+1x3080@10G")
     pins = Constraints(degrees=Layout(pipeline=2), knobs={"schedule": "1f1b"})
     found = search(workload, cluster, constraints=pins)
-    deal = found.deal(found.chosen)
+    deal = found.assignment(found.chosen)
     assert deal is not None
-    one = found.dealer.one(found.candidates, found.chosen)
-    needed = stage_bytes(workload, one.candidates, found.stack, deal.chunks)[:, 0]
+    one = found.assigner.group_of(found.candidates, found.chosen)
+    needed = bytes_per_rank(workload, one.candidates, found.stack, deal.stages_per_rank)[:, 0]
     have = [island.device.memory_bytes for island in cluster.islands]
     assert needed[0] > have[1], "the larger device holds more than the smaller one could"
-    assert (needed <= RESERVED * np.array(have) + found.stack.outside_bytes).all(), "as for every layout that was named"
-    assert found.capacity(found.chosen) in have
-    assert sum(plan_json(found, NO_WORDS, 0)["memory"].values()) == pytest.approx(found.reserved(found.chosen))
+    assert (needed <= ALLOCATOR_RESERVE * np.array(have) + found.stack.outside_bytes).all(), (
+        "as for every layout that was named"
+    )
+    assert found.capacity_bytes(found.chosen) in have
+    assert sum(plan_json(found, NO_WORDS, 0)["memory"].values()) == pytest.approx(found.bytes_per_device(found.chosen))
 
 
 def test_what_is_held_is_that_of_the_part_that_holds_most() -> None:
@@ -300,11 +310,11 @@ def test_what_is_held_is_that_of_the_part_that_holds_most() -> None:
     found = search(work(), probed(1.0, 0.4), constraints=copies(2, micro=8, recompute="none"))
     assert deal_of(found) == (12, 4)
     row = found.candidates.select(np.array([found.chosen]))
-    six = memory(work(24), replace(row, micro_sequences=np.array([6])), found.stack)
+    six = estimate_memory(work(24), replace(row, micro_sequences=np.array([6])), found.stack)
     assert found.memory(found.chosen).allocated == pytest.approx(six.allocated)
-    assert found.fullest(found.chosen).allocated == pytest.approx(six.allocated)
-    assert found.at_once(found.chosen) == (6,), "so that shares may change without anybody taking more"
-    assert found.reserved(found.chosen) == pytest.approx(float(six.reserved[0]))
+    assert found.memory_of_fullest(found.chosen).allocated == pytest.approx(six.allocated)
+    assert found.micro_sequences(found.chosen) == (6,), "so that shares may change without anybody taking more"
+    assert found.bytes_per_device(found.chosen) == pytest.approx(float(six.reserved[0]))
 
 
 def old_and_new(micro: int, size: str = "125M", **degrees: int) -> Search:
@@ -317,33 +327,33 @@ def old_and_new(micro: int, size: str = "125M", **degrees: int) -> Search:
 
 def test_a_small_device_takes_fewer_sequences_at_a_time_and_says_so() -> None:
     found = old_and_new(16)
-    large, small = found.at_once(found.chosen)
+    large, small = found.micro_sequences(found.chosen)
     assert large == 15 and small < 15, "45 sequences, 16 at a time, are taken as 15"
-    [line] = limit_words(found, found.chosen)
+    [line] = memory_limit_lines(found, found.chosen)
     assert f"15 sequences at a time, and fewer where memory is short: RTX 3080 takes {small}" in line
-    assert found.capacity(found.chosen) == min(island.device.memory_bytes for island in found.cluster.islands)
-    assert found.fullest(found.chosen).allocated > found.memory(found.chosen).allocated, "the larger one's"
+    assert found.capacity_bytes(found.chosen) == min(island.device.memory_bytes for island in found.cluster.islands)
+    assert found.memory_of_fullest(found.chosen).allocated > found.memory(found.chosen).allocated, "the larger one's"
     told = plan_json(found, NO_WORDS, 1)
     assert told["micro_sequences"] == 15 and told["micro_limits"] == (15, small)
-    assert sum(plan_json(found, NO_WORDS, 0)["memory"].values()) == pytest.approx(found.reserved(found.chosen))
-    assert old_and_new(1).at_once(0) == (1,) and not limit_words(old_and_new(1), 0)
+    assert sum(plan_json(found, NO_WORDS, 0)["memory"].values()) == pytest.approx(found.bytes_per_device(found.chosen))
+    assert old_and_new(1).micro_sequences(0) == (1,) and not memory_limit_lines(old_and_new(1), 0)
     with pytest.raises(PlaitError, match=r"fits no layout of .* and the smallest device \(RTX 3080\) has 9\.88 GiB"):
         old_and_new(16, size="1.3B")
 
 
 def test_parts_that_meet_gather_as_often_as_the_smallest_device_makes_them() -> None:
     found = old_and_new(64, shard=2)
-    limits, deal = found.at_once(found.chosen), found.deal(found.chosen)
+    limits, deal = found.micro_sequences(found.chosen), found.assignment(found.chosen)
     assert len(limits) == 2 and deal is not None
-    number = max(-(-share // limit) for share, limit in zip(deal.shares, limits, strict=True))
-    fewer = -(-max(deal.shares) // limits[0])
-    assert number > fewer and found.numbers[found.chosen] == number
-    group = found.dealer.one(found.candidates, found.chosen)
+    number = max(-(-share // limit) for share, limit in zip(deal.sequences_per_replica, limits, strict=True))
+    fewer = -(-max(deal.sequences_per_replica) // limits[0])
+    assert number > fewer and found.n_microbatches[found.chosen] == number
+    group = found.assigner.group_of(found.candidates, found.chosen)
     often, seldom = (
-        closed_form(found.workload, found.cluster, found.stack, replace(group, numbers=count)).parameters[0]
+        closed_form_step_time(found.workload, found.cluster, found.stack, replace(group, n_microbatches=count)).parameters[0]
         for count in (np.array([number]), None)
     )
-    assert found.timing(found.chosen).parameters[0] == often == pytest.approx(number / fewer * seldom)
+    assert found.step_time(found.chosen).parameters[0] == often == pytest.approx(number / fewer * seldom)
 
 
 def alike_and_with_a_little_one(nodes: int) -> tuple[Workload, Cluster, Cluster]:
@@ -362,11 +372,11 @@ def test_equally_fast_devices_of_unequal_memory_are_priced_with_all_their_meetin
         degrees=Layout(shard=2), knobs={"micro_sequences": 8, "recompute": "none", "shard_what": "parameters"}
     )
     even, uneven = search(workload, small, constraints=pins), search(workload, unequal, constraints=pins)
-    large, less = uneven.at_once(uneven.chosen)
-    assert even.at_once(even.chosen) == (8,) and large == 8 > less
-    assert uneven.numbers[uneven.chosen] == -(-32 // less) > even.numbers[even.chosen] == 4
-    assert uneven.timing(0).parameters[0] / even.timing(0).parameters[0] == pytest.approx(-(-32 // less) / 4)
-    assert uneven.step_s[0] == pytest.approx(float(uneven.timing(0).step_s[0]))
+    large, less = uneven.micro_sequences(uneven.chosen)
+    assert even.micro_sequences(even.chosen) == (8,) and large == 8 > less
+    assert uneven.n_microbatches[uneven.chosen] == -(-32 // less) > even.n_microbatches[even.chosen] == 4
+    assert uneven.step_time(0).parameters[0] / even.step_time(0).parameters[0] == pytest.approx(-(-32 // less) / 4)
+    assert uneven.step_s[0] == pytest.approx(float(uneven.step_time(0).step_s[0]))
 
 
 def test_parts_that_meet_compute_a_sequence_in_every_micro_batch() -> None:
@@ -376,7 +386,7 @@ def test_parts_that_meet_compute_a_sequence_in_every_micro_batch() -> None:
     def computed_s(what: str, speed: float) -> float:
         knobs = {"micro_sequences": 1, "recompute": "none", "shard_what": what}
         found = search(work(), probed(1.0, speed), constraints=replace(pins, knobs=knobs))
-        return float(found.timing(0).products[0])
+        return float(found.step_time(0).products[0])
 
     assert computed_s("optimizer", 0.4) == pytest.approx(computed_s("optimizer", 1.0)), "2 / 0.4 are done before 14"
     assert computed_s("parameters", 0.4) == pytest.approx(2.5 * computed_s("optimizer", 0.4))
@@ -389,10 +399,12 @@ def test_a_gpipe_keeps_as_many_micro_batches_as_its_share_may_grow_to() -> None:
     for schedule in ("gpipe", "1f1b"):
         one = replace(pins, knobs={**pins.knobs, "schedule": schedule})
         found = search(work(), probed(1.0, 0.4, 1.0, 0.4), constraints=one)
-        held = portions_of(found.workload, found.dealer.one(found.candidates, 0), found.stack, found.room)
-        most[schedule] = max(part.most.max() for part in held), max(part.needed.max() for part in held)
+        held = replica_memory_of(
+            found.workload, found.assigner.group_of(found.candidates, 0), found.stack, found.memory_budget
+        )
+        most[schedule] = max(part.most.max() for part in held), max(part.needed_bytes.max() for part in held)
     grown, dealt = most["gpipe"]
-    per_sequence = (grown - dealt) / (15 - shares(16, (1.0, 0.4))[0])
+    per_sequence = (grown - dealt) / (15 - shares_by_speed(16, (1.0, 0.4))[0])
     assert per_sequence > 8 / 2 * 256 * 256 * 4, "more than the inputs of its layers"
     grown, dealt = most["1f1b"]
     assert grown - dealt < per_sequence / 2, "as many are under way as there are stages, and numbers of tokens"
@@ -401,55 +413,61 @@ def test_a_gpipe_keeps_as_many_micro_batches_as_its_share_may_grow_to() -> None:
 def test_a_share_that_grows_still_fits() -> None:
     """Both ranks may come to take what the larger share takes at a time, in more than one micro-batch."""
     found = search(work(), probed(1.0, 0.4), constraints=copies(2, micro=12, recompute="none"))
-    [part, _] = portions_of(found.workload, found.dealer.one(found.candidates, 0), found.stack, found.room)
-    [most] = found.at_once(0)
+    [part, _] = replica_memory_of(
+        found.workload, found.assigner.group_of(found.candidates, 0), found.stack, found.memory_budget
+    )
+    [most] = found.micro_sequences(0)
     row = replace(found.candidates.select(np.array([0])), micro_sequences=np.array([most]))
-    assert part.most.max() == pytest.approx(float(memory(work(4 * most), row, found.stack).reserved[0]))
+    assert part.most.max() == pytest.approx(float(estimate_memory(work(4 * most), row, found.stack).reserved[0]))
 
 
 def test_what_is_told_of_memory_is_of_shares_as_they_are_dealt() -> None:
     """Each takes its 8 sequences at once; that it may come to take more of them is for judging what fits."""
     pins = replace(copies(2, micro=8, recompute="none"), shares=(8, 8))
     found = search(work(), probed(1.0, 0.4), constraints=pins)
-    held = portions_of(found.workload, found.dealer.one(found.candidates, 0), found.stack, found.room)
-    dealt, grown = max(part.needed.max() for part in held), max(part.most.max() for part in held)
-    assert found.reserved(0) == dealt < grown == found.judged[0]
+    held = replica_memory_of(
+        found.workload, found.assigner.group_of(found.candidates, 0), found.stack, found.memory_budget
+    )
+    dealt, grown = max(part.needed_bytes.max() for part in held), max(part.most.max() for part in held)
+    assert found.bytes_per_device(0) == dealt < grown == found.judged_bytes[0]
 
 
 def test_beside_a_larger_first_micro_batch_stand_no_gradients() -> None:
     """7 sequences are taken as 4 and 3: the 4 before any gradients are there, the 3 with those of the 4."""
     pins = replace(copies(2, micro=4, recompute="none"), shares=(9, 7))
     found = search(work(), probed(1.0, 0.8), constraints=pins)
-    [four_and_three, three_times_three] = portions_of(
-        found.workload, found.dealer.one(found.candidates, 0), found.stack, found.room
+    [four_and_three, three_times_three] = replica_memory_of(
+        found.workload, found.assigner.group_of(found.candidates, 0), found.stack, found.memory_budget
     )
 
     def held(micros: int, size: int) -> float:
         row = replace(found.candidates.select(np.array([0])), micro_sequences=np.array([size]))
-        return float(memory(work(2 * micros * size), row, found.stack).reserved[0])
+        return float(estimate_memory(work(2 * micros * size), row, found.stack).reserved[0])
 
-    assert three_times_three.needed.max() == held(3, 3)
-    assert four_and_three.needed.max() == max(held(1, 4), held(2, 3)) < held(2, 4) == four_and_three.most.max()
-    assert found.fullest(0).reserved[0] == found.reserved(0) == max(held(1, 4), held(2, 3), held(3, 3))
+    assert three_times_three.needed_bytes.max() == held(3, 3)
+    assert four_and_three.needed_bytes.max() == max(held(1, 4), held(2, 3)) < held(2, 4) == four_and_three.most.max()
+    assert (
+        found.memory_of_fullest(0).reserved[0] == found.bytes_per_device(0) == max(held(1, 4), held(2, 3), held(3, 3))
+    )
 
 
 def test_portions_are_cut_as_the_loader_cuts_them() -> None:
     found = old_and_new(16)
-    group = found.dealer.one(found.candidates, found.chosen)
-    assert group.deal is not None
-    for portion in portions_of(found.workload, group, found.stack, found.room):
-        for part in portion.parts:
-            [sizes] = micro_sizes((group.deal.shares[part],), (int(portion.limit[0]),))
+    group = found.assigner.group_of(found.candidates, found.chosen)
+    assert group.assignment is not None
+    for portion in replica_memory_of(found.workload, group, found.stack, found.memory_budget):
+        for part in portion.replicas:
+            [sizes] = micro_sizes((group.assignment.sequences_per_replica[part],), (int(portion.limit[0]),))
             assert (len(sizes), sizes[0]) == (int(portion.number[0]), int(portion.size[0]))
 
 
 def test_tensor_groups_do_not_straddle_machines() -> None:
     cluster = read_cluster("2x(3x4090)@10G")
-    rows = Candidates.of([{"tensor": 2, "replicate": 3}, {"tensor": 3, "replicate": 2}, {"replicate": 6}])
-    assert torn(cluster, rows).tolist() == [True, False, False]
+    rows = Candidates.from_rows([{"tensor": 2, "replicate": 3}, {"tensor": 3, "replicate": 2}, {"replicate": 6}])
+    assert crosses_hosts_needlessly(cluster, rows).tolist() == [True, False, False]
     shape = explicit_shape(layers=12, width=768, heads=12, vocabulary=4096, sequence=512)
     found = search(workload_of(shape, sequence=512, batch_sequences=24), cluster)
-    assert found.refused[TORN] > 0 and 2 not in found.candidates.tensor
+    assert found.refused[CROSSES_HOSTS] > 0 and 2 not in found.candidates.tensor
 
 
 def planned(folder: Path, cluster: Cluster, *overrides: str) -> Plan:
@@ -457,7 +475,7 @@ def planned(folder: Path, cluster: Cluster, *overrides: str) -> Plan:
     model = ("model.layers=8", "model.width=256", "model.heads=4", "model.vocabulary=4096", "train.sequence=256")
     config = recipe(folder, "train.budget=100 steps", "train.batch_tokens=4096", *model, *overrides)
 
-    def look(need: Need) -> Cluster:
+    def look(need: ProbeNeed) -> Cluster:
         return cluster
 
     given = FixedWorkers(workers=cluster.devices, threads=1)
@@ -468,11 +486,11 @@ def planned(folder: Path, cluster: Cluster, *overrides: str) -> Plan:
 
 def test_the_plan_of_two_hosts_carries_their_shares_and_says_why(tmp_path: Path) -> None:
     plan = planned(tmp_path, probed(1.0, 0.4), "layout.replicate=2")
-    assert plan.shares == plan.parts == (12, 4) and plan.balance_every_steps == 50
+    assert plan.shares == plan.sequences_per_replica == (12, 4) and plan.balance_every_steps == 50
     assert "b does 25% of each batch: it is 2.5 times slower than a" in plan.reasons
     assert planned(tmp_path, probed(1.0, 1.0), "layout.replicate=2").shares == ()
     named = planned(tmp_path, probed(1.0, 1.0), "layout.replicate=2", "layout.shares=[13,3]", "balance.every=never")
-    assert named.parts == (13, 3) and named.balance_every_steps == 0
+    assert named.sequences_per_replica == (13, 3) and named.balance_every_steps == 0
     piped = planned(tmp_path, probed(1.0, 0.4), "layout.pipeline=2")
     assert len(piped.layout.stage_layers) == 2 and piped.layout.stage_layers[0] > 4 and piped.shares == ()
     with pytest.raises(PlaitError, match="add up to 15"):
@@ -533,7 +551,7 @@ def test_what_unequal_shares_save_is_told() -> None:
     found = search(work(), probed(1.0, 0.4), constraints=copies(2))
     assert any("with equal shares the slowest device would set the pace" in line for line in unequal_reasons(found))
     few = search(work(2), probed(1.0, 0.4), constraints=copies(2))
-    assert any("too few to deal out by speed; b is 2.5 times slower" in line for line in unequal_words(few, few.chosen))
+    assert any("too few to deal out by speed; b is 2.5 times slower" in line for line in unequal_lines(few, few.chosen))
 
 
 def test_a_dealers_answer_does_not_hang_on_which_layouts_are_asked_about() -> None:
@@ -541,16 +559,19 @@ def test_a_dealers_answer_does_not_hang_on_which_layouts_are_asked_about() -> No
     shape = named_shape("350M", vocabulary=32768, sequence=1024)
     workload = workload_of(shape, sequence=1024, batch_sequences=32)
     found = search(workload, cluster)
-    dealer: Dealer = found.dealer
-    groups = dealer.groups(found.candidates)
-    assert sorted(place for group in groups for place in group.places) == list(range(len(found.candidates)))
+    dealer: WorkAssigner = found.assigner
+    groups = dealer.grouped(found.candidates)
+    assert sorted(place for group in groups for place in group.indices) == list(range(len(found.candidates)))
     for group in groups:
-        for at in range(0, len(group.places), 7):
-            lone = dealer.one(found.candidates, int(group.places[at]))
-            assert group.deal is not None and lone.deal is not None
-            assert (lone.deal.stage_layers, lone.deal.shares) == (group.deal.stage_layers, group.deal.shares)
+        for at in range(0, len(group.indices), 7):
+            lone = dealer.group_of(found.candidates, int(group.indices[at]))
+            assert group.assignment is not None and lone.assignment is not None
+            assert (lone.assignment.stage_layers, lone.assignment.sequences_per_replica) == (
+                group.assignment.stage_layers,
+                group.assignment.sequences_per_replica,
+            )
             assert lone.candidates.row(0) == group.candidates.row(at)
-            assert lone.candidates.dealing == group.candidates.dealing
+            assert lone.candidates.layer_split == group.candidates.layer_split
 
 
 def test_a_layout_costs_the_same_whoever_is_priced_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -559,7 +580,7 @@ def test_a_layout_costs_the_same_whoever_is_priced_beside_it(monkeypatch: pytest
     workload, _, unequal = alike_and_with_a_little_one(4)
     found = search(workload, unequal, constraints=Constraints(degrees=Layout(pipeline=2, shard=2)))
     usual = -(-32 // found.candidates.micro_sequences)
-    often = (found.numbers > usual) & (found.candidates.shard_what == SHARD_WHAT.index("parameters"))
+    often = (found.n_microbatches > usual) & (found.candidates.shard_what == SHARD_WHAT.index("parameters"))
     assert often.any() and not often.all()
-    alone = [float(found.timing(index).step_s[0]) for index in range(len(found.candidates))]
+    alone = [float(found.step_time(index).step_s[0]) for index in range(len(found.candidates))]
     assert found.step_s == pytest.approx(alone)

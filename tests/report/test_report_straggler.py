@@ -10,7 +10,7 @@ import pytest
 
 from plait.report.steadiness import LAG, LEARN, WINDOW, Series
 from plait.report.straggler import RankTimes, Watch
-from plait.report.straggler_words import Finding, Kind, begin_words
+from plait.report.straggler_words import FindingKind, StragglerFinding, begin_words
 
 TWO, FOUR, PAIRS = ("a", "b"), ("a", "b", "c", "d"), ("a", "a", "b", "b")
 WITHIN_STEPS = 20
@@ -37,7 +37,7 @@ class World:
 class Trouble:
     """Ranks whose devices or data are slow in the steps from `first` up to `end`, or messages that are."""
 
-    kind: Kind
+    kind: FindingKind
     ranks: tuple[int, ...]
     first: int
     end: int
@@ -82,12 +82,12 @@ def course(world: World, *troubles: Trouble) -> Course:
     return made
 
 
-def told(world: World, *troubles: Trouble) -> list[tuple[int, Finding]]:
+def told(world: World, *troubles: Trouble) -> list[tuple[int, StragglerFinding]]:
     """All that a watch says of a run, each with the step after which it says it."""
     return told_of(course(world, *troubles), world.hosts)
 
 
-def told_of(made: Course, hosts: tuple[str, ...]) -> list[tuple[int, Finding]]:
+def told_of(made: Course, hosts: tuple[str, ...]) -> list[tuple[int, StragglerFinding]]:
     watch, found = Watch(hosts, shares="fixed"), []
     for index in range(len(made.compute_s)):
         finding = watch.observe(index + 1, made.times(index), [BATCH] * len(hosts))
@@ -125,7 +125,7 @@ def test_who_holds_a_run_up_is_named_in_time(kind, factor):
     assert len(wrong) <= 2, wrong
 
 
-def right(found: list[tuple[int, Finding]], trouble: Trouble, hosts: tuple[str, ...]) -> bool:
+def right(found: list[tuple[int, StragglerFinding]], trouble: Trouble, hosts: tuple[str, ...]) -> bool:
     """Whether it was told once, of the right kind, rank and step, soon enough, and that it was over."""
     if [finding.phase for _, finding in found] != ["begins", "ends"]:
         return False
@@ -227,7 +227,7 @@ def test_a_change_of_shares_is_no_trouble_and_ends_none(cost_of_a_change):
     assert 150 <= began <= 170 and 300 <= ended <= 340
 
 
-def linked(world: World, trouble: Trouble, links_s: list[float]) -> list[Finding]:
+def linked(world: World, trouble: Trouble, links_s: list[float]) -> list[StragglerFinding]:
     """What is told where timed messages are brought whenever the watch asks for them."""
     watch, made, found = Watch(world.hosts, shares="fixed"), course(world, trouble), []
     asked = False
@@ -287,7 +287,7 @@ DEVICE = "rank 1 (host b) computes 2.6 times slower than before step 80: its sha
 
 
 def test_the_sentences():
-    def sentences(kind: Kind) -> list[str]:
+    def sentences(kind: FindingKind) -> list[str]:
         found = told(QUIET, Trouble(kind=kind, ranks=(1,), first=80, end=160, factor=2.6))
         return [finding.sentence for _, finding in found]
 

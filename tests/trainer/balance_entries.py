@@ -14,12 +14,12 @@ from torch import nn
 
 from plait.launch.values.job import RankContext
 from plait.parallel.mesh import Sums, make_mesh, world_sums
-from plait.planner.plan import read_plan
+from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.actions import Balance
 from plait.trainer.balance.meter import Meter, metered
-from plait.trainer.balance.move_layers import restaged
+from plait.trainer.balance.move_layers import move_layers
 from plait.trainer.state import TrainState
 from plait.trainer.worker import joined
 
@@ -62,21 +62,21 @@ def follow(context: RankContext, argument: str) -> None:
             def restage(
                 layers: tuple[int, ...], assembly: Assembly = assembly, run: Any = run, labour: Labour = labour
             ) -> Meter:
-                new, own = metered(restaged(assembly, build, layers), labour)
-                assembly.become(new)
+                new, own = metered(move_layers(assembly, build, layers), labour)
+                assembly.replace_by(new)
                 _burden(assembly, labour, run)
                 return own
 
             balance = Balance(assembly, meter, folder / f"shares-{number}.jsonl", world, lambda **_: None, restage)
             results = _taken(run["phases"], assembly, balance, labour, world)
-            assembly.woven.settle()
+            assembly.model.settle()
             assembly.loader.close()
-            results |= {f"weight/{name}": p.detach().clone() for name, p in assembly.woven.named_parameters()}
+            results |= {f"weight/{name}": p.detach().clone() for name, p in assembly.model.named_parameters()}
             save_file({key: _local(value) for key, value in results.items()}, folder / f"run-{number}-{context.rank}")
 
 
 def _burden(assembly: Assembly, labour: Labour, run: Any) -> None:
-    layers = list(assembly.woven.chunks[0].layers.values())
+    layers = list(assembly.model.chunks[0].layers.values())
     for layer in layers if run.get("in") == "all layers" else layers[:1]:
         layer.register_forward_pre_hook(labour.carry)
 
@@ -88,7 +88,7 @@ def _taken(phases: Any, assembly: Any, balance: Balance, labour: Labour, world: 
         for _ in range(steps):
             state, scalars = balance.step(assembly.step, state)
             losses.append(scalars.totals[0] / scalars.totals[1])
-            balance.reckon(state)
+            balance.rebalance_if_due(state)
     return {"losses": torch.stack(losses)}
 
 

@@ -18,7 +18,7 @@ from plait.data.loader import Micro
 from plait.launch.values.job import RankContext
 from plait.layout import Layout
 from plait.parallel.mesh import make_mesh, world_sums
-from plait.planner.plan import read_plan
+from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.persist import restore, save
@@ -44,13 +44,13 @@ def meet_a_bad_gradient(context: RankContext, argument: str) -> None:
     """The second of three steps has a gradient that is not finite, on rank 1 alone."""
     folder = Path(argument)
     with assembled(context, folder, [{}]) as (assembly,):
-        state, weights = TrainState(), {name: p.detach() for name, p in assembly.woven.named_parameters()}
+        state, weights = TrainState(), {name: p.detach() for name, p in assembly.model.named_parameters()}
         taken: list[dict[str, Tensor]] = []
         norms: list[float] = []
         for bad in (False, True, False):
             poison = None
             if bad and context.rank == 1:
-                first = next(assembly.woven.chunks[0].parameters())
+                first = next(assembly.model.chunks[0].parameters())
                 poison = first.register_hook(lambda grad: grad * float("nan"))
             state, scalars = assembly.step(state)
             if poison:
@@ -58,7 +58,7 @@ def meet_a_bad_gradient(context: RankContext, argument: str) -> None:
             norms.append(float(scalars.norm))
             taken.append({name: weight.clone() for name, weight in weights.items()})
         counts = [int(moments["step"]) for moments in assembly.optimizer.state.values()]
-        context.tell("norms", finite=[torch.isfinite(torch.tensor(norm)).item() for norm in norms], counts=counts)
+        context.send("norms", finite=[torch.isfinite(torch.tensor(norm)).item() for norm in norms], counts=counts)
         for number, tensors in enumerate(taken):
             save_file(tensors, folder / f"after-{number}-rank-{context.rank}.safetensors")
 
@@ -73,14 +73,14 @@ def lose(context: RankContext, argument: str) -> None:
             here = replace(plan, layout=Layout(**case["layout"]), shares=tuple(case["shares"].get("0", ())))
             assembly = assemble(config, here, sums=world_sums(), mesh=make_mesh(here.layout, here.device))
             told.append(_lost(assembly, case["shares"], asked["steps"]))
-    context.tell("lost", cases=told)
+    context.send("lost", cases=told)
 
 
 def _lost(assembly: Assembly, shares: Mapping[str, list[int]], steps: int) -> dict[str, Any]:
     state, losses = TrainState(), []
     for step in range(steps):
         if step and str(step) in shares:
-            assembly.reshare(tuple(shares[str(step)]))
+            assembly.take_shares(tuple(shares[str(step)]))
         state, scalars = assembly.step(state)
         losses.append(float(scalars.totals[0] / scalars.totals[1]))
     total, tokens = assembly.evaluate().tolist()
@@ -133,7 +133,7 @@ def steps_taken(assembly: Assembly, steps: int) -> dict[str, Tensor]:
     for step in range(steps):
         state, scalars = assembly.step(state)
         found[f"totals-{step}"], found[f"norm-{step}"] = scalars.totals.clone(), scalars.norm.clone()
-    for name, parameter in assembly.woven.named_parameters():
+    for name, parameter in assembly.model.named_parameters():
         assert parameter.grad is not None
         found[f"weight/{name}"] = parameter.detach().clone()
         found[f"grad/{name}"] = parameter.grad.clone()
@@ -147,7 +147,7 @@ class MeanOfMeans:
         self._assembly = assembly
 
     def __call__(self, micros: Sequence[Micro]) -> Tensor:
-        woven, sums = self._assembly.woven, self._assembly.sums
+        woven, sums = self._assembly.model, self._assembly.sums
         forward, loss_of = make_forward(nullcontext), make_loss(nullcontext, woven.vocabulary)
         own = sum(micro.targets.numel() for micro in micros)
         everybody = float(sums(torch.tensor(float(own))))

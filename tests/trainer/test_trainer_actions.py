@@ -16,7 +16,7 @@ from plait.launch.local.run import ForkServer
 from plait.layout import Layout
 from plait.planner.plan import HostShare
 from plait.report.shares_file import read_shares
-from plait.trainer.balance.actions import Ledger
+from plait.trainer.balance.actions import BalanceLedger
 from tests.trainer import following
 from tests.trainer.tiny import make_tiny
 
@@ -55,7 +55,7 @@ def follow() -> Iterator[Follow]:
 )
 def test_a_slow_rank_gets_less_and_more_again_when_it_recovers(tmp_path: Path, follow: Follow, name: str) -> None:
     layout = LAYOUTS[name]
-    slow = [SLOW if layout.batch_part(rank) else FAST for rank in range(layout.world_size)]
+    slow = [SLOW if layout.data_parallel_rank(rank) else FAST for rank in range(layout.world_size)]
     fast = [FAST] * layout.world_size
     phases = [[12, fast], [30, slow], [30, fast]]
     steps = sum(count for count, _ in phases)
@@ -94,12 +94,12 @@ def test_recorded_shares_are_obeyed_bit_for_bit_also_where_none_is_ever_made(tmp
 def test_a_slow_stage_of_a_pipeline_is_named_and_not_the_one_that_waits_for_it(tmp_path: Path) -> None:
     _, plan = make_tiny(tmp_path, layout=Layout(pipeline=2, stage_layers=(1, 1)))
     hosts = tuple(HostShare(name=name, workers=1, threads=1) for name in ("attic", "cellar"))
-    ledger = Ledger(replace(plan, hosts=hosts, balance_every_steps=1000))
+    ledger = BalanceLedger(replace(plan, hosts=hosts, balance_every_steps=1000))
     told: list[str] = []
     for step in range(1, 161):
         noise = 1 + 0.01 * (step % 3)
         second_s = 0.1 * noise * (2.0 if step > 130 else 1.0)
         # computing, waiting for other parts, for data, for the other stage; messages untimed
         rows = [(0.1 * noise, 0.0, 0.0, 0.02 + second_s - 0.1, 0.0), (second_s, 0.0, 0.0, 0.02, 0.0)]
-        told += ledger.note(step, [[row] for row in rows], plan.parts)
+        told += ledger.note(step, [[row] for row in rows], plan.sequences_per_replica)
     assert len(told) == 1 and "cellar" in told[0] and "attic" not in told[0].split(":")[0], told

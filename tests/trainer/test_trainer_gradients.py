@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from plait.parallel.mesh import ALONE
+from plait.parallel.mesh import ONE_PROCESS
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.trainer.assemble import Assembly, assemble
@@ -39,7 +39,7 @@ def alone(run: tuple[RunConfig, Plan], **changes: Any) -> Assembly:
     """The reference: one process that never heard of a mesh, all sequences in one micro-batch."""
     config, plan = run
     plan = replace(plan, **{"micro_sequences": SEQUENCES, **changes})
-    return assemble(config, plan, sums=ALONE, stages=())
+    return assemble(config, plan, sums=ONE_PROCESS, stages=())
 
 
 def case(workers: int, documents: str, shares: str) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def test_a_step_is_gradient_descent_on_the_mean_over_all_tokens(run) -> None:
     """Against autograd on the whole batch, written out as anybody would."""
     assembly = alone(run, documents="join")
     (micro,) = assembly.loader.micros(0)
-    (model,) = assembly.woven.chunks
+    (model,) = assembly.model.chunks
     mean = F.cross_entropy(model.logits(model(micro.inputs)), micro.targets.flatten())
     wanted = dict(zip(dict(model.named_parameters()), torch.autograd.grad(mean, list(model.parameters())), strict=True))
     norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in wanted.values()]))

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from plait.report.metrics import EvalReport, StepReport
-from plait.trainer.loop import Actions, Pace, run_loop
+from plait.trainer.loop import LoopActions, LoopIntervals, run_loop
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
 from plait.units import Every
 
-PACE = Pace(steps=10, report_every_steps=1, evaluate_every_steps=0, checkpoint_every=Every(0, "steps"))
+PACE = LoopIntervals(steps=10, report_every_steps=1, evaluate_every_steps=0, checkpoint_every=Every(0, "steps"))
 NEVER = 10**9
 
 
@@ -28,13 +28,13 @@ class Diary:
     reports: list[StepReport] = field(default_factory=list)
     now: int = 0
 
-    def actions(self) -> Actions:
-        return Actions(
+    def actions(self) -> LoopActions:
+        return LoopActions(
             step=self.take_step,
             evaluate=self.evaluate,
             save=lambda state: self.entries.append(f"save {state.step} after {state.tokens} tokens"),
             agree=lambda stop, save: (stop or self.now >= self.peer_stops_at, save),
-            reckon=self.reckon,
+            rebalance_if_due=self.reckon,
             stop_requested=lambda: self.now >= self.stop_at,
             learning_rate=lambda step: 0.5**step,
             data_wait_s=lambda: 0.25,
@@ -66,7 +66,7 @@ class Diary:
         raise AssertionError("the loop did not open this sink")
 
 
-def run(diary: Diary, pace: Pace, state: TrainState | None = None) -> tuple[TrainState, str]:
+def run(diary: Diary, pace: LoopIntervals, state: TrainState | None = None) -> tuple[TrainState, str]:
     return run_loop(state or TrainState(), pace, diary.actions(), diary)
 
 

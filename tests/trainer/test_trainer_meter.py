@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from plait.layout import Layout
-from plait.parallel.mesh import ALONE
+from plait.parallel.mesh import ONE_PROCESS
 from plait.parallel.sharded_model import LocalGradients
 from plait.trainer.assemble import assemble
 from plait.trainer.balance.actions import watch_every_steps
@@ -129,7 +129,7 @@ def test_a_real_step_is_measured_and_stays_the_same(tmp_path: Path) -> None:
     config, plan = make_tiny(tmp_path)
     results = []
     for measuring in (False, True):
-        assembly, meter = assemble(config, plan, sums=ALONE, stages=()), None
+        assembly, meter = assemble(config, plan, sums=ONE_PROCESS, stages=()), None
         if measuring:
             assembly, meter = metered(assembly, clock_of(assembly.device))
         began = time.perf_counter()

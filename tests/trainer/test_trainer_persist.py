@@ -13,7 +13,7 @@ from plait.checkpoint.manifest import tensor_names
 from plait.checkpoint.store import staging_for, verify
 from plait.checkpoint.transfer import read_tensor
 from plait.errors import PlaitError, RunFailed
-from plait.parallel.mesh import ALONE
+from plait.parallel.mesh import ONE_PROCESS
 from plait.trainer.assemble import assemble
 from plait.trainer.persist import restore
 from tests.trainer.tiny import make_tiny
@@ -74,6 +74,6 @@ def test_whichever_rank_cannot_write_its_reason_is_told(run_ranks, folder: Path,
 def test_a_checkpoint_of_another_shape_is_refused(run_ranks, folder: Path, tmp_path: Path) -> None:
     checkpoint = saved(run_ranks, folder, 1, old=None, new="narrow", steps=1)
     config, plan = make_tiny(tmp_path, "model.width=32")
-    wider = assemble(config, plan, sums=ALONE, stages=())
+    wider = assemble(config, plan, sums=ONE_PROCESS, stages=())
     with pytest.raises(PlaitError, match=r"has width 16, the recipe asks 32; take the recipe that the run began with"):
-        restore(wider, checkpoint, verify(checkpoint), ALONE)
+        restore(wider, checkpoint, verify(checkpoint), ONE_PROCESS)

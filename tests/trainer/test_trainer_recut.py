@@ -113,7 +113,7 @@ def test_a_stage_gets_no_more_than_fits_beside_what_is_there(
     monkeypatch: pytest.MonkeyPatch, free: int, sharers: int, most: int
 ) -> None:
     """Two layers: 4,000 bytes of weights and moments, 8,000 with activations and all else."""
-    monkeypatch.setattr(move_layers, "free_memory_bytes", lambda: free / move_layers.SPARE)
+    monkeypatch.setattr(move_layers, "free_memory_bytes", lambda: free / move_layers.SPARE_MEMORY)
     monkeypatch.setattr(move_layers, "peak_rss_bytes", lambda: 8_000)
     stage: Any = SimpleNamespace(
         woven=SimpleNamespace(chunks=(SimpleNamespace(layers={"0": None, "1": None}),)),

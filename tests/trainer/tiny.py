@@ -12,7 +12,8 @@ from plait.commands.preparing.corpus import corpus_facts, data_request
 from plait.data.preparation.prepare import prepare
 from plait.data.shards import open_corpus
 from plait.planner.derive.resources import Resources
-from plait.planner.plan import Plan, write_plan
+from plait.planner.plan import Plan
+from plait.planner.plan_file import write_plan
 from plait.planner.resolve.resolve import draft, settle
 from plait.recipe.load import load_recipe, recipe_text
 from plait.recipe.schema import RunConfig

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from plait.layout import share
+from plait.layout import equal_share
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape
 from plait.trainer.loss import sum_of_losses
@@ -41,7 +41,7 @@ class Work:
     def micros(self) -> list[int]:
         """Rows of each micro-batch."""
         pieces = -(-self.rows * self.sequence // MICRO_TOKENS)
-        return [share(self.rows, pieces, index)[1] for index in range(pieces)]
+        return [equal_share(self.rows, pieces, index)[1] for index in range(pieces)]
 
 
 class Model(nn.Module):
@@ -87,7 +87,7 @@ def read_work() -> Work:
     return Work(
         shape=ModelShape.from_dict(said["shape"]),
         sequence=said["sequence"],
-        rows=share(said["batch_sequences"], world_size, rank)[1],
+        rows=equal_share(said["batch_sequences"], world_size, rank)[1],
         steps=said["steps"],
         steps_file=Path(said["steps_file"]),
         rank=rank,

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from plait.cluster.measured import Timed, Work
+from plait.cluster.measured import MeasuredWork, Timed
 from plait.cluster.probe.pieces import (
     ATTENTION_TOKENS,
-    Key,
-    Runs,
+    PieceKey,
+    PieceRuns,
     attention_runs,
     memory_runs,
     noise,
@@ -25,8 +25,8 @@ from plait.cluster.probe.pieces import (
     product_runs,
     touch_memory,
 )
-from plait.cluster.probe.request import ProbeRequest, Scene, layer_products
-from plait.cluster.probe.timing import Figure, figure
+from plait.cluster.probe.request import ProbedModel, ProbeRequest, layer_products
+from plait.cluster.probe.timing import Reading, figure
 from plait.model.attention import Documents, Rows
 from plait.model.gpt import Embedding, Layer, row_positions
 from plait.model.rotary import Rotary
@@ -50,14 +50,14 @@ class Training:
     autocast: Callable[[], AbstractContextManager[object]]
     loss: Callable[[Tensor, Tensor, Tensor], Tensor]
     """Hidden states [n, d], head [v, d] and targets [n] to the summed loss."""
-    updates: Callable[[Scene, torch.device], tuple[Callable[[], object], int, int]]
+    updates: Callable[[ProbedModel, torch.device], tuple[Callable[[], object], int, int]]
     """A scene's optimizer: one update, and of how many numbers in how many tensors."""
 
 
-def arithmetic_runs(request: ProbeRequest, device: torch.device, training: Training) -> Runs:
+def arithmetic_runs(request: ProbeRequest, device: torch.device, training: Training) -> PieceRuns:
     """Everything that the request names, ready to be timed."""
     dtype = torch.bfloat16 if request.precision == "bf16" else torch.float32
-    runs: Runs = {}
+    runs: PieceRuns = {}
     for scene in request.scenes:
         runs |= _layer_runs(scene, device, dtype, training)
         runs |= _head_runs(scene, device, training)
@@ -73,7 +73,7 @@ def arithmetic_runs(request: ProbeRequest, device: torch.device, training: Train
     return runs
 
 
-def few_runs(runs: Runs, scene: Scene) -> Runs:
+def few_runs(runs: PieceRuns, scene: ProbedModel) -> PieceRuns:
     """One piece of each kind, and all of one scene's layer, by which workers side by side are compared with one."""
     kept = {key for product in layer_products(scene) for key in product_keys(product)}
     kept |= {(work, attention_sizes(scene)) for work in ("attention", "attention_backward")}
@@ -83,36 +83,36 @@ def few_runs(runs: Runs, scene: Scene) -> Runs:
     return {key: run for key, run in runs.items() if key in kept}
 
 
-def timed(figures: Mapping[Key, Figure], scenes: Sequence[Scene]) -> tuple[Timed, ...]:
+def timed(figures: Mapping[PieceKey, Reading], scenes: Sequence[ProbedModel]) -> tuple[Timed, ...]:
     """The figures as they are kept: the time of each scene's layer, less its products and attention, as "stream"."""
     plain = [_timed(key[0], key[1], one) for key, one in figures.items() if not key[0].startswith("layer")]
     return (*plain, *(one for scene in scenes for one in _streams(scene, figures)))
 
 
-def attention_sizes(scene: Scene) -> tuple[int, ...]:
+def attention_sizes(scene: ProbedModel) -> tuple[int, ...]:
     """The sizes of a scene's attention, in the order of SIZES."""
     shape = scene.shape
     return scene.sequences, scene.sequence, shape.heads, shape.kv_heads, shape.head_width
 
 
-def _timed(work: str, sizes: tuple[int, ...], took: Figure) -> Timed:
-    known: Work = work  # type: ignore[assignment]  # pieces of a layer never come here
+def _timed(work: str, sizes: tuple[int, ...], took: Reading) -> Timed:
+    known: MeasuredWork = work  # type: ignore[assignment]  # pieces of a layer never come here
     return Timed(work=known, sizes=sizes, seconds=took.seconds, spread=took.spread)
 
 
-def _streams(scene: Scene, figures: Mapping[Key, Figure]) -> Iterable[Timed]:
+def _streams(scene: ProbedModel, figures: Mapping[PieceKey, Reading]) -> Iterable[Timed]:
     """Both directions of what a layer takes beside what has figures of its own."""
     attention, sizes = attention_sizes(scene), _layer_sizes(scene)
     keys = [product_keys(product) for product in layer_products(scene)]
-    there: list[Key] = [forward for forward, _, _ in keys]
-    back: list[Key] = [key for _, *both in keys for key in both]
+    there: list[PieceKey] = [forward for forward, _, _ in keys]
+    back: list[PieceKey] = [key for _, *both in keys for key in both]
     there.append(("attention", attention))
     back.append(("attention_backward", attention))
     yield _timed("stream", sizes, _rest(figures["layer", sizes], [figures[part] for part in there]))
     yield _timed("stream_backward", sizes, _rest(figures["layer_backward", sizes], [figures[part] for part in back]))
 
 
-def _rest(whole: Figure, parts: Sequence[Figure]) -> Figure:
+def _rest(whole: Reading, parts: Sequence[Reading]) -> Reading:
     """What a whole takes longer than its parts: never nothing, since a layer has norms, whatever noise says.
 
     Differences are taken round by round: what slows a whole round then weighs on both sides.
@@ -122,16 +122,16 @@ def _rest(whole: Figure, parts: Sequence[Figure]) -> Figure:
     return figure([(rest, 0.0) for rest in rests])
 
 
-def _layer_sizes(scene: Scene) -> tuple[int, ...]:
+def _layer_sizes(scene: ProbedModel) -> tuple[int, ...]:
     return scene.tokens, scene.shape.width, scene.shape.ffn
 
 
-def _layer_bytes(scene: Scene) -> int:
+def _layer_bytes(scene: ProbedModel) -> int:
     """About what a layer keeps for its backward pass, in float32."""
     return 4 * scene.tokens * (12 * scene.shape.width + 4 * scene.shape.ffn)
 
 
-def _layer_runs(scene: Scene, device: torch.device, dtype: torch.dtype, training: Training) -> Runs:
+def _layer_runs(scene: ProbedModel, device: torch.device, dtype: torch.dtype, training: Training) -> PieceRuns:
     shape, sizes = scene.shape, _layer_sizes(scene)
     layer = _small_weights(Layer(shape, 0).to(device))
     rotary = Rotary(sequence=scene.sequence, head_width=shape.head_width, theta=shape.rope_theta)
@@ -165,7 +165,7 @@ def _layer_runs(scene: Scene, device: torch.device, dtype: torch.dtype, training
     }
 
 
-def _head_runs(scene: Scene, device: torch.device, training: Training) -> Runs:
+def _head_runs(scene: ProbedModel, device: torch.device, training: Training) -> PieceRuns:
     """The head with its loss and the embedding, forward and backward."""
     shape = scene.shape
     pieces = HEAD_FLOPS[device.type] / (6 * shape.width * shape.vocabulary * HEAD_TOKENS)
@@ -192,10 +192,10 @@ def _head_runs(scene: Scene, device: torch.device, training: Training) -> Runs:
     }
 
 
-def _update_runs(request: ProbeRequest, device: torch.device, training: Training) -> Runs:
+def _update_runs(request: ProbeRequest, device: torch.device, training: Training) -> PieceRuns:
     # One scene a width: an update knows numbers and tensors only.
     scenes = {scene.shape.width: scene for scene in request.scenes}
-    runs: Runs = {}
+    runs: PieceRuns = {}
     for scene in scenes.values():
         run, numbers, tensors = training.updates(scene, device)
         runs["update", (numbers, tensors)] = run

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
-OWN = Path("/proc/self/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
 
 
-def core_share(threads: int, *, own: Path = OWN, root: Path = ROOT) -> float:
+def core_share(threads: int, *, own: Path = OWN_CGROUP, root: Path = ROOT) -> float:
     """What so many busy threads of this process' control group get of a core each; 1 where nothing limits them."""
     try:
         lines = own.read_text().splitlines()

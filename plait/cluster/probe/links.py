@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.measured import Message, Point
-from plait.cluster.probe.timing import Bench, Figure, figure, times_in_a_row
+from plait.cluster.measured import MessageKind, Point
+from plait.cluster.probe.timing import Bench, Reading, figure, times_in_a_row
 
 SLOW_S = 0.25
 """A message that takes so long is the largest that is sent: more would tell nothing new and take ever longer."""
-ROUNDS = 5
+PROBE_ROUNDS = 5
 FEW_ROUNDS, LONG_S = 2, 0.05
 """So many rounds for what takes longer: over a narrow cable one round is as good as the other, and each one counts."""
-FIRST_TAG = 900_000
+PROBE_TAG = 900_000
 """Of sends; the buckets of training, which count from 0, use the same group's tags."""
 
 Begin = Callable[[Tensor, dist.ProcessGroup], object]
@@ -31,7 +31,7 @@ class DeadLink(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class RankPair:
     """Two ranks that are measured in a round of the schedule."""
 
     first: int
@@ -39,7 +39,7 @@ class Pair:
     round: int
 
 
-def pairs_of(hosts: Sequence[Sequence[int]]) -> tuple[Pair, ...]:
+def pairs_of(hosts: Sequence[Sequence[int]]) -> tuple[RankPair, ...]:
     """Which pairs are measured: neighbours inside each host, and the first ranks of each two hosts; no rank twice in
     a round. `hosts` lists each host's ranks."""
     wanted = [pair for ranks in hosts for pair in pairwise(ranks)]
@@ -52,7 +52,7 @@ def pairs_of(hosts: Sequence[Sequence[int]]) -> tuple[Pair, ...]:
         if number == len(rounds):
             rounds.append(set())
         rounds[number] |= set(pair)
-        found.append(Pair(first=pair[0], second=pair[1], round=number))
+        found.append(RankPair(first=pair[0], second=pair[1], round=number))
     return tuple(sorted(found, key=lambda pair: pair.round))
 
 
@@ -66,7 +66,7 @@ def time_pair(
     first = rank == ends[0]
     peer = ends[1] if first else ends[0]
     points = []
-    for tag, size in enumerate(sizes, FIRST_TAG):
+    for tag, size in enumerate(sizes, PROBE_TAG):
         sent, received = (torch.zeros(size // 4, device=bench.device) for _ in range(2))
 
         def there_and_back(sent: Tensor = sent, received: Tensor = received, tag: int = tag) -> None:
@@ -77,7 +77,7 @@ def time_pair(
         there_and_back()
         readings = [bench.clock.time(there_and_back, 1) for _ in range(FEW_ROUNDS)]
         if _tell_peer(readings[-1][0] < LONG_S, first, peer, bench, tag, timeout_s):
-            readings += [bench.clock.time(there_and_back, 1) for _ in range(ROUNDS - FEW_ROUNDS)]
+            readings += [bench.clock.time(there_and_back, 1) for _ in range(PROBE_ROUNDS - FEW_ROUNDS)]
         took = figure(readings)
         points.append(_point(size, took, share=0.5))
         if _tell_peer(took.seconds / 2 > SLOW_S, first, peer, bench, tag, timeout_s):
@@ -86,8 +86,8 @@ def time_pair(
 
 
 def time_collectives(
-    operations: Mapping[Message, Begin], sizes: Sequence[int], group: dist.ProcessGroup, bench: Bench
-) -> dict[Message, tuple[Point, ...]]:
+    operations: Mapping[MessageKind, Begin], sizes: Sequence[int], group: dist.ProcessGroup, bench: Bench
+) -> dict[MessageKind, tuple[Point, ...]]:
     """Each operation over growing buffers, with the seconds of the slowest rank; every rank of the group must call
     it, with a bench that keeps this group together."""
     return {kind: tuple(_growing(begin, sizes, group, bench)) for kind, begin in operations.items()}
@@ -104,7 +104,7 @@ def _growing(begin: Begin, sizes: Sequence[int], group: dist.ProcessGroup, bench
 
         times = min(20, times_in_a_row(run, bench))
         readings = [bench.clock.time(run, times)]
-        rounds = FEW_ROUNDS if bench.together.largest(readings[0][0]) > LONG_S else ROUNDS
+        rounds = FEW_ROUNDS if bench.together.largest(readings[0][0]) > LONG_S else PROBE_ROUNDS
         took = figure([*readings, *(bench.clock.time(run, times) for _ in range(rounds - 1))])
         took = replace(took, seconds=bench.together.largest(took.seconds))
         yield _point(4 * numbers, took)
@@ -119,7 +119,7 @@ def _tell_peer(verdict: bool, first: bool, peer: int, bench: Bench, tag: int, ti
     return bool(told.item())
 
 
-def _point(size: int, took: Figure, share: float = 1.0) -> Point:
+def _point(size: int, took: Reading, share: float = 1.0) -> Point:
     return Point(bytes=size, seconds=took.seconds * share, spread=took.spread, cpu_s=took.cpu_s * share)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from plait.cluster.measured import MeasuredOverlap, Point, Scope
 from plait.cluster.probe.timing import Bench, time_in_rounds, times_in_a_row
 
-BUCKET_BYTES = 8 * 2**20
+PROBED_BUCKET_BYTES = 8 * 2**20
 """As gradients are summed."""
 ABOUT_S = 0.06
 """Length of either side: long against starting and waiting."""
@@ -29,7 +29,7 @@ def time_overlap(
 
     `sums` are the measured all-reduces of the same group, on which its ranks agree.
     """
-    fitting = [point for point in sums if point.bytes <= BUCKET_BYTES and point.seconds <= ABOUT_S] or [sums[0]]
+    fitting = [point for point in sums if point.bytes <= PROBED_BUCKET_BYTES and point.seconds <= ABOUT_S] or [sums[0]]
     size, each_s = fitting[-1].bytes, fitting[-1].seconds
     count = max(1, min(MOST_BUCKETS, round(ABOUT_S / each_s)))
     buckets = [torch.zeros(size // 4, device=bench.device) for _ in range(count)]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.cluster.measured import Work
+from plait.cluster.measured import MeasuredWork
 from plait.model.attention import Documents, attend
 
 ATTENTION_TOKENS: Mapping[str, int] = {"cpu": 2048, "cuda": 16384}
@@ -24,9 +24,9 @@ COPY_BYTES = (2**18, 2**26)
 TOUCHED_BYTES = 2**24
 """Of a block; larger ones may be borrowed from the system each time."""
 
-Piece = Literal["layer", "layer_backward"]
-Key = tuple[Work | Piece, tuple[int, ...]]
-Runs = dict[Key, Callable[[], object]]
+ProbedPiece = Literal["layer", "layer_backward"]
+PieceKey = tuple[MeasuredWork | ProbedPiece, tuple[int, ...]]
+PieceRuns = dict[PieceKey, Callable[[], object]]
 
 
 def check_device(device: torch.device) -> str | None:
@@ -39,7 +39,7 @@ def check_device(device: torch.device) -> str | None:
     return None if total == 256**3 else f"a product that must add up to {256**3} adds up to {total:g}"
 
 
-def product_keys(product: tuple[int, int, int]) -> tuple[Key, Key, Key]:
+def product_keys(product: tuple[int, int, int]) -> tuple[PieceKey, PieceKey, PieceKey]:
     """A linear layer's product and the gradients of its input and of its weight."""
     rows, inner, columns = product
     return (
@@ -49,7 +49,7 @@ def product_keys(product: tuple[int, int, int]) -> tuple[Key, Key, Key]:
     )
 
 
-def product_runs(sizes: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> Runs:
+def product_runs(sizes: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> PieceRuns:
     """A linear layer's product and its two gradients, called as autograd calls them."""
     rows, inner, columns = sizes
     x, weight, grad = (noise(two, device, dtype) for two in ((rows, inner), (columns, inner), (rows, columns)))
@@ -61,7 +61,7 @@ def product_runs(sizes: tuple[int, int, int], device: torch.device, dtype: torch
     }
 
 
-def attention_runs(sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Runs:
+def attention_runs(sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> PieceRuns:
     """The model's attention over sequences of equal length, forward and backward."""
     sequences, length, heads, kv_heads, head_width = sizes
     documents = Documents(lengths=(length,) * sequences).on(device)
@@ -79,9 +79,9 @@ def attention_runs(sizes: tuple[int, ...], device: torch.device, dtype: torch.dt
     }
 
 
-def memory_runs(device: torch.device, dtype: torch.dtype) -> Runs:
+def memory_runs(device: torch.device, dtype: torch.dtype) -> PieceRuns:
     """Copies, gradients added up, and the smallest kernel there is."""
-    runs: Runs = {}
+    runs: PieceRuns = {}
     for size in COPY_BYTES:
         source, target = (torch.zeros(size // 4, device=device) for _ in range(2))
         runs["copy", (size,)] = lambda target=target, source=source: target.copy_(source)

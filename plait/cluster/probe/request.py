@@ -30,7 +30,7 @@ SIDES: Mapping[str, tuple[tuple[int, int, int], ...]] = {
         (2048, 8192, 8192), (8192, 2048, 2048), (1024, 4096, 14336),
     ),
 }  # fmt: skip
-MESSAGE_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24, 2**26)
+PROBED_MESSAGE_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24, 2**26)
 LENGTHS: Mapping[str, tuple[tuple[int, int, int], ...]] = {
     # Attention beside that of the layers: length of a sequence or document, heads, head width.
     "cpu": ((32, 4, 32), (128, 4, 64), (1024, 2, 64)),
@@ -39,7 +39,7 @@ LENGTHS: Mapping[str, tuple[tuple[int, int, int], ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class ProbedModel:
     """A model and how many of its sequences a worker takes at a time."""
 
     shape: ModelShape
@@ -59,7 +59,7 @@ class ProbeRequest:
     precision: Literal["float32", "bf16"]
     threads: int
     """Of each worker."""
-    scenes: tuple[Scene, ...]
+    scenes: tuple[ProbedModel, ...]
     products: tuple[tuple[int, int, int], ...]
     """(rows, inner, columns) of forward passes; each is measured with its two gradients."""
     attentions: tuple[tuple[int, int, int], ...]
@@ -75,7 +75,7 @@ class ProbeRequest:
     @staticmethod
     def from_json(text: str) -> ProbeRequest:
         values = json.loads(text)
-        scenes = [Scene(**{**one, "shape": ModelShape.from_dict(one["shape"])}) for one in values["scenes"]]
+        scenes = [ProbedModel(**{**one, "shape": ModelShape.from_dict(one["shape"])}) for one in values["scenes"]]
         shapes = {key: tuple(map(tuple, values[key])) for key in ("products", "attentions")}
         return ProbeRequest(**{**values, **shapes, "scenes": tuple(scenes), "messages": tuple(values["messages"])})
 
@@ -83,7 +83,7 @@ class ProbeRequest:
 def typical_request(device: Literal["cpu", "cuda"], threads: int) -> ProbeRequest:
     """What models of the usual sizes need, in the device's usual precision."""
     scenes = [
-        Scene(shape=named_shape(size, vocabulary=8192, sequence=sequence), sequence=sequence, sequences=sequences)
+        ProbedModel(shape=named_shape(size, vocabulary=8192, sequence=sequence), sequence=sequence, sequences=sequences)
         for size, sequence, sequences in TYPICAL[device]
     ]
     return _request(device, "float32" if device == "cpu" else "bf16", threads, scenes)
@@ -102,11 +102,11 @@ def probe_request(
     largest = _limited(shape, sequence, sequences, LAYER_FLOPS[device] * (threads if device == "cpu" else 1))
     # A single sequence too: few tokens take longer each, and pipelines take few at a time.
     counts = sorted({1, max(1, largest // 4), largest})
-    scenes = [Scene(shape=shape, sequence=sequence, sequences=some) for some in counts]
+    scenes = [ProbedModel(shape=shape, sequence=sequence, sequences=some) for some in counts]
     return _request(device, precision, threads, scenes)
 
 
-def layer_products(scene: Scene) -> tuple[tuple[int, int, int], ...]:
+def layer_products(scene: ProbedModel) -> tuple[tuple[int, int, int], ...]:
     """The products of one layer's forward pass, each as often as the layer has it."""
     shape, tokens = scene.shape, scene.tokens
     heads, kv_heads = shape.size_of("heads"), shape.size_of("kv_heads")
@@ -120,7 +120,7 @@ def layer_products(scene: Scene) -> tuple[tuple[int, int, int], ...]:
     )
 
 
-def _request(device: Any, precision: Any, threads: int, scenes: list[Scene]) -> ProbeRequest:
+def _request(device: Any, precision: Any, threads: int, scenes: list[ProbedModel]) -> ProbeRequest:
     own = [product for scene in scenes for product in layer_products(scene)]
     cut = [product for scene in scenes[-1:] for product in _cut_products(scene)]
     return ProbeRequest(
@@ -130,12 +130,12 @@ def _request(device: Any, precision: Any, threads: int, scenes: list[Scene]) -> 
         scenes=tuple(scenes),
         products=tuple(dict.fromkeys([*own, *cut, *SIDES[device]])),
         attentions=LENGTHS[device],
-        messages=MESSAGE_BYTES,
+        messages=PROBED_MESSAGE_BYTES,
         seconds=6.0 if device == "cpu" else 15.0,
     )
 
 
-def _cut_products(scene: Scene) -> list[tuple[int, int, int]]:
+def _cut_products(scene: ProbedModel) -> list[tuple[int, int, int]]:
     """The products of a layer whose matrices are cut over 2 and 4 ranks."""
     shape, found = scene.shape, []
     for parts in (2, 4):

@@ -8,17 +8,17 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-Key = TypeVar("Key", bound=Hashable)
+RunKey = TypeVar("RunKey", bound=Hashable)
 
 LEAST_ROUNDS = 4
 MOST_ROUNDS = 10
-STEADY = 0.08
+STEADY_SPREAD = 0.08
 """Spread below which a figure needs no further round."""
 SHORTEST_S = 2e-3
 """Shorter work is repeated within one reading of the clock."""
 
 
-class Together(Protocol):
+class OtherWorkers(Protocol):
     """Keeps ranks in step."""
 
     def meet(self) -> None:
@@ -30,7 +30,7 @@ class Together(Protocol):
         ...
 
 
-class Alone:
+class NoOthers:
     """One rank, in step with itself."""
 
     def meet(self) -> None:
@@ -41,7 +41,7 @@ class Alone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class Reading:
     """Median over rounds (of two the lower), the distance of its quartiles as a share of it, processor time a run."""
 
     seconds: float
@@ -79,7 +79,7 @@ class Bench:
     device: Any
     """torch's."""
     clock: Clock
-    together: Together
+    together: OtherWorkers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,9 @@ class ProcessorClock:
         return cpu_s / self.share, cpu_s
 
 
-def time_in_rounds(runs: Mapping[Key, Callable[[], object]], bench: Bench, *, seconds: float) -> dict[Key, Figure]:
+def time_in_rounds(
+    runs: Mapping[RunKey, Callable[[], object]], bench: Bench, *, seconds: float
+) -> dict[RunKey, Reading]:
     """Time all of `runs`, one after the other, in rounds; every rank must call it with the same names.
 
     A burst of somebody else's work then spoils one reading of several kinds, which medians forgive, and not all
@@ -106,13 +108,13 @@ def time_in_rounds(runs: Mapping[Key, Callable[[], object]], bench: Bench, *, se
     """
     clock, together = bench.clock, bench.together
     times = {name: times_in_a_row(run, bench) for name, run in runs.items()}
-    readings: dict[Key, list[tuple[float, float]]] = {name: [] for name in runs}
+    readings: dict[RunKey, list[tuple[float, float]]] = {name: [] for name in runs}
     end = time.perf_counter() + seconds
     for done in range(1, MOST_ROUNDS + 1):
         together.meet()
         for name, run in runs.items():
             readings[name].append(clock.time(run, times[name]))
-        unsteady = done < LEAST_ROUNDS or _upper_quartile([figure(r).spread for r in readings.values()]) > STEADY
+        unsteady = done < LEAST_ROUNDS or _upper_quartile([figure(r).spread for r in readings.values()]) > STEADY_SPREAD
         late = time.perf_counter() > end and done >= 2
         # Two votes in one message: whether anybody wants another round, and whether time is up for anybody.
         votes = together.largest(2.0 * late + 1.0 * unsteady)
@@ -121,12 +123,12 @@ def time_in_rounds(runs: Mapping[Key, Callable[[], object]], bench: Bench, *, se
     return {name: figure(values) for name, values in readings.items()}
 
 
-def figure(readings: list[tuple[float, float]]) -> Figure:
+def figure(readings: list[tuple[float, float]]) -> Reading:
     """The figure of several readings of wall and processor seconds; of two, the shorter: disturbances only lengthen."""
     walls = tuple(wall for wall, _ in readings)
     middle = statistics.median_low(walls)
     quarters = statistics.quantiles(walls, n=4, method="inclusive") if len(walls) > 1 else [middle] * 3
-    return Figure(
+    return Reading(
         seconds=middle,
         spread=(quarters[2] - quarters[0]) / middle,
         cpu_s=statistics.median_low([cpu for _, cpu in readings]),

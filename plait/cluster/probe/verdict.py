@@ -7,14 +7,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from plait.cluster.measured import MeasuredDevice, MeasuredLink, Point, Timed, Work
-from plait.cluster.topology import told_apart
+from plait.cluster.measured import MeasuredDevice, MeasuredLink, MeasuredWork, Point, Timed
+from plait.cluster.topology import numbered_names
 
 SLOW = 10.0
 """So many times slower than the best of its like is worth a sentence."""
-_PRODUCTS: tuple[Work, ...] = ("product", "product_input", "product_weight")
+_PRODUCTS: tuple[MeasuredWork, ...] = ("product", "product_input", "product_weight")
 
-_LAYER: Mapping[Work, tuple[Work, ...]] = {
+_LAYER: Mapping[MeasuredWork, tuple[MeasuredWork, ...]] = {
     "stream": ("product", "attention", "stream"),
     "stream_backward": ("product_input", "product_weight", "attention_backward", "stream_backward"),
 }
@@ -22,7 +22,7 @@ _LAYER: Mapping[Work, tuple[Work, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class HostRanks:
     """One host of a probe: its name, unlike all others', and its ranks."""
 
     name: str
@@ -30,7 +30,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairTold:
+class PairReading:
     """What two ranks found between them."""
 
     first: int
@@ -38,15 +38,15 @@ class PairTold:
     points: tuple[Point, ...]
 
 
-def hosts_of(told: Sequence[tuple[str, int]]) -> tuple[Host, ...]:
+def hosts_of(told: Sequence[tuple[str, int]]) -> tuple[HostRanks, ...]:
     """The hosts of ranks that each told its host's name and its place there; equal names get a number."""
     starts = [rank for rank, (_, local_rank) in enumerate(told) if local_rank == 0]
-    names = told_apart([told[start][0] for start in starts])
+    names = numbered_names([told[start][0] for start in starts])
     ranks = [tuple(range(start, end)) for start, end in zip(starts, [*starts[1:], len(told)], strict=True)]
-    return tuple(Host(name=name, ranks=some) for name, some in zip(names, ranks, strict=True))
+    return tuple(HostRanks(name=name, ranks=some) for name, some in zip(names, ranks, strict=True))
 
 
-def host_of(hosts: Sequence[Host], rank: int) -> Host:
+def host_of(hosts: Sequence[HostRanks], rank: int) -> HostRanks:
     """The host that has this rank."""
     return next(host for host in hosts if rank in host.ranks)
 
@@ -64,7 +64,7 @@ def middle(told: Sequence[Sequence[Timed]]) -> tuple[Timed, ...]:
     )
 
 
-def side_by_side(together: Sequence[Timed], alone: Sequence[Timed]) -> dict[str, float]:
+def beside_alone(together: Sequence[Timed], alone: Sequence[Timed]) -> dict[str, float]:
     """By kind of work: how much longer it takes while all workers of the host run, on the rank that ran both ways.
 
     What a layer takes beside its parts is a small difference of long times, too uncertain for a ratio of its own: it
@@ -94,13 +94,13 @@ def relative_speeds(told: Mapping[int, Sequence[Timed]]) -> dict[int, float]:
     return {rank: math.exp(best - value) for rank, value in logs.items()}
 
 
-def slowest_inside(host: Host, pairs: Sequence[PairTold]) -> tuple[Point, ...] | None:
+def slowest_inside(host: HostRanks, pairs: Sequence[PairReading]) -> tuple[Point, ...] | None:
     """The points of the host's slowest pair: a ring waits for it; None where it has one rank."""
     inside = [pair for pair in pairs if pair.first in host.ranks and pair.second in host.ranks]
     return max(inside, key=lambda pair: _bulk_s_per_byte(pair.points)).points if inside else None
 
 
-def pair_links(hosts: Sequence[Host], pairs: Sequence[PairTold]) -> tuple[MeasuredLink, ...]:
+def pair_links(hosts: Sequence[HostRanks], pairs: Sequence[PairReading]) -> tuple[MeasuredLink, ...]:
     """Sends: for each host inside it, for each two hosts between them."""
     links = []
     for host in hosts:
@@ -114,7 +114,9 @@ def pair_links(hosts: Sequence[Host], pairs: Sequence[PairTold]) -> tuple[Measur
     return tuple(links)
 
 
-def complaints(hosts: Sequence[Host], speeds: Mapping[int, float], pairs: Sequence[PairTold]) -> tuple[str, ...]:
+def complaints(
+    hosts: Sequence[HostRanks], speeds: Mapping[int, float], pairs: Sequence[PairReading]
+) -> tuple[str, ...]:
     """Devices and links ten times slower than the best of their like, a sentence each."""
     told = []
     for rank, speed in speeds.items():
@@ -128,7 +130,7 @@ def complaints(hosts: Sequence[Host], speeds: Mapping[int, float], pairs: Sequen
     return (*told, *_slow_links(hosts, inside), *_slow_links(hosts, between))
 
 
-def dead_link(hosts: Sequence[Host], first: int, second: int) -> str:
+def dead_link(hosts: Sequence[HostRanks], first: int, second: int) -> str:
     """The sentence for two ranks of which one does not answer the other."""
     ends = [f"worker {rank} on {host_of(hosts, rank).name}" for rank in (first, second)]
     return (
@@ -137,7 +139,7 @@ def dead_link(hosts: Sequence[Host], first: int, second: int) -> str:
     )
 
 
-def dead_device(hosts: Sequence[Host], rank: int, reason: str) -> str:
+def dead_device(hosts: Sequence[HostRanks], rank: int, reason: str) -> str:
     """The sentence for a device that cannot compute."""
     return (
         f"the device of worker {rank} on {host_of(hosts, rank).name} is dead: {reason}; take it out, or restart its "
@@ -145,7 +147,7 @@ def dead_device(hosts: Sequence[Host], rank: int, reason: str) -> str:
     )
 
 
-def _slow_links(hosts: Sequence[Host], like: Sequence[PairTold]) -> list[str]:
+def _slow_links(hosts: Sequence[HostRanks], like: Sequence[PairReading]) -> list[str]:
     told = []
     for what, of in (("each byte takes", _bulk_s_per_byte), ("a short message takes", _short_s)):
         best = min((of(pair.points) for pair in like), default=0.0)
@@ -170,7 +172,7 @@ def _short_s(points: Sequence[Point]) -> float:
 
 
 def device_of(
-    host: Host,
+    host: HostRanks,
     name: str,
     told: Mapping[int, Sequence[Timed]],
     alone: Sequence[Timed],
@@ -188,7 +190,7 @@ def device_of(
         threads=threads,
         memory_bytes=memory_bytes,
         timed=middle([told[rank] for rank in host.ranks]),
-        beside=side_by_side(told[host.ranks[0]], alone),
+        beside=beside_alone(told[host.ranks[0]], alone),
         granted=granted,
         rates=tuple(speeds[rank] for rank in host.ranks),
     )

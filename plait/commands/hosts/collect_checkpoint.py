@@ -21,7 +21,7 @@ _AT_ONCE = 8
 _STAGING = re.compile(r"\.step-\d+\.staging")
 
 
-class Gathering:
+class CheckpointCollector:
     """For the time of one job: hears "wrote" from ranks of other hosts, and fetches their parts in threads of its own.
 
     `checkpoints` is the folder on this host in whose staging folders rank 0 waits for them. All else that ranks tell
@@ -34,7 +34,7 @@ class Gathering:
         self._touched: set[Path] = set()
         self._given_up = threading.Event()
 
-    def __enter__(self) -> Gathering:
+    def __enter__(self) -> CheckpointCollector:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -14,15 +14,15 @@ from plait.commands.hosts.shared_folder import nonce
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.preparing.corpus import CACHE
 from plait.data.shards import open_corpus
-from plait.planner.plan import read_plan
+from plait.planner.plan_file import plan_text, read_plan
 from plait.units import format_bytes
 
 T = TypeVar("T")
-Kind = Literal["run", "job"]
+StagedKind = Literal["run", "job"]
 Say = Callable[[str], None]
 
 
-class Guest(Peer, Protocol):
+class JoinedHost(Peer, Protocol):
     """A host that joined: launch.leader.Member, or a test's own."""
 
     @property
@@ -32,7 +32,7 @@ class Guest(Peer, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class StagingFolder:
     """Where a job's folder is on another host, and whether it is the same folder as on host 0."""
 
     path: str
@@ -43,7 +43,7 @@ class Place:
 class _Load:
     """What is to be on every host without the folder before a job can begin."""
 
-    kind: Kind
+    kind: StagedKind
     folder: Path
     corpus: Path
     corpus_facts: tuple[FileFact, ...]
@@ -51,17 +51,17 @@ class _Load:
     checkpoint_facts: tuple[FileFact, ...]
 
 
-class Freight:
+class FileStager:
     """The way of files between host 0, whose working folder is the current one, and the hosts that joined it."""
 
-    def __init__(self, members: Sequence[Guest], run: Path, say: Say) -> None:
+    def __init__(self, members: Sequence[JoinedHost], run: Path, say: Say) -> None:
         self._members, self._say = members, say
         self._run = run
         self._hashed: dict[Path, tuple[FileFact, ...]] = {}
         self._shared = self._look()
-        self._places: tuple[Place, ...] = ()
+        self._places: tuple[StagingFolder, ...] = ()
 
-    def deliver(self, folder: Path, kind: Kind, resume: str | None = None) -> tuple[Place, ...]:
+    def deliver(self, folder: Path, kind: StagedKind, resume: str | None = None) -> tuple[StagingFolder, ...]:
         """Have what a job over all hosts needs on each: `folder` with its plan.json and recipe.toml, and the data.
 
         A "run" has its folder runs/NAME on every host, a "job" one for its time alone. Hosts are served side by side;
@@ -98,15 +98,15 @@ class Freight:
             seen = [member.ask("see", {"nonces": nonces}).values["shared"] for member in self._members]
         return {member.host: shared for member, shared in zip(self._members, seen, strict=True)}
 
-    def _shared_place(self, member: Guest, folder: Path) -> Place | None:
+    def _shared_place(self, member: JoinedHost, folder: Path) -> StagingFolder | None:
         """Where a folder is on a host that shares the run's folder and the cache; None where it is in neither."""
         for top in (self._run, CACHE):  # as they are named here: either may be a link to another disk
             if self._shared[member.host] and folder.resolve().is_relative_to(top.resolve()):
                 below = top / folder.resolve().relative_to(top.resolve())
-                return Place(path=str(Path(member.hello["folder"]) / below), shared=True)
+                return StagingFolder(path=str(Path(member.hello["folder"]) / below), shared=True)
         return None
 
-    def _load(self, folder: Path, kind: Kind, resume: str | None) -> _Load:
+    def _load(self, folder: Path, kind: StagedKind, resume: str | None) -> _Load:
         corpus = Path(read_plan(folder / "plan.json").corpus).resolve()
         checkpoint = folder / "checkpoints" / resume if resume else None
         return _Load(
@@ -127,7 +127,7 @@ class Freight:
             self._hashed[folder] = facts_of(folder, last=last, known=known)
         return self._hashed[folder]
 
-    def _serve(self, member: Guest, folder: Path, load: _Load | None) -> Place:
+    def _serve(self, member: JoinedHost, folder: Path, load: _Load | None) -> StagingFolder:
         if shared := self._shared_place(member, folder):
             return shared
         assert load is not None
@@ -141,10 +141,10 @@ class Freight:
             self._tell(sent, load.checkpoint.name, member)
         plan = replace(read_plan(folder / "plan.json"), corpus=corpus)
         member.ask("put", {"name": "recipe.toml"}, recipe.encode())
-        member.ask("put", {"name": "plan.json"}, plan.to_json().encode())
-        return Place(path=path, shared=False)
+        member.ask("put", {"name": "plan.json"}, plan_text(plan).encode())
+        return StagingFolder(path=path, shared=False)
 
-    def _send_corpus(self, member: Guest, load: _Load) -> str:
+    def _send_corpus(self, member: JoinedHost, load: _Load) -> str:
         """Where the prepared data lie on another host, once they are all there."""
         inside = load.corpus.is_relative_to(load.folder.resolve())
         place = {"root": "cache", "path": f"data/{load.corpus.name}"}
@@ -155,12 +155,12 @@ class Freight:
             self._tell(sent, "prepared data", member)
         return path
 
-    def _tell(self, nbytes: int, what: str, member: Guest) -> None:
+    def _tell(self, nbytes: int, what: str, member: JoinedHost) -> None:
         if nbytes:
             self._say(f"sent     {format_bytes(nbytes)} of {what} to {member.name}")
 
 
-def _on_all(members: Sequence[Guest], act: Callable[[Guest], T]) -> tuple[T, ...]:
+def _on_all(members: Sequence[JoinedHost], act: Callable[[JoinedHost], T]) -> tuple[T, ...]:
     """Do something with every host at once; raises the first error that comes without waiting for the others."""
     pool = ThreadPoolExecutor(len(members), thread_name_prefix="freight")
     try:

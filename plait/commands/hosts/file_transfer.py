@@ -16,14 +16,14 @@ from plait.data.shards import file_sha256
 from plait.errors import PlaitError
 from plait.units import format_bytes
 
-BLOCK_BYTES = 1 << 20
+TRANSFER_BLOCK_BYTES = 1 << 20
 """Small enough that a slow link carries one between two heartbeats, and never a whole file in memory."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _DEPTH = 3
 
 
-class Answer(Protocol):
+class FileAnswer(Protocol):
     """What another host replies: JSON values and bytes."""
 
     @property
@@ -37,7 +37,7 @@ class Peer(Protocol):
 
     @property
     def name(self) -> str: ...
-    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Answer: ...
+    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> FileAnswer: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ def fetch_file(
         while size is None or file.tell() < size:
             if unwanted():
                 raise PlaitError(f"nobody waits for {target.name} any more; give the same command again")
-            answer = peer.ask("read", {**place, "offset": file.tell(), "bytes": BLOCK_BYTES})
+            answer = peer.ask("read", {**place, "offset": file.tell(), "bytes": TRANSFER_BLOCK_BYTES})
             size = answer.values["size"]
             if not answer.blob and file.tell() < size:
                 raise PlaitError(f"{peer.name} sent less of {target.name} than it has; give the same command again")
@@ -109,7 +109,7 @@ def read_block(folder: Path, name: str, offset: int, nbytes: int) -> tuple[int, 
     """A file's size and some of its bytes, for a host that fetches it; raises PlaitError for a name that leads out."""
     with safe_path(folder, name).open("rb") as file:
         file.seek(offset)
-        return os.fstat(file.fileno()).st_size, file.read(min(nbytes, BLOCK_BYTES))
+        return os.fstat(file.fileno()).st_size, file.read(min(nbytes, TRANSFER_BLOCK_BYTES))
 
 
 def safe_path(folder: Path, name: str) -> Path:
@@ -120,7 +120,7 @@ def safe_path(folder: Path, name: str) -> Path:
     return folder.joinpath(*parts)
 
 
-class Intake:
+class IncomingFile:
     """Takes the files that another host sends into one folder; those already there as they should be are not lacking.
 
     Raises PlaitError, before anything is written, where they do not fit on the disk.
@@ -152,7 +152,7 @@ class Intake:
             raise PlaitError(f"another host sent {name[:80]!r}, which nobody asked for; give the same command again")
         path, fact = safe_path(self.folder, name), self._wanted[name]
         self._part = part = path.with_name(aside(path.name))
-        with told_disk(part):
+        with disk_error(part):
             _write_at(part, offset, data)
             self._digest = self._digest if offset else sha256()
             self._digest.update(data)
@@ -167,7 +167,7 @@ def facts_from(rows: Iterable[Mapping[str, Any]]) -> tuple[FileFact, ...]:
 
 
 @contextmanager
-def told_disk(path: Path) -> Iterator[None]:
+def disk_error(path: Path) -> Iterator[None]:
     """Around what writes a file from another host: a disk that says no ends in a sentence, and the file is gone."""
     try:
         yield
@@ -195,7 +195,7 @@ def _blocks(path: Path, nbytes: int) -> Iterator[tuple[int, bytes]]:
     with path.open("rb") as file:
         offset = 0
         while offset < nbytes or offset == 0:
-            data = file.read(min(BLOCK_BYTES, nbytes - offset))
+            data = file.read(min(TRANSFER_BLOCK_BYTES, nbytes - offset))
             yield offset, data
             offset += len(data)
             if not data:
@@ -203,7 +203,7 @@ def _blocks(path: Path, nbytes: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _make_room(folder: Path, nbytes: int) -> None:
-    with told_disk(folder / aside("room")):
+    with disk_error(folder / aside("room")):
         folder.mkdir(parents=True, exist_ok=True)
         disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize

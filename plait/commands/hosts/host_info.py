@@ -18,7 +18,7 @@ from plait.units import format_duration
 CLOCK_APART_S = 60.0
 
 
-def own_hello() -> dict[str, Any]:
+def own_host_info() -> dict[str, Any]:
     """This host's name, software, clock, cores and working folder."""
     versions = dict(software_versions())
     return {

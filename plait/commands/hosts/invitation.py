@@ -14,7 +14,7 @@ from plait.launch.remote.secret import VARIABLE, Secret, new_secret, read_secret
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostsAsked:
+class HostsRequest:
     """What was asked of a run's hosts; a `port` of 0 is any free one, no `address` the only one that there is."""
 
     hosts: int
@@ -27,7 +27,7 @@ class HostsAsked:
             raise PlaitError("--address, --port and --secret-file are for several hosts; say how many with --hosts")
 
 
-ONE_HOST = HostsAsked(hosts=1)
+ONE_HOST = HostsRequest(hosts=1)
 
 
 def chosen_address(asked: str | None) -> str:

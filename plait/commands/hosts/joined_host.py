@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from plait.checkpoint.store import clean_staging
-from plait.commands.hosts.file_transfer import Intake, facts_from, read_block, safe_path, told_disk
+from plait.commands.hosts.file_transfer import IncomingFile, disk_error, facts_from, read_block, safe_path
 from plait.commands.hosts.shared_folder import seen
-from plait.commands.planning.run_folder import RunFolder, alone, check_changes, hold
+from plait.commands.planning.run_folder import RunFolder, check_changes, hold_lock, locked_folder
 from plait.errors import PlaitError
 from plait.launch.remote.link import Handler, Reply
 from plait.launch.remote.wire import Frame
@@ -28,7 +28,7 @@ MARK = "joined.json"
 Say = Callable[[str], None]
 
 
-class Depot:
+class JoinedHostFiles:
     """The files of one joined host below its working folder `base`; close it when the run is over.
 
     Its handlers run one after another. What this host's user must mend is kept as `trouble`, and told to the leader.
@@ -41,7 +41,7 @@ class Depot:
         self._shared = self._is_ours = False
         self._folder: Path | None = None
         self._run: Path | None = None
-        self._intake: Intake | None = None
+        self._intake: IncomingFile | None = None
         self._is_told = False
         """Whether the intake is worth a line when it is complete."""
         self._received: set[Path] = set()
@@ -105,13 +105,13 @@ class Depot:
             self._claim()
         if frame.values["kind"] == "job":
             cache = self._base / ".plait"
-            with told_disk(cache / MARK):
+            with disk_error(cache / MARK):
                 cache.mkdir(exist_ok=True)
                 self._folder = Path(tempfile.mkdtemp(prefix="plait-joined-", dir=cache))
             return Reply(values={"folder": str(self._folder)})
         path = safe_path(self._base / "runs", frame.values["name"])
         if self._run is None:
-            self._held.enter_context(alone(RunFolder(path)))
+            self._held.enter_context(locked_folder(RunFolder(path)))
             _check_ours(RunFolder(path), frame.values["recipe"])
             self._run = path
             (path / "logs").mkdir(exist_ok=True)
@@ -130,10 +130,10 @@ class Depot:
         if self._is_ours:
             return
         cache = self._base / ".plait"
-        with told_disk(cache / MARK):
+        with disk_error(cache / MARK):
             cache.mkdir(exist_ok=True)
             lock = self._held.enter_context((cache / "joined.lock").open("w"))
-        hold(lock, f"another host that joined a run works in {self._base}, too; join from another folder")
+        hold_lock(lock, f"another host that joined a run works in {self._base}, too; join from another folder")
         self._is_ours = True
 
     def _take(self, frame: Frame) -> Reply:
@@ -144,7 +144,7 @@ class Depot:
             for other in folder.parent.iterdir():
                 if other != folder:
                     shutil.rmtree(other, ignore_errors=True)
-        self._intake = Intake(folder, facts_from(frame.values["files"]))
+        self._intake = IncomingFile(folder, facts_from(frame.values["files"]))
         self._is_told = root != self._current or self._folder == self._run
         if not self._intake.lacking and root != self._current and folder not in self._received:
             self._say(f"data     {folder}, here already")

@@ -13,21 +13,22 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from plait.checkpoint.arrival import IN_ALL_S
-from plait.cluster.topology import Machine, told_apart, usable_cores
-from plait.commands.hosts.collect_checkpoint import Gathering
-from plait.commands.hosts.file_stager import Freight, Place
-from plait.commands.hosts.host_info import objection, own_hello
-from plait.commands.hosts.invitation import HostsAsked, chosen_address, chosen_secret
-from plait.commands.planning.make_plan import Site
+from plait.cluster.topology import Machine, numbered_names, usable_cores
+from plait.commands.hosts.collect_checkpoint import CheckpointCollector
+from plait.commands.hosts.file_stager import FileStager, StagingFolder
+from plait.commands.hosts.host_info import objection, own_host_info
+from plait.commands.hosts.invitation import HostsRequest, chosen_address, chosen_secret
+from plait.commands.planning.make_plan import MachineSurvey
 from plait.commands.planning.workers import PRELOAD, OnMessage
 from plait.commands.preparing.corpus import CACHE
 from plait.errors import Interrupted, PlaitError
-from plait.launch.remote.connectivity import Door, check_roads
-from plait.launch.remote.host_numbering import Known
+from plait.launch.remote.connectivity import TestListener, check_connectivity
+from plait.launch.remote.host_numbering import HostIdentity
 from plait.launch.remote.leader import HostPart, Hosts, Member
 from plait.launch.values.job import Job, JobResult, Message
 from plait.planner.derive.resources import FixedWorkers
-from plait.planner.plan import HostShare, Plan, read_plan, renewed, write_plan
+from plait.planner.plan import HostShare, Plan, refreshed_hosts
+from plait.planner.plan_file import read_plan, write_plan
 from plait.planner.resolve.named_layout import named_degrees
 from plait.recipe.schema import RunConfig
 from plait.units import counted
@@ -40,7 +41,7 @@ Say = Callable[[str], None]
 T = TypeVar("T")
 
 
-class HostsCrew:
+class LeaderWorkers:
     """The workers of this host and of those that joined it, ranks numbered host by host.
 
     `hosts` must have admitted its members; `folder` is the run's.
@@ -50,7 +51,7 @@ class HostsCrew:
         self._hosts, self._folder, self._config, self._say = hosts, folder, config, say
         self._seats = tuple(range(1 + len(hosts.members)))
         """Which of the hosts, as they were admitted, takes each place."""
-        self._freight: Freight | None = None
+        self._freight: FileStager | None = None
 
     @property
     def shares(self) -> tuple[HostShare, ...]:
@@ -59,12 +60,12 @@ class HostsCrew:
 
     @cached_property
     def _shares(self) -> tuple[HostShare, ...]:
-        hellos = [own_hello(), *(member.hello for member in self._hosts.members)]
-        names = [own_hello()["name"], *(member.name for member in self._hosts.members)]
-        bare = shares_of(told_apart(names), [site.machine for site in self._sites])
+        hellos = [own_host_info(), *(member.hello for member in self._hosts.members)]
+        names = [own_host_info()["name"], *(member.name for member in self._hosts.members)]
+        bare = host_shares(numbered_names(names), [site.machine for site in self._sites])
         shares = tuple(replace(share, mark=hello["mark"]) for share, hello in zip(bare, hellos, strict=True))
-        check_layout(self._config, shares)
-        self._say(f"hosts    {in_words(shares)}")
+        check_worker_count(self._config, shares)
+        self._say(f"hosts    {host_shares_text(shares)}")
         return shares
 
     @property
@@ -72,7 +73,7 @@ class HostsCrew:
         """All hosts' workers, and the threads of those on this one."""
         return FixedWorkers(workers=sum(share.workers for share in self.shares), threads=self.shares[0].threads)
 
-    def sites(self) -> tuple[Site, ...]:
+    def sites(self) -> tuple[MachineSurvey, ...]:
         """Every host's machine and its arithmetic peak, host 0 first; they are measured when this is first asked."""
         return self._seated(self._sites)
 
@@ -85,12 +86,12 @@ class HostsCrew:
         """Where the hosts reach each other, this one first."""
         return self._hosts.addresses
 
-    def placed(self, plan: Plan) -> Plan:
+    def with_hosts(self, plan: Plan) -> Plan:
         """The plan with each host's part in it, once all have taken the places that it gives them."""
-        if plan.seats:
-            self._take(plan.seats)
-            plan = replace(plan, seats=())
-        if hosts := renewed(plan.hosts, self.shares):
+        if plan.host_order:
+            self._take(plan.host_order)
+            plan = replace(plan, host_order=())
+        if hosts := refreshed_hosts(plan.hosts, self.shares):
             return replace(plan, hosts=hosts)
         peaks = [site.peak_flops for site in self.sites() if site.peak_flops is not None]
         peak = sum(peaks) if len(peaks) == len(self.shares) else None
@@ -107,9 +108,9 @@ class HostsCrew:
         folder, training = folder_of(job.argument), job.entry == TRAINING
         resume = json.loads(job.argument)["resume"] if training else None
         if not training:  # made before anybody knew which host does what
-            plan = self.placed(read_plan(folder / "plan.json"))
+            plan = self.with_hosts(read_plan(folder / "plan.json"))
             write_plan(replace(plan, corpus=_named_alike(plan.corpus)), folder / "plan.json")
-        self._freight = self._freight or Freight(self._hosts.members, self._folder, self._say)
+        self._freight = self._freight or FileStager(self._hosts.members, self._folder, self._say)
         places = self._freight.deliver(folder, "run" if training else "job", resume)
         first, *others = self.shares
         parts = [_own_part(job, first.workers, first.threads)]
@@ -117,7 +118,7 @@ class HostsCrew:
         grace_s = (
             GRACE_S if all(place.shared for place in places) else IN_ALL_S + GRACE_S
         )  # parts travel at the end, too
-        with Gathering(self._member_of, folder / "checkpoints", on_message) as gathering:
+        with CheckpointCollector(self._member_of, folder / "checkpoints", on_message) as gathering:
             result = self._hosts.run(job, on_message=gathering.hear, parts=parts, grace_s=grace_s)
         if not training:
             self._freight.bring_back(folder)
@@ -133,13 +134,13 @@ class HostsCrew:
         if seats != self._seats:
             assert self._freight is None, "somebody was served in another order"
             self._seats = seats
-            self._hosts.seat(seats)
+            self._hosts.renumber(seats)
 
     def _seated(self, as_admitted: Sequence[T]) -> tuple[T, ...]:
         return tuple(as_admitted[host] for host in self._seats)
 
     @cached_property
-    def _sites(self) -> tuple[Site, ...]:
+    def _sites(self) -> tuple[MachineSurvey, ...]:
         """Measure all hosts side by side, each in a worker that uses all its cores."""
         cores = [usable_cores(), *(member.hello["cores"] for member in self._hosts.members)]
         job = Job(entry="plait.cluster.measure:rank", argument="", world_size=len(cores), threads=1)
@@ -154,7 +155,9 @@ class HostsCrew:
         if result.stopped_by != "finished":
             raise Interrupted(result.stopped_by)
         return tuple(
-            Site(machine=Machine.from_fingerprint(found[host]["fingerprint"]), peak_flops=found[host]["peak_flops"])
+            MachineSurvey(
+                machine=Machine.from_fingerprint(found[host]["fingerprint"]), peak_flops=found[host]["peak_flops"]
+            )
             for host in range(len(cores))
         )
 
@@ -165,9 +168,9 @@ class HostsCrew:
 
 
 @contextmanager
-def hosts_crew(
-    asked: HostsAsked, *, config: RunConfig, folder: Path, screen: Console, order: Sequence[Known] = ()
-) -> Iterator[HostsCrew]:
+def leader_workers(
+    asked: HostsRequest, *, config: RunConfig, folder: Path, screen: Console, order: Sequence[HostIdentity] = ()
+) -> Iterator[LeaderWorkers]:
     """Invite other hosts, wait until all are in, and lead them; the block's end sends them home.
 
     Those known in `order`, by mark or name, are numbered as they stand there, the others behind them by address.
@@ -183,7 +186,7 @@ def hosts_crew(
         screen.print(f"         {told}", highlight=False)
 
         def check(hello: Mapping[str, Any]) -> str | None:
-            sentence, name = objection(hello, own_hello()), str(hello.get("name"))[:80]
+            sentence, name = objection(hello, own_host_info()), str(hello.get("name"))[:80]
             if sentence is None:
                 screen.print(f"joined   {name}: {counted(hello['cores'], 'core')}", markup=False)
             else:
@@ -193,11 +196,11 @@ def hosts_crew(
         arrived = hosts.admit(
             check, JOIN_WITHIN_S, order=order, on_lost=lambda name: screen.print(f"lost     {name}", markup=False)
         )
-        check_roads(Door(own_hello()["name"], address), arrived)
-        yield HostsCrew(hosts, folder=folder, config=config, say=screen.print)
+        check_connectivity(TestListener(own_host_info()["name"], address), arrived)
+        yield LeaderWorkers(hosts, folder=folder, config=config, say=screen.print)
 
 
-def shares_of(names: Sequence[str], machines: Sequence[Machine]) -> tuple[HostShare, ...]:
+def host_shares(names: Sequence[str], machines: Sequence[Machine]) -> tuple[HostShare, ...]:
     """How each host is used unless somebody says otherwise: a worker for each GPU, or one with all the cores."""
     kinds = {machine.device for machine in machines}
     if len(kinds) > 1:
@@ -217,13 +220,13 @@ def shares_of(names: Sequence[str], machines: Sequence[Machine]) -> tuple[HostSh
     )
 
 
-def in_words(shares: Sequence[HostShare]) -> str:
+def host_shares_text(shares: Sequence[HostShare]) -> str:
     """Who does what, on a line."""
     each = [f"{s.name} {s.workers} worker{'s' * (s.workers > 1)} × {s.threads} threads" for s in shares]
     return ", ".join(each)
 
 
-def check_layout(config: RunConfig, shares: Sequence[HostShare]) -> None:
+def check_worker_count(config: RunConfig, shares: Sequence[HostShare]) -> None:
     """Raise PlaitError where the recipe names another number of workers than the hosts have."""
     named, workers = named_degrees(config), sum(share.workers for share in shares)
     if named and named.world_size != workers:
@@ -249,7 +252,7 @@ def _own_part(job: Job, ranks: int, threads: int) -> HostPart:
     return HostPart(ranks=ranks, threads=threads, argument=job.argument, log_dir=job.log_dir)
 
 
-def _part(job: Job, share: HostShare, place: Place) -> HostPart:
+def _part(job: Job, share: HostShare, place: StagingFolder) -> HostPart:
     """A joined host's part: the same in the folder that it has for it."""
     argument, training = place.path, job.entry == TRAINING
     if job.argument.startswith("{"):

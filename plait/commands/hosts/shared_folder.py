@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from plait.commands.hosts.file_transfer import safe_path, told_disk
+from plait.commands.hosts.file_transfer import disk_error, safe_path
 from plait.errors import PlaitError
 
 
@@ -45,7 +45,7 @@ def seen(folder: Path, name: str, content: str) -> bool:
     except (OSError, UnicodeDecodeError):
         return False
     own = path.with_name(f"{name}.seen")
-    with told_disk(own):
+    with disk_error(own):
         own.write_bytes(b"")
         own.unlink()
     return True

@@ -9,12 +9,18 @@ from typing import Literal
 from rich.console import Console as Screen
 
 from plait.cluster.catalog import reported_device
-from plait.commands.monitoring.forecast_monitor import Compared
-from plait.commands.planning.calibration_store import learn
+from plait.commands.monitoring.forecast_monitor import ForecastMonitor
+from plait.commands.planning.calibration_store import add_observation
 from plait.commands.planning.run_folder import RunFolder
 from plait.errors import RunFailed
 from plait.model.shape import training_flops_per_token
-from plait.planner.calibration.factors import Basis, lesson_of, lesson_of_whole, lesson_words, untaught
+from plait.planner.calibration.factors import (
+    Basis,
+    observation_of_items,
+    observation_of_step,
+    observation_text,
+    uncalibrated,
+)
 from plait.planner.derive.model_size import budget_of
 from plait.planner.plan import Forecast, Plan
 from plait.recipe.schema import RunConfig
@@ -25,8 +31,8 @@ from plait.units import counted, format_duration
 TOLERATED_OVERRUN = 1.15
 
 
-def conclude(
-    config: RunConfig, folder: RunFolder, plan: Plan, done: int, screen: Screen, compared: Compared | None = None
+def finish_run(
+    config: RunConfig, folder: RunFolder, plan: Plan, done: int, screen: Screen, compared: ForecastMonitor | None = None
 ) -> None:
     """Write and print the receipt of a finished run, and keep what it teaches; say so when a time budget was missed.
 
@@ -51,7 +57,7 @@ def is_finished(folder: RunFolder) -> bool:
     return folder.receipt.exists() and read_receipt(folder.receipt).steps >= folder.begun_plan().steps
 
 
-def _receipt(folder: RunFolder, plan: Plan, done: int, compared: Compared | None) -> Receipt:
+def _receipt(folder: RunFolder, plan: Plan, done: int, compared: ForecastMonitor | None) -> Receipt:
     steps, evaluations = read_metrics(folder.metrics)
     speed = median_speed(_of_this_plan(folder, steps, done), (0, done))
     evaluation = evaluations[-1] if evaluations else None
@@ -59,7 +65,7 @@ def _receipt(folder: RunFolder, plan: Plan, done: int, compared: Compared | None
     full, causal = (training_flops_per_token(plan.shape, plan.sequence, kind) for kind in ("full", "causal"))
     device_hours = so_far.device_s / 3600
     known = reported_device(plan.fingerprint["name"]) if plan.device == "cuda" and not _of_several_kinds(plan) else None
-    foretold, came = (compared.foretold, compared.came) if compared else (None, None)
+    foretold, came = (compared.foretold, compared.observed) if compared else (None, None)
     return Receipt(
         steps=plan.steps,
         tokens=steps[-1].tokens,
@@ -107,7 +113,7 @@ def _devices_in_words(plan: Plan) -> str:
 
 def _untimed_step_s(forecast: Forecast | None) -> float | None:
     """What formulas and runs had said, where the forecast is a step that was timed."""
-    if forecast is None or not forecast.calibration.is_timed:
+    if forecast is None or not forecast.calibration.is_measured:
         return None
     return forecast.step_s / forecast.calibration.timed
 
@@ -121,23 +127,25 @@ def _of_this_plan(folder: RunFolder, steps: Sequence[StepReport], done: int) -> 
     return own if own and (folder.path / "plan-1.json").exists() else steps
 
 
-def _teach(compared: Compared) -> str:
+def _teach(compared: ForecastMonitor) -> str:
     """Keep what the run teaches the next forecast on these machines, and say what, or why nothing."""
-    foretold, came = compared.foretold, compared.came
+    foretold, came = compared.foretold, compared.observed
     why = compared.disturbance()
     if came is None or why:
         return f"the next plan here learns nothing from this run: {why}"
     today = datetime.now(UTC).date().isoformat()
-    said = untaught(foretold.items, foretold.calibration)
+    said = uncalibrated(foretold.items, foretold.calibration)
     computed_s = came.step_s - came.data_s
-    lesson = lesson_of(said, came.items, today) if came.items else lesson_of_whole(said, computed_s, today)
+    lesson = (
+        observation_of_items(said, came.items, today) if came.items else observation_of_step(said, computed_s, today)
+    )
     if lesson is None:
         return "the next plan here learns nothing from this run: computing could not be told from waiting"
     try:
-        learn(foretold.calibration.ground, lesson)
+        add_observation(foretold.calibration.ground, lesson)
     except RunFailed as error:  # the run itself is finished and safe
         return f"what this run teaches was not kept: {error}"
-    return lesson_words(lesson, foretold.basis)
+    return observation_text(lesson, foretold.basis)
 
 
 def _times(device_hours: float, each: float | None) -> float | None:

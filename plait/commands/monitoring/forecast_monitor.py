@@ -9,8 +9,13 @@ from statistics import median
 from typing import Any
 
 from plait.commands.planning.calibration_store import crowding
-from plait.planner.calibration.factors import Basis, Calibration, StepItems, disturbance
-from plait.planner.calibration.predicted_vs_measured import Came, beside, memory_beside, what_is_off
+from plait.planner.calibration.factors import Basis, Calibration, StepItems, disturbance_text
+from plait.planner.calibration.predicted_vs_measured import (
+    Observed,
+    comparison_text,
+    deviation_text,
+    memory_comparison_text,
+)
 from plait.planner.plan import Plan
 from plait.report.metrics import StepReport
 from plait.report.receipt import WARM_UP_STEPS
@@ -22,7 +27,7 @@ PATIENCE_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foretold:
+class Predicted:
     """What a plan says of a step, and its own error."""
 
     items: StepItems
@@ -37,7 +42,7 @@ Crowding = Callable[[], float | None]
 """Programs that want to run per core; None where that is not known, or says nothing of the run."""
 
 
-class Compared:
+class ForecastMonitor:
     """Watches the steps of one start from `done` steps on; what it has to say of them goes to `say`.
 
     Steps that are reported together share one time, so those that come with a warm-up step are left out with it, and
@@ -45,7 +50,7 @@ class Compared:
     """
 
     def __init__(
-        self, foretold: Foretold, done: int, report_every_steps: int, *, say: Callable[[str], None], crowding: Crowding
+        self, foretold: Predicted, done: int, report_every_steps: int, *, say: Callable[[str], None], crowding: Crowding
     ) -> None:
         self.foretold, self._say, self._crowding = foretold, say, crowding
         self._warm_until = ceil((done + WARM_UP_STEPS) / report_every_steps) * report_every_steps
@@ -82,42 +87,42 @@ class Compared:
         if self._memory_seen or not peak_tensor_bytes:
             return
         self._memory_seen = True
-        if told := memory_beside(self.foretold.tensor_bytes, max(peak_tensor_bytes)):
+        if told := memory_comparison_text(self.foretold.tensor_bytes, max(peak_tensor_bytes)):
             self._say(told)
 
     @property
-    def came(self) -> Came | None:
+    def observed(self) -> Observed | None:
         """The medians of all steps after the first ones; None where there are none."""
         return self._came_until(self._reports[-1].step) if self._reports else None
 
     def disturbance(self) -> str | None:
         """Why these steps must not teach anything; None where they may."""
-        return disturbance([report.step_s for report in self._reports], self._crowding())
+        return disturbance_text([report.step_s for report in self._reports], self._crowding())
 
-    def _came_until(self, last_step: int) -> Came:
+    def _came_until(self, last_step: int) -> Observed:
         reports = [report for report in self._reports if report.step <= last_step]
         items = [items for step, items in self._items.items() if step <= last_step]
-        return Came(
+        return Observed(
             steps=len(reports),
             step_s=median(report.step_s for report in reports),
             data_s=median(report.data_wait_s for report in reports),
             items=_medians(items) if items else None,
         )
 
-    def _tell(self, came: Came) -> None:
+    def _tell(self, came: Observed) -> None:
         told = self.foretold
-        self._say(beside(told.items, came))
-        source = "steps" if told.calibration.is_timed else told.basis
-        if off := what_is_off(told.items, came, told.error, source):
+        self._say(comparison_text(told.items, came))
+        source = "steps" if told.calibration.is_measured else told.basis
+        if off := deviation_text(told.items, came, told.error, source):
             self._say(off)
 
 
-def compared_with(plan: Plan, done: int, say: Callable[[str], None]) -> Compared | None:
+def monitor_of(plan: Plan, done: int, say: Callable[[str], None]) -> ForecastMonitor | None:
     """What watches a start that goes on from `done` steps; None where the plan foretells no items."""
     forecast = plan.forecast
     if forecast is None or forecast.items is None:
         return None
-    foretold = Foretold(
+    foretold = Predicted(
         items=forecast.items,
         calibration=forecast.calibration,
         basis=forecast.basis,
@@ -125,10 +130,10 @@ def compared_with(plan: Plan, done: int, say: Callable[[str], None]) -> Compared
         tensor_bytes=forecast.tensor_bytes,
     )
     others = crowding if plan.device == "cpu" else _nobody
-    return Compared(foretold, done, plan.report_every_steps, say=say, crowding=others)
+    return ForecastMonitor(foretold, done, plan.report_every_steps, say=say, crowding=others)
 
 
-def compare(compared: Compared, kind: str, values: Mapping[str, Any]) -> None:
+def note_message(compared: ForecastMonitor, kind: str, values: Mapping[str, Any]) -> None:
     """Hand on what a worker told."""
     if kind == "step":
         numbers: dict[str, Any] = {key: float(v) if isinstance(v, str) else v for key, v in values.items()}

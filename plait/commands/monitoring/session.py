@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from plait.commands.monitoring.forecast_monitor import Compared, compare
+from plait.commands.monitoring.forecast_monitor import ForecastMonitor, note_message
 from plait.commands.planning.run_folder import RunFolder
-from plait.commands.planning.workers import Crew, log_folder
+from plait.commands.planning.workers import WorkerPool, log_folder
 from plait.launch.values.job import Job, JobResult, Message
 from plait.planner.plan import Plan
 from plait.report.console import Console
@@ -20,7 +20,7 @@ from plait.report.metrics import EvalReport, StepReport
 class Session:
     """Takes the messages of one start of the workers; `step` is the last one that was saved."""
 
-    def __init__(self, folder: RunFolder, bar: Console, compared: Compared | None, devices: int) -> None:
+    def __init__(self, folder: RunFolder, bar: Console, compared: ForecastMonitor | None, devices: int) -> None:
         self.step = 0
         self._folder, self._bar, self._compared, self._devices = folder, bar, compared, devices
         self._counted_at = time.monotonic()
@@ -28,7 +28,7 @@ class Session:
     def on_message(self, message: Message) -> None:
         values = dict(message.values)
         if self._compared:
-            compare(self._compared, message.kind, values)
+            note_message(self._compared, message.kind, values)
         if message.kind == "step":
             self._bar.step(StepReport(**_numbers(values)))
         elif message.kind == "evaluation":
@@ -56,7 +56,7 @@ class Session:
 
 
 def run_session(
-    plan: Plan, folder: RunFolder, workers: Crew, done: int, resume: str | None, session: Session
+    plan: Plan, folder: RunFolder, workers: WorkerPool, done: int, resume: str | None, session: Session
 ) -> tuple[JobResult, int]:
     """Start the workers and wait for their end; returns also the step that is saved."""
     session.step = done

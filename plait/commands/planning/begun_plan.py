@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait.commands.planning.make_plan import Say, Site, replan
+from plait.commands.planning.make_plan import Log, MachineSurvey, replan
 from plait.commands.planning.workers import (
-    PlacedCrew,
+    HostWorkers,
 )
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
-from plait.planner.derive.intervals import longer, with_reports
+from plait.planner.derive.intervals import with_new_intervals, with_raised_budget
 from plait.planner.derive.model_size import budget_of
 from plait.planner.plan import Plan, same_hosts
 from plait.recipe.schema import RunConfig
 
 
 def plan_of_begun(
-    config: RunConfig, plan: Plan, corpus: Corpus, site: Site, workers: PlacedCrew, *, fresh: bool, say: Say
+    config: RunConfig, plan: Plan, corpus: Corpus, site: MachineSurvey, workers: HostWorkers, *, fresh: bool, say: Log
 ) -> Plan:
     """The plan to go on with: the run's own, with more steps or another split where that was asked or is needed."""
     if corpus.content_hash != plan.corpus_hash:
@@ -27,7 +27,7 @@ def plan_of_begun(
     plan = replace(plan, corpus=str(corpus.folder))
     before = plan.budget
     if budget_of(config) != before:
-        plan = longer(config, plan)
+        plan = with_raised_budget(config, plan)
         say(f"budget   {before} → {plan.budget}: {plan.steps} steps in all")
     moved = site.machine.fingerprint() != plan.fingerprint
     if moved or fresh or _has_other_workers(plan, workers):
@@ -36,11 +36,13 @@ def plan_of_begun(
         why = "this machine is not the one it was made for" if moved else asked
         plan = replan(config, plan, corpus, site, workers)
         say(f"plan     a new one for the remaining steps ({why}); {plan.steps} steps in all, as before")
-    return with_reports(config, plan)
+    return with_new_intervals(config, plan)
 
 
-def _has_other_workers(plan: Plan, workers: PlacedCrew) -> bool:
+def _has_other_workers(plan: Plan, workers: HostWorkers) -> bool:
     """Whether a plan is for others than these: for another number of workers, or for hosts of another kind or order."""
     if workers.fixed_workers is None:
         return bool(plan.hosts)  # it was made for several, and here is one
-    return workers.fixed_workers.workers != plan.world_size or not same_hosts(workers.placed(plan).hosts, plan.hosts)
+    return workers.fixed_workers.workers != plan.world_size or not same_hosts(
+        workers.with_hosts(plan).hosts, plan.hosts
+    )

@@ -16,17 +16,17 @@ from typing import Any
 
 from plait.cluster.topology import Machine, usable_cores
 from plait.commands.preparing.corpus import CACHE
-from plait.planner.calibration.factors import Basis, Calibration, Lesson, calibration_of
+from plait.planner.calibration.factors import Basis, Calibration, Observation, calibration_from
 from plait.report.atomic import replace_file
 
-FORMAT = 1
+OBSERVATIONS_FORMAT = 1
 FORMULAS = 2
 """Counted up when formulas change by so much that what runs taught of the last ones would mislead."""
-KEPT = 20
+OBSERVATIONS_KEPT_ON_DISK = 20
 """Lessons in a file; a forecast takes the last few of them, and people may look at the others."""
 
 
-def ground_of(machines: Sequence[Machine], precision: str, basis: Basis) -> str:
+def calibration_key(machines: Sequence[Machine], precision: str, basis: Basis) -> str:
     """The name that lessons of such runs go by: what they teach holds for no other machines or software.
 
     Behind the first machine they may stand in any order: a plan may have changed it.
@@ -37,25 +37,25 @@ def ground_of(machines: Sequence[Machine], precision: str, basis: Basis) -> str:
     return f"{precision}-{basis}-{sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]}"
 
 
-def recalled(ground: str) -> Calibration:
+def load_calibration(ground: str) -> Calibration:
     """What the runs on a ground have taught so far."""
-    return calibration_of(ground, lessons(ground))
+    return calibration_from(ground, read_observations(ground))
 
 
-def learn(ground: str, lesson: Lesson) -> None:
+def add_observation(ground: str, lesson: Observation) -> None:
     """Add a run's lesson; raises RunFailed where the disk says no."""
-    kept = [*lessons(ground), lesson][-KEPT:]
+    kept = [*read_observations(ground), lesson][-OBSERVATIONS_KEPT_ON_DISK:]
     path = _file(ground)
     path.parent.mkdir(parents=True, exist_ok=True)
-    values = {"format": FORMAT, "lessons": [asdict(one) for one in kept]}
+    values = {"format": OBSERVATIONS_FORMAT, "lessons": [asdict(one) for one in kept]}
     replace_file(path, (json.dumps(values, indent=1) + "\n").encode())
 
 
-def lessons(ground: str) -> tuple[Lesson, ...]:
+def read_observations(ground: str) -> tuple[Observation, ...]:
     """All lessons of a ground, the oldest first; a file that is none of ours counts as not there."""
     try:
         values: Any = json.loads(_file(ground).read_bytes())
-        if values["format"] != FORMAT:
+        if values["format"] != OBSERVATIONS_FORMAT:
             return ()
         return tuple(_lesson(one) for one in values["lessons"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -77,9 +77,9 @@ def _file(ground: str) -> Path:
     return CACHE / "calibration" / f"{ground}.json"
 
 
-def _lesson(values: dict[str, Any]) -> Lesson:
-    names = [field.name for field in fields(Lesson)]
+def _lesson(values: dict[str, Any]) -> Observation:
+    names = [field.name for field in fields(Observation)]
     factors = [values[name] for name in ("compute", "messages") if values[name] is not None]
     if not all(isinstance(factor, int | float) and math.isfinite(factor) and factor > 0 for factor in factors):
         raise ValueError("a factor that is no factor")
-    return Lesson(**{name: values[name] for name in names})
+    return Observation(**{name: values[name] for name in names})

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from rich.console import Console as Screen
 
-from plait.commands.planning.make_plan import Site
-from plait.layout import in_words
-from plait.planner.calibration.factors import taught_words
+from plait.commands.planning.make_plan import MachineSurvey
+from plait.layout import layout_summary
+from plait.planner.calibration.factors import calibration_text
 from plait.planner.plan import Plan
-from plait.planner.rebalancing.batch_rebalance import cannot_help
-from plait.planner.resolve.resolve import described
+from plait.planner.rebalancing.batch_rebalance import why_rebalancing_cannot_help
+from plait.planner.resolve.resolve import plan_summary
 from plait.units import counted, format_bytes, format_duration
 
 
-def introduce(plan: Plan, site: Site, reasons: Sequence[str], screen: Screen) -> None:
+def introduce(plan: Plan, site: MachineSurvey, reasons: Sequence[str], screen: Screen) -> None:
     """What was found and what will be done, in a few lines."""
     machine = site.machine
     found = (
@@ -24,11 +24,11 @@ def introduce(plan: Plan, site: Site, reasons: Sequence[str], screen: Screen) ->
         else f"{machine.name}, {counted(machine.cores, 'core')}"
     )
     screen.print(f"machine  {found}, {machine.memory_bytes / 2**30:.0f} GiB")
-    screen.print(f"model    {described(plan)}")
+    screen.print(f"model    {plan_summary(plan)}")
     crew_words = f"{plan.world_size} worker{'s' if plan.world_size > 1 else ''}"
-    split = in_words(plan.layout)
+    split = layout_summary(plan.layout)
     screen.print(f"layout   {split}: {crew_words} × {plan.threads} threads, {plan.precision}")
-    useless = cannot_help(plan)
+    useless = why_rebalancing_cannot_help(plan)
     for reason in [*reasons, *([useless] if useless else [])]:
         screen.print(f"         · {reason}", highlight=False, markup=False)
     for line in _time_words(plan):
@@ -43,7 +43,7 @@ def _time_words(plan: Plan) -> list[str]:
             f"forecast {format_duration(plan.forecast.step_s)} a step, give or take {plan.forecast.error:.0%}, and "
             f"{format_bytes(plan.forecast.bytes_per_device)} a device"
         )
-        learnt = taught_words(plan.forecast.calibration, plan.forecast.items, plan.forecast.basis)
+        learnt = calibration_text(plan.forecast.calibration, plan.forecast.items, plan.forecast.basis)
         told += [f"         · {learnt}"] if learnt else []
     if plan.step_s:
         whole = format_duration(plan.steps * plan.step_s)

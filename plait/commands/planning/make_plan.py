@@ -11,42 +11,47 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from plait.cluster.topology import Machine
-from plait.commands.planning.calibration_store import ground_of, recalled
-from plait.commands.planning.workers import Crew
+from plait.commands.planning.calibration_store import calibration_key, load_calibration
+from plait.commands.planning.workers import WorkerPool
 from plait.commands.preparing.corpus import CACHE, corpus_facts
 from plait.data.shards import Corpus
 from plait.errors import Interrupted, PlaitError, RunFailed
 from plait.launch.values.job import Job, Message
-from plait.planner.derive.resources import Need, Probe, Resources, probe_digest
-from plait.planner.plan import Plan, read_plan, write_plan
-from plait.planner.resolve.forecast_update import learning
+from plait.planner.derive.resources import Probe, ProbeNeed, Resources, probe_digest
+from plait.planner.plan import Plan
+from plait.planner.plan_file import read_plan, write_plan
+from plait.planner.resolve.forecast_update import updated_forecast
 from plait.planner.resolve.resolve import draft, settle, with_layout
 from plait.planner.resolve.worker_layouts import WorkerLayout, best_layouts, choose
 from plait.recipe.load import flat_values, recipe_text
 from plait.recipe.schema import RunConfig
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class MachineSurvey:
     """The machine that a run finds, and the arithmetic peak that MFU is a share of."""
 
     machine: Machine
     peak_flops: float | None
     others: tuple[Machine, ...] = ()
     """Of the other hosts of a run."""
-    look: Probe | None = None
+    probe: Probe | None = None
     """What looks at all hosts and the roads between them."""
 
 
-def look_around(workers: Crew, cores: int) -> Site:
+def look_around(workers: WorkerPool, cores: int) -> MachineSurvey:
     """Describe this machine and measure its arithmetic peak, in a worker that uses all cores."""
-    found = ask(workers, Job(entry="plait.cluster.measure:rank", argument="", world_size=1, threads=cores), "machine")
-    return Site(machine=Machine.from_fingerprint(found["fingerprint"]), peak_flops=found["peak_flops"])
+    found = ask_rank_0(
+        workers, Job(entry="plait.cluster.measure:rank", argument="", world_size=1, threads=cores), "machine"
+    )
+    return MachineSurvey(machine=Machine.from_fingerprint(found["fingerprint"]), peak_flops=found["peak_flops"])
 
 
-def make_plan(config: RunConfig, corpus: Corpus, site: Site, workers: Crew, *, fresh: bool, say: Say) -> Plan:
+def make_plan(
+    config: RunConfig, corpus: Corpus, site: MachineSurvey, workers: WorkerPool, *, fresh: bool, say: Log
+) -> Plan:
     """The plan for a recipe on a machine: the one that was made for both before, unless a fresh one is asked for."""
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     kept = _kept(key)
@@ -63,24 +68,27 @@ def make_plan(config: RunConfig, corpus: Corpus, site: Site, workers: Crew, *, f
     return _keep(settle(config, outline, measured), key)
 
 
-def _looked_at(plan: Plan, site: Site) -> tuple[Plan | None, Site]:
+def _looked_at(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, MachineSurvey]:
     """A plan made before, unless several hosts were probed anew since; and the site, which nobody need look at again.
 
     Machines are told apart by the plan's key, the roads between them only by a look.
     """
-    if site.look is None:
+    if site.probe is None:
         return plan, site
-    look, asked = site.look, Need(shape=plan.shape, batch_sequences=plan.batch_sequences, precision=plan.precision)
+    look, asked = (
+        site.probe,
+        ProbeNeed(shape=plan.shape, batch_sequences=plan.batch_sequences, precision=plan.precision),
+    )
     seen = look(asked)
-    holds = plan.forecast is not None and plan.forecast.probed == probe_digest(seen)
-    return plan if holds else None, replace(site, look=lambda need: seen if need == asked else look(need))
+    holds = plan.forecast is not None and plan.forecast.probe_digest == probe_digest(seen)
+    return plan if holds else None, replace(site, probe=lambda need: seen if need == asked else look(need))
 
 
 def proven_plan(
     config: RunConfig,
     corpus: Corpus,
-    site: Site,
-    workers: Crew,
+    site: MachineSurvey,
+    workers: WorkerPool,
     *,
     count: int,
     on_timed: Callable[[WorkerLayout], None],
@@ -113,15 +121,15 @@ def proven_plan(
     return _keep(settle(config, outline, trials), key), trials
 
 
-def resources_of(site: Site, workers: Crew) -> Resources:
+def resources_of(site: MachineSurvey, workers: WorkerPool) -> Resources:
     """What a run is laid out on."""
     machines = (site.machine, *site.others)
     return Resources(
         machine=site.machine,
         peak_flops=site.peak_flops,
         fixed_workers=workers.fixed_workers,
-        probe=site.look,
-        load_calibration=lambda precision, basis: recalled(ground_of(machines, precision, basis)),
+        probe=site.probe,
+        load_calibration=lambda precision, basis: load_calibration(calibration_key(machines, precision, basis)),
     )
 
 
@@ -130,7 +138,9 @@ def _taught(plan: Plan) -> Plan:
     forecast = plan.forecast
     if forecast is None or not forecast.calibration.ground:
         return plan
-    return replace(plan, forecast=learning(forecast, recalled(forecast.calibration.ground), plan.step_s))
+    return replace(
+        plan, forecast=updated_forecast(forecast, load_calibration(forecast.calibration.ground), plan.step_s)
+    )
 
 
 def _kept(key: str) -> Path:
@@ -143,12 +153,12 @@ def _keep(plan: Plan, key: str) -> Plan:
     return plan
 
 
-def replan(config: RunConfig, plan: Plan, corpus: Corpus, site: Site, workers: Crew) -> Plan:
+def replan(config: RunConfig, plan: Plan, corpus: Corpus, site: MachineSurvey, workers: WorkerPool) -> Plan:
     """A begun run's plan on what there is now: another split, the same steps and the same mathematics."""
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     outline = draft(config, corpus_facts(corpus), resources_of(site, workers), recipe_hash=key, begun=plan)
     moved = _moved(plan, outline.plan)
-    again = plan.step_s is not None and site.look is None  # over several hosts a probe has told how long steps take
+    again = plan.step_s is not None and site.probe is None  # over several hosts a probe has told how long steps take
     timing = len(outline.layouts) > 1 or again
     return with_layout(moved, choose(measure(config, moved, workers, outline.layouts) if timing else outline.layouts))
 
@@ -169,12 +179,14 @@ def _moved(plan: Plan, here: Plan) -> Plan:
     )
 
 
-def measure(config: RunConfig, plan: Plan, workers: Crew, layouts: tuple[WorkerLayout, ...]) -> list[WorkerLayout]:
+def measure(
+    config: RunConfig, plan: Plan, workers: WorkerPool, layouts: tuple[WorkerLayout, ...]
+) -> list[WorkerLayout]:
     """Time real steps for each split."""
     return [_measured(config, with_layout(plan, split), split, workers) for split in layouts]
 
 
-def _measured(config: RunConfig, plan: Plan, split: WorkerLayout, workers: Crew) -> WorkerLayout:
+def _measured(config: RunConfig, plan: Plan, split: WorkerLayout, workers: WorkerPool) -> WorkerLayout:
     with TemporaryDirectory(prefix="plait-measure-") as name:
         write_plan(plan, Path(name) / "plan.json")
         (Path(name) / "recipe.toml").write_text(recipe_text(config))
@@ -185,11 +197,11 @@ def _measured(config: RunConfig, plan: Plan, split: WorkerLayout, workers: Crew)
             threads=plan.threads,
             log_dir=name,
         )
-        found = ask(workers, job, "measured")
+        found = ask_rank_0(workers, job, "measured")
     return replace(split, step_s=found["step_s"])
 
 
-def ask(workers: Crew, job: Job, kind: str) -> dict[str, Any]:
+def ask_rank_0(workers: WorkerPool, job: Job, kind: str) -> dict[str, Any]:
     """Run a job whose rank 0 tells one thing, and return it; raises Interrupted where a signal came."""
     answers: list[Message] = []
     result = workers.run(job, lambda message: answers.append(message) if message.kind == kind else None)
@@ -201,7 +213,7 @@ def ask(workers: Crew, job: Job, kind: str) -> dict[str, Any]:
 
 
 def plan_key(
-    config: RunConfig, content_hash: str, machine: Machine, workers: Crew, others: Sequence[Machine] = ()
+    config: RunConfig, content_hash: str, machine: Machine, workers: WorkerPool, others: Sequence[Machine] = ()
 ) -> str:
     """What a plan was made for: the recipe but for its name and where its text lies, the text, and the machines."""
     asked = {key: value for key, value in flat_values(config).items() if key not in ("run.name", "data.files")}

@@ -10,9 +10,9 @@ from plait.cluster.cluster import Cluster
 from plait.commands.preparing.usual_corpus import known_or_usual_corpus
 from plait.errors import PlaitError
 from plait.model.shape import parameter_count
-from plait.planner.calibration.factors import taught_words
+from plait.planner.calibration.factors import calibration_text
 from plait.planner.derive.resources import Resources
-from plait.planner.explain.report import Section, explained
+from plait.planner.explain.report import PlanSection, report_sections
 from plait.planner.page.page import Chapter
 from plait.planner.plan import Plan
 from plait.planner.resolve.resolve import draft, settle
@@ -32,7 +32,7 @@ class Answer:
     found: Search
     notes: tuple[str, ...]
     """What was derived or assumed."""
-    sections: tuple[Section, ...]
+    sections: tuple[PlanSection, ...]
 
 
 def answer(config: RunConfig, resources: Resources, *, top: int) -> Answer:
@@ -45,10 +45,10 @@ def answer(config: RunConfig, resources: Resources, *, top: int) -> Answer:
         raise PlaitError(
             f"{resources.machine.name} is not in plait's catalogue; describe it in a cluster.json and pass --cluster"
         )
-    if lesson := taught_words(forecast.calibration, forecast.items, forecast.basis):
+    if lesson := calibration_text(forecast.calibration, forecast.items, forecast.basis):
         notes.append(lesson)
     plan = settle(config, drafted, [chosen])
-    sections = explained(found, plan.budget, top=top)
+    sections = report_sections(found, plan.budget, top=top)
     return Answer(plan=plan, found=found, notes=tuple(notes), sections=sections)
 
 
@@ -70,7 +70,7 @@ def _wrapped(line: str) -> str:
     return fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def side_by_side(answers: Sequence[Answer]) -> str:
+def comparison_table(answers: Sequence[Answer]) -> str:
     """Several clusters in a table."""
     rows = [("cluster", "step", "tokens/s", "layout")]
     for one in answers:

@@ -14,8 +14,9 @@ from typing import Any, TextIO
 
 from plait.checkpoint.store import Found, clean_staging, newest_good
 from plait.errors import PlaitError
-from plait.planner.plan import Plan, read_plan, same_hosts, unmarked
-from plait.planner.rebalancing.stage_repartition import stages_of
+from plait.planner.plan import Plan, same_hosts, without_marks
+from plait.planner.plan_file import plan_text, read_plan
+from plait.planner.rebalancing.stage_repartition import stage_costs_of
 from plait.recipe.load import flat_values, load_recipe, recipe_text
 from plait.recipe.schema import RunConfig
 from plait.report.atomic import replace_file, replace_files
@@ -27,7 +28,7 @@ MAY_CHANGE = ("train.budget", "layout.", "balance.", "checkpoint.", "report.")
 
 
 @dataclass(frozen=True, slots=True)
-class SoFar:
+class RunTotals:
     """What goes into a receipt and no metrics line tells: training time, and the memory of each device."""
 
     wall_s: float = 0.0
@@ -93,9 +94,11 @@ class RunFolder:
         if self.plan.exists() and not _is_same(self.begun_plan(), plan):
             (self.path / f"plan-{number}.json").write_text(self.plan.read_text())
         other = self.plan.exists() and (afresh or _splits_otherwise(self.begun_plan(), plan))
-        files = {self.plan: plan.to_json().encode(), self.recipe: recipe_text(config).encode()}
+        files = {self.plan: plan_text(plan).encode(), self.recipe: recipe_text(config).encode()}
         if not (self.shares.exists() and other):  # one that was there before the run is to be obeyed
-            check_lines(self.shares, plan.parts, plan.layout.stage_layers if stages_of(plan) else ())
+            check_lines(
+                self.shares, plan.sequences_per_replica, plan.layout.stage_layers if stage_costs_of(plan) else ()
+            )
             replace_files(files, failure=PlaitError)
             return
         kept = self.path / f"shares-{number}.jsonl"
@@ -115,22 +118,24 @@ class RunFolder:
         return found
 
     @property
-    def so_far(self) -> SoFar:
+    def so_far(self) -> RunTotals:
         """What all sessions of the run together come to."""
         path = self.path / "so-far.json"
-        return SoFar(**json.loads(path.read_text())) if path.exists() else SoFar()
+        return RunTotals(**json.loads(path.read_text())) if path.exists() else RunTotals()
 
-    def note_so_far(self, so_far: SoFar) -> None:
+    def note_so_far(self, so_far: RunTotals) -> None:
         """Keep what the sessions come to by now, for the receipt of a later one."""
         replace_file(self.path / "so-far.json", json.dumps(asdict(so_far)).encode())
 
 
 def _is_same(old: Plan, new: Plan) -> bool:
-    return replace(old, hosts=unmarked(old.hosts)) == replace(new, hosts=unmarked(new.hosts))
+    return replace(old, hosts=without_marks(old.hosts)) == replace(new, hosts=without_marks(new.hosts))
 
 
 def _splits_otherwise(old: Plan, new: Plan) -> bool:
-    return (old.layout, old.parts) != (new.layout, new.parts) or not same_hosts(old.hosts, new.hosts)
+    return (old.layout, old.sequences_per_replica) != (new.layout, new.sequences_per_replica) or not same_hosts(
+        old.hosts, new.hosts
+    )
 
 
 def run_folder(name: str) -> RunFolder:
@@ -150,7 +155,7 @@ def finished_run(text: str) -> RunFolder:
 
 
 @contextmanager
-def alone(folder: RunFolder) -> Iterator[None]:
+def locked_folder(folder: RunFolder) -> Iterator[None]:
     """Hold the run's folder for this process; raises PlaitError when another one trains in it, or the disk says no.
 
     Of a run that did not begin nothing is left.
@@ -163,7 +168,7 @@ def alone(folder: RunFolder) -> Iterator[None]:
         raise PlaitError(f'"{folder.path}" cannot be written ({error.strerror}); choose another place') from None
     with lock:
         taken = f'another plait is training in "{folder.path}"; wait for it, or choose another run.name'
-        hold(lock, taken)
+        hold_lock(lock, taken)
         if not _is_open_as(path, lock):
             raise PlaitError(taken)  # its holder took the file away after we had opened it
         for left in folder.path.glob(".*.new"):  # by a plait that was killed
@@ -196,7 +201,7 @@ def _tidy(path: Path) -> None:
             path.rmdir()
 
 
-def hold(lock: TextIO, refusal: str) -> None:
+def hold_lock(lock: TextIO, refusal: str) -> None:
     """Lock an open file until it is closed, by whatever end; raises PlaitError with the refusal where it is taken."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -31,7 +31,7 @@ PRELOAD = (
 OnMessage = Callable[[Message], None]
 
 
-class Crew(Protocol):
+class WorkerPool(Protocol):
     """Runs a job's ranks and blocks until all of them returned; raises PlaitError when one could not."""
 
     @property
@@ -42,10 +42,10 @@ class Crew(Protocol):
     def run(self, job: Job, on_message: OnMessage) -> JobResult: ...
 
 
-class PlacedCrew(Crew, Protocol):
+class HostWorkers(WorkerPool, Protocol):
     """A crew that knows which host has which of a plan's ranks."""
 
-    def placed(self, plan: Plan) -> Plan:
+    def with_hosts(self, plan: Plan) -> Plan:
         """The plan with each host's part in it, where there are several."""
         ...
 
@@ -58,7 +58,7 @@ class PlacedCrew(Crew, Protocol):
         ...
 
 
-class OwnCrew:
+class OwnWorkers:
     """Workers forked on this machine from a server that has torch loaded."""
 
     fixed_workers = None
@@ -66,7 +66,7 @@ class OwnCrew:
     def __init__(self, server: ForkServer) -> None:
         self._server = server
 
-    def placed(self, plan: Plan) -> Plan:
+    def with_hosts(self, plan: Plan) -> Plan:
         return replace(plan, hosts=())
 
     def hosts(self) -> tuple[()]:
@@ -79,7 +79,7 @@ class OwnCrew:
         return self._server.run(job, on_message=on_message)
 
 
-class TorchrunCrew:
+class TorchrunWorkers:
     """The processes of a torchrun: rank 0 decides, and tells the others through torchrun's store what comes next."""
 
     def __init__(self, context: RankContext) -> None:
@@ -90,7 +90,7 @@ class TorchrunCrew:
         self._orders = 0
         self.fixed_workers = FixedWorkers(workers=context.world_size, threads=context.threads)
 
-    def placed(self, plan: Plan) -> Plan:
+    def with_hosts(self, plan: Plan) -> Plan:
         return replace(plan, hosts=())
 
     def hosts(self) -> tuple[()]:
@@ -139,26 +139,26 @@ class TorchrunCrew:
 
 
 @contextmanager
-def crew() -> Iterator[PlacedCrew]:
+def worker_pool() -> Iterator[HostWorkers]:
     """The workers at hand; under torchrun the block runs on rank 0 alone, and the others leave when it ends."""
     context = torchrun_context()
     if context is None:
         with ForkServer(preload=PRELOAD) as server:
-            yield OwnCrew(server)
+            yield OwnWorkers(server)
         return
-    workers = TorchrunCrew(context)
+    workers = TorchrunWorkers(context)
     try:
         yield workers
     finally:
         workers.dismiss()
 
 
-def serve_if_asked() -> bool:
+def serve_under_torchrun() -> bool:
     """Under torchrun, on any rank but 0: serve rank 0 until it is done, and say so."""
     context = torchrun_context()
     if context is None or context.rank == 0:
         return False
-    TorchrunCrew(context).serve()
+    TorchrunWorkers(context).serve()
     return True
 
 
@@ -166,7 +166,7 @@ def dismiss_others() -> None:
     """Under torchrun, on rank 0, where there is nothing to do: tell the other ranks, which else would wait for ever."""
     context = torchrun_context()
     if context is not None:
-        TorchrunCrew(context).dismiss()
+        TorchrunWorkers(context).dismiss()
 
 
 def refuse_torchrun() -> None:

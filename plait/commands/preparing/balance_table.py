@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from plait.data.balance import Ints, attention_pairs, counted_targets, dealt_positions, window_lengths
+from plait.data.balance import IntArray, attention_pairs, balance_samples, counted_targets, window_lengths
 from plait.data.order import make_order
 from plait.data.rows import NOT_COUNTED, gather, targets
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
-from plait.layout import share
+from plait.layout import equal_share
 from plait.recipe.schema import RunConfig
 
 MOST_STEPS = 20
@@ -25,7 +25,7 @@ _EITHER = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartTold:
+class ReplicaStats:
     """What falls to one part of the batch over some steps; pairs are of a token and one at or before it, per token."""
 
     sequences: int
@@ -43,13 +43,13 @@ class PartTold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DealTold:
+class BalanceReport:
     """How steps are dealt; a ratio is, of each step, the pairs of the fullest part to those of the emptiest."""
 
     steps: int
     sequence: int
     remark: str
-    parts: tuple[PartTold, ...]
+    parts: tuple[ReplicaStats, ...]
     ratios_as_they_come: tuple[float, ...]
     ratios: tuple[float, ...]
 
@@ -78,10 +78,10 @@ class _Seen:
     pairs_as_they_come: int = 0
     pairs: int = 0
     surprise: float = 0.0
-    lengths: list[Ints]
+    lengths: list[IntArray]
 
 
-def told_deal(config: RunConfig, corpus: Corpus, parts: int) -> DealTold:
+def balance_report(config: RunConfig, corpus: Corpus, parts: int) -> BalanceReport:
     """Deal a recipe's first steps to so many parts; raises PlaitError where the recipe leaves a step's size open."""
     sequence, shares = _sequence(config), _shares(config, parts)
     order = make_order(corpus, config.run.seed, sequence)
@@ -97,7 +97,7 @@ def told_deal(config: RunConfig, corpus: Corpus, parts: int) -> DealTold:
             pairs = np.full_like(pairs, sequence * (sequence + 1) // 2)
         before = np.split(np.arange(batch), np.cumsum(shares)[:-1])
         counted = counted_targets(corpus.train, shard, start, sequence)
-        after = before if config.data.mask_documents is False else dealt_positions(pairs, shares, counted)
+        after = before if config.data.mask_documents is False else balance_samples(pairs, shares, counted)
         come.append(_ratio(pairs, before))
         dealt.append(_ratio(pairs, after))
         for one, there, here in zip(seen, before, after, strict=True):
@@ -106,7 +106,7 @@ def told_deal(config: RunConfig, corpus: Corpus, parts: int) -> DealTold:
             one.counted += int(counted[here].sum())
             one.surprise += _surprise(corpus, rare, shard[here], start[here], sequence)
             one.lengths += list(_lengths(corpus, shard[here], start[here], sequence))
-    return DealTold(
+    return BalanceReport(
         steps=steps,
         sequence=sequence,
         remark={True: "", False: _JOINED, "auto": _EITHER}[config.data.mask_documents],
@@ -132,7 +132,7 @@ def _shares(config: RunConfig, parts: int) -> tuple[int, ...]:
     if sequences < parts:
         raise PlaitError(f"a step has {sequences} sequences, too few for {parts} parts; choose --balance {sequences}")
     if named == "auto":
-        return tuple(share(sequences, parts, part)[1] for part in range(parts))
+        return tuple(equal_share(sequences, parts, part)[1] for part in range(parts))
     if len(named) != parts or sum(named) != sequences:
         raise PlaitError(
             f"layout.shares has {len(named)} parts of {sum(named)} sequences in all, and {parts} parts of {sequences} "
@@ -141,7 +141,7 @@ def _shares(config: RunConfig, parts: int) -> tuple[int, ...]:
     return named
 
 
-def _ratio(pairs: Ints, deal: Sequence[Ints]) -> float:
+def _ratio(pairs: IntArray, deal: Sequence[IntArray]) -> float:
     means = [float(pairs[rows].mean()) for rows in deal]
     return max(means) / min(means)
 
@@ -155,20 +155,20 @@ def _surprises(corpus: Corpus) -> np.ndarray[Any, Any]:
 
 
 def _surprise(
-    corpus: Corpus, rare: np.ndarray[Any, Any], shard: np.ndarray[Any, Any], start: Ints, sequence: int
+    corpus: Corpus, rare: np.ndarray[Any, Any], shard: np.ndarray[Any, Any], start: IntArray, sequence: int
 ) -> float:
     wanted = targets(corpus.train, shard, start, gather(corpus.train, shard, start, sequence + 1))
     return float(rare[wanted[wanted != NOT_COUNTED]].sum())
 
 
-def _lengths(corpus: Corpus, shard: np.ndarray[Any, Any], start: Ints, sequence: int) -> Iterator[Ints]:
+def _lengths(corpus: Corpus, shard: np.ndarray[Any, Any], start: IntArray, sequence: int) -> Iterator[IntArray]:
     for number in np.unique(shard):
         yield window_lengths(corpus.train[number], start[shard == number], sequence)[0]
 
 
-def _told(seen: _Seen, sequences: int, tokens: int) -> PartTold:
+def _told(seen: _Seen, sequences: int, tokens: int) -> ReplicaStats:
     lengths = np.concatenate(seen.lengths)
-    return PartTold(
+    return ReplicaStats(
         sequences=sequences,
         tokens=tokens,
         counted=seen.counted / tokens,
@@ -180,7 +180,7 @@ def _told(seen: _Seen, sequences: int, tokens: int) -> PartTold:
     )
 
 
-def _row(part: PartTold) -> str:
+def _row(part: ReplicaStats) -> str:
     return (
         f"{part.sequences:11}{part.tokens:11,}{part.counted:11.1%}{part.pairs_as_they_come:15.1f}{part.pairs:8.1f}"
         f"{part.median_length:10.0f}{part.long_length:13.0f}{part.surprise:12.2f}"

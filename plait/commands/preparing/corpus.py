@@ -69,7 +69,7 @@ def corpus_facts(corpus: Corpus) -> CorpusFacts:
     )
 
 
-def told(corpus: Corpus) -> str:
+def corpus_summary(corpus: Corpus) -> str:
     """One line about prepared data, for people."""
     facts = corpus_facts(corpus)
     return (

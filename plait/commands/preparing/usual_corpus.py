@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plait.commands.preparing.corpus import corpus_facts, prepared_corpus
 from plait.errors import PlaitError
-from plait.model.sizes import SIZES
+from plait.model.sizes import MODEL_SIZES
 from plait.planner.derive.model_size import CorpusFacts
 from plait.recipe.schema import RunConfig
 
@@ -30,7 +30,7 @@ def _usual_corpus(config: RunConfig) -> tuple[CorpusFacts, list[str]]:
     elif config.data.tokenizer == "gpt2":
         vocabulary = GPT2_VOCABULARY
     else:
-        vocabulary = SIZES[size].vocabulary if size in SIZES else USUAL_VOCABULARY
+        vocabulary = MODEL_SIZES[size].vocabulary if size in MODEL_SIZES else USUAL_VOCABULARY
         notes.append(f"vocabulary {vocabulary}: usual for this size; the text was not looked at")
     facts = CorpusFacts(
         folder="",

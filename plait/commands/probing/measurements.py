@@ -12,24 +12,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.cluster.measured import (
-    Measured,
     MeasuredLink,
     MeasuredOverlap,
+    Measurements,
     Point,
     Timed,
     measured_from_json,
     measured_json,
 )
 from plait.cluster.probe.request import ProbeRequest
-from plait.cluster.probe.verdict import Host, PairTold, complaints, device_of, pair_links, relative_speeds
+from plait.cluster.probe.verdict import HostRanks, PairReading, complaints, device_of, pair_links, relative_speeds
 from plait.cluster.topology import Machine
-from plait.commands.planning.make_plan import ask
-from plait.commands.planning.workers import Crew
+from plait.commands.planning.make_plan import ask_rank_0
+from plait.commands.planning.workers import WorkerPool
 from plait.commands.preparing.corpus import CACHE
 from plait.errors import PlaitError
 from plait.launch.values.job import Job
 
-ENTRY = "plait.commands.probing.rank:rank"
+PROBE_ENTRY = "plait.commands.probing.rank:rank"
 LATELY_S = 900.0
 """What was measured, or found to hold, so short a time ago is believed without another look."""
 
@@ -37,28 +37,28 @@ Fresh = Literal["kept", "again"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
+class WorkerExtent:
     """How many workers are probed, with how many threads each."""
 
     workers: int
     threads: int
 
 
-def measured_by(
-    hands: Crew, machines: Sequence[Machine], asked: ProbeRequest, extent: Extent, *, fresh: Fresh
-) -> Measured:
+def measure_or_load(
+    hands: WorkerPool, machines: Sequence[Machine], asked: ProbeRequest, extent: WorkerExtent, *, fresh: Fresh
+) -> Measurements:
     """What was measured before on these hosts with this software for the same request, or is measured now."""
     if fresh == "kept" and (known := kept_measurement(machines, asked, extent)):
         return known
     key = _key(machines, asked, extent)
-    job = Job(entry=ENTRY, argument=asked.to_json(), world_size=extent.workers, threads=extent.threads)
-    measured, kept = measured_of(ask(hands, job, "probed"), asked, key), _kept(key)
+    job = Job(entry=PROBE_ENTRY, argument=asked.to_json(), world_size=extent.workers, threads=extent.threads)
+    measured, kept = measured_of(ask_rank_0(hands, job, "probed"), asked, key), _kept(key)
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(measured_json(measured), encoding="utf-8")
     return measured
 
 
-def kept_measurement(machines: Sequence[Machine], asked: ProbeRequest, extent: Extent) -> Measured | None:
+def kept_measurement(machines: Sequence[Machine], asked: ProbeRequest, extent: WorkerExtent) -> Measurements | None:
     """What was measured before on machines and software like these; None where there is nothing, or nothing usable."""
     kept = _kept(_key(machines, asked, extent))
     try:
@@ -67,7 +67,9 @@ def kept_measurement(machines: Sequence[Machine], asked: ProbeRequest, extent: E
         return None  # of another version, or torn: measured anew, and written over
 
 
-def seen_lately(machines: Sequence[Machine], asked: ProbeRequest, extent: Extent, addresses: Sequence[str]) -> bool:
+def checked_lately(
+    machines: Sequence[Machine], asked: ProbeRequest, extent: WorkerExtent, addresses: Sequence[str]
+) -> bool:
     """Whether somebody found so short a time ago that what is kept holds between these addresses, that nobody need look
     again."""
     seen = _seen(machines, asked, extent)
@@ -76,18 +78,20 @@ def seen_lately(machines: Sequence[Machine], asked: ProbeRequest, extent: Extent
     return seen.read_text(encoding="utf-8") == json.dumps(addresses)
 
 
-def note_seen(machines: Sequence[Machine], asked: ProbeRequest, extent: Extent, addresses: Sequence[str]) -> None:
+def note_checked(
+    machines: Sequence[Machine], asked: ProbeRequest, extent: WorkerExtent, addresses: Sequence[str]
+) -> None:
     """Keep that what is kept was measured, or found to hold, just now."""
     _seen(machines, asked, extent).write_text(json.dumps(addresses), encoding="utf-8")
 
 
-def _seen(machines: Sequence[Machine], asked: ProbeRequest, extent: Extent) -> Path:
+def _seen(machines: Sequence[Machine], asked: ProbeRequest, extent: WorkerExtent) -> Path:
     return _kept(_key(machines, asked, extent)).with_suffix(".seen")
 
 
 def sends_of(told: Mapping[str, Any]) -> tuple[MeasuredLink, ...]:
     """The messages from rank to rank among what rank 0 of a probe told."""
-    hosts = [Host(name=one["name"], ranks=tuple(one["ranks"])) for one in told["hosts"]]
+    hosts = [HostRanks(name=one["name"], ranks=tuple(one["ranks"])) for one in told["hosts"]]
     return pair_links(hosts, _pairs(told))
 
 
@@ -96,9 +100,9 @@ def timed_on_hosts(told: Mapping[str, Any]) -> list[tuple[Timed, ...]]:
     return [_timed(told["ranks"][host["ranks"][0]]["timed"]) for host in told["hosts"]]
 
 
-def measured_of(told: Mapping[str, Any], asked: ProbeRequest, key: str) -> Measured:
+def measured_of(told: Mapping[str, Any], asked: ProbeRequest, key: str) -> Measurements:
     """From what rank 0 told to the measurement."""
-    hosts = [Host(name=one["name"], ranks=tuple(one["ranks"])) for one in told["hosts"]]
+    hosts = [HostRanks(name=one["name"], ranks=tuple(one["ranks"])) for one in told["hosts"]]
     pairs = _pairs(told)
     timed = {rank: _timed(one["timed"]) for rank, one in enumerate(told["ranks"])}
     devices = []
@@ -115,7 +119,7 @@ def measured_of(told: Mapping[str, Any], asked: ProbeRequest, key: str) -> Measu
         )
         devices.append(device)
     links = [_link(one) for one in told["links"]]
-    return Measured(
+    return Measurements(
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         precision=asked.precision,
         workers=len(timed),
@@ -127,7 +131,7 @@ def measured_of(told: Mapping[str, Any], asked: ProbeRequest, key: str) -> Measu
     )
 
 
-def _key(machines: Sequence[Machine], asked: ProbeRequest, extent: Extent) -> str:
+def _key(machines: Sequence[Machine], asked: ProbeRequest, extent: WorkerExtent) -> str:
     what = [[machine.fingerprint() for machine in machines], asked.to_json(), extent.workers, extent.threads]
     return sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -136,8 +140,8 @@ def _kept(key: str) -> Path:
     return CACHE / "probes" / f"{key}.json"
 
 
-def _pairs(told: Mapping[str, Any]) -> list[PairTold]:
-    return [PairTold(first=p["first"], second=p["second"], points=_points(p["points"])) for p in told["pairs"]]
+def _pairs(told: Mapping[str, Any]) -> list[PairReading]:
+    return [PairReading(first=p["first"], second=p["second"], points=_points(p["points"])) for p in told["pairs"]]
 
 
 def _points(values: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:

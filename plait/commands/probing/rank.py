@@ -22,8 +22,8 @@ from plait.cluster.probe.links import DeadLink, pairs_of, time_collectives, time
 from plait.cluster.probe.overlap import time_overlap
 from plait.cluster.probe.pieces import check_device
 from plait.cluster.probe.request import ProbeRequest
-from plait.cluster.probe.timing import Alone, Bench, DeviceClock, ProcessorClock, time_in_rounds
-from plait.cluster.probe.verdict import Host, PairTold, dead_device, dead_link, host_of, hosts_of
+from plait.cluster.probe.timing import Bench, DeviceClock, NoOthers, ProcessorClock, time_in_rounds
+from plait.cluster.probe.verdict import HostRanks, PairReading, dead_device, dead_link, host_of, hosts_of
 from plait.commands.probing.training_pieces import begin_sum, operations, training_for
 from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
@@ -39,16 +39,16 @@ ALONE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankInPool:
     """A rank of a probe among the others."""
 
     rank: int
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostRanks, ...]
     store: Store
     bench: Bench
 
     @property
-    def host(self) -> Host:
+    def host(self) -> HostRanks:
         return host_of(self.hosts, self.rank)
 
     def say(self, key: str, values: Any) -> None:
@@ -60,7 +60,7 @@ class Place:
         return json.loads(self.store.get(f"probe/{key}"))
 
 
-class Group:
+class PoolGroup:
     """Keeps the ranks of a process group in step."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -92,7 +92,7 @@ def rank(context: RankContext, argument: str) -> None:
         if context.rank == 0:
             told = [place.hear(f"rank/{one}") for one in range(context.world_size)]
             shared = [place.hear(f"groups/{host.ranks[0]}") for host in place.hosts]
-            context.tell(
+            context.send(
                 "probed",
                 hosts=[asdict(host) for host in place.hosts],
                 pairs=[asdict(pair) for pair in pairs],
@@ -105,7 +105,7 @@ def rank(context: RankContext, argument: str) -> None:
         dist.destroy_process_group()
 
 
-def _met(context: RankContext, request: ProbeRequest) -> Place:
+def _met(context: RankContext, request: ProbeRequest) -> RankInPool:
     """Find the other ranks and open the links to them; raises RunFailed with the names of those that did not come."""
     store = open_store(context.rendezvous, context.rank, context.world_size)
     store.set_timeout(timedelta(seconds=MEET_S))
@@ -134,11 +134,11 @@ def _met(context: RankContext, request: ProbeRequest) -> Place:
     store.set_timeout(PATIENCE)
     assert dist.group.WORLD is not None
     device = torch.device(request.device, torch.cuda.current_device()) if request.device == "cuda" else "cpu"
-    bench = Bench(device=torch.device(device), clock=DeviceClock(wait=wait), together=Group(dist.group.WORLD))
-    return Place(rank=context.rank, hosts=hosts, store=store, bench=bench)
+    bench = Bench(device=torch.device(device), clock=DeviceClock(wait=wait), together=PoolGroup(dist.group.WORLD))
+    return RankInPool(rank=context.rank, hosts=hosts, store=store, bench=bench)
 
 
-def _pairs(place: Place, request: ProbeRequest) -> list[PairTold]:
+def _pairs(place: RankInPool, request: ProbeRequest) -> list[PairReading]:
     """Messages between pairs, by schedule; rank 0 gets what all found, the others nothing.
 
     Speaks through the store until it is known that no link is dead: a collective would wait for ever.
@@ -155,10 +155,12 @@ def _pairs(place: Place, request: ProbeRequest) -> list[PairTold]:
         place.say("dead", next((list(ends) for ends, points in found.items() if points is None), None))
     if dead := place.hear("dead"):
         raise RunFailed(dead_link(place.hosts, *dead))
-    return [PairTold(first=a, second=b, points=tuple(Point(**p) for p in points)) for (a, b), points in found.items()]
+    return [
+        PairReading(first=a, second=b, points=tuple(Point(**p) for p in points)) for (a, b), points in found.items()
+    ]
 
 
-def _pair(place: Place, ends: tuple[int, int], request: ProbeRequest) -> list[dict[str, Any]] | None:
+def _pair(place: RankInPool, ends: tuple[int, int], request: ProbeRequest) -> list[dict[str, Any]] | None:
     """A pair's points as plain values; None where the link is dead."""
     try:
         points = time_pair(ends, request.messages, rank=place.rank, bench=place.bench, timeout_s=ANSWER_S)
@@ -167,7 +169,7 @@ def _pair(place: Place, ends: tuple[int, int], request: ProbeRequest) -> list[di
     return [asdict(point) for point in points]
 
 
-def _arithmetic(place: Place, request: ProbeRequest) -> dict[str, Any]:
+def _arithmetic(place: RankInPool, request: ProbeRequest) -> dict[str, Any]:
     """What this rank's device takes while all ranks work, and, on the first rank of a host, while it works alone."""
     bench = place.bench
     place.say(f"check/{place.rank}", check_device(bench.device))
@@ -184,7 +186,7 @@ def _arithmetic(place: Place, request: ProbeRequest) -> dict[str, Any]:
     bench.together.meet()
     alone: tuple[Timed, ...] = ()
     if place.rank == place.host.ranks[0] and len(place.host.ranks) > 1:
-        by_itself = replace(bench, together=Alone())
+        by_itself = replace(bench, together=NoOthers())
         middle = request.scenes[(len(request.scenes) - 1) // 2]
         alone = timed(time_in_rounds(few_runs(runs, middle), by_itself, seconds=ALONE_S), (middle,))
     bench.together.meet()
@@ -198,7 +200,7 @@ def _without_others(bench: Bench, ranks: int) -> Bench:
     return replace(bench, clock=ProcessorClock(share=core_share(ranks)))
 
 
-def _groups(place: Place, request: ProbeRequest) -> None:
+def _groups(place: RankInPool, request: ProbeRequest) -> None:
     """Collectives and what hides of them: inside each host, all hosts at once, then between hosts."""
     everybody = tuple(rank for host in place.hosts for rank in host.ranks)
     firsts = tuple(host.ranks[0] for host in place.hosts)
@@ -214,7 +216,7 @@ def _groups(place: Place, request: ProbeRequest) -> None:
         if place.rank in ranks:
             scope: Scope = "between" if ranks in between else "inside"
             names = tuple(host.name for host in place.hosts if set(host.ranks) & set(ranks))
-            bench = replace(place.bench, together=Group(groups[ranks]))
+            bench = replace(place.bench, together=PoolGroup(groups[ranks]))
             found = time_collectives(operations(bench.device), request.messages, groups[ranks], bench)
             for kind, points in found.items():
                 links.append(MeasuredLink(kind=kind, scope=scope, hosts=names, ranks=len(ranks), points=points))

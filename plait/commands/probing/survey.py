@@ -5,24 +5,31 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.cluster.cluster import Cluster, cluster_of_hosts
-from plait.cluster.measured import Measured
-from plait.cluster.pooled import pooled
+from plait.cluster.measured import Measurements
+from plait.cluster.pooled import pool_measurements
 from plait.cluster.probe.request import CPU_TOKENS, probe_request
 from plait.cluster.topology import Machine, usable_cores
-from plait.commands.planning.make_plan import Say, Site, look_around
-from plait.commands.planning.workers import PlacedCrew
-from plait.commands.probing.measurements import Extent, Fresh, kept_measurement, measured_by, note_seen, seen_lately
+from plait.commands.planning.make_plan import Log, MachineSurvey, look_around
+from plait.commands.planning.workers import HostWorkers
+from plait.commands.probing.measurements import (
+    Fresh,
+    WorkerExtent,
+    checked_lately,
+    kept_measurement,
+    measure_or_load,
+    note_checked,
+)
 from plait.commands.probing.revalidate import still_holds
 from plait.commands.probing.table import QUIET
-from plait.planner.derive.resources import Need, Probe
+from plait.planner.derive.resources import Probe, ProbeNeed
 from plait.planner.step_time.measured_network import measured_link
 from plait.units import format_si
 
-Host = tuple[Machine, float | None, int]
+HostMachine = tuple[Machine, float | None, int]
 """A host's machine, the rate of its processor, and its workers."""
 
 
-def survey(workers: PlacedCrew, say: Say, fresh: Fresh) -> Site:
+def survey_machines(workers: HostWorkers, say: Log, fresh: Fresh) -> MachineSurvey:
     """This machine; over several hosts host 0's, with what looks at all of them once the model is known.
 
     That probes them "again", or takes what was "kept" of an earlier probe as long as a short look finds it true.
@@ -32,17 +39,17 @@ def survey(workers: PlacedCrew, say: Say, fresh: Fresh) -> Site:
         return look_around(workers, usable_cores())
     machines = tuple(machine for machine, _, _ in hosts)
     rates = [flops for _, flops, _ in hosts if flops is not None]
-    return Site(
+    return MachineSurvey(
         machine=machines[0],
         peak_flops=sum(rates) if len(rates) == len(hosts) else None,
         others=machines[1:],
-        look=_look(workers, hosts, say, fresh),
+        probe=_look(workers, hosts, say, fresh),
     )
 
 
-def _look(workers: PlacedCrew, hosts: tuple[Host, ...], say: Say, fresh: Fresh) -> Probe:
-    def look(need: Need) -> Cluster:
-        cluster = described(workers, hosts, need, fresh=fresh)
+def _look(workers: HostWorkers, hosts: tuple[HostMachine, ...], say: Log, fresh: Fresh) -> Probe:
+    def look(need: ProbeNeed) -> Cluster:
+        cluster = probed_cluster(workers, hosts, need, fresh=fresh)
         assert cluster.measured is not None
         for sentence in cluster.measured.complaints:
             say(f"probe    {sentence}")
@@ -62,16 +69,16 @@ def _look(workers: PlacedCrew, hosts: tuple[Host, ...], say: Say, fresh: Fresh) 
     return look
 
 
-def described(workers: PlacedCrew, hosts: tuple[Host, ...], need: Need, *, fresh: Fresh) -> Cluster:
+def probed_cluster(workers: HostWorkers, hosts: tuple[HostMachine, ...], need: ProbeNeed, *, fresh: Fresh) -> Cluster:
     """Several hosts as a cluster, with what a probe of all of them measures for a model.
 
     What was "kept" of an earlier one is taken where machines and software are the same and the roads still are.
     """
-    measured = pooled(_probed(workers, [machine for machine, _, _ in hosts], need, fresh))
+    measured = pool_measurements(_probed(workers, [machine for machine, _, _ in hosts], need, fresh))
     return replace(cluster_of_hosts(hosts, measured_link(measured, "between")), measured=measured)
 
 
-def _probed(workers: PlacedCrew, machines: list[Machine], need: Need, fresh: Fresh) -> Measured:
+def _probed(workers: HostWorkers, machines: list[Machine], need: ProbeNeed, fresh: Fresh) -> Measurements:
     given, sequence = workers.fixed_workers, need.shape.sequence
     assert given is not None
     device = machines[0].device
@@ -84,11 +91,11 @@ def _probed(workers: PlacedCrew, machines: list[Machine], need: Need, fresh: Fre
         precision="bf16" if need.precision == "bf16" else "float32",
         threads=given.threads,
     )
-    extent, addresses = Extent(workers=given.workers, threads=given.threads), workers.addresses()
+    extent, addresses = WorkerExtent(workers=given.workers, threads=given.threads), workers.addresses()
     known = kept_measurement(machines, asked, extent) if fresh == "kept" else None
-    if known is not None and seen_lately(machines, asked, extent, addresses):
+    if known is not None and checked_lately(machines, asked, extent, addresses):
         return known
     if known is None or not still_holds(workers, known, asked, extent):
-        known = measured_by(workers, machines, asked, extent, fresh="again")
-    note_seen(machines, asked, extent, addresses)
+        known = measure_or_load(workers, machines, asked, extent, fresh="again")
+    note_checked(machines, asked, extent, addresses)
     return known

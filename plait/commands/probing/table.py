@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from plait.cluster.measured import Measured, MeasuredDevice, MeasuredLink, Timed, Work
+from plait.cluster.measured import MeasuredDevice, MeasuredLink, MeasuredWork, Measurements, Timed
 from plait.units import format_bytes, format_si
 
-KINDS = {
+LINK_KIND_TEXTS = {
     "send": "send, from one to another",
     "all_reduce": "all-reduce, everybody gets the sum",
     "all_gather": "all-gather, everybody gets all parts",
@@ -23,7 +23,7 @@ QUIET = 0.9
 """A worker that had so much of its core's time was not disturbed."""
 
 
-def table(measured: Measured) -> str:
+def measurements_table(measured: Measurements) -> str:
     """Devices, links, and what hides behind arithmetic; complaints last."""
     blocks = [_device_lines(measured, device) for device in measured.devices]
     blocks += [_link_lines(measured.links)] if measured.links else []
@@ -32,7 +32,7 @@ def table(measured: Measured) -> str:
     return "\n".join(line for block in blocks for line in block)
 
 
-def _device_lines(measured: Measured, device: MeasuredDevice) -> list[str]:
+def _device_lines(measured: Measurements, device: MeasuredDevice) -> list[str]:
     each = f"{device.workers} worker{'s' if device.workers > 1 else ''} of {device.threads} thread"
     each += "s" if device.threads > 1 else ""
     head = f"{device.host}: {device.name}, {each}, {format_bytes(device.memory_bytes)}, {measured.precision}"
@@ -60,7 +60,7 @@ def _device_lines(measured: Measured, device: MeasuredDevice) -> list[str]:
     return lines
 
 
-def _product_rates(device: MeasuredDevice, work: Work) -> str:
+def _product_rates(device: MeasuredDevice, work: MeasuredWork) -> str:
     rates = sorted((2 * prod(one.sizes) / one.seconds, one.sizes) for one in device.of(work))
     (low, small), (high, large) = rates[0], rates[-1]
     slow, middle, fast = (format_si(rate, "FLOP/s") for rate in (low, rates[len(rates) // 2][0], high))
@@ -90,7 +90,7 @@ def _heads(device: MeasuredDevice) -> str:
     return f"{_range(told)} ns a token and entry of the vocabulary"
 
 
-def _per_number(device: MeasuredDevice, work: Work) -> str:
+def _per_number(device: MeasuredDevice, work: MeasuredWork) -> str:
     return f"{_range([one.seconds / one.sizes[0] * 1e9 for one in device.of(work)])} ns a parameter"
 
 
@@ -112,7 +112,7 @@ def _link_lines(links: Sequence[MeasuredLink]) -> list[str]:
         lines.append(f"link     {where}, {ranks} workers")
         for link in links:
             if (link.scope, link.hosts, link.ranks) == (scope, hosts, ranks):
-                lines.append(f"         {KINDS[link.kind]:44}{_link_text(link)}")
+                lines.append(f"         {LINK_KIND_TEXTS[link.kind]:44}{_link_text(link)}")
     return lines
 
 
@@ -126,7 +126,7 @@ def _link_text(link: MeasuredLink) -> str:
     )
 
 
-def _overlap_lines(measured: Measured) -> list[str]:
+def _overlap_lines(measured: Measurements) -> list[str]:
     lines = []
     for one in measured.overlaps:
         where = "inside a host" if one.scope == "inside" else "between hosts"

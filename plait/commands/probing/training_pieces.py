@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.measured import Message
+from plait.cluster.measured import MessageKind
 from plait.cluster.probe.arithmetic import Training
 from plait.cluster.probe.links import Begin
-from plait.cluster.probe.request import ProbeRequest, Scene
+from plait.cluster.probe.request import ProbedModel, ProbeRequest
 from plait.model.gpt import GPT
-from plait.model.shape import Part
+from plait.model.shape import ModelPart
 from plait.parallel.comm.collectives import all_gather, reduce_scatter, spread_own, swap_parts
 from plait.parallel.sharded_model import unsharded
 from plait.planner.plan import OptimizerPlan
@@ -37,9 +37,9 @@ def training_for(request: ProbeRequest) -> Training:
     )
 
 
-def _updates(scene: Scene, device: torch.device) -> tuple[Callable[[], object], int, int]:
+def _updates(scene: ProbedModel, device: torch.device) -> tuple[Callable[[], object], int, int]:
     """One update of some layers of the scene's model by gradients that are there, the norm included."""
-    part = Part(embeds=False, layers=tuple(range(min(LAYERS_UPDATED, scene.shape.layers))), ends=False)
+    part = ModelPart(embeds=False, layers=tuple(range(min(LAYERS_UPDATED, scene.shape.layers))), ends=False)
     units = unsharded(GPT(scene.shape, part).to(device)).units
     optimizer = make_optimizer(units, OPTIMIZER)
     for unit in units:
@@ -95,15 +95,15 @@ def _own(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
     return buffer.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
 
 
-EVERYWHERE: Mapping[Message, Begin] = {
+EVERYWHERE: Mapping[MessageKind, Begin] = {
     "all_reduce": _sum,
     "all_gather": _gather,
     "reduce_scatter": _scatter,
     "all_to_all": _exchange,
 }
-ON_PROCESSORS: Mapping[Message, Begin] = {"swap_parts": _swap, "spread_own": _spread}
+ON_PROCESSORS: Mapping[MessageKind, Begin] = {"swap_parts": _swap, "spread_own": _spread}
 
 
-def operations(device: torch.device) -> Mapping[Message, Begin]:
+def operations(device: torch.device) -> Mapping[MessageKind, Begin]:
     """The operations that training uses on a kind of device; GPUs take the library's for all."""
     return {**EVERYWHERE, **ON_PROCESSORS} if device.type == "cpu" else EVERYWHERE

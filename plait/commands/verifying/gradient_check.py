@@ -13,25 +13,28 @@ from typing import Literal
 
 from rich.console import Console as Screen
 
-from plait.commands.planning.workers import Crew
+from plait.commands.planning.workers import WorkerPool
 from plait.commands.preparing.corpus import CACHE
 from plait.commands.verifying.small_model import shrunk_plan, suited_to
 from plait.data.preparation.synthetic import write_synthetic
 from plait.errors import Interrupted, PlaitError
 from plait.launch.values.job import Job
 from plait.layout import Layout
-from plait.planner.plan import Plan, write_plan
+from plait.planner.plan import Plan
+from plait.planner.plan_file import write_plan
 from plait.proof.verdict import EXACT, SINGLE, Bars, Verdict, judge
 from plait.recipe.load import recipe_text
 from plait.recipe.schema import RunConfig
 
-ENTRY = "plait.commands.verifying.reference:rank"
+REFERENCE_ENTRY = "plait.commands.verifying.reference:rank"
 
-Extent = Literal["all", "gradients"]
+CheckExtent = Literal["all", "gradients"]
 Who = Literal["everybody", "layout", "reference"]
 
 
-def prove(config: RunConfig, plan: Plan, workers: Crew, *, extent: Extent = "all", bars: Bars = EXACT) -> Verdict:
+def check_gradients(
+    config: RunConfig, plan: Plan, workers: WorkerPool, *, extent: CheckExtent = "all", bars: Bars = EXACT
+) -> Verdict:
     """Run a small plan's ranks, and one plain process, and compare what they leave; side by side where cores serve."""
     with _folder(workers) as folder:
         _prepare(folder, config, plan)
@@ -44,7 +47,7 @@ def prove(config: RunConfig, plan: Plan, workers: Crew, *, extent: Extent = "all
         return judge(folder / "reference.safetensors", ranks, plan.layout, lr=plan.optimizer.lr, bars=bars)
 
 
-def check_once(config: RunConfig, plan: Plan, workers: Crew, screen: Screen) -> None:
+def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen: Screen) -> None:
     """One small step of a run's layout against one plain process, the first time this machine meets the layout.
 
     Says so in one line. Raises PlaitError where they differ.
@@ -54,12 +57,14 @@ def check_once(config: RunConfig, plan: Plan, workers: Crew, screen: Screen) -> 
     small = shrunk_plan(config, plan.shape, plan.layout, plan.shares)
     if plan.device == "cuda":
         small = suited_to(small, "cuda", "float32")
-    what = [asdict(small.layout), small.parts, asdict(small.shape), plan.device, dict(plan.fingerprint)]
+    what = [asdict(small.layout), small.sequences_per_replica, asdict(small.shape), plan.device, dict(plan.fingerprint)]
     key = sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
     kept = CACHE / "verified" / f"{key}.json"
     if kept.exists():
         return
-    verdict = prove(config, small, workers, extent="gradients", bars=SINGLE if plan.device == "cuda" else EXACT)
+    verdict = check_gradients(
+        config, small, workers, extent="gradients", bars=SINGLE if plan.device == "cuda" else EXACT
+    )
     if not verdict.ok:
         raise PlaitError(
             f"the layout {plan.layout} does not compute here what one process computes: {verdict.worst[0]} is off by "
@@ -72,7 +77,7 @@ def check_once(config: RunConfig, plan: Plan, workers: Crew, screen: Screen) -> 
     screen.print(f"checked  the layout's gradients against one plain process: equal to {error:.0e}", highlight=False)
 
 
-def order_noise(config: RunConfig, plan: Plan, workers: Crew) -> float:
+def order_noise(config: RunConfig, plan: Plan, workers: WorkerPool) -> float:
     """The largest error between two runs on one device that add in another order: all at once, one by one."""
     with _folder(workers) as parent:
         files = []
@@ -86,7 +91,7 @@ def order_noise(config: RunConfig, plan: Plan, workers: Crew) -> float:
 
 
 @contextmanager
-def _folder(workers: Crew) -> Iterator[Path]:
+def _folder(workers: WorkerPool) -> Iterator[Path]:
     """A folder for one proof, gone after it; other hosts, where torchrun has workers, see the current folder only."""
     if workers.fixed_workers is not None:
         CACHE.mkdir(exist_ok=True)
@@ -102,10 +107,10 @@ def _prepare(folder: Path, config: RunConfig, plan: Plan) -> None:
     (folder / "recipe.toml").write_text(recipe_text(config))
 
 
-def _run(folder: Path, plan: Plan, workers: Crew, extent: Extent, who: Who) -> None:
+def _run(folder: Path, plan: Plan, workers: WorkerPool, extent: CheckExtent, who: Who) -> None:
     ranks = {"everybody": plan.world_size + 1, "layout": plan.world_size, "reference": 1}[who]
     job = Job(
-        entry=ENTRY,
+        entry=REFERENCE_ENTRY,
         argument=json.dumps({"folder": str(folder), "extent": extent, "who": who}),
         world_size=ranks,
         threads=plan.threads,

@@ -19,16 +19,17 @@ from torch import Tensor
 
 from plait.commands.verifying.small_model import STEPS_OF_EACH
 from plait.launch.values.job import RankContext
-from plait.parallel.mesh import ALONE, make_mesh, world_sums
+from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
 from plait.parallel.sharded_model import LocalGradients
-from plait.planner.plan import Plan, read_plan
+from plait.planner.plan import Plan
+from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.state import TrainState
 from plait.trainer.worker import joined
 
-Extent = Literal["all", "gradients"]
+ReferenceExtent = Literal["all", "gradients"]
 
 
 def rank(context: RankContext, argument: str) -> None:
@@ -49,19 +50,19 @@ def rank(context: RankContext, argument: str) -> None:
         save_file(tensors_of(assembly, extent), folder / f"rank-{context.rank}.safetensors")
 
 
-def reference(config: RunConfig, plan: Plan, extent: Extent) -> dict[str, Tensor]:
+def reference(config: RunConfig, plan: Plan, extent: ReferenceExtent) -> dict[str, Tensor]:
     """What one plain process computes: no mesh, no process group, no stage."""
     torch.set_num_threads(plan.threads)
-    assembly = assemble(config, plan, stages=(), sums=ALONE)
-    assert isinstance(assembly.woven.gradients, LocalGradients) and assembly.woven.pipe is None
+    assembly = assemble(config, plan, stages=(), sums=ONE_PROCESS)
+    assert isinstance(assembly.model.gradients, LocalGradients) and assembly.model.pipe is None
     found = tensors_of(assembly, extent)
     assert not dist.is_initialized()
     return found
 
 
-def tensors_of(assembly: Assembly, extent: Extent) -> dict[str, Tensor]:
+def tensors_of(assembly: Assembly, extent: ReferenceExtent) -> dict[str, Tensor]:
     """Take the steps, and keep what is to be compared; every rank of the layout must call it."""
-    units = [unit.parameter for unit in assembly.woven.units]
+    units = [unit.parameter for unit in assembly.model.units]
     plain = replace(assembly, optimizer=torch.optim.SGD(units, lr=assembly.plan.optimizer.lr, fused=True))
     try:
         state, scalars = plain.step(TrainState())
@@ -71,7 +72,7 @@ def tensors_of(assembly: Assembly, extent: Extent) -> dict[str, Tensor]:
                 state, _ = plain.step(state)
             found |= dict(_weights(assembly, "sgd"))
             # A run may deal its batch out anew at any step.
-            assembly.reshare(assembly.plan.parts[::-1])
+            assembly.take_shares(assembly.plan.sequences_per_replica[::-1])
             for _ in range(STEPS_OF_EACH):
                 state, _ = assembly.step(state)
             found |= dict(_weights(assembly, "adamw"))
@@ -83,7 +84,7 @@ def tensors_of(assembly: Assembly, extent: Extent) -> dict[str, Tensor]:
 
 def _gradients(assembly: Assembly) -> Iterator[tuple[str, Tensor]]:
     """Those that the update has just used, by the weights that they belong to."""
-    for unit in assembly.woven.units:
+    for unit in assembly.model.units:
         grad = unit.parameter.grad
         if grad is None:
             continue  # whoever compares misses it
@@ -95,8 +96,8 @@ def _gradients(assembly: Assembly) -> Iterator[tuple[str, Tensor]]:
 
 def _weights(assembly: Assembly, kind: str) -> Iterator[tuple[str, Tensor]]:
     """All that this rank computes with, copies included."""
-    assembly.woven.settle()
-    for held in assembly.woven.weights:
+    assembly.model.settle()
+    for held in assembly.model.weights:
         yield f"{kind}/{held.name}/{_place(held.box.offset)}/copy", held.tensor.detach().clone()
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from plait.layout import Layout
 from plait.model.shape import ModelShape, parameter_count
-from plait.model.sizes import SIZES, explicit_shape, named_shape
+from plait.model.sizes import MODEL_SIZES, explicit_shape, named_shape
 from plait.partition.execution import Precision
 from plait.planner.derive import scaling_rules
 from plait.planner.plan import OptimizerPlan, Plan
@@ -22,32 +22,32 @@ from plait.units import Amount, Every
 
 STEPS_OF_EACH = 5
 """Updates by plain gradient descent, and then by AdamW."""
-LR = 0.01
-CLIP = 0.25
+CHECK_LR = 0.01
+CHECK_CLIP = 0.25
 """Below the norms of a small model's first gradients, so that clipping acts."""
 
 
-def asked_layout(config: RunConfig) -> tuple[ModelShape, Layout]:
+def requested_layout(config: RunConfig) -> tuple[ModelShape, Layout]:
     """The model and the layout that a recipe names; raises PlaitError with the mend for what cannot be.
 
     Without any named degree it is the layout of two copies.
     """
     degrees = named_degrees(config) or Layout(replicate=2)
-    shape = asked_shape(config, degrees)
+    shape = requested_shape(config, degrees)
     layout = layout_of(config, shape, degrees)
-    asked, shares = config.train.batch_tokens, asked_shares(config)
-    batch = (sum(shares) or layout.batch_parts) if asked == "auto" else asked // shape.sequence
+    asked, shares = config.train.batch_tokens, requested_shares(config)
+    batch = (sum(shares) or layout.data_parallel_degree) if asked == "auto" else asked // shape.sequence
     check_layout(layout, shape, sequence=shape.sequence, batch_sequences=batch)
     check_shares(shares, layout, batch)
     return shape, layout
 
 
-def asked_shares(config: RunConfig) -> tuple[int, ...]:
+def requested_shares(config: RunConfig) -> tuple[int, ...]:
     """The shares that a recipe names; none are equal ones."""
     return () if config.layout.shares == "auto" else config.layout.shares
 
 
-def asked_shape(config: RunConfig, degrees: Layout) -> ModelShape:
+def requested_shape(config: RunConfig, degrees: Layout) -> ModelShape:
     """The shape that the recipe spells out; where it leaves the size to the budget, the smallest that can be cut so."""
     model, train = config.model, config.train
     explicit = {k: v for k, v in model.model_dump(exclude={"size", "vocabulary"}).items() if v != "auto"}
@@ -65,8 +65,8 @@ def asked_shape(config: RunConfig, degrees: Layout) -> ModelShape:
 
 def _fitting_size(degrees: Layout) -> str:
     tensor, pipeline = degrees.tensor, degrees.pipeline
-    fitting = [name for name, size in SIZES.items() if size.heads % tensor == 0 and size.layers >= 2 * pipeline]
-    return fitting[0] if fitting else next(iter(SIZES))
+    fitting = [name for name, size in MODEL_SIZES.items() if size.heads % tensor == 0 and size.layers >= 2 * pipeline]
+    return fitting[0] if fitting else next(iter(MODEL_SIZES))
 
 
 def shrunk_layout(layout: Layout) -> Layout:
@@ -137,7 +137,7 @@ def shrunk_plan(config: RunConfig, shape: ModelShape, layout: Layout, shares: tu
     """A run of ten steps in float64 in one thread a rank: shares and micro-batches of unequal sizes in any case."""
     small = shrunk_layout(layout)
     tiny = shrunk_shape(shape, small)
-    micros, parts = max(3, small.pipeline), small.batch_parts
+    micros, parts = max(3, small.pipeline), small.data_parallel_degree
     # No multiple of the parts, and a part of it no multiple of a micro-batch: neither comes out equal.
     batch_sequences = parts * (2 * micros - 1) - parts // 2
     return Plan(
@@ -174,10 +174,10 @@ def shrunk_plan(config: RunConfig, shape: ModelShape, layout: Layout, shares: tu
 def _optimizer(config: RunConfig) -> OptimizerPlan:
     asked = config.optimizer
     return OptimizerPlan(
-        lr=LR,
+        lr=CHECK_LR,
         warmup_steps=2,
         weight_decay=0.1 if asked.weight_decay == "auto" else asked.weight_decay,
         betas=(0.9, 0.95) if asked.betas == "auto" else asked.betas,
-        clip=None if asked.clip == "never" else CLIP,
+        clip=None if asked.clip == "never" else CHECK_CLIP,
         schedule="cosine" if asked.schedule == "auto" else asked.schedule,
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from plait.data.holdout import Rule, Split, Survey, choose_rule, spans, survey, text_blocks
+from plait.data.holdout import DocumentSurvey, HoldoutSplit, Rule, choose_rule, spans, survey_documents, text_blocks
 from plait.data.preparation.tokens import GPT2_CUT, Tokenizer, bpe_vocabulary, pieces, train_bpe
 from plait.data.preparation.writer import ShardWriter
 from plait.data.shards import FORMAT, ShardEntry, token_dtype, write_synced
@@ -31,7 +31,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Build:
+class BuildRequest:
     """All that a corpus is made from; `tokenizer` None means: train byte-level BPE of `vocabulary` entries."""
 
     sources: tuple[OpenSource, ...]
@@ -48,20 +48,20 @@ class _Piece:
     """A run of text of one document; `bytes_done` counts the text of both sides up to and with it."""
 
     text: str
-    split: Split
+    split: HoldoutSplit
     source: int
     first: bool
     bytes_done: int
 
 
-def build(work: Build, folder: Path) -> None:
+def build(work: BuildRequest, folder: Path) -> None:
     """Fill `folder` with the shards, the tokenizer and, last of all, the index; every file is on the disk after it."""
     found = _survey(work)
     total = sum(look.text_bytes for look in found)
-    rule = choose_rule(sum(found, Survey()), work.holdout)
+    rule = choose_rule(sum(found, DocumentSurvey()), work.holdout)
     tokenizer = work.tokenizer or _trained(work, rule, total)
     writers = _tokenize(work, rule, tokenizer, folder, total)
-    sizes: dict[Split, int] = {split: writer.text_bytes for split, writer in writers.items()}
+    sizes: dict[HoldoutSplit, int] = {split: writer.text_bytes for split, writer in writers.items()}
     if work.holdout and not sizes["heldout"]:
         raise PlaitError(
             f"data.holdout = {work.holdout} of {total} bytes holds nothing out; "
@@ -73,12 +73,12 @@ def build(work: Build, folder: Path) -> None:
     write_synced(folder / "index.json", json.dumps(index, indent=1, ensure_ascii=False))
 
 
-def _survey(work: Build) -> list[Survey]:
+def _survey(work: BuildRequest) -> list[DocumentSurvey]:
     """Read every document once: bad text is found here, before hours of work."""
     found = []
     for source in work.sources:
-        seen = Survey()
-        for look in survey(source.documents(), work.holdout):
+        seen = DocumentSurvey()
+        for look in survey_documents(source.documents(), work.holdout):
             seen += look
             work.on_progress(seen.text_bytes, 0, "reading")
         if not seen.text_bytes:
@@ -87,7 +87,7 @@ def _survey(work: Build) -> list[Survey]:
     return found
 
 
-def _trained(work: Build, rule: Rule, total: int) -> Tokenizer:
+def _trained(work: BuildRequest, rule: Rule, total: int) -> Tokenizer:
     def training_texts() -> Iterator[str]:
         for piece in _pieces(work, rule, GPT2_CUT):
             if piece.split == "train":
@@ -109,7 +109,7 @@ def _sample(texts: Iterable[str], total: int) -> Iterator[str]:
             yield text
 
 
-def _pieces(work: Build, rule: Rule, cut: re.Pattern[str]) -> Iterator[_Piece]:
+def _pieces(work: BuildRequest, rule: Rule, cut: re.Pattern[str]) -> Iterator[_Piece]:
     # Sources without weights are one stream, so that a small file is not too short for a window of its own.
     weighted = work.sources[0].source.weight is not None
     done = 0
@@ -124,12 +124,14 @@ def _pieces(work: Build, rule: Rule, cut: re.Pattern[str]) -> Iterator[_Piece]:
                     )
 
 
-def _tokenize(work: Build, rule: Rule, tokenizer: Tokenizer, folder: Path, total: int) -> dict[Split, ShardWriter]:
-    def writer(split: Split) -> ShardWriter:
+def _tokenize(
+    work: BuildRequest, rule: Rule, tokenizer: Tokenizer, folder: Path, total: int
+) -> dict[HoldoutSplit, ShardWriter]:
+    def writer(split: HoldoutSplit) -> ShardWriter:
         dtype = token_dtype(tokenizer.vocabulary)
         return ShardWriter(folder, split, eot=tokenizer.eot, dtype=dtype, shard_tokens=work.shard_tokens)
 
-    writers: dict[Split, ShardWriter] = {"train": writer("train"), "heldout": writer("heldout")}
+    writers: dict[HoldoutSplit, ShardWriter] = {"train": writer("train"), "heldout": writer("heldout")}
     done = 0
     try:
         for batch in _batches(_pieces(work, rule, tokenizer.cut)):
@@ -159,7 +161,7 @@ def _batches(stream: Iterable[_Piece]) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _write(batch: Sequence[_Piece], tokenizer: Tokenizer, writers: dict[Split, ShardWriter]) -> None:
+def _write(batch: Sequence[_Piece], tokenizer: Tokenizer, writers: dict[HoldoutSplit, ShardWriter]) -> None:
     for piece, ids in zip(batch, tokenizer.encode_pieces([piece.text for piece in batch]), strict=True):
         writer = writers[piece.split]
         if piece.first:
@@ -168,7 +170,9 @@ def _write(batch: Sequence[_Piece], tokenizer: Tokenizer, writers: dict[Split, S
         writer.text_bytes += len(piece.text.encode("utf-8"))
 
 
-def _index(tokenizer: Tokenizer, rule: Rule, sizes: dict[Split, int], entries: list[ShardEntry]) -> dict[str, Any]:
+def _index(
+    tokenizer: Tokenizer, rule: Rule, sizes: dict[HoldoutSplit, int], entries: list[ShardEntry]
+) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "dtype": token_dtype(tokenizer.vocabulary).str,
@@ -187,7 +191,7 @@ def index_row(entry: ShardEntry) -> dict[str, Any]:
     return {key: value for key, value in asdict(entry).items() if value is not None}
 
 
-def _source_entries(work: Build, found: Sequence[Survey]) -> list[dict[str, Any]]:
+def _source_entries(work: BuildRequest, found: Sequence[DocumentSurvey]) -> list[dict[str, Any]]:
     return [
         {
             "path": source.source.path,

@@ -51,7 +51,7 @@ def known_hashes(files: Sequence[Path], memory: Path) -> list[str] | None:
 
 
 @contextmanager
-def alone(lock: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+def exclusive_lock(lock: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """Hold a file lock: a second process waits here (`on_wait` is called once); a dead holder frees it."""
     with lock.open("w") as file:
         try:

@@ -11,8 +11,8 @@ from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 
-from plait.data.preparation.build import Build, Progress, build
-from plait.data.preparation.fingerprint import Stamp, alone, hash_files, known_hashes, stamp
+from plait.data.preparation.build import BuildRequest, Progress, build
+from plait.data.preparation.fingerprint import Stamp, exclusive_lock, hash_files, known_hashes, stamp
 from plait.data.preparation.tokens import Tokenizer, load_tokenizer
 from plait.data.shards import FORMAT, SHARD_TOKENS, open_corpus
 from plait.data.sources import OpenSource, Source, open_source
@@ -44,7 +44,7 @@ def prepare(request: DataRequest, cache: Path, on_progress: Progress, *, shard_t
         files = list(dict.fromkeys(chain.from_iterable(source.files for source in sources)))
         stamps = {path: stamp(path) for path in files}
         hashes = hash_files(files, home / "hashes.json", lambda path: on_progress(0, 0, f"looking at {path.name}"))
-        work = Build(
+        work = BuildRequest(
             sources=sources,
             file_hashes=dict(zip(files, hashes, strict=True)),
             tokenizer=tokenizer,
@@ -54,7 +54,7 @@ def prepare(request: DataRequest, cache: Path, on_progress: Progress, *, shard_t
             on_progress=on_progress,
         )
         folder = home / _key(work)
-        with alone(
+        with exclusive_lock(
             folder.with_suffix(".lock"), lambda: on_progress(0, 0, "waiting for another process that prepares it")
         ):
             if not _is_usable(folder):
@@ -77,7 +77,7 @@ def prepared(request: DataRequest, cache: Path) -> Path | None:
         return None
     if hashes is None:
         return None
-    work = Build(
+    work = BuildRequest(
         sources=sources,
         file_hashes=dict(zip(files, hashes, strict=True)),
         tokenizer=_ready_tokenizer(request),
@@ -129,7 +129,7 @@ def _sparing(on_progress: Progress) -> Progress:
     return report
 
 
-def _key(work: Build) -> str:
+def _key(work: BuildRequest) -> str:
     """A name for the result, from contents and the request; paths and times have no part in it."""
     sources = [_source_key(source, work.file_hashes) for source in work.sources]
     tokenizer = work.tokenizer.hash if work.tokenizer else f"bpe {work.vocabulary}"
@@ -154,7 +154,7 @@ def _is_usable(folder: Path) -> bool:
     return True
 
 
-def _make(work: Build, folder: Path, stamps: dict[Path, Stamp]) -> None:
+def _make(work: BuildRequest, folder: Path, stamps: dict[Path, Stamp]) -> None:
     aside = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)  # left by a killed process: the lock is ours
     try:

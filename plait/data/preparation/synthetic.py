@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from plait.data.holdout import Split
+from plait.data.holdout import HoldoutSplit
 from plait.data.preparation.build import index_row
 from plait.data.preparation.writer import ShardWriter
 from plait.data.shards import FORMAT, token_dtype, write_synced
 
-_TOKENS: dict[Split, int] = {"train": 250, "heldout": 11}
+_TOKENS: dict[HoldoutSplit, int] = {"train": 250, "heldout": 11}
 """In sequences; the held-out ones do not fill the last row."""
 _SHARDS = 3
 
@@ -37,7 +37,9 @@ def write_synthetic(folder: Path, *, vocabulary: int, sequence: int, seed: int) 
     return folder
 
 
-def _write(folder: Path, split: Split, vocabulary: int, sequence: int, draws: np.random.Generator) -> ShardWriter:
+def _write(
+    folder: Path, split: HoldoutSplit, vocabulary: int, sequence: int, draws: np.random.Generator
+) -> ShardWriter:
     """Documents of one token to several sequences; a third of them begin with a part that is never learned."""
     tokens = _TOKENS[split] * sequence + sequence // 3
     dtype = token_dtype(vocabulary)

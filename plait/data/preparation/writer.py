@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from plait.data.holdout import Split
+from plait.data.holdout import HoldoutSplit
 from plait.data.shards import ShardEntry, file_sha256, sync_and_close
 
 _COUNTED = np.zeros(1, dtype=np.uint8)
@@ -23,7 +23,7 @@ class ShardWriter:
     def __init__(
         self,
         folder: Path,
-        split: Split,
+        split: HoldoutSplit,
         *,
         eot: int,
         dtype: np.dtype[Any],
@@ -34,7 +34,7 @@ class ShardWriter:
         self.entries: list[ShardEntry] = []
         self.bytes_written = self.text_bytes = 0
         self._folder, self._dtype, self._limit = folder, dtype, shard_tokens
-        self._split: Split = split
+        self._split: HoldoutSplit = split
         self._eot = np.array([eot], dtype=dtype)
         self._marks = marks
         self._file: BinaryIO | None = None

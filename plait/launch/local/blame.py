@@ -6,38 +6,38 @@ import sys
 from pathlib import Path
 
 from plait.errors import PlaitError
-from plait.launch.local.site import Site
-from plait.launch.values.failure import Failure, Gone, Raised, as_error, root_cause
+from plait.launch.local.site import WorkerHost
+from plait.launch.values.failure import Failure, HostLost, RankRaised, as_error, root_cause
 
 
-class Blame:
+class FailureCauses:
     """The failures of one job, each with the site it came from."""
 
     def __init__(self) -> None:
-        self._failures: list[tuple[Failure, Site]] = []
+        self._failures: list[tuple[Failure, WorkerHost]] = []
 
     def __bool__(self) -> bool:
         return bool(self._failures)
 
-    def add(self, failure: Failure, site: Site) -> None:
+    def add(self, failure: Failure, site: WorkerHost) -> None:
         """Note one failure, in the order of hearing of them."""
         self._failures.append((failure, site))
 
     def explains(self, rank: int) -> bool:
         """Whether this rank has said itself why it ended."""
-        return any(isinstance(one, Raised) and one.rank == rank for one, _ in self._failures)
+        return any(isinstance(one, RankRaised) and one.rank == rank for one, _ in self._failures)
 
     def only_lost_peers(self) -> bool:
         """Whether all that is known are broken connections, so that the reason for them is still to come."""
-        return all(isinstance(one, Raised) and one.lost_peer for one, _ in self._failures)
+        return all(isinstance(one, RankRaised) and one.lost_peer for one, _ in self._failures)
 
     def error(self) -> PlaitError:
         """The root cause as an exception; prints its traceback where no log has it."""
         cause = root_cause([failure for failure, _ in self._failures])
         site = next(site for failure, site in self._failures if failure is cause)
         log_dir = site.job.log_dir
-        if log_dir is not None and not isinstance(cause, Gone) and cause.rank is not None:
+        if log_dir is not None and not isinstance(cause, HostLost) and cause.rank is not None:
             return as_error(cause, f"in {Path(log_dir) / f'rank-{cause.rank}.log'}", host=site.host)
-        if isinstance(cause, Raised) and not cause.plait_classes:
+        if isinstance(cause, RankRaised) and not cause.plait_classes:
             print(cause.traceback, file=sys.stderr, flush=True)
         return as_error(cause, "above", host=site.host)

@@ -21,7 +21,7 @@ from typing import Any
 
 from plait.launch.local.channel import LineReader, send_line
 from plait.launch.local.guard import adopt_orphans, die_with_parent, end_children, thread_count
-from plait.launch.local.rank import Place, live_as_rank
+from plait.launch.local.rank import RankPlacement, live_as_rank
 from plait.launch.values.failure import raised
 from plait.launch.values.job import RANKS_AT_MOST, Job, job_from
 
@@ -99,7 +99,7 @@ class _ForkServer:
             rendezvous = f"{rendezvous}?listen={listeners[0].fileno()}"
         pid = os.fork()
         if pid == 0:
-            place = Place(
+            place = RankPlacement(
                 local_rank=local_rank,
                 rendezvous=rendezvous,
                 interface=request["interface"],

@@ -20,7 +20,7 @@ from plait.errors import RunFailed
 from plait.launch.local.channel import send_line
 from plait.launch.local.guard import die_with_parent
 from plait.launch.local.heap import keep_freed_memory
-from plait.launch.values.failure import AGAIN, Raised, raised
+from plait.launch.values.failure import AGAIN, RankRaised, raised
 from plait.launch.values.job import Job, RankContext
 
 
@@ -45,7 +45,7 @@ class StopFlag:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlacement:
     """Where a forked process finds itself: its number, where its peers meet, its wire to the supervisor, its parent."""
 
     local_rank: int
@@ -55,7 +55,7 @@ class Place:
     server_pid: int
 
 
-def live_as_rank(job: Job, place: Place, strangers: Iterable[socket.socket]) -> NoReturn:
+def live_as_rank(job: Job, place: RankPlacement, strangers: Iterable[socket.socket]) -> NoReturn:
     """Turn the freshly forked process into a rank, call the entry, report, and leave without unwinding the caller.
 
     `strangers` are inherited sockets that belong to others. Leaves by os._exit: no atexit handler and no teardown of
@@ -98,7 +98,7 @@ def _redirect(job: Job, rank: int) -> TextIO:
     return log
 
 
-def _set_environment(job: Job, place: Place) -> None:
+def _set_environment(job: Job, place: RankPlacement) -> None:
     os.environ.update(thread_environment(job.threads))
     os.environ.update(RANK=str(job.first_rank + place.local_rank), LOCAL_RANK=str(place.local_rank))
     os.environ.update(WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.ranks))
@@ -116,7 +116,7 @@ def thread_environment(threads: int) -> dict[str, str]:
     return {**counts, "OMP_DYNAMIC": "FALSE", "MKL_DYNAMIC": "FALSE"}
 
 
-def _context(job: Job, place: Place, stop: StopFlag) -> RankContext:
+def _context(job: Job, place: RankPlacement, stop: StopFlag) -> RankContext:
     lock = threading.Lock()
 
     def channel(kind: str, values: Mapping[str, Any]) -> None:
@@ -135,7 +135,7 @@ def _context(job: Job, place: Place, stop: StopFlag) -> RankContext:
     )
 
 
-def _work(job: Job, place: Place, strangers: Iterable[socket.socket]) -> int:
+def _work(job: Job, place: RankPlacement, strangers: Iterable[socket.socket]) -> int:
     """Call the entry between the two marks that bound a rank's life; answers the exit code.
 
     Whatever fails on the way there is reported like a failure of the entry itself.
@@ -163,7 +163,7 @@ def _work(job: Job, place: Place, strangers: Iterable[socket.socket]) -> int:
     return 0
 
 
-def _report(failure: Raised, wire: socket.socket, log: TextIO, *, at: str | None) -> None:
+def _report(failure: RankRaised, wire: socket.socket, log: TextIO, *, at: str | None) -> None:
     # Without a log the supervisor prints the root cause's traceback alone; ranks would print theirs on top of it.
     if at is not None and not failure.plait_classes:
         with contextlib.suppress(OSError):  # a full disk must not hide the failure itself

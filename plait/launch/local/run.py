@@ -14,7 +14,7 @@ from types import TracebackType
 from plait.errors import PlaitError
 from plait.launch.local.server import ServerProcess
 from plait.launch.local.signals import collected_signals
-from plait.launch.local.site import LocalSite
+from plait.launch.local.site import LocalWorkerHost
 from plait.launch.local.supervise import Supervision
 from plait.launch.values.job import RANKS_AT_MOST, Job, JobResult, Message
 from plait.launch.values.phase import Bounds
@@ -29,7 +29,7 @@ def run_job(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of a job over several hosts find each other, and the interface that their traffic takes here.
 
     `listener`, on rank 0's host, is the bound and listening socket of the rendezvous; starting the job uses it up.
@@ -80,7 +80,7 @@ class ForkServer:
         return JobResult(stopped_by=stopped_by, wall_s=time.monotonic() - began_s)
 
     @contextlib.contextmanager
-    def start(self, job: Job, meeting: Meeting | None = None) -> Iterator[LocalSite]:
+    def start(self, job: Job, meeting: Rendezvous | None = None) -> Iterator[LocalWorkerHost]:
         """Start this machine's ranks of a job, for one who watches them until they are over: see `LocalSite`.
 
         Without a `meeting` all ranks are here, and meet in a private file.
@@ -91,13 +91,13 @@ class ForkServer:
             )
         process = self._entered()
         with _private_directory() as directory, _wires(job.ranks) as (ours, theirs):
-            here = meeting or Meeting(rendezvous=str(directory / "rendezvous"), interface="lo")
+            here = meeting or Rendezvous(rendezvous=str(directory / "rendezvous"), interface="lo")
             request = {"run": asdict(job), "rendezvous": here.rendezvous, "interface": here.interface}
             listeners = [here.listener] if here.listener is not None else []
             process.request(request, [each.fileno() for each in (*theirs, *listeners)])
             for each in (*theirs, *listeners):
                 each.close()
-            with contextlib.closing(LocalSite(job, process, ours)) as site:
+            with contextlib.closing(LocalWorkerHost(job, process, ours)) as site:
                 yield site
 
     def _entered(self) -> ServerProcess:

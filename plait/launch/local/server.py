@@ -45,9 +45,9 @@ class ServerProcess:
         try:
             send_line(self._control, value, descriptors)
         except OSError:
-            raise RunFailed(self.obituary()) from None
+            raise RunFailed(self.exit_description()) from None
 
-    def obituary(self) -> str:
+    def exit_description(self) -> str:
         """How the server ended, for a person."""
         try:
             code = self._process.wait(_CLOSE_S)

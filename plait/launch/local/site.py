@@ -17,12 +17,12 @@ from plait.launch.values.job import Job
 # "rank". Two more are ours: {"rank", "ended"}: its wire is closed, so its death must be reported soon; and {"over"}: no
 # rank of this host is left and nothing will follow, with the reason as "obituary" where the host did not say it itself.
 # A host other than ours can also ask for a {"stop": signal}.
-Event = Mapping[str, Any]
-Order = Literal["SIGTERM", "SIGKILL"]
+RankEvent = Mapping[str, Any]
+KillOrder = Literal["SIGTERM", "SIGKILL"]
 _SILENCE_S = 1.0
 
 
-class Site(Protocol):
+class WorkerHost(Protocol):
     """One host's part of a job; a selector can wait for it to have events."""
 
     @property
@@ -37,11 +37,11 @@ class Site(Protocol):
 
     def fileno(self) -> int: ...
 
-    def read(self) -> list[Event]:
+    def read(self) -> list[RankEvent]:
         """What has happened since the last call, in order; empty when nothing has."""
         ...
 
-    def signal(self, order: Order) -> None:
+    def signal(self, order: KillOrder) -> None:
         """Send a signal to every rank that is left."""
         ...
 
@@ -50,7 +50,7 @@ class Site(Protocol):
         ...
 
 
-class LocalSite:
+class LocalWorkerHost:
     """This machine's part: a fork server that has been sent the job, and a wire to each of its ranks."""
 
     def __init__(self, job: Job, server: ServerProcess, wires: Sequence[socket.socket]) -> None:
@@ -72,20 +72,20 @@ class LocalSite:
         """Stop listening; ends nothing."""
         self._selector.close()
 
-    def read(self) -> list[Event]:
+    def read(self) -> list[RankEvent]:
         """As in Site; waits a moment when all is over, for what the ranks left in their wires."""
-        events: list[Event] = []
+        events: list[RankEvent] = []
         for key, _ in self._selector.select(0):
             events += self._read_server() if key.data is None else self._read_rank(key.data)
         return events
 
-    def signal(self, order: Order) -> None:
+    def signal(self, order: KillOrder) -> None:
         self._server.request({"signal": order})
 
     def kill(self) -> None:
         self._server.kill()
 
-    def _read_rank(self, rank: int) -> Iterator[Event]:
+    def _read_rank(self, rank: int) -> Iterator[RankEvent]:
         if rank not in self._readers:  # it has been buried a moment ago
             return
         try:
@@ -97,7 +97,7 @@ class LocalSite:
             self._forget(rank)
             yield {"rank": rank, "ended": True}
 
-    def _read_server(self) -> Iterator[Event]:
+    def _read_server(self) -> Iterator[RankEvent]:
         answers = self._server.answers
         for value in answers.read():
             if "died" in value and value["died"] in self._readers:  # its last words come before its death
@@ -109,16 +109,16 @@ class LocalSite:
         if answers.ended:
             self._selector.unregister(answers.wire)
             yield from self._what_is_left()
-            yield {"over": True, "obituary": self._server.obituary()}
+            yield {"over": True, "obituary": self._server.exit_description()}
 
-    def _what_is_left(self) -> Iterator[Event]:
+    def _what_is_left(self) -> Iterator[RankEvent]:
         """Take what the ranks left in their wires, until each is closed: then its rank is gone."""
         deadline = time.monotonic() + _SILENCE_S
         for rank, reader in self._readers.items():
             while not reader.ended and reader.wait(deadline - time.monotonic()):
                 yield from self._words(rank, reader.read())
 
-    def _words(self, rank: int, values: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
+    def _words(self, rank: int, values: Sequence[Mapping[str, Any]]) -> Iterator[RankEvent]:
         return ({"rank": rank, **value} for value in values)
 
     def _forget(self, rank: int) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from plait.errors import PlaitError, RunFailed
-from plait.launch.local.blame import Blame
+from plait.launch.local.blame import FailureCauses
 from plait.launch.local.signals import SignalMailbox, StopSignal
-from plait.launch.local.site import Event, Order, Site
-from plait.launch.values.failure import AGAIN, Died, Failure, Gone, raised_from
+from plait.launch.local.site import KillOrder, RankEvent, WorkerHost
+from plait.launch.values.failure import AGAIN, Failure, HostLost, RankDied, raised_from
 from plait.launch.values.job import Message, StoppedBy
 from plait.launch.values.phase import Bounds, Phase
 
@@ -23,7 +23,7 @@ class Supervision:
 
     def __init__(
         self,
-        sites: Sequence[Site],
+        sites: Sequence[WorkerHost],
         signals: SignalMailbox,
         on_message: Callable[[Message], None],
         bounds: Bounds,
@@ -41,7 +41,7 @@ class Supervision:
         self._not_started = set(self._site_of)
         self._alive = set(self._site_of)
         self._returned: set[int] = set()
-        self._blame = Blame()
+        self._blame = FailureCauses()
         self._report_due: dict[int, float] = {}
         self._waits_for_hosts = bounds.host_s > 0
         self._verdict: PlaitError | None = None
@@ -82,11 +82,11 @@ class Supervision:
                 self._stop(name)
             self._signalled_here = True
 
-    def _read_site(self, site: Site) -> None:
+    def _read_site(self, site: WorkerHost) -> None:
         for event in site.read():
             self._hear(site, event)
 
-    def _hear(self, site: Site, event: Event) -> None:
+    def _hear(self, site: WorkerHost, event: RankEvent) -> None:
         if "told" in event:
             self._on_message(Message(rank=event["rank"], kind=event["told"], values=event["values"]))
         elif "forked" in event:
@@ -102,7 +102,7 @@ class Supervision:
         elif "ended" in event:
             self._expect_report(event["rank"])
         elif "died" in event:
-            self._bury(Died(rank=event["died"], code=event["code"], at_s=event["at_s"]), site)
+            self._bury(RankDied(rank=event["died"], code=event["code"], at_s=event["at_s"]), site)
         elif "over" in event:
             self._close(site, event.get("obituary"))
         elif "stop" in event and self._stopped_by == "finished":  # as in _read_signals
@@ -117,21 +117,21 @@ class Supervision:
         if self._phase == "running":
             self._deadline = min(self._deadline, self._report_due[rank])
 
-    def _bury(self, death: Died, site: Site) -> None:
+    def _bury(self, death: RankDied, site: WorkerHost) -> None:
         self._alive.discard(death.rank)
         well = death.code == 0 and death.rank in self._returned
         if not well and not self._blame.explains(death.rank):
             self._fail(death, site)
         self._end_if_nobody_is_left()
 
-    def _close(self, site: Site, obituary: str | None) -> None:
+    def _close(self, site: WorkerHost, obituary: str | None) -> None:
         if site not in self._open:
             return
         self._open.remove(site)
         self._selector.unregister(site)
         left = self._alive_at(site)
         if obituary is not None and left:
-            self._fail(Gone(at_s=time.monotonic(), sentence=obituary), site)
+            self._fail(HostLost(at_s=time.monotonic(), sentence=obituary), site)
         self._alive -= left
         self._end_if_nobody_is_left()
 
@@ -139,7 +139,7 @@ class Supervision:
         if not self._alive and self._phase not in ("ending", "killed"):
             self._enter("ending", self._bounds.end_s)
 
-    def _alive_at(self, site: Site) -> set[int]:
+    def _alive_at(self, site: WorkerHost) -> set[int]:
         return {rank for rank in self._alive if self._site_of[rank] is site}
 
     # What is decided.
@@ -156,7 +156,7 @@ class Supervision:
             self._order("SIGTERM")
             self._enter("stopping", self._bounds.grace_s)
 
-    def _fail(self, failure: Failure, site: Site) -> None:
+    def _fail(self, failure: Failure, site: WorkerHost) -> None:
         if self._phase in ("ending", "killed"):  # by ourselves
             return
         self._blame.add(failure, site)
@@ -203,7 +203,7 @@ class Supervision:
         self._enter("ending", self._bounds.end_s)
         self._order("SIGKILL")
 
-    def _order(self, order: Order) -> None:
+    def _order(self, order: KillOrder) -> None:
         for site in self._open:
             with contextlib.suppress(RunFailed):  # a dead server's ranks are dead as well, and its end is an event
                 site.signal(order)
@@ -236,5 +236,5 @@ class Supervision:
         return self._stopped_by
 
 
-def _on(site: Site) -> str:
+def _on(site: WorkerHost) -> str:
     return f" on {site.host}" if site.host else ""

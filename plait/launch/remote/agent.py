@@ -11,12 +11,12 @@ from contextlib import ExitStack
 from typing import Any
 
 from plait.errors import PlaitError, RunFailed
-from plait.launch.local.run import ForkServer, Meeting
+from plait.launch.local.run import ForkServer, Rendezvous
 from plait.launch.local.signals import SignalMailbox, collected_signals
-from plait.launch.local.site import LocalSite
+from plait.launch.local.site import LocalWorkerHost
 from plait.launch.remote.handshake import JOINER_S, greet_leader
 from plait.launch.remote.interface import interface_of
-from plait.launch.remote.link import PULSE, Handler, Link, Pulse
+from plait.launch.remote.link import DEFAULT_PULSE, Handler, HostConnection, Pulse
 from plait.launch.remote.listener import joined_text
 from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import Frame, Wire
@@ -55,7 +55,7 @@ def serve(
     hello: Mapping[str, Any],
     handlers: Mapping[str, Handler],
     preload: tuple[str, ...] = (),
-    pulse: Pulse = PULSE,
+    pulse: Pulse = DEFAULT_PULSE,
 ) -> StoppedBy:
     """Take part in host 0's run until it says the end, and answer how its last job was stopped; main thread only.
 
@@ -65,13 +65,13 @@ def serve(
     """
     with collected_signals() as signals, ForkServer(preload=preload) as server:
         wire.send("hello", hello)
-        link = Link(wire, handlers=handlers, pulse=pulse)
+        link = HostConnection(wire, handlers=handlers, pulse=pulse)
         with contextlib.closing(link):
             return _Agent(link, server, signals, wire).run()
 
 
 class _Agent:
-    def __init__(self, link: Link, server: ForkServer, signals: SignalMailbox, wire: Wire) -> None:
+    def __init__(self, link: HostConnection, server: ForkServer, signals: SignalMailbox, wire: Wire) -> None:
         self._link = link
         self._server = server
         self._signals = signals
@@ -79,7 +79,7 @@ class _Agent:
         self._local_address = wire.local_address
         self._selector = selectors.DefaultSelector()
         self._part = ExitStack()
-        self._site: LocalSite | None = None
+        self._site: LocalWorkerHost | None = None
         self._number = 0
         self._asked_to_stop = False
         self._stopped_by: StoppedBy | None = None
@@ -120,7 +120,7 @@ class _Agent:
         self._number, self._asked_to_stop = values["number"], False
         meeting = None
         if values["rendezvous"] is not None:
-            meeting = Meeting(rendezvous=values["rendezvous"], interface=interface_of(self._local_address))
+            meeting = Rendezvous(rendezvous=values["rendezvous"], interface=interface_of(self._local_address))
         try:
             self._site = self._part.enter_context(self._server.start(job_from(values["job"]), meeting))
         except RunFailed as error:

@@ -7,7 +7,7 @@ from ipaddress import ip_address
 
 from plait.cluster.topology import bare_name
 
-Known = tuple[str, str]
+HostIdentity = tuple[str, str]
 """What a host is known by: its mark, empty where nobody knows it, and its name."""
 
 
@@ -20,7 +20,7 @@ def by_address(address: str) -> tuple[int, bytes, str]:
     return len(packed), packed, address
 
 
-def places_of(arrived: Sequence[Known], order: Sequence[Known]) -> list[int]:
+def host_numbers(arrived: Sequence[HostIdentity], order: Sequence[HostIdentity]) -> list[int]:
     """Where each host stood, each place given once; newcomers take the places of those who are missing, and the number
     of all places where none is left.
 
@@ -28,7 +28,7 @@ def places_of(arrived: Sequence[Known], order: Sequence[Known]) -> list[int]:
     """
     free, places = set(range(1, len(order))), [len(order)] * len(arrived)
 
-    def give(alike: Callable[[Known, Known], bool]) -> None:
+    def give(alike: Callable[[HostIdentity, HostIdentity], bool]) -> None:
         for at, host in enumerate(arrived):
             known = [place for place in sorted(free) if places[at] == len(order) and alike(host, order[place])]
             if known:

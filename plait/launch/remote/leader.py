@@ -11,19 +11,19 @@ from types import TracebackType
 from typing import Any
 
 from plait.errors import Interrupted, PlaitError, RunFailed
-from plait.launch.local.run import ForkServer, Meeting
+from plait.launch.local.run import ForkServer, Rendezvous
 from plait.launch.local.signals import collected_signals
-from plait.launch.local.site import Site
+from plait.launch.local.site import WorkerHost
 from plait.launch.local.supervise import Supervision
-from plait.launch.remote.host_numbering import Known, by_address, places_of
+from plait.launch.remote.host_numbering import HostIdentity, by_address, host_numbers
 from plait.launch.remote.interface import interface_of
-from plait.launch.remote.link import PULSE, Link, Pulse
-from plait.launch.remote.listener import FULL, Arrival, Gate, joined_text, listener_at, turn_away
-from plait.launch.remote.remote_site import RemoteSite
+from plait.launch.remote.link import DEFAULT_PULSE, HostConnection, Pulse
+from plait.launch.remote.listener import FULL, Arrival, JoinListener, joined_text, listener_at, turn_away
+from plait.launch.remote.remote_site import RemoteWorkerHost
 from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import Frame
 from plait.launch.values.failure import AGAIN
-from plait.launch.values.job import Job, JobResult, Message, Part, StoppedBy
+from plait.launch.values.job import HostRanks, Job, JobResult, Message, StoppedBy
 from plait.launch.values.phase import Bounds
 
 _LOOK_S = 0.2
@@ -48,7 +48,7 @@ class Member:
     name: str
     address: str
     hello: Mapping[str, Any]
-    link: Link = field(repr=False)
+    link: HostConnection = field(repr=False)
 
     def __str__(self) -> str:
         return self.name if self.name == self.address else f"{self.name} ({self.address})"
@@ -75,7 +75,7 @@ class Hosts:
         members: int,
         port: int = 0,
         preload: tuple[str, ...] = (),
-        pulse: Pulse = PULSE,
+        pulse: Pulse = DEFAULT_PULSE,
     ) -> None:
         self.members: tuple[Member, ...] = ()
         self._arrived: tuple[Member, ...] = ()
@@ -86,13 +86,13 @@ class Hosts:
         self._wanted = members
         self._pulse = pulse
         self._server = ForkServer(preload=preload)
-        self._gate: Gate | None = None
+        self._gate: JoinListener | None = None
         self._admitted: list[Arrival] = []
         self._jobs = 0
         self._stopped_by: StoppedBy = "finished"
 
     def __enter__(self) -> Hosts:
-        self._gate = Gate(address=self._address, port=self._port, secret=self._secret, pulse=self._pulse)
+        self._gate = JoinListener(address=self._address, port=self._port, secret=self._secret, pulse=self._pulse)
         self._server.__enter__()
         return self
 
@@ -120,7 +120,7 @@ class Hosts:
         self,
         hello_check: Callable[[Mapping[str, Any]], str | None],
         within_s: float,
-        order: Sequence[Known] = (),
+        order: Sequence[HostIdentity] = (),
         on_lost: Callable[[str], None] = lambda name: None,
     ) -> tuple[Member, ...]:
         """Wait until all hosts are in; then the port is closed, and the secret opens nothing any more.
@@ -142,12 +142,12 @@ class Hosts:
             self._drop_the_lost(on_lost)
         gate.shut(FULL)
         came = sorted(self._admitted, key=lambda one: by_address(one.link.address))
-        places = places_of([(one.hello.get("mark", ""), _name_of(one)) for one in came], order)
+        places = host_numbers([(one.hello.get("mark", ""), _name_of(one)) for one in came], order)
         arrived = sorted(zip(places, came, strict=True), key=lambda pair: pair[0])
         self._arrived = self.members = tuple(_member(host, one) for host, (_, one) in enumerate(arrived, start=1))
         return self.members
 
-    def seat(self, order: Sequence[int]) -> None:
+    def renumber(self, order: Sequence[int]) -> None:
         """Number the hosts anew: host n is from now on the one that was admitted as order[n]; host 0 stays."""
         assert order[0] == 0 and sorted(order) == list(range(1 + len(self._arrived))), order
         self.members = tuple(replace(self._arrived[host - 1], host=place) for place, host in enumerate(order) if place)
@@ -175,7 +175,7 @@ class Hosts:
         return JobResult(stopped_by=self._stopped_by, wall_s=time.monotonic() - began_s)
 
     @contextlib.contextmanager
-    def _started(self, jobs: Mapping[int, Job]) -> Iterator[list[Site]]:
+    def _started(self, jobs: Mapping[int, Job]) -> Iterator[list[WorkerHost]]:
         """A site for each host that has ranks. Host 0's first: no error after it leaves ranks behind."""
         self._jobs += 1
         members = [self.members[host - 1] for host in jobs if host > 0]
@@ -183,18 +183,18 @@ class Hosts:
             _require_alive(member)
         with ExitStack() as stack:
             meeting = self._meeting(stack) if len(jobs) > 1 else None
-            sites: list[Site] = [stack.enter_context(self._server.start(jobs[0], meeting))] if 0 in jobs else []
+            sites: list[WorkerHost] = [stack.enter_context(self._server.start(jobs[0], meeting))] if 0 in jobs else []
             for member in members:
-                site = RemoteSite(jobs[member.host], member.link, host=str(member), number=self._jobs)
+                site = RemoteWorkerHost(jobs[member.host], member.link, host=str(member), number=self._jobs)
                 site.start(meeting.rendezvous if meeting else None)
                 sites.append(site)
             yield sites
 
-    def _meeting(self, stack: ExitStack) -> Meeting:
+    def _meeting(self, stack: ExitStack) -> Rendezvous:
         """A port for the ranks' store on our address alone, held from before the first rank is started."""
         listener = stack.enter_context(listener_at(self._address, 0))
         place = joined_text(self._address, listener.getsockname()[1])
-        return Meeting(rendezvous=f"tcp://{place}/job-{self._jobs}", interface=self._interface, listener=listener)
+        return Rendezvous(rendezvous=f"tcp://{place}/job-{self._jobs}", interface=self._interface, listener=listener)
 
     def _admit_or_turn_away(self, arrival: Arrival, sentence: str | None) -> None:
         if sentence is None:
@@ -215,7 +215,7 @@ class Hosts:
             "start plait join on each, see that they reach this address, and run the same command again"
         )
 
-    def _opened(self) -> Gate:
+    def _opened(self) -> JoinListener:
         if self._gate is None:
             raise RuntimeError("Hosts serve only within their with block")
         return self._gate
@@ -228,7 +228,7 @@ def _cut(job: Job, parts: Sequence[HostPart], *, hosts: int) -> dict[int, Job]:
     jobs, first_rank = {}, 0
     for host, part in enumerate(parts):
         if part.ranks:
-            own = Part(first_rank=first_rank, ranks=part.ranks)
+            own = HostRanks(first_rank=first_rank, ranks=part.ranks)
             jobs[host] = replace(job, threads=part.threads, argument=part.argument, log_dir=part.log_dir, part=own)
         first_rank += part.ranks
     if len(jobs) > 1 and 0 not in jobs:

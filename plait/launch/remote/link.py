@@ -39,10 +39,10 @@ class Pulse:
     lost_after_s: float = 10.0
 
 
-PULSE = Pulse()
+DEFAULT_PULSE = Pulse()
 
 
-class Link:
+class HostConnection:
     """One end of a living connection between two hosts; made on both ends once the wire stands.
 
     Three threads of its own read, beat and answer, so that a busy caller is not taken for a dead one. Frames that are

@@ -15,7 +15,7 @@ from typing import Any
 from plait.errors import PlaitError
 from plait.launch.remote.handshake import Refused, greet_joiner
 from plait.launch.remote.interface import interface_of
-from plait.launch.remote.link import Link, Pulse
+from plait.launch.remote.link import HostConnection, Pulse
 from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import Wire, WireEnded
 
@@ -29,11 +29,11 @@ FULL = "the run has all its hosts; start it with a larger --hosts, or leave this
 class Arrival:
     """A host that knows the secret, and what it says of itself; it waits to be admitted."""
 
-    link: Link
+    link: HostConnection
     hello: Mapping[str, Any]
 
 
-class Gate:
+class JoinListener:
     """Listens on one address of this machine until shut; arrivals are taken with `next`.
 
     Each connection gets a few seconds and a fixed number of bytes to prove itself, in a thread of its own. Of those
@@ -111,7 +111,7 @@ class Gate:
         hello = wire.receive(_HELLO_S)
         if hello is None or hello.kind != "hello":
             raise Refused("no hello")
-        arrival = Arrival(link=Link(wire, handlers={}, pulse=self._pulse), hello=hello.values)
+        arrival = Arrival(link=HostConnection(wire, handlers={}, pulse=self._pulse), hello=hello.values)
         with self._lock:
             why = self._turned_away_because
             if why is None:
@@ -124,7 +124,7 @@ class Gate:
             self._strangers.remove(connection)
 
 
-def turn_away(link: Link, sentence: str) -> None:
+def turn_away(link: HostConnection, sentence: str) -> None:
     """Tell a host why it is not admitted, and hang up."""
     link.part("refused", {"sentence": sentence})
 

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from plait.launch.local.site import Event, Order
-from plait.launch.remote.link import Link
+from plait.launch.local.site import KillOrder, RankEvent
+from plait.launch.remote.link import HostConnection
 from plait.launch.values.failure import AGAIN
 from plait.launch.values.job import Job
 
 
-class RemoteSite:
+class RemoteWorkerHost:
     """One host's part of job `number`; `start` sends it there. A Site, whose orders and events travel over the link."""
 
-    def __init__(self, job: Job, link: Link, *, host: str, number: int) -> None:
+    def __init__(self, job: Job, link: HostConnection, *, host: str, number: int) -> None:
         self.job = job
         self.host = host
         self._link = link
@@ -30,7 +30,7 @@ class RemoteSite:
     def fileno(self) -> int:
         return self._link.fileno()
 
-    def read(self) -> list[Event]:
+    def read(self) -> list[RankEvent]:
         events = [
             self._event(frame.values)
             for frame in self._link.read()
@@ -42,13 +42,13 @@ class RemoteSite:
             events.append({"over": True, "obituary": f"{self.host} was lost: {self._link.lost}; {AGAIN}"})
         return events
 
-    def signal(self, order: Order) -> None:
+    def signal(self, order: KillOrder) -> None:
         self._link.send("signal", {"number": self._number, "order": order})
 
     def kill(self) -> None:
         self._link.send("kill", {"number": self._number})
 
-    def _event(self, values: Mapping[str, Any]) -> Event:
+    def _event(self, values: Mapping[str, Any]) -> RankEvent:
         """The event as it was there, with moments of our clock; the journey's own time is left in them."""
         event = dict(values["event"])
         later_s = time.monotonic() - values["sent_at_s"]

@@ -23,7 +23,7 @@ _NO_MEMORY_TEXTS = ("can't allocate memory", "CUDA out of memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Raised:
+class RankRaised:
     """An exception that left a rank's entry, in the form that travels; rank None means before any rank existed.
 
     `plait_classes` names the exception's own classes down to PlaitError, and is empty for any other exception.
@@ -41,7 +41,7 @@ class Raised:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Died:
+class RankDied:
     """A rank that ended without a word; `code` is its exit code, or minus the signal that killed it."""
 
     rank: int
@@ -50,21 +50,21 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gone:
+class HostLost:
     """The process that starts a host's ranks, or the whole host, and with it the ranks; the sentence says how."""
 
     at_s: float
     sentence: str
 
 
-Failure = Raised | Died | Gone
+Failure = RankRaised | RankDied | HostLost
 
 
-def raised(error: BaseException, rank: int | None) -> Raised:
+def raised(error: BaseException, rank: int | None) -> RankRaised:
     """Describe an exception where it was caught; `at_s` is the machine's monotonic clock, the same in all processes."""
     is_plait = isinstance(error, PlaitError)
     text = str(error) if is_plait else _first_line(error)
-    return Raised(
+    return RankRaised(
         rank=rank,
         at_s=time.monotonic(),
         type_name=type(error).__name__,
@@ -77,14 +77,14 @@ def raised(error: BaseException, rank: int | None) -> Raised:
     )
 
 
-def raised_from(values: dict[str, Any]) -> Raised:
+def raised_from(values: dict[str, Any]) -> RankRaised:
     """The inverse of `dataclasses.asdict` after a journey as JSON."""
-    return Raised(**{**values, "plait_classes": tuple(values["plait_classes"])})
+    return RankRaised(**{**values, "plait_classes": tuple(values["plait_classes"])})
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
     """The failure that the others follow from: the first that is not merely the loss of a peer, else the first."""
-    return min(failures, key=lambda failure: (isinstance(failure, Raised) and failure.lost_peer, failure.at_s))
+    return min(failures, key=lambda failure: (isinstance(failure, RankRaised) and failure.lost_peer, failure.at_s))
 
 
 def as_error(failure: Failure, log: str, *, host: str | None = None) -> PlaitError:
@@ -93,9 +93,9 @@ def as_error(failure: Failure, log: str, *, host: str | None = None) -> PlaitErr
     `host` names the machine of the failure where it is not this one.
     """
     where = f" on {host}" if host else ""
-    if isinstance(failure, Gone):
+    if isinstance(failure, HostLost):
         return RunFailed(failure.sentence)
-    if isinstance(failure, Died):
+    if isinstance(failure, RankDied):
         return RunFailed(_death_sentence(failure, where, log))
     if failure.plait_classes:
         prefix = f"on {host}: " if host else ""
@@ -103,7 +103,7 @@ def as_error(failure: Failure, log: str, *, host: str | None = None) -> PlaitErr
     return RunFailed(_exception_sentence(failure, where, log))
 
 
-def _death_sentence(death: Died, where: str, log: str) -> str:
+def _death_sentence(death: RankDied, where: str, log: str) -> str:
     who = f"rank {death.rank}{where}"
     if death.code == 0:
         return f"{who} left before its work was done; see what it printed {log}, and please report it"
@@ -120,7 +120,7 @@ _SIGNAL_HINTS = {
 }
 
 
-def _exception_sentence(failure: Raised, where: str, log: str) -> str:
+def _exception_sentence(failure: RankRaised, where: str, log: str) -> str:
     who = ("starting the workers" if failure.rank is None else f"rank {failure.rank}") + where
     what = f"{failure.type_name}: {failure.text}" if failure.text else failure.type_name
     if failure.out_of_memory:

@@ -13,7 +13,7 @@ StoppedBy = Literal["finished", "SIGINT", "SIGTERM"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class HostRanks:
     """Which ranks of a job one of several hosts runs: so many, from the first one on."""
 
     first_rank: int
@@ -35,7 +35,7 @@ class Job:
     threads: int
     preload: tuple[str, ...] = ()
     log_dir: str | None = None
-    part: Part | None = None
+    part: HostRanks | None = None
 
     def __post_init__(self) -> None:
         module, _, function = self.entry.partition(":")
@@ -67,7 +67,7 @@ class Job:
 
 def job_from(values: Mapping[str, Any]) -> Job:
     """The inverse of `dataclasses.asdict` after a journey as JSON."""
-    part = Part(**values["part"]) if values["part"] else None
+    part = HostRanks(**values["part"]) if values["part"] else None
     return Job(**{**values, "preload": tuple(values["preload"]), "part": part})
 
 
@@ -97,7 +97,7 @@ class RankContext:
     channel: Callable[[str, Mapping[str, Any]], None]
     stop: Callable[[], bool]
 
-    def tell(self, kind: str, **values: Any) -> None:
+    def send(self, kind: str, **values: Any) -> None:
         """Send one message to the supervisor; values must be JSON, at most 1 MiB; may be called from any thread."""
         self.channel(kind, values)
 

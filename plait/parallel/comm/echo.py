@@ -7,12 +7,12 @@ import time
 import torch
 import torch.distributed as dist
 
-MESSAGE_BYTES = 256 * 1024
+ECHO_BYTES = 256 * 1024
 """More than a switch's buffers let through at once, and on 100 Mbit/s still done in 20 ms."""
-ROUNDS = 3
+ECHO_ROUNDS = 3
 
 
-def message_from_before_s(message_bytes: int = MESSAGE_BYTES, rounds: int = ROUNDS) -> float:
+def message_from_before_s(message_bytes: int = ECHO_BYTES, rounds: int = ECHO_ROUNDS) -> float:
     """Seconds that a message takes from the rank before this one (the last one's, for the first) at best.
 
     All ranks send to the next one at the same time. Every rank of the job must call it; blocks. Takes CPU tensors, and

@@ -22,17 +22,17 @@ from plait.parallel.comm.collectives import expect_parts, reduce_scatter, send_p
 Transfer = Literal["float32", "bf16"]
 """float32 stands for the weights' own precision."""
 
-Works = list[dist.Work]
-Course = Iterator[Works]
+PendingWork = list[dist.Work]
+ReductionSteps = Iterator[PendingWork]
 """Yields what it has begun, and goes on once that has ended; at its end the numbers are in their place."""
 
-FIRST_TAG = 2**20
+REDUCE_TAG = 2**20
 """Above those of a pipeline's messages, which may travel in the same group."""
 GATHER_TAG = 2**19
 """Of the first bucket's weights: a step's sums may be expected while those of the last one are still on their way."""
 
 
-class Way(Protocol):
+class Algorithm(Protocol):
     """A sum over a group, again in each step."""
 
     transfers: int
@@ -47,13 +47,13 @@ class Way(Protocol):
         """Make room for what others will send, at the beginning of a step."""
         ...
 
-    def course(self) -> Course:
+    def course(self) -> ReductionSteps:
         """Begin a step's sum. Every rank of the group must take its course."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Carried:
+class BucketTransfer:
     """Where a bucket's numbers go: summed over `group`, after a scatter over `split` where there is one."""
 
     group: dist.ProcessGroup | None
@@ -71,9 +71,9 @@ class Carried:
         return rounded * (dist.get_world_size(self.split) if self.split else 1)
 
 
-def ways(flat: Tensor, own: Tensor, carried: Carried) -> list[Way]:
+def algorithms_for(flat: Tensor, own: Tensor, carried: BucketTransfer) -> list[Algorithm]:
     """What must be done one after the other until `own`, the whole or a part of `flat`, holds the sums."""
-    found: list[Way] = []
+    found: list[Algorithm] = []
     if carried.split:
         found.append(_scatter(flat, carried.split, carried.number, carried.transfer))
     if carried.group:
@@ -81,7 +81,7 @@ def ways(flat: Tensor, own: Tensor, carried: Carried) -> list[Way]:
     return found
 
 
-def wait_for(works: Works) -> None:
+def wait_for(works: PendingWork) -> None:
     """Wait for the end of transfers and forget them; on a GPU it is the stream that waits."""
     for work in works:
         work.wait()
@@ -93,15 +93,15 @@ def own_part(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     return flat.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
 
 
-def _scatter(flat: Tensor, group: dist.ProcessGroup, number: int, transfer: Transfer) -> Way:
+def _scatter(flat: Tensor, group: dist.ProcessGroup, number: int, transfer: Transfer) -> Algorithm:
     if flat.device.type == "cpu":
         return _SwappedScatter(flat, group, number, transfer)
     return LibraryScatter(flat, group, transfer)
 
 
-def _sum_to_all(flat: Tensor, group: dist.ProcessGroup, tag: int, transfer: Transfer) -> Way:
+def _sum_to_all(flat: Tensor, group: dist.ProcessGroup, tag: int, transfer: Transfer) -> Algorithm:
     if transfer == "bf16" and flat.device.type == "cpu":
-        return _SwappedSum(flat, group, FIRST_TAG + tag)
+        return _SwappedSum(flat, group, REDUCE_TAG + tag)
     return LibrarySum(flat, group, transfer)
 
 
@@ -126,7 +126,7 @@ class _ByLibrary:
 class LibrarySum(_ByLibrary):
     """A sum that all ranks get."""
 
-    def course(self) -> Course:
+    def course(self) -> ReductionSteps:
         """One sum of all."""
         _put(self._sent, self._flat)
         yield [_begun(dist.all_reduce(self._sent, group=self._group, async_op=True))]
@@ -136,7 +136,7 @@ class LibrarySum(_ByLibrary):
 class LibraryScatter(_ByLibrary):
     """A sum of which each rank gets its part."""
 
-    def course(self) -> Course:
+    def course(self) -> ReductionSteps:
         """One sum, of which this rank gets its part."""
         _put(self._sent, self._flat)
         own = own_part(self._sent, self._group)
@@ -154,7 +154,7 @@ class _SwappedScatter:
         self._sent = _carrier(flat, transfer)
         ranks = dist.get_world_size(group)
         self._received = self._sent.new_empty(ranks - 1, len(flat) // ranks)
-        self._expected: Works = []
+        self._expected: PendingWork = []
 
     @property
     def held(self) -> Sequence[Tensor]:
@@ -163,7 +163,7 @@ class _SwappedScatter:
     def expect(self) -> None:
         self._expected = expect_parts(self._received, self._group, self._tag)
 
-    def course(self) -> Course:
+    def course(self) -> ReductionSteps:
         _put(self._sent, self._flat)
         yield [*self._expected, *send_parts(self._sent, self._group, self._tag)]
         own = own_part(self._flat, self._group)
@@ -188,7 +188,7 @@ class _SwappedSum:
     def expect(self) -> None:
         self._scatter.expect()
 
-    def course(self) -> Course:
+    def course(self) -> ReductionSteps:
         yield from self._scatter.course()
         own_part(self._sent, self._group).copy_(own_part(self._flat, self._group))
         yield spread_own(self._sent, self._group, self._tag)

@@ -15,18 +15,18 @@ from torch import Tensor
 
 from plait.parallel.comm.collectives import SPREAD_TAG, SUM_TAG, spread_own, sum_parts
 
-NO_LIMIT = timedelta(0)
+NO_BUCKET_LIMIT = timedelta(0)
 """By torch's convention."""
 
 
-class Together(dist.Work):
+class AllWork(dist.Work):
     """Several transfers as one."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         super().__init__()
         self._works = works
 
-    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
+    def wait(self, timeout: timedelta = NO_BUCKET_LIMIT) -> bool:
         """Block until all are over; each may take as long."""
         for work in self._works:
             work.wait(timeout)
@@ -46,7 +46,7 @@ class SpreadWeights(_InUsualMemory):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather in place: the input lies in the output."""
-        begun = Together(spread_own(output_tensor, group, SPREAD_TAG))
+        begun = AllWork(spread_own(output_tensor, group, SPREAD_TAG))
         if not async_op:
             begun.wait()
         return begun if async_op else None

@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.model.attention import Attention, Documents
-from plait.parallel.context.cut import Cut, Rectangle, cut_attention
+from plait.parallel.context.cut import ContextCut, Rectangle, cut_attention
 from plait.parallel.context.exchange import Exchange
-from plait.parallel.context.kernels import Kernel, join, kernel_for
+from plait.parallel.context.kernels import Kernel, kernel_for, merge_results
 from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
 
@@ -49,7 +49,7 @@ class ContextAttend:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.exchange = Exchange(group)
-        self._last: tuple[tuple[object, ...], Cut] | None = None
+        self._last: tuple[tuple[object, ...], ContextCut] | None = None
 
     def __call__(self, q_bthd: Tensor, k_btkd: Tensor, v_btkd: Tensor, documents: Documents | None) -> Tensor:
         kind = q_bthd.device.type
@@ -59,7 +59,7 @@ class ContextAttend:
         assert isinstance(mixed, Tensor)
         return mixed
 
-    def _cut(self, q_bthd: Tensor, documents: Documents | None) -> Cut:
+    def _cut(self, q_bthd: Tensor, documents: Documents | None) -> ContextCut:
         """The same for all layers of a micro-batch, so the last one is kept."""
         lengths = None if documents is None else documents.lengths
         key = (lengths, q_bthd.shape[:2])
@@ -73,7 +73,7 @@ class ContextAttend:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cut: Cut, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cut: ContextCut, exchange: Exchange) -> Tensor:
         kernel = kernel_for(q)
         gathering = exchange.gather(k, v) if cut.crosses else None
         outcome = kernel.segments_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cut.runs)
@@ -82,7 +82,7 @@ class _Attend(torch.autograd.Function):
             keys, values = gathering.wait()
             for one in cut.rectangles:
                 piece = kernel.forward(_queries(q, one), _keys(keys, one), _keys(values, one), "none")
-                join((_queries(out, one), _queries(total, one)), piece)
+                merge_results((_queries(out, one), _queries(total, one)), piece)
         ctx.save_for_backward(q, k, v, out, total)
         ctx.cut, ctx.exchange = cut, exchange
         return out

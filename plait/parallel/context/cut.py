@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
-Span = tuple[int, int]
+TokenSpan = tuple[int, int]
 """First and count."""
 
 
@@ -19,15 +19,15 @@ Span = tuple[int, int]
 class Rectangle:
     """Queries of this rank's rows that meet keys before their chunk; the same in each of `rows`."""
 
-    rows: Span
-    queries: Span
+    rows: TokenSpan
+    queries: TokenSpan
     """Among the row's tokens on this rank."""
-    keys: Span
+    keys: TokenSpan
     """Among all tokens of the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class ContextCut:
     """All that one context rank computes of a micro-batch's attention."""
 
     rows: int
@@ -47,12 +47,12 @@ class Cut:
         return squares + sum(one.rows[1] * one.queries[1] * one.keys[1] for one in self.rectangles)
 
     @property
-    def runs(self) -> tuple[Span, ...]:
+    def runs(self) -> tuple[TokenSpan, ...]:
         """(length, how many) of the segments, neighbours of equal length taken together."""
         return tuple((length, len(list(same))) for length, same in groupby(self.segments))
 
 
-def cut_attention(lengths: tuple[int, ...] | None, *, rows: int, sequence: int, parts: int, index: int) -> Cut:
+def cut_attention(lengths: tuple[int, ...] | None, *, rows: int, sequence: int, parts: int, index: int) -> ContextCut:
     """What rank `index` of `parts` computes.
 
     `lengths` are those of the documents in the whole rows; None: each row is one.
@@ -61,7 +61,7 @@ def cut_attention(lengths: tuple[int, ...] | None, *, rows: int, sequence: int, 
     assert rest == 0, f"{2 * parts} chunks do not divide a row of {sequence} tokens"
     borders = _borders(lengths, rows, sequence)
     segments: list[int] = []
-    rectangles: dict[tuple[Span, Span], list[int]] = {}
+    rectangles: dict[tuple[TokenSpan, TokenSpan], list[int]] = {}
     for row, begins in enumerate(borders):
         for place, number in enumerate((index, 2 * parts - 1 - index)):
             first = number * chunk
@@ -71,7 +71,7 @@ def cut_attention(lengths: tuple[int, ...] | None, *, rows: int, sequence: int, 
             if opened < first:
                 key = ((place * chunk, edges[1] - first), (opened, first - opened))
                 rectangles.setdefault(key, []).append(row)
-    return Cut(
+    return ContextCut(
         rows=rows,
         sequence=sequence,
         parts=parts,
@@ -99,9 +99,9 @@ def _borders(lengths: tuple[int, ...] | None, rows: int, sequence: int) -> list[
     return borders
 
 
-def _neighbours(numbers: list[int]) -> list[Span]:
+def _neighbours(numbers: list[int]) -> list[TokenSpan]:
     """Ascending numbers as spans of neighbours."""
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     for number in numbers:
         if spans and sum(spans[-1]) == number:
             spans[-1] = (spans[-1][0], spans[-1][1] + 1)

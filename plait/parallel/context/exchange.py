@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Pairs = Mapping[tuple[int, int], Tensor]
+TensorPairs = Mapping[tuple[int, int], Tensor]
 """By peer and chunk what belongs to its keys, and to its values."""
 
 
@@ -34,7 +34,7 @@ class Exchange:
             (peer, c) for peer in peers for c in _chunks_of(self.index, self.parts) if c < 2 * self.parts - 1 - peer
         ]
 
-    def gather(self, k_btkd: Tensor, v_btkd: Tensor) -> Gathering:
+    def gather(self, k_btkd: Tensor, v_btkd: Tensor) -> PendingKeys:
         """Begin to send keys and values; the answer waits for those of the others."""
         rows, tokens, *head = k_btkd.shape
         chunks = k_btkd.new_empty((2, 2 * self.parts, rows, tokens // 2, *head))
@@ -45,7 +45,7 @@ class Exchange:
             receives={(peer, chunk): chunks[:, chunk] for peer, chunk in self._from},
             sends={(peer, chunk): chunks[:, chunk] for peer, chunk in self._for},
         )
-        return Gathering(chunks[:, : self.needed], chunks, works)
+        return PendingKeys(chunks[:, : self.needed], chunks, works)
 
     def add_home(self, grads: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
         """Add all ranks' gradients [2, b, needed × m, k, d] of keys and values to those [b, t, k, d] where they live.
@@ -64,7 +64,7 @@ class Exchange:
             for home, part in zip((grad_k, grad_v), parts, strict=True):
                 home.chunk(2, dim=1)[own.index(chunk)].add_(part)
 
-    def _begin(self, *, receives: Pairs, sends: Pairs) -> list[dist.Work]:
+    def _begin(self, *, receives: TensorPairs, sends: TensorPairs) -> list[dist.Work]:
         """All receives before the first send: Note [room first] in collectives.py."""
         return dist.batch_isend_irecv(
             [
@@ -76,7 +76,7 @@ class Exchange:
         )
 
 
-class Gathering:
+class PendingKeys:
     """Keys and values on their way."""
 
     def __init__(self, needed: Tensor, sent: Tensor, works: list[dist.Work]) -> None:

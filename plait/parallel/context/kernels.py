@@ -20,20 +20,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from plait.parallel.context.cut import Span
+from plait.parallel.context.cut import TokenSpan
 
 Mask = Literal["causal", "none"]
 """Causal attention takes as many keys as queries."""
 
-Outcome = tuple[Tensor, Tensor]
+AttentionResult = tuple[Tensor, Tensor]
 """The output, as the queries, and the logsumexp [b, t, h], in float32 at least."""
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
-Runs = tuple[Span, ...]
+SegmentRuns = tuple[TokenSpan, ...]
 """(length, how many) of segments one after the other."""
 
-Ends = tuple[Tensor, Tensor, int, int]
+SegmentEnds = tuple[Tensor, Tensor, int, int]
 """Where packed queries and keys begin and end, and lengths that none exceeds."""
 
 
@@ -41,12 +41,12 @@ Ends = tuple[Tensor, Tensor, int, int]
 class Kernel:
     """Attention of q_bthd over k_bskd and v_bskd, and over segments that lie one after the other."""
 
-    forward: Callable[[Tensor, Tensor, Tensor, Mask], Outcome]
+    forward: Callable[[Tensor, Tensor, Tensor, Mask], AttentionResult]
     backward: Callable[[tuple[Tensor, ...], Mask], Grads]
     """From grad_bthd, q, k, v and the whole's out_bthd and logsumexp_bth to the gradients of q, k and v."""
-    segments_forward: Callable[[Tensor, Tensor, Tensor, Runs], Outcome]
+    segments_forward: Callable[[Tensor, Tensor, Tensor, SegmentRuns], AttentionResult]
     """Causal attention inside each of the segments that q_nhd, k_nkd and v_nkd consist of."""
-    segments_backward: Callable[[tuple[Tensor, ...], Runs], Grads]
+    segments_backward: Callable[[tuple[Tensor, ...], SegmentRuns], Grads]
 
 
 def kernel_for(q: Tensor) -> Kernel:
@@ -69,7 +69,7 @@ def blocked_kernel(scores_at_once: int = 2**25) -> Kernel:
     return _in_runs(partial(_blocked_forward, scores_at_once), partial(_blocked_backward, scores_at_once))
 
 
-def join(outcome: Outcome, piece: Outcome) -> None:
+def merge_results(outcome: AttentionResult, piece: AttentionResult) -> None:
     """Take another piece's keys into an outcome, in place: Note [joined pieces]."""
     (out, total), (piece_out, piece_total) = outcome, piece
     weight = torch.sigmoid(piece_total - total).unsqueeze(-1)
@@ -81,16 +81,17 @@ def join(outcome: Outcome, piece: Outcome) -> None:
 
 
 def _in_runs(
-    forward: Callable[[Tensor, Tensor, Tensor, Mask], Outcome], backward: Callable[[tuple[Tensor, ...], Mask], Grads]
+    forward: Callable[[Tensor, Tensor, Tensor, Mask], AttentionResult],
+    backward: Callable[[tuple[Tensor, ...], Mask], Grads],
 ) -> Kernel:
     """A kernel for rows of one length takes segments in one call for each run of equal lengths."""
 
-    def segments_forward(q_nhd: Tensor, k_nkd: Tensor, v_nkd: Tensor, runs: Runs) -> Outcome:
+    def segments_forward(q_nhd: Tensor, k_nkd: Tensor, v_nkd: Tensor, runs: SegmentRuns) -> AttentionResult:
         found = [forward(q, k, v, "causal") for q, k, v in _by_run((q_nhd, k_nkd, v_nkd), runs)]
         out, total = (_flat(parts) for parts in zip(*found, strict=True))
         return out, total
 
-    def segments_backward(tensors: tuple[Tensor, ...], runs: Runs) -> Grads:
+    def segments_backward(tensors: tuple[Tensor, ...], runs: SegmentRuns) -> Grads:
         found = [backward(some, "causal") for some in _by_run(tensors, runs)]
         grad_q, grad_k, grad_v = (_flat(parts) for parts in zip(*found, strict=True))
         return grad_q, grad_k, grad_v
@@ -103,7 +104,7 @@ def _in_runs(
     )
 
 
-def _by_run(tensors: tuple[Tensor, ...], runs: Runs) -> Iterator[tuple[Tensor, ...]]:
+def _by_run(tensors: tuple[Tensor, ...], runs: SegmentRuns) -> Iterator[tuple[Tensor, ...]]:
     """Views [how many, length, ...] of each run's tokens."""
     first = 0
     for length, times in runs:
@@ -116,7 +117,7 @@ def _flat(parts: tuple[Tensor, ...]) -> Tensor:
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Outcome:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> AttentionResult:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, total = flash(*_swapped((q, k, v)), 0.0, mask == "causal")
     return out.transpose(1, 2), total.transpose(1, 2)
@@ -132,7 +133,7 @@ def _swapped(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(x.transpose(1, 2) for x in tensors)
 
 
-def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Outcome:
+def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> AttentionResult:
     ends = (_even_ends(q), _even_ends(k), q.shape[1], k.shape[1])
     out, total = _cuda_packed_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), ends, mask)
     return out.view(q.shape), total.view(q.shape[:-1])
@@ -145,22 +146,22 @@ def _cuda_backward(tensors: tuple[Tensor, ...], mask: Mask) -> Grads:
     return grads[0].view(q.shape), grads[1].view(k.shape), grads[2].view(v.shape)
 
 
-def _cuda_segments_forward(q_nhd: Tensor, k_nkd: Tensor, v_nkd: Tensor, runs: Runs) -> Outcome:
+def _cuda_segments_forward(q_nhd: Tensor, k_nkd: Tensor, v_nkd: Tensor, runs: SegmentRuns) -> AttentionResult:
     return _cuda_packed_forward(q_nhd, k_nkd, v_nkd, _ragged_ends(runs, q_nhd.device), "causal")
 
 
-def _cuda_segments_backward(tensors: tuple[Tensor, ...], runs: Runs) -> Grads:
+def _cuda_segments_backward(tensors: tuple[Tensor, ...], runs: SegmentRuns) -> Grads:
     return _cuda_packed_backward(tensors, _ragged_ends(runs, tensors[0].device), "causal")
 
 
-def _cuda_packed_forward(q_nhd: Tensor, k_nkd: Tensor, v_nkd: Tensor, ends: Ends, mask: Mask) -> Outcome:
+def _cuda_packed_forward(q_nhd: Tensor, k_nkd: Tensor, v_nkd: Tensor, ends: SegmentEnds, mask: Mask) -> AttentionResult:
     """The kernel under torch.nn.attention.varlen, whose own backward would not take a whole's output and logsumexp."""
     flash = torch.ops.aten._flash_attention_forward
     out, total_hn, *_ = flash(q_nhd, k_nkd, v_nkd, *ends, 0.0, mask == "causal", False, **_window(mask))
     return out, total_hn.T.contiguous()
 
 
-def _cuda_packed_backward(tensors: tuple[Tensor, ...], ends: Ends, mask: Mask) -> Grads:
+def _cuda_packed_backward(tensors: tuple[Tensor, ...], ends: SegmentEnds, mask: Mask) -> Grads:
     flash = torch.ops.aten._flash_attention_backward
     *first, total_nh = tensors
     # Where a kernel with dropout would find its random state.
@@ -177,14 +178,14 @@ def _even_ends(x: Tensor) -> Tensor:
     return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=x.device)
 
 
-def _ragged_ends(runs: Runs, device: torch.device) -> Ends:
+def _ragged_ends(runs: SegmentRuns, device: torch.device) -> SegmentEnds:
     """Made on the host and sent without waiting for the device."""
     lengths = [length for length, times in runs for _ in range(times)]
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).pin_memory().to(device, non_blocking=True)
     return ends, ends, max(lengths), max(lengths)
 
 
-def _blocked_forward(scores_at_once: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Outcome:
+def _blocked_forward(scores_at_once: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> AttentionResult:
     out = torch.empty_like(q)
     total = torch.empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     for block, seen in _blocks(scores_at_once, q, k, mask):

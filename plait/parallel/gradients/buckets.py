@@ -21,18 +21,18 @@ from torch import Tensor, nn
 
 from plait.checkpoint.transfer import share_out
 from plait.model.names import decays
-from plait.parallel.sharded_model import Unit, UnitPart, plain_unit
+from plait.parallel.sharded_model import OptimizerUnit, OptimizerUnitPart, plain_unit
 from plait.partition.boxes import Box, boxes_of_range
 
 BUCKET_BYTES = 8 * 2**20
 LAST_BYTES = 2**20
 """See Note [smaller towards the end]."""
 
-Ranks = tuple[int, ...]
+RankSet = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class SharedWeight:
     """A weight of this rank's model and the ranks over which its gradient is summed, itself included.
 
     Where the optimizer's state is split, `ranks` are those that keep the same part of it.
@@ -42,10 +42,10 @@ class Shared:
     parameter: nn.Parameter
     box: Box
     chunk: int
-    ranks: Ranks
+    ranks: RankSet
 
 
-def fill_buckets(weights: Sequence[Shared], split: int, bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
+def fill_buckets(weights: Sequence[SharedWeight], split: int, bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
     """Indices of the weights in each bucket, given in the order in which backward reaches them.
 
     A bucket holds one dtype and one group of ranks, and where it is split one kind of weight decay. It ends once it has
@@ -76,38 +76,38 @@ def _filled(indices: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> 
         yield bucket
 
 
-def flat_for(weights: Sequence[Shared], split: int) -> Tensor:
+def flat_for(weights: Sequence[SharedWeight], split: int) -> Tensor:
     """Zeros for all numbers of these weights, padded so that `split` equal parts hold them."""
     first = weights[0].parameter
     numbers = sum(weight.parameter.numel() for weight in weights)
     return torch.zeros(-(-numbers // split) * split, dtype=first.dtype, device=first.device)
 
 
-def views_of(flat: Tensor, weights: Sequence[Shared]) -> list[Tensor]:
+def views_of(flat: Tensor, weights: Sequence[SharedWeight]) -> list[Tensor]:
     """One view a weight, shaped like it, one after the other."""
     sizes = [weight.parameter.numel() for weight in weights]
     parts = flat.split([*sizes, len(flat) - sum(sizes)])
     return [part.view_as(weight.parameter) for part, weight in zip(parts[:-1], weights, strict=True)]
 
 
-def unit_of_range(weights: Sequence[Shared], own: Tensor, first: int, *, owned: bool) -> Unit:
+def unit_of_range(weights: Sequence[SharedWeight], own: Tensor, first: int, *, owned: bool) -> OptimizerUnit:
     """The unit for numbers `first` and on of a bucket, which `own` holds: rows of some weights, torn at both ends."""
-    parts: list[UnitPart] = []
+    parts: list[OptimizerUnitPart] = []
     begin = 0
     for weight in weights:
         end = begin + weight.box.numbers
         low, high = max(first, begin), min(first + len(own), end)
         for box, at in boxes_of_range(weight.box, low - begin, high - begin):
-            parts.append(UnitPart(name=weight.name, box=box, first=begin + at - first))
+            parts.append(OptimizerUnitPart(name=weight.name, box=box, first=begin + at - first))
         begin = end
-    return Unit(parameter=nn.Parameter(own), decays=decays(weights[0].name), owned=owned, parts=tuple(parts))
+    return OptimizerUnit(parameter=nn.Parameter(own), decays=decays(weights[0].name), owned=owned, parts=tuple(parts))
 
 
-def whole_units(weights: Sequence[Shared]) -> list[Unit]:
+def whole_units(weights: Sequence[SharedWeight]) -> list[OptimizerUnit]:
     """One unit a weight; each is owned by one of the ranks that hold it, about equally many bytes by each."""
     rank = dist.get_rank()
     owned: set[str] = set()
-    together: dict[Ranks, dict[str, int]] = {}
+    together: dict[RankSet, dict[str, int]] = {}
     for weight in weights:
         together.setdefault(weight.ranks, {})[weight.name] = weight.parameter.nbytes
     for ranks, sizes in together.items():

@@ -10,26 +10,35 @@ from torch import Tensor, nn
 
 from plait.model.gpt import GPT
 from plait.parallel.comm.collectives import all_gather, expect_others, send_own
-from plait.parallel.comm.reduction import GATHER_TAG, Carried, Course, Transfer, Works, own_part, wait_for, ways
+from plait.parallel.comm.reduction import (
+    GATHER_TAG,
+    BucketTransfer,
+    PendingWork,
+    ReductionSteps,
+    Transfer,
+    algorithms_for,
+    own_part,
+    wait_for,
+)
 from plait.parallel.gradients.buckets import (
     BUCKET_BYTES,
-    Ranks,
-    Shared,
+    RankSet,
+    SharedWeight,
     fill_buckets,
     flat_for,
     unit_of_range,
     views_of,
 )
-from plait.parallel.sharded_model import Unit
+from plait.parallel.sharded_model import OptimizerUnit
 
-Groups = Mapping[Ranks, dist.ProcessGroup]
+ProcessGroups = Mapping[RankSet, dist.ProcessGroup]
 
 # Note [one number]: what ranks must agree on about a bucket (the tags of its messages, and who of them answers for it)
 # comes from its place among the buckets of its own group. Its place among all of a rank's differs between stages of a
 # pipeline: two that share a weight have unlike buckets beside it.
 
 
-class Reducer:
+class GradientReducer:
     """Gives every weight the sum of its gradients over all ranks that hold it, SUM and never mean.
 
     A step calls `open`, runs its micro-batches, calls `arm` before a chunk's last backward, then `close`; in between
@@ -40,8 +49,8 @@ class Reducer:
 
     def __init__(
         self,
-        weights: Sequence[Shared],
-        groups: Groups,
+        weights: Sequence[SharedWeight],
+        groups: ProcessGroups,
         split: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         transfer: Transfer = "float32",
@@ -54,7 +63,7 @@ class Reducer:
             group = groups.get(self._weights[some[0]].ranks)
             # See Note [one number].
             tag = sum(one.group is group for one in self._buckets)
-            carried = Carried(group=group, tag=tag, split=split, number=number, transfer=transfer)
+            carried = BucketTransfer(group=group, tag=tag, split=split, number=number, transfer=transfer)
             self._buckets.append(_Bucket([self._weights[i] for i in some], carried))
         self._place = {index: (b, k) for b, some in enumerate(members) for k, index in enumerate(some)}
         self._armed: set[int] = set()
@@ -67,7 +76,7 @@ class Reducer:
         """The flat gradients and what their travel keeps beside them, for whoever counts memory."""
         return [tensor for bucket in self._buckets for tensor in bucket.held]
 
-    def split_units(self) -> list[Unit]:
+    def split_units(self) -> list[OptimizerUnit]:
         """What the optimizer updates on this rank where the buckets are split."""
         return [bucket.unit() for bucket in self._buckets]
 
@@ -152,7 +161,7 @@ def _waiting(chunk: GPT) -> list[tuple[nn.Module, list[nn.Module]]]:
 class _Bucket:
     """Gradients that travel together, and where they are split the weights that come back."""
 
-    def __init__(self, weights: list[Shared], carried: Carried) -> None:
+    def __init__(self, weights: list[SharedWeight], carried: BucketTransfer) -> None:
         self.weights, self.group = weights, carried.group
         self.flat = flat_for(weights, carried.pieces)
         self.missing: set[int] = set()
@@ -160,11 +169,11 @@ class _Bucket:
         self._views = views_of(self.flat, weights)
         self._split, self._number, self._turn = carried.split, carried.number, carried.tag
         self._own = own_part(self.flat, carried.split) if carried.split else self.flat
-        self._ways = ways(self.flat, self._own, carried)
+        self._ways = algorithms_for(self.flat, self._own, carried)
         self.transfers = sum(way.transfers for way in self._ways)
-        self._course: Course = iter(())
-        self._works: Works = []
-        self._gathering: Works = []
+        self._course: ReductionSteps = iter(())
+        self._works: PendingWork = []
+        self._gathering: PendingWork = []
         if carried.split:
             self._values = flat_for(weights, carried.pieces)
             for view, weight in zip(views_of(self._values, weights), weights, strict=True):
@@ -177,7 +186,7 @@ class _Bucket:
         """What stays in memory for this bucket."""
         return [self.flat, *(tensor for way in self._ways for tensor in way.held)]
 
-    def unit(self) -> Unit:
+    def unit(self) -> OptimizerUnit:
         """This rank's part of the weights; the ranks that keep the same part take turns in answering for it."""
         ranks = self.weights[0].ranks
         owned = ranks[self._turn % len(ranks)] == dist.get_rank()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from plait.parallel.gradients.buckets import Shared
+from plait.parallel.gradients.buckets import SharedWeight
 from plait.parallel.sharded_model import ShardedModel
 from plait.partition.boxes import boxes, sharers
 from plait.partition.execution import Execution
 
 
-def shared_weights(woven: ShardedModel, execution: Execution) -> list[Shared]:
+def shared_weights(woven: ShardedModel, execution: Execution) -> list[SharedWeight]:
     """The weights of this rank's model with their places and the ranks they are shared with, in the model's order.
 
     Where `shard` splits, those are the ranks with the same coordinate on it.
@@ -23,5 +23,5 @@ def shared_weights(woven: ShardedModel, execution: Execution) -> list[Shared]:
         for name, parameter in chunk.named_parameters():
             box = places[name]
             ranks = sharers(execution.shape, layout, name, box, here["shard"])
-            weights.append(Shared(name=name, parameter=parameter, box=box, chunk=number, ranks=ranks))
+            weights.append(SharedWeight(name=name, parameter=parameter, box=box, chunk=number, ranks=ranks))
     return weights

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from plait.model.linear import Linear, Multiply
 
-PutOff = tuple[nn.Parameter, Tensor, Tensor]
+DeferredProduct = tuple[nn.Parameter, Tensor, Tensor]
 """A weight [out, in], what it multiplied [..., in], and the gradient of the result [..., out]."""
 
 
@@ -28,12 +28,12 @@ def defer_in(module: nn.Module, multiply: Multiply) -> None:
             child.multiply = multiply
 
 
-class Deferred:
+class DeferredGradients:
     """What one rank has put off, in one queue for each backward pass; `collect` opens the queue of the next one."""
 
     def __init__(self) -> None:
-        self._queues: dict[Hashable, list[PutOff]] = {}
-        self._queue: list[PutOff] | None = None
+        self._queues: dict[Hashable, list[DeferredProduct]] = {}
+        self._queue: list[DeferredProduct] | None = None
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """What F.linear answers, in autocast's dtype where autocast is on."""
@@ -73,7 +73,7 @@ def _accumulate(weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: Deferred) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredGradients) -> Tensor:
         ctx.save_for_backward(x, weight)
         # Not as a saved tensor: the parameter itself, not what a hook makes of it, gets the gradient.
         ctx.parameter, ctx.deferred, ctx.bias_dtype = weight, deferred, None if bias is None else bias.dtype

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.parallel.gradients.shared_weights import shared_weights
 from plait.parallel.mesh import make_groups
 from plait.parallel.pipeline.stage import StagePipe
-from plait.parallel.pipeline.tied_embedding import TIED, Ends
+from plait.parallel.pipeline.tied_embedding import TIED_WEIGHT, TiedEmbeddingEnd
 from plait.parallel.sharded_model import Owner, ShardedModel
 from plait.partition.boxes import cut, sharers
 from plait.partition.execution import Execution
@@ -20,15 +20,15 @@ def keep_at_one_end(woven: ShardedModel, mesh: DeviceMesh, execution: Execution)
     if not is_kept_at_one_end(execution):
         return woven
     shape, layout, tensors = execution.shape, execution.layout, range(execution.layout.tensor)
-    cuts = [cut(TIED, shape, layout.tensor, index) for index in tensors]
-    groups = make_groups(sorted({sharers(shape, layout, TIED, box, 0) for box in cuts}))
+    cuts = [cut(TIED_WEIGHT, shape, layout.tensor, index) for index in tensors]
+    groups = make_groups(sorted({sharers(shape, layout, TIED_WEIGHT, box, 0) for box in cuts}))
     owner: dict[str, Owner] = {}
     for weight in shared_weights(woven, execution):
-        if weight.name == TIED:
+        if weight.name == TIED_WEIGHT:
             assert isinstance(woven.pipe, StagePipe)
             embeds = woven.chunks[weight.chunk].part.embeds
-            woven.pipe.ends = Ends(weight, groups[weight.ranks], embeds=embeds)
-            owner[TIED] = "another rank" if embeds else "this rank"
+            woven.pipe.ends = TiedEmbeddingEnd(weight, groups[weight.ranks], embeds=embeds)
+            owner[TIED_WEIGHT] = "another rank" if embeds else "this rank"
     return replace(woven, single_owner=owner)
 
 
@@ -39,5 +39,5 @@ def is_kept_at_one_end(execution: Execution) -> bool:
     """
     layout = execution.layout
     at_both_ends = execution.shape.tied and layout.pipeline > 1
-    nobody_else = layout.batch_parts * layout.context == 1
+    nobody_else = layout.data_parallel_degree * layout.context == 1
     return at_both_ends and nobody_else and execution.device == "cpu" and execution.gradient_transfer == "float32"

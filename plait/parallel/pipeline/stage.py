@@ -17,14 +17,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.data.loader import NOT_COUNTED, Micro
 from plait.model.gpt import GPT
-from plait.parallel.pipeline.deferred_gradients import Deferred, defer_in
-from plait.parallel.pipeline.stage_links import Links, Wait, wait_for
-from plait.parallel.pipeline.tied_embedding import Ends
-from plait.parallel.sharded_model import Forward, Gradients, Held, LocalGradients, LossOf, ShardedModel, plain_unit
+from plait.parallel.pipeline.deferred_gradients import DeferredGradients, defer_in
+from plait.parallel.pipeline.stage_links import StageLinks, WaitFor, wait_for
+from plait.parallel.pipeline.tied_embedding import TiedEmbeddingEnd
+from plait.parallel.sharded_model import (
+    Forward,
+    Gradients,
+    HeldWeight,
+    LocalGradients,
+    LossOf,
+    ShardedModel,
+    plain_unit,
+)
 from plait.parallel.tensor.sequence import stream_rows
-from plait.partition.boxes import parts_of, whole
+from plait.partition.boxes import model_parts_of, whole
 from plait.partition.execution import Execution
-from plait.partition.pipeline_schedule import Action, Lists, actions
+from plait.partition.pipeline_schedule import Action, ActionLists, schedule_actions
 from plait.partition.pipeline_simulation import transfers
 
 
@@ -33,7 +41,7 @@ def pipeline(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> Sha
     if mesh["pipeline"].size() == 1:
         return woven
     group, shape = mesh.get_group("pipeline"), execution.shape
-    parts = parts_of(shape, execution.layout, dist.get_rank(group))
+    parts = model_parts_of(shape, execution.layout, dist.get_rank(group))
     dtype = next(woven.chunks[0].parameters()).dtype
     with torch.device("meta"):
         chunks = tuple(GPT(shape, part).to(dtype) for part in parts)
@@ -41,7 +49,7 @@ def pipeline(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> Sha
     return replace(
         woven,
         chunks=chunks,
-        weights=tuple(Held(name=name, tensor=p.detach(), box=whole(p.shape)) for name, p in named),
+        weights=tuple(HeldWeight(name=name, tensor=p.detach(), box=whole(p.shape)) for name, p in named),
         units=tuple(plain_unit(name, p, whole(p.shape), owned=True) for name, p in named),
         gradients=LocalGradients([parameter for _, parameter in named]),
         pipe=StagePipe(chunks, execution, group),
@@ -50,7 +58,7 @@ def pipeline(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> Sha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Script:
+class RankSchedule:
     """What a rank does for a number of micro-batches."""
 
     own: tuple[Action, ...]
@@ -60,10 +68,10 @@ class Script:
     """Each stage's last whole backward."""
 
 
-def script_of(lists: Lists, rank: int) -> Script:
+def rank_schedule(lists: ActionLists, rank: int) -> RankSchedule:
     """One rank's part of a schedule."""
     last = {action.stage: action for action in lists[rank] if action.kind == "backward"}
-    return Script(own=lists[rank], transfers=transfers(lists), last=frozenset(last.values()))
+    return RankSchedule(own=lists[rank], transfers=transfers(lists), last=frozenset(last.values()))
 
 
 class StagePipe:
@@ -79,9 +87,9 @@ class StagePipe:
         self.width = execution.shape.width
         # Of the stream between stages, also under autocast: the residual sums stay in the weights' precision.
         self.dtype = torch.float64 if execution.precision == "float64" else torch.float32
-        self.wait: Wait = wait_for
-        self.ends: Ends | None = None
-        self.deferred = Deferred()
+        self.wait: WaitFor = wait_for
+        self.ends: TiedEmbeddingEnd | None = None
+        self.deferred = DeferredGradients()
         if execution.layout.schedule == "zero-bubble":
             multiply: Any = self.deferred.multiply
             if execution.compile == "blocks":
@@ -89,12 +97,12 @@ class StagePipe:
                 multiply = torch.compiler.disable(multiply)
             for chunk in chunks:
                 defer_in(chunk, multiply)
-        self._scripts: dict[tuple[str, int], Script] = {}
+        self._scripts: dict[tuple[str, int], RankSchedule] = {}
 
     def run(self, micros: Sequence[Micro], *, forward: Forward, loss_of: LossOf, gradients: Gradients) -> Tensor:
         """Forward and backward of all: [sum of losses, counted tokens] on the last stage's rank, zeros elsewhere."""
         script = self._script("both", len(micros))
-        trip = Trip(self, micros, script, forward, loss_of)
+        trip = PipelineStep(self, micros, script, forward, loss_of)
         gradients.open()
         for action in script.own:
             if action in script.last:
@@ -109,7 +117,7 @@ class StagePipe:
         """Forward only, with the same answer; there must be a micro-batch."""
         micros = tuple(micros)
         script = self._script("forward", len(micros))
-        trip = Trip(self, micros, script, forward, loss_of)
+        trip = PipelineStep(self, micros, script, forward, loss_of)
         for action in script.own:
             trip.take(action)
         trip.finish()
@@ -129,24 +137,26 @@ class StagePipe:
         rows = stream_rows(micro.inputs.numel(), self.layout.tensor)
         return torch.empty(rows, self.width, dtype=self.dtype, device=micro.inputs.device)
 
-    def _script(self, what: str, micros: int) -> Script:
+    def _script(self, what: str, micros: int) -> RankSchedule:
         if (what, micros) not in self._scripts:
             layout = self.layout
-            lists = actions(layout.schedule, ranks=layout.pipeline, virtual=layout.virtual_stages, micros=micros)
+            lists = schedule_actions(
+                layout.schedule, ranks=layout.pipeline, virtual=layout.virtual_stages, micros=micros
+            )
             if what == "forward":
                 lists = tuple(tuple(action for action in own if action.kind == "forward") for own in lists)
-            self._scripts[what, micros] = script_of(lists, dist.get_rank(self.group))
+            self._scripts[what, micros] = rank_schedule(lists, dist.get_rank(self.group))
         return self._scripts[what, micros]
 
 
-class Trip:
+class PipelineStep:
     """One step's way through a rank's list: what is kept between a forward and its backward."""
 
     def __init__(
-        self, pipe: StagePipe, micros: Sequence[Micro], script: Script, forward: Forward, loss_of: LossOf
+        self, pipe: StagePipe, micros: Sequence[Micro], script: RankSchedule, forward: Forward, loss_of: LossOf
     ) -> None:
         self._pipe, self._micros, self._forward_of, self._loss_of = pipe, micros, forward, loss_of
-        self.links = Links(
+        self.links = StageLinks(
             script.transfers,
             stages=pipe.stages,
             group=pipe.group,

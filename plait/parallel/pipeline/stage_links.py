@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.partition.pipeline_schedule import Action, receiver
+from plait.partition.pipeline_schedule import Action, receiving_stage
 
 SENDS_KEPT = 4
 """Results under way to other ranks; a further send waits for the oldest, so that their memory stays bounded."""
 RECEIVES_AHEAD = 4
 """Results that a rank makes room for before it needs them."""
 
-Wait = Callable[[dist.Work], object]
+WaitFor = Callable[[dist.Work], object]
 """Blocks until a transfer is over (on a GPU: its stream does)."""
 
 
@@ -33,7 +33,7 @@ def wait_for(work: dist.Work) -> None:
     work.wait()
 
 
-class Links:
+class StageLinks:
     """One rank's transfers of one step; `finish` ends it. Every rank of the group must run the same order through."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Links:
         stages: int,
         group: dist.ProcessGroup,
         room_for: Callable[[int], Tensor],
-        wait: Wait = wait_for,
+        wait: WaitFor = wait_for,
     ) -> None:
         self._group, self._room_for, self._wait = group, room_for, wait
         self._rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -54,7 +54,7 @@ class Links:
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         self._receives: dict[Action, tuple[dist.Work, Tensor]] = {}
         for tag, action in enumerate(order):
-            towards = receiver(action, stages)
+            towards = receiving_stage(action, stages)
             assert towards is not None, f"nobody waits for {action}"
             source, target = action.stage % ranks, towards % ranks
             if self._rank in (source, target):

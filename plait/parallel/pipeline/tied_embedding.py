@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.parallel.gradients.buckets import Shared
-from plait.parallel.pipeline.stage_links import Wait
+from plait.parallel.gradients.buckets import SharedWeight
+from plait.parallel.pipeline.stage_links import WaitFor
 
-Coming = dict[int, tuple[dist.Work, Tensor]]
+PendingRows = dict[int, tuple[dist.Work, Tensor]]
 """Transfers and what they carry, by micro-batch."""
 
-TIED = "embed.tokens.weight"
+TIED_WEIGHT = "embed.tokens.weight"
 WHOLE, GRADIENTS, ROWS = 2**20, 2**21, 2**22
 """Tags of the messages: the table; and from here on, one for each micro-batch, rows' gradients and rows."""
 
@@ -41,7 +41,7 @@ def first_uses(tokens: Iterable[Tensor], first: int, rows: int) -> list[Tensor]:
     return found
 
 
-class Visit(Protocol):
+class TiedStep(Protocol):
     """One step's traffic between the two ends; the first stage takes micro-batches in their order, there and back."""
 
     def before_forward(self, micro: int) -> None:
@@ -57,11 +57,11 @@ class Visit(Protocol):
         ...
 
 
-class Ends:
+class TiedEmbeddingEnd:
     """A rank's end of the tied weight; `embeds` at the first stage. Both ranks of the group must make one and call the
     same methods."""
 
-    def __init__(self, weight: Shared, group: dist.ProcessGroup, *, embeds: bool) -> None:
+    def __init__(self, weight: SharedWeight, group: dist.ProcessGroup, *, embeds: bool) -> None:
         self.parameter, self._embeds = weight.parameter, embeds
         self._first, self._rows = weight.box.offset[0], weight.box.extent[0]
         self._group, self._peer = group, 1 - dist.get_rank(group)
@@ -71,13 +71,13 @@ class Ends:
         travels = self._receive if self._embeds else self.send
         travels(self.parameter.data, WHOLE).wait()
 
-    def visit(self, tokens: Sequence[Tensor], wait: Wait, *, learns: bool) -> Visit:
+    def visit(self, tokens: Sequence[Tensor], wait: WaitFor, *, learns: bool) -> TiedStep:
         """Begin a step with the tokens of each micro-batch: forward alone, or, where it `learns`, there and back."""
         come = first_uses(tokens, self._first, self._rows)
         back = first_uses(reversed(tokens), self._first, self._rows)[::-1] if learns else []
         return (_Looking if self._embeds else _Keeping)(self, come, back, wait)
 
-    def expect(self, places: Sequence[Tensor], tag: int) -> Coming:
+    def expect(self, places: Sequence[Tensor], tag: int) -> PendingRows:
         """Make room for each micro-batch's rows from the other end."""
         width = self.parameter.shape[1]
         rooms = {micro: self.parameter.new_empty(len(rows), width) for micro, rows in enumerate(places) if len(rows)}
@@ -98,10 +98,10 @@ class Ends:
 class _Looking:
     """At the first stage: rows come, gradients go."""
 
-    def __init__(self, ends: Ends, come: Sequence[Tensor], back: Sequence[Tensor], wait: Wait) -> None:
+    def __init__(self, ends: TiedEmbeddingEnd, come: Sequence[Tensor], back: Sequence[Tensor], wait: WaitFor) -> None:
         self._ends, self._come, self._back, self._wait = ends, come, back, wait
         self._coming = ends.expect(come, ROWS)
-        self._going: Coming = {}
+        self._going: PendingRows = {}
 
     def before_forward(self, micro: int) -> None:
         if micro in self._coming:
@@ -127,7 +127,7 @@ class _Looking:
 class _Keeping:
     """At the last stage: rows go, gradients come."""
 
-    def __init__(self, ends: Ends, come: Sequence[Tensor], back: Sequence[Tensor], wait: Wait) -> None:
+    def __init__(self, ends: TiedEmbeddingEnd, come: Sequence[Tensor], back: Sequence[Tensor], wait: WaitFor) -> None:
         self._ends, self._back, self._wait = ends, back, wait
         self._coming = ends.expect(back, GRADIENTS)
         table = ends.parameter.detach()

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from plait.model.gpt import GPT
 from plait.parallel.comm.reduction import Transfer
 from plait.parallel.comm.split_reduction import SpreadWeights, SwapGradients
-from plait.parallel.gradients.buckets import BUCKET_BYTES, Shared, whole_units
-from plait.parallel.gradients.reduce import Groups, Reducer
-from plait.parallel.sharded_model import Held, ShardedModel
+from plait.parallel.gradients.buckets import BUCKET_BYTES, SharedWeight, whole_units
+from plait.parallel.gradients.reduce import GradientReducer, ProcessGroups
+from plait.parallel.sharded_model import HeldWeight, ShardedModel
 from plait.partition.execution import Execution
 
 
@@ -53,8 +53,8 @@ def _gather_ahead(chunk: GPT) -> None:
 
 def fully_sharded(
     woven: ShardedModel,
-    weights: Sequence[Shared],
-    groups: Groups,
+    weights: Sequence[SharedWeight],
+    groups: ProcessGroups,
     *,
     bucket_bytes: int = BUCKET_BYTES,
     transfer: Transfer = "float32",
@@ -66,10 +66,10 @@ def fully_sharded(
     # Where a weight has fewer rows than there are ranks, some have nothing of it.
     rows = [one for one in map(_rows_of, weights) if one.local.box.numbers]
     local = [one.local for one in rows]
-    reducer = Reducer(local, groups, bucket_bytes=bucket_bytes, transfer=transfer)
+    reducer = GradientReducer(local, groups, bucket_bytes=bucket_bytes, transfer=transfer)
     return replace(
         woven,
-        weights=tuple(Held(name=one.name, tensor=one.parameter.detach(), box=one.box) for one in local),
+        weights=tuple(HeldWeight(name=one.name, tensor=one.parameter.detach(), box=one.box) for one in local),
         units=tuple(whole_units(local)),
         gradients=ShardedGradients(woven.chunks, rows, reducer),
     )
@@ -80,13 +80,13 @@ class _Rows:
     """This rank's rows of a split weight: as torch keeps them, and as a plain parameter in the same memory."""
 
     sharded: nn.Parameter
-    local: Shared
+    local: SharedWeight
 
 
 class ShardedGradients:
     """Gradients of split parameters: torch sums them over `shard`, and a reducer over those who keep the same rows."""
 
-    def __init__(self, chunks: Sequence[GPT], rows: Sequence[_Rows], reducer: Reducer) -> None:
+    def __init__(self, chunks: Sequence[GPT], rows: Sequence[_Rows], reducer: GradientReducer) -> None:
         self._chunks, self._rows, self._reducer = chunks, rows, reducer
         self.buckets = reducer.buckets
 
@@ -118,7 +118,7 @@ class ShardedGradients:
         """The rows that this rank keeps are where they were updated."""
 
 
-def _rows_of(weight: Shared) -> _Rows:
+def _rows_of(weight: SharedWeight) -> _Rows:
     local, box = _local(weight.parameter.detach()), weight.box
     offset = (box.offset[0] + _first_row(weight.parameter), *box.offset[1:])
     box = replace(box, offset=offset, extent=tuple(local.shape))

@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.layout import share
+from plait.layout import equal_share
 from plait.model.attention import Attention, Rows
 from plait.model.feedforward import FeedForward
 from plait.model.gpt import GPT, Embedding, Layer
 from plait.model.linear import Multiply, as_computed
 from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import ShardedModel
-from plait.parallel.tensor.sequence import Stream, stream_over, stream_rows
+from plait.parallel.tensor.sequence import SequenceSplit, sequence_split, stream_rows
 from plait.partition.boxes import cut, kv_heads_of
 from plait.partition.execution import Execution
 
@@ -40,7 +40,7 @@ def tensor(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> Shard
     """
     if mesh["tensor"].size() == 1:
         return woven
-    stream = stream_over(mesh.get_group("tensor"))
+    stream = sequence_split(mesh.get_group("tensor"))
     if execution.compile == "blocks":
         # Its collectives belong to no graph.
         gather, scatter = torch.compiler.disable(stream.gather), torch.compiler.disable(stream.scatter)
@@ -64,7 +64,7 @@ def cut_weights(chunk: GPT, parts: int, index: int) -> None:
         chunk.get_submodule(path).register_parameter(last, nn.Parameter(kept.clone()))
 
 
-def share_work(chunk: GPT, stream: Stream) -> None:
+def share_work(chunk: GPT, stream: SequenceSplit) -> None:
     """Put the ways from shared rows to all rows, and back, around what the ranks compute together."""
     if chunk.embed is not None:
         chunk.add_module("embed", SharedEmbedding(chunk.embed, chunk.shape, stream))
@@ -74,7 +74,7 @@ def share_work(chunk: GPT, stream: Stream) -> None:
         share_feedforward(layer.feedforward, stream)
 
 
-def share_attention(attention: Attention, shape: ModelShape, stream: Stream) -> None:
+def share_attention(attention: Attention, shape: ModelShape, stream: SequenceSplit) -> None:
     """Attention takes and gives this rank's rows of the stream, and computes its own heads of all tokens."""
 
     def gather(_: nn.Module, arguments: tuple[Tensor, Rows]) -> tuple[Tensor, Rows]:
@@ -89,7 +89,7 @@ def share_attention(attention: Attention, shape: ModelShape, stream: Stream) -> 
             linear.multiply = picked(linear.multiply, places, shape.head_width)
 
 
-def share_feedforward(feedforward: FeedForward, stream: Stream) -> None:
+def share_feedforward(feedforward: FeedForward, stream: SequenceSplit) -> None:
     """The feed-forward half takes and gives this rank's rows, and computes its part of the width for all rows."""
 
     def gather(_: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
@@ -100,7 +100,7 @@ def share_feedforward(feedforward: FeedForward, stream: Stream) -> None:
     feedforward.down.multiply = summed(feedforward.down.multiply, stream)
 
 
-def summed(product: Multiply, stream: Stream) -> Multiply:
+def summed(product: Multiply, stream: SequenceSplit) -> Multiply:
     """A product that sums over the ranks' parts of the dim it contracts; its bias, which all have, is added once."""
 
     def multiply(x_nd: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -126,7 +126,7 @@ def kv_places(shape: ModelShape, parts: int, index: int) -> tuple[int, ...] | No
     Attention gives each head as many consecutive queries. Where that does not fit a rank's queries, because the cut
     tears groups apart, there is a key/value head for every query.
     """
-    first, queries = share(shape.heads, parts, index)
+    first, queries = equal_share(shape.heads, parts, index)
     first_kv, held = kv_heads_of(shape, parts, index)
     used = tuple(query * shape.kv_heads // shape.heads - first_kv for query in range(first, first + queries))
     distinct = tuple(sorted(set(used)))
@@ -139,7 +139,7 @@ def kv_places(shape: ModelShape, parts: int, index: int) -> tuple[int, ...] | No
 class SharedEmbedding(nn.Module):
     """Each rank looks up the entries that it holds, and keeps its rows of the sum."""
 
-    def __init__(self, embed: Embedding, shape: ModelShape, stream: Stream) -> None:
+    def __init__(self, embed: Embedding, shape: ModelShape, stream: SequenceSplit) -> None:
         super().__init__()
         self.tokens, self.positions = embed.tokens, embed.positions
         self.first = first_entry(shape, stream)
@@ -165,7 +165,7 @@ class SharedEmbedding(nn.Module):
 class SharedVocabulary:
     """The vocabulary's entries shared out over the ranks: a `Vocabulary`. Every rank must call it in the same order."""
 
-    def __init__(self, shape: ModelShape, stream: Stream) -> None:
+    def __init__(self, shape: ModelShape, stream: SequenceSplit) -> None:
         self.first = first_entry(shape, stream)
         self._stream, self._most_entries = stream, ceil(shape.vocabulary / stream.parts)
 
@@ -186,6 +186,6 @@ class SharedVocabulary:
         return values
 
 
-def first_entry(shape: ModelShape, stream: Stream) -> int:
+def first_entry(shape: ModelShape, stream: SequenceSplit) -> int:
     """The first vocabulary entry of embedding and head on this rank."""
     return cut("embed.tokens.weight", shape, stream.parts, stream.index).offset[0]

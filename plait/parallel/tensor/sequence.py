@@ -28,7 +28,7 @@ def stream_rows(rows: int, parts: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
+class SequenceSplit:
     """The two ways between a rank's rows and all rows. Every rank of the group must go them in the same order."""
 
     group: dist.ProcessGroup
@@ -40,7 +40,7 @@ class Stream:
     """From this rank's addend of all rows [n, d] to its own rows of the sum [m, d]."""
 
 
-def stream_over(group: dist.ProcessGroup) -> Stream:
+def sequence_split(group: dist.ProcessGroup) -> SequenceSplit:
     """The stream as the ranks of a group share it."""
 
     def gather(own_md: Tensor, rows: int) -> Tensor:
@@ -52,7 +52,7 @@ def stream_over(group: dist.ProcessGroup) -> Stream:
         return own_md
 
     parts, index = dist.get_world_size(group), dist.get_rank(group)
-    return Stream(group=group, parts=parts, index=index, gather=gather, scatter=scatter)
+    return SequenceSplit(group=group, parts=parts, index=index, gather=gather, scatter=scatter)
 
 
 class _Gather(torch.autograd.Function):

@@ -29,23 +29,23 @@ WITHIN = ("tensor", "context", "experts", "passes")
 BETWEEN = ("parameters", "gradients")
 MESSAGE_ITEMS = (*WITHIN, *BETWEEN)
 """Of step_time.py's items, those that are messages: within a group of ranks that shares samples, and between groups."""
-KEPT_LESSONS = 5
+OBSERVATIONS_KEPT = 5
 """The last ones, whose median is taken."""
-TRUST = {1: 0.5, 2: 0.75}
+PRIOR_RUNS = {1: 0.5, 2: 0.75}
 """Power of the median of so few lessons; more count in full."""
-BOUND = 2.0
+LARGEST_FACTOR = 2.0
 """No factor goes beyond this or its inverse: what is further off is another program, or an error of ours."""
-ENOUGH_STEPS = 10
-STEADY = 0.15
+LEAST_STEPS_TO_LEARN = 10
+LARGEST_SPREAD = 0.15
 """Distance of a run's quartiles over its median step from which on it teaches nothing."""
-CROWDED = 1.15
+LARGEST_CROWDING = 1.15
 """Programs that want to run per core from which on other ones than this run take its time."""
-TELLING = 0.05
+LEAST_SHARE_TO_LEARN = 0.05
 """Share of a step that messages between groups must take to teach something of them."""
-BLURRING = 0.25
+LARGEST_BUBBLE_SHARE = 0.25
 """Share of a step that messages within a group may take, which are taken as foretold."""
-WORTH_A_WORD = 0.01
-TIMED_ERROR = 0.10
+LEAST_FACTOR_TO_MENTION = 0.01
+MEASURED_STEP_ERROR = 0.10
 """How far a run's steps may be from those that were timed before it on the same machine, at the most: those of a
 processor that others share were 3 to 8 % off."""
 
@@ -95,20 +95,20 @@ class Calibration:
     """What steps took that were timed before the run, over what basis and runs say; 1 where none were."""
 
     @property
-    def is_timed(self) -> bool:
+    def is_measured(self) -> bool:
         """Whether a forecast with these factors is what steps took that were timed."""
         return self.timed != 1.0
 
-    def of_messages(self, item: str) -> float:
+    def message_factor(self, item: str) -> float:
         """The factor of one of step_time.py's items; computing has its own in already, from device_time.py."""
         return self.messages if item in MESSAGE_ITEMS else 1.0
 
 
-UNTAUGHT = Calibration()
+UNCALIBRATED = Calibration()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
+class Observation:
     """What one run teaches: measured over foretold. `messages` is None where they were too few, or not told apart."""
 
     date: str
@@ -129,12 +129,12 @@ def step_items(seconds: Mapping[str, float]) -> StepItems:
     )
 
 
-def taught(items: StepItems, calibration: Calibration) -> StepItems:
+def calibrated(items: StepItems, calibration: Calibration) -> StepItems:
     """The items with what was learnt in them."""
     return _times(items, calibration.compute * calibration.timed, calibration.messages * calibration.timed)
 
 
-def untaught(items: StepItems, calibration: Calibration) -> StepItems:
+def uncalibrated(items: StepItems, calibration: Calibration) -> StepItems:
     """The items without what was learnt."""
     return _times(items, 1 / (calibration.compute * calibration.timed), 1 / (calibration.messages * calibration.timed))
 
@@ -150,61 +150,61 @@ def _times(items: StepItems, compute: float, messages: float) -> StepItems:
     )
 
 
-def lesson_of(foretold: StepItems, measured: StepItems, date: str) -> Lesson | None:
+def observation_of_items(foretold: StepItems, measured: StepItems, date: str) -> Observation | None:
     """What a run teaches whose items were measured; `foretold` are those before any factor.
 
     None where messages within groups take so much that computing is not seen behind them.
     """
-    if foretold.within_s > BLURRING * foretold.step_s:
+    if foretold.within_s > LARGEST_BUBBLE_SHARE * foretold.step_s:
         return None
     computed_s = measured.compute_s + measured.optimizer_s - foretold.within_s
     compute = computed_s / (foretold.compute_s + foretold.bubble_s + foretold.optimizer_s)
-    telling = foretold.messages_s >= TELLING * foretold.step_s
-    messages = max(measured.messages_s / foretold.messages_s, 1 / BOUND) if telling else None
-    return Lesson(date=date, compute=max(compute, 1 / BOUND), messages=messages)
+    telling = foretold.messages_s >= LEAST_SHARE_TO_LEARN * foretold.step_s
+    messages = max(measured.messages_s / foretold.messages_s, 1 / LARGEST_FACTOR) if telling else None
+    return Observation(date=date, compute=max(compute, 1 / LARGEST_FACTOR), messages=messages)
 
 
-def lesson_of_whole(foretold: StepItems, step_s: float, date: str) -> Lesson | None:
+def observation_of_step(foretold: StepItems, step_s: float, date: str) -> Observation | None:
     """What a run teaches of which only whole steps were timed: something where nearly all of one is computing."""
     messages_s = foretold.messages_s + foretold.within_s
-    if messages_s > TELLING * foretold.step_s:
+    if messages_s > LEAST_SHARE_TO_LEARN * foretold.step_s:
         return None
     compute = (step_s - messages_s) / (foretold.step_s - messages_s)
-    return Lesson(date=date, compute=max(compute, 1 / BOUND), messages=None)
+    return Observation(date=date, compute=max(compute, 1 / LARGEST_FACTOR), messages=None)
 
 
-def calibration_of(ground: str, lessons: Sequence[Lesson]) -> Calibration:
+def calibration_from(ground: str, lessons: Sequence[Observation]) -> Calibration:
     """The factors that the last lessons agree on; few of them count in part."""
-    compute = [lesson.compute for lesson in lessons][-KEPT_LESSONS:]
-    messages = [lesson.messages for lesson in lessons if lesson.messages is not None][-KEPT_LESSONS:]
+    compute = [lesson.compute for lesson in lessons][-OBSERVATIONS_KEPT:]
+    messages = [lesson.messages for lesson in lessons if lesson.messages is not None][-OBSERVATIONS_KEPT:]
     return Calibration(
-        ground=ground, compute=_agreed(compute), messages=_agreed(messages), runs=min(len(lessons), KEPT_LESSONS)
+        ground=ground, compute=_agreed(compute), messages=_agreed(messages), runs=min(len(lessons), OBSERVATIONS_KEPT)
     )
 
 
 def _agreed(factors: Sequence[float]) -> float:
     if not factors:
         return 1.0
-    middle = min(BOUND, max(1 / BOUND, median(factors)))
-    return middle ** TRUST.get(len(factors), 1.0)
+    middle = min(LARGEST_FACTOR, max(1 / LARGEST_FACTOR, median(factors)))
+    return middle ** PRIOR_RUNS.get(len(factors), 1.0)
 
 
-def disturbance(steps_s: Sequence[float], crowding: float | None) -> str | None:
+def disturbance_text(steps_s: Sequence[float], crowding: float | None) -> str | None:
     """Why a run must not teach, in words that end a sentence; None for a quiet one.
 
     `crowding` is how many programs wanted to run per core while it went on, None where that says nothing of this run.
     """
-    if len(steps_s) < ENOUGH_STEPS:
-        return f"it had fewer than {ENOUGH_STEPS} steps after the first ones"
+    if len(steps_s) < LEAST_STEPS_TO_LEARN:
+        return f"it had fewer than {LEAST_STEPS_TO_LEARN} steps after the first ones"
     first, middle, last = quantiles(steps_s, n=4)
-    if last - first > STEADY * middle:
+    if last - first > LARGEST_SPREAD * middle:
         return f"its steps differed by {(last - first) / middle:.0%}"
-    if crowding is not None and crowding > CROWDED:
+    if crowding is not None and crowding > LARGEST_CROWDING:
         return "other programs were running"
     return None
 
 
-def lesson_words(lesson: Lesson, basis: Basis) -> str:
+def observation_text(lesson: Observation, basis: Basis) -> str:
     """What a run taught, for its end."""
     told = [f"computing took {lesson.compute:.2f}"]
     if lesson.messages is not None:
@@ -213,7 +213,7 @@ def lesson_words(lesson: Lesson, basis: Basis) -> str:
     return f"{' and '.join(told)} {times}: the next plan here takes it in"
 
 
-def taught_words(calibration: Calibration, items: StepItems | None, basis: Basis) -> str | None:
+def calibration_text(calibration: Calibration, items: StepItems | None, basis: Basis) -> str | None:
     """How far a forecast of such items was moved by steps that were timed, or by what runs taught, as a reason.
 
     None where that is no news.
@@ -221,12 +221,12 @@ def taught_words(calibration: Calibration, items: StepItems | None, basis: Basis
     if items is None:
         return None
     runs = f"the last {calibration.runs} runs" if calibration.runs > 1 else "the last run"
-    if abs(calibration.timed - 1) >= WORTH_A_WORD:
+    if abs(calibration.timed - 1) >= LEAST_FACTOR_TO_MENTION:
         told = f"the formulas and {runs} here said" if calibration.runs else "the formulas said"
         without = format_duration(items.step_s / calibration.timed)
         return f"so long took the steps that were timed here when this was planned; {told} {without}"
-    moved = items.step_s / untaught(items, calibration).step_s - 1
-    if not calibration.runs or abs(moved) < WORTH_A_WORD:
+    moved = items.step_s / uncalibrated(items, calibration).step_s - 1
+    if not calibration.runs or abs(moved) < LEAST_FACTOR_TO_MENTION:
         return None
     told = "the probe's times say" if basis == "clock" else "the formulas say"
     half = ", and half of what it said is taken until there are more" if calibration.runs == 1 else ""

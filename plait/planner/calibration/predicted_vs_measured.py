@@ -9,24 +9,24 @@ from typing import Literal
 from plait.planner.calibration.factors import Basis, StepItems
 from plait.units import format_bytes, format_duration
 
-Source = Basis | Literal["steps"]
+ForecastSource = Basis | Literal["steps"]
 """What a forecast comes from; "steps": real ones that were timed before the run."""
-NAMES: Mapping[str, str] = {
+ITEM_TEXTS: Mapping[str, str] = {
     "compute_s": "computing",
     "waiting_s": "messages",
     "optimizer_s": "optimizer",
     "data_s": "data",
 }
-WORTH_NAMING = 0.005
+LEAST_SHARE_TO_NAME = 0.005
 """Share of a step from which on an item is named."""
-GROUPED = 0.02
+ITEM_GROUPS = 0.02
 """Share of a step from which on waiting within a group of ranks is named with its computing."""
 MEMORY_ERROR = 0.05
 """What the peak of tensors may differ by before it is worth a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Came:
+class Observed:
     """What the clock says of some steps: medians, with the items of one where ranks told them."""
 
     steps: int
@@ -35,10 +35,10 @@ class Came:
     items: StepItems | None
 
 
-def beside(foretold: StepItems, came: Came) -> str:
+def comparison_text(foretold: StepItems, came: Observed) -> str:
     """Both in a line: "the plan said 1.61 s a step (1.45 s computing, …); 5 steps took 1.56 s (…): 3 % faster"."""
-    grouped = foretold.within_s + foretold.bubble_s > GROUPED * foretold.step_s
-    computing = "computing and waiting within groups" if grouped else NAMES["compute_s"]
+    grouped = foretold.within_s + foretold.bubble_s > ITEM_GROUPS * foretold.step_s
+    computing = "computing and waiting within groups" if grouped else ITEM_TEXTS["compute_s"]
     said = f"the plan said {format_duration(foretold.step_s)} a step{_in_brackets(foretold, computing)}"
     known = _in_brackets(came.items, computing) if came.items else ""
     return (
@@ -47,7 +47,7 @@ def beside(foretold: StepItems, came: Came) -> str:
     )
 
 
-def what_is_off(foretold: StepItems, came: Came, error: float, source: Source) -> str | None:
+def deviation_text(foretold: StepItems, came: Observed, error: float, source: ForecastSource) -> str | None:
     """Which item explains most of a difference beyond the plan's error, and what to do; None where there is none."""
     off = came.step_s / foretold.step_s - 1
     if abs(off) <= error:
@@ -65,7 +65,7 @@ def what_is_off(foretold: StepItems, came: Came, error: float, source: Source) -
     return f"{told}: {_CAUSES[name](source)}"
 
 
-def memory_beside(foretold_bytes: float, peak_bytes: float) -> str | None:
+def memory_comparison_text(foretold_bytes: float, peak_bytes: float) -> str | None:
     """A sentence where the peak of tensors on the fullest device is not what the plan said; None where it is."""
     off = peak_bytes / foretold_bytes - 1
     if abs(off) <= MEMORY_ERROR:
@@ -86,27 +86,27 @@ _SUBJECTS: Mapping[str, str] = {
 }
 
 
-def _busy(source: Source) -> str:
+def _busy(source: ForecastSource) -> str:
     return f"another program may be running on these machines; if none is, {_MENDS[source]}"
 
 
-def _link(source: Source) -> str:
+def _link(source: ForecastSource) -> str:
     if source == "clock":
         return "others use the link, or it has become slower; stop and give the command again, which probes it anew"
     return f"messages were not timed one by one before this run; {_MENDS[source]}"
 
 
-_FASTER: Mapping[Source, str] = {
+_FASTER: Mapping[ForecastSource, str] = {
     "clock": "the next plan here learns it, if nothing disturbs this run",
     "formulas": "the next plan here learns it, if nothing disturbs this run",
     "steps": "another program may have been running while steps were timed; --replan times them anew",
 }
-_MENDS: Mapping[Source, str] = {
+_MENDS: Mapping[ForecastSource, str] = {
     "clock": "stop and give the command again, which probes the hosts anew",
     "formulas": "the formulas are off here, and the next plan learns it",
     "steps": "stop and give the command again with --replan, which times steps anew",
 }
-_CAUSES: Mapping[str, Callable[[Source], str]] = {
+_CAUSES: Mapping[str, Callable[[ForecastSource], str]] = {
     "step_s": _busy,
     "compute_s": _busy,
     "waiting_s": _link,
@@ -116,8 +116,10 @@ _CAUSES: Mapping[str, Callable[[Source], str]] = {
 
 
 def _in_brackets(items: StepItems, computing: str) -> str:
-    names = {**NAMES, "compute_s": computing}
-    told = {names[item]: spent for item, spent in items.by_clock().items() if spent >= WORTH_NAMING * items.step_s}
+    names = {**ITEM_TEXTS, "compute_s": computing}
+    told = {
+        names[item]: spent for item, spent in items.by_clock().items() if spent >= LEAST_SHARE_TO_NAME * items.step_s
+    }
     return (
         f" ({', '.join(f'{format_duration(spent)} {name}' for name, spent in told.items())})" if len(told) > 1 else ""
     )

@@ -37,7 +37,7 @@ def warmup_steps(config: RunConfig, steps: int, why: list[str]) -> int:
     asked = config.optimizer.warmup_steps
     if asked != "auto":
         return asked
-    warmup = scaling_rules.warmup_steps(steps)
+    warmup = scaling_rules.usual_warmup_steps(steps)
     why.append(f"warm-up {warmup} steps: a twentieth of the run, 10 to 2,000 steps (after Goyal 2017)")
     return warmup
 

@@ -15,7 +15,7 @@ from plait.units import Amount, Every, parse_every
 BALANCE_EVERY_STEPS = 50
 
 
-def longer(config: RunConfig, plan: Plan) -> Plan:
+def with_raised_budget(config: RunConfig, plan: Plan) -> Plan:
     """A begun run's plan for a raised budget: more steps, all else as it was. Raises PlaitError for a lowered one."""
     budget, old_budget = budget_of(config), plan.budget
     if budget.unit == old_budget.unit == "seconds":
@@ -32,7 +32,7 @@ def longer(config: RunConfig, plan: Plan) -> Plan:
     return replace(plan, budget=budget, steps=steps)
 
 
-def with_reports(config: RunConfig, plan: Plan) -> Plan:
+def with_new_intervals(config: RunConfig, plan: Plan) -> Plan:
     """A begun run's plan with what its recipe now says of checkpoints, reports and balance."""
     every, evaluate = config.checkpoint.every, config.report.evaluate
     return replace(
@@ -45,7 +45,9 @@ def with_reports(config: RunConfig, plan: Plan) -> Plan:
         balance_every_steps=(
             plan.balance_every_steps if config.balance.every == "auto" else balance_every_steps(config, "unequal")
         ),
-        evaluate_every_steps=plan.evaluate_every_steps if evaluate == "auto" else round(in_steps(evaluate).value),
+        evaluate_every_steps=plan.evaluate_every_steps
+        if evaluate == "auto"
+        else round(interval_in_steps(evaluate).value),
     )
 
 
@@ -61,7 +63,7 @@ def report_every_steps(config: RunConfig, device: str) -> int:
     """Steps between two fetches of the scalars: a GPU should not wait for each."""
     asked = config.report.every
     if asked != "auto":
-        every = in_steps(asked)
+        every = interval_in_steps(asked)
         if every.value == 0:
             raise PlaitError('report.every = "never" would lose the losses; write for example "100 steps"')
         return max(1, round(every.value))
@@ -73,10 +75,10 @@ def balance_every_steps(config: RunConfig, devices: Literal["alike", "unequal"])
     asked = config.balance.every
     if asked == "auto":
         return 0 if devices == "alike" else BALANCE_EVERY_STEPS
-    return ceil(in_steps(asked, section="balance").value)
+    return ceil(interval_in_steps(asked, section="balance").value)
 
 
-def in_steps(text: str, section: str = "report") -> Every:
+def interval_in_steps(text: str, section: str = "report") -> Every:
     """An interval that only steps can measure, since all ranks must agree on it; raises PlaitError."""
     every = parse_every(text)
     if every.unit != "steps":

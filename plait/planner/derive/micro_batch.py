@@ -8,25 +8,25 @@ from math import ceil
 from plait.layout import Layout
 from plait.planner.problem.software_profile import CACHED_TOKENS
 
-MORE_COSTS = 0.05
+LEAST_GAIN = 0.05
 """What that costs of a step's time (measured: 1 to 7 %)."""
-MICROS_PER_STAGE = 4
-SPARE = 1.25
+MICRO_BATCHES_PER_STAGE = 4
+ROOM_TO_GROW = 1.25
 """Of a share that is one micro-batch, what this may hold where the share may grow: two would cost as many messages
 again."""
 
 
-def usual_micro(batch_sequences: int, layout: Layout, sequence: int) -> int:
+def usual_micro_sequences(batch_sequences: int, layout: Layout, sequence: int) -> int:
     """Sequences that a worker on a processor takes at a time."""
-    part = ceil(batch_sequences / layout.batch_parts)
+    part = ceil(batch_sequences / layout.data_parallel_degree)
     limit = max(1, CACHED_TOKENS * layout.context // sequence)
     if layout.pipeline > 1:
         # A pipeline idles (stages - 1) / (micro-batches + stages - 1) of its time (Huang et al. 2019).
-        limit = min(limit, max(1, part // (MICROS_PER_STAGE * layout.pipeline)))
+        limit = min(limit, max(1, part // (MICRO_BATCHES_PER_STAGE * layout.pipeline)))
     return ceil(part / ceil(part / limit))
 
 
-def micros_to_price(usual: int, layout: Layout, shares: Sequence[int], *, may_grow: bool) -> Iterator[int]:
+def micro_sequences_to_try(usual: int, layout: Layout, shares: Sequence[int], *, may_grow: bool) -> Iterator[int]:
     """Numbers of sequences at a time that are worth a price, `usual` first.
 
     Split parameters are gathered for each micro-batch, and their gradients summed: over narrow links a few large
@@ -39,10 +39,10 @@ def micros_to_price(usual: int, layout: Layout, shares: Sequence[int], *, may_gr
     number = ceil(most / usual)
     while number > 1:
         number = ceil(number / 2)
-        yield ceil(most * (SPARE if may_grow and number == 1 else 1) / number)
+        yield ceil(most * (ROOM_TO_GROW if may_grow and number == 1 else 1) / number)
 
 
-def fewer_gatherings(usual: int, taken: int, share: int) -> list[str]:
+def fewer_gathers_reason(usual: int, taken: int, share: int) -> list[str]:
     """Why more sequences at a time than usual, for the largest share."""
     often, seldom = ceil(share / usual), ceil(share / taken)
     times = "once a step" if seldom == 1 else f"{seldom} times a step"

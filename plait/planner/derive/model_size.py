@@ -32,7 +32,7 @@ class CorpusFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class RunSize:
     """How large a run is: what was asked, the model, and the tokens and FLOPs of training they come to.
 
     Tokens and FLOPs are a first guess where the budget is time, or steps of an open batch.
@@ -54,9 +54,9 @@ def budget_of(config: RunConfig) -> Amount:
     return Amount(600, "seconds")
 
 
-def size_up(
+def derive_run_size(
     config: RunConfig, corpus: CorpusFacts, machine: Machine, peak_flops: float | None, why: list[str]
-) -> Scale:
+) -> RunSize:
     """Settle budget and shape, and with them the size of the run."""
     budget = budget_of(config)
     rate = scaling_rules.EXPECTED_MFU * (peak_flops or GUESSED_FLOPS * machine.devices)
@@ -73,7 +73,7 @@ def size_up(
         why.append(f"model {format_count(parameter_count(shape))} parameters: learns most within the budget ({rule})")
     per_token = 6 * parameter_count(shape)
     tokens = _tokens(config, budget, rate / per_token, shape.sequence)
-    return Scale(budget=budget, shape=shape, tokens=tokens, flops=per_token * tokens)
+    return RunSize(budget=budget, shape=shape, tokens=tokens, flops=per_token * tokens)
 
 
 def _best_parameters(config: RunConfig, budget: Amount, rate: float, unique_tokens: int) -> float:
@@ -142,7 +142,7 @@ def _sequence(config: RunConfig, parameters: int, corpus: CorpusFacts, why: list
     return sequence
 
 
-def batch_sequences(config: RunConfig, scale: Scale, why: list[str]) -> int:
+def batch_sequences(config: RunConfig, scale: RunSize, why: list[str]) -> int:
     """Sequences of a step."""
     sequence, flops = scale.shape.sequence, scale.flops
     asked = config.train.batch_tokens
@@ -162,6 +162,6 @@ def batch_sequences(config: RunConfig, scale: Scale, why: list[str]) -> int:
         sequences = sequences // 8 * 8
     reason = f"suits {flops:.1e} training FLOPs (DeepSeek LLM 2024)"
     if least < usual:
-        reason = f"small, so that a short run has some {scaling_rules.LEAST_STEPS:,} steps"
+        reason = f"small, so that a short run has some {scaling_rules.LEAST_STEPS_OF_A_RUN:,} steps"
     why.append(f"batch {sequences * sequence} tokens: {reason}")
     return sequences

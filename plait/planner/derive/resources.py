@@ -12,7 +12,7 @@ from plait.cluster.measured import measured_json
 from plait.cluster.topology import Machine
 from plait.model.shape import ModelShape
 from plait.partition.execution import Precision
-from plait.planner.calibration.factors import UNTAUGHT, Basis, Calibration
+from plait.planner.calibration.factors import UNCALIBRATED, Basis, Calibration
 from plait.planner.step_time.roofline import peak_flops
 
 STAND_IN = "A100"
@@ -28,7 +28,7 @@ class FixedWorkers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class ProbeNeed:
     """What a probe of several hosts must know of the run."""
 
     shape: ModelShape
@@ -36,7 +36,7 @@ class Need:
     precision: Precision
 
 
-Probe = Callable[[Need], Cluster]
+Probe = Callable[[ProbeNeed], Cluster]
 """Measures several hosts and the links between them, and describes them as a cluster."""
 LoadCalibration = Callable[[str, Basis], Calibration]
 """What earlier runs on these machines taught, by precision and by what their forecasts came from."""
@@ -56,10 +56,10 @@ class Resources:
     """What the probe found, or the cluster on paper."""
     is_here: bool = True
     """Whether the machines are at hand; else they are only described."""
-    load_calibration: LoadCalibration = field(default=lambda precision, basis: UNTAUGHT)
+    load_calibration: LoadCalibration = field(default=lambda precision, basis: UNCALIBRATED)
 
     @property
-    def known(self) -> bool:
+    def has_known_devices(self) -> bool:
         """Whether the planner knows what the devices can do."""
         return (
             self.cluster is not None or self.machine.device == "cpu" or reported_device(self.machine.name) is not None
@@ -73,10 +73,10 @@ class Resources:
         """The machines as a cluster of so many devices."""
         if self.cluster:
             return self.cluster
-        machine = self.machine if self.known else replace(self.machine, name=STAND_IN)
+        machine = self.machine if self.has_known_devices else replace(self.machine, name=STAND_IN)
         return cluster_of(machine, self.peak_flops if machine.device == "cpu" else None, workers=workers)
 
-    def probed(self, need: Need) -> Resources:
+    def probed(self, need: ProbeNeed) -> Resources:
         """The same, several hosts with what a probe found of them."""
         return replace(self, cluster=self.probe(need)) if self.probe else self
 
@@ -95,7 +95,7 @@ class Resources:
         return sorted({*powers, machine.cores})
 
 
-def on_paper(cluster: Cluster, load_calibration: LoadCalibration = lambda precision, basis: UNTAUGHT) -> Resources:
+def on_paper(cluster: Cluster, load_calibration: LoadCalibration = lambda precision, basis: UNCALIBRATED) -> Resources:
     """A cluster that need not be there. One processor in it makes it a cluster of processors."""
     kinds = {island.device.kind for island in cluster.islands}
     device, precision = ("cpu", "float32") if "cpu" in kinds else ("cuda", "bf16")

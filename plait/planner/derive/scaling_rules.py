@@ -32,7 +32,7 @@ def best_parameters_for(tokens: float) -> float:
     return tokens / TOKENS_PER_PARAMETER
 
 
-LEAST_STEPS = 1000
+LEAST_STEPS_OF_A_RUN = 1000
 """Measured, see docs/log.md: a short run learns more from many small steps than the fit of large runs would give it."""
 
 
@@ -43,7 +43,7 @@ def batch_tokens(flops: float) -> float:
 
 def short_run_batch(tokens: float) -> float:
     """The largest batch of a run over so many tokens that leaves it its least number of steps; 1,024 tokens or more."""
-    return max(1024.0, tokens / LEAST_STEPS)
+    return max(1024.0, tokens / LEAST_STEPS_OF_A_RUN)
 
 
 def peak_lr(flops: float) -> float:
@@ -59,7 +59,7 @@ def lr_for_batch(lr: float, *, batch: float, usual_batch: float) -> float:
     return lr * sqrt(batch / usual_batch)
 
 
-def warmup_steps(steps: int) -> int:
+def usual_warmup_steps(steps: int) -> int:
     """A twentieth of the run, between 10 and 2,000 steps (after Goyal et al. 2017 and Bi et al. 2024)."""
     return min(steps // 2, max(10, min(2000, steps // 20)))
 

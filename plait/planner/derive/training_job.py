@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from plait.model.shape import ModelShape, parameter_count
 from plait.partition.execution import Precision, WorkerDevice
-from plait.planner.derive.model_size import CorpusFacts, batch_sequences, size_up
+from plait.planner.derive.model_size import CorpusFacts, batch_sequences, derive_run_size
 from plait.planner.derive.resources import Resources
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
@@ -27,7 +27,7 @@ class TrainingJob:
 
 def new_job(config: RunConfig, corpus: CorpusFacts, resources: Resources, why: list[str]) -> TrainingJob:
     """What a recipe comes to on a machine, each choice with its reason; raises PlaitError for what cannot work."""
-    scale = size_up(config, corpus, resources.machine, resources.peak_flops, why)
+    scale = derive_run_size(config, corpus, resources.machine, resources.peak_flops, why)
     return TrainingJob(
         budget=scale.budget,
         shape=scale.shape,

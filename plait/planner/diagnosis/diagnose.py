@@ -10,23 +10,23 @@ from typing import Any, Literal
 import numpy as np
 
 from plait.errors import PlaitError
-from plait.planner.diagnosis.alternatives import Swap, swaps
-from plait.planner.diagnosis.priced_layout import Scene, scene_of
-from plait.planner.diagnosis.sensitivities import Lever, levers
-from plait.planner.explain.report import Section
-from plait.planner.search.cost_breakdown import mfu
+from plait.planner.diagnosis.alternatives import Alternative, alternatives
+from plait.planner.diagnosis.priced_layout import PricedLayout, chosen_layout
+from plait.planner.diagnosis.sensitivities import Sensitivity, sensitivities
+from plait.planner.explain.report import PlanSection
+from plait.planner.search.cost_breakdown import model_flops_utilisation
 from plait.planner.search.found import Search
 from plait.units import format_duration, parse_amount
 
-FARTHEST = 4.0
+LARGEST_FACTOR_SOLVED = 4.0
 """Times its usual straying (as a power) that a figure may be off before it counts as no explanation."""
-TOLD = 6
+EXPLANATIONS_LISTED = 6
 """Explanations that are told of, at most."""
-NOTABLE = 0.02
+NOTABLE_DIFFERENCE = 0.02
 """Share of a step by which another way to run must differ to be named."""
-TELLING = 1.05
+LEAST_STRAIN = 1.05
 """How many times longer a step must be by one explanation than by another for a run to tell them apart."""
-CLOSE = 0.002
+CLOSE_ENOUGH = 0.002
 """How exactly the step is met that an altered figure should explain."""
 
 
@@ -51,7 +51,7 @@ class Excluded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Diagnosis:
     """A measured step against the forecast, and what can explain it, the likeliest first."""
 
     measured_s: float
@@ -72,20 +72,22 @@ class Difference:
         return self.measured_s / self.forecast_s
 
 
-def difference(found: Search, measured_s: float) -> Difference:
+def diagnose(found: Search, measured_s: float) -> Diagnosis:
     """What can explain a measured step of the chosen layout, as one change of the forecast each."""
     forecast_s = float(found.step_s[found.chosen])
     factor = measured_s / forecast_s
-    explained: list[tuple[Explanation, Scene]] = []
+    explained: list[tuple[Explanation, PricedLayout]] = []
     excluded: list[Excluded] = []
     if abs(factor - 1) > found.tolerance:
-        scene = scene_of(found)
-        tried = [_pulled(scene, lever, measured_s) for lever in levers(scene)]
-        tried += [_swapped(swap, measured_s, forecast_s, found.tolerance) for swap in swaps(scene)]
+        scene = chosen_layout(found)
+        tried = [_pulled(scene, lever, measured_s) for lever in sensitivities(scene)]
+        tried += [_swapped(swap, measured_s, forecast_s, found.tolerance) for swap in alternatives(scene)]
         excluded = [one for one in tried if isinstance(one, Excluded)]
-        explained = sorted((one for one in tried if isinstance(one, tuple)), key=lambda one: one[0].strain)[:TOLD]
-    peak_share, _ = mfu(found, found.chosen)
-    return Difference(
+        explained = sorted((one for one in tried if isinstance(one, tuple)), key=lambda one: one[0].strain)[
+            :EXPLANATIONS_LISTED
+        ]
+    peak_share, _ = model_flops_utilisation(found, found.chosen)
+    return Diagnosis(
         measured_s=measured_s,
         forecast_s=forecast_s,
         error=found.tolerance,
@@ -98,16 +100,16 @@ def difference(found: Search, measured_s: float) -> Difference:
     )
 
 
-Tried = tuple[Explanation, Scene] | Excluded | None
+SolvedFactor = tuple[Explanation, PricedLayout] | Excluded | None
 
 
-def _pulled(scene: Scene, lever: Lever, measured_s: float) -> Tried:
+def _pulled(scene: PricedLayout, lever: Sensitivity, measured_s: float) -> SolvedFactor:
     """How far a figure must be off for the step to be as measured."""
     before_s = scene.step_s
     slower = measured_s > before_s
-    farthest = lever.usual ** (FARTHEST if slower else -FARTHEST)
+    farthest = lever.usual ** (LARGEST_FACTOR_SOLVED if slower else -LARGEST_FACTOR_SOLVED)
     most_s = lever.altered(scene, farthest).step_s
-    if abs(most_s / before_s - 1) < CLOSE:
+    if abs(most_s / before_s - 1) < CLOSE_ENOUGH:
         return None  # it plays no part at all
     if (most_s < measured_s) if slower else (most_s > measured_s):
         return Excluded(name=lever.name, step_s=most_s, bound="at most" if slower else "at least")
@@ -130,15 +132,15 @@ def _solved(step_s: Callable[[float], float], farthest: float, measured_s: float
     while True:
         middle = (low * high) ** 0.5
         now_s = step_s(middle)
-        if abs(now_s / measured_s - 1) < CLOSE or high / low < 1 + CLOSE:
+        if abs(now_s / measured_s - 1) < CLOSE_ENOUGH or high / low < 1 + CLOSE_ENOUGH:
             return middle
         low, high = (middle, high) if now_s < measured_s else (low, middle)
 
 
-def _swapped(swap: Swap, measured_s: float, forecast_s: float, error: float) -> Tried:
+def _swapped(swap: Alternative, measured_s: float, forecast_s: float, error: float) -> SolvedFactor:
     """Whether running in another way would take about as long as measured."""
     there_s = swap.scene.step_s
-    if (there_s > forecast_s) != (measured_s > forecast_s) or abs(there_s / forecast_s - 1) < NOTABLE:
+    if (there_s > forecast_s) != (measured_s > forecast_s) or abs(there_s / forecast_s - 1) < NOTABLE_DIFFERENCE:
         return None
     if abs(there_s / measured_s - 1) > error:
         return Excluded(name=swap.name, step_s=there_s, bound="exactly")
@@ -147,7 +149,7 @@ def _swapped(swap: Swap, measured_s: float, forecast_s: float, error: float) -> 
     return Explanation(name=swap.name, needs=needs, look=swap.look, strain=1 + missed), swap.scene
 
 
-def _experiment(suspects: Sequence[tuple[str, Scene]]) -> str:
+def _experiment(suspects: Sequence[tuple[str, PricedLayout]]) -> str:
     """The run whose step would differ most between the explanations, with the step that each leads to."""
     if len(suspects) < 2:
         return ""
@@ -156,23 +158,23 @@ def _experiment(suspects: Sequence[tuple[str, Scene]]) -> str:
         steps = [change(scene).step_s for _, scene in suspects]
         told.append((max(steps) / min(steps), words, steps))
     spread, words, steps = max(told)
-    if spread < TELLING:
+    if spread < LEAST_STRAIN:
         return ""
     each = ", ".join(f"{format_duration(s)} if it is {one[0]}" for one, s in zip(suspects, steps, strict=True))
     return f"to tell the first apart: {words} a step would take {each}"
 
 
-def _experiments(scene: Scene) -> list[tuple[str, Callable[[Scene], Scene]]]:
+def _experiments(scene: PricedLayout) -> list[tuple[str, Callable[[PricedLayout], PricedLayout]]]:
     """Changes of a recipe that a person can make at once, and what they do to a scene."""
-    w, micro, parts = scene.workload, int(scene.layout.micro_sequences[0]), int(scene.layout.batch_parts[0])
+    w, micro, parts = scene.workload, int(scene.layout.micro_sequences[0]), int(scene.layout.data_parallel_degree[0])
 
-    def halved(other: Scene) -> Scene:
+    def halved(other: PricedLayout) -> PricedLayout:
         return replace(other, workload=replace(other.workload, batch_sequences=w.batch_sequences // 2))
 
-    def portioned(size: int) -> Callable[[Scene], Scene]:
+    def portioned(size: int) -> Callable[[PricedLayout], PricedLayout]:
         return lambda other: replace(other, layout=replace(other.layout, micro_sequences=np.array([size])))
 
-    tried: list[tuple[str, Callable[[Scene], Scene]]] = []
+    tried: list[tuple[str, Callable[[PricedLayout], PricedLayout]]] = []
     if w.batch_sequences % (2 * parts * micro) == 0:
         tried.append((f"with train.batch_tokens = {w.tokens // 2}", halved))
     if micro % 2 == 0:
@@ -183,17 +185,17 @@ def _experiments(scene: Scene) -> list[tuple[str, Callable[[Scene], Scene]]]:
     return tried
 
 
-def difference_section(told: Difference) -> Section:
+def diagnosis_section(told: Diagnosis) -> PlanSection:
     """The difference for people."""
-    return Section(title="measured", lines=(_verdict(told), *(f"· {line}" for line in _lines(told))))
+    return PlanSection(title="measured", lines=(_verdict(told), *(f"· {line}" for line in _lines(told))))
 
 
-def difference_json(told: Difference) -> dict[str, Any]:
+def diagnosis_json(told: Diagnosis) -> dict[str, Any]:
     """The difference as plain values, for plan's --json."""
     return {**asdict(told), "factor": told.factor}
 
 
-def _verdict(told: Difference) -> str:
+def _verdict(told: Diagnosis) -> str:
     measured, forecast = format_duration(told.measured_s), format_duration(told.forecast_s)
     against = f"{measured} a step, and the layout above was forecast to take {forecast}"
     bar = f"this forecast's error bar of {told.error:.0%}"
@@ -210,7 +212,7 @@ def _far(factor: float) -> str:
     return f"{abs(factor - 1):.1%} {'slower' if factor >= 1 else 'faster'}"
 
 
-def _lines(told: Difference) -> list[str]:
+def _lines(told: Diagnosis) -> list[str]:
     if told.verdict == "as forecast":
         return []
     lines = [f"{one.name}: {one.needs}. To know: {one.look}" for one in told.explanations]

@@ -9,20 +9,20 @@ import numpy as np
 
 from plait.cluster.cluster import Cluster
 from plait.planner.problem.candidates import Candidates
-from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import Workload
-from plait.planner.search.cost_breakdown import BINDS, TIME_NAMES
+from plait.planner.search.cost_breakdown import BOTTLENECKS, TIME_NAMES
 from plait.planner.search.found import Search
-from plait.planner.search.layout_cost import memory_of, price, step_seconds
+from plait.planner.search.layout_cost import bytes_of, step_seconds, step_time_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class PricedLayout:
     """One layout with all that its price hangs on."""
 
     workload: Workload
     cluster: Cluster
-    stack: Stack
+    stack: SoftwareProfile
     layout: Candidates
     """A single candidate."""
 
@@ -33,20 +33,20 @@ class Scene:
     @property
     def items(self) -> Mapping[str, float]:
         """Seconds by item, by the closed form."""
-        priced = price(self.workload, self.cluster, self.layout, self.stack)
+        priced = step_time_of(self.workload, self.cluster, self.layout, self.stack)
         return {name: float(getattr(priced, name)[0]) for name in (*TIME_NAMES, "hidden")}
 
     @property
     def waited_s(self) -> float:
         """Seconds of a step in which devices wait for messages."""
-        return sum(self.items[name] for name in BINDS["links"])
+        return sum(self.items[name] for name in BOTTLENECKS["links"])
 
     @property
     def bytes_per_device(self) -> float:
-        return float(memory_of(self.workload, self.layout, self.stack)[0])
+        return float(bytes_of(self.workload, self.layout, self.stack)[0])
 
 
-def scene_of(found: Search) -> Scene:
+def chosen_layout(found: Search) -> PricedLayout:
     """The layout that a search chose, as it was priced."""
     chosen = found.candidates.select(np.array([found.chosen]))
-    return Scene(workload=found.workload, cluster=found.cluster, stack=found.stack, layout=chosen)
+    return PricedLayout(workload=found.workload, cluster=found.cluster, stack=found.stack, layout=chosen)

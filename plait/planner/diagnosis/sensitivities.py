@@ -7,73 +7,73 @@ from dataclasses import dataclass, replace
 
 from plait.cluster.catalog import Link
 from plait.cluster.cluster import Island
-from plait.planner.diagnosis.priced_layout import Scene
-from plait.planner.search.cost_breakdown import BINDS, TIME_NAMES
-from plait.planner.step_time.network_model import roads
-from plait.planner.step_time.roofline import STREAMED, chip, peak_flops
+from plait.planner.diagnosis.priced_layout import PricedLayout
+from plait.planner.search.cost_breakdown import BOTTLENECKS, TIME_NAMES
+from plait.planner.step_time.network_model import network_of
+from plait.planner.step_time.roofline import STREAM_SHARE, device_rates, peak_flops
 from plait.units import format_duration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lever:
+class Sensitivity:
     """A figure of the forecast that may be off by a factor."""
 
     name: str
     usual: float
     """Factor by which such a figure is often off: our judgement, which only ranks the explanations."""
-    altered: Callable[[Scene, float], Scene]
+    altered: Callable[[PricedLayout, float], PricedLayout]
     """The scene where it costs so many times the time (below 1: less), as far as physics allows."""
-    needs: Callable[[Scene, Scene], str]
+    needs: Callable[[PricedLayout, PricedLayout], str]
     """How the figure would have to differ, from the forecast's scene and the one that explains the measurement."""
     look: str
     """What tells it from other explanations."""
 
 
-def levers(scene: Scene) -> Iterator[Lever]:
+def sensitivities(scene: PricedLayout) -> Iterator[Sensitivity]:
     """All figures that play a part for a layout."""
-    yield ARITHMETIC
-    yield MEMORY
-    yield HOST
+    yield ARITHMETIC_CHECK
+    yield MEMORY_CHECK
+    yield HOST_CHECK
     if scene.cluster.devices > 1:
-        yield SLOW_DEVICE
-        yield HIDING
-        yield from (lever for lever in (BETWEEN, INSIDE) if _carries(scene, lever))
-    yield OUTSIDE
+        yield SLOW_DEVICE_CHECK
+        yield OVERLAP_CHECK
+        yield from (lever for lever in (BETWEEN_CHECK, INSIDE_CHECK) if _carries(scene, lever))
+    yield NETWORK_CHECK
 
 
-def _carries(scene: Scene, lever: Lever) -> bool:
+def _carries(scene: PricedLayout, lever: Sensitivity) -> bool:
     return _moved(scene, lever.altered(scene, 2.0)) != ""
 
 
-def _moved(scene: Scene, other: Scene) -> str:
+def _moved(scene: PricedLayout, other: PricedLayout) -> str:
     """The messages that take longer, or less long, in the other scene, in words."""
     here, there = scene.items, other.items
-    names = [name for name in BINDS["links"] if abs(there[name] - here[name]) > 1e-3 * scene.step_s]
+    names = [name for name in BOTTLENECKS["links"] if abs(there[name] - here[name]) > 1e-3 * scene.step_s]
     if not names and abs(there["hidden"] - here["hidden"]) > 1e-3 * scene.step_s:
         return "messages that run under arithmetic"
     return ", ".join(TIME_NAMES[name] for name in names)
 
 
-def _slowest(scene: Scene) -> Island:
+def _slowest(scene: PricedLayout) -> Island:
     w, stack = scene.workload, scene.stack
-    return min(scene.cluster.islands, key=lambda i: chip(i.device, w.precision, stack, i.speed).linear_flops)
+    return min(scene.cluster.islands, key=lambda i: device_rates(i.device, w.precision, stack, i.speed).linear_flops)
 
 
-def _reached(scene: Scene) -> float:
+def _reached(scene: PricedLayout) -> float:
     """Share of the peak that the largest products reach on the slowest device."""
     island, w = _slowest(scene), scene.workload
-    rates = chip(island.device, w.precision, scene.stack, island.speed)
+    rates = device_rates(island.device, w.precision, scene.stack, island.speed)
     return rates.linear_flops / peak_flops(island.device, w.precision)
 
 
-def _with_arithmetic(scene: Scene, factor: float) -> Scene:
+def _with_arithmetic(scene: PricedLayout, factor: float) -> PricedLayout:
     factor = max(factor, _reached(scene))
     stack = scene.stack
     slower = replace(stack, product_share=stack.product_share / factor, flash_share=stack.flash_share / factor)
     return replace(scene, stack=slower)
 
 
-ARITHMETIC = Lever(
+ARITHMETIC_CHECK = Sensitivity(
     name="arithmetic",
     usual=1.25,
     altered=_with_arithmetic,
@@ -84,12 +84,12 @@ ARITHMETIC = Lever(
 )
 
 
-def _with_islands(scene: Scene, change: Callable[[Island], Island]) -> Scene:
+def _with_islands(scene: PricedLayout, change: Callable[[Island], Island]) -> PricedLayout:
     return replace(scene, cluster=replace(scene.cluster, islands=tuple(map(change, scene.cluster.islands))))
 
 
-def _with_memory_rate(scene: Scene, factor: float) -> Scene:
-    factor = max(factor, STREAMED)
+def _with_memory_rate(scene: PricedLayout, factor: float) -> PricedLayout:
+    factor = max(factor, STREAM_SHARE)
 
     def slower(island: Island) -> Island:
         device = replace(island.device, memory_bytes_per_s=island.device.memory_bytes_per_s / factor)
@@ -98,11 +98,11 @@ def _with_memory_rate(scene: Scene, factor: float) -> Scene:
     return _with_islands(scene, slower)
 
 
-def _stream_rate(scene: Scene) -> str:
-    return f"{_slowest(scene).device.memory_bytes_per_s * STREAMED / 1e9:,.0f} GB/s"
+def _stream_rate(scene: PricedLayout) -> str:
+    return f"{_slowest(scene).device.memory_bytes_per_s * STREAM_SHARE / 1e9:,.0f} GB/s"
 
 
-MEMORY = Lever(
+MEMORY_CHECK = Sensitivity(
     name="passes over memory",
     usual=1.4,
     altered=_with_memory_rate,
@@ -113,12 +113,12 @@ MEMORY = Lever(
 )
 
 
-def _with_host(scene: Scene, factor: float) -> Scene:
+def _with_host(scene: PricedLayout, factor: float) -> PricedLayout:
     stack = scene.stack
     return replace(scene, stack=replace(stack, launch_s=stack.launch_s * factor, micro_s=stack.micro_s * factor))
 
 
-HOST = Lever(
+HOST_CHECK = Sensitivity(
     name="the host",
     usual=2.0,
     altered=_with_host,
@@ -130,7 +130,7 @@ HOST = Lever(
 )
 
 
-def _with_slow_device(scene: Scene, factor: float) -> Scene:
+def _with_slow_device(scene: PricedLayout, factor: float) -> PricedLayout:
     factor = max(factor, 1.0)  # a faster one than the others changes nothing
 
     def slower(island: Island) -> Island:
@@ -140,7 +140,7 @@ def _with_slow_device(scene: Scene, factor: float) -> Scene:
     return _with_islands(scene, slower)
 
 
-SLOW_DEVICE = Lever(
+SLOW_DEVICE_CHECK = Sensitivity(
     name="one slow device",
     usual=1.2,
     altered=_with_slow_device,
@@ -152,7 +152,7 @@ SLOW_DEVICE = Lever(
 )
 
 
-def _with_hiding(scene: Scene, factor: float) -> Scene:
+def _with_hiding(scene: PricedLayout, factor: float) -> PricedLayout:
     stack = scene.stack
     shares = {
         name: getattr(stack, name)
@@ -163,7 +163,7 @@ def _with_hiding(scene: Scene, factor: float) -> Scene:
     return replace(scene, stack=replace(stack, **other))
 
 
-HIDING = Lever(
+OVERLAP_CHECK = Sensitivity(
     name="messages under arithmetic",
     usual=2.0,
     altered=_with_hiding,
@@ -179,7 +179,7 @@ def _link(link: Link, factor: float) -> Link:
     return replace(link, bytes_per_s=link.bytes_per_s / max(factor, link.reached))
 
 
-def _with_between(scene: Scene, factor: float) -> Scene:
+def _with_between(scene: PricedLayout, factor: float) -> PricedLayout:
     islands = tuple(replace(i, network=_link(i.network, factor) if i.network else None) for i in scene.cluster.islands)
     return replace(scene, cluster=replace(scene.cluster, between=_link(scene.cluster.between, factor), islands=islands))
 
@@ -188,27 +188,27 @@ def _two_digits(number: float) -> str:
     return f"{float(f'{number:.2g}'):g}"
 
 
-BETWEEN = Lever(
+BETWEEN_CHECK = Sensitivity(
     name="the link between nodes",
     usual=2.0,
     altered=_with_between,
     needs=lambda here, there: (
-        f"it would have to carry {_two_digits(roads(there.cluster).between_bytes_per_s / 1e9)} GB/s a device, not "
-        f"{_two_digits(roads(here.cluster).between_bytes_per_s / 1e9)} ({_moved(here, there)})"
+        f"it would have to carry {_two_digits(network_of(there.cluster).between_bytes_per_s / 1e9)} GB/s a device, not "
+        f"{_two_digits(network_of(here.cluster).between_bytes_per_s / 1e9)} ({_moved(here, there)})"
     ),
     look="measure it (plait probe), or train on one node alone: is that as fast as plait plan says for it?",
 )
-INSIDE = Lever(
+INSIDE_CHECK = Sensitivity(
     name="the link inside a node",
     usual=1.6,
     altered=lambda scene, factor: _with_islands(scene, lambda i: replace(i, inside=_link(i.inside, factor))),
     needs=lambda here, there: (
-        f"it would have to carry {_two_digits(roads(there.cluster).inside_bytes_per_s / 1e9)} GB/s a device, not "
-        f"{_two_digits(roads(here.cluster).inside_bytes_per_s / 1e9)} ({_moved(here, there)})"
+        f"it would have to carry {_two_digits(network_of(there.cluster).inside_bytes_per_s / 1e9)} GB/s a device, not "
+        f"{_two_digits(network_of(here.cluster).inside_bytes_per_s / 1e9)} ({_moved(here, there)})"
     ),
     look="measure it (plait probe): devices that do not see each other send their messages through the processor",
 )
-OUTSIDE = Lever(
+NETWORK_CHECK = Sensitivity(
     name="reading data, saving, reports",
     usual=4.0,
     altered=lambda scene, factor: replace(scene, stack=replace(scene.stack, step_s=scene.stack.step_s * factor)),

@@ -8,36 +8,38 @@ from dataclasses import replace
 from plait.cluster.catalog import Link
 from plait.cluster.cluster import Cluster, device_bytes_per_s
 from plait.errors import PlaitError
-from plait.planner.explain.tipping_points import FARTHEST, Flip, flips
+from plait.planner.explain.tipping_points import LARGEST_FACTOR_TRIED, TippingPoint, tipping_points
 from plait.planner.heterogeneous.host_permutations import node_alone
 from plait.planner.search.found import Search
-from plait.planner.search.layout_kinds import kind_words
-from plait.planner.search.model_error import Family, evidence, family_of
+from plait.planner.search.layout_kinds import kind_text
+from plait.planner.search.model_error import RunFamily, published_errors, run_family
 from plait.planner.search.search import search
-from plait.planner.step_time.device_time import clocked
-from plait.planner.step_time.roofline import ACHIEVABLE
+from plait.planner.step_time.device_time import was_measured
+from plait.planner.step_time.roofline import USUAL_ACHIEVABLE_SHARE
 from plait.units import format_bytes, format_duration
 
 FEW_NODES = 8
 """Up to so many nodes it is worth a word whether one of them alone would be as fast."""
 
 
-def changes(found: Search) -> list[str]:
+def layout_changes(found: Search) -> list[str]:
     """At what bandwidth, memory or batch another kind of layout would be chosen."""
-    all_flips = flips(found)
+    all_flips = tipping_points(found)
     told = [_flip_sentence(found, flip) for flip in all_flips]
     for what, words in (("between", "between the nodes"), ("inside", "inside a node")):
         there = found.cluster.nodes > 1 if what == "between" else _several_inside(found.cluster)
         if there and not any(flip.what == what for flip in all_flips):
-            told.append(f"no link {words}, {FARTHEST:.0f} times slower or faster, would change the kind of layout")
+            told.append(
+                f"no link {words}, {LARGEST_FACTOR_TRIED:.0f} times slower or faster, would change the kind of layout"
+            )
     return told
 
 
-def certainty(found: Search) -> list[str]:
+def certainty_lines(found: Search) -> list[str]:
     """How sure the forecast is, and what it takes on trust."""
     step_s = float(found.step_s[found.chosen])
     low, high = format_duration(step_s * (1 - found.tolerance)), format_duration(step_s * (1 + found.tolerance))
-    if clocked(found.workload, found.cluster):
+    if was_measured(found.workload, found.cluster):
         assert found.cluster.measured is not None
         return [
             f"arithmetic and messages were measured on these machines ({found.cluster.measured.date}): layouts within "
@@ -51,22 +53,22 @@ def certainty(found: Search) -> list[str]:
     if guessed:
         told.append(
             f"nobody has published how much of its arithmetic peak {' or '.join(dict.fromkeys(guessed))} reaches in "
-            f"large products; {ACHIEVABLE:.0%} is assumed"
+            f"large products; {USUAL_ACHIEVABLE_SHARE:.0%} is assumed"
         )
     return told
 
 
 def _record(found: Search) -> str:
     """How far off forecasts like this one have been."""
-    family = family_of(found.workload, found.cluster)
-    known = evidence(family)
+    family = run_family(found.workload, found.cluster)
+    known = published_errors(family)
     errors = f"half were forecast within {known.median:.0%}, nine of ten within {known.p90:.0%}"
     if not known.rows:
-        return f"{RUNS[family]}; elsewhere, where the model did worst, {errors}"
-    return f"of {known.rows:,} published runs of {RUNS[family]} {errors}"
+        return f"{RUN_FAMILY_TEXTS[family]}; elsewhere, where the model did worst, {errors}"
+    return f"of {known.rows:,} published runs of {RUN_FAMILY_TEXTS[family]} {errors}"
 
 
-RUNS: Mapping[Family, str] = {
+RUN_FAMILY_TEXTS: Mapping[RunFamily, str] = {
     "dense-gpu": "dense models on GPUs",
     "moe": "models with experts on GPUs",
     "tpu": "models on TPUs",
@@ -74,7 +76,7 @@ RUNS: Mapping[Family, str] = {
 }
 
 
-def idle_machines(found: Search) -> list[str]:
+def idle_machine_lines(found: Search) -> list[str]:
     """Whether one machine alone would be as fast as all."""
     cluster = found.cluster
     if not 1 < cluster.nodes <= FEW_NODES:
@@ -99,12 +101,12 @@ def _alone(found: Search, place: int) -> str | None:
     return f"{words} alone would take {format_duration(alone_s)} a step, {alone_s / step_s:.2g} times as long"
 
 
-def _flip_sentence(found: Search, flip: Flip) -> str:
+def _flip_sentence(found: Search, flip: TippingPoint) -> str:
     condition, have = _condition(found, flip)
-    return f"{condition} this would be chosen: {kind_words(flip.winner)}; you have {have}"
+    return f"{condition} this would be chosen: {kind_text(flip.winner)}; you have {have}"
 
 
-def _condition(found: Search, flip: Flip) -> tuple[str, str]:
+def _condition(found: Search, flip: TippingPoint) -> tuple[str, str]:
     """Where another layout takes over, and what there is."""
     cluster, island, side = found.cluster, found.cluster.islands[0], "below" if flip.factor < 1 else "above"
     match flip.what:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
-from plait.model.sizes import SIZES, named_shape
+from plait.model.sizes import MODEL_SIZES, named_shape
 from plait.planner.explain.tipping_points import with_memory
-from plait.planner.problem.software_profile import PLAIT, Stack
+from plait.planner.problem.software_profile import PLAIT, SoftwareProfile
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.search import DoesNotFit, search
@@ -20,7 +20,7 @@ MOST_DEVICES = 4096
 """How many times more devices are tried."""
 
 
-def remedies(found: DoesNotFit, constraints: Constraints, stack: Stack = PLAIT) -> list[str]:
+def fit_suggestions(found: DoesNotFit, constraints: Constraints, stack: SoftwareProfile = PLAIT) -> list[str]:
     """What a person may do, each a phrase, from what costs nothing to what changes the model."""
     workload, cluster = found.workload, found.cluster
     if constraints and _fits(workload, cluster, stack):
@@ -34,16 +34,16 @@ def remedies(found: DoesNotFit, constraints: Constraints, stack: Stack = PLAIT) 
     return tried or ["take a smaller model.size"]
 
 
-def mended(found: DoesNotFit, constraints: Constraints, stack: Stack = PLAIT) -> PlaitError:
+def error_with_suggestions(found: DoesNotFit, constraints: Constraints, stack: SoftwareProfile = PLAIT) -> PlaitError:
     """The error that tells what is missing, and everything that would help."""
     if constraints:
         have = min(island.device.memory_bytes for island in found.cluster.islands)
         need = f"what [layout] asks for needs {format_bytes(found.least_bytes)} a device, and {found.smallest} has"
-        return PlaitError(f"{need} {format_bytes(have)}; {', or '.join(remedies(found, constraints, stack))}")
-    return PlaitError(f"{found}; cheapest first: {', or '.join(remedies(found, constraints, stack))}")
+        return PlaitError(f"{need} {format_bytes(have)}; {', or '.join(fit_suggestions(found, constraints, stack))}")
+    return PlaitError(f"{found}; cheapest first: {', or '.join(fit_suggestions(found, constraints, stack))}")
 
 
-def _fits(workload: Workload, cluster: Cluster, stack: Stack) -> bool:
+def _fits(workload: Workload, cluster: Cluster, stack: SoftwareProfile) -> bool:
     try:
         search(workload, cluster, stack=stack)
     except PlaitError:
@@ -51,7 +51,7 @@ def _fits(workload: Workload, cluster: Cluster, stack: Stack) -> bool:
     return True
 
 
-def _shorter(workload: Workload, cluster: Cluster, stack: Stack) -> Iterator[str]:
+def _shorter(workload: Workload, cluster: Cluster, stack: SoftwareProfile) -> Iterator[str]:
     """Shorter sequences, with as many tokens a step."""
     w = workload
     while w.sequence // 2 >= SHORTEST_SEQUENCE and w.sequence % 2 == 0:
@@ -61,7 +61,7 @@ def _shorter(workload: Workload, cluster: Cluster, stack: Stack) -> Iterator[str
             return
 
 
-def _more_devices(workload: Workload, cluster: Cluster, stack: Stack) -> Iterator[str]:
+def _more_devices(workload: Workload, cluster: Cluster, stack: SoftwareProfile) -> Iterator[str]:
     times = 2
     while times <= MOST_DEVICES:
         larger = replace(
@@ -82,8 +82,8 @@ def _more_memory(found: DoesNotFit) -> Iterator[str]:
         yield f"devices with {format_bytes(found.least_bytes)} of memory"
 
 
-def _smaller(workload: Workload, cluster: Cluster, stack: Stack) -> Iterator[str]:
-    for size in reversed(SIZES):
+def _smaller(workload: Workload, cluster: Cluster, stack: SoftwareProfile) -> Iterator[str]:
+    for size in reversed(MODEL_SIZES):
         shape = named_shape(size, vocabulary=workload.vocabulary, sequence=workload.sequence)
         smaller = workload_of(
             shape,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TERMS: dict[str, str] = {
+GLOSSARY: dict[str, str] = {
     "step": "One update of the model: it reads one batch of text, finds out how each number should change, and changes "
     "it. A training run is some thousands of steps.",
     "batch": "The sequences that one step learns from, over all devices together. They are dealt to the groups of "
@@ -39,6 +39,6 @@ TERMS: dict[str, str] = {
 }
 
 
-def terms_text() -> str:
+def glossary_text() -> str:
     """All terms, for printing."""
-    return "\n\n".join(f"{term}\n    {told}" for term, told in TERMS.items()) + "\n"
+    return "\n\n".join(f"{term}\n    {told}" for term, told in GLOSSARY.items()) + "\n"

@@ -8,103 +8,103 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait.errors import PlaitError
-from plait.planner.explain.confidence import certainty, changes, idle_machines
-from plait.planner.explain.totals import whole_run
-from plait.planner.explain.unequal_devices import limit_words, unequal_reasons, unequal_words
+from plait.planner.explain.confidence import certainty_lines, idle_machine_lines, layout_changes
+from plait.planner.explain.totals import run_totals
+from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_lines, unequal_reasons
 from plait.planner.problem.candidates import Counts
 from plait.planner.search.cost_breakdown import (
     MEMORY_NAMES,
     TIME_NAMES,
-    binding,
+    bottlenecks,
     memory_items,
-    messages,
-    mfu,
+    message_seconds,
+    model_flops_utilisation,
     time_items,
 )
 from plait.planner.search.found import Search
-from plait.planner.search.layout_kinds import kind_words, kinds, sentences, short_words
+from plait.planner.search.layout_kinds import kind_text, kinds_of, layout_sentences, layout_text
 from plait.planner.search.search import search
 from plait.units import Amount, format_bytes, format_count, format_duration
 
-SIMPLER_NAMED = 4
+SIMPLER_KINDS_NAMED = 4
 """Kinds of simpler layouts that are told of, the fastest first."""
-MENTIONED = 0.01
+LEAST_SHARE_MENTIONED = 0.01
 """Share of a step or of a device's memory from which an item is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class PlanSection:
     """A heading and its lines."""
 
     title: str
     lines: tuple[str, ...]
 
 
-def explained(found: Search, budget: Amount, *, top: int) -> tuple[Section, ...]:
+def report_sections(found: Search, budget: Amount, *, top: int) -> tuple[PlanSection, ...]:
     """All that there is to say."""
     chosen = found.candidates.row(found.chosen)
-    who = [*unequal_words(found, found.chosen), *limit_words(found, found.chosen)]
+    who = [*unequal_lines(found, found.chosen), *memory_limit_lines(found, found.chosen)]
     told = {
-        "layout": [short_words(chosen), *_dots([*sentences(chosen, found.workload.layers), *who])],
+        "layout": [layout_text(chosen), *_dots([*layout_sentences(chosen, found.workload.layers), *who])],
         "step": _step(found),
         "memory": _memory(found),
-        "why": _dots(reasons(found)),
-        "others": _dots(runners_words(found, top)),
+        "why": _dots(choice_reasons(found)),
+        "others": _dots(runners_up_lines(found, top)),
         "listed": [_counts(found)],
         "binds": _dots(_binds(found)),
         "changes": _dots(
-            ["the layout is as the recipe says, whatever the machines"] if found.constraints else changes(found)
+            ["the layout is as the recipe says, whatever the machines"] if found.constraints else layout_changes(found)
         ),
-        "sure": _dots(certainty(found)),
-        "run": _dots(whole_run(found, budget)),
+        "sure": _dots(certainty_lines(found)),
+        "run": _dots(run_totals(found, budget)),
     }
-    return tuple(Section(title=title, lines=tuple(lines)) for title, lines in told.items())
+    return tuple(PlanSection(title=title, lines=tuple(lines)) for title, lines in told.items())
 
 
-def in_short(found: Search) -> tuple[str, ...]:
+def short_reasons(found: Search) -> tuple[str, ...]:
     """The choice in a few sentences, for the head of a run: why this layout, what binds, what would change it."""
     if found.cluster.devices == 1:
         return tuple(_binds(found)[:1])
     first = _as_pinned(found) if found.constraints else _price_of_simplicity(found)
-    changed = [] if found.constraints else [line for line in changes(found) if "would be chosen" in line]
-    return (first, *unequal_words(found, found.chosen), *unequal_reasons(found), *_binds(found)[:2], *changed[:2])
+    changed = [] if found.constraints else [line for line in layout_changes(found) if "would be chosen" in line]
+    return (first, *unequal_lines(found, found.chosen), *unequal_reasons(found), *_binds(found)[:2], *changed[:2])
 
 
 def runners_up(found: Search, top: int) -> list[int]:
     """The next best layouts: the fastest of each kind and of each way to cut the model, beside the chosen one."""
     c = found.candidates
-    weaves = np.stack([kinds(c), c.pipeline, c.tensor])
-    order = np.lexsort([found.points, found.step_s])
+    weaves = np.stack([kinds_of(c), c.pipeline, c.tensor])
+    order = np.lexsort([found.complexity, found.step_s])
     _, first = np.unique(weaves[:, order], axis=1, return_index=True)
     own = (weaves == weaves[:, [found.chosen]]).all(axis=0)
     return [int(order[place]) for place in np.sort(first) if not own[order[place]]][:top]
 
 
-def reasons(found: Search) -> list[str]:
+def choice_reasons(found: Search) -> list[str]:
     """Why this layout is enough, and what stands against simpler ones."""
     told = [_as_pinned(found) if found.constraints else _price_of_simplicity(found)]
     for words, bytes_ in _too_large(found):
         told.append(f"{words}: would be simpler, but {format_bytes(bytes_)} a device are more than there is")
-    here, by_kind = int(found.points[found.chosen]), best_of_kinds(found)
-    for index in by_kind[found.points[by_kind] < here][:SIMPLER_NAMED]:
+    here, by_kind = int(found.complexity[found.chosen]), best_of_kinds(found)
+    for index in by_kind[found.complexity[by_kind] < here][:SIMPLER_KINDS_NAMED]:
         told.append(
-            f"{kind_words(found.candidates.row(int(index)))}: simpler, but it takes {why_lost(found, int(index))}"
+            f"{kind_text(found.candidates.row(int(index)))}: simpler, but it takes {why_not(found, int(index))}"
         )
-    return told + unequal_reasons(found) + idle_machines(found)
+    return told + unequal_reasons(found) + idle_machine_lines(found)
 
 
-def runners_words(found: Search, top: int) -> list[str]:
+def runners_up_lines(found: Search, top: int) -> list[str]:
     """What the other layouts would cost and why they lost."""
     told = []
     for index in runners_up(found, top):
-        told.append(f"{short_words(found.candidates.row(index))}: {why_lost(found, index)}")
+        told.append(f"{layout_text(found.candidates.row(index))}: {why_not(found, index)}")
     return told or ["there is no other layout that fits"]
 
 
 def best_of_kinds(found: Search) -> Counts:
     """The fastest layout of every kind, the fastest first."""
     order = np.argsort(found.step_s, kind="stable")
-    _, first = np.unique(kinds(found.candidates)[order], return_index=True)
+    _, first = np.unique(kinds_of(found.candidates)[order], return_index=True)
     return order[np.sort(first)]
 
 
@@ -113,9 +113,11 @@ def _dots(lines: Sequence[str]) -> list[str]:
 
 
 def _step(found: Search) -> list[str]:
-    step_s, (full, causal) = float(found.step_s[found.chosen]), mfu(found, found.chosen)
+    step_s, (full, causal) = float(found.step_s[found.chosen]), model_flops_utilisation(found, found.chosen)
     items = sorted(time_items(found, found.chosen).items(), key=lambda item: -item[1])
-    parts = [f"{TIME_NAMES[name]} {spent / step_s:.0%}" for name, spent in items if spent >= MENTIONED * step_s]
+    parts = [
+        f"{TIME_NAMES[name]} {spent / step_s:.0%}" for name, spent in items if spent >= LEAST_SHARE_MENTIONED * step_s
+    ]
     return [
         f"{format_duration(step_s)}, {format_count(found.workload.tokens / step_s)} tokens a second; {full:.1%} of the "
         f"arithmetic peak (MFU) with all of attention counted, {causal:.1%} with the half that a causal model uses",
@@ -124,12 +126,12 @@ def _step(found: Search) -> list[str]:
 
 
 def _memory(found: Search) -> list[str]:
-    capacity = found.capacity(found.chosen)
+    capacity = found.capacity_bytes(found.chosen)
     names = {**MEMORY_NAMES, "reserve": "the allocator's and the driver's own"}
     items = sorted(memory_items(found, found.chosen).items(), key=lambda item: -item[1])
-    whole = found.reserved(found.chosen)
-    parts = [f"{names[name]} {format_bytes(size)}" for name, size in items if size >= MENTIONED * whole]
-    which = "fullest device" if found.dealer.devices.equal_memory else "device that has least room left"
+    whole = found.bytes_per_device(found.chosen)
+    parts = [f"{names[name]} {format_bytes(size)}" for name, size in items if size >= LEAST_SHARE_MENTIONED * whole]
+    which = "fullest device" if found.assigner.devices.have_equal_memory else "device that has least room left"
     return [f"{format_bytes(whole)} of {format_bytes(capacity)} on the {which}: {', '.join(parts)}"]
 
 
@@ -139,10 +141,10 @@ def _price_of_simplicity(found: Search) -> str:
         return (
             f"the fastest of {len(found.candidates):,} layouts that fit; none within {found.tolerance:.0%} is simpler"
         )
-    if found.points[found.chosen] == found.points[found.fastest]:
+    if found.complexity[found.chosen] == found.complexity[found.fastest]:
         return f"as simple as the fastest of {len(found.candidates):,} layouts that fit, and as fast"
     return (
-        f"the simplest within {found.tolerance:.0%} of the fastest: {short_words(found.candidates.row(found.fastest))} "
+        f"the simplest within {found.tolerance:.0%} of the fastest: {layout_text(found.candidates.row(found.fastest))} "
         f"would save {1 - fastest / chosen:.1%} of the step, which is less than this forecast can tell"
     )
 
@@ -154,7 +156,7 @@ def _as_pinned(found: Search) -> str:
     except PlaitError as error:
         return f"as [layout] of the recipe says; left open, plait would choose nothing: {error}"
     factor = float(found.step_s[found.chosen] / free.step_s[free.chosen])
-    own = short_words(free.candidates.row(free.chosen))
+    own = layout_text(free.candidates.row(free.chosen))
     if factor <= 1 + free.tolerance:
         return f"as [layout] of the recipe says; plait would choose {own}, which is about as fast"
     there = format_duration(float(free.step_s[free.chosen]))
@@ -168,14 +170,14 @@ def _too_large(found: Search) -> list[tuple[str, float]]:
         2: "copies that split the optimizer's state",
         4: "parameters split, nothing else",
     }
-    return [(words, found.leanest[kind]) for kind, words in simple.items() if kind in found.too_large]
+    return [(words, found.leanest_bytes[kind]) for kind, words in simple.items() if kind in found.kinds_too_large]
 
 
-def why_lost(found: Search, index: int) -> str:
+def why_not(found: Search, index: int) -> str:
     """How one layout compares with the chosen one: its time, what makes it slower, its complexity."""
     factor = float(found.step_s[index] / found.step_s[found.chosen])
     time = format_duration(float(found.step_s[index]))
-    more = int(found.points[index] - found.points[found.chosen])
+    more = int(found.complexity[index] - found.complexity[found.chosen])
     points = f"{abs(more)} point{'s' if abs(more) > 1 else ''}"
     harder = f"{points} more complicated" if more > 0 else f"{points} simpler" if more else "as simple"
     if factor < 1 - 5e-4:
@@ -205,17 +207,17 @@ def _counts(found: Search) -> str:
 
 
 def _binds(found: Search) -> list[str]:
-    parts = [(what, share) for what, share in binding(time_items(found, found.chosen)) if share >= 0.05]
+    parts = [(what, share) for what, share in bottlenecks(time_items(found, found.chosen)) if share >= 0.05]
     told = ["what the step's time goes into: " + ", ".join(f"{what} {share:.0%}" for what, share in parts)]
-    hidden, exposed = messages(found, found.chosen)
-    if hidden + exposed > MENTIONED * found.step_s[found.chosen]:
+    hidden, exposed = message_seconds(found, found.chosen)
+    if hidden + exposed > LEAST_SHARE_MENTIONED * found.step_s[found.chosen]:
         told.append(
             f"messages between devices: {format_duration(hidden)} of a step run under arithmetic and cost nothing, "
             f"{format_duration(exposed)} are waited for"
         )
-    capacity = found.capacity(found.chosen)
-    if found.reserved(found.chosen) > capacity:
+    capacity = found.capacity_bytes(found.chosen)
+    if found.bytes_per_device(found.chosen) > capacity:
         told.append("memory is short: this layout fits only if the allocator and the driver waste nothing")
-    elif found.reserved(found.chosen) > 0.85 * capacity or _too_large(found):
+    elif found.bytes_per_device(found.chosen) > 0.85 * capacity or _too_large(found):
         told.append("memory binds: with more of it the choice would be wider")
     return told

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from plait.layout import AXES
-from plait.planner.explain.report import Section, runners_up, why_lost
-from plait.planner.explain.unequal_devices import at_once_values, shares_of
-from plait.planner.search.cost_breakdown import memory_items, mfu, time_items
+from plait.planner.explain.report import PlanSection, runners_up, why_not
+from plait.planner.explain.unequal_devices import micro_sequences_values, unequal_shares_of
+from plait.planner.search.cost_breakdown import memory_items, model_flops_utilisation, time_items
 from plait.planner.search.found import Search
 
 
-def plan_json(found: Search, sections: Sequence[Section], top: int) -> dict[str, Any]:
+def plan_json(found: Search, sections: Sequence[PlanSection], top: int) -> dict[str, Any]:
     """The answer as plain values, for plan's --json."""
-    row, (full, causal) = found.candidates.row(found.chosen), mfu(found, found.chosen)
+    row, (full, causal) = found.candidates.row(found.chosen), model_flops_utilisation(found, found.chosen)
     axes = (*AXES, "expert") if found.workload.experts else AXES
     said = {section.title: section.lines for section in sections}
     return {
@@ -22,21 +22,21 @@ def plan_json(found: Search, sections: Sequence[Section], top: int) -> dict[str,
         "layout": {axis: row[axis] for axis in axes},
         "shard_what": row["shard_what"],
         "virtual_stages": row["virtual"],
-        **at_once_values(found, found.chosen),
+        **micro_sequences_values(found, found.chosen),
         "recompute": row["recompute"],
         "schedule": row["schedule"],
         "stage_layers": found.stage_layers(found.chosen) if int(row["pipeline"]) > 1 else (),
-        "shares": shares_of(found, found.chosen),
-        "order": found.turned.places if found.turned else (),
+        "shares": unequal_shares_of(found, found.chosen),
+        "order": found.host_order.hosts if found.host_order else (),
         "step_s": float(found.step_s[found.chosen]),
         "mfu": full,
         "mfu_causal": causal,
-        "bytes_per_device": found.reserved(found.chosen),
+        "bytes_per_device": found.bytes_per_device(found.chosen),
         "n_priced": len(found.candidates),
         "n_refused": found.n_refused,
         "refused": dict(found.refused),
         "error": found.tolerance,
-        "complexity": int(found.points[found.chosen]),
+        "complexity": int(found.complexity[found.chosen]),
         "time": time_items(found, found.chosen),
         "memory": memory_items(found, found.chosen),
         "why": [line.removeprefix("· ") for title in ("why", "binds", "changes", "sure") for line in said[title]],
@@ -49,9 +49,9 @@ def _runner(found: Search, index: int) -> dict[str, Any]:
     return {
         "layout": {axis: row[axis] for axis in AXES},
         **{name: row[name] for name in ("expert", "shard_what", "virtual", "recompute", "schedule")},
-        **at_once_values(found, index),
+        **micro_sequences_values(found, index),
         "step_s": float(found.step_s[index]),
-        "bytes_per_device": found.reserved(index),
-        "complexity": int(found.points[index]),
-        "why_not": why_lost(found, index),
+        "bytes_per_device": found.bytes_per_device(index),
+        "complexity": int(found.complexity[index]),
+        "why_not": why_not(found, index),
     }

@@ -14,32 +14,32 @@ from plait.errors import PlaitError
 from plait.planner.problem.candidates import Counts, Reals
 from plait.planner.problem.workload import Workload
 from plait.planner.search.found import Search
-from plait.planner.search.layout_cost import portions
-from plait.planner.search.layout_kinds import Row, kinds
+from plait.planner.search.layout_cost import batches_of_candidates
+from plait.planner.search.layout_kinds import CandidateRow, kinds_of
 from plait.planner.search.search import search, simplest
-from plait.planner.step_time.network_model import roads
-from plait.planner.step_time.step_time import timing
+from plait.planner.step_time.network_model import network_of
+from plait.planner.step_time.step_time import step_time
 
-What = Literal["between", "inside", "memory", "batch"]
-FARTHEST = 256.0
+TippingQuantity = Literal["between", "inside", "memory", "batch"]
+LARGEST_FACTOR_TRIED = 256.0
 """How many times slower or faster a link is tried."""
-FINE = 1.03
-MANY = 12_000
+FINE_STEPS = 1.03
+MANY_LAYOUTS = 12_000
 """Layouts beyond which thresholds of links come from representatives, and few other memories and batches are tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flip:
+class TippingPoint:
     """Where another kind of layout takes over: `factor` times what there is, and beyond."""
 
-    what: What
+    what: TippingQuantity
     factor: float
-    winner: Row
+    winner: CandidateRow
 
 
-def flips(found: Search) -> list[Flip]:
+def tipping_points(found: Search) -> list[TippingPoint]:
     """All changes of the answer that were found, the nearest first; for a layout that nobody pinned."""
-    told: list[Flip] = []
+    told: list[TippingPoint] = []
     if found.cluster.nodes > 1:
         told += _of_link(found, "between", _with_between)
     if max(island.per_node for island in found.cluster.islands) > 1:
@@ -49,47 +49,49 @@ def flips(found: Search) -> list[Flip]:
     return sorted(told, key=lambda flip: abs(np.log(flip.factor)))
 
 
-Altered = Callable[[Cluster, float], Cluster]
+AlteredCluster = Callable[[Cluster, float], Cluster]
 
 
-def _of_link(found: Search, what: What, altered: Altered) -> list[Flip]:
+def _of_link(found: Search, what: TippingQuantity, altered: AlteredCluster) -> list[TippingPoint]:
     """The changes on either side: looked for among representatives, made exact by whole searches if that is quick."""
     quick = _among_representatives(found, altered)
 
-    def whole(factor: float) -> tuple[int, Row] | None:
+    def whole(factor: float) -> tuple[int, CandidateRow] | None:
         return _winner(lambda f: _again(found, found.workload, altered(found.cluster, f)), factor)
 
     told = []
     for step in (0.5, 2.0):
         limits = _crossing(found, quick, (1.0, step), step)
-        if limits and _listed(found) < MANY:
+        if limits and _listed(found) < MANY_LAYOUTS:
             same, other = limits
             limits = _crossing(found, whole, (same**0.7, other), step**0.5)
-        if limits and (winner := (quick if _listed(found) >= MANY else whole)(limits[1])):
-            told.append(Flip(what=what, factor=limits[1], winner=winner[1]))
+        if limits and (winner := (quick if _listed(found) >= MANY_LAYOUTS else whole)(limits[1])):
+            told.append(TippingPoint(what=what, factor=limits[1], winner=winner[1]))
     return told
 
 
-Chooses = Callable[[float], tuple[int, Row] | None]
+ChooseAt = Callable[[float], tuple[int, CandidateRow] | None]
 """The kind and the layout that would be chosen at so many times the present; None where nothing fits."""
 
 
-def _among_representatives(found: Search, altered: Altered) -> Chooses:
+def _among_representatives(found: Search, altered: AlteredCluster) -> ChooseAt:
     rows = representatives(found)
     delta = found.step_s[rows] - _closed(found, rows, found.cluster)
-    names = kinds(found.candidates)
+    names = kinds_of(found.candidates)
 
-    def winner(factor: float) -> tuple[int, Row]:
+    def winner(factor: float) -> tuple[int, CandidateRow]:
         step_s = _closed(found, rows, altered(found.cluster, factor)) + delta
-        index = int(rows[simplest(step_s, found.points[rows], found.tolerance)])
+        index = int(rows[simplest(step_s, found.complexity[rows], found.tolerance)])
         return int(names[index]), found.candidates.row(index)
 
     return winner
 
 
-def _crossing(found: Search, chooses: Chooses, between: tuple[float, float], step: float) -> tuple[float, float] | None:
+def _crossing(
+    found: Search, chooses: ChooseAt, between: tuple[float, float], step: float
+) -> tuple[float, float] | None:
     """The last factor with the present kind and, close to it, the first with another; None where there is none."""
-    here = int(kinds(found.candidates)[found.chosen])
+    here = int(kinds_of(found.candidates)[found.chosen])
 
     def differs(factor: float) -> bool:
         other = chooses(factor)
@@ -100,9 +102,9 @@ def _crossing(found: Search, chooses: Chooses, between: tuple[float, float], ste
         same, other = 1.0, same
     while not differs(other):
         same, other = other, other * step
-        if not 1 / FARTHEST <= other <= FARTHEST:
+        if not 1 / LARGEST_FACTOR_TRIED <= other <= LARGEST_FACTOR_TRIED:
             return None
-    while max(same / other, other / same) > FINE:
+    while max(same / other, other / same) > FINE_STEPS:
         middle = (same * other) ** 0.5
         same, other = (same, middle) if differs(middle) else (middle, other)
     return same, other
@@ -111,7 +113,7 @@ def _crossing(found: Search, chooses: Chooses, between: tuple[float, float], ste
 def representatives(found: Search) -> Counts:
     """Places of the fastest layout of each weave of axes and each way to split over near or far copies."""
     c = found.candidates
-    near = c.tensor * c.context * c.shard <= roads(found.cluster).per_node
+    near = c.tensor * c.context * c.shard <= network_of(found.cluster).per_node
     keys = np.stack([c.pipeline, c.tensor, c.context, c.expert, c.shard_what, c.schedule, c.recompute, near])
     order = np.lexsort([found.step_s, *keys])
     sorted_keys = keys[:, order]
@@ -121,8 +123,8 @@ def representatives(found: Search) -> Counts:
 
 def _closed(found: Search, rows: Counts, cluster: Cluster) -> Reals:
     step_s = np.empty(len(found.candidates))
-    for some, whole in portions(found.workload, found.candidates, rows):
-        step_s[some] = timing(whole, cluster, found.candidates.select(some), found.stack).step_s
+    for some, whole in batches_of_candidates(found.workload, found.candidates, rows):
+        step_s[some] = step_time(whole, cluster, found.candidates.select(some), found.stack).step_s
     return step_s[rows]
 
 
@@ -143,11 +145,11 @@ def _again(found: Search, workload: Workload, cluster: Cluster) -> Search:
     return search(workload, cluster, stack=found.stack, tolerance=found.tolerance)
 
 
-def _of_memory(found: Search) -> list[Flip]:
+def _of_memory(found: Search) -> list[TippingPoint]:
     def again(factor: float) -> Search:
         return _again(found, found.workload, with_memory(found.cluster, factor))
 
-    tried = ((0.8, 0.6), (1.5, 2.0, 4.0)) if _listed(found) < MANY else ((0.7,), (2.0,))
+    tried = ((0.8, 0.6), (1.5, 2.0, 4.0)) if _listed(found) < MANY_LAYOUTS else ((0.7,), (2.0,))
     return [flip for factors in tried for flip in _first(found, "memory", factors, again)]
 
 
@@ -162,14 +164,14 @@ def with_memory(cluster: Cluster, factor: float) -> Cluster:
     )
 
 
-def _of_batch(found: Search) -> list[Flip]:
+def _of_batch(found: Search) -> list[TippingPoint]:
     def again(factor: float) -> Search:
         batch = round(found.workload.batch_sequences * factor)
         if batch < 1:
             raise PlaitError("no batch is less than one sequence; take one")
         return _again(found, replace(found.workload, batch_sequences=batch), found.cluster)
 
-    tried = ((0.5, 0.25), (2.0, 4.0, 8.0)) if _listed(found) < MANY else ((0.5,), (4.0,))
+    tried = ((0.5, 0.25), (2.0, 4.0, 8.0)) if _listed(found) < MANY_LAYOUTS else ((0.5,), (4.0,))
     return [flip for factors in tried for flip in _first(found, "batch", factors, again)]
 
 
@@ -177,29 +179,31 @@ def _listed(found: Search) -> int:
     return len(found.candidates) + found.n_refused
 
 
-def _first(found: Search, what: What, factors: tuple[float, ...], again: Callable[[float], Search]) -> list[Flip]:
+def _first(
+    found: Search, what: TippingQuantity, factors: tuple[float, ...], again: Callable[[float], Search]
+) -> list[TippingPoint]:
     """The first of the factors, going away from 1, at which another kind wins; for memory narrowed down."""
-    here, same = kinds(found.candidates)[found.chosen], 1.0
-    narrow = what == "memory" and _listed(found) < MANY
+    here, same = kinds_of(found.candidates)[found.chosen], 1.0
+    narrow = what == "memory" and _listed(found) < MANY_LAYOUTS
     for factor in factors:
         if not (other := _winner(again, factor)) or other[0] == here:
             same = factor
             continue
-        while narrow and max(same / factor, factor / same) > FINE:
+        while narrow and max(same / factor, factor / same) > FINE_STEPS:
             middle = (same * factor) ** 0.5
             between = _winner(again, middle)
             if between and between[0] != here:
                 factor, other = middle, between
             else:
                 same = middle
-        return [Flip(what=what, factor=factor, winner=other[1])]
+        return [TippingPoint(what=what, factor=factor, winner=other[1])]
     return []
 
 
-def _winner(again: Callable[[float], Search], factor: float) -> tuple[int, Row] | None:
+def _winner(again: Callable[[float], Search], factor: float) -> tuple[int, CandidateRow] | None:
     """The kind and the row that would be chosen; None where nothing fits."""
     try:
         other = again(factor)
     except PlaitError:
         return None
-    return int(kinds(other.candidates)[other.chosen]), other.candidates.row(other.chosen)
+    return int(kinds_of(other.candidates)[other.chosen]), other.candidates.row(other.chosen)

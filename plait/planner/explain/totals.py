@@ -9,7 +9,7 @@ from plait.units import Amount, format_count, format_duration
 JOULES_PER_KWH = 3.6e6
 
 
-def whole_run(found: Search, budget: Amount) -> list[str]:
+def run_totals(found: Search, budget: Amount) -> list[str]:
     """The run's costs, a sentence each; what no public figure tells is said."""
     step_s, cluster = float(found.step_s[found.chosen]), found.cluster
     steps = steps_for(budget, found.workload.tokens, step_s=step_s)

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from plait.planner.heterogeneous.assignment import Deal
+from plait.planner.heterogeneous.assignment import WorkAssignment
 from plait.planner.heterogeneous.batch_shares import equal_shares
-from plait.planner.heterogeneous.device_speeds import Devices
-from plait.planner.heterogeneous.host_permutations import unlike_roads
+from plait.planner.heterogeneous.device_speeds import DeviceSpeeds
+from plait.planner.heterogeneous.host_permutations import has_unequal_links
 from plait.planner.search.found import Search
-from plait.planner.search.host_order import better_start, free_to_move
-from plait.planner.search.layout_cost import price, step_seconds
+from plait.planner.search.host_order import may_reorder_hosts, with_better_first_host
+from plait.planner.search.layout_cost import step_seconds, step_time_of
 from plait.units import format_bytes, format_duration
 
-NAMED = 6
+OWNERS_NAMED = 6
 """Owners of devices up to which each one's share is named."""
 
 
@@ -32,10 +32,10 @@ class _Owner:
     """Of the batch; None where parts of it are worked on by others, too."""
 
 
-def unequal_words(found: Search, index: int) -> list[str]:
+def unequal_lines(found: Search, index: int) -> list[str]:
     """Who does what in a layout on unequal devices, and why; nothing where devices are equal and no shares named."""
-    deal, devices = found.deal(index), found.dealer.devices
-    if deal is None or (devices.alike and not found.dealer.named):
+    deal, devices = found.assignment(index), found.assigner.devices
+    if deal is None or (devices.are_equal and not found.assigner.named_shares):
         return []
     told = [_shares(found, deal), *_stages(found, deal)]
     return [line for line in told if line]
@@ -43,51 +43,62 @@ def unequal_words(found: Search, index: int) -> list[str]:
 
 def unequal_reasons(found: Search) -> list[str]:
     """What the chosen layout gains by unequal shares or stages, and what might gain more."""
-    deal, devices = found.deal(found.chosen), found.dealer.devices
-    if deal is None or devices.alike:
+    deal, devices = found.assignment(found.chosen), found.assigner.devices
+    if deal is None or devices.are_equal:
         return _order_words(found)
     return _order_words(found) + _equal_words(found, deal) + _start_words(found)
 
 
-def shares_of(found: Search, index: int) -> tuple[int, ...]:
+def unequal_shares_of(found: Search, index: int) -> tuple[int, ...]:
     """The plan's shares: none where they are as equal as can be."""
-    deal = found.deal(index)
-    if deal is None or deal.shares == equal_shares(sum(deal.shares), len(deal.shares)):
+    deal = found.assignment(index)
+    if deal is None or deal.sequences_per_replica == equal_shares(
+        sum(deal.sequences_per_replica), len(deal.sequences_per_replica)
+    ):
         return ()
-    return deal.shares
+    return deal.sequences_per_replica
 
 
-def _owners(devices: Devices, deal: Deal, each: int) -> list[_Owner]:
+def _owners(devices: DeviceSpeeds, deal: WorkAssignment, each: int) -> list[_Owner]:
     """All owners in the order of their ranks; `each` is the number of devices of a part at one stage."""
-    speeds, owners = np.array(devices.speeds), np.array(devices.owners)
+    speeds, owners = np.array(devices.speeds), np.array(devices.device_names_by_owner)
     own = [speeds[owners == owner].min() for owner in range(len(devices.names))]
-    parts = owners.reshape(deal.ranks, len(deal.shares), each).transpose(1, 0, 2).reshape(len(deal.shares), -1)
+    parts = (
+        owners.reshape(deal.ranks, len(deal.sequences_per_replica), each)
+        .transpose(1, 0, 2)
+        .reshape(len(deal.sequences_per_replica), -1)
+    )
     alone = (parts == parts[:, :1]).all()
-    done = [sum(s for s, owner in zip(deal.shares, parts[:, 0], strict=True) if owner == o) for o in range(len(own))]
+    done = [
+        sum(s for s, owner in zip(deal.sequences_per_replica, parts[:, 0], strict=True) if owner == o)
+        for o in range(len(own))
+    ]
     return [
-        _Owner(name=name, slower=max(own) / speed, share=count / sum(deal.shares) if alone else None)
+        _Owner(name=name, slower=max(own) / speed, share=count / sum(deal.sequences_per_replica) if alone else None)
         for name, speed, count in zip(devices.names, own, done, strict=True)
     ]
 
 
-def _shares(found: Search, deal: Deal) -> str | None:
-    count = sum(deal.shares)
-    each = found.cluster.devices // deal.ranks // len(deal.shares)
-    owners = _owners(found.dealer.devices, deal, each)
-    if len(deal.shares) == 1:
+def _shares(found: Search, deal: WorkAssignment) -> str | None:
+    count = sum(deal.sequences_per_replica)
+    each = found.cluster.devices // deal.ranks // len(deal.sequences_per_replica)
+    owners = _owners(found.assigner.devices, deal, each)
+    if len(deal.sequences_per_replica) == 1:
         return None
-    if found.dealer.named:
-        return f"each batch is dealt out as layout.shares says: {_numbers(deal.shares)} of {count} sequences"
-    if deal.shares == equal_shares(count, len(deal.shares)):
+    if found.assigner.named_shares:
+        shares = _numbers(deal.sequences_per_replica)
+        return f"each batch is dealt out as layout.shares says: {shares} of {count} sequences"
+    if deal.sequences_per_replica == equal_shares(count, len(deal.sequences_per_replica)):
         slowest = max(owners, key=lambda owner: owner.slower)
-        if count < 8 * len(deal.shares) and slowest.slower > 1 + 1 / 8:
+        if count < 8 * len(deal.sequences_per_replica) and slowest.slower > 1 + 1 / 8:
             return (
                 f"{count} sequences a step are too few to deal out by speed; {slowest.name} is "
                 f"{_times(slowest.slower)} slower and sets the pace: raise train.batch_tokens"
             )
         return None
-    if owners[0].share is None or len(owners) > NAMED:
-        return f"parts of each batch by the speed of their slowest device: {_numbers(deal.shares)} of {count} sequences"
+    if owners[0].share is None or len(owners) > OWNERS_NAMED:
+        shares = _numbers(deal.sequences_per_replica)
+        return f"parts of each batch by the speed of their slowest device: {shares} of {count} sequences"
     return _by_owner(owners, found.cluster.devices > len(owners))
 
 
@@ -107,20 +118,23 @@ def _by_owner(owners: Sequence[_Owner], several: bool) -> str:
     return f"of each batch do, by the speed of their devices: {told}"
 
 
-def at_once_values(found: Search, index: int) -> dict[str, Any]:
+def micro_sequences_values(found: Search, index: int) -> dict[str, Any]:
     """Sequences at a time, for programs: as a plan has them."""
-    limits = found.at_once(index)
+    limits = found.micro_sequences(index)
     return {"micro_sequences": max(limits), "micro_limits": limits if len(limits) > 1 else ()}
 
 
-def limit_words(found: Search, index: int) -> list[str]:
+def memory_limit_lines(found: Search, index: int) -> list[str]:
     """Who takes fewer sequences at a time than others, for want of memory."""
-    limits, deal = found.at_once(index), found.deal(index)
+    limits, deal = found.micro_sequences(index), found.assignment(index)
     if deal is None or len(limits) == 1:
         return []
-    devices, most = found.dealer.devices, max(limits)
+    devices, most = found.assigner.devices, max(limits)
     place = deal.ranks, len(limits), -1
-    owners, memories = np.array(devices.owners).reshape(place), np.array(devices.memory_bytes).reshape(place)
+    owners, memories = (
+        np.array(devices.device_names_by_owner).reshape(place),
+        np.array(devices.memory_bytes).reshape(place),
+    )
     fewer: dict[str, tuple[int, float]] = {}
     for part, limit in enumerate(limits):
         least = memories[:, part].argmin()
@@ -128,42 +142,44 @@ def limit_words(found: Search, index: int) -> list[str]:
         if limit < most:
             fewer[name] = (min(limit, fewer.get(name, (limit, 0))[0]), float(memories[:, part].ravel()[least]))
     told = [f"{name} takes {limit}, it has {format_bytes(size)}" for name, (limit, size) in fewer.items()]
-    if len(told) > NAMED:
-        told = [*told[: NAMED - 1], f"and {len(told) - NAMED + 1} others fewer, too"]
+    if len(told) > OWNERS_NAMED:
+        told = [*told[: OWNERS_NAMED - 1], f"and {len(told) - OWNERS_NAMED + 1} others fewer, too"]
     return [f"{most} sequences at a time, and fewer where memory is short: {'; '.join(told)}"]
 
 
-def _stages(found: Search, deal: Deal) -> list[str]:
+def _stages(found: Search, deal: WorkAssignment) -> list[str]:
     """Which layers stand where in a pipeline, and why."""
-    devices = found.dealer.devices
-    if deal.ranks == 1 or (deal.speeds == 1).all():
+    devices = found.assigner.devices
+    if deal.ranks == 1 or (deal.relative_speed == 1).all():
         return []
-    owners = np.array(devices.owners).reshape(deal.ranks, -1)
-    speeds = deal.speeds.sum(axis=1)
+    owners = np.array(devices.device_names_by_owner).reshape(deal.ranks, -1)
+    speeds = deal.relative_speed.sum(axis=1)
     told = []
     for rank in range(deal.ranks):
         names = list(dict.fromkeys(devices.names[owner] for owner in owners[rank]))
         slower = speeds.max() / speeds[rank]
         note = f", {_times(slower)} slower" if slower > 1.01 else ""
-        told.append(f"{deal.held[rank]:.0f} on {' and '.join(names[:3])}{' and others' * (len(names) > 3)}{note}")
-    if len(told) > NAMED:
-        told = [*told[: NAMED - 1], f"… {told[-1]}"]
-    head = f"the head and the loss count as {devices.head:.2g} layers"
+        told.append(
+            f"{deal.layers_per_rank[rank]:.0f} on {' and '.join(names[:3])}{' and others' * (len(names) > 3)}{note}"
+        )
+    if len(told) > OWNERS_NAMED:
+        told = [*told[: OWNERS_NAMED - 1], f"… {told[-1]}"]
+    head = f"the head and the loss count as {devices.head_cost_in_layers:.2g} layers"
     return [f"layers by the speed of their devices: {'; '.join(told)} ({head})"]
 
 
-def _equal_words(found: Search, deal: Deal) -> list[str]:
+def _equal_words(found: Search, deal: WorkAssignment) -> list[str]:
     """What equal shares and stages of equal cost would take."""
     here = float(found.step_s[found.chosen])
-    if deal.even or found.dealer.named:
+    if deal.is_even or found.assigner.named_shares:
         return []
     one = found.candidates.select(np.array([found.chosen]))
-    if isinstance(one.dealing, tuple):
-        equal_s = float(price(found.workload, found.cluster, one, found.stack).step_s[0])
+    if isinstance(one.layer_split, tuple):
+        equal_s = float(step_time_of(found.workload, found.cluster, one, found.stack).step_s[0])
     else:
-        flat = replace(found.dealer.devices, speeds=(1.0,) * found.cluster.devices, timed=False)
-        dealer = replace(found.dealer, devices=flat)
-        numbers = found.numbers[[found.chosen]]
+        flat = replace(found.assigner.devices, speeds=(1.0,) * found.cluster.devices, is_measured=False)
+        dealer = replace(found.assigner, devices=flat)
+        numbers = found.n_microbatches[[found.chosen]]
         equal_s = float(step_seconds(found.workload, found.cluster, one, found.stack, dealer, numbers)[0])
     if equal_s < 1.01 * here:
         return []
@@ -174,23 +190,25 @@ def _equal_words(found: Search, deal: Deal) -> list[str]:
 
 def _order_words(found: Search) -> list[str]:
     """In which order the machines stand, where that is not as they were given."""
-    if found.turned is None:
+    if found.host_order is None:
         return []
-    names, before_s = ", ".join(found.dealer.devices.names), found.turned.step_s_in_given_order
+    names, before_s = ", ".join(found.assigner.devices.names), found.host_order.step_s_in_given_order
     if before_s is None:
         what = "what [layout] asks for would not fit" if found.constraints.degrees else "no layout would fit"
         return [f"the machines stand in the order {names}: as they were given {what}"]
     longer = before_s / float(found.step_s[found.chosen]) - 1
-    roads = " (some roads between them are faster than others)" if unlike_roads(found.cluster) else ""
+    roads = " (some roads between them are faster than others)" if has_unequal_links(found.cluster) else ""
     return [f"the machines stand in the order {names}: as they were given a step would take {longer:.0%} longer{roads}"]
 
 
 def _start_words(found: Search) -> list[str]:
     """Whether another machine should be the first."""
-    if not (other := better_start(found)):
+    if not (other := with_better_first_host(found)):
         return []
-    names, spent = other.dealer.devices.names, float(other.step_s[other.chosen])
-    rest = "the others find their places" if free_to_move(found.constraints) else "let the others join in this order"
+    names, spent = other.assigner.devices.names, float(other.step_s[other.chosen])
+    rest = (
+        "the others find their places" if may_reorder_hosts(found.constraints) else "let the others join in this order"
+    )
     here = format_duration(float(found.step_s[found.chosen]))
     return [
         f"with the machines in the order {', '.join(names)} a step would take {format_duration(spent)}, not {here}: "
@@ -203,6 +221,6 @@ def _times(factor: float) -> str:
 
 
 def _numbers(shares: Sequence[int]) -> str:
-    if len(shares) <= 2 * NAMED:
+    if len(shares) <= 2 * OWNERS_NAMED:
         return " + ".join(str(share) for share in shares)
     return f"{min(shares)} to {max(shares)}"

@@ -9,14 +9,14 @@ from itertools import chain
 from math import ceil
 
 from plait.data.portions import micro_sizes
-from plait.layout import share
+from plait.layout import equal_share
 
-WORTH = 0.03
+LEAST_GAIN_OF_UNEQUAL_SHARES = 0.03
 """Of the time, what unequal shares must save at least: less is no evidence that they would."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meetings:
+class ShardGroups:
     """Parts whose ranks meet in the middle of every micro-batch, as many of them one after the other as `size` says.
 
     They take equally many micro-batches, so that one with fewer sequences computes some in which nothing counts.
@@ -34,7 +34,7 @@ class Meetings:
 
     def best(self, count: int, speeds: Sequence[float]) -> tuple[int, ...]:
         """As `shares` deals, by what is computed; one meeting more, which costs messages, must be WORTH it."""
-        free = shares(count, speeds)
+        free = shares_by_speed(count, speeds)
         if self.size == 1:
             return free
         fewest = ceil(count / sum(self.limits))
@@ -42,12 +42,14 @@ class Meetings:
         capped = [_dealt(count, speeds, [number * limit for limit in self.limits]) for number in range(fewest, most)]
         best, *more = (*capped, free)
         for dealt in more:
-            if last_s(self.computed(dealt), speeds) < (1 - WORTH) * last_s(self.computed(best), speeds):
+            if slowest_s(self.computed(dealt), speeds) < (1 - LEAST_GAIN_OF_UNEQUAL_SHARES) * slowest_s(
+                self.computed(best), speeds
+            ):
                 best = dealt
         return best
 
 
-def shares(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
+def shares_by_speed(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """How `count` sequences are best dealt to parts of these speeds: the last one is done as early as can be.
 
     Everybody gets one at least; `count` must be as many as there are parts, or more.
@@ -85,15 +87,15 @@ def _whole_parts(count: int, speeds: Sequence[float]) -> list[int]:
 
 def equal_shares(count: int, parts: int) -> tuple[int, ...]:
     """As equal as can be: what each part gets where devices are alike."""
-    return tuple(share(count, parts, part)[1] for part in range(parts))
+    return tuple(equal_share(count, parts, part)[1] for part in range(parts))
 
 
-def worthwhile(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
+def shares_if_worthwhile(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """Shares by speed where they end a step earlier by what counts, else equal ones."""
-    equal, dealt = equal_shares(count, len(speeds)), shares(count, speeds)
-    return dealt if last_s(dealt, speeds) < (1 - WORTH) * last_s(equal, speeds) else equal
+    equal, dealt = equal_shares(count, len(speeds)), shares_by_speed(count, speeds)
+    return dealt if slowest_s(dealt, speeds) < (1 - LEAST_GAIN_OF_UNEQUAL_SHARES) * slowest_s(equal, speeds) else equal
 
 
-def last_s(dealt: Sequence[int], speeds: Sequence[float]) -> float:
+def slowest_s(dealt: Sequence[int], speeds: Sequence[float]) -> float:
     """When the last part is done, where speeds are sequences a second."""
     return max(part / speed for part, speed in zip(dealt, speeds, strict=True))

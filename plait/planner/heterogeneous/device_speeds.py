@@ -7,93 +7,95 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from plait.cluster.cluster import Cluster, Island
-from plait.cluster.measured import Measured, MeasuredDevice
-from plait.cluster.topology import told_apart
+from plait.cluster.measured import MeasuredDevice, Measurements
+from plait.cluster.topology import numbered_names
 from plait.planner.problem.candidates import Candidates
-from plait.planner.problem.software_profile import Stack
-from plait.planner.problem.stage_partition import head_layers
+from plait.planner.problem.software_profile import SoftwareProfile
+from plait.planner.problem.stage_partition import head_cost_in_layers
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time import measured_compute
-from plait.planner.step_time.device_time import Arithmetic, arithmetic, clocked
-from plait.planner.step_time.roofline import chip
+from plait.planner.step_time.device_time import DeviceTime, device_time_of, was_measured
+from plait.planner.step_time.roofline import device_rates
 
-ALIKE = 0.05
+EQUAL_SPEED_TOLERANCE = 0.05
 """Devices whose speeds differ by no more count as equal."""
-TIMED_TOKENS = 4096
+MEASURED_TOKENS = 4096
 """Tokens of the micro-batch by which devices are compared: a usual one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Devices:
+class DeviceSpeeds:
     """The devices of a cluster in the order of ranks, as unequal as they are."""
 
     speeds: tuple[float, ...]
     """Of each, where the one that sets the planner's prices (device_time.py) has 1; all 1 where they are alike."""
     memory_bytes: tuple[int, ...]
-    owners: tuple[int, ...]
+    device_names_by_owner: tuple[int, ...]
     """Which of `names` each belongs to."""
     names: tuple[str, ...]
     """Of hosts where a probe has been, else of the kinds of devices."""
-    head: float
+    head_cost_in_layers: float
     """What the head and the loss cost, in average layers."""
-    lookup: float
+    embedding_cost_in_layers: float
     """The same of looking up the embedding."""
-    timed: bool
+    is_measured: bool
     """Whether a probe timed the layers, the head and the embedding."""
 
     @property
-    def alike(self) -> bool:
+    def are_equal(self) -> bool:
         return len(set(self.speeds)) == 1
 
     @property
-    def equal_memory(self) -> bool:
+    def have_equal_memory(self) -> bool:
         return len(set(self.memory_bytes)) == 1
 
     @property
     def smallest(self) -> str:
         """What the smallest device is called in a sentence."""
-        if self.equal_memory:
+        if self.have_equal_memory:
             return "the smallest device"
         least = min(range(len(self.memory_bytes)), key=lambda at: self.memory_bytes[at])
-        return f"the smallest device ({self.names[self.owners[least]]})"
+        return f"the smallest device ({self.names[self.device_names_by_owner[least]]})"
 
 
-def devices_of(workload: Workload, cluster: Cluster, stack: Stack) -> Devices:
+def device_speeds_of(workload: Workload, cluster: Cluster, stack: SoftwareProfile) -> DeviceSpeeds:
     """The devices of a cluster, compared by the time that each takes for one sequence through the whole model."""
-    slowest = arithmetic(workload, cluster, stack)
+    slowest = device_time_of(workload, cluster, stack)
     told = _timed(workload, cluster, slowest) or _described(workload, cluster, slowest)
-    head, lookup = (head_layers(workload), 0.0) if slowest.clock is None else _ends(slowest, slowest.clock)
-    return replace(told, head=head, lookup=lookup)
+    head, lookup = (head_cost_in_layers(workload), 0.0) if slowest.clock is None else _ends(slowest, slowest.clock)
+    return replace(told, head_cost_in_layers=head, embedding_cost_in_layers=lookup)
 
 
-def _timed(w: Workload, cluster: Cluster, slowest: Arithmetic) -> Devices | None:
+def _timed(w: Workload, cluster: Cluster, slowest: DeviceTime) -> DeviceSpeeds | None:
     """By the clocks of a probe, if it timed just these devices; each worker's own speed counts, not only its host's."""
     measured = cluster.measured
-    if not clocked(w, cluster) or measured is None or sum(d.workers for d in measured.devices) != cluster.devices:
+    if not was_measured(w, cluster) or measured is None or sum(d.workers for d in measured.devices) != cluster.devices:
         return None
     unit_s = _model_s(slowest)
     each: list[tuple[float, int]] = []
     for place, host in enumerate(measured.devices):
         own = unit_s / _model_s(replace(slowest, clock=host))
         each += [(own * rate / statistics.median(host.rates), place) for rate in host.rates]
-    names = told_apart(tuple(host.host for host in measured.devices))
-    tolerance = ALIKE + _doubt(measured)
+    names = numbered_names(tuple(host.host for host in measured.devices))
+    tolerance = EQUAL_SPEED_TOLERANCE + _doubt(measured)
     return _devices(cluster, each, names, tolerance)
 
 
-def _doubt(measured: Measured) -> float:
+def _doubt(measured: Measurements) -> float:
     """What a difference of speeds must exceed beside: half of the spread that timings of products had."""
     spreads = [one.spread for host in measured.devices for one in host.of("product")]
     return min(0.5 * statistics.median(spreads), 0.1) if spreads else 0.0
 
 
-def _described(w: Workload, cluster: Cluster, slowest: Arithmetic) -> Devices:
+def _described(w: Workload, cluster: Cluster, slowest: DeviceTime) -> DeviceSpeeds:
     """By the figures of each island's device, also where a probe timed other numbers of them."""
     formulas = replace(slowest, clock=None)
     unit_s = _model_s(formulas)
 
     def speed(island: Island) -> float:
-        return unit_s / _model_s(replace(formulas, chip=chip(island.device, w.precision, slowest.stack, island.speed)))
+        return unit_s / _model_s(
+            replace(formulas, chip=device_rates(island.device, w.precision, slowest.stack, island.speed))
+        )
 
     of_islands = [speed(island) for island in cluster.islands] if len(cluster.islands) > 1 else [1.0]
     each = [
@@ -101,21 +103,21 @@ def _described(w: Workload, cluster: Cluster, slowest: Arithmetic) -> Devices:
         for place, (own, island) in enumerate(zip(of_islands, cluster.islands, strict=True))
         for _ in range(island.devices)
     ]
-    names = told_apart(tuple(island.device.name for island in cluster.islands))
-    return _devices(cluster, each, names, ALIKE)
+    names = numbered_names(tuple(island.device.name for island in cluster.islands))
+    return _devices(cluster, each, names, EQUAL_SPEED_TOLERANCE)
 
 
-def _devices(cluster: Cluster, each: list[tuple[float, int]], names: tuple[str, ...], tolerance: float) -> Devices:
+def _devices(cluster: Cluster, each: list[tuple[float, int]], names: tuple[str, ...], tolerance: float) -> DeviceSpeeds:
     speeds = [speed for speed, _ in each]
     alike = max(speeds) <= (1 + tolerance) * min(speeds)
-    return Devices(
+    return DeviceSpeeds(
         speeds=(1.0,) * len(each) if alike else tuple(speeds),
         memory_bytes=tuple(_memories(cluster)),
-        owners=tuple(owner for _, owner in each),
+        device_names_by_owner=tuple(owner for _, owner in each),
         names=names,
-        head=0.0,
-        lookup=0.0,
-        timed=cluster.measured is not None,
+        head_cost_in_layers=0.0,
+        embedding_cost_in_layers=0.0,
+        is_measured=cluster.measured is not None,
     )
 
 
@@ -124,23 +126,23 @@ def _memories(cluster: Cluster) -> Iterator[int]:
         yield from [island.device.memory_bytes] * island.devices
 
 
-def _model_s(device: Arithmetic) -> float:
+def _model_s(device: DeviceTime) -> float:
     """Seconds of one usual micro-batch, forward and backward, through all layers and the head."""
     layer, head = _parts_s(device)
     return device.workload.layers * layer + head
 
 
-def _parts_s(device: Arithmetic) -> tuple[float, float]:
+def _parts_s(device: DeviceTime) -> tuple[float, float]:
     w = device.workload
-    usual = Candidates.of([{"micro_sequences": max(1, min(w.batch_sequences, TIMED_TOKENS // w.sequence))}])
+    usual = Candidates.from_rows([{"micro_sequences": max(1, min(w.batch_sequences, MEASURED_TOKENS // w.sequence))}])
     layer = device.layer(usual)
     return float((layer.forward + layer.backward)[0]), float(device.head(usual)[0])
 
 
-def _ends(device: Arithmetic, clock: MeasuredDevice) -> tuple[float, float]:
+def _ends(device: DeviceTime, clock: MeasuredDevice) -> tuple[float, float]:
     """What head and embedding cost in layers, as they were timed."""
     w = device.workload
-    tokens = max(1, min(w.batch_sequences, TIMED_TOKENS // w.sequence)) * w.sequence
+    tokens = max(1, min(w.batch_sequences, MEASURED_TOKENS // w.sequence)) * w.sequence
     layer, both = _parts_s(device)
     lookup = float(measured_compute.embedding_s(clock, tokens, w.width, w.vocabulary))
     return (both - lookup) / layer, lookup / layer

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from plait.cluster.cluster import Cluster, Island
 from plait.planner.problem.candidates import Candidates
-from plait.planner.step_time.host_links import host_roads
+from plait.planner.step_time.host_links import host_links_of
 
-MOST_BLOCKS = 4
+MOST_BLOCKS_PERMUTED = 4
 """Machines, or rows of equal ones, up to which all orders are tried."""
 
 
@@ -21,13 +21,13 @@ MOST_BLOCKS = 4
 class HostOrder:
     """Machines in another order than they were given in."""
 
-    places: tuple[int, ...]
+    hosts: tuple[int, ...]
     """The number that the machine at each place had."""
     step_s_in_given_order: float | None
     """What a step would take with them as they were; None where nothing would fit them."""
 
 
-def torn(cluster: Cluster, candidates: Candidates) -> NDArray[np.bool_]:
+def crosses_hosts_needlessly(cluster: Cluster, candidates: Candidates) -> NDArray[np.bool_]:
     """Where a group that cuts matrices or sequences would straddle two machines although each is large enough for one.
 
     Such a group would wait for the slow link in every layer.
@@ -82,14 +82,14 @@ def other_orders(cluster: Cluster, *, first_stays: bool) -> list[tuple[tuple[int
     return found
 
 
-def unlike_roads(cluster: Cluster) -> bool:
+def has_unequal_links(cluster: Cluster) -> bool:
     """Whether a probe found some roads between the hosts to be far faster than others."""
-    return cluster.measured is not None and host_roads(cluster.measured) is not None
+    return cluster.measured is not None and host_links_of(cluster.measured) is not None
 
 
 def _chain(cluster: Cluster, blocks: Sequence[Island]) -> tuple[int, ...]:
     """Many machines so that neighbours have fast roads; empty where roads are alike, or all orders are tried."""
-    found = host_roads(cluster.measured) if cluster.measured and len(blocks) > MOST_BLOCKS else None
+    found = host_links_of(cluster.measured) if cluster.measured and len(blocks) > MOST_BLOCKS_PERMUTED else None
     order = found.chain() if found else ()
     return order if len(order) == len(blocks) else ()
 
@@ -97,7 +97,7 @@ def _chain(cluster: Cluster, blocks: Sequence[Island]) -> tuple[int, ...]:
 def _orders(blocks: Sequence[Island], *, first_stays: bool) -> Iterator[tuple[int, ...]]:
     first = (0,) if first_stays else ()
     rest = range(len(first), len(blocks))
-    if len(blocks) <= MOST_BLOCKS:
+    if len(blocks) <= MOST_BLOCKS_PERMUTED:
         ways = permutations(rest)
     else:
         upwards = tuple(sorted(rest, key=lambda at: blocks[at].speed * max(blocks[at].device.peak_flops.values())))
@@ -108,7 +108,7 @@ def _orders(blocks: Sequence[Island], *, first_stays: bool) -> Iterator[tuple[in
 def _blocks(cluster: Cluster) -> list[Island]:
     """What can stand at another place by itself: each machine where they are few, or their roads are unlike; else all
     of a kind."""
-    if cluster.nodes > MOST_BLOCKS and not unlike_roads(cluster):
+    if cluster.nodes > MOST_BLOCKS_PERMUTED and not has_unequal_links(cluster):
         return list(cluster.islands)
     return [replace(island, nodes=1) for island in cluster.islands for _ in range(island.nodes)]
 

@@ -12,26 +12,26 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from plait.cluster.cluster import Cluster
-from plait.partition.pipeline_schedule import Kind
+from plait.partition.pipeline_schedule import ActionKind
 from plait.partition.pipeline_simulation import StageTimes, durations_s
-from plait.planner.heterogeneous.assignment import Deal
+from plait.planner.heterogeneous.assignment import WorkAssignment
 from plait.planner.problem.candidates import SCHEDULES, SHARD_WHAT, Candidates, Counts, Reals
-from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import messages_each_way, stage_layers
 from plait.planner.problem.workload import Workload
-from plait.planner.step_time.device_time import arithmetic
-from plait.planner.step_time.pipeline_step_time import FEW, MANY_ROUNDS, ROUNDS
-from plait.planner.step_time.step_time import Timing
+from plait.planner.step_time.device_time import device_time_of
+from plait.planner.step_time.pipeline_step_time import FEW_RANKS, ROUNDS_SIMULATED, ROUNDS_SIMULATED_WITH_MESSAGES
+from plait.planner.step_time.step_time import StepTime
 
-COMPUTED = ("products", "scores", "stream", "recompute")
-MESSAGES = ("tensor", "context", "experts")
+COMPUTE_ITEMS = ("products", "scores", "stream", "recompute")
+MESSAGE_ITEMS_PER_MICRO_BATCH = ("tensor", "context", "experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pace:
+class Bottleneck:
     """What sets the pace of layouts of one deal; arrays over candidates."""
 
-    times: Timing
+    times: StepTime
     """Its items are those of the stage and the part of the batch that are done last."""
     micros: Reals
     """Micro-batches of that part."""
@@ -51,7 +51,7 @@ class _Micro:
     """One micro-batch as step_time.py prices it, in seconds; arrays over candidates."""
 
     candidates: Candidates
-    times: Timing
+    times: StepTime
     count: Reals
     """Micro-batches in a step of equal parts."""
     layers: Reals
@@ -68,22 +68,22 @@ class _Micro:
         return getattr(self.times, item) / self.count
 
 
-def paced(
+def bottleneck(
     workload: Workload,
     cluster: Cluster,
     candidates: Candidates,
-    stack: Stack,
-    deal: Deal,
-    times: Timing,
+    stack: SoftwareProfile,
+    deal: WorkAssignment,
+    times: StepTime,
     numbers: Counts | None = None,
-) -> Pace:
+) -> Bottleneck:
     """Candidates of one deal on its devices; `times` are those of equal devices, Note [the pace of unequal devices].
 
     `numbers` are the micro-batches that parts take who meet in each, where it is not the largest that decides.
     """
     micro = _micro(workload, cluster, candidates, stack, times)
-    numbers = -(-max(deal.shares) // candidates.micro_sequences) if numbers is None else numbers
-    table = np.vstack([deal.speeds, deal.shares])
+    numbers = -(-max(deal.sequences_per_replica) // candidates.micro_sequences) if numbers is None else numbers
+    table = np.vstack([deal.relative_speed, deal.sequences_per_replica])
     _, distinct = np.unique(table, axis=1, return_index=True)
     parts = [_part(micro, deal, int(part), numbers) for part in distinct]
     here = np.arange(len(candidates))
@@ -93,47 +93,50 @@ def paced(
     )
     stages = np.stack([part.stages_s for part in parts])[last, :, here].T
     rank = stages.argmax(axis=0)
-    speed = deal.speeds[rank, distinct[last]]
+    speed = deal.relative_speed[rank, distinct[last]]
     found = _items(micro, deal, (micros, rank, speed, piped), numbers)
     parts = _parts(micro, deal)
-    return Pace(times=found, micros=micros, stages_s=stages, settled_s=settled, piped_s=piped, parts=parts)
+    return Bottleneck(times=found, micros=micros, stages_s=stages, settled_s=settled, piped_s=piped, parts=parts)
 
 
-def simulated_uneven_s(
+def simulated_unequal_s(
     workload: Workload,
     cluster: Cluster,
     c: Candidates,
-    stack: Stack,
-    deal: Deal,
-    times: Timing,
+    stack: SoftwareProfile,
+    deal: WorkAssignment,
+    times: StepTime,
     numbers: Counts | None = None,
 ) -> Reals:
     """Seconds of a step, the pipeline simulated by its list of actions in place of `paced`'s closed form."""
-    pace = paced(workload, cluster, c, stack, deal, times, numbers)
+    pace = bottleneck(workload, cluster, c, stack, deal, times, numbers)
     step_s = pace.times.step_s.copy()
     ranks, virtual = deal.ranks, len(deal.stage_layers) // deal.ranks
     sent, micros = pace.times.sent / stack.speed, pace.micros.astype(np.int64)
-    rounds = np.where((sent > 0.0) & (ranks <= FEW), MANY_ROUNDS, ROUNDS) * ranks + micros % ranks
+    rounds = (
+        np.where((sent > 0.0) & (ranks <= FEW_RANKS), ROUNDS_SIMULATED_WITH_MESSAGES, ROUNDS_SIMULATED) * ranks
+        + micros % ranks
+    )
     short = np.minimum(micros, rounds)
     spent = _spent(workload, cluster, c, stack, deal, pace)
     keys = np.stack([c.schedule, short])
     for key in np.unique(keys, axis=1).T:
         rows = np.flatnonzero((keys == key[:, None]).all(axis=0))
         schedule, simulated = SCHEDULES[int(key[0])], int(key[1])
-        few: dict[Kind, Reals] = {kind: values[:, rows] for kind, values in spent.items()}
+        few: dict[ActionKind, Reals] = {kind: values[:, rows] for kind, values in spent.items()}
         whole = durations_s(schedule, (ranks, virtual, simulated), few, sent[rows])
         step_s[rows] += whole + (micros[rows] - simulated) * pace.settled_s[rows] - pace.piped_s[rows]
     return step_s
 
 
-def uneven_stage_times(
-    workload: Workload, cluster: Cluster, one: Candidates, stack: Stack, deal: Deal, times: Timing
+def unequal_stage_times(
+    workload: Workload, cluster: Cluster, one: Candidates, stack: SoftwareProfile, deal: WorkAssignment, times: StepTime
 ) -> tuple[StageTimes, int]:
     """Seconds of each stage for one micro-batch of a single candidate, as `simulated_uneven_s` takes them.
 
     And how many micro-batches the part of the batch has that is done last.
     """
-    pace = paced(workload, cluster, one, stack, deal, times)
+    pace = bottleneck(workload, cluster, one, stack, deal, times)
     spent = _spent(workload, cluster, one, stack, deal, pace)
     seconds = {kind: tuple(float(s) for s in values[:, 0]) for kind, values in spent.items()}
     stages = StageTimes(
@@ -144,12 +147,13 @@ def uneven_stage_times(
     return stages, round(float(pace.micros[0]))
 
 
-def _micro(w: Workload, cluster: Cluster, c: Candidates, stack: Stack, t: Timing) -> _Micro:
+def _micro(w: Workload, cluster: Cluster, c: Candidates, stack: SoftwareProfile, t: StepTime) -> _Micro:
     held = stage_layers(w, c)
     layers = np.where(t.head > 0, held.last, held.most)  # as step_time.py found the busiest rank
-    count = np.ceil(w.batch_sequences / (c.batch_parts * c.micro_sequences))
+    count = np.ceil(w.batch_sequences / (c.data_parallel_degree * c.micro_sequences))
     computed, messages = (
-        np.add.reduce([getattr(t, item) for item in items]) / count / layers for items in (COMPUTED, MESSAGES)
+        np.add.reduce([getattr(t, item) for item in items]) / count / layers
+        for items in (COMPUTE_ITEMS, MESSAGE_ITEMS_PER_MICRO_BATCH)
     )
     return _Micro(
         candidates=c,
@@ -158,17 +162,17 @@ def _micro(w: Workload, cluster: Cluster, c: Candidates, stack: Stack, t: Timing
         layers=layers,
         computed=computed,
         messages=messages,
-        head=arithmetic(w, cluster, stack).head(c) / stack.speed,
+        head=device_time_of(w, cluster, stack).head(c) / stack.speed,
         sent=t.sent / stack.speed,
     )
 
 
-def _parts(micro: _Micro, deal: Deal) -> Reals:
+def _parts(micro: _Micro, deal: WorkAssignment) -> Reals:
     """Each stage's share of its rank's time for a micro-batch."""
     layers = np.array(deal.stage_layers, dtype=np.float64)
     virtual, rank = len(layers) // deal.ranks, np.arange(len(layers)) % deal.ranks
     work = layers[:, None] * (micro.computed + micro.messages) + micro.each("host") / virtual
-    work[0] += deal.lookup * micro.computed
+    work[0] += deal.embedding_cost_in_layers * micro.computed
     work[-1] += micro.head
     return work / np.add.reduce(work.reshape(virtual, deal.ranks, -1))[rank]
 
@@ -181,22 +185,24 @@ class _Part:
     piped_s: Reals
 
 
-def _part(micro: _Micro, deal: Deal, part: int, numbers: Counts) -> _Part:
+def _part(micro: _Micro, deal: WorkAssignment, part: int, numbers: Counts) -> _Part:
     """One part of the batch: its micro-batches and its way through the stages.
 
     Where it meets others in each of theirs, of which the part that takes most has so many, it computes one sequence at
     least in every one.
     """
     c, ranks = micro.candidates, deal.ranks
-    work = deal.held[:, None] * micro.computed + micro.each("host")
-    work[0] += deal.lookup * micro.computed
+    work = deal.layers_per_rank[:, None] * micro.computed + micro.each("host")
+    work[0] += deal.embedding_cost_in_layers * micro.computed
     work[-1] += micro.head
-    stages = work / deal.speeds[:, [part]] + deal.held[:, None] * micro.messages + micro.each("passes")
-    computed, meets = np.full(len(c), deal.shares[part]), c.shard_what == SHARD_WHAT.index("parameters")
+    stages = (
+        work / deal.relative_speed[:, [part]] + deal.layers_per_rank[:, None] * micro.messages + micro.each("passes")
+    )
+    computed, meets = np.full(len(c), deal.sequences_per_replica[part]), c.shard_what == SHARD_WHAT.index("parameters")
     for size in np.unique(c.shard[meets]):
         first = part - part % size
-        most = max(deal.shares[first : first + size])
-        fewest = numbers if most == max(deal.shares) else -(-most // c.micro_sequences)
+        most = max(deal.sequences_per_replica[first : first + size])
+        fewest = numbers if most == max(deal.sequences_per_replica) else -(-most // c.micro_sequences)
         computed = np.where(meets & (c.shard == size), np.maximum(computed, fewest), computed)
     micros = computed / c.micro_sequences
     if ranks == 1:  # a last micro-batch that is not full takes less
@@ -212,29 +218,33 @@ def _part(micro: _Micro, deal: Deal, part: int, numbers: Counts) -> _Part:
     return _Part(micros=micros, stages_s=stages, settled_s=settled, piped_s=piped)
 
 
-def _items(micro: _Micro, deal: Deal, pacing: tuple[Reals, Counts, Reals, Reals], numbers: Counts) -> Timing:
+def _items(
+    micro: _Micro, deal: WorkAssignment, pacing: tuple[Reals, Counts, Reals, Reals], numbers: Counts
+) -> StepTime:
     """The step's items, of which those that come with each micro-batch are of the given rank of the pacing part."""
     micros, rank, speed, piped_s = pacing
-    t, c, held = micro.times, micro.candidates, deal.held
+    t, c, held = micro.times, micro.candidates, deal.layers_per_rank
     more = held[rank] / micro.layers * micros / micro.count
-    items = {item: getattr(t, item) * more / speed for item in COMPUTED}
-    items |= {item: getattr(t, item) * more for item in MESSAGES}
+    items = {item: getattr(t, item) * more / speed for item in COMPUTE_ITEMS}
+    items |= {item: getattr(t, item) * more for item in MESSAGE_ITEMS_PER_MICRO_BATCH}
     items["head"] = np.where(rank == deal.ranks - 1, micro.head * micros / speed, 0.0)
     items |= {"host": micro.each("host") * micros / speed, "passes": micro.each("passes") * micros}
     items["bubble"] = piped_s - np.add.reduce(list(items.values()))
     # Sharded parameters are gathered for each micro-batch, and all ranks have as many.
     meetings = np.where(c.shard_what == SHARD_WHAT.index("parameters"), numbers / micro.count, 1.0)
     items |= {"parameters": t.parameters * meetings, "gradients": t.gradients * meetings}
-    updated = (held[:, None] / deal.speeds).max() / held.max()
+    updated = (held[:, None] / deal.relative_speed).max() / held.max()
     items["optimizer"] = t.optimizer * updated
     step_s = np.add.reduce(list(items.values()))
     items["waiting"] = t.waiting * step_s / (t.step_s - t.waiting)
     return replace(t, **items, step_s=step_s + items["waiting"])
 
 
-def _spent(w: Workload, cluster: Cluster, c: Candidates, stack: Stack, deal: Deal, pace: Pace) -> dict[Kind, Reals]:
+def _spent(
+    w: Workload, cluster: Cluster, c: Candidates, stack: SoftwareProfile, deal: WorkAssignment, pace: Bottleneck
+) -> dict[ActionKind, Reals]:
     """Seconds of each kind of action, (stages, candidates)."""
-    layer = arithmetic(w, cluster, stack).layer(c)
+    layer = device_time_of(w, cluster, stack).layer(c)
     both = pace.times.products + pace.times.scores + pace.times.stream
     again = (layer.forward + layer.backward) * pace.times.recompute / both
     all_s = layer.forward + layer.backward + again

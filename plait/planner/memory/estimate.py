@@ -8,21 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.cluster.cluster import Cluster
-from plait.planner.memory.traced_peak import ITEMS, End, followed, follows, resident
+from plait.planner.memory.traced_peak import MEMORY_ITEMS, PipelineEnd, can_trace, resident_bytes, traced_peak
 from plait.planner.problem.candidates import RECOMPUTE, SHARD_WHAT, Candidates, Reals
-from plait.planner.problem.software_profile import Stack
-from plait.planner.problem.stage_partition import kept_micros, layer_weights, micro_batches, stage_layers
+from plait.planner.problem.software_profile import SoftwareProfile
+from plait.planner.problem.stage_partition import layer_weights, micro_batches, micro_batches_in_flight, stage_layers
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens, sharing_ranks
 
-RESERVED = 1.06
+ALLOCATOR_RESERVE = 1.06
 """What the allocator holds beside what is allocated: fragments (readings of 1.05 to 1.20, planner's survey)."""
-POSSIBLE = 1.0
+USABLE_SHARE = 1.0
 """Of the device's memory, what a layout that was asked for may fill by this model's sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class MemoryEstimate:
     """Bytes per device at the highest point of a step, arrays over candidates; `allocated` is the items' sum.
 
     `allocated` is what a framework's allocator reports at most, `reserved` what the device's own tool shows.
@@ -41,9 +41,11 @@ class Memory:
     """The pipeline rank that is fullest: 0 the first, 1 the last."""
 
 
-def memory(workload: Workload, candidates: Candidates, stack: Stack, end: End = "fuller") -> Memory:
+def estimate_memory(
+    workload: Workload, candidates: Candidates, stack: SoftwareProfile, end: PipelineEnd = "fuller"
+) -> MemoryEstimate:
     """Memory of every candidate: of its first or its last pipeline rank, or of the fuller of both."""
-    if stack.memory == "followed" and follows(workload):
+    if stack.memory == "followed" and can_trace(workload):
         return _followed(workload, candidates, stack, end)
     none = np.zeros(len(candidates), dtype=bool)
     fuller = none if end == "first" else ~none
@@ -53,40 +55,40 @@ def memory(workload: Workload, candidates: Candidates, stack: Stack, end: End = 
         fuller = np.add.reduce(list(items.values())) > np.add.reduce(list(first.values()))
         items = {name: np.where(fuller, items[name], first[name]) for name in items}
     allocated = np.add.reduce(list(items.values()))
-    return Memory(
+    return MemoryEstimate(
         **items,
         allocated=allocated,
-        reserved=RESERVED * allocated + stack.outside_bytes,
+        reserved=ALLOCATOR_RESERVE * allocated + stack.outside_bytes,
         stage=fuller.astype(np.float64),
     )
 
 
-def _followed(workload: Workload, candidates: Candidates, stack: Stack, end: End) -> Memory:
-    items = followed(workload, candidates, keeps_ends=stack.keeps_ends, end=end)
-    allocated = np.add.reduce([items[name] for name in ITEMS])
-    return Memory(
+def _followed(workload: Workload, candidates: Candidates, stack: SoftwareProfile, end: PipelineEnd) -> MemoryEstimate:
+    items = traced_peak(workload, candidates, keeps_ends=stack.keeps_tied_table_once, end=end)
+    allocated = np.add.reduce([items[name] for name in MEMORY_ITEMS])
+    return MemoryEstimate(
         **items,
         allocated=allocated,
-        reserved=resident(workload, candidates, allocated, stack.outside_bytes),
+        reserved=resident_bytes(workload, candidates, allocated, stack.outside_bytes),
     )
 
 
-def impossible(needed: Memory, cluster: Cluster) -> NDArray[np.bool_]:
+def cannot_fit(needed: MemoryEstimate, cluster: Cluster) -> NDArray[np.bool_]:
     """Which candidates cannot run on the smallest device even if the allocator wastes nothing: what a layout that was
     asked for is refused for."""
-    return needed.allocated > POSSIBLE * min(island.device.memory_bytes for island in cluster.islands)
+    return needed.allocated > USABLE_SHARE * min(island.device.memory_bytes for island in cluster.islands)
 
 
-def fits(needed: Memory, cluster: Cluster) -> NDArray[np.bool_]:
+def fits(needed: MemoryEstimate, cluster: Cluster) -> NDArray[np.bool_]:
     """Which candidates fit the smallest device of the cluster with the usual slack: what a plan may choose from."""
     return needed.reserved <= min(island.device.memory_bytes for island in cluster.islands)
 
 
-def _rank(w: Workload, c: Candidates, stack: Stack, last: Reals) -> dict[str, Reals]:
+def _rank(w: Workload, c: Candidates, stack: SoftwareProfile, last: Reals) -> dict[str, Reals]:
     layers = np.where(last, stage_layers(w, c).last, stage_layers(w, c).first)
     common, experts = layer_weights(w, c)
     alone = c.pipeline == 1
-    tables = np.where(alone, 1 if w.tied else 2, 1) * w.embedding_weights / c.tensor
+    tables = np.where(alone, 1 if w.has_tied_head else 2, 1) * w.embedding_weights / c.tensor
     weights = layers * (common + experts) + tables
     ranks = sharing_ranks(c, stack)
     rule = c.shard_what
@@ -101,10 +103,12 @@ def _rank(w: Workload, c: Candidates, stack: Stack, last: Reals) -> dict[str, Re
     fully = rule == SHARD_WHAT.index("parameters")
     layer = common + experts
     # In 16 bits the optimizer keeps the parameters once more in 32; in float32 they are the same.
-    twice, number_bytes = w.number_bytes < 4, w.number_bytes
+    twice, number_bytes = w.element_bytes < 4, w.element_bytes
     micros = micro_batches(w, c)
     kept = np.where(
-        last & ~alone, np.where(c.virtual > 1, kept_micros(c, micros) - c.pipeline + 1, 1), kept_micros(c, micros)
+        last & ~alone,
+        np.where(c.virtual > 1, micro_batches_in_flight(c, micros) - c.pipeline + 1, 1),
+        micro_batches_in_flight(c, micros),
     )
     tokens, ahead = local_tokens(w, c), number_bytes + stack.gradient_bytes / 2
     return {
@@ -118,11 +122,11 @@ def _rank(w: Workload, c: Candidates, stack: Stack, last: Reals) -> dict[str, Re
     }
 
 
-def _activations(w: Workload, c: Candidates, stack: Stack, layers: Reals, kept: Reals) -> Reals:
+def _activations(w: Workload, c: Candidates, stack: SoftwareProfile, layers: Reals, kept: Reals) -> Reals:
     tokens = local_tokens(w, c)
     stream = np.where(c.sequence_parallel > 0, c.tensor, 1)
     whole = layer_activations(w, c, stack)
-    edge = w.number_bytes * tokens * w.width / stream * (1 - stack.offloaded)
+    edge = w.element_bytes * tokens * w.width / stream * (1 - stack.offloaded)
     cores = scores_held(w, c)
     full = c.recompute == RECOMPUTE.index("full")
     selective = c.recompute == RECOMPUTE.index("selective")
@@ -131,7 +135,7 @@ def _activations(w: Workload, c: Candidates, stack: Stack, layers: Reals, kept: 
     return layers * each * kept + np.where(full, whole, 0.0) + np.where(selective, whole - each, 0.0)
 
 
-def layer_activations(w: Workload, c: Candidates, stack: Stack) -> Reals:
+def layer_activations(w: Workload, c: Candidates, stack: SoftwareProfile) -> Reals:
     """Bytes that one layer keeps of one micro-batch for its backward pass, nothing recomputed.
 
     Counted in 16 bits as by Korthikanti et al. 2022, whose 34 bytes per token and unit of width (plain feedforward of
@@ -146,11 +150,11 @@ def layer_activations(w: Workload, c: Candidates, stack: Stack) -> Reals:
     ffn = w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
     # Products keep their inputs as they multiply them (8 bits in fp8, as TransformerEngine does), all else is 16 bits.
     less = 1.0 if w.precision in ("fp8", "fp4") else 0.0
-    inner = ((6.0 if w.gated else 4.0) - less) * ffn / c.tensor
+    inner = ((6.0 if w.has_gate else 4.0) - less) * ffn / c.tensor
     routed = sparse * (4.0 - less) * w.experts_per_token * w.routed_width / c.tensor
     streamed = (stack.stream_held_bytes - 2 * less) * w.width / stream
     held = streamed + (4 - less) * heads + 4 * keys + inner + routed
-    return tokens * held * (w.number_bytes / 2) + scores_held(w, c)
+    return tokens * held * (w.element_bytes / 2) + scores_held(w, c)
 
 
 def scores_held(w: Workload, c: Candidates) -> Reals:

@@ -21,20 +21,20 @@ MESSAGES_AT_ONCE = 4
 """Results of other ranks that a rank has room for before it needs them, and its own that it keeps until they were
 sent (parallel/pipeline/stage_links.py)."""
 
-Item = Literal["gradients", "activations", "logits", "buffers"]
+WalkedItem = Literal["gradients", "activations", "logits", "buffers"]
 """Gradients in memory of their own; what backward needs; the loss's logits and the gradients that it made; messages
 under way and what one operation hands to the next."""
-Piece = Literal[
+TensorSize = Literal[
     "stream", "every", "gathered", "wide", "layer", "turned", "forward", "backward", "scores", "table", "widest",
     "layer_gradients", "table_gradients",
 ]  # fmt: skip
-ITEMS: tuple[Item, ...] = ("gradients", "activations", "logits", "buffers")
-PIECES: tuple[Piece, ...] = Piece.__args__  # type: ignore[attr-defined]
-Moment = Counter[tuple[Item, Piece]]
+WALKED_ITEMS: tuple[WalkedItem, ...] = ("gradients", "activations", "logits", "buffers")
+TENSOR_SIZES: tuple[TensorSize, ...] = TensorSize.__args__  # type: ignore[attr-defined]
+HeldTensors = Counter[tuple[WalkedItem, TensorSize]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
+class PipelineStages:
     """What a walk must know of the pipeline beside a rank's list; one stage where there is none."""
 
     layers: tuple[int, ...]
@@ -54,7 +54,7 @@ class Stages:
         return 1 if self.tied and not self.last else (stage == 0) + (stage == self.last)
 
 
-def moments(own: Sequence[Action], stages: Stages) -> NDArray[np.float64]:
+def fullest_moments(own: Sequence[Action], stages: PipelineStages) -> NDArray[np.float64]:
     """[moments, items, pieces]: those of a rank's list that may be the fullest for some sizes of the pieces."""
     walk = _Walk(own, stages)
     for action in own:
@@ -65,10 +65,10 @@ def moments(own: Sequence[Action], stages: Stages) -> NDArray[np.float64]:
                 walk.weights(action)
             case _:
                 walk.backward(action)
-    found = np.zeros((len(walk.met), len(ITEMS), len(PIECES)))
+    found = np.zeros((len(walk.met), len(WALKED_ITEMS), len(TENSOR_SIZES)))
     for number, moment in enumerate(walk.met):
         for (item, piece), count in moment:
-            found[number, ITEMS.index(item), PIECES.index(piece)] = count
+            found[number, WALKED_ITEMS.index(item), TENSOR_SIZES.index(piece)] = count
     return found[_undominated(found.sum(axis=1))]
 
 
@@ -83,11 +83,11 @@ def _undominated(totals: NDArray[np.float64]) -> list[int]:
 class _Walk:
     """What is held after the actions so far, and the moments that were met."""
 
-    def __init__(self, own: Sequence[Action], stages: Stages) -> None:
-        self.met: set[frozenset[tuple[tuple[Item, Piece], float]]] = set()
+    def __init__(self, own: Sequence[Action], stages: PipelineStages) -> None:
+        self.met: set[frozenset[tuple[tuple[WalkedItem, TensorSize], float]]] = set()
         self._stages = stages
-        self._now: Moment = Counter()
-        self._grown: set[tuple[int, Piece]] = set()
+        self._now: HeldTensors = Counter()
+        self._grown: set[tuple[int, TensorSize]] = set()
         self._closing = {action.stage: action for action in own if action.kind == "backward"}
         self._to_come = sum(self._is_received(action) for action in own)
         self._sent = 0
@@ -121,7 +121,7 @@ class _Walk:
         if not split:
             self._grow("layer_gradients", stage, layers, flat=stages.flat_layers and last)
         # When the first of its layers is being left.
-        left: Piece = "turned" if split else "layer"
+        left: TensorSize = "turned" if split else "layer"
         self._meet({("activations", "layer"): 1, ("activations", left): -split, ("buffers", "stream"): 1})
         if stage == 0:
             self._meet({("buffers", "stream"): 1, ("buffers", "table"): 1})
@@ -143,7 +143,7 @@ class _Walk:
         if kind == "whole":
             self._meet({("buffers", "backward"): 1, ("buffers", "wide"): -1, ("buffers", "widest"): 1})
 
-    def _grow(self, piece: Piece, stage: int, count: int, *, flat: bool) -> None:
+    def _grow(self, piece: TensorSize, stage: int, count: int, *, flat: bool) -> None:
         """Gradients that were not there before; or, on the last way back, those that leave for their flat buckets."""
         fresh = (stage, piece) not in self._grown
         self._grown.add((stage, piece))
@@ -163,7 +163,7 @@ class _Walk:
         self._meet({})
         self._sent = min(self._sent, MESSAGES_AT_ONCE)
 
-    def _meet(self, beside: dict[tuple[Item, Piece], int]) -> None:
+    def _meet(self, beside: dict[tuple[WalkedItem, TensorSize], int]) -> None:
         """A moment at which so much is held beside what is kept."""
         moment = Counter(self._now)
         moment["buffers", "stream"] += self._sent + min(MESSAGES_AT_ONCE, self._to_come)

@@ -16,13 +16,13 @@ from plait.planner.problem.candidates import RECOMPUTE, SHARD_WHAT, Candidates, 
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens
 
-NUMBER_BYTES = 4
+FLOAT32_BYTES = 4
 SCORES_AT_ONCE = 2**21
 """How many logits the loss makes at a time on a processor (trainer/loss.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
+class TensorSizes:
     """Bytes on one rank; of a micro-batch, where nothing else is said."""
 
     stream: Reals
@@ -53,14 +53,14 @@ class Pieces:
     layer_weights: Reals
 
 
-def pieces(w: Workload, c: Candidates) -> Pieces:
+def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     """The pieces of a dense model's micro-batch."""
-    t, number = c.tensor, NUMBER_BYTES * local_tokens(w, c)
+    t, number = c.tensor, FLOAT32_BYTES * local_tokens(w, c)
     stream, every = number * w.width / t, number * w.width
     gathered, wide = np.where(t > 1, every, 0.0), number * w.ffn / t
     attention = number * w.head_width * 2 * (w.heads / t + np.maximum(w.kv_heads / t, 1))
     sums = number * (w.heads / t + 2 / t)  # attention's logsumexp, the norms' scales
-    bent = 4 if w.gated else 2  # SwiGLU: gate, up, silu of the gate, and their product; else up and what it bends to
+    bent = 4 if w.has_gate else 2  # SwiGLU: gate, up, silu of the gate, and their product; else up and what it bends to
     # The streams before attention and before the feedforward; the normed inputs of their products; attention.
     whole = 2 * stream + 2 * every + attention + sums + bent * wide
     # "selective" keeps the stream, what products give, and attention's outcome.
@@ -68,9 +68,9 @@ def pieces(w: Workload, c: Candidates) -> Pieces:
     layer = np.choose(c.recompute, [kept[way] for way in RECOMPUTE])
     full = c.recompute == RECOMPUTE.index("full")
     split = np.where((c.shard > 1) & (c.shard_what == SHARD_WHAT.index("parameters")), c.shard, 1)
-    weights = NUMBER_BYTES * (w.attention_weights + w.dense_feedforward_weights) / t
-    table = NUMBER_BYTES * w.embedding_weights / t
-    return Pieces(
+    weights = FLOAT32_BYTES * (w.attention_weights + w.dense_feedforward_weights) / t
+    table = FLOAT32_BYTES * w.embedding_weights / t
+    return TensorSizes(
         stream=stream,
         every=every,
         gathered=gathered,
@@ -83,7 +83,7 @@ def pieces(w: Workload, c: Candidates) -> Pieces:
         backward=stream + gathered + bent / 2 * wide + whole - layer,
         scores=_scores(w.vocabulary / t, local_tokens(w, c)),
         table=table,
-        widest=NUMBER_BYTES * w.width * max(w.ffn, w.heads * w.head_width) / t,
+        widest=FLOAT32_BYTES * w.width * max(w.ffn, w.heads * w.head_width) / t,
         layer_gradients=weights / split,
         table_gradients=table / split,
         layer_weights=weights,
@@ -93,4 +93,4 @@ def pieces(w: Workload, c: Candidates) -> Pieces:
 def _scores(entries: Reals, tokens: Reals) -> Reals:
     """The loss works in pieces, and the one before is let go when the next one is made."""
     first = np.minimum(np.maximum(1.0, SCORES_AT_ONCE // entries), tokens)
-    return NUMBER_BYTES * entries * (first + np.minimum(first, tokens - first))
+    return FLOAT32_BYTES * entries * (first + np.minimum(first, tokens - first))

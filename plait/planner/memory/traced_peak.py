@@ -13,79 +13,85 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.layout import Schedule
-from plait.partition.pipeline_schedule import Action, actions
-from plait.planner.memory.schedule_walk import PIECES, Stages, moments
-from plait.planner.memory.tensor_sizes import Pieces, pieces
+from plait.partition.pipeline_schedule import Action, schedule_actions
+from plait.planner.memory.schedule_walk import TENSOR_SIZES, PipelineStages, fullest_moments
+from plait.planner.memory.tensor_sizes import TensorSizes, tensor_sizes
 from plait.planner.problem.candidates import (
     RECOMPUTE,
     SCHEDULES,
     SHARD_WHAT,
     Candidates,
+    CandidatesKey,
     Counts,
     Reals,
-    Same,
-    places_alike,
+    indices_of_equal_columns,
 )
-from plait.planner.problem.stage_partition import dealt, head_layers, micro_batches
+from plait.planner.problem.stage_partition import head_cost_in_layers, layers_of_stages, micro_batches
 from plait.planner.problem.workload import Workload, distinct_tokens
 
-ROUNDS = 3
+ROUNDS_WALKED = 3
 """So many rounds through all ranks show all that a schedule but gpipe ever holds."""
-LAYERS_GATHERED = 2
+LAYERS_GATHERED_AT_ONCE = 2
 """Layers of which split parameters lie gathered at once: the one at work, and the next one."""
 HELD_BACK, HELD_BACK_AGAIN = 1.18, 1.33
 """What the C library's heap takes for all tensors together: it fills gaps late and gives little back; the more so where
 tensors that stay come between those of one micro-batch, or of one layer computed again, and the next (readings of runs
 of 1, 11 and 50 million parameters with glibc, on one host and on two)."""
-GAPS = 2
+ALLOCATOR_GAPS_SHARE = 2
 """Of all rows of the stream, in each layer: what `tensor` sends and receives twice lies between tensors that stay, so
 that its room is not found again (read as 1 to 3, with memory that is kept: launch/local/heap.py)."""
-End = Literal["first", "last", "fuller"]
-ITEMS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "fixed")
+PipelineEnd = Literal["first", "last", "fuller"]
+MEMORY_ITEMS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "fixed")
 
 
-def follows(workload: Workload) -> bool:
+def can_trace(workload: Workload) -> bool:
     """Whether `followed` knows what is trained."""
     return workload.precision == "float32" and not workload.experts
 
 
-def followed(
-    workload: Workload, candidates: Candidates, *, keeps_ends: bool = True, end: End = "fuller"
+def traced_peak(
+    workload: Workload, candidates: Candidates, *, keeps_ends: bool = True, end: PipelineEnd = "fuller"
 ) -> dict[str, Reals]:
     """The items of memory.Memory, arrays over candidates, of one of the first and the last pipeline rank.
 
     `stage` is 1 where that is the last. The arrays are shared by whoever asks the same again, as searches for where the
     answer changes do many times; nobody may write into them. For `keeps_ends` see software_profile.py.
     """
-    return _followed(workload, Same(candidates), keeps_ends, end)
+    return _followed(workload, CandidatesKey(candidates), keeps_ends, end)
 
 
 @lru_cache(maxsize=256)
-def _followed(workload: Workload, asked: Same, keeps_ends: bool, end: End) -> dict[str, Reals]:
+def _followed(workload: Workload, asked: CandidatesKey, keeps_ends: bool, end: PipelineEnd) -> dict[str, Reals]:
     candidates = asked.candidates
-    found = {name: np.zeros(len(candidates)) for name in (*ITEMS, "stage")}
+    found = {name: np.zeros(len(candidates)) for name in (*MEMORY_ITEMS, "stage")}
     for alike in _alike(workload, candidates):
         few = candidates.select(alike)
-        sizes = pieces(workload, few)
+        sizes = tensor_sizes(workload, few)
         first, last = (_items(workload, few, sizes, rank, keeps_ends) for rank in ("first", "last"))
         fuller = _fuller(first, last, end)
-        for name in ITEMS:
+        for name in MEMORY_ITEMS:
             found[name][alike] = np.where(fuller, last[name], first[name])
         found["stage"][alike] = fuller
     return found
 
 
-def _fuller(first: dict[str, Reals], last: dict[str, Reals], end: End) -> NDArray[np.bool_]:
+def _fuller(first: dict[str, Reals], last: dict[str, Reals], end: PipelineEnd) -> NDArray[np.bool_]:
     """Where the last rank's items are those to be told."""
     if end == "fuller":
         return np.add.reduce(list(last.values())) > np.add.reduce(list(first.values()))
     return np.full(np.shape(first["parameters"]), end == "last")
 
 
-def resident(workload: Workload, candidates: Candidates, tensor_bytes: Reals, process_bytes: float) -> Reals:
+def resident_bytes(workload: Workload, candidates: Candidates, tensor_bytes: Reals, process_bytes: float) -> Reals:
     """Bytes of a worker's whole process at their highest as its operating system counts them."""
     keeps = candidates.recompute != RECOMPUTE.index("full")
-    gaps = GAPS * workload.layers / candidates.pipeline * keeps * pieces(workload, candidates).gathered
+    gaps = (
+        ALLOCATOR_GAPS_SHARE
+        * workload.layers
+        / candidates.pipeline
+        * keeps
+        * tensor_sizes(workload, candidates).gathered
+    )
     again = ~keeps | ((micro_batches(workload, candidates) > 1) & (candidates.pipeline == 1))
     return np.where(again, HELD_BACK_AGAIN, HELD_BACK) * tensor_bytes + gaps + process_bytes
 
@@ -93,17 +99,17 @@ def resident(workload: Workload, candidates: Candidates, tensor_bytes: Reals, pr
 def _alike(workload: Workload, c: Candidates) -> list[Counts]:
     """Places of candidates whose ranks carry out the same list and sum gradients over ranks alike."""
     columns = (c.pipeline, c.virtual, c.schedule, _micros(workload, c), _copies(c) > 1, _fully(c))
-    return places_alike(np.stack([np.asarray(column, dtype=np.int64) for column in columns]))
+    return indices_of_equal_columns(np.stack([np.asarray(column, dtype=np.int64) for column in columns]))
 
 
-def _items(w: Workload, c: Candidates, p: Pieces, end: End, keeps_ends: bool) -> dict[str, Reals]:
+def _items(w: Workload, c: Candidates, p: TensorSizes, end: PipelineEnd, keeps_ends: bool) -> dict[str, Reals]:
     """On the first or the last rank, of candidates that are alike."""
     pipeline, virtual, fully = int(c.pipeline[0]), int(c.virtual[0]), bool(_fully(c)[0])
     flat = int(_copies(c)[0]) > 1 and not fully
-    lone_ends = w.tied and pipeline > 1 and not flat and not fully
-    stages = Stages(
-        layers=dealt(w.layers, pipeline * virtual, head_layers(w), c.dealing),
-        tied=w.tied,
+    lone_ends = w.has_tied_head and pipeline > 1 and not flat and not fully
+    stages = PipelineStages(
+        layers=layers_of_stages(w.layers, pipeline * virtual, head_cost_in_layers(w), c.layer_split),
+        tied=w.has_tied_head,
         flat_layers=flat,
         flat_tables=flat or (lone_ends and not keeps_ends),
     )
@@ -116,7 +122,9 @@ def _items(w: Workload, c: Candidates, p: Pieces, end: End, keeps_ends: bool) ->
     in_buckets = stages.flat_layers * layers * p.layer_weights + stages.flat_tables * tables
     if fully:  # torch sums over `shard`, flat buckets over those who keep the same part
         in_buckets = np.where(_copies(c) > c.shard, own, 0.0)
-    gathered = min(LAYERS_GATHERED, layers) if pipeline == 1 else layers  # a pipeline would gather for each micro-batch
+    gathered = (
+        min(LAYERS_GATHERED_AT_ONCE, layers) if pipeline == 1 else layers
+    )  # a pipeline would gather for each micro-batch
     kept, travelling = np.zeros(len(c)), np.zeros(len(c))
     if lone_ends and keeps_ends:  # the last one keeps the table, and each holds what rows travel
         kept = p.table * (end == "first")
@@ -135,33 +143,33 @@ def _items(w: Workload, c: Candidates, p: Pieces, end: End, keeps_ends: bool) ->
     }
 
 
-def _fullest(found: NDArray[np.float64], p: Pieces) -> Reals:
+def _fullest(found: NDArray[np.float64], p: TensorSizes) -> Reals:
     """[items, candidates] at each candidate's fullest moment."""
-    sizes = np.stack([np.broadcast_to(getattr(p, name), p.stream.shape) for name in PIECES])
+    sizes = np.stack([np.broadcast_to(getattr(p, name), p.stream.shape) for name in TENSOR_SIZES])
     held = found @ sizes
     return np.take_along_axis(held, held.sum(axis=1).argmax(axis=0)[None, None], axis=0)[0]
 
 
 @lru_cache(maxsize=4096)
 def _moments(
-    schedule: Schedule, pipeline: int, virtual: int, micros: int, rank: int, stages: Stages
+    schedule: Schedule, pipeline: int, virtual: int, micros: int, rank: int, stages: PipelineStages
 ) -> NDArray[np.float64]:
     if pipeline > 1:
-        return moments(actions(schedule, ranks=pipeline, virtual=virtual, micros=micros)[rank], stages)
+        return fullest_moments(schedule_actions(schedule, ranks=pipeline, virtual=virtual, micros=micros)[rank], stages)
     in_turn = product(range(micros), ("forward", "backward"))
-    return moments([Action(kind=kind, stage=0, micro=micro) for micro, kind in in_turn], stages)
+    return fullest_moments([Action(kind=kind, stage=0, micro=micro) for micro, kind in in_turn], stages)
 
 
 def _micros(workload: Workload, c: Candidates) -> NDArray[np.int64]:
     """Micro-batches to be followed: as many as there are, or so many that more of them would show nothing new."""
     micros = np.ceil(micro_batches(workload, c)).astype(np.int64)
-    enough = np.where(c.pipeline > 1, ROUNDS * c.pipeline + micros % c.pipeline, 2)
+    enough = np.where(c.pipeline > 1, ROUNDS_WALKED * c.pipeline + micros % c.pipeline, 2)
     return np.where(c.schedule == SCHEDULES.index("gpipe"), micros, np.minimum(micros, enough))
 
 
 def _copies(c: Candidates) -> NDArray[np.int64]:
     """Ranks that hold the same weights and see other tokens."""
-    return c.batch_parts * c.context
+    return c.data_parallel_degree * c.context
 
 
 def _fully(c: Candidates) -> NDArray[np.bool_]:

@@ -9,19 +9,19 @@ import numpy as np
 
 from plait.cluster.catalog import Link
 from plait.cluster.cluster import Cluster, device_bytes_per_s
-from plait.planner.explain.tipping_points import FARTHEST, MANY, representatives
+from plait.planner.explain.tipping_points import LARGEST_FACTOR_TRIED, MANY_LAYOUTS, representatives
 from plait.planner.problem.candidates import Counts, Reals
 from plait.planner.search.found import Search
-from plait.planner.search.layout_cost import portions, step_seconds
-from plait.planner.search.layout_kinds import Row, kind_words, kinds
+from plait.planner.search.layout_cost import batches_of_candidates, step_seconds
+from plait.planner.search.layout_kinds import CandidateRow, kind_text, kinds_of
 from plait.planner.search.search import simplest
-from plait.planner.step_time.step_time import timing
+from plait.planner.step_time.step_time import step_time
 
-FACTORS = 65
+BANDWIDTH_FACTORS = 65
 """Bandwidths that are tried, in equal ratios."""
-LINES = 6
+LINES_DRAWN = 6
 """Kinds that are drawn, unless more of them are chosen somewhere."""
-Where = Literal["between the nodes", "inside the node"]
+LinkPlace = Literal["between the nodes", "inside the node"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Band:
 class Sweep:
     """Step times by bandwidth of a link, all else as it is."""
 
-    where: Where
+    where: LinkPlace
     unit: str
     """"Gbit/s a device" or the like; the bandwidths' unit."""
     present: float
@@ -74,12 +74,14 @@ def bandwidth_sweep(found: Search) -> Sweep | None:
     cluster = found.cluster
     if cluster.devices == 1:
         return None
-    where: Where = "between the nodes" if cluster.nodes > 1 else "inside the node"
-    factors = np.geomspace(1 / FARTHEST, FARTHEST, FACTORS)
+    where: LinkPlace = "between the nodes" if cluster.nodes > 1 else "inside the node"
+    factors = np.geomspace(1 / LARGEST_FACTOR_TRIED, LARGEST_FACTOR_TRIED, BANDWIDTH_FACTORS)
     tried = _try(found, [_altered(cluster, where, float(factor)) for factor in factors])
     present, unit = _present(cluster, where)
     told = list(dict.fromkeys(tried.chosen.tolist()))
-    told += [k for k in tried.best_s[:, FACTORS // 2].argsort().tolist() if k not in told][: max(LINES - len(told), 0)]
+    told += [k for k in tried.best_s[:, BANDWIDTH_FACTORS // 2].argsort().tolist() if k not in told][
+        : max(LINES_DRAWN - len(told), 0)
+    ]
     return Sweep(
         where=where,
         unit=unit,
@@ -90,7 +92,7 @@ def bandwidth_sweep(found: Search) -> Sweep | None:
     )
 
 
-def sweep_told(sweep: Sweep | None) -> str:
+def sweep_caption(sweep: Sweep | None) -> str:
     """What one sees, in words."""
     if sweep is None:
         return "There is one device, so that no link has a say."
@@ -100,7 +102,8 @@ def sweep_told(sweep: Sweep | None) -> str:
         f"one kind. You have {sweep.present:.3g} {sweep.unit} (dashed). "
     )
     if not others:
-        return f"{words}The same kind would be chosen everywhere from {FARTHEST:.0f} times slower to as much faster."
+        factor = f"{LARGEST_FACTOR_TRIED:.0f}"
+        return f"{words}The same kind would be chosen everywhere from {factor} times slower to as much faster."
     changes = len(sweep.bands) - 1
     times = "once" if changes == 1 else f"{changes} times"
     return (
@@ -111,30 +114,30 @@ def sweep_told(sweep: Sweep | None) -> str:
 
 def _try(found: Search, clusters: list[Cluster]) -> _Tried:
     """Choose again on each cluster: among all layouts, or among representatives where they are very many."""
-    few = len(found.candidates) + found.n_refused < MANY
+    few = len(found.candidates) + found.n_refused < MANY_LAYOUTS
     rows = np.arange(len(found.candidates)) if few else representatives(found)
     correction = 0.0 if few else found.step_s[rows] - _closed(found, rows, found.cluster)
-    names, place = np.unique(kinds(found.candidates)[rows], return_inverse=True)
+    names, place = np.unique(kinds_of(found.candidates)[rows], return_inverse=True)
     best_s, chosen = np.full((len(names), len(clusters)), np.inf), np.empty(len(clusters), dtype=np.int64)
     for number, cluster in enumerate(clusters):
         if few:
-            step_s = step_seconds(found.workload, cluster, found.candidates, found.stack, numbers=found.numbers)
+            step_s = step_seconds(found.workload, cluster, found.candidates, found.stack, numbers=found.n_microbatches)
         else:
             step_s = _closed(found, rows, cluster) + correction
         np.minimum.at(best_s[:, number], place, step_s)
-        chosen[number] = place[simplest(step_s, found.points[rows], found.tolerance)]
+        chosen[number] = place[simplest(step_s, found.complexity[rows], found.tolerance)]
     speakers = np.array([rows[np.flatnonzero(place == kind)[0]] for kind in range(len(names))])
     return _Tried(names=names, best_s=best_s, rows=speakers, chosen=chosen)
 
 
 def _closed(found: Search, rows: Counts, cluster: Cluster) -> Reals:
     step_s = np.empty(len(found.candidates))
-    for some, whole in portions(found.workload, found.candidates, rows):
-        step_s[some] = timing(whole, cluster, found.candidates.select(some), found.stack).step_s
+    for some, whole in batches_of_candidates(found.workload, found.candidates, rows):
+        step_s[some] = step_time(whole, cluster, found.candidates.select(some), found.stack).step_s
     return step_s[rows]
 
 
-def _altered(cluster: Cluster, where: Where, factor: float) -> Cluster:
+def _altered(cluster: Cluster, where: LinkPlace, factor: float) -> Cluster:
     if where == "between the nodes":
         return replace(cluster, between=_faster(cluster.between, factor))
     islands = tuple(replace(island, inside=_faster(island.inside, factor)) for island in cluster.islands)
@@ -145,7 +148,7 @@ def _faster(link: Link, factor: float) -> Link:
     return replace(link, bytes_per_s=link.bytes_per_s * factor)
 
 
-def _present(cluster: Cluster, where: Where) -> tuple[float, str]:
+def _present(cluster: Cluster, where: LinkPlace) -> tuple[float, str]:
     """What there is, as people name it: a network by its line rate in bits, a link inside by a device's bytes."""
     if where == "inside the node":
         island = cluster.islands[0]
@@ -157,8 +160,8 @@ def _present(cluster: Cluster, where: Where) -> tuple[float, str]:
 
 
 def _line(found: Search, tried: _Tried, kind: int) -> Line:
-    row: Row = found.candidates.row(int(tried.rows[kind]))
-    return Line(words=kind_words(row), step_s=tuple(tried.best_s[kind].tolist()))
+    row: CandidateRow = found.candidates.row(int(tried.rows[kind]))
+    return Line(words=kind_text(row), step_s=tuple(tried.best_s[kind].tolist()))
 
 
 def _bands(chosen: list[int], bandwidths: Reals) -> tuple[Band, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait.partition.pipeline_schedule import Kind
+from plait.partition.pipeline_schedule import ActionKind
 from plait.partition.pipeline_simulation import ActionSpan
 from plait.planner.page.memory import MemoryBars
 from plait.planner.page.pipeline import PipelinePicture
@@ -20,7 +20,7 @@ from plait.report.figures import (
     TEAL,
     YELLOW,
     Drawing,
-    Key,
+    LegendKey,
     Values,
     folded,
     frame,
@@ -33,13 +33,13 @@ from plait.units import format_bytes
 
 GIB = 2**30
 GROUP_COLOURS = dict(zip(GROUPS, (BLUE, TEAL, ORANGE, RED, PURPLE, GREY), strict=True))
-WORK: dict[Kind, tuple[str, str]] = {
+ACTION_COLOURS: dict[ActionKind, tuple[str, str]] = {
     "forward": ("forward: computing what comes out", BLUE),
     "backward": ("backward: finding how each number should change", ORANGE),
     "backward-input": ("backward, the half that the stage before waits for", ORANGE),
     "backward-weight": ("backward, the half that can be put off", YELLOW),
 }
-ONCE = "gradients and optimizer, once a step"
+ONCE_COLOUR = "gradients and optimizer, once a step"
 
 
 def draw_memory(bars: MemoryBars) -> Drawing:
@@ -79,7 +79,7 @@ def draw_memory(bars: MemoryBars) -> Drawing:
         shapes=marks,
         annotations=[*notes, *names],
     )
-    legend = tuple(Key(colour=COLOURS[i % len(COLOURS)], words=item.name) for i, item in enumerate(bars.items))
+    legend = tuple(LegendKey(colour=COLOURS[i % len(COLOURS)], words=item.name) for i, item in enumerate(bars.items))
     return Drawing(data=tuple(data), layout=layout, legend=legend)
 
 
@@ -90,7 +90,7 @@ def draw_waterfall(told: Waterfall) -> Drawing:
     rows = [(f.name, f.start_s, f.spent_s, GROUP_COLOURS[f.group]) for f in told.falls]
     rows.append(("the whole step", 0.0, told.step_s, GREEN))
     if told.hidden_s > 0:
-        rows.append(("beside it: hidden messages", 0.0, told.hidden_s, HIDDEN))
+        rows.append(("beside it: hidden messages", 0.0, told.hidden_s, HIDDEN_COLOUR))
     texts = [f"{time_words(spent)} · {spent / told.step_s:.1%}" for _, _, spent, _ in rows]
     texts[len(told.falls)] = time_words(told.step_s)
     # Text goes to the side of a bar that has room for it.
@@ -122,10 +122,10 @@ def draw_waterfall(told: Waterfall) -> Drawing:
         annotations=notes,
     )
     seen = [group for group in GROUPS if any(fall.group == group for fall in told.falls)]
-    return Drawing(data=(data,), layout=layout, legend=tuple(Key(colour=GROUP_COLOURS[g], words=g) for g in seen))
+    return Drawing(data=(data,), layout=layout, legend=tuple(LegendKey(colour=GROUP_COLOURS[g], words=g) for g in seen))
 
 
-HIDDEN = "#c9a06f"
+HIDDEN_COLOUR = "#c9a06f"
 
 
 def draw_pipeline(picture: PipelinePicture) -> Drawing:
@@ -133,7 +133,7 @@ def draw_pipeline(picture: PipelinePicture) -> Drawing:
     ranks = len(picture.timeline.ranks)
     ended_s = picture.timeline.duration_s
     factor, unit = seconds_unit(ended_s + picture.once_s)
-    by_kind: dict[Kind, list[tuple[int, ActionSpan]]] = {}
+    by_kind: dict[ActionKind, list[tuple[int, ActionSpan]]] = {}
     for rank, spans in enumerate(picture.timeline.ranks):
         for span in spans:
             by_kind.setdefault(span.action.kind, []).append((rank, span))
@@ -146,7 +146,7 @@ def draw_pipeline(picture: PipelinePicture) -> Drawing:
             "base": [ended_s * factor] * ranks,
             "x": [picture.once_s * factor] * ranks,
             "marker": {"color": GREY},
-            "hovertext": f"{ONCE}: {time_words(picture.once_s)}",
+            "hovertext": f"{ONCE_COLOUR}: {time_words(picture.once_s)}",
             "hoverinfo": "text",
         }
     )
@@ -158,12 +158,16 @@ def draw_pipeline(picture: PipelinePicture) -> Drawing:
         {"range": [ranks - 0.5, -0.5], "showgrid": False, **names},
         bargap=0.12,
     )
-    legend = [Key(colour=WORK[kind][1], words=WORK[kind][0]) for kind in WORK if kind in by_kind]
-    return Drawing(data=tuple(data), layout=layout, legend=(*legend, Key(colour=GREY, words=ONCE)))
+    legend = [
+        LegendKey(colour=ACTION_COLOURS[kind][1], words=ACTION_COLOURS[kind][0])
+        for kind in ACTION_COLOURS
+        if kind in by_kind
+    ]
+    return Drawing(data=tuple(data), layout=layout, legend=(*legend, LegendKey(colour=GREY, words=ONCE_COLOUR)))
 
 
-def _blocks(kind: Kind, found: list[tuple[int, ActionSpan]], picture: PipelinePicture) -> Values:
-    words, colour = WORK[kind]
+def _blocks(kind: ActionKind, found: list[tuple[int, ActionSpan]], picture: PipelinePicture) -> Values:
+    words, colour = ACTION_COLOURS[kind]
     factor, unit = seconds_unit(picture.timeline.duration_s + picture.once_s)
     ranks = len(picture.timeline.ranks)
     chunks = [span.action.stage // ranks for _, span in found]

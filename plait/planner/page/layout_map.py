@@ -10,22 +10,22 @@ from plait.planner.explain.report import best_of_kinds, runners_up
 from plait.planner.problem.candidates import Counts, Reals
 from plait.planner.search.cost_breakdown import TIME_NAMES
 from plait.planner.search.found import Search
-from plait.planner.search.layout_cost import portions
-from plait.planner.search.layout_kinds import kinds, short_words
-from plait.planner.step_time.step_time import timing
+from plait.planner.search.layout_cost import batches_of_candidates
+from plait.planner.search.layout_kinds import kinds_of, layout_text
+from plait.planner.step_time.step_time import step_time
 from plait.report.figures import time_words
 
-DOTS = 500
-RIM = 8.0
+DOTS_DRAWN = 500
+CHOSEN_RIM = 8.0
 """Times the fastest beyond which layouts are not drawn."""
-CUTS = {
+CUT_COLOURS = {
     1: "matrices cut (tensor)",
     2: "sequences cut (context)",
     4: "layers in stages (pipeline)",
     8: "experts dealt (expert)",
 }
 """What the axes that cut the model do, by their bit in a kind's number."""
-UNCUT = "nothing cut: only copies and shards"
+UNCUT_COLOUR = "nothing cut: only copies and shards"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class LayoutMap:
 def layout_map(found: Search) -> LayoutMap:
     """Every layout that fits, or an even sample with the best of each kind where they are many."""
     fastest_s = float(found.step_s[found.fastest])
-    within = np.flatnonzero(found.step_s <= max(RIM * fastest_s, float(found.step_s[found.chosen])))
+    within = np.flatnonzero(found.step_s <= max(CHOSEN_RIM * fastest_s, float(found.step_s[found.chosen])))
     rows = _sample(found, within)
     spent = _items(found, np.append(rows, found.chosen))
     dots = [_dot(found, int(row), spent[:, place], spent[:, -1]) for place, row in enumerate(rows)]
@@ -75,7 +75,7 @@ def layout_map(found: Search) -> LayoutMap:
     )
 
 
-def map_told(told: LayoutMap) -> str:
+def map_caption(told: LayoutMap) -> str:
     """What one sees, in words."""
     some = "an even sample of " if len(told.dots) < told.n_layouts - told.n_beyond else ""
     words = (
@@ -84,7 +84,7 @@ def map_told(told: LayoutMap) -> str:
         f"cannot tell apart; the star is the lowest in it, and so the plan."
     )
     if told.n_beyond:
-        words += f" Those that take more than {RIM:.0f} times as long ({told.n_beyond:,}) lie off to the right."
+        words += f" Those that take more than {CHOSEN_RIM:.0f} times as long ({told.n_beyond:,}) lie off to the right."
     return f"{words} Point at a dot to read what it is and why it lost."
 
 
@@ -95,7 +95,7 @@ def _sample(found: Search, within: Counts) -> Counts:
     rest = np.setdiff1d(within, always)
     # Even along the layouts' order of time: as dense in the picture as in truth.
     order = rest[np.argsort(found.step_s[rest], kind="stable")]
-    even = np.unique(np.linspace(0, len(order) - 1, min(DOTS, len(order))).round().astype(np.int64))
+    even = np.unique(np.linspace(0, len(order) - 1, min(DOTS_DRAWN, len(order))).round().astype(np.int64))
     return np.union1d(always, order[even] if len(order) else order)
 
 
@@ -103,8 +103,8 @@ def _items(found: Search, rows: Counts) -> Reals:
     """Seconds of each item of time, (items, rows); simulated pipelines differ in their bubble."""
     distinct, place = np.unique(rows, return_inverse=True)
     spent = np.empty((len(TIME_NAMES), len(found.candidates)))
-    for some, whole in portions(found.workload, found.candidates, distinct):
-        priced = timing(whole, found.cluster, found.candidates.select(some), found.stack)
+    for some, whole in batches_of_candidates(found.workload, found.candidates, distinct):
+        priced = step_time(whole, found.cluster, found.candidates.select(some), found.stack)
         spent[:, some] = [getattr(priced, name) for name in TIME_NAMES]
     own = spent[:, distinct]
     own[list(TIME_NAMES).index("bubble")] += found.step_s[distinct] - own.sum(axis=0)
@@ -112,12 +112,12 @@ def _items(found: Search, rows: Counts) -> Reals:
 
 
 def _dot(found: Search, row: int, spent: Reals, chosen_spent: Reals) -> Dot:
-    step_s, points = float(found.step_s[row]), int(found.points[row])
+    step_s, points = float(found.step_s[row]), int(found.complexity[row])
     return Dot(
         step_s=step_s,
         points=points,
-        family=_family(int(kinds(found.candidates.select(np.array([row])))[0])),
-        words=short_words(found.candidates.row(row)),
+        family=_family(int(kinds_of(found.candidates.select(np.array([row])))[0])),
+        words=layout_text(found.candidates.row(row)),
         why=_why(found, row, spent - chosen_spent),
     )
 
@@ -126,7 +126,7 @@ def _why(found: Search, row: int, more_s: Reals) -> str:
     if row == found.chosen:
         return "chosen: the simplest of those that are fast enough"
     factor = float(found.step_s[row] / found.step_s[found.chosen])
-    more = int(found.points[row] - found.points[found.chosen])
+    more = int(found.complexity[row] - found.complexity[found.chosen])
     harder = f"{abs(more)} point{'s' if abs(more) > 1 else ''} {'more complicated' if more > 0 else 'simpler'}"
     harder = harder if more else "as simple"
     if factor < 1 + 5e-4:
@@ -138,4 +138,4 @@ def _why(found: Search, row: int, more_s: Reals) -> str:
 
 
 def _family(kind: int) -> str:
-    return " + ".join(words for bit, words in CUTS.items() if kind // 8 & bit) or UNCUT
+    return " + ".join(words for bit, words in CUT_COLOURS.items() if kind // 8 & bit) or UNCUT_COLOUR

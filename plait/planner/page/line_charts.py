@@ -7,14 +7,14 @@ from math import log10
 import numpy as np
 
 from plait.planner.page.bandwidth import Band, Sweep
-from plait.planner.page.layout_map import UNCUT, Dot, LayoutMap
+from plait.planner.page.layout_map import UNCUT_COLOUR, Dot, LayoutMap
 from plait.report.figures import (
     ABOVE,
     COLOURS,
     GREY,
     GUIDED,
     Drawing,
-    Key,
+    LegendKey,
     Values,
     folded,
     frame,
@@ -28,7 +28,9 @@ from plait.report.figures import (
 
 def draw_map(told: LayoutMap) -> Drawing:
     """Dots by time and points, a colour for what cuts the model, the tolerance as a band."""
-    families = sorted({dot.family for dot in told.dots}, key=lambda family: (family != UNCUT, len(family), family))
+    families = sorted(
+        {dot.family for dot in told.dots}, key=lambda family: (family != UNCUT_COLOUR, len(family), family)
+    )
     colours = {family: COLOURS[place % len(COLOURS)] for place, family in enumerate(families)}
     times = [dot.step_s for dot in told.dots]
     factor, unit = seconds_unit(max(times))
@@ -51,7 +53,7 @@ def draw_map(told: LayoutMap) -> Drawing:
         {"title": title("points of complexity"), "range": [-1, max(dot.points for dot in told.dots) + 1]},
         shapes=[band | {"yref": "paper", "line": {"width": 0}, "fillcolor": GREY, "opacity": 0.25, "layer": "below"}],
     )
-    legend = tuple(Key(colour=colours[family], words=family) for family in families)
+    legend = tuple(LegendKey(colour=colours[family], words=family) for family in families)
     return Drawing(data=tuple(data), layout=layout, legend=legend)
 
 
@@ -87,7 +89,7 @@ def draw_sweep(sweep: Sweep) -> Drawing:
     )
     chosen = {band.line for band in sweep.bands}
     legend = tuple(
-        Key(colour=COLOURS[place % len(COLOURS)], words=line.words + (": chosen" if place in chosen else ""))
+        LegendKey(colour=COLOURS[place % len(COLOURS)], words=line.words + (": chosen" if place in chosen else ""))
         for place, line in enumerate(sweep.lines)
     )
     # In this order thin lines are drawn over thick ones, where two kinds take the same time.

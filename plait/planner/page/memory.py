@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from plait.planner.explain.report import runners_up
 from plait.planner.search.cost_breakdown import MEMORY_NAMES, memory_items
 from plait.planner.search.found import Search
-from plait.planner.search.layout_kinds import short_words
+from plait.planner.search.layout_kinds import layout_text
 from plait.units import format_bytes
 
-RUNNERS = 5
-SEEN = 0.005
+RUNNERS_UP_SHOWN = 5
+LEAST_MEMORY_SHARE_SHOWN = 0.005
 """Share of a device's memory from which an item is drawn by itself in any of the bars."""
-OWN = "the allocator's and the driver's own"
+ALLOCATOR_ITEM = "the allocator's and the driver's own"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,10 @@ class MemoryBars:
 
 def memory_bars(found: Search) -> MemoryBars:
     """What the chosen layout and a few others would keep on their fullest device."""
-    rows = [found.chosen, *runners_up(found, RUNNERS)]
+    rows = [found.chosen, *runners_up(found, RUNNERS_UP_SHOWN)]
     needed = [memory_items(found, row) for row in rows]
-    names = {**MEMORY_NAMES, "reserve": OWN}
-    least = SEEN * max(sum(items.values()) for items in needed)
+    names = {**MEMORY_NAMES, "reserve": ALLOCATOR_ITEM}
+    least = LEAST_MEMORY_SHARE_SHOWN * max(sum(items.values()) for items in needed)
     seen = [name for name in names if any(items.get(name, 0.0) >= least for items in needed)]
     items = [MemoryItem(name=names[name], bytes_per_device=tuple(each[name] for each in needed)) for name in seen]
     unseen = tuple(sum(size for name, size in each.items() if name not in seen) for each in needed)
@@ -50,14 +50,14 @@ def memory_bars(found: Search) -> MemoryBars:
         items.append(MemoryItem(name="all else", bytes_per_device=unseen))
     memories = {(island.device.name, float(island.device.memory_bytes)) for island in found.cluster.islands}
     return MemoryBars(
-        layouts=tuple(short_words(found.candidates.row(row)) for row in rows),
+        layouts=tuple(layout_text(found.candidates.row(row)) for row in rows),
         items=tuple(items),
         capacities=tuple(sorted(memories, key=lambda pair: pair[1])),
-        held_by=found.capacity(found.chosen),
+        held_by=found.capacity_bytes(found.chosen),
     )
 
 
-def memory_told(bars: MemoryBars) -> str:
+def memory_caption(bars: MemoryBars) -> str:
     """What one sees, in words."""
     needed = sum(item.bytes_per_device[0] for item in bars.items)
     largest = max(bars.items, key=lambda item: item.bytes_per_device[0])

@@ -9,22 +9,22 @@ from html import escape
 from importlib.resources import files
 
 from plait.errors import PlaitError, installing
-from plait.planner.explain.glossary import TERMS
-from plait.planner.explain.report import Section
-from plait.planner.page.bandwidth import bandwidth_sweep, sweep_told
+from plait.planner.explain.glossary import GLOSSARY
+from plait.planner.explain.report import PlanSection
+from plait.planner.page.bandwidth import bandwidth_sweep, sweep_caption
 from plait.planner.page.bar_charts import draw_memory, draw_pipeline, draw_waterfall
-from plait.planner.page.layout_map import layout_map, map_told
+from plait.planner.page.layout_map import layout_map, map_caption
 from plait.planner.page.line_charts import draw_map, draw_sweep
-from plait.planner.page.memory import memory_bars, memory_told
-from plait.planner.page.pipeline import pipeline_picture, pipeline_told
-from plait.planner.page.time import waterfall, waterfall_told
-from plait.planner.search.cost_breakdown import mfu
+from plait.planner.page.memory import memory_bars, memory_caption
+from plait.planner.page.pipeline import pipeline_caption, pipeline_picture
+from plait.planner.page.time import waterfall, waterfall_caption
+from plait.planner.search.cost_breakdown import model_flops_utilisation
 from plait.planner.search.found import Search
-from plait.planner.search.layout_kinds import short_words
+from plait.planner.search.layout_kinds import layout_text
 from plait.report.figures import Drawing
 from plait.units import format_bytes, format_count, format_duration
 
-NOTHING_FETCHED = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+CONTENT_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """The browser's own guard: whatever the page holds, it loads nothing from anywhere."""
 HEADINGS = {
     "layout": "what was chosen",
@@ -50,7 +50,7 @@ class Chapter:
     machines: str
     notes: tuple[str, ...]
     """What was derived or assumed about the model and its batch."""
-    sections: tuple[Section, ...]
+    sections: tuple[PlanSection, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def page_html(chapters: Sequence[Chapter], script: str) -> str:
     """The page's text; `script` is plotly's, and without it only words show."""
     name = f"plait plan: {_subject(chapters)}"
     bodies = [_chapter(chapter, number) for number, chapter in enumerate(chapters)]
-    guard = f'<meta http-equiv="Content-Security-Policy" content="{NOTHING_FETCHED}">'
+    guard = f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">'
     parts = [
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{guard}',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -94,17 +94,17 @@ def pictures(found: Search) -> tuple[Picture, ...]:
     layouts, sweep = layout_map(found), bandwidth_sweep(found)
     where = sweep.where if sweep else "between devices"
     return (
-        Picture(title="Where a step's time goes", told=waterfall_told(time), drawing=draw_waterfall(time)),
-        Picture(title="What fills a device's memory", told=memory_told(memory), drawing=draw_memory(memory)),
+        Picture(title="Where a step's time goes", told=waterfall_caption(time), drawing=draw_waterfall(time)),
+        Picture(title="What fills a device's memory", told=memory_caption(memory), drawing=draw_memory(memory)),
         Picture(
             title="Which stage works when",
-            told=pipeline_told(stages),
+            told=pipeline_caption(stages),
             drawing=draw_pipeline(stages) if stages else None,
         ),
-        Picture(title="All layouts: fast or simple", told=map_told(layouts), drawing=draw_map(layouts)),
+        Picture(title="All layouts: fast or simple", told=map_caption(layouts), drawing=draw_map(layouts)),
         Picture(
             title=f"What another bandwidth {where} would change",
-            told=sweep_told(sweep),
+            told=sweep_caption(sweep),
             drawing=draw_sweep(sweep) if sweep else None,
         ),
     )
@@ -140,7 +140,7 @@ def _table_row(chapter: Chapter, number: int) -> str:
 
 
 def _layout(found: Search) -> str:
-    return escape(short_words(found.candidates.row(found.chosen)))
+    return escape(layout_text(found.candidates.row(found.chosen)))
 
 
 def _chapter(chapter: Chapter, number: int) -> str:
@@ -162,13 +162,13 @@ def _chapter(chapter: Chapter, number: int) -> str:
 
 def _facts(found: Search) -> str:
     step_s = float(found.step_s[found.chosen])
-    capacity = found.capacity(found.chosen)
+    capacity = found.capacity_bytes(found.chosen)
     facts = {
         "a step takes": format_duration(step_s),
         "tokens a second": format_count(found.workload.tokens / step_s),
-        "of the arithmetic peak (MFU)": f"{mfu(found, found.chosen)[0]:.0%}",
-        f"memory, of {format_bytes(capacity)}": format_bytes(found.reserved(found.chosen)),
-        "points of complexity": str(int(found.points[found.chosen])),
+        "of the arithmetic peak (MFU)": f"{model_flops_utilisation(found, found.chosen)[0]:.0%}",
+        f"memory, of {format_bytes(capacity)}": format_bytes(found.bytes_per_device(found.chosen)),
+        "points of complexity": str(int(found.complexity[found.chosen])),
         "layouts priced": f"{len(found.candidates):,}",
     }
     cells = "".join(f"<div><dt>{what}</dt><dd>{told}</dd></div>" for what, told in facts.items())
@@ -190,7 +190,7 @@ def _figure(picture: Picture, name: str) -> str:
     return "\n".join([*lines, "</figure>"])
 
 
-def _words(sections: Sequence[Section]) -> str:
+def _words(sections: Sequence[PlanSection]) -> str:
     rows = [f"<dt>{escape(HEADINGS.get(s.title, s.title))}</dt>\n<dd>{_lines(s.lines)}</dd>" for s in sections]
     return '<dl class="words">\n' + "\n".join(rows) + "\n</dl>"
 
@@ -203,7 +203,7 @@ def _lines(lines: Sequence[str]) -> str:
 
 
 def _terms() -> str:
-    rows = "".join(f"<dt>{escape(term)}</dt><dd>{escape(told)}</dd>" for term, told in TERMS.items())
+    rows = "".join(f"<dt>{escape(term)}</dt><dd>{escape(told)}</dd>" for term, told in GLOSSARY.items())
     return (
         "<section><h2>The words, for someone new</h2><details open><summary>Each in two sentences</summary>"
         f'<dl class="terms">{rows}</dl></details></section>'

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plait.partition.pipeline_schedule import actions
+from plait.partition.pipeline_schedule import schedule_actions
 from plait.partition.pipeline_simulation import StageTimes, Timeline, simulate
-from plait.planner.heterogeneous.unequal_step_time import uneven_stage_times
+from plait.planner.heterogeneous.unequal_step_time import unequal_stage_times
 from plait.planner.problem.candidates import SCHEDULES
 from plait.planner.problem.stage_partition import micro_batches
 from plait.planner.search.cost_breakdown import time_items
 from plait.planner.search.found import Search
-from plait.planner.search.layout_cost import portions, price
+from plait.planner.search.layout_cost import batches_of_candidates, step_time_of
 from plait.planner.step_time.pipeline_step_time import stage_times_of
 from plait.report.figures import time_words
 
-DRAWN = 6000
+ACTIONS_DRAWN = 6000
 """Actions that a picture may hold; where a step has more, fewer micro-batches are drawn."""
 
 
@@ -41,12 +41,12 @@ def pipeline_picture(found: Search) -> PipelinePicture | None:
     if ranks == 1:
         return None
     times, micros = stage_times(found, found.chosen)
-    most = DRAWN // (3 * ranks * virtual)
+    most = ACTIONS_DRAWN // (3 * ranks * virtual)
     drawn = min(micros, max(most - most % ranks, 2 * ranks))
     schedule = SCHEDULES[int(found.candidates.schedule[found.chosen])]
     items = time_items(found, found.chosen)
     return PipelinePicture(
-        timeline=simulate(actions(schedule, ranks=ranks, virtual=virtual, micros=drawn), times),
+        timeline=simulate(schedule_actions(schedule, ranks=ranks, virtual=virtual, micros=drawn), times),
         virtual=virtual,
         micros=micros,
         drawn=drawn,
@@ -58,15 +58,15 @@ def pipeline_picture(found: Search) -> PipelinePicture | None:
 def stage_times(found: Search, index: int) -> tuple[StageTimes, int]:
     """Seconds of each stage for one micro-batch, and a step's micro-batches, as the search simulated them."""
     work, cluster, stack = found.workload, found.cluster, found.stack
-    group = found.dealer.one(found.candidates, index)
-    one, deal = group.candidates, group.deal
-    if deal is not None and not deal.even:
-        return uneven_stage_times(work, cluster, one, stack, deal, price(work, cluster, one, stack))
-    [(_, whole)] = portions(work, one)
+    group = found.assigner.group_of(found.candidates, index)
+    one, deal = group.candidates, group.assignment
+    if deal is not None and not deal.is_even:
+        return unequal_stage_times(work, cluster, one, stack, deal, step_time_of(work, cluster, one, stack))
+    [(_, whole)] = batches_of_candidates(work, one)
     return stage_times_of(whole, cluster, one, stack), round(float(micro_batches(whole, one)[0]))
 
 
-def pipeline_told(picture: PipelinePicture | None) -> str:
+def pipeline_caption(picture: PipelinePicture | None) -> str:
     """What one sees, in words; without a pipeline, that there is none."""
     if picture is None:
         return (

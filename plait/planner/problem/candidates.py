@@ -17,7 +17,7 @@ Reals = NDArray[np.float64]
 ShardedState = Literal["nothing", "optimizer", "gradients", "parameters"]
 """What the ranks along `shard` split in published runs; plait itself runs all but "gradients"."""
 
-Dealing = Literal["balanced", "published"] | tuple[int, ...]
+LayerSplit = Literal["balanced", "published"] | tuple[int, ...]
 """How layers fall to a pipeline's stages: as plait runs them, as published programs deal them, or as a person names
 them, the layers of each stage in the model's order."""
 
@@ -49,7 +49,7 @@ class Candidates:
     micro_sequences: Counts
     recompute: Counts
     schedule: Counts
-    dealing: Dealing = "published"
+    layer_split: LayerSplit = "published"
 
     def __len__(self) -> int:
         return len(self.pipeline)
@@ -60,19 +60,19 @@ class Candidates:
         return self.pipeline * self.replicate * self.shard * self.context * self.tensor
 
     @property
-    def batch_parts(self) -> Counts:
+    def data_parallel_degree(self) -> Counts:
         """Groups of ranks that see different sequences."""
         return self.replicate * self.shard
 
     def select(self, index: Counts | NDArray[np.bool_]) -> Candidates:
         """The candidates at the given places or where the mask holds."""
-        return Candidates(**{name: getattr(self, name)[index] for name in COLUMNS}, dealing=self.dealing)
+        return Candidates(**{name: getattr(self, name)[index] for name in COLUMNS}, layer_split=self.layer_split)
 
     def with_row(self, others: Candidates, index: int) -> Candidates:
         """These candidates and, behind them, one of others that divide layers in the same way."""
-        assert self.dealing == others.dealing
+        assert self.layer_split == others.layer_split
         columns = {name: np.append(getattr(self, name), getattr(others, name)[[index]]) for name in COLUMNS}
-        return Candidates(**columns, dealing=self.dealing)
+        return Candidates(**columns, layer_split=self.layer_split)
 
     def equal_to(self, others: Candidates, index: int) -> NDArray[np.bool_]:
         """Which of these candidates are the same as one of others."""
@@ -90,33 +90,33 @@ class Candidates:
         return values | {name: names[int(values[name])] for name, names in named.items()}
 
     @staticmethod
-    def of(rows: Sequence[Mapping[str, int | str]], dealing: Dealing = "published") -> Candidates:
+    def from_rows(rows: Sequence[Mapping[str, int | str]], dealing: LayerSplit = "published") -> Candidates:
         """Candidates from rows of knobs; what a row leaves out is 1, or "nothing", "none", "1f1b"."""
         columns = {name: np.array([_entry(row, name) for row in rows]) for name in COLUMNS}
-        return Candidates(**columns, dealing=dealing)
+        return Candidates(**columns, layer_split=dealing)
 
 
-COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(Candidates) if field.name != "dealing")
+COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(Candidates) if field.name != "layer_split")
 """The knobs in which candidates differ."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Same:
+class CandidatesKey:
     """Candidates that are the same where their numbers are, for what is kept of them."""
 
     candidates: Candidates
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self._numbers() == other._numbers()
+        return isinstance(other, CandidatesKey) and self._numbers() == other._numbers()
 
     def __hash__(self) -> int:
         return hash(self._numbers())
 
     def _numbers(self) -> tuple[object, ...]:
-        return self.candidates.dealing, *(getattr(self.candidates, name).tobytes() for name in COLUMNS)
+        return self.candidates.layer_split, *(getattr(self.candidates, name).tobytes() for name in COLUMNS)
 
 
-DEFAULTS: Mapping[str, int | str] = {
+COLUMN_DEFAULTS: Mapping[str, int | str] = {
     **dict.fromkeys(COLUMNS, 1),
     "shard_what": "nothing",
     "recompute": "none",
@@ -125,7 +125,7 @@ DEFAULTS: Mapping[str, int | str] = {
 }
 
 
-def places_alike(keys: np.ndarray) -> list[Counts]:
+def indices_of_equal_columns(keys: np.ndarray) -> list[Counts]:
     """The places of equal columns, those that are equal together."""
     _, kind = np.unique(keys, axis=1, return_inverse=True)
     order = np.argsort(kind.ravel(), kind="stable")
@@ -133,7 +133,7 @@ def places_alike(keys: np.ndarray) -> list[Counts]:
 
 
 def _entry(row: Mapping[str, int | str], name: str) -> int:
-    value = row.get(name, DEFAULTS[name])
+    value = row.get(name, COLUMN_DEFAULTS[name])
     if isinstance(value, int):
         return value
     names: Mapping[str, tuple[str, ...]] = {

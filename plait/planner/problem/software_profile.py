@@ -7,7 +7,7 @@ from math import inf
 from typing import Literal
 
 from plait.cluster.cluster import Cluster
-from plait.planner.calibration.factors import UNTAUGHT, Calibration
+from plait.planner.calibration.factors import UNCALIBRATED, Calibration
 
 PROCESS_BYTES = 3.1e8
 """Of a worker's process on a processor beside its tensors: libraries, code, buffers (read on Linux with torch 2.13)."""
@@ -17,11 +17,11 @@ PROCESSOR_FLASH_SHARE = 0.70
 CACHED_TOKENS = 4096
 """Tokens of a micro-batch on a processor: more outgrow its caches and are no faster (measured)."""
 
-Sends = Literal["by share", "ahead"]
+SendModel = Literal["by share", "ahead"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
+class SoftwareProfile:
     """The habits of one training program; every share lies between 0 and 1.
 
     The defaults are physical readings and what published runs have in common; the constants of other programs, fitted
@@ -29,7 +29,7 @@ class Stack:
     """
 
     name: str
-    calibration: Calibration = UNTAUGHT
+    calibration: Calibration = UNCALIBRATED
     """What earlier runs on the same machines taught of computing (device_time.py) and of messages (step_time.py)."""
     speed: float = 1.0
     """How fast the software is against this model's expectation: the one scalar that a measurement sets."""
@@ -67,13 +67,13 @@ class Stack:
     """Host time that each micro-batch costs beside its kernels."""
     step_s: float = 10e-3
     """Time that each step costs whatever its size: the optimizer's launches, the norm, the data, the log."""
-    straggling: float = 0.0
+    straggler_share: float = 0.0
     """What everyone loses to the slowest, for each doubling of the nodes."""
     hides_tensor: float = 0.0
     """Share of the tensor axis' communication that runs under arithmetic."""
     hides_context: float = 0.7
     hides_pipeline: float = 0.0
-    sends: Sends = "by share"
+    sends: SendModel = "by share"
     """How messages between stages are priced: `hides_pipeline` of each hidden, or, where they travel while the next
     micro-batch is computed, by who waits for which."""
     hides_gradients: float = 0.0
@@ -82,10 +82,10 @@ class Stack:
     """Share of the forward pass that gathers of updated parameters may run under."""
     handles_messages: bool = False
     """Whether the processor that computes also carries what stages send each other."""
-    keeps_ends: bool = False
+    keeps_tied_table_once: bool = False
     """Whether, of the two ends of a pipeline with a tied head, one alone keeps the table where no others hold it, and
     sends the other the rows of a step's tokens."""
-    sums_whole: bool = False
+    all_reduces_shards: bool = False
     """Whether gradients are summed to everyone although each rank keeps a shard of them: twice the traffic."""
     hides_parameters: float = 0.9
     """Share of the arithmetic that gathers of sharded parameters may run under."""
@@ -137,7 +137,7 @@ class Stack:
         """Bytes of one gradient on its way."""
         return 2 if self.gradient_transfer == "bf16" else self.gradient_bytes
 
-    def on(self, cluster: Cluster) -> Stack:
+    def on(self, cluster: Cluster) -> SoftwareProfile:
         """The same program there.
 
         Processors have other kernels; they hold nothing for it beside its tensors but the process itself, and there
@@ -153,7 +153,7 @@ class Stack:
             fixed_bytes=0.0,
             outside_bytes=PROCESS_BYTES,
             memory="followed",
-            keeps_ends=self.gradient_transfer == "float32",
+            keeps_tied_table_once=self.gradient_transfer == "float32",
             handles_messages=True,
             hides_scatters=False,
             cached_tokens=CACHED_TOKENS,
@@ -162,4 +162,6 @@ class Stack:
 
 # plait's own: no measurement of it went in yet but what its code does (loss in pieces, sums under the backward pass,
 # shards over their own axis alone).
-PLAIT = Stack(name="plait", hides_gradients=0.7, hides_updates=0.7, logit_copies_bytes=0.3, shards_over="shard")
+PLAIT = SoftwareProfile(
+    name="plait", hides_gradients=0.7, hides_updates=0.7, logit_copies_bytes=0.3, shards_over="shard"
+)

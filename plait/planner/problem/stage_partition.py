@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
-from plait.planner.problem.candidates import SCHEDULES, Candidates, Counts, Dealing, Reals
+from plait.planner.problem.candidates import SCHEDULES, Candidates, Counts, LayerSplit, Reals
 from plait.planner.problem.workload import Workload
 
 
@@ -20,7 +20,7 @@ class StageLayers:
     first: Reals
     last: Reals
     most: Reals
-    behind: Reals
+    before_last: Reals
     """How many ranks stand behind the last of the fullest."""
     later: Reals
     """Layers on the fullest of those, the last rank aside; 0 where there is none."""
@@ -28,44 +28,47 @@ class StageLayers:
 
 def stage_layers(workload: Workload, candidates: Candidates) -> StageLayers:
     """Layers by rank of the pipeline, from what `dealt` gives to each of its stages."""
-    shapes, place = np.unique(candidates.pipeline * LARGE + candidates.virtual, return_inverse=True)
-    sums = [_sums(workload.layers, *divmod(int(s), LARGE), head_layers(workload), candidates.dealing) for s in shapes]
+    shapes, place = np.unique(candidates.pipeline * MANY_STAGES + candidates.virtual, return_inverse=True)
+    sums = [
+        _sums(workload.layers, *divmod(int(s), MANY_STAGES), head_cost_in_layers(workload), candidates.layer_split)
+        for s in shapes
+    ]
     first, last, most, behind, later = np.array(sums, dtype=np.float64).reshape(-1, 5)[place].T
-    return StageLayers(first=first, last=last, most=most, behind=behind, later=later)
+    return StageLayers(first=first, last=last, most=most, before_last=behind, later=later)
 
 
-LARGE = 1 << 20
+MANY_STAGES = 1 << 20
 """More than any number of stages on a rank."""
 
 
 @lru_cache(maxsize=4096)
-def _sums(layers: int, pipeline: int, virtual: int, head: float, dealing: Dealing) -> tuple[int, ...]:
+def _sums(layers: int, pipeline: int, virtual: int, head: float, dealing: LayerSplit) -> tuple[int, ...]:
     """The fields of StageLayers for one pipeline."""
-    each = dealt(layers, pipeline * virtual, head, dealing)
+    each = layers_of_stages(layers, pipeline * virtual, head, dealing)
     ranks = [sum(each[rank::pipeline]) for rank in range(pipeline)]
     behind = ranks[::-1].index(max(ranks))
     return ranks[0], ranks[-1], max(ranks), behind, max(ranks[pipeline - behind : -1], default=0)
 
 
-def dealt(layers: int, stages: int, head: float, dealing: Dealing) -> tuple[int, ...]:
+def layers_of_stages(layers: int, stages: int, head: float, dealing: LayerSplit) -> tuple[int, ...]:
     """Layers of each stage, in the model's order; the head costs as much as `head` layers."""
     if dealing == "balanced":
-        return balanced(layers, stages, head)
+        return balanced_stages_by_cost(layers, stages, head)
     if dealing == "published":
-        return published(layers, stages)
+        return published_stages(layers, stages)
     assert (len(dealing), sum(dealing)) == (stages, layers), f"{layers} layers on {stages} stages: {dealing}"
     return dealing
 
 
-def balanced(layers: int, stages: int, head: float) -> tuple[int, ...]:
+def balanced_stages_by_cost(layers: int, stages: int, head: float) -> tuple[int, ...]:
     """So that the dearest stage is as cheap as can be, the head counted with the last: what plait runs.
 
     Of equally cheap ways, the one with the fuller stages in front: a pipeline fills and drains behind them.
     """
-    return balanced_by_speed(layers, (1.0,) * stages, head)
+    return balanced_stages_by_speed(layers, (1.0,) * stages, head)
 
 
-def balanced_by_speed(
+def balanced_stages_by_speed(
     layers: int, speeds: Sequence[float], head: float, lookup: float = 0.0, most: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """Layers of stages of these speeds so that the slowest is done as early as can be.
@@ -92,7 +95,7 @@ def balanced_by_speed(
     return tuple(each)
 
 
-def published(layers: int, stages: int) -> tuple[int, ...]:
+def published_stages(layers: int, stages: int) -> tuple[int, ...]:
     """As published programs deal them.
 
     Where the layers do not divide, but would with the embedding and the head counted as one layer each, they are dealt
@@ -106,13 +109,13 @@ def published(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(each + (stage in favoured) for stage in range(stages))
 
 
-def head_layers(workload: Workload) -> float:
+def head_cost_in_layers(workload: Workload) -> float:
     """What the head costs in average layers, by the weights that a token is multiplied with."""
     w = workload
     return w.embedding_weights * w.layers / (w.active_parameters - w.embedding_weights)
 
 
-def kept_micros(candidates: Candidates, micros: Reals) -> Reals:
+def micro_batches_in_flight(candidates: Candidates, micros: Reals) -> Reals:
     """Micro-batches whose activations the first stage keeps at once, in units of all its layers."""
     p, v = candidates.pipeline, candidates.virtual
     interleaved = p * (1 + (p - 1) / (p * v))
@@ -122,7 +125,7 @@ def kept_micros(candidates: Candidates, micros: Reals) -> Reals:
 
 def micro_batches(workload: Workload, candidates: Candidates) -> Reals:
     """Micro-batches of one step on each rank; not whole where the batch does not split evenly."""
-    return np.maximum(workload.batch_sequences / (candidates.batch_parts * candidates.micro_sequences), 1.0)
+    return np.maximum(workload.batch_sequences / (candidates.data_parallel_degree * candidates.micro_sequences), 1.0)
 
 
 def layer_weights(workload: Workload, candidates: Candidates) -> tuple[Reals, Reals]:
@@ -140,7 +143,7 @@ def fullest_weights(workload: Workload, candidates: Candidates) -> tuple[Reals, 
     common, experts = layer_weights(workload, candidates)
     layers = stage_layers(workload, candidates)
     table = workload.embedding_weights / candidates.tensor
-    tables = np.where(candidates.pipeline == 1, 1 if workload.tied else 2, 1) * table
+    tables = np.where(candidates.pipeline == 1, 1 if workload.has_tied_head else 2, 1) * table
     ends = np.maximum(layers.first, layers.last) * common + tables
     return np.maximum(ends, layers.most * common), layers.most * experts
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from plait.model.shape import ModelShape
 
-Precision = Literal["float32", "fp16", "bf16", "fp8", "fp4"]
-Attention = Literal["flash", "unfused"]
+PricedPrecision = Literal["float32", "fp16", "bf16", "fp8", "fp4"]
+AttentionKernel = Literal["flash", "unfused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +28,14 @@ class Workload:
     kv_heads: int
     head_width: int
     ffn: int
-    gated: bool
+    has_gate: bool
     """Whether the feedforward has a gate (SwiGLU): three matrices in place of two."""
     vocabulary: int
-    tied: bool
+    has_tied_head: bool
     sequence: int
     batch_sequences: int
-    precision: Precision = "bf16"
-    attention: Attention = "flash"
+    precision: PricedPrecision = "bf16"
+    attention: AttentionKernel = "flash"
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
@@ -55,14 +55,14 @@ class Workload:
     """Layers whose attention sees only the window."""
 
     @property
-    def number_bytes(self) -> int:
+    def element_bytes(self) -> int:
         """Of a number as it is multiplied, kept for the backward pass and sent: 2 but for float32."""
         return 4 if self.precision == "float32" else 2
 
     @property
     def gate_factor(self) -> int:
         """Matrices of a feedforward: 3 with a gate, else 2."""
-        return 3 if self.gated else 2
+        return 3 if self.has_gate else 2
 
     @property
     def attention_weights(self) -> int:
@@ -109,7 +109,7 @@ class Workload:
             self.layers * self.attention_weights
             + plain * self.dense_feedforward_weights
             + sparse * (self.experts * self.expert_weights + self.shared_weights)
-            + self.embedding_weights * (1 if self.tied else 2)
+            + self.embedding_weights * (1 if self.has_tied_head else 2)
         )
 
     @property
@@ -146,8 +146,8 @@ def workload_of(
     *,
     sequence: int,
     batch_sequences: int,
-    precision: Precision = "bf16",
-    attention: Attention = "flash",
+    precision: PricedPrecision = "bf16",
+    attention: AttentionKernel = "flash",
 ) -> Workload:
     """The workload of a model that plait trains."""
     return Workload(
@@ -157,9 +157,9 @@ def workload_of(
         kv_heads=shape.kv_heads,
         head_width=shape.head_width,
         ffn=shape.ffn,
-        gated=shape.activation == "swiglu",
+        has_gate=shape.activation == "swiglu",
         vocabulary=shape.vocabulary,
-        tied=shape.tied,
+        has_tied_head=shape.tied,
         sequence=sequence,
         batch_sequences=batch_sequences,
         precision=precision,

@@ -16,11 +16,11 @@ from math import log, sqrt
 from statistics import median
 
 from plait.layout import Layout
-from plait.planner.heterogeneous.batch_shares import WORTH, Meetings
+from plait.planner.heterogeneous.batch_shares import LEAST_GAIN_OF_UNEQUAL_SHARES, ShardGroups
 from plait.planner.plan import Plan
 
-SURE = 3.0
-FEWEST_STEPS = 20
+CONFIDENCE = 3.0
+LEAST_STEPS_OBSERVED = 20
 """Steps that a decision looks at, at least."""
 
 _NORMAL_FROM_DEVIATION = 1.4826
@@ -30,7 +30,7 @@ _ALIKE = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class StepObservation:
     """One step: how long each part computed (its slowest rank did), and how long all of it took."""
 
     compute_s: tuple[float, ...]
@@ -38,7 +38,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class ShareChange:
     """New shares of the batch, with what speaks for them."""
 
     shares: tuple[int, ...]
@@ -49,16 +49,16 @@ class Change:
     reason: str
 
 
-def rebalanced(
-    old: Sequence[int], steps: Sequence[Measured], names: Sequence[str], meetings: Meetings | None = None
-) -> Change | None:
+def rebalance(
+    old: Sequence[int], steps: Sequence[StepObservation], names: Sequence[str], meetings: ShardGroups | None = None
+) -> ShareChange | None:
     """The shares to go on with after steps that were all taken with the `old` ones; None where they should stay.
 
     `names` are the parts' own, for the reason; `meetings` those of parts before the step's end, None: there are none.
     """
-    if len(old) < 2 or len(steps) < FEWEST_STEPS:
+    if len(old) < 2 or len(steps) < LEAST_STEPS_OBSERVED:
         return None
-    meetings = meetings or Meetings(size=1, limits=(1,) * len(old))
+    meetings = meetings or ShardGroups(size=1, limits=(1,) * len(old))
     before = meetings.computed(old)
     speeds = _speeds(before, steps)
     new = meetings.best(sum(old), speeds)
@@ -66,12 +66,12 @@ def rebalanced(
     gain, error = _gain(before, after, steps)
     middle = len(steps) // 2
     lasting = min(_gain(before, after, window)[0] for window in (steps[:middle], steps[middle:]))
-    if min(gain, lasting) <= WORTH or gain <= sure(len(old)) * error:
+    if min(gain, lasting) <= LEAST_GAIN_OF_UNEQUAL_SHARES or gain <= is_confident(len(old)) * error:
         return None
-    return Change(shares=new, speeds=speeds, gain=gain, reason=reason(old, new, speeds, names))
+    return ShareChange(shares=new, speeds=speeds, gain=gain, reason=change_reason(old, new, speeds, names))
 
 
-def reason(
+def change_reason(
     old: Sequence[int], new: Sequence[int], speeds: Sequence[float], names: Sequence[str], what: str = "sequences"
 ) -> str:
     """In words: the part whose share changes most, against the one that differs most from it in speed."""
@@ -91,12 +91,12 @@ def reason(
     return f"{names[about]} {verb} {compared}: {goes}"
 
 
-def part_names(plan: Plan) -> tuple[str, ...]:
+def replica_names(plan: Plan) -> tuple[str, ...]:
     """What people call each part of the batch: the host that has it alone, else its ranks."""
-    return names_of(plan, ranks_of_parts(plan.layout))
+    return host_names_of_ranks(plan, ranks_of_replicas(plan.layout))
 
 
-def names_of(plan: Plan, ranks: Sequence[Sequence[int]]) -> tuple[str, ...]:
+def host_names_of_ranks(plan: Plan, ranks: Sequence[Sequence[int]]) -> tuple[str, ...]:
     """What people call groups of ranks: the host that is there alone, else the ranks."""
     hosts = [host.name for host in plan.hosts for _ in range(host.workers)]
     homes = [{hosts[rank] for rank in some} if hosts else set[str]() for some in ranks]
@@ -106,23 +106,25 @@ def names_of(plan: Plan, ranks: Sequence[Sequence[int]]) -> tuple[str, ...]:
     )
 
 
-def ranks_of_parts(layout: Layout) -> tuple[tuple[int, ...], ...]:
+def ranks_of_replicas(layout: Layout) -> tuple[tuple[int, ...], ...]:
     """The ranks that work on each part of the batch."""
-    found: list[list[int]] = [[] for _ in range(layout.batch_parts)]
+    found: list[list[int]] = [[] for _ in range(layout.data_parallel_degree)]
     for rank in range(layout.world_size):
-        found[layout.batch_part(rank)].append(rank)
+        found[layout.data_parallel_rank(rank)].append(rank)
     return tuple(tuple(ranks) for ranks in found)
 
 
-def meetings_of(plan: Plan) -> Meetings:
+def shard_groups_of(plan: Plan) -> ShardGroups:
     """Which parts of a plan's batch meet in every micro-batch, and what they take at a time."""
-    parts = plan.layout.batch_parts
-    return Meetings(size=len(plan.layout.meeting(0)), limits=plan.micro_limits or (plan.micro_sequences,) * parts)
+    parts = plan.layout.data_parallel_degree
+    return ShardGroups(
+        size=len(plan.layout.replicas_in_lockstep(0)), limits=plan.micro_limits or (plan.micro_sequences,) * parts
+    )
 
 
-def cannot_help(plan: Plan) -> str | None:
+def why_rebalancing_cannot_help(plan: Plan) -> str | None:
     """Why no shares can balance a plan that asks for it, in one sentence; None where they can."""
-    if plan.balance_every_steps == 0 or plan.layout.batch_parts > 1 or plan.world_size == 1:
+    if plan.balance_every_steps == 0 or plan.layout.data_parallel_degree > 1 or plan.world_size == 1:
         return None
     if plan.layout.pipeline > 1 and plan.layout.virtual_stages == 1:
         return None  # layers move from stage to stage (stage_repartition.py)
@@ -132,18 +134,18 @@ def cannot_help(plan: Plan) -> str | None:
     return f"{told}: a layout with replicate or shard could"
 
 
-def sure(parts: int) -> float:
+def is_confident(parts: int) -> float:
     """Standard errors that a gain must be: among many parts one is the more often slow by mere chance."""
-    return sqrt(SURE**2 + 2 * log(parts / 2))
+    return sqrt(CONFIDENCE**2 + 2 * log(parts / 2))
 
 
-def _speeds(old: Sequence[int], steps: Sequence[Measured]) -> tuple[float, ...]:
+def _speeds(old: Sequence[int], steps: Sequence[StepObservation]) -> tuple[float, ...]:
     """Sequences a second of each part."""
     seconds = [median(column) for column in _columns(steps)]
     return tuple(count / max(s, 1e-9) for count, s in zip(old, seconds, strict=True))
 
 
-def _gain(old: Sequence[int], new: Sequence[int], steps: Sequence[Measured]) -> tuple[float, float]:
+def _gain(old: Sequence[int], new: Sequence[int], steps: Sequence[StepObservation]) -> tuple[float, float]:
     """What of a step's time parts that compute `new` in place of `old` sequences would have saved in these steps, and
     its standard error."""
     columns = _columns(steps)
@@ -155,15 +157,15 @@ def _gain(old: Sequence[int], new: Sequence[int], steps: Sequence[Measured]) -> 
     # Step by step: what slows all parts down alike takes nothing from the evidence.
     pairs = zip(columns[last], columns[other], strict=True)
     saved_s = [before - after * new[other] / old[other] for before, after in pairs]
-    return (now[last] - then[last_then]) / step_s, error_of(saved_s) / step_s
+    return (now[last] - then[last_then]) / step_s, standard_error(saved_s) / step_s
 
 
-def _columns(steps: Sequence[Measured]) -> list[tuple[float, ...]]:
+def _columns(steps: Sequence[StepObservation]) -> list[tuple[float, ...]]:
     """The steps' seconds, part by part."""
     return list(zip(*(step.compute_s for step in steps), strict=True))
 
 
-def error_of(values: Sequence[float]) -> float:
+def standard_error(values: Sequence[float]) -> float:
     """The standard error of these values' median."""
     middle = median(values)
     spread = _NORMAL_FROM_DEVIATION * median(abs(value - middle) for value in values)

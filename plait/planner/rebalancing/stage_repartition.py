@@ -12,23 +12,31 @@ from dataclasses import dataclass
 from statistics import median
 
 from plait.data.portions import micro_sizes
-from plait.planner.heterogeneous.batch_shares import WORTH
+from plait.planner.heterogeneous.batch_shares import LEAST_GAIN_OF_UNEQUAL_SHARES
 from plait.planner.plan import Plan
-from plait.planner.problem.stage_partition import balanced_by_speed, head_layers
+from plait.planner.problem.stage_partition import balanced_stages_by_speed, head_cost_in_layers
 from plait.planner.problem.workload import workload_of
-from plait.planner.rebalancing.batch_rebalance import FEWEST_STEPS, Change, Measured, error_of, names_of, reason, sure
+from plait.planner.rebalancing.batch_rebalance import (
+    LEAST_STEPS_OBSERVED,
+    ShareChange,
+    StepObservation,
+    change_reason,
+    host_names_of_ranks,
+    is_confident,
+    standard_error,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
+class StageCosts:
     """A pipeline whose layers may move while it runs."""
 
     names: tuple[str, ...]
     ranks: tuple[tuple[int, ...], ...]
     """Of each stage."""
-    lookup: float
+    embedding_cost_in_layers: float
     """What looking up the embedding costs the first stage, in layers."""
-    head: float
+    head_cost_in_layers: float
     """What the head and the loss cost the last stage, in layers."""
     micros: int
     """Micro-batches of a step."""
@@ -36,58 +44,66 @@ class Stages:
     def work(self, layers: Sequence[int]) -> list[float]:
         """What each stage computes, in layers."""
         work = [float(held) for held in layers]
-        work[0] += self.lookup
-        work[-1] += self.head
+        work[0] += self.embedding_cost_in_layers
+        work[-1] += self.head_cost_in_layers
         return work
 
 
-def stages_of(plan: Plan) -> Stages | None:
+def stage_costs_of(plan: Plan) -> StageCosts | None:
     """The stages that can be cut anew: one on each rank, of a pipeline that works on whole batches; else None.
 
     With several parts of the batch their shares follow the devices, and two answers to one question would fight.
     """
     layout = plan.layout
-    if layout.pipeline == 1 or layout.virtual_stages > 1 or layout.batch_parts > 1:
+    if layout.pipeline == 1 or layout.virtual_stages > 1 or layout.data_parallel_degree > 1:
         return None
     ranks: list[list[int]] = [[] for _ in range(layout.pipeline)]
     for rank in range(layout.world_size):
         ranks[layout.coordinates(rank)["pipeline"]].append(rank)
     told = plan.forecast
-    head = told.head_layers if told else None
+    head = told.head_cost_in_layers if told else None
     if head is None:  # nobody priced it
-        head = head_layers(workload_of(plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences))
-    return Stages(
-        names=names_of(plan, ranks),
+        head = head_cost_in_layers(
+            workload_of(plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences)
+        )
+    return StageCosts(
+        names=host_names_of_ranks(plan, ranks),
         ranks=tuple(map(tuple, ranks)),
-        lookup=told.lookup_layers if told else 0.0,
-        head=head,
-        micros=len(micro_sizes(plan.parts, plan.micro_limits or (plan.micro_sequences,))[0]),
+        embedding_cost_in_layers=told.embedding_cost_in_layers if told else 0.0,
+        head_cost_in_layers=head,
+        micros=len(micro_sizes(plan.sequences_per_replica, plan.micro_limits or (plan.micro_sequences,))[0]),
     )
 
 
-def recut(layers: Sequence[int], steps: Sequence[Measured], stages: Stages, most: Sequence[int]) -> Change | None:
+def repartition(
+    layers: Sequence[int], steps: Sequence[StepObservation], stages: StageCosts, most: Sequence[int]
+) -> ShareChange | None:
     """The layers to go on with after steps that were all taken with these; None where they should stay.
 
     `compute_s` of the steps are the stages', and no stage may get more layers than `most` says. The change's shares are
     layers, its speeds layers of a whole step a second.
     """
-    if len(steps) < FEWEST_STEPS or sum(most) < sum(layers) or min(most) < 1:
+    if len(steps) < LEAST_STEPS_OBSERVED or sum(most) < sum(layers) or min(most) < 1:
         return None
     work = stages.work(layers)
     seconds = [median(step.compute_s[stage] for step in steps) for stage in range(len(layers))]
     speeds = tuple(done / max(s, 1e-9) for done, s in zip(work, seconds, strict=True))
-    new = balanced_by_speed(sum(layers), speeds, stages.head, stages.lookup, most)
+    new = balanced_stages_by_speed(
+        sum(layers), speeds, stages.head_cost_in_layers, stages.embedding_cost_in_layers, most
+    )
     if new == tuple(layers):
         return None
     gains = [_gain(step, work, stages.work(new), stages.micros) for step in steps]
     middle = len(steps) // 2
     gain, lasting = median(gains), min(median(gains[:middle]), median(gains[middle:]))
-    if min(gain, lasting) <= WORTH or gain <= sure(len(layers)) * error_of(gains):
+    if min(gain, lasting) <= LEAST_GAIN_OF_UNEQUAL_SHARES or gain <= is_confident(len(layers)) * standard_error(gains):
         return None
-    return Change(shares=new, speeds=speeds, gain=gain, reason=reason(layers, new, speeds, stages.names, "layers"))
+    return ShareChange(
+        shares=new, speeds=speeds, gain=gain, reason=change_reason(layers, new, speeds, stages.names, "layers")
+    )
 
 
-def _gain(step: Measured, old: Sequence[float], new: Sequence[float], micros: int) -> float:
+def _gain(step: StepObservation, old: Sequence[float], new: Sequence[float], micros: int) -> float:
     """What of a step's time it would have saved had its stages computed `new` in place of `old` layers."""
     then = [s * after / before for s, before, after in zip(step.compute_s, old, new, strict=True)]
     return (_trip_s(step.compute_s, micros) - _trip_s(then, micros)) / step.step_s

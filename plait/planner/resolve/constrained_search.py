@@ -8,17 +8,22 @@ from dataclasses import dataclass, replace
 
 from plait.cluster.cluster import Cluster
 from plait.layout import Layout
-from plait.planner.derive.micro_batch import MORE_COSTS, fewer_gatherings, micros_to_price, usual_micro
-from plait.planner.explain.fit_suggestions import mended
-from plait.planner.explain.unequal_devices import shares_of
+from plait.planner.derive.micro_batch import (
+    LEAST_GAIN,
+    fewer_gathers_reason,
+    micro_sequences_to_try,
+    usual_micro_sequences,
+)
+from plait.planner.explain.fit_suggestions import error_with_suggestions
+from plait.planner.explain.unequal_devices import unequal_shares_of
 from plait.planner.heterogeneous.batch_shares import equal_shares
 from plait.planner.problem.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT
-from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import Workload
 from plait.planner.resolve.request import Request
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.found import Search
-from plait.planner.search.host_order import in_an_order_that_fits, in_best_order
+from plait.planner.search.host_order import search_host_orders_that_fit, with_best_host_order
 from plait.planner.search.search import DoesNotFit, search
 from plait.planner.search.validity import layout_of_candidate
 
@@ -36,7 +41,9 @@ class FoundLayout:
     """Why its micro-batches have another size than usual."""
 
 
-def constrained_search(workload: Workload, cluster: Cluster, profile: Stack, constraints: Constraints) -> Search:
+def constrained_search(
+    workload: Workload, cluster: Cluster, profile: SoftwareProfile, constraints: Constraints
+) -> Search:
     """Search within constraints, on the hosts in their best order; raises PlaitError with the mend where nothing fits.
 
     Beside named degrees nothing is computed again, and `shard` splits the optimizer's state alone, unless only more of
@@ -48,15 +55,15 @@ def constrained_search(workload: Workload, cluster: Cluster, profile: Stack, con
         usual = replace(constraints, knobs={**knobs, **constraints.knobs})
         with suppress(DoesNotFit):
             found = search(workload, cluster, stack=profile, constraints=usual)
-            if found.reserved(found.chosen) <= found.capacity(found.chosen):
-                return in_best_order(found)
+            if found.bytes_per_device(found.chosen) <= found.capacity_bytes(found.chosen):
+                return with_best_host_order(found)
     try:
-        return in_best_order(search(workload, cluster, stack=profile, constraints=constraints))
+        return with_best_host_order(search(workload, cluster, stack=profile, constraints=constraints))
     except DoesNotFit as error:
         for tried in [usual] if usual is constraints else [usual, constraints]:
-            if reordered := in_an_order_that_fits(workload, cluster, profile, tried):
+            if reordered := search_host_orders_that_fit(workload, cluster, profile, tried):
                 return reordered
-        raise mended(error, constraints, profile) from None
+        raise error_with_suggestions(error, constraints, profile) from None
 
 
 def found_layout(request: Request, found: Search, index: int) -> FoundLayout:
@@ -72,20 +79,20 @@ def found_layout(request: Request, found: Search, index: int) -> FoundLayout:
 def _with_suitable_micro_batches(request: Request, one: FoundLayout) -> FoundLayout:
     """The same layout with as many sequences at a time as suit a processor; unchanged where these do not fit."""
     layout, batch = one.layout, request.workload.batch_sequences
-    unequal = shares_of(one.search, one.index)
-    shares = unequal or equal_shares(batch, layout.batch_parts)
-    usual = usual_micro(batch, layout, request.workload.sequence)
+    unequal = unequal_shares_of(one.search, one.index)
+    shares = unequal or equal_shares(batch, layout.data_parallel_degree)
+    usual = usual_micro_sequences(batch, layout, request.workload.sequence)
     best, taken = one.search, 0
     may_grow = bool(unequal) and request.shares_may_change
-    for size in micros_to_price(usual, layout, shares, may_grow=may_grow):
+    for size in micro_sequences_to_try(usual, layout, shares, may_grow=may_grow):
         constraints = _exactly(request, one, size)
         with suppress(DoesNotFit):
             tried = search(request.workload, one.search.cluster, stack=one.search.stack, constraints=constraints)
-            if not taken or tried.step_s[tried.chosen] < (1 - MORE_COSTS) * best.step_s[best.chosen]:
+            if not taken or tried.step_s[tried.chosen] < (1 - LEAST_GAIN) * best.step_s[best.chosen]:
                 best, taken = tried, size
     if not taken:
         return one
-    notes = fewer_gatherings(usual, taken, max(shares)) if taken > usual else []
+    notes = fewer_gathers_reason(usual, taken, max(shares)) if taken > usual else []
     return replace(one, search=best, index=best.chosen, notes=tuple(notes))
 
 

@@ -5,26 +5,36 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from plait.planner.calibration.factors import TELLING, TIMED_ERROR, Calibration, taught, untaught
+from plait.planner.calibration.factors import (
+    LEAST_SHARE_TO_LEARN,
+    MEASURED_STEP_ERROR,
+    Calibration,
+    calibrated,
+    uncalibrated,
+)
 from plait.planner.plan import Forecast
 
 
-def learning(forecast: Forecast, runs: Calibration, step_s: float | None) -> Forecast:
+def updated_forecast(forecast: Forecast, runs: Calibration, step_s: float | None) -> Forecast:
     """The same with what `runs` have taught by now, and what a step took where one was timed (None: none was).
 
     See note [steps that were timed before the run] in factors.py. Forecasts of earlier versions stay.
     """
     if forecast.items is None:
         return forecast
-    said, before, now = untaught(forecast.items, forecast.calibration), forecast.calibration, replace(runs, timed=1.0)
+    said, before, now = (
+        uncalibrated(forecast.items, forecast.calibration),
+        forecast.calibration,
+        replace(runs, timed=1.0),
+    )
     clocked = step_s if forecast.basis == "formulas" else None
     if clocked is not None:
-        now = replace(now, timed=clocked / taught(said, now).step_s)
+        now = replace(now, timed=clocked / calibrated(said, now).step_s)
     if math.isclose(now.timed, before.timed) and replace(now, timed=before.timed) == before:
         return forecast  # a factor that was taken out and put in again is off by rounding, which is no news
-    items, alone_s = taught(said, now), forecast.one_device_step_s
+    items, alone_s = calibrated(said, now), forecast.one_device_step_s
     moved = now.compute / before.compute
-    if items.messages_s + items.within_s + items.bubble_s <= TELLING * items.step_s:
+    if items.messages_s + items.within_s + items.bubble_s <= LEAST_SHARE_TO_LEARN * items.step_s:
         moved *= now.timed / before.timed  # nearly all is computing, which one device alone does, too
     return replace(
         forecast,
@@ -32,5 +42,5 @@ def learning(forecast: Forecast, runs: Calibration, step_s: float | None) -> For
         items=items,
         calibration=now,
         one_device_step_s=None if alone_s is None else alone_s * moved,
-        error=forecast.error if clocked is None else min(TIMED_ERROR, forecast.error),
+        error=forecast.error if clocked is None else min(MEASURED_STEP_ERROR, forecast.error),
     )

@@ -14,15 +14,15 @@ from plait.layout import Layout
 from plait.planner.calibration.factors import Basis
 from plait.planner.derive.intervals import balance_every_steps
 from plait.planner.derive.model_size import CorpusFacts
-from plait.planner.derive.resources import STAND_IN, Need, Resources
+from plait.planner.derive.resources import STAND_IN, ProbeNeed, Resources
 from plait.planner.derive.training_job import TrainingJob, job_of_plan, new_job
 from plait.planner.plan import Plan
-from plait.planner.problem.software_profile import PLAIT, Stack
+from plait.planner.problem.software_profile import PLAIT, SoftwareProfile
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.resolve.named_layout import constraints_of
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.validity import check_devices
-from plait.planner.step_time.device_time import clocked
+from plait.planner.step_time.device_time import was_measured
 from plait.recipe.schema import RunConfig
 
 
@@ -46,7 +46,7 @@ class Request:
     constraints: Constraints
     options: tuple[WorkerOption, ...]
     """The ways to use the machines, fewest workers first; several only on processors."""
-    profile: Stack
+    profile: SoftwareProfile
     """plait's own habits, with what earlier runs taught of these machines."""
     basis: Basis
     """Whether times come from formulas or from a probe's clock."""
@@ -66,9 +66,11 @@ def request_of(config: RunConfig, corpus: CorpusFacts, resources: Resources, beg
     notes: list[str] = []
     job = job_of_plan(begun) if begun else new_job(config, corpus, resources, notes)
     constraints = constraints_of(config, job.shape, job.batch_sequences)
-    resources = resources.probed(Need(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision))
+    resources = resources.probed(
+        ProbeNeed(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision)
+    )
     workload = _workload(job)
-    basis: Basis = "clock" if resources.cluster and clocked(workload, resources.cluster) else "formulas"
+    basis: Basis = "clock" if resources.cluster and was_measured(workload, resources.cluster) else "formulas"
     calibration = resources.load_calibration(job.precision, basis)
     return Request(
         job=job,
@@ -78,7 +80,7 @@ def request_of(config: RunConfig, corpus: CorpusFacts, resources: Resources, beg
         profile=replace(PLAIT, calibration=calibration, gradient_transfer=config.train.gradient_transfer),
         basis=basis,
         shares_may_change=balance_every_steps(config, "unequal") > 0,
-        has_forecast=resources.known,
+        has_forecast=resources.has_known_devices,
         notes=tuple(notes),
     )
 
@@ -92,7 +94,7 @@ def _workload(job: TrainingJob) -> Workload:
 
 def _options(resources: Resources, constraints: Constraints, notes: list[str]) -> tuple[WorkerOption, ...]:
     """The worker counts worth a search: the one that named degrees multiply to, or all that the machines allow."""
-    if not resources.known:
+    if not resources.has_known_devices:
         notes.append(f"{resources.machine.name} is not in plait's catalogue: laid out as an {STAND_IN} with its memory")
     counts = resources.worker_counts()
     if constraints.degrees:

@@ -16,15 +16,15 @@ from plait.planner.derive.hyperparameters import documents_mode, optimizer_plan,
 from plait.planner.derive.intervals import (
     balance_every_steps,
     checkpoint_every,
-    in_steps,
+    interval_in_steps,
     report_every_steps,
     steps_for,
 )
-from plait.planner.derive.micro_batch import usual_micro
+from plait.planner.derive.micro_batch import usual_micro_sequences
 from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.derive.resources import Resources
 from plait.planner.plan import Plan
-from plait.planner.resolve.forecast_update import learning
+from plait.planner.resolve.forecast_update import updated_forecast
 from plait.planner.resolve.request import Request, request_of
 from plait.planner.resolve.worker_layouts import MEASURED_TOLERANCE, WorkerLayout, choose, worker_layouts
 from plait.recipe.schema import RunConfig
@@ -75,7 +75,7 @@ def draft(
         micro_sequences=first.micro_sequences,
         micro_limits=first.micro_limits,
         shares=first.shares,
-        seats=first.seats,
+        host_order=first.host_order,
         balance_every_steps=_balance(config, resources, request, first, why),
         gradient_transfer=config.train.gradient_transfer,
         budget=job.budget,
@@ -100,7 +100,7 @@ def draft(
         request=request,
         plan=plan,
         layouts=layouts,
-        evaluations="auto" if evaluate == "auto" else in_steps(evaluate),
+        evaluations="auto" if evaluate == "auto" else interval_in_steps(evaluate),
         heldout_tokens=corpus.heldout_tokens,
     )
 
@@ -114,9 +114,9 @@ def with_layout(plan: Plan, split: WorkerLayout) -> Plan:
         micro_sequences=split.micro_sequences,
         micro_limits=split.micro_limits,
         shares=split.shares,
-        seats=split.seats,
+        host_order=split.host_order,
         step_s=split.step_s,
-        forecast=split.forecast and learning(split.forecast, split.forecast.calibration, split.step_s),
+        forecast=split.forecast and updated_forecast(split.forecast, split.forecast.calibration, split.step_s),
     )
 
 
@@ -124,7 +124,7 @@ def settle(config: RunConfig, draft: Draft, measured: Sequence[WorkerLayout]) ->
     """The finished plan: the simplest split that is fast, and a time budget turned into steps."""
     best = choose(measured)
     plan = with_layout(draft.plan, best)
-    why = [*_split_reason(measured, best), *best.why, *plan.reasons, *_at_a_time(config, plan)]
+    why = [*_split_reason(measured, best), *best.reasons, *plan.reasons, *_at_a_time(config, plan)]
     steps, evaluate_every = _pace(draft, plan, why)
     optimizer = replace(plan.optimizer, warmup_steps=warmup_steps(config, steps, why))
     return replace(plan, steps=steps, evaluate_every_steps=evaluate_every, optimizer=optimizer, reasons=tuple(why))
@@ -132,8 +132,10 @@ def settle(config: RunConfig, draft: Draft, measured: Sequence[WorkerLayout]) ->
 
 def _at_a_time(config: RunConfig, plan: Plan) -> list[str]:
     """Why micro-batches are not larger, unless a person named them, or the split has told why they are not smaller."""
-    part, device = max(plan.parts), plan.device
-    more = device == "cpu" and plan.micro_sequences > usual_micro(plan.batch_sequences, plan.layout, plan.sequence)
+    part, device = max(plan.sequences_per_replica), plan.device
+    more = device == "cpu" and plan.micro_sequences > usual_micro_sequences(
+        plan.batch_sequences, plan.layout, plan.sequence
+    )
     if config.layout.micro_sequences != "auto" or plan.micro_limits or more or part <= plan.micro_sequences:
         return []
     return [f"micro-batches of {plan.micro_sequences} of a worker's {part} sequences: what it holds comfortably"]
@@ -156,7 +158,7 @@ def _balance(config: RunConfig, resources: Resources, request: Request, split: W
     every = balance_every_steps(config, "unequal" if several_hosts or split.shares or here.unlike else "alike")
     unequal = f"beside {here.name} it has {', '.join(here.unlike)}" if here.unlike else "they are not equal"
     reason = "machines of a run over several hosts may slow down" if several_hosts else unequal
-    if every and config.balance.every == "auto" and split.layout.batch_parts > 1:
+    if every and config.balance.every == "auto" and split.layout.data_parallel_degree > 1:
         why.append(f"shares of the batch may change every {every} steps: {reason} (balance.every)")
     elif every and config.balance.every == "auto" and split.layout.pipeline > 1 and split.layout.virtual_stages == 1:
         why.append(
@@ -214,7 +216,7 @@ def _evaluating(rough: int, every: int, evaluation_steps: float) -> float:
     return rough - steps
 
 
-def described(plan: Plan) -> str:
+def plan_summary(plan: Plan) -> str:
     """One line on what will be trained, for people."""
     shape = plan.shape
     flops = training_flops_per_token(shape, plan.sequence, "full")

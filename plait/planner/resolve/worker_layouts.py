@@ -11,8 +11,8 @@ from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.planner.calibration.factors import step_items
 from plait.planner.derive.resources import probe_digest
-from plait.planner.explain.report import in_short, runners_up
-from plait.planner.explain.unequal_devices import limit_words, shares_of
+from plait.planner.explain.report import runners_up, short_reasons
+from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_shares_of
 from plait.planner.heterogeneous.host_permutations import node_alone
 from plait.planner.plan import Forecast
 from plait.planner.resolve.constrained_search import constrained_search, found_layout
@@ -38,13 +38,13 @@ class WorkerLayout:
     """The same for each data-parallel rank, where devices' memories differ too much for one number; else empty."""
     shares: tuple[int, ...] = ()
     """Sequences per step of each data-parallel rank; empty where they are as equal as can be."""
-    seats: tuple[int, ...] = ()
+    host_order: tuple[int, ...] = ()
     """For each place in the order of ranks the number of the host that takes it; empty: in the order given."""
-    points: int
+    complexity: int
     """Complexity, in the points of `plait plan --terms`."""
     forecast: Forecast | None
     """None where the devices are not in the catalogue."""
-    why: tuple[str, ...]
+    reasons: tuple[str, ...]
     step_s: float | None = None
     """Seconds of a measured step; None where none was timed."""
     search: Search | None = field(default=None, compare=False, repr=False)
@@ -96,13 +96,13 @@ def choose(layouts: Sequence[WorkerLayout]) -> WorkerLayout:
     step_s, tolerance = (measured, MEASURED_TOLERANCE) if len(measured) == len(layouts) else (predicted, error)
     if len(step_s) < len(layouts):
         return layouts[0]
-    points, workers = np.array([one.points for one in layouts]), np.array([one.workers for one in layouts])
+    points, workers = np.array([one.complexity for one in layouts]), np.array([one.workers for one in layouts])
     return layouts[simplest(np.array(step_s), points, tolerance, workers)]
 
 
 def _is_beaten(one: WorkerLayout, other: WorkerLayout) -> bool:
     """Whether another layout is simpler and, as far as a forecast can tell, faster."""
-    if one.forecast is None or other.forecast is None or other.points >= one.points:
+    if one.forecast is None or other.forecast is None or other.complexity >= one.complexity:
         return False
     return other.forecast.step_s * (1 + other.forecast.error) < one.forecast.step_s
 
@@ -114,30 +114,30 @@ def _by_forecast(layouts: Sequence[WorkerLayout]) -> list[WorkerLayout]:
 def _searched(request: Request, option: WorkerOption) -> WorkerLayout:
     found = constrained_search(request.workload, option.cluster, request.profile, request.constraints)
     chosen = _worker_layout(request, option, found, found.chosen)
-    return replace(chosen, why=(*in_short(found), *chosen.why))
+    return replace(chosen, reasons=(*short_reasons(found), *chosen.reasons))
 
 
 def _worker_layout(request: Request, option: WorkerOption, whole: Search, index: int) -> WorkerLayout:
     """A candidate of a search as a layout that can run."""
     one = found_layout(request, whole, index)
     found, index = one.search, one.index
-    limits = found.at_once(index)
+    limits = found.micro_sequences(index)
     return WorkerLayout(
         layout=one.layout,
         threads=option.threads,
         micro_sequences=max(limits),
         micro_limits=limits if len(limits) > 1 else (),
-        shares=shares_of(found, index),
-        seats=whole.turned.places if whole.turned else (),
-        points=int(found.points[index]),
+        shares=unequal_shares_of(found, index),
+        host_order=whole.host_order.hosts if whole.host_order else (),
+        complexity=int(found.complexity[index]),
         forecast=_forecast(request, option, found, index) if request.has_forecast else None,
-        why=(*limit_words(found, index), *one.notes),
+        reasons=(*memory_limit_lines(found, index), *one.notes),
         search=whole.with_layout(found, index),
     )
 
 
 def _forecast(request: Request, option: WorkerOption, found: Search, index: int) -> Forecast:
-    fullest = found.fullest(index)
+    fullest = found.memory_of_fullest(index)
     return Forecast(
         step_s=float(found.step_s[index]),
         tensor_bytes=float(fullest.allocated[0]),
@@ -147,9 +147,9 @@ def _forecast(request: Request, option: WorkerOption, found: Search, index: int)
         basis=request.basis,
         items=step_items(time_items(found, index)),
         calibration=found.stack.calibration,
-        probed=probe_digest(option.cluster),
-        lookup_layers=found.dealer.devices.lookup,
-        head_layers=found.dealer.devices.head,
+        probe_digest=probe_digest(option.cluster),
+        embedding_cost_in_layers=found.assigner.devices.embedding_cost_in_layers,
+        head_cost_in_layers=found.assigner.devices.head_cost_in_layers,
     )
 
 

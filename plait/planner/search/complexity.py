@@ -9,52 +9,54 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.planner.problem.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates, Counts
-from plait.planner.step_time.network_model import Roads
+from plait.planner.step_time.network_model import Network
 
-Holds = NDArray[np.bool_]
+AppliesTo = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rung:
+class ComplexityRow:
     """One thing that a layout may have, and its points."""
 
     points: int
     what: str
-    holds: Callable[[Candidates, int], Holds]
+    holds: Callable[[Candidates, int], AppliesTo]
     """Which candidates have it, given the devices of a node."""
 
 
-def _schedule(name: str) -> Callable[[Candidates, int], Holds]:
+def _schedule(name: str) -> Callable[[Candidates, int], AppliesTo]:
     return lambda c, _: (c.pipeline > 1) & (c.schedule == SCHEDULES.index(name))
 
 
-def _recompute(name: str) -> Callable[[Candidates, int], Holds]:
+def _recompute(name: str) -> Callable[[Candidates, int], AppliesTo]:
     return lambda c, _: c.recompute == RECOMPUTE.index(name)
 
 
-LADDER: tuple[Rung, ...] = (
-    Rung(
+COMPLEXITY_TABLE: tuple[ComplexityRow, ...] = (
+    ComplexityRow(
         points=1,
         what="optimizer state split over copies",
         holds=lambda c, _: c.shard_what == SHARD_WHAT.index("optimizer"),
     ),
-    Rung(
+    ComplexityRow(
         points=2,
         what="parameters split over copies",
         holds=lambda c, _: c.shard_what == SHARD_WHAT.index("parameters"),
     ),
-    Rung(
+    ComplexityRow(
         points=1, what="split over some of the copies only", holds=lambda c, _: (c.shard_what > 0) & (c.replicate > 1)
     ),
-    Rung(points=1, what="a part of each layer computed again", holds=_recompute("selective")),
-    Rung(points=2, what="whole layers computed again", holds=_recompute("full")),
-    Rung(points=10, what="layers' matrices cut over devices (tensor)", holds=lambda c, _: c.tensor > 1),
-    Rung(points=10, what="sequences cut over devices (context)", holds=lambda c, _: c.context > 1),
-    Rung(points=10, what="experts dealt over devices (expert)", holds=lambda c, _: c.expert > 1),
-    Rung(points=12, what="layers dealt over devices (pipeline)", holds=lambda c, _: c.pipeline > 1),
-    Rung(points=3, what="several chunks of layers on a device in turn", holds=_schedule("interleaved")),
-    Rung(points=4, what="weight gradients put off to fill the pipeline's gaps", holds=_schedule("zero-bubble")),
-    Rung(
+    ComplexityRow(points=1, what="a part of each layer computed again", holds=_recompute("selective")),
+    ComplexityRow(points=2, what="whole layers computed again", holds=_recompute("full")),
+    ComplexityRow(points=10, what="layers' matrices cut over devices (tensor)", holds=lambda c, _: c.tensor > 1),
+    ComplexityRow(points=10, what="sequences cut over devices (context)", holds=lambda c, _: c.context > 1),
+    ComplexityRow(points=10, what="experts dealt over devices (expert)", holds=lambda c, _: c.expert > 1),
+    ComplexityRow(points=12, what="layers dealt over devices (pipeline)", holds=lambda c, _: c.pipeline > 1),
+    ComplexityRow(points=3, what="several chunks of layers on a device in turn", holds=_schedule("interleaved")),
+    ComplexityRow(
+        points=4, what="weight gradients put off to fill the pipeline's gaps", holds=_schedule("zero-bubble")
+    ),
+    ComplexityRow(
         points=5,
         what="matrices cut over more devices than a node has",
         holds=lambda c, per_node: c.tensor > per_node,
@@ -63,12 +65,12 @@ LADDER: tuple[Rung, ...] = (
 """From the simplest on. Each axis that cuts the model itself weighs more than everything below it together."""
 
 
-def complexity(candidates: Candidates, roads: Roads) -> Counts:
+def complexity_of(candidates: Candidates, roads: Network) -> Counts:
     """Points of each candidate: 0 is one device, or plain copies."""
-    points = sum(rung.points * rung.holds(candidates, roads.per_node) for rung in LADDER)
+    points = sum(rung.points * rung.holds(candidates, roads.per_node) for rung in COMPLEXITY_TABLE)
     return np.asarray(points, dtype=np.int64)
 
 
-def table() -> str:
+def complexity_table() -> str:
     """The ladder for people, a line each."""
-    return "\n".join(f"{rung.points:3}  {rung.what}" for rung in LADDER) + "\n"
+    return "\n".join(f"{rung.points:3}  {rung.what}" for rung in COMPLEXITY_TABLE) + "\n"

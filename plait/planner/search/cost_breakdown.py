@@ -35,7 +35,7 @@ MEMORY_NAMES = {
 }
 ROUNDING = 1e-12
 """Share of a step's time below which a difference of sums is rounding (`sum` rounds otherwise from Python 3.12 on)."""
-BINDS = {
+BOTTLENECKS = {
     "arithmetic": ("products", "scores", "head", "recompute"),
     "memory bandwidth": ("stream", "optimizer"),
     "links": ("tensor", "context", "experts", "passes", "parameters", "gradients"),
@@ -47,7 +47,7 @@ BINDS = {
 
 def time_items(found: Search, index: int) -> dict[str, float]:
     """Seconds by item; what the simulated pipeline differs from the closed form is in the bubble."""
-    priced = found.timing(index)
+    priced = found.step_time(index)
     items = {name: float(getattr(priced, name)[0]) for name in TIME_NAMES}
     step_s = float(found.step_s[index])
     beyond = step_s - fsum(items.values())
@@ -61,23 +61,23 @@ def memory_items(found: Search, index: int) -> dict[str, float]:
     needed = found.memory(index)
     known = {field.name for field in fields(needed)}
     items = {name: float(getattr(needed, name)[0]) for name in MEMORY_NAMES if name in known}
-    return items | {"reserve": found.reserved(index) - sum(items.values())}
+    return items | {"reserve": found.bytes_per_device(index) - sum(items.values())}
 
 
-def binding(items: dict[str, float]) -> list[tuple[str, float]]:
+def bottlenecks(items: dict[str, float]) -> list[tuple[str, float]]:
     """What binds, with its share of the step, the largest first."""
     whole = sum(items.values())
-    parts = [(what, sum(items[name] for name in names) / whole) for what, names in BINDS.items()]
+    parts = [(what, sum(items[name] for name in names) / whole) for what, names in BOTTLENECKS.items()]
     return sorted(parts, key=lambda part: -part[1])
 
 
-def messages(found: Search, index: int) -> tuple[float, float]:
+def message_seconds(found: Search, index: int) -> tuple[float, float]:
     """Seconds of a step's communication: what runs under arithmetic, and what devices wait for."""
     items = time_items(found, index)
-    return float(found.timing(index).hidden[0]), sum(items[name] for name in BINDS["links"])
+    return float(found.step_time(index).hidden[0]), sum(items[name] for name in BOTTLENECKS["links"])
 
 
-def mfu(found: Search, index: int) -> tuple[float, float]:
+def model_flops_utilisation(found: Search, index: int) -> tuple[float, float]:
     """Model FLOPs utilisation: with all of attention's scores counted, and with the half that causal models use."""
     w = found.workload
     peak = sum(island.devices * _peak(found, place) for place, island in enumerate(found.cluster.islands))

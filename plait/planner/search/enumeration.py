@@ -14,7 +14,7 @@ import numpy as np
 from plait.errors import PlaitError
 from plait.layout import Layout, conflict
 from plait.planner.problem.candidates import COLUMNS, RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates
-from plait.planner.problem.software_profile import PLAIT, Sends, Stack
+from plait.planner.problem.software_profile import PLAIT, SendModel, SoftwareProfile
 from plait.planner.problem.workload import Workload
 from plait.planner.search.constraints import Constraints
 
@@ -22,21 +22,23 @@ LONGEST_MICRO_TOKENS = 65536
 """Tokens of a micro-batch on one device beyond which products become no faster."""
 SHORTEST_PIECE_TOKENS = 256
 """Tokens of a sequence on one device below which its parts are not worth their exchange."""
-MOST_CHUNKS = 12
+MOST_VIRTUAL_STAGES = 12
 """Stages on one device beyond which an interleaving waits for its messages."""
 
-FEW_LAYERS = "more pipeline stages than layers"
-HEADS = "the number of heads does not divide by the tensor axis"
-SEQUENCE = "sequences do not divide into twice as many pieces as the context axis has ranks, of 128 tokens or more"
-BATCH = "more groups of devices than sequences in a step"
-UNEVEN = "layers do not divide evenly over the chunks of an interleaved pipeline"
-IN_VAIN = "gpipe keeps every micro-batch in memory and is no faster than 1f1b"
-NOT_TOGETHER = "ways of splitting that exclude each other"
-LONG_MICRO = "a micro-batch of more tokens than make a device any faster"
+TOO_FEW_LAYERS = "more pipeline stages than layers"
+HEADS_INDIVISIBLE = "the number of heads does not divide by the tensor axis"
+SEQUENCE_INDIVISIBLE = (
+    "sequences do not divide into twice as many pieces as the context axis has ranks, of 128 tokens or more"
+)
+BATCH_TOO_SMALL = "more groups of devices than sequences in a step"
+CHUNKS_UNEVEN = "layers do not divide evenly over the chunks of an interleaved pipeline"
+GPIPE_NEEDLESS = "gpipe keeps every micro-batch in memory and is no faster than 1f1b"
+INCOMPATIBLE_SPLITS = "ways of splitting that exclude each other"
+MICRO_BATCH_TOO_LONG = "a micro-batch of more tokens than make a device any faster"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
+class EnumeratedLayouts:
     """Layouts that are possible, and how many are not, by reason.
 
     Rows stand in triples that differ in `recompute` alone (none, selective, full), unless that is named.
@@ -46,7 +48,9 @@ class Listed:
     refused: Mapping[str, int]
 
 
-def listed(workload: Workload, devices: int, constraints: Constraints, profile: Stack = PLAIT) -> Listed:
+def enumerate_layouts(
+    workload: Workload, devices: int, constraints: Constraints, profile: SoftwareProfile = PLAIT
+) -> EnumeratedLayouts:
     """All layouts of so many devices; raises PlaitError where the constraints leave none.
 
     gpipe is among them unasked only where messages travel "ahead": with all micro-batches under way, no rank waits for
@@ -65,7 +69,7 @@ def listed(workload: Workload, devices: int, constraints: Constraints, profile: 
     if not sum(map(len, columns["tensor"])):
         raise PlaitError(_nothing_left(workload, devices, constraints, refused))
     whole = {name: np.concatenate(parts) for name, parts in columns.items()}
-    return Listed(candidates=Candidates(**whole, dealing=named or "balanced"), refused=refused)
+    return EnumeratedLayouts(candidates=Candidates(**whole, layer_split=named or "balanced"), refused=refused)
 
 
 def _degrees(devices: int, constraints: Constraints) -> Iterator[Layout]:
@@ -76,7 +80,7 @@ def _degrees(devices: int, constraints: Constraints) -> Iterator[Layout]:
                 f"[layout] names {named}, and the cluster has {devices} devices; name degrees whose product is "
                 f"{devices}"
             )
-        yield replace(named, replicate=named.batch_parts, shard=1)
+        yield replace(named, replicate=named.data_parallel_degree, shard=1)
         return
     for pipeline in divisors(devices):
         for tensor in divisors(devices // pipeline):
@@ -88,17 +92,17 @@ def _degrees(devices: int, constraints: Constraints) -> Iterator[Layout]:
 def _against(w: Workload, degrees: Layout, least_piece_tokens: int) -> str | None:
     """Why these degrees cannot carry the workload, or not usefully."""
     if degrees.pipeline > w.layers:
-        return FEW_LAYERS
+        return TOO_FEW_LAYERS
     if w.heads % degrees.tensor:
-        return HEADS
+        return HEADS_INDIVISIBLE
     piece = w.sequence / degrees.context
     if degrees.context > 1 and (w.sequence % (2 * degrees.context) or piece < least_piece_tokens):
-        return SEQUENCE
-    return BATCH if degrees.replicate > w.batch_sequences else None
+        return SEQUENCE_INDIVISIBLE
+    return BATCH_TOO_SMALL if degrees.replicate > w.batch_sequences else None
 
 
 def _options(
-    w: Workload, degrees: Layout, constraints: Constraints, profile: Stack, refused: Counter[str]
+    w: Workload, degrees: Layout, constraints: Constraints, profile: SoftwareProfile, refused: Counter[str]
 ) -> dict[str, np.ndarray]:
     """The product of all other knobs for these degrees."""
     micros = _micros(w, degrees, constraints, refused)
@@ -110,7 +114,7 @@ def _options(
         if _clash(
             min(degrees.pipeline, 2), min(shard, 2), min(degrees.context, 2), min(degrees.tensor, 2), what, schedule
         ):
-            refused[NOT_TOGETHER] += len(micros) * len(experts)
+            refused[INCOMPATIBLE_SPLITS] += len(micros) * len(experts)
         else:
             weaves.append((shard, SHARD_WHAT.index(what), virtual, SCHEDULES.index(schedule)))
     again = _pinned(constraints, "recompute", RECOMPUTE)
@@ -134,11 +138,11 @@ def _options(
         "schedule": schedule,
     }
     useful = constraints.has_micro_sequences | ~_outgrows_caches(w, columns, profile)
-    refused[LONG_MICRO] += int((~useful).sum())
+    refused[MICRO_BATCH_TOO_LONG] += int((~useful).sum())
     return {name: column[useful] for name, column in columns.items()}
 
 
-def _outgrows_caches(w: Workload, columns: Mapping[str, np.ndarray], profile: Stack) -> np.ndarray:
+def _outgrows_caches(w: Workload, columns: Mapping[str, np.ndarray], profile: SoftwareProfile) -> np.ndarray:
     """Where a micro-batch is larger than a processor's caches want it, unless each costs a gathering of parameters."""
     tokens = columns["micro_sequences"] * w.sequence
     gathers = (columns["shard_what"] == SHARD_WHAT.index("parameters")) & (columns["pipeline"] == 1)
@@ -154,7 +158,7 @@ def _micros(w: Workload, degrees: Layout, constraints: Constraints, refused: Cou
         return [min(int(asked), part)]
     every = divisors(part)
     useful = [m for m in every if m == 1 or m * w.sequence <= LONGEST_MICRO_TOKENS * degrees.context]
-    refused[LONG_MICRO] += len(every) - len(useful)
+    refused[MICRO_BATCH_TOO_LONG] += len(every) - len(useful)
     return useful
 
 
@@ -167,29 +171,29 @@ def _splits(degrees: Layout, constraints: Constraints) -> list[tuple[int, str]]:
 
 
 def _orders(
-    w: Workload, pipeline: int, constraints: Constraints, sends: Sends, refused: Counter[str]
+    w: Workload, pipeline: int, constraints: Constraints, sends: SendModel, refused: Counter[str]
 ) -> list[tuple[int, str]]:
     """Chunks of layers on a device and the schedule of the pipeline."""
     if pipeline == 1:
         return [(1, "1f1b")]
     asked, asked_chunks = constraints.knobs.get("schedule"), constraints.virtual_stages
     found = [(1, "1f1b"), (1, "zero-bubble")] if pipeline > 1 else []
-    for virtual in range(2, min(MOST_CHUNKS, w.layers // pipeline) + 1):
+    for virtual in range(2, min(MOST_VIRTUAL_STAGES, w.layers // pipeline) + 1):
         if w.layers % (pipeline * virtual) and (w.layers + 2) % (pipeline * virtual):
-            refused[UNEVEN] += 1
+            refused[CHUNKS_UNEVEN] += 1
         else:
             found.append((virtual, "interleaved"))
     if asked == "gpipe" or sends == "ahead":
         found.append((1, "gpipe"))
     else:
-        refused[IN_VAIN] += 1
+        refused[GPIPE_NEEDLESS] += 1
     kept = [(v, s) for v, s in found if asked in (None, s) and asked_chunks in (None, v)]
     if kept or not constraints.degrees:
         return kept
     # A person may ask for chunks that do not divide evenly, if there are layers for them.
     chunks = asked_chunks or (2 if asked == "interleaved" else 1)
     if chunks * pipeline > w.layers:
-        refused[FEW_LAYERS] += 1
+        refused[TOO_FEW_LAYERS] += 1
         return []
     return [(chunks, str(asked or ("interleaved" if chunks > 1 else "1f1b")))]
 
@@ -221,7 +225,17 @@ def divisors(number: int) -> list[int]:
 
 def _nothing_left(w: Workload, devices: int, constraints: Constraints, refused: Counter[str]) -> str:
     if constraints.degrees:
-        reason = next(reason for reason in (FEW_LAYERS, HEADS, SEQUENCE, BATCH, NOT_TOGETHER) if refused[reason])
+        reason = next(
+            reason
+            for reason in (
+                TOO_FEW_LAYERS,
+                HEADS_INDIVISIBLE,
+                SEQUENCE_INDIVISIBLE,
+                BATCH_TOO_SMALL,
+                INCOMPATIBLE_SPLITS,
+            )
+            if refused[reason]
+        )
         return f"the layout named under [layout] cannot carry this model and batch ({reason}); change it"
     return (
         f"no layout of {devices} devices carries {w.batch_sequences} sequences a step, {w.layers} layers and {w.heads} "

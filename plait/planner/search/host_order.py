@@ -8,66 +8,70 @@ from dataclasses import replace
 
 from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
-from plait.planner.heterogeneous.batch_shares import WORTH
-from plait.planner.heterogeneous.host_permutations import HostOrder, other_orders, unlike_roads
-from plait.planner.problem.software_profile import Stack
+from plait.planner.heterogeneous.batch_shares import LEAST_GAIN_OF_UNEQUAL_SHARES
+from plait.planner.heterogeneous.host_permutations import HostOrder, has_unequal_links, other_orders
+from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import Workload
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.found import Search
 from plait.planner.search.search import search
 
-Places = tuple[int, ...]
+HostNumbers = tuple[int, ...]
 
 
-def in_best_order(found: Search) -> Search:
+def with_best_host_order(found: Search) -> Search:
     """The same question with the machines in the order that makes a step fastest; as they stand where others gain less
     than WORTH, or only with a more complicated layout.
 
     The first one stays the first: it is where a run is started, and the others can take any place. Shares and stages
     that a person named are for the machines as they stand.
     """
-    if not free_to_move(found.constraints) or (found.dealer.devices.alike and not unlike_roads(found.cluster)):
+    if not may_reorder_hosts(found.constraints) or (
+        found.assigner.devices.are_equal and not has_unequal_links(found.cluster)
+    ):
         return found
     here = _step_s(found)
-    best = _best(found, other_orders(found.cluster, first_stays=True), (1 - WORTH) * here)
+    best = _best(found, other_orders(found.cluster, first_stays=True), (1 - LEAST_GAIN_OF_UNEQUAL_SHARES) * here)
     if best is None:
         return found
     places, other = best
-    gains = float(other.step_s.min()) <= (1 - WORTH) * float(found.step_s.min())
-    simple = int(other.points[other.chosen]) <= int(found.points[found.chosen])
-    return replace(other, turned=HostOrder(places=places, step_s_in_given_order=here)) if gains or simple else found
+    gains = float(other.step_s.min()) <= (1 - LEAST_GAIN_OF_UNEQUAL_SHARES) * float(found.step_s.min())
+    simple = int(other.complexity[other.chosen]) <= int(found.complexity[found.chosen])
+    return replace(other, host_order=HostOrder(hosts=places, step_s_in_given_order=here)) if gains or simple else found
 
 
-def in_an_order_that_fits(
-    workload: Workload, cluster: Cluster, stack: Stack, constraints: Constraints
+def search_host_orders_that_fit(
+    workload: Workload, cluster: Cluster, stack: SoftwareProfile, constraints: Constraints
 ) -> Search | None:
     """The fastest of the orders behind the first machine; for a question that nothing answers as the machines stand.
 
     Where all hold the same there is none: layers are dealt out by memory as well.
     """
-    if not free_to_move(constraints) or len({island.device.memory_bytes for island in cluster.islands}) == 1:
+    if not may_reorder_hosts(constraints) or len({island.device.memory_bytes for island in cluster.islands}) == 1:
         return None
     found: list[Search] = []
     for places, other in other_orders(cluster, first_stays=True):
         with suppress(PlaitError):
             one = search(workload, other, stack=stack, constraints=constraints)
-            found.append(replace(one, turned=HostOrder(places=places, step_s_in_given_order=None)))
+            found.append(replace(one, host_order=HostOrder(hosts=places, step_s_in_given_order=None)))
     return min(found, key=_rank) if found else None
 
 
-def better_start(found: Search) -> Search | None:
+def with_better_first_host(found: Search) -> Search | None:
     """The same with another machine first, where that is faster by more than the forecast can tell."""
     orders = [(places, other) for places, other in other_orders(found.cluster, first_stays=False) if places[0]]
     best = _best(found, orders, _step_s(found) / (1 + found.tolerance))
     return best[1] if best else None
 
 
-def free_to_move(constraints: Constraints) -> bool:
+def may_reorder_hosts(constraints: Constraints) -> bool:
     """Whether nobody named shares or stages, which are for machines as they stand."""
     return not (constraints.shares or constraints.stage_layers)
 
 
-def _best(found: Search, orders: Sequence[tuple[Places, Cluster]], limit_s: float) -> tuple[Places, Search] | None:
+def _best(
+    found: Search, orders: Sequence[tuple[HostNumbers, Cluster]], limit_s: float
+) -> tuple[HostNumbers, Search] | None:
     """The same question in the order of which most is to be expected; None where a step takes longer than the limit,
     unless as the machines stand it needs room that a device has only if all goes well; and where there it needs that.
 
@@ -93,7 +97,7 @@ def _best(found: Search, orders: Sequence[tuple[Places, Cluster]], limit_s: floa
 
 def _holds(found: Search) -> bool:
     """Whether every device has room for what is chosen."""
-    return found.reserved(found.chosen) <= found.capacity(found.chosen)
+    return found.bytes_per_device(found.chosen) <= found.capacity_bytes(found.chosen)
 
 
 def _rank(found: Search) -> tuple[bool, float]:

@@ -9,19 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.cluster.cluster import Cluster
-from plait.planner.heterogeneous.assignment import Dealer, Group
-from plait.planner.heterogeneous.device_speeds import devices_of
-from plait.planner.heterogeneous.unequal_step_time import paced, simulated_uneven_s
-from plait.planner.memory.estimate import memory
+from plait.planner.heterogeneous.assignment import CandidateGroup, WorkAssigner
+from plait.planner.heterogeneous.device_speeds import device_speeds_of
+from plait.planner.heterogeneous.unequal_step_time import bottleneck, simulated_unequal_s
+from plait.planner.memory.estimate import estimate_memory
 from plait.planner.problem.candidates import SHARD_WHAT, Candidates, Counts, Reals
-from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.pipeline_step_time import simulated_s
-from plait.planner.step_time.step_time import Timing, timing
+from plait.planner.step_time.step_time import StepTime, step_time
 
-NEAR = 0.15
+SIMULATED_WITHIN = 0.15
 """Pipelines within this of the best are timed by their actual list of actions."""
-PORTION = 4096
+CANDIDATES_AT_ONCE = 4096
 """Candidates priced at once: as many as stay in a processor's cache."""
 
 
@@ -29,82 +29,86 @@ def step_seconds(
     workload: Workload,
     cluster: Cluster,
     candidates: Candidates,
-    stack: Stack,
-    dealer: Dealer | None = None,
+    stack: SoftwareProfile,
+    dealer: WorkAssigner | None = None,
     numbers: Counts | None = None,
 ) -> Reals:
     """Seconds of a step: by the closed form, and near the best by simulation; `numbers` as a group has them."""
-    dealer = dealer or Dealer(workload=workload, devices=devices_of(workload, cluster, stack), stack=stack)
-    groups = dealer.groups(candidates)
+    dealer = dealer or WorkAssigner(workload=workload, devices=device_speeds_of(workload, cluster, stack), stack=stack)
+    groups = dealer.grouped(candidates)
     if numbers is not None:
-        groups = [some for group in groups for some in _apart(replace(group, numbers=numbers[group.places]))]
+        groups = [some for group in groups for some in _apart(replace(group, n_microbatches=numbers[group.indices]))]
     step_s = np.empty(len(candidates))
     for group in groups:
-        step_s[group.places] = closed_form(workload, cluster, stack, group).step_s
+        step_s[group.indices] = closed_form_step_time(workload, cluster, stack, group).step_s
     closed = candidates.pipeline > 1
     # Simulated times are longer, so that others come near the best.
-    while (again := closed & (step_s <= step_s.min() * (1 + NEAR))).any():
+    while (again := closed & (step_s <= step_s.min() * (1 + SIMULATED_WITHIN))).any():
         for group in groups:
-            if again[group.places].any():
-                few = group.select(again[group.places])
-                step_s[few.places] = _simulated(workload, cluster, stack, few)
+            if again[group.indices].any():
+                few = group.select(again[group.indices])
+                step_s[few.indices] = _simulated(workload, cluster, stack, few)
         closed &= ~again
     return step_s
 
 
-def closed_form(workload: Workload, cluster: Cluster, stack: Stack, group: Group) -> Timing:
+def closed_form_step_time(
+    workload: Workload, cluster: Cluster, stack: SoftwareProfile, group: CandidateGroup
+) -> StepTime:
     """The items of time of a group's layouts on its devices, pipelines by the closed form."""
-    times = price(workload, cluster, group.candidates, stack)
-    if group.deal is None or (group.deal.even and not _often(group).any()):
+    times = step_time_of(workload, cluster, group.candidates, stack)
+    if group.assignment is None or (group.assignment.is_even and not _often(group).any()):
         return times
-    return paced(workload, cluster, group.candidates, stack, group.deal, times, group.numbers).times
+    return bottleneck(workload, cluster, group.candidates, stack, group.assignment, times, group.n_microbatches).times
 
 
-def _apart(group: Group) -> list[Group]:
+def _apart(group: CandidateGroup) -> list[CandidateGroup]:
     """By how layouts of one deal are priced: device by device, or all alike."""
     often = _often(group)
     return [group] if often.all() or not often.any() else [group.select(often), group.select(~often)]
 
 
-def _often(group: Group) -> NDArray[np.bool_]:
+def _often(group: CandidateGroup) -> NDArray[np.bool_]:
     """Where small devices make parts that split parameters meet more often than even micro-batches would."""
     c = group.candidates
-    if group.numbers is None or group.deal is None:
+    if group.n_microbatches is None or group.assignment is None:
         return np.zeros(len(c), dtype=bool)
-    usual = -(-max(group.deal.shares) // c.micro_sequences)
-    return (group.numbers > usual) & (c.shard_what == SHARD_WHAT.index("parameters"))
+    usual = -(-max(group.assignment.sequences_per_replica) // c.micro_sequences)
+    return (group.n_microbatches > usual) & (c.shard_what == SHARD_WHAT.index("parameters"))
 
 
-def _simulated(workload: Workload, cluster: Cluster, stack: Stack, group: Group) -> Reals:
-    if group.deal is not None and (not group.deal.even or _often(group).any()):
-        times = price(workload, cluster, group.candidates, stack)
-        return simulated_uneven_s(workload, cluster, group.candidates, stack, group.deal, times, group.numbers)
+def _simulated(workload: Workload, cluster: Cluster, stack: SoftwareProfile, group: CandidateGroup) -> Reals:
+    if group.assignment is not None and (not group.assignment.is_even or _often(group).any()):
+        times = step_time_of(workload, cluster, group.candidates, stack)
+        return simulated_unequal_s(
+            workload, cluster, group.candidates, stack, group.assignment, times, group.n_microbatches
+        )
     step_s = np.empty(len(group.candidates))
-    for rows, whole in portions(workload, group.candidates):
+    for rows, whole in batches_of_candidates(workload, group.candidates):
         few = group.candidates.select(rows)
-        step_s[rows] = simulated_s(whole, cluster, few, stack, timing(whole, cluster, few, stack))
+        step_s[rows] = simulated_s(whole, cluster, few, stack, step_time(whole, cluster, few, stack))
     return step_s
 
 
-def price(workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack) -> Timing:
+def step_time_of(workload: Workload, cluster: Cluster, candidates: Candidates, stack: SoftwareProfile) -> StepTime:
     """The items of time of layouts that split the batch into equal numbers of micro-batches."""
-    items = {field.name: np.empty(len(candidates)) for field in fields(Timing)}
-    for rows, whole in portions(workload, candidates):
-        times = timing(whole, cluster, candidates.select(rows), stack)
+    items = {field.name: np.empty(len(candidates)) for field in fields(StepTime)}
+    for rows, whole in batches_of_candidates(workload, candidates):
+        times = step_time(whole, cluster, candidates.select(rows), stack)
         for name, values in items.items():
             values[rows] = getattr(times, name)
-    return Timing(**items)
+    return StepTime(**items)
 
 
-def memory_of(workload: Workload, candidates: Candidates, stack: Stack) -> Reals:
+def bytes_of(workload: Workload, candidates: Candidates, stack: SoftwareProfile) -> Reals:
     """Bytes per device that each candidate needs."""
     reserved = np.empty(len(candidates))
-    for rows, whole in portions(workload, candidates):
-        reserved[rows] = memory(whole, candidates.select(rows), stack).reserved
+    for rows, whole in batches_of_candidates(workload, candidates):
+        reserved[rows] = estimate_memory(whole, candidates.select(rows), stack).reserved
     return reserved
 
 
-def portions(
+def batches_of_candidates(
     workload: Workload, candidates: Candidates, among: Counts | None = None
 ) -> Iterator[tuple[Counts, Workload]]:
     """Places of candidates a few thousand at a time, with the batch that their fullest group of devices would make.
@@ -112,9 +116,9 @@ def portions(
     A batch that does not divide leaves some groups with a sequence less, and they wait for the others.
     """
     rows = np.arange(len(candidates)) if among is None else among
-    each = candidates.batch_parts[rows] * candidates.micro_sequences[rows]
+    each = candidates.data_parallel_degree[rows] * candidates.micro_sequences[rows]
     filled = -(-workload.batch_sequences // each) * each
     for batch in np.unique(filled):
         same, whole = rows[filled == batch], replace(workload, batch_sequences=int(batch))
-        for first in range(0, len(same), PORTION):
-            yield same[first : first + PORTION], whole
+        for first in range(0, len(same), CANDIDATES_AT_ONCE):
+            yield same[first : first + CANDIDATES_AT_ONCE], whole

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from plait.layout import ABBREVIATIONS, AXES
 from plait.planner.problem.candidates import SHARD_WHAT, Candidates, Counts, Reals
 
-Row = Mapping[str, int | str]
+CandidateRow = Mapping[str, int | str]
 """One candidate as `Candidates.row` gives it."""
 
-NAMES = {**ABBREVIATIONS, "expert": "EP"}
+AXIS_ABBREVIATIONS = {**ABBREVIATIONS, "expert": "EP"}
 _DATA = {
     "alone": "one copy of the model",
     "nothing": "plain copies of the model",
@@ -29,24 +29,24 @@ _CUTS = {
 }
 
 
-def kinds(candidates: Candidates) -> Counts:
+def kinds_of(candidates: Candidates) -> Counts:
     """A number for each candidate's kind: which axes cut the model, and what its copies split."""
     c = candidates
-    data = np.where(c.batch_parts > 1, 1 + c.shard_what, 0)
+    data = np.where(c.data_parallel_degree > 1, 1 + c.shard_what, 0)
     cuts = (c.tensor > 1) + 2 * (c.context > 1) + 4 * (c.pipeline > 1) + 8 * (c.expert > 1)
     return data + 8 * cuts
 
 
-def kind_words(row: Row) -> str:
+def kind_text(row: CandidateRow) -> str:
     """The kind of a layout: "plain copies of the model + matrices cut across devices (tensor)"."""
     data = _DATA[str(row["shard_what"])] if int(row["replicate"]) * int(row["shard"]) > 1 else _DATA["alone"]
     cuts = [words for axis, words in _CUTS.items() if int(row[axis]) > 1]
     return " + ".join(cuts if cuts and data == _DATA["alone"] else [data, *cuts])
 
 
-def short_words(row: Row) -> str:
+def layout_text(row: CandidateRow) -> str:
     """Axes and degrees, and what is not as usual: "pipeline (PP) 4 × tensor (TP) 8, recompute full"."""
-    names = {**NAMES, "shard": "FSDP" if row["shard_what"] == "parameters" else "ZeRO"}
+    names = {**AXIS_ABBREVIATIONS, "shard": "FSDP" if row["shard_what"] == "parameters" else "ZeRO"}
     degrees = [f"{axis} ({names[axis]}) {row[axis]}" for axis in (*AXES, "expert") if int(row[axis]) > 1]
     told = [" × ".join(degrees) or "one device"]
     if int(row["shard"]) > 1:
@@ -59,7 +59,7 @@ def short_words(row: Row) -> str:
     return ", ".join(told)
 
 
-def sentences(row: Row, layers: int) -> list[str]:
+def layout_sentences(row: CandidateRow, layers: int) -> list[str]:
     """What each axis of a layout does, a sentence each, for someone new."""
     told = []
     replicate, shard, pipeline = int(row["replicate"]), int(row["shard"]), int(row["pipeline"])
@@ -99,15 +99,15 @@ def _shard_sentence(shard: int, what: str) -> str:
     )
 
 
-def leanest(candidates: Candidates, needed: Reals) -> dict[int, float]:
+def leanest_of_kinds(candidates: Candidates, needed: Reals) -> dict[int, float]:
     """Bytes of the leanest candidate of every kind."""
-    names, place = np.unique(kinds(candidates), return_inverse=True)
+    names, place = np.unique(kinds_of(candidates), return_inverse=True)
     least = np.full(len(names), np.inf)
     np.minimum.at(least, place, needed)
     return {int(name): float(value) for name, value in zip(names, least, strict=True)}
 
 
-def kinds_without(candidates: Candidates, fits: NDArray[np.bool_]) -> frozenset[int]:
+def kinds_that_never_fit(candidates: Candidates, fits: NDArray[np.bool_]) -> frozenset[int]:
     """The kinds of which no candidate is one of these."""
-    own = kinds(candidates)
+    own = kinds_of(candidates)
     return frozenset(own.tolist()) - frozenset(own[fits].tolist())

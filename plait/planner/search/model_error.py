@@ -10,19 +10,19 @@ from typing import Literal, get_args
 
 from plait.cluster.cluster import Cluster
 from plait.planner.problem.workload import Workload
-from plait.planner.step_time.device_time import clocked
+from plait.planner.step_time.device_time import was_measured
 
-Family = Literal["dense-gpu", "moe", "tpu", "cpu"]
+RunFamily = Literal["dense-gpu", "moe", "tpu", "cpu"]
 """Dense models on GPUs, models with experts on GPUs, anything on TPUs, anything where a processor takes part."""
 MEASURED_ERROR = 0.05
 """What layouts may differ by on machines that were measured: a bar set beforehand, not a reading."""
-FAMILIES: tuple[Family, ...] = get_args(Family)
-FILE = Path(__file__).parents[1] / "calibration" / "errors.toml"
+FAMILIES: tuple[RunFamily, ...] = get_args(RunFamily)
+ERRORS_FILE = Path(__file__).parents[1] / "calibration" / "errors.toml"
 """Written by `python -m benchmarks.published --errors`, so that the figures are the scorer's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class PublishedErrors:
     """The errors of one family's published runs: |forecast / measured - 1|, no scalar fitted to their sources."""
 
     rows: int
@@ -31,7 +31,7 @@ class Evidence:
     p90: float
 
 
-def family_of(workload: Workload, cluster: Cluster) -> Family:
+def run_family(workload: Workload, cluster: Cluster) -> RunFamily:
     """The family of published runs that a forecast is like."""
     kinds = {island.device.kind for island in cluster.islands}
     if "cpu" in kinds:
@@ -41,7 +41,7 @@ def family_of(workload: Workload, cluster: Cluster) -> Family:
     return "moe" if workload.experts else "dense-gpu"
 
 
-def evidence(family: Family) -> Evidence:
+def published_errors(family: RunFamily) -> PublishedErrors:
     """What published runs say of forecasts of a family."""
     return _known()[family]
 
@@ -51,14 +51,16 @@ def stated_error(workload: Workload, cluster: Cluster) -> float:
 
     The model's own error, which half of the runs like this one were closer than; where the machines were measured less.
     """
-    if clocked(workload, cluster):
+    if was_measured(workload, cluster):
         return MEASURED_ERROR
-    return evidence(family_of(workload, cluster)).median
+    return published_errors(run_family(workload, cluster)).median
 
 
 @cache
-def _known() -> dict[Family, Evidence]:
-    told = tomllib.loads(FILE.read_text(encoding="utf-8"))
-    known = {family: Evidence(**told[family]) for family in FAMILIES if told[family]["rows"]}
-    worst = Evidence(rows=0, median=max(e.median for e in known.values()), p90=max(e.p90 for e in known.values()))
+def _known() -> dict[RunFamily, PublishedErrors]:
+    told = tomllib.loads(ERRORS_FILE.read_text(encoding="utf-8"))
+    known = {family: PublishedErrors(**told[family]) for family in FAMILIES if told[family]["rows"]}
+    worst = PublishedErrors(
+        rows=0, median=max(e.median for e in known.values()), p90=max(e.p90 for e in known.values())
+    )
     return {family: known.get(family, worst) for family in FAMILIES}

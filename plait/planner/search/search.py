@@ -11,33 +11,33 @@ from numpy.typing import NDArray
 from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
 from plait.layout import Layout
-from plait.planner.heterogeneous.assignment import Dealer
-from plait.planner.heterogeneous.device_speeds import devices_of
-from plait.planner.heterogeneous.host_permutations import torn
-from plait.planner.heterogeneous.micro_batch_limits import Room, weighed
+from plait.planner.heterogeneous.assignment import WorkAssigner
+from plait.planner.heterogeneous.device_speeds import device_speeds_of
+from plait.planner.heterogeneous.host_permutations import crosses_hosts_needlessly
+from plait.planner.heterogeneous.micro_batch_limits import MemoryBudget, memory_fit
 from plait.planner.problem.candidates import Candidates, Counts, Reals
-from plait.planner.problem.software_profile import PLAIT, Stack
+from plait.planner.problem.software_profile import PLAIT, SoftwareProfile
 from plait.planner.problem.workload import Workload
-from plait.planner.search.complexity import complexity
+from plait.planner.search.complexity import complexity_of
 from plait.planner.search.constraints import Constraints
-from plait.planner.search.enumeration import listed
+from plait.planner.search.enumeration import enumerate_layouts
 from plait.planner.search.found import Search
-from plait.planner.search.layout_cost import memory_of, step_seconds
-from plait.planner.search.layout_kinds import kinds_without, leanest
+from plait.planner.search.layout_cost import bytes_of, step_seconds
+from plait.planner.search.layout_kinds import kinds_that_never_fit, leanest_of_kinds
 from plait.planner.search.model_error import stated_error
-from plait.planner.search.validity import UNCUT, check_shares
-from plait.planner.step_time.network_model import roads
+from plait.planner.search.validity import STAGES_WITHOUT_PIPELINE, check_shares
+from plait.planner.step_time.network_model import network_of
 from plait.units import format_bytes, format_count
 
-TOO_LARGE = "needs more memory than a device has"
-TORN = "a group that cuts matrices or sequences would straddle two machines"
-NEEDLESS = "computes again what fits in memory anyway"
+EXCEEDS_MEMORY = "needs more memory than a device has"
+CROSSES_HOSTS = "a group that cuts matrices or sequences would straddle two machines"
+RECOMPUTES_NEEDLESSLY = "computes again what fits in memory anyway"
 
 
 class DoesNotFit(PlaitError):
     """No layout fits the devices; with what is needed to find out what would."""
 
-    def __init__(self, workload: Workload, cluster: Cluster, dealer: Dealer, least_bytes: float) -> None:
+    def __init__(self, workload: Workload, cluster: Cluster, dealer: WorkAssigner, least_bytes: float) -> None:
         have = format_bytes(min(island.device.memory_bytes for island in cluster.islands))
         super().__init__(
             f"a model of {format_count(workload.parameters)} parameters fits no layout of {cluster.name}: the "
@@ -51,7 +51,7 @@ def search(
     workload: Workload,
     cluster: Cluster,
     *,
-    stack: Stack = PLAIT,
+    stack: SoftwareProfile = PLAIT,
     constraints: Constraints | None = None,
     tolerance: float | Literal["stated"] = "stated",
 ) -> Search:
@@ -63,26 +63,33 @@ def search(
     stack = stack.on(cluster)
     constraints = constraints or Constraints()
     _check_constraints(workload, constraints)
-    dealer = Dealer(
-        workload=workload, devices=devices_of(workload, cluster, stack), stack=stack, named=constraints.shares
+    dealer = WorkAssigner(
+        workload=workload,
+        devices=device_speeds_of(workload, cluster, stack),
+        stack=stack,
+        named_shares=constraints.shares,
     )
-    found = listed(workload, cluster.devices, constraints, stack)
+    found = enumerate_layouts(workload, cluster.devices, constraints, stack)
     refused = Counter(found.refused)
-    seated = ~torn(cluster, found.candidates) if not constraints.degrees else np.ones(len(found.candidates), dtype=bool)
-    refused[TORN] += int((~seated).sum())
-    room = Room()
+    seated = (
+        ~crosses_hosts_needlessly(cluster, found.candidates)
+        if not constraints.degrees
+        else np.ones(len(found.candidates), dtype=bool)
+    )
+    refused[CROSSES_HOSTS] += int((~seated).sum())
+    room = MemoryBudget()
     judged, fits, numbers = _held(dealer, found.candidates, room)
     if constraints.degrees and not (seated & fits).any():
-        room = Room.of_asked(cluster, stack)
+        room = MemoryBudget.for_requested_layout(cluster, stack)
         judged, fits, numbers = _held(dealer, found.candidates, room)
-    refused[TOO_LARGE] += int((seated & ~fits).sum())
+    refused[EXCEEDS_MEMORY] += int((seated & ~fits).sum())
     if not (kept := seated & fits).any():
         raise DoesNotFit(workload, cluster, dealer, float(judged[seated].min() if seated.any() else judged.min()))
     needed = ~_needless(found.candidates, kept, numbers)
-    refused[NEEDLESS] += int((kept & ~needed).sum())
+    refused[RECOMPUTES_NEEDLESSLY] += int((kept & ~needed).sum())
     candidates, numbers = found.candidates.select(kept & needed), numbers[kept & needed]
     step_s = step_seconds(workload, cluster, candidates, stack, dealer, numbers)
-    points = complexity(candidates, roads(cluster))
+    points = complexity_of(candidates, network_of(cluster))
     fastest = int(step_s.argmin())
     return Search(
         workload=workload,
@@ -92,16 +99,16 @@ def search(
         tolerance=enough,
         candidates=candidates,
         step_s=step_s,
-        judged=judged[kept & needed],
-        numbers=numbers,
-        points=points,
+        judged_bytes=judged[kept & needed],
+        n_microbatches=numbers,
+        complexity=points,
         chosen=simplest(step_s, points, enough),
         fastest=fastest,
         refused={reason: count for reason, count in refused.items() if count},
-        leanest=leanest(found.candidates, judged),
-        too_large=kinds_without(found.candidates, fits),
-        dealer=dealer,
-        room=room,
+        leanest_bytes=leanest_of_kinds(found.candidates, judged),
+        kinds_too_large=kinds_that_never_fit(found.candidates, fits),
+        assigner=dealer,
+        memory_budget=room,
     )
 
 
@@ -109,7 +116,7 @@ def _check_constraints(workload: Workload, constraints: Constraints) -> None:
     """Raise PlaitError, with the mend, where named stages or shares do not go with the named degrees and the batch."""
     degrees = constraints.degrees or Layout()
     if constraints.stage_layers and degrees.pipeline == 1:
-        raise PlaitError(UNCUT)
+        raise PlaitError(STAGES_WITHOUT_PIPELINE)
     if constraints.shares and not constraints.degrees:
         raise PlaitError(
             f"layout.shares = {list(constraints.shares)} deals batches out to copies or shards that nobody named; name "
@@ -118,20 +125,20 @@ def _check_constraints(workload: Workload, constraints: Constraints) -> None:
     check_shares(constraints.shares, degrees, workload.batch_sequences)
 
 
-def _held(dealer: Dealer, candidates: Candidates, room: Room) -> tuple[Reals, NDArray[np.bool_], Counts]:
+def _held(dealer: WorkAssigner, candidates: Candidates, room: MemoryBudget) -> tuple[Reals, NDArray[np.bool_], Counts]:
     """Bytes on the tightest device of every candidate when shares grow, whether each of its devices holds what falls
     to it, and the micro-batches that this makes."""
     stack, workload = dealer.stack, dealer.workload
     judged, fits = np.empty(len(candidates)), np.empty(len(candidates), dtype=bool)
-    numbers = -(-workload.batch_sequences // (candidates.batch_parts * candidates.micro_sequences))
-    for group in dealer.groups(candidates):
-        if not group.unlike:
-            needed = memory_of(workload, group.candidates, stack)
-            have = room.on(np.array(min(dealer.devices.memory_bytes), dtype=np.float64))
-            judged[group.places], fits[group.places] = needed, needed <= have
+    numbers = -(-workload.batch_sequences // (candidates.data_parallel_degree * candidates.micro_sequences))
+    for group in dealer.grouped(candidates):
+        if not group.needs_memory_per_device:
+            needed = bytes_of(workload, group.candidates, stack)
+            have = room.usable_bytes(np.array(min(dealer.devices.memory_bytes), dtype=np.float64))
+            judged[group.indices], fits[group.indices] = needed, needed <= have
             continue
-        held = weighed(workload, group, stack, room)
-        judged[group.places], fits[group.places], numbers[group.places] = held.most, held.fits, held.numbers
+        held = memory_fit(workload, group, stack, room)
+        judged[group.indices], fits[group.indices], numbers[group.indices] = held.most, held.fits, held.numbers
     return judged, fits, numbers
 
 

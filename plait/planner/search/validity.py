@@ -10,9 +10,11 @@ from plait.errors import PlaitError
 from plait.layout import Layout, conflict
 from plait.model.shape import ModelShape, weight_sizes
 from plait.planner.problem.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates
-from plait.planner.problem.stage_partition import balanced
+from plait.planner.problem.stage_partition import balanced_stages_by_cost
 
-UNCUT = "layout.stage_layers and layout.virtual_stages cut a pipeline; set layout.pipeline above 1, too"
+STAGES_WITHOUT_PIPELINE = (
+    "layout.stage_layers and layout.virtual_stages cut a pipeline; set layout.pipeline above 1, too"
+)
 """Why stages cannot be named where no pipeline is."""
 
 
@@ -30,7 +32,7 @@ def balanced_stages(shape: ModelShape, stages: int) -> tuple[int, ...]:
     layer = sum(
         prod(sizes) for name, sizes in weight_sizes(shape).items() if name.startswith("layers.0.") and len(sizes) == 2
     )
-    return balanced(shape.layers, stages, shape.vocabulary * shape.width / layer)
+    return balanced_stages_by_cost(shape.layers, stages, shape.vocabulary * shape.width / layer)
 
 
 def check_layout(layout: Layout, shape: ModelShape, *, sequence: int, batch_sequences: int) -> None:
@@ -44,10 +46,10 @@ def check_layout(layout: Layout, shape: ModelShape, *, sequence: int, batch_sequ
             f"train.sequence is {sequence}; choose a multiple of {2 * layout.context}"
         )
     _check_stages(layout, shape)
-    if layout.batch_parts > batch_sequences:
+    if (parallel := layout.data_parallel_degree) > batch_sequences:
         raise PlaitError(
-            f"{layout.batch_parts} workers cannot share {batch_sequences} sequences a step: each needs one; raise "
-            f"train.batch_tokens to {layout.batch_parts} sequences or lower layout.replicate or layout.shard"
+            f"{parallel} workers cannot share {batch_sequences} sequences a step: each needs one; raise "
+            f"train.batch_tokens to {parallel} sequences or lower layout.replicate or layout.shard"
         )
 
 
@@ -58,7 +60,7 @@ def check_shares(shares: tuple[int, ...], layout: Layout, batch_sequences: int) 
     """
     if not shares:
         return
-    parts = layout.batch_parts
+    parts = layout.data_parallel_degree
     if len(shares) != parts:
         raise PlaitError(
             f"layout.shares = {list(shares)} should be {parts} number{'s' if parts > 1 else ''}, one for each of "
@@ -102,7 +104,7 @@ def _check_stages(layout: Layout, shape: ModelShape) -> None:
     if not stages:
         return
     if layout.pipeline == 1:
-        raise PlaitError(UNCUT)
+        raise PlaitError(STAGES_WITHOUT_PIPELINE)
     if len(stages) % layout.pipeline or sum(stages) != shape.layers:
         raise PlaitError(
             f"layout.stage_layers = {list(stages)} should be {layout.pipeline} numbers (or a multiple of it) that add "

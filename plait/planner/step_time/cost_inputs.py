@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plait.planner.problem.candidates import Candidates
-from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import Workload
-from plait.planner.step_time.device_time import Arithmetic
-from plait.planner.step_time.network_model import Roads
+from plait.planner.step_time.device_time import DeviceTime
+from plait.planner.step_time.network_model import Network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class CostInputs:
     """A workload, layouts to be priced, and the machines as the items need them."""
 
     workload: Workload
     candidates: Candidates
-    stack: Stack
-    arithmetic: Arithmetic
-    roads: Roads
+    stack: SoftwareProfile
+    arithmetic: DeviceTime
+    roads: Network
     hidden_at_most: float
     """Share of a message that arithmetic may hide, as a probe found."""

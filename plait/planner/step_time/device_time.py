@@ -10,25 +10,22 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from plait.cluster.cluster import Cluster
-from plait.cluster.measured import Measured, MeasuredDevice
+from plait.cluster.measured import MeasuredDevice, Measurements
 from plait.planner.problem.candidates import Candidates, Reals
-from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import layer_weights, micro_batches
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time import measured_compute
-from plait.planner.step_time.roofline import Chip, LayerTime, chip, head_time, layer_time, local_tokens
-
-HEAD_FORWARD = 1 / 3
-"""Of the head's time, what falls to the forward pass: one of its three products."""
+from plait.planner.step_time.roofline import DeviceRates, LayerTime, device_rates, head_time, layer_time, local_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arithmetic:
+class DeviceTime:
     """The slowest device of a cluster under one stack; it sets everyone's pace."""
 
     workload: Workload
-    stack: Stack
-    chip: Chip
+    stack: SoftwareProfile
+    chip: DeviceRates
     clock: MeasuredDevice | None
     """What a probe measured on it."""
 
@@ -66,23 +63,25 @@ class Arithmetic:
         return measured_compute.update_s(self.clock, weights)
 
 
-def arithmetic(workload: Workload, cluster: Cluster, stack: Stack) -> Arithmetic:
+def device_time_of(workload: Workload, cluster: Cluster, stack: SoftwareProfile) -> DeviceTime:
     """The slowest device's times, by the clock where the cluster was measured."""
-    slowest = min(cluster.islands, key=lambda i: chip(i.device, workload.precision, stack, i.speed).linear_flops)
-    return Arithmetic(
+    slowest = min(
+        cluster.islands, key=lambda i: device_rates(i.device, workload.precision, stack, i.speed).linear_flops
+    )
+    return DeviceTime(
         workload=workload,
         stack=stack,
-        chip=chip(slowest.device, workload.precision, stack, slowest.speed),
-        clock=slowest_of(cluster.measured) if clocked(workload, cluster) else None,
+        chip=device_rates(slowest.device, workload.precision, stack, slowest.speed),
+        clock=slowest_device(cluster.measured) if was_measured(workload, cluster) else None,
     )
 
 
-def clocked(workload: Workload, cluster: Cluster) -> bool:
+def was_measured(workload: Workload, cluster: Cluster) -> bool:
     """Whether a probe has been here, and in the precision that is asked about."""
     return cluster.measured is not None and cluster.measured.precision == workload.precision and not workload.experts
 
 
-def slowest_of(measured: Measured | None) -> MeasuredDevice | None:
+def slowest_device(measured: Measurements | None) -> MeasuredDevice | None:
     """The host whose slowest worker is the slowest of all."""
     return min(measured.devices, key=lambda device: min(device.rates)) if measured else None
 
@@ -95,9 +94,9 @@ def _clocked_layer(w: Workload, clock: MeasuredDevice, candidates: Candidates) -
     products.append((ffn, w.width, 1))
     forward = backward = np.zeros(len(candidates))
     for inner, columns, times in products:
-        forward = forward + times * measured_compute.product_s(clock, tokens, inner, columns)
-        backward = backward + times * measured_compute.product_s(clock, tokens, columns, inner, form="input")
-        backward = backward + times * measured_compute.product_s(clock, columns, tokens, inner, form="weight")
+        forward = forward + times * measured_compute.measured_product_s(clock, tokens, inner, columns)
+        backward = backward + times * measured_compute.measured_product_s(clock, tokens, columns, inner, form="input")
+        backward = backward + times * measured_compute.measured_product_s(clock, columns, tokens, inner, form="weight")
     # Cut sequences: each rank has its queries, and all that they look back on.
     rows = candidates.micro_sequences / candidates.context
     size = rows, w.sequence, w.heads / tensor, w.head_width

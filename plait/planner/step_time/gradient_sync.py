@@ -7,8 +7,8 @@ import numpy as np
 from plait.planner.problem.candidates import SCHEDULES, SHARD_WHAT, Reals
 from plait.planner.problem.stage_partition import fullest_weights
 from plait.planner.problem.workload import distinct_tokens
-from plait.planner.step_time.cost_inputs import Situation
-from plait.planner.step_time.network_model import Collective, collective_s, pass_s
+from plait.planner.step_time.cost_inputs import CostInputs
+from plait.planner.step_time.network_model import Collective, collective_s, stage_message_s
 from plait.planner.step_time.roofline import LayerTime, local_tokens, sharing_ranks
 
 LAST_BYTES = 2**20
@@ -16,7 +16,7 @@ LAST_BYTES = 2**20
 
 
 def shared_weights_s(
-    scene: Situation, layer: LayerTime, again: Reals, layers: Reals, micros: Reals
+    scene: CostInputs, layer: LayerTime, again: Reals, layers: Reals, micros: Reals
 ) -> tuple[Reals, Reals, Reals]:
     """Exposed gathers of parameters, exposed gradient sums and what of both is hidden, per step."""
     c, stack = scene.candidates, scene.stack
@@ -32,9 +32,9 @@ def shared_weights_s(
     def moved(kind: Collective, number_bytes: int) -> Reals:
         return collective_s(scene.roads, kind, number_bytes * one, group, apart, pieces)
 
-    gather = moved("gather", scene.workload.number_bytes)
+    gather = moved("gather", scene.workload.element_bytes)
     scatter = moved("scatter", stack.gradient_sent_bytes)
-    scatter = scatter * np.where(stack.sums_whole & (c.shard_what < SHARD_WHAT.index("gradients")), 2.0, 1.0)
+    scatter = scatter * np.where(stack.all_reduces_shards & (c.shard_what < SHARD_WHAT.index("gradients")), 2.0, 1.0)
     summed = _summed(scene, common / group, experts / group, pieces)
     window = stack.hides_parameters
     halfway = c.shard_what == SHARD_WHAT.index("gradients")
@@ -55,7 +55,7 @@ def shared_weights_s(
     return parameters, gradients, np.maximum(total - parameters - gradients, 0.0)
 
 
-def ends_s(scene: Situation, forward: Reals, micros: Reals) -> Reals:
+def tied_embedding_sync_s(scene: CostInputs, forward: Reals, micros: Reals) -> Reals:
     """What a tied head and its embedding, which another stage has, cost: the embedding's gradient is the very last of
     all, so that nothing hides a sum of both. Where one end keeps the table (parallel/pipeline/tied_embedding.py), what
     is waited for are the rows of the first micro-batch and the gradients of the last one's; the other rows travel
@@ -65,18 +65,18 @@ def ends_s(scene: Situation, forward: Reals, micros: Reals) -> Reals:
     table = stack.gradient_sent_bytes * w.embedding_weights / c.tensor
     apart = np.maximum(c.devices // c.pipeline * (c.pipeline - 1), 1)
     summed = collective_s(scene.roads, "reduce", table, np.where(c.pipeline > 1, 2, 1), apart)
-    if not (stack.keeps_ends and w.tied):
-        return summed * (w.tied and c.pipeline > 1)
+    if not (stack.keeps_tied_table_once and w.has_tied_head):
+        return summed * (w.has_tied_head and c.pipeline > 1)
     once, every = (
-        pass_s(scene.roads, table * distinct_tokens(tokens, w.vocabulary) / w.vocabulary, 2, apart)
+        stage_message_s(scene.roads, table * distinct_tokens(tokens, w.vocabulary) / w.vocabulary, 2, apart)
         for tokens in (local_tokens(w, c), local_tokens(w, c) * micros)
     )
     filling = forward * np.where(c.schedule == SCHEDULES.index("gpipe"), micros, c.pipeline)
     few = 2 * once + np.maximum(every - once - filling, 0.0)
-    return np.where(c.batch_parts * c.context == 1, few, summed) * (c.pipeline > 1)
+    return np.where(c.data_parallel_degree * c.context == 1, few, summed) * (c.pipeline > 1)
 
 
-def _last_bucket(scene: Situation, weights: Reals, layers: Reals) -> Reals:
+def _last_bucket(scene: CostInputs, weights: Reals, layers: Reals) -> Reals:
     """Share of a rank's weights whose gradients are done only when the backward pass has ended, and that are waited for
     before the next forward pass begins: the embedding, or of a stage without one a layer."""
     c, w = scene.candidates, scene.workload
@@ -84,7 +84,7 @@ def _last_bucket(scene: Situation, weights: Reals, layers: Reals) -> Reals:
     return np.minimum(np.maximum(table, LAST_BYTES / (scene.stack.gradient_bytes * weights)), 1.0)
 
 
-def _summed(scene: Situation, common: Reals, experts: Reals, pieces: Reals) -> Reals:
+def _summed(scene: CostInputs, common: Reals, experts: Reals, pieces: Reals) -> Reals:
     """Sums of gradients over the ranks that hold the same: copies of a shard, or everyone where nothing is sharded."""
     c, stack = scene.candidates, scene.stack
     sharded = sharing_ranks(c, stack)

@@ -14,27 +14,27 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.cluster.measured import Measured, MeasuredLink
+from plait.cluster.measured import MeasuredLink, Measurements
 from plait.planner.problem.candidates import Reals
-from plait.planner.step_time.measured_compute import over_sizes
+from plait.planner.step_time.measured_compute import seconds_at_sizes
 
-UNLIKE = 1.5
+LEAST_RATE_RATIO = 1.5
 """So many times faster than the slowest road another must be to count as faster: readings of like roads differ, too."""
 
-Way = Literal["each with each", "each to the next"]
-Pair = frozenset[int]
+Traffic = Literal["each with each", "each to the next"]
+HostPair = frozenset[int]
 """Two hosts, by their places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HostRoads:
+class HostLinks:
     """The timed road between each two hosts, which stand in the order of their ranks."""
 
     host_of: NDArray[np.int64]
     """Of each rank its host's place."""
-    timed: Mapping[Pair, MeasuredLink]
+    timed: Mapping[HostPair, MeasuredLink]
 
-    def share(self, message: Reals, size: Reals, stride: Reals, way: Way) -> Reals:
+    def share(self, message: Reals, size: Reals, stride: Reals, way: Traffic) -> Reals:
         """Seconds of a message on the slowest road that groups of `size` ranks `stride` apart use, over those that it
         takes on the slowest of all roads."""
         found = np.ones(message.shape)
@@ -44,7 +44,7 @@ class HostRoads:
             if used:
                 here = (size == ranks) & (stride == apart)
                 road = max(used, key=_seconds_a_byte)
-                found[here] = over_sizes(road, message[here]) / over_sizes(slowest, message[here])
+                found[here] = seconds_at_sizes(road, message[here]) / seconds_at_sizes(slowest, message[here])
         return np.minimum(found, 1.0)
 
     def chain(self) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class HostRoads:
             left.remove(order[-1])
         return tuple(order)
 
-    def _used(self, ranks: int, apart: int, way: Way) -> set[Pair]:
+    def _used(self, ranks: int, apart: int, way: Traffic) -> set[HostPair]:
         """The pairs of hosts between which such groups send; none where they are no groups of all ranks."""
         if ranks < 2 or len(self.host_of) % (ranks * apart):
             return set()
@@ -64,7 +64,7 @@ class HostRoads:
         return {frozenset(pair) for pairs in met for pair in pairs if pair[0] != pair[1]}
 
 
-def host_roads(measured: Measured) -> HostRoads | None:
+def host_links_of(measured: Measurements) -> HostLinks | None:
     """The roads between the hosts of a probe; None where they are alike, or not all known."""
     places = {device.host: place for place, device in enumerate(measured.devices)}
     ends = [(link, [places[host] for host in link.hosts if host in places]) for link in measured.links]
@@ -72,17 +72,17 @@ def host_roads(measured: Measured) -> HostRoads | None:
     if len(timed) < 2 or len(timed) < len(places) * (len(places) - 1) // 2:
         return None
     speeds = [_seconds_a_byte(link) for link in timed.values()]
-    if max(speeds) < UNLIKE * min(speeds):
+    if max(speeds) < LEAST_RATE_RATIO * min(speeds):
         return None
     host_of = np.repeat(np.arange(len(places)), [device.workers for device in measured.devices])
-    return HostRoads(host_of=host_of, timed=timed)
+    return HostLinks(host_of=host_of, timed=timed)
 
 
 def _is_road(link: MeasuredLink) -> bool:
     return link.kind == "send" and link.scope == "between"
 
 
-def _met(group: Sequence[int], way: Way) -> Iterable[tuple[int, int]]:
+def _met(group: Sequence[int], way: Traffic) -> Iterable[tuple[int, int]]:
     return pairwise(group) if way == "each to the next" else combinations(sorted(set(group)), 2)
 
 

@@ -6,9 +6,9 @@ import numpy as np
 
 from plait.planner.problem.candidates import RECOMPUTE, Candidates, Reals
 from plait.planner.problem.workload import Workload
-from plait.planner.step_time.device_time import Arithmetic
+from plait.planner.step_time.device_time import DeviceTime
 
-SHARPNESS = 3.2
+OVERLAP_SHARPNESS = 3.2
 """How abruptly the host becomes the limit: device and host times combine in a norm of this order."""
 
 SOFTMAX_MATRICES = 4
@@ -17,7 +17,7 @@ SOFTMAX_KERNELS = 16.0
 backward one: casts, scale, mask, copies. Fitted on the even half of vTrain's and BLOOM's rows."""
 
 
-def host_s(arithmetic: Arithmetic, candidates: Candidates, layers: Reals, device_s: Reals) -> Reals:
+def launch_overhead_s(arithmetic: DeviceTime, candidates: Candidates, layers: Reals, device_s: Reals) -> Reals:
     """What a micro-batch takes longer than the device's work because the host cannot launch kernels any faster."""
     stack, workload, c = arithmetic.stack, arithmetic.workload, candidates
     passes = 3 + (c.recompute == RECOMPUTE.index("full"))
@@ -29,7 +29,7 @@ def host_s(arithmetic: Arithmetic, candidates: Candidates, layers: Reals, device
     device = device_s + layers * passes * kernels * stack.gap_s
     if stack.launches == "blocking":
         return device + host - device_s
-    return (device**SHARPNESS + host**SHARPNESS) ** (1 / SHARPNESS) - device_s
+    return (device**OVERLAP_SHARPNESS + host**OVERLAP_SHARPNESS) ** (1 / OVERLAP_SHARPNESS) - device_s
 
 
 def _loose_softmax(workload: Workload, candidates: Candidates) -> Reals:

@@ -12,27 +12,27 @@ from typing import Any, Literal
 
 import numpy as np
 
-from plait.cluster.measured import Measured, MeasuredDevice, MeasuredLink, Message, Scope, Work
-from plait.cluster.probe.request import Scene, layer_products
+from plait.cluster.measured import MeasuredDevice, MeasuredLink, MeasuredWork, Measurements, MessageKind, Scope
+from plait.cluster.probe.request import ProbedModel, layer_products
 from plait.errors import PlaitError
 from plait.model.shape import ModelShape, parameter_count
 from plait.planner.problem.candidates import Reals
 
 Direction = Literal["forward", "backward"]
 ProductForm = Literal["forward", "input", "weight"]
-_PRODUCT: dict[ProductForm, Work] = {"forward": "product", "input": "product_input", "weight": "product_weight"}
-_SCORES: dict[Direction, Work] = {"forward": "attention", "backward": "attention_backward"}
-_STREAMS: dict[Direction, Work] = {"forward": "stream", "backward": "stream_backward"}
-NEARNESS = 4.0
+_PRODUCT: dict[ProductForm, MeasuredWork] = {"forward": "product", "input": "product_input", "weight": "product_weight"}
+_SCORES: dict[Direction, MeasuredWork] = {"forward": "attention", "backward": "attention_backward"}
+_STREAMS: dict[Direction, MeasuredWork] = {"forward": "stream", "backward": "stream_backward"}
+NEIGHBOUR_WEIGHT = 4.0
 """Power of the distance, in factors of two, with which a measured rate loses weight."""
-_STANDS_FOR: dict[Message, Message] = {"swap_parts": "reduce_scatter", "spread_own": "all_gather"}
+_STANDS_FOR: dict[MessageKind, MessageKind] = {"swap_parts": "reduce_scatter", "spread_own": "all_gather"}
 """On GPUs, where the library's own operations are measured alone."""
 
-Amount = Callable[[Any], Any]
+WorkAmount = Callable[[Any], Any]
 """From sizes to the amount of work that time is about proportional to."""
 
 
-def product_s(
+def measured_product_s(
     device: MeasuredDevice, rows: Any, inner: Any, columns: Any, batch: Any = 1.0, *, form: ProductForm = "forward"
 ) -> Reals:
     """Seconds of `batch` products of rows × inner by inner × columns: of a forward pass, or of one of its gradients."""
@@ -90,10 +90,12 @@ def step_items_s(
     device: MeasuredDevice, shape: ModelShape, *, sequence: int, sequences: int, micros: int = 1
 ) -> dict[str, float]:
     """Seconds of one worker's whole step, item by item: so many micro-batches, each of so many sequences."""
-    scene = Scene(shape=shape, sequence=sequence, sequences=sequences)
+    scene = ProbedModel(shape=shape, sequence=sequence, sequences=sequences)
     rows, inner, columns = np.array(layer_products(scene), dtype=np.float64).T
-    products = product_s(device, rows, inner, columns) + product_s(device, rows, columns, inner, form="input")
-    products = products + product_s(device, columns, rows, inner, form="weight")
+    products = measured_product_s(device, rows, inner, columns) + measured_product_s(
+        device, rows, columns, inner, form="input"
+    )
+    products = products + measured_product_s(device, columns, rows, inner, form="weight")
     size = sequences, sequence, shape.heads, shape.head_width
     layer = {
         "products": products.sum(),
@@ -116,7 +118,9 @@ def launch_s(device: MeasuredDevice) -> float:
     return min(one.seconds for one in device.of("launch"))
 
 
-def collective_s(measured: Measured, kind: Message, size_bytes: Any, ranks: Any, where: Scope) -> Reals:
+def measured_collective_s(
+    measured: Measurements, kind: MessageKind, size_bytes: Any, ranks: Any, where: Scope
+) -> Reals:
     """Seconds of one operation on a buffer of so many bytes over so many ranks; 0 for a single rank.
 
     Time is interpolated over sizes, beyond them at the last rate. Other numbers of ranks than the measured ones take
@@ -126,7 +130,7 @@ def collective_s(measured: Measured, kind: Message, size_bytes: Any, ranks: Any,
     link = _link(measured, kind, where, ranks)
     sizes, ranks = np.asarray(size_bytes, dtype=np.float64), np.asarray(ranks, dtype=np.float64)
     short_s = link.points[0].seconds
-    carried = np.maximum(over_sizes(link, sizes) - short_s, 0.0)
+    carried = np.maximum(seconds_at_sizes(link, sizes) - short_s, 0.0)
     if kind == "send":
         return short_s + carried
     wires = ((ranks - 1) / np.maximum(ranks, 1)) / ((link.ranks - 1) / link.ranks)
@@ -134,7 +138,7 @@ def collective_s(measured: Measured, kind: Message, size_bytes: Any, ranks: Any,
     return np.where(ranks > 1, short_s * hops + carried * wires, 0.0)
 
 
-def handling_s(measured: Measured, size_bytes: Any, where: Scope) -> Reals:
+def measured_cpu_s(measured: Measurements, size_bytes: Any, where: Scope) -> Reals:
     """Processor seconds that a rank spends on sending or receiving a message of so many bytes."""
     points = _link(measured, "send", where, 2).points
     sizes = np.asarray(size_bytes, dtype=np.float64)
@@ -145,17 +149,19 @@ def handling_s(measured: Measured, size_bytes: Any, where: Scope) -> Reals:
     return inside * np.maximum(sizes / known[-1], 1.0)
 
 
-def hidden(measured: Measured, where: Scope) -> float:
+def measured_overlap(measured: Measurements, where: Scope) -> float:
     """Share of a sum over ranks that disappears behind arithmetic; 0 where it was not measured."""
     shares = [one.hidden for one in measured.overlaps if one.scope == where]
     return min(shares, default=0.0)
 
 
-def _expected(device: MeasuredDevice, work: Work, sizes: Sequence[Any], amount: Amount) -> Reals:
+def _expected(device: MeasuredDevice, work: MeasuredWork, sizes: Sequence[Any], amount: WorkAmount) -> Reals:
     return _between(work, [(one.sizes, one.seconds) for one in device.of(work)], sizes, amount)
 
 
-def _between(work: Work, known: Sequence[tuple[tuple[int, ...], float]], sizes: Sequence[Any], amount: Amount) -> Reals:
+def _between(
+    work: MeasuredWork, known: Sequence[tuple[tuple[int, ...], float]], sizes: Sequence[Any], amount: WorkAmount
+) -> Reals:
     """Seconds at `sizes` from seconds at known sizes, by rates: amounts of work a second."""
     if not known:
         raise PlaitError(f"{work} was not measured; probe again with plait probe --again")
@@ -165,12 +171,12 @@ def _between(work: Work, known: Sequence[tuple[tuple[int, ...], float]], sizes: 
     at = np.log2(np.maximum(asked, 1.0)).reshape(len(asked), -1).T
     at = np.clip(at, places.min(axis=0), places.max(axis=0))
     squares = ((at[:, None, :] - places[None]) ** 2).sum(axis=2)
-    weights = (squares + 1e-9) ** (-NEARNESS / 2)
+    weights = (squares + 1e-9) ** (-NEIGHBOUR_WEIGHT / 2)
     rate = np.exp((weights * rates).sum(axis=1) / weights.sum(axis=1)).reshape(asked.shape[1:])
     return amount(asked) / rate
 
 
-def _link(measured: Measured, kind: Message, where: Scope, ranks: Any) -> MeasuredLink:
+def _link(measured: Measurements, kind: MessageKind, where: Scope, ranks: Any) -> MeasuredLink:
     """The measured operation with the nearest number of ranks; the slowest of the links between hosts."""
     of_scope = [link for link in measured.links if link.scope == where]
     found = [link for link in of_scope if link.kind == kind]
@@ -183,7 +189,7 @@ def _link(measured: Measured, kind: Message, where: Scope, ranks: Any) -> Measur
     return max(near, key=lambda link: link.points[-1].seconds / link.points[-1].bytes)
 
 
-def over_sizes(link: MeasuredLink, sizes: Reals) -> Reals:
+def seconds_at_sizes(link: MeasuredLink, sizes: Reals) -> Reals:
     """Seconds between measured sizes, on a straight line of logarithms; beyond the last at its rate."""
     known = np.log([point.bytes for point in link.points])
     # Noise may have a longer message end sooner; a plan must not gain by sending more.

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from plait.cluster.catalog import Link
 from plait.cluster.cluster import Cluster
-from plait.cluster.measured import Measured, Message, Scope
+from plait.cluster.measured import Measurements, MessageKind, Scope
 from plait.planner.problem.candidates import Reals
 from plait.planner.step_time import measured_compute
-from plait.planner.step_time.host_links import HostRoads, host_roads
+from plait.planner.step_time.host_links import HostLinks, host_links_of
 
-Ranks = tuple[Reals, Reals]
+RankCounts = tuple[Reals, Reals]
 """Of groups the number of ranks, and how far apart they are numbered."""
-OPERATIONS: Mapping[str, tuple[Message, ...]] = {
+OPERATIONS: Mapping[str, tuple[MessageKind, ...]] = {
     "reduce": ("all_reduce",),
     "gather": ("spread_own",),
     "scatter": ("swap_parts",),
@@ -28,17 +28,17 @@ OPERATIONS: Mapping[str, tuple[Message, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clocked:
+class MeasuredNetwork:
     """What a probe timed of a cluster's links, and by how much those of the cluster that is asked about are wider."""
 
-    measured: Measured
-    wider: Mapping[Scope, float]
+    measured: Measurements
+    rate_ratio: Mapping[Scope, float]
     """By scope, of those that were measured."""
-    roads: HostRoads | None
+    host_links: HostLinks | None
     """Between the hosts, where they are unlike."""
 
     def message_s(
-        self, kind: str, message: Reals, ranks: Ranks, nodes: Reals, pieces: Reals, otherwise: Reals
+        self, kind: str, message: Reals, ranks: RankCounts, nodes: Reals, pieces: Reals, otherwise: Reals
     ) -> Reals:
         """Seconds of a collective over groups of `ranks` on so many `nodes` each, its message sent in `pieces`.
 
@@ -49,62 +49,65 @@ class Clocked:
             (int(count), _scope(many)) for count, many in zip(size.ravel(), nodes.ravel(), strict=True) if count > 1
         }
         for count, scope in groups:
-            if scope in self.wider:
+            if scope in self.rate_ratio:
                 here = (size == count) & ((nodes > 1) == (scope == "between"))
                 each = message[here] / np.maximum(pieces[here], 1)
                 times = [self._once(operation, each, count, scope) for operation in OPERATIONS[kind]]
                 spent[here] = pieces[here] * sum(times)
-                if self.roads and scope == "between":
-                    spent[here] *= self.roads.share(each, size[here], stride[here], "each with each")
+                if self.host_links and scope == "between":
+                    spent[here] *= self.host_links.share(each, size[here], stride[here], "each with each")
         return spent
 
-    def send_s(self, message: Reals, ranks: Ranks, far: NDArray[np.bool_], otherwise: Reals) -> Reals:
+    def send_s(self, message: Reals, ranks: RankCounts, far: NDArray[np.bool_], otherwise: Reals) -> Reals:
         """Seconds of one message to the next of a group of `ranks`, `far` where that is on another host."""
         spent, (size, stride) = otherwise.copy(), ranks
-        for scope, wider in self.wider.items():
+        for scope, wider in self.rate_ratio.items():
             here = far == (scope == "between")
-            spent[here] = measured_compute.collective_s(self.measured, "send", message[here], 2, scope) / wider
-            if self.roads and scope == "between":
-                spent[here] *= self.roads.share(message[here], size[here], stride[here], "each to the next")
+            spent[here] = measured_compute.measured_collective_s(self.measured, "send", message[here], 2, scope) / wider
+            if self.host_links and scope == "between":
+                spent[here] *= self.host_links.share(message[here], size[here], stride[here], "each to the next")
         return spent
 
-    def handling_s(self, message: Reals, far: NDArray[np.bool_]) -> Reals:
+    def cpu_overhead_s(self, message: Reals, far: NDArray[np.bool_]) -> Reals:
         """Processor seconds that one message to a neighbour costs either rank; 0 where none was timed."""
         spent = np.zeros_like(message)
-        for scope in self.wider:
+        for scope in self.rate_ratio:
             here = far == (scope == "between")
-            spent[here] = measured_compute.handling_s(self.measured, message[here], scope)
+            spent[here] = measured_compute.measured_cpu_s(self.measured, message[here], scope)
         return spent
 
-    def _once(self, operation: Message, message: Reals, ranks: int, scope: Scope) -> Reals:
-        return measured_compute.collective_s(self.measured, operation, message, ranks, scope) / self.wider[scope]
+    def _once(self, operation: MessageKind, message: Reals, ranks: int, scope: Scope) -> Reals:
+        return (
+            measured_compute.measured_collective_s(self.measured, operation, message, ranks, scope)
+            / self.rate_ratio[scope]
+        )
 
 
-def clocked_links(measured: Measured, rates: Mapping[Scope, float]) -> Clocked:
+def measured_network_of(measured: Measurements, rates: Mapping[Scope, float]) -> MeasuredNetwork:
     """The timed links of a cluster whose links now have these rates, in bytes per second and device."""
     scopes: set[Scope] = {link.scope for link in measured.links}
-    return Clocked(
+    return MeasuredNetwork(
         measured=measured,
-        wider={scope: rates[scope] / sent_bytes_per_s(measured, scope) for scope in scopes},
-        roads=host_roads(measured),
+        rate_ratio={scope: rates[scope] / sent_bytes_per_s(measured, scope) for scope in scopes},
+        host_links=host_links_of(measured),
     )
 
 
-def hidden_at_most(cluster: Cluster) -> float:
+def largest_overlap(cluster: Cluster) -> float:
     """Share of a sum over ranks that disappears behind arithmetic, at the best; 1 where nobody tried."""
     measured, scope = cluster.measured, _scope(cluster.nodes)
     if measured is None or all(overlap.scope != scope for overlap in measured.overlaps):
         return 1.0
-    return measured_compute.hidden(measured, scope)
+    return measured_compute.measured_overlap(measured, scope)
 
 
-def sent_bytes_per_s(measured: Measured, scope: Scope) -> float:
+def sent_bytes_per_s(measured: Measurements, scope: Scope) -> float:
     """What a long message from one rank to another reaches, on the slowest of the links."""
     sends = [link.points[-1] for link in measured.links if link.kind == "send" and link.scope == scope]
     return min(point.bytes / point.seconds for point in sends)
 
 
-def measured_link(measured: Measured, scope: Scope) -> Link:
+def measured_link(measured: Measurements, scope: Scope) -> Link:
     """The slowest timed link as the planner's words and sweeps take it."""
     shortest = [link.points[0].seconds for link in measured.links if link.kind == "send" and link.scope == scope]
     return Link(

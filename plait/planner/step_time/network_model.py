@@ -10,7 +10,7 @@ import numpy as np
 from plait.cluster.catalog import Link
 from plait.cluster.cluster import Cluster
 from plait.planner.problem.candidates import Reals
-from plait.planner.step_time.measured_network import Clocked, clocked_links
+from plait.planner.step_time.measured_network import MeasuredNetwork, measured_network_of
 
 Collective = Literal["reduce", "stream", "gather", "scatter", "keys"]
 """Sum to everyone, also as the two halves that sequence parallelism makes of it; gather and scatter, which are one half
@@ -18,7 +18,7 @@ of it each; the exchange of keys between parts of a sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Roads:
+class Network:
     """A cluster's links as bytes per second and device that large messages reach."""
 
     per_node: int
@@ -28,15 +28,15 @@ class Roads:
     inside_latency_s: float
     between_bytes_per_s: float
     between_latency_s: float
-    timed: Clocked | None = None
+    measured: MeasuredNetwork | None = None
     """What a probe measured, which goes before the formulas."""
 
 
-def roads(cluster: Cluster) -> Roads:
+def network_of(cluster: Cluster) -> Network:
     """The narrowest links of a cluster: a collective waits for the slowest."""
     islands, networks = cluster.islands, _networks(cluster)
     per_node = min(island.per_node for island in islands)
-    return Roads(
+    return Network(
         per_node=per_node,
         inside_bytes_per_s=min(
             link_bytes_per_s(island.inside, island.per_node, island.inside.reached) for island in islands
@@ -45,15 +45,15 @@ def roads(cluster: Cluster) -> Roads:
         inside_latency_s=max(island.inside.latency_s for island in islands),
         between_bytes_per_s=min(link_bytes_per_s(network, many, network.reached) for network, many in networks),
         between_latency_s=max(network.latency_s for network, _ in networks),
-        timed=_timed(cluster, networks),
+        measured=_timed(cluster, networks),
     )
 
 
-def _timed(cluster: Cluster, networks: list[tuple[Link, int]]) -> Clocked | None:
+def _timed(cluster: Cluster, networks: list[tuple[Link, int]]) -> MeasuredNetwork | None:
     if cluster.measured is None or not cluster.measured.links:
         return None
     inside = min(island.inside.bytes_per_s for island in cluster.islands)
-    return clocked_links(
+    return measured_network_of(
         cluster.measured, {"inside": inside, "between": min(network.bytes_per_s for network, _ in networks)}
     )
 
@@ -72,7 +72,7 @@ def link_bytes_per_s(link: Link, per_node: int, reached: float) -> float:
     return link.bytes_per_s * reached * wires[link.shape]
 
 
-def collective_s(roads: Roads, kind: Collective, message: Any, size: Any, stride: Any, pieces: Any = 1.0) -> Reals:
+def collective_s(roads: Network, kind: Collective, message: Any, size: Any, stride: Any, pieces: Any = 1.0) -> Reals:
     """Seconds of a collective over `size` ranks that sit `stride` apart; `message` is the whole result in bytes.
 
     It is sent in so many `pieces`, each of which pays the latency.
@@ -93,16 +93,16 @@ def collective_s(roads: Roads, kind: Collective, message: Any, size: Any, stride
         spent = np.where(size > 1, 2 * (carried + pieces * _tree_s(roads, together, nodes)), 0.0)
     else:
         spent = np.where(size > 1, carried + pieces * _ring_s(roads, together, nodes), 0.0)
-    if roads.timed is None:
+    if roads.measured is None:
         return spent
     message, size, stride, nodes, pieces, spent = np.broadcast_arrays(
         message, size, stride, nodes, np.asarray(pieces, float), spent
     )
-    return roads.timed.message_s(kind, message, (size, stride), nodes, pieces, spent)
+    return roads.measured.message_s(kind, message, (size, stride), nodes, pieces, spent)
 
 
-def exchange_s(
-    roads: Roads, tokens: Any, token_bytes: float, choices: int, size: Any, stride: Any
+def token_exchange_s(
+    roads: Network, tokens: Any, token_bytes: float, choices: int, size: Any, stride: Any
 ) -> tuple[Reals, Reals]:
     """Seconds for each rank to send `tokens` to `choices` of the experts on `size` ranks: (inside, between) nodes.
 
@@ -119,29 +119,29 @@ def exchange_s(
     return np.where(size > 1, inside + latency, 0.0), np.where(size > 1, outside, 0.0)
 
 
-def pass_s(roads: Roads, message: Any, size: Any, stride: Any) -> Reals:
+def stage_message_s(roads: Network, message: Any, size: Any, stride: Any) -> Reals:
     """Seconds of one message to the next of `size` ranks that sit `stride` apart."""
     far = np.asarray(stride) >= roads.per_node
     rate = np.where(far, roads.between_bytes_per_s, roads.inside_bytes_per_s)
     spent = np.asarray(message) / rate + np.where(far, roads.between_latency_s, roads.inside_latency_s)
-    if roads.timed is None:
+    if roads.measured is None:
         return spent
     message, size, stride = (np.asarray(x, dtype=np.float64) for x in (message, size, stride))
     message, size, stride, far, spent = np.broadcast_arrays(message, size, stride, far, spent)
-    return roads.timed.send_s(message, (size, stride), far, spent)
+    return roads.measured.send_s(message, (size, stride), far, spent)
 
 
-def handling_s(roads: Roads, message: Any, stride: Any) -> Reals:
+def cpu_overhead_s(roads: Network, message: Any, stride: Any) -> Reals:
     """Processor seconds that one message to the rank `stride` further on costs either of the two, if it was timed."""
     message, far = np.broadcast_arrays(np.asarray(message, dtype=np.float64), np.asarray(stride) >= roads.per_node)
-    return roads.timed.handling_s(message, far) if roads.timed else np.zeros_like(message)
+    return roads.measured.cpu_overhead_s(message, far) if roads.measured else np.zeros_like(message)
 
 
-def _ring_s(roads: Roads, together: Reals, nodes: Reals) -> Reals:
+def _ring_s(roads: Network, together: Reals, nodes: Reals) -> Reals:
     """Latency of passing once through all ranks."""
     return nodes * (together - 1) * roads.inside_latency_s + (nodes - 1) * roads.between_latency_s
 
 
-def _tree_s(roads: Roads, together: Reals, nodes: Reals) -> Reals:
+def _tree_s(roads: Network, together: Reals, nodes: Reals) -> Reals:
     """Latency of a sum: a chain inside the node, a tree over the nodes, which the library takes for short messages."""
     return (together - 1) * roads.inside_latency_s + np.log2(np.maximum(nodes, 1)) * roads.between_latency_s

@@ -8,23 +8,30 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait.cluster.cluster import Cluster
-from plait.partition.pipeline_schedule import Kind
+from plait.partition.pipeline_schedule import ActionKind
 from plait.partition.pipeline_simulation import StageTimes, durations_s
 from plait.planner.problem.candidates import SCHEDULES, Candidates, Counts, Reals
-from plait.planner.problem.software_profile import Stack
-from plait.planner.problem.stage_partition import dealt, head_layers, messages_each_way, micro_batches
+from plait.planner.problem.software_profile import SoftwareProfile
+from plait.planner.problem.stage_partition import (
+    head_cost_in_layers,
+    layers_of_stages,
+    messages_each_way,
+    micro_batches,
+)
 from plait.planner.problem.workload import Workload
-from plait.planner.step_time.device_time import arithmetic
-from plait.planner.step_time.step_time import Timing, timing
+from plait.planner.step_time.device_time import device_time_of
+from plait.planner.step_time.step_time import StepTime, step_time
 
-ROUNDS = 1
+ROUNDS_SIMULATED = 1
 """Times the pipeline's length after which one micro-batch more costs just the busiest rank's time for it."""
-MANY_ROUNDS = 8
-FEW = 8
+ROUNDS_SIMULATED_WITH_MESSAGES = 8
+FEW_RANKS = 8
 """The same where messages count, for pipelines of few ranks: their waiting takes longer to settle."""
 
 
-def simulated_s(workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, times: Timing) -> Reals:
+def simulated_s(
+    workload: Workload, cluster: Cluster, candidates: Candidates, stack: SoftwareProfile, times: StepTime
+) -> Reals:
     """Seconds of a step of each candidate with its pipeline's part simulated in place of `timing`'s closed form.
 
     `times` are those of the same candidates. Layouts without a pipeline keep their time.
@@ -33,16 +40,21 @@ def simulated_s(workload: Workload, cluster: Cluster, candidates: Candidates, st
     micros = np.rint(micro_batches(workload, candidates)).astype(np.int64)
     busy = _busy(workload, cluster, candidates, stack, times)
     rounds = (
-        np.where((busy.sent > 0.0) & (candidates.pipeline <= FEW), MANY_ROUNDS, ROUNDS) * candidates.pipeline
+        np.where(
+            (busy.sent > 0.0) & (candidates.pipeline <= FEW_RANKS), ROUNDS_SIMULATED_WITH_MESSAGES, ROUNDS_SIMULATED
+        )
+        * candidates.pipeline
         + micros % candidates.pipeline
     )
     short = np.minimum(micros, rounds)
     keys = np.stack([candidates.schedule, candidates.pipeline, candidates.virtual, short])
-    piped, head = candidates.pipeline > 1, head_layers(workload)
+    piped, head = candidates.pipeline > 1, head_cost_in_layers(workload)
     for key in np.unique(keys[:, piped], axis=1).T:
         rows = np.flatnonzero((keys == key[:, None]).all(axis=0) & piped)
         schedule, ranks, virtual, simulated = (int(value) for value in key)
-        spent = _chunks(busy, rows, dealt(workload.layers, ranks * virtual, head, candidates.dealing), virtual)
+        spent = _chunks(
+            busy, rows, layers_of_stages(workload.layers, ranks * virtual, head, candidates.layer_split), virtual
+        )
         slowest = np.add.reduce(list(spent.values())).reshape(virtual, ranks, -1).sum(axis=0).max(axis=0)
         sent = busy.sent[rows]
         whole = durations_s(SCHEDULES[schedule], (ranks, virtual, simulated), spent, sent)
@@ -57,11 +69,11 @@ def simulated_s(workload: Workload, cluster: Cluster, candidates: Candidates, st
     return step_s
 
 
-def stage_times_of(w: Workload, cluster: Cluster, one: Candidates, stack: Stack) -> StageTimes:
+def stage_times_of(w: Workload, cluster: Cluster, one: Candidates, stack: SoftwareProfile) -> StageTimes:
     """Seconds of each stage for one micro-batch of a single candidate, as `simulated_s` takes them."""
-    busy = _busy(w, cluster, one, stack, timing(w, cluster, one, stack))
+    busy = _busy(w, cluster, one, stack, step_time(w, cluster, one, stack))
     virtual = int(one.virtual[0])
-    layers = dealt(w.layers, int(one.pipeline[0]) * virtual, head_layers(w), one.dealing)
+    layers = layers_of_stages(w.layers, int(one.pipeline[0]) * virtual, head_cost_in_layers(w), one.layer_split)
     spent = _chunks(busy, np.array([0]), layers, virtual)
     seconds = {kind: tuple(float(s) for s in values[:, 0] / stack.speed) for kind, values in spent.items()}
     return StageTimes(
@@ -88,9 +100,9 @@ class _Busy:
     closed_s: Reals
 
 
-def _busy(w: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, times: Timing) -> _Busy:
+def _busy(w: Workload, cluster: Cluster, candidates: Candidates, stack: SoftwareProfile, times: StepTime) -> _Busy:
     micros = micro_batches(w, candidates) / stack.speed
-    device = arithmetic(w, cluster, stack)
+    device = device_time_of(w, cluster, stack)
     layer = device.layer(candidates)
     layers = times.products / micros / (layer.products + layer.products_backward)
     per_rank = times.products + times.scores + times.stream + times.recompute
@@ -108,7 +120,7 @@ def _busy(w: Workload, cluster: Cluster, candidates: Candidates, stack: Stack, t
     )
 
 
-def _chunks(busy: _Busy, rows: Counts, layers: Sequence[int], virtual: int) -> dict[Kind, Reals]:
+def _chunks(busy: _Busy, rows: Counts, layers: Sequence[int], virtual: int) -> dict[ActionKind, Reals]:
     held = np.array(layers)[:, None]
     whole = held * busy.layer[rows] + busy.other[rows] / virtual
     whole[-1] += busy.head[rows]

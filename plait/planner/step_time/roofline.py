@@ -10,31 +10,36 @@ import numpy as np
 
 from plait.cluster.catalog import Device
 from plait.planner.problem.candidates import Candidates, Counts, Reals
-from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import layer_weights
-from plait.planner.problem.workload import Precision, Workload
-from plait.planner.step_time.kernel_efficiency import Kernels, kernels
+from plait.planner.problem.workload import PricedPrecision, Workload
+from plait.planner.step_time.kernel_efficiency import KernelEfficiency, kernel_efficiency_of
 
-ACHIEVABLE = 0.75
+USUAL_ACHIEVABLE_SHARE = 0.75
 """Share of the peak that large products reach where the catalogue has no measurement."""
-COOL_FLOPS_PER_WATT = 0.8e12
-THROTTLE = 0.24
+UNTHROTTLED_FLOPS_PER_WATT = 0.8e12
+THROTTLE_EXPONENT = 0.24
 """Up to this rate per watt of board power a device keeps its clock; beyond, it falls with this power of the excess.
 The A100 (0.78) keeps it, the H100 (1.41 in bf16, 2.83 in fp8) does not. Fitted on the even half of all rows of H100,
 B200 and GB200 at once (llm-foundry, dgxc, NVIDIA's summary, torchtitan, SimuMax); the knee, 0.8, is assumed."""
 A100_FLOPS = 312e12
-STREAMED = 0.80
+STREAM_SHARE = 0.80
 """Share of the memory's rate that element-wise kernels reach (planner's survey: 0.75 to 0.85 on A100 and H100)."""
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.90), (128, 64, 0.72), (64, 64, 0.50))
+TILE_SIZES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.90), (128, 64, 0.72), (64, 64, 0.50))
 """Blocks of the result that one unit computes at a time, and their speed against the largest (the libraries' tiles)."""
-RAMP = 115
+RAMP_TILES = 115
 """Steps of the inner dim that a tile's beginning and end are worth."""
-COARSER: Mapping[Precision, Precision] = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "float32"}
+FASTER_DEVICE_PENALTY: Mapping[PricedPrecision, PricedPrecision] = {
+    "fp4": "fp8",
+    "fp8": "bf16",
+    "bf16": "fp16",
+    "fp16": "float32",
+}
 """What a device that lacks a precision computes in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chip:
+class DeviceRates:
     """One device under one stack, as rates."""
 
     linear_flops: float
@@ -46,46 +51,46 @@ class Chip:
     stream_bytes_per_s: float
     units: int
     """Tiles of a result that are computed at once, where products are dealt out in such."""
-    kernels: Kernels
+    kernels: KernelEfficiency
 
 
-def chip(device: Device, precision: Precision, stack: Stack, speed: float = 1.0) -> Chip:
+def device_rates(device: Device, precision: PricedPrecision, stack: SoftwareProfile, speed: float = 1.0) -> DeviceRates:
     """The rates of a device in the workload's precision."""
     peak = peak_flops(device, "bf16" if precision in ("fp8", "fp4") else precision)
-    reached = (device.achievable or ACHIEVABLE) * stack.product_share * speed
-    plain = linear = peak * reached * sustained(peak, device.watts)
+    reached = (device.achievable or USUAL_ACHIEVABLE_SHARE) * stack.product_share * speed
+    plain = linear = peak * reached * sustained_flops(peak, device.watts)
     if precision in ("fp8", "fp4"):
         narrow = peak_flops(device, precision)
-        linear = max(linear, narrow * reached * stack.fp8_share * sustained(narrow, device.watts))
+        linear = max(linear, narrow * reached * stack.fp8_share * sustained_flops(narrow, device.watts))
     # Attention kernels lag behind the devices: one written for another generation gets less out of it.
     lag = min(1.0, (A100_FLOPS / peak) ** stack.flash_lag)
     # A processor's kernels go by the rate of its large products, which is its peak where that was measured.
-    large = ACHIEVABLE if device.kind == "cpu" and device.achievable is None else 1.0
-    return Chip(
+    large = USUAL_ACHIEVABLE_SHARE if device.kind == "cpu" and device.achievable is None else 1.0
+    return DeviceRates(
         linear_flops=linear,
         plain_flops=plain,
-        score_flops=peak * large * speed * lag * sustained(peak, device.watts),
-        stream_bytes_per_s=device.memory_bytes_per_s * STREAMED,
+        score_flops=peak * large * speed * lag * sustained_flops(peak, device.watts),
+        stream_bytes_per_s=device.memory_bytes_per_s * STREAM_SHARE,
         units=device.units or 0,
-        kernels=kernels(device),
+        kernels=kernel_efficiency_of(device),
     )
 
 
-def sustained(peak: float, watts: float | None) -> float:
+def sustained_flops(peak: float, watts: float | None) -> float:
     """Share of its short-run rate that a device holds in a long run: the more arithmetic a watt must feed, the slower
     the clock that its power limit leaves."""
-    return min(1.0, (COOL_FLOPS_PER_WATT * watts / peak) ** THROTTLE) if watts else 1.0
+    return min(1.0, (UNTHROTTLED_FLOPS_PER_WATT * watts / peak) ** THROTTLE_EXPONENT) if watts else 1.0
 
 
-def peak_flops(device: Device, precision: Precision) -> float:
+def peak_flops(device: Device, precision: PricedPrecision) -> float:
     """The device's dense peak in a precision, or in the next coarser one that it has."""
-    tried: Precision | None = precision
+    tried: PricedPrecision | None = precision
     while tried and tried not in device.peak_flops:
-        tried = COARSER.get(tried)
+        tried = FASTER_DEVICE_PENALTY.get(tried)
     return device.peak_flops[tried] if tried else max(device.peak_flops.values())
 
 
-def product_s(chip: Chip, rows: Any, inner: Any, columns: Any, *, flops: float, batch: Any = 1.0) -> Reals:
+def product_s(chip: DeviceRates, rows: Any, inner: Any, columns: Any, *, flops: float, batch: Any = 1.0) -> Reals:
     """Seconds of `batch` products of rows × inner by inner × columns, 16-bit operands, on one device.
 
     The device's units take one tile of the result each: a last wave that is not full costs as much as a full one, and
@@ -98,13 +103,13 @@ def product_s(chip: Chip, rows: Any, inner: Any, columns: Any, *, flops: float, 
         padded = 2.0 * batch * np.ceil(rows / block) * block * inner * np.ceil(columns / block) * block
         return np.maximum(padded / flops, moved)
     shape = (-1,) + (1,) * np.broadcast(rows, inner, columns, batch).ndim
-    high, wide, speed = (np.array(column).reshape(shape) for column in zip(*TILES, strict=True))
+    high, wide, speed = (np.array(column).reshape(shape) for column in zip(*TILE_SIZES, strict=True))
     tiles = batch * np.ceil(rows / high) * np.ceil(columns / wide)
     # Long inner dims are cut over idle units, which makes the last wave nearly full.
     cuts = np.where(
         (tiles < chip.units) & (inner > 2048), np.minimum(np.floor(chip.units / np.maximum(tiles, 1)), 4), 1
     )
-    tile_s = 2.0 * high * wide * (inner / np.maximum(cuts, 1) + RAMP) / (flops / chip.units * speed)
+    tile_s = 2.0 * high * wide * (inner / np.maximum(cuts, 1) + RAMP_TILES) / (flops / chip.units * speed)
     return np.maximum((np.ceil(tiles / chip.units) * tile_s).min(axis=0), moved)
 
 
@@ -133,12 +138,12 @@ def local_tokens(workload: Workload, candidates: Candidates) -> Reals:
     return candidates.micro_sequences * workload.sequence / candidates.context
 
 
-def sharing_ranks(candidates: Candidates, stack: Stack) -> Counts:
+def sharing_ranks(candidates: Candidates, stack: SoftwareProfile) -> Counts:
     """Ranks that share the shards of one weight where it is sharded."""
     return candidates.shard * (candidates.context if stack.shards_over == "shard and context" else 1)
 
 
-def layer_time(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates) -> LayerTime:
+def layer_time(workload: Workload, chip: DeviceRates, stack: SoftwareProfile, candidates: Candidates) -> LayerTime:
     """An average layer's arithmetic: sparse and plain layers weighted by their number."""
     forward, backward = _products(workload, chip, stack, candidates)
     scores, scores_backward = _scores(workload, chip, stack, candidates)
@@ -150,11 +155,13 @@ def layer_time(workload: Workload, chip: Chip, stack: Stack, candidates: Candida
         scores=scores,
         scores_backward=scores_backward,
         stream=stream,
-        stream_backward=1.5 * stream + weights * ACCUMULATED_BYTES / chip.stream_bytes_per_s,
+        stream_backward=1.5 * stream + weights * GRADIENT_ACCUMULATION_BYTES / chip.stream_bytes_per_s,
     )
 
 
-def head_time(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates) -> tuple[Reals, Reals]:
+def head_time(
+    workload: Workload, chip: DeviceRates, stack: SoftwareProfile, candidates: Candidates
+) -> tuple[Reals, Reals]:
     """The head and the loss: seconds of the forward and the backward pass of one micro-batch."""
     tokens, columns = local_tokens(workload, candidates), workload.vocabulary / candidates.tensor
     there = product_s(chip, tokens, workload.width, columns, flops=chip.plain_flops)
@@ -162,11 +169,13 @@ def head_time(workload: Workload, chip: Chip, stack: Stack, candidates: Candidat
     back = back + product_s(chip, workload.width, tokens, columns, flops=chip.plain_flops)
     each = stack.logit_bytes / chip.stream_bytes_per_s + chip.kernels.logit_flops / chip.plain_flops
     loss = tokens * columns * each
-    tables = (1 if workload.tied else 2) * workload.width * columns
-    return there + loss / 2, back + loss / 2 + tables * ACCUMULATED_BYTES / chip.stream_bytes_per_s
+    tables = (1 if workload.has_tied_head else 2) * workload.width * columns
+    return there + loss / 2, back + loss / 2 + tables * GRADIENT_ACCUMULATION_BYTES / chip.stream_bytes_per_s
 
 
-def _products(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates) -> tuple[Reals, Reals]:
+def _products(
+    workload: Workload, chip: DeviceRates, stack: SoftwareProfile, candidates: Candidates
+) -> tuple[Reals, Reals]:
     w, tokens, tensor = workload, local_tokens(workload, candidates), candidates.tensor
     heads = w.heads * w.head_width / tensor
     # Keys and values are copied where there are fewer of them than ranks.
@@ -210,7 +219,9 @@ def _feedforward(
     return [(weight, rows, outer, (w.gate_factor - 1) * inner, batch), (weight, rows, inner, outer, batch)]
 
 
-def _scores(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates) -> tuple[Reals, Reals]:
+def _scores(
+    workload: Workload, chip: DeviceRates, stack: SoftwareProfile, candidates: Candidates
+) -> tuple[Reals, Reals]:
     w, tokens = workload, local_tokens(workload, candidates)
     heads = w.heads / candidates.tensor
     if workload.attention == "flash":
@@ -224,20 +235,20 @@ def _scores(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates
     batch = candidates.micro_sequences * heads
     there = product_s(chip, w.sequence, w.head_width, w.sequence, flops=chip.plain_flops, batch=batch)
     there = there + product_s(chip, w.sequence, w.sequence, w.head_width, flops=chip.plain_flops, batch=batch)
-    ragged = 1.0 if w.head_width % 8 == 0 else RAGGED
+    ragged = 1.0 if w.head_width % 8 == 0 else PARTIAL_TILE_SHARE
     moved = batch * float(w.sequence) ** 2 * stack.score_bytes / chip.stream_bytes_per_s
     return there * ragged + moved, 2 * there * ragged + 1.3 * moved
 
 
-ACCUMULATED_BYTES = 5.0
+GRADIENT_ACCUMULATION_BYTES = 5.0
 """Traffic per weight and micro-batch of adding gradients to those before: 2 where they are only written in 16 bits, 6
 where the sum is read and written. Chosen among 2, 5, 8 by the ranking of all layouts of vTrain's and BLOOM's jobs."""
-RAGGED = 12.0
+PARTIAL_TILE_SHARE = 12.0
 """How much slower 16-bit products are whose rows do not begin on 16 bytes: the tensor units' loads need that (cuBLAS
 guide on alignment)."""
 
 
-def _stream(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates) -> Reals:
+def _stream(workload: Workload, chip: DeviceRates, stack: SoftwareProfile, candidates: Candidates) -> Reals:
     w, tokens = workload, local_tokens(workload, candidates)
     whole = tokens * w.width * stack.stream_bytes / np.where(candidates.sequence_parallel > 0, candidates.tensor, 1)
     sparse = w.sparse_layers / w.layers
@@ -245,7 +256,7 @@ def _stream(workload: Workload, chip: Chip, stack: Stack, candidates: Candidates
     inner = tokens * ffn * stack.inner_bytes * (w.gate_factor - 1) / candidates.tensor
     routed = sparse * tokens * w.experts_per_token * w.width * stack.routed_bytes / candidates.tensor
     scanned = tokens * 2 * w.width * SCANNED_BYTES * w.scanning_layers / w.layers / candidates.tensor
-    return (whole + inner + routed + scanned) * (w.number_bytes / 2) / chip.stream_bytes_per_s
+    return (whole + inner + routed + scanned) * (w.element_bytes / 2) / chip.stream_bytes_per_s
 
 
 SCANNED_BYTES = 90.0

@@ -8,20 +8,26 @@ import numpy as np
 
 from plait.cluster.cluster import Cluster
 from plait.planner.problem.candidates import RECOMPUTE, SCHEDULES, Candidates, Reals
-from plait.planner.problem.software_profile import Stack
+from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import fullest_weights, messages_each_way, micro_batches, stage_layers
 from plait.planner.problem.workload import Workload
-from plait.planner.step_time.cost_inputs import Situation
-from plait.planner.step_time.device_time import arithmetic
-from plait.planner.step_time.gradient_sync import ends_s, shared_weights_s
-from plait.planner.step_time.launch_overhead import host_s
-from plait.planner.step_time.measured_network import hidden_at_most
-from plait.planner.step_time.network_model import collective_s, exchange_s, handling_s, pass_s, roads
+from plait.planner.step_time.cost_inputs import CostInputs
+from plait.planner.step_time.device_time import device_time_of
+from plait.planner.step_time.gradient_sync import shared_weights_s, tied_embedding_sync_s
+from plait.planner.step_time.launch_overhead import launch_overhead_s
+from plait.planner.step_time.measured_network import largest_overlap
+from plait.planner.step_time.network_model import (
+    collective_s,
+    cpu_overhead_s,
+    network_of,
+    stage_message_s,
+    token_exchange_s,
+)
 from plait.planner.step_time.roofline import LayerTime, local_tokens, sharing_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
+class StepTime:
     """Seconds of a step, arrays over candidates; the items of the busiest device add up to `step_s`.
 
     Communication is given as what is exposed; `hidden` is what runs under arithmetic.
@@ -59,15 +65,15 @@ class _Exposed:
     hidden: Reals
 
 
-def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: Stack) -> Timing:
+def step_time(workload: Workload, cluster: Cluster, candidates: Candidates, stack: SoftwareProfile) -> StepTime:
     """Seconds of a step of every candidate on the cluster, its slowest device setting the pace."""
-    scene = Situation(
+    scene = CostInputs(
         workload=workload,
         candidates=candidates,
         stack=stack,
-        arithmetic=arithmetic(workload, cluster, stack),
-        roads=roads(cluster),
-        hidden_at_most=hidden_at_most(cluster),
+        arithmetic=device_time_of(workload, cluster, stack),
+        roads=network_of(cluster),
+        hidden_at_most=largest_overlap(cluster),
     )
     layer = scene.arithmetic.layer(candidates)
     again = _again(scene, layer)
@@ -82,18 +88,18 @@ def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: 
     )
     layers = np.where(busiest > held.most * per_layer, held.last, held.most)
     heads = np.where(busiest > held.most * per_layer, head, 0.0)
-    host = host_s(scene.arithmetic, candidates, held.most, busiest) + _handling(scene)
+    host = launch_overhead_s(scene.arithmetic, candidates, held.most, busiest) + _handling(scene)
     passes, sent = _passes(scene, busiest + host)
     sent = sent * stack.calibration.messages
     stage = busiest + host + passes
     whole = np.where(alone, stage, (workload.layers * per_layer + head) + candidates.pipeline * (host + passes))
     # Fuller stages in front set the pace only while those behind them neither fill nor drain.
     later = np.maximum(held.later * per_layer, held.last * per_layer + head)
-    eased = np.maximum(busiest - later, 0.0) * np.minimum(held.behind, micros - 1)
+    eased = np.maximum(busiest - later, 0.0) * np.minimum(held.before_last, micros - 1)
     bubble = np.maximum(_bubble(scene, stage, whole) - np.where(alone, 0.0, eased), 0.0)
     bubble = bubble + 2 * (candidates.pipeline - 1) * sent  # until the first comes through, and the last comes back
     parameters, gradients, hidden = shared_weights_s(scene, layer, again, layers, micros)
-    gradients = gradients + ends_s(scene, held.most * layer.forward, micros)
+    gradients = gradients + tied_embedding_sync_s(scene, held.most * layer.forward, micros)
     optimizer = _optimizer(scene)
     busy = {
         "products": layers * (layer.products + layer.products_backward),
@@ -110,15 +116,15 @@ def timing(workload: Workload, cluster: Cluster, candidates: Candidates, stack: 
     items = {name: micros * value / stack.speed for name, value in busy.items()}
     once = {"parameters": parameters, "gradients": gradients, "bubble": bubble, "optimizer": optimizer}
     items |= {name: value / stack.speed for name, value in once.items()}
-    items = {name: value * stack.calibration.of_messages(name) for name, value in items.items()}
+    items = {name: value * stack.calibration.message_factor(name) for name, value in items.items()}
     nodes = np.maximum(candidates.devices / scene.roads.per_node, 1)
-    items["waiting"] = sum(items.values()) * stack.straggling * np.log2(nodes)
-    return Timing(
+    items["waiting"] = sum(items.values()) * stack.straggler_share * np.log2(nodes)
+    return StepTime(
         **items, sent=sent, hidden=hidden + micros * layers * exposed.hidden, step_s=np.add.reduce(list(items.values()))
     )
 
 
-def _again(scene: Situation, layer: LayerTime) -> Reals:
+def _again(scene: CostInputs, layer: LayerTime) -> Reals:
     """What is computed a second time for one layer and micro-batch."""
     recompute = scene.candidates.recompute
     # Without fused attention only its core is repeated; with it, norms and activations, and of the products a share.
@@ -129,19 +135,19 @@ def _again(scene: Situation, layer: LayerTime) -> Reals:
     return np.where(recompute == RECOMPUTE.index("full"), layer.forward, chosen)
 
 
-def _exposed(scene: Situation, layer: LayerTime) -> _Exposed:
+def _exposed(scene: CostInputs, layer: LayerTime) -> _Exposed:
     w, c, stack = scene.workload, scene.candidates, scene.stack
     tokens = local_tokens(w, c)
     full = c.recompute == RECOMPUTE.index("full")
-    tensor = (4 + 2 * full) * collective_s(scene.roads, "stream", w.number_bytes * tokens * w.width, c.tensor, 1)
+    tensor = (4 + 2 * full) * collective_s(scene.roads, "stream", w.element_bytes * tokens * w.width, c.tensor, 1)
     # Keys and values travel round the context axis, and back with their gradients.
-    keys = 2.0 * w.number_bytes * tokens * c.context * np.maximum(w.kv_heads / c.tensor, 1) * w.head_width
+    keys = 2.0 * w.element_bytes * tokens * c.context * np.maximum(w.kv_heads / c.tensor, 1) * w.head_width
     once = collective_s(scene.roads, "keys", keys, c.context, c.tensor)
     context = (3 + full) * once
     under = np.minimum(stack.hides_context * (layer.scores + layer.scores_backward), context * scene.hidden_at_most)
     # Half of the messages, those to the experts, are as narrow as what the experts multiply.
-    token_bytes = w.routed_width * (1.5 if w.precision in ("fp8", "fp4") else w.number_bytes)
-    inside, between = exchange_s(scene.roads, tokens / c.tensor, token_bytes, w.experts_per_token, c.expert, 1)
+    token_bytes = w.routed_width * (1.5 if w.precision in ("fp8", "fp4") else w.element_bytes)
+    inside, between = token_exchange_s(scene.roads, tokens / c.tensor, token_bytes, w.experts_per_token, c.expert, 1)
     times = (4 + 2 * full) * w.sparse_layers / w.layers
     experts = times * np.maximum(inside, between * (1 - stack.hides_experts))
     left = np.maximum(context - under, 0.0) * (c.context > 1)
@@ -153,10 +159,10 @@ def _exposed(scene: Situation, layer: LayerTime) -> _Exposed:
     )
 
 
-def _passes(scene: Situation, busy: Reals) -> tuple[Reals, Reals]:
+def _passes(scene: CostInputs, busy: Reals) -> tuple[Reals, Reals]:
     """Exposed sends between stages for one micro-batch, there and back; and one that is not, where it is sent ahead."""
     c, piped = scene.candidates, scene.candidates.pipeline > 1
-    once = pass_s(scene.roads, _stream_bytes(scene), c.pipeline, c.devices // c.pipeline)
+    once = stage_message_s(scene.roads, _stream_bytes(scene), c.pipeline, c.devices // c.pipeline)
     if scene.stack.sends == "by share":
         return np.where(piped, 2 * c.virtual * once * (1 - scene.stack.hides_pipeline), 0.0), np.zeros(len(c))
     # At the least, what a wire takes longer for one micro-batch after the other than the ranks do.
@@ -164,24 +170,24 @@ def _passes(scene: Situation, busy: Reals) -> tuple[Reals, Reals]:
     return np.where(piped, left, 0.0), np.where(piped, once, 0.0)
 
 
-def _handling(scene: Situation) -> Reals:
+def _handling(scene: CostInputs) -> Reals:
     """What the messages of one micro-batch cost a rank's processor: two come and two go for each of its stages, but for
     the first and the last of all, and of two ranks each has one of these."""
     c = scene.candidates
     if not scene.stack.handles_messages:
         return np.zeros(len(c))
     messages = np.where(c.pipeline == 2, 4 * c.virtual - 2, 4 * c.virtual) * (c.pipeline > 1)
-    return messages * handling_s(scene.roads, _stream_bytes(scene), c.devices // c.pipeline)
+    return messages * cpu_overhead_s(scene.roads, _stream_bytes(scene), c.devices // c.pipeline)
 
 
-def _stream_bytes(scene: Situation) -> Reals:
+def _stream_bytes(scene: CostInputs) -> Reals:
     """Of the stream of one micro-batch, as stages send it."""
     w, c = scene.workload, scene.candidates
     split = np.where(c.sequence_parallel > 0, c.tensor, 1)
-    return w.number_bytes * local_tokens(w, c) * w.width / split
+    return w.element_bytes * local_tokens(w, c) * w.width / split
 
 
-def _bubble(scene: Situation, stage: Reals, whole: Reals) -> Reals:
+def _bubble(scene: CostInputs, stage: Reals, whole: Reals) -> Reals:
     """Waiting of the busiest stage: the others' work on one micro-batch, cut into the chunks of an interleaving."""
     c = scene.candidates
     wait = np.maximum(whole - stage, 0.0) / c.virtual
@@ -189,7 +195,7 @@ def _bubble(scene: Situation, stage: Reals, whole: Reals) -> Reals:
     return np.where(c.schedule == SCHEDULES.index("zero-bubble"), wait / 3, wait)
 
 
-def _optimizer(scene: Situation) -> Reals:
+def _optimizer(scene: CostInputs) -> Reals:
     c = scene.candidates
     common, experts = fullest_weights(scene.workload, c)
     split = np.where(c.shard_what > 0, sharing_ranks(c, scene.stack), 1)

@@ -15,15 +15,15 @@ from plait.parallel.comm.echo import message_from_before_s
 from plait.parallel.mesh import Sums
 from plait.planner.plan import Plan
 from plait.planner.rebalancing.batch_rebalance import (
-    FEWEST_STEPS,
-    Change,
-    Measured,
-    meetings_of,
-    part_names,
-    ranks_of_parts,
-    rebalanced,
+    LEAST_STEPS_OBSERVED,
+    ShareChange,
+    StepObservation,
+    ranks_of_replicas,
+    rebalance,
+    replica_names,
+    shard_groups_of,
 )
-from plait.planner.rebalancing.stage_repartition import recut, stages_of
+from plait.planner.rebalancing.stage_repartition import repartition, stage_costs_of
 from plait.report.shares_file import SharesLine, append_shares, read_shares
 from plait.report.straggler import RankTimes, Watch
 from plait.report.straggler_words import Shares
@@ -38,12 +38,12 @@ GATHERED_STEPS = 4
 LOOKED_AT_STEPS = {"cpu": GATHERED_STEPS, "cuda": 6}
 """At least so often, for a straggler is to be named within twenty steps; a GPU is waited for then."""
 
-Restage = Callable[[tuple[int, ...]], Meter]
+MoveLayers = Callable[[tuple[int, ...]], Meter]
 """Cuts the pipeline's stages anew: layers of each; answers what measures the new ones."""
-Take = Callable[[TrainState], tuple[TrainState, Scalars]]
+TakeShares = Callable[[TrainState], tuple[TrainState, Scalars]]
 _Line = tuple[int, tuple[int, ...], tuple[int, ...]]
 """From a step on: shares of the batch, layers of the stages."""
-Row = tuple[float, ...]
+ShareRow = tuple[float, ...]
 """One rank's seconds of one step: computing, waiting for other parts of the batch, for data, and for others of the same
 part; and of a message from the rank before it, where messages were timed."""
 
@@ -62,20 +62,20 @@ class Balance:
         file: Path,
         world: Sums,
         tell: Callable[..., None],
-        restage: Restage | None = None,
+        restage: MoveLayers | None = None,
     ) -> None:
         """Without `restage` stages stay as they are."""
         self._tell, self._restage = tell, restage
         self._assembly, self._meter, self._world, self._file = assembly, meter, world, file
         self._every = assembly.plan.balance_every_steps
-        self._parts = assembly.plan.parts
+        self._parts = assembly.plan.sequences_per_replica
         self._times_links = False
         self._layers = assembly.plan.layout.stage_layers
-        self._stages = stages_of(assembly.plan) if restage else None
+        self._stages = stage_costs_of(assembly.plan) if restage else None
         self._lines = _told_lines(file, world, len(self._parts), len(self._layers))
-        self._ledger = Ledger(assembly.plan) if watches(assembly.plan) and world.index == 0 else None
+        self._ledger = BalanceLedger(assembly.plan) if is_watched(assembly.plan) and world.index == 0 else None
 
-    def step(self, take: Take, state: TrainState) -> tuple[TrainState, Scalars]:
+    def step(self, take: TakeShares, state: TrainState) -> tuple[TrainState, Scalars]:
         """Take the step after `state` with the shares, and the stages, that are recorded for it."""
         parts, layers = self._due_at(state.step + 1)
         if layers != self._layers and self._restage is not None:
@@ -84,19 +84,19 @@ class Balance:
             if self._ledger is not None:
                 self._ledger.restaged(layers)
         if parts != self._parts:
-            self._assembly.reshare(parts)
+            self._assembly.take_shares(parts)
             self._parts = parts
         result = take(state)
         self._meter.fetched(self._assembly.loader.wait_s)
         return result
 
-    def reckon(self, state: TrainState) -> list[str]:
+    def rebalance_if_due(self, state: TrainState) -> list[str]:
         """After steps whose scalars were fetched: bring measurements to rank 0 and decide where that is due.
 
         Answers what there is to say, on rank 0. Every rank must call it after the same steps; blocks.
         """
         plan = self._assembly.plan
-        watched = watches(plan)
+        watched = is_watched(plan)
         due = watched and self._every > 0 and state.step % self._every == 0 and state.step != plan.steps
         if watched and not due and self._meter.steps < GATHERED_STEPS and state.step != plan.steps:
             return []
@@ -153,20 +153,20 @@ class Balance:
         """The shares and the stages of a step."""
         plan = self._assembly.plan
         lines = [(parts, layers) for first, parts, layers in self._lines if first <= step]
-        parts, layers = lines[-1] if lines else (plan.parts, self._layers)
+        parts, layers = lines[-1] if lines else (plan.sequences_per_replica, self._layers)
         return parts, layers if any(layers) else self._layers
 
 
-class Ledger:
+class BalanceLedger:
     """Rank 0's book of all ranks' steps, since the shares or the stages last changed."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._stages, self._layers = stages_of(plan), plan.layout.stage_layers
-        self._names, self._ranks = part_names(plan), ranks_of_parts(plan.layout)
-        self._part_of = [plan.layout.batch_part(rank) for rank in range(plan.world_size)]
-        self._parts = plan.parts
-        self._steps: list[Measured] = []
+        self._stages, self._layers = stage_costs_of(plan), plan.layout.stage_layers
+        self._names, self._ranks = replica_names(plan), ranks_of_replicas(plan.layout)
+        self._part_of = [plan.layout.data_parallel_rank(rank) for rank in range(plan.world_size)]
+        self._parts = plan.sequences_per_replica
+        self._steps: list[StepObservation] = []
         self._warm = False
         self._watch = Watch(_hosts(plan), shares=_shares_in_words(plan))
 
@@ -175,7 +175,7 @@ class Ledger:
         """Whether timed messages would help to name a slow link."""
         return self._watch.asks_for_links
 
-    def note(self, last_step: int, rows_of_ranks: Sequence[Sequence[Row]], parts: tuple[int, ...]) -> list[str]:
+    def note(self, last_step: int, rows_of_ranks: Sequence[Sequence[ShareRow]], parts: tuple[int, ...]) -> list[str]:
         """Take in the steps up to `last_step`, which were taken with these shares; says who holds the run up."""
         if parts != self._parts:
             self._parts = parts
@@ -188,7 +188,7 @@ class Ledger:
                 continue
             self._steps.append(self._measured(rows))
             told += self._watched(step, rows)
-        del self._steps[: -2 * max(self._plan.balance_every_steps, FEWEST_STEPS)]
+        del self._steps[: -2 * max(self._plan.balance_every_steps, LEAST_STEPS_OBSERVED)]
         return told
 
     def restaged(self, layers: tuple[int, ...]) -> None:
@@ -196,22 +196,22 @@ class Ledger:
         self._layers, self._warm = layers, False
         self._steps.clear()
 
-    def change(self, parts: tuple[int, ...], every: int, room: Sequence[int] = ()) -> Change | None:
+    def change(self, parts: tuple[int, ...], every: int, room: Sequence[int] = ()) -> ShareChange | None:
         """What the last two windows of `every` steps speak for; with `room` for layers, of the stages, else of the
         shares."""
-        steps = self._steps[-2 * max(every, FEWEST_STEPS // 2) :]
+        steps = self._steps[-2 * max(every, LEAST_STEPS_OBSERVED // 2) :]
         if self._stages is not None and room:
-            return recut(self._layers, steps, self._stages, room)
-        return rebalanced(parts, steps, self._names, meetings_of(self._plan))
+            return repartition(self._layers, steps, self._stages, room)
+        return rebalance(parts, steps, self._names, shard_groups_of(self._plan))
 
-    def _measured(self, rows: Sequence[Row]) -> Measured:
+    def _measured(self, rows: Sequence[ShareRow]) -> StepObservation:
         if self._stages is not None:  # stages wait for each other, which is no work
             seconds = [max(rows[rank][0] for rank in ranks) for ranks in self._stages.ranks]
         else:
             seconds = [max(rows[rank][0] + rows[rank][3] for rank in ranks) for ranks in self._ranks]
-        return Measured(compute_s=tuple(seconds), step_s=max(sum(row[:4]) for row in rows))
+        return StepObservation(compute_s=tuple(seconds), step_s=max(sum(row[:4]) for row in rows))
 
-    def _watched(self, step: int, rows: Sequence[Row]) -> list[str]:
+    def _watched(self, step: int, rows: Sequence[ShareRow]) -> list[str]:
         times = [
             RankTimes(rank=rank, compute_s=compute, wait_s=wait + inside, data_s=data, link_s=link)
             for rank, (compute, wait, data, inside, link) in enumerate(rows)
@@ -224,21 +224,21 @@ class Ledger:
         return [finding.sentence] if finding else []
 
 
-def watches(plan: Plan) -> bool:
+def is_watched(plan: Plan) -> bool:
     """Whether rank 0 looks at what all ranks do: wherever there are several, and their waits can be seen."""
     return plan.world_size > 1 and sees_waits(plan)
 
 
 def watch_every_steps(plan: Plan) -> int:
     """How often it does so at least; 0: never."""
-    return LOOKED_AT_STEPS[plan.device] if watches(plan) else 0
+    return LOOKED_AT_STEPS[plan.device] if is_watched(plan) else 0
 
 
 def _shares_in_words(plan: Plan) -> Shares:
     """What can be done about a slow rank while the run goes on."""
-    if plan.layout.batch_parts > 1:
+    if plan.layout.data_parallel_degree > 1:
         return "balanced" if plan.balance_every_steps else "fixed"
-    if stages_of(plan) is not None:
+    if stage_costs_of(plan) is not None:
         return "recut" if plan.balance_every_steps else "uncut"
     return "stages" if plan.layout.pipeline > 1 else "same"
 

@@ -27,7 +27,7 @@ _FORWARDS = {"none": 3, "selective": 3, "full": 4}
 """Forward passes that a layer's forward and backward cost, by what is computed again."""
 
 
-class Clock(Protocol):
+class StepClock(Protocol):
     """Marks moments of a rank's computing, on its processor or its GPU."""
 
     def mark(self) -> Any:
@@ -39,7 +39,7 @@ class Clock(Protocol):
         ...
 
 
-class ProcessorClock:
+class CpuStepClock:
     """What Python calls is done when it returns."""
 
     def mark(self) -> float:
@@ -94,7 +94,7 @@ class Meter:
     backward of split parameters meets other ranks in places that only torch knows.
     """
 
-    def __init__(self, clock: Clock, layer_forwards: int | None = None) -> None:
+    def __init__(self, clock: StepClock, layer_forwards: int | None = None) -> None:
         self._clock, self._layer_forwards = clock, layer_forwards
         self._marks: list[_Marks] = []
         self._open: _Marks | None = None
@@ -192,9 +192,9 @@ class MeteredGradients:
         self._inner.settle()
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> StepClock:
     """What tells the time of work on a device."""
-    return StreamClock() if device.type == "cuda" else ProcessorClock()
+    return StreamClock() if device.type == "cuda" else CpuStepClock()
 
 
 def sees_waits(plan: Plan) -> bool:
@@ -205,9 +205,9 @@ def sees_waits(plan: Plan) -> bool:
     return plan.layout.shard == 1 or plan.compile == "off" or plan.balance_every_steps > 0
 
 
-def metered(assembly: Assembly, clock: Clock) -> tuple[Assembly, Meter]:
+def metered(assembly: Assembly, clock: StepClock) -> tuple[Assembly, Meter]:
     """The same rank with a meter in it; before its first step."""
-    plan, woven = assembly.plan, assembly.woven
+    plan, woven = assembly.plan, assembly.model
     lockstep = plan.layout.shard > 1 and plan.layout.shard_what == "parameters"
     meter = Meter(clock, _FORWARDS[plan.layout.recompute] if lockstep else None)
     if lockstep and sees_waits(plan):
@@ -218,7 +218,7 @@ def metered(assembly: Assembly, clock: Clock) -> tuple[Assembly, Meter]:
         woven.pipe.wait = meter.wait
     woven = replace(woven, gradients=MeteredGradients(woven.gradients, meter))
     run_micros, evaluate_micros = runners(woven, make_autocast(plan.precision, assembly.device))
-    return replace(assembly, woven=woven, run_micros=run_micros, evaluate_micros=evaluate_micros), meter
+    return replace(assembly, model=woven, run_micros=run_micros, evaluate_micros=evaluate_micros), meter
 
 
 def _watch_forwards(woven: ShardedModel, meter: Meter) -> None:

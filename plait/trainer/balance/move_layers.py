@@ -18,11 +18,11 @@ from plait.report.memory import peak_rss_bytes
 from plait.trainer.assemble import Assembly
 from plait.trainer.persist import owned, put, wanted
 
-SPARE = 0.9
+SPARE_MEMORY = 0.9
 """Of the memory that is free, what new layers may take."""
 
 
-class Build(Protocol):
+class BuildAssembly(Protocol):
     """Makes a rank's part of a run, with its first weights where they are to be fresh."""
 
     def __call__(self, plan: Plan, *, fresh: bool) -> Assembly: ...
@@ -32,7 +32,7 @@ _Place = tuple[str, tuple[int, ...]]
 """A tensor's key in a checkpoint, and where a rectangle of it begins."""
 
 
-def restaged(assembly: Assembly, build: Build, stage_layers: tuple[int, ...]) -> Assembly:
+def move_layers(assembly: Assembly, build: BuildAssembly, stage_layers: tuple[int, ...]) -> Assembly:
     """This rank's part of the same run with other layers in its stages, weights and moments bit for bit.
 
     `build` is `assemble` for any plan. Every rank must call it, between two steps; blocks until all that travels is
@@ -51,11 +51,11 @@ def most_layers(assembly: Assembly, sharers: int) -> int:
 
     The new stage lies beside the old one for a moment, and each layer brings what its activations take.
     """
-    held = sum(len(chunk.layers) for chunk in assembly.woven.chunks)
+    held = sum(len(chunk.layers) for chunk in assembly.model.chunks)
     state = sum(tensor.numel() * tensor.element_size() for tensor in assembly.tensors())
     on_device = assembly.device.type == "cuda"
     peak = torch.cuda.max_memory_allocated(assembly.device) if on_device else peak_rss_bytes()
-    free = SPARE * (_free_on(assembly.device) if on_device else free_memory_bytes() / sharers)
+    free = SPARE_MEMORY * (_free_on(assembly.device) if on_device else free_memory_bytes() / sharers)
     return int(min(free / (state / held), held + free / (max(peak, state) / held)))
 
 
@@ -82,7 +82,7 @@ def _move(old: Assembly, new: Assembly, world: Sums) -> None:
         for place in places:
             if home[place] == world.index:
                 dist.send(own[place].cpu().contiguous(), dst=rank)
-    new.woven.gradients.publish()
+    new.model.gradients.publish()
 
 
 def _told(world: Sums, places: list[_Place]) -> list[list[_Place]]:
