@@ -80,7 +80,7 @@ def publish(
         return manifest
 
 
-def verify(path: Path) -> Manifest:
+def verify_checkpoint(path: Path) -> Manifest:
     """Read the manifest and hash every part; raises PlaitError that names the file and what is wrong with it."""
     try:
         manifest = _read_manifest(path / MANIFEST)
@@ -204,7 +204,7 @@ def _published(folder: Path) -> dict[int, Path]:
 
 
 def _verify_step(checkpoints: dict[int, Path], step: int) -> Manifest:
-    manifest = verify(checkpoints[step])
+    manifest = verify_checkpoint(checkpoints[step])
     if manifest.step != step:
         raise _damaged(checkpoints[step] / MANIFEST, f"it is that of step {manifest.step}")
     return manifest

@@ -18,7 +18,7 @@ from plait.errors import PlaitError
 # permutation that is computed for the positions asked (bijective rounds of multiply, add and shift on the next
 # power of two; a result outside the range is sent round again: Black and Rogaway 2002, "cycle walking").
 
-Positions = np.ndarray[Any, np.dtype[np.int64]]
+Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 _ROUNDS = 4
 _FEWEST_SLOTS = 1000
@@ -31,9 +31,9 @@ class _Stream:
     """Shards shuffled as one: windows of shard i are numbers `ends[i-1]` to `ends[i]`; `spare` tokens are left over."""
 
     name: int
-    shards: Positions
-    ends: Positions
-    spare: Positions
+    shards: Indices
+    ends: Indices
+    spare: Indices
 
     @property
     def windows(self) -> int:
@@ -50,10 +50,10 @@ class Order:
     seed: int
     sequence: int
     streams: tuple[_Stream, ...]
-    slots: Positions
-    rank: Positions
+    slots: Indices
+    rank: Indices
 
-    def windows(self, positions: Positions) -> tuple[np.ndarray[Any, np.dtype[np.int32]], Positions]:
+    def windows(self, positions: Indices) -> tuple[np.ndarray[Any, np.dtype[np.int32]], Indices]:
         """Shard (int32) and first token (int64) of each position: one call answers a whole step."""
         turn, slot = np.divmod(np.asarray(positions, dtype=np.int64), len(self.slots))
         owner = self.slots[slot]
@@ -70,7 +70,7 @@ class Order:
         """How many times the windows were gone through before `position`; with weights, on the average of all."""
         return position / sum(stream.windows for stream in self.streams)
 
-    def _draw(self, stream: _Stream, draws: Positions) -> tuple[Positions, Positions]:
+    def _draw(self, stream: _Stream, draws: Indices) -> tuple[Indices, Indices]:
         epochs, index = np.divmod(draws, stream.windows)
         shard, start = np.empty_like(index), np.empty_like(index)
         for epoch in np.unique(epochs):
@@ -78,7 +78,7 @@ class Order:
             shard[mine], start[mine] = self._draw_in_epoch(stream, int(epoch), index[mine])
         return shard, start
 
-    def _draw_in_epoch(self, stream: _Stream, epoch: int, index: Positions) -> tuple[Positions, Positions]:
+    def _draw_in_epoch(self, stream: _Stream, epoch: int, index: Indices) -> tuple[Indices, Indices]:
         window = permute(index, stream.windows, _key(self.seed, stream.name, epoch))
         place = np.searchsorted(stream.ends, window, side="right")
         shard = stream.shards[place]
@@ -119,7 +119,7 @@ def make_order(corpus: Corpus, seed: int, sequence: int) -> Order:
     return Order(seed=seed, sequence=sequence, streams=tuple(streams), slots=slots, rank=_ranks(slots))
 
 
-def permute(index: Positions, size: int, key: int) -> Positions:
+def permute(index: Indices, size: int, key: int) -> Indices:
     """Where a pseudo-random permutation of range(size), one for each key, sends the given numbers."""
     bits = max(1, (size - 1).bit_length())
     found = _scramble(index.astype(np.uint64), bits, key)
@@ -138,7 +138,7 @@ def _scramble(values: np.ndarray[Any, Any], bits: int, key: int) -> np.ndarray[A
     return values
 
 
-def _mixed(values: Positions, key: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def _mixed(values: Indices, key: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """A 64-bit hash of each value (the finalizer of SplitMix64, Steele et al. 2014)."""
     z = values.astype(np.uint64) * _GOLDEN + np.uint64(key)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -162,7 +162,7 @@ def _stream(name: int, shards: list[int], tokens: list[int], sequence: int) -> _
     return _Stream(name=name, shards=np.array(shards), ends=np.cumsum(counts), spare=(sizes - 1) % sequence)
 
 
-def _pattern(weights: tuple[float, ...], seed: int) -> Positions:
+def _pattern(weights: tuple[float, ...], seed: int) -> Indices:
     """Stream numbers in the exact proportions of the weights, shuffled; the pattern repeats for ever."""
     if len(weights) == 1:
         return np.zeros(1, dtype=np.int64)
@@ -178,7 +178,7 @@ def _pattern(weights: tuple[float, ...], seed: int) -> Positions:
     return slots[permute(np.arange(length), length, _key(seed, "pattern"))]
 
 
-def _ranks(slots: Positions) -> Positions:
+def _ranks(slots: Indices) -> Indices:
     rank = np.empty_like(slots)
     for stream in np.unique(slots):
         mine = np.flatnonzero(slots == stream)

@@ -16,7 +16,7 @@ from plait.report.atomic import replace_file
 from plait.report.metrics import StepReport
 from plait.units import counted, format_bytes, format_count, format_duration
 
-WARM_UP_STEPS = 3
+RECEIPT_WARM_UP_STEPS = 3
 DERIVED = ("step_error", "memory_error", "rss_error", "speedup_vs_one", "efficiency")
 """Written for those who read the file, and worked out anew when it is read."""
 ITEM_NAMES = {
@@ -149,7 +149,7 @@ def median_speed(reports: Sequence[StepReport], starts: Collection[int] = (0,)) 
 
     The first steps of each start are left out, for they also warm caches up, unless nothing else is there.
     """
-    warming = {start + offset for start in starts for offset in range(1, WARM_UP_STEPS + 1)}
+    warming = {start + offset for start in starts for offset in range(1, RECEIPT_WARM_UP_STEPS + 1)}
     kept = [report for report in reports if report.step not in warming] or list(reports)
     if not kept:
         return Speed(step_s_median=nan, tokens_per_s=nan, mfu=None)

@@ -236,7 +236,6 @@ def _learning(cases: Iterable[_Case]) -> Learning:
 
 
 def _excess(series: Series, least: float) -> float:
-    """How far a series has risen, in bars."""
     return series.rise / max(series.bar(least), 1e-12) if series.ready else 0.0
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from plait.checkpoint.store import verify
+from plait.checkpoint.store import verify_checkpoint
 from plait.errors import RunFailed
 from plait.model.shape import training_flops_per_token
 from plait.parallel.mesh import Sums, make_mesh, open_store, world_sums
@@ -71,7 +71,7 @@ def main(context: Context, argument: str) -> None:
         state = TrainState()
         if asked["resume"]:
             path = folder / "checkpoints" / asked["resume"]
-            state = restore(assembly, path, verify(path), world)
+            state = restore(assembly, path, verify_checkpoint(path), world)
         sink = _sinks(context, folder, state.step)
         memory = _FirstStep(assembly, world, context)
         try:

@@ -121,6 +121,37 @@ def test_no_import_circles() -> None:
         pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
 
 
+SAME_IDEA = {
+    # The command, and who parses or exports it.
+    "evaluate", "join", "load_recipe", "plan", "probe", "sample", "train", "verify",
+    "main",  # what a program does when it is started
+    "rank",  # the entry of a job, looked up by its name
+}  # fmt: skip
+"""Public names that several modules define because they mean the same thing."""
+
+
+def test_a_public_name_means_one_thing() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for name in public_names(path):
+            homes.setdefault(name, []).append(module)
+    assert {name for name, where in homes.items() if len(where) > 1} <= SAME_IDEA
+    assert len(SAME_IDEA) <= 10
+
+
+def public_names(path: Path) -> Iterator[str]:
+    """Functions, classes and variables that a module defines, without what it imports."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names = [node.name]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+        else:
+            continue
+        yield from (name for name in names if not name.startswith("_"))
+
+
 def test_init_files_are_empty() -> None:
     for path in PACKAGE.rglob("__init__.py"):
         assert path.parent == PACKAGE or path.read_text() == "", path

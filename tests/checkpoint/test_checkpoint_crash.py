@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait.checkpoint.store import clean_staging, newest_good, prune, staging_for, verify
+from plait.checkpoint.store import clean_staging, newest_good, prune, staging_for, verify_checkpoint
 from plait.checkpoint.transfer import whole_slice, write_rank
 from plait.errors import RunFailed
 
@@ -91,7 +91,7 @@ def test_killed_at_any_disk_call_there_is_always_a_good_checkpoint(quick_disk, s
         steps_found.append(found.manifest.step)
         clean_staging(folder)
         assert all(path.name in ("step-1", "step-2") for path in folder.iterdir())
-        assert all(verify(path) for path in folder.iterdir())  # none is left half written or half deleted
+        assert all(verify_checkpoint(path) for path in folder.iterdir())  # none is left half written or half deleted
         again = newest_good(folder)
         assert again is not None and again.manifest == found.manifest
         save_and_prune(folder)
@@ -123,7 +123,7 @@ def test_a_disk_that_fills_up_while_writing_stops_cleanly(folder, save):
         save(folder, 2)
     assert caught.value.exit_code == 1
     assert [path.name for path in folder.iterdir()] == ["step-1"]
-    verify(folder / "step-1")
+    verify_checkpoint(folder / "step-1")
 
 
 @pytest.mark.parametrize("name", ["rank-00001.json", "manifest.json"])
@@ -171,7 +171,7 @@ def test_too_little_space_is_told_in_bytes_before_anything_is_written(small_disk
     ):
         write_rank(staging_for(folder, 2), 0, {"model/w": whole_slice(torch.ones(1_000_000))})
     assert [path.name for path in folder.iterdir()] == ["step-1"]
-    verify(folder / "step-1")
+    verify_checkpoint(folder / "step-1")
 
 
 def test_running_out_of_inodes_stops_cleanly_and_works_again_with_room(small_disk, save):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.checkpoint.manifest import Manifest, StoredPart, arrange, check_cover, parse, render
-from plait.checkpoint.store import verify
+from plait.checkpoint.store import verify_checkpoint
 from plait.errors import PlaitError
 
 
@@ -78,10 +78,10 @@ def test_parts_that_point_elsewhere_in_their_file_are_refused(tmp_path):
     data = header + b"\0" * 96
     (tmp_path / "rank-00000.safetensors").write_bytes(data)
     (tmp_path / "manifest.json").write_bytes(text(*placed))
-    verify(tmp_path)
+    verify_checkpoint(tmp_path)
     (tmp_path / "manifest.json").write_bytes(text(part(begin=0, sha256=placed[0].sha256)))
     with pytest.raises(PlaitError, match=r"manifest.json is damaged: it misplaces"):
-        verify(tmp_path)
+        verify_checkpoint(tmp_path)
 
 
 def test_two_parts_under_one_key_of_a_file_are_refused(tmp_path):
@@ -90,14 +90,14 @@ def test_two_parts_under_one_key_of_a_file_are_refused(tmp_path):
     (tmp_path / "rank-00000.safetensors").write_bytes(header + b"\0" * 192)
     (tmp_path / "manifest.json").write_bytes(text(*placed))
     with pytest.raises(PlaitError, match=r"manifest.json is damaged: it misplaces"):
-        verify(tmp_path)
+        verify_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"format": 2}', b'{"format": 1}'])
 def test_what_is_no_manifest_is_refused_with_the_file_named(tmp_path, data):
     (tmp_path / "manifest.json").write_bytes(data)
     with pytest.raises(PlaitError, match=r"manifest.json is damaged"):
-        verify(tmp_path)
+        verify_checkpoint(tmp_path)
 
 
 anything = st.recursive(

@@ -19,7 +19,7 @@ from plait.checkpoint.store import (
     prune,
     publish,
     staging_for,
-    verify,
+    verify_checkpoint,
 )
 from plait.checkpoint.transfer import TensorSlice, whole_slice, write_rank
 from plait.errors import PlaitError, RunFailed
@@ -37,7 +37,7 @@ def test_a_checkpoint_holds_only_manifest_and_rank_files_that_safetensors_reads(
     final = save(folder, 3)
     assert sorted(path.name for path in final.iterdir()) == list(FILES)
     assert [path.name for path in folder.iterdir()] == ["step-3"]
-    manifest = verify(final)
+    manifest = verify_checkpoint(final)
     assert (manifest.step, manifest.cursor, manifest.model["width"]) == (3, 96, 256)
     names = ["model/half", "model/norm", "model/wide", "rng/rank-0", "rng/rank-1", "state/tokens"]
     assert tensor_names(manifest) == names
@@ -83,9 +83,9 @@ def test_every_flipped_bit_is_found_and_the_file_named(folder, save, name):
         flipped[index] ^= 1 << (index % 8)
         path.write_bytes(flipped)
         with pytest.raises(PlaitError, match=name):
-            verify(path.parent)
+            verify_checkpoint(path.parent)
     path.write_bytes(data)
-    verify(path.parent)
+    verify_checkpoint(path.parent)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -95,13 +95,13 @@ def test_a_file_cut_short_grown_emptied_or_gone_is_found(folder, save, name):
     for damaged in (data[:-1], data[: len(data) // 2], data[:7], b"", data + b"\0", data * 2):
         path.write_bytes(damaged)
         with pytest.raises(PlaitError, match=f"{name} is damaged"):
-            verify(path.parent)
+            verify_checkpoint(path.parent)
     path.unlink()
     with pytest.raises(PlaitError, match=f"{name} is missing"):
-        verify(path.parent)
+        verify_checkpoint(path.parent)
     path.mkdir()
     with pytest.raises(PlaitError, match=f"{name} is missing"):
-        verify(path.parent)
+        verify_checkpoint(path.parent)
 
 
 def test_swapped_shards_are_found(folder, save):
@@ -111,7 +111,7 @@ def test_swapped_shards_are_found(folder, save):
     one.write_bytes(second)
     other.write_bytes(first)
     with pytest.raises(PlaitError, match=r"rank-0000[01].safetensors is damaged"):
-        verify(final)
+        verify_checkpoint(final)
 
 
 def test_swapped_parts_inside_a_file_are_found(folder):
@@ -123,7 +123,7 @@ def test_swapped_parts_inside_a_file_are_found(folder):
     data = path.read_bytes()
     path.write_bytes(data[:-32] + data[-16:] + data[-32:-16])
     with pytest.raises(PlaitError, match="the bytes of model/a do not match"):
-        verify(final)
+        verify_checkpoint(final)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -233,7 +233,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_not_published(folder, save):
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_the_first_field_that_differs(folder, save):
-    manifest = verify(save(folder, 1))
+    manifest = verify_checkpoint(save(folder, 1))
     check_model(manifest, {"layers": 2, "width": 256, "rope_theta": 1e4, "tied": True})
     with pytest.raises(PlaitError, match="this checkpoint has width 256, the recipe asks 320; "):
         check_model(manifest, {"layers": 2, "width": 320, "rope_theta": 5e5, "tied": True})
@@ -243,4 +243,4 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_first_field_that_differ
 
 def test_a_manifest_is_text_made_of_its_values_alone(folder, save):
     final = save(folder, 1)
-    assert render(verify(final)) == (final / "manifest.json").read_text()
+    assert render(verify_checkpoint(final)) == (final / "manifest.json").read_text()

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plait.checkpoint.manifest import Manifest
-from plait.checkpoint.store import checkpoint_for, publish, staging_for, verify
+from plait.checkpoint.store import checkpoint_for, publish, staging_for, verify_checkpoint
 from plait.checkpoint.transfer import DTYPES, TensorSlice, read_slice, read_tensor, share_out, whole_slice, write_rank
 from plait.errors import PlaitError
 
@@ -23,7 +23,7 @@ def save(folder: Path, ranks: list[dict[str, list[TensorSlice]]]) -> tuple[Path,
         write_rank(staging_for(folder, 1), rank, tensors)
     final = checkpoint_for(folder, 1)
     publish(staging_for(folder, 1), final, step=1, cursor=0, model={}, world_size=len(ranks))
-    return final, verify(final)
+    return final, verify_checkpoint(final)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

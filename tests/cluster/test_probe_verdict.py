@@ -6,8 +6,8 @@ import pytest
 
 from plait.cluster.probe.links import pairs_of
 from plait.cluster.probe.verdict import (
-    HostRanks,
     PairReading,
+    ProbedHost,
     beside_alone,
     complaints,
     dead_device,
@@ -20,7 +20,11 @@ from plait.cluster.probe.verdict import (
 )
 from tests.cluster.probed import point, timed
 
-HOSTS = (HostRanks(name="ada", ranks=(0, 1)), HostRanks(name="bob", ranks=(2, 3, 4)), HostRanks(name="cyd", ranks=(5,)))
+HOSTS = (
+    ProbedHost(name="ada", ranks=(0, 1)),
+    ProbedHost(name="bob", ranks=(2, 3, 4)),
+    ProbedHost(name="cyd", ranks=(5,)),
+)
 
 
 def pair(first: int, second: int, short_s: float = 1e-4, bulk_s: float = 1e-2) -> PairReading:
@@ -30,9 +34,9 @@ def pair(first: int, second: int, short_s: float = 1e-4, bulk_s: float = 1e-2) -
 def test_a_host_begins_where_local_ranks_begin_again() -> None:
     told = [("ada", 0), ("ada", 1), ("ada", 0), ("bob", 0)]
     assert hosts_of(told) == (
-        HostRanks(name="ada", ranks=(0, 1)),
-        HostRanks(name="ada (2)", ranks=(2,)),
-        HostRanks(name="bob", ranks=(3,)),
+        ProbedHost(name="ada", ranks=(0, 1)),
+        ProbedHost(name="ada (2)", ranks=(2,)),
+        ProbedHost(name="bob", ranks=(3,)),
     )
 
 

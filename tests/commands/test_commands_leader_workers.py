@@ -58,7 +58,7 @@ class Led:
         self.members = self.arrived = members
         self.parts: Sequence[HostPart] = ()
 
-    def seat(self, order: Sequence[int]) -> None:
+    def renumber(self, order: Sequence[int]) -> None:
         self.members = tuple(self.arrived[host - 1] for host in order[1:])
 
     def run(

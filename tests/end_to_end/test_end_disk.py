@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.checkpoint.store import verify
+from plait.checkpoint.store import verify_checkpoint
 from tests.end_to_end.command import Place
 
 FILE_LIMIT_BYTES = 150_000
@@ -82,4 +82,4 @@ def test_a_write_that_fails_while_saving(place: Place, reference: Callable[[int]
     last = place.train("limited")
     assert last.code == 0
     assert place.manifest("limited") == place.manifest(reference(2))
-    assert [verify(path) for path in (place.path("limited") / "checkpoints").iterdir()]
+    assert [verify_checkpoint(path) for path in (place.path("limited") / "checkpoints").iterdir()]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plait.checkpoint.manifest import tensor_names
-from plait.checkpoint.store import verify
+from plait.checkpoint.store import verify_checkpoint
 from plait.checkpoint.transfer import read_tensor
 from tests.end_to_end.command import STEPS, Place, ended, kill_group, wait_while_running
 
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_any_layout_is_whole_and_speaks(place: Place) -> None:
     run = place.train("speaks", *asked(("pipeline=2", "tensor=2")))
     assert run.code == 0
     path = place.path("speaks") / "checkpoints" / f"step-{STEPS}"
-    manifest = verify(path)
+    manifest = verify_checkpoint(path)
     weights = [name for name in tensor_names(manifest) if name.startswith("model/")]
     assert all(torch.isfinite(read_tensor(path, manifest, name)).all() for name in weights)
     said = place.run("sample", "speaks", "--prompt", "Ka", "--tokens", "5")

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from plait.launch.values.job import RankContext
-from plait.parallel.comm.reduction import LibraryScatter, LibrarySum, Transfer, own_part, wait_for
+from plait.parallel.comm.reduction import LibraryScatter, LibrarySum, Transfer, own_part, wait_for_all
 from plait.parallel.gradients.buckets import RankSet, SharedWeight
 from plait.parallel.gradients.reduce import GradientReducer
 from plait.parallel.mesh import GroupSums, make_groups, open_store
@@ -95,7 +95,7 @@ def sum_by_library(context: RankContext, argument: str) -> None:
         summed, parted = (torch.arange(1.0, 13.0) * (context.rank + 1) for _ in range(2))
         for way in (LibrarySum(summed, group, transfer), LibraryScatter(parted, group, transfer)):
             for works in way.course():
-                wait_for(works)
+                wait_for_all(works)
         found.append([summed.tolist(), own_part(parted, group).tolist()])
     context.send("sums", found=found)
     dist.destroy_process_group()

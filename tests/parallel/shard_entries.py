@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from plait.checkpoint.store import verify
+from plait.checkpoint.store import verify_checkpoint
 from plait.launch.values.job import RankContext
 from plait.layout import Layout
 from plait.parallel.apply import STAGES, ParallelStage
@@ -96,7 +96,7 @@ def restore_and_save(context: RankContext, argument: str) -> None:
             # A forward gathers weights, which must not outlive what is restored.
             assembly.evaluate()
             path = Path(case["old"])
-            state = restore(assembly, path, verify(path), world)
+            state = restore(assembly, path, verify_checkpoint(path), world)
         for _ in range(case["steps"]):
             state, _ = assembly.step(state)
         Path(case["new"]).mkdir(exist_ok=True)

@@ -135,7 +135,7 @@ def test_buckets_shrink_towards_the_end_of_the_backward_pass() -> None:
     sizes = [len(bucket) for bucket in fill_buckets(weights(*[quarter] * 64), 1)]
     assert sizes == [32, 16, 8, 4, 4], "8 MiB, then half of what is left, and never less than 1 MiB but for the rest"
     assert [len(bucket) for bucket in fill_buckets(weights(*[quarter] * 3), 1)] == [3]
-    assert gradient_sync.LAST_BYTES == LAST_BYTES, "what the planner counts with"
+    assert gradient_sync.LAST_BUCKET_BYTES == LAST_BYTES, "what the planner counts with"
 
 
 def test_a_bucket_holds_one_type_one_group_and_where_it_is_split_one_decay() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from plait.checkpoint.manifest import tensor_names
-from plait.checkpoint.store import verify
+from plait.checkpoint.store import verify_checkpoint
 from plait.checkpoint.transfer import read_tensor
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
@@ -139,7 +139,7 @@ def whole_of(found: dict[str, Tensor], kind: str, name: str) -> Tensor:
 
 
 def tensors(checkpoint: Path) -> dict[str, Tensor]:
-    manifest = verify(checkpoint)
+    manifest = verify_checkpoint(checkpoint)
     names = [name for name in tensor_names(manifest) if not name.startswith("rng/")]
     return {name: read_tensor(checkpoint, manifest, name) for name in names}
 

@@ -19,9 +19,9 @@ SMALL = Workload(
     kv_heads=8,
     head_width=64,
     ffn=2048,
-    has_gate=False,
+    gated=False,
     vocabulary=32000,
-    has_tied_head=True,
+    tied=True,
     sequence=512,
     batch_sequences=64,
 )

@@ -13,7 +13,7 @@ from plait.model.sizes import MODEL_SIZES, named_shape
 from plait.planner.explain.report import best_of_kinds
 from plait.planner.explain.tipping_points import MANY_LAYOUTS
 from plait.planner.page.bandwidth import Sweep, bandwidth_sweep, sweep_caption
-from plait.planner.page.layout_map import CHOSEN_RIM, DOTS_DRAWN, Dot, LayoutMap, layout_map, map_caption
+from plait.planner.page.layout_map import DOTS_DRAWN, SLOWEST_DRAWN, Dot, LayoutMap, layout_map, map_caption
 from plait.planner.page.memory import memory_bars, memory_caption
 from plait.planner.page.pipeline import ACTIONS_DRAWN, pipeline_caption, pipeline_picture
 from plait.planner.page.time import waterfall, waterfall_caption
@@ -138,7 +138,7 @@ def test_the_chosen_layout_is_the_lowest_dot_in_the_band(found: Search) -> None:
     assert told.fastest.step_s == min(dot.step_s for dot in told.dots)
     assert len(told.dots) <= DOTS_DRAWN + 50 and told.n_beyond <= told.n_layouts - len(told.dots)
     drawn = {dot.step_s for dot in told.dots}
-    within = [row for row in best_of_kinds(found) if found.step_s[row] <= CHOSEN_RIM * told.fastest.step_s]
+    within = [row for row in best_of_kinds(found) if found.step_s[row] <= SLOWEST_DRAWN * told.fastest.step_s]
     assert {float(found.step_s[row]) for row in within} <= drawn
     assert ("an even sample" in map_caption(told)) == (len(told.dots) + told.n_beyond < told.n_layouts)
 
@@ -161,7 +161,7 @@ def test_a_dot_of_a_pipeline_says_how_much_longer_it_waits() -> None:
     found = search(workload("7B", 2048, 16), read_cluster("8xH100"), constraints=Constraints(degrees=degrees))
     told = layout_map(found)
     rows = np.flatnonzero(
-        (found.step_s > 1.01 * told.chosen.step_s) & (found.step_s < CHOSEN_RIM * told.fastest.step_s)
+        (found.step_s > 1.01 * told.chosen.step_s) & (found.step_s < SLOWEST_DRAWN * told.fastest.step_s)
     )
     whys = [dot_of(found, told, int(row)).why for row in rows]
     assert all(longest_delay(found, int(row)) in why for row, why in zip(rows, whys, strict=True))

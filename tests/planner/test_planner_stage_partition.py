@@ -44,8 +44,8 @@ CLUSTER = read_cluster("1024xH100")
 
 def work(layers: int, vocabulary: int = 32000, batch: int = 32) -> Workload:
     return Workload(
-        layers=layers, width=1024, heads=8, kv_heads=8, head_width=128, ffn=4096, has_gate=False, vocabulary=vocabulary,
-        has_tied_head=False, sequence=1024, batch_sequences=batch,
+        layers=layers, width=1024, heads=8, kv_heads=8, head_width=128, ffn=4096, gated=False, vocabulary=vocabulary,
+        tied=False, sequence=1024, batch_sequences=batch,
     )  # fmt: skip
 
 

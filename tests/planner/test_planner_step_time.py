@@ -15,8 +15,9 @@ from plait.cluster.cluster import Cluster, read_cluster
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT
 from plait.planner.problem.workload import Workload
+from plait.planner.step_time.device_rates import device_rates
 from plait.planner.step_time.network_model import collective_s, network_of, token_exchange_s
-from plait.planner.step_time.roofline import device_rates, product_s
+from plait.planner.step_time.roofline import product_s
 from plait.planner.step_time.step_time import step_time
 
 LLAMA_70B = Workload(
@@ -26,9 +27,9 @@ LLAMA_70B = Workload(
     kv_heads=8,
     head_width=128,
     ffn=28672,
-    has_gate=True,
+    gated=True,
     vocabulary=128256,
-    has_tied_head=False,
+    tied=False,
     sequence=8192,
     batch_sequences=512,
 )

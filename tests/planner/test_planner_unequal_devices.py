@@ -350,7 +350,9 @@ def test_parts_that_meet_gather_as_often_as_the_smallest_device_makes_them() -> 
     assert number > fewer and found.n_microbatches[found.chosen] == number
     group = found.assigner.group_of(found.candidates, found.chosen)
     often, seldom = (
-        closed_form_step_time(found.workload, found.cluster, found.stack, replace(group, n_microbatches=count)).parameters[0]
+        closed_form_step_time(
+            found.workload, found.cluster, found.stack, replace(group, n_microbatches=count)
+        ).parameters[0]
         for count in (np.array([number]), None)
     )
     assert found.step_time(found.chosen).parameters[0] == often == pytest.approx(number / fewer * seldom)
@@ -576,7 +578,7 @@ def test_a_dealers_answer_does_not_hang_on_which_layouts_are_asked_about() -> No
 
 def test_a_layout_costs_the_same_whoever_is_priced_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One small device of four makes parts that split parameters meet more often, and nobody else."""
-    monkeypatch.setattr(layout_cost, "NEAR", -1.0)  # nothing is simulated
+    monkeypatch.setattr(layout_cost, "SIMULATED_WITHIN", -1.0)  # nothing is simulated
     workload, _, unequal = alike_and_with_a_little_one(4)
     found = search(workload, unequal, constraints=Constraints(degrees=Layout(pipeline=2, shard=2)))
     usual = -(-32 // found.candidates.micro_sequences)

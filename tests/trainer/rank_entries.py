@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from plait.checkpoint.store import verify
+from plait.checkpoint.store import verify_checkpoint
 from plait.data.loader import Micro
 from plait.launch.values.job import RankContext
 from plait.layout import Layout
@@ -100,7 +100,7 @@ def restore_and_save(context: RankContext, argument: str) -> None:
         if asked["old"]:
             torch.manual_seed(1000)  # what a resume must not go on from
             path = Path(asked["old"])
-            state = restore(assembly, path, verify(path), world)
+            state = restore(assembly, path, verify_checkpoint(path), world)
         for _ in range(asked["steps"]):
             state, scalars = assembly.step(state)
             torch.rand(3)  # as a step with dropout would draw

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.manifest import tensor_names
-from plait.checkpoint.store import staging_for, verify
+from plait.checkpoint.store import staging_for, verify_checkpoint
 from plait.checkpoint.transfer import read_tensor
 from plait.errors import PlaitError, RunFailed
 from plait.parallel.mesh import ONE_PROCESS
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tensors(checkpoint: Path) -> dict[str, Tensor]:
-    manifest = verify(checkpoint)
+    manifest = verify_checkpoint(checkpoint)
     names = [name for name in tensor_names(manifest) if not name.startswith("rng/")]
     return {name: read_tensor(checkpoint, manifest, name) for name in names}
 
@@ -47,8 +47,8 @@ def test_other_numbers_of_ranks_restore_every_bit(run_ranks, folder: Path) -> No
         assert mine.keys() == theirs.keys() and {"adam_step", "tokens"} < mine.keys()
         assert any(name.startswith("adam_m/") and bool(value.any()) for name, value in mine.items())
         assert all(torch.equal(mine[name], theirs[name]) for name in mine), workers
-        assert verify(other).cursor == verify(two).cursor == 3 * 7
-        assert sum(name.startswith("rng/") for name in tensor_names(verify(other))) == workers
+        assert verify_checkpoint(other).cursor == verify_checkpoint(two).cursor == 3 * 7
+        assert sum(name.startswith("rng/") for name in tensor_names(verify_checkpoint(other))) == workers
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -76,4 +76,4 @@ def test_a_checkpoint_of_another_shape_is_refused(run_ranks, folder: Path, tmp_p
     config, plan = make_tiny(tmp_path, "model.width=32")
     wider = assemble(config, plan, sums=ONE_PROCESS, stages=())
     with pytest.raises(PlaitError, match=r"has width 16, the recipe asks 32; take the recipe that the run began with"):
-        restore(wider, checkpoint, verify(checkpoint), ONE_PROCESS)
+        restore(wider, checkpoint, verify_checkpoint(checkpoint), ONE_PROCESS)

@@ -116,7 +116,7 @@ def test_a_stage_gets_no_more_than_fits_beside_what_is_there(
     monkeypatch.setattr(move_layers, "free_memory_bytes", lambda: free / move_layers.SPARE_MEMORY)
     monkeypatch.setattr(move_layers, "peak_rss_bytes", lambda: 8_000)
     stage: Any = SimpleNamespace(
-        woven=SimpleNamespace(chunks=(SimpleNamespace(layers={"0": None, "1": None}),)),
+        model=SimpleNamespace(chunks=(SimpleNamespace(layers={"0": None, "1": None}),)),
         tensors=lambda: [torch.zeros(600), torch.zeros(400)],
         device=torch.device("cpu"),
     )

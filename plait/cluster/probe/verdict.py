@@ -22,7 +22,7 @@ _LAYER: Mapping[MeasuredWork, tuple[MeasuredWork, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostRanks:
+class ProbedHost:
     """One host of a probe: its name, unlike all others', and its ranks."""
 
     name: str
@@ -38,15 +38,15 @@ class PairReading:
     points: tuple[Point, ...]
 
 
-def hosts_of(told: Sequence[tuple[str, int]]) -> tuple[HostRanks, ...]:
+def hosts_of(told: Sequence[tuple[str, int]]) -> tuple[ProbedHost, ...]:
     """The hosts of ranks that each told its host's name and its place there; equal names get a number."""
     starts = [rank for rank, (_, local_rank) in enumerate(told) if local_rank == 0]
     names = numbered_names([told[start][0] for start in starts])
     ranks = [tuple(range(start, end)) for start, end in zip(starts, [*starts[1:], len(told)], strict=True)]
-    return tuple(HostRanks(name=name, ranks=some) for name, some in zip(names, ranks, strict=True))
+    return tuple(ProbedHost(name=name, ranks=some) for name, some in zip(names, ranks, strict=True))
 
 
-def host_of(hosts: Sequence[HostRanks], rank: int) -> HostRanks:
+def host_of(hosts: Sequence[ProbedHost], rank: int) -> ProbedHost:
     """The host that has this rank."""
     return next(host for host in hosts if rank in host.ranks)
 
@@ -94,13 +94,13 @@ def relative_speeds(told: Mapping[int, Sequence[Timed]]) -> dict[int, float]:
     return {rank: math.exp(best - value) for rank, value in logs.items()}
 
 
-def slowest_inside(host: HostRanks, pairs: Sequence[PairReading]) -> tuple[Point, ...] | None:
+def slowest_inside(host: ProbedHost, pairs: Sequence[PairReading]) -> tuple[Point, ...] | None:
     """The points of the host's slowest pair: a ring waits for it; None where it has one rank."""
     inside = [pair for pair in pairs if pair.first in host.ranks and pair.second in host.ranks]
     return max(inside, key=lambda pair: _bulk_s_per_byte(pair.points)).points if inside else None
 
 
-def pair_links(hosts: Sequence[HostRanks], pairs: Sequence[PairReading]) -> tuple[MeasuredLink, ...]:
+def pair_links(hosts: Sequence[ProbedHost], pairs: Sequence[PairReading]) -> tuple[MeasuredLink, ...]:
     """Sends: for each host inside it, for each two hosts between them."""
     links = []
     for host in hosts:
@@ -115,7 +115,7 @@ def pair_links(hosts: Sequence[HostRanks], pairs: Sequence[PairReading]) -> tupl
 
 
 def complaints(
-    hosts: Sequence[HostRanks], speeds: Mapping[int, float], pairs: Sequence[PairReading]
+    hosts: Sequence[ProbedHost], speeds: Mapping[int, float], pairs: Sequence[PairReading]
 ) -> tuple[str, ...]:
     """Devices and links ten times slower than the best of their like, a sentence each."""
     told = []
@@ -130,7 +130,7 @@ def complaints(
     return (*told, *_slow_links(hosts, inside), *_slow_links(hosts, between))
 
 
-def dead_link(hosts: Sequence[HostRanks], first: int, second: int) -> str:
+def dead_link(hosts: Sequence[ProbedHost], first: int, second: int) -> str:
     """The sentence for two ranks of which one does not answer the other."""
     ends = [f"worker {rank} on {host_of(hosts, rank).name}" for rank in (first, second)]
     return (
@@ -139,7 +139,7 @@ def dead_link(hosts: Sequence[HostRanks], first: int, second: int) -> str:
     )
 
 
-def dead_device(hosts: Sequence[HostRanks], rank: int, reason: str) -> str:
+def dead_device(hosts: Sequence[ProbedHost], rank: int, reason: str) -> str:
     """The sentence for a device that cannot compute."""
     return (
         f"the device of worker {rank} on {host_of(hosts, rank).name} is dead: {reason}; take it out, or restart its "
@@ -147,7 +147,7 @@ def dead_device(hosts: Sequence[HostRanks], rank: int, reason: str) -> str:
     )
 
 
-def _slow_links(hosts: Sequence[HostRanks], like: Sequence[PairReading]) -> list[str]:
+def _slow_links(hosts: Sequence[ProbedHost], like: Sequence[PairReading]) -> list[str]:
     told = []
     for what, of in (("each byte takes", _bulk_s_per_byte), ("a short message takes", _short_s)):
         best = min((of(pair.points) for pair in like), default=0.0)
@@ -172,7 +172,7 @@ def _short_s(points: Sequence[Point]) -> float:
 
 
 def device_of(
-    host: HostRanks,
+    host: ProbedHost,
     name: str,
     told: Mapping[int, Sequence[Timed]],
     alone: Sequence[Timed],

@@ -11,15 +11,15 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from plait.commands.hosts.file_transfer import FileFact, Peer, facts_of, fetch_file, safe_path, send_folder
 from plait.commands.hosts.shared_folder import nonce
+from plait.commands.planning.make_plan import Log
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.preparing.corpus import CACHE
 from plait.data.shards import open_corpus
 from plait.planner.plan_file import plan_text, read_plan
 from plait.units import format_bytes
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 StagedKind = Literal["run", "job"]
-Say = Callable[[str], None]
 
 
 class JoinedHost(Peer, Protocol):
@@ -54,7 +54,7 @@ class _Load:
 class FileStager:
     """The way of files between host 0, whose working folder is the current one, and the hosts that joined it."""
 
-    def __init__(self, members: Sequence[JoinedHost], run: Path, say: Say) -> None:
+    def __init__(self, members: Sequence[JoinedHost], run: Path, say: Log) -> None:
         self._members, self._say = members, say
         self._run = run
         self._hashed: dict[Path, tuple[FileFact, ...]] = {}
@@ -160,7 +160,7 @@ class FileStager:
             self._say(f"sent     {format_bytes(nbytes)} of {what} to {member.name}")
 
 
-def _on_all(members: Sequence[JoinedHost], act: Callable[[JoinedHost], T]) -> tuple[T, ...]:
+def _on_all(members: Sequence[JoinedHost], act: Callable[[JoinedHost], _T]) -> tuple[_T, ...]:
     """Do something with every host at once; raises the first error that comes without waiting for the others."""
     pool = ThreadPoolExecutor(len(members), thread_name_prefix="freight")
     try:

@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from plait.checkpoint.store import clean_staging
 from plait.commands.hosts.file_transfer import IncomingFile, disk_error, facts_from, read_block, safe_path
 from plait.commands.hosts.shared_folder import seen
+from plait.commands.planning.make_plan import Log
 from plait.commands.planning.run_folder import RunFolder, check_changes, hold_lock, locked_folder
 from plait.errors import PlaitError
 from plait.launch.remote.link import Handler, Reply
@@ -25,8 +26,6 @@ from plait.report.atomic import replace_file
 MARK = "joined.json"
 """In a run's folder that only holds what another host sent."""
 
-Say = Callable[[str], None]
-
 
 class JoinedHostFiles:
     """The files of one joined host below its working folder `base`; close it when the run is over.
@@ -34,7 +33,7 @@ class JoinedHostFiles:
     Its handlers run one after another. What this host's user must mend is kept as `trouble`, and told to the leader.
     """
 
-    def __init__(self, base: Path, say: Say) -> None:
+    def __init__(self, base: Path, say: Log) -> None:
         self.trouble: PlaitError | None = None
         self._base, self._say = base, say
         self._held = ExitStack()
@@ -137,7 +136,7 @@ class JoinedHostFiles:
         self._is_ours = True
 
     def _take(self, frame: Frame) -> Reply:
-        """Say which of the offered files are lacking here, and be ready for them."""
+        """Log which of the offered files are lacking here, and be ready for them."""
         root = self._base / ".plait" if frame.values["root"] == "cache" else self._current
         folder = safe_path(root, frame.values["path"])
         if folder.parent.name == "checkpoints" and folder.parent.is_dir():  # only the one to go on from is of use here

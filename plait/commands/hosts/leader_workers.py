@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -18,7 +18,7 @@ from plait.commands.hosts.collect_checkpoint import CheckpointCollector
 from plait.commands.hosts.file_stager import FileStager, StagingFolder
 from plait.commands.hosts.host_info import objection, own_host_info
 from plait.commands.hosts.invitation import HostsRequest, chosen_address, chosen_secret
-from plait.commands.planning.make_plan import MachineSurvey
+from plait.commands.planning.make_plan import Log, MachineSurvey
 from plait.commands.planning.workers import PRELOAD, OnMessage
 from plait.commands.preparing.corpus import CACHE
 from plait.errors import Interrupted, PlaitError
@@ -33,12 +33,10 @@ from plait.planner.resolve.named_layout import named_degrees
 from plait.recipe.schema import RunConfig
 from plait.units import counted
 
-JOIN_WITHIN_S = 3600.0
-GRACE_S = 120.0
+JOIN_WITHIN_S, GRACE_S = 3600.0, 120.0
 TRAINING = "plait.trainer.worker:main"
 PROBE = "plait.commands.probing.rank:rank"
-Say = Callable[[str], None]
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class LeaderWorkers:
@@ -47,7 +45,7 @@ class LeaderWorkers:
     `hosts` must have admitted its members; `folder` is the run's.
     """
 
-    def __init__(self, hosts: Hosts, *, folder: Path, config: RunConfig, say: Say) -> None:
+    def __init__(self, hosts: Hosts, *, folder: Path, config: RunConfig, say: Log) -> None:
         self._hosts, self._folder, self._config, self._say = hosts, folder, config, say
         self._seats = tuple(range(1 + len(hosts.members)))
         """Which of the hosts, as they were admitted, takes each place."""
@@ -136,7 +134,7 @@ class LeaderWorkers:
             self._seats = seats
             self._hosts.renumber(seats)
 
-    def _seated(self, as_admitted: Sequence[T]) -> tuple[T, ...]:
+    def _seated(self, as_admitted: Sequence[_T]) -> tuple[_T, ...]:
         return tuple(as_admitted[host] for host in self._seats)
 
     @cached_property

@@ -25,7 +25,7 @@ from plait.planner.derive.model_size import budget_of
 from plait.planner.plan import Forecast, Plan
 from plait.recipe.schema import RunConfig
 from plait.report.metrics import StepReport, read_metrics
-from plait.report.receipt import WARM_UP_STEPS, Receipt, median_speed, read_receipt
+from plait.report.receipt import RECEIPT_WARM_UP_STEPS, Receipt, median_speed, read_receipt
 from plait.units import counted, format_duration
 
 TOLERATED_OVERRUN = 1.15
@@ -123,7 +123,7 @@ _SOURCES: Mapping[Basis, Literal["measurement", "formulas"]] = {"clock": "measur
 
 def _of_this_plan(folder: RunFolder, steps: Sequence[StepReport], done: int) -> Sequence[StepReport]:
     """The steps that may be held against the plan: an earlier one of the same run may have had another layout."""
-    own = [report for report in steps if report.step > done + WARM_UP_STEPS]
+    own = [report for report in steps if report.step > done + RECEIPT_WARM_UP_STEPS]
     return own if own and (folder.path / "plan-1.json").exists() else steps
 
 

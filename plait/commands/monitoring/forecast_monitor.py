@@ -18,7 +18,7 @@ from plait.planner.calibration.predicted_vs_measured import (
 )
 from plait.planner.plan import Plan
 from plait.report.metrics import StepReport
-from plait.report.receipt import WARM_UP_STEPS
+from plait.report.receipt import RECEIPT_WARM_UP_STEPS
 from plait.report.straggler import RankTimes
 
 FIRST_STEPS = 5
@@ -53,7 +53,7 @@ class ForecastMonitor:
         self, foretold: Predicted, done: int, report_every_steps: int, *, say: Callable[[str], None], crowding: Crowding
     ) -> None:
         self.foretold, self._say, self._crowding = foretold, say, crowding
-        self._warm_until = ceil((done + WARM_UP_STEPS) / report_every_steps) * report_every_steps
+        self._warm_until = ceil((done + RECEIPT_WARM_UP_STEPS) / report_every_steps) * report_every_steps
         self._first_until = self._warm_until + ceil(FIRST_STEPS / report_every_steps) * report_every_steps
         self._reports: list[StepReport] = []
         self._items: dict[int, StepItems] = {}

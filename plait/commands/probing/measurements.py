@@ -21,7 +21,7 @@ from plait.cluster.measured import (
     measured_json,
 )
 from plait.cluster.probe.request import ProbeRequest
-from plait.cluster.probe.verdict import HostRanks, PairReading, complaints, device_of, pair_links, relative_speeds
+from plait.cluster.probe.verdict import PairReading, ProbedHost, complaints, device_of, pair_links, relative_speeds
 from plait.cluster.topology import Machine
 from plait.commands.planning.make_plan import ask_rank_0
 from plait.commands.planning.workers import WorkerPool
@@ -91,7 +91,7 @@ def _seen(machines: Sequence[Machine], asked: ProbeRequest, extent: WorkerExtent
 
 def sends_of(told: Mapping[str, Any]) -> tuple[MeasuredLink, ...]:
     """The messages from rank to rank among what rank 0 of a probe told."""
-    hosts = [HostRanks(name=one["name"], ranks=tuple(one["ranks"])) for one in told["hosts"]]
+    hosts = [ProbedHost(name=one["name"], ranks=tuple(one["ranks"])) for one in told["hosts"]]
     return pair_links(hosts, _pairs(told))
 
 
@@ -102,7 +102,7 @@ def timed_on_hosts(told: Mapping[str, Any]) -> list[tuple[Timed, ...]]:
 
 def measured_of(told: Mapping[str, Any], asked: ProbeRequest, key: str) -> Measurements:
     """From what rank 0 told to the measurement."""
-    hosts = [HostRanks(name=one["name"], ranks=tuple(one["ranks"])) for one in told["hosts"]]
+    hosts = [ProbedHost(name=one["name"], ranks=tuple(one["ranks"])) for one in told["hosts"]]
     pairs = _pairs(told)
     timed = {rank: _timed(one["timed"]) for rank, one in enumerate(told["ranks"])}
     devices = []

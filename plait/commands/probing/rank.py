@@ -23,7 +23,7 @@ from plait.cluster.probe.overlap import time_overlap
 from plait.cluster.probe.pieces import check_device
 from plait.cluster.probe.request import ProbeRequest
 from plait.cluster.probe.timing import Bench, DeviceClock, NoOthers, ProcessorClock, time_in_rounds
-from plait.cluster.probe.verdict import HostRanks, PairReading, dead_device, dead_link, host_of, hosts_of
+from plait.cluster.probe.verdict import PairReading, ProbedHost, dead_device, dead_link, host_of, hosts_of
 from plait.commands.probing.training_pieces import begin_sum, operations, training_for
 from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
@@ -43,12 +43,12 @@ class RankInPool:
     """A rank of a probe among the others."""
 
     rank: int
-    hosts: tuple[HostRanks, ...]
+    hosts: tuple[ProbedHost, ...]
     store: Store
     bench: Bench
 
     @property
-    def host(self) -> HostRanks:
+    def host(self) -> ProbedHost:
         return host_of(self.hosts, self.rank)
 
     def say(self, key: str, values: Any) -> None:

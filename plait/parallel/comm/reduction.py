@@ -81,7 +81,7 @@ def algorithms_for(flat: Tensor, own: Tensor, carried: BucketTransfer) -> list[A
     return found
 
 
-def wait_for(works: PendingWork) -> None:
+def wait_for_all(works: PendingWork) -> None:
     """Wait for the end of transfers and forget them; on a GPU it is the stream that waits."""
     for work in works:
         work.wait()

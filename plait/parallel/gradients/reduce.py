@@ -18,7 +18,7 @@ from plait.parallel.comm.reduction import (
     Transfer,
     algorithms_for,
     own_part,
-    wait_for,
+    wait_for_all,
 )
 from plait.parallel.gradients.buckets import (
     BUCKET_BYTES,
@@ -220,7 +220,7 @@ class _Bucket:
 
     def advance(self) -> None:
         """End a transfer, and begin the next one."""
-        wait_for(self._works)
+        wait_for_all(self._works)
         self._works = next(self._course)
         self.begun += 1
 
@@ -231,7 +231,7 @@ class _Bucket:
 
     def finish(self) -> None:
         """Wait for the sums; the own part's is then the gradient of its unit."""
-        wait_for(self._works)
+        wait_for_all(self._works)
         for _ in self._course:
             raise AssertionError("a transfer that was not counted")
         if self._split:
@@ -253,4 +253,4 @@ class _Bucket:
 
     def settle(self) -> None:
         """Wait for the weights."""
-        wait_for(self._gathering)
+        wait_for_all(self._gathering)

@@ -31,7 +31,7 @@ MESSAGE_ITEMS = (*WITHIN, *BETWEEN)
 """Of step_time.py's items, those that are messages: within a group of ranks that shares samples, and between groups."""
 OBSERVATIONS_KEPT = 5
 """The last ones, whose median is taken."""
-PRIOR_RUNS = {1: 0.5, 2: 0.75}
+WEIGHT_OF_FEW_OBSERVATIONS = {1: 0.5, 2: 0.75}
 """Power of the median of so few lessons; more count in full."""
 LARGEST_FACTOR = 2.0
 """No factor goes beyond this or its inverse: what is further off is another program, or an error of ours."""
@@ -42,7 +42,7 @@ LARGEST_CROWDING = 1.15
 """Programs that want to run per core from which on other ones than this run take its time."""
 LEAST_SHARE_TO_LEARN = 0.05
 """Share of a step that messages between groups must take to teach something of them."""
-LARGEST_BUBBLE_SHARE = 0.25
+LARGEST_SHARE_WITHIN_GROUPS = 0.25
 """Share of a step that messages within a group may take, which are taken as foretold."""
 LEAST_FACTOR_TO_MENTION = 0.01
 MEASURED_STEP_ERROR = 0.10
@@ -155,7 +155,7 @@ def observation_of_items(foretold: StepItems, measured: StepItems, date: str) ->
 
     None where messages within groups take so much that computing is not seen behind them.
     """
-    if foretold.within_s > LARGEST_BUBBLE_SHARE * foretold.step_s:
+    if foretold.within_s > LARGEST_SHARE_WITHIN_GROUPS * foretold.step_s:
         return None
     computed_s = measured.compute_s + measured.optimizer_s - foretold.within_s
     compute = computed_s / (foretold.compute_s + foretold.bubble_s + foretold.optimizer_s)
@@ -186,7 +186,7 @@ def _agreed(factors: Sequence[float]) -> float:
     if not factors:
         return 1.0
     middle = min(LARGEST_FACTOR, max(1 / LARGEST_FACTOR, median(factors)))
-    return middle ** PRIOR_RUNS.get(len(factors), 1.0)
+    return middle ** WEIGHT_OF_FEW_OBSERVATIONS.get(len(factors), 1.0)
 
 
 def disturbance_text(steps_s: Sequence[float], crowding: float | None) -> str | None:

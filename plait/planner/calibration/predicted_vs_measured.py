@@ -19,7 +19,7 @@ ITEM_TEXTS: Mapping[str, str] = {
 }
 LEAST_SHARE_TO_NAME = 0.005
 """Share of a step from which on an item is named."""
-ITEM_GROUPS = 0.02
+LEAST_SHARE_WITHIN_TO_NAME = 0.02
 """Share of a step from which on waiting within a group of ranks is named with its computing."""
 MEMORY_ERROR = 0.05
 """What the peak of tensors may differ by before it is worth a sentence."""
@@ -37,7 +37,7 @@ class Observed:
 
 def comparison_text(foretold: StepItems, came: Observed) -> str:
     """Both in a line: "the plan said 1.61 s a step (1.45 s computing, …); 5 steps took 1.56 s (…): 3 % faster"."""
-    grouped = foretold.within_s + foretold.bubble_s > ITEM_GROUPS * foretold.step_s
+    grouped = foretold.within_s + foretold.bubble_s > LEAST_SHARE_WITHIN_TO_NAME * foretold.step_s
     computing = "computing and waiting within groups" if grouped else ITEM_TEXTS["compute_s"]
     said = f"the plan said {format_duration(foretold.step_s)} a step{_in_brackets(foretold, computing)}"
     known = _in_brackets(came.items, computing) if came.items else ""

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 
 from plait.layout import Layout
+from plait.planner.calibration.constants import constant
 from plait.planner.problem.software_profile import CACHED_TOKENS
 
-LEAST_GAIN = 0.05
+LARGER_MICRO_BATCH_COST = constant("larger_micro_batch_cost")
 """What that costs of a step's time (measured: 1 to 7 %)."""
 MICRO_BATCHES_PER_STAGE = 4
 ROOM_TO_GROW = 1.25

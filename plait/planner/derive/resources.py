@@ -13,7 +13,7 @@ from plait.cluster.topology import Machine
 from plait.model.shape import ModelShape
 from plait.partition.execution import Precision
 from plait.planner.calibration.factors import UNCALIBRATED, Basis, Calibration
-from plait.planner.step_time.roofline import peak_flops
+from plait.planner.step_time.device_rates import peak_flops
 
 STAND_IN = "A100"
 """What a GPU that is not in the catalogue is laid out as, with its own memory."""

@@ -18,13 +18,13 @@ from plait.planner.search.cost_breakdown import model_flops_utilisation
 from plait.planner.search.found import Search
 from plait.units import format_duration, parse_amount
 
-LARGEST_FACTOR_SOLVED = 4.0
+LARGEST_STRAIN = 4.0
 """Times its usual straying (as a power) that a figure may be off before it counts as no explanation."""
 EXPLANATIONS_LISTED = 6
 """Explanations that are told of, at most."""
 NOTABLE_DIFFERENCE = 0.02
 """Share of a step by which another way to run must differ to be named."""
-LEAST_STRAIN = 1.05
+LEAST_RATIO_TO_TELL_APART = 1.05
 """How many times longer a step must be by one explanation than by another for a run to tell them apart."""
 CLOSE_ENOUGH = 0.002
 """How exactly the step is met that an altered figure should explain."""
@@ -107,7 +107,7 @@ def _pulled(scene: PricedLayout, lever: Sensitivity, measured_s: float) -> Solve
     """How far a figure must be off for the step to be as measured."""
     before_s = scene.step_s
     slower = measured_s > before_s
-    farthest = lever.usual ** (LARGEST_FACTOR_SOLVED if slower else -LARGEST_FACTOR_SOLVED)
+    farthest = lever.usual ** (LARGEST_STRAIN if slower else -LARGEST_STRAIN)
     most_s = lever.altered(scene, farthest).step_s
     if abs(most_s / before_s - 1) < CLOSE_ENOUGH:
         return None  # it plays no part at all
@@ -158,7 +158,7 @@ def _experiment(suspects: Sequence[tuple[str, PricedLayout]]) -> str:
         steps = [change(scene).step_s for _, scene in suspects]
         told.append((max(steps) / min(steps), words, steps))
     spread, words, steps = max(told)
-    if spread < LEAST_STRAIN:
+    if spread < LEAST_RATIO_TO_TELL_APART:
         return ""
     each = ", ".join(f"{format_duration(s)} if it is {one[0]}" for one, s in zip(suspects, steps, strict=True))
     return f"to tell the first apart: {words} a step would take {each}"

@@ -9,8 +9,8 @@ from plait.cluster.catalog import Link
 from plait.cluster.cluster import Island
 from plait.planner.diagnosis.priced_layout import PricedLayout
 from plait.planner.search.cost_breakdown import BOTTLENECKS, TIME_NAMES
+from plait.planner.step_time.device_rates import STREAM_SHARE, device_rates, peak_flops
 from plait.planner.step_time.network_model import network_of
-from plait.planner.step_time.roofline import STREAM_SHARE, device_rates, peak_flops
 from plait.units import format_duration
 
 
@@ -31,14 +31,14 @@ class Sensitivity:
 
 def sensitivities(scene: PricedLayout) -> Iterator[Sensitivity]:
     """All figures that play a part for a layout."""
-    yield ARITHMETIC_CHECK
-    yield MEMORY_CHECK
-    yield HOST_CHECK
+    yield ARITHMETIC_RATE
+    yield MEMORY_RATE
+    yield HOST_TIME
     if scene.cluster.devices > 1:
-        yield SLOW_DEVICE_CHECK
-        yield OVERLAP_CHECK
-        yield from (lever for lever in (BETWEEN_CHECK, INSIDE_CHECK) if _carries(scene, lever))
-    yield NETWORK_CHECK
+        yield ONE_SLOW_DEVICE
+        yield OVERLAP
+        yield from (lever for lever in (LINK_BETWEEN, LINK_INSIDE) if _carries(scene, lever))
+    yield TIME_OUTSIDE_STEPS
 
 
 def _carries(scene: PricedLayout, lever: Sensitivity) -> bool:
@@ -73,7 +73,7 @@ def _with_arithmetic(scene: PricedLayout, factor: float) -> PricedLayout:
     return replace(scene, stack=slower)
 
 
-ARITHMETIC_CHECK = Sensitivity(
+ARITHMETIC_RATE = Sensitivity(
     name="arithmetic",
     usual=1.25,
     altered=_with_arithmetic,
@@ -102,7 +102,7 @@ def _stream_rate(scene: PricedLayout) -> str:
     return f"{_slowest(scene).device.memory_bytes_per_s * STREAM_SHARE / 1e9:,.0f} GB/s"
 
 
-MEMORY_CHECK = Sensitivity(
+MEMORY_RATE = Sensitivity(
     name="passes over memory",
     usual=1.4,
     altered=_with_memory_rate,
@@ -118,7 +118,7 @@ def _with_host(scene: PricedLayout, factor: float) -> PricedLayout:
     return replace(scene, stack=replace(stack, launch_s=stack.launch_s * factor, micro_s=stack.micro_s * factor))
 
 
-HOST_CHECK = Sensitivity(
+HOST_TIME = Sensitivity(
     name="the host",
     usual=2.0,
     altered=_with_host,
@@ -140,7 +140,7 @@ def _with_slow_device(scene: PricedLayout, factor: float) -> PricedLayout:
     return _with_islands(scene, slower)
 
 
-SLOW_DEVICE_CHECK = Sensitivity(
+ONE_SLOW_DEVICE = Sensitivity(
     name="one slow device",
     usual=1.2,
     altered=_with_slow_device,
@@ -163,7 +163,7 @@ def _with_hiding(scene: PricedLayout, factor: float) -> PricedLayout:
     return replace(scene, stack=replace(stack, **other))
 
 
-OVERLAP_CHECK = Sensitivity(
+OVERLAP = Sensitivity(
     name="messages under arithmetic",
     usual=2.0,
     altered=_with_hiding,
@@ -188,7 +188,7 @@ def _two_digits(number: float) -> str:
     return f"{float(f'{number:.2g}'):g}"
 
 
-BETWEEN_CHECK = Sensitivity(
+LINK_BETWEEN = Sensitivity(
     name="the link between nodes",
     usual=2.0,
     altered=_with_between,
@@ -198,7 +198,7 @@ BETWEEN_CHECK = Sensitivity(
     ),
     look="measure it (plait probe), or train on one node alone: is that as fast as plait plan says for it?",
 )
-INSIDE_CHECK = Sensitivity(
+LINK_INSIDE = Sensitivity(
     name="the link inside a node",
     usual=1.6,
     altered=lambda scene, factor: _with_islands(scene, lambda i: replace(i, inside=_link(i.inside, factor))),
@@ -208,7 +208,7 @@ INSIDE_CHECK = Sensitivity(
     ),
     look="measure it (plait probe): devices that do not see each other send their messages through the processor",
 )
-NETWORK_CHECK = Sensitivity(
+TIME_OUTSIDE_STEPS = Sensitivity(
     name="reading data, saving, reports",
     usual=4.0,
     altered=lambda scene, factor: replace(scene, stack=replace(scene.stack, step_s=scene.stack.step_s * factor)),

@@ -14,8 +14,8 @@ from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import kind_text
 from plait.planner.search.model_error import RunFamily, published_errors, run_family
 from plait.planner.search.search import search
+from plait.planner.step_time.device_rates import USUAL_ACHIEVABLE_SHARE
 from plait.planner.step_time.device_time import was_measured
-from plait.planner.step_time.roofline import USUAL_ACHIEVABLE_SHARE
 from plait.units import format_bytes, format_duration
 
 FEW_NODES = 8

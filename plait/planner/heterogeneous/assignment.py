@@ -182,7 +182,7 @@ def _dealt(dealer: WorkAssigner, lean: CandidatesKey) -> tuple[WorkAssignment, .
             sequences = dealer.named_shares or shares_if_worthwhile(
                 dealer.workload.batch_sequences, _parts(dealer, deal)
             )
-            made[layers] = replace(deal, shares=sequences)
+            made[layers] = replace(deal, sequences_per_replica=sequences)
         found.append(made[layers])
     return tuple(found)
 

@@ -14,8 +14,8 @@ from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import head_cost_in_layers
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time import measured_compute
+from plait.planner.step_time.device_rates import device_rates
 from plait.planner.step_time.device_time import DeviceTime, device_time_of, was_measured
-from plait.planner.step_time.roofline import device_rates
 
 EQUAL_SPEED_TOLERANCE = 0.05
 """Devices whose speeds differ by no more count as equal."""

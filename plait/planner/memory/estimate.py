@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.cluster.cluster import Cluster
+from plait.planner.calibration.constants import constant
 from plait.planner.memory.traced_peak import MEMORY_ITEMS, PipelineEnd, can_trace, resident_bytes, traced_peak
 from plait.planner.problem.candidates import RECOMPUTE, SHARD_WHAT, Candidates, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
@@ -15,7 +16,7 @@ from plait.planner.problem.stage_partition import layer_weights, micro_batches, 
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens, sharing_ranks
 
-ALLOCATOR_RESERVE = 1.06
+ALLOCATOR_RESERVE = constant("allocator_reserve")
 """What the allocator holds beside what is allocated: fragments (readings of 1.05 to 1.20, planner's survey)."""
 USABLE_SHARE = 1.0
 """Of the device's memory, what a layout that was asked for may fill by this model's sums."""
@@ -88,7 +89,7 @@ def _rank(w: Workload, c: Candidates, stack: SoftwareProfile, last: Reals) -> di
     layers = np.where(last, stage_layers(w, c).last, stage_layers(w, c).first)
     common, experts = layer_weights(w, c)
     alone = c.pipeline == 1
-    tables = np.where(alone, 1 if w.has_tied_head else 2, 1) * w.embedding_weights / c.tensor
+    tables = np.where(alone, 1 if w.tied else 2, 1) * w.embedding_weights / c.tensor
     weights = layers * (common + experts) + tables
     ranks = sharing_ranks(c, stack)
     rule = c.shard_what
@@ -150,7 +151,7 @@ def layer_activations(w: Workload, c: Candidates, stack: SoftwareProfile) -> Rea
     ffn = w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
     # Products keep their inputs as they multiply them (8 bits in fp8, as TransformerEngine does), all else is 16 bits.
     less = 1.0 if w.precision in ("fp8", "fp4") else 0.0
-    inner = ((6.0 if w.has_gate else 4.0) - less) * ffn / c.tensor
+    inner = ((6.0 if w.gated else 4.0) - less) * ffn / c.tensor
     routed = sparse * (4.0 - less) * w.experts_per_token * w.routed_width / c.tensor
     streamed = (stack.stream_held_bytes - 2 * less) * w.width / stream
     held = streamed + (4 - less) * heads + 4 * keys + inner + routed

@@ -17,7 +17,7 @@ from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens
 
 FLOAT32_BYTES = 4
-SCORES_AT_ONCE = 2**21
+LOGITS_AT_ONCE = 2**21
 """How many logits the loss makes at a time on a processor (trainer/loss.py)."""
 
 
@@ -60,7 +60,7 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     gathered, wide = np.where(t > 1, every, 0.0), number * w.ffn / t
     attention = number * w.head_width * 2 * (w.heads / t + np.maximum(w.kv_heads / t, 1))
     sums = number * (w.heads / t + 2 / t)  # attention's logsumexp, the norms' scales
-    bent = 4 if w.has_gate else 2  # SwiGLU: gate, up, silu of the gate, and their product; else up and what it bends to
+    bent = 4 if w.gated else 2  # SwiGLU: gate, up, silu of the gate, and their product; else up and what it bends to
     # The streams before attention and before the feedforward; the normed inputs of their products; attention.
     whole = 2 * stream + 2 * every + attention + sums + bent * wide
     # "selective" keeps the stream, what products give, and attention's outcome.
@@ -92,5 +92,5 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
 
 def _scores(entries: Reals, tokens: Reals) -> Reals:
     """The loss works in pieces, and the one before is let go when the next one is made."""
-    first = np.minimum(np.maximum(1.0, SCORES_AT_ONCE // entries), tokens)
+    first = np.minimum(np.maximum(1.0, LOGITS_AT_ONCE // entries), tokens)
     return FLOAT32_BYTES * entries * (first + np.minimum(first, tokens - first))

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from plait.layout import Schedule
 from plait.partition.pipeline_schedule import Action, schedule_actions
+from plait.planner.calibration.constants import constant
 from plait.planner.memory.schedule_walk import TENSOR_SIZES, PipelineStages, fullest_moments
 from plait.planner.memory.tensor_sizes import TensorSizes, tensor_sizes
 from plait.planner.problem.candidates import (
@@ -33,11 +34,11 @@ ROUNDS_WALKED = 3
 """So many rounds through all ranks show all that a schedule but gpipe ever holds."""
 LAYERS_GATHERED_AT_ONCE = 2
 """Layers of which split parameters lie gathered at once: the one at work, and the next one."""
-HELD_BACK, HELD_BACK_AGAIN = 1.18, 1.33
+HELD_BACK, HELD_BACK_AGAIN = constant("held_back"), constant("held_back_again")
 """What the C library's heap takes for all tensors together: it fills gaps late and gives little back; the more so where
 tensors that stay come between those of one micro-batch, or of one layer computed again, and the next (readings of runs
 of 1, 11 and 50 million parameters with glibc, on one host and on two)."""
-ALLOCATOR_GAPS_SHARE = 2
+ALLOCATOR_GAP_STREAMS = constant("allocator_gap_streams")
 """Of all rows of the stream, in each layer: what `tensor` sends and receives twice lies between tensors that stay, so
 that its room is not found again (read as 1 to 3, with memory that is kept: launch/local/heap.py)."""
 PipelineEnd = Literal["first", "last", "fuller"]
@@ -86,7 +87,7 @@ def resident_bytes(workload: Workload, candidates: Candidates, tensor_bytes: Rea
     """Bytes of a worker's whole process at their highest as its operating system counts them."""
     keeps = candidates.recompute != RECOMPUTE.index("full")
     gaps = (
-        ALLOCATOR_GAPS_SHARE
+        ALLOCATOR_GAP_STREAMS
         * workload.layers
         / candidates.pipeline
         * keeps
@@ -106,10 +107,10 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, end: PipelineEnd, keeps_e
     """On the first or the last rank, of candidates that are alike."""
     pipeline, virtual, fully = int(c.pipeline[0]), int(c.virtual[0]), bool(_fully(c)[0])
     flat = int(_copies(c)[0]) > 1 and not fully
-    lone_ends = w.has_tied_head and pipeline > 1 and not flat and not fully
+    lone_ends = w.tied and pipeline > 1 and not flat and not fully
     stages = PipelineStages(
         layers=layers_of_stages(w.layers, pipeline * virtual, head_cost_in_layers(w), c.layer_split),
-        tied=w.has_tied_head,
+        tied=w.tied,
         flat_layers=flat,
         flat_tables=flat or (lone_ends and not keeps_ends),
     )

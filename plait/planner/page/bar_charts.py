@@ -39,7 +39,7 @@ ACTION_COLOURS: dict[ActionKind, tuple[str, str]] = {
     "backward-input": ("backward, the half that the stage before waits for", ORANGE),
     "backward-weight": ("backward, the half that can be put off", YELLOW),
 }
-ONCE_COLOUR = "gradients and optimizer, once a step"
+ONCE_TEXT = "gradients and optimizer, once a step"
 
 
 def draw_memory(bars: MemoryBars) -> Drawing:
@@ -146,7 +146,7 @@ def draw_pipeline(picture: PipelinePicture) -> Drawing:
             "base": [ended_s * factor] * ranks,
             "x": [picture.once_s * factor] * ranks,
             "marker": {"color": GREY},
-            "hovertext": f"{ONCE_COLOUR}: {time_words(picture.once_s)}",
+            "hovertext": f"{ONCE_TEXT}: {time_words(picture.once_s)}",
             "hoverinfo": "text",
         }
     )
@@ -163,7 +163,7 @@ def draw_pipeline(picture: PipelinePicture) -> Drawing:
         for kind in ACTION_COLOURS
         if kind in by_kind
     ]
-    return Drawing(data=tuple(data), layout=layout, legend=(*legend, LegendKey(colour=GREY, words=ONCE_COLOUR)))
+    return Drawing(data=tuple(data), layout=layout, legend=(*legend, LegendKey(colour=GREY, words=ONCE_TEXT)))
 
 
 def _blocks(kind: ActionKind, found: list[tuple[int, ActionSpan]], picture: PipelinePicture) -> Values:

@@ -16,16 +16,16 @@ from plait.planner.step_time.step_time import step_time
 from plait.report.figures import time_words
 
 DOTS_DRAWN = 500
-CHOSEN_RIM = 8.0
+SLOWEST_DRAWN = 8.0
 """Times the fastest beyond which layouts are not drawn."""
-CUT_COLOURS = {
+CUT_TEXTS = {
     1: "matrices cut (tensor)",
     2: "sequences cut (context)",
     4: "layers in stages (pipeline)",
     8: "experts dealt (expert)",
 }
 """What the axes that cut the model do, by their bit in a kind's number."""
-UNCUT_COLOUR = "nothing cut: only copies and shards"
+UNCUT_TEXT = "nothing cut: only copies and shards"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class LayoutMap:
 def layout_map(found: Search) -> LayoutMap:
     """Every layout that fits, or an even sample with the best of each kind where they are many."""
     fastest_s = float(found.step_s[found.fastest])
-    within = np.flatnonzero(found.step_s <= max(CHOSEN_RIM * fastest_s, float(found.step_s[found.chosen])))
+    within = np.flatnonzero(found.step_s <= max(SLOWEST_DRAWN * fastest_s, float(found.step_s[found.chosen])))
     rows = _sample(found, within)
     spent = _items(found, np.append(rows, found.chosen))
     dots = [_dot(found, int(row), spent[:, place], spent[:, -1]) for place, row in enumerate(rows)]
@@ -84,7 +84,9 @@ def map_caption(told: LayoutMap) -> str:
         f"cannot tell apart; the star is the lowest in it, and so the plan."
     )
     if told.n_beyond:
-        words += f" Those that take more than {CHOSEN_RIM:.0f} times as long ({told.n_beyond:,}) lie off to the right."
+        words += (
+            f" Those that take more than {SLOWEST_DRAWN:.0f} times as long ({told.n_beyond:,}) lie off to the right."
+        )
     return f"{words} Point at a dot to read what it is and why it lost."
 
 
@@ -138,4 +140,4 @@ def _why(found: Search, row: int, more_s: Reals) -> str:
 
 
 def _family(kind: int) -> str:
-    return " + ".join(words for bit, words in CUT_COLOURS.items() if kind // 8 & bit) or UNCUT_COLOUR
+    return " + ".join(words for bit, words in CUT_TEXTS.items() if kind // 8 & bit) or UNCUT_TEXT

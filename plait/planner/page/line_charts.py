@@ -7,7 +7,7 @@ from math import log10
 import numpy as np
 
 from plait.planner.page.bandwidth import Band, Sweep
-from plait.planner.page.layout_map import UNCUT_COLOUR, Dot, LayoutMap
+from plait.planner.page.layout_map import UNCUT_TEXT, Dot, LayoutMap
 from plait.report.figures import (
     ABOVE,
     COLOURS,
@@ -28,9 +28,7 @@ from plait.report.figures import (
 
 def draw_map(told: LayoutMap) -> Drawing:
     """Dots by time and points, a colour for what cuts the model, the tolerance as a band."""
-    families = sorted(
-        {dot.family for dot in told.dots}, key=lambda family: (family != UNCUT_COLOUR, len(family), family)
-    )
+    families = sorted({dot.family for dot in told.dots}, key=lambda family: (family != UNCUT_TEXT, len(family), family))
     colours = {family: COLOURS[place % len(COLOURS)] for place, family in enumerate(families)}
     times = [dot.step_s for dot in told.dots]
     factor, unit = seconds_unit(max(times))

@@ -7,14 +7,16 @@ from math import inf
 from typing import Literal
 
 from plait.cluster.cluster import Cluster
+from plait.planner.calibration.constants import constant, constant_fields
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration
 
-PROCESS_BYTES = 3.1e8
+_USUAL = constant_fields("software_profile")
+PROCESS_BYTES = constant("process_bytes")
 """Of a worker's process on a processor beside its tensors: libraries, code, buffers (read on Linux with torch 2.13)."""
-PROCESSOR_FLASH_SHARE = 0.70
+PROCESSOR_FLASH_SHARE = constant("processor_flash_share")
 """`Stack.flash_share` there, of the rate of large products (the readings stand in kernel_efficiency.py)."""
 
-CACHED_TOKENS = 4096
+CACHED_TOKENS = int(constant("cached_tokens"))
 """Tokens of a micro-batch on a processor: more outgrow its caches and are no faster (measured)."""
 
 SendModel = Literal["by share", "ahead"]
@@ -31,54 +33,54 @@ class SoftwareProfile:
     name: str
     calibration: Calibration = UNCALIBRATED
     """What earlier runs on the same machines taught of computing (device_time.py) and of messages (step_time.py)."""
-    speed: float = 1.0
+    speed: float = _USUAL["speed"]
     """How fast the software is against this model's expectation: the one scalar that a measurement sets."""
-    product_share: float = 1.0
+    product_share: float = _USUAL["product_share"]
     """Of the rate that the largest single products reach on a device, what a long run with real data holds."""
-    fp8_share: float = 0.95
+    fp8_share: float = _USUAL["fp8_share"]
     """Of the device's fp8 rate: casts, scales and the products that stay in bf16."""
-    flash_share: float = 0.60
+    flash_share: float = _USUAL["flash_share"]
     """Share of the 16-bit peak that a fused attention kernel reaches forward, heads 128 wide, long sequence."""
-    flash_lag: float = 0.0
+    flash_lag: float = _USUAL["flash_lag"]
     """How far the attention kernel lags on devices faster than an A100: 0 not at all, 1 no faster than there."""
-    stream_bytes: float = 30.0
+    stream_bytes: float = _USUAL["stream_bytes"]
     """Memory traffic of a layer's forward pass per token and unit of width: norms, residuals, dropout, casts."""
-    inner_bytes: float = 6.0
+    inner_bytes: float = _USUAL["inner_bytes"]
     """The same per token and unit of the feedforward's width: activation and gate."""
-    score_bytes: float = 13.0
+    score_bytes: float = _USUAL["score_bytes"]
     """Traffic per attention score of the forward pass where attention is not fused."""
-    routed_bytes: float = 16.0
+    routed_bytes: float = _USUAL["routed_bytes"]
     """The same per token, expert that it goes to and unit of width: sorting tokens by expert and back."""
-    expert_share: float = 1.0
+    expert_share: float = _USUAL["expert_share"]
     """Of the linear layers' rate, what products of many experts at once reach."""
-    logit_bytes: float = 20.0
+    logit_bytes: float = _USUAL["logit_bytes"]
     """Traffic per logit, forward and backward: the loss in float32."""
-    layer_kernels: float = 22.0
+    layer_kernels: float = _USUAL["layer_kernels"]
     """Kernels that the host launches for one layer's forward pass; the backward pass launches twice as many."""
-    sparse_kernels: float = 60.0
+    sparse_kernels: float = _USUAL["sparse_kernels"]
     """Launches' worth of host time that a layer of experts costs beside them: routing, and waiting for its counts."""
-    launch_s: float = 6e-6
+    launch_s: float = _USUAL["launch_s"]
     """Host time to launch one kernel."""
     launches: Literal["ahead", "blocking"] = "ahead"
     """Whether the host launches ahead of the device, or waits for each kernel to end."""
-    gap_s: float = 3e-6
+    gap_s: float = _USUAL["gap_s"]
     """Time on the device between one kernel's last work and the next one's first."""
-    micro_s: float = 1e-3
+    micro_s: float = _USUAL["micro_s"]
     """Host time that each micro-batch costs beside its kernels."""
-    step_s: float = 10e-3
+    step_s: float = _USUAL["step_s"]
     """Time that each step costs whatever its size: the optimizer's launches, the norm, the data, the log."""
-    straggler_share: float = 0.0
+    straggler_share: float = _USUAL["straggler_share"]
     """What everyone loses to the slowest, for each doubling of the nodes."""
-    hides_tensor: float = 0.0
+    hides_tensor: float = _USUAL["hides_tensor"]
     """Share of the tensor axis' communication that runs under arithmetic."""
-    hides_context: float = 0.7
-    hides_pipeline: float = 0.0
+    hides_context: float = _USUAL["hides_context"]
+    hides_pipeline: float = _USUAL["hides_pipeline"]
     sends: SendModel = "by share"
     """How messages between stages are priced: `hides_pipeline` of each hidden, or, where they travel while the next
     micro-batch is computed, by who waits for which."""
-    hides_gradients: float = 0.0
+    hides_gradients: float = _USUAL["hides_gradients"]
     """Share of the backward pass that gradient sums may run under."""
-    hides_updates: float = 0.0
+    hides_updates: float = _USUAL["hides_updates"]
     """Share of the forward pass that gathers of updated parameters may run under."""
     handles_messages: bool = False
     """Whether the processor that computes also carries what stages send each other."""
@@ -87,41 +89,41 @@ class SoftwareProfile:
     sends the other the rows of a step's tokens."""
     all_reduces_shards: bool = False
     """Whether gradients are summed to everyone although each rank keeps a shard of them: twice the traffic."""
-    hides_parameters: float = 0.9
+    hides_parameters: float = _USUAL["hides_parameters"]
     """Share of the arithmetic that gathers of sharded parameters may run under."""
     hides_scatters: bool = True
     """Whether sums of their gradients may, too."""
-    hides_experts: float = 0.0
+    hides_experts: float = _USUAL["hides_experts"]
     """Share of the tokens' way to experts on other nodes that runs under arithmetic."""
-    selective_products: float = 0.0
+    selective_products: float = _USUAL["selective_products"]
     """Share of the forward products that selective recomputation repeats beside what attention keeps."""
-    layer_pieces: float = 1.0
+    layer_pieces: float = _USUAL["layer_pieces"]
     """Messages that one layer's parameters, or gradients, are sent in over the data axes."""
-    selective_kept: float = 0.65
+    selective_kept: float = _USUAL["selective_kept"]
     """Share of a layer's activations that selective recomputation keeps, attention's scores aside."""
-    offloaded: float = 0.0
+    offloaded: float = _USUAL["offloaded"]
     """Share of the optimizer's state and of what recomputed layers keep that waits in the host's memory."""
-    layers_ahead: float = 2.0
+    layers_ahead: float = _USUAL["layers_ahead"]
     """Layers whose sharded parameters lie gathered at once."""
-    stream_held_bytes: float = 8.0
+    stream_held_bytes: float = _USUAL["stream_held_bytes"]
     """Kept for the backward pass per token and unit of width by norms and products' inputs (10 with dropout)."""
-    bucket_bytes: float = 0.0
+    bucket_bytes: float = _USUAL["bucket_bytes"]
     """Flat copies of gradients and parameters on their way, where the optimizer is sharded."""
-    gradient_bytes: int = 4
+    gradient_bytes: int = _USUAL["gradient_bytes"]
     """Bytes of one gradient as it is kept, and as it is summed over ranks unless `gradient_transfer` halves that."""
-    gradients_held_bytes: int = 0
+    gradients_held_bytes: int = _USUAL["gradients_held_bytes"]
     """Bytes that a parameter's gradients take where they are held more than once; 0: as `gradient_bytes`."""
     gradient_transfer: Literal["float32", "bf16"] = "float32"
     """The numbers in which gradients travel; float32 stands for those in which they are kept."""
-    update_bytes: float = 30.0
+    update_bytes: float = _USUAL["update_bytes"]
     """Memory traffic of the optimizer per parameter that a rank updates."""
-    state_bytes: int = 12
+    state_bytes: int = _USUAL["state_bytes"]
     """Bytes of optimizer state per parameter: float32 master weight and two moments."""
-    logit_copies_bytes: float = 10.0
+    logit_copies_bytes: float = _USUAL["logit_copies_bytes"]
     """Memory held per logit at the loss: 16-bit, float32 copy and its gradient; little where the loss is fused."""
-    fixed_bytes: float = 1.0e9
+    fixed_bytes: float = _USUAL["fixed_bytes"]
     """Memory that no tensor of the model explains: communication buffers, workspaces."""
-    outside_bytes: float = 2.5e9
+    outside_bytes: float = _USUAL["outside_bytes"]
     """What no allocator of the program sees: the device's context, kernels, communication buffers."""
     shards_over: Literal["shard", "shard and context"] = "shard and context"
     """The ranks among which sharded states are split."""

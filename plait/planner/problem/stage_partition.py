@@ -143,7 +143,7 @@ def fullest_weights(workload: Workload, candidates: Candidates) -> tuple[Reals, 
     common, experts = layer_weights(workload, candidates)
     layers = stage_layers(workload, candidates)
     table = workload.embedding_weights / candidates.tensor
-    tables = np.where(candidates.pipeline == 1, 1 if workload.has_tied_head else 2, 1) * table
+    tables = np.where(candidates.pipeline == 1, 1 if workload.tied else 2, 1) * table
     ends = np.maximum(layers.first, layers.last) * common + tables
     return np.maximum(ends, layers.most * common), layers.most * experts
 

@@ -28,10 +28,10 @@ class Workload:
     kv_heads: int
     head_width: int
     ffn: int
-    has_gate: bool
+    gated: bool
     """Whether the feedforward has a gate (SwiGLU): three matrices in place of two."""
     vocabulary: int
-    has_tied_head: bool
+    tied: bool
     sequence: int
     batch_sequences: int
     precision: PricedPrecision = "bf16"
@@ -62,7 +62,7 @@ class Workload:
     @property
     def gate_factor(self) -> int:
         """Matrices of a feedforward: 3 with a gate, else 2."""
-        return 3 if self.has_gate else 2
+        return 3 if self.gated else 2
 
     @property
     def attention_weights(self) -> int:
@@ -109,7 +109,7 @@ class Workload:
             self.layers * self.attention_weights
             + plain * self.dense_feedforward_weights
             + sparse * (self.experts * self.expert_weights + self.shared_weights)
-            + self.embedding_weights * (1 if self.has_tied_head else 2)
+            + self.embedding_weights * (1 if self.tied else 2)
         )
 
     @property
@@ -157,9 +157,9 @@ def workload_of(
         kv_heads=shape.kv_heads,
         head_width=shape.head_width,
         ffn=shape.ffn,
-        has_gate=shape.activation == "swiglu",
+        gated=shape.activation == "swiglu",
         vocabulary=shape.vocabulary,
-        has_tied_head=shape.tied,
+        tied=shape.tied,
         sequence=sequence,
         batch_sequences=batch_sequences,
         precision=precision,

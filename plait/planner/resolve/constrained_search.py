@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from plait.cluster.cluster import Cluster
 from plait.layout import Layout
 from plait.planner.derive.micro_batch import (
-    LEAST_GAIN,
+    LARGER_MICRO_BATCH_COST,
     fewer_gathers_reason,
     micro_sequences_to_try,
     usual_micro_sequences,
@@ -88,7 +88,7 @@ def _with_suitable_micro_batches(request: Request, one: FoundLayout) -> FoundLay
         constraints = _exactly(request, one, size)
         with suppress(DoesNotFit):
             tried = search(request.workload, one.search.cluster, stack=one.search.stack, constraints=constraints)
-            if not taken or tried.step_s[tried.chosen] < (1 - LEAST_GAIN) * best.step_s[best.chosen]:
+            if not taken or tried.step_s[tried.chosen] < (1 - LARGER_MICRO_BATCH_COST) * best.step_s[best.chosen]:
                 best, taken = tried, size
     if not taken:
         return one

@@ -6,7 +6,7 @@ from dataclasses import fields
 from math import fsum
 
 from plait.planner.search.found import Search
-from plait.planner.step_time.roofline import peak_flops
+from plait.planner.step_time.device_rates import peak_flops
 
 TIME_NAMES = {
     "products": "matrix products of the layers",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -59,38 +59,24 @@ def search(
 
     "stated" is the model's own error where nothing was measured: less is no evidence.
     """
-    enough = stated_error(workload, cluster) if tolerance == "stated" else tolerance
-    stack = stack.on(cluster)
-    constraints = constraints or Constraints()
+    stack, constraints = stack.on(cluster), constraints or Constraints()
     _check_constraints(workload, constraints)
-    dealer = WorkAssigner(
-        workload=workload,
-        devices=device_speeds_of(workload, cluster, stack),
-        stack=stack,
-        named_shares=constraints.shares,
-    )
-    found = enumerate_layouts(workload, cluster.devices, constraints, stack)
-    refused = Counter(found.refused)
-    seated = (
-        ~crosses_hosts_needlessly(cluster, found.candidates)
-        if not constraints.degrees
-        else np.ones(len(found.candidates), dtype=bool)
-    )
-    refused[CROSSES_HOSTS] += int((~seated).sum())
-    room = MemoryBudget()
-    judged, fits, numbers = _held(dealer, found.candidates, room)
-    if constraints.degrees and not (seated & fits).any():
-        room = MemoryBudget.for_requested_layout(cluster, stack)
-        judged, fits, numbers = _held(dealer, found.candidates, room)
-    refused[EXCEEDS_MEMORY] += int((seated & ~fits).sum())
-    if not (kept := seated & fits).any():
-        raise DoesNotFit(workload, cluster, dealer, float(judged[seated].min() if seated.any() else judged.min()))
-    needed = ~_needless(found.candidates, kept, numbers)
-    refused[RECOMPUTES_NEEDLESSLY] += int((kept & ~needed).sum())
-    candidates, numbers = found.candidates.select(kept & needed), numbers[kept & needed]
-    step_s = step_seconds(workload, cluster, candidates, stack, dealer, numbers)
-    points = complexity_of(candidates, network_of(cluster))
-    fastest = int(step_s.argmin())
+    devices = device_speeds_of(workload, cluster, stack)
+    assigner = WorkAssigner(workload=workload, devices=devices, stack=stack, named_shares=constraints.shares)
+    listed = enumerate_layouts(workload, cluster.devices, constraints, stack)
+    fit = _fit(assigner, cluster, listed.candidates, constraints)
+    needless = _needless(listed.candidates, fit.kept, fit.n_microbatches)
+    priced = fit.kept & ~needless
+    candidates, n_microbatches = listed.candidates.select(priced), fit.n_microbatches[priced]
+    step_s = step_seconds(workload, cluster, candidates, stack, assigner, n_microbatches)
+    complexity = complexity_of(candidates, network_of(cluster))
+    enough = stated_error(workload, cluster) if tolerance == "stated" else tolerance
+    refused = {
+        **listed.refused,
+        CROSSES_HOSTS: int((~fit.on_hosts).sum()),
+        EXCEEDS_MEMORY: int((fit.on_hosts & ~fit.fits).sum()),
+        RECOMPUTES_NEEDLESSLY: int((fit.kept & needless).sum()),
+    }
     return Search(
         workload=workload,
         cluster=cluster,
@@ -99,17 +85,53 @@ def search(
         tolerance=enough,
         candidates=candidates,
         step_s=step_s,
-        judged_bytes=judged[kept & needed],
-        n_microbatches=numbers,
-        complexity=points,
-        chosen=simplest(step_s, points, enough),
-        fastest=fastest,
+        judged_bytes=fit.judged_bytes[priced],
+        n_microbatches=n_microbatches,
+        complexity=complexity,
+        chosen=simplest(step_s, complexity, enough),
+        fastest=int(step_s.argmin()),
         refused={reason: count for reason, count in refused.items() if count},
-        leanest_bytes=leanest_of_kinds(found.candidates, judged),
-        kinds_too_large=kinds_that_never_fit(found.candidates, fits),
-        assigner=dealer,
-        memory_budget=room,
+        leanest_bytes=leanest_of_kinds(listed.candidates, fit.judged_bytes),
+        kinds_too_large=kinds_that_never_fit(listed.candidates, fit.fits),
+        assigner=assigner,
+        memory_budget=fit.budget,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fit:
+    """Which candidates fit the devices; arrays over all that were listed."""
+
+    on_hosts: NDArray[np.bool_]
+    """Where no tensor or context group spans two hosts needlessly."""
+    fits: NDArray[np.bool_]
+    """Where every device holds what falls to it."""
+    judged_bytes: Reals
+    """Bytes on the device that has least room left."""
+    n_microbatches: Counts
+    budget: MemoryBudget
+
+    @property
+    def kept(self) -> NDArray[np.bool_]:
+        return self.on_hosts & self.fits
+
+
+def _fit(assigner: WorkAssigner, cluster: Cluster, candidates: Candidates, constraints: Constraints) -> _Fit:
+    """Judge every candidate; raises DoesNotFit where none fits.
+
+    What a person has named may fill a device to the last byte where nothing of it fits otherwise.
+    """
+    anywhere = np.ones(len(candidates), dtype=bool)
+    on_hosts = anywhere if constraints.degrees else ~crosses_hosts_needlessly(cluster, candidates)
+    budget = MemoryBudget()
+    judged, fits, n_microbatches = _held(assigner, candidates, budget)
+    if constraints.degrees and not (on_hosts & fits).any():
+        budget = MemoryBudget.for_requested_layout(cluster, assigner.stack)
+        judged, fits, n_microbatches = _held(assigner, candidates, budget)
+    if not (on_hosts & fits).any():
+        least = judged[on_hosts].min() if on_hosts.any() else judged.min()
+        raise DoesNotFit(assigner.workload, cluster, assigner, float(least))
+    return _Fit(on_hosts=on_hosts, fits=fits, judged_bytes=judged, n_microbatches=n_microbatches, budget=budget)
 
 
 def _check_constraints(workload: Workload, constraints: Constraints) -> None:

@@ -16,7 +16,8 @@ from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import layer_weights, micro_batches
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time import measured_compute
-from plait.planner.step_time.roofline import DeviceRates, LayerTime, device_rates, head_time, layer_time, local_tokens
+from plait.planner.step_time.device_rates import DeviceRates, device_rates
+from plait.planner.step_time.roofline import LayerTime, head_time, layer_time, local_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.network_model import Collective, collective_s, stage_message_s
 from plait.planner.step_time.roofline import LayerTime, local_tokens, sharing_ranks
 
-LAST_BYTES = 2**20
+LAST_BUCKET_BYTES = 2**20
 """Of the last bucket of gradients, at least (parallel/gradients/buckets.py)."""
 
 
@@ -65,8 +65,8 @@ def tied_embedding_sync_s(scene: CostInputs, forward: Reals, micros: Reals) -> R
     table = stack.gradient_sent_bytes * w.embedding_weights / c.tensor
     apart = np.maximum(c.devices // c.pipeline * (c.pipeline - 1), 1)
     summed = collective_s(scene.roads, "reduce", table, np.where(c.pipeline > 1, 2, 1), apart)
-    if not (stack.keeps_tied_table_once and w.has_tied_head):
-        return summed * (w.has_tied_head and c.pipeline > 1)
+    if not (stack.keeps_tied_table_once and w.tied):
+        return summed * (w.tied and c.pipeline > 1)
     once, every = (
         stage_message_s(scene.roads, table * distinct_tokens(tokens, w.vocabulary) / w.vocabulary, 2, apart)
         for tokens in (local_tokens(w, c), local_tokens(w, c) * micros)
@@ -81,7 +81,7 @@ def _last_bucket(scene: CostInputs, weights: Reals, layers: Reals) -> Reals:
     before the next forward pass begins: the embedding, or of a stage without one a layer."""
     c, w = scene.candidates, scene.workload
     table = np.where(c.pipeline == 1, w.embedding_weights / c.tensor / weights, 1 / np.maximum(layers, 1))
-    return np.minimum(np.maximum(table, LAST_BYTES / (scene.stack.gradient_bytes * weights)), 1.0)
+    return np.minimum(np.maximum(table, LAST_BUCKET_BYTES / (scene.stack.gradient_bytes * weights)), 1.0)
 
 
 def _summed(scene: CostInputs, common: Reals, experts: Reals, pieces: Reals) -> Reals:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from plait.planner.calibration.constants import constant
 from plait.planner.problem.candidates import RECOMPUTE, Candidates, Reals
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.device_time import DeviceTime
 
-OVERLAP_SHARPNESS = 3.2
+OVERLAP_SHARPNESS = constant("overlap_sharpness")
 """How abruptly the host becomes the limit: device and host times combine in a norm of this order."""
 
 SOFTMAX_MATRICES = 4
-SOFTMAX_KERNELS = 16.0
+SOFTMAX_KERNELS = constant("softmax_kernels")
 """What a masked softmax in single steps launches more than one in one kernel, as means of a forward pass and half a
 backward one: casts, scale, mask, copies. Fitted on the even half of vTrain's and BLOOM's rows."""
 

@@ -16,6 +16,7 @@ from plait.cluster.measured import MeasuredDevice, MeasuredLink, MeasuredWork, M
 from plait.cluster.probe.request import ProbedModel, layer_products
 from plait.errors import PlaitError
 from plait.model.shape import ModelShape, parameter_count
+from plait.planner.calibration.constants import constant
 from plait.planner.problem.candidates import Reals
 
 Direction = Literal["forward", "backward"]
@@ -23,7 +24,7 @@ ProductForm = Literal["forward", "input", "weight"]
 _PRODUCT: dict[ProductForm, MeasuredWork] = {"forward": "product", "input": "product_input", "weight": "product_weight"}
 _SCORES: dict[Direction, MeasuredWork] = {"forward": "attention", "backward": "attention_backward"}
 _STREAMS: dict[Direction, MeasuredWork] = {"forward": "stream", "backward": "stream_backward"}
-NEIGHBOUR_WEIGHT = 4.0
+NEIGHBOUR_WEIGHT = constant("neighbour_weight")
 """Power of the distance, in factors of two, with which a measured rate loses weight."""
 _STANDS_FOR: dict[MessageKind, MessageKind] = {"swap_parts": "reduce_scatter", "spread_own": "all_gather"}
 """On GPUs, where the library's own operations are measured alone."""

@@ -2,92 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from plait.cluster.catalog import Device
+from plait.planner.calibration.constants import constant, constant_rows
 from plait.planner.problem.candidates import Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import layer_weights
-from plait.planner.problem.workload import PricedPrecision, Workload
-from plait.planner.step_time.kernel_efficiency import KernelEfficiency, kernel_efficiency_of
+from plait.planner.problem.workload import Workload
+from plait.planner.step_time.device_rates import DeviceRates
 
-USUAL_ACHIEVABLE_SHARE = 0.75
-"""Share of the peak that large products reach where the catalogue has no measurement."""
-UNTHROTTLED_FLOPS_PER_WATT = 0.8e12
-THROTTLE_EXPONENT = 0.24
-"""Up to this rate per watt of board power a device keeps its clock; beyond, it falls with this power of the excess.
-The A100 (0.78) keeps it, the H100 (1.41 in bf16, 2.83 in fp8) does not. Fitted on the even half of all rows of H100,
-B200 and GB200 at once (llm-foundry, dgxc, NVIDIA's summary, torchtitan, SimuMax); the knee, 0.8, is assumed."""
-A100_FLOPS = 312e12
-STREAM_SHARE = 0.80
-"""Share of the memory's rate that element-wise kernels reach (planner's survey: 0.75 to 0.85 on A100 and H100)."""
-TILE_SIZES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.90), (128, 64, 0.72), (64, 64, 0.50))
+TILE_SIZES = constant_rows("tile_sizes")
 """Blocks of the result that one unit computes at a time, and their speed against the largest (the libraries' tiles)."""
-RAMP_TILES = 115
+TILE_RAMP_STEPS = constant("tile_ramp_steps")
 """Steps of the inner dim that a tile's beginning and end are worth."""
-FASTER_DEVICE_PENALTY: Mapping[PricedPrecision, PricedPrecision] = {
-    "fp4": "fp8",
-    "fp8": "bf16",
-    "bf16": "fp16",
-    "fp16": "float32",
-}
-"""What a device that lacks a precision computes in."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceRates:
-    """One device under one stack, as rates."""
-
-    linear_flops: float
-    """Rate of the largest linear layers' products."""
-    plain_flops: float
-    """Rate of the largest products in 16 bits: heads and unfused attention."""
-    score_flops: float
-    """What the shares of attention kernels refer to."""
-    stream_bytes_per_s: float
-    units: int
-    """Tiles of a result that are computed at once, where products are dealt out in such."""
-    kernels: KernelEfficiency
-
-
-def device_rates(device: Device, precision: PricedPrecision, stack: SoftwareProfile, speed: float = 1.0) -> DeviceRates:
-    """The rates of a device in the workload's precision."""
-    peak = peak_flops(device, "bf16" if precision in ("fp8", "fp4") else precision)
-    reached = (device.achievable or USUAL_ACHIEVABLE_SHARE) * stack.product_share * speed
-    plain = linear = peak * reached * sustained_flops(peak, device.watts)
-    if precision in ("fp8", "fp4"):
-        narrow = peak_flops(device, precision)
-        linear = max(linear, narrow * reached * stack.fp8_share * sustained_flops(narrow, device.watts))
-    # Attention kernels lag behind the devices: one written for another generation gets less out of it.
-    lag = min(1.0, (A100_FLOPS / peak) ** stack.flash_lag)
-    # A processor's kernels go by the rate of its large products, which is its peak where that was measured.
-    large = USUAL_ACHIEVABLE_SHARE if device.kind == "cpu" and device.achievable is None else 1.0
-    return DeviceRates(
-        linear_flops=linear,
-        plain_flops=plain,
-        score_flops=peak * large * speed * lag * sustained_flops(peak, device.watts),
-        stream_bytes_per_s=device.memory_bytes_per_s * STREAM_SHARE,
-        units=device.units or 0,
-        kernels=kernel_efficiency_of(device),
-    )
-
-
-def sustained_flops(peak: float, watts: float | None) -> float:
-    """Share of its short-run rate that a device holds in a long run: the more arithmetic a watt must feed, the slower
-    the clock that its power limit leaves."""
-    return min(1.0, (UNTHROTTLED_FLOPS_PER_WATT * watts / peak) ** THROTTLE_EXPONENT) if watts else 1.0
-
-
-def peak_flops(device: Device, precision: PricedPrecision) -> float:
-    """The device's dense peak in a precision, or in the next coarser one that it has."""
-    tried: PricedPrecision | None = precision
-    while tried and tried not in device.peak_flops:
-        tried = FASTER_DEVICE_PENALTY.get(tried)
-    return device.peak_flops[tried] if tried else max(device.peak_flops.values())
 
 
 def product_s(chip: DeviceRates, rows: Any, inner: Any, columns: Any, *, flops: float, batch: Any = 1.0) -> Reals:
@@ -109,7 +39,7 @@ def product_s(chip: DeviceRates, rows: Any, inner: Any, columns: Any, *, flops: 
     cuts = np.where(
         (tiles < chip.units) & (inner > 2048), np.minimum(np.floor(chip.units / np.maximum(tiles, 1)), 4), 1
     )
-    tile_s = 2.0 * high * wide * (inner / np.maximum(cuts, 1) + RAMP_TILES) / (flops / chip.units * speed)
+    tile_s = 2.0 * high * wide * (inner / np.maximum(cuts, 1) + TILE_RAMP_STEPS) / (flops / chip.units * speed)
     return np.maximum((np.ceil(tiles / chip.units) * tile_s).min(axis=0), moved)
 
 
@@ -169,7 +99,7 @@ def head_time(
     back = back + product_s(chip, workload.width, tokens, columns, flops=chip.plain_flops)
     each = stack.logit_bytes / chip.stream_bytes_per_s + chip.kernels.logit_flops / chip.plain_flops
     loss = tokens * columns * each
-    tables = (1 if workload.has_tied_head else 2) * workload.width * columns
+    tables = (1 if workload.tied else 2) * workload.width * columns
     return there + loss / 2, back + loss / 2 + tables * GRADIENT_ACCUMULATION_BYTES / chip.stream_bytes_per_s
 
 
@@ -235,15 +165,15 @@ def _scores(
     batch = candidates.micro_sequences * heads
     there = product_s(chip, w.sequence, w.head_width, w.sequence, flops=chip.plain_flops, batch=batch)
     there = there + product_s(chip, w.sequence, w.sequence, w.head_width, flops=chip.plain_flops, batch=batch)
-    ragged = 1.0 if w.head_width % 8 == 0 else PARTIAL_TILE_SHARE
+    ragged = 1.0 if w.head_width % 8 == 0 else UNALIGNED_SLOWDOWN
     moved = batch * float(w.sequence) ** 2 * stack.score_bytes / chip.stream_bytes_per_s
     return there * ragged + moved, 2 * there * ragged + 1.3 * moved
 
 
-GRADIENT_ACCUMULATION_BYTES = 5.0
+GRADIENT_ACCUMULATION_BYTES = constant("gradient_accumulation_bytes")
 """Traffic per weight and micro-batch of adding gradients to those before: 2 where they are only written in 16 bits, 6
 where the sum is read and written. Chosen among 2, 5, 8 by the ranking of all layouts of vTrain's and BLOOM's jobs."""
-PARTIAL_TILE_SHARE = 12.0
+UNALIGNED_SLOWDOWN = constant("unaligned_slowdown")
 """How much slower 16-bit products are whose rows do not begin on 16 bytes: the tensor units' loads need that (cuBLAS
 guide on alignment)."""
 
@@ -259,6 +189,6 @@ def _stream(workload: Workload, chip: DeviceRates, stack: SoftwareProfile, candi
     return (whole + inner + routed + scanned) * (w.element_bytes / 2) / chip.stream_bytes_per_s
 
 
-SCANNED_BYTES = 90.0
+SCANNED_BYTES = constant("scanned_bytes")
 """A state-space layer's scan, as the traffic that would take as long, per token and unit of its inner width (twice the
 model's): kernels that are far from both limits. Set by hand between 70 and 190 on all Nemotron 3 rows, both halves."""
