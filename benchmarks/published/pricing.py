@@ -49,13 +49,13 @@ def price(cases: Sequence[Case]) -> list[Priced]:
     together: dict[Any, list[Case]] = defaultdict(list)
     for case in cases:
         islands = tuple((i.device.name, i.per_node, i.nodes) for i in case.cluster.islands)
-        together[case.workload, case.stack, islands, case.cluster.between].append(case)
+        together[case.workload, case.profile, islands, case.cluster.between].append(case)
     priced: dict[str, Priced] = {}
     for group in together.values():
         candidates = Candidates.from_rows([case.knobs for case in group])
         first = group[0]
-        times = step_time(first.workload, first.cluster, candidates, first.stack).step_s
-        needs = estimate_memory(first.workload, candidates, first.stack)
+        times = step_time(first.workload, first.cluster, candidates, first.profile).step_s
+        needs = estimate_memory(first.workload, candidates, first.profile)
         refused = cannot_fit(needs, first.cluster)
         for index, case in enumerate(group):
             priced[case.id] = Priced(

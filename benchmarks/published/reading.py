@@ -46,7 +46,7 @@ class Case:
     workload: Workload
     cluster: Cluster
     knobs: Knobs
-    stack: SoftwareProfile
+    profile: SoftwareProfile
     step_s: float | None
     """Measured seconds of a step, where the row has them."""
     memory_bytes: float | None
@@ -80,8 +80,8 @@ def case_of(row: Row) -> Case:
     """A row as a case; blank cells are filled by the rules of `fill_knobs` and `published_shape`."""
     shape, guessed = published_shape(row)
     source = row["id"].rpartition("-")[0]
-    stack = published_stack(row)
-    if "gpt oss" in row["model"].lower() and stack.name == "nemo":
+    profile = published_stack(row)
+    if "gpt oss" in row["model"].lower() and profile.name == "nemo":
         # Its sinks kept NVIDIA's fused attention from using the window until the containers of mid-2026.
         shape |= {"window": 0, "local_layers": 0}
     cluster = published_cluster(row)
@@ -93,9 +93,9 @@ def case_of(row: Row) -> Case:
         sequence=sequence,
         batch_sequences=batch,
         precision=published_precision(row),
-        attention=published_attention(row, stack),
+        attention=published_attention(row, profile),
     )
-    knobs, filled = fill_knobs(row, workload, cluster, stack)
+    knobs, filled = fill_knobs(row, workload, cluster, profile)
     memory_gb = number(row, "mem_gb_per_gpu")
     return Case(
         id=row["id"],
@@ -104,7 +104,7 @@ def case_of(row: Row) -> Case:
         workload=workload,
         cluster=cluster,
         knobs=knobs,
-        stack=stack,
+        profile=profile,
         step_s=measured_step_s(row, workload, devices),
         memory_bytes=memory_gb * 2**30 if memory_gb else None,
         reading=READINGS.get(source, "device"),
@@ -137,14 +137,14 @@ def measured_step_s(row: Row, workload: Workload, devices: int) -> float | None:
     return workload.tokens / (rate * devices) if rate else None
 
 
-def published_attention(row: Row, stack: SoftwareProfile) -> AttentionKernel:
+def published_attention(row: Row, profile: SoftwareProfile) -> AttentionKernel:
     """Fused where the row says flash or its stack is later than 2022."""
-    early = stack.name.startswith(("megatron 2021", "megatron-deepspeed"))
+    early = profile.name.startswith(("megatron 2021", "megatron-deepspeed"))
     text = re.sub(r"no flash", "", (row["notes"] + row["recompute"]).lower())
     return "unfused" if early and "flash" not in text else "flash"
 
 
-def fill_knobs(row: Row, workload: Workload, cluster: Cluster, stack: SoftwareProfile) -> tuple[Knobs, bool]:
+def fill_knobs(row: Row, workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> tuple[Knobs, bool]:
     """A row's layout, and whether something was filled in.
 
     Rules for blanks: an axis that is not named has degree 1 if tensor or pipeline is named; if neither is, both, the
@@ -168,7 +168,7 @@ def fill_knobs(row: Row, workload: Workload, cluster: Cluster, stack: SoftwarePr
     recompute, micro = published_recompute(row), count(row, "micro_batch")
     filled = open_axes or recompute is None or micro is None or published_sharding(row) is None
     options = [known]
-    if open_axes and stack.name == "maxtext":
+    if open_axes and profile.name == "maxtext":
         options = [dict(known, context=max(devices // workload.batch_sequences, context))]
     elif open_axes:
         options = [
@@ -182,10 +182,10 @@ def fill_knobs(row: Row, workload: Workload, cluster: Cluster, stack: SoftwarePr
     rows = [
         dict(option, **_data(row, option, devices), micro_sequences=m, recompute=r)
         for option in options
-        for m in ([micro] if micro else _micros(workload, stack, option, devices))
+        for m in ([micro] if micro else _micros(workload, profile, option, devices))
         for r in ([recompute] if recompute else ["none", "selective", "full"])
     ]
-    return (own_choice(rows, workload, cluster, stack) if len(rows) > 1 else rows[0]), filled
+    return (own_choice(rows, workload, cluster, profile) if len(rows) > 1 else rows[0]), filled
 
 
 def _data(row: Row, option: Knobs, devices: int) -> dict[str, int | str]:
@@ -202,21 +202,21 @@ def _data(row: Row, option: Knobs, devices: int) -> dict[str, int | str]:
     return {"shard": size, "replicate": ranks // size, "shard_what": sharding.what}
 
 
-def _micros(workload: Workload, stack: SoftwareProfile, option: Knobs, devices: int) -> list[int]:
+def _micros(workload: Workload, profile: SoftwareProfile, option: Knobs, devices: int) -> list[int]:
     taken = int(option["tensor"]) * int(option["pipeline"]) * int(option["context"])
     each = max(workload.batch_sequences * taken // devices, 1)
-    if stack.name == "maxtext":
+    if profile.name == "maxtext":
         return [each]
     limit = 1 if int(option["pipeline"]) > 1 else each
     return [m for m in (1, 2, 4, 8, 16) if m <= limit] or [1]
 
 
-def own_choice(rows: Sequence[Knobs], workload: Workload, cluster: Cluster, stack: SoftwareProfile) -> Knobs:
+def own_choice(rows: Sequence[Knobs], workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> Knobs:
     """The fastest of these that fits, or the smallest where none does."""
     candidates = Candidates.from_rows(rows)
-    needed = estimate_memory(workload, candidates, stack)
+    needed = estimate_memory(workload, candidates, profile)
     room = fits(needed, cluster)
     if not room.any():
         return rows[int(np.argmin(needed.reserved))]
-    step = np.where(room, step_time(workload, cluster, candidates, stack).step_s, np.inf)
+    step = np.where(room, step_time(workload, cluster, candidates, profile).step_s, np.inf)
     return rows[int(np.argmin(step))]

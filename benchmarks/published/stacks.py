@@ -44,4 +44,4 @@ def published_stack(row: Row) -> SoftwareProfile:
     if container and container[1] >= GRAPHS_SINCE and re.match("GB[23]00", row["hardware"]):
         return programs.NEMO_2026
     text = row["paper_or_repo"].lower()
-    return next((stack for pattern, stack in PROGRAMS if re.search(pattern, text)), programs.FSDP)
+    return next((profile for pattern, profile in PROGRAMS if re.search(pattern, text)), programs.FSDP)

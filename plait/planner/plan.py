@@ -30,29 +30,30 @@ class OptimizerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What the planner expects of a layout, before a step of it was run or with what a few steps took
-    (forecast_update.py)."""
+    """What the planner predicts of a layout, before a step of it was run or scaled to a few timed steps
+    (resolve/forecast_update.py)."""
 
     step_s: float
     tensor_bytes: float
     """Peak on the fullest device of what its programs allocate."""
     bytes_per_device: float
-    """The same with what allocator, driver and process take beside."""
+    """Peak on the fullest device with what allocator, driver and process take on top of the tensors."""
     one_device_step_s: float | None
-    """Of the same batch on one of the devices alone; None where that does not hold the model."""
+    """Seconds of the same batch on one of the devices alone; None where that device does not hold the model."""
     error: float
-    """Of a step's time; layouts that differed by less than that of formulas, or of a probe, counted as equally fast."""
+    """Relative error of `step_s`; layouts that differed by less than that of the formulas, or of a probe, counted as
+    equally fast."""
     basis: Basis = "formulas"
     items: StepItems | None = None
-    """Where `step_s` goes; None in plans of earlier versions."""
+    """The items that `step_s` consists of; None in plans of earlier versions."""
     calibration: Calibration = UNCALIBRATED
-    """What earlier runs taught, and steps that were timed before this one; both are in `step_s` and `items`."""
+    """Factors that earlier runs taught, and timed steps; both are in `step_s` and `items` already."""
     probe_digest: str = ""
     """Digest of the probe of all hosts whose times these are; empty where there was none."""
     embedding_cost_in_layers: float = 0.0
-    """What looking up the embedding costs, in average layers."""
+    """Time of the embedding, in units of an average layer."""
     head_cost_in_layers: float | None = None
-    """What the head and the loss cost, in average layers; None in plans of earlier versions."""
+    """Time of the head and the loss, in units of an average layer; None in plans of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ class Plan:
     threads: int
     """Per worker, where `hosts` does not say otherwise."""
     hosts: tuple[HostShare, ...] = ()
-    """In the order of their ranks; empty where all ranks are on one host."""
+    """The hosts in the order of their ranks; empty where all ranks are on one host."""
     device: WorkerDevice
     precision: Precision
     compile: Compile
@@ -88,11 +89,12 @@ class Plan:
     micro_sequences: int
     """Sequences a rank takes at a time, at most."""
     micro_limits: tuple[int, ...] = ()
-    """The same for each part of the batch, where devices' memories differ too much for one number; else empty."""
+    """Sequences of a micro-batch of each data-parallel rank, where devices' memories differ too much for one number;
+    else empty."""
     shares: tuple[int, ...] = ()
-    """Sequences of each part of the batch (`Layout.batch_part`) in a step; empty: as equal as can be."""
+    """Sequences per step of each data-parallel rank; empty where they are as equal as can be."""
     host_order: tuple[int, ...] = ()
-    """Of each place in the order of ranks the number of the host that is to take it; empty: they sit as they should."""
+    """For each position in the order of ranks the number of the host that is to take it; empty: in the given order."""
     balance_every_steps: int = 0
     """How often shares may change while the run goes on; 0: never."""
     gradient_transfer: GradientTransfer = "float32"
@@ -114,9 +116,9 @@ class Plan:
     forecast: Forecast | None
     """None where the device is not in the catalogue."""
     peak_flops: float | None
-    """Of all devices together; what MFU is a share of."""
+    """Arithmetic peak of all devices together, in FLOP/s; MFU is a share of it."""
     fingerprint: Mapping[str, Any]
-    """Of the machine that the plan was made for."""
+    """Hardware and software of the machine that the plan was made for."""
     recipe_hash: str
     reasons: tuple[str, ...]
     """One sentence for each thing that plait chose."""
@@ -139,7 +141,7 @@ class Plan:
 
     @property
     def sequences_per_replica(self) -> tuple[int, ...]:
-        """Sequences of each part of the batch in a step, in the order of the samples."""
+        """Sequences per step of each data-parallel rank, in the order of the samples."""
         count = self.layout.data_parallel_degree
         return self.shares or tuple(equal_share(self.batch_sequences, count, part)[1] for part in range(count))
 

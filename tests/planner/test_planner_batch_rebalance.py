@@ -97,11 +97,11 @@ def test_parts_that_meet_are_dealt_by_what_they_compute(limit: int, slower: floa
 
 def test_one_more_meeting_must_be_worth_its_messages() -> None:
     speeds = (40.5, 23.5)
-    assert ShardGroups(size=2, limits=(41, 41)).best(64, speeds) == shares_by_speed(64, speeds) == (41, 23)
-    assert ShardGroups(size=2, limits=(40, 40)).best(64, speeds) == (40, 24), (
+    assert ShardGroups(size=2, limits=(41, 41)).best_shares(64, speeds) == shares_by_speed(64, speeds) == (41, 23)
+    assert ShardGroups(size=2, limits=(40, 40)).best_shares(64, speeds) == (40, 24), (
         "41 would be faster by a hair, and meet twice"
     )
-    assert ShardGroups(size=2, limits=(40, 40)).best(64, (52.0, 12.0)) == (52, 12)
+    assert ShardGroups(size=2, limits=(40, 40)).best_shares(64, (52.0, 12.0)) == (52, 12)
 
 
 def test_what_parts_that_meet_compute() -> None:

@@ -50,12 +50,12 @@ def told_of(search: Search, planted: Callable[[PricedLayout], PricedLayout]) -> 
     return {one.name: f"{one.needs} | {one.look}" for one in told.explanations}
 
 
-def with_cluster(scene: PricedLayout, **changes: Any) -> PricedLayout:
-    return replace(scene, cluster=replace(scene.cluster, **changes))
+def with_cluster(priced: PricedLayout, **changes: Any) -> PricedLayout:
+    return replace(priced, cluster=replace(priced.cluster, **changes))
 
 
-def with_stack(scene: PricedLayout, **changes: Any) -> PricedLayout:
-    return replace(scene, stack=replace(scene.stack, **changes))
+def with_stack(priced: PricedLayout, **changes: Any) -> PricedLayout:
+    return replace(priced, profile=replace(priced.profile, **changes))
 
 
 def numbers(text: str) -> list[float]:
@@ -65,24 +65,24 @@ def numbers(text: str) -> list[float]:
 def test_a_slow_link_is_found_with_its_rate(narrow: Search) -> None:
     between = narrow.cluster.between
     slow = replace(between, bytes_per_s=between.bytes_per_s / 3)
-    needs = told_of(narrow, lambda scene: with_cluster(scene, between=slow))["the link between nodes"]
+    needs = told_of(narrow, lambda priced: with_cluster(priced, between=slow))["the link between nodes"]
     there, here = numbers(needs)[:2]
     assert here / there == pytest.approx(3, rel=0.1) and "adding up gradients" in needs
 
 
 def test_slow_products_are_found_with_their_share_of_the_peak(narrow: Search) -> None:
-    stack = narrow.stack
-    slower = {"product_share": stack.product_share / 1.6, "flash_share": stack.flash_share / 1.6}
-    needs = told_of(narrow, lambda scene: with_stack(scene, **slower))["arithmetic"]
+    profile = narrow.profile
+    slower = {"product_share": profile.product_share / 1.6, "flash_share": profile.flash_share / 1.6}
+    needs = told_of(narrow, lambda priced: with_stack(priced, **slower))["arithmetic"]
     there, here = numbers(needs)[:2]
     assert here / there == pytest.approx(1.6, rel=0.05)
 
 
 def test_one_slow_device_is_found_with_its_speed(narrow: Search) -> None:
-    def slow(scene: PricedLayout) -> PricedLayout:
-        island = scene.cluster.islands[0]
+    def slow(priced: PricedLayout) -> PricedLayout:
+        island = priced.cluster.islands[0]
         device = replace(island.device, memory_bytes_per_s=island.device.memory_bytes_per_s / 1.3)
-        return with_cluster(scene, islands=(replace(island, speed=1 / 1.3, device=device),))
+        return with_cluster(priced, islands=(replace(island, speed=1 / 1.3, device=device),))
 
     assert numbers(told_of(narrow, slow)["one slow device"])[0] == pytest.approx(30, abs=2)
 
@@ -90,10 +90,10 @@ def test_one_slow_device_is_found_with_its_speed(narrow: Search) -> None:
 def test_slow_passes_over_memory_are_found_with_their_rate() -> None:
     busy = found("350M", "8xH100", 256)
 
-    def slow(scene: PricedLayout) -> PricedLayout:
-        island = scene.cluster.islands[0]
+    def slow(priced: PricedLayout) -> PricedLayout:
+        island = priced.cluster.islands[0]
         device = replace(island.device, memory_bytes_per_s=island.device.memory_bytes_per_s / 2)
-        return with_cluster(scene, islands=(replace(island, device=device),))
+        return with_cluster(priced, islands=(replace(island, device=device),))
 
     there, here = numbers(told_of(busy, slow)["passes over memory"].replace(",", ""))[:2]
     assert here / there == pytest.approx(2, rel=0.05)
@@ -103,8 +103,10 @@ def test_a_slow_host_is_found_with_its_time_per_kernel() -> None:
     small = found(
         "25M", "8xH100", 64, 512, degrees=Layout(replicate=8), knobs={"micro_sequences": 1, "recompute": "none"}
     )
-    stack = small.stack
-    needs = told_of(small, lambda scene: with_stack(scene, launch_s=stack.launch_s * 3, micro_s=stack.micro_s * 3))
+    profile = small.profile
+    needs = told_of(
+        small, lambda priced: with_stack(priced, launch_s=profile.launch_s * 3, micro_s=profile.micro_s * 3)
+    )
     there, here = numbers(needs["the host"])[:2]
     assert there / here == pytest.approx(3, rel=0.1)
 
@@ -113,21 +115,21 @@ def test_messages_that_hide_no_more_are_found() -> None:
     sharded = found("1B", "2x(8xH100)+100G", 128, degrees=Layout(shard=16),
                     knobs={"shard_what": "parameters", "micro_sequences": 2, "recompute": "none"})  # fmt: skip
     planted = {"hides_gradients": 0.1, "hides_updates": 0.1, "hides_parameters": 0.1}
-    needs = told_of(sharded, lambda scene: with_stack(scene, **planted))["messages under arithmetic"]
+    needs = told_of(sharded, lambda priced: with_stack(priced, **planted))["messages under arithmetic"]
     bare = with_stack(chosen_layout(sharded), **planted)
     assert numbers(needs)[0] == pytest.approx(bare.waited_s, rel=0.05)
 
 
 @pytest.mark.parametrize("what", ["recompute", "micro_sequences", "precision"])
 def test_another_way_to_run_is_found(narrow: Search, what: str) -> None:
-    def other(scene: PricedLayout) -> PricedLayout:
+    def other(priced: PricedLayout) -> PricedLayout:
         if what == "precision":
-            return replace(scene, workload=replace(scene.workload, precision="float32"))
+            return replace(priced, workload=replace(priced.workload, precision="float32"))
         value = RECOMPUTE.index("full") if what == "recompute" else 1
-        return replace(scene, layout=replace(scene.layout, **{what: np.array([value])}))
+        return replace(priced, layout=replace(priced.layout, **{what: np.array([value])}))
 
-    scene = other(chosen_layout(narrow))
-    told = diagnose(narrow, scene.step_s)
+    priced = other(chosen_layout(narrow))
+    told = diagnose(narrow, priced.step_s)
     name = {
         "recompute": 'recompute "full" in place of "none"',
         "micro_sequences": "1 sequence at a time in place of 4",
@@ -152,9 +154,9 @@ def test_what_cannot_explain_it_would_not_reach_it(narrow: Search) -> None:
 
 
 def test_faster_than_forecast_is_explained_within_what_physics_allows(narrow: Search) -> None:
-    scene = chosen_layout(narrow)
-    stack = scene.stack
-    quick = with_stack(scene, product_share=stack.product_share * 1.2, flash_share=stack.flash_share * 1.2)
+    priced = chosen_layout(narrow)
+    profile = priced.profile
+    quick = with_stack(priced, product_share=profile.product_share * 1.2, flash_share=profile.flash_share * 1.2)
     needs = told_of(narrow, lambda _: quick)["arithmetic"]
     there, here = numbers(needs)[:2]
     assert there / here == pytest.approx(1.2, rel=0.05) and there <= 100

@@ -143,7 +143,7 @@ def test_the_memory_told_is_of_the_device_that_has_least_room_left() -> None:
     one = found.assigner.group_of(found.candidates, found.chosen)
     filled = {
         portion.needed_bytes[rank, 0] / have: have
-        for portion in replica_memory_of(found.workload, one, found.stack, found.memory_budget)
+        for portion in replica_memory_of(found.workload, one, found.profile, found.memory_budget)
         for rank, have in enumerate(portion.capacity_bytes)
     }
     assert len(set(filled.values())) == 2 and capacity == filled[max(filled)]

@@ -177,7 +177,7 @@ def test_gradients_travel_as_the_recipe_says(tmp_path: Path) -> None:
         answer(recipe(tmp_path, *asked, f"train.gradient_transfer={kind}"), on_paper(cluster), top=0).found
         for kind in ("float32", "bf16")
     )
-    assert half.stack.gradient_transfer == "bf16"
+    assert half.profile.gradient_transfer == "bf16"
     assert half.step_s[half.chosen] < 0.7 * whole.step_s[whole.chosen]
 
 

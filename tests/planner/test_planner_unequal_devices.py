@@ -62,9 +62,9 @@ def copies(count: int, micro: int = 1, **more: int | str) -> Constraints:
 
 
 def deal_of(found: Search) -> tuple[int, ...]:
-    deal = found.assignment(found.chosen)
-    assert deal is not None
-    return deal.sequences_per_replica
+    assignment = found.assignment(found.chosen)
+    assert assignment is not None
+    return assignment.sequences_per_replica
 
 
 @settings(max_examples=80, deadline=None)
@@ -181,7 +181,7 @@ def test_equal_hosts_have_no_shares_and_the_same_price_as_ever() -> None:
     found = search(work(), probed(1.0, 1.0), constraints=copies(2))
     assert unequal_shares_of(found, found.chosen) == () and not unequal_lines(found, found.chosen)
     row = found.candidates.select(np.array([found.chosen]))
-    assert found.step_s[found.chosen] == step_time_of(work(), found.cluster, row, found.stack).step_s[0]
+    assert found.step_s[found.chosen] == step_time_of(work(), found.cluster, row, found.profile).step_s[0]
 
 
 def test_named_shares_are_obeyed_and_priced() -> None:
@@ -237,14 +237,14 @@ def test_a_pipeline_of_unequal_devices_takes_what_its_list_of_actions_takes() ->
     found = search(workload, cluster, constraints=pins)
     group = found.assigner.group_of(found.candidates, found.chosen)
     assert group.assignment is not None
-    times = step_time_of(workload, cluster, group.candidates, found.stack)
-    pace = bottleneck(workload, cluster, group.candidates, found.stack, group.assignment, times)
+    times = step_time_of(workload, cluster, group.candidates, found.profile)
+    pace = bottleneck(workload, cluster, group.candidates, found.profile, group.assignment, times)
     stages = pace.stages_s
     halves: ActionTimes = {"forward": stages / 3, "backward-input": stages / 3, "backward-weight": stages / 3}
     whole = float(durations_s("gpipe", (2, 1, 12), halves, pace.times.sent)[0])
     assert float(pace.piped_s[0]) == pytest.approx(whole, rel=0.05)
     assert found.step_s[found.chosen] == pytest.approx(
-        float(step_seconds(workload, cluster, group.candidates, found.stack)[0])
+        float(step_seconds(workload, cluster, group.candidates, found.profile)[0])
     )
 
 
@@ -264,7 +264,7 @@ def test_what_interleaved_stages_hold_is_counted_stage_by_stage() -> None:
     assert len(set(stages)) > 1 and stages[2] > 1, "a stage behind keeps fewer micro-batches"
     row = replace(found.candidates.select(np.array([found.chosen])), layer_split=stages)
     assert found.memory_of_fullest(found.chosen).allocated == pytest.approx(
-        estimate_memory(found.workload, row, found.stack).allocated
+        estimate_memory(found.workload, row, found.profile).allocated
     )
 
 
@@ -272,8 +272,8 @@ def test_the_ends_of_an_interleaved_pipeline_stand_on_their_own_stages() -> None
     found = interleaved()
     one = found.assigner.group_of(found.candidates, found.chosen)
     assert one.assignment is not None
-    times = step_time_of(found.workload, found.cluster, one.candidates, found.stack)
-    stages, _ = unequal_stage_times(found.workload, found.cluster, one.candidates, found.stack, one.assignment, times)
+    times = step_time_of(found.workload, found.cluster, one.candidates, found.profile)
+    stages, _ = unequal_stage_times(found.workload, found.cluster, one.candidates, found.profile, one.assignment, times)
     each = [s / layers for s, layers in zip(stages.forward_s, one.assignment.stage_layers, strict=True)]
     lookup, head = one.assignment.embedding_cost_in_layers, found.assigner.devices.head_cost_in_layers
     first, _, third, last = (
@@ -292,13 +292,13 @@ def test_a_small_device_holds_fewer_layers_and_everything_fits() -> None:
     cluster = read_cluster("1x4090+1x3080@10G")
     pins = Constraints(degrees=Layout(pipeline=2), knobs={"schedule": "1f1b"})
     found = search(workload, cluster, constraints=pins)
-    deal = found.assignment(found.chosen)
-    assert deal is not None
+    assignment = found.assignment(found.chosen)
+    assert assignment is not None
     one = found.assigner.group_of(found.candidates, found.chosen)
-    needed = bytes_per_rank(workload, one.candidates, found.stack, deal.stages_per_rank)[:, 0]
+    needed = bytes_per_rank(workload, one.candidates, found.profile, assignment.stages_per_rank)[:, 0]
     have = [island.device.memory_bytes for island in cluster.islands]
     assert needed[0] > have[1], "the larger device holds more than the smaller one could"
-    assert (needed <= ALLOCATOR_RESERVE * np.array(have) + found.stack.outside_bytes).all(), (
+    assert (needed <= ALLOCATOR_RESERVE * np.array(have) + found.profile.outside_bytes).all(), (
         "as for every layout that was named"
     )
     assert found.capacity_bytes(found.chosen) in have
@@ -310,7 +310,7 @@ def test_what_is_held_is_that_of_the_part_that_holds_most() -> None:
     found = search(work(), probed(1.0, 0.4), constraints=copies(2, micro=8, recompute="none"))
     assert deal_of(found) == (12, 4)
     row = found.candidates.select(np.array([found.chosen]))
-    six = estimate_memory(work(24), replace(row, micro_sequences=np.array([6])), found.stack)
+    six = estimate_memory(work(24), replace(row, micro_sequences=np.array([6])), found.profile)
     assert found.memory(found.chosen).allocated == pytest.approx(six.allocated)
     assert found.memory_of_fullest(found.chosen).allocated == pytest.approx(six.allocated)
     assert found.micro_sequences(found.chosen) == (6,), "so that shares may change without anybody taking more"
@@ -343,15 +343,15 @@ def test_a_small_device_takes_fewer_sequences_at_a_time_and_says_so() -> None:
 
 def test_parts_that_meet_gather_as_often_as_the_smallest_device_makes_them() -> None:
     found = old_and_new(64, shard=2)
-    limits, deal = found.micro_sequences(found.chosen), found.assignment(found.chosen)
-    assert len(limits) == 2 and deal is not None
-    number = max(-(-share // limit) for share, limit in zip(deal.sequences_per_replica, limits, strict=True))
-    fewer = -(-max(deal.sequences_per_replica) // limits[0])
+    limits, assignment = found.micro_sequences(found.chosen), found.assignment(found.chosen)
+    assert len(limits) == 2 and assignment is not None
+    number = max(-(-share // limit) for share, limit in zip(assignment.sequences_per_replica, limits, strict=True))
+    fewer = -(-max(assignment.sequences_per_replica) // limits[0])
     assert number > fewer and found.n_microbatches[found.chosen] == number
     group = found.assigner.group_of(found.candidates, found.chosen)
     often, seldom = (
         closed_form_step_time(
-            found.workload, found.cluster, found.stack, replace(group, n_microbatches=count)
+            found.workload, found.cluster, found.profile, replace(group, n_microbatches=count)
         ).parameters[0]
         for count in (np.array([number]), None)
     )
@@ -402,7 +402,7 @@ def test_a_gpipe_keeps_as_many_micro_batches_as_its_share_may_grow_to() -> None:
         one = replace(pins, knobs={**pins.knobs, "schedule": schedule})
         found = search(work(), probed(1.0, 0.4, 1.0, 0.4), constraints=one)
         held = replica_memory_of(
-            found.workload, found.assigner.group_of(found.candidates, 0), found.stack, found.memory_budget
+            found.workload, found.assigner.group_of(found.candidates, 0), found.profile, found.memory_budget
         )
         most[schedule] = max(part.most.max() for part in held), max(part.needed_bytes.max() for part in held)
     grown, dealt = most["gpipe"]
@@ -416,11 +416,11 @@ def test_a_share_that_grows_still_fits() -> None:
     """Both ranks may come to take what the larger share takes at a time, in more than one micro-batch."""
     found = search(work(), probed(1.0, 0.4), constraints=copies(2, micro=12, recompute="none"))
     [part, _] = replica_memory_of(
-        found.workload, found.assigner.group_of(found.candidates, 0), found.stack, found.memory_budget
+        found.workload, found.assigner.group_of(found.candidates, 0), found.profile, found.memory_budget
     )
     [most] = found.micro_sequences(0)
     row = replace(found.candidates.select(np.array([0])), micro_sequences=np.array([most]))
-    assert part.most.max() == pytest.approx(float(estimate_memory(work(4 * most), row, found.stack).reserved[0]))
+    assert part.most.max() == pytest.approx(float(estimate_memory(work(4 * most), row, found.profile).reserved[0]))
 
 
 def test_what_is_told_of_memory_is_of_shares_as_they_are_dealt() -> None:
@@ -428,7 +428,7 @@ def test_what_is_told_of_memory_is_of_shares_as_they_are_dealt() -> None:
     pins = replace(copies(2, micro=8, recompute="none"), shares=(8, 8))
     found = search(work(), probed(1.0, 0.4), constraints=pins)
     held = replica_memory_of(
-        found.workload, found.assigner.group_of(found.candidates, 0), found.stack, found.memory_budget
+        found.workload, found.assigner.group_of(found.candidates, 0), found.profile, found.memory_budget
     )
     dealt, grown = max(part.needed_bytes.max() for part in held), max(part.most.max() for part in held)
     assert found.bytes_per_device(0) == dealt < grown == found.judged_bytes[0]
@@ -439,12 +439,12 @@ def test_beside_a_larger_first_micro_batch_stand_no_gradients() -> None:
     pins = replace(copies(2, micro=4, recompute="none"), shares=(9, 7))
     found = search(work(), probed(1.0, 0.8), constraints=pins)
     [four_and_three, three_times_three] = replica_memory_of(
-        found.workload, found.assigner.group_of(found.candidates, 0), found.stack, found.memory_budget
+        found.workload, found.assigner.group_of(found.candidates, 0), found.profile, found.memory_budget
     )
 
     def held(micros: int, size: int) -> float:
         row = replace(found.candidates.select(np.array([0])), micro_sequences=np.array([size]))
-        return float(estimate_memory(work(2 * micros * size), row, found.stack).reserved[0])
+        return float(estimate_memory(work(2 * micros * size), row, found.profile).reserved[0])
 
     assert three_times_three.needed_bytes.max() == held(3, 3)
     assert four_and_three.needed_bytes.max() == max(held(1, 4), held(2, 3)) < held(2, 4) == four_and_three.most.max()
@@ -457,7 +457,7 @@ def test_portions_are_cut_as_the_loader_cuts_them() -> None:
     found = old_and_new(16)
     group = found.assigner.group_of(found.candidates, found.chosen)
     assert group.assignment is not None
-    for portion in replica_memory_of(found.workload, group, found.stack, found.memory_budget):
+    for portion in replica_memory_of(found.workload, group, found.profile, found.memory_budget):
         for part in portion.replicas:
             [sizes] = micro_sizes((group.assignment.sequences_per_replica[part],), (int(portion.limit[0]),))
             assert (len(sizes), sizes[0]) == (int(portion.number[0]), int(portion.size[0]))
@@ -561,12 +561,12 @@ def test_a_dealers_answer_does_not_hang_on_which_layouts_are_asked_about() -> No
     shape = named_shape("350M", vocabulary=32768, sequence=1024)
     workload = workload_of(shape, sequence=1024, batch_sequences=32)
     found = search(workload, cluster)
-    dealer: WorkAssigner = found.assigner
-    groups = dealer.grouped(found.candidates)
+    assigner: WorkAssigner = found.assigner
+    groups = assigner.grouped(found.candidates)
     assert sorted(place for group in groups for place in group.indices) == list(range(len(found.candidates)))
     for group in groups:
         for at in range(0, len(group.indices), 7):
-            lone = dealer.group_of(found.candidates, int(group.indices[at]))
+            lone = assigner.group_of(found.candidates, int(group.indices[at]))
             assert group.assignment is not None and lone.assignment is not None
             assert (lone.assignment.stage_layers, lone.assignment.sequences_per_replica) == (
                 group.assignment.stage_layers,

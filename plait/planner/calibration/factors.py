@@ -1,16 +1,15 @@
-"""What runs teach of forecasts: the items of a step, factors for the next forecast, and when a run may teach.
+"""What earlier runs teach a forecast: the items of a step, two factors for the next forecast, and which runs may teach.
 
-Note [two kinds of items]
-  Computing and messages are learnt apart, each by one factor for all layouts: a factor of one layout would have to be
-  learnt by trying it, and noise could turn the choice. Waiting for other stages of a pipeline (the bubble), and the
-  optimizer, go with computing. A clock cannot tell a rank's computing from what it waits for within its group; where
-  that is much, a run teaches nothing. A lesson is measured / foretold *before* any factor, so that lessons of several
-  runs agree however many were known when each was planned.
+Note [two kinds of items] Computing and messages are calibrated apart, each by one factor for all layouts: a factor of
+one layout would need that layout to be tried, and noise could turn the choice. Waiting for other pipeline stages (the
+bubble) and the optimizer go with computing. A clock cannot tell a rank's computing from its waiting for messages within
+its group; where that waiting is a large share, a run teaches nothing. An observation is measured / predicted *before*
+any factor, so that observations of several runs agree however many were known when each was planned.
 
-Note [steps that were timed before the run]
-  Formulas may be far off on a processor that nobody held them against, and a layout whose real steps were timed a
-  moment ago has no need of them: all items are scaled to what those took. Where a probe's times are the basis they
-  stay: it timed computing and messages one by one, and a whole step does not tell which of them is off.
+Note [steps that were timed before the run] Formulas may be far off on a processor that nobody compared them with, and a
+layout whose real steps were timed a moment ago needs no formulas: all items are scaled to the timed step. Where a
+probe's times are the basis they stay: the probe timed computing and messages one by one, and a whole step does not tell
+which of them is off.
 """
 
 from __future__ import annotations
@@ -26,28 +25,30 @@ Basis = Literal["clock", "formulas"]
 """What a forecast comes from: a probe's times, or the formulas and a catalogue."""
 
 WITHIN = ("tensor", "context", "experts", "passes")
+"""Items of step_time.py that are messages within a group of ranks with the same samples."""
 BETWEEN = ("parameters", "gradients")
+"""Items of step_time.py that are messages between such groups."""
 MESSAGE_ITEMS = (*WITHIN, *BETWEEN)
 """Of step_time.py's items, those that are messages: within a group of ranks that shares samples, and between groups."""
 OBSERVATIONS_KEPT = 5
-"""The last ones, whose median is taken."""
+"""How many of the newest observations count; their median is taken."""
 WEIGHT_OF_FEW_OBSERVATIONS = {1: 0.5, 2: 0.75}
-"""Power of the median of so few lessons; more count in full."""
+"""With so few observations their median counts to this power; with more it counts in full."""
 LARGEST_FACTOR = 2.0
 """No factor goes beyond this or its inverse: what is further off is another program, or an error of ours."""
 LEAST_STEPS_TO_LEARN = 10
 LARGEST_SPREAD = 0.15
-"""Distance of a run's quartiles over its median step from which on it teaches nothing."""
+"""Interquartile range of a run's steps over their median above which the run teaches nothing."""
 LARGEST_CROWDING = 1.15
-"""Programs that want to run per core from which on other ones than this run take its time."""
+"""Runnable programs per core above which other programs took this run's time."""
 LEAST_SHARE_TO_LEARN = 0.05
-"""Share of a step that messages between groups must take to teach something of them."""
+"""Share of a step that messages between groups must take to teach their factor."""
 LARGEST_SHARE_WITHIN_GROUPS = 0.25
-"""Share of a step that messages within a group may take, which are taken as foretold."""
+"""Share of a step that messages within groups may take, which are assumed to be as predicted."""
 LEAST_FACTOR_TO_MENTION = 0.01
 MEASURED_STEP_ERROR = 0.10
-"""How far a run's steps may be from those that were timed before it on the same machine, at the most: those of a
-processor that others share were 3 to 8 % off."""
+"""How far a run's steps may be from steps timed before it on the same machine, at most; on a processor shared with
+others they were 3 to 8 % off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class StepItems:
     bubble_s: float = 0.0
     """Waiting for other stages of a pipeline; measured, it is in `compute_s`."""
     data_s: float = 0.0
-    """Waiting for samples; never foretold."""
+    """Waiting for samples; never predicted."""
 
     @property
     def step_s(self) -> float:
@@ -83,24 +84,25 @@ class StepItems:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Factors that earlier runs on the same machines give to a forecast, and the name that their lessons go by."""
+    """Two factors that earlier runs on the same machines give to a forecast."""
 
     ground: str = ""
-    """Of machines, software, precision and basis; empty: nothing is learnt here."""
+    """Key of the observations: machines, software, precision and basis; empty where nothing is learned."""
     compute: float = 1.0
     messages: float = 1.0
     runs: int = 0
-    """How many taught it."""
+    """How many runs the factors come from."""
     timed: float = 1.0
-    """What steps took that were timed before the run, over what basis and runs say; 1 where none were."""
+    """Timed step over what basis and factors say, where steps were timed before the run; else 1."""
 
     @property
     def is_measured(self) -> bool:
-        """Whether a forecast with these factors is what steps took that were timed."""
+        """Whether the forecast is a timed step."""
         return self.timed != 1.0
 
     def message_factor(self, item: str) -> float:
-        """The factor of one of step_time.py's items; computing has its own in already, from device_time.py."""
+        """The factor of one item of step_time.py that is a message; computing has its factor in already
+        (device_time.py)."""
         return self.messages if item in MESSAGE_ITEMS else 1.0
 
 
@@ -109,7 +111,8 @@ UNCALIBRATED = Calibration()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What one run teaches: measured over foretold. `messages` is None where they were too few, or not told apart."""
+    """Measured over predicted time of one run. `messages` is None where they were too few, or not told apart from
+    computing."""
 
     date: str
     compute: float
@@ -130,12 +133,12 @@ def step_items(seconds: Mapping[str, float]) -> StepItems:
 
 
 def calibrated(items: StepItems, calibration: Calibration) -> StepItems:
-    """The items with what was learnt in them."""
+    """The items with the calibration's factors applied."""
     return _times(items, calibration.compute * calibration.timed, calibration.messages * calibration.timed)
 
 
 def uncalibrated(items: StepItems, calibration: Calibration) -> StepItems:
-    """The items without what was learnt."""
+    """The items with the calibration's factors taken out."""
     return _times(items, 1 / (calibration.compute * calibration.timed), 1 / (calibration.messages * calibration.timed))
 
 
@@ -151,10 +154,8 @@ def _times(items: StepItems, compute: float, messages: float) -> StepItems:
 
 
 def observation_of_items(foretold: StepItems, measured: StepItems, date: str) -> Observation | None:
-    """What a run teaches whose items were measured; `foretold` are those before any factor.
-
-    None where messages within groups take so much that computing is not seen behind them.
-    """
+    """The observation of a run whose items were measured; `foretold` are its predicted items before any factor. None
+    where messages within groups take so much that computing cannot be seen behind them."""
     if foretold.within_s > LARGEST_SHARE_WITHIN_GROUPS * foretold.step_s:
         return None
     computed_s = measured.compute_s + measured.optimizer_s - foretold.within_s
@@ -165,7 +166,7 @@ def observation_of_items(foretold: StepItems, measured: StepItems, date: str) ->
 
 
 def observation_of_step(foretold: StepItems, step_s: float, date: str) -> Observation | None:
-    """What a run teaches of which only whole steps were timed: something where nearly all of one is computing."""
+    """The observation of a run of which only whole steps were timed; None unless nearly all of a step is computing."""
     messages_s = foretold.messages_s + foretold.within_s
     if messages_s > LEAST_SHARE_TO_LEARN * foretold.step_s:
         return None
@@ -174,7 +175,8 @@ def observation_of_step(foretold: StepItems, step_s: float, date: str) -> Observ
 
 
 def calibration_from(ground: str, lessons: Sequence[Observation]) -> Calibration:
-    """The factors that the last lessons agree on; few of them count in part."""
+    """The factors that the newest observations agree on; few observations count in part
+    (WEIGHT_OF_FEW_OBSERVATIONS)."""
     compute = [lesson.compute for lesson in lessons][-OBSERVATIONS_KEPT:]
     messages = [lesson.messages for lesson in lessons if lesson.messages is not None][-OBSERVATIONS_KEPT:]
     return Calibration(
@@ -190,10 +192,8 @@ def _agreed(factors: Sequence[float]) -> float:
 
 
 def disturbance_text(steps_s: Sequence[float], crowding: float | None) -> str | None:
-    """Why a run must not teach, in words that end a sentence; None for a quiet one.
-
-    `crowding` is how many programs wanted to run per core while it went on, None where that says nothing of this run.
-    """
+    """Why a run must not teach, as the end of a sentence; None for an undisturbed run. `crowding` is the number of
+    runnable programs per core during it, None where that says nothing of this run."""
     if len(steps_s) < LEAST_STEPS_TO_LEARN:
         return f"it had fewer than {LEAST_STEPS_TO_LEARN} steps after the first ones"
     first, middle, last = quantiles(steps_s, n=4)
@@ -205,7 +205,7 @@ def disturbance_text(steps_s: Sequence[float], crowding: float | None) -> str | 
 
 
 def observation_text(lesson: Observation, basis: Basis) -> str:
-    """What a run taught, for its end."""
+    """What a run taught, for its last lines."""
     told = [f"computing took {lesson.compute:.2f}"]
     if lesson.messages is not None:
         told.append(f"messages {lesson.messages:.2f}")
@@ -214,10 +214,7 @@ def observation_text(lesson: Observation, basis: Basis) -> str:
 
 
 def calibration_text(calibration: Calibration, items: StepItems | None, basis: Basis) -> str | None:
-    """How far a forecast of such items was moved by steps that were timed, or by what runs taught, as a reason.
-
-    None where that is no news.
-    """
+    """How far timed steps or earlier runs moved a forecast of these items, as a reason; None where they did not."""
     if items is None:
         return None
     runs = f"the last {calibration.runs} runs" if calibration.runs > 1 else "the last run"

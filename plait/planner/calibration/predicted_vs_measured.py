@@ -1,4 +1,4 @@
-"""What was foretold of a step beside what came, in words: how close, which item is off, and what to do then."""
+"""A predicted step beside the measured one, in words: how close, which item is off, and what to do then."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ITEM_TEXTS: Mapping[str, str] = {
 LEAST_SHARE_TO_NAME = 0.005
 """Share of a step from which on an item is named."""
 LEAST_SHARE_WITHIN_TO_NAME = 0.02
-"""Share of a step from which on waiting within a group of ranks is named with its computing."""
+"""Share of a step above which waiting within a group of ranks is named together with its computing."""
 MEMORY_ERROR = 0.05
 """What the peak of tensors may differ by before it is worth a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What the clock says of some steps: medians, with the items of one where ranks told them."""
+    """Medians over some measured steps, with the items of a step where ranks reported them."""
 
     steps: int
     step_s: float

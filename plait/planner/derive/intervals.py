@@ -1,4 +1,4 @@
-"""How long a run is and how often what happens in it, also when a begun run is asked for more."""
+"""How many steps a run has and how often things happen in it, also when a begun run is given a larger budget."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def report_every_steps(config: RunConfig, device: str) -> int:
 
 
 def balance_every_steps(config: RunConfig, devices: Literal["alike", "unequal"]) -> int:
-    """How often shares of the batch may change, 0 for never; `devices` are alike on one host of equal devices only."""
+    """Steps between changes of the shares, 0 for never; `devices` are "alike" only on one host of equal devices."""
     asked = config.balance.every
     if asked == "auto":
         return 0 if devices == "alike" else BALANCE_EVERY_STEPS

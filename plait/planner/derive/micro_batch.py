@@ -10,15 +10,16 @@ from plait.planner.calibration.constants import constant
 from plait.planner.problem.software_profile import CACHED_TOKENS
 
 LARGER_MICRO_BATCH_COST = constant("larger_micro_batch_cost")
-"""What that costs of a step's time (measured: 1 to 7 %)."""
+"""Share of a step that a micro-batch beyond the caches costs."""
 MICRO_BATCHES_PER_STAGE = 4
 ROOM_TO_GROW = 1.25
-"""Of a share that is one micro-batch, what this may hold where the share may grow: two would cost as many messages
-again."""
+"""Factor by which a single micro-batch may exceed its share where the share may grow during the run: a second
+micro-batch would cost as many messages again."""
 
 
 def usual_micro_sequences(batch_sequences: int, layout: Layout, sequence: int) -> int:
-    """Sequences that a worker on a processor takes at a time."""
+    """Sequences of a micro-batch on a processor: as many as fit its caches, and in a pipeline at least
+    MICRO_BATCHES_PER_STAGE micro-batches per stage."""
     part = ceil(batch_sequences / layout.data_parallel_degree)
     limit = max(1, CACHED_TOKENS * layout.context // sequence)
     if layout.pipeline > 1:
@@ -28,10 +29,10 @@ def usual_micro_sequences(batch_sequences: int, layout: Layout, sequence: int) -
 
 
 def micro_sequences_to_try(usual: int, layout: Layout, shares: Sequence[int], *, may_grow: bool) -> Iterator[int]:
-    """Numbers of sequences at a time that are worth a price, `usual` first.
+    """Sizes of a micro-batch that are worth a price, `usual` first.
 
-    Split parameters are gathered for each micro-batch, and their gradients summed: over narrow links a few large
-    micro-batches are worth the memory that they take. `shares` are those of the batch's parts.
+    Split parameters are gathered, and their gradients summed, once per micro-batch: over slow links a few large
+    micro-batches are worth their memory. `shares` are the sequences of each data-parallel rank.
     """
     yield usual
     if layout.shard == 1 or layout.shard_what != "parameters" or layout.pipeline > 1:
@@ -44,7 +45,7 @@ def micro_sequences_to_try(usual: int, layout: Layout, shares: Sequence[int], *,
 
 
 def fewer_gathers_reason(usual: int, taken: int, share: int) -> list[str]:
-    """Why more sequences at a time than usual, for the largest share."""
+    """Why micro-batches are larger than usual, for the rank with the largest share."""
     often, seldom = ceil(share / usual), ceil(share / taken)
     times = "once a step" if seldom == 1 else f"{seldom} times a step"
     return [f"up to {taken} sequences at a time, not {usual}: split parameters are gathered {times} instead of {often}"]

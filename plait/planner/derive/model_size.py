@@ -33,7 +33,7 @@ class CorpusFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSize:
-    """How large a run is: what was asked, the model, and the tokens and FLOPs of training they come to.
+    """How large a run is: its budget, the model, and the tokens and FLOPs of training.
 
     Tokens and FLOPs are a first guess where the budget is time, or steps of an open batch.
     """
@@ -45,7 +45,7 @@ class RunSize:
 
 
 def budget_of(config: RunConfig) -> Amount:
-    """The budget that was asked for; without one, ten minutes, or 20 tokens a parameter where a size was named."""
+    """The recipe's budget; without one, 20 tokens a parameter where a model size is named, else ten minutes."""
     if config.train.budget != "auto":
         return parse_amount(config.train.budget)
     if config.model.size != "auto":

@@ -39,7 +39,7 @@ class ProbeNeed:
 Probe = Callable[[ProbeNeed], Cluster]
 """Measures several hosts and the links between them, and describes them as a cluster."""
 LoadCalibration = Callable[[str, Basis], Calibration]
-"""What earlier runs on these machines taught, by precision and by what their forecasts came from."""
+"""Looks up the factors that earlier runs on these machines taught, by precision and by basis of the forecast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Resources:
     """FLOP/s of all devices together: measured of processors, published of GPUs, None of unknown ones."""
     fixed_workers: FixedWorkers | None = None
     probe: Probe | None = None
-    """Where there are several hosts."""
+    """Measures several hosts; None where there is one."""
     cluster: Cluster | None = None
     """What the probe found, or the cluster on paper."""
     is_here: bool = True

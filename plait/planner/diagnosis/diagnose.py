@@ -21,7 +21,7 @@ from plait.units import format_duration, parse_amount
 LARGEST_STRAIN = 4.0
 """Times its usual straying (as a power) that a figure may be off before it counts as no explanation."""
 EXPLANATIONS_LISTED = 6
-"""Explanations that are told of, at most."""
+"""Explanations that are listed, at most."""
 NOTABLE_DIFFERENCE = 0.02
 """Share of a step by which another way to run must differ to be named."""
 LEAST_RATIO_TO_TELL_APART = 1.05
@@ -79,9 +79,9 @@ def diagnose(found: Search, measured_s: float) -> Diagnosis:
     explained: list[tuple[Explanation, PricedLayout]] = []
     excluded: list[Excluded] = []
     if abs(factor - 1) > found.tolerance:
-        scene = chosen_layout(found)
-        tried = [_pulled(scene, lever, measured_s) for lever in sensitivities(scene)]
-        tried += [_swapped(swap, measured_s, forecast_s, found.tolerance) for swap in alternatives(scene)]
+        priced = chosen_layout(found)
+        tried = [_pulled(priced, lever, measured_s) for lever in sensitivities(priced)]
+        tried += [_swapped(swap, measured_s, forecast_s, found.tolerance) for swap in alternatives(priced)]
         excluded = [one for one in tried if isinstance(one, Excluded)]
         explained = sorted((one for one in tried if isinstance(one, tuple)), key=lambda one: one[0].strain)[
             :EXPLANATIONS_LISTED
@@ -96,29 +96,29 @@ def diagnose(found: Search, measured_s: float) -> Diagnosis:
         verdict="as forecast" if abs(factor - 1) <= found.tolerance else "slower" if factor > 1 else "faster",
         explanations=tuple(explanation for explanation, _ in explained),
         excluded=tuple(excluded),
-        experiment=_experiment([(explanation.name, scene) for explanation, scene in explained[:3]]),
+        experiment=_experiment([(explanation.name, priced) for explanation, priced in explained[:3]]),
     )
 
 
 SolvedFactor = tuple[Explanation, PricedLayout] | Excluded | None
 
 
-def _pulled(scene: PricedLayout, lever: Sensitivity, measured_s: float) -> SolvedFactor:
+def _pulled(priced: PricedLayout, lever: Sensitivity, measured_s: float) -> SolvedFactor:
     """How far a figure must be off for the step to be as measured."""
-    before_s = scene.step_s
+    before_s = priced.step_s
     slower = measured_s > before_s
     farthest = lever.usual ** (LARGEST_STRAIN if slower else -LARGEST_STRAIN)
-    most_s = lever.altered(scene, farthest).step_s
+    most_s = lever.altered(priced, farthest).step_s
     if abs(most_s / before_s - 1) < CLOSE_ENOUGH:
         return None  # it plays no part at all
     if (most_s < measured_s) if slower else (most_s > measured_s):
         return Excluded(name=lever.name, step_s=most_s, bound="at most" if slower else "at least")
-    factor = _solved(lambda f: lever.altered(scene, f).step_s, farthest, measured_s)
-    there = lever.altered(scene, factor)
+    factor = _solved(lambda f: lever.altered(priced, f).step_s, farthest, measured_s)
+    there = lever.altered(priced, factor)
     return (
         Explanation(
             name=lever.name,
-            needs=lever.needs(scene, there),
+            needs=lever.needs(priced, there),
             look=lever.look,
             strain=abs(log(factor)) / log(lever.usual),
         ),
@@ -139,14 +139,14 @@ def _solved(step_s: Callable[[float], float], farthest: float, measured_s: float
 
 def _swapped(swap: Alternative, measured_s: float, forecast_s: float, error: float) -> SolvedFactor:
     """Whether running in another way would take about as long as measured."""
-    there_s = swap.scene.step_s
+    there_s = swap.priced.step_s
     if (there_s > forecast_s) != (measured_s > forecast_s) or abs(there_s / forecast_s - 1) < NOTABLE_DIFFERENCE:
         return None
     if abs(there_s / measured_s - 1) > error:
         return Excluded(name=swap.name, step_s=there_s, bound="exactly")
     missed = abs(log(there_s / measured_s)) / log(1 + error)
     needs = f"a step would take {format_duration(there_s)}"
-    return Explanation(name=swap.name, needs=needs, look=swap.look, strain=1 + missed), swap.scene
+    return Explanation(name=swap.name, needs=needs, look=swap.look, strain=1 + missed), swap.priced
 
 
 def _experiment(suspects: Sequence[tuple[str, PricedLayout]]) -> str:
@@ -155,7 +155,7 @@ def _experiment(suspects: Sequence[tuple[str, PricedLayout]]) -> str:
         return ""
     told = [(0.0, "", [0.0])]
     for words, change in _experiments(suspects[0][1]):
-        steps = [change(scene).step_s for _, scene in suspects]
+        steps = [change(priced).step_s for _, priced in suspects]
         told.append((max(steps) / min(steps), words, steps))
     spread, words, steps = max(told)
     if spread < LEAST_RATIO_TO_TELL_APART:
@@ -164,9 +164,9 @@ def _experiment(suspects: Sequence[tuple[str, PricedLayout]]) -> str:
     return f"to tell the first apart: {words} a step would take {each}"
 
 
-def _experiments(scene: PricedLayout) -> list[tuple[str, Callable[[PricedLayout], PricedLayout]]]:
-    """Changes of a recipe that a person can make at once, and what they do to a scene."""
-    w, micro, parts = scene.workload, int(scene.layout.micro_sequences[0]), int(scene.layout.data_parallel_degree[0])
+def _experiments(priced: PricedLayout) -> list[tuple[str, Callable[[PricedLayout], PricedLayout]]]:
+    """Changes of a recipe that a person can make at once, and what they do to the priced layout."""
+    w, micro, parts = priced.workload, int(priced.layout.micro_sequences[0]), int(priced.layout.data_parallel_degree[0])
 
     def halved(other: PricedLayout) -> PricedLayout:
         return replace(other, workload=replace(other.workload, batch_sequences=w.batch_sequences // 2))
@@ -179,8 +179,8 @@ def _experiments(scene: PricedLayout) -> list[tuple[str, Callable[[PricedLayout]
         tried.append((f"with train.batch_tokens = {w.tokens // 2}", halved))
     if micro % 2 == 0:
         tried.append((f"with layout.micro_sequences = {micro // 2}", portioned(micro // 2)))
-    capacity = min(island.device.memory_bytes for island in scene.cluster.islands)
-    if w.batch_sequences // parts % (2 * micro) == 0 and portioned(2 * micro)(scene).bytes_per_device <= capacity:
+    capacity = min(island.device.memory_bytes for island in priced.cluster.islands)
+    if w.batch_sequences // parts % (2 * micro) == 0 and portioned(2 * micro)(priced).bytes_per_device <= capacity:
         tried.append((f"with layout.micro_sequences = {2 * micro}", portioned(2 * micro)))
     return tried
 

@@ -18,22 +18,22 @@ from plait.planner.search.layout_cost import bytes_of, step_seconds, step_time_o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedLayout:
-    """One layout with all that its price hangs on."""
+    """One layout with everything that its cost depends on."""
 
     workload: Workload
     cluster: Cluster
-    stack: SoftwareProfile
+    profile: SoftwareProfile
     layout: Candidates
     """A single candidate."""
 
     @property
     def step_s(self) -> float:
-        return float(step_seconds(self.workload, self.cluster, self.layout, self.stack)[0])
+        return float(step_seconds(self.workload, self.cluster, self.layout, self.profile)[0])
 
     @property
     def items(self) -> Mapping[str, float]:
         """Seconds by item, by the closed form."""
-        priced = step_time_of(self.workload, self.cluster, self.layout, self.stack)
+        priced = step_time_of(self.workload, self.cluster, self.layout, self.profile)
         return {name: float(getattr(priced, name)[0]) for name in (*TIME_NAMES, "hidden")}
 
     @property
@@ -43,10 +43,10 @@ class PricedLayout:
 
     @property
     def bytes_per_device(self) -> float:
-        return float(bytes_of(self.workload, self.layout, self.stack)[0])
+        return float(bytes_of(self.workload, self.layout, self.profile)[0])
 
 
 def chosen_layout(found: Search) -> PricedLayout:
     """The layout that a search chose, as it was priced."""
     chosen = found.candidates.select(np.array([found.chosen]))
-    return PricedLayout(workload=found.workload, cluster=found.cluster, stack=found.stack, layout=chosen)
+    return PricedLayout(workload=found.workload, cluster=found.cluster, profile=found.profile, layout=chosen)

@@ -22,55 +22,56 @@ class Sensitivity:
     usual: float
     """Factor by which such a figure is often off: our judgement, which only ranks the explanations."""
     altered: Callable[[PricedLayout, float], PricedLayout]
-    """The scene where it costs so many times the time (below 1: less), as far as physics allows."""
+    """The priced layout in which this figure costs so many times the time (below 1: less), as far as physics allows."""
     needs: Callable[[PricedLayout, PricedLayout], str]
-    """How the figure would have to differ, from the forecast's scene and the one that explains the measurement."""
+    """How the figure would have to differ, in words, from the forecast's layout and the one that explains the
+    measurement."""
     look: str
     """What tells it from other explanations."""
 
 
-def sensitivities(scene: PricedLayout) -> Iterator[Sensitivity]:
+def sensitivities(priced: PricedLayout) -> Iterator[Sensitivity]:
     """All figures that play a part for a layout."""
     yield ARITHMETIC_RATE
     yield MEMORY_RATE
     yield HOST_TIME
-    if scene.cluster.devices > 1:
+    if priced.cluster.devices > 1:
         yield ONE_SLOW_DEVICE
         yield OVERLAP
-        yield from (lever for lever in (LINK_BETWEEN, LINK_INSIDE) if _carries(scene, lever))
+        yield from (lever for lever in (LINK_BETWEEN, LINK_INSIDE) if _carries(priced, lever))
     yield TIME_OUTSIDE_STEPS
 
 
-def _carries(scene: PricedLayout, lever: Sensitivity) -> bool:
-    return _moved(scene, lever.altered(scene, 2.0)) != ""
+def _carries(priced: PricedLayout, lever: Sensitivity) -> bool:
+    return _moved(priced, lever.altered(priced, 2.0)) != ""
 
 
-def _moved(scene: PricedLayout, other: PricedLayout) -> str:
-    """The messages that take longer, or less long, in the other scene, in words."""
-    here, there = scene.items, other.items
-    names = [name for name in BOTTLENECKS["links"] if abs(there[name] - here[name]) > 1e-3 * scene.step_s]
-    if not names and abs(there["hidden"] - here["hidden"]) > 1e-3 * scene.step_s:
+def _moved(priced: PricedLayout, other: PricedLayout) -> str:
+    """The messages that take longer, or less long, in the other priced layout, in words."""
+    here, there = priced.items, other.items
+    names = [name for name in BOTTLENECKS["links"] if abs(there[name] - here[name]) > 1e-3 * priced.step_s]
+    if not names and abs(there["hidden"] - here["hidden"]) > 1e-3 * priced.step_s:
         return "messages that run under arithmetic"
     return ", ".join(TIME_NAMES[name] for name in names)
 
 
-def _slowest(scene: PricedLayout) -> Island:
-    w, stack = scene.workload, scene.stack
-    return min(scene.cluster.islands, key=lambda i: device_rates(i.device, w.precision, stack, i.speed).linear_flops)
+def _slowest(priced: PricedLayout) -> Island:
+    w, profile = priced.workload, priced.profile
+    return min(priced.cluster.islands, key=lambda i: device_rates(i.device, w.precision, profile, i.speed).linear_flops)
 
 
-def _reached(scene: PricedLayout) -> float:
+def _reached(priced: PricedLayout) -> float:
     """Share of the peak that the largest products reach on the slowest device."""
-    island, w = _slowest(scene), scene.workload
-    rates = device_rates(island.device, w.precision, scene.stack, island.speed)
+    island, w = _slowest(priced), priced.workload
+    rates = device_rates(island.device, w.precision, priced.profile, island.speed)
     return rates.linear_flops / peak_flops(island.device, w.precision)
 
 
-def _with_arithmetic(scene: PricedLayout, factor: float) -> PricedLayout:
-    factor = max(factor, _reached(scene))
-    stack = scene.stack
-    slower = replace(stack, product_share=stack.product_share / factor, flash_share=stack.flash_share / factor)
-    return replace(scene, stack=slower)
+def _with_arithmetic(priced: PricedLayout, factor: float) -> PricedLayout:
+    factor = max(factor, _reached(priced))
+    profile = priced.profile
+    slower = replace(profile, product_share=profile.product_share / factor, flash_share=profile.flash_share / factor)
+    return replace(priced, profile=slower)
 
 
 ARITHMETIC_RATE = Sensitivity(
@@ -84,22 +85,22 @@ ARITHMETIC_RATE = Sensitivity(
 )
 
 
-def _with_islands(scene: PricedLayout, change: Callable[[Island], Island]) -> PricedLayout:
-    return replace(scene, cluster=replace(scene.cluster, islands=tuple(map(change, scene.cluster.islands))))
+def _with_islands(priced: PricedLayout, change: Callable[[Island], Island]) -> PricedLayout:
+    return replace(priced, cluster=replace(priced.cluster, islands=tuple(map(change, priced.cluster.islands))))
 
 
-def _with_memory_rate(scene: PricedLayout, factor: float) -> PricedLayout:
+def _with_memory_rate(priced: PricedLayout, factor: float) -> PricedLayout:
     factor = max(factor, STREAM_SHARE)
 
     def slower(island: Island) -> Island:
         device = replace(island.device, memory_bytes_per_s=island.device.memory_bytes_per_s / factor)
         return replace(island, device=device)
 
-    return _with_islands(scene, slower)
+    return _with_islands(priced, slower)
 
 
-def _stream_rate(scene: PricedLayout) -> str:
-    return f"{_slowest(scene).device.memory_bytes_per_s * STREAM_SHARE / 1e9:,.0f} GB/s"
+def _stream_rate(priced: PricedLayout) -> str:
+    return f"{_slowest(priced).device.memory_bytes_per_s * STREAM_SHARE / 1e9:,.0f} GB/s"
 
 
 MEMORY_RATE = Sensitivity(
@@ -113,9 +114,11 @@ MEMORY_RATE = Sensitivity(
 )
 
 
-def _with_host(scene: PricedLayout, factor: float) -> PricedLayout:
-    stack = scene.stack
-    return replace(scene, stack=replace(stack, launch_s=stack.launch_s * factor, micro_s=stack.micro_s * factor))
+def _with_host(priced: PricedLayout, factor: float) -> PricedLayout:
+    profile = priced.profile
+    return replace(
+        priced, profile=replace(profile, launch_s=profile.launch_s * factor, micro_s=profile.micro_s * factor)
+    )
 
 
 HOST_TIME = Sensitivity(
@@ -123,21 +126,21 @@ HOST_TIME = Sensitivity(
     usual=2.0,
     altered=_with_host,
     needs=lambda here, there: (
-        f"a kernel would have to take it {there.stack.launch_s * 1e6:.2g} µs to launch, not "
-        f"{here.stack.launch_s * 1e6:.2g}"
+        f"a kernel would have to take it {there.profile.launch_s * 1e6:.2g} µs to launch, not "
+        f"{here.profile.launch_s * 1e6:.2g}"
     ),
     look="look at the processor: one core a device at 100 % while the devices are not fully used",
 )
 
 
-def _with_slow_device(scene: PricedLayout, factor: float) -> PricedLayout:
+def _with_slow_device(priced: PricedLayout, factor: float) -> PricedLayout:
     factor = max(factor, 1.0)  # a faster one than the others changes nothing
 
     def slower(island: Island) -> Island:
         device = replace(island.device, memory_bytes_per_s=island.device.memory_bytes_per_s / factor)
         return replace(island, device=device, speed=island.speed / factor)
 
-    return _with_islands(scene, slower)
+    return _with_islands(priced, slower)
 
 
 ONE_SLOW_DEVICE = Sensitivity(
@@ -152,15 +155,15 @@ ONE_SLOW_DEVICE = Sensitivity(
 )
 
 
-def _with_hiding(scene: PricedLayout, factor: float) -> PricedLayout:
-    stack = scene.stack
+def _with_hiding(priced: PricedLayout, factor: float) -> PricedLayout:
+    profile = priced.profile
     shares = {
-        name: getattr(stack, name)
+        name: getattr(profile, name)
         for name in ("hides_tensor", "hides_context", "hides_pipeline", "hides_gradients", "hides_updates",
                      "hides_parameters", "hides_experts")
     }  # fmt: skip
     other = {name: share / factor if factor > 1 else 1 - (1 - share) * factor for name, share in shares.items()}
-    return replace(scene, stack=replace(stack, **other))
+    return replace(priced, profile=replace(profile, **other))
 
 
 OVERLAP = Sensitivity(
@@ -179,9 +182,11 @@ def _link(link: Link, factor: float) -> Link:
     return replace(link, bytes_per_s=link.bytes_per_s / max(factor, link.reached))
 
 
-def _with_between(scene: PricedLayout, factor: float) -> PricedLayout:
-    islands = tuple(replace(i, network=_link(i.network, factor) if i.network else None) for i in scene.cluster.islands)
-    return replace(scene, cluster=replace(scene.cluster, between=_link(scene.cluster.between, factor), islands=islands))
+def _with_between(priced: PricedLayout, factor: float) -> PricedLayout:
+    islands = tuple(replace(i, network=_link(i.network, factor) if i.network else None) for i in priced.cluster.islands)
+    return replace(
+        priced, cluster=replace(priced.cluster, between=_link(priced.cluster.between, factor), islands=islands)
+    )
 
 
 def _two_digits(number: float) -> str:
@@ -201,7 +206,7 @@ LINK_BETWEEN = Sensitivity(
 LINK_INSIDE = Sensitivity(
     name="the link inside a node",
     usual=1.6,
-    altered=lambda scene, factor: _with_islands(scene, lambda i: replace(i, inside=_link(i.inside, factor))),
+    altered=lambda priced, factor: _with_islands(priced, lambda i: replace(i, inside=_link(i.inside, factor))),
     needs=lambda here, there: (
         f"it would have to carry {_two_digits(network_of(there.cluster).inside_bytes_per_s / 1e9)} GB/s a device, not "
         f"{_two_digits(network_of(here.cluster).inside_bytes_per_s / 1e9)} ({_moved(here, there)})"
@@ -211,10 +216,12 @@ LINK_INSIDE = Sensitivity(
 TIME_OUTSIDE_STEPS = Sensitivity(
     name="reading data, saving, reports",
     usual=4.0,
-    altered=lambda scene, factor: replace(scene, stack=replace(scene.stack, step_s=scene.stack.step_s * factor)),
+    altered=lambda priced, factor: replace(
+        priced, profile=replace(priced.profile, step_s=priced.profile.step_s * factor)
+    ),
     needs=lambda here, there: (
-        f"what each step costs beside the model would have to take {format_duration(there.stack.step_s)}, "
-        f"not {format_duration(here.stack.step_s)}"
+        f"what each step costs beside the model would have to take {format_duration(there.profile.step_s)}, "
+        f"not {format_duration(here.profile.step_s)}"
     ),
     look="look for idle devices between two steps; train on text that lies in memory, without saving",
 )

@@ -89,7 +89,7 @@ def _alone(found: Search, place: int) -> str | None:
     words = f"{island.per_node} × {island.device.name}" if island.per_node > 1 else f"one {island.device.name}"
     one = replace(node_alone(found.cluster, place, island.per_node), name=words)
     try:
-        alone = search(found.workload, one, stack=found.stack, tolerance=found.tolerance)
+        alone = search(found.workload, one, profile=found.profile, tolerance=found.tolerance)
     except PlaitError:
         return f"{words} alone does not hold this model"
     alone_s, step_s = float(alone.step_s[alone.chosen]), float(found.step_s[found.chosen])

@@ -20,48 +20,48 @@ MOST_DEVICES = 4096
 """How many times more devices are tried."""
 
 
-def fit_suggestions(found: DoesNotFit, constraints: Constraints, stack: SoftwareProfile = PLAIT) -> list[str]:
+def fit_suggestions(found: DoesNotFit, constraints: Constraints, profile: SoftwareProfile = PLAIT) -> list[str]:
     """What a person may do, each a phrase, from what costs nothing to what changes the model."""
     workload, cluster = found.workload, found.cluster
-    if constraints and _fits(workload, cluster, stack):
+    if constraints and _fits(workload, cluster, profile):
         return ["leave [layout] open"]
     tried = [
-        *_shorter(workload, cluster, stack),
-        *_more_devices(workload, cluster, stack),
+        *_shorter(workload, cluster, profile),
+        *_more_devices(workload, cluster, profile),
         *_more_memory(found),
-        *_smaller(workload, cluster, stack),
+        *_smaller(workload, cluster, profile),
     ]
     return tried or ["take a smaller model.size"]
 
 
-def error_with_suggestions(found: DoesNotFit, constraints: Constraints, stack: SoftwareProfile = PLAIT) -> PlaitError:
+def error_with_suggestions(found: DoesNotFit, constraints: Constraints, profile: SoftwareProfile = PLAIT) -> PlaitError:
     """The error that tells what is missing, and everything that would help."""
     if constraints:
         have = min(island.device.memory_bytes for island in found.cluster.islands)
         need = f"what [layout] asks for needs {format_bytes(found.least_bytes)} a device, and {found.smallest} has"
-        return PlaitError(f"{need} {format_bytes(have)}; {', or '.join(fit_suggestions(found, constraints, stack))}")
-    return PlaitError(f"{found}; cheapest first: {', or '.join(fit_suggestions(found, constraints, stack))}")
+        return PlaitError(f"{need} {format_bytes(have)}; {', or '.join(fit_suggestions(found, constraints, profile))}")
+    return PlaitError(f"{found}; cheapest first: {', or '.join(fit_suggestions(found, constraints, profile))}")
 
 
-def _fits(workload: Workload, cluster: Cluster, stack: SoftwareProfile) -> bool:
+def _fits(workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> bool:
     try:
-        search(workload, cluster, stack=stack)
+        search(workload, cluster, profile=profile)
     except PlaitError:
         return False
     return True
 
 
-def _shorter(workload: Workload, cluster: Cluster, stack: SoftwareProfile) -> Iterator[str]:
+def _shorter(workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> Iterator[str]:
     """Shorter sequences, with as many tokens a step."""
     w = workload
     while w.sequence // 2 >= SHORTEST_SEQUENCE and w.sequence % 2 == 0:
         w = replace(w, sequence=w.sequence // 2, batch_sequences=w.batch_sequences * 2)
-        if _fits(w, cluster, stack):
+        if _fits(w, cluster, profile):
             yield f"train.sequence = {w.sequence}"
             return
 
 
-def _more_devices(workload: Workload, cluster: Cluster, stack: SoftwareProfile) -> Iterator[str]:
+def _more_devices(workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> Iterator[str]:
     times = 2
     while times <= MOST_DEVICES:
         larger = replace(
@@ -69,7 +69,7 @@ def _more_devices(workload: Workload, cluster: Cluster, stack: SoftwareProfile) 
         )
         # The batch grows along, so that every device has something to do.
         grown = replace(workload, batch_sequences=workload.batch_sequences * times)
-        if _fits(grown, larger, stack):
+        if _fits(grown, larger, profile):
             yield f"{times} times as many devices ({larger.devices})"
             return
         times *= 2
@@ -78,11 +78,11 @@ def _more_devices(workload: Workload, cluster: Cluster, stack: SoftwareProfile) 
 def _more_memory(found: DoesNotFit) -> Iterator[str]:
     have = min(island.device.memory_bytes for island in found.cluster.islands)
     larger = with_memory(found.cluster, 1.001 * found.least_bytes / have)
-    if found.least_bytes < 16 * have and _fits(found.workload, larger, found.stack):
+    if found.least_bytes < 16 * have and _fits(found.workload, larger, found.profile):
         yield f"devices with {format_bytes(found.least_bytes)} of memory"
 
 
-def _smaller(workload: Workload, cluster: Cluster, stack: SoftwareProfile) -> Iterator[str]:
+def _smaller(workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> Iterator[str]:
     for size in reversed(MODEL_SIZES):
         shape = named_shape(size, vocabulary=workload.vocabulary, sequence=workload.sequence)
         smaller = workload_of(
@@ -92,6 +92,6 @@ def _smaller(workload: Workload, cluster: Cluster, stack: SoftwareProfile) -> It
             precision=workload.precision,
             attention=workload.attention,
         )
-        if smaller.parameters < workload.parameters and _fits(smaller, cluster, stack):
+        if smaller.parameters < workload.parameters and _fits(smaller, cluster, profile):
             yield f'model.size = "{size}" ({format_count(smaller.parameters)} parameters)'
             return

@@ -27,7 +27,7 @@ from plait.planner.search.search import search
 from plait.units import Amount, format_bytes, format_count, format_duration
 
 SIMPLER_KINDS_NAMED = 4
-"""Kinds of simpler layouts that are told of, the fastest first."""
+"""Kinds of simpler layouts that the report names, the fastest first."""
 LEAST_SHARE_MENTIONED = 0.01
 """Share of a step or of a device's memory from which an item is named."""
 
@@ -41,7 +41,7 @@ class PlanSection:
 
 
 def report_sections(found: Search, budget: Amount, *, top: int) -> tuple[PlanSection, ...]:
-    """All that there is to say."""
+    """The whole report, section by section."""
     chosen = found.candidates.row(found.chosen)
     who = [*unequal_lines(found, found.chosen), *memory_limit_lines(found, found.chosen)]
     told = {
@@ -65,7 +65,7 @@ def short_reasons(found: Search) -> tuple[str, ...]:
     """The choice in a few sentences, for the head of a run: why this layout, what binds, what would change it."""
     if found.cluster.devices == 1:
         return tuple(_binds(found)[:1])
-    first = _as_pinned(found) if found.constraints else _price_of_simplicity(found)
+    first = _as_named(found) if found.constraints else _price_of_simplicity(found)
     changed = [] if found.constraints else [line for line in layout_changes(found) if "would be chosen" in line]
     return (first, *unequal_lines(found, found.chosen), *unequal_reasons(found), *_binds(found)[:2], *changed[:2])
 
@@ -82,7 +82,7 @@ def runners_up(found: Search, top: int) -> list[int]:
 
 def choice_reasons(found: Search) -> list[str]:
     """Why this layout is enough, and what stands against simpler ones."""
-    told = [_as_pinned(found) if found.constraints else _price_of_simplicity(found)]
+    told = [_as_named(found) if found.constraints else _price_of_simplicity(found)]
     for words, bytes_ in _too_large(found):
         told.append(f"{words}: would be simpler, but {format_bytes(bytes_)} a device are more than there is")
     here, by_kind = int(found.complexity[found.chosen]), best_of_kinds(found)
@@ -149,10 +149,10 @@ def _price_of_simplicity(found: Search) -> str:
     )
 
 
-def _as_pinned(found: Search) -> str:
-    """What a person has pinned against the same search without it."""
+def _as_named(found: Search) -> str:
+    """The layout that a person named against what the same search chooses without it."""
     try:
-        free = search(found.workload, found.cluster, stack=found.stack)
+        free = search(found.workload, found.cluster, profile=found.profile)
     except PlaitError as error:
         return f"as [layout] of the recipe says; left open, plait would choose nothing: {error}"
     factor = float(found.step_s[found.chosen] / free.step_s[free.chosen])

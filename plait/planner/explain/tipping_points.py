@@ -38,7 +38,7 @@ class TippingPoint:
 
 
 def tipping_points(found: Search) -> list[TippingPoint]:
-    """All changes of the answer that were found, the nearest first; for a layout that nobody pinned."""
+    """Where another kind of layout would be chosen, the nearest change first; for a layout that nobody named."""
     told: list[TippingPoint] = []
     if found.cluster.nodes > 1:
         told += _of_link(found, "between", _with_between)
@@ -111,7 +111,8 @@ def _crossing(
 
 
 def representatives(found: Search) -> Counts:
-    """Places of the fastest layout of each weave of axes and each way to split over near or far copies."""
+    """Indices of the fastest layout of each combination of degrees and of each way to place shards on near or far
+    ranks."""
     c = found.candidates
     near = c.tensor * c.context * c.shard <= network_of(found.cluster).per_node
     keys = np.stack([c.pipeline, c.tensor, c.context, c.expert, c.shard_what, c.schedule, c.recompute, near])
@@ -124,7 +125,7 @@ def representatives(found: Search) -> Counts:
 def _closed(found: Search, rows: Counts, cluster: Cluster) -> Reals:
     step_s = np.empty(len(found.candidates))
     for some, whole in batches_of_candidates(found.workload, found.candidates, rows):
-        step_s[some] = step_time(whole, cluster, found.candidates.select(some), found.stack).step_s
+        step_s[some] = step_time(whole, cluster, found.candidates.select(some), found.profile).step_s
     return step_s[rows]
 
 
@@ -142,7 +143,7 @@ def _faster(link: Link, factor: float) -> Link:
 
 
 def _again(found: Search, workload: Workload, cluster: Cluster) -> Search:
-    return search(workload, cluster, stack=found.stack, tolerance=found.tolerance)
+    return search(workload, cluster, profile=found.profile, tolerance=found.tolerance)
 
 
 def _of_memory(found: Search) -> list[TippingPoint]:

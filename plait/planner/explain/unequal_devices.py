@@ -29,75 +29,77 @@ class _Owner:
     slower: float
     """How many times slower its devices are than the fastest owner's."""
     share: float | None
-    """Of the batch; None where parts of it are worked on by others, too."""
+    """Share of the batch; None where its data-parallel ranks span other hosts, too."""
 
 
 def unequal_lines(found: Search, index: int) -> list[str]:
     """Who does what in a layout on unequal devices, and why; nothing where devices are equal and no shares named."""
-    deal, devices = found.assignment(index), found.assigner.devices
-    if deal is None or (devices.are_equal and not found.assigner.named_shares):
+    assignment, devices = found.assignment(index), found.assigner.devices
+    if assignment is None or (devices.are_equal and not found.assigner.named_shares):
         return []
-    told = [_shares(found, deal), *_stages(found, deal)]
+    told = [_shares(found, assignment), *_stages(found, assignment)]
     return [line for line in told if line]
 
 
 def unequal_reasons(found: Search) -> list[str]:
     """What the chosen layout gains by unequal shares or stages, and what might gain more."""
-    deal, devices = found.assignment(found.chosen), found.assigner.devices
-    if deal is None or devices.are_equal:
+    assignment, devices = found.assignment(found.chosen), found.assigner.devices
+    if assignment is None or devices.are_equal:
         return _order_words(found)
-    return _order_words(found) + _equal_words(found, deal) + _start_words(found)
+    return _order_words(found) + _equal_words(found, assignment) + _start_words(found)
 
 
 def unequal_shares_of(found: Search, index: int) -> tuple[int, ...]:
     """The plan's shares: none where they are as equal as can be."""
-    deal = found.assignment(index)
-    if deal is None or deal.sequences_per_replica == equal_shares(
-        sum(deal.sequences_per_replica), len(deal.sequences_per_replica)
+    assignment = found.assignment(index)
+    if assignment is None or assignment.sequences_per_replica == equal_shares(
+        sum(assignment.sequences_per_replica), len(assignment.sequences_per_replica)
     ):
         return ()
-    return deal.sequences_per_replica
+    return assignment.sequences_per_replica
 
 
-def _owners(devices: DeviceSpeeds, deal: WorkAssignment, each: int) -> list[_Owner]:
+def _owners(devices: DeviceSpeeds, assignment: WorkAssignment, each: int) -> list[_Owner]:
     """All owners in the order of their ranks; `each` is the number of devices of a part at one stage."""
-    speeds, owners = np.array(devices.speeds), np.array(devices.device_names_by_owner)
+    speeds, owners = np.array(devices.speeds), np.array(devices.owner_of_device)
     own = [speeds[owners == owner].min() for owner in range(len(devices.names))]
     parts = (
-        owners.reshape(deal.ranks, len(deal.sequences_per_replica), each)
+        owners.reshape(assignment.ranks, len(assignment.sequences_per_replica), each)
         .transpose(1, 0, 2)
-        .reshape(len(deal.sequences_per_replica), -1)
+        .reshape(len(assignment.sequences_per_replica), -1)
     )
     alone = (parts == parts[:, :1]).all()
     done = [
-        sum(s for s, owner in zip(deal.sequences_per_replica, parts[:, 0], strict=True) if owner == o)
+        sum(s for s, owner in zip(assignment.sequences_per_replica, parts[:, 0], strict=True) if owner == o)
         for o in range(len(own))
     ]
     return [
-        _Owner(name=name, slower=max(own) / speed, share=count / sum(deal.sequences_per_replica) if alone else None)
+        _Owner(
+            name=name, slower=max(own) / speed, share=count / sum(assignment.sequences_per_replica) if alone else None
+        )
         for name, speed, count in zip(devices.names, own, done, strict=True)
     ]
 
 
-def _shares(found: Search, deal: WorkAssignment) -> str | None:
-    count = sum(deal.sequences_per_replica)
-    each = found.cluster.devices // deal.ranks // len(deal.sequences_per_replica)
-    owners = _owners(found.assigner.devices, deal, each)
-    if len(deal.sequences_per_replica) == 1:
+def _shares(found: Search, assignment: WorkAssignment) -> str | None:
+    count = sum(assignment.sequences_per_replica)
+    each = found.cluster.devices // assignment.ranks // len(assignment.sequences_per_replica)
+    owners = _owners(found.assigner.devices, assignment, each)
+    if len(assignment.sequences_per_replica) == 1:
         return None
     if found.assigner.named_shares:
-        shares = _numbers(deal.sequences_per_replica)
+        shares = _numbers(assignment.sequences_per_replica)
         return f"each batch is dealt out as layout.shares says: {shares} of {count} sequences"
-    if deal.sequences_per_replica == equal_shares(count, len(deal.sequences_per_replica)):
+    if assignment.sequences_per_replica == equal_shares(count, len(assignment.sequences_per_replica)):
         slowest = max(owners, key=lambda owner: owner.slower)
-        if count < 8 * len(deal.sequences_per_replica) and slowest.slower > 1 + 1 / 8:
+        if count < 8 * len(assignment.sequences_per_replica) and slowest.slower > 1 + 1 / 8:
             return (
                 f"{count} sequences a step are too few to deal out by speed; {slowest.name} is "
                 f"{_times(slowest.slower)} slower and sets the pace: raise train.batch_tokens"
             )
         return None
     if owners[0].share is None or len(owners) > OWNERS_NAMED:
-        shares = _numbers(deal.sequences_per_replica)
+        shares = _numbers(assignment.sequences_per_replica)
         return f"parts of each batch by the speed of their slowest device: {shares} of {count} sequences"
     return _by_owner(owners, found.cluster.devices > len(owners))
 
@@ -126,13 +128,13 @@ def micro_sequences_values(found: Search, index: int) -> dict[str, Any]:
 
 def memory_limit_lines(found: Search, index: int) -> list[str]:
     """Who takes fewer sequences at a time than others, for want of memory."""
-    limits, deal = found.micro_sequences(index), found.assignment(index)
-    if deal is None or len(limits) == 1:
+    limits, assignment = found.micro_sequences(index), found.assignment(index)
+    if assignment is None or len(limits) == 1:
         return []
     devices, most = found.assigner.devices, max(limits)
-    place = deal.ranks, len(limits), -1
+    place = assignment.ranks, len(limits), -1
     owners, memories = (
-        np.array(devices.device_names_by_owner).reshape(place),
+        np.array(devices.owner_of_device).reshape(place),
         np.array(devices.memory_bytes).reshape(place),
     )
     fewer: dict[str, tuple[int, float]] = {}
@@ -147,20 +149,21 @@ def memory_limit_lines(found: Search, index: int) -> list[str]:
     return [f"{most} sequences at a time, and fewer where memory is short: {'; '.join(told)}"]
 
 
-def _stages(found: Search, deal: WorkAssignment) -> list[str]:
+def _stages(found: Search, assignment: WorkAssignment) -> list[str]:
     """Which layers stand where in a pipeline, and why."""
     devices = found.assigner.devices
-    if deal.ranks == 1 or (deal.relative_speed == 1).all():
+    if assignment.ranks == 1 or (assignment.relative_speed == 1).all():
         return []
-    owners = np.array(devices.device_names_by_owner).reshape(deal.ranks, -1)
-    speeds = deal.relative_speed.sum(axis=1)
+    owners = np.array(devices.owner_of_device).reshape(assignment.ranks, -1)
+    speeds = assignment.relative_speed.sum(axis=1)
     told = []
-    for rank in range(deal.ranks):
+    for rank in range(assignment.ranks):
         names = list(dict.fromkeys(devices.names[owner] for owner in owners[rank]))
         slower = speeds.max() / speeds[rank]
         note = f", {_times(slower)} slower" if slower > 1.01 else ""
         told.append(
-            f"{deal.layers_per_rank[rank]:.0f} on {' and '.join(names[:3])}{' and others' * (len(names) > 3)}{note}"
+            f"{assignment.layers_per_rank[rank]:.0f} on {' and '.join(names[:3])}{' and others' * (len(names) > 3)}"
+            f"{note}"
         )
     if len(told) > OWNERS_NAMED:
         told = [*told[: OWNERS_NAMED - 1], f"… {told[-1]}"]
@@ -168,22 +171,22 @@ def _stages(found: Search, deal: WorkAssignment) -> list[str]:
     return [f"layers by the speed of their devices: {'; '.join(told)} ({head})"]
 
 
-def _equal_words(found: Search, deal: WorkAssignment) -> list[str]:
+def _equal_words(found: Search, assignment: WorkAssignment) -> list[str]:
     """What equal shares and stages of equal cost would take."""
     here = float(found.step_s[found.chosen])
-    if deal.is_even or found.assigner.named_shares:
+    if assignment.is_even or found.assigner.named_shares:
         return []
     one = found.candidates.select(np.array([found.chosen]))
     if isinstance(one.layer_split, tuple):
-        equal_s = float(step_time_of(found.workload, found.cluster, one, found.stack).step_s[0])
+        equal_s = float(step_time_of(found.workload, found.cluster, one, found.profile).step_s[0])
     else:
         flat = replace(found.assigner.devices, speeds=(1.0,) * found.cluster.devices, is_measured=False)
-        dealer = replace(found.assigner, devices=flat)
+        assigner = replace(found.assigner, devices=flat)
         numbers = found.n_microbatches[[found.chosen]]
-        equal_s = float(step_seconds(found.workload, found.cluster, one, found.stack, dealer, numbers)[0])
+        equal_s = float(step_seconds(found.workload, found.cluster, one, found.profile, assigner, numbers)[0])
     if equal_s < 1.01 * here:
         return []
-    what = "equal stages" if deal.ranks > 1 else "equal shares"
+    what = "equal stages" if assignment.ranks > 1 else "equal shares"
     there = f"{format_duration(equal_s)} a step, {equal_s / here:.2g} times as long"
     return [f"with {what} the slowest device would set the pace: {there}"]
 

@@ -1,4 +1,4 @@
-"""What each device of a layout does where devices are unequal: shares of the batch, layers of the pipeline's stages."""
+"""Who does what on unequal devices: layers of each pipeline stage, sequences of each data-parallel rank."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ from plait.planner.problem.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WorkAssignment:
-    """Who does what in layouts of one weave: same pipeline, same parts of the batch, same devices in each of them."""
+    """Layers of each pipeline stage and sequences of each data-parallel rank, for layouts that share one pipeline
+    degree, one data-parallel degree and one order of devices."""
 
     stage_layers: tuple[int, ...]
-    """Of each stage, in the model's order; all layers where there is no pipeline."""
+    """Layers of each stage, in the model's order; a single entry with all layers where there is no pipeline."""
     sequences_per_replica: tuple[int, ...]
-    """Sequences of each part of the batch in a step."""
+    """Shape [data-parallel degree]; sums to the sequences of a step."""
     relative_speed: Reals
-    """(pipeline, parts): of the slowest device at each place, where 1 is what a device was priced with."""
+    """Shape [pipeline, data-parallel degree]: speed of the slowest device at that mesh coordinate, relative to the
+    reference device that the step-time model prices (1.0)."""
     memory_bytes: Reals
-    """(pipeline, parts): of the smallest device there."""
+    """Shape [pipeline, data-parallel degree]: memory of the smallest device at that mesh coordinate."""
     embedding_cost_in_layers: float
-    """What the embedding costs the first stage, in average layers, beyond what pricing knows of."""
+    """Time of the embedding on stage 0, in units of an average layer; not in the step-time model."""
 
     @property
     def ranks(self) -> int:
-        """Of the pipeline."""
+        """Ranks of the pipeline."""
         return len(self.relative_speed)
 
     @property
@@ -56,7 +58,7 @@ class WorkAssignment:
 
     @property
     def is_even(self) -> bool:
-        """Whether all devices are priced alike and all parts of the batch are as equal as can be."""
+        """Whether all devices are as fast as the reference and sequences are divided as equally as can be."""
         count = sum(self.sequences_per_replica)
         return bool((self.relative_speed == 1).all()) and self.sequences_per_replica == equal_shares(
             count, len(self.sequences_per_replica)
@@ -65,24 +67,27 @@ class WorkAssignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateGroup:
-    """Candidates of one deal and their places among all; without a deal devices are equal and nothing is named."""
+    """Candidates with one work assignment, and where they stand among all candidates."""
 
     indices: Counts
+    """Positions of these candidates among all that were asked about."""
     candidates: Candidates
-    """Their `dealing` is the deal's."""
+    """Their `layer_split` is the assignment's."""
     assignment: WorkAssignment | None
+    """None where all devices are equal and nothing is named: then the step-time model needs no correction."""
     n_microbatches: Counts | None = None
-    """Micro-batches that its parts of the batch take, where devices that hold little make it more."""
+    """Micro-batches per step, one entry per candidate, where devices with little memory make them more than an equal
+    division would."""
 
     @property
     def needs_memory_per_device(self) -> bool:
-        """Whether its devices do or have so unlike things that memory is asked for one by one
+        """Whether devices differ in memory or in work, so that each must be checked by itself
         (micro_batch_limits.py)."""
-        deal = self.assignment
-        return deal is not None and not (deal.is_even and len(np.unique(deal.memory_bytes)) == 1)
+        assignment = self.assignment
+        return assignment is not None and not (assignment.is_even and len(np.unique(assignment.memory_bytes)) == 1)
 
     def select(self, chosen: np.ndarray) -> CandidateGroup:
-        """Those where a mask over the group holds."""
+        """The candidates of the group where a mask holds."""
         rows = np.flatnonzero(chosen)
         numbers = None if self.n_microbatches is None else self.n_microbatches[rows]
         return replace(
@@ -92,16 +97,16 @@ class CandidateGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkAssigner:
-    """Deals a workload to the devices of a cluster, whatever the layout."""
+    """Assigns the work of any layout to the devices of one cluster."""
 
     workload: Workload
     devices: DeviceSpeeds
-    stack: SoftwareProfile
+    profile: SoftwareProfile
     named_shares: tuple[int, ...] = ()
-    """Shares that a person has named."""
+    """Sequences per data-parallel rank that a person has named; empty where they are open."""
 
     def grouped(self, candidates: Candidates) -> list[CandidateGroup]:
-        """All candidates with who does what, in groups of the same deal."""
+        """All candidates, grouped by their work assignment."""
         everyone = np.arange(len(candidates))
         devices, c = self.devices, candidates
         plain = devices.are_equal and devices.have_equal_memory and not self.named_shares
@@ -116,22 +121,24 @@ class WorkAssigner:
             if plain and int(few.pipeline[0]) == 1:
                 found.append(CandidateGroup(indices=rows, candidates=few, assignment=None))
                 continue
-            for deal, own in self._deals(few):
-                dealing = deal.stage_layers if deal.ranks > 1 else c.layer_split
+            for assignment, own in self._assignments(few):
+                dealing = assignment.stage_layers if assignment.ranks > 1 else c.layer_split
                 found.append(
                     CandidateGroup(
-                        indices=rows[own], candidates=replace(few.select(own), layer_split=dealing), assignment=deal
+                        indices=rows[own],
+                        candidates=replace(few.select(own), layer_split=dealing),
+                        assignment=assignment,
                     )
                 )
         return found
 
     def group_of(self, candidates: Candidates, index: int) -> CandidateGroup:
-        """A single candidate, as it was priced: a deal does not hang on who else is looked at."""
+        """A single candidate with its assignment, which does not depend on the candidates beside it."""
         [group] = self.grouped(candidates.select(np.array([index])))
         return replace(group, indices=np.array([index]))
 
-    def _deals(self, few: Candidates) -> list[tuple[WorkAssignment, Counts]]:
-        """The deals of candidates of one shape, each with the places of those that it is for."""
+    def _assignments(self, few: Candidates) -> list[tuple[WorkAssignment, Counts]]:
+        """The assignments of candidates of one shape, each with the positions of the candidates that it is for."""
         # What is kept decides how many layers a small device holds.
         knobs = np.stack([few.tensor, few.recompute, few.shard, few.shard_what, few.expert])
         if int(few.pipeline[0]) == 1 or self.devices.have_equal_memory:
@@ -144,16 +151,16 @@ class WorkAssigner:
             schedule=SCHEDULES.index("1f1b") * once,
         )
         places: dict[WorkAssignment, list[Counts]] = {}
-        for deal, rows in zip(_dealt(self, CandidatesKey(lean)), kinds, strict=True):
-            places.setdefault(deal, []).append(rows)
-        return [(deal, np.sort(np.concatenate(rows))) for deal, rows in places.items()]
+        for assignment, rows in zip(_assignments_of_shape(self, CandidatesKey(lean)), kinds, strict=True):
+            places.setdefault(assignment, []).append(rows)
+        return [(assignment, np.sort(np.concatenate(rows))) for assignment, rows in places.items()]
 
 
 @lru_cache(maxsize=4096)
-def _dealt(dealer: WorkAssigner, lean: CandidatesKey) -> tuple[WorkAssignment, ...]:
-    """The deal of each of some candidates of one shape, which take one sequence at a time; equal deals are one object.
-    Searches that differ in links alone ask for the same ones again."""
-    c, devices = lean.candidates, dealer.devices
+def _assignments_of_shape(assigner: WorkAssigner, lean: CandidatesKey) -> tuple[WorkAssignment, ...]:
+    """The assignment of each candidate of one shape, with micro-batches of one sequence; equal assignments are one
+    object. Cached: searches that differ in links alone ask for the same ones again."""
+    c, devices = lean.candidates, assigner.devices
     pipeline, virtual, parts = int(c.pipeline[0]), int(c.virtual[0]), int(c.data_parallel_degree[0])
     place = pipeline, parts, -1
     speeds = np.array(devices.speeds).reshape(place).min(axis=2)
@@ -162,60 +169,60 @@ def _dealt(dealer: WorkAssigner, lean: CandidatesKey) -> tuple[WorkAssignment, .
     cut = pipeline > 1 and not isinstance(c.layer_split, tuple)
     limits: list[tuple[int, ...]] = [()] * len(c)
     if cut and not devices.have_equal_memory:
-        limits = _most(dealer, c, memory_bytes.min(axis=1))
+        limits = _most_layers_that_fit(assigner, c, memory_bytes.min(axis=1))
     made: dict[tuple[int, ...], WorkAssignment] = {}
     found = []
     for most in limits:
-        layers = c.layer_split if isinstance(c.layer_split, tuple) else (dealer.workload.layers,)
+        layers = c.layer_split if isinstance(c.layer_split, tuple) else (assigner.workload.layers,)
         if cut:
             layers = balanced_stages_by_speed(
-                dealer.workload.layers, by_stage, devices.head_cost_in_layers, lookup, most * virtual
+                assigner.workload.layers, by_stage, devices.head_cost_in_layers, lookup, most * virtual
             )
         if layers not in made:
-            deal = WorkAssignment(
+            assignment = WorkAssignment(
                 stage_layers=layers,
                 sequences_per_replica=(),
                 relative_speed=speeds,
                 memory_bytes=memory_bytes,
                 embedding_cost_in_layers=lookup,
             )
-            sequences = dealer.named_shares or shares_if_worthwhile(
-                dealer.workload.batch_sequences, _parts(dealer, deal)
+            sequences = assigner.named_shares or shares_if_worthwhile(
+                assigner.workload.batch_sequences, _replica_speeds(assigner, assignment)
             )
-            made[layers] = replace(deal, sequences_per_replica=sequences)
+            made[layers] = replace(assignment, sequences_per_replica=sequences)
         found.append(made[layers])
     return tuple(found)
 
 
-def _parts(dealer: WorkAssigner, deal: WorkAssignment) -> list[float]:
-    """The speed of each part of the batch: that of its slowest stage."""
-    costs = deal.layers_per_rank.copy()
-    costs[0] += deal.embedding_cost_in_layers
-    costs[-1] += dealer.devices.head_cost_in_layers
-    return [float(speed) for speed in 1 / (costs[:, None] / deal.relative_speed).max(axis=0)]
+def _replica_speeds(assigner: WorkAssigner, assignment: WorkAssignment) -> list[float]:
+    """Speed of each data-parallel rank: that of its slowest pipeline stage."""
+    costs = assignment.layers_per_rank.copy()
+    costs[0] += assignment.embedding_cost_in_layers
+    costs[-1] += assigner.devices.head_cost_in_layers
+    return [float(speed) for speed in 1 / (costs[:, None] / assignment.relative_speed).max(axis=0)]
 
 
-def _most(dealer: WorkAssigner, lean: Candidates, memory_bytes: Reals) -> list[tuple[int, ...]]:
-    """For each candidate the layers that each stage of a rank can hold, one sequence at a time."""
+def _most_layers_that_fit(assigner: WorkAssigner, lean: Candidates, memory_bytes: Reals) -> list[tuple[int, ...]]:
+    """For each candidate the layers that each stage of a rank can hold with micro-batches of one sequence."""
     ranks, virtual = int(lean.pipeline[0]), int(lean.virtual[0])
-    once, twice = (bytes_per_rank(dealer.workload, lean, dealer.stack, [(n,) * virtual] * ranks) for n in (1, 2))
+    once, twice = (bytes_per_rank(assigner.workload, lean, assigner.profile, [(n,) * virtual] * ranks) for n in (1, 2))
     each = np.maximum((twice - once) / virtual, 1.0)
     most = virtual + np.floor((memory_bytes[:, None] - once) / each)
     return [tuple(max(1, int(layers) // virtual) for layers in ranks_most) for ranks_most in most.T]
 
 
 def bytes_per_rank(
-    workload: Workload, candidates: Candidates, stack: SoftwareProfile, chunks: Sequence[tuple[int, ...]]
+    workload: Workload, candidates: Candidates, profile: SoftwareProfile, chunks: Sequence[tuple[int, ...]]
 ) -> Reals:
-    """Bytes of a device on each rank of pipelines of one shape whose stages hold so many layers: (ranks, candidates).
+    """Bytes of a device on each pipeline rank whose stages hold so many layers: shape [ranks, candidates].
 
-    Asked of estimate.py rank by rank: as a pipeline whose other ranks hold as little as can be. Ranks in the middle
-    count as the first one, which keeps most micro-batches.
+    Each rank is estimated as the first or last rank of a pipeline whose other ranks hold one layer per stage. Ranks in
+    the middle count as the first one, which keeps the most micro-batches in flight.
     """
     asked = [(layers, rank == len(chunks) - 1) for rank, layers in enumerate(chunks)]
     answers = {
         (layers, last): estimate_memory(
-            *workload_of_one_rank(workload, candidates, layers, last=last), stack, end="last" if last else "first"
+            *workload_of_one_rank(workload, candidates, layers, last=last), profile, end="last" if last else "first"
         ).reserved
         for layers, last in dict.fromkeys(asked)
     }
@@ -225,7 +232,8 @@ def bytes_per_rank(
 def workload_of_one_rank(
     workload: Workload, candidates: Candidates, chunks: tuple[int, ...], *, last: bool
 ) -> tuple[Workload, Candidates]:
-    """Such a pipeline with stages of so many layers on the first or the last rank, and one layer in all others."""
+    """The workload and candidates of a pipeline with so many layers per stage on its first or last rank, and one
+    layer per stage on all others."""
     ranks = int(candidates.pipeline[0])
     stages = [1] * ranks * len(chunks)
     stages[ranks - 1 if last else 0 :: ranks] = chunks

@@ -1,4 +1,4 @@
-"""Unequal shares of a batch for unequal devices: who takes how many sequences."""
+"""Sequences per data-parallel rank when devices are unequal: in proportion to speed, where that is worth it."""
 
 from __future__ import annotations
 
@@ -12,34 +12,38 @@ from plait.data.portions import micro_sizes
 from plait.layout import equal_share
 
 LEAST_GAIN_OF_UNEQUAL_SHARES = 0.03
-"""Of the time, what unequal shares must save at least: less is no evidence that they would."""
+"""Share of the time that unequal shares must save at least; less is no evidence that they would."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardGroups:
-    """Parts whose ranks meet in the middle of every micro-batch, as many of them one after the other as `size` says.
+    """Data-parallel ranks that gather parameters from each other in every micro-batch: `size` neighbours form a group.
 
-    They take equally many micro-batches, so that one with fewer sequences computes some in which nothing counts.
+    The ranks of a group compute the same number of micro-batches, so a rank with fewer sequences computes some in which
+    no token counts.
     """
 
     size: int
     limits: tuple[int, ...]
-    """Sequences that each part takes at a time, at most."""
+    """Shape [data-parallel degree]: sequences of a micro-batch, at most."""
 
     def computed(self, dealt: Sequence[int]) -> tuple[int, ...]:
-        """How many sequences' work each part does for its share."""
+        """Sequences that each rank computes for its share, those without a counted token included."""
         groups = [slice(first, first + self.size) for first in range(0, len(dealt), self.size)]
         sizes = chain(*(micro_sizes(tuple(dealt[some]), self.limits[some]) for some in groups))
         return tuple(sum(max(1, size) for size in one) for one in sizes)
 
-    def best(self, count: int, speeds: Sequence[float]) -> tuple[int, ...]:
-        """As `shares` deals, by what is computed; one meeting more, which costs messages, must be WORTH it."""
+    def best_shares(self, count: int, speeds: Sequence[float]) -> tuple[int, ...]:
+        """Shares by speed, counting what ranks compute; one more micro-batch for the whole group, which costs
+        messages, must save LEAST_GAIN_OF_UNEQUAL_SHARES."""
         free = shares_by_speed(count, speeds)
         if self.size == 1:
             return free
         fewest = ceil(count / sum(self.limits))
         most = max(ceil(one / limit) for one, limit in zip(free, self.limits, strict=True))
-        capped = [_dealt(count, speeds, [number * limit for limit in self.limits]) for number in range(fewest, most)]
+        capped = [
+            _capped_shares(count, speeds, [number * limit for limit in self.limits]) for number in range(fewest, most)
+        ]
         best, *more = (*capped, free)
         for dealt in more:
             if slowest_s(self.computed(dealt), speeds) < (1 - LEAST_GAIN_OF_UNEQUAL_SHARES) * slowest_s(
@@ -50,17 +54,18 @@ class ShardGroups:
 
 
 def shares_by_speed(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """How `count` sequences are best dealt to parts of these speeds: the last one is done as early as can be.
+    """Divide `count` sequences so that the rank that finishes last finishes as early as can be.
 
-    Everybody gets one at least; `count` must be as many as there are parts, or more.
+    `speeds` are sequences per second; every rank gets at least one sequence, so `count` must not be less than the
+    ranks.
     """
-    return _dealt(count, speeds, [count] * len(speeds))
+    return _capped_shares(count, speeds, [count] * len(speeds))
 
 
-def _dealt(count: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
-    """The same where no part gets more than its most; all of them together must have room."""
+def _capped_shares(count: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
+    """The same with at most `most` sequences for each rank; their sum must be at least `count`."""
     assert len(speeds) <= count <= sum(most) and min(speeds) > 0, (count, speeds, most)
-    given = [min(one, limit) for one, limit in zip(_whole_parts(count, speeds), most, strict=True)]
+    given = [min(one, limit) for one, limit in zip(_rounded_down_shares(count, speeds), most, strict=True)]
     queue = [((given[part] + 1) / speed, part) for part, speed in enumerate(speeds) if given[part] < most[part]]
     heapify(queue)
     for _ in range(count - sum(given)):
@@ -73,8 +78,8 @@ def _dealt(count: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[in
     return tuple(given)
 
 
-def _whole_parts(count: int, speeds: Sequence[float]) -> list[int]:
-    """The whole sequences of shares in proportion, once those that come to less than one have got theirs."""
+def _rounded_down_shares(count: int, speeds: Sequence[float]) -> list[int]:
+    """Shares in proportion to speed, rounded down, once ranks whose share is below one sequence have got one."""
     small: set[int] = set()
     while True:
         rest, speed = count - len(small), sum(s for part, s in enumerate(speeds) if part not in small)
@@ -86,16 +91,16 @@ def _whole_parts(count: int, speeds: Sequence[float]) -> list[int]:
 
 
 def equal_shares(count: int, parts: int) -> tuple[int, ...]:
-    """As equal as can be: what each part gets where devices are alike."""
+    """Sequences of each data-parallel rank when all are equally fast: they differ by one at most."""
     return tuple(equal_share(count, parts, part)[1] for part in range(parts))
 
 
 def shares_if_worthwhile(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Shares by speed where they end a step earlier by what counts, else equal ones."""
+    """Shares by speed where they shorten the step by LEAST_GAIN_OF_UNEQUAL_SHARES, else equal shares."""
     equal, dealt = equal_shares(count, len(speeds)), shares_by_speed(count, speeds)
     return dealt if slowest_s(dealt, speeds) < (1 - LEAST_GAIN_OF_UNEQUAL_SHARES) * slowest_s(equal, speeds) else equal
 
 
 def slowest_s(dealt: Sequence[int], speeds: Sequence[float]) -> float:
-    """When the last part is done, where speeds are sequences a second."""
+    """Seconds until the last rank is done; speeds are sequences per second."""
     return max(part / speed for part, speed in zip(dealt, speeds, strict=True))

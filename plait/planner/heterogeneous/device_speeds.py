@@ -25,19 +25,20 @@ MEASURED_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpeeds:
-    """The devices of a cluster in the order of ranks, as unequal as they are."""
+    """The devices of a cluster in the order of ranks, and how unequal they are."""
 
     speeds: tuple[float, ...]
-    """Of each, where the one that sets the planner's prices (device_time.py) has 1; all 1 where they are alike."""
+    """Speed of each device relative to the reference device that the step-time model prices (1.0); all 1.0 where
+    they differ by less than EQUAL_SPEED_TOLERANCE."""
     memory_bytes: tuple[int, ...]
-    device_names_by_owner: tuple[int, ...]
-    """Which of `names` each belongs to."""
+    owner_of_device: tuple[int, ...]
+    """For each device the index of its host or kind in `names`."""
     names: tuple[str, ...]
-    """Of hosts where a probe has been, else of the kinds of devices."""
+    """Names of the hosts where a probe has measured, else of the kinds of devices."""
     head_cost_in_layers: float
-    """What the head and the loss cost, in average layers."""
+    """Time of the head and the loss, in units of an average layer."""
     embedding_cost_in_layers: float
-    """The same of looking up the embedding."""
+    """Time of the embedding, in units of an average layer."""
     is_measured: bool
     """Whether a probe timed the layers, the head and the embedding."""
 
@@ -55,19 +56,24 @@ class DeviceSpeeds:
         if self.have_equal_memory:
             return "the smallest device"
         least = min(range(len(self.memory_bytes)), key=lambda at: self.memory_bytes[at])
-        return f"the smallest device ({self.names[self.device_names_by_owner[least]]})"
+        return f"the smallest device ({self.names[self.owner_of_device[least]]})"
 
 
-def device_speeds_of(workload: Workload, cluster: Cluster, stack: SoftwareProfile) -> DeviceSpeeds:
+def device_speeds_of(workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> DeviceSpeeds:
     """The devices of a cluster, compared by the time that each takes for one sequence through the whole model."""
-    slowest = device_time_of(workload, cluster, stack)
-    told = _timed(workload, cluster, slowest) or _described(workload, cluster, slowest)
-    head, lookup = (head_cost_in_layers(workload), 0.0) if slowest.clock is None else _ends(slowest, slowest.clock)
+    slowest = device_time_of(workload, cluster, profile)
+    told = _measured_speeds(workload, cluster, slowest) or _catalogue_speeds(workload, cluster, slowest)
+    head, lookup = (
+        (head_cost_in_layers(workload), 0.0)
+        if slowest.clock is None
+        else _head_and_embedding_in_layers(slowest, slowest.clock)
+    )
     return replace(told, head_cost_in_layers=head, embedding_cost_in_layers=lookup)
 
 
-def _timed(w: Workload, cluster: Cluster, slowest: DeviceTime) -> DeviceSpeeds | None:
-    """By the clocks of a probe, if it timed just these devices; each worker's own speed counts, not only its host's."""
+def _measured_speeds(w: Workload, cluster: Cluster, slowest: DeviceTime) -> DeviceSpeeds | None:
+    """Speeds from a probe's clock, if it timed just these devices; each worker's own speed counts, not only its
+    host's."""
     measured = cluster.measured
     if not was_measured(w, cluster) or measured is None or sum(d.workers for d in measured.devices) != cluster.devices:
         return None
@@ -87,14 +93,14 @@ def _doubt(measured: Measurements) -> float:
     return min(0.5 * statistics.median(spreads), 0.1) if spreads else 0.0
 
 
-def _described(w: Workload, cluster: Cluster, slowest: DeviceTime) -> DeviceSpeeds:
+def _catalogue_speeds(w: Workload, cluster: Cluster, slowest: DeviceTime) -> DeviceSpeeds:
     """By the figures of each island's device, also where a probe timed other numbers of them."""
     formulas = replace(slowest, clock=None)
     unit_s = _model_s(formulas)
 
     def speed(island: Island) -> float:
         return unit_s / _model_s(
-            replace(formulas, chip=device_rates(island.device, w.precision, slowest.stack, island.speed))
+            replace(formulas, chip=device_rates(island.device, w.precision, slowest.profile, island.speed))
         )
 
     of_islands = [speed(island) for island in cluster.islands] if len(cluster.islands) > 1 else [1.0]
@@ -113,7 +119,7 @@ def _devices(cluster: Cluster, each: list[tuple[float, int]], names: tuple[str, 
     return DeviceSpeeds(
         speeds=(1.0,) * len(each) if alike else tuple(speeds),
         memory_bytes=tuple(_memories(cluster)),
-        device_names_by_owner=tuple(owner for _, owner in each),
+        owner_of_device=tuple(owner for _, owner in each),
         names=names,
         head_cost_in_layers=0.0,
         embedding_cost_in_layers=0.0,
@@ -139,7 +145,7 @@ def _parts_s(device: DeviceTime) -> tuple[float, float]:
     return float((layer.forward + layer.backward)[0]), float(device.head(usual)[0])
 
 
-def _ends(device: DeviceTime, clock: MeasuredDevice) -> tuple[float, float]:
+def _head_and_embedding_in_layers(device: DeviceTime, clock: MeasuredDevice) -> tuple[float, float]:
     """What head and embedding cost in layers, as they were timed."""
     w = device.workload
     tokens = max(1, min(w.batch_sequences, MEASURED_TOKENS // w.sequence)) * w.sequence

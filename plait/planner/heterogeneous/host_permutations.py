@@ -14,21 +14,21 @@ from plait.planner.problem.candidates import Candidates
 from plait.planner.step_time.host_links import host_links_of
 
 MOST_BLOCKS_PERMUTED = 4
-"""Machines, or rows of equal ones, up to which all orders are tried."""
+"""Hosts, or rows of equal hosts, up to which all permutations are tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostOrder:
-    """Machines in another order than they were given in."""
+    """A permutation of the hosts."""
 
     hosts: tuple[int, ...]
-    """The number that the machine at each place had."""
+    """For each position in the new order the number that the host had in the given order."""
     step_s_in_given_order: float | None
-    """What a step would take with them as they were; None where nothing would fit them."""
+    """Seconds of a step with the hosts in the given order; None where no layout fits them so."""
 
 
 def crosses_hosts_needlessly(cluster: Cluster, candidates: Candidates) -> NDArray[np.bool_]:
-    """Where a group that cuts matrices or sequences would straddle two machines although each is large enough for one.
+    """Mask of candidates whose tensor- or context-parallel group spans two hosts although it would fit in one.
 
     Such a group would wait for the slow link in every layer.
     """
@@ -43,7 +43,7 @@ def crosses_hosts_needlessly(cluster: Cluster, candidates: Candidates) -> NDArra
 
 
 def node_alone(cluster: Cluster, place: int, devices: int) -> Cluster:
-    """So many devices of an island's first node without all others, and what a probe timed on its host."""
+    """A cluster of so many devices of an island's first node, with what a probe measured on that host."""
     island = replace(cluster.islands[place], per_node=devices, nodes=1)
     one, measured = replace(cluster, islands=(island,)), cluster.measured
     hosts = _hosts(cluster, cluster.islands)
@@ -56,10 +56,11 @@ def node_alone(cluster: Cluster, place: int, devices: int) -> Cluster:
 
 
 def other_orders(cluster: Cluster, *, first_stays: bool) -> list[tuple[tuple[int, ...], Cluster]]:
-    """The same machines in every other order, or in those that begin with the same one.
+    """The hosts in every other order, or in those that keep the first host first; each with the permutation that leads
+    to it.
 
-    Of more than MOST_BLOCKS in the two by speed, and where a probe found their roads unlike in the one in which each is
-    followed by the one it has the fastest road to. Each with the number that the machine at each place had.
+    Of more than MOST_BLOCKS_PERMUTED blocks only the two orders by speed are tried and, where a probe found links of
+    very different rates, the one in which each host is followed by the one with the fastest link to it.
     """
     blocks = _blocks(cluster)
     hosts = _hosts(cluster, blocks)
@@ -83,12 +84,12 @@ def other_orders(cluster: Cluster, *, first_stays: bool) -> list[tuple[tuple[int
 
 
 def has_unequal_links(cluster: Cluster) -> bool:
-    """Whether a probe found some roads between the hosts to be far faster than others."""
+    """Whether a probe found some links between hosts to be far faster than others."""
     return cluster.measured is not None and host_links_of(cluster.measured) is not None
 
 
 def _chain(cluster: Cluster, blocks: Sequence[Island]) -> tuple[int, ...]:
-    """Many machines so that neighbours have fast roads; empty where roads are alike, or all orders are tried."""
+    """Hosts ordered so that neighbours have fast links; empty where links are equal, or all orders are tried anyway."""
     found = host_links_of(cluster.measured) if cluster.measured and len(blocks) > MOST_BLOCKS_PERMUTED else None
     order = found.chain() if found else ()
     return order if len(order) == len(blocks) else ()
@@ -106,8 +107,8 @@ def _orders(blocks: Sequence[Island], *, first_stays: bool) -> Iterator[tuple[in
 
 
 def _blocks(cluster: Cluster) -> list[Island]:
-    """What can stand at another place by itself: each machine where they are few, or their roads are unlike; else all
-    of a kind."""
+    """What can change its place by itself: each host where they are few or their links are unequal, else rows of
+    equal hosts."""
     if cluster.nodes > MOST_BLOCKS_PERMUTED and not has_unequal_links(cluster):
         return list(cluster.islands)
     return [replace(island, nodes=1) for island in cluster.islands for _ in range(island.nodes)]

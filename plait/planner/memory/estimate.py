@@ -17,9 +17,8 @@ from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens, sharing_ranks
 
 ALLOCATOR_RESERVE = constant("allocator_reserve")
-"""What the allocator holds beside what is allocated: fragments (readings of 1.05 to 1.20, planner's survey)."""
 USABLE_SHARE = 1.0
-"""Of the device's memory, what a layout that was asked for may fill by this model's sums."""
+"""Share of a device's memory that a requested layout may fill by this estimate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,40 +42,39 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    workload: Workload, candidates: Candidates, stack: SoftwareProfile, end: PipelineEnd = "fuller"
+    workload: Workload, candidates: Candidates, profile: SoftwareProfile, end: PipelineEnd = "fuller"
 ) -> MemoryEstimate:
     """Memory of every candidate: of its first or its last pipeline rank, or of the fuller of both."""
-    if stack.memory == "followed" and can_trace(workload):
-        return _followed(workload, candidates, stack, end)
+    if profile.memory == "followed" and can_trace(workload):
+        return _followed(workload, candidates, profile, end)
     none = np.zeros(len(candidates), dtype=bool)
     fuller = none if end == "first" else ~none
-    items = _rank(workload, candidates, stack, last=fuller)
+    items = _rank(workload, candidates, profile, last=fuller)
     if end == "fuller":
-        first = _rank(workload, candidates, stack, last=none)
+        first = _rank(workload, candidates, profile, last=none)
         fuller = np.add.reduce(list(items.values())) > np.add.reduce(list(first.values()))
         items = {name: np.where(fuller, items[name], first[name]) for name in items}
     allocated = np.add.reduce(list(items.values()))
     return MemoryEstimate(
         **items,
         allocated=allocated,
-        reserved=ALLOCATOR_RESERVE * allocated + stack.outside_bytes,
+        reserved=ALLOCATOR_RESERVE * allocated + profile.outside_bytes,
         stage=fuller.astype(np.float64),
     )
 
 
-def _followed(workload: Workload, candidates: Candidates, stack: SoftwareProfile, end: PipelineEnd) -> MemoryEstimate:
-    items = traced_peak(workload, candidates, keeps_ends=stack.keeps_tied_table_once, end=end)
+def _followed(workload: Workload, candidates: Candidates, profile: SoftwareProfile, end: PipelineEnd) -> MemoryEstimate:
+    items = traced_peak(workload, candidates, keeps_ends=profile.keeps_tied_table_once, end=end)
     allocated = np.add.reduce([items[name] for name in MEMORY_ITEMS])
     return MemoryEstimate(
         **items,
         allocated=allocated,
-        reserved=resident_bytes(workload, candidates, allocated, stack.outside_bytes),
+        reserved=resident_bytes(workload, candidates, allocated, profile.outside_bytes),
     )
 
 
 def cannot_fit(needed: MemoryEstimate, cluster: Cluster) -> NDArray[np.bool_]:
-    """Which candidates cannot run on the smallest device even if the allocator wastes nothing: what a layout that was
-    asked for is refused for."""
+    """Mask of candidates that cannot run on the smallest device even if the allocator wastes nothing."""
     return needed.allocated > USABLE_SHARE * min(island.device.memory_bytes for island in cluster.islands)
 
 
@@ -85,13 +83,13 @@ def fits(needed: MemoryEstimate, cluster: Cluster) -> NDArray[np.bool_]:
     return needed.reserved <= min(island.device.memory_bytes for island in cluster.islands)
 
 
-def _rank(w: Workload, c: Candidates, stack: SoftwareProfile, last: Reals) -> dict[str, Reals]:
+def _rank(w: Workload, c: Candidates, profile: SoftwareProfile, last: Reals) -> dict[str, Reals]:
     layers = np.where(last, stage_layers(w, c).last, stage_layers(w, c).first)
     common, experts = layer_weights(w, c)
     alone = c.pipeline == 1
     tables = np.where(alone, 1 if w.tied else 2, 1) * w.embedding_weights / c.tensor
     weights = layers * (common + experts) + tables
-    ranks = sharing_ranks(c, stack)
+    ranks = sharing_ranks(c, profile)
     rule = c.shard_what
     split = {
         what: np.where(rule >= SHARD_WHAT.index(what), ranks, 1) for what in ("optimizer", "gradients", "parameters")
@@ -111,32 +109,32 @@ def _rank(w: Workload, c: Candidates, stack: SoftwareProfile, last: Reals) -> di
         np.where(c.virtual > 1, micro_batches_in_flight(c, micros) - c.pipeline + 1, 1),
         micro_batches_in_flight(c, micros),
     )
-    tokens, ahead = local_tokens(w, c), number_bytes + stack.gradient_bytes / 2
+    tokens, ahead = local_tokens(w, c), number_bytes + profile.gradient_bytes / 2
     return {
         "parameters": np.where(fully & twice, 0.0, weights * number_bytes / split["parameters"]),
-        "gradients": weights * (stack.gradients_held_bytes or stack.gradient_bytes) / split["gradients"],
-        "optimizer": states * (stack.state_bytes - (0 if twice else number_bytes)) * (1 - stack.offloaded),
-        "gathered": np.where(fully, stack.layers_ahead * ahead * layer + number_bytes / 2 * tables, 0.0),
-        "activations": _activations(w, c, stack, layers, np.maximum(kept, 1)),
-        "logits": np.where(last | alone, tokens * w.vocabulary / c.tensor * stack.logit_copies_bytes, 0.0),
-        "fixed": stack.fixed_bytes + np.where(rule > 0, stack.bucket_bytes, 0.0),
+        "gradients": weights * (profile.gradients_held_bytes or profile.gradient_bytes) / split["gradients"],
+        "optimizer": states * (profile.state_bytes - (0 if twice else number_bytes)) * (1 - profile.offloaded),
+        "gathered": np.where(fully, profile.layers_ahead * ahead * layer + number_bytes / 2 * tables, 0.0),
+        "activations": _activations(w, c, profile, layers, np.maximum(kept, 1)),
+        "logits": np.where(last | alone, tokens * w.vocabulary / c.tensor * profile.logit_copies_bytes, 0.0),
+        "fixed": profile.fixed_bytes + np.where(rule > 0, profile.bucket_bytes, 0.0),
     }
 
 
-def _activations(w: Workload, c: Candidates, stack: SoftwareProfile, layers: Reals, kept: Reals) -> Reals:
+def _activations(w: Workload, c: Candidates, profile: SoftwareProfile, layers: Reals, kept: Reals) -> Reals:
     tokens = local_tokens(w, c)
     stream = np.where(c.sequence_parallel > 0, c.tensor, 1)
-    whole = layer_activations(w, c, stack)
-    edge = w.element_bytes * tokens * w.width / stream * (1 - stack.offloaded)
+    whole = layer_activations(w, c, profile)
+    edge = w.element_bytes * tokens * w.width / stream * (1 - profile.offloaded)
     cores = scores_held(w, c)
     full = c.recompute == RECOMPUTE.index("full")
     selective = c.recompute == RECOMPUTE.index("selective")
-    thinned = (whole - cores) * (stack.selective_kept * (1 - stack.offloaded) if w.attention == "flash" else 1.0)
+    thinned = (whole - cores) * (profile.selective_kept * (1 - profile.offloaded) if w.attention == "flash" else 1.0)
     each = np.where(full, edge, np.where(selective, thinned, whole))
     return layers * each * kept + np.where(full, whole, 0.0) + np.where(selective, whole - each, 0.0)
 
 
-def layer_activations(w: Workload, c: Candidates, stack: SoftwareProfile) -> Reals:
+def layer_activations(w: Workload, c: Candidates, profile: SoftwareProfile) -> Reals:
     """Bytes that one layer keeps of one micro-batch for its backward pass, nothing recomputed.
 
     Counted in 16 bits as by Korthikanti et al. 2022, whose 34 bytes per token and unit of width (plain feedforward of
@@ -153,7 +151,7 @@ def layer_activations(w: Workload, c: Candidates, stack: SoftwareProfile) -> Rea
     less = 1.0 if w.precision in ("fp8", "fp4") else 0.0
     inner = ((6.0 if w.gated else 4.0) - less) * ffn / c.tensor
     routed = sparse * (4.0 - less) * w.experts_per_token * w.routed_width / c.tensor
-    streamed = (stack.stream_held_bytes - 2 * less) * w.width / stream
+    streamed = (profile.stream_held_bytes - 2 * less) * w.width / stream
     held = streamed + (4 - less) * heads + 4 * keys + inner + routed
     return tokens * held * (w.element_bytes / 2) + scores_held(w, c)
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from plait.partition.pipeline_schedule import Action
 
 MESSAGES_AT_ONCE = 4
-"""Results of other ranks that a rank has room for before it needs them, and its own that it keeps until they were
-sent (parallel/pipeline/stage_links.py)."""
+"""Buffers for results of other ranks before they are needed, and own results that are kept until they were sent
+(parallel/pipeline/stage_links.py)."""
 
 WalkedItem = Literal["gradients", "activations", "logits", "buffers"]
 """Gradients in memory of their own; what backward needs; the loss's logits and the gradients that it made; messages
@@ -38,12 +38,12 @@ class PipelineStages:
     """What a walk must know of the pipeline beside a rank's list; one stage where there is none."""
 
     layers: tuple[int, ...]
-    """Of each stage, of all ranks."""
+    """Layers of each stage, over all ranks."""
     tied: bool
     flat_layers: bool
     """Whether gradients of layers are summed over ranks, and so move into flat buckets at the end."""
     flat_tables: bool
-    """The same of vocabulary tables."""
+    """Whether gradients of vocabulary tables are summed over ranks, and so move into flat buckets at the end."""
 
     @property
     def last(self) -> int:

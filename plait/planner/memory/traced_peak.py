@@ -31,7 +31,8 @@ from plait.planner.problem.stage_partition import head_cost_in_layers, layers_of
 from plait.planner.problem.workload import Workload, distinct_tokens
 
 ROUNDS_WALKED = 3
-"""So many rounds through all ranks show all that a schedule but gpipe ever holds."""
+"""Rounds of micro-batches through all ranks that are walked: they show all that a schedule other than gpipe ever
+holds."""
 LAYERS_GATHERED_AT_ONCE = 2
 """Layers of which split parameters lie gathered at once: the one at work, and the next one."""
 HELD_BACK, HELD_BACK_AGAIN = constant("held_back"), constant("held_back_again")
@@ -39,8 +40,8 @@ HELD_BACK, HELD_BACK_AGAIN = constant("held_back"), constant("held_back_again")
 tensors that stay come between those of one micro-batch, or of one layer computed again, and the next (readings of runs
 of 1, 11 and 50 million parameters with glibc, on one host and on two)."""
 ALLOCATOR_GAP_STREAMS = constant("allocator_gap_streams")
-"""Of all rows of the stream, in each layer: what `tensor` sends and receives twice lies between tensors that stay, so
-that its room is not found again (read as 1 to 3, with memory that is kept: launch/local/heap.py)."""
+"""Streams (all rows of a micro-batch) per layer whose memory is not found again with tensor parallelism: buffers lie
+between tensors that stay."""
 PipelineEnd = Literal["first", "last", "fuller"]
 MEMORY_ITEMS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "fixed")
 
@@ -77,7 +78,7 @@ def _followed(workload: Workload, asked: CandidatesKey, keeps_ends: bool, end: P
 
 
 def _fuller(first: dict[str, Reals], last: dict[str, Reals], end: PipelineEnd) -> NDArray[np.bool_]:
-    """Where the last rank's items are those to be told."""
+    """Mask of candidates whose last rank needs more than its first."""
     if end == "fuller":
         return np.add.reduce(list(last.values())) > np.add.reduce(list(first.values()))
     return np.full(np.shape(first["parameters"]), end == "last")
@@ -98,13 +99,14 @@ def resident_bytes(workload: Workload, candidates: Candidates, tensor_bytes: Rea
 
 
 def _alike(workload: Workload, c: Candidates) -> list[Counts]:
-    """Places of candidates whose ranks carry out the same list and sum gradients over ranks alike."""
+    """Indices of candidates whose ranks carry out the same list of actions and sum gradients over ranks in the same
+    way, together."""
     columns = (c.pipeline, c.virtual, c.schedule, _micros(workload, c), _copies(c) > 1, _fully(c))
     return indices_of_equal_columns(np.stack([np.asarray(column, dtype=np.int64) for column in columns]))
 
 
 def _items(w: Workload, c: Candidates, p: TensorSizes, end: PipelineEnd, keeps_ends: bool) -> dict[str, Reals]:
-    """On the first or the last rank, of candidates that are alike."""
+    """The items on the first or the last rank, for candidates that `_alike` has put together."""
     pipeline, virtual, fully = int(c.pipeline[0]), int(c.virtual[0]), bool(_fully(c)[0])
     flat = int(_copies(c)[0]) > 1 and not fully
     lone_ends = w.tied and pipeline > 1 and not flat and not fully

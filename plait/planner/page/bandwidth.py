@@ -121,7 +121,9 @@ def _try(found: Search, clusters: list[Cluster]) -> _Tried:
     best_s, chosen = np.full((len(names), len(clusters)), np.inf), np.empty(len(clusters), dtype=np.int64)
     for number, cluster in enumerate(clusters):
         if few:
-            step_s = step_seconds(found.workload, cluster, found.candidates, found.stack, numbers=found.n_microbatches)
+            step_s = step_seconds(
+                found.workload, cluster, found.candidates, found.profile, numbers=found.n_microbatches
+            )
         else:
             step_s = _closed(found, rows, cluster) + correction
         np.minimum.at(best_s[:, number], place, step_s)
@@ -133,7 +135,7 @@ def _try(found: Search, clusters: list[Cluster]) -> _Tried:
 def _closed(found: Search, rows: Counts, cluster: Cluster) -> Reals:
     step_s = np.empty(len(found.candidates))
     for some, whole in batches_of_candidates(found.workload, found.candidates, rows):
-        step_s[some] = step_time(whole, cluster, found.candidates.select(some), found.stack).step_s
+        step_s[some] = step_time(whole, cluster, found.candidates.select(some), found.profile).step_s
     return step_s[rows]
 
 

@@ -106,7 +106,7 @@ def _items(found: Search, rows: Counts) -> Reals:
     distinct, place = np.unique(rows, return_inverse=True)
     spent = np.empty((len(TIME_NAMES), len(found.candidates)))
     for some, whole in batches_of_candidates(found.workload, found.candidates, distinct):
-        priced = step_time(whole, found.cluster, found.candidates.select(some), found.stack)
+        priced = step_time(whole, found.cluster, found.candidates.select(some), found.profile)
         spent[:, some] = [getattr(priced, name) for name in TIME_NAMES]
     own = spent[:, distinct]
     own[list(TIME_NAMES).index("bubble")] += found.step_s[distinct] - own.sum(axis=0)

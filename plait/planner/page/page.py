@@ -38,7 +38,7 @@ HEADINGS = {
     "sure": "how sure this is",
     "run": "the whole run",
 }
-"""Titles of the answer's sections as a page has room for them."""
+"""Short titles of the report's sections, for the page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

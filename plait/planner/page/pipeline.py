@@ -57,13 +57,13 @@ def pipeline_picture(found: Search) -> PipelinePicture | None:
 
 def stage_times(found: Search, index: int) -> tuple[StageTimes, int]:
     """Seconds of each stage for one micro-batch, and a step's micro-batches, as the search simulated them."""
-    work, cluster, stack = found.workload, found.cluster, found.stack
+    work, cluster, profile = found.workload, found.cluster, found.profile
     group = found.assigner.group_of(found.candidates, index)
-    one, deal = group.candidates, group.assignment
-    if deal is not None and not deal.is_even:
-        return unequal_stage_times(work, cluster, one, stack, deal, step_time_of(work, cluster, one, stack))
+    one, assignment = group.candidates, group.assignment
+    if assignment is not None and not assignment.is_even:
+        return unequal_stage_times(work, cluster, one, profile, assignment, step_time_of(work, cluster, one, profile))
     [(_, whole)] = batches_of_candidates(work, one)
-    return stage_times_of(whole, cluster, one, stack), round(float(micro_batches(whole, one)[0]))
+    return stage_times_of(whole, cluster, one, profile), round(float(micro_batches(whole, one)[0]))
 
 
 def pipeline_caption(picture: PipelinePicture | None) -> str:

@@ -18,8 +18,8 @@ ShardedState = Literal["nothing", "optimizer", "gradients", "parameters"]
 """What the ranks along `shard` split in published runs; plait itself runs all but "gradients"."""
 
 LayerSplit = Literal["balanced", "published"] | tuple[int, ...]
-"""How layers fall to a pipeline's stages: as plait runs them, as published programs deal them, or as a person names
-them, the layers of each stage in the model's order."""
+"""How layers are divided among pipeline stages: "balanced" as plait runs them, "published" as published programs
+divide them, or the layers of each stage as a person names them."""
 
 SHARD_WHAT: tuple[ShardedState, ...] = ("nothing", "optimizer", "gradients", "parameters")
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -29,12 +29,12 @@ SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Equally long arrays, one entry per layout.
+    """A table of layouts to be priced: equally long arrays, one entry per layout.
 
-    The degrees of the axes multiply to the devices: pipeline × replicate × shard × context × tensor. `expert` splits
-    the experts over ranks of these axes but the first and takes no devices of its own. `virtual` counts the chunks of
-    layers that a pipeline rank holds. `sequence_parallel` is 1 where the tensor axis also splits the stream between its
-    products. `dealing` is one for all of them; rows of published runs, which know no other, need not name it.
+    The degrees multiply to the devices: pipeline × replicate × shard × context × tensor. `expert` divides the experts
+    among ranks of these axes but the first and takes no devices of its own. `virtual` is the number of stages on a
+    pipeline rank. `sequence_parallel` is 1 where the tensor axis also divides the stream between its products.
+    `layer_split` is one for all of them.
     """
 
     pipeline: Counts
@@ -102,7 +102,7 @@ COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(Candidates) if f
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CandidatesKey:
-    """Candidates that are the same where their numbers are, for what is kept of them."""
+    """Candidates as a cache key: equal where all their numbers are equal."""
 
     candidates: Candidates
 
@@ -123,10 +123,11 @@ COLUMN_DEFAULTS: Mapping[str, int | str] = {
     "schedule": "1f1b",
     "sequence_parallel": 0,
 }
+"""What a row that names less than all columns means."""
 
 
 def indices_of_equal_columns(keys: np.ndarray) -> list[Counts]:
-    """The places of equal columns, those that are equal together."""
+    """Indices of the columns, equal columns together."""
     _, kind = np.unique(keys, axis=1, return_inverse=True)
     order = np.argsort(kind.ravel(), kind="stable")
     return np.split(order, np.flatnonzero(np.diff(kind.ravel()[order])) + 1) if len(order) else []

@@ -1,4 +1,5 @@
-"""What software makes of the machine: which kernels it has, what it hides behind arithmetic, what it costs the host."""
+"""What a training program makes of its devices: the shares of their rates that it reaches, what it hides behind
+arithmetic, what it costs the host."""
 
 from __future__ import annotations
 
@@ -12,33 +13,34 @@ from plait.planner.calibration.factors import UNCALIBRATED, Calibration
 
 _USUAL = constant_fields("software_profile")
 PROCESS_BYTES = constant("process_bytes")
-"""Of a worker's process on a processor beside its tensors: libraries, code, buffers (read on Linux with torch 2.13)."""
+"""Bytes of a worker's process on a processor beside its tensors."""
 PROCESSOR_FLASH_SHARE = constant("processor_flash_share")
-"""`Stack.flash_share` there, of the rate of large products (the readings stand in kernel_efficiency.py)."""
+"""`SoftwareProfile.flash_share` on processors, as a share of the rate of large products."""
 
 CACHED_TOKENS = int(constant("cached_tokens"))
-"""Tokens of a micro-batch on a processor: more outgrow its caches and are no faster (measured)."""
+"""Tokens of a micro-batch on a processor beyond which it outgrows the caches and is no faster."""
 
 SendModel = Literal["by share", "ahead"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftwareProfile:
-    """The habits of one training program; every share lies between 0 and 1.
+    """The efficiency of one training program; every share lies between 0 and 1.
 
-    The defaults are physical readings and what published runs have in common; the constants of other programs, fitted
-    over whole families of their runs, stand in benchmarks/published/programs.py.
+    The defaults (calibration/constants.toml) are physical readings and what published runs have in common; the profiles
+    of other programs, fitted over whole families of their runs, are in benchmarks/published/programs.py.
     """
 
     name: str
     calibration: Calibration = UNCALIBRATED
-    """What earlier runs on the same machines taught of computing (device_time.py) and of messages (step_time.py)."""
+    """Factors of computing (device_time.py) and of messages (step_time.py) that earlier runs on the same machines
+    taught."""
     speed: float = _USUAL["speed"]
     """How fast the software is against this model's expectation: the one scalar that a measurement sets."""
     product_share: float = _USUAL["product_share"]
-    """Of the rate that the largest single products reach on a device, what a long run with real data holds."""
+    """Share of the rate of the largest single products that a long run with real data holds."""
     fp8_share: float = _USUAL["fp8_share"]
-    """Of the device's fp8 rate: casts, scales and the products that stay in bf16."""
+    """Share of the device's fp8 rate that is left after casts, scales and the products that stay in bf16."""
     flash_share: float = _USUAL["flash_share"]
     """Share of the 16-bit peak that a fused attention kernel reaches forward, heads 128 wide, long sequence."""
     flash_lag: float = _USUAL["flash_lag"]
@@ -46,13 +48,14 @@ class SoftwareProfile:
     stream_bytes: float = _USUAL["stream_bytes"]
     """Memory traffic of a layer's forward pass per token and unit of width: norms, residuals, dropout, casts."""
     inner_bytes: float = _USUAL["inner_bytes"]
-    """The same per token and unit of the feedforward's width: activation and gate."""
+    """Memory traffic of the forward pass per token and unit of the feedforward's width: activation and gate."""
     score_bytes: float = _USUAL["score_bytes"]
     """Traffic per attention score of the forward pass where attention is not fused."""
     routed_bytes: float = _USUAL["routed_bytes"]
-    """The same per token, expert that it goes to and unit of width: sorting tokens by expert and back."""
+    """Memory traffic of the forward pass per token, expert that it goes to and unit of width: sorting tokens by
+    expert and back."""
     expert_share: float = _USUAL["expert_share"]
-    """Of the linear layers' rate, what products of many experts at once reach."""
+    """Share of the linear layers' rate that grouped products of many experts reach."""
     logit_bytes: float = _USUAL["logit_bytes"]
     """Traffic per logit, forward and backward: the loss in float32."""
     layer_kernels: float = _USUAL["layer_kernels"]
@@ -132,7 +135,8 @@ class SoftwareProfile:
     processors from tensor to tensor."""
 
     cached_tokens: float = inf
-    """Tokens of a micro-batch beyond which it outgrows a processor's caches and is no faster."""
+    """Tokens of a micro-batch beyond which it outgrows a processor's caches and is no faster; infinite on GPUs and
+    TPUs."""
 
     @property
     def gradient_sent_bytes(self) -> int:
@@ -164,6 +168,4 @@ class SoftwareProfile:
 
 # plait's own: no measurement of it went in yet but what its code does (loss in pieces, sums under the backward pass,
 # shards over their own axis alone).
-PLAIT = SoftwareProfile(
-    name="plait", hides_gradients=0.7, hides_updates=0.7, logit_copies_bytes=0.3, shards_over="shard"
-)
+PLAIT = SoftwareProfile(name="plait", shards_over="shard", **constant_fields("software_profile_plait"))

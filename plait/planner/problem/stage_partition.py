@@ -1,4 +1,4 @@
-"""How layers and weights fall to the pipeline's stages: the rule by which they are dealt, and its sums for pricing."""
+"""How layers and weights are divided among pipeline stages, for the cost model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StageLayers:
 
 
 def stage_layers(workload: Workload, candidates: Candidates) -> StageLayers:
-    """Layers by rank of the pipeline, from what `dealt` gives to each of its stages."""
+    """Layers by pipeline rank, from what `layers_of_stages` gives to each of its stages."""
     shapes, place = np.unique(candidates.pipeline * MANY_STAGES + candidates.virtual, return_inverse=True)
     sums = [
         _sums(workload.layers, *divmod(int(s), MANY_STAGES), head_cost_in_layers(workload), candidates.layer_split)
@@ -51,7 +51,7 @@ def _sums(layers: int, pipeline: int, virtual: int, head: float, dealing: LayerS
 
 
 def layers_of_stages(layers: int, stages: int, head: float, dealing: LayerSplit) -> tuple[int, ...]:
-    """Layers of each stage, in the model's order; the head costs as much as `head` layers."""
+    """Layers of each stage, in the model's order; `head` is the cost of the head in average layers."""
     if dealing == "balanced":
         return balanced_stages_by_cost(layers, stages, head)
     if dealing == "published":
@@ -61,10 +61,8 @@ def layers_of_stages(layers: int, stages: int, head: float, dealing: LayerSplit)
 
 
 def balanced_stages_by_cost(layers: int, stages: int, head: float) -> tuple[int, ...]:
-    """So that the dearest stage is as cheap as can be, the head counted with the last: what plait runs.
-
-    Of equally cheap ways, the one with the fuller stages in front: a pipeline fills and drains behind them.
-    """
+    """Layers of each stage so that the most expensive stage is as cheap as can be, the head counted with the last
+    stage: what plait runs on equal devices."""
     return balanced_stages_by_speed(layers, (1.0,) * stages, head)
 
 
@@ -96,11 +94,11 @@ def balanced_stages_by_speed(
 
 
 def published_stages(layers: int, stages: int) -> tuple[int, ...]:
-    """As published programs deal them.
+    """Layers of each stage as published programs divide them.
 
-    Where the layers do not divide, but would with the embedding and the head counted as one layer each, they are dealt
-    so (Llama 3's 126 layers over 8 × 8 chunks, BLOOM's 70 over 12); else some stages hold one layer more than others,
-    the first and the last not among them if that can be helped.
+    Where the layers do not divide, but would with the embedding and the head counted as one layer each, they are
+    divided so (Llama 3's 126 layers over 8 × 8 stages, BLOOM's 70 over 12); else some stages hold one layer more than
+    others, the first and the last not among them if that can be helped.
     """
     each, more = divmod(layers, stages)
     if stages > 1 and more and (layers + 2) % stages == 0:
@@ -110,7 +108,7 @@ def published_stages(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def head_cost_in_layers(workload: Workload) -> float:
-    """What the head costs in average layers, by the weights that a token is multiplied with."""
+    """Cost of the head in average layers, by the weights that a token is multiplied with."""
     w = workload
     return w.embedding_weights * w.layers / (w.active_parameters - w.embedding_weights)
 

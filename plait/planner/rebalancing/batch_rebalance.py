@@ -1,11 +1,11 @@
-"""When to deal a batch out anew while a run goes on: from measured steps to new shares, or to none.
+"""When to change the shares of the batch while a run goes on: from measured steps to new shares, or to none.
 
-A part of the batch (`Layout.batch_part`) computes for a time that grows with its sequences (where parts meet in every
-micro-batch: with those that it computes, `Meetings`), so its speed is sequences by seconds, and the last part to be
-done makes the step. Shares change only for what lasts: the steps looked at are two
-windows, one after the other, and the same new shares must make the steps of both shorter by WORTH. Over both together
-that gain must be SURE times its own standard error, or a little more among many parts. Medians leave single odd steps
-out.
+A data-parallel rank (`Layout.data_parallel_rank`) computes for a time that grows with its sequences (where ranks gather
+parameters from each other: with those that it computes, `ShardGroups`), so its speed is sequences per second, and the
+rank that is done last makes the step. Shares change only for what lasts: the steps looked at are two windows, one after
+the other, and the same new shares must shorten the steps of both by LEAST_GAIN_OF_UNEQUAL_SHARES. Over both together
+that gain must be CONFIDENCE times its own standard error, or a little more among many ranks. Medians leave single odd
+steps out.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def rebalance(
     meetings = meetings or ShardGroups(size=1, limits=(1,) * len(old))
     before = meetings.computed(old)
     speeds = _speeds(before, steps)
-    new = meetings.best(sum(old), speeds)
+    new = meetings.best_shares(sum(old), speeds)
     after = meetings.computed(new)
     gain, error = _gain(before, after, steps)
     middle = len(steps) // 2

@@ -32,6 +32,7 @@ class StageCosts:
     """A pipeline whose layers may move while it runs."""
 
     names: tuple[str, ...]
+    """Host or ranks of each stage, as people call them."""
     ranks: tuple[tuple[int, ...], ...]
     """Of each stage."""
     embedding_cost_in_layers: float

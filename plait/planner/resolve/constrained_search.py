@@ -36,7 +36,7 @@ class FoundLayout:
     search: Search
     """All layouts beside it; on processors a search for this one alone, where its micro-batches have another size."""
     index: int
-    """Of the layout among the search's candidates."""
+    """Index of the layout among the search's candidates."""
     notes: tuple[str, ...] = ()
     """Why its micro-batches have another size than usual."""
 
@@ -54,11 +54,11 @@ def constrained_search(
         knobs = {"recompute": "none"} | ({"shard_what": "optimizer"} if constraints.degrees.shard > 1 else {})
         usual = replace(constraints, knobs={**knobs, **constraints.knobs})
         with suppress(DoesNotFit):
-            found = search(workload, cluster, stack=profile, constraints=usual)
+            found = search(workload, cluster, profile=profile, constraints=usual)
             if found.bytes_per_device(found.chosen) <= found.capacity_bytes(found.chosen):
                 return with_best_host_order(found)
     try:
-        return with_best_host_order(search(workload, cluster, stack=profile, constraints=constraints))
+        return with_best_host_order(search(workload, cluster, profile=profile, constraints=constraints))
     except DoesNotFit as error:
         for tried in [usual] if usual is constraints else [usual, constraints]:
             if reordered := search_host_orders_that_fit(workload, cluster, profile, tried):
@@ -87,7 +87,7 @@ def _with_suitable_micro_batches(request: Request, one: FoundLayout) -> FoundLay
     for size in micro_sequences_to_try(usual, layout, shares, may_grow=may_grow):
         constraints = _exactly(request, one, size)
         with suppress(DoesNotFit):
-            tried = search(request.workload, one.search.cluster, stack=one.search.stack, constraints=constraints)
+            tried = search(request.workload, one.search.cluster, profile=one.search.profile, constraints=constraints)
             if not taken or tried.step_s[tried.chosen] < (1 - LARGER_MICRO_BATCH_COST) * best.step_s[best.chosen]:
                 best, taken = tried, size
     if not taken:

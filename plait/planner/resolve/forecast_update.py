@@ -1,4 +1,4 @@
-"""A forecast that takes in what is known by now: what runs taught, and steps that were timed before this one."""
+"""A forecast brought up to date: with what runs have taught since, and with steps that were timed before this run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from plait.planner.plan import Forecast
 
 
 def updated_forecast(forecast: Forecast, runs: Calibration, step_s: float | None) -> Forecast:
-    """The same with what `runs` have taught by now, and what a step took where one was timed (None: none was).
+    """The forecast with the factors of `runs` and, where a step was timed (`step_s`), scaled to it.
 
-    See note [steps that were timed before the run] in factors.py. Forecasts of earlier versions stay.
+    See note [steps that were timed before the run] in calibration/factors.py. Forecasts without items, of earlier
+    versions, stay as they are.
     """
     if forecast.items is None:
         return forecast

@@ -33,7 +33,7 @@ class WorkerOption:
     cluster: Cluster
     """The workers as the devices of a cluster."""
     threads: int
-    """Of each worker."""
+    """Threads of each worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Request:
     options: tuple[WorkerOption, ...]
     """The ways to use the machines, fewest workers first; several only on processors."""
     profile: SoftwareProfile
-    """plait's own habits, with what earlier runs taught of these machines."""
+    """plait's own software profile, with the factors that earlier runs on these machines taught."""
     basis: Basis
     """Whether times come from formulas or from a probe's clock."""
     shares_may_change: bool

@@ -1,7 +1,7 @@
-"""From what was asked and what there is to what will be done: fills in every "auto" and says why.
+"""From a request to a plan: fills in every "auto" of the recipe and says why.
 
-Pure: values in, values out. `draft` settles all but the split over workers and, for a time budget, the number of
-steps; those wait for a short measurement, whose result `settle` takes.
+Pure: values in, values out. `draft` decides everything but the layout among several and, for a time budget, the number
+of steps; those wait for a short measurement, whose result `settle` takes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from plait.recipe.schema import RunConfig
 from plait.units import Every, format_count, format_duration, format_si
 
 EVALUATION_SHARE = 0.06
-"""Of a run's work, spent at most on looking at the held-out text along the way."""
+"""Share of a run's work that is spent on evaluating the held-out text along the way, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,17 +121,18 @@ def with_layout(plan: Plan, split: WorkerLayout) -> Plan:
 
 
 def settle(config: RunConfig, draft: Draft, measured: Sequence[WorkerLayout]) -> Plan:
-    """The finished plan: the simplest split that is fast, and a time budget turned into steps."""
+    """The finished plan: the simplest of the measured layouts that is about as fast as the fastest, and a time
+    budget turned into steps."""
     best = choose(measured)
     plan = with_layout(draft.plan, best)
-    why = [*_split_reason(measured, best), *best.reasons, *plan.reasons, *_at_a_time(config, plan)]
-    steps, evaluate_every = _pace(draft, plan, why)
+    why = [*_choice_reasons(measured, best), *best.reasons, *plan.reasons, *_micro_batch_reasons(config, plan)]
+    steps, evaluate_every = _steps_and_evaluations(draft, plan, why)
     optimizer = replace(plan.optimizer, warmup_steps=warmup_steps(config, steps, why))
     return replace(plan, steps=steps, evaluate_every_steps=evaluate_every, optimizer=optimizer, reasons=tuple(why))
 
 
-def _at_a_time(config: RunConfig, plan: Plan) -> list[str]:
-    """Why micro-batches are not larger, unless a person named them, or the split has told why they are not smaller."""
+def _micro_batch_reasons(config: RunConfig, plan: Plan) -> list[str]:
+    """Why micro-batches are not larger, unless a person named them or the layout has said why they are not smaller."""
     part, device = max(plan.sequences_per_replica), plan.device
     more = device == "cpu" and plan.micro_sequences > usual_micro_sequences(
         plan.batch_sequences, plan.layout, plan.sequence
@@ -168,7 +169,7 @@ def _balance(config: RunConfig, resources: Resources, request: Request, split: W
     return every
 
 
-def _split_reason(measured: Sequence[WorkerLayout], best: WorkerLayout) -> list[str]:
+def _choice_reasons(measured: Sequence[WorkerLayout], best: WorkerLayout) -> list[str]:
     if len(measured) < 2:
         return []
     alike = len({split.workers for split in measured}) < len(measured)
@@ -188,7 +189,7 @@ def _layout_words(split: WorkerLayout) -> str:
     return f"{split.layout}{what}"
 
 
-def _pace(draft: Draft, plan: Plan, why: list[str]) -> tuple[int, int]:
+def _steps_and_evaluations(draft: Draft, plan: Plan, why: list[str]) -> tuple[int, int]:
     """Steps, and steps between evaluations (0: only at the end)."""
     budget = plan.budget
     # An evaluation is a forward pass, a third of a step's work, over the held-out tokens.

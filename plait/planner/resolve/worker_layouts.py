@@ -31,11 +31,12 @@ class WorkerLayout:
 
     layout: Layout
     threads: int
-    """Of each worker."""
+    """Threads of each worker."""
     micro_sequences: int
     """Sequences of a micro-batch, at most."""
     micro_limits: tuple[int, ...] = ()
-    """The same for each data-parallel rank, where devices' memories differ too much for one number; else empty."""
+    """Sequences of a micro-batch of each data-parallel rank, where devices' memories differ too much for one number;
+    else empty."""
     shares: tuple[int, ...] = ()
     """Sequences per step of each data-parallel rank; empty where they are as equal as can be."""
     host_order: tuple[int, ...] = ()
@@ -146,7 +147,7 @@ def _forecast(request: Request, option: WorkerOption, found: Search, index: int)
         error=found.tolerance,
         basis=request.basis,
         items=step_items(time_items(found, index)),
-        calibration=found.stack.calibration,
+        calibration=found.profile.calibration,
         probe_digest=probe_digest(option.cluster),
         embedding_cost_in_layers=found.assigner.devices.embedding_cost_in_layers,
         head_cost_in_layers=found.assigner.devices.head_cost_in_layers,
@@ -156,7 +157,7 @@ def _forecast(request: Request, option: WorkerOption, found: Search, index: int)
 def _one_device_step_s(found: Search) -> float | None:
     """What a step would take on the first of the devices alone."""
     try:
-        alone = search(found.workload, node_alone(found.cluster, 0, 1), stack=found.stack)
+        alone = search(found.workload, node_alone(found.cluster, 0, 1), profile=found.profile)
     except PlaitError:
         return None
     return float(alone.step_s[alone.fastest])

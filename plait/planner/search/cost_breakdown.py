@@ -57,7 +57,7 @@ def time_items(found: Search, index: int) -> dict[str, float]:
 
 
 def memory_items(found: Search, index: int) -> dict[str, float]:
-    """Bytes by item on the device that has least room left; "reserve" is what allocator and driver take beside."""
+    """Bytes by item on the device with least room left; "reserve" is what allocator and driver take on top."""
     needed = found.memory(index)
     known = {field.name for field in fields(needed)}
     items = {name: float(getattr(needed, name)[0]) for name in MEMORY_NAMES if name in known}

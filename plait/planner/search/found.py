@@ -15,7 +15,7 @@ from plait.planner.heterogeneous.micro_batch_limits import (
     ReplicaMemory,
     memory_of_rank,
     replica_memory_of,
-    tightest,
+    tightest_replica,
 )
 from plait.planner.memory.estimate import MemoryEstimate, estimate_memory
 from plait.planner.problem.candidates import Candidates, Counts, Reals
@@ -29,36 +29,39 @@ from plait.planner.step_time.step_time import StepTime
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """All layouts of a workload on a cluster with their prices; arrays over those that were priced."""
+    """All layouts of a workload on a cluster with their costs; arrays have one entry per priced layout."""
 
     workload: Workload
     cluster: Cluster
-    stack: SoftwareProfile
+    profile: SoftwareProfile
     constraints: Constraints
-    """What a person has settled."""
+    """What a person has named."""
     tolerance: float
+    """Layouts whose step time differs by less than this share count as equally fast."""
     candidates: Candidates
     step_s: Reals
+    """Seconds of a step."""
     judged_bytes: Reals
-    """Bytes by which its fit was judged, on the device that has least room left: where devices are unlike, with shares
+    """Bytes on the device with least room left, by which a layout was found to fit; on unequal devices with shares
     that have grown."""
     n_microbatches: Counts
-    """Micro-batches of the part of the batch that takes most."""
+    """Micro-batches per step of the data-parallel rank that has most."""
     complexity: Counts
-    """Complexity."""
+    """Points of complexity (complexity.py)."""
     chosen: int
-    """The simplest within the tolerance of the fastest, the fastest of those."""
+    """Index of the simplest layout within the tolerance of the fastest; of equally simple ones the fastest."""
     fastest: int
+    """Index of the fastest layout."""
     refused: Mapping[str, int]
     """How many layouts were not priced, by reason."""
     leanest_bytes: Mapping[int, float]
-    """Bytes per device of the leanest layout of every kind (layout_kinds.py), priced or not, judged as above."""
+    """Bytes per device of the leanest layout of every kind (layout_kinds.py), priced or not."""
     kinds_too_large: frozenset[int]
-    """The kinds of which none fits."""
+    """The kinds of which no layout fits."""
     assigner: WorkAssigner
     memory_budget: MemoryBudget
     host_order: HostOrder | None = None
-    """Where `cluster` has the machines in a better order than they came in (host_order.py)."""
+    """The permutation of hosts where `cluster` has them in a better order than they were given in; else None."""
 
     @property
     def n_refused(self) -> int:
@@ -87,7 +90,7 @@ class Search:
         )
 
     def assignment(self, index: int) -> WorkAssignment | None:
-        """Who does what in one layout; None where all devices are alike and nothing is named."""
+        """Layers and sequences of each rank in one layout; None where all devices are equal and nothing is named."""
         return self.assigner.group_of(self.candidates, index).assignment
 
     def stage_layers(self, index: int) -> tuple[int, ...]:
@@ -97,57 +100,58 @@ class Search:
         return layers_of_stages(self.workload.layers, stages, head_cost_in_layers(self.workload), one.layer_split)
 
     def step_time(self, index: int) -> StepTime:
-        """The items of one layout's time."""
+        """The items of one layout's step time, in seconds."""
         one = replace(self.assigner.group_of(self.candidates, index), n_microbatches=self.n_microbatches[[index]])
-        return closed_form_step_time(self.workload, self.cluster, self.stack, one)
+        return closed_form_step_time(self.workload, self.cluster, self.profile, one)
 
     def bytes_per_device(self, index: int) -> float:
-        """Bytes of one layout on the device that has least room left."""
+        """Bytes that one layout needs on the device with least room left."""
         held = self._held(index)[1]
         if not held:
             return float(self.judged_bytes[index])
-        [part], [rank] = tightest(held)
-        return float(held[part].needed[rank, 0])
+        [part], [rank] = tightest_replica(held)
+        return float(held[part].needed_bytes[rank, 0])
 
     def memory(self, index: int) -> MemoryEstimate:
-        """The items of one layout's memory on the device that has least room left."""
+        """The items of one layout's memory on the device with least room left."""
         one, held = self._held(index)
         if not held:
             [(_, whole)] = batches_of_candidates(self.workload, one.candidates)
-            return estimate_memory(whole, one.candidates, self.stack)
+            return estimate_memory(whole, one.candidates, self.profile)
         assert one.assignment is not None
-        [part], [rank] = tightest(held)
-        return memory_of_rank(self.workload, one.candidates, self.stack, one.assignment, held[part], int(rank))
+        [part], [rank] = tightest_replica(held)
+        return memory_of_rank(self.workload, one.candidates, self.profile, one.assignment, held[part], int(rank))
 
     def capacity_bytes(self, index: int) -> float:
-        """Bytes of that device."""
+        """Memory of the device with least room left."""
         one, held = self._held(index)
         if not held:
             return min(self.assigner.devices.memory_bytes)
         assert one.assignment is not None
-        [part], [rank] = tightest(held)
-        return float(one.assignment.memory_bytes[rank, held[part].parts[0]])
+        [part], [rank] = tightest_replica(held)
+        return float(one.assignment.memory_bytes[rank, held[part].replicas[0]])
 
     def memory_of_fullest(self, index: int) -> MemoryEstimate:
-        """The items on the device that holds most, which need not be the one that has least room left."""
+        """The items of memory on the device that needs most, which need not be the one with least room left."""
         one, held = self._held(index)
         if not held:
             return self.memory(index)
         places = [(portion, rank) for portion in held for rank in range(len(portion.capacity_bytes))]
         portion, rank = max(places, key=lambda place: place[0].needed_bytes[place[1], 0])
         assert one.assignment is not None
-        return memory_of_rank(self.workload, one.candidates, self.stack, one.assignment, portion, rank)
+        return memory_of_rank(self.workload, one.candidates, self.profile, one.assignment, portion, rank)
 
     def micro_sequences(self, index: int) -> tuple[int, ...]:
-        """Sequences that each part of the batch takes at a time at most; a single number where all take as many."""
+        """Sequences of a micro-batch of each data-parallel rank, at most; a single number where all ranks have the
+        same."""
         held = self._held(index)[1]
         by_part = {int(part): int(portion.limit[0]) for portion in held for part in portion.replicas}
         limits = tuple(by_part[part] for part in sorted(by_part)) or (int(self.candidates.micro_sequences[index]),)
         return limits if len(set(limits)) > 1 else limits[:1]
 
     def _held(self, index: int) -> tuple[CandidateGroup, list[ReplicaMemory]]:
-        """One layout, and what its parts of the batch hold where devices are unlike."""
+        """One layout, and what its data-parallel ranks need where devices are unequal."""
         one = self.assigner.group_of(self.candidates, index)
         if not one.needs_memory_per_device:
             return one, []
-        return one, replica_memory_of(self.workload, one, self.stack, self.memory_budget)
+        return one, replica_memory_of(self.workload, one, self.profile, self.memory_budget)

@@ -1,4 +1,5 @@
-"""The order of unlike machines: which of them hold a model's first layers and which its last, priced like all else."""
+"""The order of unequal hosts: which of them hold a model's first layers and which its last, priced like everything
+else."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ HostNumbers = tuple[int, ...]
 
 
 def with_best_host_order(found: Search) -> Search:
-    """The same question with the machines in the order that makes a step fastest; as they stand where others gain less
-    than WORTH, or only with a more complicated layout.
+    """The search with the hosts in the order that makes a step fastest; in the given order where others gain less than
+    LEAST_GAIN_OF_UNEQUAL_SHARES, or only with a more complicated layout.
 
-    The first one stays the first: it is where a run is started, and the others can take any place. Shares and stages
-    that a person named are for the machines as they stand.
+    The first host stays first: a run is started there. Shares and stages that a person named are for the hosts in the
+    given order.
     """
     if not may_reorder_hosts(found.constraints) or (
         found.assigner.devices.are_equal and not has_unequal_links(found.cluster)
@@ -41,42 +42,40 @@ def with_best_host_order(found: Search) -> Search:
 
 
 def search_host_orders_that_fit(
-    workload: Workload, cluster: Cluster, stack: SoftwareProfile, constraints: Constraints
+    workload: Workload, cluster: Cluster, profile: SoftwareProfile, constraints: Constraints
 ) -> Search | None:
-    """The fastest of the orders behind the first machine; for a question that nothing answers as the machines stand.
-
-    Where all hold the same there is none: layers are dealt out by memory as well.
-    """
+    """The fastest search over host orders, for a job that fits no layout in the given order; None where all hosts
+    have the same memory, since layers are assigned by memory as well."""
     if not may_reorder_hosts(constraints) or len({island.device.memory_bytes for island in cluster.islands}) == 1:
         return None
     found: list[Search] = []
     for places, other in other_orders(cluster, first_stays=True):
         with suppress(PlaitError):
-            one = search(workload, other, stack=stack, constraints=constraints)
+            one = search(workload, other, profile=profile, constraints=constraints)
             found.append(replace(one, host_order=HostOrder(hosts=places, step_s_in_given_order=None)))
     return min(found, key=_rank) if found else None
 
 
 def with_better_first_host(found: Search) -> Search | None:
-    """The same with another machine first, where that is faster by more than the forecast can tell."""
+    """The search with another host first, where that is faster by more than the forecast can tell."""
     orders = [(places, other) for places, other in other_orders(found.cluster, first_stays=False) if places[0]]
     best = _best(found, orders, _step_s(found) / (1 + found.tolerance))
     return best[1] if best else None
 
 
 def may_reorder_hosts(constraints: Constraints) -> bool:
-    """Whether nobody named shares or stages, which are for machines as they stand."""
+    """Whether nobody named shares or stages, which are for the hosts in the given order."""
     return not (constraints.shares or constraints.stage_layers)
 
 
 def _best(
     found: Search, orders: Sequence[tuple[HostNumbers, Cluster]], limit_s: float
 ) -> tuple[HostNumbers, Search] | None:
-    """The same question in the order of which most is to be expected; None where a step takes longer than the limit,
-    unless as the machines stand it needs room that a device has only if all goes well; and where there it needs that.
+    """The best order and its search; None where a step takes longer than the limit, unless the given order needs memory
+    that a device may not have, or where the new order needs such memory.
 
-    Orders are compared by what they make of the degrees that are best as the machines stand, chosen and fastest: to
-    price all layouts in all of them would take minutes on large clusters.
+    Orders are compared by the degrees that are best in the given order, chosen and fastest: to price all layouts in all
+    orders would take minutes on large clusters.
     """
     tries = (
         [found.constraints]
@@ -96,12 +95,12 @@ def _best(
 
 
 def _holds(found: Search) -> bool:
-    """Whether every device has room for what is chosen."""
+    """Whether every device has room for the chosen layout."""
     return found.bytes_per_device(found.chosen) <= found.capacity_bytes(found.chosen)
 
 
 def _rank(found: Search) -> tuple[bool, float]:
-    """What holds comes first, and of that the fastest."""
+    """Key for comparing orders: those that surely fit first, then the fastest."""
     return not _holds(found), _step_s(found)
 
 
@@ -110,9 +109,11 @@ def _degrees(found: Search, index: int) -> Constraints:
 
 
 def _on(found: Search, cluster: Cluster, constraints: Constraints) -> Search | None:
-    """A question on other machines; None where nothing fits."""
+    """The same search on other hosts; None where nothing fits."""
     try:
-        return search(found.workload, cluster, stack=found.stack, constraints=constraints, tolerance=found.tolerance)
+        return search(
+            found.workload, cluster, profile=found.profile, constraints=constraints, tolerance=found.tolerance
+        )
     except PlaitError:
         return None
 

@@ -29,41 +29,44 @@ def step_seconds(
     workload: Workload,
     cluster: Cluster,
     candidates: Candidates,
-    stack: SoftwareProfile,
-    dealer: WorkAssigner | None = None,
+    profile: SoftwareProfile,
+    assigner: WorkAssigner | None = None,
     numbers: Counts | None = None,
 ) -> Reals:
-    """Seconds of a step: by the closed form, and near the best by simulation; `numbers` as a group has them."""
-    dealer = dealer or WorkAssigner(workload=workload, devices=device_speeds_of(workload, cluster, stack), stack=stack)
-    groups = dealer.grouped(candidates)
+    """Seconds of a step of every candidate: by the closed form, and near the best by simulation; `numbers` are
+    micro-batches per step as CandidateGroup has them."""
+    assigner = assigner or WorkAssigner(
+        workload=workload, devices=device_speeds_of(workload, cluster, profile), profile=profile
+    )
+    groups = assigner.grouped(candidates)
     if numbers is not None:
         groups = [some for group in groups for some in _apart(replace(group, n_microbatches=numbers[group.indices]))]
     step_s = np.empty(len(candidates))
     for group in groups:
-        step_s[group.indices] = closed_form_step_time(workload, cluster, stack, group).step_s
+        step_s[group.indices] = closed_form_step_time(workload, cluster, profile, group).step_s
     closed = candidates.pipeline > 1
     # Simulated times are longer, so that others come near the best.
     while (again := closed & (step_s <= step_s.min() * (1 + SIMULATED_WITHIN))).any():
         for group in groups:
             if again[group.indices].any():
                 few = group.select(again[group.indices])
-                step_s[few.indices] = _simulated(workload, cluster, stack, few)
+                step_s[few.indices] = _simulated(workload, cluster, profile, few)
         closed &= ~again
     return step_s
 
 
 def closed_form_step_time(
-    workload: Workload, cluster: Cluster, stack: SoftwareProfile, group: CandidateGroup
+    workload: Workload, cluster: Cluster, profile: SoftwareProfile, group: CandidateGroup
 ) -> StepTime:
     """The items of time of a group's layouts on its devices, pipelines by the closed form."""
-    times = step_time_of(workload, cluster, group.candidates, stack)
+    times = step_time_of(workload, cluster, group.candidates, profile)
     if group.assignment is None or (group.assignment.is_even and not _often(group).any()):
         return times
-    return bottleneck(workload, cluster, group.candidates, stack, group.assignment, times, group.n_microbatches).times
+    return bottleneck(workload, cluster, group.candidates, profile, group.assignment, times, group.n_microbatches).times
 
 
 def _apart(group: CandidateGroup) -> list[CandidateGroup]:
-    """By how layouts of one deal are priced: device by device, or all alike."""
+    """Split a group by how its layouts are priced: rank by rank, or all ranks as equal."""
     often = _often(group)
     return [group] if often.all() or not often.any() else [group.select(often), group.select(~often)]
 
@@ -77,34 +80,34 @@ def _often(group: CandidateGroup) -> NDArray[np.bool_]:
     return (group.n_microbatches > usual) & (c.shard_what == SHARD_WHAT.index("parameters"))
 
 
-def _simulated(workload: Workload, cluster: Cluster, stack: SoftwareProfile, group: CandidateGroup) -> Reals:
+def _simulated(workload: Workload, cluster: Cluster, profile: SoftwareProfile, group: CandidateGroup) -> Reals:
     if group.assignment is not None and (not group.assignment.is_even or _often(group).any()):
-        times = step_time_of(workload, cluster, group.candidates, stack)
+        times = step_time_of(workload, cluster, group.candidates, profile)
         return simulated_unequal_s(
-            workload, cluster, group.candidates, stack, group.assignment, times, group.n_microbatches
+            workload, cluster, group.candidates, profile, group.assignment, times, group.n_microbatches
         )
     step_s = np.empty(len(group.candidates))
     for rows, whole in batches_of_candidates(workload, group.candidates):
         few = group.candidates.select(rows)
-        step_s[rows] = simulated_s(whole, cluster, few, stack, step_time(whole, cluster, few, stack))
+        step_s[rows] = simulated_s(whole, cluster, few, profile, step_time(whole, cluster, few, profile))
     return step_s
 
 
-def step_time_of(workload: Workload, cluster: Cluster, candidates: Candidates, stack: SoftwareProfile) -> StepTime:
+def step_time_of(workload: Workload, cluster: Cluster, candidates: Candidates, profile: SoftwareProfile) -> StepTime:
     """The items of time of layouts that split the batch into equal numbers of micro-batches."""
     items = {field.name: np.empty(len(candidates)) for field in fields(StepTime)}
     for rows, whole in batches_of_candidates(workload, candidates):
-        times = step_time(whole, cluster, candidates.select(rows), stack)
+        times = step_time(whole, cluster, candidates.select(rows), profile)
         for name, values in items.items():
             values[rows] = getattr(times, name)
     return StepTime(**items)
 
 
-def bytes_of(workload: Workload, candidates: Candidates, stack: SoftwareProfile) -> Reals:
+def bytes_of(workload: Workload, candidates: Candidates, profile: SoftwareProfile) -> Reals:
     """Bytes per device that each candidate needs."""
     reserved = np.empty(len(candidates))
     for rows, whole in batches_of_candidates(workload, candidates):
-        reserved[rows] = estimate_memory(whole, candidates.select(rows), stack).reserved
+        reserved[rows] = estimate_memory(whole, candidates.select(rows), profile).reserved
     return reserved
 
 

@@ -1,4 +1,5 @@
-"""The planner's choice: every layout listed, refused with a reason or priced, and of the fast ones the simplest."""
+"""The search: every layout is listed, refused with a reason or priced; of those about as fast as the fastest the
+simplest is chosen."""
 
 from __future__ import annotations
 
@@ -35,23 +36,23 @@ RECOMPUTES_NEEDLESSLY = "computes again what fits in memory anyway"
 
 
 class DoesNotFit(PlaitError):
-    """No layout fits the devices; with what is needed to find out what would."""
+    """No layout fits the devices; carries what is needed to find out what would."""
 
-    def __init__(self, workload: Workload, cluster: Cluster, dealer: WorkAssigner, least_bytes: float) -> None:
+    def __init__(self, workload: Workload, cluster: Cluster, assigner: WorkAssigner, least_bytes: float) -> None:
         have = format_bytes(min(island.device.memory_bytes for island in cluster.islands))
         super().__init__(
             f"a model of {format_count(workload.parameters)} parameters fits no layout of {cluster.name}: the "
-            f"leanest needs {format_bytes(least_bytes)} a device, and {dealer.devices.smallest} has {have}"
+            f"leanest needs {format_bytes(least_bytes)} a device, and {assigner.devices.smallest} has {have}"
         )
         self.workload, self.cluster, self.least_bytes = workload, cluster, least_bytes
-        self.stack, self.smallest = dealer.stack, dealer.devices.smallest
+        self.profile, self.smallest = assigner.profile, assigner.devices.smallest
 
 
 def search(
     workload: Workload,
     cluster: Cluster,
     *,
-    stack: SoftwareProfile = PLAIT,
+    profile: SoftwareProfile = PLAIT,
     constraints: Constraints | None = None,
     tolerance: float | Literal["stated"] = "stated",
 ) -> Search:
@@ -59,16 +60,16 @@ def search(
 
     "stated" is the model's own error where nothing was measured: less is no evidence.
     """
-    stack, constraints = stack.on(cluster), constraints or Constraints()
+    profile, constraints = profile.on(cluster), constraints or Constraints()
     _check_constraints(workload, constraints)
-    devices = device_speeds_of(workload, cluster, stack)
-    assigner = WorkAssigner(workload=workload, devices=devices, stack=stack, named_shares=constraints.shares)
-    listed = enumerate_layouts(workload, cluster.devices, constraints, stack)
+    devices = device_speeds_of(workload, cluster, profile)
+    assigner = WorkAssigner(workload=workload, devices=devices, profile=profile, named_shares=constraints.shares)
+    listed = enumerate_layouts(workload, cluster.devices, constraints, profile)
     fit = _fit(assigner, cluster, listed.candidates, constraints)
     needless = _needless(listed.candidates, fit.kept, fit.n_microbatches)
     priced = fit.kept & ~needless
     candidates, n_microbatches = listed.candidates.select(priced), fit.n_microbatches[priced]
-    step_s = step_seconds(workload, cluster, candidates, stack, assigner, n_microbatches)
+    step_s = step_seconds(workload, cluster, candidates, profile, assigner, n_microbatches)
     complexity = complexity_of(candidates, network_of(cluster))
     enough = stated_error(workload, cluster) if tolerance == "stated" else tolerance
     refused = {
@@ -80,7 +81,7 @@ def search(
     return Search(
         workload=workload,
         cluster=cluster,
-        stack=stack,
+        profile=profile,
         constraints=constraints,
         tolerance=enough,
         candidates=candidates,
@@ -103,11 +104,11 @@ class _Fit:
     """Which candidates fit the devices; arrays over all that were listed."""
 
     on_hosts: NDArray[np.bool_]
-    """Where no tensor or context group spans two hosts needlessly."""
+    """Mask: no tensor or context group spans two hosts needlessly."""
     fits: NDArray[np.bool_]
-    """Where every device holds what falls to it."""
+    """Mask: every device holds its part."""
     judged_bytes: Reals
-    """Bytes on the device that has least room left."""
+    """Bytes on the device with least room left."""
     n_microbatches: Counts
     budget: MemoryBudget
 
@@ -126,7 +127,7 @@ def _fit(assigner: WorkAssigner, cluster: Cluster, candidates: Candidates, const
     budget = MemoryBudget()
     judged, fits, n_microbatches = _held(assigner, candidates, budget)
     if constraints.degrees and not (on_hosts & fits).any():
-        budget = MemoryBudget.for_requested_layout(cluster, assigner.stack)
+        budget = MemoryBudget.for_requested_layout(cluster, assigner.profile)
         judged, fits, n_microbatches = _held(assigner, candidates, budget)
     if not (on_hosts & fits).any():
         least = judged[on_hosts].min() if on_hosts.any() else judged.min()
@@ -147,26 +148,28 @@ def _check_constraints(workload: Workload, constraints: Constraints) -> None:
     check_shares(constraints.shares, degrees, workload.batch_sequences)
 
 
-def _held(dealer: WorkAssigner, candidates: Candidates, room: MemoryBudget) -> tuple[Reals, NDArray[np.bool_], Counts]:
+def _held(
+    assigner: WorkAssigner, candidates: Candidates, budget: MemoryBudget
+) -> tuple[Reals, NDArray[np.bool_], Counts]:
     """Bytes on the tightest device of every candidate when shares grow, whether each of its devices holds what falls
     to it, and the micro-batches that this makes."""
-    stack, workload = dealer.stack, dealer.workload
+    profile, workload = assigner.profile, assigner.workload
     judged, fits = np.empty(len(candidates)), np.empty(len(candidates), dtype=bool)
     numbers = -(-workload.batch_sequences // (candidates.data_parallel_degree * candidates.micro_sequences))
-    for group in dealer.grouped(candidates):
+    for group in assigner.grouped(candidates):
         if not group.needs_memory_per_device:
-            needed = bytes_of(workload, group.candidates, stack)
-            have = room.usable_bytes(np.array(min(dealer.devices.memory_bytes), dtype=np.float64))
+            needed = bytes_of(workload, group.candidates, profile)
+            have = budget.usable_bytes(np.array(min(assigner.devices.memory_bytes), dtype=np.float64))
             judged[group.indices], fits[group.indices] = needed, needed <= have
             continue
-        held = memory_fit(workload, group, stack, room)
-        judged[group.indices], fits[group.indices], numbers[group.indices] = held.most, held.fits, held.numbers
+        held = memory_fit(workload, group, profile, budget)
+        judged[group.indices], fits[group.indices], numbers[group.indices] = held.most, held.fits, held.n_microbatches
     return judged, fits, numbers
 
 
 def simplest(step_s: Reals, points: Counts, tolerance: float, workers: Counts | int = 1) -> int:
-    """The place of the simplest within the tolerance of the fastest: of fewest points, of one worker before several,
-    of equally simple ones the fastest."""
+    """Index of the simplest layout within the tolerance of the fastest: fewest points first, one worker before
+    several, then the fastest. The one rule of choice: by forecasts or by measured steps."""
     enough = np.flatnonzero(step_s <= step_s.min() * (1 + tolerance))
     several = np.broadcast_to(np.asarray(workers) > 1, step_s.shape)
     return int(enough[np.lexsort((step_s[enough], several[enough], points[enough]))[0]])

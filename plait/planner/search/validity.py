@@ -54,10 +54,8 @@ def check_layout(layout: Layout, shape: ModelShape, *, sequence: int, batch_sequ
 
 
 def check_shares(shares: tuple[int, ...], layout: Layout, batch_sequences: int) -> None:
-    """Raise PlaitError, with the mend, where shares do not deal a step's sequences out to the parts of the batch.
-
-    No shares are equal ones, which `check_layout` has checked.
-    """
+    """Raise PlaitError, with the mend, where named shares do not divide a step's sequences among the data-parallel
+    ranks. Empty shares are equal ones, which `check_layout` has checked."""
     if not shares:
         return
     parts = layout.data_parallel_degree
@@ -77,7 +75,7 @@ def check_shares(shares: tuple[int, ...], layout: Layout, batch_sequences: int) 
 
 
 def check_devices(layout: Layout, machine: Machine) -> None:
-    """Raise PlaitError where GPUs would be left over or missing; CPU workers may be as many as are asked for."""
+    """Raise PlaitError where GPUs would be left over or missing; workers on processors may be as many as are named."""
     if machine.device == "cuda" and layout.world_size != machine.devices:
         raise PlaitError(
             f"the layout {layout} needs {layout.world_size} GPUs, and this machine has {machine.devices}; name degrees "

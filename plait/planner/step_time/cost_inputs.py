@@ -13,12 +13,12 @@ from plait.planner.step_time.network_model import Network
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostInputs:
-    """A workload, layouts to be priced, and the machines as the items need them."""
+    """What every item of a step's time depends on: workload, candidate layouts, software, devices and network."""
 
     workload: Workload
     candidates: Candidates
-    stack: SoftwareProfile
+    profile: SoftwareProfile
     arithmetic: DeviceTime
     roads: Network
     hidden_at_most: float
-    """Share of a message that arithmetic may hide, as a probe found."""
+    """Share of a message that arithmetic may hide, as a probe found; 1 where none has measured."""

@@ -12,15 +12,12 @@ from plait.planner.problem.workload import PricedPrecision
 from plait.planner.step_time.kernel_efficiency import KernelEfficiency, kernel_efficiency_of
 
 USUAL_ACHIEVABLE_SHARE = constant("usual_achievable_share")
-"""Share of the peak that large products reach where the catalogue has no measurement."""
 UNTHROTTLED_FLOPS_PER_WATT = constant("unthrottled_flops_per_watt")
 THROTTLE_EXPONENT = constant("throttle_exponent")
-"""Up to this rate per watt of board power a device keeps its clock; beyond, it falls with this power of the excess.
-The A100 (0.78) keeps it, the H100 (1.41 in bf16, 2.83 in fp8) does not. Fitted on the even half of all rows of H100,
-B200 and GB200 at once (llm-foundry, dgxc, NVIDIA's summary, torchtitan, SimuMax); the knee, 0.8, is assumed."""
+"""Up to UNTHROTTLED_FLOPS_PER_WATT of board power a device keeps its clock; beyond, the rate falls with this power
+of the excess."""
 A100_FLOPS = 312e12
 STREAM_SHARE = constant("stream_share")
-"""Share of the memory's rate that element-wise kernels reach (planner's survey: 0.75 to 0.85 on A100 and H100)."""
 FALLBACK_PRECISIONS: Mapping[PricedPrecision, PricedPrecision] = {
     "fp4": "fp8",
     "fp8": "bf16",
@@ -32,30 +29,36 @@ FALLBACK_PRECISIONS: Mapping[PricedPrecision, PricedPrecision] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """One device under one stack, as rates."""
+    """Arithmetic and memory rates of one device under one software profile, in FLOP/s and bytes/s."""
 
     linear_flops: float
     """Rate of the largest linear layers' products."""
     plain_flops: float
-    """Rate of the largest products in 16 bits: heads and unfused attention."""
+    """Rate of the largest products in 16 bits: the head, and attention that is not fused."""
     score_flops: float
-    """What the shares of attention kernels refer to."""
+    """Rate that the shares of attention kernels refer to."""
     stream_bytes_per_s: float
     units: int
-    """Tiles of a result that are computed at once, where products are dealt out in such."""
+    """Tiles of a result that are computed at once, where products are divided into tiles."""
     kernels: KernelEfficiency
 
 
-def device_rates(device: Device, precision: PricedPrecision, stack: SoftwareProfile, speed: float = 1.0) -> DeviceRates:
-    """The rates of a device in the workload's precision."""
+def device_rates(
+    device: Device, precision: PricedPrecision, profile: SoftwareProfile, speed: float = 1.0
+) -> DeviceRates:
+    """The rates of a device in a precision.
+
+    products = peak × achievable share × profile.product_share × sustained_flops (constants.toml); attention refers to
+    the peak, less `flash_lag` on devices faster than an A100.
+    """
     peak = peak_flops(device, "bf16" if precision in ("fp8", "fp4") else precision)
-    reached = (device.achievable or USUAL_ACHIEVABLE_SHARE) * stack.product_share * speed
+    reached = (device.achievable or USUAL_ACHIEVABLE_SHARE) * profile.product_share * speed
     plain = linear = peak * reached * sustained_flops(peak, device.watts)
     if precision in ("fp8", "fp4"):
         narrow = peak_flops(device, precision)
-        linear = max(linear, narrow * reached * stack.fp8_share * sustained_flops(narrow, device.watts))
+        linear = max(linear, narrow * reached * profile.fp8_share * sustained_flops(narrow, device.watts))
     # Attention kernels lag behind the devices: one written for another generation gets less out of it.
-    lag = min(1.0, (A100_FLOPS / peak) ** stack.flash_lag)
+    lag = min(1.0, (A100_FLOPS / peak) ** profile.flash_lag)
     # A processor's kernels go by the rate of its large products, which is its peak where that was measured.
     large = USUAL_ACHIEVABLE_SHARE if device.kind == "cpu" and device.achievable is None else 1.0
     return DeviceRates(
@@ -69,8 +72,8 @@ def device_rates(device: Device, precision: PricedPrecision, stack: SoftwareProf
 
 
 def sustained_flops(peak: float, watts: float | None) -> float:
-    """Share of its short-run rate that a device holds in a long run: the more arithmetic a watt must feed, the slower
-    the clock that its power limit leaves."""
+    """Share of its short-run rate that a device holds in a long run: min(1, (knee × watts / peak) ** exponent). The
+    more arithmetic a watt must feed, the slower the clock that the power limit leaves."""
     return min(1.0, (UNTHROTTLED_FLOPS_PER_WATT * watts / peak) ** THROTTLE_EXPONENT) if watts else 1.0
 
 

@@ -22,10 +22,10 @@ from plait.planner.step_time.roofline import LayerTime, head_time, layer_time, l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTime:
-    """The slowest device of a cluster under one stack; it sets everyone's pace."""
+    """Seconds of layers, head and optimizer on the slowest device of a cluster, which every other device waits for."""
 
     workload: Workload
-    stack: SoftwareProfile
+    profile: SoftwareProfile
     chip: DeviceRates
     clock: MeasuredDevice | None
     """What a probe measured on it."""
@@ -33,23 +33,23 @@ class DeviceTime:
     def layer(self, candidates: Candidates) -> LayerTime:
         """An average layer and one micro-batch on one device."""
         if self.clock is None:
-            once = layer_time(self.workload, self.chip, self.stack, candidates)
+            once = layer_time(self.workload, self.chip, self.profile, candidates)
         else:
             once = _clocked_layer(self.workload, self.clock, candidates)
-        learnt = self.stack.calibration.compute
+        learnt = self.profile.calibration.compute
         return LayerTime(**{field.name: getattr(once, field.name) * learnt for field in fields(LayerTime)})
 
     def head(self, candidates: Candidates) -> Reals:
         """The head and the loss, forward and backward, of one micro-batch."""
-        return self._head(candidates) * self.stack.calibration.compute
+        return self._head(candidates) * self.profile.calibration.compute
 
     def update(self, weights: Reals) -> Reals:
         """The optimizer's update of so many parameters, and what a step costs beside."""
-        return self._update(weights) * self.stack.calibration.compute
+        return self._update(weights) * self.profile.calibration.compute
 
     def _head(self, candidates: Candidates) -> Reals:
         if self.clock is None:
-            return np.add(*head_time(self.workload, self.chip, self.stack, candidates))
+            return np.add(*head_time(self.workload, self.chip, self.profile, candidates))
         w, tokens = self.workload, local_tokens(self.workload, candidates)
         entries = w.vocabulary / candidates.tensor
         looked_up = measured_compute.embedding_s(self.clock, tokens, w.width, entries)
@@ -60,25 +60,25 @@ class DeviceTime:
 
     def _update(self, weights: Reals) -> Reals:
         if self.clock is None:
-            return weights * self.stack.update_bytes / self.chip.stream_bytes_per_s + self.stack.step_s
+            return weights * self.profile.update_bytes / self.chip.stream_bytes_per_s + self.profile.step_s
         return measured_compute.update_s(self.clock, weights)
 
 
-def device_time_of(workload: Workload, cluster: Cluster, stack: SoftwareProfile) -> DeviceTime:
+def device_time_of(workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> DeviceTime:
     """The slowest device's times, by the clock where the cluster was measured."""
     slowest = min(
-        cluster.islands, key=lambda i: device_rates(i.device, workload.precision, stack, i.speed).linear_flops
+        cluster.islands, key=lambda i: device_rates(i.device, workload.precision, profile, i.speed).linear_flops
     )
     return DeviceTime(
         workload=workload,
-        stack=stack,
-        chip=device_rates(slowest.device, workload.precision, stack, slowest.speed),
+        profile=profile,
+        chip=device_rates(slowest.device, workload.precision, profile, slowest.speed),
         clock=slowest_device(cluster.measured) if was_measured(workload, cluster) else None,
     )
 
 
 def was_measured(workload: Workload, cluster: Cluster) -> bool:
-    """Whether a probe has been here, and in the precision that is asked about."""
+    """Whether the cluster was probed in the precision of this workload."""
     return cluster.measured is not None and cluster.measured.precision == workload.precision and not workload.experts
 
 

@@ -12,63 +12,63 @@ from plait.planner.step_time.network_model import Collective, collective_s, stag
 from plait.planner.step_time.roofline import LayerTime, local_tokens, sharing_ranks
 
 LAST_BUCKET_BYTES = 2**20
-"""Of the last bucket of gradients, at least (parallel/gradients/buckets.py)."""
+"""Bytes of the last bucket of gradients, at least (parallel/gradients/buckets.py)."""
 
 
 def shared_weights_s(
-    scene: CostInputs, layer: LayerTime, again: Reals, layers: Reals, micros: Reals
+    inputs: CostInputs, layer: LayerTime, again: Reals, layers: Reals, micros: Reals
 ) -> tuple[Reals, Reals, Reals]:
     """Exposed gathers of parameters, exposed gradient sums and what of both is hidden, per step."""
-    c, stack = scene.candidates, scene.stack
+    c, profile = inputs.candidates, inputs.profile
     forward, backward = layers * layer.forward, layers * (layer.backward + again)
-    common, experts = fullest_weights(scene.workload, c)
-    stride, sharded = c.tensor, sharing_ranks(c, stack)
+    common, experts = fullest_weights(inputs.workload, c)
+    stride, sharded = c.tensor, sharing_ranks(c, profile)
     group = np.where(c.shard_what > 0, sharded, 1)
     one = common + experts
-    pieces = layers * stack.layer_pieces
+    pieces = layers * profile.layer_pieces
     apart = stride * c.context // (sharded // c.shard)  # of two ranks that share the shards of a weight
     fully = c.shard_what == SHARD_WHAT.index("parameters")
 
     def moved(kind: Collective, number_bytes: int) -> Reals:
-        return collective_s(scene.roads, kind, number_bytes * one, group, apart, pieces)
+        return collective_s(inputs.roads, kind, number_bytes * one, group, apart, pieces)
 
-    gather = moved("gather", scene.workload.element_bytes)
-    scatter = moved("scatter", stack.gradient_sent_bytes)
-    scatter = scatter * np.where(stack.all_reduces_shards & (c.shard_what < SHARD_WHAT.index("gradients")), 2.0, 1.0)
-    summed = _summed(scene, common / group, experts / group, pieces)
-    window = stack.hides_parameters
+    gather = moved("gather", inputs.workload.element_bytes)
+    scatter = moved("scatter", profile.gradient_sent_bytes)
+    scatter = scatter * np.where(profile.all_reduces_shards & (c.shard_what < SHARD_WHAT.index("gradients")), 2.0, 1.0)
+    summed = _summed(inputs, common / group, experts / group, pieces)
+    window = profile.hides_parameters
     halfway = c.shard_what == SHARD_WHAT.index("gradients")
     # Parameters sharded: gathered for each pass of each micro-batch, gradients scattered after each.
-    one_layer = np.maximum(1 / np.maximum(layers, 1), 1 - scene.hidden_at_most)
+    one_layer = np.maximum(1 / np.maximum(layers, 1), 1 - inputs.hidden_at_most)
     each_forward = np.maximum(gather - window * forward, gather * one_layer)
-    if stack.hides_scatters:
+    if profile.hides_scatters:
         each_backward = np.maximum(gather + scatter - window * backward, scatter * one_layer)
     else:
         each_backward = scatter + np.maximum(gather - window * backward, gather * one_layer)
-    last = np.maximum(_last_bucket(scene, one, layers), 1 - scene.hidden_at_most)
-    late = np.maximum(scatter + summed - stack.hides_gradients * backward, (scatter + summed) * last)
-    early = np.maximum(gather - stack.hides_updates * forward, gather * last)
+    last = np.maximum(_last_bucket(inputs, one, layers), 1 - inputs.hidden_at_most)
+    late = np.maximum(scatter + summed - profile.hides_gradients * backward, (scatter + summed) * last)
+    early = np.maximum(gather - profile.hides_updates * forward, gather * last)
     parameters = np.where(fully, micros * each_forward, np.where(c.shard_what > 0, early, 0.0))
-    gradients = np.where(fully, micros * each_backward + summed * (1 - stack.hides_gradients), late)
+    gradients = np.where(fully, micros * each_backward + summed * (1 - profile.hides_gradients), late)
     gradients = np.where(halfway, gradients + (micros - 1) * np.maximum(scatter - window * backward, 0.0), gradients)
     total = np.where(fully, micros * (2 * gather + scatter) + summed, gather + scatter + summed)
     return parameters, gradients, np.maximum(total - parameters - gradients, 0.0)
 
 
-def tied_embedding_sync_s(scene: CostInputs, forward: Reals, micros: Reals) -> Reals:
+def tied_embedding_sync_s(inputs: CostInputs, forward: Reals, micros: Reals) -> Reals:
     """What a tied head and its embedding, which another stage has, cost: the embedding's gradient is the very last of
     all, so that nothing hides a sum of both. Where one end keeps the table (parallel/pipeline/tied_embedding.py), what
     is waited for are the rows of the first micro-batch and the gradients of the last one's; the other rows travel
     before the first gradient of a stage does, which comes when `forward`, of a stage and a micro-batch, was done
     through all stages."""
-    w, c, stack = scene.workload, scene.candidates, scene.stack
-    table = stack.gradient_sent_bytes * w.embedding_weights / c.tensor
+    w, c, profile = inputs.workload, inputs.candidates, inputs.profile
+    table = profile.gradient_sent_bytes * w.embedding_weights / c.tensor
     apart = np.maximum(c.devices // c.pipeline * (c.pipeline - 1), 1)
-    summed = collective_s(scene.roads, "reduce", table, np.where(c.pipeline > 1, 2, 1), apart)
-    if not (stack.keeps_tied_table_once and w.tied):
+    summed = collective_s(inputs.roads, "reduce", table, np.where(c.pipeline > 1, 2, 1), apart)
+    if not (profile.keeps_tied_table_once and w.tied):
         return summed * (w.tied and c.pipeline > 1)
     once, every = (
-        stage_message_s(scene.roads, table * distinct_tokens(tokens, w.vocabulary) / w.vocabulary, 2, apart)
+        stage_message_s(inputs.roads, table * distinct_tokens(tokens, w.vocabulary) / w.vocabulary, 2, apart)
         for tokens in (local_tokens(w, c), local_tokens(w, c) * micros)
     )
     filling = forward * np.where(c.schedule == SCHEDULES.index("gpipe"), micros, c.pipeline)
@@ -76,26 +76,26 @@ def tied_embedding_sync_s(scene: CostInputs, forward: Reals, micros: Reals) -> R
     return np.where(c.data_parallel_degree * c.context == 1, few, summed) * (c.pipeline > 1)
 
 
-def _last_bucket(scene: CostInputs, weights: Reals, layers: Reals) -> Reals:
+def _last_bucket(inputs: CostInputs, weights: Reals, layers: Reals) -> Reals:
     """Share of a rank's weights whose gradients are done only when the backward pass has ended, and that are waited for
     before the next forward pass begins: the embedding, or of a stage without one a layer."""
-    c, w = scene.candidates, scene.workload
+    c, w = inputs.candidates, inputs.workload
     table = np.where(c.pipeline == 1, w.embedding_weights / c.tensor / weights, 1 / np.maximum(layers, 1))
-    return np.minimum(np.maximum(table, LAST_BUCKET_BYTES / (scene.stack.gradient_bytes * weights)), 1.0)
+    return np.minimum(np.maximum(table, LAST_BUCKET_BYTES / (inputs.profile.gradient_bytes * weights)), 1.0)
 
 
-def _summed(scene: CostInputs, common: Reals, experts: Reals, pieces: Reals) -> Reals:
+def _summed(inputs: CostInputs, common: Reals, experts: Reals, pieces: Reals) -> Reals:
     """Sums of gradients over the ranks that hold the same: copies of a shard, or everyone where nothing is sharded."""
-    c, stack = scene.candidates, scene.stack
-    sharded = sharing_ranks(c, stack)
+    c, profile = inputs.candidates, inputs.profile
+    sharded = sharing_ranks(c, profile)
     split = c.shard_what > 0
     copies = np.where(split, c.replicate, c.replicate * c.shard * c.context)
     far = np.where(split, c.tensor * c.shard * c.context, c.tensor)
-    summed = collective_s(scene.roads, "reduce", stack.gradient_sent_bytes * common, copies, far, pieces)
+    summed = collective_s(inputs.roads, "reduce", profile.gradient_sent_bytes * common, copies, far, pieces)
     few = np.maximum(copies / c.expert, 1)
-    summed += collective_s(scene.roads, "reduce", stack.gradient_sent_bytes * experts, few, far * c.expert, pieces)
+    summed += collective_s(inputs.roads, "reduce", profile.gradient_sent_bytes * experts, few, far * c.expert, pieces)
     # The pieces of a sequence, where each holds whole what the others hold.
     near = np.where(split, c.shard * c.context // sharded, 1)
     return summed + collective_s(
-        scene.roads, "reduce", stack.gradient_sent_bytes * (common + experts), near, c.tensor, pieces
+        inputs.roads, "reduce", profile.gradient_sent_bytes * (common + experts), near, c.tensor, pieces
     )

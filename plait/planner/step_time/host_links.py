@@ -1,7 +1,7 @@
-"""Which roads between hosts a group of ranks uses, where a probe found some of them to be far slower than others.
+"""Which links between hosts a group of ranks uses, where a probe found some of them to be far slower than others.
 
-Two rooms with a narrow cable between them, a machine on the wireless network: what a message costs then hangs on which
-hosts stand beside each other, and so does the order that is best for them (host_order.py).
+Two rooms with a narrow cable between them, a machine on the wireless network: what a message costs then depends on
+which hosts are neighbours, and so does the order that is best for them (search/host_order.py).
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from plait.planner.problem.candidates import Reals
 from plait.planner.step_time.measured_compute import seconds_at_sizes
 
 LEAST_RATE_RATIO = 1.5
-"""So many times faster than the slowest road another must be to count as faster: readings of like roads differ, too."""
+"""How many times faster than the slowest link another must be to count as faster: readings of equal links differ,
+too."""
 
 Traffic = Literal["each with each", "each to the next"]
 HostPair = frozenset[int]
-"""Two hosts, by their places."""
+"""Two hosts, by their positions in the order of ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HostLinks:
-    """The timed road between each two hosts, which stand in the order of their ranks."""
+    """The measured link between every two hosts."""
 
     host_of: NDArray[np.int64]
-    """Of each rank its host's place."""
+    """Shape [ranks]: position of each rank's host."""
     timed: Mapping[HostPair, MeasuredLink]
 
     def share(self, message: Reals, size: Reals, stride: Reals, way: Traffic) -> Reals:
-        """Seconds of a message on the slowest road that groups of `size` ranks `stride` apart use, over those that it
-        takes on the slowest of all roads."""
+        """Seconds of a message on the slowest link that groups of `size` ranks `stride` apart use, divided by its
+        seconds on the slowest of all links."""
         found = np.ones(message.shape)
         slowest = max(self.timed.values(), key=_seconds_a_byte)
         for ranks, apart in {(int(n), int(s)) for n, s in zip(size.ravel(), stride.ravel(), strict=True)}:
@@ -48,7 +49,7 @@ class HostLinks:
         return np.minimum(found, 1.0)
 
     def chain(self) -> tuple[int, ...]:
-        """The hosts from the first one on, each followed by the one that it has the fastest road to."""
+        """The hosts from the first one on, each followed by the one with the fastest link to it."""
         left, order = set(range(1, int(self.host_of.max()) + 1)), [0]
         while left:
             order.append(min(left, key=lambda host: (_seconds_a_byte(self.timed[frozenset((order[-1], host))]), host)))
@@ -65,7 +66,7 @@ class HostLinks:
 
 
 def host_links_of(measured: Measurements) -> HostLinks | None:
-    """The roads between the hosts of a probe; None where they are alike, or not all known."""
+    """The links between the hosts of a probe; None where they are about equal, or not all measured."""
     places = {device.host: place for place, device in enumerate(measured.devices)}
     ends = [(link, [places[host] for host in link.hosts if host in places]) for link in measured.links]
     timed = {frozenset(pair): link for link, pair in ends if len(pair) == 2 and _is_road(link)}

@@ -1,4 +1,4 @@
-"""How the libraries' kernels go about products, attention and the loss on each kind of device."""
+"""How efficiently the libraries' kernels compute products, attention and the loss on each kind of device."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from plait.planner.calibration.constants import constant_fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelEfficiency:
-    """The habits of one kind of device; the shares of its rate that kernels reach at the best stand in
-    software_profile.py."""
+    """Efficiency of the kernels of one kind of device; their best shares of the peak are in software_profile.py."""
 
     tiles: bool
-    """Whether a product's result is dealt out to the device's units in large tiles (roofline.py)."""
+    """Whether a product's result is computed in large tiles, one per unit of the device (roofline.py)."""
     block: int
-    """Else the rows and columns that a product is filled up to."""
+    """Where it is not: rows and columns are filled up to a multiple of this."""
     head_power: float
-    """Fused attention loses with heads narrower than 128 by this power of the ratio,"""
+    """Fused attention loses with heads narrower than 128: rate × (head width / 128) ** head_power."""
     few_keys: float
-    """and with sequences of so many keys half of its rate."""
+    """Sequence length at which fused attention reaches half of its rate."""
     attention_backward: float
-    """Time of its backward pass against its forward."""
+    """Seconds of attention's backward pass over those of its forward pass."""
     logit_flops: float
-    """What the loss computes for each logit beside moving it."""
+    """FLOPs of the loss for each logit, beside moving it."""
 
 
 GPU_KERNELS = KernelEfficiency(**constant_fields("kernels_gpu"))
@@ -33,7 +32,7 @@ CPU_KERNELS = KernelEfficiency(**constant_fields("kernels_cpu"))
 
 
 def kernel_efficiency_of(device: Device) -> KernelEfficiency:
-    """Those that run on a device."""
+    """The kernel efficiency of a device's kind."""
     if device.kind == "cpu":
         return CPU_KERNELS
     return GPU_KERNELS if device.units else TPU_KERNELS

@@ -10,9 +10,10 @@ from plait.planner.problem.workload import Workload
 from plait.planner.step_time.device_time import DeviceTime
 
 OVERLAP_SHARPNESS = constant("overlap_sharpness")
-"""How abruptly the host becomes the limit: device and host times combine in a norm of this order."""
+"""Device and host time combine as (device ** p + host ** p) ** (1 / p) with this p."""
 
 SOFTMAX_MATRICES = 4
+"""Matrices of scores that Megatron-LM's fused masked softmax takes at a time."""
 SOFTMAX_KERNELS = constant("softmax_kernels")
 """What a masked softmax in single steps launches more than one in one kernel, as means of a forward pass and half a
 backward one: casts, scale, mask, copies. Fitted on the even half of vTrain's and BLOOM's rows."""
@@ -20,15 +21,15 @@ backward one: casts, scale, mask, copies. Fitted on the even half of vTrain's an
 
 def launch_overhead_s(arithmetic: DeviceTime, candidates: Candidates, layers: Reals, device_s: Reals) -> Reals:
     """What a micro-batch takes longer than the device's work because the host cannot launch kernels any faster."""
-    stack, workload, c = arithmetic.stack, arithmetic.workload, candidates
+    profile, workload, c = arithmetic.profile, arithmetic.workload, candidates
     passes = 3 + (c.recompute == RECOMPUTE.index("full"))
     sparse = workload.sparse_layers / workload.layers
-    kernels = stack.layer_kernels + 4 * (c.tensor > 1) + _loose_softmax(workload, c)
+    kernels = profile.layer_kernels + 4 * (c.tensor > 1) + _loose_softmax(workload, c)
     if arithmetic.clock is not None:  # in what was timed already
         return np.zeros(len(c))
-    host = layers * passes * (kernels + sparse * stack.sparse_kernels) * stack.launch_s + stack.micro_s
-    device = device_s + layers * passes * kernels * stack.gap_s
-    if stack.launches == "blocking":
+    host = layers * passes * (kernels + sparse * profile.sparse_kernels) * profile.launch_s + profile.micro_s
+    device = device_s + layers * passes * kernels * profile.gap_s
+    if profile.launches == "blocking":
         return device + host - device_s
     return (device**OVERLAP_SHARPNESS + host**OVERLAP_SHARPNESS) ** (1 / OVERLAP_SHARPNESS) - device_s
 

@@ -91,8 +91,8 @@ def step_items_s(
     device: MeasuredDevice, shape: ModelShape, *, sequence: int, sequences: int, micros: int = 1
 ) -> dict[str, float]:
     """Seconds of one worker's whole step, item by item: so many micro-batches, each of so many sequences."""
-    scene = ProbedModel(shape=shape, sequence=sequence, sequences=sequences)
-    rows, inner, columns = np.array(layer_products(scene), dtype=np.float64).T
+    inputs = ProbedModel(shape=shape, sequence=sequence, sequences=sequences)
+    rows, inner, columns = np.array(layer_products(inputs), dtype=np.float64).T
     products = measured_product_s(device, rows, inner, columns) + measured_product_s(
         device, rows, columns, inner, form="input"
     )
@@ -101,10 +101,10 @@ def step_items_s(
     layer = {
         "products": products.sum(),
         "attention": attention_s(device, *size, "forward") + attention_s(device, *size, "backward"),
-        "stream": stream_s(device, scene.tokens, shape.width, shape.ffn, "forward")
-        + stream_s(device, scene.tokens, shape.width, shape.ffn, "backward"),
+        "stream": stream_s(device, inputs.tokens, shape.width, shape.ffn, "forward")
+        + stream_s(device, inputs.tokens, shape.width, shape.ffn, "backward"),
     }
-    numbers, ends = parameter_count(shape), (scene.tokens, shape.width, shape.vocabulary)
+    numbers, ends = parameter_count(shape), (inputs.tokens, shape.width, shape.vocabulary)
     each = {
         **{name: shape.layers * seconds for name, seconds in layer.items()},
         "head": head_s(device, *ends),

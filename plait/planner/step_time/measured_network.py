@@ -16,7 +16,7 @@ from plait.planner.step_time import measured_compute
 from plait.planner.step_time.host_links import HostLinks, host_links_of
 
 RankCounts = tuple[Reals, Reals]
-"""Of groups the number of ranks, and how far apart they are numbered."""
+"""Number of ranks of each group, and the stride between their rank numbers."""
 OPERATIONS: Mapping[str, tuple[MessageKind, ...]] = {
     "reduce": ("all_reduce",),
     "gather": ("spread_own",),
@@ -24,18 +24,18 @@ OPERATIONS: Mapping[str, tuple[MessageKind, ...]] = {
     "stream": ("swap_parts", "spread_own"),
     "keys": ("spread_own",),
 }
-"""What each kind of collective is made of."""
+"""The measured operations that each kind of collective consists of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredNetwork:
-    """What a probe timed of a cluster's links, and by how much those of the cluster that is asked about are wider."""
+    """What a probe measured of a cluster's links, and how much faster the links are that the question is about."""
 
     measured: Measurements
     rate_ratio: Mapping[Scope, float]
-    """By scope, of those that were measured."""
+    """Rate of the links in question over the measured rate, by scope; only scopes that were measured."""
     host_links: HostLinks | None
-    """Between the hosts, where they are unlike."""
+    """Links between the hosts, where they are unequal; else None."""
 
     def message_s(
         self, kind: str, message: Reals, ranks: RankCounts, nodes: Reals, pieces: Reals, otherwise: Reals

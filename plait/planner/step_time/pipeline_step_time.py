@@ -23,14 +23,15 @@ from plait.planner.step_time.device_time import device_time_of
 from plait.planner.step_time.step_time import StepTime, step_time
 
 ROUNDS_SIMULATED = 1
-"""Times the pipeline's length after which one micro-batch more costs just the busiest rank's time for it."""
+"""Rounds of micro-batches (multiples of the pipeline's ranks) that are simulated; each one beyond adds the busiest
+rank's time."""
 ROUNDS_SIMULATED_WITH_MESSAGES = 8
+"""The same where messages take time and the pipeline has at most FEW_RANKS: their waiting takes longer to settle."""
 FEW_RANKS = 8
-"""The same where messages count, for pipelines of few ranks: their waiting takes longer to settle."""
 
 
 def simulated_s(
-    workload: Workload, cluster: Cluster, candidates: Candidates, stack: SoftwareProfile, times: StepTime
+    workload: Workload, cluster: Cluster, candidates: Candidates, profile: SoftwareProfile, times: StepTime
 ) -> Reals:
     """Seconds of a step of each candidate with its pipeline's part simulated in place of `timing`'s closed form.
 
@@ -38,7 +39,7 @@ def simulated_s(
     """
     step_s = times.step_s.copy()
     micros = np.rint(micro_batches(workload, candidates)).astype(np.int64)
-    busy = _busy(workload, cluster, candidates, stack, times)
+    busy = _busy(workload, cluster, candidates, profile, times)
     rounds = (
         np.where(
             (busy.sent > 0.0) & (candidates.pipeline <= FEW_RANKS), ROUNDS_SIMULATED_WITH_MESSAGES, ROUNDS_SIMULATED
@@ -65,17 +66,17 @@ def simulated_s(
         if virtual == 1 and SCHEDULES[schedule] != "gpipe":
             settled = np.maximum(settled, round_s / ranks)
         whole = whole + (micros[rows] - simulated) * settled
-        step_s[rows] += whole / stack.speed - busy.closed_s[rows]
+        step_s[rows] += whole / profile.speed - busy.closed_s[rows]
     return step_s
 
 
-def stage_times_of(w: Workload, cluster: Cluster, one: Candidates, stack: SoftwareProfile) -> StageTimes:
+def stage_times_of(w: Workload, cluster: Cluster, one: Candidates, profile: SoftwareProfile) -> StageTimes:
     """Seconds of each stage for one micro-batch of a single candidate, as `simulated_s` takes them."""
-    busy = _busy(w, cluster, one, stack, step_time(w, cluster, one, stack))
+    busy = _busy(w, cluster, one, profile, step_time(w, cluster, one, profile))
     virtual = int(one.virtual[0])
     layers = layers_of_stages(w.layers, int(one.pipeline[0]) * virtual, head_cost_in_layers(w), one.layer_split)
     spent = _chunks(busy, np.array([0]), layers, virtual)
-    seconds = {kind: tuple(float(s) for s in values[:, 0] / stack.speed) for kind, values in spent.items()}
+    seconds = {kind: tuple(float(s) for s in values[:, 0] / profile.speed) for kind, values in spent.items()}
     return StageTimes(
         forward_s=seconds["forward"],
         backward_input_s=seconds["backward-input"],
@@ -100,14 +101,14 @@ class _Busy:
     closed_s: Reals
 
 
-def _busy(w: Workload, cluster: Cluster, candidates: Candidates, stack: SoftwareProfile, times: StepTime) -> _Busy:
-    micros = micro_batches(w, candidates) / stack.speed
-    device = device_time_of(w, cluster, stack)
+def _busy(w: Workload, cluster: Cluster, candidates: Candidates, profile: SoftwareProfile, times: StepTime) -> _Busy:
+    micros = micro_batches(w, candidates) / profile.speed
+    device = device_time_of(w, cluster, profile)
     layer = device.layer(candidates)
     layers = times.products / micros / (layer.products + layer.products_backward)
     per_rank = times.products + times.scores + times.stream + times.recompute
     per_rank = per_rank + times.tensor + times.context + times.experts
-    other = times.host + (times.passes if stack.sends == "by share" else 0.0)
+    other = times.host + (times.passes if profile.sends == "by share" else 0.0)
     again = times.recompute / micros / layers
     return _Busy(
         layer=per_rank / micros / layers,

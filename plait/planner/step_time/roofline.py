@@ -15,9 +15,8 @@ from plait.planner.problem.workload import Workload
 from plait.planner.step_time.device_rates import DeviceRates
 
 TILE_SIZES = constant_rows("tile_sizes")
-"""Blocks of the result that one unit computes at a time, and their speed against the largest (the libraries' tiles)."""
+"""Rows and columns of the tiles that one unit computes at a time, and their relative speed."""
 TILE_RAMP_STEPS = constant("tile_ramp_steps")
-"""Steps of the inner dim that a tile's beginning and end are worth."""
 
 
 def product_s(chip: DeviceRates, rows: Any, inner: Any, columns: Any, *, flops: float, batch: Any = 1.0) -> Reals:
@@ -68,16 +67,16 @@ def local_tokens(workload: Workload, candidates: Candidates) -> Reals:
     return candidates.micro_sequences * workload.sequence / candidates.context
 
 
-def sharing_ranks(candidates: Candidates, stack: SoftwareProfile) -> Counts:
+def sharing_ranks(candidates: Candidates, profile: SoftwareProfile) -> Counts:
     """Ranks that share the shards of one weight where it is sharded."""
-    return candidates.shard * (candidates.context if stack.shards_over == "shard and context" else 1)
+    return candidates.shard * (candidates.context if profile.shards_over == "shard and context" else 1)
 
 
-def layer_time(workload: Workload, chip: DeviceRates, stack: SoftwareProfile, candidates: Candidates) -> LayerTime:
+def layer_time(workload: Workload, chip: DeviceRates, profile: SoftwareProfile, candidates: Candidates) -> LayerTime:
     """An average layer's arithmetic: sparse and plain layers weighted by their number."""
-    forward, backward = _products(workload, chip, stack, candidates)
-    scores, scores_backward = _scores(workload, chip, stack, candidates)
-    stream = _stream(workload, chip, stack, candidates)
+    forward, backward = _products(workload, chip, profile, candidates)
+    scores, scores_backward = _scores(workload, chip, profile, candidates)
+    stream = _stream(workload, chip, profile, candidates)
     weights = np.add(*layer_weights(workload, candidates))
     return LayerTime(
         products=forward,
@@ -90,21 +89,21 @@ def layer_time(workload: Workload, chip: DeviceRates, stack: SoftwareProfile, ca
 
 
 def head_time(
-    workload: Workload, chip: DeviceRates, stack: SoftwareProfile, candidates: Candidates
+    workload: Workload, chip: DeviceRates, profile: SoftwareProfile, candidates: Candidates
 ) -> tuple[Reals, Reals]:
     """The head and the loss: seconds of the forward and the backward pass of one micro-batch."""
     tokens, columns = local_tokens(workload, candidates), workload.vocabulary / candidates.tensor
     there = product_s(chip, tokens, workload.width, columns, flops=chip.plain_flops)
     back = product_s(chip, tokens, columns, workload.width, flops=chip.plain_flops)
     back = back + product_s(chip, workload.width, tokens, columns, flops=chip.plain_flops)
-    each = stack.logit_bytes / chip.stream_bytes_per_s + chip.kernels.logit_flops / chip.plain_flops
+    each = profile.logit_bytes / chip.stream_bytes_per_s + chip.kernels.logit_flops / chip.plain_flops
     loss = tokens * columns * each
     tables = (1 if workload.tied else 2) * workload.width * columns
     return there + loss / 2, back + loss / 2 + tables * GRADIENT_ACCUMULATION_BYTES / chip.stream_bytes_per_s
 
 
 def _products(
-    workload: Workload, chip: DeviceRates, stack: SoftwareProfile, candidates: Candidates
+    workload: Workload, chip: DeviceRates, profile: SoftwareProfile, candidates: Candidates
 ) -> tuple[Reals, Reals]:
     w, tokens, tensor = workload, local_tokens(workload, candidates), candidates.tensor
     heads = w.heads * w.head_width / tensor
@@ -123,7 +122,7 @@ def _products(
         share = np.where(candidates.expert > 1, tensor, 1)
         rows = np.maximum(tokens / share * w.experts_per_token / held, 1.0)
         outer, inner = w.routed_width, w.expert_ffn / across
-        shapes += _feedforward(w, rows, inner, held, sparse / stack.expert_share, outer)
+        shapes += _feedforward(w, rows, inner, held, sparse / profile.expert_share, outer)
         if w.shared_ffn:
             shapes += _feedforward(w, tokens, w.shared_ffn / tensor, 1.0, sparse)
     # One call prices all: forward, gradient of the input, gradient of the weight.
@@ -150,7 +149,7 @@ def _feedforward(
 
 
 def _scores(
-    workload: Workload, chip: DeviceRates, stack: SoftwareProfile, candidates: Candidates
+    workload: Workload, chip: DeviceRates, profile: SoftwareProfile, candidates: Candidates
 ) -> tuple[Reals, Reals]:
     w, tokens = workload, local_tokens(workload, candidates)
     heads = w.heads / candidates.tensor
@@ -160,13 +159,13 @@ def _scores(
         habits = chip.kernels
         narrow = min(1.0, (w.head_width / 128) ** habits.head_power)
         shape = narrow * w.mean_keys / (w.mean_keys + habits.few_keys)
-        there = flops / (chip.score_flops * stack.flash_share * shape)
+        there = flops / (chip.score_flops * profile.flash_share * shape)
         return there, habits.attention_backward * there
     batch = candidates.micro_sequences * heads
     there = product_s(chip, w.sequence, w.head_width, w.sequence, flops=chip.plain_flops, batch=batch)
     there = there + product_s(chip, w.sequence, w.sequence, w.head_width, flops=chip.plain_flops, batch=batch)
     ragged = 1.0 if w.head_width % 8 == 0 else UNALIGNED_SLOWDOWN
-    moved = batch * float(w.sequence) ** 2 * stack.score_bytes / chip.stream_bytes_per_s
+    moved = batch * float(w.sequence) ** 2 * profile.score_bytes / chip.stream_bytes_per_s
     return there * ragged + moved, 2 * there * ragged + 1.3 * moved
 
 
@@ -178,13 +177,13 @@ UNALIGNED_SLOWDOWN = constant("unaligned_slowdown")
 guide on alignment)."""
 
 
-def _stream(workload: Workload, chip: DeviceRates, stack: SoftwareProfile, candidates: Candidates) -> Reals:
+def _stream(workload: Workload, chip: DeviceRates, profile: SoftwareProfile, candidates: Candidates) -> Reals:
     w, tokens = workload, local_tokens(workload, candidates)
-    whole = tokens * w.width * stack.stream_bytes / np.where(candidates.sequence_parallel > 0, candidates.tensor, 1)
+    whole = tokens * w.width * profile.stream_bytes / np.where(candidates.sequence_parallel > 0, candidates.tensor, 1)
     sparse = w.sparse_layers / w.layers
     ffn = w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
-    inner = tokens * ffn * stack.inner_bytes * (w.gate_factor - 1) / candidates.tensor
-    routed = sparse * tokens * w.experts_per_token * w.width * stack.routed_bytes / candidates.tensor
+    inner = tokens * ffn * profile.inner_bytes * (w.gate_factor - 1) / candidates.tensor
+    routed = sparse * tokens * w.experts_per_token * w.width * profile.routed_bytes / candidates.tensor
     scanned = tokens * 2 * w.width * SCANNED_BYTES * w.scanning_layers / w.layers / candidates.tensor
     return (whole + inner + routed + scanned) * (w.element_bytes / 2) / chip.stream_bytes_per_s
 

@@ -65,20 +65,20 @@ class _Exposed:
     hidden: Reals
 
 
-def step_time(workload: Workload, cluster: Cluster, candidates: Candidates, stack: SoftwareProfile) -> StepTime:
+def step_time(workload: Workload, cluster: Cluster, candidates: Candidates, profile: SoftwareProfile) -> StepTime:
     """Seconds of a step of every candidate on the cluster, its slowest device setting the pace."""
-    scene = CostInputs(
+    inputs = CostInputs(
         workload=workload,
         candidates=candidates,
-        stack=stack,
-        arithmetic=device_time_of(workload, cluster, stack),
+        profile=profile,
+        arithmetic=device_time_of(workload, cluster, profile),
         roads=network_of(cluster),
         hidden_at_most=largest_overlap(cluster),
     )
-    layer = scene.arithmetic.layer(candidates)
-    again = _again(scene, layer)
-    exposed = _exposed(scene, layer)
-    head = scene.arithmetic.head(candidates)
+    layer = inputs.arithmetic.layer(candidates)
+    again = _again(inputs, layer)
+    exposed = _exposed(inputs, layer)
+    head = inputs.arithmetic.head(candidates)
     per_layer = layer.forward + layer.backward + again + exposed.tensor + exposed.context + exposed.experts
     held = stage_layers(workload, candidates)
     micros = micro_batches(workload, candidates)
@@ -88,19 +88,19 @@ def step_time(workload: Workload, cluster: Cluster, candidates: Candidates, stac
     )
     layers = np.where(busiest > held.most * per_layer, held.last, held.most)
     heads = np.where(busiest > held.most * per_layer, head, 0.0)
-    host = launch_overhead_s(scene.arithmetic, candidates, held.most, busiest) + _handling(scene)
-    passes, sent = _passes(scene, busiest + host)
-    sent = sent * stack.calibration.messages
+    host = launch_overhead_s(inputs.arithmetic, candidates, held.most, busiest) + _handling(inputs)
+    passes, sent = _passes(inputs, busiest + host)
+    sent = sent * profile.calibration.messages
     stage = busiest + host + passes
     whole = np.where(alone, stage, (workload.layers * per_layer + head) + candidates.pipeline * (host + passes))
     # Fuller stages in front set the pace only while those behind them neither fill nor drain.
     later = np.maximum(held.later * per_layer, held.last * per_layer + head)
     eased = np.maximum(busiest - later, 0.0) * np.minimum(held.before_last, micros - 1)
-    bubble = np.maximum(_bubble(scene, stage, whole) - np.where(alone, 0.0, eased), 0.0)
+    bubble = np.maximum(_bubble(inputs, stage, whole) - np.where(alone, 0.0, eased), 0.0)
     bubble = bubble + 2 * (candidates.pipeline - 1) * sent  # until the first comes through, and the last comes back
-    parameters, gradients, hidden = shared_weights_s(scene, layer, again, layers, micros)
-    gradients = gradients + tied_embedding_sync_s(scene, held.most * layer.forward, micros)
-    optimizer = _optimizer(scene)
+    parameters, gradients, hidden = shared_weights_s(inputs, layer, again, layers, micros)
+    gradients = gradients + tied_embedding_sync_s(inputs, held.most * layer.forward, micros)
+    optimizer = _optimizer(inputs)
     busy = {
         "products": layers * (layer.products + layer.products_backward),
         "scores": layers * (layer.scores + layer.scores_backward),
@@ -113,90 +113,90 @@ def step_time(workload: Workload, cluster: Cluster, candidates: Candidates, stac
         "passes": passes,
         "host": host,
     }
-    items = {name: micros * value / stack.speed for name, value in busy.items()}
+    items = {name: micros * value / profile.speed for name, value in busy.items()}
     once = {"parameters": parameters, "gradients": gradients, "bubble": bubble, "optimizer": optimizer}
-    items |= {name: value / stack.speed for name, value in once.items()}
-    items = {name: value * stack.calibration.message_factor(name) for name, value in items.items()}
-    nodes = np.maximum(candidates.devices / scene.roads.per_node, 1)
-    items["waiting"] = sum(items.values()) * stack.straggler_share * np.log2(nodes)
+    items |= {name: value / profile.speed for name, value in once.items()}
+    items = {name: value * profile.calibration.message_factor(name) for name, value in items.items()}
+    nodes = np.maximum(candidates.devices / inputs.roads.per_node, 1)
+    items["waiting"] = sum(items.values()) * profile.straggler_share * np.log2(nodes)
     return StepTime(
         **items, sent=sent, hidden=hidden + micros * layers * exposed.hidden, step_s=np.add.reduce(list(items.values()))
     )
 
 
-def _again(scene: CostInputs, layer: LayerTime) -> Reals:
+def _again(inputs: CostInputs, layer: LayerTime) -> Reals:
     """What is computed a second time for one layer and micro-batch."""
-    recompute = scene.candidates.recompute
+    recompute = inputs.candidates.recompute
     # Without fused attention only its core is repeated; with it, norms and activations, and of the products a share.
-    share = scene.stack.selective_products
+    share = inputs.profile.selective_products
     flash = share * layer.products + max(share, 0.3) * layer.stream
-    selective = layer.scores if scene.workload.attention == "unfused" else flash
+    selective = layer.scores if inputs.workload.attention == "unfused" else flash
     chosen = np.where(recompute == RECOMPUTE.index("selective"), selective, 0.0)
     return np.where(recompute == RECOMPUTE.index("full"), layer.forward, chosen)
 
 
-def _exposed(scene: CostInputs, layer: LayerTime) -> _Exposed:
-    w, c, stack = scene.workload, scene.candidates, scene.stack
+def _exposed(inputs: CostInputs, layer: LayerTime) -> _Exposed:
+    w, c, profile = inputs.workload, inputs.candidates, inputs.profile
     tokens = local_tokens(w, c)
     full = c.recompute == RECOMPUTE.index("full")
-    tensor = (4 + 2 * full) * collective_s(scene.roads, "stream", w.element_bytes * tokens * w.width, c.tensor, 1)
+    tensor = (4 + 2 * full) * collective_s(inputs.roads, "stream", w.element_bytes * tokens * w.width, c.tensor, 1)
     # Keys and values travel round the context axis, and back with their gradients.
     keys = 2.0 * w.element_bytes * tokens * c.context * np.maximum(w.kv_heads / c.tensor, 1) * w.head_width
-    once = collective_s(scene.roads, "keys", keys, c.context, c.tensor)
+    once = collective_s(inputs.roads, "keys", keys, c.context, c.tensor)
     context = (3 + full) * once
-    under = np.minimum(stack.hides_context * (layer.scores + layer.scores_backward), context * scene.hidden_at_most)
+    under = np.minimum(profile.hides_context * (layer.scores + layer.scores_backward), context * inputs.hidden_at_most)
     # Half of the messages, those to the experts, are as narrow as what the experts multiply.
     token_bytes = w.routed_width * (1.5 if w.precision in ("fp8", "fp4") else w.element_bytes)
-    inside, between = token_exchange_s(scene.roads, tokens / c.tensor, token_bytes, w.experts_per_token, c.expert, 1)
+    inside, between = token_exchange_s(inputs.roads, tokens / c.tensor, token_bytes, w.experts_per_token, c.expert, 1)
     times = (4 + 2 * full) * w.sparse_layers / w.layers
-    experts = times * np.maximum(inside, between * (1 - stack.hides_experts))
+    experts = times * np.maximum(inside, between * (1 - profile.hides_experts))
     left = np.maximum(context - under, 0.0) * (c.context > 1)
     return _Exposed(
-        tensor=tensor * (1 - stack.hides_tensor),
+        tensor=tensor * (1 - profile.hides_tensor),
         context=left,
         experts=experts,
-        hidden=tensor * stack.hides_tensor + (context - left) + times * np.maximum(inside, between) - experts,
+        hidden=tensor * profile.hides_tensor + (context - left) + times * np.maximum(inside, between) - experts,
     )
 
 
-def _passes(scene: CostInputs, busy: Reals) -> tuple[Reals, Reals]:
+def _passes(inputs: CostInputs, busy: Reals) -> tuple[Reals, Reals]:
     """Exposed sends between stages for one micro-batch, there and back; and one that is not, where it is sent ahead."""
-    c, piped = scene.candidates, scene.candidates.pipeline > 1
-    once = stage_message_s(scene.roads, _stream_bytes(scene), c.pipeline, c.devices // c.pipeline)
-    if scene.stack.sends == "by share":
-        return np.where(piped, 2 * c.virtual * once * (1 - scene.stack.hides_pipeline), 0.0), np.zeros(len(c))
+    c, piped = inputs.candidates, inputs.candidates.pipeline > 1
+    once = stage_message_s(inputs.roads, _stream_bytes(inputs), c.pipeline, c.devices // c.pipeline)
+    if inputs.profile.sends == "by share":
+        return np.where(piped, 2 * c.virtual * once * (1 - inputs.profile.hides_pipeline), 0.0), np.zeros(len(c))
     # At the least, what a wire takes longer for one micro-batch after the other than the ranks do.
     left = np.maximum(messages_each_way(c.pipeline, c.virtual) * once - busy, 0.0)
     return np.where(piped, left, 0.0), np.where(piped, once, 0.0)
 
 
-def _handling(scene: CostInputs) -> Reals:
+def _handling(inputs: CostInputs) -> Reals:
     """What the messages of one micro-batch cost a rank's processor: two come and two go for each of its stages, but for
     the first and the last of all, and of two ranks each has one of these."""
-    c = scene.candidates
-    if not scene.stack.handles_messages:
+    c = inputs.candidates
+    if not inputs.profile.handles_messages:
         return np.zeros(len(c))
     messages = np.where(c.pipeline == 2, 4 * c.virtual - 2, 4 * c.virtual) * (c.pipeline > 1)
-    return messages * cpu_overhead_s(scene.roads, _stream_bytes(scene), c.devices // c.pipeline)
+    return messages * cpu_overhead_s(inputs.roads, _stream_bytes(inputs), c.devices // c.pipeline)
 
 
-def _stream_bytes(scene: CostInputs) -> Reals:
+def _stream_bytes(inputs: CostInputs) -> Reals:
     """Of the stream of one micro-batch, as stages send it."""
-    w, c = scene.workload, scene.candidates
+    w, c = inputs.workload, inputs.candidates
     split = np.where(c.sequence_parallel > 0, c.tensor, 1)
     return w.element_bytes * local_tokens(w, c) * w.width / split
 
 
-def _bubble(scene: CostInputs, stage: Reals, whole: Reals) -> Reals:
+def _bubble(inputs: CostInputs, stage: Reals, whole: Reals) -> Reals:
     """Waiting of the busiest stage: the others' work on one micro-batch, cut into the chunks of an interleaving."""
-    c = scene.candidates
+    c = inputs.candidates
     wait = np.maximum(whole - stage, 0.0) / c.virtual
     # Weight gradients fill two thirds of it where they are put off (Qi et al. 2023, ZB-H1).
     return np.where(c.schedule == SCHEDULES.index("zero-bubble"), wait / 3, wait)
 
 
-def _optimizer(scene: CostInputs) -> Reals:
-    c = scene.candidates
-    common, experts = fullest_weights(scene.workload, c)
-    split = np.where(c.shard_what > 0, sharing_ranks(c, scene.stack), 1)
-    return scene.arithmetic.update((common + experts) / split)
+def _optimizer(inputs: CostInputs) -> Reals:
+    c = inputs.candidates
+    common, experts = fullest_weights(inputs.workload, c)
+    split = np.where(c.shard_what > 0, sharing_ranks(c, inputs.profile), 1)
+    return inputs.arithmetic.update((common + experts) / split)
