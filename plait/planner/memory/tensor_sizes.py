@@ -36,7 +36,7 @@ class TensorSizes:
     """One product of the feedforward's width."""
     layer: Reals
     """What a layer keeps from its forward pass to its backward pass, its input included."""
-    reordered: Reals
+    turned: Reals
     """What a layer keeps between the two halves of a split backward pass."""
     forward: Reals
     """What the end of a layer's forward pass holds beside."""
@@ -78,7 +78,7 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
         wide=wide,
         layer=layer,
         # Inputs of products (two normed streams, attention's result, the feedforward's), and gradients of results.
-        reordered=4 * every + attention + (bent / 2 + 1) * wide,
+        turned=4 * every + attention + (bent / 2 + 1) * wide,
         # `gathered`: a product's result before the ranks' addends are summed.
         forward=np.where(full, 2 * every + (bent - 1) * wide, stream + 2 * gathered),
         backward=stream + gathered + bent / 2 * wide + whole - layer,
