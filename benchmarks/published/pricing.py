@@ -12,7 +12,7 @@ from benchmarks.published.reading import Case, case_of
 from plait.errors import PlaitError
 from plait.planner.memory.estimate import cannot_fit, estimate_memory
 from plait.planner.problem.candidates import Candidates
-from plait.planner.step_time.step_time import step_time
+from plait.planner.step_time.step_time import estimate_step_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def price(cases: Sequence[Case]) -> list[Priced]:
     for group in together.values():
         candidates = Candidates.from_rows([case.knobs for case in group])
         first = group[0]
-        times = step_time(first.workload, first.cluster, candidates, first.profile).step_s
+        times = estimate_step_time(first.workload, first.cluster, candidates, first.profile).step_s
         needs = estimate_memory(first.workload, candidates, first.profile)
         refused = cannot_fit(needs, first.cluster)
         for index, case in enumerate(group):

@@ -35,7 +35,7 @@ MEGATRON_DEEPSPEED = SoftwareProfile(
 # BLOOM's runs on 20 nodes and more hung unless each launch waited for its kernel: "all CUDA operations become
 # synchronous" (its chronicle, "dealing with JZ hanging"), which every table of topologies after that was measured with.
 MEGATRON_DEEPSPEED_BLOCKING = replace(
-    MEGATRON_DEEPSPEED, name="megatron-deepspeed, blocking launches", launches="blocking"
+    MEGATRON_DEEPSPEED, name="megatron-deepspeed, blocking launches", launch_mode="blocking"
 )
 # Its bf16 optimizer keeps gradients in both precisions and flat copies; level by hand from BLOOM's rows of
 # 2022-02-28.

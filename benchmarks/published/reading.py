@@ -29,7 +29,7 @@ from plait.planner.memory.estimate import estimate_memory, fits
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import AttentionKernel, Workload
-from plait.planner.step_time.step_time import step_time
+from plait.planner.step_time.step_time import estimate_step_time
 
 Kind = Literal["dense", "moe_tpu"]
 Knobs = Mapping[str, int | str]
@@ -134,7 +134,7 @@ def measured_step_s(row: Row, workload: Workload, devices: int) -> float | None:
     if step := number(row, "step_time_s"):
         return step
     rate = number(row, "tokens_per_s_per_gpu")
-    return workload.tokens / (rate * devices) if rate else None
+    return workload.batch_tokens / (rate * devices) if rate else None
 
 
 def published_attention(row: Row, profile: SoftwareProfile) -> AttentionKernel:
@@ -218,5 +218,5 @@ def own_choice(rows: Sequence[Knobs], workload: Workload, cluster: Cluster, prof
     room = fits(needed, cluster)
     if not room.any():
         return rows[int(np.argmin(needed.reserved))]
-    step = np.where(room, step_time(workload, cluster, candidates, profile).step_s, np.inf)
+    step = np.where(room, estimate_step_time(workload, cluster, candidates, profile).step_s, np.inf)
     return rows[int(np.argmin(step))]

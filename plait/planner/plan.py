@@ -10,7 +10,7 @@ from plait.cluster.topology import bare_name
 from plait.layout import Layout, equal_share
 from plait.model.shape import ModelShape
 from plait.partition.execution import Compile, Execution, GradientTransfer, Precision, WorkerDevice
-from plait.planner.calibration.factors import UNCALIBRATED, Basis, Calibration, StepItems
+from plait.planner.calibration.factors import UNCALIBRATED, Calibration, ForecastBasis, StepItems
 from plait.units import Amount, Every
 
 LearningRateSchedule = Literal["cosine", "wsd", "constant"]
@@ -43,7 +43,7 @@ class Forecast:
     error: float
     """Relative error of `step_s`; layouts that differed by less than that of the formulas, or of a probe, counted as
     equally fast."""
-    basis: Basis = "formulas"
+    basis: ForecastBasis = "formulas"
     items: StepItems | None = None
     """The items that `step_s` consists of; None in plans of earlier versions."""
     calibration: Calibration = UNCALIBRATED

@@ -91,9 +91,9 @@ def test_what_the_planner_says_of_its_error_is_what_the_scorer_finds():
 
 
 def test_programs_are_told_apart_by_what_is_known_of_them():
-    stacks = {row.case.id: row.case.profile for row in sample("bloom-045", "vtrmulti-027", "nvb-045", "nvb-046")}
-    assert [stacks[id].launches for id in ("bloom-045", "vtrmulti-027")] == ["blocking", "ahead"]
-    assert [stacks[id].name for id in ("nvb-045", "nvb-046")] == ["nemo 2026", "nemo"]  # a rack, a node of eight
+    profiles = {row.case.id: row.case.profile for row in sample("bloom-045", "vtrmulti-027", "nvb-045", "nvb-046")}
+    assert [profiles[id].launch_mode for id in ("bloom-045", "vtrmulti-027")] == ["blocking", "ahead"]
+    assert [profiles[id].name for id in ("nvb-045", "nvb-046")] == ["nemo 2026", "nemo"]  # a rack, a node of eight
 
 
 @pytest.mark.parametrize("empty", [False, True])

@@ -59,7 +59,7 @@ def test_a_steps_parts_add_up_to_the_step(one_thread: None, size: str, sequences
         granted=1.0,
         rates=(1.0,),
     )
-    expected_s = sum(step_items_s(measured, shape, micros=micros, **asked).values())
+    expected_s = sum(step_items_s(measured, shape, n_microbatches=micros, **asked).values())
     step_s = real_step_s(shape, sequences, micros)
     assert expected_s == pytest.approx(step_s, rel=ALLOWED)
 

@@ -229,7 +229,7 @@ def test_a_quiet_run_teaches_the_next_plan_and_its_receipt_compares_item_by_item
     receipt = read_receipt(here / "run" / "receipt.json")
     assert receipt.measured_items is not None and receipt.predicted_items is not None
     assert receipt.measured_items["waiting_s"] == pytest.approx(0.4)
-    assert receipt.predicted_items == SAID.by_clock()
+    assert receipt.predicted_items == SAID.measurable_items()
     assert receipt.one_device_from == "formulas" and receipt.taught_by_runs == 0
     assert "where it went" in told and "computing 1.1 s (forecast 1 s)" in told
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from plait.cluster.cluster import Cluster, cluster_of_hosts
 from plait.cluster.measured import MeasuredDevice, Measurements, MessageKind
 from plait.cluster.topology import Machine
-from plait.planner.step_time.measured_network import measured_link
+from plait.planner.step_time.measured_network import slowest_measured_link
 from tests.cluster.probed import device, link, measured, point, timed
 
 KINDS: tuple[MessageKind, ...] = (
@@ -39,4 +39,4 @@ def probed(*speeds: float, rate: float = 1e9) -> Cluster:
     """Hosts of one worker each, as a probe of all of them would have it."""
     found = told(speeds, rate)
     hosts = [(HOST, 1e11 * speed, 1) for speed in speeds]
-    return replace(cluster_of_hosts(hosts, measured_link(found, "between")), measured=found)
+    return replace(cluster_of_hosts(hosts, slowest_measured_link(found, "between")), measured=found)

@@ -21,7 +21,7 @@ from plait.layout import Layout
 from plait.model.sizes import named_shape
 from plait.planner.diagnosis.diagnose import diagnose, diagnosis_json, diagnosis_section, seconds_of
 from plait.planner.diagnosis.priced_layout import PricedLayout, chosen_layout
-from plait.planner.problem.candidates import RECOMPUTE
+from plait.planner.problem.candidates import RECOMPUTE_MODES
 from plait.planner.problem.workload import workload_of
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.found import Search
@@ -125,7 +125,7 @@ def test_another_way_to_run_is_found(narrow: Search, what: str) -> None:
     def other(priced: PricedLayout) -> PricedLayout:
         if what == "precision":
             return replace(priced, workload=replace(priced.workload, precision="float32"))
-        value = RECOMPUTE.index("full") if what == "recompute" else 1
+        value = RECOMPUTE_MODES.index("full") if what == "recompute" else 1
         return replace(priced, layout=replace(priced.layout, **{what: np.array([value])}))
 
     priced = other(chosen_layout(narrow))

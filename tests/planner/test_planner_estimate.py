@@ -17,7 +17,7 @@ from plait.model.sizes import explicit_shape
 from plait.planner.memory.estimate import cannot_fit, estimate_memory, fits, layer_activations
 from plait.planner.memory.traced_peak import MEMORY_ITEMS, PipelineEnd, traced_peak
 from plait.planner.problem.candidates import Candidates
-from plait.planner.problem.software_profile import PLAIT
+from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Workload, workload_of
 from tests.trainer.tiny import make_tiny
 
@@ -78,7 +78,9 @@ def test_states_follow_what_is_sharded():
 
 
 def test_the_items_are_all_that_is_allocated():
-    needed = estimate_memory(GPT_22B, Candidates.from_rows([{"tensor": 8, "pipeline": 4, "micro_sequences": 1}]), PLAIT)
+    needed = estimate_memory(
+        GPT_22B, Candidates.from_rows([{"tensor": 8, "pipeline": 4, "micro_sequences": 1}]), PLAIT_PROFILE
+    )
     names = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "fixed")
     np.testing.assert_allclose(sum(getattr(needed, name) for name in names), needed.allocated)
 
@@ -123,21 +125,21 @@ def test_what_was_published_as_out_of_memory_is_refused_and_its_neighbour_is_not
 def test_states_are_split_over_the_ranks_that_the_program_splits_them_over():
     table = Candidates.from_rows([{"shard": 4, "context": 2, "shard_what": "optimizer"}])
     own, both = (
-        estimate_memory(GPT_22B, table, replace(PLAIT, shards_over=over)).optimizer[0]
+        estimate_memory(GPT_22B, table, replace(PLAIT_PROFILE, shards_over=over)).optimizer[0]
         for over in ("shard", "shard and context")
     )
-    assert PLAIT.shards_over == "shard"
+    assert PLAIT_PROFILE.shards_over == "shard"
     assert own == pytest.approx(2 * both)
 
 
 def test_a_processor_keeps_only_the_process_beside_the_tensors():
     table, laptop = Candidates.from_rows([{}]), read_cluster("laptop")
     tiny = replace(GPT_22B, layers=2, width=64, heads=2, kv_heads=2, head_width=32, ffn=256, vocabulary=256)
-    here, there = (estimate_memory(tiny, table, PLAIT.on(cluster)) for cluster in (laptop, A100))
+    here, there = (estimate_memory(tiny, table, PLAIT_PROFILE.for_cluster(cluster)) for cluster in (laptop, A100))
     assert here.reserved[0] < 0.6e9
     assert there.reserved[0] > 3e9
     mixed = replace(laptop, islands=(*laptop.islands, *A100.islands))
-    assert PLAIT.on(mixed) == PLAIT
+    assert PLAIT_PROFILE.for_cluster(mixed) == PLAIT_PROFILE
 
 
 # The fullest process of runs on two hosts of the lab, 10.8M parameters, 16 × 256 tokens, glibc (lab-2026-11-23.jsonl).
@@ -156,14 +158,14 @@ def test_a_processor_s_process_is_about_as_large_as_it_was_read(
 ):
     shape = explicit_shape(layers=8, width=320, heads=8, vocabulary=2048, sequence=256)
     work = workload_of(shape, sequence=256, batch_sequences=16, precision="float32")
-    found = estimate_memory(work, Candidates.from_rows([way]), PLAIT.on(read_cluster("laptop")))
+    found = estimate_memory(work, Candidates.from_rows([way]), PLAIT_PROFILE.for_cluster(read_cluster("laptop")))
     assert found.allocated[0] / 2**20 == pytest.approx(tensors_mib, rel=0.01)
     assert found.reserved[0] / 2**20 == pytest.approx(process_mib, rel=0.06)
 
 
 def test_products_in_8_bits_keep_their_inputs_in_8_bits():
     work, table = replace(GPT_22B, attention="flash"), Candidates.from_rows([{"micro_sequences": 4}])
-    wide, narrow = (layer_activations(replace(work, precision=p), table, PLAIT)[0] for p in ("bf16", "fp8"))
+    wide, narrow = (layer_activations(replace(work, precision=p), table, PLAIT_PROFILE)[0] for p in ("bf16", "fp8"))
     inputs = 2 * work.width + work.width + work.ffn  # queries and feedforward, attention's result, second product
     assert wide - narrow == pytest.approx(4 * work.sequence * inputs)
 
@@ -208,7 +210,7 @@ def test_ranks_on_processors_hold_what_was_foretold(layout: list[str], server: F
     knobs = {"schedule": plan.layout.schedule, "virtual": plan.layout.virtual_stages}
     row = {**plan.layout.degrees, **knobs, "recompute": plan.layout.recompute, "sequence_parallel": 1}
     row["micro_sequences"] = plan.micro_sequences
-    few = Candidates.from_rows([row], dealing=plan.layout.stage_layers or "balanced")
+    few = Candidates.from_rows([row], layer_split=plan.layout.stage_layers or "balanced")
     ends: tuple[PipelineEnd, PipelineEnd] = ("first", "last") if plan.layout.pipeline > 1 else ("fuller", "fuller")
     for rank, end in enumerate(ends):
         told = traced_peak(work, few, end=end)
@@ -217,7 +219,7 @@ def test_ranks_on_processors_hold_what_was_foretold(layout: list[str], server: F
 
 def test_shards_are_counted_as_they_lie():
     ways = [{"shard": 4, "shard_what": what, "micro_sequences": 1} for what in ("optimizer", "parameters")]
-    told = traced_peak(replace(GPT_22B, precision="float32"), Candidates.from_rows(ways, dealing="balanced"))
+    told = traced_peak(replace(GPT_22B, precision="float32"), Candidates.from_rows(ways, layer_split="balanced"))
     whole = 4 * GPT_22B.parameters
     np.testing.assert_allclose(told["parameters"], [whole, whole / 4])
     np.testing.assert_allclose(told["optimizer"], whole / 2)
@@ -229,7 +231,7 @@ def test_shards_are_counted_as_they_lie():
 def test_backward_passes_in_two_halves_make_a_tables_gradient_once():
     rows = [{"pipeline": 4, "micro_sequences": 1, "schedule": way} for way in ("1f1b", "zero-bubble")]
     work = replace(GPT_22B, precision="float32", tied=False)
-    whole, split = traced_peak(work, Candidates.from_rows(rows, dealing="balanced"), end="last")["gradients"]
+    whole, split = traced_peak(work, Candidates.from_rows(rows, layer_split="balanced"), end="last")["gradients"]
     assert split == whole
 
 
@@ -237,7 +239,7 @@ def test_more_micro_batches_than_a_pipeline_holds_take_no_more():
     rows = [{"pipeline": 4, "micro_sequences": 1, "schedule": way} for way in ("1f1b", "interleaved", "zero-bubble")]
     work = replace(GPT_22B, precision="float32", tied=False)  # else more tokens touch more rows of the embedding
     few, many = (
-        traced_peak(replace(work, batch_sequences=count), Candidates.from_rows(rows, dealing="balanced"))
+        traced_peak(replace(work, batch_sequences=count), Candidates.from_rows(rows, layer_split="balanced"))
         for count in (32, 256)
     )
     for item in MEMORY_ITEMS:

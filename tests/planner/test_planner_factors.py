@@ -8,18 +8,18 @@ from statistics import median
 import pytest
 
 from plait.planner.calibration.factors import (
-    LARGEST_FACTOR,
+    LARGEST_CORRECTION,
     Calibration,
     Observation,
     StepItems,
-    calibrated,
     calibration_from,
     calibration_text,
     disturbance_text,
     observation_of_items,
     observation_of_step,
     step_items,
-    uncalibrated,
+    with_calibration,
+    without_calibration,
 )
 from plait.planner.calibration.predicted_vs_measured import (
     Observed,
@@ -55,13 +55,13 @@ def test_runs_on_a_slower_machine_teach_both_kinds_apart_whatever_was_known_when
     lessons: list[Observation] = []
     for _ in range(4):
         known = calibration_from("here", lessons)
-        foretold = calibrated(SAID, known)
-        learnt = observation_of_items(uncalibrated(foretold, known), calibrated(SAID, true), "2026-11-21")
+        foretold = with_calibration(SAID, known)
+        learnt = observation_of_items(without_calibration(foretold, known), with_calibration(SAID, true), "2026-11-21")
         assert learnt is not None
         lessons.append(learnt)
     agreed = calibration_from("here", lessons)
     assert (agreed.compute, agreed.messages, agreed.runs) == pytest.approx((1.3, 0.7, 4))
-    assert calibrated(SAID, agreed).step_s == pytest.approx(calibrated(SAID, true).step_s)
+    assert with_calibration(SAID, agreed).step_s == pytest.approx(with_calibration(SAID, true).step_s)
 
 
 def test_few_lessons_count_in_part_and_one_odd_run_changes_nothing_later() -> None:
@@ -69,8 +69,8 @@ def test_few_lessons_count_in_part_and_one_odd_run_changes_nothing_later() -> No
     assert calibration_from("here", [lesson(1.44)]).compute == pytest.approx(1.2)
     assert 1.2 < calibration_from("here", [lesson(1.44)] * 2).compute < 1.44
     assert calibration_from("here", [lesson(1.1)] * 4 + [lesson(9.0)]).compute == 1.1
-    assert calibration_from("here", [lesson(50.0)] * 3).compute == LARGEST_FACTOR
-    assert calibration_from("here", [lesson(0.01)] * 3).compute == 1 / LARGEST_FACTOR
+    assert calibration_from("here", [lesson(50.0)] * 3).compute == LARGEST_CORRECTION
+    assert calibration_from("here", [lesson(0.01)] * 3).compute == 1 / LARGEST_CORRECTION
     # The last ones count, so that a machine that became faster is believed.
     assert calibration_from("here", [lesson(2.0)] * 9 + [lesson(1.0)] * 5).compute == 1.0
 
@@ -94,7 +94,7 @@ def test_waits_within_a_group_are_part_of_its_computing_as_a_clock_sees_it() -> 
     learnt = observation_of_items(piped, measured, "")
     assert learnt is not None
     assert learnt.compute == pytest.approx((1.8 + 0.12 - 0.1) / 1.5) and learnt.messages == pytest.approx(2.0)
-    assert piped.by_clock()["compute_s"] == pytest.approx(1.5)
+    assert piped.measurable_items()["compute_s"] == pytest.approx(1.5)
     blurred = StepItems(compute_s=1.0, messages_s=0.1, optimizer_s=0.1, within_s=0.6)
     assert observation_of_items(blurred, measured, "") is None
     little = observation_of_items(StepItems(compute_s=1.0, messages_s=0.01, optimizer_s=0.1), measured, "")
@@ -121,11 +121,11 @@ def test_only_quiet_runs_teach() -> None:
 
 def test_the_words_for_what_was_learnt() -> None:
     three = Calibration(ground="g", compute=1.08, messages=1.08, runs=3)
-    assert calibration_text(three, calibrated(SAID, three), "formulas") == (
+    assert calibration_text(three, with_calibration(SAID, three), "formulas") == (
         "the forecast is 8% longer than the formulas say: the last 3 runs here taught it"
     )
     one = Calibration(ground="g", compute=0.9, runs=1)
-    assert calibration_text(one, calibrated(SAID, one), "clock") == (
+    assert calibration_text(one, with_calibration(SAID, one), "clock") == (
         "the forecast is 9% shorter than the probe's times say: the last run here taught it, and half of what it said "
         "is taken until there are more"
     )

@@ -53,11 +53,13 @@ def test_a_group_waits_for_the_slowest_road_that_it_uses() -> None:
     measured = rooms("xyxy").measured
     assert measured is not None
     roads = host_links_of(measured)
-    assert roads is not None and roads.chain() == (0, 2, 1, 3)
+    assert roads is not None and roads.greedy_host_order() == (0, 2, 1, 3)
     size, stride = np.array([2.0, 2.0, 4.0, 1.0]), np.array([2.0, 1.0, 1.0, 1.0])
-    found = roads.share(np.full(4, 2.0**20), size, stride, "each with each")
+    found = roads.relative_time(np.full(4, 2.0**20), size, stride, "each with each")
     assert found == pytest.approx([(1e-4 + 2**20 / FAST) / (1e-4 + 2**20 / SLOW), 1.0, 1.0, 1.0])
-    assert roads.share(np.array([2.0**20]), np.array([3.0]), np.array([1.0]), "each with each") == pytest.approx([1.0])
+    assert roads.relative_time(
+        np.array([2.0**20]), np.array([3.0]), np.array([1.0]), "each with each"
+    ) == pytest.approx([1.0])
 
 
 def test_a_chain_uses_the_roads_between_neighbours_only() -> None:
@@ -69,8 +71,8 @@ def test_a_chain_uses_the_roads_between_neighbours_only() -> None:
     roads = host_links_of(replace(measured, links=(*wide, *narrow)))
     assert roads is not None
     message, size, stride = np.array([2.0**26]), np.array([4.0]), np.array([1.0])
-    assert roads.share(message, size, stride, "each with each") == pytest.approx([1.0])
-    assert roads.share(message, size, stride, "each to the next")[0] < 0.03
+    assert roads.relative_time(message, size, stride, "each with each") == pytest.approx([1.0])
+    assert roads.relative_time(message, size, stride, "each to the next")[0] < 0.03
 
 
 @pytest.mark.parametrize("cluster", [rooms("xx"), rooms("xyxy", fast=1.3 * SLOW), probed(1.0, 1.0, 1.0)])

@@ -16,14 +16,15 @@ from plait.planner.derive.resources import FixedWorkers, Resources
 from plait.planner.explain.unequal_devices import unequal_reasons
 from plait.planner.heterogeneous.host_permutations import other_orders
 from plait.planner.plan_file import read_plan, write_plan
-from plait.planner.problem.software_profile import PLAIT
+from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.resolve.constrained_search import constrained_search
 from plait.planner.resolve.resolve import draft, settle
 from plait.planner.search.constraints import Constraints
+from plait.planner.search.feasibility import DoesNotFit
 from plait.planner.search.found import Search
 from plait.planner.search.host_order import with_best_host_order, with_better_first_host
-from plait.planner.search.search import DoesNotFit, search
+from plait.planner.search.search import search
 from plait.units import format_duration
 from tests.planner.hosts import HOST, probed
 from tests.planner.machines import PLAYS, recipe
@@ -117,7 +118,7 @@ def test_another_machine_is_named_to_start_on_where_that_is_faster() -> None:
 
 def test_the_plan_carries_the_places_and_says_why(tmp_path: Path) -> None:
     cluster = probed(*SPEEDS)
-    found = constrained_search(work(32), cluster, PLAIT, PIPELINE)
+    found = constrained_search(work(32), cluster, PLAIT_PROFILE, PIPELINE)
     assert found.host_order is not None
     resources = Resources(
         machine=HOST,
@@ -149,13 +150,13 @@ def test_where_nothing_fits_as_the_machines_stand_another_order_may_do(tmp_path:
     given = read_cluster("2x(1x4090)+1x3080@10G")
     with pytest.raises(DoesNotFit):
         search(huge, given, constraints=pins)
-    found = constrained_search(huge, given, PLAIT, pins)
+    found = constrained_search(huge, given, PLAIT_PROFILE, pins)
     assert found.host_order is not None and found.host_order.hosts == (0, 2, 1)
     assert any(
         line.endswith("as they were given what [layout] asks for would not fit") for line in unequal_reasons(found)
     )
     with pytest.raises(PlaitError, match=r"what \[layout\] asks for needs"):
-        constrained_search(huge, given, PLAIT, replace(pins, stage_layers=(10, 10, 2)))
+        constrained_search(huge, given, PLAIT_PROFILE, replace(pins, stage_layers=(10, 10, 2)))
 
 
 def test_what_surely_fits_comes_before_what_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:

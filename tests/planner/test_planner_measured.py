@@ -15,12 +15,12 @@ from plait.model.shape import ModelShape
 from plait.model.sizes import explicit_shape
 from plait.partition.pipeline_simulation import ActionTimes, durations_s
 from plait.planner.problem.candidates import Candidates, Reals
-from plait.planner.problem.software_profile import PLAIT
+from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.search import enumeration
 from plait.planner.search.search import search
-from plait.planner.step_time.measured_network import measured_link, sent_bytes_per_s
-from plait.planner.step_time.step_time import StepTime, step_time
+from plait.planner.step_time.measured_network import slowest_measured_link, slowest_send_bytes_per_s
+from plait.planner.step_time.step_time import StepTime, estimate_step_time
 from tests.cluster.probed import device, link, measured, point, timed
 
 RATE = 1e8
@@ -44,7 +44,7 @@ def told(product_s: float = 0.01, rate: float = RATE, hidden_s: float = 0.0) -> 
 
 
 def cluster(found: Measurements) -> Cluster:
-    return replace(cluster_of_hosts([(HOST, 1e11, 1)] * 2, measured_link(found, "between")), measured=found)
+    return replace(cluster_of_hosts([(HOST, 1e11, 1)] * 2, slowest_measured_link(found, "between")), measured=found)
 
 
 def work(batch: int = 16) -> Workload:
@@ -53,7 +53,7 @@ def work(batch: int = 16) -> Workload:
 
 def priced(found: Measurements, **row: int | str) -> StepTime:
     asked = Candidates.from_rows([{"micro_sequences": 4, **row}], "balanced")
-    return step_time(work(), cluster(found), asked, PLAIT.on(cluster(found)))
+    return estimate_step_time(work(), cluster(found), asked, PLAIT_PROFILE.for_cluster(cluster(found)))
 
 
 def test_products_take_what_the_probe_timed() -> None:
@@ -71,11 +71,13 @@ def test_messages_take_what_the_probe_timed_and_arithmetic_hides_what_it_did_the
 
 def test_a_narrower_cable_than_the_measured_one_is_that_much_slower() -> None:
     found = told()
-    slower = replace(cluster(found), between=replace(measured_link(found, "between"), bytes_per_s=RATE / 4))
+    slower = replace(cluster(found), between=replace(slowest_measured_link(found, "between"), bytes_per_s=RATE / 4))
     row = Candidates.from_rows([{"micro_sequences": 4, "replicate": 2}], "balanced")
-    there, here = (step_time(work(), c, row, PLAIT.on(c)).gradients[0] for c in (slower, cluster(found)))
+    there, here = (
+        estimate_step_time(work(), c, row, PLAIT_PROFILE.for_cluster(c)).gradients[0] for c in (slower, cluster(found))
+    )
     assert there == pytest.approx(4 * here, rel=0.02)
-    assert sent_bytes_per_s(found, "between") == pytest.approx(RATE, rel=0.01)
+    assert slowest_send_bytes_per_s(found, "between") == pytest.approx(RATE, rel=0.01)
 
 
 def test_what_was_not_timed_is_asked_of_the_catalogue() -> None:
@@ -83,7 +85,7 @@ def test_what_was_not_timed_is_asked_of_the_catalogue() -> None:
     found = told()
     wide = replace(cluster(found), islands=cluster_of_hosts([(HOST, 1e11, 2)], network(1, "machine")).islands)
     row = Candidates.from_rows([{"micro_sequences": 4, "replicate": 2}], "balanced")
-    assert np.isfinite(step_time(work(), wide, row, PLAIT.on(wide)).step_s).all()
+    assert np.isfinite(estimate_step_time(work(), wide, row, PLAIT_PROFILE.for_cluster(wide)).step_s).all()
 
 
 def test_a_fast_cable_keeps_copies_and_a_slow_one_asks_for_a_pipeline() -> None:
@@ -97,7 +99,10 @@ def test_another_precision_than_the_probes_is_not_answered_by_it() -> None:
     found = told()
     row = Candidates.from_rows([{"micro_sequences": 4, "replicate": 2}], "balanced")
     asked = replace(work(), precision="bf16")
-    one, two = (step_time(asked, cluster(told(s)), row, PLAIT.on(cluster(found))) for s in (0.01, 0.02))
+    one, two = (
+        estimate_step_time(asked, cluster(told(s)), row, PLAIT_PROFILE.for_cluster(cluster(found)))
+        for s in (0.01, 0.02)
+    )
     assert one.products[0] == two.products[0]
 
 

@@ -107,7 +107,7 @@ def test_the_step_of_a_measured_model_is_the_sum_of_its_parts() -> None:
     assert found["stream"] == pytest.approx(8 * 6e-2, rel=1e-6)
     assert found["head"] == pytest.approx(8 * 7e-2, rel=1e-6)
     assert found["update"] == pytest.approx(2e-9 * parameter_count(shape)) and found["accumulate"] == 0
-    twice = measured_compute.step_items_s(one, shape, sequence=256, sequences=16, micros=2)
+    twice = measured_compute.step_items_s(one, shape, sequence=256, sequences=16, n_microbatches=2)
     assert twice["products"] == pytest.approx(2 * found["products"]) and twice["update"] == found["update"]
     assert twice["accumulate"] == pytest.approx(1e-9 * parameter_count(shape))
 

@@ -26,9 +26,10 @@ from plait.planner.explain.report import runners_up, short_reasons
 from plait.planner.explain.report_json import plan_json
 from plait.planner.explain.tipping_points import FINE_STEPS, TippingPoint, tipping_points, with_memory
 from plait.planner.search.constraints import Constraints
+from plait.planner.search.feasibility import DoesNotFit
 from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import kinds_of
-from plait.planner.search.search import DoesNotFit, search
+from plait.planner.search.search import search
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 

@@ -13,7 +13,7 @@ from plait.commands.planning.plan_report import answer
 from plait.errors import PlaitError
 from plait.layout import Layout, equal_share
 from plait.model.shape import parameter_count
-from plait.planner.calibration.factors import MEASURED_STEP_ERROR, Calibration, calibration_text, uncalibrated
+from plait.planner.calibration.factors import MEASURED_STEP_ERROR, Calibration, calibration_text, without_calibration
 from plait.planner.derive.intervals import with_new_intervals, with_raised_budget
 from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.derive.resources import Resources, on_paper
@@ -173,7 +173,7 @@ def test_a_forecast_takes_in_what_a_step_took_that_was_timed_and_still_knows_wha
     late = updated_forecast(talking, talking.calibration, 4 * said.step_s)
     assert late.step_s == pytest.approx(4 * said.step_s) and late.one_device_step_s == said.one_device_step_s
     assert told.calibration.timed == pytest.approx(0.4) and told.error == MEASURED_STEP_ERROR < said.error
-    back = uncalibrated(told.items, told.calibration)
+    back = without_calibration(told.items, told.calibration)
     assert back.step_s == pytest.approx(said.step_s), "lessons are over what formulas said"
     assert calibration_text(told.calibration, told.items, told.basis) == (
         "so long took the steps that were timed here when this was planned; "

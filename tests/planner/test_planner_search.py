@@ -18,15 +18,16 @@ from plait.partition.pipeline_schedule import schedule_actions
 from plait.partition.pipeline_simulation import ActionTimes, StageTimes, durations_s, simulate
 from plait.planner.explain.fit_suggestions import error_with_suggestions
 from plait.planner.problem.candidates import Candidates
-from plait.planner.problem.software_profile import PLAIT
+from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.search import enumeration
 from plait.planner.search.complexity import COMPLEXITY_TABLE, complexity_of
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.enumeration import divisors, enumerate_layouts
+from plait.planner.search.feasibility import DoesNotFit
 from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import step_time_of
-from plait.planner.search.search import DoesNotFit, search, simplest
+from plait.planner.search.search import search, simplest
 from plait.planner.search.validity import balanced_stages, check_layout
 from plait.planner.step_time.network_model import network_of
 
@@ -169,7 +170,9 @@ def test_pinned_degrees_are_obeyed_and_knobs_too() -> None:
 
 def test_a_batch_that_does_not_divide_costs_what_its_fullest_devices_take() -> None:
     cluster, row = read_cluster("8xH100"), Candidates.from_rows([{"replicate": 8}])
-    uneven, filled = (step_time_of(work("1B", batch, 1024), cluster, row, PLAIT).step_s[0] for batch in (57, 64))
+    uneven, filled = (
+        step_time_of(work("1B", batch, 1024), cluster, row, PLAIT_PROFILE).step_s[0] for batch in (57, 64)
+    )
     assert uneven == filled
 
 
@@ -226,7 +229,7 @@ def test_a_layout_costs_the_same_alone_as_among_others_that_fill_the_batch_other
     workload = work("1B", 10)
     found = search(workload, read_cluster("8xH100"))
     alone = [
-        step_time_of(workload, found.cluster, found.candidates.select(np.array([i])), PLAIT).step_s[0]
+        step_time_of(workload, found.cluster, found.candidates.select(np.array([i])), PLAIT_PROFILE).step_s[0]
         for i in range(40)
     ]
-    assert step_time_of(workload, found.cluster, found.candidates, PLAIT).step_s[:40] == pytest.approx(alone)
+    assert step_time_of(workload, found.cluster, found.candidates, PLAIT_PROFILE).step_s[:40] == pytest.approx(alone)

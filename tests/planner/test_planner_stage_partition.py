@@ -19,14 +19,14 @@ from plait.model.sizes import MODEL_SIZES, named_shape
 from plait.planner.derive.resources import on_paper
 from plait.planner.memory.estimate import estimate_memory
 from plait.planner.problem.candidates import Candidates, LayerSplit
-from plait.planner.problem.software_profile import PLAIT
+from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.stage_partition import (
     balanced_stages_by_cost,
-    fullest_weights,
+    fullest_rank_parameters,
     head_cost_in_layers,
     layers_of_stages,
     published_stages,
-    stage_layers,
+    rank_layers,
 )
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.search.constraints import Constraints
@@ -34,8 +34,8 @@ from plait.planner.search.enumeration import enumerate_layouts
 from plait.planner.search.layout_cost import step_seconds
 from plait.planner.search.search import search
 from plait.planner.search.validity import balanced_stages
-from plait.planner.step_time.pipeline_step_time import simulated_s
-from plait.planner.step_time.step_time import step_time
+from plait.planner.step_time.pipeline_step_time import simulated_step_s
+from plait.planner.step_time.step_time import estimate_step_time
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 
@@ -64,20 +64,20 @@ def test_every_layer_is_on_one_stage(
     workload = work(layers, vocabulary)
     each = layers_of_stages(layers, pipeline * virtual, head_cost_in_layers(workload), dealing)
     ranks = [sum(each[rank::pipeline]) for rank in range(pipeline)]
-    held = stage_layers(workload, Candidates.from_rows([{"pipeline": pipeline, "virtual": virtual}], dealing))
+    held = rank_layers(workload, Candidates.from_rows([{"pipeline": pipeline, "virtual": virtual}], dealing))
     others = sum(ranks[1:-1])
     ends = held.first[0] if pipeline == 1 else held.first[0] + held.last[0]
     assert ends + others == sum(ranks) == sum(each) == layers and min(each) >= 1
-    assert held.most[0] == max(ranks)
-    behind = ranks[pipeline - int(held.before_last[0]) :]
-    assert all(count < held.most[0] for count in behind) and ranks[-1 - len(behind)] == held.most[0]
-    assert held.later[0] == max(behind[:-1], default=0)
+    assert held.fullest[0] == max(ranks)
+    behind = ranks[pipeline - int(held.ranks_after_fullest[0]) :]
+    assert all(count < held.fullest[0] for count in behind) and ranks[-1 - len(behind)] == held.fullest[0]
+    assert held.fullest_after[0] == max(behind[:-1], default=0)
 
 
 @pytest.mark.parametrize("dealing", ["balanced", "published"])
 def test_two_stages_lose_no_layer_of_an_odd_number(dealing: LayerSplit) -> None:
-    held = stage_layers(work(7), Candidates.from_rows([{"pipeline": 2}], dealing))
-    assert held.first[0] + held.last[0] == 7 and held.most[0] == max(held.first[0], held.last[0])
+    held = rank_layers(work(7), Candidates.from_rows([{"pipeline": 2}], dealing))
+    assert held.first[0] + held.last[0] == 7 and held.fullest[0] == max(held.first[0], held.last[0])
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,11 +119,11 @@ def test_named_stages_are_priced_as_named() -> None:
     even, odd, swapped = (
         enumerate_layouts(workload, 2, pins_of_stages(*stages)).candidates for stages in ((4, 4), (1, 7), (7, 1))
     )
-    seconds = [step_seconds(workload, CLUSTER, each, PLAIT)[0] for each in (even, odd, swapped)]
+    seconds = [step_seconds(workload, CLUSTER, each, PLAIT_PROFILE)[0] for each in (even, odd, swapped)]
     assert seconds[1] > seconds[2] > 1.3 * seconds[0]  # the head stands with the last stage
     assert seconds[1] < 2 * seconds[0]
-    assert fullest_weights(workload, odd)[0][0] > 1.3 * fullest_weights(workload, even)[0][0]
-    activations = [estimate_memory(workload, each, PLAIT).activations[0] for each in (even, odd, swapped)]
+    assert fullest_rank_parameters(workload, odd)[0][0] > 1.3 * fullest_rank_parameters(workload, even)[0][0]
+    activations = [estimate_memory(workload, each, PLAIT_PROFILE).activations[0] for each in (even, odd, swapped)]
     assert activations[2] > activations[0]
 
 
@@ -139,7 +139,7 @@ def test_named_stages_on_a_rank_settle_its_chunks() -> None:
     rows = [found.candidates.row(index) for index in range(len(found.candidates))]
     assert {(row["virtual"], row["schedule"]) for row in rows} == {(2, "interleaved")}
     assert found.candidates.layer_split == (2, 1) * 4
-    assert stage_layers(found.workload, found.candidates).most.tolist() == [4.0] * len(rows)
+    assert rank_layers(found.workload, found.candidates).fullest.tolist() == [4.0] * len(rows)
 
 
 def asked(folder: Path, *layout: str) -> RunConfig:
@@ -194,8 +194,10 @@ def test_the_closed_form_is_the_simulated_time_or_lower(dealing: LayerSplit) -> 
         if case is None:
             continue
         workload, candidates = case
-        times = step_time(workload, CLUSTER, candidates, PLAIT)
-        differences.append(times.step_s[0] / simulated_s(workload, CLUSTER, candidates, PLAIT, times)[0] - 1)
+        times = estimate_step_time(workload, CLUSTER, candidates, PLAIT_PROFILE)
+        differences.append(
+            times.step_s[0] / simulated_step_s(workload, CLUSTER, candidates, PLAIT_PROFILE, times)[0] - 1
+        )
     assert max(differences) <= 0.02, sorted(differences)[-5:]
     assert abs(np.median(differences)) <= 0.005
 

@@ -13,12 +13,12 @@ from benchmarks.published.programs import MEGATRON
 from plait.cluster.catalog import network
 from plait.cluster.cluster import Cluster, read_cluster
 from plait.planner.problem.candidates import Candidates
-from plait.planner.problem.software_profile import PLAIT
+from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.device_rates import device_rates
-from plait.planner.step_time.network_model import collective_s, network_of, token_exchange_s
+from plait.planner.step_time.network_model import collective_s, expert_all_to_all_s, network_of
 from plait.planner.step_time.roofline import product_s
-from plait.planner.step_time.step_time import step_time
+from plait.planner.step_time.step_time import estimate_step_time
 
 LLAMA_70B = Workload(
     layers=80,
@@ -37,7 +37,7 @@ H100 = read_cluster("64xH100")
 
 
 def step_s(knobs: Mapping[str, int | str], cluster: Cluster = H100) -> float:
-    return float(step_time(LLAMA_70B, cluster, Candidates.from_rows([knobs]), PLAIT).step_s[0])
+    return float(estimate_step_time(LLAMA_70B, cluster, Candidates.from_rows([knobs]), PLAIT_PROFILE).step_s[0])
 
 
 def test_parameters_and_arithmetic_are_those_of_the_published_models():
@@ -64,7 +64,9 @@ def test_parameters_and_arithmetic_are_those_of_the_published_models():
 
 
 def test_no_step_is_faster_than_the_peak_allows():
-    needed = LLAMA_70B.flops_per_token("causal") * LLAMA_70B.tokens / (64 * H100.islands[0].device.peak_flops["bf16"])
+    needed = (
+        LLAMA_70B.flops_per_token("causal") * LLAMA_70B.batch_tokens / (64 * H100.islands[0].device.peak_flops["bf16"])
+    )
     sharded = {"shard": 64, "shard_what": "parameters"}
     for knobs in (sharded, {"tensor": 8, "shard": 8}, {"pipeline": 8, "shard": 8, "shard_what": "optimizer"}):
         assert step_s(knobs) > needed
@@ -78,7 +80,7 @@ def test_the_items_add_up_to_the_step():
             {"replicate": 8, "context": 8},
         ]
     )
-    priced = step_time(LLAMA_70B, H100, table, MEGATRON)
+    priced = estimate_step_time(LLAMA_70B, H100, table, MEGATRON)
     names = set(priced.__dataclass_fields__) - {"step_s", "hidden"}
     np.testing.assert_allclose(sum(getattr(priced, name) for name in names), priced.step_s)
     assert all((getattr(priced, name) >= 0).all() for name in names)
@@ -91,8 +93,8 @@ def test_many_candidates_at_once_cost_what_each_costs_alone():
         for t in (1, 2, 8)
         for what in ("optimizer", "parameters")
     ]
-    together = step_time(LLAMA_70B, H100, Candidates.from_rows(rows), PLAIT).step_s
-    alone = [step_time(LLAMA_70B, H100, Candidates.from_rows([row]), PLAIT).step_s[0] for row in rows]
+    together = estimate_step_time(LLAMA_70B, H100, Candidates.from_rows(rows), PLAIT_PROFILE).step_s
+    alone = [estimate_step_time(LLAMA_70B, H100, Candidates.from_rows([row]), PLAIT_PROFILE).step_s[0] for row in rows]
     np.testing.assert_allclose(together, alone, rtol=1e-12)
 
 
@@ -100,7 +102,9 @@ def test_more_micro_batches_shrink_the_bubble_by_the_closed_form():
     def bubble_share(batch: int, virtual: int) -> float:
         work = replace(LLAMA_70B, batch_sequences=batch)
         row = {"pipeline": 8, "virtual": virtual, "tensor": 8, "recompute": "full"}
-        priced = step_time(work, H100, Candidates.from_rows([row]), replace(PLAIT, step_s=0.0, hides_pipeline=1.0))
+        priced = estimate_step_time(
+            work, H100, Candidates.from_rows([row]), replace(PLAIT_PROFILE, step_s=0.0, hides_pipeline=1.0)
+        )
         return float((priced.bubble / (priced.step_s - priced.bubble - priced.optimizer))[0])
 
     assert bubble_share(64, 1) == pytest.approx(7 / 64, rel=0.15)
@@ -123,7 +127,7 @@ def test_narrow_roads_force_a_pipeline_and_wide_ones_need_none():
 def test_tensor_parallelism_costs_more_between_nodes_than_inside():
     def exposed(tensor: int) -> float:
         row = {"tensor": tensor, "shard": 64 // tensor, "sequence_parallel": 1}
-        priced = step_time(LLAMA_70B, H100, Candidates.from_rows([row]), PLAIT)
+        priced = estimate_step_time(LLAMA_70B, H100, Candidates.from_rows([row]), PLAIT_PROFILE)
         return float((priced.tensor / priced.products)[0])
 
     assert exposed(16) > 2 * exposed(8)
@@ -144,15 +148,15 @@ def test_a_ring_between_nodes_uses_all_cards_of_the_node():
 
 def test_a_token_crosses_to_each_node_once_however_many_experts_it_has_there():
     road = network_of(H100)
-    inside, few = token_exchange_s(road, 4096, 1e4, 1, 64, 1)
-    _, many = token_exchange_s(road, 4096, 1e4, 100, 64, 1)
+    inside, few = expert_all_to_all_s(road, 4096, 1e4, 1, 64, 1)
+    _, many = expert_all_to_all_s(road, 4096, 1e4, 100, 64, 1)
     assert many < 8.001 * few
     assert inside > 0
 
 
 def test_a_wave_that_is_not_full_costs_as_much_as_a_full_one():
     a100 = read_cluster("8xA100-80GB").islands[0].device
-    rates = device_rates(a100, "bf16", PLAIT)
+    rates = device_rates(a100, "bf16", PLAIT_PROFILE)
     one_wave = product_s(rates, 256 * 108, 4096, 128, flops=rates.linear_flops)
     one_more = product_s(rates, 256 * 109, 4096, 128, flops=rates.linear_flops)
     assert one_more > 1.1 * one_wave
@@ -162,7 +166,7 @@ def test_a_wave_that_is_not_full_costs_as_much_as_a_full_one():
 
 def test_small_models_are_bound_by_the_host():
     tiny = replace(LLAMA_70B, layers=12, width=512, heads=8, kv_heads=8, head_width=64, ffn=1024, sequence=128)
-    priced = step_time(tiny, H100, Candidates.from_rows([{"shard": 64, "micro_sequences": 1}]), PLAIT)
+    priced = estimate_step_time(tiny, H100, Candidates.from_rows([{"shard": 64, "micro_sequences": 1}]), PLAIT_PROFILE)
     assert priced.host[0] > 0.5 * priced.step_s[0]
 
 
@@ -178,7 +182,7 @@ def test_every_layout_of_a_large_model_is_priced_within_a_second():
     table = Candidates.from_rows(rows * 8)
     work = replace(LLAMA_70B, layers=126, width=16384, heads=128, ffn=53248, batch_sequences=2048)
     start = time.perf_counter()
-    assert np.isfinite(step_time(work, read_cluster("16384xH100"), table, PLAIT).step_s).all()
+    assert np.isfinite(estimate_step_time(work, read_cluster("16384xH100"), table, PLAIT_PROFILE).step_s).all()
     assert time.perf_counter() - start < 2.0  # 11,520 of them; about half a second on an idle core
 
 
@@ -197,7 +201,8 @@ def test_an_island_with_a_network_of_its_own_is_priced_by_it():
 def test_launches_that_block_cost_all_of_the_hosts_time():
     table = Candidates.from_rows([{"tensor": 8, "micro_sequences": micros} for micros in (1, 4)])
     ahead, blocking = (
-        step_time(LLAMA_70B, H100, table, replace(PLAIT, launches=launches)) for launches in ("ahead", "blocking")
+        estimate_step_time(LLAMA_70B, H100, table, replace(PLAIT_PROFILE, launch_mode=mode))
+        for mode in ("ahead", "blocking")
     )
     extra = blocking.step_s - ahead.step_s
     assert (extra > 0).all()
@@ -207,15 +212,15 @@ def test_launches_that_block_cost_all_of_the_hosts_time():
 def test_a_masked_softmax_that_does_not_apply_launches_more():
     small = replace(LLAMA_70B, width=1024, heads=16, kv_heads=16, head_width=64, sequence=1024, attention="unfused")
     table = Candidates.from_rows([{"tensor": 8, "micro_sequences": micros} for micros in (1, 2)])
-    one, two = step_time(small, H100, table, MEGATRON).host
+    one, two = estimate_step_time(small, H100, table, MEGATRON).host
     assert one > 2.5 * two  # two matrices a rank in place of four, and twice as many micro-batches
 
 
 def test_ranks_of_one_sequence_add_up_what_they_hold_whole():
     table = Candidates.from_rows([{"shard": 8, "context": 8, "shard_what": "optimizer"}])
     own, both = (
-        step_time(LLAMA_70B, H100, table, replace(PLAIT, shards_over=over, hides_gradients=0.0))
+        estimate_step_time(LLAMA_70B, H100, table, replace(PLAIT_PROFILE, shards_over=over, hides_gradients=0.0))
         for over in ("shard", "shard and context")
     )
     assert own.gradients[0] > 1.2 * both.gradients[0]
-    assert own.optimizer[0] - PLAIT.step_s == pytest.approx(8 * (both.optimizer[0] - PLAIT.step_s))
+    assert own.optimizer[0] - PLAIT_PROFILE.step_s == pytest.approx(8 * (both.optimizer[0] - PLAIT_PROFILE.step_s))

@@ -29,11 +29,12 @@ from plait.planner.heterogeneous.batch_shares import equal_shares, shares_by_spe
 from plait.planner.heterogeneous.device_speeds import device_speeds_of
 from plait.planner.heterogeneous.host_permutations import crosses_hosts_needlessly, node_alone
 from plait.planner.heterogeneous.micro_batch_limits import replica_memory_of
-from plait.planner.heterogeneous.unequal_step_time import bottleneck, unequal_stage_times
+from plait.planner.heterogeneous.unequal_pipeline import unequal_stage_times
+from plait.planner.heterogeneous.unequal_step_time import bottleneck
 from plait.planner.memory.estimate import ALLOCATOR_RESERVE, estimate_memory
 from plait.planner.plan import Plan
-from plait.planner.problem.candidates import SHARD_WHAT, Candidates
-from plait.planner.problem.software_profile import PLAIT
+from plait.planner.problem.candidates import SHARDED_STATES, Candidates
+from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.stage_partition import balanced_stages_by_speed
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.resolve.resolve import draft, settle
@@ -42,7 +43,7 @@ from plait.planner.search.constraints import Constraints
 from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import closed_form_step_time, step_seconds, step_time_of
 from plait.planner.search.search import CROSSES_HOSTS, search
-from plait.planner.step_time.measured_network import measured_link
+from plait.planner.step_time.measured_network import slowest_measured_link
 from plait.units import format_duration
 from tests.planner.hosts import HOST, probed, told
 from tests.planner.machines import PLAYS, recipe
@@ -112,16 +113,16 @@ def test_no_other_stages_are_done_earlier(layers: int, speeds: list[float], head
 
 def test_a_stage_gets_no_more_layers_than_it_can_hold() -> None:
     assert balanced_stages_by_speed(22, (1.0, 0.4), 0.0) == (16, 6)
-    assert balanced_stages_by_speed(22, (1.0, 0.4), 0.0, most=(12, 30)) == (12, 10)
-    assert balanced_stages_by_speed(9, (3.0, 1.0, 1.0), 0.0, most=(2, 9, 9)) == (2, 4, 3)
+    assert balanced_stages_by_speed(22, (1.0, 0.4), 0.0, max_layers=(12, 30)) == (12, 10)
+    assert balanced_stages_by_speed(9, (3.0, 1.0, 1.0), 0.0, max_layers=(2, 9, 9)) == (2, 4, 3)
 
 
 def test_speeds_come_from_the_clocks_of_the_probe() -> None:
-    devices = device_speeds_of(work(), probed(1.0, 0.4), PLAIT)
+    devices = device_speeds_of(work(), probed(1.0, 0.4), PLAIT_PROFILE)
     assert devices.names == ("a", "b") and devices.is_measured
     assert devices.speeds[0] / devices.speeds[1] == pytest.approx(2.5, rel=0.01)
     assert devices.speeds[1] == pytest.approx(1.0)
-    assert device_speeds_of(work(), probed(1.0, 0.97), PLAIT).are_equal
+    assert device_speeds_of(work(), probed(1.0, 0.97), PLAIT_PROFILE).are_equal
 
 
 def three_and_one() -> Cluster:
@@ -130,11 +131,11 @@ def three_and_one() -> Cluster:
     three = replace(found.devices[0], workers=3, rates=(1.0, 1.0, 0.5))
     there = replace(found, devices=(three, found.devices[1]), workers=4)
     hosts = [(HOST, 1e11, 3), (HOST, 1e11, 1)]
-    return replace(cluster_of_hosts(hosts, measured_link(there, "between")), measured=there)
+    return replace(cluster_of_hosts(hosts, slowest_measured_link(there, "between")), measured=there)
 
 
 def test_a_slow_worker_of_a_fast_host_counts_with_its_own_speed() -> None:
-    speeds = np.array(device_speeds_of(work(), three_and_one(), PLAIT).speeds)
+    speeds = np.array(device_speeds_of(work(), three_and_one(), PLAIT_PROFILE).speeds)
     assert speeds / speeds[0] == pytest.approx([1, 1, 0.5, 0.5], rel=0.01)
 
 
@@ -151,12 +152,12 @@ def test_a_machine_alone_is_priced_by_its_own_clock() -> None:
 
 
 def test_some_workers_of_a_host_alone_keep_their_own_speeds() -> None:
-    three = device_speeds_of(work(), node_alone(three_and_one(), 0, 3), PLAIT)
+    three = device_speeds_of(work(), node_alone(three_and_one(), 0, 3), PLAIT_PROFILE)
     assert np.array(three.speeds) / three.speeds[0] == pytest.approx([1, 1, 0.5], rel=0.01)
     for place in (0, 1):
         one = node_alone(three_and_one(), place, 1)
         assert one.measured is not None and one.devices == one.measured.workers == one.measured.devices[0].workers == 1
-        assert device_speeds_of(work(), one, PLAIT).speeds == (1.0,)
+        assert device_speeds_of(work(), one, PLAIT_PROFILE).speeds == (1.0,)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,7 @@ def test_a_pipeline_of_unequal_devices_takes_what_its_list_of_actions_takes() ->
     pace = bottleneck(workload, cluster, group.candidates, found.profile, group.assignment, times)
     stages = pace.stages_s
     halves: ActionTimes = {"forward": stages / 3, "backward-input": stages / 3, "backward-weight": stages / 3}
-    whole = float(durations_s("gpipe", (2, 1, 12), halves, pace.times.sent)[0])
+    whole = float(durations_s("gpipe", (2, 1, 12), halves, pace.times.stage_message)[0])
     assert float(pace.piped_s[0]) == pytest.approx(whole, rel=0.05)
     assert found.step_s[found.chosen] == pytest.approx(
         float(step_seconds(workload, cluster, group.candidates, found.profile)[0])
@@ -582,7 +583,7 @@ def test_a_layout_costs_the_same_whoever_is_priced_beside_it(monkeypatch: pytest
     workload, _, unequal = alike_and_with_a_little_one(4)
     found = search(workload, unequal, constraints=Constraints(degrees=Layout(pipeline=2, shard=2)))
     usual = -(-32 // found.candidates.micro_sequences)
-    often = (found.n_microbatches > usual) & (found.candidates.shard_what == SHARD_WHAT.index("parameters"))
+    often = (found.n_microbatches > usual) & (found.candidates.shard_what == SHARDED_STATES.index("parameters"))
     assert often.any() and not often.all()
     alone = [float(found.step_time(index).step_s[0]) for index in range(len(found.candidates))]
     assert found.step_s == pytest.approx(alone)

@@ -15,11 +15,11 @@ from plait.commands.planning.run_folder import RunFolder
 from plait.errors import RunFailed
 from plait.model.shape import training_flops_per_token
 from plait.planner.calibration.factors import (
-    Basis,
+    ForecastBasis,
     observation_of_items,
     observation_of_step,
     observation_text,
-    uncalibrated,
+    without_calibration,
 )
 from plait.planner.derive.model_size import budget_of
 from plait.planner.plan import Forecast, Plan
@@ -92,8 +92,8 @@ def _receipt(folder: RunFolder, plan: Plan, done: int, compared: ForecastMonitor
         versions=dict(plan.fingerprint["versions"]),
         device=_devices_in_words(plan),
         one_device_from=_SOURCES[foretold.basis] if foretold else None,
-        predicted_items=foretold.items.by_clock() if foretold else None,
-        measured_items=came.items.by_clock() if came and came.items else None,
+        predicted_items=foretold.items.measurable_items() if foretold else None,
+        measured_items=came.items.measurable_items() if came and came.items else None,
         predicted_rss_bytes=forecast.bytes_per_device if forecast and plan.device == "cpu" else None,
         taught_by_runs=foretold.calibration.runs if foretold else 0,
     )
@@ -118,7 +118,7 @@ def _untimed_step_s(forecast: Forecast | None) -> float | None:
     return forecast.step_s / forecast.calibration.timed
 
 
-_SOURCES: Mapping[Basis, Literal["measurement", "formulas"]] = {"clock": "measurement", "formulas": "formulas"}
+_SOURCES: Mapping[ForecastBasis, Literal["measurement", "formulas"]] = {"clock": "measurement", "formulas": "formulas"}
 
 
 def _of_this_plan(folder: RunFolder, steps: Sequence[StepReport], done: int) -> Sequence[StepReport]:
@@ -134,7 +134,7 @@ def _teach(compared: ForecastMonitor) -> str:
     if came is None or why:
         return f"the next plan here learns nothing from this run: {why}"
     today = datetime.now(UTC).date().isoformat()
-    said = uncalibrated(foretold.items, foretold.calibration)
+    said = without_calibration(foretold.items, foretold.calibration)
     computed_s = came.step_s - came.data_s
     lesson = (
         observation_of_items(said, came.items, today) if came.items else observation_of_step(said, computed_s, today)

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from plait.commands.planning.calibration_store import crowding
-from plait.planner.calibration.factors import Basis, Calibration, StepItems, disturbance_text
+from plait.planner.calibration.factors import Calibration, ForecastBasis, StepItems, disturbance_text
 from plait.planner.calibration.predicted_vs_measured import (
     Observed,
     comparison_text,
@@ -33,7 +33,7 @@ class Predicted:
     items: StepItems
     """With what earlier runs taught."""
     calibration: Calibration
-    basis: Basis
+    basis: ForecastBasis
     error: float
     tensor_bytes: float
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from plait.cluster.topology import Machine, usable_cores
 from plait.commands.preparing.corpus import CACHE
-from plait.planner.calibration.factors import Basis, Calibration, Observation, calibration_from
+from plait.planner.calibration.factors import Calibration, ForecastBasis, Observation, calibration_from
 from plait.report.atomic import replace_file
 
 OBSERVATIONS_FORMAT = 1
@@ -26,7 +26,7 @@ OBSERVATIONS_KEPT_ON_DISK = 20
 """Lessons in a file; a forecast takes the last few of them, and people may look at the others."""
 
 
-def calibration_key(machines: Sequence[Machine], precision: str, basis: Basis) -> str:
+def calibration_key(machines: Sequence[Machine], precision: str, basis: ForecastBasis) -> str:
     """The name that lessons of such runs go by: what they teach holds for no other machines or software.
 
     Behind the first machine they may stand in any order: a plan may have changed it.

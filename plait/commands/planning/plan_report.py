@@ -75,7 +75,7 @@ def comparison_table(answers: Sequence[Answer]) -> str:
     rows = [("cluster", "step", "tokens/s", "layout")]
     for one in answers:
         step_s = float(one.found.step_s[one.found.chosen])
-        tokens = format_count(one.found.workload.tokens / step_s)
+        tokens = format_count(one.found.workload.batch_tokens / step_s)
         rows.append((one.found.cluster.name, f"{step_s:.3g} s", tokens, one.sections[0].lines[0]))
     wide = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(

@@ -22,7 +22,7 @@ from plait.commands.probing.measurements import (
 from plait.commands.probing.revalidate import still_holds
 from plait.commands.probing.table import QUIET
 from plait.planner.derive.resources import Probe, ProbeNeed
-from plait.planner.step_time.measured_network import measured_link
+from plait.planner.step_time.measured_network import slowest_measured_link
 from plait.units import format_si
 
 HostMachine = tuple[Machine, float | None, int]
@@ -75,7 +75,7 @@ def probed_cluster(workers: HostWorkers, hosts: tuple[HostMachine, ...], need: P
     What was "kept" of an earlier one is taken where machines and software are the same and the roads still are.
     """
     measured = pool_measurements(_probed(workers, [machine for machine, _, _ in hosts], need, fresh))
-    return replace(cluster_of_hosts(hosts, measured_link(measured, "between")), measured=measured)
+    return replace(cluster_of_hosts(hosts, slowest_measured_link(measured, "between")), measured=measured)
 
 
 def _probed(workers: HostWorkers, machines: list[Machine], need: ProbeNeed, fresh: Fresh) -> Measurements:

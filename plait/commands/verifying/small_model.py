@@ -59,7 +59,7 @@ def requested_shape(config: RunConfig, degrees: Layout) -> ModelShape:
         size = _fitting_size(degrees) if model.size == "auto" else model.size
         shape = named_shape(size, vocabulary=vocabulary, sequence=sequence, **explicit)
     if train.sequence == "auto":
-        shape = replace(shape, sequence=scaling_rules.usual_sequence(parameter_count(shape)))
+        shape = replace(shape, sequence=scaling_rules.usual_sequence_length(parameter_count(shape)))
     return shape
 
 

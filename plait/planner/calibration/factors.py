@@ -21,31 +21,31 @@ from typing import Literal
 
 from plait.units import format_duration
 
-Basis = Literal["clock", "formulas"]
+ForecastBasis = Literal["clock", "formulas"]
 """What a forecast comes from: a probe's times, or the formulas and a catalogue."""
 
-WITHIN = ("tensor", "context", "experts", "passes")
+WITHIN_GROUP_ITEMS = ("tensor", "context", "experts", "passes")
 """Items of step_time.py that are messages within a group of ranks with the same samples."""
-BETWEEN = ("parameters", "gradients")
+BETWEEN_GROUP_ITEMS = ("parameters", "gradients")
 """Items of step_time.py that are messages between such groups."""
-MESSAGE_ITEMS = (*WITHIN, *BETWEEN)
+MESSAGE_ITEMS = (*WITHIN_GROUP_ITEMS, *BETWEEN_GROUP_ITEMS)
 """Of step_time.py's items, those that are messages: within a group of ranks that shares samples, and between groups."""
-OBSERVATIONS_KEPT = 5
+OBSERVATIONS_USED = 5
 """How many of the newest observations count; their median is taken."""
-WEIGHT_OF_FEW_OBSERVATIONS = {1: 0.5, 2: 0.75}
+SHRINKAGE_EXPONENTS = {1: 0.5, 2: 0.75}
 """With so few observations their median counts to this power; with more it counts in full."""
-LARGEST_FACTOR = 2.0
+LARGEST_CORRECTION = 2.0
 """No factor goes beyond this or its inverse: what is further off is another program, or an error of ours."""
 LEAST_STEPS_TO_LEARN = 10
-LARGEST_SPREAD = 0.15
+LARGEST_STEP_TIME_SPREAD = 0.15
 """Interquartile range of a run's steps over their median above which the run teaches nothing."""
-LARGEST_CROWDING = 1.15
+LARGEST_LOAD_PER_CORE = 1.15
 """Runnable programs per core above which other programs took this run's time."""
-LEAST_SHARE_TO_LEARN = 0.05
+LEAST_MESSAGE_SHARE_TO_LEARN = 0.05
 """Share of a step that messages between groups must take to teach their factor."""
 LARGEST_SHARE_WITHIN_GROUPS = 0.25
 """Share of a step that messages within groups may take, which are assumed to be as predicted."""
-LEAST_FACTOR_TO_MENTION = 0.01
+LEAST_CHANGE_TO_MENTION = 0.01
 MEASURED_STEP_ERROR = 0.10
 """How far a run's steps may be from steps timed before it on the same machine, at most; on a processor shared with
 others they were 3 to 8 % off."""
@@ -70,9 +70,9 @@ class StepItems:
 
     @property
     def step_s(self) -> float:
-        return sum(self.by_clock().values())
+        return sum(self.measurable_items().values())
 
-    def by_clock(self) -> dict[str, float]:
+    def measurable_items(self) -> dict[str, float]:
         """The items that a clock can tell apart."""
         return {
             "compute_s": self.compute_s + self.within_s + self.bubble_s,
@@ -119,12 +119,14 @@ class Observation:
     messages: float | None
 
 
-def step_items(seconds: Mapping[str, float]) -> StepItems:
+def step_items(seconds_by_item: Mapping[str, float]) -> StepItems:
     """The items of a forecast by the names of step_time.py, summed up."""
-    between_s, within_s = (sum(seconds[name] for name in names) for names in (BETWEEN, WITHIN))
-    optimizer_s, bubble_s = seconds["optimizer"], max(0.0, seconds["bubble"])
+    between_s, within_s = (
+        sum(seconds_by_item[name] for name in names) for names in (BETWEEN_GROUP_ITEMS, WITHIN_GROUP_ITEMS)
+    )
+    optimizer_s, bubble_s = seconds_by_item["optimizer"], max(0.0, seconds_by_item["bubble"])
     return StepItems(
-        compute_s=sum(seconds.values()) - between_s - within_s - optimizer_s - bubble_s,
+        compute_s=sum(seconds_by_item.values()) - between_s - within_s - optimizer_s - bubble_s,
         messages_s=between_s,
         optimizer_s=optimizer_s,
         within_s=within_s,
@@ -132,17 +134,19 @@ def step_items(seconds: Mapping[str, float]) -> StepItems:
     )
 
 
-def calibrated(items: StepItems, calibration: Calibration) -> StepItems:
+def with_calibration(items: StepItems, calibration: Calibration) -> StepItems:
     """The items with the calibration's factors applied."""
-    return _times(items, calibration.compute * calibration.timed, calibration.messages * calibration.timed)
+    return _scale_items(items, calibration.compute * calibration.timed, calibration.messages * calibration.timed)
 
 
-def uncalibrated(items: StepItems, calibration: Calibration) -> StepItems:
+def without_calibration(items: StepItems, calibration: Calibration) -> StepItems:
     """The items with the calibration's factors taken out."""
-    return _times(items, 1 / (calibration.compute * calibration.timed), 1 / (calibration.messages * calibration.timed))
+    return _scale_items(
+        items, 1 / (calibration.compute * calibration.timed), 1 / (calibration.messages * calibration.timed)
+    )
 
 
-def _times(items: StepItems, compute: float, messages: float) -> StepItems:
+def _scale_items(items: StepItems, compute: float, messages: float) -> StepItems:
     return replace(
         items,
         compute_s=items.compute_s * compute,
@@ -153,77 +157,80 @@ def _times(items: StepItems, compute: float, messages: float) -> StepItems:
     )
 
 
-def observation_of_items(foretold: StepItems, measured: StepItems, date: str) -> Observation | None:
+def observation_of_items(predicted: StepItems, measured: StepItems, date: str) -> Observation | None:
     """The observation of a run whose items were measured; `foretold` are its predicted items before any factor. None
     where messages within groups take so much that computing cannot be seen behind them."""
-    if foretold.within_s > LARGEST_SHARE_WITHIN_GROUPS * foretold.step_s:
+    if predicted.within_s > LARGEST_SHARE_WITHIN_GROUPS * predicted.step_s:
         return None
-    computed_s = measured.compute_s + measured.optimizer_s - foretold.within_s
-    compute = computed_s / (foretold.compute_s + foretold.bubble_s + foretold.optimizer_s)
-    telling = foretold.messages_s >= LEAST_SHARE_TO_LEARN * foretold.step_s
-    messages = max(measured.messages_s / foretold.messages_s, 1 / LARGEST_FACTOR) if telling else None
-    return Observation(date=date, compute=max(compute, 1 / LARGEST_FACTOR), messages=messages)
+    computed_s = measured.compute_s + measured.optimizer_s - predicted.within_s
+    compute = computed_s / (predicted.compute_s + predicted.bubble_s + predicted.optimizer_s)
+    telling = predicted.messages_s >= LEAST_MESSAGE_SHARE_TO_LEARN * predicted.step_s
+    messages = max(measured.messages_s / predicted.messages_s, 1 / LARGEST_CORRECTION) if telling else None
+    return Observation(date=date, compute=max(compute, 1 / LARGEST_CORRECTION), messages=messages)
 
 
-def observation_of_step(foretold: StepItems, step_s: float, date: str) -> Observation | None:
+def observation_of_step(predicted: StepItems, step_s: float, date: str) -> Observation | None:
     """The observation of a run of which only whole steps were timed; None unless nearly all of a step is computing."""
-    messages_s = foretold.messages_s + foretold.within_s
-    if messages_s > LEAST_SHARE_TO_LEARN * foretold.step_s:
+    messages_s = predicted.messages_s + predicted.within_s
+    if messages_s > LEAST_MESSAGE_SHARE_TO_LEARN * predicted.step_s:
         return None
-    compute = (step_s - messages_s) / (foretold.step_s - messages_s)
-    return Observation(date=date, compute=max(compute, 1 / LARGEST_FACTOR), messages=None)
+    compute = (step_s - messages_s) / (predicted.step_s - messages_s)
+    return Observation(date=date, compute=max(compute, 1 / LARGEST_CORRECTION), messages=None)
 
 
-def calibration_from(ground: str, lessons: Sequence[Observation]) -> Calibration:
+def calibration_from(key: str, observations: Sequence[Observation]) -> Calibration:
     """The factors that the newest observations agree on; few observations count in part
     (WEIGHT_OF_FEW_OBSERVATIONS)."""
-    compute = [lesson.compute for lesson in lessons][-OBSERVATIONS_KEPT:]
-    messages = [lesson.messages for lesson in lessons if lesson.messages is not None][-OBSERVATIONS_KEPT:]
+    compute = [lesson.compute for lesson in observations][-OBSERVATIONS_USED:]
+    messages = [lesson.messages for lesson in observations if lesson.messages is not None][-OBSERVATIONS_USED:]
     return Calibration(
-        ground=ground, compute=_agreed(compute), messages=_agreed(messages), runs=min(len(lessons), OBSERVATIONS_KEPT)
+        ground=key,
+        compute=_shrunk_median(compute),
+        messages=_shrunk_median(messages),
+        runs=min(len(observations), OBSERVATIONS_USED),
     )
 
 
-def _agreed(factors: Sequence[float]) -> float:
+def _shrunk_median(factors: Sequence[float]) -> float:
     if not factors:
         return 1.0
-    middle = min(LARGEST_FACTOR, max(1 / LARGEST_FACTOR, median(factors)))
-    return middle ** WEIGHT_OF_FEW_OBSERVATIONS.get(len(factors), 1.0)
+    middle = min(LARGEST_CORRECTION, max(1 / LARGEST_CORRECTION, median(factors)))
+    return middle ** SHRINKAGE_EXPONENTS.get(len(factors), 1.0)
 
 
-def disturbance_text(steps_s: Sequence[float], crowding: float | None) -> str | None:
+def disturbance_text(steps_s: Sequence[float], load_per_core: float | None) -> str | None:
     """Why a run must not teach, as the end of a sentence; None for an undisturbed run. `crowding` is the number of
     runnable programs per core during it, None where that says nothing of this run."""
     if len(steps_s) < LEAST_STEPS_TO_LEARN:
         return f"it had fewer than {LEAST_STEPS_TO_LEARN} steps after the first ones"
     first, middle, last = quantiles(steps_s, n=4)
-    if last - first > LARGEST_SPREAD * middle:
+    if last - first > LARGEST_STEP_TIME_SPREAD * middle:
         return f"its steps differed by {(last - first) / middle:.0%}"
-    if crowding is not None and crowding > LARGEST_CROWDING:
+    if load_per_core is not None and load_per_core > LARGEST_LOAD_PER_CORE:
         return "other programs were running"
     return None
 
 
-def observation_text(lesson: Observation, basis: Basis) -> str:
+def observation_text(observation: Observation, basis: ForecastBasis) -> str:
     """What a run taught, for its last lines."""
-    told = [f"computing took {lesson.compute:.2f}"]
-    if lesson.messages is not None:
-        told.append(f"messages {lesson.messages:.2f}")
+    told = [f"computing took {observation.compute:.2f}"]
+    if observation.messages is not None:
+        told.append(f"messages {observation.messages:.2f}")
     times = "times what the probe's times said" if basis == "clock" else "times what the formulas said"
     return f"{' and '.join(told)} {times}: the next plan here takes it in"
 
 
-def calibration_text(calibration: Calibration, items: StepItems | None, basis: Basis) -> str | None:
+def calibration_text(calibration: Calibration, items: StepItems | None, basis: ForecastBasis) -> str | None:
     """How far timed steps or earlier runs moved a forecast of these items, as a reason; None where they did not."""
     if items is None:
         return None
     runs = f"the last {calibration.runs} runs" if calibration.runs > 1 else "the last run"
-    if abs(calibration.timed - 1) >= LEAST_FACTOR_TO_MENTION:
+    if abs(calibration.timed - 1) >= LEAST_CHANGE_TO_MENTION:
         told = f"the formulas and {runs} here said" if calibration.runs else "the formulas said"
         without = format_duration(items.step_s / calibration.timed)
         return f"so long took the steps that were timed here when this was planned; {told} {without}"
-    moved = items.step_s / uncalibrated(items, calibration).step_s - 1
-    if not calibration.runs or abs(moved) < LEAST_FACTOR_TO_MENTION:
+    moved = items.step_s / without_calibration(items, calibration).step_s - 1
+    if not calibration.runs or abs(moved) < LEAST_CHANGE_TO_MENTION:
         return None
     told = "the probe's times say" if basis == "clock" else "the formulas say"
     half = ", and half of what it said is taken until there are more" if calibration.runs == 1 else ""

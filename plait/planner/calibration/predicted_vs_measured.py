@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from plait.planner.calibration.factors import Basis, StepItems
+from plait.planner.calibration.factors import ForecastBasis, StepItems
 from plait.units import format_bytes, format_duration
 
-ForecastSource = Basis | Literal["steps"]
+ForecastSource = ForecastBasis | Literal["steps"]
 """What a forecast comes from; "steps": real ones that were timed before the run."""
 ITEM_TEXTS: Mapping[str, str] = {
     "compute_s": "computing",
@@ -21,7 +21,7 @@ LEAST_SHARE_TO_NAME = 0.005
 """Share of a step from which on an item is named."""
 LEAST_SHARE_WITHIN_TO_NAME = 0.02
 """Share of a step above which waiting within a group of ranks is named together with its computing."""
-MEMORY_ERROR = 0.05
+LEAST_MEMORY_ERROR_TO_MENTION = 0.05
 """What the peak of tensors may differ by before it is worth a sentence."""
 
 
@@ -35,49 +35,49 @@ class Observed:
     items: StepItems | None
 
 
-def comparison_text(foretold: StepItems, came: Observed) -> str:
+def comparison_text(predicted: StepItems, observed: Observed) -> str:
     """Both in a line: "the plan said 1.61 s a step (1.45 s computing, …); 5 steps took 1.56 s (…): 3 % faster"."""
-    grouped = foretold.within_s + foretold.bubble_s > LEAST_SHARE_WITHIN_TO_NAME * foretold.step_s
+    grouped = predicted.within_s + predicted.bubble_s > LEAST_SHARE_WITHIN_TO_NAME * predicted.step_s
     computing = "computing and waiting within groups" if grouped else ITEM_TEXTS["compute_s"]
-    said = f"the plan said {format_duration(foretold.step_s)} a step{_in_brackets(foretold, computing)}"
-    known = _in_brackets(came.items, computing) if came.items else ""
+    said = f"the plan said {format_duration(predicted.step_s)} a step{_items_in_brackets(predicted, computing)}"
+    known = _items_in_brackets(observed.items, computing) if observed.items else ""
     return (
-        f"{said}; {came.steps} steps took {format_duration(came.step_s)}{known}: "
-        f"{_apart(came.step_s / foretold.step_s - 1, 'slower', 'faster')}"
+        f"{said}; {observed.steps} steps took {format_duration(observed.step_s)}{known}: "
+        f"{_difference_text(observed.step_s / predicted.step_s - 1, 'slower', 'faster')}"
     )
 
 
-def deviation_text(foretold: StepItems, came: Observed, error: float, source: ForecastSource) -> str | None:
+def deviation_text(predicted: StepItems, observed: Observed, error: float, source: ForecastSource) -> str | None:
     """Which item explains most of a difference beyond the plan's error, and what to do; None where there is none."""
-    off = came.step_s / foretold.step_s - 1
+    off = observed.step_s / predicted.step_s - 1
     if abs(off) <= error:
         return None
-    if came.items is None:
-        name = "data_s" if came.data_s > (came.step_s - foretold.step_s) / 2 > 0 else "step_s"
-        said_s, took_s = (0.0, came.data_s) if name == "data_s" else (foretold.step_s, came.step_s)
+    if observed.items is None:
+        name = "data_s" if observed.data_s > (observed.step_s - predicted.step_s) / 2 > 0 else "step_s"
+        said_s, took_s = (0.0, observed.data_s) if name == "data_s" else (predicted.step_s, observed.step_s)
     else:
-        said, took = foretold.by_clock(), came.items.by_clock()
+        said, took = predicted.measurable_items(), observed.items.measurable_items()
         name = max(took, key=lambda item: (took[item] - said[item]) * (1 if off > 0 else -1))
         said_s, took_s = said[name], took[name]
-    told = f"{_SUBJECTS[name]} {format_duration(took_s)}, and the plan said {format_duration(said_s)}"
+    told = f"{_ITEM_SUBJECTS[name]} {format_duration(took_s)}, and the plan said {format_duration(said_s)}"
     if off < 0:
-        return f"{told}: {_FASTER[source]}"
-    return f"{told}: {_CAUSES[name](source)}"
+        return f"{told}: {_FASTER_TEXTS[source]}"
+    return f"{told}: {_CAUSE_TEXTS[name](source)}"
 
 
-def memory_comparison_text(foretold_bytes: float, peak_bytes: float) -> str | None:
+def memory_comparison_text(predicted_bytes: float, peak_bytes: float) -> str | None:
     """A sentence where the peak of tensors on the fullest device is not what the plan said; None where it is."""
-    off = peak_bytes / foretold_bytes - 1
-    if abs(off) <= MEMORY_ERROR:
+    off = peak_bytes / predicted_bytes - 1
+    if abs(off) <= LEAST_MEMORY_ERROR_TO_MENTION:
         return None
     advice = "; a smaller layout.micro_sequences needs less, if memory is short" if off > 0 else ""
     return (
-        f"tensors take up to {format_bytes(peak_bytes)} a device, and the plan said {format_bytes(foretold_bytes)}: "
-        f"{_apart(off, 'more', 'less')}{advice}"
+        f"tensors take up to {format_bytes(peak_bytes)} a device, and the plan said {format_bytes(predicted_bytes)}: "
+        f"{_difference_text(off, 'more', 'less')}{advice}"
     )
 
 
-_SUBJECTS: Mapping[str, str] = {
+_ITEM_SUBJECTS: Mapping[str, str] = {
     "step_s": "a step takes",
     "compute_s": "computing takes",
     "waiting_s": "waiting for messages and other ranks takes",
@@ -86,44 +86,46 @@ _SUBJECTS: Mapping[str, str] = {
 }
 
 
-def _busy(source: ForecastSource) -> str:
-    return f"another program may be running on these machines; if none is, {_MENDS[source]}"
+def _busy_machine_text(source: ForecastSource) -> str:
+    return f"another program may be running on these machines; if none is, {_REMEDIES[source]}"
 
 
-def _link(source: ForecastSource) -> str:
+def _slow_link_text(source: ForecastSource) -> str:
     if source == "clock":
         return "others use the link, or it has become slower; stop and give the command again, which probes it anew"
-    return f"messages were not timed one by one before this run; {_MENDS[source]}"
+    return f"messages were not timed one by one before this run; {_REMEDIES[source]}"
 
 
-_FASTER: Mapping[ForecastSource, str] = {
+_FASTER_TEXTS: Mapping[ForecastSource, str] = {
     "clock": "the next plan here learns it, if nothing disturbs this run",
     "formulas": "the next plan here learns it, if nothing disturbs this run",
     "steps": "another program may have been running while steps were timed; --replan times them anew",
 }
-_MENDS: Mapping[ForecastSource, str] = {
+_REMEDIES: Mapping[ForecastSource, str] = {
     "clock": "stop and give the command again, which probes the hosts anew",
     "formulas": "the formulas are off here, and the next plan learns it",
     "steps": "stop and give the command again with --replan, which times steps anew",
 }
-_CAUSES: Mapping[str, Callable[[ForecastSource], str]] = {
-    "step_s": _busy,
-    "compute_s": _busy,
-    "waiting_s": _link,
-    "optimizer_s": _busy,
+_CAUSE_TEXTS: Mapping[str, Callable[[ForecastSource], str]] = {
+    "step_s": _busy_machine_text,
+    "compute_s": _busy_machine_text,
+    "waiting_s": _slow_link_text,
+    "optimizer_s": _busy_machine_text,
     "data_s": lambda _: "the disk with the prepared tokens is slow; move .plait to a faster one",
 }
 
 
-def _in_brackets(items: StepItems, computing: str) -> str:
+def _items_in_brackets(items: StepItems, computing: str) -> str:
     names = {**ITEM_TEXTS, "compute_s": computing}
     told = {
-        names[item]: spent for item, spent in items.by_clock().items() if spent >= LEAST_SHARE_TO_NAME * items.step_s
+        names[item]: spent
+        for item, spent in items.measurable_items().items()
+        if spent >= LEAST_SHARE_TO_NAME * items.step_s
     }
     return (
         f" ({', '.join(f'{format_duration(spent)} {name}' for name, spent in told.items())})" if len(told) > 1 else ""
     )
 
 
-def _apart(off: float, more: str, less: str) -> str:
+def _difference_text(off: float, more: str, less: str) -> str:
     return f"{abs(off):.0%} {more if off > 0 else less}" if abs(off) >= 0.005 else "as planned"

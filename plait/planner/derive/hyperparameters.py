@@ -16,7 +16,7 @@ def optimizer_plan(config: RunConfig, flops: float, batch_tokens: int, why: list
     asked = config.optimizer
     lr = asked.lr
     if lr == "auto":
-        usual = scaling_rules.batch_tokens(flops)
+        usual = scaling_rules.usual_batch_tokens(flops)
         lr = float(
             f"{scaling_rules.lr_for_batch(scaling_rules.peak_lr(flops), batch=batch_tokens, usual_batch=usual):.3g}"
         )

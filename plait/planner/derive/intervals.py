@@ -12,7 +12,7 @@ from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, Every, parse_every
 
-BALANCE_EVERY_STEPS = 50
+DEFAULT_BALANCE_EVERY_STEPS = 50
 
 
 def with_raised_budget(config: RunConfig, plan: Plan) -> Plan:
@@ -23,7 +23,7 @@ def with_raised_budget(config: RunConfig, plan: Plan) -> Plan:
     elif budget.unit == "seconds" and plan.step_s is None:
         raise PlaitError(f"this run counts in {old_budget.unit}; raise train.budget in {old_budget.unit} too")
     else:
-        steps = steps_for(budget, plan.batch_tokens, step_s=plan.step_s)
+        steps = steps_in_budget(budget, plan.batch_tokens, step_s=plan.step_s)
     if steps < plan.steps or (budget.unit == old_budget.unit and budget.value < old_budget.value):
         raise PlaitError(
             f"train.budget = {budget} is less than the {plan.steps} steps this run was begun with; "
@@ -47,7 +47,7 @@ def with_new_intervals(config: RunConfig, plan: Plan) -> Plan:
         ),
         evaluate_every_steps=plan.evaluate_every_steps
         if evaluate == "auto"
-        else round(interval_in_steps(evaluate).value),
+        else round(parse_step_interval(evaluate).value),
     )
 
 
@@ -63,7 +63,7 @@ def report_every_steps(config: RunConfig, device: str) -> int:
     """Steps between two fetches of the scalars: a GPU should not wait for each."""
     asked = config.report.every
     if asked != "auto":
-        every = interval_in_steps(asked)
+        every = parse_step_interval(asked)
         if every.value == 0:
             raise PlaitError('report.every = "never" would lose the losses; write for example "100 steps"')
         return max(1, round(every.value))
@@ -74,11 +74,11 @@ def balance_every_steps(config: RunConfig, devices: Literal["alike", "unequal"])
     """Steps between changes of the shares, 0 for never; `devices` are "alike" only on one host of equal devices."""
     asked = config.balance.every
     if asked == "auto":
-        return 0 if devices == "alike" else BALANCE_EVERY_STEPS
-    return ceil(interval_in_steps(asked, section="balance").value)
+        return 0 if devices == "alike" else DEFAULT_BALANCE_EVERY_STEPS
+    return ceil(parse_step_interval(asked, section="balance").value)
 
 
-def interval_in_steps(text: str, section: str = "report") -> Every:
+def parse_step_interval(text: str, section: str = "report") -> Every:
     """An interval that only steps can measure, since all ranks must agree on it; raises PlaitError."""
     every = parse_every(text)
     if every.unit != "steps":
@@ -86,7 +86,7 @@ def interval_in_steps(text: str, section: str = "report") -> Every:
     return every
 
 
-def steps_for(budget: Amount, batch_tokens: int, *, step_s: float | None) -> int:
+def steps_in_budget(budget: Amount, batch_tokens: int, *, step_s: float | None) -> int:
     """A budget in optimizer steps; a time budget needs the measured time of one, else it is 1 for the time being."""
     if budget.unit == "steps":
         return max(1, round(budget.value))

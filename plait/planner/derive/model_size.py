@@ -14,7 +14,7 @@ from plait.planner.derive import scaling_rules
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, format_count, parse_amount
 
-GUESSED_FLOPS = 100e12
+GUESSED_PEAK_FLOPS = 100e12
 """Arithmetic peak, in FLOP/s, that an unknown GPU is assumed to have while the model is sized."""
 
 
@@ -59,41 +59,41 @@ def derive_run_size(
 ) -> RunSize:
     """Settle budget and shape, and with them the size of the run."""
     budget = budget_of(config)
-    rate = scaling_rules.EXPECTED_MFU * (peak_flops or GUESSED_FLOPS * machine.devices)
+    rate = scaling_rules.EXPECTED_MFU * (peak_flops or GUESSED_PEAK_FLOPS * machine.devices)
     vocabulary = _vocabulary(config, corpus)
     size, spelt_out = config.model.size, "auto" not in (config.model.layers, config.model.width)
     if config.train.budget == "auto":
         what = "20 tokens a parameter (Hoffmann 2022)" if size != "auto" else "no model size or budget was asked for"
         why.append(f"budget {budget}: {what}")
     if size == "auto" and not spelt_out:
-        size = nearest_size(_best_parameters(config, budget, rate, corpus.train_tokens), vocabulary)
-    shape = _shape(config, size, vocabulary, corpus, why)
+        size = nearest_size(_best_parameter_count(config, budget, rate, corpus.train_tokens), vocabulary)
+    shape = _model_shape(config, size, vocabulary, corpus, why)
     if config.model.size == "auto" and not spelt_out:
         rule = "20 tokens a parameter" + (", at most four passes over the text" if budget.unit == "seconds" else "")
         why.append(f"model {format_count(parameter_count(shape))} parameters: learns most within the budget ({rule})")
     per_token = 6 * parameter_count(shape)
-    tokens = _tokens(config, budget, rate / per_token, shape.sequence)
+    tokens = _training_tokens(config, budget, rate / per_token, shape.sequence)
     return RunSize(budget=budget, shape=shape, tokens=tokens, flops=per_token * tokens)
 
 
-def _best_parameters(config: RunConfig, budget: Amount, rate: float, unique_tokens: int) -> float:
+def _best_parameter_count(config: RunConfig, budget: Amount, rate: float, unique_tokens: int) -> float:
     """The size that a budget is best spent on: what learns most in a time, or what so many tokens are enough for."""
     if budget.unit == "seconds":
-        return scaling_rules.best_parameters(flops=rate * budget.value, unique_tokens=unique_tokens)
+        return scaling_rules.compute_optimal_parameters(flops=rate * budget.value, unique_tokens=unique_tokens)
     parameters, flops = 1e6, 1e12
     for _ in range(50):  # size, FLOPs and batch depend on each other; this settles within a few rounds
-        tokens = budget.value if budget.unit == "tokens" else budget.value * _open_batch(config, flops)
-        parameters = max(scaling_rules.best_parameters_for(tokens), 1e5)
+        tokens = budget.value if budget.unit == "tokens" else budget.value * _batch_tokens(config, flops)
+        parameters = max(scaling_rules.parameters_for_tokens(tokens), 1e5)
         flops = 6 * parameters * tokens
     return parameters
 
 
-def _open_batch(config: RunConfig, flops: float) -> float:
+def _batch_tokens(config: RunConfig, flops: float) -> float:
     asked = config.train.batch_tokens
-    return scaling_rules.batch_tokens(flops) if asked == "auto" else float(asked)
+    return scaling_rules.usual_batch_tokens(flops) if asked == "auto" else float(asked)
 
 
-def _tokens(config: RunConfig, budget: Amount, tokens_per_s: float, sequence: int) -> float:
+def _training_tokens(config: RunConfig, budget: Amount, tokens_per_s: float, sequence: int) -> float:
     if budget.unit == "tokens":
         return budget.value
     if budget.unit == "seconds":
@@ -115,7 +115,7 @@ def _vocabulary(config: RunConfig, corpus: CorpusFacts) -> int:
     return asked
 
 
-def _shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFacts, why: list[str]) -> ModelShape:
+def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFacts, why: list[str]) -> ModelShape:
     asked = config.model.model_dump(exclude={"size", "vocabulary"})
     explicit: dict[str, Any] = {key: value for key, value in asked.items() if value != "auto"}
     if size == "auto":
@@ -136,15 +136,15 @@ def _sequence(config: RunConfig, parameters: int, corpus: CorpusFacts, why: list
                 f"tokens); choose at most {longest}"
             )
         return asked
-    usual = scaling_rules.usual_sequence(parameters)
+    usual = scaling_rules.usual_sequence_length(parameters)
     sequence = usual if usual <= longest else max(2, longest // 16 * 16 or longest)
     why.append(f"sequence {sequence}: " + ("usual for this size" if sequence == usual else "all that the data allow"))
     return sequence
 
 
-def batch_sequences(config: RunConfig, scale: RunSize, why: list[str]) -> int:
+def batch_sequences(config: RunConfig, run_size: RunSize, why: list[str]) -> int:
     """Sequences of a step."""
-    sequence, flops = scale.shape.sequence, scale.flops
+    sequence, flops = run_size.shape.sequence, run_size.flops
     asked = config.train.batch_tokens
     if asked != "auto":
         if asked < sequence:
@@ -155,8 +155,8 @@ def batch_sequences(config: RunConfig, scale: RunSize, why: list[str]) -> int:
         if asked % sequence:
             why.append(f"batch {asked // sequence * sequence} tokens: the whole sequences in {asked}")
         return asked // sequence
-    usual = scaling_rules.batch_tokens(flops)
-    least = usual if scale.budget.unit == "steps" else scaling_rules.short_run_batch(scale.tokens)
+    usual = scaling_rules.usual_batch_tokens(flops)
+    least = usual if run_size.budget.unit == "steps" else scaling_rules.short_run_batch_tokens(run_size.tokens)
     sequences = max(1, round(min(usual, least) / sequence))
     if sequences >= 8:
         sequences = sequences // 8 * 8

@@ -12,7 +12,7 @@ from plait.cluster.measured import measured_json
 from plait.cluster.topology import Machine
 from plait.model.shape import ModelShape
 from plait.partition.execution import Precision
-from plait.planner.calibration.factors import UNCALIBRATED, Basis, Calibration
+from plait.planner.calibration.factors import UNCALIBRATED, Calibration, ForecastBasis
 from plait.planner.step_time.device_rates import peak_flops
 
 STAND_IN = "A100"
@@ -38,7 +38,7 @@ class ProbeNeed:
 
 Probe = Callable[[ProbeNeed], Cluster]
 """Measures several hosts and the links between them, and describes them as a cluster."""
-LoadCalibration = Callable[[str, Basis], Calibration]
+LoadCalibration = Callable[[str, ForecastBasis], Calibration]
 """Looks up the factors that earlier runs on these machines taught, by precision and by basis of the forecast."""
 
 

@@ -12,22 +12,22 @@ from __future__ import annotations
 from math import sqrt
 
 TOKENS_PER_PARAMETER = 20
-USEFUL_PASSES = 4
+USEFUL_EPOCHS = 4
 EXPECTED_MFU = 0.45
 """Share of the arithmetic peak that a first guess expects, before the step is measured."""
 
 
-def best_parameters(*, flops: float, unique_tokens: int) -> float:
+def compute_optimal_parameters(*, flops: float, unique_tokens: int) -> float:
     """Parameters that learn most from `flops` of training: 20 tokens each, or fewer when text runs short.
 
     Training costs 6 FLOPs a parameter and token. Text is good for four passes; FLOPs beyond that go into size.
     """
     by_flops = sqrt(flops / (6 * TOKENS_PER_PARAMETER))
-    by_text = flops / (6 * USEFUL_PASSES * unique_tokens)
+    by_text = flops / (6 * USEFUL_EPOCHS * unique_tokens)
     return max(by_flops, by_text)
 
 
-def best_parameters_for(tokens: float) -> float:
+def parameters_for_tokens(tokens: float) -> float:
     """Parameters that learn most from so many tokens of training, whatever it costs."""
     return tokens / TOKENS_PER_PARAMETER
 
@@ -36,12 +36,12 @@ LEAST_STEPS_OF_A_RUN = 1000
 """Measured, see docs/log.md: a short run learns more from many small steps than the fit of large runs would give it."""
 
 
-def batch_tokens(flops: float) -> float:
+def usual_batch_tokens(flops: float) -> float:
     """Tokens of a step from the whole run's training FLOPs (Bi et al. 2024: 0.2920 C^0.3271)."""
     return 0.2920 * flops**0.3271
 
 
-def short_run_batch(tokens: float) -> float:
+def short_run_batch_tokens(tokens: float) -> float:
     """The largest batch of a run over so many tokens that leaves it its least number of steps; 1,024 tokens or more."""
     return max(1024.0, tokens / LEAST_STEPS_OF_A_RUN)
 
@@ -64,7 +64,7 @@ def usual_warmup_steps(steps: int) -> int:
     return min(steps // 2, max(10, min(2000, steps // 20)))
 
 
-def usual_sequence(parameters: float) -> int:
+def usual_sequence_length(parameters: float) -> int:
     """Tokens of a window by model size, as published runs of that size have it, shorter for the very small."""
     for limit, tokens in ((2e7, 256), (1e8, 512), (1e9, 1024), (4e9, 2048)):
         if parameters < limit:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from plait.planner.diagnosis.priced_layout import PricedLayout
-from plait.planner.problem.candidates import RECOMPUTE, Candidates
+from plait.planner.problem.candidates import RECOMPUTE_MODES, Candidates
 from plait.units import format_bytes
 
 
@@ -29,7 +29,7 @@ def alternatives(priced: PricedLayout) -> Iterator[Alternative]:
 
 def _swaps(priced: PricedLayout) -> Iterator[Alternative]:
     row = priced.layout.row(0)
-    for recompute in RECOMPUTE:
+    for recompute in RECOMPUTE_MODES:
         if recompute != row["recompute"]:
             yield _by_memory(priced, f'recompute "{recompute}" in place of "{row["recompute"]}"', recompute=recompute)
     part = priced.workload.batch_sequences // int(priced.layout.data_parallel_degree[0])

@@ -176,7 +176,7 @@ def _experiments(priced: PricedLayout) -> list[tuple[str, Callable[[PricedLayout
 
     tried: list[tuple[str, Callable[[PricedLayout], PricedLayout]]] = []
     if w.batch_sequences % (2 * parts * micro) == 0:
-        tried.append((f"with train.batch_tokens = {w.tokens // 2}", halved))
+        tried.append((f"with train.batch_tokens = {w.batch_tokens // 2}", halved))
     if micro % 2 == 0:
         tried.append((f"with layout.micro_sequences = {micro // 2}", portioned(micro // 2)))
     capacity = min(island.device.memory_bytes for island in priced.cluster.islands)

@@ -9,10 +9,11 @@ from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
 from plait.model.sizes import MODEL_SIZES, named_shape
 from plait.planner.explain.tipping_points import with_memory
-from plait.planner.problem.software_profile import PLAIT, SoftwareProfile
+from plait.planner.problem.software_profile import PLAIT_PROFILE, SoftwareProfile
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.search.constraints import Constraints
-from plait.planner.search.search import DoesNotFit, search
+from plait.planner.search.feasibility import DoesNotFit
+from plait.planner.search.search import search
 from plait.units import format_bytes, format_count
 
 SHORTEST_SEQUENCE = 512
@@ -20,7 +21,7 @@ MOST_DEVICES = 4096
 """How many times more devices are tried."""
 
 
-def fit_suggestions(found: DoesNotFit, constraints: Constraints, profile: SoftwareProfile = PLAIT) -> list[str]:
+def fit_suggestions(found: DoesNotFit, constraints: Constraints, profile: SoftwareProfile = PLAIT_PROFILE) -> list[str]:
     """What a person may do, each a phrase, from what costs nothing to what changes the model."""
     workload, cluster = found.workload, found.cluster
     if constraints and _fits(workload, cluster, profile):
@@ -34,7 +35,9 @@ def fit_suggestions(found: DoesNotFit, constraints: Constraints, profile: Softwa
     return tried or ["take a smaller model.size"]
 
 
-def error_with_suggestions(found: DoesNotFit, constraints: Constraints, profile: SoftwareProfile = PLAIT) -> PlaitError:
+def error_with_suggestions(
+    found: DoesNotFit, constraints: Constraints, profile: SoftwareProfile = PLAIT_PROFILE
+) -> PlaitError:
     """The error that tells what is missing, and everything that would help."""
     if constraints:
         have = min(island.device.memory_bytes for island in found.cluster.islands)

@@ -118,9 +118,10 @@ def _step(found: Search) -> list[str]:
     parts = [
         f"{TIME_NAMES[name]} {spent / step_s:.0%}" for name, spent in items if spent >= LEAST_SHARE_MENTIONED * step_s
     ]
+    tokens_per_s = found.workload.batch_tokens / step_s
     return [
-        f"{format_duration(step_s)}, {format_count(found.workload.tokens / step_s)} tokens a second; {full:.1%} of the "
-        f"arithmetic peak (MFU) with all of attention counted, {causal:.1%} with the half that a causal model uses",
+        f"{format_duration(step_s)}, {format_count(tokens_per_s)} tokens a second; {full:.1%} of the arithmetic peak"
+        f" (MFU) with all of attention counted, {causal:.1%} with the half that a causal model uses",
         ", ".join(parts),
     ]
 

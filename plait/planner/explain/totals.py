@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait.planner.derive.intervals import steps_for
+from plait.planner.derive.intervals import steps_in_budget
 from plait.planner.search.found import Search
 from plait.units import Amount, format_count, format_duration
 
@@ -12,11 +12,11 @@ JOULES_PER_KWH = 3.6e6
 def run_totals(found: Search, budget: Amount) -> list[str]:
     """The run's costs, a sentence each; what no public figure tells is said."""
     step_s, cluster = float(found.step_s[found.chosen]), found.cluster
-    steps = steps_for(budget, found.workload.tokens, step_s=step_s)
+    steps = steps_in_budget(budget, found.workload.batch_tokens, step_s=step_s)
     seconds = steps * step_s
     hours = seconds / 3600
     told = [
-        f"{steps:,} steps, {format_count(steps * found.workload.tokens)} tokens, for a budget of {budget}: "
+        f"{steps:,} steps, {format_count(steps * found.workload.batch_tokens)} tokens, for a budget of {budget}: "
         f"{_long(seconds)}, {format_count(hours * cluster.devices)} device-hours"
     ]
     if cluster.watts is None:

@@ -17,7 +17,7 @@ from plait.planner.problem.candidates import (
     CandidatesKey,
     Counts,
     Reals,
-    indices_of_equal_columns,
+    group_equal_columns,
 )
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import balanced_stages_by_speed
@@ -116,7 +116,7 @@ class WorkAssigner:
         if plain:  # only stages are cut otherwise than by the weights of the head
             keys = np.where(c.pipeline > 1, keys, 0)
         found = []
-        for rows in indices_of_equal_columns(keys):
+        for rows in group_equal_columns(keys):
             few = c.select(rows)
             if plain and int(few.pipeline[0]) == 1:
                 found.append(CandidateGroup(indices=rows, candidates=few, assignment=None))
@@ -143,7 +143,7 @@ class WorkAssigner:
         knobs = np.stack([few.tensor, few.recompute, few.shard, few.shard_what, few.expert])
         if int(few.pipeline[0]) == 1 or self.devices.have_equal_memory:
             knobs = np.zeros_like(knobs)
-        kinds = indices_of_equal_columns(knobs)
+        kinds = group_equal_columns(knobs)
         once = np.ones(len(kinds), dtype=np.int64)
         lean = replace(
             few.select(np.array([rows[0] for rows in kinds])),

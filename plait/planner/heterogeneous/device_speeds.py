@@ -65,8 +65,8 @@ def device_speeds_of(workload: Workload, cluster: Cluster, profile: SoftwareProf
     told = _measured_speeds(workload, cluster, slowest) or _catalogue_speeds(workload, cluster, slowest)
     head, lookup = (
         (head_cost_in_layers(workload), 0.0)
-        if slowest.clock is None
-        else _head_and_embedding_in_layers(slowest, slowest.clock)
+        if slowest.measured is None
+        else _head_and_embedding_in_layers(slowest, slowest.measured)
     )
     return replace(told, head_cost_in_layers=head, embedding_cost_in_layers=lookup)
 
@@ -80,7 +80,7 @@ def _measured_speeds(w: Workload, cluster: Cluster, slowest: DeviceTime) -> Devi
     unit_s = _model_s(slowest)
     each: list[tuple[float, int]] = []
     for place, host in enumerate(measured.devices):
-        own = unit_s / _model_s(replace(slowest, clock=host))
+        own = unit_s / _model_s(replace(slowest, measured=host))
         each += [(own * rate / statistics.median(host.rates), place) for rate in host.rates]
     names = numbered_names(tuple(host.host for host in measured.devices))
     tolerance = EQUAL_SPEED_TOLERANCE + _doubt(measured)
@@ -95,12 +95,12 @@ def _doubt(measured: Measurements) -> float:
 
 def _catalogue_speeds(w: Workload, cluster: Cluster, slowest: DeviceTime) -> DeviceSpeeds:
     """By the figures of each island's device, also where a probe timed other numbers of them."""
-    formulas = replace(slowest, clock=None)
+    formulas = replace(slowest, measured=None)
     unit_s = _model_s(formulas)
 
     def speed(island: Island) -> float:
         return unit_s / _model_s(
-            replace(formulas, chip=device_rates(island.device, w.precision, slowest.profile, island.speed))
+            replace(formulas, rates=device_rates(island.device, w.precision, slowest.profile, island.speed))
         )
 
     of_islands = [speed(island) for island in cluster.islands] if len(cluster.islands) > 1 else [1.0]
@@ -141,8 +141,8 @@ def _model_s(device: DeviceTime) -> float:
 def _parts_s(device: DeviceTime) -> tuple[float, float]:
     w = device.workload
     usual = Candidates.from_rows([{"micro_sequences": max(1, min(w.batch_sequences, MEASURED_TOKENS // w.sequence))}])
-    layer = device.layer(usual)
-    return float((layer.forward + layer.backward)[0]), float(device.head(usual)[0])
+    layer = device.layer_time(usual)
+    return float((layer.forward + layer.backward)[0]), float(device.head_s(usual)[0])
 
 
 def _head_and_embedding_in_layers(device: DeviceTime, clock: MeasuredDevice) -> tuple[float, float]:

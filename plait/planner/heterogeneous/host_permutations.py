@@ -91,7 +91,7 @@ def has_unequal_links(cluster: Cluster) -> bool:
 def _chain(cluster: Cluster, blocks: Sequence[Island]) -> tuple[int, ...]:
     """Hosts ordered so that neighbours have fast links; empty where links are equal, or all orders are tried anyway."""
     found = host_links_of(cluster.measured) if cluster.measured and len(blocks) > MOST_BLOCKS_PERMUTED else None
-    order = found.chain() if found else ()
+    order = found.greedy_host_order() if found else ()
     return order if len(order) == len(blocks) else ()
 
 

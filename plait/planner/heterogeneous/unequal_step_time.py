@@ -13,15 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from plait.cluster.cluster import Cluster
-from plait.partition.pipeline_schedule import ActionKind
-from plait.partition.pipeline_simulation import StageTimes, durations_s
 from plait.planner.heterogeneous.assignment import WorkAssignment
-from plait.planner.problem.candidates import SCHEDULES, SHARD_WHAT, Candidates, Counts, Reals
+from plait.planner.problem.candidates import SCHEDULES, SHARDED_STATES, Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
-from plait.planner.problem.stage_partition import messages_each_way, stage_layers
+from plait.planner.problem.stage_partition import messages_each_way, rank_layers
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.device_time import device_time_of
-from plait.planner.step_time.pipeline_step_time import FEW_RANKS, ROUNDS_SIMULATED, ROUNDS_SIMULATED_WITH_MESSAGES
 from plait.planner.step_time.step_time import StepTime
 
 COMPUTE_ITEMS = ("products", "scores", "stream", "recompute")
@@ -49,7 +46,7 @@ class Bottleneck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Micro:
+class _MicroBatchTimes:
     """One micro-batch as step_time.py prices it, in seconds; arrays over candidates."""
 
     candidates: Candidates
@@ -86,98 +83,54 @@ def bottleneck(
     `numbers` are the micro-batches of ranks that gather parameters in each of them, where they are more than the
     largest share needs.
     """
-    micro = _micro(workload, cluster, candidates, profile, times)
+    micro = _micro_batch_times(workload, cluster, candidates, profile, times)
     numbers = -(-max(assignment.sequences_per_replica) // candidates.micro_sequences) if numbers is None else numbers
     table = np.vstack([assignment.relative_speed, assignment.sequences_per_replica])
     _, distinct = np.unique(table, axis=1, return_index=True)
-    parts = [_part(micro, assignment, int(part), numbers) for part in distinct]
-    here = np.arange(len(candidates))
-    last = np.stack([part.piped_s for part in parts]).argmax(axis=0)
+    replicas = [_replica_time(micro, assignment, int(replica), numbers) for replica in distinct]
+    every = np.arange(len(candidates))
+    last = np.stack([replica.piped_s for replica in replicas]).argmax(axis=0)
     micros, settled, piped = (
-        np.stack([getattr(part, name) for part in parts])[last, here] for name in ("micros", "settled_s", "piped_s")
+        np.stack([getattr(replica, name) for replica in replicas])[last, every]
+        for name in ("micros", "settled_s", "piped_s")
     )
-    stages = np.stack([part.stages_s for part in parts])[last, :, here].T
+    stages = np.stack([replica.stages_s for replica in replicas])[last, :, every].T
     rank = stages.argmax(axis=0)
     speed = assignment.relative_speed[rank, distinct[last]]
-    found = _items(micro, assignment, (micros, rank, speed, piped), numbers)
-    parts = _parts(micro, assignment)
+    found = _step_time_items(micro, assignment, (micros, rank, speed, piped), numbers)
     return Bottleneck(
-        times=found, n_microbatches=micros, stages_s=stages, settled_s=settled, piped_s=piped, share_of_rank_time=parts
+        times=found,
+        n_microbatches=micros,
+        stages_s=stages,
+        settled_s=settled,
+        piped_s=piped,
+        share_of_rank_time=_shares_of_rank_time(micro, assignment),
     )
 
 
-def simulated_unequal_s(
-    workload: Workload,
-    cluster: Cluster,
-    c: Candidates,
-    profile: SoftwareProfile,
-    assignment: WorkAssignment,
-    times: StepTime,
-    numbers: Counts | None = None,
-) -> Reals:
-    """Seconds of a step with the pipeline simulated action by action in place of `bottleneck`'s closed form."""
-    pace = bottleneck(workload, cluster, c, profile, assignment, times, numbers)
-    step_s = pace.times.step_s.copy()
-    ranks, virtual = assignment.ranks, len(assignment.stage_layers) // assignment.ranks
-    sent, micros = pace.times.sent / profile.speed, pace.n_microbatches.astype(np.int64)
-    rounds = (
-        np.where((sent > 0.0) & (ranks <= FEW_RANKS), ROUNDS_SIMULATED_WITH_MESSAGES, ROUNDS_SIMULATED) * ranks
-        + micros % ranks
-    )
-    short = np.minimum(micros, rounds)
-    spent = _spent(workload, cluster, c, profile, assignment, pace)
-    keys = np.stack([c.schedule, short])
-    for key in np.unique(keys, axis=1).T:
-        rows = np.flatnonzero((keys == key[:, None]).all(axis=0))
-        schedule, simulated = SCHEDULES[int(key[0])], int(key[1])
-        few: dict[ActionKind, Reals] = {kind: values[:, rows] for kind, values in spent.items()}
-        whole = durations_s(schedule, (ranks, virtual, simulated), few, sent[rows])
-        step_s[rows] += whole + (micros[rows] - simulated) * pace.settled_s[rows] - pace.piped_s[rows]
-    return step_s
-
-
-def unequal_stage_times(
-    workload: Workload,
-    cluster: Cluster,
-    one: Candidates,
-    profile: SoftwareProfile,
-    assignment: WorkAssignment,
-    times: StepTime,
-) -> tuple[StageTimes, int]:
-    """Seconds of each stage for one micro-batch of a single candidate, as `simulated_unequal_s` takes them; and the
-    micro-batches of the data-parallel rank that is done last."""
-    pace = bottleneck(workload, cluster, one, profile, assignment, times)
-    spent = _spent(workload, cluster, one, profile, assignment, pace)
-    seconds = {kind: tuple(float(s) for s in values[:, 0]) for kind, values in spent.items()}
-    stages = StageTimes(
-        forward_s=seconds["forward"],
-        backward_input_s=seconds["backward-input"],
-        backward_weight_s=seconds["backward-weight"],
-    )
-    return stages, round(float(pace.n_microbatches[0]))
-
-
-def _micro(w: Workload, cluster: Cluster, c: Candidates, profile: SoftwareProfile, t: StepTime) -> _Micro:
-    held = stage_layers(w, c)
-    layers = np.where(t.head > 0, held.last, held.most)  # as step_time.py found the busiest rank
+def _micro_batch_times(
+    w: Workload, cluster: Cluster, c: Candidates, profile: SoftwareProfile, t: StepTime
+) -> _MicroBatchTimes:
+    held = rank_layers(w, c)
+    layers = np.where(t.head > 0, held.last, held.fullest)  # as step_time.py found the busiest rank
     count = np.ceil(w.batch_sequences / (c.data_parallel_degree * c.micro_sequences))
     computed, messages = (
         np.add.reduce([getattr(t, item) for item in items]) / count / layers
         for items in (COMPUTE_ITEMS, MESSAGE_ITEMS_PER_MICRO_BATCH)
     )
-    return _Micro(
+    return _MicroBatchTimes(
         candidates=c,
         times=t,
         count=count,
         layers=layers,
         computed=computed,
         messages=messages,
-        head=device_time_of(w, cluster, profile).head(c) / profile.speed,
-        sent=t.sent / profile.speed,
+        head=device_time_of(w, cluster, profile).head_s(c) / profile.speed,
+        sent=t.stage_message / profile.speed,
     )
 
 
-def _parts(micro: _Micro, assignment: WorkAssignment) -> Reals:
+def _shares_of_rank_time(micro: _MicroBatchTimes, assignment: WorkAssignment) -> Reals:
     """Each stage's share of its rank's time for a micro-batch."""
     layers = np.array(assignment.stage_layers, dtype=np.float64)
     virtual, rank = len(layers) // assignment.ranks, np.arange(len(layers)) % assignment.ranks
@@ -188,40 +141,40 @@ def _parts(micro: _Micro, assignment: WorkAssignment) -> Reals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Part:
+class _ReplicaTime:
     micros: Reals
     stages_s: Reals
     settled_s: Reals
     piped_s: Reals
 
 
-def _part(micro: _Micro, assignment: WorkAssignment, part: int, numbers: Counts) -> _Part:
-    """One part of the batch: its micro-batches and its way through the stages.
+def _replica_time(micro: _MicroBatchTimes, assignment: WorkAssignment, replica: int, numbers: Counts) -> _ReplicaTime:
+    """Micro-batches of one data-parallel rank and their way through its pipeline stages.
 
-    Where it meets others in each of theirs, of which the part that takes most has so many, it computes one sequence at
-    least in every one.
+    Ranks that gather sharded parameters do so together in every micro-batch, so each has as many micro-batches as the
+    rank with the largest share, and computes at least one sequence in each.
     """
     c, ranks = micro.candidates, assignment.ranks
     work = assignment.layers_per_rank[:, None] * micro.computed + micro.each("host")
     work[0] += assignment.embedding_cost_in_layers * micro.computed
     work[-1] += micro.head
     stages = (
-        work / assignment.relative_speed[:, [part]]
+        work / assignment.relative_speed[:, [replica]]
         + assignment.layers_per_rank[:, None] * micro.messages
         + micro.each("passes")
     )
-    computed, meets = (
-        np.full(len(c), assignment.sequences_per_replica[part]),
-        c.shard_what == SHARD_WHAT.index("parameters"),
+    computed, gathers_each = (
+        np.full(len(c), assignment.sequences_per_replica[replica]),
+        c.shard_what == SHARDED_STATES.index("parameters"),
     )
-    for size in np.unique(c.shard[meets]):
-        first = part - part % size
+    for size in np.unique(c.shard[gathers_each]):
+        first = replica - replica % size
         most = max(assignment.sequences_per_replica[first : first + size])
         fewest = numbers if most == max(assignment.sequences_per_replica) else -(-most // c.micro_sequences)
-        computed = np.where(meets & (c.shard == size), np.maximum(computed, fewest), computed)
+        computed = np.where(gathers_each & (c.shard == size), np.maximum(computed, fewest), computed)
     micros = computed / c.micro_sequences
     if ranks == 1:  # a last micro-batch that is not full takes less
-        return _Part(micros=micros, stages_s=stages, settled_s=stages[0], piped_s=micros * stages[0])
+        return _ReplicaTime(micros=micros, stages_s=stages, settled_s=stages[0], piped_s=micros * stages[0])
     micros = np.ceil(micros)
     slowest, whole, way = stages.max(axis=0), stages.sum(axis=0), 2 * (ranks - 1) * micro.sent
     wait = (whole - slowest) / c.virtual / np.where(c.schedule == SCHEDULES.index("zero-bubble"), 3, 1)
@@ -230,14 +183,15 @@ def _part(micro: _Micro, assignment: WorkAssignment, part: int, numbers: Counts)
     at_once = (c.virtual == 1) & (c.schedule != SCHEDULES.index("gpipe"))  # as many under way as there are ranks
     settled = np.where(at_once, np.maximum(settled, (whole + way) / ranks), settled)
     piped = np.maximum(slowest + wait + way + (micros - 1) * settled, micros * wire_s)
-    return _Part(micros=micros, stages_s=stages, settled_s=settled, piped_s=piped)
+    return _ReplicaTime(micros=micros, stages_s=stages, settled_s=settled, piped_s=piped)
 
 
-def _items(
-    micro: _Micro, assignment: WorkAssignment, pacing: tuple[Reals, Counts, Reals, Reals], numbers: Counts
+def _step_time_items(
+    micro: _MicroBatchTimes, assignment: WorkAssignment, slowest: tuple[Reals, Counts, Reals, Reals], numbers: Counts
 ) -> StepTime:
-    """The step's items, of which those that come with each micro-batch are of the given rank of the pacing part."""
-    micros, rank, speed, piped_s = pacing
+    """The items of the step. Those that recur in each micro-batch are those of the slowest pipeline rank of the
+    data-parallel rank that is done last."""
+    micros, rank, speed, piped_s = slowest
     t, c, held = micro.times, micro.candidates, assignment.layers_per_rank
     more = held[rank] / micro.layers * micros / micro.count
     items = {item: getattr(t, item) * more / speed for item in COMPUTE_ITEMS}
@@ -245,24 +199,11 @@ def _items(
     items["head"] = np.where(rank == assignment.ranks - 1, micro.head * micros / speed, 0.0)
     items |= {"host": micro.each("host") * micros / speed, "passes": micro.each("passes") * micros}
     items["bubble"] = piped_s - np.add.reduce(list(items.values()))
-    # Sharded parameters are gathered for each micro-batch, and all ranks have as many.
-    meetings = np.where(c.shard_what == SHARD_WHAT.index("parameters"), numbers / micro.count, 1.0)
-    items |= {"parameters": t.parameters * meetings, "gradients": t.gradients * meetings}
+    # Sharded parameters are gathered in each micro-batch, and every rank has as many of them.
+    gathers = np.where(c.shard_what == SHARDED_STATES.index("parameters"), numbers / micro.count, 1.0)
+    items |= {"parameters": t.parameters * gathers, "gradients": t.gradients * gathers}
     updated = (held[:, None] / assignment.relative_speed).max() / held.max()
     items["optimizer"] = t.optimizer * updated
     step_s = np.add.reduce(list(items.values()))
     items["waiting"] = t.waiting * step_s / (t.step_s - t.waiting)
     return replace(t, **items, step_s=step_s + items["waiting"])
-
-
-def _spent(
-    w: Workload, cluster: Cluster, c: Candidates, profile: SoftwareProfile, assignment: WorkAssignment, pace: Bottleneck
-) -> dict[ActionKind, Reals]:
-    """Seconds of each kind of action, (stages, candidates)."""
-    layer = device_time_of(w, cluster, profile).layer(c)
-    both = pace.times.products + pace.times.scores + pace.times.stream
-    again = (layer.forward + layer.backward) * pace.times.recompute / both
-    all_s = layer.forward + layer.backward + again
-    whole = pace.share_of_rank_time * pace.stages_s[np.arange(len(assignment.stage_layers)) % assignment.ranks]
-    forward, weight = whole * (layer.forward / all_s), whole * (layer.backward / 2 / all_s)
-    return {"forward": forward, "backward-input": whole - forward - weight, "backward-weight": weight}

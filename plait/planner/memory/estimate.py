@@ -10,11 +10,16 @@ from numpy.typing import NDArray
 from plait.cluster.cluster import Cluster
 from plait.planner.calibration.constants import constant
 from plait.planner.memory.traced_peak import MEMORY_ITEMS, PipelineEnd, can_trace, resident_bytes, traced_peak
-from plait.planner.problem.candidates import RECOMPUTE, SHARD_WHAT, Candidates, Reals
+from plait.planner.problem.candidates import RECOMPUTE_MODES, SHARDED_STATES, Candidates, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
-from plait.planner.problem.stage_partition import layer_weights, micro_batches, micro_batches_in_flight, stage_layers
+from plait.planner.problem.stage_partition import (
+    layer_parameters,
+    micro_batches_in_flight,
+    micro_batches_per_step,
+    rank_layers,
+)
 from plait.planner.problem.workload import Workload
-from plait.planner.step_time.roofline import local_tokens, sharing_ranks
+from plait.planner.step_time.roofline import local_tokens, shard_group_size
 
 ALLOCATOR_RESERVE = constant("allocator_reserve")
 USABLE_SHARE = 1.0
@@ -45,7 +50,7 @@ def estimate_memory(
     workload: Workload, candidates: Candidates, profile: SoftwareProfile, end: PipelineEnd = "fuller"
 ) -> MemoryEstimate:
     """Memory of every candidate: of its first or its last pipeline rank, or of the fuller of both."""
-    if profile.memory == "followed" and can_trace(workload):
+    if profile.memory_model == "followed" and can_trace(workload):
         return _followed(workload, candidates, profile, end)
     none = np.zeros(len(candidates), dtype=bool)
     fuller = none if end == "first" else ~none
@@ -84,26 +89,27 @@ def fits(needed: MemoryEstimate, cluster: Cluster) -> NDArray[np.bool_]:
 
 
 def _rank(w: Workload, c: Candidates, profile: SoftwareProfile, last: Reals) -> dict[str, Reals]:
-    layers = np.where(last, stage_layers(w, c).last, stage_layers(w, c).first)
-    common, experts = layer_weights(w, c)
+    layers = np.where(last, rank_layers(w, c).last, rank_layers(w, c).first)
+    common, experts = layer_parameters(w, c)
     alone = c.pipeline == 1
-    tables = np.where(alone, 1 if w.tied else 2, 1) * w.embedding_weights / c.tensor
+    tables = np.where(alone, 1 if w.tied else 2, 1) * w.embedding_parameters / c.tensor
     weights = layers * (common + experts) + tables
-    ranks = sharing_ranks(c, profile)
+    ranks = shard_group_size(c, profile)
     rule = c.shard_what
     split = {
-        what: np.where(rule >= SHARD_WHAT.index(what), ranks, 1) for what in ("optimizer", "gradients", "parameters")
+        what: np.where(rule >= SHARDED_STATES.index(what), ranks, 1)
+        for what in ("optimizer", "gradients", "parameters")
     }
     # Experts' copies are fewer than the rest's: their share of the optimizer is split over fewer ranks.
     own_experts = np.maximum(
         split["optimizer"] / np.where(c.expert > 1, c.expert / np.minimum(c.tensor, c.expert), 1), 1
     )
     states = (layers * common + tables) / split["optimizer"] + layers * experts / own_experts
-    fully = rule == SHARD_WHAT.index("parameters")
+    fully = rule == SHARDED_STATES.index("parameters")
     layer = common + experts
     # In 16 bits the optimizer keeps the parameters once more in 32; in float32 they are the same.
     twice, number_bytes = w.element_bytes < 4, w.element_bytes
-    micros = micro_batches(w, c)
+    micros = micro_batches_per_step(w, c)
     kept = np.where(
         last & ~alone,
         np.where(c.virtual > 1, micro_batches_in_flight(c, micros) - c.pipeline + 1, 1),
@@ -127,8 +133,8 @@ def _activations(w: Workload, c: Candidates, profile: SoftwareProfile, layers: R
     whole = layer_activations(w, c, profile)
     edge = w.element_bytes * tokens * w.width / stream * (1 - profile.offloaded)
     cores = scores_held(w, c)
-    full = c.recompute == RECOMPUTE.index("full")
-    selective = c.recompute == RECOMPUTE.index("selective")
+    full = c.recompute == RECOMPUTE_MODES.index("full")
+    selective = c.recompute == RECOMPUTE_MODES.index("selective")
     thinned = (whole - cores) * (profile.selective_kept * (1 - profile.offloaded) if w.attention == "flash" else 1.0)
     each = np.where(full, edge, np.where(selective, thinned, whole))
     return layers * each * kept + np.where(full, whole, 0.0) + np.where(selective, whole - each, 0.0)
@@ -145,7 +151,7 @@ def layer_activations(w: Workload, c: Candidates, profile: SoftwareProfile) -> R
     stream = np.where(c.sequence_parallel > 0, c.tensor, 1)
     keys = np.maximum(w.kv_heads / c.tensor, 1) * w.head_width
     heads = w.heads / c.tensor * w.head_width
-    sparse = w.sparse_layers / w.layers
+    sparse = w.moe_layers / w.layers
     ffn = w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
     # Products keep their inputs as they multiply them (8 bits in fp8, as TransformerEngine does), all else is 16 bits.
     less = 1.0 if w.precision in ("fp8", "fp4") else 0.0

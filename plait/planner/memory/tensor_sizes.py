@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.planner.problem.candidates import RECOMPUTE, SHARD_WHAT, Candidates, Reals
+from plait.planner.problem.candidates import RECOMPUTE_MODES, SHARDED_STATES, Candidates, Reals
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens
 
@@ -66,11 +66,11 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     whole = 2 * stream + 2 * every + attention + sums + bent * wide
     # "selective" keeps the stream, what products give, and attention's outcome.
     kept = {"none": whole, "selective": whole - stream - bent / 2 * wide, "full": stream}
-    layer = np.choose(c.recompute, [kept[way] for way in RECOMPUTE])
-    full = c.recompute == RECOMPUTE.index("full")
-    split = np.where((c.shard > 1) & (c.shard_what == SHARD_WHAT.index("parameters")), c.shard, 1)
-    weights = FLOAT32_BYTES * (w.attention_weights + w.dense_feedforward_weights) / t
-    table = FLOAT32_BYTES * w.embedding_weights / t
+    layer = np.choose(c.recompute, [kept[way] for way in RECOMPUTE_MODES])
+    full = c.recompute == RECOMPUTE_MODES.index("full")
+    split = np.where((c.shard > 1) & (c.shard_what == SHARDED_STATES.index("parameters")), c.shard, 1)
+    weights = FLOAT32_BYTES * (w.attention_parameters + w.dense_feedforward_parameters) / t
+    table = FLOAT32_BYTES * w.embedding_parameters / t
     return TensorSizes(
         stream=stream,
         every=every,

@@ -18,17 +18,17 @@ from plait.planner.calibration.constants import constant
 from plait.planner.memory.schedule_walk import TENSOR_SIZES, PipelineStages, fullest_moments
 from plait.planner.memory.tensor_sizes import TensorSizes, tensor_sizes
 from plait.planner.problem.candidates import (
-    RECOMPUTE,
+    RECOMPUTE_MODES,
     SCHEDULES,
-    SHARD_WHAT,
+    SHARDED_STATES,
     Candidates,
     CandidatesKey,
     Counts,
     Reals,
-    indices_of_equal_columns,
+    group_equal_columns,
 )
-from plait.planner.problem.stage_partition import head_cost_in_layers, layers_of_stages, micro_batches
-from plait.planner.problem.workload import Workload, distinct_tokens
+from plait.planner.problem.stage_partition import head_cost_in_layers, layers_of_stages, micro_batches_per_step
+from plait.planner.problem.workload import Workload, expected_distinct_tokens
 
 ROUNDS_WALKED = 3
 """Rounds of micro-batches through all ranks that are walked: they show all that a schedule other than gpipe ever
@@ -86,7 +86,7 @@ def _fuller(first: dict[str, Reals], last: dict[str, Reals], end: PipelineEnd) -
 
 def resident_bytes(workload: Workload, candidates: Candidates, tensor_bytes: Reals, process_bytes: float) -> Reals:
     """Bytes of a worker's whole process at their highest as its operating system counts them."""
-    keeps = candidates.recompute != RECOMPUTE.index("full")
+    keeps = candidates.recompute != RECOMPUTE_MODES.index("full")
     gaps = (
         ALLOCATOR_GAP_STREAMS
         * workload.layers
@@ -94,7 +94,7 @@ def resident_bytes(workload: Workload, candidates: Candidates, tensor_bytes: Rea
         * keeps
         * tensor_sizes(workload, candidates).gathered
     )
-    again = ~keeps | ((micro_batches(workload, candidates) > 1) & (candidates.pipeline == 1))
+    again = ~keeps | ((micro_batches_per_step(workload, candidates) > 1) & (candidates.pipeline == 1))
     return np.where(again, HELD_BACK_AGAIN, HELD_BACK) * tensor_bytes + gaps + process_bytes
 
 
@@ -102,7 +102,7 @@ def _alike(workload: Workload, c: Candidates) -> list[Counts]:
     """Indices of candidates whose ranks carry out the same list of actions and sum gradients over ranks in the same
     way, together."""
     columns = (c.pipeline, c.virtual, c.schedule, _micros(workload, c), _copies(c) > 1, _fully(c))
-    return indices_of_equal_columns(np.stack([np.asarray(column, dtype=np.int64) for column in columns]))
+    return group_equal_columns(np.stack([np.asarray(column, dtype=np.int64) for column in columns]))
 
 
 def _items(w: Workload, c: Candidates, p: TensorSizes, end: PipelineEnd, keeps_ends: bool) -> dict[str, Reals]:
@@ -131,7 +131,7 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, end: PipelineEnd, keeps_e
     kept, travelling = np.zeros(len(c)), np.zeros(len(c))
     if lone_ends and keeps_ends:  # the last one keeps the table, and each holds what rows travel
         kept = p.table * (end == "first")
-        rows = p.table * distinct_tokens(w.batch_sequences * w.sequence, w.vocabulary) / w.vocabulary
+        rows = p.table * expected_distinct_tokens(w.batch_sequences * w.sequence, w.vocabulary) / w.vocabulary
         travelling = rows if end == "first" else 2 * rows
     # Split buckets: what the others send of the own part waits beside it until it is added.
     received = 0.0 if fully else (c.shard - 1) * own
@@ -165,7 +165,7 @@ def _moments(
 
 def _micros(workload: Workload, c: Candidates) -> NDArray[np.int64]:
     """Micro-batches to be followed: as many as there are, or so many that more of them would show nothing new."""
-    micros = np.ceil(micro_batches(workload, c)).astype(np.int64)
+    micros = np.ceil(micro_batches_per_step(workload, c)).astype(np.int64)
     enough = np.where(c.pipeline > 1, ROUNDS_WALKED * c.pipeline + micros % c.pipeline, 2)
     return np.where(c.schedule == SCHEDULES.index("gpipe"), micros, np.minimum(micros, enough))
 
@@ -176,4 +176,4 @@ def _copies(c: Candidates) -> NDArray[np.int64]:
 
 
 def _fully(c: Candidates) -> NDArray[np.bool_]:
-    return (c.shard > 1) & (c.shard_what == SHARD_WHAT.index("parameters"))
+    return (c.shard > 1) & (c.shard_what == SHARDED_STATES.index("parameters"))

@@ -15,7 +15,7 @@ from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import batches_of_candidates, step_seconds
 from plait.planner.search.layout_kinds import CandidateRow, kind_text, kinds_of
 from plait.planner.search.search import simplest
-from plait.planner.step_time.step_time import step_time
+from plait.planner.step_time.step_time import estimate_step_time
 
 BANDWIDTH_FACTORS = 65
 """Bandwidths that are tried, in equal ratios."""
@@ -135,7 +135,7 @@ def _try(found: Search, clusters: list[Cluster]) -> _Tried:
 def _closed(found: Search, rows: Counts, cluster: Cluster) -> Reals:
     step_s = np.empty(len(found.candidates))
     for some, whole in batches_of_candidates(found.workload, found.candidates, rows):
-        step_s[some] = step_time(whole, cluster, found.candidates.select(some), found.profile).step_s
+        step_s[some] = estimate_step_time(whole, cluster, found.candidates.select(some), found.profile).step_s
     return step_s[rows]
 
 

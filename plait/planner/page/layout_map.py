@@ -12,7 +12,7 @@ from plait.planner.search.cost_breakdown import TIME_NAMES
 from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import batches_of_candidates
 from plait.planner.search.layout_kinds import kinds_of, layout_text
-from plait.planner.step_time.step_time import step_time
+from plait.planner.step_time.step_time import estimate_step_time
 from plait.report.figures import time_words
 
 DOTS_DRAWN = 500
@@ -106,7 +106,7 @@ def _items(found: Search, rows: Counts) -> Reals:
     distinct, place = np.unique(rows, return_inverse=True)
     spent = np.empty((len(TIME_NAMES), len(found.candidates)))
     for some, whole in batches_of_candidates(found.workload, found.candidates, distinct):
-        priced = step_time(whole, found.cluster, found.candidates.select(some), found.profile)
+        priced = estimate_step_time(whole, found.cluster, found.candidates.select(some), found.profile)
         spent[:, some] = [getattr(priced, name) for name in TIME_NAMES]
     own = spent[:, distinct]
     own[list(TIME_NAMES).index("bubble")] += found.step_s[distinct] - own.sum(axis=0)

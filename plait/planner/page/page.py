@@ -135,7 +135,7 @@ def _table_row(chapter: Chapter, number: int) -> str:
     found = chapter.found
     step_s = float(found.step_s[found.chosen])
     link = f'<a href="#machines-{number}">{escape(found.cluster.name)}</a>'
-    cells = [link, format_duration(step_s), format_count(found.workload.tokens / step_s), _layout(found)]
+    cells = [link, format_duration(step_s), format_count(found.workload.batch_tokens / step_s), _layout(found)]
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
@@ -165,7 +165,7 @@ def _facts(found: Search) -> str:
     capacity = found.capacity_bytes(found.chosen)
     facts = {
         "a step takes": format_duration(step_s),
-        "tokens a second": format_count(found.workload.tokens / step_s),
+        "tokens a second": format_count(found.workload.batch_tokens / step_s),
         "of the arithmetic peak (MFU)": f"{model_flops_utilisation(found, found.chosen)[0]:.0%}",
         f"memory, of {format_bytes(capacity)}": format_bytes(found.bytes_per_device(found.chosen)),
         "points of complexity": str(int(found.complexity[found.chosen])),

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from plait.partition.pipeline_schedule import schedule_actions
 from plait.partition.pipeline_simulation import StageTimes, Timeline, simulate
-from plait.planner.heterogeneous.unequal_step_time import unequal_stage_times
+from plait.planner.heterogeneous.unequal_pipeline import unequal_stage_times
 from plait.planner.problem.candidates import SCHEDULES
-from plait.planner.problem.stage_partition import micro_batches
+from plait.planner.problem.stage_partition import micro_batches_per_step
 from plait.planner.search.cost_breakdown import time_items
 from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import batches_of_candidates, step_time_of
@@ -63,7 +63,7 @@ def stage_times(found: Search, index: int) -> tuple[StageTimes, int]:
     if assignment is not None and not assignment.is_even:
         return unequal_stage_times(work, cluster, one, profile, assignment, step_time_of(work, cluster, one, profile))
     [(_, whole)] = batches_of_candidates(work, one)
-    return stage_times_of(whole, cluster, one, profile), round(float(micro_batches(whole, one)[0]))
+    return stage_times_of(whole, cluster, one, profile), round(float(micro_batches_per_step(whole, one)[0]))
 
 
 def pipeline_caption(picture: PipelinePicture | None) -> str:

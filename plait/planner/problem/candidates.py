@@ -21,8 +21,8 @@ LayerSplit = Literal["balanced", "published"] | tuple[int, ...]
 """How layers are divided among pipeline stages: "balanced" as plait runs them, "published" as published programs
 divide them, or the layers of each stage as a person names them."""
 
-SHARD_WHAT: tuple[ShardedState, ...] = ("nothing", "optimizer", "gradients", "parameters")
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+SHARDED_STATES: tuple[ShardedState, ...] = ("nothing", "optimizer", "gradients", "parameters")
+RECOMPUTE_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 """The three named knobs; a candidate holds a name's index."""
 
@@ -66,17 +66,19 @@ class Candidates:
 
     def select(self, index: Counts | NDArray[np.bool_]) -> Candidates:
         """The candidates at the given places or where the mask holds."""
-        return Candidates(**{name: getattr(self, name)[index] for name in COLUMNS}, layer_split=self.layer_split)
+        return Candidates(
+            **{name: getattr(self, name)[index] for name in CANDIDATE_COLUMNS}, layer_split=self.layer_split
+        )
 
     def with_row(self, others: Candidates, index: int) -> Candidates:
         """These candidates and, behind them, one of others that divide layers in the same way."""
         assert self.layer_split == others.layer_split
-        columns = {name: np.append(getattr(self, name), getattr(others, name)[[index]]) for name in COLUMNS}
+        columns = {name: np.append(getattr(self, name), getattr(others, name)[[index]]) for name in CANDIDATE_COLUMNS}
         return Candidates(**columns, layer_split=self.layer_split)
 
-    def equal_to(self, others: Candidates, index: int) -> NDArray[np.bool_]:
+    def is_equal_to(self, others: Candidates, index: int) -> NDArray[np.bool_]:
         """Which of these candidates are the same as one of others."""
-        columns = [getattr(self, name) == getattr(others, name)[index] for name in COLUMNS]
+        columns = [getattr(self, name) == getattr(others, name)[index] for name in CANDIDATE_COLUMNS]
         return np.logical_and.reduce(columns)
 
     def degrees(self, index: int) -> Layout:
@@ -85,18 +87,18 @@ class Candidates:
 
     def row(self, index: int) -> dict[str, int | str]:
         """One candidate with its named knobs in words."""
-        values: dict[str, int | str] = {name: int(getattr(self, name)[index]) for name in COLUMNS}
-        named = {"shard_what": SHARD_WHAT, "recompute": RECOMPUTE, "schedule": SCHEDULES}
+        values: dict[str, int | str] = {name: int(getattr(self, name)[index]) for name in CANDIDATE_COLUMNS}
+        named = {"shard_what": SHARDED_STATES, "recompute": RECOMPUTE_MODES, "schedule": SCHEDULES}
         return values | {name: names[int(values[name])] for name, names in named.items()}
 
     @staticmethod
-    def from_rows(rows: Sequence[Mapping[str, int | str]], dealing: LayerSplit = "published") -> Candidates:
+    def from_rows(rows: Sequence[Mapping[str, int | str]], layer_split: LayerSplit = "published") -> Candidates:
         """Candidates from rows of knobs; what a row leaves out is 1, or "nothing", "none", "1f1b"."""
-        columns = {name: np.array([_entry(row, name) for row in rows]) for name in COLUMNS}
-        return Candidates(**columns, layer_split=dealing)
+        columns = {name: np.array([_column_value(row, name) for row in rows]) for name in CANDIDATE_COLUMNS}
+        return Candidates(**columns, layer_split=layer_split)
 
 
-COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(Candidates) if field.name != "layer_split")
+CANDIDATE_COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(Candidates) if field.name != "layer_split")
 """The knobs in which candidates differ."""
 
 
@@ -107,17 +109,17 @@ class CandidatesKey:
     candidates: Candidates
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CandidatesKey) and self._numbers() == other._numbers()
+        return isinstance(other, CandidatesKey) and self._identity() == other._identity()
 
     def __hash__(self) -> int:
-        return hash(self._numbers())
+        return hash(self._identity())
 
-    def _numbers(self) -> tuple[object, ...]:
-        return self.candidates.layer_split, *(getattr(self.candidates, name).tobytes() for name in COLUMNS)
+    def _identity(self) -> tuple[object, ...]:
+        return self.candidates.layer_split, *(getattr(self.candidates, name).tobytes() for name in CANDIDATE_COLUMNS)
 
 
 COLUMN_DEFAULTS: Mapping[str, int | str] = {
-    **dict.fromkeys(COLUMNS, 1),
+    **dict.fromkeys(CANDIDATE_COLUMNS, 1),
     "shard_what": "nothing",
     "recompute": "none",
     "schedule": "1f1b",
@@ -126,20 +128,20 @@ COLUMN_DEFAULTS: Mapping[str, int | str] = {
 """What a row that names less than all columns means."""
 
 
-def indices_of_equal_columns(keys: np.ndarray) -> list[Counts]:
+def group_equal_columns(keys: np.ndarray) -> list[Counts]:
     """Indices of the columns, equal columns together."""
     _, kind = np.unique(keys, axis=1, return_inverse=True)
     order = np.argsort(kind.ravel(), kind="stable")
     return np.split(order, np.flatnonzero(np.diff(kind.ravel()[order])) + 1) if len(order) else []
 
 
-def _entry(row: Mapping[str, int | str], name: str) -> int:
+def _column_value(row: Mapping[str, int | str], name: str) -> int:
     value = row.get(name, COLUMN_DEFAULTS[name])
     if isinstance(value, int):
         return value
     names: Mapping[str, tuple[str, ...]] = {
-        "shard_what": SHARD_WHAT,
-        "recompute": RECOMPUTE,
+        "shard_what": SHARDED_STATES,
+        "recompute": RECOMPUTE_MODES,
         "schedule": SCHEDULES,
     }
     return names[name].index(value)

@@ -11,13 +11,13 @@ from plait.cluster.cluster import Cluster
 from plait.planner.calibration.constants import constant, constant_fields
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration
 
-_USUAL = constant_fields("software_profile")
+_DEFAULTS = constant_fields("software_profile")
 PROCESS_BYTES = constant("process_bytes")
 """Bytes of a worker's process on a processor beside its tensors."""
 PROCESSOR_FLASH_SHARE = constant("processor_flash_share")
 """`SoftwareProfile.flash_share` on processors, as a share of the rate of large products."""
 
-CACHED_TOKENS = int(constant("cached_tokens"))
+CPU_CACHE_TOKENS = int(constant("cached_tokens"))
 """Tokens of a micro-batch on a processor beyond which it outgrows the caches and is no faster."""
 
 SendModel = Literal["by share", "ahead"]
@@ -35,122 +35,122 @@ class SoftwareProfile:
     calibration: Calibration = UNCALIBRATED
     """Factors of computing (device_time.py) and of messages (step_time.py) that earlier runs on the same machines
     taught."""
-    speed: float = _USUAL["speed"]
+    speed: float = _DEFAULTS["speed"]
     """How fast the software is against this model's expectation: the one scalar that a measurement sets."""
-    product_share: float = _USUAL["product_share"]
+    product_share: float = _DEFAULTS["product_share"]
     """Share of the rate of the largest single products that a long run with real data holds."""
-    fp8_share: float = _USUAL["fp8_share"]
+    fp8_share: float = _DEFAULTS["fp8_share"]
     """Share of the device's fp8 rate that is left after casts, scales and the products that stay in bf16."""
-    flash_share: float = _USUAL["flash_share"]
+    flash_share: float = _DEFAULTS["flash_share"]
     """Share of the 16-bit peak that a fused attention kernel reaches forward, heads 128 wide, long sequence."""
-    flash_lag: float = _USUAL["flash_lag"]
+    flash_lag: float = _DEFAULTS["flash_lag"]
     """How far the attention kernel lags on devices faster than an A100: 0 not at all, 1 no faster than there."""
-    stream_bytes: float = _USUAL["stream_bytes"]
+    stream_bytes: float = _DEFAULTS["stream_bytes"]
     """Memory traffic of a layer's forward pass per token and unit of width: norms, residuals, dropout, casts."""
-    inner_bytes: float = _USUAL["inner_bytes"]
+    inner_bytes: float = _DEFAULTS["inner_bytes"]
     """Memory traffic of the forward pass per token and unit of the feedforward's width: activation and gate."""
-    score_bytes: float = _USUAL["score_bytes"]
+    score_bytes: float = _DEFAULTS["score_bytes"]
     """Traffic per attention score of the forward pass where attention is not fused."""
-    routed_bytes: float = _USUAL["routed_bytes"]
+    routed_bytes: float = _DEFAULTS["routed_bytes"]
     """Memory traffic of the forward pass per token, expert that it goes to and unit of width: sorting tokens by
     expert and back."""
-    expert_share: float = _USUAL["expert_share"]
+    expert_share: float = _DEFAULTS["expert_share"]
     """Share of the linear layers' rate that grouped products of many experts reach."""
-    logit_bytes: float = _USUAL["logit_bytes"]
+    logit_bytes: float = _DEFAULTS["logit_bytes"]
     """Traffic per logit, forward and backward: the loss in float32."""
-    layer_kernels: float = _USUAL["layer_kernels"]
+    layer_kernels: float = _DEFAULTS["layer_kernels"]
     """Kernels that the host launches for one layer's forward pass; the backward pass launches twice as many."""
-    sparse_kernels: float = _USUAL["sparse_kernels"]
+    sparse_kernels: float = _DEFAULTS["sparse_kernels"]
     """Launches' worth of host time that a layer of experts costs beside them: routing, and waiting for its counts."""
-    launch_s: float = _USUAL["launch_s"]
+    launch_s: float = _DEFAULTS["launch_s"]
     """Host time to launch one kernel."""
-    launches: Literal["ahead", "blocking"] = "ahead"
+    launch_mode: Literal["ahead", "blocking"] = "ahead"
     """Whether the host launches ahead of the device, or waits for each kernel to end."""
-    gap_s: float = _USUAL["gap_s"]
+    gap_s: float = _DEFAULTS["gap_s"]
     """Time on the device between one kernel's last work and the next one's first."""
-    micro_s: float = _USUAL["micro_s"]
+    micro_s: float = _DEFAULTS["micro_s"]
     """Host time that each micro-batch costs beside its kernels."""
-    step_s: float = _USUAL["step_s"]
+    step_s: float = _DEFAULTS["step_s"]
     """Time that each step costs whatever its size: the optimizer's launches, the norm, the data, the log."""
-    straggler_share: float = _USUAL["straggler_share"]
+    straggler_share: float = _DEFAULTS["straggler_share"]
     """What everyone loses to the slowest, for each doubling of the nodes."""
-    hides_tensor: float = _USUAL["hides_tensor"]
+    hides_tensor: float = _DEFAULTS["hides_tensor"]
     """Share of the tensor axis' communication that runs under arithmetic."""
-    hides_context: float = _USUAL["hides_context"]
-    hides_pipeline: float = _USUAL["hides_pipeline"]
-    sends: SendModel = "by share"
+    hides_context: float = _DEFAULTS["hides_context"]
+    hides_pipeline: float = _DEFAULTS["hides_pipeline"]
+    send_model: SendModel = "by share"
     """How messages between stages are priced: `hides_pipeline` of each hidden, or, where they travel while the next
     micro-batch is computed, by who waits for which."""
-    hides_gradients: float = _USUAL["hides_gradients"]
+    hides_gradients: float = _DEFAULTS["hides_gradients"]
     """Share of the backward pass that gradient sums may run under."""
-    hides_updates: float = _USUAL["hides_updates"]
+    hides_updates: float = _DEFAULTS["hides_updates"]
     """Share of the forward pass that gathers of updated parameters may run under."""
-    handles_messages: bool = False
+    cpu_carries_messages: bool = False
     """Whether the processor that computes also carries what stages send each other."""
     keeps_tied_table_once: bool = False
     """Whether, of the two ends of a pipeline with a tied head, one alone keeps the table where no others hold it, and
     sends the other the rows of a step's tokens."""
     all_reduces_shards: bool = False
     """Whether gradients are summed to everyone although each rank keeps a shard of them: twice the traffic."""
-    hides_parameters: float = _USUAL["hides_parameters"]
+    hides_parameters: float = _DEFAULTS["hides_parameters"]
     """Share of the arithmetic that gathers of sharded parameters may run under."""
     hides_scatters: bool = True
     """Whether sums of their gradients may, too."""
-    hides_experts: float = _USUAL["hides_experts"]
+    hides_experts: float = _DEFAULTS["hides_experts"]
     """Share of the tokens' way to experts on other nodes that runs under arithmetic."""
-    selective_products: float = _USUAL["selective_products"]
+    selective_products: float = _DEFAULTS["selective_products"]
     """Share of the forward products that selective recomputation repeats beside what attention keeps."""
-    layer_pieces: float = _USUAL["layer_pieces"]
+    layer_pieces: float = _DEFAULTS["layer_pieces"]
     """Messages that one layer's parameters, or gradients, are sent in over the data axes."""
-    selective_kept: float = _USUAL["selective_kept"]
+    selective_kept: float = _DEFAULTS["selective_kept"]
     """Share of a layer's activations that selective recomputation keeps, attention's scores aside."""
-    offloaded: float = _USUAL["offloaded"]
+    offloaded: float = _DEFAULTS["offloaded"]
     """Share of the optimizer's state and of what recomputed layers keep that waits in the host's memory."""
-    layers_ahead: float = _USUAL["layers_ahead"]
+    layers_ahead: float = _DEFAULTS["layers_ahead"]
     """Layers whose sharded parameters lie gathered at once."""
-    stream_held_bytes: float = _USUAL["stream_held_bytes"]
+    stream_held_bytes: float = _DEFAULTS["stream_held_bytes"]
     """Kept for the backward pass per token and unit of width by norms and products' inputs (10 with dropout)."""
-    bucket_bytes: float = _USUAL["bucket_bytes"]
+    bucket_bytes: float = _DEFAULTS["bucket_bytes"]
     """Flat copies of gradients and parameters on their way, where the optimizer is sharded."""
-    gradient_bytes: int = _USUAL["gradient_bytes"]
+    gradient_bytes: int = _DEFAULTS["gradient_bytes"]
     """Bytes of one gradient as it is kept, and as it is summed over ranks unless `gradient_transfer` halves that."""
-    gradients_held_bytes: int = _USUAL["gradients_held_bytes"]
+    gradients_held_bytes: int = _DEFAULTS["gradients_held_bytes"]
     """Bytes that a parameter's gradients take where they are held more than once; 0: as `gradient_bytes`."""
     gradient_transfer: Literal["float32", "bf16"] = "float32"
     """The numbers in which gradients travel; float32 stands for those in which they are kept."""
-    update_bytes: float = _USUAL["update_bytes"]
+    update_bytes: float = _DEFAULTS["update_bytes"]
     """Memory traffic of the optimizer per parameter that a rank updates."""
-    state_bytes: int = _USUAL["state_bytes"]
+    state_bytes: int = _DEFAULTS["state_bytes"]
     """Bytes of optimizer state per parameter: float32 master weight and two moments."""
-    logit_copies_bytes: float = _USUAL["logit_copies_bytes"]
+    logit_copies_bytes: float = _DEFAULTS["logit_copies_bytes"]
     """Memory held per logit at the loss: 16-bit, float32 copy and its gradient; little where the loss is fused."""
-    fixed_bytes: float = _USUAL["fixed_bytes"]
+    fixed_bytes: float = _DEFAULTS["fixed_bytes"]
     """Memory that no tensor of the model explains: communication buffers, workspaces."""
-    outside_bytes: float = _USUAL["outside_bytes"]
+    outside_bytes: float = _DEFAULTS["outside_bytes"]
     """What no allocator of the program sees: the device's context, kernels, communication buffers."""
     shards_over: Literal["shard", "shard and context"] = "shard and context"
     """The ranks among which sharded states are split."""
-    memory: Literal["by share", "followed"] = "by share"
+    memory_model: Literal["by share", "followed"] = "by share"
     """How bytes are found: from shares and formulas that many programs obey, or by following plait's own step on
     processors from tensor to tensor."""
 
-    cached_tokens: float = inf
+    cpu_cache_tokens: float = inf
     """Tokens of a micro-batch beyond which it outgrows a processor's caches and is no faster; infinite on GPUs and
     TPUs."""
 
     @property
-    def gradient_sent_bytes(self) -> int:
+    def gradient_message_bytes(self) -> int:
         """Bytes of one gradient on its way."""
         return 2 if self.gradient_transfer == "bf16" else self.gradient_bytes
 
-    def on(self, cluster: Cluster) -> SoftwareProfile:
+    def for_cluster(self, cluster: Cluster) -> SoftwareProfile:
         """The same program there.
 
         Processors have other kernels; they hold nothing for it beside its tensors but the process itself, and there
         torch waits for its sums of split parameters' gradients. Where messages were timed, their waiting is followed
         one by one.
         """
-        here = replace(self, sends="ahead") if cluster.measured else self
+        here = replace(self, send_model="ahead") if cluster.measured else self
         if any(island.device.kind != "cpu" for island in cluster.islands):
             return here
         return replace(
@@ -158,14 +158,14 @@ class SoftwareProfile:
             flash_share=PROCESSOR_FLASH_SHARE,
             fixed_bytes=0.0,
             outside_bytes=PROCESS_BYTES,
-            memory="followed",
+            memory_model="followed",
             keeps_tied_table_once=self.gradient_transfer == "float32",
-            handles_messages=True,
+            cpu_carries_messages=True,
             hides_scatters=False,
-            cached_tokens=CACHED_TOKENS,
+            cpu_cache_tokens=CPU_CACHE_TOKENS,
         )
 
 
 # plait's own: no measurement of it went in yet but what its code does (loss in pieces, sums under the backward pass,
 # shards over their own axis alone).
-PLAIT = SoftwareProfile(name="plait", shards_over="shard", **constant_fields("software_profile_plait"))
+PLAIT_PROFILE = SoftwareProfile(name="plait", shards_over="shard", **constant_fields("software_profile_plait"))

@@ -14,60 +14,66 @@ from plait.planner.problem.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageLayers:
+class RankLayers:
     """Layers on a pipeline's first, last and fullest rank; arrays over candidates."""
 
     first: Reals
     last: Reals
-    most: Reals
-    before_last: Reals
+    fullest: Reals
+    ranks_after_fullest: Reals
     """How many ranks stand behind the last of the fullest."""
-    later: Reals
+    fullest_after: Reals
     """Layers on the fullest of those, the last rank aside; 0 where there is none."""
 
 
-def stage_layers(workload: Workload, candidates: Candidates) -> StageLayers:
+def rank_layers(workload: Workload, candidates: Candidates) -> RankLayers:
     """Layers by pipeline rank, from what `layers_of_stages` gives to each of its stages."""
-    shapes, place = np.unique(candidates.pipeline * MANY_STAGES + candidates.virtual, return_inverse=True)
+    shapes, place = np.unique(candidates.pipeline * STAGE_KEY_RADIX + candidates.virtual, return_inverse=True)
     sums = [
-        _sums(workload.layers, *divmod(int(s), MANY_STAGES), head_cost_in_layers(workload), candidates.layer_split)
+        _rank_layer_counts(
+            workload.layers, *divmod(int(s), STAGE_KEY_RADIX), head_cost_in_layers(workload), candidates.layer_split
+        )
         for s in shapes
     ]
     first, last, most, behind, later = np.array(sums, dtype=np.float64).reshape(-1, 5)[place].T
-    return StageLayers(first=first, last=last, most=most, before_last=behind, later=later)
+    return RankLayers(first=first, last=last, fullest=most, ranks_after_fullest=behind, fullest_after=later)
 
 
-MANY_STAGES = 1 << 20
+STAGE_KEY_RADIX = 1 << 20
 """More than any number of stages on a rank."""
 
 
 @lru_cache(maxsize=4096)
-def _sums(layers: int, pipeline: int, virtual: int, head: float, dealing: LayerSplit) -> tuple[int, ...]:
+def _rank_layer_counts(
+    layers: int, pipeline: int, virtual: int, head_cost: float, layer_split: LayerSplit
+) -> tuple[int, ...]:
     """The fields of StageLayers for one pipeline."""
-    each = layers_of_stages(layers, pipeline * virtual, head, dealing)
+    each = layers_of_stages(layers, pipeline * virtual, head_cost, layer_split)
     ranks = [sum(each[rank::pipeline]) for rank in range(pipeline)]
     behind = ranks[::-1].index(max(ranks))
     return ranks[0], ranks[-1], max(ranks), behind, max(ranks[pipeline - behind : -1], default=0)
 
 
-def layers_of_stages(layers: int, stages: int, head: float, dealing: LayerSplit) -> tuple[int, ...]:
+def layers_of_stages(layers: int, stages: int, head_cost: float, layer_split: LayerSplit) -> tuple[int, ...]:
     """Layers of each stage, in the model's order; `head` is the cost of the head in average layers."""
-    if dealing == "balanced":
-        return balanced_stages_by_cost(layers, stages, head)
-    if dealing == "published":
+    if layer_split == "balanced":
+        return balanced_stages_by_cost(layers, stages, head_cost)
+    if layer_split == "published":
         return published_stages(layers, stages)
-    assert (len(dealing), sum(dealing)) == (stages, layers), f"{layers} layers on {stages} stages: {dealing}"
-    return dealing
+    assert (len(layer_split), sum(layer_split)) == (stages, layers), (
+        f"{layers} layers on {stages} stages: {layer_split}"
+    )
+    return layer_split
 
 
-def balanced_stages_by_cost(layers: int, stages: int, head: float) -> tuple[int, ...]:
+def balanced_stages_by_cost(layers: int, stages: int, head_cost: float) -> tuple[int, ...]:
     """Layers of each stage so that the most expensive stage is as cheap as can be, the head counted with the last
     stage: what plait runs on equal devices."""
-    return balanced_stages_by_speed(layers, (1.0,) * stages, head)
+    return balanced_stages_by_speed(layers, (1.0,) * stages, head_cost)
 
 
 def balanced_stages_by_speed(
-    layers: int, speeds: Sequence[float], head: float, lookup: float = 0.0, most: Sequence[int] = ()
+    layers: int, speeds: Sequence[float], head_cost: float, embedding_cost: float = 0.0, max_layers: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """Layers of stages of these speeds so that the slowest is done as early as can be.
 
@@ -76,10 +82,10 @@ def balanced_stages_by_speed(
     """
     stages = len(speeds)
     assert stages <= layers
-    limits = most if sum(most) >= layers and all(most) else (layers,) * stages
+    limits = max_layers if sum(max_layers) >= layers and all(max_layers) else (layers,) * stages
     costs = [1.0] * stages
-    costs[0] += lookup
-    costs[-1] += head
+    costs[0] += embedding_cost
+    costs[-1] += head_cost
     each = [1] * stages
     queue = [((costs[stage] + 1) / speeds[stage], stage) for stage in range(stages) if limits[stage] > 1]
     heapify(queue)
@@ -110,40 +116,42 @@ def published_stages(layers: int, stages: int) -> tuple[int, ...]:
 def head_cost_in_layers(workload: Workload) -> float:
     """Cost of the head in average layers, by the weights that a token is multiplied with."""
     w = workload
-    return w.embedding_weights * w.layers / (w.active_parameters - w.embedding_weights)
+    return w.embedding_parameters * w.layers / (w.active_parameters - w.embedding_parameters)
 
 
-def micro_batches_in_flight(candidates: Candidates, micros: Reals) -> Reals:
+def micro_batches_in_flight(candidates: Candidates, n_microbatches: Reals) -> Reals:
     """Micro-batches whose activations the first stage keeps at once, in units of all its layers."""
     p, v = candidates.pipeline, candidates.virtual
     interleaved = p * (1 + (p - 1) / (p * v))
     kept = np.where(v > 1, interleaved, p)
-    return np.minimum(np.where(candidates.schedule == SCHEDULES.index("gpipe"), micros, kept), micros)
+    return np.minimum(np.where(candidates.schedule == SCHEDULES.index("gpipe"), n_microbatches, kept), n_microbatches)
 
 
-def micro_batches(workload: Workload, candidates: Candidates) -> Reals:
+def micro_batches_per_step(workload: Workload, candidates: Candidates) -> Reals:
     """Micro-batches of one step on each rank; not whole where the batch does not split evenly."""
     return np.maximum(workload.batch_sequences / (candidates.data_parallel_degree * candidates.micro_sequences), 1.0)
 
 
-def layer_weights(workload: Workload, candidates: Candidates) -> tuple[Reals, Reals]:
+def layer_parameters(workload: Workload, candidates: Candidates) -> tuple[Reals, Reals]:
     """Weights of an average layer on one rank before sharding: (those that expert groups copy, the experts')."""
     w = workload
-    sparse = w.sparse_layers / w.layers
-    common = w.attention_weights + (1 - sparse) * w.dense_feedforward_weights + sparse * w.shared_weights
+    sparse = w.moe_layers / w.layers
+    common = (
+        w.attention_parameters + (1 - sparse) * w.dense_feedforward_parameters + sparse * w.shared_expert_parameters
+    )
     across = np.where(candidates.expert > 1, 1, candidates.tensor)
-    experts = sparse * w.experts * w.expert_weights / candidates.expert / across
+    experts = sparse * w.experts * w.expert_parameters / candidates.expert / across
     return common / candidates.tensor, experts * np.ones(len(candidates))
 
 
-def fullest_weights(workload: Workload, candidates: Candidates) -> tuple[Reals, Reals]:
+def fullest_rank_parameters(workload: Workload, candidates: Candidates) -> tuple[Reals, Reals]:
     """Weights on the rank of a pipeline that holds most of them before sharding: (common, experts')."""
-    common, experts = layer_weights(workload, candidates)
-    layers = stage_layers(workload, candidates)
-    table = workload.embedding_weights / candidates.tensor
+    common, experts = layer_parameters(workload, candidates)
+    layers = rank_layers(workload, candidates)
+    table = workload.embedding_parameters / candidates.tensor
     tables = np.where(candidates.pipeline == 1, 1 if workload.tied else 2, 1) * table
     ends = np.maximum(layers.first, layers.last) * common + tables
-    return np.maximum(ends, layers.most * common), layers.most * experts
+    return np.maximum(ends, layers.fullest * common), layers.fullest * experts
 
 
 def messages_each_way(ranks: Counts | int, virtual: Counts | int) -> Counts:

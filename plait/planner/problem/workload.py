@@ -60,26 +60,26 @@ class Workload:
         return 4 if self.precision == "float32" else 2
 
     @property
-    def gate_factor(self) -> int:
+    def feedforward_matrices(self) -> int:
         """Matrices of a feedforward: 3 with a gate, else 2."""
         return 3 if self.gated else 2
 
     @property
-    def attention_weights(self) -> int:
+    def attention_parameters(self) -> int:
         """Weights of one layer's attention."""
         if self.projection_weights:
             return self.projection_weights
         return self.width * self.head_width * (2 * self.heads + 2 * self.kv_heads)
 
     @property
-    def sparse_layers(self) -> int:
+    def moe_layers(self) -> int:
         """Layers with experts."""
         return self.layers - self.dense_layers if self.experts else 0
 
     @property
-    def dense_feedforward_weights(self) -> int:
+    def dense_feedforward_parameters(self) -> int:
         """Weights of one plain feedforward."""
-        return self.gate_factor * self.width * self.ffn
+        return self.feedforward_matrices * self.width * self.ffn
 
     @property
     def routed_width(self) -> int:
@@ -87,49 +87,49 @@ class Workload:
         return self.expert_width or self.width
 
     @property
-    def expert_weights(self) -> int:
+    def expert_parameters(self) -> int:
         """Weights of one expert."""
-        return self.gate_factor * self.routed_width * self.expert_ffn
+        return self.feedforward_matrices * self.routed_width * self.expert_ffn
 
     @property
-    def shared_weights(self) -> int:
+    def shared_expert_parameters(self) -> int:
         """Weights of one sparse layer that every token uses beside the attention: shared experts and the router."""
-        return self.gate_factor * self.width * self.shared_ffn + self.width * self.experts
+        return self.feedforward_matrices * self.width * self.shared_ffn + self.width * self.experts
 
     @property
-    def embedding_weights(self) -> int:
+    def embedding_parameters(self) -> int:
         """Weights of one vocabulary table."""
         return self.vocabulary * self.width
 
     @property
     def parameters(self) -> int:
         """All weights (norms and biases, below a thousandth, left out); a tied head counts once."""
-        sparse, plain = self.sparse_layers, self.layers - self.sparse_layers
+        sparse, plain = self.moe_layers, self.layers - self.moe_layers
         return (
-            self.layers * self.attention_weights
-            + plain * self.dense_feedforward_weights
-            + sparse * (self.experts * self.expert_weights + self.shared_weights)
-            + self.embedding_weights * (1 if self.tied else 2)
+            self.layers * self.attention_parameters
+            + plain * self.dense_feedforward_parameters
+            + sparse * (self.experts * self.expert_parameters + self.shared_expert_parameters)
+            + self.embedding_parameters * (1 if self.tied else 2)
         )
 
     @property
     def active_parameters(self) -> int:
         """Weights that one token is multiplied with."""
-        sparse, plain = self.sparse_layers, self.layers - self.sparse_layers
+        sparse, plain = self.moe_layers, self.layers - self.moe_layers
         return (
-            self.layers * self.attention_weights
-            + plain * self.dense_feedforward_weights
-            + sparse * (self.experts_per_token * self.expert_weights + self.shared_weights)
-            + self.embedding_weights
+            self.layers * self.attention_parameters
+            + plain * self.dense_feedforward_parameters
+            + sparse * (self.experts_per_token * self.expert_parameters + self.shared_expert_parameters)
+            + self.embedding_parameters
         )
 
     @property
-    def tokens(self) -> int:
+    def batch_tokens(self) -> int:
         """Tokens of one step."""
         return self.batch_sequences * self.sequence
 
     @property
-    def mean_keys(self) -> float:
+    def mean_keys_per_query(self) -> float:
         """Keys that a token's query meets on average over the layers when nothing is masked out."""
         attending = self.layers if self.attending_layers < 0 else self.attending_layers
         seen = min(self.window or self.sequence, self.sequence)
@@ -137,7 +137,7 @@ class Workload:
 
     def flops_per_token(self, counting: Literal["full", "causal"]) -> float:
         """Arithmetic of training one token, nothing recomputed: "full" counts every score, "causal" half of them."""
-        scores = 4 * self.layers * self.mean_keys * self.heads * self.head_width
+        scores = 4 * self.layers * self.mean_keys_per_query * self.heads * self.head_width
         return 3 * (2 * self.active_parameters + (scores if counting == "full" else scores / 2))
 
 
@@ -167,16 +167,18 @@ def workload_of(
     )
 
 
-def distinct_tokens(tokens: Any, vocabulary: int) -> Any:
+def expected_distinct_tokens(tokens: Any, vocabulary: int) -> Any:
     """How many different ones are expected among so many tokens, whose frequencies follow Zipf's law.
 
     Of 256, 512 and 1,024 tokens of Shakespeare with 2,048 kinds it tells 144, 245 and 405, and there are 148, 251, 399.
     """
     some, place = np.unique(np.asarray(tokens, dtype=np.float64), return_inverse=True)
-    return np.array([_distinct(float(one), vocabulary) for one in some])[place].reshape(np.shape(tokens))
+    return np.array([_expected_distinct_tokens(float(one), vocabulary) for one in some])[place].reshape(
+        np.shape(tokens)
+    )
 
 
 @lru_cache(maxsize=1024)
-def _distinct(tokens: float, vocabulary: int) -> float:
+def _expected_distinct_tokens(tokens: float, vocabulary: int) -> float:
     often = 1 / np.arange(1, vocabulary + 1)
     return float((1 - (1 - often / often.sum()) ** tokens).sum())

@@ -17,14 +17,15 @@ from plait.planner.derive.micro_batch import (
 from plait.planner.explain.fit_suggestions import error_with_suggestions
 from plait.planner.explain.unequal_devices import unequal_shares_of
 from plait.planner.heterogeneous.batch_shares import equal_shares
-from plait.planner.problem.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT
+from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import Workload
 from plait.planner.resolve.request import Request
 from plait.planner.search.constraints import Constraints
+from plait.planner.search.feasibility import DoesNotFit
 from plait.planner.search.found import Search
 from plait.planner.search.host_order import search_host_orders_that_fit, with_best_host_order
-from plait.planner.search.search import DoesNotFit, search
+from plait.planner.search.search import search
 from plait.planner.search.validity import layout_of_candidate
 
 
@@ -99,11 +100,11 @@ def _with_suitable_micro_batches(request: Request, one: FoundLayout) -> FoundLay
 def _exactly(request: Request, one: FoundLayout, micro_sequences: int) -> Constraints:
     """This layout and no other, with micro-batches of one size."""
     candidates, at = one.search.candidates, one.index
-    what = SHARD_WHAT[int(candidates.shard_what[at])]
+    what = SHARDED_STATES[int(candidates.shard_what[at])]
     knobs: dict[str, int | str] = {
         "virtual": int(candidates.virtual[at]),
         "schedule": SCHEDULES[int(candidates.schedule[at])],
-        "recompute": RECOMPUTE[int(candidates.recompute[at])],
+        "recompute": RECOMPUTE_MODES[int(candidates.recompute[at])],
     }
     return Constraints(
         degrees=candidates.degrees(at),

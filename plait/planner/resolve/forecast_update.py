@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 
 from plait.planner.calibration.factors import (
-    LEAST_SHARE_TO_LEARN,
+    LEAST_MESSAGE_SHARE_TO_LEARN,
     MEASURED_STEP_ERROR,
     Calibration,
-    calibrated,
-    uncalibrated,
+    with_calibration,
+    without_calibration,
 )
 from plait.planner.plan import Forecast
 
@@ -24,18 +24,18 @@ def updated_forecast(forecast: Forecast, runs: Calibration, step_s: float | None
     if forecast.items is None:
         return forecast
     said, before, now = (
-        uncalibrated(forecast.items, forecast.calibration),
+        without_calibration(forecast.items, forecast.calibration),
         forecast.calibration,
         replace(runs, timed=1.0),
     )
     clocked = step_s if forecast.basis == "formulas" else None
     if clocked is not None:
-        now = replace(now, timed=clocked / calibrated(said, now).step_s)
+        now = replace(now, timed=clocked / with_calibration(said, now).step_s)
     if math.isclose(now.timed, before.timed) and replace(now, timed=before.timed) == before:
         return forecast  # a factor that was taken out and put in again is off by rounding, which is no news
-    items, alone_s = calibrated(said, now), forecast.one_device_step_s
+    items, alone_s = with_calibration(said, now), forecast.one_device_step_s
     moved = now.compute / before.compute
-    if items.messages_s + items.within_s + items.bubble_s <= LEAST_SHARE_TO_LEARN * items.step_s:
+    if items.messages_s + items.within_s + items.bubble_s <= LEAST_MESSAGE_SHARE_TO_LEARN * items.step_s:
         moved *= now.timed / before.timed  # nearly all is computing, which one device alone does, too
     return replace(
         forecast,

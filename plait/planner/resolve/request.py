@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
 from plait.layout import Layout
-from plait.planner.calibration.factors import Basis
+from plait.planner.calibration.factors import ForecastBasis
 from plait.planner.derive.intervals import balance_every_steps
 from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.derive.resources import STAND_IN, ProbeNeed, Resources
 from plait.planner.derive.training_job import TrainingJob, job_of_plan, new_job
 from plait.planner.plan import Plan
-from plait.planner.problem.software_profile import PLAIT, SoftwareProfile
+from plait.planner.problem.software_profile import PLAIT_PROFILE, SoftwareProfile
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.resolve.named_layout import constraints_of
 from plait.planner.search.constraints import Constraints
@@ -48,7 +48,7 @@ class Request:
     """The ways to use the machines, fewest workers first; several only on processors."""
     profile: SoftwareProfile
     """plait's own software profile, with the factors that earlier runs on these machines taught."""
-    basis: Basis
+    basis: ForecastBasis
     """Whether times come from formulas or from a probe's clock."""
     shares_may_change: bool
     """Whether unequal shares of the batch may be changed while the run goes on."""
@@ -70,14 +70,14 @@ def request_of(config: RunConfig, corpus: CorpusFacts, resources: Resources, beg
         ProbeNeed(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision)
     )
     workload = _workload(job)
-    basis: Basis = "clock" if resources.cluster and was_measured(workload, resources.cluster) else "formulas"
+    basis: ForecastBasis = "clock" if resources.cluster and was_measured(workload, resources.cluster) else "formulas"
     calibration = resources.load_calibration(job.precision, basis)
     return Request(
         job=job,
         workload=workload,
         constraints=constraints,
         options=_options(resources, constraints, notes),
-        profile=replace(PLAIT, calibration=calibration, gradient_transfer=config.train.gradient_transfer),
+        profile=replace(PLAIT_PROFILE, calibration=calibration, gradient_transfer=config.train.gradient_transfer),
         basis=basis,
         shares_may_change=balance_every_steps(config, "unequal") > 0,
         has_forecast=resources.has_known_devices,

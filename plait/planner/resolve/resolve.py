@@ -16,9 +16,9 @@ from plait.planner.derive.hyperparameters import documents_mode, optimizer_plan,
 from plait.planner.derive.intervals import (
     balance_every_steps,
     checkpoint_every,
-    interval_in_steps,
+    parse_step_interval,
     report_every_steps,
-    steps_for,
+    steps_in_budget,
 )
 from plait.planner.derive.micro_batch import usual_micro_sequences
 from plait.planner.derive.model_size import CorpusFacts
@@ -79,7 +79,7 @@ def draft(
         balance_every_steps=_balance(config, resources, request, first, why),
         gradient_transfer=config.train.gradient_transfer,
         budget=job.budget,
-        steps=steps_for(job.budget, batch * shape.sequence, step_s=None),
+        steps=steps_in_budget(job.budget, batch * shape.sequence, step_s=None),
         optimizer=optimizer_plan(config, job.flops, batch * shape.sequence, why),
         corpus=corpus.folder,
         corpus_hash=corpus.content_hash,
@@ -100,7 +100,7 @@ def draft(
         request=request,
         plan=plan,
         layouts=layouts,
-        evaluations="auto" if evaluate == "auto" else interval_in_steps(evaluate),
+        evaluations="auto" if evaluate == "auto" else parse_step_interval(evaluate),
         heldout_tokens=corpus.heldout_tokens,
     )
 
@@ -195,7 +195,7 @@ def _steps_and_evaluations(draft: Draft, plan: Plan, why: list[str]) -> tuple[in
     # An evaluation is a forward pass, a third of a step's work, over the held-out tokens.
     evaluation_steps = draft.heldout_tokens / (3 * plan.batch_tokens)
     step_s = plan.step_s or (plan.forecast.step_s if plan.forecast else None)
-    rough = steps_for(budget, plan.batch_tokens, step_s=step_s)
+    rough = steps_in_budget(budget, plan.batch_tokens, step_s=step_s)
     rounds = max(1, min(10, int(EVALUATION_SHARE * rough / evaluation_steps))) if evaluation_steps else 0
     asked = None if draft.evaluations == "auto" else round(draft.evaluations.value)
     steps = rough

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.planner.problem.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates, Counts
+from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES, Candidates, Counts
 from plait.planner.step_time.network_model import Network
 
 AppliesTo = NDArray[np.bool_]
@@ -29,19 +29,19 @@ def _schedule(name: str) -> Callable[[Candidates, int], AppliesTo]:
 
 
 def _recompute(name: str) -> Callable[[Candidates, int], AppliesTo]:
-    return lambda c, _: c.recompute == RECOMPUTE.index(name)
+    return lambda c, _: c.recompute == RECOMPUTE_MODES.index(name)
 
 
 COMPLEXITY_TABLE: tuple[ComplexityRow, ...] = (
     ComplexityRow(
         points=1,
         what="optimizer state split over copies",
-        holds=lambda c, _: c.shard_what == SHARD_WHAT.index("optimizer"),
+        holds=lambda c, _: c.shard_what == SHARDED_STATES.index("optimizer"),
     ),
     ComplexityRow(
         points=2,
         what="parameters split over copies",
-        holds=lambda c, _: c.shard_what == SHARD_WHAT.index("parameters"),
+        holds=lambda c, _: c.shard_what == SHARDED_STATES.index("parameters"),
     ),
     ComplexityRow(
         points=1, what="split over some of the copies only", holds=lambda c, _: (c.shard_what > 0) & (c.replicate > 1)
@@ -67,7 +67,7 @@ COMPLEXITY_TABLE: tuple[ComplexityRow, ...] = (
 
 def complexity_of(candidates: Candidates, roads: Network) -> Counts:
     """Points of each candidate: 0 is one device, or plain copies."""
-    points = sum(rung.points * rung.holds(candidates, roads.per_node) for rung in COMPLEXITY_TABLE)
+    points = sum(rung.points * rung.holds(candidates, roads.devices_per_node) for rung in COMPLEXITY_TABLE)
     return np.asarray(points, dtype=np.int64)
 
 

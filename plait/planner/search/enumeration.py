@@ -13,8 +13,8 @@ import numpy as np
 
 from plait.errors import PlaitError
 from plait.layout import Layout, conflict
-from plait.planner.problem.candidates import COLUMNS, RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates
-from plait.planner.problem.software_profile import PLAIT, SendModel, SoftwareProfile
+from plait.planner.problem.candidates import CANDIDATE_COLUMNS, RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES, Candidates
+from plait.planner.problem.software_profile import PLAIT_PROFILE, SendModel, SoftwareProfile
 from plait.planner.problem.workload import Workload
 from plait.planner.search.constraints import Constraints
 
@@ -49,7 +49,7 @@ class EnumeratedLayouts:
 
 
 def enumerate_layouts(
-    workload: Workload, devices: int, constraints: Constraints, profile: SoftwareProfile = PLAIT
+    workload: Workload, devices: int, constraints: Constraints, profile: SoftwareProfile = PLAIT_PROFILE
 ) -> EnumeratedLayouts:
     """All layouts of so many devices; raises PlaitError where the constraints leave none.
 
@@ -59,7 +59,7 @@ def enumerate_layouts(
     named = constraints.stage_layers
     assert not named or (sum(named) == workload.layers)
     refused: Counter[str] = Counter()
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in CANDIDATE_COLUMNS}
     for degrees in _degrees(devices, constraints):
         if reason := _against(workload, degrees, 1 if constraints.degrees else SHORTEST_PIECE_TOKENS):
             refused[reason] += 1
@@ -107,7 +107,7 @@ def _options(
     """The product of all other knobs for these degrees."""
     micros = _micros(w, degrees, constraints, refused)
     splits = _splits(degrees, constraints)
-    orders = _orders(w, degrees.pipeline, constraints, profile.sends, refused)
+    orders = _orders(w, degrees.pipeline, constraints, profile.send_model, refused)
     experts = _experts(w, degrees)
     weaves = []
     for (shard, what), (virtual, schedule) in product(splits, orders):
@@ -116,8 +116,8 @@ def _options(
         ):
             refused[INCOMPATIBLE_SPLITS] += len(micros) * len(experts)
         else:
-            weaves.append((shard, SHARD_WHAT.index(what), virtual, SCHEDULES.index(schedule)))
-    again = _pinned(constraints, "recompute", RECOMPUTE)
+            weaves.append((shard, SHARDED_STATES.index(what), virtual, SCHEDULES.index(schedule)))
+    again = _pinned(constraints, "recompute", RECOMPUTE_MODES)
     weave, micro, expert, recompute = (
         index.ravel() for index in np.meshgrid(np.arange(len(weaves)), micros, experts, again, indexing="ij")
     )
@@ -145,8 +145,8 @@ def _options(
 def _outgrows_caches(w: Workload, columns: Mapping[str, np.ndarray], profile: SoftwareProfile) -> np.ndarray:
     """Where a micro-batch is larger than a processor's caches want it, unless each costs a gathering of parameters."""
     tokens = columns["micro_sequences"] * w.sequence
-    gathers = (columns["shard_what"] == SHARD_WHAT.index("parameters")) & (columns["pipeline"] == 1)
-    return (tokens > profile.cached_tokens * columns["context"]) & (columns["micro_sequences"] > 1) & ~gathers
+    gathers = (columns["shard_what"] == SHARDED_STATES.index("parameters")) & (columns["pipeline"] == 1)
+    return (tokens > profile.cpu_cache_tokens * columns["context"]) & (columns["micro_sequences"] > 1) & ~gathers
 
 
 def _micros(w: Workload, degrees: Layout, constraints: Constraints, refused: Counter[str]) -> list[int]:

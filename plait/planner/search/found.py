@@ -10,13 +10,8 @@ import numpy as np
 from plait.cluster.cluster import Cluster
 from plait.planner.heterogeneous.assignment import CandidateGroup, WorkAssigner, WorkAssignment
 from plait.planner.heterogeneous.host_permutations import HostOrder
-from plait.planner.heterogeneous.micro_batch_limits import (
-    MemoryBudget,
-    ReplicaMemory,
-    memory_of_rank,
-    replica_memory_of,
-    tightest_replica,
-)
+from plait.planner.heterogeneous.micro_batch_limits import replica_memory_of, tightest_replica
+from plait.planner.heterogeneous.replica_memory import MemoryBudget, ReplicaMemory, memory_of_rank
 from plait.planner.memory.estimate import MemoryEstimate, estimate_memory
 from plait.planner.problem.candidates import Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
@@ -71,7 +66,7 @@ class Search:
         """This search with one layout of another, of the same job on the same devices, as the chosen one."""
         if other is self:
             return replace(self, chosen=index)
-        if (same := self.candidates.equal_to(other.candidates, index)).any():
+        if (same := self.candidates.is_equal_to(other.candidates, index)).any():
             return replace(self, chosen=int(same.argmax()), memory_budget=other.memory_budget)
         one = {
             name: getattr(other, name)[[index]] for name in ("step_s", "judged_bytes", "n_microbatches", "complexity")

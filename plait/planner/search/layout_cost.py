@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from plait.cluster.cluster import Cluster
 from plait.planner.heterogeneous.assignment import CandidateGroup, WorkAssigner
 from plait.planner.heterogeneous.device_speeds import device_speeds_of
-from plait.planner.heterogeneous.unequal_step_time import bottleneck, simulated_unequal_s
+from plait.planner.heterogeneous.unequal_pipeline import simulated_unequal_s
+from plait.planner.heterogeneous.unequal_step_time import bottleneck
 from plait.planner.memory.estimate import estimate_memory
-from plait.planner.problem.candidates import SHARD_WHAT, Candidates, Counts, Reals
+from plait.planner.problem.candidates import SHARDED_STATES, Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import Workload
-from plait.planner.step_time.pipeline_step_time import simulated_s
-from plait.planner.step_time.step_time import StepTime, step_time
+from plait.planner.step_time.pipeline_step_time import simulated_step_s
+from plait.planner.step_time.step_time import StepTime, estimate_step_time
 
 SIMULATED_WITHIN = 0.15
 """Pipelines within this of the best are timed by their actual list of actions."""
@@ -77,7 +78,7 @@ def _often(group: CandidateGroup) -> NDArray[np.bool_]:
     if group.n_microbatches is None or group.assignment is None:
         return np.zeros(len(c), dtype=bool)
     usual = -(-max(group.assignment.sequences_per_replica) // c.micro_sequences)
-    return (group.n_microbatches > usual) & (c.shard_what == SHARD_WHAT.index("parameters"))
+    return (group.n_microbatches > usual) & (c.shard_what == SHARDED_STATES.index("parameters"))
 
 
 def _simulated(workload: Workload, cluster: Cluster, profile: SoftwareProfile, group: CandidateGroup) -> Reals:
@@ -89,7 +90,7 @@ def _simulated(workload: Workload, cluster: Cluster, profile: SoftwareProfile, g
     step_s = np.empty(len(group.candidates))
     for rows, whole in batches_of_candidates(workload, group.candidates):
         few = group.candidates.select(rows)
-        step_s[rows] = simulated_s(whole, cluster, few, profile, step_time(whole, cluster, few, profile))
+        step_s[rows] = simulated_step_s(whole, cluster, few, profile, estimate_step_time(whole, cluster, few, profile))
     return step_s
 
 
@@ -97,7 +98,7 @@ def step_time_of(workload: Workload, cluster: Cluster, candidates: Candidates, p
     """The items of time of layouts that split the batch into equal numbers of micro-batches."""
     items = {field.name: np.empty(len(candidates)) for field in fields(StepTime)}
     for rows, whole in batches_of_candidates(workload, candidates):
-        times = step_time(whole, cluster, candidates.select(rows), profile)
+        times = estimate_step_time(whole, cluster, candidates.select(rows), profile)
         for name, values in items.items():
             values[rows] = getattr(times, name)
     return StepTime(**items)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.layout import ABBREVIATIONS, AXES
-from plait.planner.problem.candidates import SHARD_WHAT, Candidates, Counts, Reals
+from plait.planner.problem.candidates import SHARDED_STATES, Candidates, Counts, Reals
 
 CandidateRow = Mapping[str, int | str]
 """One candidate as `Candidates.row` gives it."""
@@ -88,7 +88,7 @@ def layout_sentences(row: CandidateRow, layers: int) -> list[str]:
 
 
 def _shard_sentence(shard: int, what: str) -> str:
-    if what == SHARD_WHAT[3]:
+    if what == SHARDED_STATES[3]:
         return (
             f"shard (FSDP, fully sharded data parallel) {shard}: each of {shard} devices keeps 1/{shard} of "
             "parameters, gradients and optimizer state, and gathers a layer when it computes it"

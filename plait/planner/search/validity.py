@@ -9,7 +9,7 @@ from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 from plait.layout import Layout, conflict
 from plait.model.shape import ModelShape, weight_sizes
-from plait.planner.problem.candidates import RECOMPUTE, SCHEDULES, SHARD_WHAT, Candidates
+from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES, Candidates
 from plait.planner.problem.stage_partition import balanced_stages_by_cost
 
 STAGES_WITHOUT_PIPELINE = (
@@ -124,11 +124,11 @@ def layout_of_candidate(candidates: Candidates, index: int, stage_layers: tuple[
     """One candidate as the layout that runs; `stage_layers` only where it has a pipeline."""
     degrees = candidates.degrees(index)
     assert candidates.expert[index] == 1, "nothing runs expert parallelism yet"
-    what = SHARD_WHAT[int(candidates.shard_what[index])]
+    what = SHARDED_STATES[int(candidates.shard_what[index])]
     return replace(
         degrees,
         shard_what="parameters" if what == "parameters" else "optimizer",
         schedule=SCHEDULES[int(candidates.schedule[index])] if degrees.pipeline > 1 else "1f1b",
         stage_layers=stage_layers,
-        recompute=RECOMPUTE[int(candidates.recompute[index])],
+        recompute=RECOMPUTE_MODES[int(candidates.recompute[index])],
     )

@@ -18,7 +18,7 @@ class CostInputs:
     workload: Workload
     candidates: Candidates
     profile: SoftwareProfile
-    arithmetic: DeviceTime
-    roads: Network
-    hidden_at_most: float
+    device_time: DeviceTime
+    network: Network
+    largest_overlap: float
     """Share of a message that arithmetic may hide, as a probe found; 1 where none has measured."""

@@ -16,7 +16,7 @@ UNTHROTTLED_FLOPS_PER_WATT = constant("unthrottled_flops_per_watt")
 THROTTLE_EXPONENT = constant("throttle_exponent")
 """Up to UNTHROTTLED_FLOPS_PER_WATT of board power a device keeps its clock; beyond, the rate falls with this power
 of the excess."""
-A100_FLOPS = 312e12
+A100_PEAK_FLOPS = 312e12
 STREAM_SHARE = constant("stream_share")
 FALLBACK_PRECISIONS: Mapping[PricedPrecision, PricedPrecision] = {
     "fp4": "fp8",
@@ -33,12 +33,12 @@ class DeviceRates:
 
     linear_flops: float
     """Rate of the largest linear layers' products."""
-    plain_flops: float
+    high_precision_flops: float
     """Rate of the largest products in 16 bits: the head, and attention that is not fused."""
-    score_flops: float
+    attention_flops: float
     """Rate that the shares of attention kernels refer to."""
     stream_bytes_per_s: float
-    units: int
+    compute_units: int
     """Tiles of a result that are computed at once, where products are divided into tiles."""
     kernels: KernelEfficiency
 
@@ -53,25 +53,25 @@ def device_rates(
     """
     peak = peak_flops(device, "bf16" if precision in ("fp8", "fp4") else precision)
     reached = (device.achievable or USUAL_ACHIEVABLE_SHARE) * profile.product_share * speed
-    plain = linear = peak * reached * sustained_flops(peak, device.watts)
+    plain = linear = peak * reached * sustained_share(peak, device.watts)
     if precision in ("fp8", "fp4"):
         narrow = peak_flops(device, precision)
-        linear = max(linear, narrow * reached * profile.fp8_share * sustained_flops(narrow, device.watts))
+        linear = max(linear, narrow * reached * profile.fp8_share * sustained_share(narrow, device.watts))
     # Attention kernels lag behind the devices: one written for another generation gets less out of it.
-    lag = min(1.0, (A100_FLOPS / peak) ** profile.flash_lag)
+    lag = min(1.0, (A100_PEAK_FLOPS / peak) ** profile.flash_lag)
     # A processor's kernels go by the rate of its large products, which is its peak where that was measured.
     large = USUAL_ACHIEVABLE_SHARE if device.kind == "cpu" and device.achievable is None else 1.0
     return DeviceRates(
         linear_flops=linear,
-        plain_flops=plain,
-        score_flops=peak * large * speed * lag * sustained_flops(peak, device.watts),
+        high_precision_flops=plain,
+        attention_flops=peak * large * speed * lag * sustained_share(peak, device.watts),
         stream_bytes_per_s=device.memory_bytes_per_s * STREAM_SHARE,
-        units=device.units or 0,
+        compute_units=device.units or 0,
         kernels=kernel_efficiency_of(device),
     )
 
 
-def sustained_flops(peak: float, watts: float | None) -> float:
+def sustained_share(peak: float, watts: float | None) -> float:
     """Share of its short-run rate that a device holds in a long run: min(1, (knee × watts / peak) ** exponent). The
     more arithmetic a watt must feed, the slower the clock that the power limit leaves."""
     return min(1.0, (UNTHROTTLED_FLOPS_PER_WATT * watts / peak) ** THROTTLE_EXPONENT) if watts else 1.0

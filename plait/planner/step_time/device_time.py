@@ -13,7 +13,7 @@ from plait.cluster.cluster import Cluster
 from plait.cluster.measured import MeasuredDevice, Measurements
 from plait.planner.problem.candidates import Candidates, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
-from plait.planner.problem.stage_partition import layer_weights, micro_batches
+from plait.planner.problem.stage_partition import layer_parameters, micro_batches_per_step
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time import measured_compute
 from plait.planner.step_time.device_rates import DeviceRates, device_rates
@@ -26,42 +26,42 @@ class DeviceTime:
 
     workload: Workload
     profile: SoftwareProfile
-    chip: DeviceRates
-    clock: MeasuredDevice | None
+    rates: DeviceRates
+    measured: MeasuredDevice | None
     """What a probe measured on it."""
 
-    def layer(self, candidates: Candidates) -> LayerTime:
+    def layer_time(self, candidates: Candidates) -> LayerTime:
         """An average layer and one micro-batch on one device."""
-        if self.clock is None:
-            once = layer_time(self.workload, self.chip, self.profile, candidates)
+        if self.measured is None:
+            once = layer_time(self.workload, self.rates, self.profile, candidates)
         else:
-            once = _clocked_layer(self.workload, self.clock, candidates)
+            once = _measured_layer_time(self.workload, self.measured, candidates)
         learnt = self.profile.calibration.compute
         return LayerTime(**{field.name: getattr(once, field.name) * learnt for field in fields(LayerTime)})
 
-    def head(self, candidates: Candidates) -> Reals:
+    def head_s(self, candidates: Candidates) -> Reals:
         """The head and the loss, forward and backward, of one micro-batch."""
-        return self._head(candidates) * self.profile.calibration.compute
+        return self._head_s(candidates) * self.profile.calibration.compute
 
-    def update(self, weights: Reals) -> Reals:
+    def update_s(self, weights: Reals) -> Reals:
         """The optimizer's update of so many parameters, and what a step costs beside."""
-        return self._update(weights) * self.profile.calibration.compute
+        return self._update_s(weights) * self.profile.calibration.compute
 
-    def _head(self, candidates: Candidates) -> Reals:
-        if self.clock is None:
-            return np.add(*head_time(self.workload, self.chip, self.profile, candidates))
+    def _head_s(self, candidates: Candidates) -> Reals:
+        if self.measured is None:
+            return np.add(*head_time(self.workload, self.rates, self.profile, candidates))
         w, tokens = self.workload, local_tokens(self.workload, candidates)
         entries = w.vocabulary / candidates.tensor
-        looked_up = measured_compute.embedding_s(self.clock, tokens, w.width, entries)
+        looked_up = measured_compute.embedding_s(self.measured, tokens, w.width, entries)
         # In a pipeline the first stage looks tokens up, and it has no head.
-        return measured_compute.head_s(self.clock, tokens, w.width, entries) + np.where(
+        return measured_compute.head_s(self.measured, tokens, w.width, entries) + np.where(
             candidates.pipeline == 1, looked_up, 0.0
         )
 
-    def _update(self, weights: Reals) -> Reals:
-        if self.clock is None:
-            return weights * self.profile.update_bytes / self.chip.stream_bytes_per_s + self.profile.step_s
-        return measured_compute.update_s(self.clock, weights)
+    def _update_s(self, weights: Reals) -> Reals:
+        if self.measured is None:
+            return weights * self.profile.update_bytes / self.rates.stream_bytes_per_s + self.profile.step_s
+        return measured_compute.update_s(self.measured, weights)
 
 
 def device_time_of(workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> DeviceTime:
@@ -72,8 +72,8 @@ def device_time_of(workload: Workload, cluster: Cluster, profile: SoftwareProfil
     return DeviceTime(
         workload=workload,
         profile=profile,
-        chip=device_rates(slowest.device, workload.precision, profile, slowest.speed),
-        clock=slowest_device(cluster.measured) if was_measured(workload, cluster) else None,
+        rates=device_rates(slowest.device, workload.precision, profile, slowest.speed),
+        measured=slowest_device(cluster.measured) if was_measured(workload, cluster) else None,
     )
 
 
@@ -87,28 +87,37 @@ def slowest_device(measured: Measurements | None) -> MeasuredDevice | None:
     return min(measured.devices, key=lambda device: min(device.rates)) if measured else None
 
 
-def _clocked_layer(w: Workload, clock: MeasuredDevice, candidates: Candidates) -> LayerTime:
+def _measured_layer_time(w: Workload, measured: MeasuredDevice, candidates: Candidates) -> LayerTime:
     tokens, tensor = local_tokens(w, candidates), candidates.tensor
     heads, keys = w.heads * w.head_width / tensor, np.maximum(w.kv_heads / tensor, 1.0) * w.head_width
     ffn = w.ffn / tensor
-    products = [(w.width, heads, 1), (w.width, keys, 2), (heads, w.width, 1), (w.width, ffn, w.gate_factor - 1)]
+    products = [
+        (w.width, heads, 1),
+        (w.width, keys, 2),
+        (heads, w.width, 1),
+        (w.width, ffn, w.feedforward_matrices - 1),
+    ]
     products.append((ffn, w.width, 1))
     forward = backward = np.zeros(len(candidates))
     for inner, columns, times in products:
-        forward = forward + times * measured_compute.measured_product_s(clock, tokens, inner, columns)
-        backward = backward + times * measured_compute.measured_product_s(clock, tokens, columns, inner, form="input")
-        backward = backward + times * measured_compute.measured_product_s(clock, columns, tokens, inner, form="weight")
+        forward = forward + times * measured_compute.measured_product_s(measured, tokens, inner, columns)
+        backward = backward + times * measured_compute.measured_product_s(
+            measured, tokens, columns, inner, form="input"
+        )
+        backward = backward + times * measured_compute.measured_product_s(
+            measured, columns, tokens, inner, form="weight"
+        )
     # Cut sequences: each rank has its queries, and all that they look back on.
     rows = candidates.micro_sequences / candidates.context
     size = rows, w.sequence, w.heads / tensor, w.head_width
     streamed = tokens / np.where(candidates.sequence_parallel > 0, tensor, 1), w.width, w.ffn
-    more = (micro_batches(w, candidates) - 1) / micro_batches(w, candidates)
-    added = more * measured_compute.accumulate_s(clock, np.add(*layer_weights(w, candidates)))
+    more = (micro_batches_per_step(w, candidates) - 1) / micro_batches_per_step(w, candidates)
+    added = more * measured_compute.accumulate_s(measured, np.add(*layer_parameters(w, candidates)))
     return LayerTime(
         products=forward,
         products_backward=backward,
-        scores=measured_compute.attention_s(clock, *size, "forward"),
-        scores_backward=measured_compute.attention_s(clock, *size, "backward"),
-        stream=measured_compute.stream_s(clock, *streamed, "forward"),
-        stream_backward=measured_compute.stream_s(clock, *streamed, "backward") + added,
+        scores=measured_compute.attention_s(measured, *size, "forward"),
+        scores_backward=measured_compute.attention_s(measured, *size, "backward"),
+        stream=measured_compute.stream_s(measured, *streamed, "forward"),
+        stream_backward=measured_compute.stream_s(measured, *streamed, "backward") + added,
     )

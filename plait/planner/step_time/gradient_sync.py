@@ -4,98 +4,104 @@ from __future__ import annotations
 
 import numpy as np
 
-from plait.planner.problem.candidates import SCHEDULES, SHARD_WHAT, Reals
-from plait.planner.problem.stage_partition import fullest_weights
-from plait.planner.problem.workload import distinct_tokens
+from plait.planner.problem.candidates import SCHEDULES, SHARDED_STATES, Reals
+from plait.planner.problem.stage_partition import fullest_rank_parameters
+from plait.planner.problem.workload import expected_distinct_tokens
 from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.network_model import Collective, collective_s, stage_message_s
-from plait.planner.step_time.roofline import LayerTime, local_tokens, sharing_ranks
+from plait.planner.step_time.roofline import LayerTime, local_tokens, shard_group_size
 
 LAST_BUCKET_BYTES = 2**20
 """Bytes of the last bucket of gradients, at least (parallel/gradients/buckets.py)."""
 
 
-def shared_weights_s(
-    inputs: CostInputs, layer: LayerTime, again: Reals, layers: Reals, micros: Reals
+def data_parallel_sync_s(
+    inputs: CostInputs, layer: LayerTime, recompute_s: Reals, layers: Reals, n_microbatches: Reals
 ) -> tuple[Reals, Reals, Reals]:
     """Exposed gathers of parameters, exposed gradient sums and what of both is hidden, per step."""
     c, profile = inputs.candidates, inputs.profile
-    forward, backward = layers * layer.forward, layers * (layer.backward + again)
-    common, experts = fullest_weights(inputs.workload, c)
-    stride, sharded = c.tensor, sharing_ranks(c, profile)
+    forward, backward = layers * layer.forward, layers * (layer.backward + recompute_s)
+    common, experts = fullest_rank_parameters(inputs.workload, c)
+    stride, sharded = c.tensor, shard_group_size(c, profile)
     group = np.where(c.shard_what > 0, sharded, 1)
     one = common + experts
     pieces = layers * profile.layer_pieces
     apart = stride * c.context // (sharded // c.shard)  # of two ranks that share the shards of a weight
-    fully = c.shard_what == SHARD_WHAT.index("parameters")
+    fully = c.shard_what == SHARDED_STATES.index("parameters")
 
     def moved(kind: Collective, number_bytes: int) -> Reals:
-        return collective_s(inputs.roads, kind, number_bytes * one, group, apart, pieces)
+        return collective_s(inputs.network, kind, number_bytes * one, group, apart, pieces)
 
     gather = moved("gather", inputs.workload.element_bytes)
-    scatter = moved("scatter", profile.gradient_sent_bytes)
-    scatter = scatter * np.where(profile.all_reduces_shards & (c.shard_what < SHARD_WHAT.index("gradients")), 2.0, 1.0)
-    summed = _summed(inputs, common / group, experts / group, pieces)
+    scatter = moved("scatter", profile.gradient_message_bytes)
+    scatter = scatter * np.where(
+        profile.all_reduces_shards & (c.shard_what < SHARDED_STATES.index("gradients")), 2.0, 1.0
+    )
+    summed = _all_reduce_s(inputs, common / group, experts / group, pieces)
     window = profile.hides_parameters
-    halfway = c.shard_what == SHARD_WHAT.index("gradients")
+    halfway = c.shard_what == SHARDED_STATES.index("gradients")
     # Parameters sharded: gathered for each pass of each micro-batch, gradients scattered after each.
-    one_layer = np.maximum(1 / np.maximum(layers, 1), 1 - inputs.hidden_at_most)
+    one_layer = np.maximum(1 / np.maximum(layers, 1), 1 - inputs.largest_overlap)
     each_forward = np.maximum(gather - window * forward, gather * one_layer)
     if profile.hides_scatters:
         each_backward = np.maximum(gather + scatter - window * backward, scatter * one_layer)
     else:
         each_backward = scatter + np.maximum(gather - window * backward, gather * one_layer)
-    last = np.maximum(_last_bucket(inputs, one, layers), 1 - inputs.hidden_at_most)
+    last = np.maximum(_last_bucket_share(inputs, one, layers), 1 - inputs.largest_overlap)
     late = np.maximum(scatter + summed - profile.hides_gradients * backward, (scatter + summed) * last)
     early = np.maximum(gather - profile.hides_updates * forward, gather * last)
-    parameters = np.where(fully, micros * each_forward, np.where(c.shard_what > 0, early, 0.0))
-    gradients = np.where(fully, micros * each_backward + summed * (1 - profile.hides_gradients), late)
-    gradients = np.where(halfway, gradients + (micros - 1) * np.maximum(scatter - window * backward, 0.0), gradients)
-    total = np.where(fully, micros * (2 * gather + scatter) + summed, gather + scatter + summed)
+    parameters = np.where(fully, n_microbatches * each_forward, np.where(c.shard_what > 0, early, 0.0))
+    gradients = np.where(fully, n_microbatches * each_backward + summed * (1 - profile.hides_gradients), late)
+    gradients = np.where(
+        halfway, gradients + (n_microbatches - 1) * np.maximum(scatter - window * backward, 0.0), gradients
+    )
+    total = np.where(fully, n_microbatches * (2 * gather + scatter) + summed, gather + scatter + summed)
     return parameters, gradients, np.maximum(total - parameters - gradients, 0.0)
 
 
-def tied_embedding_sync_s(inputs: CostInputs, forward: Reals, micros: Reals) -> Reals:
+def tied_embedding_sync_s(inputs: CostInputs, forward_s: Reals, n_microbatches: Reals) -> Reals:
     """What a tied head and its embedding, which another stage has, cost: the embedding's gradient is the very last of
     all, so that nothing hides a sum of both. Where one end keeps the table (parallel/pipeline/tied_embedding.py), what
     is waited for are the rows of the first micro-batch and the gradients of the last one's; the other rows travel
     before the first gradient of a stage does, which comes when `forward`, of a stage and a micro-batch, was done
     through all stages."""
     w, c, profile = inputs.workload, inputs.candidates, inputs.profile
-    table = profile.gradient_sent_bytes * w.embedding_weights / c.tensor
+    table = profile.gradient_message_bytes * w.embedding_parameters / c.tensor
     apart = np.maximum(c.devices // c.pipeline * (c.pipeline - 1), 1)
-    summed = collective_s(inputs.roads, "reduce", table, np.where(c.pipeline > 1, 2, 1), apart)
+    summed = collective_s(inputs.network, "reduce", table, np.where(c.pipeline > 1, 2, 1), apart)
     if not (profile.keeps_tied_table_once and w.tied):
         return summed * (w.tied and c.pipeline > 1)
     once, every = (
-        stage_message_s(inputs.roads, table * distinct_tokens(tokens, w.vocabulary) / w.vocabulary, 2, apart)
-        for tokens in (local_tokens(w, c), local_tokens(w, c) * micros)
+        stage_message_s(inputs.network, table * expected_distinct_tokens(tokens, w.vocabulary) / w.vocabulary, 2, apart)
+        for tokens in (local_tokens(w, c), local_tokens(w, c) * n_microbatches)
     )
-    filling = forward * np.where(c.schedule == SCHEDULES.index("gpipe"), micros, c.pipeline)
+    filling = forward_s * np.where(c.schedule == SCHEDULES.index("gpipe"), n_microbatches, c.pipeline)
     few = 2 * once + np.maximum(every - once - filling, 0.0)
     return np.where(c.data_parallel_degree * c.context == 1, few, summed) * (c.pipeline > 1)
 
 
-def _last_bucket(inputs: CostInputs, weights: Reals, layers: Reals) -> Reals:
+def _last_bucket_share(inputs: CostInputs, weights: Reals, layers: Reals) -> Reals:
     """Share of a rank's weights whose gradients are done only when the backward pass has ended, and that are waited for
     before the next forward pass begins: the embedding, or of a stage without one a layer."""
     c, w = inputs.candidates, inputs.workload
-    table = np.where(c.pipeline == 1, w.embedding_weights / c.tensor / weights, 1 / np.maximum(layers, 1))
+    table = np.where(c.pipeline == 1, w.embedding_parameters / c.tensor / weights, 1 / np.maximum(layers, 1))
     return np.minimum(np.maximum(table, LAST_BUCKET_BYTES / (inputs.profile.gradient_bytes * weights)), 1.0)
 
 
-def _summed(inputs: CostInputs, common: Reals, experts: Reals, pieces: Reals) -> Reals:
+def _all_reduce_s(inputs: CostInputs, common: Reals, experts: Reals, pieces: Reals) -> Reals:
     """Sums of gradients over the ranks that hold the same: copies of a shard, or everyone where nothing is sharded."""
     c, profile = inputs.candidates, inputs.profile
-    sharded = sharing_ranks(c, profile)
+    sharded = shard_group_size(c, profile)
     split = c.shard_what > 0
     copies = np.where(split, c.replicate, c.replicate * c.shard * c.context)
     far = np.where(split, c.tensor * c.shard * c.context, c.tensor)
-    summed = collective_s(inputs.roads, "reduce", profile.gradient_sent_bytes * common, copies, far, pieces)
+    summed = collective_s(inputs.network, "reduce", profile.gradient_message_bytes * common, copies, far, pieces)
     few = np.maximum(copies / c.expert, 1)
-    summed += collective_s(inputs.roads, "reduce", profile.gradient_sent_bytes * experts, few, far * c.expert, pieces)
+    summed += collective_s(
+        inputs.network, "reduce", profile.gradient_message_bytes * experts, few, far * c.expert, pieces
+    )
     # The pieces of a sequence, where each holds whole what the others hold.
     near = np.where(split, c.shard * c.context // sharded, 1)
     return summed + collective_s(
-        inputs.roads, "reduce", profile.gradient_sent_bytes * (common + experts), near, c.tensor, pieces
+        inputs.network, "reduce", profile.gradient_message_bytes * (common + experts), near, c.tensor, pieces
     )

@@ -21,12 +21,16 @@ from plait.planner.problem.candidates import Reals
 
 Direction = Literal["forward", "backward"]
 ProductForm = Literal["forward", "input", "weight"]
-_PRODUCT: dict[ProductForm, MeasuredWork] = {"forward": "product", "input": "product_input", "weight": "product_weight"}
-_SCORES: dict[Direction, MeasuredWork] = {"forward": "attention", "backward": "attention_backward"}
-_STREAMS: dict[Direction, MeasuredWork] = {"forward": "stream", "backward": "stream_backward"}
-NEIGHBOUR_WEIGHT = constant("neighbour_weight")
+_PRODUCT_WORK: dict[ProductForm, MeasuredWork] = {
+    "forward": "product",
+    "input": "product_input",
+    "weight": "product_weight",
+}
+_ATTENTION_WORK: dict[Direction, MeasuredWork] = {"forward": "attention", "backward": "attention_backward"}
+_STREAM_WORK: dict[Direction, MeasuredWork] = {"forward": "stream", "backward": "stream_backward"}
+INVERSE_DISTANCE_POWER = constant("neighbour_weight")
 """Power of the distance, in factors of two, with which a measured rate loses weight."""
-_STANDS_FOR: dict[MessageKind, MessageKind] = {"swap_parts": "reduce_scatter", "spread_own": "all_gather"}
+_LIBRARY_OPERATION: dict[MessageKind, MessageKind] = {"swap_parts": "reduce_scatter", "spread_own": "all_gather"}
 """On GPUs, where the library's own operations are measured alone."""
 
 WorkAmount = Callable[[Any], Any]
@@ -37,8 +41,8 @@ def measured_product_s(
     device: MeasuredDevice, rows: Any, inner: Any, columns: Any, batch: Any = 1.0, *, form: ProductForm = "forward"
 ) -> Reals:
     """Seconds of `batch` products of rows × inner by inner × columns: of a forward pass, or of one of its gradients."""
-    once = _expected(device, _PRODUCT[form], (rows, inner, columns), lambda s: s[0] * s[1] * s[2])
-    return np.asarray(batch, dtype=np.float64) * np.maximum(once, launch_s(device))
+    once = _interpolated_work_s(device, _PRODUCT_WORK[form], (rows, inner, columns), lambda s: s[0] * s[1] * s[2])
+    return np.asarray(batch, dtype=np.float64) * np.maximum(once, measured_launch_s(device))
 
 
 def attention_s(
@@ -50,9 +54,9 @@ def attention_s(
     direction: Direction,
 ) -> Reals:
     """Seconds of one layer's attention over so many sequences, or documents, of a length."""
-    work = _SCORES[direction]
+    work = _ATTENTION_WORK[direction]
     known = [((n.sizes[1], n.sizes[4]), n.seconds / (n.sizes[0] * n.sizes[2])) for n in device.of(work)]
-    each = _between(work, known, (length, head_width), lambda s: s[0] ** 2 * s[1])
+    each = _interpolated_s(work, known, (length, head_width), lambda s: s[0] ** 2 * s[1])
     return np.asarray(sequences, dtype=np.float64) * np.asarray(heads, dtype=np.float64) * each
 
 
@@ -61,34 +65,38 @@ def stream_s(device: MeasuredDevice, tokens: Any, width: Any, ffn: Any, directio
 
     A layer reads and writes some 12 numbers a unit of width and 4 a unit of its feedforward, forward as backward.
     """
-    once = _expected(device, _STREAMS[direction], (tokens, width, ffn), lambda s: s[0] * (12.0 * s[1] + 4.0 * s[2]))
-    return np.maximum(once, launch_s(device))
+    once = _interpolated_work_s(
+        device, _STREAM_WORK[direction], (tokens, width, ffn), lambda s: s[0] * (12.0 * s[1] + 4.0 * s[2])
+    )
+    return np.maximum(once, measured_launch_s(device))
 
 
 def head_s(device: MeasuredDevice, tokens: Any, width: Any, vocabulary: Any) -> Reals:
     """Seconds of the head and the loss, forward and backward: products of 6 FLOPs a weight, and some 200 FLOPs' worth
     of passes for each score."""
-    return _expected(device, "head", (tokens, width, vocabulary), lambda s: s[0] * s[2] * (6.0 * s[1] + 200.0))
+    return _interpolated_work_s(
+        device, "head", (tokens, width, vocabulary), lambda s: s[0] * s[2] * (6.0 * s[1] + 200.0)
+    )
 
 
 def embedding_s(device: MeasuredDevice, tokens: Any, width: Any, vocabulary: Any) -> Reals:
     """Seconds of looking tokens up and of the gradient, a table as large as the embedding."""
-    return _expected(device, "embedding", (tokens, width, vocabulary), lambda s: (s[0] * 3.0 + s[2]) * s[1])
+    return _interpolated_work_s(device, "embedding", (tokens, width, vocabulary), lambda s: (s[0] * 3.0 + s[2]) * s[1])
 
 
-def accumulate_s(device: MeasuredDevice, numbers: Any) -> Reals:
+def accumulate_s(device: MeasuredDevice, numel: Any) -> Reals:
     """Seconds of adding so many gradients to those of an earlier micro-batch."""
-    return _expected(device, "accumulate", (numbers,), lambda s: s[0])
+    return _interpolated_work_s(device, "accumulate", (numel,), lambda s: s[0])
 
 
-def update_s(device: MeasuredDevice, numbers: Any) -> Reals:
+def update_s(device: MeasuredDevice, numel: Any) -> Reals:
     """Seconds of the optimizer's update of so many parameters, the gradient's norm included."""
     known = [(one.sizes[:1], one.seconds) for one in device.of("update")]
-    return _between("update", known, (numbers,), lambda s: s[0])
+    return _interpolated_s("update", known, (numel,), lambda s: s[0])
 
 
 def step_items_s(
-    device: MeasuredDevice, shape: ModelShape, *, sequence: int, sequences: int, micros: int = 1
+    device: MeasuredDevice, shape: ModelShape, *, sequence: int, sequences: int, n_microbatches: int = 1
 ) -> dict[str, float]:
     """Seconds of one worker's whole step, item by item: so many micro-batches, each of so many sequences."""
     inputs = ProbedModel(shape=shape, sequence=sequence, sequences=sequences)
@@ -110,17 +118,17 @@ def step_items_s(
         "head": head_s(device, *ends),
         "embedding": embedding_s(device, *ends),
     }
-    once = {"accumulate": (micros - 1) * accumulate_s(device, numbers), "update": update_s(device, numbers)}
-    return {name: float(seconds) for name, seconds in ({n: micros * s for n, s in each.items()} | once).items()}
+    once = {"accumulate": (n_microbatches - 1) * accumulate_s(device, numbers), "update": update_s(device, numbers)}
+    return {name: float(seconds) for name, seconds in ({n: n_microbatches * s for n, s in each.items()} | once).items()}
 
 
-def launch_s(device: MeasuredDevice) -> float:
+def measured_launch_s(device: MeasuredDevice) -> float:
     """Seconds of the smallest operation."""
     return min(one.seconds for one in device.of("launch"))
 
 
 def measured_collective_s(
-    measured: Measurements, kind: MessageKind, size_bytes: Any, ranks: Any, where: Scope
+    measured: Measurements, kind: MessageKind, size_bytes: Any, ranks: Any, scope: Scope
 ) -> Reals:
     """Seconds of one operation on a buffer of so many bytes over so many ranks; 0 for a single rank.
 
@@ -128,7 +136,7 @@ def measured_collective_s(
     those of the nearest, times what a ring sends: 2 (n - 1) / n of the buffer for a sum, (n - 1) / n otherwise, and
     for short messages one more latency for each rank more.
     """
-    link = _link(measured, kind, where, ranks)
+    link = _nearest_measured_link(measured, kind, scope, ranks)
     sizes, ranks = np.asarray(size_bytes, dtype=np.float64), np.asarray(ranks, dtype=np.float64)
     short_s = link.points[0].seconds
     carried = np.maximum(seconds_at_sizes(link, sizes) - short_s, 0.0)
@@ -139,9 +147,9 @@ def measured_collective_s(
     return np.where(ranks > 1, short_s * hops + carried * wires, 0.0)
 
 
-def measured_cpu_s(measured: Measurements, size_bytes: Any, where: Scope) -> Reals:
+def measured_message_cpu_s(measured: Measurements, size_bytes: Any, scope: Scope) -> Reals:
     """Processor seconds that a rank spends on sending or receiving a message of so many bytes."""
-    points = _link(measured, "send", where, 2).points
+    points = _nearest_measured_link(measured, "send", scope, 2).points
     sizes = np.asarray(size_bytes, dtype=np.float64)
     # The first and shortest message also wakes threads up: none costs more than a longer one.
     spent = np.minimum.accumulate([point.cpu_s for point in points][::-1])[::-1]
@@ -150,17 +158,17 @@ def measured_cpu_s(measured: Measurements, size_bytes: Any, where: Scope) -> Rea
     return inside * np.maximum(sizes / known[-1], 1.0)
 
 
-def measured_overlap(measured: Measurements, where: Scope) -> float:
+def measured_overlap(measured: Measurements, scope: Scope) -> float:
     """Share of a sum over ranks that disappears behind arithmetic; 0 where it was not measured."""
-    shares = [one.hidden for one in measured.overlaps if one.scope == where]
+    shares = [one.hidden for one in measured.overlaps if one.scope == scope]
     return min(shares, default=0.0)
 
 
-def _expected(device: MeasuredDevice, work: MeasuredWork, sizes: Sequence[Any], amount: WorkAmount) -> Reals:
-    return _between(work, [(one.sizes, one.seconds) for one in device.of(work)], sizes, amount)
+def _interpolated_work_s(device: MeasuredDevice, work: MeasuredWork, sizes: Sequence[Any], amount: WorkAmount) -> Reals:
+    return _interpolated_s(work, [(one.sizes, one.seconds) for one in device.of(work)], sizes, amount)
 
 
-def _between(
+def _interpolated_s(
     work: MeasuredWork, known: Sequence[tuple[tuple[int, ...], float]], sizes: Sequence[Any], amount: WorkAmount
 ) -> Reals:
     """Seconds at `sizes` from seconds at known sizes, by rates: amounts of work a second."""
@@ -172,18 +180,18 @@ def _between(
     at = np.log2(np.maximum(asked, 1.0)).reshape(len(asked), -1).T
     at = np.clip(at, places.min(axis=0), places.max(axis=0))
     squares = ((at[:, None, :] - places[None]) ** 2).sum(axis=2)
-    weights = (squares + 1e-9) ** (-NEIGHBOUR_WEIGHT / 2)
+    weights = (squares + 1e-9) ** (-INVERSE_DISTANCE_POWER / 2)
     rate = np.exp((weights * rates).sum(axis=1) / weights.sum(axis=1)).reshape(asked.shape[1:])
     return amount(asked) / rate
 
 
-def _link(measured: Measurements, kind: MessageKind, where: Scope, ranks: Any) -> MeasuredLink:
+def _nearest_measured_link(measured: Measurements, kind: MessageKind, scope: Scope, ranks: Any) -> MeasuredLink:
     """The measured operation with the nearest number of ranks; the slowest of the links between hosts."""
-    of_scope = [link for link in measured.links if link.scope == where]
+    of_scope = [link for link in measured.links if link.scope == scope]
     found = [link for link in of_scope if link.kind == kind]
-    found = found or [link for link in of_scope if link.kind == _STANDS_FOR.get(kind)]
+    found = found or [link for link in of_scope if link.kind == _LIBRARY_OPERATION.get(kind)]
     if not found:
-        raise PlaitError(f"{kind} {where} hosts was not measured; probe again with two workers or more there")
+        raise PlaitError(f"{kind} {scope} hosts was not measured; probe again with two workers or more there")
     wanted = float(np.max(np.asarray(ranks)))
     nearest = min(abs(np.log2(link.ranks / max(wanted, 2.0))) for link in found)
     near = [link for link in found if abs(np.log2(link.ranks / max(wanted, 2.0))) == nearest]

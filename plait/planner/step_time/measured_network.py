@@ -15,9 +15,9 @@ from plait.planner.problem.candidates import Reals
 from plait.planner.step_time import measured_compute
 from plait.planner.step_time.host_links import HostLinks, host_links_of
 
-RankCounts = tuple[Reals, Reals]
+RankGroups = tuple[Reals, Reals]
 """Number of ranks of each group, and the stride between their rank numbers."""
-OPERATIONS: Mapping[str, tuple[MessageKind, ...]] = {
+COLLECTIVE_OPERATIONS: Mapping[str, tuple[MessageKind, ...]] = {
     "reduce": ("all_reduce",),
     "gather": ("spread_own",),
     "scatter": ("swap_parts",),
@@ -37,48 +37,62 @@ class MeasuredNetwork:
     host_links: HostLinks | None
     """Links between the hosts, where they are unequal; else None."""
 
-    def message_s(
-        self, kind: str, message: Reals, ranks: RankCounts, nodes: Reals, pieces: Reals, otherwise: Reals
+    def collective_s(
+        self,
+        kind: str,
+        message_bytes: Reals,
+        rank_groups: RankGroups,
+        nodes_per_group: Reals,
+        pieces: Reals,
+        default_s: Reals,
     ) -> Reals:
         """Seconds of a collective over groups of `ranks` on so many `nodes` each, its message sent in `pieces`.
 
         `otherwise` is the answer for one rank, and where nothing was timed.
         """
-        spent, (size, stride) = otherwise.copy(), ranks
+        spent, (size, stride) = default_s.copy(), rank_groups
         groups: set[tuple[int, Scope]] = {
-            (int(count), _scope(many)) for count, many in zip(size.ravel(), nodes.ravel(), strict=True) if count > 1
+            (int(count), _scope(many))
+            for count, many in zip(size.ravel(), nodes_per_group.ravel(), strict=True)
+            if count > 1
         }
         for count, scope in groups:
             if scope in self.rate_ratio:
-                here = (size == count) & ((nodes > 1) == (scope == "between"))
-                each = message[here] / np.maximum(pieces[here], 1)
-                times = [self._once(operation, each, count, scope) for operation in OPERATIONS[kind]]
+                here = (size == count) & ((nodes_per_group > 1) == (scope == "between"))
+                each = message_bytes[here] / np.maximum(pieces[here], 1)
+                times = [self._operation_s(operation, each, count, scope) for operation in COLLECTIVE_OPERATIONS[kind]]
                 spent[here] = pieces[here] * sum(times)
                 if self.host_links and scope == "between":
-                    spent[here] *= self.host_links.share(each, size[here], stride[here], "each with each")
+                    spent[here] *= self.host_links.relative_time(each, size[here], stride[here], "each with each")
         return spent
 
-    def send_s(self, message: Reals, ranks: RankCounts, far: NDArray[np.bool_], otherwise: Reals) -> Reals:
+    def send_s(
+        self, message_bytes: Reals, rank_groups: RankGroups, between_hosts: NDArray[np.bool_], default_s: Reals
+    ) -> Reals:
         """Seconds of one message to the next of a group of `ranks`, `far` where that is on another host."""
-        spent, (size, stride) = otherwise.copy(), ranks
+        spent, (size, stride) = default_s.copy(), rank_groups
         for scope, wider in self.rate_ratio.items():
-            here = far == (scope == "between")
-            spent[here] = measured_compute.measured_collective_s(self.measured, "send", message[here], 2, scope) / wider
+            here = between_hosts == (scope == "between")
+            spent[here] = (
+                measured_compute.measured_collective_s(self.measured, "send", message_bytes[here], 2, scope) / wider
+            )
             if self.host_links and scope == "between":
-                spent[here] *= self.host_links.share(message[here], size[here], stride[here], "each to the next")
+                spent[here] *= self.host_links.relative_time(
+                    message_bytes[here], size[here], stride[here], "each to the next"
+                )
         return spent
 
-    def cpu_overhead_s(self, message: Reals, far: NDArray[np.bool_]) -> Reals:
+    def cpu_overhead_s(self, message_bytes: Reals, between_hosts: NDArray[np.bool_]) -> Reals:
         """Processor seconds that one message to a neighbour costs either rank; 0 where none was timed."""
-        spent = np.zeros_like(message)
+        spent = np.zeros_like(message_bytes)
         for scope in self.rate_ratio:
-            here = far == (scope == "between")
-            spent[here] = measured_compute.measured_cpu_s(self.measured, message[here], scope)
+            here = between_hosts == (scope == "between")
+            spent[here] = measured_compute.measured_message_cpu_s(self.measured, message_bytes[here], scope)
         return spent
 
-    def _once(self, operation: MessageKind, message: Reals, ranks: int, scope: Scope) -> Reals:
+    def _operation_s(self, operation: MessageKind, message_bytes: Reals, ranks: int, scope: Scope) -> Reals:
         return (
-            measured_compute.measured_collective_s(self.measured, operation, message, ranks, scope)
+            measured_compute.measured_collective_s(self.measured, operation, message_bytes, ranks, scope)
             / self.rate_ratio[scope]
         )
 
@@ -88,7 +102,7 @@ def measured_network_of(measured: Measurements, rates: Mapping[Scope, float]) ->
     scopes: set[Scope] = {link.scope for link in measured.links}
     return MeasuredNetwork(
         measured=measured,
-        rate_ratio={scope: rates[scope] / sent_bytes_per_s(measured, scope) for scope in scopes},
+        rate_ratio={scope: rates[scope] / slowest_send_bytes_per_s(measured, scope) for scope in scopes},
         host_links=host_links_of(measured),
     )
 
@@ -101,18 +115,18 @@ def largest_overlap(cluster: Cluster) -> float:
     return measured_compute.measured_overlap(measured, scope)
 
 
-def sent_bytes_per_s(measured: Measurements, scope: Scope) -> float:
+def slowest_send_bytes_per_s(measured: Measurements, scope: Scope) -> float:
     """What a long message from one rank to another reaches, on the slowest of the links."""
     sends = [link.points[-1] for link in measured.links if link.kind == "send" and link.scope == scope]
     return min(point.bytes / point.seconds for point in sends)
 
 
-def measured_link(measured: Measurements, scope: Scope) -> Link:
+def slowest_measured_link(measured: Measurements, scope: Scope) -> Link:
     """The slowest timed link as the planner's words and sweeps take it."""
     shortest = [link.points[0].seconds for link in measured.links if link.kind == "send" and link.scope == scope]
     return Link(
-        name=f"the measured link of {sent_bytes_per_s(measured, scope) * 8e-9:.3g} Gbit/s",
-        bytes_per_s=sent_bytes_per_s(measured, scope),
+        name=f"the measured link of {slowest_send_bytes_per_s(measured, scope) * 8e-9:.3g} Gbit/s",
+        bytes_per_s=slowest_send_bytes_per_s(measured, scope),
         latency_s=max(shortest),
         reached=1.0,
         all_reduce_reached=1.0,

@@ -16,21 +16,21 @@ from plait.planner.problem.stage_partition import (
     head_cost_in_layers,
     layers_of_stages,
     messages_each_way,
-    micro_batches,
+    micro_batches_per_step,
 )
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.device_time import device_time_of
-from plait.planner.step_time.step_time import StepTime, step_time
+from plait.planner.step_time.step_time import StepTime, estimate_step_time
 
 ROUNDS_SIMULATED = 1
 """Rounds of micro-batches (multiples of the pipeline's ranks) that are simulated; each one beyond adds the busiest
 rank's time."""
 ROUNDS_SIMULATED_WITH_MESSAGES = 8
 """The same where messages take time and the pipeline has at most FEW_RANKS: their waiting takes longer to settle."""
-FEW_RANKS = 8
+FEW_PIPELINE_RANKS = 8
 
 
-def simulated_s(
+def simulated_step_s(
     workload: Workload, cluster: Cluster, candidates: Candidates, profile: SoftwareProfile, times: StepTime
 ) -> Reals:
     """Seconds of a step of each candidate with its pipeline's part simulated in place of `timing`'s closed form.
@@ -38,11 +38,13 @@ def simulated_s(
     `times` are those of the same candidates. Layouts without a pipeline keep their time.
     """
     step_s = times.step_s.copy()
-    micros = np.rint(micro_batches(workload, candidates)).astype(np.int64)
-    busy = _busy(workload, cluster, candidates, profile, times)
+    micros = np.rint(micro_batches_per_step(workload, candidates)).astype(np.int64)
+    busy = _micro_batch_times(workload, cluster, candidates, profile, times)
     rounds = (
         np.where(
-            (busy.sent > 0.0) & (candidates.pipeline <= FEW_RANKS), ROUNDS_SIMULATED_WITH_MESSAGES, ROUNDS_SIMULATED
+            (busy.stage_message_s > 0.0) & (candidates.pipeline <= FEW_PIPELINE_RANKS),
+            ROUNDS_SIMULATED_WITH_MESSAGES,
+            ROUNDS_SIMULATED,
         )
         * candidates.pipeline
         + micros % candidates.pipeline
@@ -53,11 +55,11 @@ def simulated_s(
     for key in np.unique(keys[:, piped], axis=1).T:
         rows = np.flatnonzero((keys == key[:, None]).all(axis=0) & piped)
         schedule, ranks, virtual, simulated = (int(value) for value in key)
-        spent = _chunks(
+        spent = _stage_action_times(
             busy, rows, layers_of_stages(workload.layers, ranks * virtual, head, candidates.layer_split), virtual
         )
         slowest = np.add.reduce(list(spent.values())).reshape(virtual, ranks, -1).sum(axis=0).max(axis=0)
-        sent = busy.sent[rows]
+        sent = busy.stage_message_s[rows]
         whole = durations_s(SCHEDULES[schedule], (ranks, virtual, simulated), spent, sent)
         # In the long run as many micro-batches are under way as there are ranks, and each waits for all work and all
         # messages there and back; two ranks have one wire each way for all chunks' results and gradients.
@@ -66,16 +68,18 @@ def simulated_s(
         if virtual == 1 and SCHEDULES[schedule] != "gpipe":
             settled = np.maximum(settled, round_s / ranks)
         whole = whole + (micros[rows] - simulated) * settled
-        step_s[rows] += whole / profile.speed - busy.closed_s[rows]
+        step_s[rows] += whole / profile.speed - busy.closed_form_s[rows]
     return step_s
 
 
-def stage_times_of(w: Workload, cluster: Cluster, one: Candidates, profile: SoftwareProfile) -> StageTimes:
+def stage_times_of(w: Workload, cluster: Cluster, candidate: Candidates, profile: SoftwareProfile) -> StageTimes:
     """Seconds of each stage for one micro-batch of a single candidate, as `simulated_s` takes them."""
-    busy = _busy(w, cluster, one, profile, step_time(w, cluster, one, profile))
-    virtual = int(one.virtual[0])
-    layers = layers_of_stages(w.layers, int(one.pipeline[0]) * virtual, head_cost_in_layers(w), one.layer_split)
-    spent = _chunks(busy, np.array([0]), layers, virtual)
+    busy = _micro_batch_times(w, cluster, candidate, profile, estimate_step_time(w, cluster, candidate, profile))
+    virtual = int(candidate.virtual[0])
+    layers = layers_of_stages(
+        w.layers, int(candidate.pipeline[0]) * virtual, head_cost_in_layers(w), candidate.layer_split
+    )
+    spent = _stage_action_times(busy, np.array([0]), layers, virtual)
     seconds = {kind: tuple(float(s) for s in values[:, 0] / profile.speed) for kind, values in spent.items()}
     return StageTimes(
         forward_s=seconds["forward"],
@@ -85,45 +89,49 @@ def stage_times_of(w: Workload, cluster: Cluster, one: Candidates, profile: Soft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Busy:
+class _MicroBatchTimes:
     """Seconds of one micro-batch; arrays over candidates, whose pipelines by the closed form take `closed_s`."""
 
-    layer: Reals
-    head: Reals
-    other: Reals
+    layer_s: Reals
+    head_s: Reals
+    overhead_s: Reals
     """What every rank spends beside: the host, and what it waits for messages where that is a share of them."""
-    sent: Reals
+    stage_message_s: Reals
     """One message to a neighbour, where it travels while the next micro-batch is computed."""
-    forward: Reals
+    forward_share: Reals
     """The forward pass' share of a layer's time."""
-    weight: Reals
+    weight_gradient_share: Reals
     """The share of the gradients of weights, which a schedule may put off: half of the backward pass' products."""
-    closed_s: Reals
+    closed_form_s: Reals
 
 
-def _busy(w: Workload, cluster: Cluster, candidates: Candidates, profile: SoftwareProfile, times: StepTime) -> _Busy:
-    micros = micro_batches(w, candidates) / profile.speed
+def _micro_batch_times(
+    w: Workload, cluster: Cluster, candidates: Candidates, profile: SoftwareProfile, times: StepTime
+) -> _MicroBatchTimes:
+    micros = micro_batches_per_step(w, candidates) / profile.speed
     device = device_time_of(w, cluster, profile)
-    layer = device.layer(candidates)
+    layer = device.layer_time(candidates)
     layers = times.products / micros / (layer.products + layer.products_backward)
     per_rank = times.products + times.scores + times.stream + times.recompute
     per_rank = per_rank + times.tensor + times.context + times.experts
-    other = times.host + (times.passes if profile.sends == "by share" else 0.0)
+    other = times.host + (times.passes if profile.send_model == "by share" else 0.0)
     again = times.recompute / micros / layers
-    return _Busy(
-        layer=per_rank / micros / layers,
-        head=device.head(candidates),
-        other=other / micros,
-        sent=times.sent,
-        forward=layer.forward / (layer.forward + layer.backward + again),
-        weight=layer.products_backward / 2 / (layer.forward + layer.backward + again),
-        closed_s=per_rank + times.head + times.host + times.passes + times.bubble,
+    return _MicroBatchTimes(
+        layer_s=per_rank / micros / layers,
+        head_s=device.head_s(candidates),
+        overhead_s=other / micros,
+        stage_message_s=times.stage_message,
+        forward_share=layer.forward / (layer.forward + layer.backward + again),
+        weight_gradient_share=layer.products_backward / 2 / (layer.forward + layer.backward + again),
+        closed_form_s=per_rank + times.head + times.host + times.passes + times.bubble,
     )
 
 
-def _chunks(busy: _Busy, rows: Counts, layers: Sequence[int], virtual: int) -> dict[ActionKind, Reals]:
+def _stage_action_times(
+    times: _MicroBatchTimes, rows: Counts, layers: Sequence[int], virtual: int
+) -> dict[ActionKind, Reals]:
     held = np.array(layers)[:, None]
-    whole = held * busy.layer[rows] + busy.other[rows] / virtual
-    whole[-1] += busy.head[rows]
-    forward, weight = whole * busy.forward[rows], whole * busy.weight[rows]
+    whole = held * times.layer_s[rows] + times.overhead_s[rows] / virtual
+    whole[-1] += times.head_s[rows]
+    forward, weight = whole * times.forward_share[rows], whole * times.weight_gradient_share[rows]
     return {"forward": forward, "backward-input": whole - forward - weight, "backward-weight": weight}

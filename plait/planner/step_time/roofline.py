@@ -10,7 +10,7 @@ import numpy as np
 from plait.planner.calibration.constants import constant, constant_rows
 from plait.planner.problem.candidates import Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
-from plait.planner.problem.stage_partition import layer_weights
+from plait.planner.problem.stage_partition import layer_parameters
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.device_rates import DeviceRates
 
@@ -19,16 +19,16 @@ TILE_SIZES = constant_rows("tile_sizes")
 TILE_RAMP_STEPS = constant("tile_ramp_steps")
 
 
-def product_s(chip: DeviceRates, rows: Any, inner: Any, columns: Any, *, flops: float, batch: Any = 1.0) -> Reals:
+def product_s(rates: DeviceRates, rows: Any, inner: Any, columns: Any, *, flops: float, batch: Any = 1.0) -> Reals:
     """Seconds of `batch` products of rows × inner by inner × columns, 16-bit operands, on one device.
 
     The device's units take one tile of the result each: a last wave that is not full costs as much as a full one, and
     every tile pays a beginning and an end. The best of the libraries' tiles counts; no product outruns its memory.
     """
     rows, inner, columns, batch = (np.asarray(x, dtype=np.float64) for x in (rows, inner, columns, batch))
-    moved = 2.0 * batch * (rows * inner + inner * columns + rows * columns) / chip.stream_bytes_per_s
-    if not chip.kernels.tiles:
-        block = chip.kernels.block
+    moved = 2.0 * batch * (rows * inner + inner * columns + rows * columns) / rates.stream_bytes_per_s
+    if not rates.kernels.tiles:
+        block = rates.kernels.block
         padded = 2.0 * batch * np.ceil(rows / block) * block * inner * np.ceil(columns / block) * block
         return np.maximum(padded / flops, moved)
     shape = (-1,) + (1,) * np.broadcast(rows, inner, columns, batch).ndim
@@ -36,10 +36,12 @@ def product_s(chip: DeviceRates, rows: Any, inner: Any, columns: Any, *, flops: 
     tiles = batch * np.ceil(rows / high) * np.ceil(columns / wide)
     # Long inner dims are cut over idle units, which makes the last wave nearly full.
     cuts = np.where(
-        (tiles < chip.units) & (inner > 2048), np.minimum(np.floor(chip.units / np.maximum(tiles, 1)), 4), 1
+        (tiles < rates.compute_units) & (inner > 2048),
+        np.minimum(np.floor(rates.compute_units / np.maximum(tiles, 1)), 4),
+        1,
     )
-    tile_s = 2.0 * high * wide * (inner / np.maximum(cuts, 1) + TILE_RAMP_STEPS) / (flops / chip.units * speed)
-    return np.maximum((np.ceil(tiles / chip.units) * tile_s).min(axis=0), moved)
+    tile_s = 2.0 * high * wide * (inner / np.maximum(cuts, 1) + TILE_RAMP_STEPS) / (flops / rates.compute_units * speed)
+    return np.maximum((np.ceil(tiles / rates.compute_units) * tile_s).min(axis=0), moved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,43 +69,43 @@ def local_tokens(workload: Workload, candidates: Candidates) -> Reals:
     return candidates.micro_sequences * workload.sequence / candidates.context
 
 
-def sharing_ranks(candidates: Candidates, profile: SoftwareProfile) -> Counts:
+def shard_group_size(candidates: Candidates, profile: SoftwareProfile) -> Counts:
     """Ranks that share the shards of one weight where it is sharded."""
     return candidates.shard * (candidates.context if profile.shards_over == "shard and context" else 1)
 
 
-def layer_time(workload: Workload, chip: DeviceRates, profile: SoftwareProfile, candidates: Candidates) -> LayerTime:
+def layer_time(workload: Workload, rates: DeviceRates, profile: SoftwareProfile, candidates: Candidates) -> LayerTime:
     """An average layer's arithmetic: sparse and plain layers weighted by their number."""
-    forward, backward = _products(workload, chip, profile, candidates)
-    scores, scores_backward = _scores(workload, chip, profile, candidates)
-    stream = _stream(workload, chip, profile, candidates)
-    weights = np.add(*layer_weights(workload, candidates))
+    forward, backward = _product_times(workload, rates, profile, candidates)
+    scores, scores_backward = _attention_times(workload, rates, profile, candidates)
+    stream = _memory_pass_time(workload, rates, profile, candidates)
+    weights = np.add(*layer_parameters(workload, candidates))
     return LayerTime(
         products=forward,
         products_backward=backward,
         scores=scores,
         scores_backward=scores_backward,
         stream=stream,
-        stream_backward=1.5 * stream + weights * GRADIENT_ACCUMULATION_BYTES / chip.stream_bytes_per_s,
+        stream_backward=1.5 * stream + weights * GRADIENT_ACCUMULATION_BYTES / rates.stream_bytes_per_s,
     )
 
 
 def head_time(
-    workload: Workload, chip: DeviceRates, profile: SoftwareProfile, candidates: Candidates
+    workload: Workload, rates: DeviceRates, profile: SoftwareProfile, candidates: Candidates
 ) -> tuple[Reals, Reals]:
     """The head and the loss: seconds of the forward and the backward pass of one micro-batch."""
     tokens, columns = local_tokens(workload, candidates), workload.vocabulary / candidates.tensor
-    there = product_s(chip, tokens, workload.width, columns, flops=chip.plain_flops)
-    back = product_s(chip, tokens, columns, workload.width, flops=chip.plain_flops)
-    back = back + product_s(chip, workload.width, tokens, columns, flops=chip.plain_flops)
-    each = profile.logit_bytes / chip.stream_bytes_per_s + chip.kernels.logit_flops / chip.plain_flops
+    there = product_s(rates, tokens, workload.width, columns, flops=rates.high_precision_flops)
+    back = product_s(rates, tokens, columns, workload.width, flops=rates.high_precision_flops)
+    back = back + product_s(rates, workload.width, tokens, columns, flops=rates.high_precision_flops)
+    each = profile.logit_bytes / rates.stream_bytes_per_s + rates.kernels.logit_flops / rates.high_precision_flops
     loss = tokens * columns * each
     tables = (1 if workload.tied else 2) * workload.width * columns
-    return there + loss / 2, back + loss / 2 + tables * GRADIENT_ACCUMULATION_BYTES / chip.stream_bytes_per_s
+    return there + loss / 2, back + loss / 2 + tables * GRADIENT_ACCUMULATION_BYTES / rates.stream_bytes_per_s
 
 
-def _products(
-    workload: Workload, chip: DeviceRates, profile: SoftwareProfile, candidates: Candidates
+def _product_times(
+    workload: Workload, rates: DeviceRates, profile: SoftwareProfile, candidates: Candidates
 ) -> tuple[Reals, Reals]:
     w, tokens, tensor = workload, local_tokens(workload, candidates), candidates.tensor
     heads = w.heads * w.head_width / tensor
@@ -113,59 +115,61 @@ def _products(
         shapes = [(1.0, tokens, w.width, w.projection_weights / w.width / tensor, 1.0)]
     else:
         shapes = [(1.0, tokens, w.width, heads + 2 * keys, 1.0), (1.0, tokens, heads, w.width, 1.0)]
-    sparse = w.sparse_layers / w.layers
+    sparse = w.moe_layers / w.layers
     if sparse < 1:
-        shapes += _feedforward(w, tokens, w.ffn / tensor, 1.0, 1 - sparse)
+        shapes += _feedforward_products(w, tokens, w.ffn / tensor, 1.0, 1 - sparse)
     if sparse > 0:
         held = w.experts / candidates.expert
         across = np.where(candidates.expert > 1, 1, tensor)  # experts over ranks are not cut by tensor as well
         share = np.where(candidates.expert > 1, tensor, 1)
         rows = np.maximum(tokens / share * w.experts_per_token / held, 1.0)
         outer, inner = w.routed_width, w.expert_ffn / across
-        shapes += _feedforward(w, rows, inner, held, sparse / profile.expert_share, outer)
+        shapes += _feedforward_products(w, rows, inner, held, sparse / profile.expert_share, outer)
         if w.shared_ffn:
-            shapes += _feedforward(w, tokens, w.shared_ffn / tensor, 1.0, sparse)
+            shapes += _feedforward_products(w, tokens, w.shared_ffn / tensor, 1.0, sparse)
     # One call prices all: forward, gradient of the input, gradient of the weight.
     weight, rows, inner, columns, batch = (
         np.array([np.broadcast_to(x, len(candidates)) for x in column]) for column in zip(*shapes, strict=True)
     )
     every = product_s(
-        chip,
+        rates,
         np.stack([rows, rows, inner]),
         np.stack([inner, columns, rows]),
         np.stack([columns, inner, columns]),
-        flops=chip.linear_flops,
+        flops=rates.linear_flops,
         batch=np.stack([batch] * 3),
     )
     spent = (every * weight).sum(axis=1)
     return spent[0], spent[1] + spent[2]
 
 
-def _feedforward(
+def _feedforward_products(
     w: Workload, rows: Any, inner: Any, batch: Any, weight: float, outer: int = 0
 ) -> list[tuple[Any, ...]]:
     outer = outer or w.width
-    return [(weight, rows, outer, (w.gate_factor - 1) * inner, batch), (weight, rows, inner, outer, batch)]
+    return [(weight, rows, outer, (w.feedforward_matrices - 1) * inner, batch), (weight, rows, inner, outer, batch)]
 
 
-def _scores(
-    workload: Workload, chip: DeviceRates, profile: SoftwareProfile, candidates: Candidates
+def _attention_times(
+    workload: Workload, rates: DeviceRates, profile: SoftwareProfile, candidates: Candidates
 ) -> tuple[Reals, Reals]:
     w, tokens = workload, local_tokens(workload, candidates)
     heads = w.heads / candidates.tensor
     if workload.attention == "flash":
-        flops = 2.0 * tokens * w.mean_keys * heads * w.head_width  # causal: half of 4 per key
+        flops = 2.0 * tokens * w.mean_keys_per_query * heads * w.head_width  # causal: half of 4 per key
         # Narrow heads and short sequences leave the kernel less to reuse.
-        habits = chip.kernels
+        habits = rates.kernels
         narrow = min(1.0, (w.head_width / 128) ** habits.head_power)
-        shape = narrow * w.mean_keys / (w.mean_keys + habits.few_keys)
-        there = flops / (chip.score_flops * profile.flash_share * shape)
+        shape = narrow * w.mean_keys_per_query / (w.mean_keys_per_query + habits.few_keys)
+        there = flops / (rates.attention_flops * profile.flash_share * shape)
         return there, habits.attention_backward * there
     batch = candidates.micro_sequences * heads
-    there = product_s(chip, w.sequence, w.head_width, w.sequence, flops=chip.plain_flops, batch=batch)
-    there = there + product_s(chip, w.sequence, w.sequence, w.head_width, flops=chip.plain_flops, batch=batch)
+    there = product_s(rates, w.sequence, w.head_width, w.sequence, flops=rates.high_precision_flops, batch=batch)
+    there = there + product_s(
+        rates, w.sequence, w.sequence, w.head_width, flops=rates.high_precision_flops, batch=batch
+    )
     ragged = 1.0 if w.head_width % 8 == 0 else UNALIGNED_SLOWDOWN
-    moved = batch * float(w.sequence) ** 2 * profile.score_bytes / chip.stream_bytes_per_s
+    moved = batch * float(w.sequence) ** 2 * profile.score_bytes / rates.stream_bytes_per_s
     return there * ragged + moved, 2 * there * ragged + 1.3 * moved
 
 
@@ -177,17 +181,19 @@ UNALIGNED_SLOWDOWN = constant("unaligned_slowdown")
 guide on alignment)."""
 
 
-def _stream(workload: Workload, chip: DeviceRates, profile: SoftwareProfile, candidates: Candidates) -> Reals:
+def _memory_pass_time(
+    workload: Workload, rates: DeviceRates, profile: SoftwareProfile, candidates: Candidates
+) -> Reals:
     w, tokens = workload, local_tokens(workload, candidates)
     whole = tokens * w.width * profile.stream_bytes / np.where(candidates.sequence_parallel > 0, candidates.tensor, 1)
-    sparse = w.sparse_layers / w.layers
+    sparse = w.moe_layers / w.layers
     ffn = w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
-    inner = tokens * ffn * profile.inner_bytes * (w.gate_factor - 1) / candidates.tensor
+    inner = tokens * ffn * profile.inner_bytes * (w.feedforward_matrices - 1) / candidates.tensor
     routed = sparse * tokens * w.experts_per_token * w.width * profile.routed_bytes / candidates.tensor
-    scanned = tokens * 2 * w.width * SCANNED_BYTES * w.scanning_layers / w.layers / candidates.tensor
-    return (whole + inner + routed + scanned) * (w.element_bytes / 2) / chip.stream_bytes_per_s
+    scanned = tokens * 2 * w.width * STATE_SPACE_SCAN_BYTES * w.scanning_layers / w.layers / candidates.tensor
+    return (whole + inner + routed + scanned) * (w.element_bytes / 2) / rates.stream_bytes_per_s
 
 
-SCANNED_BYTES = constant("scanned_bytes")
+STATE_SPACE_SCAN_BYTES = constant("scanned_bytes")
 """A state-space layer's scan, as the traffic that would take as long, per token and unit of its inner width (twice the
 model's): kernels that are far from both limits. Set by hand between 70 and 190 on all Nemotron 3 rows, both halves."""
