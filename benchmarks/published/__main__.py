@@ -43,7 +43,8 @@ def errors_text(found: Mapping[str, Any], date: str) -> str:
     """The planner's errors.toml."""
     lines = [
         "# How far off the planner's model is on published runs, no scalar fitted to a source: written by",
-        "# `python -m benchmarks.published --rows ... --sweeps ... --errors plait/planner/calibration/errors.toml`; not by hand.",
+        "# `python -m benchmarks.published --rows ... --sweeps ... --errors plait/planner/calibration/errors.toml`;",
+        "# not by hand.",
         f'date = "{date}"',
     ]
     for family, values in found["families"].items():

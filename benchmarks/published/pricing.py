@@ -12,6 +12,7 @@ from benchmarks.published.reading import Case, case_of
 from plait.errors import PlaitError
 from plait.planner.memory.estimate import cannot_fit, estimate_memory
 from plait.planner.problem.candidates import Candidates
+from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.step_time import estimate_step_time
 
 
@@ -54,7 +55,10 @@ def price(cases: Sequence[Case]) -> list[Priced]:
     for group in together.values():
         candidates = Candidates.from_rows([case.knobs for case in group])
         first = group[0]
-        times = estimate_step_time(first.workload, first.cluster, candidates, first.profile).step_s
+        inputs = CostInputs(
+            workload=first.workload, cluster=first.cluster, candidates=candidates, profile=first.profile
+        )
+        times = estimate_step_time(inputs).step_s
         needs = estimate_memory(first.workload, candidates, first.profile)
         refused = cannot_fit(needs, first.cluster)
         for index, case in enumerate(group):

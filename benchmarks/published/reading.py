@@ -29,6 +29,7 @@ from plait.planner.memory.estimate import estimate_memory, fits
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import AttentionKernel, Workload
+from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.step_time import estimate_step_time
 
 Kind = Literal["dense", "moe_tpu"]
@@ -218,5 +219,6 @@ def own_choice(rows: Sequence[Knobs], workload: Workload, cluster: Cluster, prof
     room = fits(needed, cluster)
     if not room.any():
         return rows[int(np.argmin(needed.reserved))]
-    step = np.where(room, estimate_step_time(workload, cluster, candidates, profile).step_s, np.inf)
+    inputs = CostInputs(workload=workload, cluster=cluster, candidates=candidates, profile=profile)
+    step = np.where(room, estimate_step_time(inputs).step_s, np.inf)
     return rows[int(np.argmin(step))]

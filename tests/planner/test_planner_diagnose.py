@@ -20,12 +20,13 @@ from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.model.sizes import named_shape
 from plait.planner.diagnosis.diagnose import diagnose, diagnosis_json, diagnosis_section, seconds_of
-from plait.planner.diagnosis.priced_layout import PricedLayout, chosen_layout
+from plait.planner.diagnosis.layout_price import chosen_layout, layout_step_s, waited_s
 from plait.planner.problem.candidates import RECOMPUTE_MODES
 from plait.planner.problem.workload import workload_of
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.found import Search
 from plait.planner.search.search import search
+from plait.planner.step_time.cost_inputs import CostInputs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -44,17 +45,17 @@ def narrow() -> Search:
     )
 
 
-def told_of(search: Search, planted: Callable[[PricedLayout], PricedLayout]) -> dict[str, str]:
+def told_of(search: Search, planted: Callable[[CostInputs], CostInputs]) -> dict[str, str]:
     """What explains the step that a planted change makes, as needs by name."""
-    told = diagnose(search, planted(chosen_layout(search)).step_s)
+    told = diagnose(search, layout_step_s(planted(chosen_layout(search))))
     return {one.name: f"{one.needs} | {one.look}" for one in told.explanations}
 
 
-def with_cluster(priced: PricedLayout, **changes: Any) -> PricedLayout:
+def with_cluster(priced: CostInputs, **changes: Any) -> CostInputs:
     return replace(priced, cluster=replace(priced.cluster, **changes))
 
 
-def with_stack(priced: PricedLayout, **changes: Any) -> PricedLayout:
+def with_profile(priced: CostInputs, **changes: Any) -> CostInputs:
     return replace(priced, profile=replace(priced.profile, **changes))
 
 
@@ -73,13 +74,13 @@ def test_a_slow_link_is_found_with_its_rate(narrow: Search) -> None:
 def test_slow_products_are_found_with_their_share_of_the_peak(narrow: Search) -> None:
     profile = narrow.profile
     slower = {"product_share": profile.product_share / 1.6, "flash_share": profile.flash_share / 1.6}
-    needs = told_of(narrow, lambda priced: with_stack(priced, **slower))["arithmetic"]
+    needs = told_of(narrow, lambda priced: with_profile(priced, **slower))["arithmetic"]
     there, here = numbers(needs)[:2]
     assert here / there == pytest.approx(1.6, rel=0.05)
 
 
 def test_one_slow_device_is_found_with_its_speed(narrow: Search) -> None:
-    def slow(priced: PricedLayout) -> PricedLayout:
+    def slow(priced: CostInputs) -> CostInputs:
         island = priced.cluster.islands[0]
         device = replace(island.device, memory_bytes_per_s=island.device.memory_bytes_per_s / 1.3)
         return with_cluster(priced, islands=(replace(island, speed=1 / 1.3, device=device),))
@@ -90,7 +91,7 @@ def test_one_slow_device_is_found_with_its_speed(narrow: Search) -> None:
 def test_slow_passes_over_memory_are_found_with_their_rate() -> None:
     busy = found("350M", "8xH100", 256)
 
-    def slow(priced: PricedLayout) -> PricedLayout:
+    def slow(priced: CostInputs) -> CostInputs:
         island = priced.cluster.islands[0]
         device = replace(island.device, memory_bytes_per_s=island.device.memory_bytes_per_s / 2)
         return with_cluster(priced, islands=(replace(island, device=device),))
@@ -105,7 +106,7 @@ def test_a_slow_host_is_found_with_its_time_per_kernel() -> None:
     )
     profile = small.profile
     needs = told_of(
-        small, lambda priced: with_stack(priced, launch_s=profile.launch_s * 3, micro_s=profile.micro_s * 3)
+        small, lambda priced: with_profile(priced, launch_s=profile.launch_s * 3, micro_s=profile.micro_s * 3)
     )
     there, here = numbers(needs["the host"])[:2]
     assert there / here == pytest.approx(3, rel=0.1)
@@ -115,21 +116,21 @@ def test_messages_that_hide_no_more_are_found() -> None:
     sharded = found("1B", "2x(8xH100)+100G", 128, degrees=Layout(shard=16),
                     knobs={"shard_what": "parameters", "micro_sequences": 2, "recompute": "none"})  # fmt: skip
     planted = {"hides_gradients": 0.1, "hides_updates": 0.1, "hides_parameters": 0.1}
-    needs = told_of(sharded, lambda priced: with_stack(priced, **planted))["messages under arithmetic"]
-    bare = with_stack(chosen_layout(sharded), **planted)
-    assert numbers(needs)[0] == pytest.approx(bare.waited_s, rel=0.05)
+    needs = told_of(sharded, lambda priced: with_profile(priced, **planted))["messages under arithmetic"]
+    bare = with_profile(chosen_layout(sharded), **planted)
+    assert numbers(needs)[0] == pytest.approx(waited_s(bare), rel=0.05)
 
 
 @pytest.mark.parametrize("what", ["recompute", "micro_sequences", "precision"])
 def test_another_way_to_run_is_found(narrow: Search, what: str) -> None:
-    def other(priced: PricedLayout) -> PricedLayout:
+    def other(priced: CostInputs) -> CostInputs:
         if what == "precision":
             return replace(priced, workload=replace(priced.workload, precision="float32"))
         value = RECOMPUTE_MODES.index("full") if what == "recompute" else 1
-        return replace(priced, layout=replace(priced.layout, **{what: np.array([value])}))
+        return replace(priced, candidates=replace(priced.candidates, **{what: np.array([value])}))
 
     priced = other(chosen_layout(narrow))
-    told = diagnose(narrow, priced.step_s)
+    told = diagnose(narrow, layout_step_s(priced))
     name = {
         "recompute": 'recompute "full" in place of "none"',
         "micro_sequences": "1 sequence at a time in place of 4",
@@ -156,7 +157,7 @@ def test_what_cannot_explain_it_would_not_reach_it(narrow: Search) -> None:
 def test_faster_than_forecast_is_explained_within_what_physics_allows(narrow: Search) -> None:
     priced = chosen_layout(narrow)
     profile = priced.profile
-    quick = with_stack(priced, product_share=profile.product_share * 1.2, flash_share=profile.flash_share * 1.2)
+    quick = with_profile(priced, product_share=profile.product_share * 1.2, flash_share=profile.flash_share * 1.2)
     needs = told_of(narrow, lambda _: quick)["arithmetic"]
     there, here = numbers(needs)[:2]
     assert there / here == pytest.approx(1.2, rel=0.05) and there <= 100
@@ -174,12 +175,12 @@ def test_inside_the_error_bar_there_is_nothing_to_explain(narrow: Search, part: 
     assert "inside this forecast's error bar" in line
 
 
-def test_the_forecast_of_a_scene_is_that_of_the_search() -> None:
+def test_the_price_of_the_chosen_layout_is_that_of_the_search() -> None:
     for search_ in (
         found("7B", "8xH100", 64),
         found("13B", "16x(8x4090)+100G", 256, degrees=Layout(pipeline=4, shard=32)),
     ):
-        assert chosen_layout(search_).step_s == pytest.approx(float(search_.step_s[search_.chosen]), rel=1e-9)
+        assert layout_step_s(chosen_layout(search_)) == pytest.approx(float(search_.step_s[search_.chosen]), rel=1e-9)
 
 
 MEASURED = {

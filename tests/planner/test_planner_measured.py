@@ -22,6 +22,7 @@ from plait.planner.search.search import search
 from plait.planner.step_time.measured_network import slowest_measured_link, slowest_send_bytes_per_s
 from plait.planner.step_time.step_time import StepTime, estimate_step_time
 from tests.cluster.probed import device, link, measured, point, timed
+from tests.planner.cost_inputs import inputs
 
 RATE = 1e8
 """Bytes a second of the measured cable."""
@@ -53,7 +54,7 @@ def work(batch: int = 16) -> Workload:
 
 def priced(found: Measurements, **row: int | str) -> StepTime:
     asked = Candidates.from_rows([{"micro_sequences": 4, **row}], "balanced")
-    return estimate_step_time(work(), cluster(found), asked, PLAIT_PROFILE.for_cluster(cluster(found)))
+    return estimate_step_time(inputs(work(), cluster(found), asked, PLAIT_PROFILE.for_cluster(cluster(found))))
 
 
 def test_products_take_what_the_probe_timed() -> None:
@@ -74,7 +75,8 @@ def test_a_narrower_cable_than_the_measured_one_is_that_much_slower() -> None:
     slower = replace(cluster(found), between=replace(slowest_measured_link(found, "between"), bytes_per_s=RATE / 4))
     row = Candidates.from_rows([{"micro_sequences": 4, "replicate": 2}], "balanced")
     there, here = (
-        estimate_step_time(work(), c, row, PLAIT_PROFILE.for_cluster(c)).gradients[0] for c in (slower, cluster(found))
+        estimate_step_time(inputs(work(), c, row, PLAIT_PROFILE.for_cluster(c))).gradients[0]
+        for c in (slower, cluster(found))
     )
     assert there == pytest.approx(4 * here, rel=0.02)
     assert slowest_send_bytes_per_s(found, "between") == pytest.approx(RATE, rel=0.01)
@@ -85,7 +87,7 @@ def test_what_was_not_timed_is_asked_of_the_catalogue() -> None:
     found = told()
     wide = replace(cluster(found), islands=cluster_of_hosts([(HOST, 1e11, 2)], network(1, "machine")).islands)
     row = Candidates.from_rows([{"micro_sequences": 4, "replicate": 2}], "balanced")
-    assert np.isfinite(estimate_step_time(work(), wide, row, PLAIT_PROFILE.for_cluster(wide)).step_s).all()
+    assert np.isfinite(estimate_step_time(inputs(work(), wide, row, PLAIT_PROFILE.for_cluster(wide))).step_s).all()
 
 
 def test_a_fast_cable_keeps_copies_and_a_slow_one_asks_for_a_pipeline() -> None:
@@ -100,7 +102,7 @@ def test_another_precision_than_the_probes_is_not_answered_by_it() -> None:
     row = Candidates.from_rows([{"micro_sequences": 4, "replicate": 2}], "balanced")
     asked = replace(work(), precision="bf16")
     one, two = (
-        estimate_step_time(asked, cluster(told(s)), row, PLAIT_PROFILE.for_cluster(cluster(found)))
+        estimate_step_time(inputs(asked, cluster(told(s)), row, PLAIT_PROFILE.for_cluster(cluster(found))))
         for s in (0.01, 0.02)
     )
     assert one.products[0] == two.products[0]

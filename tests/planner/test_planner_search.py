@@ -30,6 +30,7 @@ from plait.planner.search.layout_cost import step_time_of
 from plait.planner.search.search import search, simplest
 from plait.planner.search.validity import balanced_stages, check_layout
 from plait.planner.step_time.network_model import network_of
+from tests.planner.cost_inputs import inputs
 
 SMALL = ModelShape(layers=6, width=64, heads=4, kv_heads=2, head_width=16, ffn=128, vocabulary=256, sequence=1024)
 
@@ -171,7 +172,7 @@ def test_pinned_degrees_are_obeyed_and_knobs_too() -> None:
 def test_a_batch_that_does_not_divide_costs_what_its_fullest_devices_take() -> None:
     cluster, row = read_cluster("8xH100"), Candidates.from_rows([{"replicate": 8}])
     uneven, filled = (
-        step_time_of(work("1B", batch, 1024), cluster, row, PLAIT_PROFILE).step_s[0] for batch in (57, 64)
+        step_time_of(inputs(work("1B", batch, 1024), cluster, row, PLAIT_PROFILE)).step_s[0] for batch in (57, 64)
     )
     assert uneven == filled
 
@@ -229,7 +230,9 @@ def test_a_layout_costs_the_same_alone_as_among_others_that_fill_the_batch_other
     workload = work("1B", 10)
     found = search(workload, read_cluster("8xH100"))
     alone = [
-        step_time_of(workload, found.cluster, found.candidates.select(np.array([i])), PLAIT_PROFILE).step_s[0]
+        step_time_of(inputs(workload, found.cluster, found.candidates.select(np.array([i])), PLAIT_PROFILE)).step_s[0]
         for i in range(40)
     ]
-    assert step_time_of(workload, found.cluster, found.candidates, PLAIT_PROFILE).step_s[:40] == pytest.approx(alone)
+    assert step_time_of(inputs(workload, found.cluster, found.candidates, PLAIT_PROFILE)).step_s[:40] == pytest.approx(
+        alone
+    )

@@ -38,6 +38,7 @@ from plait.planner.step_time.pipeline_step_time import simulated_step_s
 from plait.planner.step_time.step_time import estimate_step_time
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
+from tests.planner.cost_inputs import inputs
 
 CLUSTER = read_cluster("1024xH100")
 
@@ -119,7 +120,7 @@ def test_named_stages_are_priced_as_named() -> None:
     even, odd, swapped = (
         enumerate_layouts(workload, 2, pins_of_stages(*stages)).candidates for stages in ((4, 4), (1, 7), (7, 1))
     )
-    seconds = [step_seconds(workload, CLUSTER, each, PLAIT_PROFILE)[0] for each in (even, odd, swapped)]
+    seconds = [step_seconds(inputs(workload, CLUSTER, each, PLAIT_PROFILE))[0] for each in (even, odd, swapped)]
     assert seconds[1] > seconds[2] > 1.3 * seconds[0]  # the head stands with the last stage
     assert seconds[1] < 2 * seconds[0]
     assert fullest_rank_parameters(workload, odd)[0][0] > 1.3 * fullest_rank_parameters(workload, even)[0][0]
@@ -194,9 +195,9 @@ def test_the_closed_form_is_the_simulated_time_or_lower(dealing: LayerSplit) -> 
         if case is None:
             continue
         workload, candidates = case
-        times = estimate_step_time(workload, CLUSTER, candidates, PLAIT_PROFILE)
+        times = estimate_step_time(inputs(workload, CLUSTER, candidates, PLAIT_PROFILE))
         differences.append(
-            times.step_s[0] / simulated_step_s(workload, CLUSTER, candidates, PLAIT_PROFILE, times)[0] - 1
+            times.step_s[0] / simulated_step_s(inputs(workload, CLUSTER, candidates, PLAIT_PROFILE), times)[0] - 1
         )
     assert max(differences) <= 0.02, sorted(differences)[-5:]
     assert abs(np.median(differences)) <= 0.005

@@ -19,6 +19,7 @@ from plait.planner.step_time.device_rates import device_rates
 from plait.planner.step_time.network_model import collective_s, expert_all_to_all_s, network_of
 from plait.planner.step_time.roofline import product_s
 from plait.planner.step_time.step_time import estimate_step_time
+from tests.planner.cost_inputs import inputs
 
 LLAMA_70B = Workload(
     layers=80,
@@ -37,7 +38,7 @@ H100 = read_cluster("64xH100")
 
 
 def step_s(knobs: Mapping[str, int | str], cluster: Cluster = H100) -> float:
-    return float(estimate_step_time(LLAMA_70B, cluster, Candidates.from_rows([knobs]), PLAIT_PROFILE).step_s[0])
+    return float(estimate_step_time(inputs(LLAMA_70B, cluster, Candidates.from_rows([knobs]), PLAIT_PROFILE)).step_s[0])
 
 
 def test_parameters_and_arithmetic_are_those_of_the_published_models():
@@ -80,7 +81,7 @@ def test_the_items_add_up_to_the_step():
             {"replicate": 8, "context": 8},
         ]
     )
-    priced = estimate_step_time(LLAMA_70B, H100, table, MEGATRON)
+    priced = estimate_step_time(inputs(LLAMA_70B, H100, table, MEGATRON))
     names = set(priced.__dataclass_fields__) - {"step_s", "hidden"}
     np.testing.assert_allclose(sum(getattr(priced, name) for name in names), priced.step_s)
     assert all((getattr(priced, name) >= 0).all() for name in names)
@@ -93,8 +94,11 @@ def test_many_candidates_at_once_cost_what_each_costs_alone():
         for t in (1, 2, 8)
         for what in ("optimizer", "parameters")
     ]
-    together = estimate_step_time(LLAMA_70B, H100, Candidates.from_rows(rows), PLAIT_PROFILE).step_s
-    alone = [estimate_step_time(LLAMA_70B, H100, Candidates.from_rows([row]), PLAIT_PROFILE).step_s[0] for row in rows]
+    together = estimate_step_time(inputs(LLAMA_70B, H100, Candidates.from_rows(rows), PLAIT_PROFILE)).step_s
+    alone = [
+        estimate_step_time(inputs(LLAMA_70B, H100, Candidates.from_rows([row]), PLAIT_PROFILE)).step_s[0]
+        for row in rows
+    ]
     np.testing.assert_allclose(together, alone, rtol=1e-12)
 
 
@@ -103,7 +107,7 @@ def test_more_micro_batches_shrink_the_bubble_by_the_closed_form():
         work = replace(LLAMA_70B, batch_sequences=batch)
         row = {"pipeline": 8, "virtual": virtual, "tensor": 8, "recompute": "full"}
         priced = estimate_step_time(
-            work, H100, Candidates.from_rows([row]), replace(PLAIT_PROFILE, step_s=0.0, hides_pipeline=1.0)
+            inputs(work, H100, Candidates.from_rows([row]), replace(PLAIT_PROFILE, step_s=0.0, hides_pipeline=1.0))
         )
         return float((priced.bubble / (priced.step_s - priced.bubble - priced.optimizer))[0])
 
@@ -127,7 +131,7 @@ def test_narrow_roads_force_a_pipeline_and_wide_ones_need_none():
 def test_tensor_parallelism_costs_more_between_nodes_than_inside():
     def exposed(tensor: int) -> float:
         row = {"tensor": tensor, "shard": 64 // tensor, "sequence_parallel": 1}
-        priced = estimate_step_time(LLAMA_70B, H100, Candidates.from_rows([row]), PLAIT_PROFILE)
+        priced = estimate_step_time(inputs(LLAMA_70B, H100, Candidates.from_rows([row]), PLAIT_PROFILE))
         return float((priced.tensor / priced.products)[0])
 
     assert exposed(16) > 2 * exposed(8)
@@ -166,7 +170,9 @@ def test_a_wave_that_is_not_full_costs_as_much_as_a_full_one():
 
 def test_small_models_are_bound_by_the_host():
     tiny = replace(LLAMA_70B, layers=12, width=512, heads=8, kv_heads=8, head_width=64, ffn=1024, sequence=128)
-    priced = estimate_step_time(tiny, H100, Candidates.from_rows([{"shard": 64, "micro_sequences": 1}]), PLAIT_PROFILE)
+    priced = estimate_step_time(
+        inputs(tiny, H100, Candidates.from_rows([{"shard": 64, "micro_sequences": 1}]), PLAIT_PROFILE)
+    )
     assert priced.host[0] > 0.5 * priced.step_s[0]
 
 
@@ -182,7 +188,7 @@ def test_every_layout_of_a_large_model_is_priced_within_a_second():
     table = Candidates.from_rows(rows * 8)
     work = replace(LLAMA_70B, layers=126, width=16384, heads=128, ffn=53248, batch_sequences=2048)
     start = time.perf_counter()
-    assert np.isfinite(estimate_step_time(work, read_cluster("16384xH100"), table, PLAIT_PROFILE).step_s).all()
+    assert np.isfinite(estimate_step_time(inputs(work, read_cluster("16384xH100"), table, PLAIT_PROFILE)).step_s).all()
     assert time.perf_counter() - start < 2.0  # 11,520 of them; about half a second on an idle core
 
 
@@ -201,7 +207,7 @@ def test_an_island_with_a_network_of_its_own_is_priced_by_it():
 def test_launches_that_block_cost_all_of_the_hosts_time():
     table = Candidates.from_rows([{"tensor": 8, "micro_sequences": micros} for micros in (1, 4)])
     ahead, blocking = (
-        estimate_step_time(LLAMA_70B, H100, table, replace(PLAIT_PROFILE, launch_mode=mode))
+        estimate_step_time(inputs(LLAMA_70B, H100, table, replace(PLAIT_PROFILE, launch_mode=mode)))
         for mode in ("ahead", "blocking")
     )
     extra = blocking.step_s - ahead.step_s
@@ -212,14 +218,16 @@ def test_launches_that_block_cost_all_of_the_hosts_time():
 def test_a_masked_softmax_that_does_not_apply_launches_more():
     small = replace(LLAMA_70B, width=1024, heads=16, kv_heads=16, head_width=64, sequence=1024, attention="unfused")
     table = Candidates.from_rows([{"tensor": 8, "micro_sequences": micros} for micros in (1, 2)])
-    one, two = estimate_step_time(small, H100, table, MEGATRON).host
+    one, two = estimate_step_time(inputs(small, H100, table, MEGATRON)).host
     assert one > 2.5 * two  # two matrices a rank in place of four, and twice as many micro-batches
 
 
 def test_ranks_of_one_sequence_add_up_what_they_hold_whole():
     table = Candidates.from_rows([{"shard": 8, "context": 8, "shard_what": "optimizer"}])
     own, both = (
-        estimate_step_time(LLAMA_70B, H100, table, replace(PLAIT_PROFILE, shards_over=over, hides_gradients=0.0))
+        estimate_step_time(
+            inputs(LLAMA_70B, H100, table, replace(PLAIT_PROFILE, shards_over=over, hides_gradients=0.0))
+        )
         for over in ("shard", "shard and context")
     )
     assert own.gradients[0] > 1.2 * both.gradients[0]

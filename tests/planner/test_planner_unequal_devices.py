@@ -45,6 +45,7 @@ from plait.planner.search.layout_cost import closed_form_step_time, step_seconds
 from plait.planner.search.search import CROSSES_HOSTS, search
 from plait.planner.step_time.measured_network import slowest_measured_link
 from plait.units import format_duration
+from tests.planner.cost_inputs import inputs
 from tests.planner.hosts import HOST, probed, told
 from tests.planner.machines import PLAYS, recipe
 
@@ -182,7 +183,7 @@ def test_equal_hosts_have_no_shares_and_the_same_price_as_ever() -> None:
     found = search(work(), probed(1.0, 1.0), constraints=copies(2))
     assert unequal_shares_of(found, found.chosen) == () and not unequal_lines(found, found.chosen)
     row = found.candidates.select(np.array([found.chosen]))
-    assert found.step_s[found.chosen] == step_time_of(work(), found.cluster, row, found.profile).step_s[0]
+    assert found.step_s[found.chosen] == step_time_of(inputs(work(), found.cluster, row, found.profile)).step_s[0]
 
 
 def test_named_shares_are_obeyed_and_priced() -> None:
@@ -238,14 +239,14 @@ def test_a_pipeline_of_unequal_devices_takes_what_its_list_of_actions_takes() ->
     found = search(workload, cluster, constraints=pins)
     group = found.assigner.group_of(found.candidates, found.chosen)
     assert group.assignment is not None
-    times = step_time_of(workload, cluster, group.candidates, found.profile)
-    pace = bottleneck(workload, cluster, group.candidates, found.profile, group.assignment, times)
+    times = step_time_of(inputs(workload, cluster, group.candidates, found.profile))
+    pace = bottleneck(inputs(workload, cluster, group.candidates, found.profile), group.assignment, times)
     stages = pace.stages_s
     halves: ActionTimes = {"forward": stages / 3, "backward-input": stages / 3, "backward-weight": stages / 3}
     whole = float(durations_s("gpipe", (2, 1, 12), halves, pace.times.stage_message)[0])
     assert float(pace.piped_s[0]) == pytest.approx(whole, rel=0.05)
     assert found.step_s[found.chosen] == pytest.approx(
-        float(step_seconds(workload, cluster, group.candidates, found.profile)[0])
+        float(step_seconds(inputs(workload, cluster, group.candidates, found.profile))[0])
     )
 
 
@@ -273,8 +274,10 @@ def test_the_ends_of_an_interleaved_pipeline_stand_on_their_own_stages() -> None
     found = interleaved()
     one = found.assigner.group_of(found.candidates, found.chosen)
     assert one.assignment is not None
-    times = step_time_of(found.workload, found.cluster, one.candidates, found.profile)
-    stages, _ = unequal_stage_times(found.workload, found.cluster, one.candidates, found.profile, one.assignment, times)
+    times = step_time_of(inputs(found.workload, found.cluster, one.candidates, found.profile))
+    stages, _ = unequal_stage_times(
+        inputs(found.workload, found.cluster, one.candidates, found.profile), one.assignment, times
+    )
     each = [s / layers for s, layers in zip(stages.forward_s, one.assignment.stage_layers, strict=True)]
     lookup, head = one.assignment.embedding_cost_in_layers, found.assigner.devices.head_cost_in_layers
     first, _, third, last = (
@@ -351,9 +354,7 @@ def test_parts_that_meet_gather_as_often_as_the_smallest_device_makes_them() -> 
     assert number > fewer and found.n_microbatches[found.chosen] == number
     group = found.assigner.group_of(found.candidates, found.chosen)
     often, seldom = (
-        closed_form_step_time(
-            found.workload, found.cluster, found.profile, replace(group, n_microbatches=count)
-        ).parameters[0]
+        closed_form_step_time(found.cost_inputs, replace(group, n_microbatches=count)).parameters[0]
         for count in (np.array([number]), None)
     )
     assert found.step_time(found.chosen).parameters[0] == often == pytest.approx(number / fewer * seldom)

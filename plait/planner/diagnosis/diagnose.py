@@ -11,11 +11,12 @@ import numpy as np
 
 from plait.errors import PlaitError
 from plait.planner.diagnosis.alternatives import Alternative, alternatives
-from plait.planner.diagnosis.priced_layout import PricedLayout, chosen_layout
+from plait.planner.diagnosis.layout_price import chosen_layout, layout_bytes, layout_step_s
 from plait.planner.diagnosis.sensitivities import Sensitivity, sensitivities
 from plait.planner.explain.report import PlanSection
 from plait.planner.search.cost_breakdown import model_flops_utilisation
 from plait.planner.search.found import Search
+from plait.planner.step_time.cost_inputs import CostInputs
 from plait.units import format_duration, parse_amount
 
 LARGEST_STRAIN = 4.0
@@ -76,12 +77,12 @@ def diagnose(found: Search, measured_s: float) -> Diagnosis:
     """What can explain a measured step of the chosen layout, as one change of the forecast each."""
     forecast_s = float(found.step_s[found.chosen])
     factor = measured_s / forecast_s
-    explained: list[tuple[Explanation, PricedLayout]] = []
+    explained: list[tuple[Explanation, CostInputs]] = []
     excluded: list[Excluded] = []
     if abs(factor - 1) > found.tolerance:
-        priced = chosen_layout(found)
-        tried = [_pulled(priced, lever, measured_s) for lever in sensitivities(priced)]
-        tried += [_swapped(swap, measured_s, forecast_s, found.tolerance) for swap in alternatives(priced)]
+        inputs = chosen_layout(found)
+        tried = [_pulled(inputs, lever, measured_s) for lever in sensitivities(inputs)]
+        tried += [_swapped(swap, measured_s, forecast_s, found.tolerance) for swap in alternatives(inputs)]
         excluded = [one for one in tried if isinstance(one, Excluded)]
         explained = sorted((one for one in tried if isinstance(one, tuple)), key=lambda one: one[0].strain)[
             :EXPLANATIONS_LISTED
@@ -96,29 +97,29 @@ def diagnose(found: Search, measured_s: float) -> Diagnosis:
         verdict="as forecast" if abs(factor - 1) <= found.tolerance else "slower" if factor > 1 else "faster",
         explanations=tuple(explanation for explanation, _ in explained),
         excluded=tuple(excluded),
-        experiment=_experiment([(explanation.name, priced) for explanation, priced in explained[:3]]),
+        experiment=_experiment([(explanation.name, inputs) for explanation, inputs in explained[:3]]),
     )
 
 
-SolvedFactor = tuple[Explanation, PricedLayout] | Excluded | None
+SolvedFactor = tuple[Explanation, CostInputs] | Excluded | None
 
 
-def _pulled(priced: PricedLayout, lever: Sensitivity, measured_s: float) -> SolvedFactor:
+def _pulled(inputs: CostInputs, lever: Sensitivity, measured_s: float) -> SolvedFactor:
     """How far a figure must be off for the step to be as measured."""
-    before_s = priced.step_s
+    before_s = layout_step_s(inputs)
     slower = measured_s > before_s
     farthest = lever.usual ** (LARGEST_STRAIN if slower else -LARGEST_STRAIN)
-    most_s = lever.altered(priced, farthest).step_s
+    most_s = layout_step_s(lever.altered(inputs, farthest))
     if abs(most_s / before_s - 1) < CLOSE_ENOUGH:
         return None  # it plays no part at all
     if (most_s < measured_s) if slower else (most_s > measured_s):
         return Excluded(name=lever.name, step_s=most_s, bound="at most" if slower else "at least")
-    factor = _solved(lambda f: lever.altered(priced, f).step_s, farthest, measured_s)
-    there = lever.altered(priced, factor)
+    factor = _solved(lambda f: layout_step_s(lever.altered(inputs, f)), farthest, measured_s)
+    there = lever.altered(inputs, factor)
     return (
         Explanation(
             name=lever.name,
-            needs=lever.needs(priced, there),
+            needs=lever.needs(inputs, there),
             look=lever.look,
             strain=abs(log(factor)) / log(lever.usual),
         ),
@@ -139,23 +140,23 @@ def _solved(step_s: Callable[[float], float], farthest: float, measured_s: float
 
 def _swapped(swap: Alternative, measured_s: float, forecast_s: float, error: float) -> SolvedFactor:
     """Whether running in another way would take about as long as measured."""
-    there_s = swap.priced.step_s
+    there_s = layout_step_s(swap.inputs)
     if (there_s > forecast_s) != (measured_s > forecast_s) or abs(there_s / forecast_s - 1) < NOTABLE_DIFFERENCE:
         return None
     if abs(there_s / measured_s - 1) > error:
         return Excluded(name=swap.name, step_s=there_s, bound="exactly")
     missed = abs(log(there_s / measured_s)) / log(1 + error)
     needs = f"a step would take {format_duration(there_s)}"
-    return Explanation(name=swap.name, needs=needs, look=swap.look, strain=1 + missed), swap.priced
+    return Explanation(name=swap.name, needs=needs, look=swap.look, strain=1 + missed), swap.inputs
 
 
-def _experiment(suspects: Sequence[tuple[str, PricedLayout]]) -> str:
+def _experiment(suspects: Sequence[tuple[str, CostInputs]]) -> str:
     """The run whose step would differ most between the explanations, with the step that each leads to."""
     if len(suspects) < 2:
         return ""
     told = [(0.0, "", [0.0])]
     for words, change in _experiments(suspects[0][1]):
-        steps = [change(priced).step_s for _, priced in suspects]
+        steps = [layout_step_s(change(inputs)) for _, inputs in suspects]
         told.append((max(steps) / min(steps), words, steps))
     spread, words, steps = max(told)
     if spread < LEAST_RATIO_TO_TELL_APART:
@@ -164,24 +165,26 @@ def _experiment(suspects: Sequence[tuple[str, PricedLayout]]) -> str:
     return f"to tell the first apart: {words} a step would take {each}"
 
 
-def _experiments(priced: PricedLayout) -> list[tuple[str, Callable[[PricedLayout], PricedLayout]]]:
-    """Changes of a recipe that a person can make at once, and what they do to the priced layout."""
-    w, micro, parts = priced.workload, int(priced.layout.micro_sequences[0]), int(priced.layout.data_parallel_degree[0])
+def _experiments(inputs: CostInputs) -> list[tuple[str, Callable[[CostInputs], CostInputs]]]:
+    """Changes of a recipe that a person can make at once, and what they do to the cost inputs."""
+    w, c = inputs.workload, inputs.candidates
+    micro, replicas = int(c.micro_sequences[0]), int(c.data_parallel_degree[0])
 
-    def halved(other: PricedLayout) -> PricedLayout:
+    def halved(other: CostInputs) -> CostInputs:
         return replace(other, workload=replace(other.workload, batch_sequences=w.batch_sequences // 2))
 
-    def portioned(size: int) -> Callable[[PricedLayout], PricedLayout]:
-        return lambda other: replace(other, layout=replace(other.layout, micro_sequences=np.array([size])))
+    def with_micro_sequences(size: int) -> Callable[[CostInputs], CostInputs]:
+        return lambda other: replace(other, candidates=replace(other.candidates, micro_sequences=np.array([size])))
 
-    tried: list[tuple[str, Callable[[PricedLayout], PricedLayout]]] = []
-    if w.batch_sequences % (2 * parts * micro) == 0:
+    tried: list[tuple[str, Callable[[CostInputs], CostInputs]]] = []
+    if w.batch_sequences % (2 * replicas * micro) == 0:
         tried.append((f"with train.batch_tokens = {w.batch_tokens // 2}", halved))
     if micro % 2 == 0:
-        tried.append((f"with layout.micro_sequences = {micro // 2}", portioned(micro // 2)))
-    capacity = min(island.device.memory_bytes for island in priced.cluster.islands)
-    if w.batch_sequences // parts % (2 * micro) == 0 and portioned(2 * micro)(priced).bytes_per_device <= capacity:
-        tried.append((f"with layout.micro_sequences = {2 * micro}", portioned(2 * micro)))
+        tried.append((f"with layout.micro_sequences = {micro // 2}", with_micro_sequences(micro // 2)))
+    capacity = min(island.device.memory_bytes for island in inputs.cluster.islands)
+    twice = with_micro_sequences(2 * micro)
+    if w.batch_sequences // replicas % (2 * micro) == 0 and layout_bytes(twice(inputs)) <= capacity:
+        tried.append((f"with layout.micro_sequences = {2 * micro}", twice))
     return tried
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from plait.cluster.catalog import Link
 from plait.cluster.cluster import Island
-from plait.planner.diagnosis.priced_layout import PricedLayout
+from plait.planner.diagnosis.layout_price import layout_items_s, layout_step_s, waited_s
 from plait.planner.search.cost_breakdown import BOTTLENECKS, TIME_NAMES
+from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.device_rates import STREAM_SHARE, device_rates, peak_flops
-from plait.planner.step_time.network_model import network_of
 from plait.units import format_duration
 
 
@@ -21,57 +21,57 @@ class Sensitivity:
     name: str
     usual: float
     """Factor by which such a figure is often off: our judgement, which only ranks the explanations."""
-    altered: Callable[[PricedLayout, float], PricedLayout]
-    """The priced layout in which this figure costs so many times the time (below 1: less), as far as physics allows."""
-    needs: Callable[[PricedLayout, PricedLayout], str]
+    altered: Callable[[CostInputs, float], CostInputs]
+    """The cost inputs with which this figure costs so many times the time (below 1: less), as far as physics allows."""
+    needs: Callable[[CostInputs, CostInputs], str]
     """How the figure would have to differ, in words, from the forecast's layout and the one that explains the
     measurement."""
     look: str
     """What tells it from other explanations."""
 
 
-def sensitivities(priced: PricedLayout) -> Iterator[Sensitivity]:
+def sensitivities(inputs: CostInputs) -> Iterator[Sensitivity]:
     """All figures that play a part for a layout."""
     yield ARITHMETIC_RATE
     yield MEMORY_RATE
     yield HOST_TIME
-    if priced.cluster.devices > 1:
+    if inputs.cluster.devices > 1:
         yield ONE_SLOW_DEVICE
         yield OVERLAP
-        yield from (lever for lever in (LINK_BETWEEN, LINK_INSIDE) if _carries(priced, lever))
+        yield from (lever for lever in (LINK_BETWEEN, LINK_INSIDE) if _carries(inputs, lever))
     yield TIME_OUTSIDE_STEPS
 
 
-def _carries(priced: PricedLayout, lever: Sensitivity) -> bool:
-    return _moved(priced, lever.altered(priced, 2.0)) != ""
+def _carries(inputs: CostInputs, lever: Sensitivity) -> bool:
+    return _moved(inputs, lever.altered(inputs, 2.0)) != ""
 
 
-def _moved(priced: PricedLayout, other: PricedLayout) -> str:
-    """The messages that take longer, or less long, in the other priced layout, in words."""
-    here, there = priced.items, other.items
-    names = [name for name in BOTTLENECKS["links"] if abs(there[name] - here[name]) > 1e-3 * priced.step_s]
-    if not names and abs(there["hidden"] - here["hidden"]) > 1e-3 * priced.step_s:
+def _moved(inputs: CostInputs, other: CostInputs) -> str:
+    """The messages that take longer, or less long, with the other cost inputs, in words."""
+    here, there = layout_items_s(inputs), layout_items_s(other)
+    names = [name for name in BOTTLENECKS["links"] if abs(there[name] - here[name]) > 1e-3 * layout_step_s(inputs)]
+    if not names and abs(there["hidden"] - here["hidden"]) > 1e-3 * layout_step_s(inputs):
         return "messages that run under arithmetic"
     return ", ".join(TIME_NAMES[name] for name in names)
 
 
-def _slowest(priced: PricedLayout) -> Island:
-    w, profile = priced.workload, priced.profile
-    return min(priced.cluster.islands, key=lambda i: device_rates(i.device, w.precision, profile, i.speed).linear_flops)
+def _slowest(inputs: CostInputs) -> Island:
+    w, profile = inputs.workload, inputs.profile
+    return min(inputs.cluster.islands, key=lambda i: device_rates(i.device, w.precision, profile, i.speed).linear_flops)
 
 
-def _reached(priced: PricedLayout) -> float:
+def _reached(inputs: CostInputs) -> float:
     """Share of the peak that the largest products reach on the slowest device."""
-    island, w = _slowest(priced), priced.workload
-    rates = device_rates(island.device, w.precision, priced.profile, island.speed)
+    island, w = _slowest(inputs), inputs.workload
+    rates = device_rates(island.device, w.precision, inputs.profile, island.speed)
     return rates.linear_flops / peak_flops(island.device, w.precision)
 
 
-def _with_arithmetic(priced: PricedLayout, factor: float) -> PricedLayout:
-    factor = max(factor, _reached(priced))
-    profile = priced.profile
+def _with_arithmetic(inputs: CostInputs, factor: float) -> CostInputs:
+    factor = max(factor, _reached(inputs))
+    profile = inputs.profile
     slower = replace(profile, product_share=profile.product_share / factor, flash_share=profile.flash_share / factor)
-    return replace(priced, profile=slower)
+    return replace(inputs, profile=slower)
 
 
 ARITHMETIC_RATE = Sensitivity(
@@ -85,22 +85,22 @@ ARITHMETIC_RATE = Sensitivity(
 )
 
 
-def _with_islands(priced: PricedLayout, change: Callable[[Island], Island]) -> PricedLayout:
-    return replace(priced, cluster=replace(priced.cluster, islands=tuple(map(change, priced.cluster.islands))))
+def _with_islands(inputs: CostInputs, change: Callable[[Island], Island]) -> CostInputs:
+    return replace(inputs, cluster=replace(inputs.cluster, islands=tuple(map(change, inputs.cluster.islands))))
 
 
-def _with_memory_rate(priced: PricedLayout, factor: float) -> PricedLayout:
+def _with_memory_rate(inputs: CostInputs, factor: float) -> CostInputs:
     factor = max(factor, STREAM_SHARE)
 
     def slower(island: Island) -> Island:
         device = replace(island.device, memory_bytes_per_s=island.device.memory_bytes_per_s / factor)
         return replace(island, device=device)
 
-    return _with_islands(priced, slower)
+    return _with_islands(inputs, slower)
 
 
-def _stream_rate(priced: PricedLayout) -> str:
-    return f"{_slowest(priced).device.memory_bytes_per_s * STREAM_SHARE / 1e9:,.0f} GB/s"
+def _stream_rate(inputs: CostInputs) -> str:
+    return f"{_slowest(inputs).device.memory_bytes_per_s * STREAM_SHARE / 1e9:,.0f} GB/s"
 
 
 MEMORY_RATE = Sensitivity(
@@ -114,10 +114,10 @@ MEMORY_RATE = Sensitivity(
 )
 
 
-def _with_host(priced: PricedLayout, factor: float) -> PricedLayout:
-    profile = priced.profile
+def _with_host(inputs: CostInputs, factor: float) -> CostInputs:
+    profile = inputs.profile
     return replace(
-        priced, profile=replace(profile, launch_s=profile.launch_s * factor, micro_s=profile.micro_s * factor)
+        inputs, profile=replace(profile, launch_s=profile.launch_s * factor, micro_s=profile.micro_s * factor)
     )
 
 
@@ -133,14 +133,14 @@ HOST_TIME = Sensitivity(
 )
 
 
-def _with_slow_device(priced: PricedLayout, factor: float) -> PricedLayout:
+def _with_slow_device(inputs: CostInputs, factor: float) -> CostInputs:
     factor = max(factor, 1.0)  # a faster one than the others changes nothing
 
     def slower(island: Island) -> Island:
         device = replace(island.device, memory_bytes_per_s=island.device.memory_bytes_per_s / factor)
         return replace(island, device=device, speed=island.speed / factor)
 
-    return _with_islands(priced, slower)
+    return _with_islands(inputs, slower)
 
 
 ONE_SLOW_DEVICE = Sensitivity(
@@ -155,15 +155,15 @@ ONE_SLOW_DEVICE = Sensitivity(
 )
 
 
-def _with_hiding(priced: PricedLayout, factor: float) -> PricedLayout:
-    profile = priced.profile
+def _with_hiding(inputs: CostInputs, factor: float) -> CostInputs:
+    profile = inputs.profile
     shares = {
         name: getattr(profile, name)
         for name in ("hides_tensor", "hides_context", "hides_pipeline", "hides_gradients", "hides_updates",
                      "hides_parameters", "hides_experts")
     }  # fmt: skip
     other = {name: share / factor if factor > 1 else 1 - (1 - share) * factor for name, share in shares.items()}
-    return replace(priced, profile=replace(profile, **other))
+    return replace(inputs, profile=replace(profile, **other))
 
 
 OVERLAP = Sensitivity(
@@ -171,8 +171,8 @@ OVERLAP = Sensitivity(
     usual=2.0,
     altered=_with_hiding,
     needs=lambda here, there: (
-        f"devices would have to wait {format_duration(there.waited_s)} a step for messages, "
-        f"not {format_duration(here.waited_s)}"
+        f"devices would have to wait {format_duration(waited_s(there))} a step for messages, "
+        f"not {format_duration(waited_s(here))}"
     ),
     look="look in a profile of one step whether messages lie under the products or between them",
 )
@@ -182,10 +182,10 @@ def _link(link: Link, factor: float) -> Link:
     return replace(link, bytes_per_s=link.bytes_per_s / max(factor, link.reached))
 
 
-def _with_between(priced: PricedLayout, factor: float) -> PricedLayout:
-    islands = tuple(replace(i, network=_link(i.network, factor) if i.network else None) for i in priced.cluster.islands)
+def _with_between(inputs: CostInputs, factor: float) -> CostInputs:
+    islands = tuple(replace(i, network=_link(i.network, factor) if i.network else None) for i in inputs.cluster.islands)
     return replace(
-        priced, cluster=replace(priced.cluster, between=_link(priced.cluster.between, factor), islands=islands)
+        inputs, cluster=replace(inputs.cluster, between=_link(inputs.cluster.between, factor), islands=islands)
     )
 
 
@@ -198,26 +198,26 @@ LINK_BETWEEN = Sensitivity(
     usual=2.0,
     altered=_with_between,
     needs=lambda here, there: (
-        f"it would have to carry {_two_digits(network_of(there.cluster).between_bytes_per_s / 1e9)} GB/s a device, not "
-        f"{_two_digits(network_of(here.cluster).between_bytes_per_s / 1e9)} ({_moved(here, there)})"
+        f"it would have to carry {_two_digits(there.network.between_bytes_per_s / 1e9)} GB/s a device, not "
+        f"{_two_digits(here.network.between_bytes_per_s / 1e9)} ({_moved(here, there)})"
     ),
     look="measure it (plait probe), or train on one node alone: is that as fast as plait plan says for it?",
 )
 LINK_INSIDE = Sensitivity(
     name="the link inside a node",
     usual=1.6,
-    altered=lambda priced, factor: _with_islands(priced, lambda i: replace(i, inside=_link(i.inside, factor))),
+    altered=lambda inputs, factor: _with_islands(inputs, lambda i: replace(i, inside=_link(i.inside, factor))),
     needs=lambda here, there: (
-        f"it would have to carry {_two_digits(network_of(there.cluster).inside_bytes_per_s / 1e9)} GB/s a device, not "
-        f"{_two_digits(network_of(here.cluster).inside_bytes_per_s / 1e9)} ({_moved(here, there)})"
+        f"it would have to carry {_two_digits(there.network.inside_bytes_per_s / 1e9)} GB/s a device, not "
+        f"{_two_digits(here.network.inside_bytes_per_s / 1e9)} ({_moved(here, there)})"
     ),
     look="measure it (plait probe): devices that do not see each other send their messages through the processor",
 )
 TIME_OUTSIDE_STEPS = Sensitivity(
     name="reading data, saving, reports",
     usual=4.0,
-    altered=lambda priced, factor: replace(
-        priced, profile=replace(priced.profile, step_s=priced.profile.step_s * factor)
+    altered=lambda inputs, factor: replace(
+        inputs, profile=replace(inputs.profile, step_s=inputs.profile.step_s * factor)
     ),
     needs=lambda here, there: (
         f"what each step costs beside the model would have to take {format_duration(there.profile.step_s)}, "

@@ -14,10 +14,9 @@ from plait.errors import PlaitError
 from plait.planner.problem.candidates import Counts, Reals
 from plait.planner.problem.workload import Workload
 from plait.planner.search.found import Search
-from plait.planner.search.layout_cost import batches_of_candidates
+from plait.planner.search.layout_cost import filled_batches
 from plait.planner.search.layout_kinds import CandidateRow, kinds_of
 from plait.planner.search.search import search, simplest
-from plait.planner.step_time.network_model import network_of
 from plait.planner.step_time.step_time import estimate_step_time
 
 TippingQuantity = Literal["between", "inside", "memory", "batch"]
@@ -114,7 +113,7 @@ def representatives(found: Search) -> Counts:
     """Indices of the fastest layout of each combination of degrees and of each way to place shards on near or far
     ranks."""
     c = found.candidates
-    near = c.tensor * c.context * c.shard <= network_of(found.cluster).devices_per_node
+    near = c.tensor * c.context * c.shard <= found.cost_inputs.network.devices_per_node
     keys = np.stack([c.pipeline, c.tensor, c.context, c.expert, c.shard_what, c.schedule, c.recompute, near])
     order = np.lexsort([found.step_s, *keys])
     sorted_keys = keys[:, order]
@@ -124,8 +123,8 @@ def representatives(found: Search) -> Counts:
 
 def _closed(found: Search, rows: Counts, cluster: Cluster) -> Reals:
     step_s = np.empty(len(found.candidates))
-    for some, whole in batches_of_candidates(found.workload, found.candidates, rows):
-        step_s[some] = estimate_step_time(whole, cluster, found.candidates.select(some), found.profile).step_s
+    for some, inputs in filled_batches(replace(found.cost_inputs, cluster=cluster), rows):
+        step_s[some] = estimate_step_time(inputs).step_s
     return step_s[rows]
 
 

@@ -176,14 +176,14 @@ def _equal_words(found: Search, assignment: WorkAssignment) -> list[str]:
     here = float(found.step_s[found.chosen])
     if assignment.is_even or found.assigner.named_shares:
         return []
-    one = found.candidates.select(np.array([found.chosen]))
-    if isinstance(one.layer_split, tuple):
-        equal_s = float(step_time_of(found.workload, found.cluster, one, found.profile).step_s[0])
+    one = found.cost_inputs.with_candidates(found.candidates.select(np.array([found.chosen])))
+    if isinstance(one.candidates.layer_split, tuple):
+        equal_s = float(step_time_of(one).step_s[0])
     else:
         flat = replace(found.assigner.devices, speeds=(1.0,) * found.cluster.devices, is_measured=False)
         assigner = replace(found.assigner, devices=flat)
         numbers = found.n_microbatches[[found.chosen]]
-        equal_s = float(step_seconds(found.workload, found.cluster, one, found.profile, assigner, numbers)[0])
+        equal_s = float(step_seconds(one, assigner, numbers)[0])
     if equal_s < 1.01 * here:
         return []
     what = "equal stages" if assignment.ranks > 1 else "equal shares"

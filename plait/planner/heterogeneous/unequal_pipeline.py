@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from plait.cluster.cluster import Cluster
 from plait.partition.pipeline_schedule import ActionKind
 from plait.partition.pipeline_simulation import StageTimes, durations_s
 from plait.planner.heterogeneous.assignment import WorkAssignment
 from plait.planner.heterogeneous.unequal_step_time import Bottleneck, bottleneck
-from plait.planner.problem.candidates import SCHEDULES, Candidates, Counts, Reals
-from plait.planner.problem.software_profile import SoftwareProfile
-from plait.planner.problem.workload import Workload
-from plait.planner.step_time.device_time import device_time_of
+from plait.planner.problem.candidates import SCHEDULES, Counts, Reals
+from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.pipeline_step_time import (
     FEW_PIPELINE_RANKS,
     ROUNDS_SIMULATED,
@@ -26,16 +23,11 @@ from plait.planner.step_time.step_time import StepTime
 
 
 def simulated_unequal_s(
-    workload: Workload,
-    cluster: Cluster,
-    c: Candidates,
-    profile: SoftwareProfile,
-    assignment: WorkAssignment,
-    times: StepTime,
-    numbers: Counts | None = None,
+    inputs: CostInputs, assignment: WorkAssignment, times: StepTime, n_microbatches: Counts | None = None
 ) -> Reals:
     """Seconds of a step with the pipeline simulated action by action in place of `bottleneck`'s closed form."""
-    slowest = bottleneck(workload, cluster, c, profile, assignment, times, numbers)
+    c, profile = inputs.candidates, inputs.profile
+    slowest = bottleneck(inputs, assignment, times, n_microbatches)
     step_s = slowest.times.step_s.copy()
     ranks, virtual = assignment.ranks, len(assignment.stage_layers) // assignment.ranks
     sent, micros = slowest.times.stage_message / profile.speed, slowest.n_microbatches.astype(np.int64)
@@ -44,7 +36,7 @@ def simulated_unequal_s(
         + micros % ranks
     )
     short = np.minimum(micros, rounds)
-    times_s = _action_times_s(workload, cluster, c, profile, assignment, slowest)
+    times_s = _action_times_s(inputs, assignment, slowest)
     keys = np.stack([c.schedule, short])
     for key in np.unique(keys, axis=1).T:
         rows = np.flatnonzero((keys == key[:, None]).all(axis=0))
@@ -55,18 +47,11 @@ def simulated_unequal_s(
     return step_s
 
 
-def unequal_stage_times(
-    workload: Workload,
-    cluster: Cluster,
-    one: Candidates,
-    profile: SoftwareProfile,
-    assignment: WorkAssignment,
-    times: StepTime,
-) -> tuple[StageTimes, int]:
-    """Seconds of each stage for one micro-batch of a single candidate, as `simulated_unequal_s` takes them; and the
+def unequal_stage_times(inputs: CostInputs, assignment: WorkAssignment, times: StepTime) -> tuple[StageTimes, int]:
+    """Seconds of each stage for one micro-batch of a single candidate, as `simulated_unequal_s` uses them; and the
     micro-batches of the data-parallel rank that is done last."""
-    slowest = bottleneck(workload, cluster, one, profile, assignment, times)
-    times_s = _action_times_s(workload, cluster, one, profile, assignment, slowest)
+    slowest = bottleneck(inputs, assignment, times)
+    times_s = _action_times_s(inputs, assignment, slowest)
     seconds = {kind: tuple(float(s) for s in values[:, 0]) for kind, values in times_s.items()}
     stages = StageTimes(
         forward_s=seconds["forward"],
@@ -76,16 +61,9 @@ def unequal_stage_times(
     return stages, round(float(slowest.n_microbatches[0]))
 
 
-def _action_times_s(
-    w: Workload,
-    cluster: Cluster,
-    c: Candidates,
-    profile: SoftwareProfile,
-    assignment: WorkAssignment,
-    slowest: Bottleneck,
-) -> dict[ActionKind, Reals]:
-    """Seconds of each kind of action, (stages, candidates)."""
-    layer = device_time_of(w, cluster, profile).layer_time(c)
+def _action_times_s(inputs: CostInputs, assignment: WorkAssignment, slowest: Bottleneck) -> dict[ActionKind, Reals]:
+    """Seconds of each kind of action, shape [stages, candidates]."""
+    layer = inputs.device_time.layer_time(inputs.candidates)
     both = slowest.times.products + slowest.times.scores + slowest.times.stream
     again = (layer.forward + layer.backward) * slowest.times.recompute / both
     all_s = layer.forward + layer.backward + again

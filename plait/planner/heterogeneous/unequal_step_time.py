@@ -12,13 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from plait.cluster.cluster import Cluster
 from plait.planner.heterogeneous.assignment import WorkAssignment
 from plait.planner.problem.candidates import SCHEDULES, SHARDED_STATES, Candidates, Counts, Reals
-from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import messages_each_way, rank_layers
-from plait.planner.problem.workload import Workload
-from plait.planner.step_time.device_time import device_time_of
+from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.step_time import StepTime
 
 COMPUTE_ITEMS = ("products", "scores", "stream", "recompute")
@@ -69,25 +66,21 @@ class _MicroBatchTimes:
 
 
 def bottleneck(
-    workload: Workload,
-    cluster: Cluster,
-    candidates: Candidates,
-    profile: SoftwareProfile,
-    assignment: WorkAssignment,
-    times: StepTime,
-    numbers: Counts | None = None,
+    inputs: CostInputs, assignment: WorkAssignment, times: StepTime, n_microbatches: Counts | None = None
 ) -> Bottleneck:
     """Find the bottleneck of each candidate of one assignment; `times` are those of equal devices (Note [the pace of
     unequal devices]).
 
-    `numbers` are the micro-batches of ranks that gather parameters in each of them, where they are more than the
+    `n_microbatches` are the micro-batches of ranks that gather parameters in each of them, where they are more than the
     largest share needs.
     """
-    micro = _micro_batch_times(workload, cluster, candidates, profile, times)
-    numbers = -(-max(assignment.sequences_per_replica) // candidates.micro_sequences) if numbers is None else numbers
+    candidates = inputs.candidates
+    micro = _micro_batch_times(inputs, times)
+    if n_microbatches is None:
+        n_microbatches = -(-max(assignment.sequences_per_replica) // candidates.micro_sequences)
     table = np.vstack([assignment.relative_speed, assignment.sequences_per_replica])
     _, distinct = np.unique(table, axis=1, return_index=True)
-    replicas = [_replica_time(micro, assignment, int(replica), numbers) for replica in distinct]
+    replicas = [_replica_time(micro, assignment, int(replica), n_microbatches) for replica in distinct]
     every = np.arange(len(candidates))
     last = np.stack([replica.piped_s for replica in replicas]).argmax(axis=0)
     micros, settled, piped = (
@@ -97,7 +90,7 @@ def bottleneck(
     stages = np.stack([replica.stages_s for replica in replicas])[last, :, every].T
     rank = stages.argmax(axis=0)
     speed = assignment.relative_speed[rank, distinct[last]]
-    found = _step_time_items(micro, assignment, (micros, rank, speed, piped), numbers)
+    found = _step_time_items(micro, assignment, (micros, rank, speed, piped), n_microbatches)
     return Bottleneck(
         times=found,
         n_microbatches=micros,
@@ -108,9 +101,8 @@ def bottleneck(
     )
 
 
-def _micro_batch_times(
-    w: Workload, cluster: Cluster, c: Candidates, profile: SoftwareProfile, t: StepTime
-) -> _MicroBatchTimes:
+def _micro_batch_times(inputs: CostInputs, t: StepTime) -> _MicroBatchTimes:
+    w, c, profile = inputs.workload, inputs.candidates, inputs.profile
     held = rank_layers(w, c)
     layers = np.where(t.head > 0, held.last, held.fullest)  # as step_time.py found the busiest rank
     count = np.ceil(w.batch_sequences / (c.data_parallel_degree * c.micro_sequences))
@@ -125,7 +117,7 @@ def _micro_batch_times(
         layers=layers,
         computed=computed,
         messages=messages,
-        head=device_time_of(w, cluster, profile).head_s(c) / profile.speed,
+        head=inputs.device_time.head_s(c) / profile.speed,
         sent=t.stage_message / profile.speed,
     )
 
@@ -148,7 +140,9 @@ class _ReplicaTime:
     piped_s: Reals
 
 
-def _replica_time(micro: _MicroBatchTimes, assignment: WorkAssignment, replica: int, numbers: Counts) -> _ReplicaTime:
+def _replica_time(
+    micro: _MicroBatchTimes, assignment: WorkAssignment, replica: int, n_microbatches: Counts
+) -> _ReplicaTime:
     """Micro-batches of one data-parallel rank and their way through its pipeline stages.
 
     Ranks that gather sharded parameters do so together in every micro-batch, so each has as many micro-batches as the
@@ -170,7 +164,7 @@ def _replica_time(micro: _MicroBatchTimes, assignment: WorkAssignment, replica: 
     for size in np.unique(c.shard[gathers_each]):
         first = replica - replica % size
         most = max(assignment.sequences_per_replica[first : first + size])
-        fewest = numbers if most == max(assignment.sequences_per_replica) else -(-most // c.micro_sequences)
+        fewest = n_microbatches if most == max(assignment.sequences_per_replica) else -(-most // c.micro_sequences)
         computed = np.where(gathers_each & (c.shard == size), np.maximum(computed, fewest), computed)
     micros = computed / c.micro_sequences
     if ranks == 1:  # a last micro-batch that is not full takes less
@@ -187,7 +181,10 @@ def _replica_time(micro: _MicroBatchTimes, assignment: WorkAssignment, replica: 
 
 
 def _step_time_items(
-    micro: _MicroBatchTimes, assignment: WorkAssignment, slowest: tuple[Reals, Counts, Reals, Reals], numbers: Counts
+    micro: _MicroBatchTimes,
+    assignment: WorkAssignment,
+    slowest: tuple[Reals, Counts, Reals, Reals],
+    n_microbatches: Counts,
 ) -> StepTime:
     """The items of the step. Those that recur in each micro-batch are those of the slowest pipeline rank of the
     data-parallel rank that is done last."""
@@ -200,7 +197,7 @@ def _step_time_items(
     items |= {"host": micro.each("host") * micros / speed, "passes": micro.each("passes") * micros}
     items["bubble"] = piped_s - np.add.reduce(list(items.values()))
     # Sharded parameters are gathered in each micro-batch, and every rank has as many of them.
-    gathers = np.where(c.shard_what == SHARDED_STATES.index("parameters"), numbers / micro.count, 1.0)
+    gathers = np.where(c.shard_what == SHARDED_STATES.index("parameters"), n_microbatches / micro.count, 1.0)
     items |= {"parameters": t.parameters * gathers, "gradients": t.gradients * gathers}
     updated = (held[:, None] / assignment.relative_speed).max() / held.max()
     items["optimizer"] = t.optimizer * updated

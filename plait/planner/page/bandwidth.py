@@ -12,7 +12,7 @@ from plait.cluster.cluster import Cluster, device_bytes_per_s
 from plait.planner.explain.tipping_points import LARGEST_FACTOR_TRIED, MANY_LAYOUTS, representatives
 from plait.planner.problem.candidates import Counts, Reals
 from plait.planner.search.found import Search
-from plait.planner.search.layout_cost import batches_of_candidates, step_seconds
+from plait.planner.search.layout_cost import filled_batches, step_seconds
 from plait.planner.search.layout_kinds import CandidateRow, kind_text, kinds_of
 from plait.planner.search.search import simplest
 from plait.planner.step_time.step_time import estimate_step_time
@@ -121,9 +121,7 @@ def _try(found: Search, clusters: list[Cluster]) -> _Tried:
     best_s, chosen = np.full((len(names), len(clusters)), np.inf), np.empty(len(clusters), dtype=np.int64)
     for number, cluster in enumerate(clusters):
         if few:
-            step_s = step_seconds(
-                found.workload, cluster, found.candidates, found.profile, numbers=found.n_microbatches
-            )
+            step_s = step_seconds(replace(found.cost_inputs, cluster=cluster), n_microbatches=found.n_microbatches)
         else:
             step_s = _closed(found, rows, cluster) + correction
         np.minimum.at(best_s[:, number], place, step_s)
@@ -134,8 +132,8 @@ def _try(found: Search, clusters: list[Cluster]) -> _Tried:
 
 def _closed(found: Search, rows: Counts, cluster: Cluster) -> Reals:
     step_s = np.empty(len(found.candidates))
-    for some, whole in batches_of_candidates(found.workload, found.candidates, rows):
-        step_s[some] = estimate_step_time(whole, cluster, found.candidates.select(some), found.profile).step_s
+    for some, inputs in filled_batches(replace(found.cost_inputs, cluster=cluster), rows):
+        step_s[some] = estimate_step_time(inputs).step_s
     return step_s[rows]
 
 

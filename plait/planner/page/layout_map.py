@@ -10,7 +10,7 @@ from plait.planner.explain.report import best_of_kinds, runners_up
 from plait.planner.problem.candidates import Counts, Reals
 from plait.planner.search.cost_breakdown import TIME_NAMES
 from plait.planner.search.found import Search
-from plait.planner.search.layout_cost import batches_of_candidates
+from plait.planner.search.layout_cost import filled_batches
 from plait.planner.search.layout_kinds import kinds_of, layout_text
 from plait.planner.step_time.step_time import estimate_step_time
 from plait.report.figures import time_words
@@ -105,8 +105,8 @@ def _items(found: Search, rows: Counts) -> Reals:
     """Seconds of each item of time, (items, rows); simulated pipelines differ in their bubble."""
     distinct, place = np.unique(rows, return_inverse=True)
     spent = np.empty((len(TIME_NAMES), len(found.candidates)))
-    for some, whole in batches_of_candidates(found.workload, found.candidates, distinct):
-        priced = estimate_step_time(whole, found.cluster, found.candidates.select(some), found.profile)
+    for some, inputs in filled_batches(found.cost_inputs, distinct):
+        priced = estimate_step_time(inputs)
         spent[:, some] = [getattr(priced, name) for name in TIME_NAMES]
     own = spent[:, distinct]
     own[list(TIME_NAMES).index("bubble")] += found.step_s[distinct] - own.sum(axis=0)

@@ -11,7 +11,7 @@ from plait.planner.problem.candidates import SCHEDULES
 from plait.planner.problem.stage_partition import micro_batches_per_step
 from plait.planner.search.cost_breakdown import time_items
 from plait.planner.search.found import Search
-from plait.planner.search.layout_cost import batches_of_candidates, step_time_of
+from plait.planner.search.layout_cost import filled_batches, step_time_of
 from plait.planner.step_time.pipeline_step_time import stage_times_of
 from plait.report.figures import time_words
 
@@ -57,13 +57,12 @@ def pipeline_picture(found: Search) -> PipelinePicture | None:
 
 def stage_times(found: Search, index: int) -> tuple[StageTimes, int]:
     """Seconds of each stage for one micro-batch, and a step's micro-batches, as the search simulated them."""
-    work, cluster, profile = found.workload, found.cluster, found.profile
     group = found.assigner.group_of(found.candidates, index)
-    one, assignment = group.candidates, group.assignment
-    if assignment is not None and not assignment.is_even:
-        return unequal_stage_times(work, cluster, one, profile, assignment, step_time_of(work, cluster, one, profile))
-    [(_, whole)] = batches_of_candidates(work, one)
-    return stage_times_of(whole, cluster, one, profile), round(float(micro_batches_per_step(whole, one)[0]))
+    inputs = found.cost_inputs.with_candidates(group.candidates)
+    if group.assignment is not None and not group.assignment.is_even:
+        return unequal_stage_times(inputs, group.assignment, step_time_of(inputs))
+    [(_, filled)] = filled_batches(inputs)
+    return stage_times_of(filled), round(float(micro_batches_per_step(filled.workload, filled.candidates)[0]))
 
 
 def pipeline_caption(picture: PipelinePicture | None) -> str:

@@ -19,6 +19,7 @@ from plait.planner.problem.stage_partition import head_cost_in_layers, layers_of
 from plait.planner.problem.workload import Workload
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.layout_cost import batches_of_candidates, closed_form_step_time
+from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.step_time import StepTime
 
 
@@ -84,6 +85,13 @@ class Search:
             memory_budget=other.memory_budget,
         )
 
+    @property
+    def cost_inputs(self) -> CostInputs:
+        """What the step times of all priced layouts depend on."""
+        return CostInputs(
+            workload=self.workload, cluster=self.cluster, candidates=self.candidates, profile=self.profile
+        )
+
     def assignment(self, index: int) -> WorkAssignment | None:
         """Layers and sequences of each rank in one layout; None where all devices are equal and nothing is named."""
         return self.assigner.group_of(self.candidates, index).assignment
@@ -97,7 +105,7 @@ class Search:
     def step_time(self, index: int) -> StepTime:
         """The items of one layout's step time, in seconds."""
         one = replace(self.assigner.group_of(self.candidates, index), n_microbatches=self.n_microbatches[[index]])
-        return closed_form_step_time(self.workload, self.cluster, self.profile, one)
+        return closed_form_step_time(self.cost_inputs, one)
 
     def bytes_per_device(self, index: int) -> float:
         """Bytes that one layout needs on the device with least room left."""

@@ -8,7 +8,6 @@ from dataclasses import fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.cluster.cluster import Cluster
 from plait.planner.heterogeneous.assignment import CandidateGroup, WorkAssigner
 from plait.planner.heterogeneous.device_speeds import device_speeds_of
 from plait.planner.heterogeneous.unequal_pipeline import simulated_unequal_s
@@ -17,6 +16,7 @@ from plait.planner.memory.estimate import estimate_memory
 from plait.planner.problem.candidates import SHARDED_STATES, Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import Workload
+from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.pipeline_step_time import simulated_step_s
 from plait.planner.step_time.step_time import StepTime, estimate_step_time
 
@@ -27,43 +27,43 @@ CANDIDATES_AT_ONCE = 4096
 
 
 def step_seconds(
-    workload: Workload,
-    cluster: Cluster,
-    candidates: Candidates,
-    profile: SoftwareProfile,
-    assigner: WorkAssigner | None = None,
-    numbers: Counts | None = None,
+    inputs: CostInputs, assigner: WorkAssigner | None = None, n_microbatches: Counts | None = None
 ) -> Reals:
-    """Seconds of a step of every candidate: by the closed form, and near the best by simulation; `numbers` are
-    micro-batches per step as CandidateGroup has them."""
-    assigner = assigner or WorkAssigner(
-        workload=workload, devices=device_speeds_of(workload, cluster, profile), profile=profile
-    )
+    """Seconds of a step of every candidate: by the closed form, and near the best by simulation.
+
+    `n_microbatches` are micro-batches per step as CandidateGroup has them.
+    """
+    candidates, assigner = inputs.candidates, assigner or _assigner_of(inputs)
     groups = assigner.grouped(candidates)
-    if numbers is not None:
-        groups = [some for group in groups for some in _apart(replace(group, n_microbatches=numbers[group.indices]))]
+    if n_microbatches is not None:
+        numbered = [replace(group, n_microbatches=n_microbatches[group.indices]) for group in groups]
+        groups = [some for group in numbered for some in _apart(group)]
     step_s = np.empty(len(candidates))
     for group in groups:
-        step_s[group.indices] = closed_form_step_time(workload, cluster, profile, group).step_s
+        step_s[group.indices] = closed_form_step_time(inputs, group).step_s
     closed = candidates.pipeline > 1
     # Simulated times are longer, so that others come near the best.
     while (again := closed & (step_s <= step_s.min() * (1 + SIMULATED_WITHIN))).any():
         for group in groups:
             if again[group.indices].any():
                 few = group.select(again[group.indices])
-                step_s[few.indices] = _simulated(workload, cluster, profile, few)
+                step_s[few.indices] = _simulated(inputs, few)
         closed &= ~again
     return step_s
 
 
-def closed_form_step_time(
-    workload: Workload, cluster: Cluster, profile: SoftwareProfile, group: CandidateGroup
-) -> StepTime:
-    """The items of time of a group's layouts on its devices, pipelines by the closed form."""
-    times = step_time_of(workload, cluster, group.candidates, profile)
+def _assigner_of(inputs: CostInputs) -> WorkAssigner:
+    devices = device_speeds_of(inputs.workload, inputs.cluster, inputs.profile)
+    return WorkAssigner(workload=inputs.workload, devices=devices, profile=inputs.profile)
+
+
+def closed_form_step_time(inputs: CostInputs, group: CandidateGroup) -> StepTime:
+    """The items of time of a group's layouts (in place of those of `inputs`), pipelines by the closed form."""
+    own = inputs.with_candidates(group.candidates)
+    times = step_time_of(own)
     if group.assignment is None or (group.assignment.is_even and not _often(group).any()):
         return times
-    return bottleneck(workload, cluster, group.candidates, profile, group.assignment, times, group.n_microbatches).times
+    return bottleneck(own, group.assignment, times, group.n_microbatches).times
 
 
 def _apart(group: CandidateGroup) -> list[CandidateGroup]:
@@ -81,24 +81,21 @@ def _often(group: CandidateGroup) -> NDArray[np.bool_]:
     return (group.n_microbatches > usual) & (c.shard_what == SHARDED_STATES.index("parameters"))
 
 
-def _simulated(workload: Workload, cluster: Cluster, profile: SoftwareProfile, group: CandidateGroup) -> Reals:
+def _simulated(inputs: CostInputs, group: CandidateGroup) -> Reals:
+    own = inputs.with_candidates(group.candidates)
     if group.assignment is not None and (not group.assignment.is_even or _often(group).any()):
-        times = step_time_of(workload, cluster, group.candidates, profile)
-        return simulated_unequal_s(
-            workload, cluster, group.candidates, profile, group.assignment, times, group.n_microbatches
-        )
+        return simulated_unequal_s(own, group.assignment, step_time_of(own), group.n_microbatches)
     step_s = np.empty(len(group.candidates))
-    for rows, whole in batches_of_candidates(workload, group.candidates):
-        few = group.candidates.select(rows)
-        step_s[rows] = simulated_step_s(whole, cluster, few, profile, estimate_step_time(whole, cluster, few, profile))
+    for rows, few in filled_batches(own):
+        step_s[rows] = simulated_step_s(few, estimate_step_time(few))
     return step_s
 
 
-def step_time_of(workload: Workload, cluster: Cluster, candidates: Candidates, profile: SoftwareProfile) -> StepTime:
+def step_time_of(inputs: CostInputs) -> StepTime:
     """The items of time of layouts that split the batch into equal numbers of micro-batches."""
-    items = {field.name: np.empty(len(candidates)) for field in fields(StepTime)}
-    for rows, whole in batches_of_candidates(workload, candidates):
-        times = estimate_step_time(whole, cluster, candidates.select(rows), profile)
+    items = {field.name: np.empty(len(inputs.candidates)) for field in fields(StepTime)}
+    for rows, few in filled_batches(inputs):
+        times = estimate_step_time(few)
         for name, values in items.items():
             values[rows] = getattr(times, name)
     return StepTime(**items)
@@ -112,12 +109,19 @@ def bytes_of(workload: Workload, candidates: Candidates, profile: SoftwareProfil
     return reserved
 
 
+def filled_batches(inputs: CostInputs, among: Counts | None = None) -> Iterator[tuple[Counts, CostInputs]]:
+    """Indices of candidates a few thousand at a time, and the cost inputs of these, with the batch that
+    `batches_of_candidates` gives them."""
+    for rows, whole in batches_of_candidates(inputs.workload, inputs.candidates, among):
+        yield rows, replace(inputs, workload=whole, candidates=inputs.candidates.select(rows))
+
+
 def batches_of_candidates(
     workload: Workload, candidates: Candidates, among: Counts | None = None
 ) -> Iterator[tuple[Counts, Workload]]:
-    """Places of candidates a few thousand at a time, with the batch that their fullest group of devices would make.
+    """Indices of candidates a few thousand at a time, and the workload with the batch of their fullest replica for all.
 
-    A batch that does not divide leaves some groups with a sequence less, and they wait for the others.
+    Where a batch does not divide, some replicas have a sequence less, and wait for the others.
     """
     rows = np.arange(len(candidates)) if among is None else among
     each = candidates.data_parallel_degree[rows] * candidates.micro_sequences[rows]

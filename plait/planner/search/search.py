@@ -24,7 +24,7 @@ from plait.planner.search.layout_cost import step_seconds
 from plait.planner.search.layout_kinds import kinds_that_never_fit, leanest_of_kinds
 from plait.planner.search.model_error import stated_error
 from plait.planner.search.validity import STAGES_WITHOUT_PIPELINE, check_shares
-from plait.planner.step_time.network_model import network_of
+from plait.planner.step_time.cost_inputs import CostInputs
 
 EXCEEDS_MEMORY = "needs more memory than a device has"
 CROSSES_HOSTS = "a group that cuts matrices or sequences would straddle two machines"
@@ -52,8 +52,9 @@ def search(
     needless = _needless(listed.candidates, fit.kept, fit.n_microbatches)
     priced = fit.kept & ~needless
     candidates, n_microbatches = listed.candidates.select(priced), fit.n_microbatches[priced]
-    step_s = step_seconds(workload, cluster, candidates, profile, assigner, n_microbatches)
-    complexity = complexity_of(candidates, network_of(cluster))
+    inputs = CostInputs(workload=workload, cluster=cluster, candidates=candidates, profile=profile)
+    step_s = step_seconds(inputs, assigner, n_microbatches)
+    complexity = complexity_of(candidates, inputs.network)
     enough = stated_error(workload, cluster) if tolerance == "stated" else tolerance
     refused = {
         **listed.refused,

@@ -1,24 +1,44 @@
-"""What every item of a step's time is priced with."""
+"""All that the cost of layouts depends on, in one value that every price takes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+from plait.cluster.cluster import Cluster
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import Workload
-from plait.planner.step_time.device_time import DeviceTime
-from plait.planner.step_time.network_model import Network
+from plait.planner.step_time.device_time import DeviceTime, device_time_of
+from plait.planner.step_time.measured_network import largest_overlap
+from plait.planner.step_time.network_model import Network, network_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CostInputs:
-    """What every item of a step's time depends on: workload, candidate layouts, software, devices and network."""
+    """Candidate layouts of a workload on a cluster, run by a software profile; alter one field with
+    dataclasses.replace."""
 
     workload: Workload
+    cluster: Cluster
     candidates: Candidates
     profile: SoftwareProfile
-    device_time: DeviceTime
-    network: Network
-    largest_overlap: float
-    """Share of a message that arithmetic may hide, as a probe found; 1 where none has measured."""
+
+    def with_candidates(self, candidates: Candidates) -> CostInputs:
+        """The same workload, cluster and software with other candidates."""
+        return replace(self, candidates=candidates)
+
+    @cached_property
+    def device_time(self) -> DeviceTime:
+        """Times of layers, head and optimizer on the slowest device."""
+        return device_time_of(self.workload, self.cluster, self.profile)
+
+    @cached_property
+    def network(self) -> Network:
+        """The links inside and between nodes."""
+        return network_of(self.cluster)
+
+    @cached_property
+    def largest_overlap(self) -> float:
+        """Share of a message that arithmetic can hide at most, as a probe found; 1 where none has measured it."""
+        return largest_overlap(self.cluster)

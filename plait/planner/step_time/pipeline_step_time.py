@@ -7,19 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.cluster.cluster import Cluster
 from plait.partition.pipeline_schedule import ActionKind
 from plait.partition.pipeline_simulation import StageTimes, durations_s
-from plait.planner.problem.candidates import SCHEDULES, Candidates, Counts, Reals
-from plait.planner.problem.software_profile import SoftwareProfile
+from plait.planner.problem.candidates import SCHEDULES, Counts, Reals
 from plait.planner.problem.stage_partition import (
     head_cost_in_layers,
     layers_of_stages,
     messages_each_way,
     micro_batches_per_step,
 )
-from plait.planner.problem.workload import Workload
-from plait.planner.step_time.device_time import device_time_of
+from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.step_time import StepTime, estimate_step_time
 
 ROUNDS_SIMULATED = 1
@@ -30,16 +27,15 @@ ROUNDS_SIMULATED_WITH_MESSAGES = 8
 FEW_PIPELINE_RANKS = 8
 
 
-def simulated_step_s(
-    workload: Workload, cluster: Cluster, candidates: Candidates, profile: SoftwareProfile, times: StepTime
-) -> Reals:
-    """Seconds of a step of each candidate with its pipeline's part simulated in place of `timing`'s closed form.
+def simulated_step_s(inputs: CostInputs, times: StepTime) -> Reals:
+    """Seconds of a step of each candidate, its pipeline simulated action by action in place of the closed form.
 
-    `times` are those of the same candidates. Layouts without a pipeline keep their time.
+    `times` are `estimate_step_time(inputs)`. Layouts without a pipeline keep their time.
     """
+    workload, candidates, profile = inputs.workload, inputs.candidates, inputs.profile
     step_s = times.step_s.copy()
     micros = np.rint(micro_batches_per_step(workload, candidates)).astype(np.int64)
-    busy = _micro_batch_times(workload, cluster, candidates, profile, times)
+    busy = _micro_batch_times(inputs, times)
     rounds = (
         np.where(
             (busy.stage_message_s > 0.0) & (candidates.pipeline <= FEW_PIPELINE_RANKS),
@@ -72,9 +68,10 @@ def simulated_step_s(
     return step_s
 
 
-def stage_times_of(w: Workload, cluster: Cluster, candidate: Candidates, profile: SoftwareProfile) -> StageTimes:
-    """Seconds of each stage for one micro-batch of a single candidate, as `simulated_s` takes them."""
-    busy = _micro_batch_times(w, cluster, candidate, profile, estimate_step_time(w, cluster, candidate, profile))
+def stage_times_of(inputs: CostInputs) -> StageTimes:
+    """Seconds of each stage for one micro-batch of a single candidate, as `simulated_step_s` uses them."""
+    w, candidate, profile = inputs.workload, inputs.candidates, inputs.profile
+    busy = _micro_batch_times(inputs, estimate_step_time(inputs))
     virtual = int(candidate.virtual[0])
     layers = layers_of_stages(
         w.layers, int(candidate.pipeline[0]) * virtual, head_cost_in_layers(w), candidate.layer_split
@@ -105,12 +102,10 @@ class _MicroBatchTimes:
     closed_form_s: Reals
 
 
-def _micro_batch_times(
-    w: Workload, cluster: Cluster, candidates: Candidates, profile: SoftwareProfile, times: StepTime
-) -> _MicroBatchTimes:
-    micros = micro_batches_per_step(w, candidates) / profile.speed
-    device = device_time_of(w, cluster, profile)
-    layer = device.layer_time(candidates)
+def _micro_batch_times(inputs: CostInputs, times: StepTime) -> _MicroBatchTimes:
+    candidates, profile = inputs.candidates, inputs.profile
+    micros = micro_batches_per_step(inputs.workload, candidates) / profile.speed
+    layer = inputs.device_time.layer_time(candidates)
     layers = times.products / micros / (layer.products + layer.products_backward)
     per_rank = times.products + times.scores + times.stream + times.recompute
     per_rank = per_rank + times.tensor + times.context + times.experts
@@ -118,7 +113,7 @@ def _micro_batch_times(
     again = times.recompute / micros / layers
     return _MicroBatchTimes(
         layer_s=per_rank / micros / layers,
-        head_s=device.head_s(candidates),
+        head_s=inputs.device_time.head_s(candidates),
         overhead_s=other / micros,
         stage_message_s=times.stage_message,
         forward_share=layer.forward / (layer.forward + layer.backward + again),

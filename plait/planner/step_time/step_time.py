@@ -6,26 +6,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.cluster.cluster import Cluster
-from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, Candidates, Reals
-from plait.planner.problem.software_profile import SoftwareProfile
+from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, Reals
 from plait.planner.problem.stage_partition import (
     fullest_rank_parameters,
     messages_each_way,
     micro_batches_per_step,
     rank_layers,
 )
-from plait.planner.problem.workload import Workload
 from plait.planner.step_time.cost_inputs import CostInputs
-from plait.planner.step_time.device_time import device_time_of
 from plait.planner.step_time.gradient_sync import data_parallel_sync_s, tied_embedding_sync_s
 from plait.planner.step_time.launch_overhead import launch_overhead_s
-from plait.planner.step_time.measured_network import largest_overlap
 from plait.planner.step_time.network_model import (
     collective_s,
     cpu_overhead_s,
     expert_all_to_all_s,
-    network_of,
     stage_message_s,
 )
 from plait.planner.step_time.roofline import LayerTime, local_tokens, shard_group_size
@@ -70,18 +64,9 @@ class _ExposedCommunication:
     hidden: Reals
 
 
-def estimate_step_time(
-    workload: Workload, cluster: Cluster, candidates: Candidates, profile: SoftwareProfile
-) -> StepTime:
-    """Seconds of a step of every candidate on the cluster, its slowest device setting the pace."""
-    inputs = CostInputs(
-        workload=workload,
-        candidates=candidates,
-        profile=profile,
-        device_time=device_time_of(workload, cluster, profile),
-        network=network_of(cluster),
-        largest_overlap=largest_overlap(cluster),
-    )
+def estimate_step_time(inputs: CostInputs) -> StepTime:
+    """Seconds of a step of every candidate; all devices wait for the slowest one."""
+    workload, candidates, profile = inputs.workload, inputs.candidates, inputs.profile
     layer = inputs.device_time.layer_time(candidates)
     again = _recompute_s(inputs, layer)
     exposed = _exposed_communication(inputs, layer)
