@@ -28,9 +28,10 @@ def train_recipe(
     port: int = 0,
     secret_file: str | Path | None = None,
 ) -> Ending:
-    """Train what a recipe asks for, or go on with it; blocks to the end. Raises PlaitError, or RunFailed on the way.
+    """Train a recipe, or continue its run; blocks to the end.
 
-    With several hosts it waits until the others called `join_run`; main thread only.
+    Raises PlaitError, or RunFailed on the way. With several hosts it waits until the others called `join_run`; main
+    thread only.
     """
     from rich.console import Console
 
@@ -38,7 +39,7 @@ def train_recipe(
     from plait.commands.train import train as run
 
     secret = Path(secret_file) if secret_file else None
-    asked = HostsRequest(hosts=hosts, address=address, port=port, secret_file=secret)
+    asked = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret)
     return run(Path(recipe), overrides, hosts=asked, screen=Console(highlight=False, soft_wrap=True))
 
 

@@ -48,7 +48,7 @@ def train(
     from plait.commands.train import train
 
     check = "never" if no_check else "new layouts"
-    asked = HostsRequest(hosts=hosts, address=address, port=port, secret_file=secret_file)
+    asked = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
     outcome = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=asked, screen=_screen())
     raise typer.Exit(EXIT_OF_SIGNAL[outcome])
 
@@ -163,7 +163,7 @@ def probe(
     from plait.commands.hosts.invitation import HostsRequest
     from plait.commands.probe import probe
 
-    asked = HostsRequest(hosts=hosts, address=address, port=port, secret_file=secret_file)
+    asked = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
     if hosts > 1:
         from plait.commands.probe import probe_hosts
 
@@ -213,7 +213,7 @@ def _screen() -> Console:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """What is open is closed, and other hosts are told."""
+    """Leave through the handlers that close what is open and notify the other hosts."""
     raise Interrupted(signal.Signals(number).name)
 
 

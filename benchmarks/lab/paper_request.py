@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plait.cluster.cluster import Cluster
-from plait.commands.preparing.usual_corpus import known_or_usual_corpus
+from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.planner.derive.resources import on_paper
 from plait.planner.resolve.request import Request, request_of
 from plait.recipe.schema import RunConfig
@@ -11,5 +11,5 @@ from plait.recipe.schema import RunConfig
 
 def paper_request(config: RunConfig, cluster: Cluster) -> Request:
     """The planner's request, with what is usual of text that nobody has prepared."""
-    corpus, _ = known_or_usual_corpus(config)
+    corpus, _ = corpus_facts_or_usual(config)
     return request_of(config, corpus, on_paper(cluster))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from plait.commands.planning.run_folder import finished_run
+from plait.commands.planning.run_folder import find_run
 from plait.commands.sample import load_model
 from plait.data.loader import heldout_micros
 from plait.data.preparation.prepare import DataRequest, prepare
@@ -24,21 +24,21 @@ from plait.trainer.assemble import make_autocast, runners, samples_of
 
 def evaluate(run: str, files: Sequence[str]) -> str:
     """One line of JSON: step, eval_loss, eval_nats_per_byte, tokens, bytes; raises PlaitError where nothing can be."""
-    folder = finished_run(run)
-    plan = folder.begun_plan()
+    folder = find_run(run)
+    plan = folder.saved_plan()
     corpus = open_corpus(Path(plan.corpus))
     if not files and not corpus.heldout_tokens:
         raise PlaitError("this run held out no text (data.holdout = 0); name a file with --files")
     model, found = load_model(folder)
     with TemporaryDirectory(prefix="plait-eval-") as name:
-        text = _prepared(files, corpus, Path(name)) if files else corpus
-        total, tokens = _sums(model, text, plan)
+        text = _prepare_files(files, corpus, Path(name)) if files else corpus
+        total, tokens = _loss_and_tokens(model, text, plan)
     nbytes = text.heldout_bytes
     told = {"step": found.manifest.step, "eval_loss": total / tokens, "eval_nats_per_byte": total / nbytes}
     return json.dumps({**told, "tokens": int(tokens), "bytes": nbytes})
 
 
-def _prepared(files: Sequence[str], corpus: Corpus, cache: Path) -> Corpus:
+def _prepare_files(files: Sequence[str], corpus: Corpus, cache: Path) -> Corpus:
     """Other text, all of it as held-out text, in the run's own tokens."""
     request = DataRequest(
         sources=tuple(Source(path=path) for path in files),
@@ -50,7 +50,7 @@ def _prepared(files: Sequence[str], corpus: Corpus, cache: Path) -> Corpus:
     return replace(other, train=(), heldout=other.train, heldout_bytes=other.train_bytes)
 
 
-def _sums(model: GPT, corpus: Corpus, plan: Plan) -> tuple[float, float]:
+def _loss_and_tokens(model: GPT, corpus: Corpus, plan: Plan) -> tuple[float, float]:
     """The summed loss and the number of tokens, by one process."""
     device = next(model.parameters()).device
     _, evaluate_micros = runners(unsharded(model), make_autocast(plan.precision, device))

@@ -8,16 +8,16 @@ from pathlib import Path
 from rich.console import Console
 
 from plait.commands.hosts.host_info import own_host_info
-from plait.commands.hosts.invitation import check_first
+from plait.commands.hosts.invitation import check_first_address
 from plait.commands.hosts.joined_host import JoinedHostFiles
-from plait.commands.planning.workers import PRELOAD
+from plait.commands.planning.workers import PRELOADED_MODULES
 from plait.errors import PlaitError
 from plait.launch.remote.agent import connect, serve
 from plait.launch.remote.connectivity import TestListener
 from plait.launch.remote.secret import read_secret
 from plait.launch.values.job import StoppedBy
 
-ENDINGS = {"finished": "it is finished", "SIGINT": "it was stopped", "SIGTERM": "it was stopped"}
+ENDING_TEXTS = {"finished": "it is finished", "SIGINT": "it was stopped", "SIGTERM": "it was stopped"}
 
 
 def join(at: str, *, secret_file: Path | None, screen: Console) -> StoppedBy:
@@ -26,9 +26,9 @@ def join(at: str, *, secret_file: Path | None, screen: Console) -> StoppedBy:
     Raises PlaitError, with what to mend on this host, when it may not join or cannot keep the run's files; RunFailed
     when the run failed or its leading host is lost.
     """
-    address, port = _parsed(at)
+    address, port = _parse_address(at)
     wire = connect(address, port, read_secret(str(secret_file) if secret_file else None))
-    check_first(wire.local_address, "join by an address of host 0 that leads over it")
+    check_first_address(wire.local_address, "join by an address of host 0 that leads over it")
     screen.print(f"found    a run at {at}", markup=False)
 
     def say(line: str) -> None:
@@ -41,16 +41,16 @@ def join(at: str, *, secret_file: Path | None, screen: Console) -> StoppedBy:
     ):
         try:
             handlers = {**depot.handlers, **door.handlers}
-            stopped_by = serve(wire, hello=hello, handlers=handlers, preload=PRELOAD)
+            stopped_by = serve(wire, hello=hello, handlers=handlers, preload=PRELOADED_MODULES)
         except PlaitError as error:
-            if depot.trouble is not None:  # the leader has only passed on what is to be mended here
-                raise depot.trouble from error
+            if depot.local_error is not None:  # the leader has only passed on what is to be mended here
+                raise depot.local_error from error
             raise
-    screen.print(f"over     the run has ended: {ENDINGS[stopped_by]}")
+    screen.print(f"over     the run has ended: {ENDING_TEXTS[stopped_by]}")
     return stopped_by
 
 
-def _parsed(at: str) -> tuple[str, int]:
+def _parse_address(at: str) -> tuple[str, int]:
     host, _, port = at.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise PlaitError(f'"{at}" is no HOST:PORT; type the line that plait train --hosts prints')

@@ -12,8 +12,8 @@ from rich.console import Console
 from plait.cluster.cluster import read_cluster
 from plait.cluster.topology import usable_cores
 from plait.commands.planning.make_plan import look_around, resources_of
-from plait.commands.planning.output_files import check_output, write_output
-from plait.commands.planning.plan_report import answer, answer_text, chapter_of, comparison_table
+from plait.commands.planning.output_files import check_output_file, write_output_file
+from plait.commands.planning.plan_report import chapter_of, comparison_table, make_plan_report, plan_report_text
 from plait.commands.planning.workers import worker_pool
 from plait.errors import PlaitError
 from plait.planner.derive.resources import Resources, on_paper
@@ -39,28 +39,28 @@ def plan(
     """Print the plan for each cluster, or for this machine where none is named; raises PlaitError in one sentence."""
     if measured is not None and len(clusters) > 1:
         raise PlaitError("--measured tells of a run on one cluster; name a single --cluster with it")
-    check_output(json_file)
-    check_output(html_file)
+    check_output_file(json_file)
+    check_output_file(html_file)
     measured_s = None if measured is None else seconds_of(measured)
     config = load_recipe(recipe, overrides)
     script = plotly_script() if html_file else ""
     if clusters:
-        answers = [answer(config, on_paper(read_cluster(text)), top=top) for text in clusters]
+        answers = [make_plan_report(config, on_paper(read_cluster(text)), top=top) for text in clusters]
     else:
-        answers = [answer(config, _this_machine(), top=top)]
-    gap = diagnose(answers[0].found, measured_s) if measured_s else None
+        answers = [make_plan_report(config, _this_machine(), top=top)]
+    gap = diagnose(answers[0].search, measured_s) if measured_s else None
     if gap:
         answers[0] = replace(answers[0], sections=(*answers[0].sections, diagnosis_section(gap)))
     for one in answers:
-        screen.print(answer_text(one), markup=False, soft_wrap=True)
+        screen.print(plan_report_text(one), markup=False, soft_wrap=True)
     if len(answers) > 1:
         screen.print(comparison_table(answers), markup=False, soft_wrap=True)
     if json_file:
-        values = [plan_json(one.found, one.sections, top) for one in answers]
+        values = [plan_json(one.search, one.sections, top) for one in answers]
         values[0] |= {"measured": diagnosis_json(gap)} if gap else {}
-        write_output(json_file, json.dumps(values[0] if len(values) == 1 else values, indent=2) + "\n")
+        write_output_file(json_file, json.dumps(values[0] if len(values) == 1 else values, indent=2) + "\n")
     if html_file:
-        write_output(html_file, page_html([chapter_of(one) for one in answers], script))
+        write_output_file(html_file, page_html([chapter_of(one) for one in answers], script))
 
 
 def terms() -> str:

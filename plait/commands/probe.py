@@ -18,11 +18,11 @@ from plait.cluster.topology import Machine, usable_cores
 from plait.commands.hosts.invitation import HostsRequest
 from plait.commands.hosts.leader_workers import leader_workers
 from plait.commands.planning.make_plan import MachineSurvey, look_around
-from plait.commands.planning.output_files import check_output, write_output
+from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.planning.workers import WorkerPool, serve_under_torchrun, worker_pool
-from plait.commands.preparing.usual_corpus import known_or_usual_corpus
-from plait.commands.probing.measurements import Fresh, WorkerExtent, measure_or_load
-from plait.commands.probing.survey import probed_cluster
+from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
+from plait.commands.probing.measurements import ProbeFreshness, ProbeWorkers, measure_or_load
+from plait.commands.probing.survey import probe_cluster
 from plait.commands.probing.table import measurements_table
 from plait.errors import PlaitError, RunFailed
 from plait.planner.derive.resources import ProbeNeed, on_paper
@@ -36,34 +36,35 @@ def probe(
     *,
     workers: int | None,
     threads: int | None,
-    fresh: Fresh,
+    fresh: ProbeFreshness,
     out: Path | None,
     screen: Console,
 ) -> None:
-    """Measure this machine for a recipe's model or for usual ones, print a table, write a cluster.json where asked.
+    """Measure this machine for a recipe's model, or for typical ones; print a table, and write a cluster.json if
+    requested.
 
     Raises RunFailed with the name of a dead device or link, PlaitError for what cannot be measured.
     """
     if serve_under_torchrun():
         return
-    check_output(out)
+    check_output_file(out)
     with worker_pool() as hands:
         site = look_around(hands, usable_cores())
-        extent = worker_extent(site.machine, workers, threads, hands)
+        extent = choose_probe_workers(site.machine, workers, threads, hands)
         asked = probe_request_for(recipe, overrides, site, extent)
         measured = measure_or_load(hands, [site.machine], asked, extent, fresh=fresh)
     screen.print(measurements_table(measured), markup=False, soft_wrap=True)
     if measured.noise:
         screen.print(f"unsteady {measured.noise}; close them and give plait probe --again")
     if out is not None:
-        write_output(out, with_cluster(measured, site, extent))
+        write_output_file(out, measured_cluster_json(measured, site, extent))
         screen.print(f"wrote    {out}", soft_wrap=True)
 
 
-def worker_extent(machine: Machine, workers: int | None, threads: int | None, hands: WorkerPool) -> WorkerExtent:
-    """As many workers as asked, or one a device and, on processors, one a core; raises PlaitError for too many."""
-    if hands.fixed_workers is not None:
-        return WorkerExtent(workers=hands.fixed_workers.workers, threads=hands.fixed_workers.threads)
+def choose_probe_workers(machine: Machine, workers: int | None, threads: int | None, pool: WorkerPool) -> ProbeWorkers:
+    """The requested number of workers, or one per GPU or processor core; raises PlaitError for too many."""
+    if pool.fixed_workers is not None:
+        return ProbeWorkers(workers=pool.fixed_workers.workers, threads=pool.fixed_workers.threads)
     usual = machine.devices if machine.device == "cuda" else max(1, machine.cores // (threads or 1))
     count = workers or usual
     if machine.device == "cuda" and count > machine.devices:
@@ -73,19 +74,19 @@ def worker_extent(machine: Machine, workers: int | None, threads: int | None, ha
             f"{count} workers of {threads or 1} threads want more than this machine's {machine.cores} cores, and would "
             "only measure how they take turns; choose fewer --workers or --threads"
         )
-    return WorkerExtent(workers=count, threads=threads or max(1, machine.cores // count))
+    return ProbeWorkers(workers=count, threads=threads or max(1, machine.cores // count))
 
 
 def probe_request_for(
-    recipe: Path | None, overrides: Sequence[str], site: MachineSurvey, extent: WorkerExtent
+    recipe: Path | None, overrides: Sequence[str], survey: MachineSurvey, probe_workers: ProbeWorkers
 ) -> ProbeRequest:
     """What a recipe's model needs measured, or usual models without one."""
-    device = site.machine.device
+    device = survey.machine.device
     if recipe is None:
-        return typical_request(device, extent.threads)
+        return typical_request(device, probe_workers.threads)
     config = load_recipe(recipe, overrides)
-    cluster = cluster_of(site.machine, site.peak_flops if device == "cpu" else None)
-    corpus, _ = known_or_usual_corpus(config)
+    cluster = cluster_of(survey.machine, survey.peak_flops if device == "cpu" else None)
+    corpus, _ = corpus_facts_or_usual(config)
     job = request_of(config, corpus, on_paper(cluster)).job
     sequence = job.shape.sequence
     sequences = config.layout.micro_sequences
@@ -98,40 +99,41 @@ def probe_request_for(
         sequences=sequences,
         device=device,
         precision="bf16" if job.precision == "bf16" else "float32",
-        threads=extent.threads,
+        threads=probe_workers.threads,
     )
 
 
-def with_cluster(measured: Measurements, site: MachineSurvey, extent: WorkerExtent) -> str:
+def measured_cluster_json(measured: Measurements, survey: MachineSurvey, probe_workers: ProbeWorkers) -> str:
     """The text of a cluster.json: this machine, with what was measured under "measured"."""
-    machine = site.machine
+    machine = survey.machine
     if machine.device == "cpu":
-        cluster = cluster_of(machine, site.peak_flops, workers=extent.workers)
+        cluster = cluster_of(machine, survey.peak_flops, workers=probe_workers.workers)
     else:
-        cluster = cluster_of(replace(machine, devices=extent.workers))
+        cluster = cluster_of(replace(machine, devices=probe_workers.workers))
     return cluster_json(replace(cluster, measured=measured))
 
 
 def probe_hosts(
     recipe: Path, overrides: Sequence[str], *, hosts: HostsRequest, out: Path | None, screen: Console
 ) -> None:
-    """Wait for the other hosts, measure what the recipe's model needs on all at once, tell it, write cluster.json.
+    """Wait for the other hosts, measure on all of them at once what the recipe's model needs, print it, write
+    cluster.json.
 
     Blocks until all have joined (`plait join`). Raises PlaitError or RunFailed in one sentence.
     """
-    check_output(out)
+    check_output_file(out)
     config = load_recipe(recipe, overrides)
     with leader_workers(hosts, config=config, folder=Path("runs") / config.run.name, screen=screen) as workers:
-        found = workers.hosts()
-        corpus, _ = known_or_usual_corpus(config)
+        found = workers.host_machines()
+        corpus, _ = corpus_facts_or_usual(config)
         job = request_of(config, corpus, on_paper(cluster_of_hosts(found, network(1, "machine")))).job
         need = ProbeNeed(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision)
-        cluster = probed_cluster(workers, found, need, fresh="again")
+        cluster = probe_cluster(workers, found, need, fresh="again")
     if cluster.measured is None:
         raise RunFailed("the probe came to no end; give the same command again")
     screen.print(measurements_table(cluster.measured), markup=False, soft_wrap=True)
     if cluster.measured.noise:
         screen.print(f"unsteady {cluster.measured.noise}; close them and give the same command again")
     if out is not None:
-        write_output(out, cluster_json(cluster))
+        write_output_file(out, cluster_json(cluster))
         screen.print(f"wrote    {out}", soft_wrap=True)

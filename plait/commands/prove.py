@@ -11,7 +11,7 @@ from rich.console import Console
 
 from plait.cluster.topology import usable_cores
 from plait.commands.planning.make_plan import look_around, proven_plan
-from plait.commands.planning.output_files import check_output, write_output
+from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.planning.workers import worker_pool
 from plait.commands.preparing.corpus import prepare_data
 from plait.errors import RunFailed
@@ -22,21 +22,21 @@ from plait.units import format_duration
 
 
 def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path | None, screen: Console) -> None:
-    """Time the `count` layouts of which the forecast is best, tell how they compare, and keep the choice.
+    """Time the `count` layouts with the best forecasts, print how they compare, and store the choice.
 
     Raises PlaitError in one sentence.
     """
-    check_output(json_file)
+    check_output_file(json_file)
     config = load_recipe(recipe, overrides)
     corpus = prepare_data(config, screen)
     with worker_pool() as workers:
         site = look_around(workers, usable_cores())
 
         def show(split: WorkerLayout) -> None:
-            screen.print(f"timed    {_words(split)}: {_times(split)}", highlight=False, soft_wrap=True)
+            screen.print(f"timed    {_layout_text(split)}: {_step_time_text(split)}", highlight=False, soft_wrap=True)
 
         def show_failed(split: WorkerLayout, error: RunFailed) -> None:
-            screen.print(f"failed   {_words(split)}: {error}", highlight=False, markup=False, soft_wrap=True)
+            screen.print(f"failed   {_layout_text(split)}: {error}", highlight=False, markup=False, soft_wrap=True)
 
         plan, trials = proven_plan(config, corpus, site, workers, count=count, on_timed=show, on_failed=show_failed)
     screen.print(
@@ -46,17 +46,17 @@ def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path
         soft_wrap=True,
     )
     if json_file:
-        told = [_values(split, split.layout == plan.layout and split.threads == plan.threads) for split in trials]
-        write_output(json_file, json.dumps(told, indent=2) + "\n")
+        told = [_layout_json(split, split.layout == plan.layout and split.threads == plan.threads) for split in trials]
+        write_output_file(json_file, json.dumps(told, indent=2) + "\n")
 
 
-def _words(split: WorkerLayout) -> str:
+def _layout_text(split: WorkerLayout) -> str:
     workers = f"{split.workers} worker{'s' if split.workers > 1 else ''} × {split.threads} threads"
     fewer = f" ({min(split.micro_limits)} where memory is short)" if split.micro_limits else ""
     return f"{layout_summary(split.layout)}, {split.micro_sequences} sequences at a time{fewer}, {workers}"
 
 
-def _times(split: WorkerLayout) -> str:
+def _step_time_text(split: WorkerLayout) -> str:
     measured = format_duration(split.step_s or 0.0)
     if split.forecast is None or not split.step_s:
         return f"{measured} a step"
@@ -66,7 +66,7 @@ def _times(split: WorkerLayout) -> str:
     )
 
 
-def _values(split: WorkerLayout, chosen: bool) -> dict[str, Any]:
+def _layout_json(split: WorkerLayout, chosen: bool) -> dict[str, Any]:
     return {
         "layout": split.layout.degrees,
         "shard_what": split.layout.shard_what,

@@ -8,28 +8,28 @@ from pathlib import Path
 import torch
 
 from plait.checkpoint.store import Found, newest_good
-from plait.commands.planning.run_folder import RunFolder, finished_run
+from plait.commands.planning.run_folder import RunFolder, find_run
 from plait.data.preparation.tokens import Tokenizer, load_tokenizer
 from plait.errors import PlaitError
 from plait.model.gpt import GPT
 from plait.trainer.generate import generate
 from plait.trainer.persist import load_weights
 
-CONTEXT = 8
+DECODE_CONTEXT_TOKENS = 8
 """Tokens before a piece of text that decide how it is written."""
 
 
 def sample(run: str, prompt: str, *, tokens: int, temperature: float, top_p: float, seed: int) -> Iterator[str]:
     """The prompt and then the model's words, piece by piece as they come; the same seed gives the same text."""
-    folder = finished_run(run)
+    folder = find_run(run)
     model, _ = load_model(folder)
-    tokenizer = load_tokenizer(Path(folder.begun_plan().corpus))
+    tokenizer = load_tokenizer(Path(folder.saved_plan().corpus))
     ids = [tokenizer.eot, *tokenizer.encode(prompt)]
     yield prompt
     new = generate(
         model, ids, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed, stop=frozenset({tokenizer.eot})
     )
-    yield from text_pieces(tokenizer, ids[1:], new)
+    yield from decode_incrementally(tokenizer, ids[1:], new)
 
 
 def load_model(folder: RunFolder) -> tuple[GPT, Found]:
@@ -38,28 +38,29 @@ def load_model(folder: RunFolder) -> tuple[GPT, Found]:
     if found is None:
         raise PlaitError(f'"{folder.path}" has no checkpoint yet; train it for a while first')
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = GPT(folder.begun_plan().shape)
+    model = GPT(folder.saved_plan().shape)
     load_weights(model, found.path, found.manifest)
     return model.to(device).eval(), found
 
 
-def text_pieces(tokenizer: Tokenizer, before: Sequence[int], ids: Iterator[int]) -> Iterator[str]:
-    """Text as soon as it is whole: a character of several bytes can be spread over several tokens.
+def decode_incrementally(tokenizer: Tokenizer, prompt_ids: Sequence[int], new_ids: Iterator[int]) -> Iterator[str]:
+    """Pieces of text as soon as they are complete: a character of several bytes can be spread over several tokens.
 
-    Some tokenizers drop the space that a text begins with, so that each piece is what it adds to the ones `before`.
+    Some tokenizers drop the space that a text begins with, so each piece is what its tokens add to the text before
+    them.
     """
-    known, waiting = list(before[-CONTEXT:]), list[int]()
-    for token in ids:
+    known, waiting = list(prompt_ids[-DECODE_CONTEXT_TOKENS:]), list[int]()
+    for token in new_ids:
         if token == tokenizer.eot:
             break
         waiting.append(token)
-        text = _added(tokenizer, known, waiting)
+        text = _decode_suffix(tokenizer, known, waiting)
         if not text.endswith("\ufffd"):
             yield text
-            known, waiting = [*known, *waiting][-CONTEXT:], []
+            known, waiting = [*known, *waiting][-DECODE_CONTEXT_TOKENS:], []
     if waiting:
-        yield _added(tokenizer, known, waiting)
+        yield _decode_suffix(tokenizer, known, waiting)
 
 
-def _added(tokenizer: Tokenizer, known: list[int], waiting: list[int]) -> str:
+def _decode_suffix(tokenizer: Tokenizer, known: list[int], waiting: list[int]) -> str:
     return tokenizer.decode([*known, *waiting])[len(tokenizer.decode(known)) :]

@@ -10,19 +10,19 @@ from typing import Literal
 from rich.console import Console as Screen
 
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
-from plait.commands.hosts.joined_host import refuse_joined
+from plait.commands.hosts.joined_host import refuse_joined_folder
 from plait.commands.hosts.leader_workers import leader_workers
 from plait.commands.monitoring.finish import finish_run, is_finished
 from plait.commands.monitoring.forecast_monitor import monitor_of
 from plait.commands.monitoring.session import Session, run_session
-from plait.commands.planning.begun_plan import plan_of_begun
-from plait.commands.planning.introduction import introduce
+from plait.commands.planning.begun_plan import resumed_plan
+from plait.commands.planning.introduction import print_run_summary
 from plait.commands.planning.make_plan import make_plan
-from plait.commands.planning.run_folder import RunFolder, check_changes, locked_folder, run_folder
+from plait.commands.planning.run_folder import RunFolder, check_changes, lock_run_folder, run_folder
 from plait.commands.planning.workers import (
     HostWorkers,
     WorkerPool,
-    dismiss_others,
+    dismiss_torchrun_ranks,
     refuse_torchrun,
     serve_under_torchrun,
     worker_pool,
@@ -37,10 +37,10 @@ from plait.recipe.schema import RunConfig
 from plait.report.console import Console
 from plait.report.receipt import read_receipt
 
-Check = Literal["new layouts", "never"]
-Outcome = Literal["finished", "SIGINT", "SIGTERM"]
-Renew = Literal["all", "plan", "nothing"]
-"""What is made anew: what several hosts were found to do and the plan, the plan alone, or nothing that was kept."""
+CheckMode = Literal["new layouts", "never"]
+TrainOutcome = Literal["finished", "SIGINT", "SIGTERM"]
+ReplanScope = Literal["all", "plan", "nothing"]
+"""What is made again: the probe of several hosts and the plan, the plan alone, or nothing."""
 
 
 def train(
@@ -48,10 +48,10 @@ def train(
     overrides: Sequence[str] = (),
     *,
     fresh_plan: bool = False,
-    check: Check = "new layouts",
+    check: CheckMode = "new layouts",
     hosts: HostsRequest = ONE_HOST,
     screen: Screen,
-) -> Outcome:
+) -> TrainOutcome:
     """Run a recipe to its end, from where it stands; raises PlaitError (before) or RunFailed (during) with the mend.
 
     A run that is finished prints its receipt. A first SIGINT or SIGTERM saves and returns the signal's name. Over
@@ -61,57 +61,59 @@ def train(
         return "finished"
     config = load_recipe(recipe, overrides)
     folder = run_folder(config.run.name)
-    refuse_joined(folder)
-    with locked_folder(folder):
-        changed = check_changes(folder.begun_config(), config) if folder.has_begun else []
+    refuse_joined_folder(folder)
+    with lock_run_folder(folder):
+        changed = check_changes(folder.saved_config(), config) if folder.has_begun else []
         if folder.has_begun and "train.budget" not in changed and is_finished(folder):
             screen.print(f"{folder.path} is finished; a larger train.budget continues it")
             screen.print(read_receipt(folder.receipt).table())
-            dismiss_others()
+            dismiss_torchrun_ranks()
             return "finished"
         layout_changed = any(key.startswith("layout.") for key in changed)
-        renew: Renew = "all" if fresh_plan else "plan" if layout_changed else "nothing"
+        renew: ReplanScope = "all" if fresh_plan else "plan" if layout_changed else "nothing"
         try:
-            with _crew(hosts, config, folder, renew, screen) as workers:
-                plan = workers.with_hosts(_plan(config, folder, workers, renew=renew, screen=screen))
+            with _open_workers(hosts, config, folder, renew, screen) as workers:
+                plan = workers.with_hosts(_prepare_plan(config, folder, workers, renew=renew, screen=screen))
                 if check == "new layouts":
                     check_new_layout(config, plan, workers, screen)
-                return _train(config, folder, workers, plan, screen, afresh=renew != "nothing")
+                return _run_training(config, folder, workers, plan, screen, is_replanned=renew != "nothing")
         except Interrupted as interrupted:
             return "SIGINT" if str(interrupted) == "SIGINT" else "SIGTERM"
 
 
-def _crew(
-    hosts: HostsRequest, config: RunConfig, folder: RunFolder, renew: Renew, screen: Screen
+def _open_workers(
+    hosts: HostsRequest, config: RunConfig, folder: RunFolder, renew: ReplanScope, screen: Screen
 ) -> AbstractContextManager[HostWorkers]:
     """The workers of this machine, or those of all hosts once they are in, in the places that they had in this run."""
-    if hosts.hosts == 1:
+    if hosts.n_hosts == 1:
         return worker_pool()
     refuse_torchrun()
-    prepare_data(config, screen)  # what is wrong with it is told before anybody was asked to join
-    begun = folder.begun_plan().hosts if folder.has_begun and renew != "all" else ()
-    order = [(share.mark, share.name) for share in begun]
-    return leader_workers(hosts, config=config, folder=folder.path, screen=screen, order=order)
+    prepare_data(config, screen)  # an error in it is shown before anybody is invited to join
+    begun = folder.saved_plan().hosts if folder.has_begun and renew != "all" else ()
+    previous = [(share.mark, share.name) for share in begun]
+    return leader_workers(hosts, config=config, folder=folder.path, screen=screen, previous_hosts=previous)
 
 
-def _plan(config: RunConfig, folder: RunFolder, workers: HostWorkers, *, renew: Renew, screen: Screen) -> Plan:
-    """Prepare the data, look at the machine, and say what will be done."""
+def _prepare_plan(
+    config: RunConfig, folder: RunFolder, workers: HostWorkers, *, renew: ReplanScope, screen: Screen
+) -> Plan:
+    """Prepare the data, survey the machines, make or load the plan, and print it."""
     corpus = prepare_data(config, screen)
     screen.print(corpus_summary(corpus))
     site, fresh = survey_machines(workers, screen.print, "again" if renew == "all" else "kept"), renew != "nothing"
     if folder.has_begun:
-        plan = plan_of_begun(config, folder.begun_plan(), corpus, site, workers, fresh=fresh, say=screen.print)
+        plan = resumed_plan(config, folder.saved_plan(), corpus, site, workers, fresh=fresh, log=screen.print)
     else:
         plan = make_plan(config, corpus, site, workers, fresh=fresh, say=screen.print)
-    introduce(plan, site, () if folder.has_begun else plan.reasons, screen)
+    print_run_summary(plan, site, () if folder.has_begun else plan.reasons, screen)
     return plan
 
 
-def _train(
-    config: RunConfig, folder: RunFolder, workers: WorkerPool, plan: Plan, screen: Screen, *, afresh: bool
-) -> Outcome:
-    point = folder.resume_point()
-    folder.put(config, plan, afresh=afresh)
+def _run_training(
+    config: RunConfig, folder: RunFolder, workers: WorkerPool, plan: Plan, screen: Screen, *, is_replanned: bool
+) -> TrainOutcome:
+    point = folder.prepare_resume()
+    folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
     if point:
         for sentence in point.skipped:
             screen.print(f"[yellow]passed over[/yellow] {sentence}", highlight=False)

@@ -11,10 +11,10 @@ from rich.console import Console as Screen
 
 from plait.cluster.topology import Machine, usable_cores
 from plait.commands.planning.make_plan import look_around
-from plait.commands.planning.output_files import check_output, write_output
+from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.planning.workers import WorkerPool, serve_under_torchrun, worker_pool
-from plait.commands.verifying.gradient_check import check_gradients, order_noise
-from plait.commands.verifying.small_model import requested_layout, requested_shares, shrunk_plan, suited_to
+from plait.commands.verifying.gradient_check import check_gradients, summation_order_noise
+from plait.commands.verifying.small_model import plan_for_device, requested_layout, requested_shares, shrunk_plan
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.planner.derive.training_job import precision_of
@@ -25,7 +25,8 @@ from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 
 NOISE_FACTOR = 4.0
-"""A layout may differ by so many times what two runs on one device differ by that only add in another order."""
+"""A layout's gradients may differ by this many times the difference between two runs on one device that only add in
+another order."""
 
 
 def verify(
@@ -36,53 +37,55 @@ def verify(
     json_file: Path | None = None,
     screen: Screen,
 ) -> bool:
-    """Prove a recipe's layout and tell the result; False where it differs.
+    """Prove a recipe's layout and print the verdict; returns False where gradients differ.
 
     "anywhere": in float64 on as many gloo ranks as it needs. "here": on this machine's devices, first in float32, then
-    in the run's own precision. Raises PlaitError, before a worker computes, for a layout that cannot be.
+    in the run's own precision. Raises PlaitError, before a worker computes, for an impossible layout.
     """
     if serve_under_torchrun():
         return True
-    check_output(json_file)
+    check_output_file(json_file)
     config = load_recipe(recipe, overrides)
     shape, layout = requested_layout(config)
     plan = shrunk_plan(config, shape, layout, requested_shares(config))
     with worker_pool() as workers:
-        _check_given(layout, workers)
+        _check_torchrun_workers(layout, workers)
         if where == "anywhere":
-            told = f"{layout}{_shares_words(plan)}: {_gloo_words(layout)} in float64, beside one plain process"
+            told = f"{layout}{_shares_text(plan)}: {_gloo_text(layout)} in float64, beside one plain process"
             screen.print(f"layout   {told}", highlight=False)
             verdict = check_gradients(config, plan, workers)
             if verdict.ok and config.train.gradient_transfer == "bf16":
-                verdict = _prove_rounded(config, plan, workers, screen)
+                verdict = _check_rounded(config, plan, workers, screen)
         else:
             machine = look_around(workers, usable_cores()).machine
             check_devices(layout, machine)
-            verdict = _prove_here(config, plan, machine, workers, screen)
-    _tell(verdict, screen, "" if where == "here" else _rounding_words(config))
+            verdict = _check_here(config, plan, machine, workers, screen)
+    _print_verdict(verdict, screen, "" if where == "here" else _rounding_text(config))
     if json_file is not None:
-        write_output(json_file, verdict.to_json())
+        write_output_file(json_file, verdict.to_json())
     return verdict.ok
 
 
-def _prove_rounded(config: RunConfig, plan: Plan, workers: WorkerPool, screen: Screen) -> Verdict:
-    """The proof once more with gradients that travel as the recipe asks; it is exact but for their rounding."""
+def _check_rounded(config: RunConfig, plan: Plan, workers: WorkerPool, screen: Screen) -> Verdict:
+    """The proof once more with gradients that travel in the recipe's precision; exact but for their rounding."""
     screen.print("         exact where gradients travel whole; now as bfloat16, which changes the numbers")
     rounded = replace(plan, gradient_transfer="bf16")
-    return check_gradients(config, rounded, workers, extent="gradients", bars=ROUNDED)
+    return check_gradients(config, rounded, workers, scope="gradients", tolerances=ROUNDED)
 
 
-def _prove_here(config: RunConfig, plan: Plan, machine: Machine, workers: WorkerPool, screen: Screen) -> Verdict:
+def _check_here(config: RunConfig, plan: Plan, machine: Machine, workers: WorkerPool, screen: Screen) -> Verdict:
     """The worse of two verdicts: in float32 without shortcuts, and as the run itself computes."""
-    single = suited_to(plan, machine.device, "float32")
-    told = f"{plan.layout}{_shares_words(plan)} on {plan.world_size} × {machine.name}, in float32"
+    single = plan_for_device(plan, machine.device, "float32")
+    told = f"{plan.layout}{_shares_text(plan)} on {plan.world_size} × {machine.name}, in float32"
     screen.print(f"layout   {told}", highlight=False)
-    strict = check_gradients(config, single, workers, extent="gradients", bars=SINGLE)
+    strict = check_gradients(config, single, workers, scope="gradients", tolerances=SINGLE)
     precision = precision_of(config, machine.device)
-    own = replace(suited_to(plan, machine.device, precision), compile="blocks" if machine.device == "cuda" else "off")
+    own = replace(
+        plan_for_device(plan, machine.device, precision), compile="blocks" if machine.device == "cuda" else "off"
+    )
     if not strict.ok or own == single:
         return strict
-    noise = order_noise(config, own, workers)
+    noise = summation_order_noise(config, own, workers)
     compiled = ", compiled" if own.compile == "blocks" else ""
     screen.print(f"         float32 agrees to {strict.largest('gradient', 'sums'):.0e}", highlight=False)
     screen.print(
@@ -91,10 +94,10 @@ def _prove_here(config: RunConfig, plan: Plan, machine: Machine, workers: Worker
         highlight=False,
     )
     allowed = replace(SINGLE, gradient=max(SINGLE.gradient, NOISE_FACTOR * noise))
-    return check_gradients(config, own, workers, extent="gradients", bars=allowed)
+    return check_gradients(config, own, workers, scope="gradients", tolerances=allowed)
 
 
-def _check_given(layout: Layout, workers: WorkerPool) -> None:
+def _check_torchrun_workers(layout: Layout, workers: WorkerPool) -> None:
     if workers.fixed_workers is not None and workers.fixed_workers.workers != layout.world_size:
         raise PlaitError(
             f"torchrun started {workers.fixed_workers.workers} workers and the layout needs {layout.world_size}; "
@@ -102,21 +105,21 @@ def _check_given(layout: Layout, workers: WorkerPool) -> None:
         )
 
 
-def _shares_words(plan: Plan) -> str:
+def _shares_text(plan: Plan) -> str:
     return f" with shares of {' + '.join(map(str, plan.shares))} sequences" if plan.shares else ""
 
 
-def _gloo_words(layout: Layout) -> str:
+def _gloo_text(layout: Layout) -> str:
     workers, cores = layout.world_size, usable_cores()
     return f"{workers} gloo workers" + (f" taking turns on {cores} cores" if workers > cores else "")
 
 
-def _rounding_words(config: RunConfig) -> str:
+def _rounding_text(config: RunConfig) -> str:
     rounded = config.train.gradient_transfer == "bf16"
     return ", but for the rounding of gradients on their way" if rounded else ""
 
 
-def _tell(verdict: Verdict, screen: Screen, but: str) -> None:
+def _print_verdict(verdict: Verdict, screen: Screen, but: str) -> None:
     screen.print(verdict.table(), highlight=False)
     if verdict.ok:
         screen.print(f"proven   the layout computes what one plain process computes{but}", soft_wrap=True)

@@ -15,7 +15,7 @@ from plait.cluster.probe.links import DeadLink, time_pair
 from plait.cluster.probe.request import ProbeRequest
 from plait.cluster.probe.timing import Bench, DeviceClock, NoOthers
 from plait.commands.probing import rank
-from plait.commands.probing.training_pieces import training_for
+from plait.commands.probing.training_pieces import training_operations_for
 from plait.launch.values.job import RankContext
 from plait.parallel.mesh import open_store
 
@@ -38,7 +38,7 @@ def silent_peer(context: RankContext, argument: str) -> None:
 def count_pages(context: RankContext, argument: str) -> None:
     """Run all that a request names in rounds, and tell how many pages the system had to find for its layers."""
     request, device = ProbeRequest.from_json(argument), torch.device("cpu")
-    runs = arithmetic_runs(request, device, training_for(request))
+    runs = arithmetic_runs(request, device, training_operations_for(request))
     found = {"layer": 0, "layer_backward": 0}
     for _ in range(3):
         for (work, _sizes), run in runs.items():
@@ -52,4 +52,4 @@ def count_pages(context: RankContext, argument: str) -> None:
 def on_two_hosts(context: RankContext, argument: str) -> None:
     """A probe whose last rank believes to be the first of another host."""
     last = context.rank == context.world_size - 1
-    rank.rank(replace(context, local_rank=0 if last else context.rank), argument)
+    rank.run_probe_rank(replace(context, local_rank=0 if last else context.rank), argument)

@@ -13,7 +13,7 @@ from plait.cluster.measured import MeasuredDevice
 from plait.cluster.probe.arithmetic import arithmetic_runs, timed
 from plait.cluster.probe.request import probe_request
 from plait.cluster.probe.timing import Bench, NoOthers, ProcessorClock, time_in_rounds
-from plait.commands.probing.training_pieces import OPTIMIZER, training_for
+from plait.commands.probing.training_pieces import PROBED_OPTIMIZER, training_operations_for
 from plait.data.loader import Micro
 from plait.model.gpt import GPT
 from plait.model.sizes import named_shape
@@ -47,7 +47,7 @@ def test_a_steps_parts_add_up_to_the_step(one_thread: None, size: str, sequences
     request = probe_request(shape, device="cpu", precision="float32", threads=1, **asked)
     device = torch.device("cpu")
     bench = Bench(device=device, clock=ProcessorClock(share=1.0), together=NoOthers())
-    figures = time_in_rounds(arithmetic_runs(request, device, training_for(request)), bench, seconds=6)
+    figures = time_in_rounds(arithmetic_runs(request, device, training_operations_for(request)), bench, seconds=6)
     measured = MeasuredDevice(
         host="here",
         name="a processor",
@@ -69,7 +69,7 @@ def real_step_s(shape, sequences: int, micros: int) -> float:
     woven = unsharded(GPT(shape))
     put_first_values(woven, shape, 1)
     run_micros, _ = runners(woven, nullcontext)
-    optimizer = make_optimizer(woven.units, OPTIMIZER)
+    optimizer = make_optimizer(woven.units, PROBED_OPTIMIZER)
     given = [micro(shape.vocabulary, sequences) for _ in range(micros)]
     times = []
     for _ in range(9):

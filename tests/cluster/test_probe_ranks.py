@@ -18,17 +18,17 @@ from plait.cluster.measured import WORK_SIZES, measured_from_json, measured_json
 from plait.cluster.probe.pieces import check_device
 from plait.cluster.probe.request import ProbeRequest, layer_products, probe_request, typical_request
 from plait.cluster.topology import this_host
-from plait.commands.probe import worker_extent
-from plait.commands.probing import measurements
+from plait.commands.planning.workers import PROBE_ENTRY
+from plait.commands.probe import choose_probe_workers
 from plait.commands.probing.measurements import (
-    WorkerExtent,
-    checked_lately,
+    ProbeWorkers,
+    mark_checked,
     measure_or_load,
-    measured_of,
-    note_checked,
-    timed_on_hosts,
+    measurements_from,
+    timed_work_by_host,
+    was_checked_recently,
 )
-from plait.commands.probing.revalidate import still_holds
+from plait.commands.probing.revalidate import measurements_still_hold
 from plait.commands.probing.table import measurements_table
 from plait.errors import Interrupted, PlaitError
 from plait.launch.local.run import ForkServer
@@ -58,7 +58,7 @@ def server() -> Iterator[ForkServer]:
 def told(server: ForkServer) -> dict[str, Any]:
     """What two ranks of a whole probe told."""
     messages: list[Message] = []
-    job = Job(entry=measurements.PROBE_ENTRY, argument=small_request().to_json(), world_size=2, threads=1)
+    job = Job(entry=PROBE_ENTRY, argument=small_request().to_json(), world_size=2, threads=1)
     server.run(job, on_message=messages.append)
     (message,) = messages
     return dict(message.values)
@@ -76,7 +76,7 @@ def test_a_layers_time_holds_no_finding_of_pages(server: ForkServer) -> None:
 
 
 def test_two_ranks_measure_every_kind_of_work_and_message(told: dict[str, Any]) -> None:
-    measured = measured_of(told, small_request(), "key")
+    measured = measurements_from(told, small_request(), "key")
     (device,) = measured.devices
     assert {one.work for one in device.timed} == set(WORK_SIZES)
     assert device.workers == 2 and len(device.rates) == 2 and max(device.rates) == 1
@@ -97,14 +97,14 @@ def test_two_ranks_measure_every_kind_of_work_and_message(told: dict[str, Any]) 
 
 
 def test_products_run_at_a_speed_that_processors_have(told: dict[str, Any]) -> None:
-    (device,) = measured_of(told, small_request(), "key").devices
+    (device,) = measurements_from(told, small_request(), "key").devices
     for work in ("product", "product_input", "product_weight"):
         rates = [2 * one.sizes[0] * one.sizes[1] * one.sizes[2] / one.seconds for one in device.of(work)]
         assert 1e8 < max(rates) < 1e13
 
 
 def test_the_table_tells_it_to_people(told: dict[str, Any]) -> None:
-    text = measurements_table(measured_of(told, small_request(), "key"))
+    text = measurements_table(measurements_from(told, small_request(), "key"))
     for words in ("matrix products", "side by side", "all-reduce", "is hidden", "GFLOP/s", "CPU s a GiB"):
         assert words in text
     assert all(len(line) < 200 for line in text.splitlines())
@@ -115,7 +115,7 @@ def test_two_hosts_are_measured_inside_and_between(server: ForkServer) -> None:
     request = replace(small_request(), messages=(2**10, 2**16))
     entry = "tests.cluster.probe_entries:on_two_hosts"
     server.run(Job(entry=entry, argument=request.to_json(), world_size=3, threads=1), on_message=messages.append)
-    measured = measured_of(messages[0].values, request, "key")
+    measured = measurements_from(messages[0].values, request, "key")
     first, second = measured.devices
     assert (first.workers, second.workers) == (2, 1) and first.host != second.host
     assert first.beside and not second.beside and len(first.rates + second.rates) == 3
@@ -156,10 +156,10 @@ def test_what_was_measured_is_kept_until_something_changes(
     told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    hands, machine, extent = Remembered(told), this_host(), WorkerExtent(workers=2, threads=1)
+    hands, machine, extent = Remembered(told), this_host(), ProbeWorkers(workers=2, threads=1)
     first = measure_or_load(hands, [machine], small_request(), extent, fresh="kept")
     assert measure_or_load(hands, [machine], small_request(), extent, fresh="kept") == first and hands.jobs == 1
-    measure_or_load(hands, [machine], small_request(), WorkerExtent(workers=2, threads=2), fresh="kept")
+    measure_or_load(hands, [machine], small_request(), ProbeWorkers(workers=2, threads=2), fresh="kept")
     measure_or_load(hands, [machine], typical_request("cpu", 1), extent, fresh="kept")
     measure_or_load(hands, [machine], small_request(), extent, fresh="again")
     assert hands.jobs == 4
@@ -172,41 +172,41 @@ def test_what_was_found_to_hold_a_moment_ago_is_believed_without_a_look(
     told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    here = ([this_host()], small_request(), WorkerExtent(workers=2, threads=1))
+    here = ([this_host()], small_request(), ProbeWorkers(workers=2, threads=1))
     cable, wireless = ("10.0.0.1", "10.0.0.2"), ("192.168.0.1", "192.168.0.2")
-    assert not checked_lately(*here, cable)
+    assert not was_checked_recently(*here, cable)
     first = measure_or_load(Remembered(told), *here, fresh="again")
-    assert not checked_lately(*here, cable)
-    note_checked(*here, cable)
-    assert checked_lately(*here, cable) and not checked_lately(*here, wireless)
+    assert not was_checked_recently(*here, cable)
+    mark_checked(*here, cable)
+    assert was_checked_recently(*here, cable) and not was_checked_recently(*here, wireless)
     an_hour_ago = time.time() - 3600
     os.utime(tmp_path / ".plait" / "probes" / f"{first.fingerprint}.seen", (an_hour_ago, an_hour_ago))
-    assert not checked_lately(*here, cable)
+    assert not was_checked_recently(*here, cable)
 
 
 def test_old_figures_hold_while_a_short_look_finds_about_the_same(told: dict[str, Any]) -> None:
-    whole, extent = measured_of(told, small_request(), "key"), WorkerExtent(workers=2, threads=1)
-    (timed,) = timed_on_hosts(told)
+    whole, extent = measurements_from(told, small_request(), "key"), ProbeWorkers(workers=2, threads=1)
+    (timed,) = timed_work_by_host(told)
     known = replace(whole, devices=(replace(whole.devices[0], timed=timed),))
-    assert still_holds(Remembered(told), known, small_request(), extent)
+    assert measurements_still_hold(Remembered(told), known, small_request(), extent)
     slower_road = {**told, "pairs": [slowed(pair, "points") for pair in told["pairs"]]}
     slower_host = {**told, "ranks": [slowed(rank, "timed") for rank in told["ranks"]]}
     for changed in (slower_road, slower_host):
-        assert not still_holds(Remembered(changed), known, small_request(), extent)
+        assert not measurements_still_hold(Remembered(changed), known, small_request(), extent)
     others = replace(known, devices=(replace(known.devices[0], host="another"),))
-    assert not still_holds(Remembered(told), others, small_request(), extent)
+    assert not measurements_still_hold(Remembered(told), others, small_request(), extent)
 
 
 def test_a_signal_in_the_midst_of_a_probe_ends_the_command_and_keeps_nothing(
     told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    asked, extent = small_request(), WorkerExtent(workers=2, threads=1)
+    asked, extent = small_request(), ProbeWorkers(workers=2, threads=1)
     stopped = Remembered(told, stopped_by="SIGINT")
     with pytest.raises(Interrupted, match="SIGINT"):
         measure_or_load(stopped, [this_host()], asked, extent, fresh="kept")
     with pytest.raises(Interrupted, match="SIGINT"):
-        still_holds(stopped, measured_of(told, asked, "key"), asked, extent)
+        measurements_still_hold(stopped, measurements_from(told, asked, "key"), asked, extent)
     assert not (tmp_path / ".plait").exists()
 
 
@@ -216,11 +216,11 @@ def slowed(values: dict[str, Any], key: str) -> dict[str, Any]:
 
 def test_workers_follow_the_cores_and_too_many_are_refused() -> None:
     machine, hands = this_host(), Remembered({})
-    usual = worker_extent(machine, None, None, hands)
+    usual = choose_probe_workers(machine, None, None, hands)
     assert usual.workers * usual.threads == machine.cores and usual.threads == 1
-    assert worker_extent(machine, 1, None, hands) == WorkerExtent(workers=1, threads=machine.cores)
+    assert choose_probe_workers(machine, 1, None, hands) == ProbeWorkers(workers=1, threads=machine.cores)
     with pytest.raises(PlaitError, match="choose fewer --workers or --threads"):
-        worker_extent(machine, machine.cores + 1, None, hands)
+        choose_probe_workers(machine, machine.cores + 1, None, hands)
 
 
 def test_a_request_reads_back_and_keeps_its_bounds() -> None:

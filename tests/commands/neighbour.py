@@ -18,7 +18,7 @@ class Neighbour:
     def __init__(self, folder: Path, host: int = 1) -> None:
         folder.mkdir(exist_ok=True)
         self.folder, self.host, self.name = folder, host, f"host-{host}"
-        self.hello = {"folder": str(folder), "name": self.name}
+        self.host_info = {"folder": str(folder), "name": self.name}
         self.said: list[str] = []
         self.asked: list[str] = []
         self.depot = JoinedHostFiles(folder, self.said.append)

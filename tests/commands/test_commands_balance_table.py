@@ -35,9 +35,9 @@ def config(**sections: dict[str, object]) -> RunConfig:
 def test_what_is_told_is_what_ranks_read(corpus: Corpus) -> None:
     parts = (20, 8, 4)
     told = balance_report(config(layout={"shares": list(parts)}, data={"mask_documents": True}), corpus, 3)
-    assert told.remark == "" and told.steps == len(told.ratios) == 20
+    assert told.remark == "" and told.steps == len(told.ratios_balanced) == 20
     order = make_order(corpus, 3, SEQUENCE)
-    for number, part in enumerate(told.parts):
+    for number, part in enumerate(told.replicas):
         samples = Samples(
             sequence=SEQUENCE,
             parts=parts,
@@ -53,11 +53,11 @@ def test_what_is_told_is_what_ranks_read(corpus: Corpus) -> None:
         lengths = [length for micro in micros for length in micro.lengths or ()]
         counted = sum(int((micro.targets != NOT_COUNTED).sum()) for micro in micros)
         assert part.tokens == sum(micro.targets.numel() for micro in micros) == told.steps * parts[number] * SEQUENCE
-        assert part.pairs == pytest.approx(sum(n * (n + 1) / 2 for n in lengths) / part.tokens, rel=1e-12)
-        assert part.counted == pytest.approx(counted / part.tokens, rel=1e-12)
-        assert part.median_length == torch.tensor(lengths, dtype=torch.float64).quantile(0.5)
-        assert part.long_length == pytest.approx(float(torch.tensor(lengths, dtype=torch.float64).quantile(0.9)))
-    assert max(told.ratios) < min(1.2, max(told.ratios_as_they_come))
+        assert part.pairs_balanced == pytest.approx(sum(n * (n + 1) / 2 for n in lengths) / part.tokens, rel=1e-12)
+        assert part.counted_share == pytest.approx(counted / part.tokens, rel=1e-12)
+        assert part.median_piece_tokens == torch.tensor(lengths, dtype=torch.float64).quantile(0.5)
+        assert part.p90_piece_tokens == pytest.approx(float(torch.tensor(lengths, dtype=torch.float64).quantile(0.9)))
+    assert max(told.ratios_balanced) < min(1.2, max(told.ratios_unbalanced))
 
 
 def test_surprise_is_that_of_the_tokens_counts(corpus: Corpus) -> None:
@@ -67,14 +67,14 @@ def test_surprise_is_that_of_the_tokens_counts(corpus: Corpus) -> None:
     frequency = counts / counts.sum()
     entropy = -float((frequency * frequency.clamp_min(1e-12).log()).sum())
     told = balance_report(config(), corpus, 2)
-    for part in told.parts:
-        assert part.surprise == pytest.approx(entropy, rel=0.1)
+    for part in told.replicas:
+        assert part.unigram_nats_per_token == pytest.approx(entropy, rel=0.1)
 
 
 def test_joined_documents_stay_as_they_come(corpus: Corpus) -> None:
     told = balance_report(config(data={"mask_documents": False}), corpus, 4)
-    assert told.ratios == told.ratios_as_they_come
-    assert [part.pairs for part in told.parts] == [part.pairs_as_they_come for part in told.parts]
+    assert told.ratios_balanced == told.ratios_unbalanced
+    assert [part.pairs_balanced for part in told.replicas] == [part.pairs_unbalanced for part in told.replicas]
     assert "joined" in told.remark
 
 
@@ -101,21 +101,21 @@ def test_the_table_as_people_read_it() -> None:
         return ReplicaStats(
             sequences=sequences,
             tokens=20 * 512 * sequences,
-            counted=0.875,
-            pairs_as_they_come=198.04,
-            pairs=pairs,
-            median_length=24,
-            long_length=512,
-            surprise=6.719,
+            counted_share=0.875,
+            pairs_unbalanced=198.04,
+            pairs_balanced=pairs,
+            median_piece_tokens=24,
+            p90_piece_tokens=512,
+            unigram_nats_per_token=6.719,
         )
 
     told = BalanceReport(
         steps=20,
         sequence=512,
         remark="documents are joined",
-        parts=(part(48, 198.5), part(16, 198.6)),
-        ratios_as_they_come=(1.01, 1.09, 1.3),
-        ratios=(1.0, 1.002, 1.011),
+        replicas=(part(48, 198.5), part(16, 198.6)),
+        ratios_unbalanced=(1.01, 1.09, 1.3),
+        ratios_balanced=(1.0, 1.002, 1.011),
     )
     text, golden = told.table() + "\n", GOLDEN / "data-balance.txt"
     if os.environ.get("UPDATE_GOLDEN"):

@@ -55,7 +55,7 @@ def times(compute_s: float, wait_s: float) -> list[RankTimes]:
 
 
 def watched(said: list[str], *, done: int = 0, every: int = 1, crowd: float | None = 1.0) -> ForecastMonitor:
-    return ForecastMonitor(FORETOLD, done, every, say=said.append, crowding=lambda: crowd)
+    return ForecastMonitor(FORETOLD, done, every, log=said.append, load_per_core=lambda: crowd)
 
 
 @pytest.fixture
@@ -109,8 +109,8 @@ def test_the_first_full_steps_are_told_once_and_by_the_rank_with_most_to_do() ->
     said: list[str] = []
     watch = watched(said)
     for step in range(1, 20):
-        watch.step(report(step, 9.0 if step <= 3 else 1.3))
-        watch.times(step, times(1.0, 0.2))
+        watch.add_step_report(report(step, 9.0 if step <= 3 else 1.3))
+        watch.add_rank_times(step, times(1.0, 0.2))
     assert said == [
         "the plan said 1.3 s a step (1 s computing, 0.2 s messages, 0.1 s optimizer); 5 steps took 1.3 s (1 s "
         "computing, 0.2 s messages, 0.1 s optimizer): as planned"
@@ -124,8 +124,8 @@ def test_a_slow_start_says_what_is_off() -> None:
     said: list[str] = []
     watch = watched(said, done=100)
     for step in range(101, 110):
-        watch.step(report(step, 2.3))
-        watch.times(step, times(2.0, 0.2))
+        watch.add_step_report(report(step, 2.3))
+        watch.add_rank_times(step, times(2.0, 0.2))
     assert len(said) == 2 and said[0].endswith("77% slower")
     assert said[1].startswith("computing takes 2 s, and the plan said 1 s: another program may be running")
 
@@ -134,14 +134,14 @@ def test_steps_that_share_a_report_with_the_first_ones_do_not_count() -> None:
     said: list[str] = []
     watch = watched(said, every=10)
     for step in range(1, 11):
-        watch.step(report(step, 5.0))
+        watch.add_step_report(report(step, 5.0))
     assert watch.observed is None and not said
     for step in range(11, 21):
-        watch.step(report(step, 1.3))
+        watch.add_step_report(report(step, 1.3))
     assert not said and watch.observed is not None and watch.observed.steps == 10
     for step in range(11, 21):
-        watch.times(step, times(1.0, 0.2))
-    watch.step(report(21, 1.3))
+        watch.add_rank_times(step, times(1.0, 0.2))
+    watch.add_step_report(report(21, 1.3))
     assert len(said) == 1 and "10 steps took 1.3 s (1 s computing" in said[0]
 
 
@@ -149,16 +149,16 @@ def test_what_ranks_tell_may_come_late_and_if_never_whole_steps_are_told() -> No
     said: list[str] = []
     watch = watched(said)
     for step in range(1, 15):
-        watch.step(report(step, 1.3))
+        watch.add_step_report(report(step, 1.3))
     for step in range(1, 15):
-        watch.times(step, times(1.0, 0.2))
+        watch.add_rank_times(step, times(1.0, 0.2))
     assert not said
-    watch.step(report(15, 1.3))
+    watch.add_step_report(report(15, 1.3))
     assert len(said) == 1 and "5 steps took 1.3 s (1 s computing" in said[0]
     alone: list[str] = []
     watch = watched(alone)
     for step in range(1, 40):
-        watch.step(report(step, 1.3))
+        watch.add_step_report(report(step, 1.3))
     assert len(alone) == 1 and alone[0].endswith("5 steps took 1.3 s: as planned")
 
 
@@ -166,14 +166,14 @@ def test_a_start_of_few_steps_is_told_at_its_end() -> None:
     said: list[str] = []
     watch = watched(said)
     for step in range(1, 6):
-        watch.step(report(step, 1.3))
-        watch.times(step, times(1.0, 0.2))
+        watch.add_step_report(report(step, 1.3))
+        watch.add_rank_times(step, times(1.0, 0.2))
     assert not said
-    watch.end()
-    watch.end()
+    watch.finish()
+    watch.finish()
     assert len(said) == 1 and "; 2 steps took 1.3 s (1 s computing" in said[0]
     nothing: list[str] = []
-    watched(nothing).end()
+    watched(nothing).finish()
     assert not nothing, "the first steps warm up"
 
 
@@ -181,9 +181,9 @@ def test_memory_is_told_once() -> None:
     said: list[str] = []
     watch = watched(said)
     for _ in range(3):
-        watch.memory([int(1.1e8), int(1.3e8)])
+        watch.add_memory_peaks([int(1.1e8), int(1.3e8)])
     assert len(said) == 1 and said[0].startswith("tensors take up to 124 MiB")
-    watched(said).memory([int(0.9e8), int(1.02e8)])
+    watched(said).add_memory_peaks([int(0.9e8), int(1.02e8)])
     assert len(said) == 1
 
 
@@ -204,7 +204,7 @@ def finished(
     folder = RunFolder(here / "run")
     folder.path.mkdir(exist_ok=True)
     folder.metrics.write_text("".join(one.to_line() for one in steps))
-    folder.note_so_far(RunTotals(wall_s=30.0, device_s=60.0, peak_tensor_bytes=(10**8,), peak_rss_bytes=(5 * 10**8,)))
+    folder.write_totals(RunTotals(wall_s=30.0, device_s=60.0, peak_tensor_bytes=(10**8,), peak_rss_bytes=(5 * 10**8,)))
     screen = StringIO()
     finish_run(recipe(here, "train.budget=20 steps"), folder, plan, 0, Screen(file=screen, width=400), watch)
     return screen.getvalue()
@@ -213,8 +213,8 @@ def finished(
 def a_run(step_s: float, wait_s: float, steps: int = 30) -> tuple[ForecastMonitor, list[StepReport]]:
     watch, reports = watched([]), [report(step, step_s) for step in range(1, steps + 1)]
     for one in reports:
-        watch.step(one)
-        watch.times(one.step, times(step_s - wait_s - 0.1, wait_s))
+        watch.add_step_report(one)
+        watch.add_rank_times(one.step, times(step_s - wait_s - 0.1, wait_s))
     return watch, reports
 
 
@@ -253,10 +253,10 @@ def test_a_receipt_holds_the_timed_step_against_the_run_and_tells_what_formulas_
 def test_steps_slower_than_those_that_were_timed_are_not_laid_to_the_formulas() -> None:
     said: list[str] = []
     foretold = replace(FORETOLD, calibration=Calibration(ground=GROUND, timed=0.5))
-    watch = ForecastMonitor(foretold, 0, 1, say=said.append, crowding=lambda: 1.0)
+    watch = ForecastMonitor(foretold, 0, 1, log=said.append, load_per_core=lambda: 1.0)
     for step in range(1, 10):
-        watch.step(report(step, 2.3))
-        watch.times(step, times(2.0, 0.2))
+        watch.add_step_report(report(step, 2.3))
+        watch.add_rank_times(step, times(2.0, 0.2))
     assert "--replan, which times steps anew" in said[1] and "formulas" not in said[1]
 
 
@@ -264,12 +264,12 @@ def test_a_disturbed_or_a_short_run_teaches_nothing_and_says_why(here: Path) -> 
     watch = watched([])
     reports = [report(step, 1.3 if step % 3 else 2.6) for step in range(1, 40)]
     for one in reports:
-        watch.step(one)
+        watch.add_step_report(one)
     assert "the next plan here learns nothing from this run: its steps differed by" in finished(here, watch, reports)
     crowded = watched([], crowd=1.9)
     even = [report(step, 1.3) for step in range(1, 40)]
     for one in even:
-        crowded.step(one)
+        crowded.add_step_report(one)
     assert "other programs were running" in finished(here, crowded, even)
     short, few = a_run(1.6, 0.4, steps=8)
     assert "it had fewer than 10 steps" in finished(here, short, few)

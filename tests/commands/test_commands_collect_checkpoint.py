@@ -74,7 +74,7 @@ def save(server: ForkServer, home: Path, folders: list[Path], host: Host) -> lis
         entry="tests.commands.host_entries:save_apart", argument=json.dumps(asked), world_size=len(folders), threads=1
     )
     with CheckpointCollector(lambda rank: host, folders[0] / BELOW, told.append) as gathering:
-        server.run(job, on_message=gathering.hear)
+        server.run(job, on_message=gathering.handle_message)
     return told
 
 
@@ -119,8 +119,8 @@ def test_a_part_that_cannot_be_fetched_ends_the_save(
 def test_only_staging_folders_are_fetched_into(tmp_path: Path) -> None:
     told: list[Message] = []
     with CheckpointCollector(lambda rank: Host(tmp_path), tmp_path, told.append) as gathering:
-        gathering.hear(Message(rank=1, kind="wrote", values={"staging": "../elsewhere"}))
-        gathering.hear(Message(rank=1, kind="step", values={}))
+        gathering.handle_message(Message(rank=1, kind="wrote", values={"staging": "../elsewhere"}))
+        gathering.handle_message(Message(rank=1, kind="step", values={}))
     assert [message.kind for message in told] == ["step"] and not list(tmp_path.iterdir())
 
 
@@ -130,7 +130,7 @@ def test_an_end_with_an_error_does_not_wait_for_parts_on_their_way(tmp_path: Pat
         pytest.raises(RunFailed, match="by a second SIGINT"),
         CheckpointCollector(lambda rank: host, tmp_path, lambda message: None) as gathering,
     ):
-        gathering.hear(Message(rank=1, kind="wrote", values={"staging": ".step-1.staging"}))
+        gathering.handle_message(Message(rank=1, kind="wrote", values={"staging": ".step-1.staging"}))
         assert host.begun.wait(10)
         raise RunFailed("stopped at once by a second SIGINT, without saving; run the same command again")
     assert host.blocks < host.of_blocks and not list(tmp_path.iterdir())

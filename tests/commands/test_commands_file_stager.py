@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from plait.commands.hosts.file_stager import FileStager
-from plait.commands.hosts.file_transfer import facts_of
-from plait.commands.hosts.joined_host import refuse_joined
+from plait.commands.hosts.file_transfer import file_entries_of
+from plait.commands.hosts.joined_host import refuse_joined_folder
 from plait.commands.planning.run_folder import RunFolder
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError, RunFailed
@@ -51,7 +51,7 @@ class Liar:
     """A neighbour that would have the file of a job lie elsewhere on host 0."""
 
     def __init__(self, honest: Neighbour, name_of_file: str) -> None:
-        self.host, self.name, self.hello = honest.host, honest.name, honest.hello
+        self.host, self.name, self.host_info = honest.host, honest.name, honest.host_info
         self._honest, self._name_of_file = honest, name_of_file
 
     def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
@@ -78,8 +78,8 @@ def freight(*others: Neighbour) -> tuple[FileStager, list[str]]:
 def test_a_host_with_the_same_folder_is_sent_nothing(here: Path, tmp_path: Path) -> None:
     same = Neighbour(here)
     sender, told = freight(same)
-    (place,) = sender.deliver(HOME, "run")
-    assert place.shared and Path(place.path) == here / HOME
+    (place,) = sender.stage_job_files(HOME, "run")
+    assert place.is_shared and Path(place.path) == here / HOME
     assert same.asked == ["see"] and not told
     assert sorted(path.name for path in (here / HOME).iterdir()) == ["plan.json", "recipe.toml"]
     assert not list((here / ".plait").glob("nonce-*"))
@@ -89,13 +89,13 @@ def test_data_that_a_job_before_the_run_brought_is_told_as_received_once(
     here: Path, other: Neighbour, tmp_path: Path
 ) -> None:
     sender, _ = freight(other)
-    sender.deliver(job_folder(tmp_path / "job"), "job")
-    sender.deliver(HOME, "run")
+    sender.stage_job_files(job_folder(tmp_path / "job"), "job")
+    sender.stage_job_files(HOME, "run")
     data = [line for line in other.said if ".plait" in line]
     assert len(data) == 1 and data[0].startswith("received "), data
     again = Neighbour(other.folder)
     other.depot.close()
-    freight(again)[0].deliver(HOME, "run")
+    freight(again)[0].stage_job_files(HOME, "run")
     assert any(line.endswith("here already") for line in again.said), "a later start finds it there"
     again.depot.close()
 
@@ -104,15 +104,15 @@ def test_a_folder_behind_a_link_is_shared_too(here: Path, tmp_path: Path) -> Non
     (here / "runs").rename(tmp_path / "large-disk")
     (here / "runs").symlink_to(tmp_path / "large-disk")
     same = Neighbour(here)
-    (place,) = freight(same)[0].deliver(HOME.resolve(), "run")
-    assert place.shared and Path(place.path) == here / HOME and same.asked == ["see"]
+    (place,) = freight(same)[0].stage_job_files(HOME.resolve(), "run")
+    assert place.is_shared and Path(place.path) == here / HOME and same.asked == ["see"]
 
 
 def test_another_host_gets_the_run_into_its_own_folder(here: Path, other: Neighbour) -> None:
     sender, told = freight(other)
-    (place,) = sender.deliver(HOME, "run")
+    (place,) = sender.stage_job_files(HOME, "run")
     theirs = other.folder / HOME
-    assert not place.shared and Path(place.path) == theirs
+    assert not place.is_shared and Path(place.path) == theirs
     mine, sent = read_plan(HOME / "plan.json"), read_plan(theirs / "plan.json")
     assert replace(sent, corpus=mine.corpus) == mine
     assert (theirs / "recipe.toml").read_text() == (HOME / "recipe.toml").read_text()
@@ -124,17 +124,17 @@ def test_another_host_gets_the_run_into_its_own_folder(here: Path, other: Neighb
 
 
 def test_a_folder_that_was_sent_is_not_trained_in(here: Path, other: Neighbour) -> None:
-    refuse_joined(RunFolder(HOME))
-    freight(other)[0].deliver(HOME, "run")
+    refuse_joined_folder(RunFolder(HOME))
+    freight(other)[0].stage_job_files(HOME, "run")
     with pytest.raises(PlaitError, match=r"was sent here by a host that leads this run .*; go on with it there, or"):
-        refuse_joined(RunFolder(other.folder / HOME))
+        refuse_joined_folder(RunFolder(other.folder / HOME))
 
 
 def test_the_data_travel_once(here: Path, other: Neighbour) -> None:
-    freight(other)[0].deliver(HOME, "run")
+    freight(other)[0].stage_job_files(HOME, "run")
     other.asked.clear()
     sender, told = freight(other)
-    sender.deliver(HOME, "run")
+    sender.stage_job_files(HOME, "run")
     assert "block" not in other.asked and not told
 
 
@@ -144,10 +144,12 @@ def test_the_checkpoint_to_go_on_from_travels_and_older_copies_go(here: Path, ot
         checkpoint.mkdir(parents=True)
         (checkpoint / "rank-00000.safetensors").write_bytes(b"weights %d" % step)
         (checkpoint / "manifest.json").write_text("{}")
-        freight(other)[0].deliver(HOME, "run", f"step-{step}")
+        freight(other)[0].stage_job_files(HOME, "run", f"step-{step}")
     theirs = other.folder / HOME / "checkpoints"
     assert [path.name for path in theirs.iterdir()] == ["step-20"]
-    assert facts_of(theirs / "step-20", last="manifest.json") == facts_of(checkpoint, last="manifest.json")
+    assert file_entries_of(theirs / "step-20", final_name="manifest.json") == file_entries_of(
+        checkpoint, final_name="manifest.json"
+    )
 
 
 def test_a_job_has_a_folder_for_its_time_and_its_results_come_back(here: Path, other: Neighbour) -> None:
@@ -158,13 +160,13 @@ def test_a_job_has_a_folder_for_its_time_and_its_results_come_back(here: Path, o
     write_plan(replace(read_plan(HOME / "plan.json"), corpus=str(corpus)), job / "plan.json")
     (job / "recipe.toml").write_text((HOME / "recipe.toml").read_text())
     sender, told = freight(other)
-    (place,) = sender.deliver(job, "job")
+    (place,) = sender.stage_job_files(job, "job")
     theirs = Path(place.path)
     assert theirs.is_relative_to(other.folder / ".plait")
     assert read_plan(theirs / "plan.json").corpus == str(theirs / "corpus") and not told
     open_corpus(theirs / "corpus").verify()
     (theirs / "rank-1.safetensors").write_bytes(b"result")
-    sender.bring_back(job)
+    sender.collect_job_files(job)
     assert (job / "rank-1.safetensors").read_bytes() == b"result" and not theirs.exists()
 
 
@@ -173,41 +175,41 @@ def test_what_comes_back_stays_in_the_jobs_folder(here: Path, other: Neighbour, 
     job = job_folder(here / ".plait" / "proof")
     name = str(tmp_path / "evil") if leads_out == "absolute" else leads_out
     sender = FileStager([Liar(other, name)], HOME, lambda line: None)
-    sender.deliver(job, "job")
+    sender.stage_job_files(job, "job")
     with pytest.raises(PlaitError, match="which plait never does"):
-        sender.bring_back(job)
+        sender.collect_job_files(job)
     assert not list(tmp_path.rglob("*evil*"))
 
 
 def test_a_run_that_began_there_is_not_overwritten(here: Path, other: Neighbour) -> None:
-    freight(other)[0].deliver(HOME, "run")
+    freight(other)[0].stage_job_files(HOME, "run")
     (other.folder / HOME / "joined.json").unlink()
     before = (other.folder / HOME / "plan.json").read_bytes()
     other.depot.close()
     again = Neighbour(other.folder)
     with pytest.raises(PlaitError, match=r"on this host holds a run of its own; move it away, or join from another"):
-        freight(again)[0].deliver(HOME, "run")
+        freight(again)[0].stage_job_files(HOME, "run")
     assert (other.folder / HOME / "plan.json").read_bytes() == before
-    assert again.depot.trouble is not None
+    assert again.depot.local_error is not None
     again.depot.close()
 
 
 def test_a_folder_of_another_recipe_is_refused(here: Path, other: Neighbour) -> None:
-    freight(other)[0].deliver(HOME, "run")
+    freight(other)[0].stage_job_files(HOME, "run")
     other.depot.close()
     recipe = HOME / "recipe.toml"
     recipe.write_text(recipe.read_text().replace("width = 16", "width = 32"))
     again = Neighbour(other.folder)
     with pytest.raises(PlaitError, match=r"of another recipe \(model.width was 16 when .* is 32 now\); move it away"):
-        freight(again)[0].deliver(HOME, "run")
+        freight(again)[0].stage_job_files(HOME, "run")
     again.depot.close()
 
 
 def test_one_folder_serves_one_run_at_a_time(here: Path, other: Neighbour) -> None:
-    freight(other)[0].deliver(HOME, "run")
+    freight(other)[0].stage_job_files(HOME, "run")
     second = Neighbour(other.folder, host=2)
     with pytest.raises(PlaitError, match=r"another host that joined a run works in .*, too; join from another folder"):
-        freight(second)[0].deliver(HOME, "run")
+        freight(second)[0].stage_job_files(HOME, "run")
     second.depot.close()
 
 
@@ -217,20 +219,20 @@ def test_hosts_that_share_a_folder_without_host_0_do_not_spoil_each_others_data(
     job, second = job_folder(tmp_path / "measure"), Neighbour(other.folder, host=2)
     sender, _ = freight(other)
     for _ in range(2):  # its own second job is no other host's
-        sender.deliver(job, "job")
-        sender.bring_back(job)
+        sender.stage_job_files(job, "job")
+        sender.collect_job_files(job)
     with pytest.raises(PlaitError, match=r"another host that joined a run works in .*, too; join from another folder"):
-        freight(second)[0].deliver(job, "job")
-    assert second.depot.trouble is not None and "open" in second.asked and "take" not in second.asked
+        freight(second)[0].stage_job_files(job, "job")
+    assert second.depot.local_error is not None and "open" in second.asked and "take" not in second.asked
     other.depot.close()
-    freight(second)[0].deliver(job, "job")
+    freight(second)[0].stage_job_files(job, "job")
     second.depot.close()
 
 
 def test_many_hosts_may_work_in_the_folder_of_host_0(here: Path, tmp_path: Path) -> None:
     one, two = Neighbour(here), Neighbour(here, host=2)
     sender, told = freight(one, two)
-    first, second = sender.deliver(job_folder(tmp_path / "measure"), "job")
+    first, second = sender.stage_job_files(job_folder(tmp_path / "measure"), "job")
     assert first.path != second.path and not told and "block" not in one.asked + two.asked
     for neighbour in (one, two):
         neighbour.depot.close()
@@ -239,8 +241,8 @@ def test_many_hosts_may_work_in_the_folder_of_host_0(here: Path, tmp_path: Path)
 def test_a_disk_that_says_no_there_is_their_trouble(here: Path, other: Neighbour) -> None:
     (other.folder / "runs").write_text("a file where the folder should be")
     with pytest.raises(PlaitError, match="cannot be written"):
-        freight(other)[0].deliver(HOME, "run")
-    assert other.depot.trouble is not None
+        freight(other)[0].stage_job_files(HOME, "run")
+    assert other.depot.local_error is not None
 
 
 @pytest.mark.parametrize("name", ["joined.json", "recipe.toml", "plan.json"])
@@ -250,9 +252,9 @@ def test_a_disk_that_takes_no_file_of_the_run_there_ends_before_it_begins(
     in_its_place = other.folder / HOME / name
     in_its_place.mkdir(parents=True)
     with pytest.raises(PlaitError, match=r"could not write .*free some space") as told:
-        freight(other)[0].deliver(HOME, "run")
+        freight(other)[0].stage_job_files(HOME, "run")
     assert told.value.exit_code == 2
-    assert other.depot.trouble is not None and other.depot.trouble.exit_code == 2
+    assert other.depot.local_error is not None and other.depot.local_error.exit_code == 2
     assert [path.name for path in in_its_place.parent.iterdir() if path.name.endswith(".new")] == []
 
 
@@ -264,13 +266,13 @@ def test_of_a_run_that_never_came_whole_nothing_is_left(here: Path, other: Neigh
     other.depot.close()
     assert not (other.folder / HOME).exists()
     again = Neighbour(other.folder)
-    freight(again)[0].deliver(HOME, "run")
+    freight(again)[0].stage_job_files(HOME, "run")
     again.depot.close()
     assert (other.folder / HOME / "joined.json").exists() and RunFolder(other.folder / HOME).has_begun
 
 
 def test_what_leads_out_of_the_folders_is_refused(here: Path, other: Neighbour) -> None:
-    freight(other)[0].deliver(HOME, "run")
+    freight(other)[0].stage_job_files(HOME, "run")
     (other.folder / "private").write_text("secret")
     for values in ({"name": "../../private"}, {"name": "x", "staging": "../.."}):
         with pytest.raises(PlaitError):
@@ -309,7 +311,7 @@ def test_a_lost_host_is_told_while_another_is_still_served(here: Path, other: Ne
     sender, _ = freight(slow, lost)
     try:
         with pytest.raises(RunFailed, match="host-2 was lost"):
-            sender.deliver(HOME, "run")
+            sender.stage_job_files(HOME, "run")
         assert not served.is_set()
     finally:
         ended.set()

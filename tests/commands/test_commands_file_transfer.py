@@ -11,16 +11,16 @@ import pytest
 
 from plait.commands.hosts.file_transfer import (
     TRANSFER_BLOCK_BYTES,
-    FileFact,
-    IncomingFile,
-    facts_from,
-    facts_of,
+    FileEntry,
+    IncomingFolder,
     fetch_file,
+    file_entries_from,
+    file_entries_of,
     read_block,
     safe_path,
     send_folder,
 )
-from plait.commands.hosts.shared_folder import nonce, seen
+from plait.commands.hosts.shared_folder import has_nonce, write_nonce
 from plait.errors import PlaitError
 
 
@@ -39,12 +39,12 @@ class Other:
         self.folder = folder
         self.blocks: list[tuple[str, int, int]] = []
         self.cut_after = 10**9
-        self._intake: IncomingFile | None = None
+        self._intake: IncomingFolder | None = None
 
     def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Said:
         if kind == "take":
-            self._intake = IncomingFile(self.folder, facts_from(values["files"]))
-            return Said(values={"folder": str(self.folder), "lacking": list(self._intake.lacking)})
+            self._intake = IncomingFolder(self.folder, file_entries_from(values["files"]))
+            return Said(values={"folder": str(self.folder), "lacking": list(self._intake.missing)})
         if kind == "read":
             size, data = read_block(self.folder, values["name"], values["offset"], values["bytes"])
             return Said(values={"size": size}, blob=data)
@@ -52,7 +52,7 @@ class Other:
         self.blocks.append((values["name"], values["offset"], len(blob)))
         if len(self.blocks) > self.cut_after:
             raise PlaitError("the cable was pulled; plug it in")
-        self._intake.block(values["name"], values["offset"], blob)
+        self._intake.write_block(values["name"], values["offset"], blob)
         return Said(values={})
 
 
@@ -72,7 +72,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_folder_travels_once_in_blocks_and_its_last_file_comes_last(sender: Path, tmp_path: Path) -> None:
-    other, facts = Other(tmp_path / "there"), facts_of(sender, last="index.json")
+    other, facts = Other(tmp_path / "there"), file_entries_of(sender, final_name="index.json")
     folder, nbytes = send_folder(other, sender, facts, {})
     assert folder == str(other.folder) and nbytes == sum(path.stat().st_size for path in sender.iterdir())
     assert contents(other.folder) == contents(sender)
@@ -88,7 +88,7 @@ def test_a_folder_travels_once_in_blocks_and_its_last_file_comes_last(sender: Pa
 
 
 def test_only_what_differs_travels_again(sender: Path, tmp_path: Path) -> None:
-    other, facts = Other(tmp_path / "there"), facts_of(sender, last="index.json")
+    other, facts = Other(tmp_path / "there"), file_entries_of(sender, final_name="index.json")
     send_folder(other, sender, facts, {})
     other.blocks.clear()
     (other.folder / "exact.bin").write_bytes(b"f" * TRANSFER_BLOCK_BYTES)
@@ -99,7 +99,7 @@ def test_only_what_differs_travels_again(sender: Path, tmp_path: Path) -> None:
 
 
 def test_cut_off_half_way_the_next_call_goes_on_after_the_last_whole_file(sender: Path, tmp_path: Path) -> None:
-    other, facts = Other(tmp_path / "there"), facts_of(sender, last="index.json")
+    other, facts = Other(tmp_path / "there"), file_entries_of(sender, final_name="index.json")
     other.cut_after = 3
     with pytest.raises(PlaitError, match="cable"):
         send_folder(other, sender, facts, {})
@@ -113,25 +113,28 @@ def test_cut_off_half_way_the_next_call_goes_on_after_the_last_whole_file(sender
 
 def test_what_is_not_as_offered_does_not_appear(sender: Path, tmp_path: Path) -> None:
     other = Other(tmp_path / "there")
-    lie = FileFact(name="exact.bin", nbytes=TRANSFER_BLOCK_BYTES, sha256="0" * 64)
+    lie = FileEntry(name="exact.bin", nbytes=TRANSFER_BLOCK_BYTES, sha256="0" * 64)
     with pytest.raises(PlaitError, match=r"exact.bin did not arrive as it was sent"):
         send_folder(other, sender, [lie], {})
     assert contents(other.folder) == {}
 
 
 def test_known_hashes_are_not_computed_again(sender: Path) -> None:
-    facts = {fact.name: fact for fact in facts_of(sender, last="index.json", known={"large.bin": "known"})}
+    facts = {
+        fact.name: fact
+        for fact in file_entries_of(sender, final_name="index.json", known_hashes={"large.bin": "known"})
+    }
     assert facts["large.bin"].sha256 == "known" and facts["exact.bin"].sha256 != "known"
-    assert facts_from([asdict(fact) for fact in facts.values()]) == tuple(facts.values())
+    assert file_entries_from([asdict(fact) for fact in facts.values()]) == tuple(facts.values())
 
 
 def test_pieces_out_of_order_and_files_that_nobody_asked_for_are_refused(tmp_path: Path) -> None:
-    intake = IncomingFile(tmp_path / "there", [FileFact(name="a", nbytes=9, sha256="0" * 64)])
+    intake = IncomingFolder(tmp_path / "there", [FileEntry(name="a", nbytes=9, sha256="0" * 64)])
     with pytest.raises(PlaitError, match="which nobody asked for"):
-        intake.block("b", 0, b"x")
-    intake.block("a", 0, b"abc")
+        intake.write_block("b", 0, b"x")
+    intake.write_block("a", 0, b"abc")
     with pytest.raises(PlaitError, match=r"a piece of .* is missing"):
-        intake.block("a", 6, b"xyz")
+        intake.write_block("a", 6, b"xyz")
     assert contents(tmp_path / "there") == {}
 
 
@@ -140,29 +143,29 @@ def test_names_that_lead_out_of_the_folder_are_refused(tmp_path: Path, name: str
     with pytest.raises(PlaitError, match="which plait never does"):
         safe_path(tmp_path, name)
     with pytest.raises(PlaitError):
-        IncomingFile(tmp_path, [FileFact(name=name, nbytes=1, sha256="")])
+        IncomingFolder(tmp_path, [FileEntry(name=name, nbytes=1, sha256="")])
 
 
 def test_what_cannot_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(PlaitError, match=r"the run's files need .* on this host, where .* are free; free some space"):
-        IncomingFile(tmp_path, [FileFact(name="vast", nbytes=1 << 60, sha256="")])
+        IncomingFolder(tmp_path, [FileEntry(name="vast", nbytes=1 << 60, sha256="")])
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_whose_rest_does_not_come_is_taken_away(tmp_path: Path) -> None:
-    intake = IncomingFile(tmp_path, [FileFact(name="a", nbytes=9, sha256="0" * 64)])
-    intake.abandon()
-    intake.block("a", 0, b"abc")
+    intake = IncomingFolder(tmp_path, [FileEntry(name="a", nbytes=9, sha256="0" * 64)])
+    intake.discard_partial_file()
+    intake.write_block("a", 0, b"abc")
     assert [path.name for path in tmp_path.iterdir()] == [".a.part"]
-    intake.abandon()
+    intake.discard_partial_file()
     assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_told_and_nothing_half_written_stays(tmp_path: Path) -> None:
-    intake = IncomingFile(tmp_path, [FileFact(name="a", nbytes=9, sha256="0" * 64)])
+    intake = IncomingFolder(tmp_path, [FileEntry(name="a", nbytes=9, sha256="0" * 64)])
     (tmp_path / ".a.part").symlink_to("/dev/full")
     with pytest.raises(PlaitError, match=r"this host cannot write .* \(No space left on device\); free some space"):
-        intake.block("a", 0, b"x" * 9)
+        intake.write_block("a", 0, b"x" * 9)
     assert not list(tmp_path.iterdir())
 
 
@@ -181,7 +184,7 @@ def test_a_file_that_nobody_wants_any_more_does_not_appear(sender: Path, tmp_pat
         return len(asked) > 1
 
     with pytest.raises(PlaitError, match=r"nobody waits for large\.bin any more"):
-        fetch_file(Other(sender), {"name": "large.bin"}, tmp_path / "large.bin", unwanted=after_one_block)
+        fetch_file(Other(sender), {"name": "large.bin"}, tmp_path / "large.bin", is_cancelled=after_one_block)
     assert len(asked) == 2 and not (tmp_path / "large.bin").exists()
 
 
@@ -189,26 +192,26 @@ def test_a_nonce_is_seen_only_where_it_was_written_and_goes_away(tmp_path: Path)
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
-    with nonce(here) as (name, content):
-        assert seen(here, name, content) and not seen(there, name, content)
-        assert not seen(here, name, "another")
+    with write_nonce(here) as (name, content):
+        assert has_nonce(here, name, content) and not has_nonce(there, name, content)
+        assert not has_nonce(here, name, "another")
         (there / name).write_text("something else")
-        assert not seen(there, name, content)
+        assert not has_nonce(there, name, content)
     assert not list(here.iterdir())
 
 
 def test_a_shared_folder_in_which_this_host_cannot_work_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with nonce(tmp_path) as (name, content):
+    with write_nonce(tmp_path) as (name, content):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
         (tmp_path / f"{name}.seen").mkdir()
         with pytest.raises(PlaitError, match=r"this host cannot write .*; free some space or mend its rights"):
-            seen(tmp_path, name, content)
+            has_nonce(tmp_path, name, content)
 
         def refuse(*_: object, **__: object) -> str:
             raise PermissionError(13, "Permission denied")
 
         monkeypatch.setattr(Path, "read_text", refuse)
         with pytest.raises(PlaitError, match=r"cannot be read here; join as the user who started the run"):
-            seen(tmp_path, name, content)
+            has_nonce(tmp_path, name, content)

@@ -12,16 +12,14 @@ import pytest
 
 from plait.cluster.topology import Machine, numbered_names
 from plait.commands.hosts import invitation
-from plait.commands.hosts.host_info import code_hash, objection, own_host_info
-from plait.commands.hosts.invitation import HostsRequest, chosen_address, chosen_secret
+from plait.commands.hosts.host_info import code_hash, own_host_info, why_host_cannot_join
+from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
+from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret
 from plait.commands.hosts.leader_workers import (
-    PROBE,
     LeaderWorkers,
-    check_worker_count,
-    folder_of,
-    host_shares,
-    host_shares_text,
+    job_folder_of,
 )
+from plait.commands.planning.workers import PROBE_ENTRY
 from plait.errors import PlaitError
 from plait.launch.remote import interface
 from plait.launch.remote.interface import local_addresses
@@ -44,7 +42,7 @@ class Guest:
     host, name = 1, "guest"
 
     def __init__(self, folder: str) -> None:
-        self.hello: dict[str, Any] = {"folder": folder, "cores": 8, "mark": "beef"}
+        self.host_info: dict[str, Any] = {"folder": folder, "cores": 8, "mark": "beef"}
 
     def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
         assert kind == "see"
@@ -74,11 +72,11 @@ class Led:
 
 
 def told(**other: Any) -> str | None:
-    return objection({**LEAD, "name": "guest", **other}, LEAD)
+    return why_host_cannot_join({**LEAD, "name": "guest", **other}, LEAD)
 
 
 def test_a_host_like_ours_may_join() -> None:
-    assert told() is None and objection(own_host_info(), own_host_info()) is None
+    assert told() is None and why_host_cannot_join(own_host_info(), own_host_info()) is None
     assert told(python="3.12.1", cores=2, folder="/elsewhere", clock_s=1e9 - 59, torch="2.13.0+cu126") is None
 
 
@@ -104,16 +102,19 @@ def test_the_hash_of_the_code_is_stable() -> None:
 
 def test_a_worker_for_each_gpu_or_one_with_all_the_cores() -> None:
     small = replace(LAPTOP, cores=2)
-    assert host_shares(["a", "b"], [LAPTOP, small]) == (
+    assert default_host_shares(["a", "b"], [LAPTOP, small]) == (
         HostShare(name="a", workers=1, threads=8, machine=LAPTOP.digest()),
         HostShare(name="b", workers=1, threads=2, machine=small.digest()),
     )
     one = replace(EIGHT_H100, devices=1, cores=4)
-    assert [(share.workers, share.threads) for share in host_shares(["a", "b"], [EIGHT_H100, one])] == [(8, 24), (1, 4)]
+    assert [(share.workers, share.threads) for share in default_host_shares(["a", "b"], [EIGHT_H100, one])] == [
+        (8, 24),
+        (1, 4),
+    ]
 
 
 def test_who_does_what_is_told_on_a_line() -> None:
-    shares = host_shares(["a", "b"], [EIGHT_H100, replace(EIGHT_H100, devices=1, cores=4)])
+    shares = default_host_shares(["a", "b"], [EIGHT_H100, replace(EIGHT_H100, devices=1, cores=4)])
     assert host_shares_text(shares) == "a 8 workers × 24 threads, b 1 worker × 4 threads"
 
 
@@ -123,11 +124,11 @@ def test_hosts_of_one_name_are_told_apart() -> None:
 
 def test_gpus_and_processors_do_not_mix() -> None:
     with pytest.raises(PlaitError, match=r"^b has GPUs and a has none that torch sees, .*; leave the odd host out"):
-        host_shares(["a", "b"], [LAPTOP, EIGHT_H100])
+        default_host_shares(["a", "b"], [LAPTOP, EIGHT_H100])
 
 
 def test_a_layout_of_another_size_is_refused(tmp_path: Path) -> None:
-    shares = host_shares(["a", "b"], [EIGHT_H100, replace(EIGHT_H100, devices=4)])
+    shares = default_host_shares(["a", "b"], [EIGHT_H100, replace(EIGHT_H100, devices=4)])
     check_worker_count(recipe(tmp_path), shares)
     check_worker_count(recipe(tmp_path, "layout.replicate=3", "layout.tensor=4"), shares)
     with pytest.raises(
@@ -149,8 +150,8 @@ def test_a_plan_over_hosts_reads_back_and_knows_each_rank(tmp_path: Path) -> Non
 def test_a_checkpoint_s_parts_are_fetched_from_the_host_of_their_rank(tmp_path: Path) -> None:
     """Of three hosts with two, one and two workers."""
     old, new = Guest("/a"), Guest("/b")
-    crew = LeaderWorkers(cast(Hosts, Led(old, new)), folder=tmp_path, config=recipe(tmp_path), say=lambda line: None)
-    vars(crew)["_shares"] = tuple(
+    crew = LeaderWorkers(cast(Hosts, Led(old, new)), folder=tmp_path, config=recipe(tmp_path), log=lambda line: None)
+    vars(crew)["_host_shares_as_admitted"] = tuple(
         HostShare(name=name, workers=count, threads=1) for name, count in zip("abc", (2, 1, 2), strict=True)
     )
     assert [crew._member_of(rank) for rank in (2, 3, 4)] == [old, new, new]
@@ -162,7 +163,7 @@ def test_hosts_take_the_places_that_a_plan_gives_them(tmp_path: Path) -> None:
     for guest, name in zip(guests, "abc", strict=True):
         guest.name = name
     hosts = Led(*guests)
-    crew = LeaderWorkers(cast(Hosts, hosts), folder=tmp_path, config=recipe(tmp_path), say=lambda line: None)
+    crew = LeaderWorkers(cast(Hosts, hosts), folder=tmp_path, config=recipe(tmp_path), log=lambda line: None)
     plan = planned(recipe(tmp_path, "layout.replicate=4", "model.size=1M"), PLAYS, LAPTOP)
     lead = own_host_info()["name"]
     assert [share.name for share in crew.with_hosts(plan).hosts] == [lead, "a", "b", "c"]
@@ -172,16 +173,16 @@ def test_hosts_take_the_places_that_a_plan_gives_them(tmp_path: Path) -> None:
         assert [share.mark for share in placed.hosts[1:]] == ["beef"] * 3
         assert crew.with_hosts(placed) == placed
     assert hosts.members == (guests[2], guests[0], guests[1]) and crew._member_of(1) is guests[2]
-    assert [machine.cores for machine, _, _ in crew.hosts()] == [8, 11, 9, 10]
-    assert [flops for _, flops, _ in crew.hosts()] == [1e11, 4e11, 2e11, 3e11]
-    crew.run(Job(entry=PROBE, argument="{}", world_size=4, threads=1), lambda message: None)
+    assert [machine.cores for machine, _, _ in crew.host_machines()] == [8, 11, 9, 10]
+    assert [flops for _, flops, _ in crew.host_machines()] == [1e11, 4e11, 2e11, 3e11]
+    crew.run(Job(entry=PROBE_ENTRY, argument="{}", world_size=4, threads=1), lambda message: None)
     assert [part.threads for part in hosts.parts] == [8, 11, 9, 10]
     with pytest.raises(AssertionError):
         crew.with_hosts(replace(plan, host_order=(0, 1)))
 
 
 def test_the_folder_of_a_job_is_its_argument_or_in_it() -> None:
-    assert folder_of("/a/b") == folder_of(json.dumps({"folder": "/a/b", "resume": None})) == Path("/a/b")
+    assert job_folder_of("/a/b") == job_folder_of(json.dumps({"folder": "/a/b", "resume": None})) == Path("/a/b")
 
 
 @pytest.mark.parametrize("corpus", ["in the cache", "elsewhere"])
@@ -196,73 +197,73 @@ def test_the_data_of_a_job_have_a_name_that_holds_where_a_shared_folder_is_mount
     named = job / "corpus" if corpus == "in the cache" else Path("/data/corpus")
     write_plan(replace(planned(config, PLAYS, LAPTOP), corpus=str(named)), job / "plan.json")
     hosts = Led(Guest("/mnt/work"))
-    crew = LeaderWorkers(cast(Hosts, hosts), folder=run, config=config, say=lambda line: None)
+    crew = LeaderWorkers(cast(Hosts, hosts), folder=run, config=config, log=lambda line: None)
     asked = json.dumps({"folder": str(job), "extent": "all", "who": "layout"})
     crew.run(
-        Job(entry="plait.commands.verifying.reference:rank", argument=asked, world_size=2, threads=1),
+        Job(entry="plait.commands.verifying.reference:run_check_rank", argument=asked, world_size=2, threads=1),
         lambda message: None,
     )
     assert read_plan(job / "plan.json").corpus == (
         ".plait/proof/corpus" if corpus == "in the cache" else "/data/corpus"
     )
-    assert [folder_of(part.argument) for part in hosts.parts] == [job, Path("/mnt/work/.plait/proof")]
+    assert [job_folder_of(part.argument) for part in hosts.parts] == [job, Path("/mnt/work/.plait/proof")]
 
 
 def test_an_address_must_be_of_this_machine() -> None:
-    assert chosen_address("127.0.0.1") == "127.0.0.1" and chosen_address("127.0.0.2") == "127.0.0.2"
+    assert choose_address("127.0.0.1") == "127.0.0.1" and choose_address("127.0.0.2") == "127.0.0.2"
     with pytest.raises(PlaitError, match=r"^203.0.113.7 is not an address of this machine; "):
-        chosen_address("203.0.113.7")
+        choose_address("203.0.113.7")
     outside = [text for text in local_addresses() if not text.startswith("127.") and ":" not in text]
     if len(outside) == 1:
-        assert chosen_address(None) == outside[0]
+        assert choose_address(None) == outside[0]
     else:
         with pytest.raises(PlaitError, match=r"choose --address|has no address"):
-            chosen_address(None)
+            choose_address(None)
 
 
 def test_a_second_address_of_an_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"127.0.0.1": "lo", "192.168.1.5": "eth0", "10.0.0.1": "eth0", "10.0.0.2": "eth1", "fd00::1": "eth0"}
     for module in (interface, invitation):
         monkeypatch.setattr(module, "local_addresses", lambda: known)
-    assert [chosen_address(one) for one in ("192.168.1.5", "10.0.0.2")]
+    assert [choose_address(one) for one in ("192.168.1.5", "10.0.0.2")]
     for second in ("10.0.0.1", "fd00::1"):
         with pytest.raises(PlaitError, match=rf"{second} is not the first address of eth0, .*at that, 192\.168\.1\.5;"):
-            chosen_address(second)
+            choose_address(second)
 
 
 def test_a_new_secret_goes_to_a_private_file_and_is_found_there_again(tmp_path: Path) -> None:
     file = tmp_path / "secret"
-    first, words = chosen_secret(file)
+    first, words = choose_secret(file)
     assert file.stat().st_mode & 0o777 == 0o600 and first.text in file.read_text()
     assert first.text not in words and str(file) in words
-    again, words = chosen_secret(file)
+    again, words = choose_secret(file)
     assert again == first and first.text not in words
     file.chmod(0o644)
     with pytest.raises(PlaitError, match="chmod 600"):
-        chosen_secret(file)
+        choose_secret(file)
     with pytest.raises(PlaitError, match=r"cannot be written \(No such file or directory\); name another place"):
-        chosen_secret(tmp_path / "nowhere" / "secret")
+        choose_secret(tmp_path / "nowhere" / "secret")
 
 
 def test_a_secret_in_the_environment_is_taken_and_not_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    known, _ = chosen_secret(tmp_path / "secret")
+    known, _ = choose_secret(tmp_path / "secret")
     monkeypatch.setenv("PLAIT_SECRET", known.text)
-    found, words = chosen_secret(None)
+    found, words = choose_secret(None)
     assert found == known and known.text not in words and "PLAIT_SECRET" in words
 
 
 def test_a_secret_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.delenv("PLAIT_SECRET", raising=False)
     with pytest.raises(PlaitError, match=r"no terminal to show the secret on; name a file for it by --secret-file"):
-        chosen_secret(None)
+        choose_secret(None)
 
 
 def test_what_belongs_to_several_hosts_is_refused_for_one() -> None:
-    assert HostsRequest(hosts=2, address="127.0.0.1").port == 0
+    assert HostsRequest(n_hosts=2, address="127.0.0.1").port == 0
     more: list[dict[str, Any]] = [{"address": "127.0.0.1"}, {"port": 5}, {"secret_file": Path("x")}]
     for one in more:
         with pytest.raises(PlaitError, match="say how many with --hosts"):
-            HostsRequest(hosts=1, **one)
+            HostsRequest(n_hosts=1, **one)
 
 
 def test_a_machine_is_what_a_rank_tells(tmp_path: Path) -> None:
@@ -271,7 +272,7 @@ def test_a_machine_is_what_a_rank_tells(tmp_path: Path) -> None:
 
 def test_hosts_keep_the_names_of_a_plan_where_their_marks_are_known() -> None:
     """Of one name, they are numbered as they come: after they changed places they come in another order."""
-    hosts = host_shares(["lead", "vm (2)", "vm"], [LAPTOP] * 3)
+    hosts = default_host_shares(["lead", "vm (2)", "vm"], [LAPTOP] * 3)
     known = tuple(replace(share, mark=mark) for share, mark in zip(hosts, ("m0", "m2", "m1"), strict=True))
     now = tuple(replace(share, name=name) for share, name in zip(known, ("lead", "vm", "vm (2)"), strict=True))
     assert refreshed_hosts(known, now) == known
@@ -284,10 +285,10 @@ def test_hosts_keep_the_names_of_a_plan_where_their_marks_are_known() -> None:
 
 def test_hosts_are_told_apart_by_what_they_are_and_not_by_their_names() -> None:
     small = replace(LAPTOP, cores=2)
-    made_for = host_shares(["a", "b"], [LAPTOP, small])
-    assert same_hosts(made_for, host_shares(["c", "d"], [LAPTOP, small]))
-    assert not same_hosts(made_for, host_shares(["b", "a"], [small, LAPTOP]))
-    assert not same_hosts(made_for, host_shares(["a", "b"], [LAPTOP, replace(small, memory_bytes=2**40)]))
+    made_for = default_host_shares(["a", "b"], [LAPTOP, small])
+    assert same_hosts(made_for, default_host_shares(["c", "d"], [LAPTOP, small]))
+    assert not same_hosts(made_for, default_host_shares(["b", "a"], [small, LAPTOP]))
+    assert not same_hosts(made_for, default_host_shares(["a", "b"], [LAPTOP, replace(small, memory_bytes=2**40)]))
     assert not same_hosts(made_for, made_for[:1])
     of_an_earlier_version = [replace(share, machine="") for share in made_for]
     assert same_hosts(of_an_earlier_version, made_for)

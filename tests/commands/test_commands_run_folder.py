@@ -11,11 +11,11 @@ from typing import TextIO
 import pytest
 
 from plait.commands.planning.run_folder import (
-    MAY_CHANGE,
+    CHANGEABLE_KEYS,
     RunFolder,
     check_changes,
-    finished_run,
-    locked_folder,
+    find_run,
+    lock_run_folder,
     run_folder,
 )
 from plait.errors import PlaitError
@@ -40,17 +40,21 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunConfig, Pl
 
 def test_a_folder_that_one_process_holds_is_refused_to_the_next(made) -> None:
     folder = run_folder("x")
-    with locked_folder(folder), pytest.raises(PlaitError, match="another plait is training in"), locked_folder(folder):
+    with (
+        lock_run_folder(folder),
+        pytest.raises(PlaitError, match="another plait is training in"),
+        lock_run_folder(folder),
+    ):
         pass
-    with locked_folder(folder):
+    with lock_run_folder(folder):
         pass
 
 
 def test_a_run_that_did_not_begin_leaves_nothing_and_one_that_did_keeps_all(made) -> None:
-    with pytest.raises(PlaitError, match="no"), locked_folder(run_folder("x")):
+    with pytest.raises(PlaitError, match="no"), lock_run_folder(run_folder("x")):
         raise PlaitError("no")
     assert not Path("runs/x").exists()
-    with locked_folder(run_folder("x")):
+    with lock_run_folder(run_folder("x")):
         Path("runs/x/plan.json").write_text("{}")
     assert sorted(path.name for path in Path("runs/x").iterdir()) == [".lock", "plan.json"]
 
@@ -60,7 +64,7 @@ def test_who_opened_a_lock_that_its_holder_then_took_away_is_refused(made, monke
         Path("runs/x/.lock").unlink()
 
     monkeypatch.setattr("plait.commands.planning.run_folder.hold_lock", taken_away)
-    with pytest.raises(PlaitError, match="another plait is training in"), locked_folder(run_folder("x")):
+    with pytest.raises(PlaitError, match="another plait is training in"), lock_run_folder(run_folder("x")):
         pass
 
 
@@ -69,25 +73,25 @@ def test_a_lock_dies_with_its_process(made) -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        with locked_folder(folder):
+        with lock_run_folder(folder):
             os.write(write, b"held")
             os._exit(0)
     os.read(read, 4)
     os.waitpid(child, 0)
-    with locked_folder(folder):
+    with lock_run_folder(folder):
         pass
 
 
 def test_a_disk_that_says_no_is_told_in_a_sentence_and_our_bugs_are_not(made) -> None:
     with (
         pytest.raises(PlaitError, match=r"^here: No space left on device; free some space"),
-        locked_folder(run_folder("x")),
+        lock_run_folder(run_folder("x")),
     ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
-    with pytest.raises(FileNotFoundError), locked_folder(run_folder("x")):
+    with pytest.raises(FileNotFoundError), lock_run_folder(run_folder("x")):
         Path("nothing").read_text()
     Path("runs/y").write_text("a file where the folder should be")
-    with pytest.raises(PlaitError, match=r"cannot be written"), locked_folder(run_folder("y")):
+    with pytest.raises(PlaitError, match=r"cannot be written"), lock_run_folder(run_folder("y")):
         pass
 
 
@@ -95,7 +99,10 @@ def test_a_plan_that_the_disk_does_not_take_is_refused_before_anything_begins(ma
     config, plan = made
     (tmp_path / "file").touch()
     inside_a_file = RunFolder(tmp_path / "file" / "run")
-    for write in (lambda: write_plan(plan, tmp_path / "none" / "plan.json"), lambda: inside_a_file.put(config, plan)):
+    for write in (
+        lambda: write_plan(plan, tmp_path / "none" / "plan.json"),
+        lambda: inside_a_file.save_config_and_plan(config, plan),
+    ):
         with pytest.raises(PlaitError, match=r"could not write .*free some space") as told:
             write()
         assert told.value.exit_code == 2
@@ -104,16 +111,16 @@ def test_a_plan_that_the_disk_does_not_take_is_refused_before_anything_begins(ma
 def test_recipe_and_plan_read_back_and_earlier_plans_are_kept(made) -> None:
     config, plan = made
     folder = run_folder("x")
-    with locked_folder(folder):
+    with lock_run_folder(folder):
         assert not folder.has_begun
-        folder.put(config, plan)
-        assert folder.has_begun and folder.begun_config() == config and folder.begun_plan() == plan
-        folder.put(config, plan)
+        folder.save_config_and_plan(config, plan)
+        assert folder.has_begun and folder.saved_config() == config and folder.saved_plan() == plan
+        folder.save_config_and_plan(config, plan)
         assert not list(folder.path.glob("plan-*.json"))
         second, third = replace(plan, steps=200), replace(plan, steps=300)
-        folder.put(config, second)
-        folder.put(config, third)
-    assert folder.begun_plan() == third
+        folder.save_config_and_plan(config, second)
+        folder.save_config_and_plan(config, third)
+    assert folder.saved_plan() == third
     assert read_plan(folder.path / "plan-1.json") == plan and read_plan(folder.path / "plan-2.json") == second
     assert sorted(path.name for path in folder.path.iterdir() if path.name != ".lock") == [
         "plan-1.json", "plan-2.json", "plan.json", "recipe.toml",
@@ -122,29 +129,29 @@ def test_recipe_and_plan_read_back_and_earlier_plans_are_kept(made) -> None:
 
 def test_a_run_without_checkpoint_begins_anew_with_empty_metrics(made) -> None:
     folder = run_folder("x")
-    with locked_folder(folder):
-        folder.put(*made)
+    with lock_run_folder(folder):
+        folder.save_config_and_plan(*made)
         folder.metrics.write_text('{"step": 1, "eval_loss": 1.0, "eval_nats_per_byte": 1.0}\n')
-        assert folder.resume_point() is None
+        assert folder.prepare_resume() is None
         assert read_metrics(folder.metrics) == ([], [])
 
 
 def test_runs_are_found_by_name_and_by_path(made) -> None:
     with pytest.raises(PlaitError, match=r'there is no run "x"; train one with: plait train RECIPE'):
-        finished_run("x")
+        find_run("x")
     folder = run_folder("x")
-    with locked_folder(folder):
-        folder.put(*made)
-    assert finished_run("x") == folder and finished_run("runs/x") == folder
-    assert finished_run(str(folder.path.resolve())) == RunFolder(folder.path.resolve())
+    with lock_run_folder(folder):
+        folder.save_config_and_plan(*made)
+    assert find_run("x") == folder and find_run("runs/x") == folder
+    assert find_run(str(folder.path.resolve())) == RunFolder(folder.path.resolve())
     with pytest.raises(PlaitError, match=r'there is no run "z"; there are x'):
-        finished_run("z")
+        find_run("z")
 
 
 @pytest.mark.parametrize("key", sorted(OTHER_VALUES))
 def test_only_what_is_promised_may_change_of_a_begun_run(tmp_path: Path, key: str) -> None:
     old, new = base_recipe(tmp_path), changed_recipe(tmp_path, key)
-    may = key == "data.files" or key.startswith(MAY_CHANGE)
+    may = key == "data.files" or key.startswith(CHANGEABLE_KEYS)
     if may:
         assert check_changes(old, new) == [key]
         return
@@ -169,26 +176,26 @@ LINE = SharesLine(step=21, shares=(11, 5), reason="as a test wrote", speeds=(2.0
 
 def test_recorded_shares_stay_with_their_layout(shared) -> None:
     (config, plan), folder, line = shared, run_folder("x"), LINE
-    with locked_folder(folder):
-        folder.put(config, plan)
+    with lock_run_folder(folder):
+        folder.save_config_and_plan(config, plan)
         append_shares(folder.shares, line)
-        folder.put(config, replace(plan, steps=plan.steps + 1))
+        folder.save_config_and_plan(config, replace(plan, steps=plan.steps + 1))
         assert read_shares(folder.shares) == (line,)
-        folder.put(config, replace(plan, layout=Layout(replicate=4)))
+        folder.save_config_and_plan(config, replace(plan, layout=Layout(replicate=4)))
         assert not folder.shares.exists() and read_shares(folder.path / "shares-2.jsonl") == (line,)
         append_shares(folder.shares, line)
         with pytest.raises(PlaitError, match="take the file away"):
-            folder.put(config, replace(plan, layout=Layout(replicate=4)))
+            folder.save_config_and_plan(config, replace(plan, layout=Layout(replicate=4)))
 
 
 def test_a_plan_that_was_asked_for_afresh_begins_with_its_own_shares(shared) -> None:
     """Though it says what the old one said: the shares that were recorded since would be obeyed in its place."""
     (config, plan), folder, line = shared, run_folder("x"), LINE
-    with locked_folder(folder):
-        folder.put(config, plan)
+    with lock_run_folder(folder):
+        folder.save_config_and_plan(config, plan)
         for number in (1, 2):
             append_shares(folder.shares, line)
-            folder.put(config, plan, afresh=True)
+            folder.save_config_and_plan(config, plan, is_replanned=True)
             assert not folder.shares.exists() and read_shares(folder.path / f"shares-{number}.jsonl") == (line,)
 
 

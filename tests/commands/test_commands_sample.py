@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from plait.commands.sample import text_pieces
+from plait.commands.sample import decode_incrementally
 
 
 class Words:
@@ -21,5 +21,5 @@ class Words:
 
 @pytest.mark.parametrize(("before", "text"), [([1, 2], " a time, Once"), ([], "a time, Once")])
 def test_words_keep_the_spaces_between_them(before: list[int], text: str) -> None:
-    told = list(text_pieces(cast(Any, Words()), before, iter([3, 4, 5, 1, 0, 2])))
+    told = list(decode_incrementally(cast(Any, Words()), before, iter([3, 4, 5, 1, 0, 2])))
     assert "".join(told) == text and len(told) == 4

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from plait.commands.planning.workers import OnMessage, OwnWorkers
+from plait.commands.planning.workers import ForkedWorkers, OnMessage
 from plait.commands.verify import verify
 from plait.commands.verifying.gradient_check import check_new_layout
-from plait.commands.verifying.reference import reference
+from plait.commands.verifying.reference import reference_tensors
 from plait.commands.verifying.small_model import (
     requested_layout,
     requested_shares,
@@ -70,7 +70,7 @@ class Tampering:
 
     fixed_workers = None
 
-    def __init__(self, workers: OwnWorkers) -> None:
+    def __init__(self, workers: ForkedWorkers) -> None:
         self._workers = workers
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
@@ -83,9 +83,9 @@ class Tampering:
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[OwnWorkers]:
+def workers() -> Iterator[ForkedWorkers]:
     with ForkServer(preload=("torch._dynamo", "plait.commands.verifying.reference")) as server:
-        yield OwnWorkers(server)
+        yield ForkedWorkers(server)
 
 
 def screen() -> Console:
@@ -181,7 +181,7 @@ def test_the_reference_is_one_plain_process(tmp_path: Path) -> None:
     plan = shrunk_plan(CONFIG, LARGE, Layout(tensor=2))
     folder = write_synthetic(tmp_path, vocabulary=plan.shape.vocabulary, sequence=plan.sequence, seed=1)
     threads = torch.get_num_threads()
-    found = reference(CONFIG, replace(plan, corpus=str(folder)), "gradients")
+    found = reference_tensors(CONFIG, replace(plan, corpus=str(folder)), "gradients")
     torch.set_num_threads(threads)
     assert not dist.is_initialized()
     assert found["sums/norm"] > 0 and all(torch.isfinite(tensor).all() for tensor in found.values())
@@ -276,7 +276,7 @@ def a_plan(layout: Layout) -> Plan:
     return replace(shrunk_plan(CONFIG, shape, layout), shape=shape, fingerprint={"name": "a test's"})
 
 
-def test_a_new_layout_is_checked_once(tmp_path: Path, workers: OwnWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_layout_is_checked_once(tmp_path: Path, workers: ForkedWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     show, plan = screen(), a_plan(Layout(shard=2))
     check_new_layout(CONFIG, plan, workers, show)
@@ -291,7 +291,7 @@ def test_a_new_layout_is_checked_once(tmp_path: Path, workers: OwnWorkers, monke
 
 
 def test_a_layout_that_differs_stops_the_run_and_is_not_remembered(
-    tmp_path: Path, workers: OwnWorkers, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, workers: ForkedWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     sentence = r"layer 1's attention output weight, gradient is off by 1e-03; .* \(--no-check trains all the same\)"

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from plait.commands.planning.workers import OwnWorkers
+from plait.commands.planning.workers import ForkedWorkers
 from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.small_model import shrunk_plan
 from plait.layout import Layout, conflict
@@ -19,13 +19,13 @@ CONFIG = parse_config({"data": {"files": "none"}, "run": {"name": "matrix"}})
 
 
 @pytest.mark.parametrize("name", EVERY_DAY)
-def test_layout_computes_what_one_process_computes(name: str, workers: OwnWorkers) -> None:
+def test_layout_computes_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
     family, layout = EVERY_DAY[name]
     check(family, layout, workers)
 
 
 @pytest.mark.parametrize("name", UNEQUAL)
-def test_unequal_shares_compute_what_one_process_computes(name: str, workers: OwnWorkers) -> None:
+def test_unequal_shares_compute_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
     family, layout, shares = UNEQUAL[name]
     check(family, layout, workers, shares)
 
@@ -39,17 +39,17 @@ def described(value: Layout | tuple[int, ...] | str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "family"), pairs(), ids=described)
-def test_any_mix_computes_what_one_process_computes(layout: Layout, family: str, workers: OwnWorkers) -> None:
+def test_any_mix_computes_what_one_process_computes(layout: Layout, family: str, workers: ForkedWorkers) -> None:
     check(family, layout, workers)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "shares"), UNEQUAL_LONG, ids=described)
-def test_any_mix_with_unequal_shares_does(layout: Layout, shares: tuple[int, ...], workers: OwnWorkers) -> None:
+def test_any_mix_with_unequal_shares_does(layout: Layout, shares: tuple[int, ...], workers: ForkedWorkers) -> None:
     check("gpt2", layout, workers, shares)
 
 
-def check(family: str, layout: Layout, workers: OwnWorkers, shares: tuple[int, ...] = ()) -> None:
+def check(family: str, layout: Layout, workers: ForkedWorkers, shares: tuple[int, ...] = ()) -> None:
     plan = shrunk_plan(CONFIG, FAMILIES[family], layout, shares)
     check_layout(plan.layout, plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences)
     check_shares(plan.shares, plan.layout, plan.batch_sequences)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from plait.commands.planning.workers import OwnWorkers
+from plait.commands.planning.workers import ForkedWorkers
 from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.small_model import requested_layout, requested_shares, shrunk_plan
 from plait.recipe.load import load_recipe
@@ -74,7 +74,7 @@ def test_the_same_copy_without_a_patch_is_green(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asked", sorted(set(SHOWN_BY.values())), ids=" ".join)
 def test_without_the_bugs_all_these_layouts_are_green(
-    asked: tuple[str, ...], tmp_path: Path, workers: OwnWorkers
+    asked: tuple[str, ...], tmp_path: Path, workers: ForkedWorkers
 ) -> None:
     (tmp_path / "small.toml").write_text(RECIPE)
     config = load_recipe(tmp_path / "small.toml", asked)

@@ -13,8 +13,8 @@ import pytest
 from plait.cluster.cluster import Cluster, cluster_of, read_cluster
 from plait.cluster.topology import Machine, usable_cores
 from plait.commands.planning.make_plan import look_around, resources_of
-from plait.commands.planning.plan_report import answer
-from plait.commands.preparing.usual_corpus import known_or_usual_corpus
+from plait.commands.planning.plan_report import make_plan_report
+from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.commands.probing.survey import survey_machines
 from plait.launch.values.job import Job, JobResult, Message
 from plait.layout import AXES
@@ -68,7 +68,7 @@ class OneHost:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
 
-    def hosts(self) -> tuple[()]:
+    def host_machines(self) -> tuple[()]:
         return ()
 
     def run(self, job: Job, on_message: Callable[[Message], None]) -> JobResult:
@@ -82,7 +82,7 @@ def test_plan_and_train_ask_for_the_same(machine: str, overrides: tuple[str, ...
     """`plait plan` looks at this machine, `plait train` surveys it and whoever joined."""
     workers: Any = OneHost(MACHINES[machine])
     config = recipe(tmp_path, *overrides)
-    corpus, _ = known_or_usual_corpus(config)
+    corpus, _ = corpus_facts_or_usual(config)
     surveyed = survey_machines(workers, lambda line: None, "kept")
     by_plan = request_of(config, corpus, resources_of(look_around(workers, usable_cores()), workers))
     by_train = request_of(config, corpus, resources_of(surveyed, workers))
@@ -96,7 +96,7 @@ def test_on_paper_and_probed_the_same_cluster_gives_the_same_request(
 ) -> None:
     """Apart from threads, which a cluster on paper does not have."""
     cluster, config = read_cluster(name), recipe(tmp_path, *overrides)
-    corpus, _ = known_or_usual_corpus(config)
+    corpus, _ = corpus_facts_or_usual(config)
     paper = on_paper(cluster)
     given = FixedWorkers(workers=cluster.devices, threads=1)
     probing = Resources(
@@ -118,9 +118,9 @@ def test_given_the_same_cluster_and_lessons_the_plans_are_equal(
     here, config = MACHINES[machine], recipe(tmp_path, *overrides)
     taught = lambda precision, basis: LESSON  # noqa: E731
     there = on_paper(described(here), taught)
-    paper = answer(config, there, top=0).plan
+    paper = make_plan_report(config, there, top=0).plan
     resources = Resources(machine=here, peak_flops=there.peak_flops, load_calibration=taught)
-    run = draft(config, known_or_usual_corpus(config)[0], resources, recipe_hash="")
+    run = draft(config, corpus_facts_or_usual(config)[0], resources, recipe_hash="")
     assert comparable(paper) == comparable(settle(config, run, run.layouts))
 
 
@@ -130,8 +130,8 @@ def test_given_the_same_probe_the_plans_are_equal(speeds: tuple[float, ...], tmp
     paper = on_paper(cluster)
     fixed = FixedWorkers(workers=len(speeds), threads=1)
     joined = replace(paper, cluster=None, fixed_workers=fixed, probe=lambda need: cluster, is_here=True)
-    run = draft(config, known_or_usual_corpus(config)[0], joined, recipe_hash="")
-    assert comparable(answer(config, paper, top=0).plan) == comparable(settle(config, run, run.layouts))
+    run = draft(config, corpus_facts_or_usual(config)[0], joined, recipe_hash="")
+    assert comparable(make_plan_report(config, paper, top=0).plan) == comparable(settle(config, run, run.layouts))
 
 
 def comparable(plan: Plan) -> dict[str, object]:

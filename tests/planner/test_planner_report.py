@@ -16,7 +16,7 @@ from rich.console import Console
 
 from plait.cluster.cluster import read_cluster
 from plait.commands.plan import plan, terms
-from plait.commands.planning.plan_report import Answer, answer, answer_text
+from plait.commands.planning.plan_report import PlanReport, make_plan_report, plan_report_text
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration
@@ -57,25 +57,25 @@ def recipe(folder: Path, size: str, sequence: int, batch: int, budget: str, *ove
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PlanReport]:
     folder = tmp_path_factory.mktemp("recipes")
     return {
-        name: answer(recipe(folder, *asked), on_paper(read_cluster(cluster)), top=5)
+        name: make_plan_report(recipe(folder, *asked), on_paper(read_cluster(cluster)), top=5)
         for name, (cluster, *asked) in CASES.items()
     }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_words_for_ten_clusters(name: str, answers: dict[str, Answer]) -> None:
-    text, golden = answer_text(answers[name]), GOLDEN / f"plan-{name}.txt"
+def test_the_words_for_ten_clusters(name: str, answers: dict[str, PlanReport]) -> None:
+    text, golden = plan_report_text(answers[name]), GOLDEN / f"plan-{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(text)
     assert text == golden.read_text(), f"{golden} says otherwise; if the new text is right, write it by UPDATE_GOLDEN=1"
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_numbers_add_up(name: str, answers: dict[str, Answer]) -> None:
-    found, sections = answers[name].found, answers[name].sections
+def test_the_numbers_add_up(name: str, answers: dict[str, PlanReport]) -> None:
+    found, sections = answers[name].search, answers[name].sections
     values = json.loads(json.dumps(plan_json(found, sections, 5)))
     assert np.prod(list(values["layout"].values())) == found.cluster.devices
     assert sum(values["time"].values()) == pytest.approx(values["step_s"])
@@ -87,8 +87,8 @@ def test_the_numbers_add_up(name: str, answers: dict[str, Answer]) -> None:
     assert {"micro_sequences", "recompute", "schedule", "error", "why"} <= set(values)
 
 
-def test_runners_up_differ_from_the_chosen_and_from_each_other(answers: dict[str, Answer]) -> None:
-    found = answers["512xh100"].found
+def test_runners_up_differ_from_the_chosen_and_from_each_other(answers: dict[str, PlanReport]) -> None:
+    found = answers["512xh100"].search
     rows = [found.chosen, *runners_up(found, 8)]
     c = found.candidates.select(np.array(rows))
     assert (
@@ -101,9 +101,9 @@ def test_runners_up_differ_from_the_chosen_and_from_each_other(answers: dict[str
 
 @pytest.mark.parametrize("name", ["8xh100", "two-nodes-of-a100", "8x4090", "laptop-and-desktop"])
 def test_beyond_each_threshold_another_kind_is_chosen_and_before_it_the_same(
-    name: str, answers: dict[str, Answer]
+    name: str, answers: dict[str, PlanReport]
 ) -> None:
-    found = answers[name].found
+    found = answers[name].search
     told = tipping_points(found)
     assert told, "nothing would change the answer"
     for flip in told:
@@ -138,8 +138,8 @@ def kind_at(found: Search, flip: TippingPoint, factor: float) -> int:
 
 def test_pinned_degrees_are_obeyed_and_their_price_is_told(tmp_path: Path) -> None:
     config = recipe(tmp_path, "350M", 1024, 256, "1B tokens", "layout.tensor=8")
-    one = answer(config, on_paper(read_cluster("8x4090")), top=3)
-    values = plan_json(one.found, one.sections, 3)
+    one = make_plan_report(config, on_paper(read_cluster("8x4090")), top=3)
+    values = plan_json(one.search, one.sections, 3)
     assert values["layout"] == {"pipeline": 1, "replicate": 1, "shard": 1, "context": 1, "tensor": 8}
     assert "as [layout] of the recipe says, though" in values["why"][0] and "plait would choose" in values["why"][0]
 
@@ -148,24 +148,24 @@ def test_what_runs_here_taught_is_in_the_plan_and_said(tmp_path: Path) -> None:
     config = recipe(tmp_path, "350M", 1024, 256, "1B tokens", "layout.replicate=8")
     cluster, taught = read_cluster("8x4090"), Calibration(ground="here", compute=1.5, messages=1.5, runs=3)
     plain, learnt = (
-        answer(config, on_paper(cluster, lambda *_, one=one: one), top=0) for one in (UNCALIBRATED, taught)
+        make_plan_report(config, on_paper(cluster, lambda *_, one=one: one), top=0) for one in (UNCALIBRATED, taught)
     )
-    spent = [float(one.found.step_s[one.found.chosen]) for one in (plain, learnt)]
+    spent = [float(one.search.step_s[one.search.chosen]) for one in (plain, learnt)]
     assert 1.2 < spent[1] / spent[0] <= 1.5
     said = "longer than the formulas say: the last 3 runs here taught it"
-    assert said in answer_text(learnt) and said not in answer_text(plain)
+    assert said in plan_report_text(learnt) and said not in plan_report_text(plain)
 
 
 def test_a_layout_for_which_memory_is_short_is_explained_although_nothing_fits_freely(tmp_path: Path) -> None:
     config = recipe(tmp_path, "1B", 1024, 64, "1B tokens", "layout.shard=2")
     cluster = read_cluster("2x(1x4090)@10G")
     pins = Constraints(degrees=Layout(shard=2))
-    roomy = search(answer(config, on_paper(cluster), top=0).found.workload, cluster, constraints=pins)
+    roomy = search(make_plan_report(config, on_paper(cluster), top=0).search.workload, cluster, constraints=pins)
     tight = with_memory(cluster, 0.99 * min(roomy.leanest_bytes.values()) / cluster.islands[0].device.memory_bytes)
     with pytest.raises(DoesNotFit):
         search(roomy.workload, tight)
-    one = answer(config, on_paper(tight), top=3)
-    told = answer_text(one)
+    one = make_plan_report(config, on_paper(tight), top=3)
+    told = plan_report_text(one)
     assert "as [layout] of the recipe says; left open, plait would choose nothing: a model of" in " ".join(told.split())
     assert "the layout is as the recipe says, whatever the machines" in told and "memory is short" in told
     assert "plait would choose nothing" in short_reasons(search(roomy.workload, tight, constraints=pins))[0]
@@ -175,7 +175,7 @@ def test_gradients_travel_as_the_recipe_says(tmp_path: Path) -> None:
     asked = ("350M", 1024, 16, "1B tokens", "layout.replicate=2")
     cluster = read_cluster("2x(1x4090)@1G")
     whole, half = (
-        answer(recipe(tmp_path, *asked, f"train.gradient_transfer={kind}"), on_paper(cluster), top=0).found
+        make_plan_report(recipe(tmp_path, *asked, f"train.gradient_transfer={kind}"), on_paper(cluster), top=0).search
         for kind in ("float32", "bf16")
     )
     assert half.profile.gradient_transfer == "bf16"
@@ -200,7 +200,7 @@ def test_bad_input_is_one_sentence(
     cluster: str, asked: tuple[str, int, int, str], overrides: tuple[str, ...], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(PlaitError) as caught:
-        answer(recipe(tmp_path, *asked, *overrides), on_paper(read_cluster(cluster)), top=3)
+        make_plan_report(recipe(tmp_path, *asked, *overrides), on_paper(read_cluster(cluster)), top=3)
     told = str(caught.value)
     assert says in told and "\n" not in told and caught.value.exit_code == 2
 
@@ -249,11 +249,11 @@ def test_every_term_is_told_in_two_sentences() -> None:
     assert "Points of complexity" in terms() and glossary_text() in terms()
 
 
-def test_no_abbreviation_stands_without_its_words(answers: dict[str, Answer]) -> None:
+def test_no_abbreviation_stands_without_its_words(answers: dict[str, PlanReport]) -> None:
     """Every word in capitals is a name of the cluster or the model, a unit, or stands in brackets behind its words."""
     units = {"MFU", "FSDP", "GB", "B", "M", "K", "T", "TPU", "RTX", "SXM", "OAM", "NVL72"}
     for name, one in answers.items():
-        text = " ".join(answer_text(one).split())
+        text = " ".join(plan_report_text(one).split())
         for word in set(re.findall(r"\b[A-Z][A-Z0-9]+\b", text)) - units:
-            named = any(word in island.device.name for island in one.found.cluster.islands)
+            named = any(word in island.device.name for island in one.search.cluster.islands)
             assert named or f"({word}" in text, f"{name}: {word}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plait.cluster.cluster import read_cluster
-from plait.commands.planning.plan_report import answer
+from plait.commands.planning.plan_report import make_plan_report
 from plait.errors import PlaitError
 from plait.layout import Layout, equal_share
 from plait.model.shape import parameter_count
@@ -363,7 +363,7 @@ def test_named_degrees_run_as_they_are_priced_and_as_plait_plan_answers(named: t
     model = ("model.size=13B", "model.vocabulary=50257", "train.sequence=4096", "train.batch_tokens=262144")
     config = recipe(tmp_path, *STEPS, *model, *named)
     plan = planned(config, WEB, EIGHT_H100)
-    found = answer(config, on_paper(read_cluster("8xH100")), top=0).found
+    found = make_plan_report(config, on_paper(read_cluster("8xH100")), top=0).search
     cut = found.stage_layers(found.chosen) if plan.layout.pipeline > 1 else ()
     assert plan.layout == layout_of_candidate(found.candidates, found.chosen, cut)
     if plan.layout.pipeline == 1:

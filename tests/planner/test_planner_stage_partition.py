@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.cluster.cluster import read_cluster
-from plait.commands.planning.plan_report import answer
+from plait.commands.planning.plan_report import make_plan_report
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.model.sizes import MODEL_SIZES, named_shape
@@ -150,17 +150,17 @@ def asked(folder: Path, *layout: str) -> RunConfig:
 
 def test_a_recipes_stages_reach_the_price(tmp_path: Path) -> None:
     even, odd = (
-        answer(asked(tmp_path, f"layout.stage_layers={stages}"), on_paper(read_cluster("2x4090")), top=0)
+        make_plan_report(asked(tmp_path, f"layout.stage_layers={stages}"), on_paper(read_cluster("2x4090")), top=0)
         for stages in ("[13, 11]", "[23, 1]")
     )
-    assert odd.found.candidates.layer_split == (23, 1)
-    assert odd.found.step_s[odd.found.chosen] > 1.5 * even.found.step_s[even.found.chosen]
+    assert odd.search.candidates.layer_split == (23, 1)
+    assert odd.search.step_s[odd.search.chosen] > 1.5 * even.search.step_s[even.search.chosen]
     assert not any("stage_layers" in note for note in odd.notes)
 
 
 def test_a_named_pipeline_is_priced_in_the_order_in_which_it_would_run(tmp_path: Path) -> None:
     for layout, order in (((), ("1f1b", 1)), (("layout.virtual_stages=2",), ("interleaved", 2))):
-        found = answer(asked(tmp_path, *layout), on_paper(read_cluster("2x4090")), top=0).found
+        found = make_plan_report(asked(tmp_path, *layout), on_paper(read_cluster("2x4090")), top=0).search
         rows = [found.candidates.row(index) for index in range(len(found.candidates))]
         assert {(row["schedule"], row["virtual"]) for row in rows} == {order}
 
@@ -177,7 +177,7 @@ def test_a_named_pipeline_is_priced_in_the_order_in_which_it_would_run(tmp_path:
 )
 def test_stages_that_cannot_run_are_one_sentence(layout: tuple[str, ...], says: str, tmp_path: Path) -> None:
     with pytest.raises(PlaitError, match=says):
-        answer(asked(tmp_path, *layout), on_paper(read_cluster("2x4090")), top=0)
+        make_plan_report(asked(tmp_path, *layout), on_paper(read_cluster("2x4090")), top=0)
 
 
 def test_plaits_own_layouts_are_dealt_as_they_would_run() -> None:

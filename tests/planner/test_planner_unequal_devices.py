@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.cluster.cluster import Cluster, cluster_of_hosts, read_cluster
-from plait.commands.planning.plan_report import answer, answer_text
+from plait.commands.planning.plan_report import make_plan_report, plan_report_text
 from plait.data.portions import micro_sizes
 from plait.errors import PlaitError
 from plait.layout import Layout
@@ -542,8 +542,8 @@ CASES = {
 )
 def test_the_words_for_unequal_clusters(name: str, tmp_path: Path) -> None:
     cluster, asked = CASES[name]
-    text = answer_text(
-        answer(recipe(tmp_path, "train.budget=1B tokens", *asked), on_paper(read_cluster(cluster)), top=3)
+    text = plan_report_text(
+        make_plan_report(recipe(tmp_path, "train.budget=1B tokens", *asked), on_paper(read_cluster(cluster)), top=3)
     )
     golden = GOLDEN / f"plan-{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):

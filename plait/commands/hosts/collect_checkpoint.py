@@ -17,56 +17,54 @@ from plait.commands.planning.workers import OnMessage
 from plait.errors import PlaitError
 from plait.launch.values.job import Message
 
-_AT_ONCE = 8
-_STAGING = re.compile(r"\.step-\d+\.staging")
+_CONCURRENT_FETCHES = 8
+_STAGING_NAME = re.compile(r"\.step-\d+\.staging")
 
 
 class CheckpointCollector:
-    """For the time of one job: hears "wrote" from ranks of other hosts, and fetches their parts in threads of its own.
-
-    `checkpoints` is the folder on this host in whose staging folders rank 0 waits for them. All else that ranks tell
-    goes to `on_message`.
-    """
+    """Fetches the parts of checkpoints that ranks on other hosts have written, during one job. Ranks announce them
+    with a "wrote" message; threads of its own copy them into the staging folders below `checkpoints` on this host,
+    where rank 0 waits for them. All other messages of ranks go to `on_message`."""
 
     def __init__(self, peer_of: Callable[[int], Peer], checkpoints: Path, on_message: OnMessage) -> None:
         self._peer_of, self._checkpoints, self._on_message = peer_of, checkpoints, on_message
-        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="gather")
-        self._touched: set[Path] = set()
-        self._given_up = threading.Event()
+        self._pool = ThreadPoolExecutor(_CONCURRENT_FETCHES, thread_name_prefix="gather")
+        self._staging_folders: set[Path] = set()
+        self._cancelled = threading.Event()
 
     def __enter__(self) -> CheckpointCollector:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is not None:  # nobody waits for parts on their way, and they may be large
-            self._given_up.set()
+            self._cancelled.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        for staging in self._touched:  # still there only where the checkpoint was not published
+        for staging in self._staging_folders:  # still there only where the checkpoint was not published
             shutil.rmtree(staging, ignore_errors=True)
 
-    def hear(self, message: Message) -> None:
+    def handle_message(self, message: Message) -> None:
         """What the supervisor calls with every word of a rank; returns at once."""
         if message.kind != "wrote":
             self._on_message(message)
-        elif _STAGING.fullmatch(str(message.values["staging"])):
+        elif _STAGING_NAME.fullmatch(str(message.values["staging"])):
             staging = self._checkpoints / message.values["staging"]
-            self._touched.add(staging)
+            self._staging_folders.add(staging)
             self._pool.submit(self._fetch, message.rank, staging)
 
     def _fetch(self, rank: int, staging: Path) -> None:
-        """Bring a rank's files into the staging folder, its list last; where that fails, rank 0 is told there."""
+        """Copy a rank's files into the staging folder, its index last; on failure leave a note there for rank 0."""
         peer = self._peer_of(rank)
         try:
             staging.mkdir(parents=True, exist_ok=True)
             for name in part_files(rank):
                 place = {"name": name, "staging": staging.name}
-                fetch_file(peer, place, staging / name, unwanted=self._given_up.is_set)
+                fetch_file(peer, place, staging / name, is_cancelled=self._cancelled.is_set)
         except (OSError, PlaitError) as error:
             with contextlib.suppress(OSError):  # then rank 0 finds by itself that nothing comes
-                refuse_part(staging, rank, _sentence(peer, error))
+                refuse_part(staging, rank, _refusal_text(peer, error))
 
 
-def _sentence(peer: Peer, error: OSError | PlaitError) -> str:
+def _refusal_text(peer: Peer, error: OSError | PlaitError) -> str:
     if isinstance(error, PlaitError):
         why, mend = str(error).partition(";")[0], "mend that"
     else:

@@ -19,11 +19,11 @@ from plait.units import format_bytes
 TRANSFER_BLOCK_BYTES = 1 << 20
 """Small enough that a slow link carries one between two heartbeats, and never a whole file in memory."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_DEPTH = 3
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MAX_PATH_DEPTH = 3
 
 
-class FileAnswer(Protocol):
+class PeerReply(Protocol):
     """What another host replies: JSON values and bytes."""
 
     @property
@@ -33,15 +33,15 @@ class FileAnswer(Protocol):
 
 
 class Peer(Protocol):
-    """Another host that can be asked; blocks until it has replied."""
+    """Another host that answers requests; `ask` blocks until it has replied."""
 
     @property
     def name(self) -> str: ...
-    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> FileAnswer: ...
+    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> PeerReply: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileFact:
+class FileEntry:
     """A file as it should be on the other host; `name` is its path below the folder that travels."""
 
     name: str
@@ -49,32 +49,37 @@ class FileFact:
     sha256: str
 
 
-def facts_of(folder: Path, *, last: str, known: Mapping[str, str] | None = None) -> tuple[FileFact, ...]:
-    """The files of a flat folder, `last` at the end: the one that says that the folder is whole.
+def file_entries_of(
+    folder: Path, *, final_name: str, known_hashes: Mapping[str, str] | None = None
+) -> tuple[FileEntry, ...]:
+    """The files of a flat folder, `final_name` at the end: the one whose presence says that the folder is complete.
 
-    `known` are SHA-256 of files that need not be read for it.
+    `known_hashes` are SHA-256 of files that need not be read for it.
     """
-    names = sorted(path.name for path in folder.iterdir() if path.is_file() and _NAME.fullmatch(path.name))
-    assert last in names, f"{folder} has no {last}"
-    ordered = [name for name in names if name != last] + [last]
-    hashes = known or {}
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and _FILE_NAME.fullmatch(path.name))
+    assert final_name in names, f"{folder} has no {final_name}"
+    ordered = [name for name in names if name != final_name] + [final_name]
+    hashes = known_hashes or {}
     return tuple(
-        FileFact(
+        FileEntry(
             name=name, nbytes=(folder / name).stat().st_size, sha256=hashes.get(name) or file_sha256(folder / name)
         )
         for name in ordered
     )
 
 
-def send_folder(peer: Peer, folder: Path, facts: Sequence[FileFact], place: Mapping[str, str]) -> tuple[str, int]:
-    """Send what the other host lacks of a folder; answers where it lies there, and how many bytes travelled.
+def send_folder(
+    peer: Peer, folder: Path, entries: Sequence[FileEntry], destination: Mapping[str, str]
+) -> tuple[str, int]:
+    """Send the files of a folder that the other host lacks; returns the folder's path there, and how many bytes
+    travelled.
 
-    `place` is what the other host's `Depot.take` understands. Cut off half-way, the next call goes on after the last
-    whole file.
+    `destination` is what the other host's "take" handler understands. If it is cut off half-way, the next call
+    continues after the last complete file.
     """
-    offer = {**place, "files": [asdict(fact) for fact in facts]}
+    offer = {**destination, "files": [asdict(fact) for fact in entries]}
     found = peer.ask("take", offer).values
-    sizes = {fact.name: fact.nbytes for fact in facts}
+    sizes = {fact.name: fact.nbytes for fact in entries}
     for name in found["lacking"]:
         for offset, block in _blocks(folder / name, sizes[name]):
             peer.ask("block", {"name": name, "offset": offset}, block)
@@ -82,20 +87,20 @@ def send_folder(peer: Peer, folder: Path, facts: Sequence[FileFact], place: Mapp
 
 
 def fetch_file(
-    peer: Peer, place: Mapping[str, str], target: Path, *, unwanted: Callable[[], bool] = lambda: False
+    peer: Peer, source: Mapping[str, str], target: Path, *, is_cancelled: Callable[[], bool] = lambda: False
 ) -> None:
-    """Bring a file of the other host's here; it appears as `target` when all of it is on the disk.
+    """Copy a file from the other host; it appears as `target` only when all of it is on the disk.
 
-    `place` is its "name" in that host's current folder, with "staging" where it is of a checkpoint. `unwanted` is asked
-    before each block; raises PlaitError as soon as it says yes.
+    `source` holds its "name" in that host's current folder, and "staging" if it belongs to a checkpoint. `is_cancelled`
+    is called before each block; raises PlaitError as soon as it returns True.
     """
     part = target.with_name(aside(target.name))
     with part.open("wb") as file:
         size = None
         while size is None or file.tell() < size:
-            if unwanted():
+            if is_cancelled():
                 raise PlaitError(f"nobody waits for {target.name} any more; give the same command again")
-            answer = peer.ask("read", {**place, "offset": file.tell(), "bytes": TRANSFER_BLOCK_BYTES})
+            answer = peer.ask("read", {**source, "offset": file.tell(), "bytes": TRANSFER_BLOCK_BYTES})
             size = answer.values["size"]
             if not answer.blob and file.tell() < size:
                 raise PlaitError(f"{peer.name} sent less of {target.name} than it has; give the same command again")
@@ -115,59 +120,59 @@ def read_block(folder: Path, name: str, offset: int, nbytes: int) -> tuple[int, 
 def safe_path(folder: Path, name: str) -> Path:
     """A path below a folder, from words of another host; raises PlaitError unless they are plain names."""
     parts = name.split("/")
-    if len(parts) > _DEPTH or not all(_NAME.fullmatch(part) for part in parts):
+    if len(parts) > _MAX_PATH_DEPTH or not all(_FILE_NAME.fullmatch(part) for part in parts):
         raise PlaitError(f"another host named the file {name[:80]!r}, which plait never does; is it one of yours?")
     return folder.joinpath(*parts)
 
 
-class IncomingFile:
+class IncomingFolder:
     """Takes the files that another host sends into one folder; those already there as they should be are not lacking.
 
     Raises PlaitError, before anything is written, where they do not fit on the disk.
     """
 
-    def __init__(self, folder: Path, facts: Iterable[FileFact]) -> None:
+    def __init__(self, folder: Path, entries: Iterable[FileEntry]) -> None:
         self.folder = folder
-        self._wanted = {fact.name: fact for fact in facts}
-        self.lacking = tuple(fact.name for fact in self._wanted.values() if not _is_there(folder, fact))
-        self._left = set(self.lacking)
+        self._expected = {fact.name: fact for fact in entries}
+        self.missing = tuple(fact.name for fact in self._expected.values() if not _has_file(folder, fact))
+        self._still_missing = set(self.missing)
         self._digest = sha256()
-        self._part: Path | None = None
-        _make_room(folder, sum(self._wanted[name].nbytes for name in self.lacking))
+        self._partial_path: Path | None = None
+        _check_free_space(folder, sum(self._expected[name].nbytes for name in self.missing))
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all that was lacking is here."""
-        return not self._left
+        return not self._still_missing
 
-    def abandon(self) -> None:
+    def discard_partial_file(self) -> None:
         """Take away what came of a file whose rest will not come."""
-        if self._part is not None:
+        if self._partial_path is not None:
             with suppress(OSError):
-                self._part.unlink()
+                self._partial_path.unlink()
 
-    def block(self, name: str, offset: int, data: bytes) -> None:
+    def write_block(self, name: str, offset: int, data: bytes) -> None:
         """The next bytes of a file; with its last ones it is checked and appears under its name."""
-        if name not in self.lacking:
+        if name not in self.missing:
             raise PlaitError(f"another host sent {name[:80]!r}, which nobody asked for; give the same command again")
-        path, fact = safe_path(self.folder, name), self._wanted[name]
-        self._part = part = path.with_name(aside(path.name))
-        with disk_error(part):
+        path, fact = safe_path(self.folder, name), self._expected[name]
+        self._partial_path = part = path.with_name(aside(path.name))
+        with convert_disk_errors(part):
             _write_at(part, offset, data)
             self._digest = self._digest if offset else sha256()
             self._digest.update(data)
             if offset + len(data) == fact.nbytes:
-                _finish(part, path, whole=self._digest.hexdigest() == fact.sha256)
-                self._left.discard(name)
+                _verify_and_rename(part, path, whole=self._digest.hexdigest() == fact.sha256)
+                self._still_missing.discard(name)
 
 
-def facts_from(rows: Iterable[Mapping[str, Any]]) -> tuple[FileFact, ...]:
+def file_entries_from(rows: Iterable[Mapping[str, Any]]) -> tuple[FileEntry, ...]:
     """The inverse of `dataclasses.asdict` on what another host offers."""
-    return tuple(FileFact(**row) for row in rows)
+    return tuple(FileEntry(**row) for row in rows)
 
 
 @contextmanager
-def disk_error(path: Path) -> Iterator[None]:
+def convert_disk_errors(path: Path) -> Iterator[None]:
     """Around what writes a file from another host: a disk that says no ends in a sentence, and the file is gone."""
     try:
         yield
@@ -182,10 +187,10 @@ def disk_error(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _is_there(folder: Path, fact: FileFact) -> bool:
-    path = safe_path(folder, fact.name)
+def _has_file(folder: Path, entry: FileEntry) -> bool:
+    path = safe_path(folder, entry.name)
     try:
-        return path.stat().st_size == fact.nbytes and file_sha256(path) == fact.sha256
+        return path.stat().st_size == entry.nbytes and file_sha256(path) == entry.sha256
     except OSError:
         return False
 
@@ -202,8 +207,8 @@ def _blocks(path: Path, nbytes: int) -> Iterator[tuple[int, bytes]]:
                 return
 
 
-def _make_room(folder: Path, nbytes: int) -> None:
-    with disk_error(folder / aside("room")):
+def _check_free_space(folder: Path, nbytes: int) -> None:
+    with convert_disk_errors(folder / aside("room")):
         folder.mkdir(parents=True, exist_ok=True)
         disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
@@ -221,7 +226,7 @@ def _write_at(part: Path, offset: int, data: bytes) -> None:
         file.write(data)
 
 
-def _finish(part: Path, path: Path, *, whole: bool) -> None:
+def _verify_and_rename(part: Path, path: Path, *, whole: bool) -> None:
     if not whole:
         raise PlaitError(
             f"{path.name} did not arrive as it was sent; did it change meanwhile? give the same command again"

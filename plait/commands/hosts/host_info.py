@@ -15,7 +15,7 @@ from typing import Any
 from plait.cluster.topology import software_versions, usable_cores
 from plait.units import format_duration
 
-CLOCK_APART_S = 60.0
+MAX_CLOCK_SKEW_S = 60.0
 
 
 def own_host_info() -> dict[str, Any]:
@@ -23,7 +23,7 @@ def own_host_info() -> dict[str, Any]:
     versions = dict(software_versions())
     return {
         "name": platform.node() or "a host without a name",
-        "mark": own_mark(),
+        "mark": hardware_id(),
         "plait": versions["plait"],
         "code": code_hash(),
         "torch": versions["torch"],
@@ -34,26 +34,26 @@ def own_host_info() -> dict[str, Any]:
     }
 
 
-def objection(hello: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
-    """Why a host may not join, in one sentence for its own terminal; None where it may.
+def why_host_cannot_join(host_info: Mapping[str, Any], leader_info: Mapping[str, Any]) -> str | None:
+    """Why a host may not join, as one sentence for its own terminal; None if it may.
 
-    `own` is the leading host's hello of this moment. The part of a version after "+" (of torch: how it was built) may
-    differ.
+    `leader_info` is the leading host's info at this moment. The part of a version after "+" (which build of torch it
+    is) may differ.
     """
-    lead = own["name"]
-    if not _is_complete(hello, own):
-        return f"{lead} does not understand this host's greeting; install plait {own['plait']} here, too"
+    lead = leader_info["name"]
+    if not _is_complete(host_info, leader_info):
+        return f"{lead} does not understand this host's greeting; install plait {leader_info['plait']} here, too"
     for package in ("plait", "torch"):
-        here, there = (str(one[package]).partition("+")[0] for one in (hello, own))
+        here, there = (str(one[package]).partition("+")[0] for one in (host_info, leader_info))
         if here != there:
             return f"this host has {package} {here} and {lead} has {there}; install {package} {there} here, too"
-    if hello["code"] != own["code"]:
+    if host_info["code"] != leader_info["code"]:
         return (
-            f"this host's plait is of the same version as {lead}'s, {own['plait']}, but its files differ; "
+            f"this host's plait is of the same version as {lead}'s, {leader_info['plait']}, but its files differ; "
             "install the same commit on both"
         )
-    ahead_s = hello["clock_s"] - own["clock_s"]
-    if abs(ahead_s) > CLOCK_APART_S:
+    ahead_s = host_info["clock_s"] - leader_info["clock_s"]
+    if abs(ahead_s) > MAX_CLOCK_SKEW_S:
         return (
             f"this host's clock is {format_duration(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} {lead}'s; "
             "set it right (for example: timedatectl set-ntp true) and join again"
@@ -62,7 +62,7 @@ def objection(hello: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
 
 
 @cache
-def own_mark() -> str:
+def hardware_id() -> str:
     """A digest of this machine's own number and the addresses of its network cards, those that are hardware: machines
     made from one image share their names, and often the first of these."""
     cards = [path for path in sorted(Path("/sys/class/net").glob("*")) if (path / "device").exists()]
@@ -84,6 +84,6 @@ def code_hash() -> str:
     return digest.hexdigest()
 
 
-def _is_complete(hello: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """Whether a hello has all that ours has, of the same kinds."""
-    return all(type(hello.get(key)) is type(value) for key, value in own.items())
+def _is_complete(host_info: Mapping[str, Any], leader_info: Mapping[str, Any]) -> bool:
+    """Whether another host's info has every key that ours has, with values of the same types."""
+    return all(type(host_info.get(key)) is type(value) for key, value in leader_info.items())

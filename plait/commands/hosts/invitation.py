@@ -1,4 +1,5 @@
-"""What a person says of a run's hosts, and what the others are to be told: where to join, and with which secret."""
+"""The hosts that a person requested for a run, and the invitation for the others: where to join, and with which
+secret."""
 
 from __future__ import annotations
 
@@ -15,26 +16,27 @@ from plait.launch.remote.secret import VARIABLE, Secret, new_secret, read_secret
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsRequest:
-    """What was asked of a run's hosts; a `port` of 0 is any free one, no `address` the only one that there is."""
+    """How many hosts a run shall have and where this one listens; `port` 0 means any free one, no `address` the only
+    one that there is."""
 
-    hosts: int
+    n_hosts: int
     address: str | None = None
     port: int = 0
     secret_file: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.hosts == 1 and (self.address or self.port or self.secret_file):
+        if self.n_hosts == 1 and (self.address or self.port or self.secret_file):
             raise PlaitError("--address, --port and --secret-file are for several hosts; say how many with --hosts")
 
 
-ONE_HOST = HostsRequest(hosts=1)
+ONE_HOST = HostsRequest(n_hosts=1)
 
 
-def chosen_address(asked: str | None) -> str:
+def choose_address(requested: str | None) -> str:
     """The address that other hosts reach this one by; raises PlaitError that lists them where there is a choice."""
-    if asked is not None:
-        check_first(asked, "choose it by --address")
-        return asked
+    if requested is not None:
+        check_first_address(requested, "choose it by --address")
+        return requested
     outside = [text for text in local_addresses() if not ip_address(text).is_loopback]
     usual = [text for text in outside if ip_address(text).version == 4] or outside
     if len(usual) != 1:
@@ -45,23 +47,24 @@ def chosen_address(asked: str | None) -> str:
     return usual[0]
 
 
-def check_first(address: str, mend: str) -> None:
-    """Raise PlaitError for an interface's second address: gloo is told interfaces, and would meet others at its first,
-    whatever its family."""
+def check_first_address(address: str, advice: str) -> None:
+    """Raise PlaitError for a second address of an interface: gloo is given interfaces, and binds to the first
+    address of each, whatever its family."""
     interface = interface_of(address)
     first = next((text for text, name in local_addresses().items() if name == interface), address)
     if not ip_address(address).is_loopback and str(ip_address(address)) != first:
         raise PlaitError(
-            f"{address} is not the first address of {interface}, and workers would meet at that, {first}; {mend}, or "
+            f"{address} is not the first address of {interface}, and workers would meet at that, {first}; {advice}, or "
             f"give {address} an interface of its own"
         )
 
 
-def chosen_secret(file: Path | None) -> tuple[Secret, str]:
-    """The run's secret, and what to tell the person about it; a fresh one is shown on a terminal or kept in `file`."""
+def choose_secret(file: Path | None) -> tuple[Secret, str]:
+    """The run's secret, and the words that say how others get it; a new one is shown on a terminal or written to
+    `file`."""
     if file is not None and not file.exists():
         secret = new_secret()
-        _write_private(file, secret.text)
+        _write_secret_file(file, secret.text)
         return secret, f"with --secret-file and a copy of {file}"
     if file is not None or VARIABLE in os.environ:
         where = f"--secret-file and a copy of {file}" if file else f"the same secret in {VARIABLE}"
@@ -74,7 +77,7 @@ def chosen_secret(file: Path | None) -> tuple[Secret, str]:
     return secret, f"and, when asked for it, the secret {secret.text}"
 
 
-def _write_private(path: Path, text: str) -> None:
+def _write_secret_file(path: Path, text: str) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:

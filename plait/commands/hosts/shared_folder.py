@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from plait.commands.hosts.file_transfer import disk_error, safe_path
+from plait.commands.hosts.file_transfer import convert_disk_errors, safe_path
 from plait.errors import PlaitError
 
 
 @contextmanager
-def nonce(folder: Path) -> Iterator[tuple[str, str]]:
+def write_nonce(folder: Path) -> Iterator[tuple[str, str]]:
     """A file in `folder` that nobody can have seen elsewhere: its name and its content; gone after the block.
 
     Only its writer's user can read it, as some that a run makes.
@@ -28,7 +28,7 @@ def nonce(folder: Path) -> Iterator[tuple[str, str]]:
         path.unlink(missing_ok=True)
 
 
-def seen(folder: Path, name: str, content: str) -> bool:
+def has_nonce(folder: Path, name: str, content: str) -> bool:
     """Whether a nonce that another host has just written lies in this folder.
 
     Raises PlaitError where it does, and this host cannot work in the folder as that one does.
@@ -45,7 +45,7 @@ def seen(folder: Path, name: str, content: str) -> bool:
     except (OSError, UnicodeDecodeError):
         return False
     own = path.with_name(f"{name}.seen")
-    with disk_error(own):
+    with convert_disk_errors(own):
         own.write_bytes(b"")
         own.unlink()
     return True

@@ -1,4 +1,4 @@
-"""The end of a run: its receipt, with what the plan had foretold beside what came."""
+"""The end of a run: its receipt, with the plan's forecast beside what was measured."""
 
 from __future__ import annotations
 
@@ -28,44 +28,54 @@ from plait.report.metrics import StepReport, read_metrics
 from plait.report.receipt import RECEIPT_WARM_UP_STEPS, Receipt, median_speed, read_receipt
 from plait.units import counted, format_duration
 
-TOLERATED_OVERRUN = 1.15
+BUDGET_TOLERANCE_FACTOR = 1.15
 
 
 def finish_run(
-    config: RunConfig, folder: RunFolder, plan: Plan, done: int, screen: Screen, compared: ForecastMonitor | None = None
+    config: RunConfig,
+    folder: RunFolder,
+    plan: Plan,
+    steps_done: int,
+    screen: Screen,
+    monitor: ForecastMonitor | None = None,
 ) -> None:
-    """Write and print the receipt of a finished run, and keep what it teaches; say so when a time budget was missed.
+    """Write and print the receipt of a finished run, store its observation for later forecasts, and say so if a time
+    budget was missed.
 
-    `compared` is the last start beside the plan, None where the plan foretold nothing.
+    `monitor` compared the last start with the forecast; None where the plan had none.
     """
-    if compared is not None:
-        compared.end()
-    receipt = _receipt(folder, plan, done, compared)
+    if monitor is not None:
+        monitor.finish()
+    receipt = _make_receipt(folder, plan, steps_done, monitor)
     receipt.write(folder.receipt)
     screen.print(receipt.table(), highlight=False)
     budget, wall_s = budget_of(config), receipt.wall_s
-    if budget.unit == "seconds" and not 1 / TOLERATED_OVERRUN <= wall_s / budget.value <= TOLERATED_OVERRUN:
+    if budget.unit == "seconds" and not 1 / BUDGET_TOLERANCE_FACTOR <= wall_s / budget.value <= BUDGET_TOLERANCE_FACTOR:
         screen.print(
             f"the run took {format_duration(wall_s)}, not {budget}: steps took other times than when they were measured"
         )
-    if compared is not None:
-        screen.print(_teach(compared), highlight=False, soft_wrap=True)
+    if monitor is not None:
+        screen.print(_record_observation(monitor), highlight=False, soft_wrap=True)
 
 
 def is_finished(folder: RunFolder) -> bool:
     """Whether the run did all the steps that its plan has now."""
-    return folder.receipt.exists() and read_receipt(folder.receipt).steps >= folder.begun_plan().steps
+    return folder.receipt.exists() and read_receipt(folder.receipt).steps >= folder.saved_plan().steps
 
 
-def _receipt(folder: RunFolder, plan: Plan, done: int, compared: ForecastMonitor | None) -> Receipt:
+def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: ForecastMonitor | None) -> Receipt:
     steps, evaluations = read_metrics(folder.metrics)
-    speed = median_speed(_of_this_plan(folder, steps, done), (0, done))
+    speed = median_speed(_steps_of_this_plan(folder, steps, steps_done), (0, steps_done))
     evaluation = evaluations[-1] if evaluations else None
-    so_far, forecast = folder.so_far, plan.forecast
+    so_far, forecast = folder.totals, plan.forecast
     full, causal = (training_flops_per_token(plan.shape, plan.sequence, kind) for kind in ("full", "causal"))
     device_hours = so_far.device_s / 3600
-    known = reported_device(plan.fingerprint["name"]) if plan.device == "cuda" and not _of_several_kinds(plan) else None
-    foretold, came = (compared.foretold, compared.observed) if compared else (None, None)
+    known = (
+        reported_device(plan.fingerprint["name"])
+        if plan.device == "cuda" and not _has_several_host_kinds(plan)
+        else None
+    )
+    foretold, came = (monitor.predicted, monitor.observed) if monitor else (None, None)
     return Receipt(
         steps=plan.steps,
         tokens=steps[-1].tokens,
@@ -87,11 +97,11 @@ def _receipt(folder: RunFolder, plan: Plan, done: int, compared: ForecastMonitor
         wall_s=so_far.wall_s,
         device_hours=device_hours,
         one_device_step_s=forecast.one_device_step_s if forecast else None,
-        cost_usd=_times(device_hours, known.price_per_hour if known else None),
-        energy_wh=_times(device_hours, known.watts if known else None),
+        cost_usd=_total_or_none(device_hours, known.price_per_hour if known else None),
+        energy_wh=_total_or_none(device_hours, known.watts if known else None),
         versions=dict(plan.fingerprint["versions"]),
-        device=_devices_in_words(plan),
-        one_device_from=_SOURCES[foretold.basis] if foretold else None,
+        device=_devices_text(plan),
+        one_device_from=_SOURCE_OF_BASIS[foretold.basis] if foretold else None,
         predicted_items=foretold.items.measurable_items() if foretold else None,
         measured_items=came.items.measurable_items() if came and came.items else None,
         predicted_rss_bytes=forecast.bytes_per_device if forecast and plan.device == "cpu" else None,
@@ -99,14 +109,14 @@ def _receipt(folder: RunFolder, plan: Plan, done: int, compared: ForecastMonitor
     )
 
 
-def _of_several_kinds(plan: Plan) -> bool:
-    """Whether its hosts are unlike: nobody knows the price of any but the first."""
+def _has_several_host_kinds(plan: Plan) -> bool:
+    """Whether its hosts differ: only the price of the first kind is known."""
     return len({host.machine for host in plan.hosts}) > 1
 
 
-def _devices_in_words(plan: Plan) -> str:
-    """What it ran on: so many of one kind, or the names of hosts of several."""
-    if _of_several_kinds(plan):
+def _devices_text(plan: Plan) -> str:
+    """Its devices in words: the number of one kind, or the names of the hosts if they differ."""
+    if _has_several_host_kinds(plan):
         return " + ".join(f"{host.name} ({counted(host.workers, 'worker')})" for host in plan.hosts)
     return f"{plan.devices} × {plan.fingerprint['name']}"
 
@@ -118,19 +128,23 @@ def _untimed_step_s(forecast: Forecast | None) -> float | None:
     return forecast.step_s / forecast.calibration.timed
 
 
-_SOURCES: Mapping[ForecastBasis, Literal["measurement", "formulas"]] = {"clock": "measurement", "formulas": "formulas"}
+_SOURCE_OF_BASIS: Mapping[ForecastBasis, Literal["measurement", "formulas"]] = {
+    "clock": "measurement",
+    "formulas": "formulas",
+}
 
 
-def _of_this_plan(folder: RunFolder, steps: Sequence[StepReport], done: int) -> Sequence[StepReport]:
+def _steps_of_this_plan(folder: RunFolder, steps: Sequence[StepReport], steps_done: int) -> Sequence[StepReport]:
     """The steps that may be held against the plan: an earlier one of the same run may have had another layout."""
-    own = [report for report in steps if report.step > done + RECEIPT_WARM_UP_STEPS]
+    own = [report for report in steps if report.step > steps_done + RECEIPT_WARM_UP_STEPS]
     return own if own and (folder.path / "plan-1.json").exists() else steps
 
 
-def _teach(compared: ForecastMonitor) -> str:
-    """Keep what the run teaches the next forecast on these machines, and say what, or why nothing."""
-    foretold, came = compared.foretold, compared.observed
-    why = compared.disturbance()
+def _record_observation(monitor: ForecastMonitor) -> str:
+    """Store the run's observation for the next forecast on these machines; returns the sentence that says what was
+    learned, or why nothing."""
+    foretold, came = monitor.predicted, monitor.observed
+    why = monitor.why_not_to_learn()
     if came is None or why:
         return f"the next plan here learns nothing from this run: {why}"
     today = datetime.now(UTC).date().isoformat()
@@ -148,5 +162,5 @@ def _teach(compared: ForecastMonitor) -> str:
     return observation_text(lesson, foretold.basis)
 
 
-def _times(device_hours: float, each: float | None) -> float | None:
+def _total_or_none(device_hours: float, each: float | None) -> float | None:
     return None if each is None else device_hours * each

@@ -8,7 +8,7 @@ from math import ceil
 from statistics import median
 from typing import Any
 
-from plait.commands.planning.calibration_store import crowding
+from plait.commands.planning.calibration_store import load_per_core
 from plait.planner.calibration.factors import Calibration, ForecastBasis, StepItems, disturbance_text
 from plait.planner.calibration.predicted_vs_measured import (
     Observed,
@@ -21,9 +21,9 @@ from plait.report.metrics import StepReport
 from plait.report.receipt import RECEIPT_WARM_UP_STEPS
 from plait.report.straggler import RankTimes
 
-FIRST_STEPS = 5
-PATIENCE_STEPS = 20
-"""How long what ranks tell of the first steps is waited for: it may come late, or never."""
+FIRST_STEPS_COMPARED = 5
+RANK_TIMES_WAIT_STEPS = 20
+"""Steps to wait for the ranks' times of the first steps: they may come late, or never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,94 +31,100 @@ class Predicted:
     """What a plan says of a step, and its own error."""
 
     items: StepItems
-    """With what earlier runs taught."""
+    """The step's items, corrected by earlier runs."""
     calibration: Calibration
     basis: ForecastBasis
     error: float
     tensor_bytes: float
 
 
-Crowding = Callable[[], float | None]
+LoadPerCore = Callable[[], float | None]
 """Programs that want to run per core; None where that is not known, or says nothing of the run."""
 
 
 class ForecastMonitor:
-    """Watches the steps of one start from `done` steps on; what it has to say of them goes to `say`.
+    """Compares the steps of one start, from `steps_done` on, with the forecast; sentences about them go to `log`.
 
-    Steps that are reported together share one time, so those that come with a warm-up step are left out with it, and
-    what ranks tell of their steps comes after them.
+    Steps that are reported together share one time, so those reported with a warm-up step are left out with it. The
+    ranks' own times of a step arrive after its report.
     """
 
     def __init__(
-        self, foretold: Predicted, done: int, report_every_steps: int, *, say: Callable[[str], None], crowding: Crowding
+        self,
+        predicted: Predicted,
+        steps_done: int,
+        report_every_steps: int,
+        *,
+        log: Callable[[str], None],
+        load_per_core: LoadPerCore,
     ) -> None:
-        self.foretold, self._say, self._crowding = foretold, say, crowding
-        self._warm_until = ceil((done + RECEIPT_WARM_UP_STEPS) / report_every_steps) * report_every_steps
-        self._first_until = self._warm_until + ceil(FIRST_STEPS / report_every_steps) * report_every_steps
+        self.predicted, self._log, self._load_per_core = predicted, log, load_per_core
+        self._warm_until = ceil((steps_done + RECEIPT_WARM_UP_STEPS) / report_every_steps) * report_every_steps
+        self._first_until = self._warm_until + ceil(FIRST_STEPS_COMPARED / report_every_steps) * report_every_steps
         self._reports: list[StepReport] = []
         self._items: dict[int, StepItems] = {}
-        self._told = False
-        self._memory_seen = False
+        self._has_reported = False
+        self._has_compared_memory = False
 
-    def step(self, report: StepReport) -> None:
+    def add_step_report(self, report: StepReport) -> None:
         """Take a step's report."""
         if report.step > self._warm_until:
             self._reports.append(report)
-        if not self._told and report.step > self._first_until:
+        if not self._has_reported and report.step > self._first_until:
             complete = self._first_until in self._items
-            if complete or report.step > self._first_until + PATIENCE_STEPS:
-                self._told = True
-                self._tell(self._came_until(self._first_until))
+            if complete or report.step > self._first_until + RANK_TIMES_WAIT_STEPS:
+                self._has_reported = True
+                self._report(self._observed_until(self._first_until))
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """The start is over; says how close it came where that was still awaited."""
-        if not self._told and self._reports:
-            self._told = True
-            self._tell(self._came_until(self._first_until))
+        if not self._has_reported and self._reports:
+            self._has_reported = True
+            self._report(self._observed_until(self._first_until))
 
-    def times(self, step: int, times: Sequence[RankTimes]) -> None:
-        """Take what ranks told of a step that was reported, all of them or rank 0 alone."""
+    def add_rank_times(self, step: int, times: Sequence[RankTimes]) -> None:
+        """Add the ranks' times of a step that was reported, those of all ranks or of rank 0 alone."""
         known = next((report for report in reversed(self._reports) if report.step == step), None)
         if known:
-            self._items[step] = _items(known.step_s, times)
+            self._items[step] = _items_of_busiest_rank(known.step_s, times)
 
-    def memory(self, peak_tensor_bytes: Sequence[int]) -> None:
+    def add_memory_peaks(self, peak_tensor_bytes: Sequence[int]) -> None:
         """Take the peaks of all ranks; says so, once, where they are not what the plan said."""
-        if self._memory_seen or not peak_tensor_bytes:
+        if self._has_compared_memory or not peak_tensor_bytes:
             return
-        self._memory_seen = True
-        if told := memory_comparison_text(self.foretold.tensor_bytes, max(peak_tensor_bytes)):
-            self._say(told)
+        self._has_compared_memory = True
+        if told := memory_comparison_text(self.predicted.tensor_bytes, max(peak_tensor_bytes)):
+            self._log(told)
 
     @property
     def observed(self) -> Observed | None:
         """The medians of all steps after the first ones; None where there are none."""
-        return self._came_until(self._reports[-1].step) if self._reports else None
+        return self._observed_until(self._reports[-1].step) if self._reports else None
 
-    def disturbance(self) -> str | None:
-        """Why these steps must not teach anything; None where they may."""
-        return disturbance_text([report.step_s for report in self._reports], self._crowding())
+    def why_not_to_learn(self) -> str | None:
+        """Why nothing may be learned from these steps; None where it may."""
+        return disturbance_text([report.step_s for report in self._reports], self._load_per_core())
 
-    def _came_until(self, last_step: int) -> Observed:
+    def _observed_until(self, last_step: int) -> Observed:
         reports = [report for report in self._reports if report.step <= last_step]
         items = [items for step, items in self._items.items() if step <= last_step]
         return Observed(
             steps=len(reports),
             step_s=median(report.step_s for report in reports),
             data_s=median(report.data_wait_s for report in reports),
-            items=_medians(items) if items else None,
+            items=_median_items(items) if items else None,
         )
 
-    def _tell(self, came: Observed) -> None:
-        told = self.foretold
-        self._say(comparison_text(told.items, came))
+    def _report(self, observed: Observed) -> None:
+        told = self.predicted
+        self._log(comparison_text(told.items, observed))
         source = "steps" if told.calibration.is_measured else told.basis
-        if off := deviation_text(told.items, came, told.error, source):
-            self._say(off)
+        if off := deviation_text(told.items, observed, told.error, source):
+            self._log(off)
 
 
-def monitor_of(plan: Plan, done: int, say: Callable[[str], None]) -> ForecastMonitor | None:
-    """What watches a start that goes on from `done` steps; None where the plan foretells no items."""
+def monitor_of(plan: Plan, steps_done: int, log: Callable[[str], None]) -> ForecastMonitor | None:
+    """The monitor of a start that continues from `steps_done`; None where the plan has no forecast items."""
     forecast = plan.forecast
     if forecast is None or forecast.items is None:
         return None
@@ -129,29 +135,29 @@ def monitor_of(plan: Plan, done: int, say: Callable[[str], None]) -> ForecastMon
         error=forecast.error,
         tensor_bytes=forecast.tensor_bytes,
     )
-    others = crowding if plan.device == "cpu" else _nobody
-    return ForecastMonitor(foretold, done, plan.report_every_steps, say=say, crowding=others)
+    others = load_per_core if plan.device == "cpu" else _unknown_load
+    return ForecastMonitor(foretold, steps_done, plan.report_every_steps, log=log, load_per_core=others)
 
 
-def note_message(compared: ForecastMonitor, kind: str, values: Mapping[str, Any]) -> None:
-    """Hand on what a worker told."""
+def pass_to_monitor(monitor: ForecastMonitor, kind: str, values: Mapping[str, Any]) -> None:
+    """Pass a worker's message on to the monitor."""
     if kind == "step":
         numbers: dict[str, Any] = {key: float(v) if isinstance(v, str) else v for key, v in values.items()}
-        compared.step(StepReport(**numbers))
+        monitor.add_step_report(StepReport(**numbers))
     elif kind == "times":
         # The plan counts waiting inside a part of the batch, for a pipeline's stages say, with its computing.
         compute_s = values["compute_s"] + values["inside_s"]
         times = RankTimes(rank=0, compute_s=compute_s, wait_s=values["wait_s"], data_s=values["data_s"])
-        compared.times(values["step"], [times])
+        monitor.add_rank_times(values["step"], [times])
     elif kind == "memory":
-        compared.memory(values["peak_tensor_bytes"])
+        monitor.add_memory_peaks(values["peak_tensor_bytes"])
 
 
-def _nobody() -> None:
+def _unknown_load() -> None:
     """A GPU's programs are not counted."""
 
 
-def _items(step_s: float, times: Sequence[RankTimes]) -> StepItems:
+def _items_of_busiest_rank(step_s: float, times: Sequence[RankTimes]) -> StepItems:
     """The items of the rank with most to compute, for which the others wait."""
     busiest = max(times, key=lambda rank: rank.compute_s)
     spent = busiest.compute_s + busiest.wait_s + busiest.data_s
@@ -163,7 +169,7 @@ def _items(step_s: float, times: Sequence[RankTimes]) -> StepItems:
     )
 
 
-def _medians(items: Sequence[StepItems]) -> StepItems:
+def _median_items(items: Sequence[StepItems]) -> StepItems:
     return StepItems(
         compute_s=median(one.compute_s for one in items),
         messages_s=median(one.messages_s for one in items),

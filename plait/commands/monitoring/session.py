@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from plait.commands.monitoring.forecast_monitor import ForecastMonitor, note_message
+from plait.commands.monitoring.forecast_monitor import ForecastMonitor, pass_to_monitor
 from plait.commands.planning.run_folder import RunFolder
-from plait.commands.planning.workers import WorkerPool, log_folder
+from plait.commands.planning.workers import TRAINING_ENTRY, WorkerPool, make_log_folder
 from plait.launch.values.job import Job, JobResult, Message
 from plait.planner.plan import Plan
 from plait.report.console import Console
@@ -20,59 +20,59 @@ from plait.report.metrics import EvalReport, StepReport
 class Session:
     """Takes the messages of one start of the workers; `step` is the last one that was saved."""
 
-    def __init__(self, folder: RunFolder, bar: Console, compared: ForecastMonitor | None, devices: int) -> None:
-        self.step = 0
-        self._folder, self._bar, self._compared, self._devices = folder, bar, compared, devices
-        self._counted_at = time.monotonic()
+    def __init__(self, folder: RunFolder, console: Console, monitor: ForecastMonitor | None, devices: int) -> None:
+        self.saved_step = 0
+        self._folder, self._console, self._monitor, self._devices = folder, console, monitor, devices
+        self._totals_updated_at = time.monotonic()
 
     def on_message(self, message: Message) -> None:
         values = dict(message.values)
-        if self._compared:
-            note_message(self._compared, message.kind, values)
+        if self._monitor:
+            pass_to_monitor(self._monitor, message.kind, values)
         if message.kind == "step":
-            self._bar.step(StepReport(**_numbers(values)))
+            self._console.step(StepReport(**_parse_floats(values)))
         elif message.kind == "evaluation":
-            self._bar.evaluation(EvalReport(**_numbers(values)))
+            self._console.evaluation(EvalReport(**_parse_floats(values)))
         elif message.kind == "note":
-            self._bar.note(values["text"])
+            self._console.note(values["text"])
         elif message.kind == "memory":
-            self.count(**{key: tuple(value) for key, value in values.items()})
+            self.update_totals(**{key: tuple(value) for key, value in values.items()})
         elif message.kind == "saved":
-            self.step = values["step"]
-            self.count()
+            self.saved_step = values["step"]
+            self.update_totals()
 
     def close(self) -> None:
         """No more messages will come."""
-        self._bar.close()
-        self.count()
+        self._console.close()
+        self.update_totals()
 
-    def count(self, **peaks: Sequence[int]) -> None:
+    def update_totals(self, **peaks: Sequence[int]) -> None:
         """Add the time since the last count, and memory peaks where they are news."""
-        now, so_far = time.monotonic(), self._folder.so_far
-        took_s = now - self._counted_at
+        now, so_far = time.monotonic(), self._folder.totals
+        took_s = now - self._totals_updated_at
         times = {"wall_s": so_far.wall_s + took_s, "device_s": so_far.device_s + took_s * self._devices}
-        self._folder.note_so_far(replace(so_far, **times, **peaks))
-        self._counted_at = now
+        self._folder.write_totals(replace(so_far, **times, **peaks))
+        self._totals_updated_at = now
 
 
 def run_session(
-    plan: Plan, folder: RunFolder, workers: WorkerPool, done: int, resume: str | None, session: Session
+    plan: Plan, folder: RunFolder, workers: WorkerPool, steps_done: int, resume_from: str | None, session: Session
 ) -> tuple[JobResult, int]:
     """Start the workers and wait for their end; returns also the step that is saved."""
-    session.step = done
+    session.saved_step = steps_done
     job = Job(
-        entry="plait.trainer.worker:main",
-        argument=json.dumps({"folder": str(folder.path.resolve()), "resume": resume, "parts": "here"}),
+        entry=TRAINING_ENTRY,
+        argument=json.dumps({"folder": str(folder.path.resolve()), "resume": resume_from, "parts": "here"}),
         world_size=plan.world_size,
         threads=plan.threads,
-        log_dir=log_folder(folder.path),
+        log_dir=make_log_folder(folder.path),
     )
     try:
-        return workers.run(job, session.on_message), session.step
+        return workers.run(job, session.on_message), session.saved_step
     finally:
         session.close()
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_floats(values: Mapping[str, Any]) -> dict[str, Any]:
     """Undo what JSON could not say: "nan" and "inf" came as words."""
     return {key: float(value) if isinstance(value, str) else value for key, value in values.items()}

@@ -16,10 +16,11 @@ from plait.planner.plan import Plan, same_hosts
 from plait.recipe.schema import RunConfig
 
 
-def plan_of_begun(
-    config: RunConfig, plan: Plan, corpus: Corpus, site: MachineSurvey, workers: HostWorkers, *, fresh: bool, say: Log
+def resumed_plan(
+    config: RunConfig, plan: Plan, corpus: Corpus, survey: MachineSurvey, workers: HostWorkers, *, fresh: bool, log: Log
 ) -> Plan:
-    """The plan to go on with: the run's own, with more steps or another split where that was asked or is needed."""
+    """The plan with which a begun run continues: its own, with a raised budget or another layout where that was
+    requested or is necessary."""
     if corpus.content_hash != plan.corpus_hash:
         raise PlaitError(
             "the text (or its tokenizer) is not what this run was begun with; bring it back, or choose another run.name"
@@ -28,14 +29,14 @@ def plan_of_begun(
     before = plan.budget
     if budget_of(config) != before:
         plan = with_raised_budget(config, plan)
-        say(f"budget   {before} → {plan.budget}: {plan.steps} steps in all")
-    moved = site.machine.fingerprint() != plan.fingerprint
+        log(f"budget   {before} → {plan.budget}: {plan.steps} steps in all")
+    moved = survey.machine.fingerprint() != plan.fingerprint
     if moved or fresh or _has_other_workers(plan, workers):
         plan = replace(plan, hosts=())
         asked = "as asked" if fresh else "the hosts are not those it was made for"
         why = "this machine is not the one it was made for" if moved else asked
-        plan = replan(config, plan, corpus, site, workers)
-        say(f"plan     a new one for the remaining steps ({why}); {plan.steps} steps in all, as before")
+        plan = replan(config, plan, corpus, survey, workers)
+        log(f"plan     a new one for the remaining steps ({why}); {plan.steps} steps in all, as before")
     return with_new_intervals(config, plan)
 
 

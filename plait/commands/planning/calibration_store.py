@@ -1,7 +1,5 @@
-"""Where runs leave what they teach of forecasts: a small file for each machine, software and precision, in the cache.
-
-Deleting `.plait/calibration` forgets all of it.
-"""
+"""The files in which runs leave their observations of forecasts: one for each machine, software and precision, in
+the cache. Deleting `.plait/calibration` forgets all of them."""
 
 from __future__ import annotations
 
@@ -15,55 +13,56 @@ from pathlib import Path
 from typing import Any
 
 from plait.cluster.topology import Machine, usable_cores
-from plait.commands.preparing.corpus import CACHE
+from plait.commands.preparing.corpus import CACHE_FOLDER
 from plait.planner.calibration.factors import Calibration, ForecastBasis, Observation, calibration_from
 from plait.report.atomic import replace_file
 
 OBSERVATIONS_FORMAT = 1
-FORMULAS = 2
-"""Counted up when formulas change by so much that what runs taught of the last ones would mislead."""
+FORMULA_VERSION = 2
+"""Raised when the formulas change by so much that observations of the earlier ones would mislead."""
 OBSERVATIONS_KEPT_ON_DISK = 20
-"""Lessons in a file; a forecast takes the last few of them, and people may look at the others."""
+"""Observations in a file; a forecast uses the last few, the others are there for people."""
 
 
 def calibration_key(machines: Sequence[Machine], precision: str, basis: ForecastBasis) -> str:
-    """The name that lessons of such runs go by: what they teach holds for no other machines or software.
+    """The name under which observations of such runs are stored: they hold for no other machines or software.
 
-    Behind the first machine they may stand in any order: a plan may have changed it.
+    The order of the machines behind the first does not matter: a plan may have changed it.
     """
     first, *others = (machine.fingerprint() for machine in machines)
     what = [[first, *sorted(others, key=lambda one: json.dumps(one, sort_keys=True))], precision, basis]
-    what += [FORMULAS] if basis == "formulas" else []
+    what += [FORMULA_VERSION] if basis == "formulas" else []
     return f"{precision}-{basis}-{sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]}"
 
 
-def load_calibration(ground: str) -> Calibration:
-    """What the runs on a ground have taught so far."""
-    return calibration_from(ground, read_observations(ground))
+def load_calibration(key: str) -> Calibration:
+    """The calibration that all runs stored under a key give."""
+    return calibration_from(key, read_observations(key))
 
 
-def add_observation(ground: str, lesson: Observation) -> None:
-    """Add a run's lesson; raises RunFailed where the disk says no."""
-    kept = [*read_observations(ground), lesson][-OBSERVATIONS_KEPT_ON_DISK:]
-    path = _file(ground)
+def add_observation(key: str, observation: Observation) -> None:
+    """Add a run's observation; raises RunFailed where the disk refuses it."""
+    kept = [*read_observations(key), observation][-OBSERVATIONS_KEPT_ON_DISK:]
+    path = _observations_path(key)
     path.parent.mkdir(parents=True, exist_ok=True)
     values = {"format": OBSERVATIONS_FORMAT, "lessons": [asdict(one) for one in kept]}
     replace_file(path, (json.dumps(values, indent=1) + "\n").encode())
 
 
-def read_observations(ground: str) -> tuple[Observation, ...]:
-    """All lessons of a ground, the oldest first; a file that is none of ours counts as not there."""
+def read_observations(key: str) -> tuple[Observation, ...]:
+    """All observations under a key, the oldest first; a file that is not ours counts as missing."""
     try:
-        values: Any = json.loads(_file(ground).read_bytes())
+        values: Any = json.loads(_observations_path(key).read_bytes())
         if values["format"] != OBSERVATIONS_FORMAT:
             return ()
-        return tuple(_lesson(one) for one in values["lessons"])
+        return tuple(_observation_from(one) for one in values["lessons"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ()
 
 
-def crowding() -> float | None:
-    """Programs that wanted to run per core over the last minutes; None where that does not tell of this run's cores."""
+def load_per_core() -> float | None:
+    """Load per core over the last minutes (programs that wanted to run, of any user); None where this process may
+    use only some of the cores, which the load does not tell apart."""
     cores = os.cpu_count() or 1
     if usable_cores() < cores:
         return None
@@ -73,11 +72,11 @@ def crowding() -> float | None:
         return None
 
 
-def _file(ground: str) -> Path:
-    return CACHE / "calibration" / f"{ground}.json"
+def _observations_path(key: str) -> Path:
+    return CACHE_FOLDER / "calibration" / f"{key}.json"
 
 
-def _lesson(values: dict[str, Any]) -> Observation:
+def _observation_from(values: dict[str, Any]) -> Observation:
     names = [field.name for field in fields(Observation)]
     factors = [values[name] for name in ("compute", "messages") if values[name] is not None]
     if not all(isinstance(factor, int | float) and math.isfinite(factor) and factor > 0 for factor in factors):

@@ -15,9 +15,9 @@ from plait.planner.resolve.resolve import plan_summary
 from plait.units import counted, format_bytes, format_duration
 
 
-def introduce(plan: Plan, site: MachineSurvey, reasons: Sequence[str], screen: Screen) -> None:
+def print_run_summary(plan: Plan, survey: MachineSurvey, reasons: Sequence[str], screen: Screen) -> None:
     """What was found and what will be done, in a few lines."""
-    machine = site.machine
+    machine = survey.machine
     found = (
         f"{machine.devices} × {machine.name}"
         if machine.device == "cuda"
@@ -31,11 +31,11 @@ def introduce(plan: Plan, site: MachineSurvey, reasons: Sequence[str], screen: S
     useless = why_rebalancing_cannot_help(plan)
     for reason in [*reasons, *([useless] if useless else [])]:
         screen.print(f"         · {reason}", highlight=False, markup=False)
-    for line in _time_words(plan):
+    for line in _time_lines(plan):
         screen.print(line, highlight=False)
 
 
-def _time_words(plan: Plan) -> list[str]:
+def _time_lines(plan: Plan) -> list[str]:
     """What a step takes by the forecast, and by the clock where one was timed."""
     told = []
     if plan.forecast:

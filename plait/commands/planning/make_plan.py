@@ -13,7 +13,7 @@ from typing import Any
 from plait.cluster.topology import Machine
 from plait.commands.planning.calibration_store import calibration_key, load_calibration
 from plait.commands.planning.workers import WorkerPool
-from plait.commands.preparing.corpus import CACHE, corpus_facts
+from plait.commands.preparing.corpus import CACHE_FOLDER, corpus_facts
 from plait.data.shards import Corpus
 from plait.errors import Interrupted, PlaitError, RunFailed
 from plait.launch.values.job import Job, Message
@@ -36,9 +36,9 @@ class MachineSurvey:
     machine: Machine
     peak_flops: float | None
     others: tuple[Machine, ...] = ()
-    """Of the other hosts of a run."""
+    """The machines of the run's other hosts."""
     probe: Probe | None = None
-    """What looks at all hosts and the roads between them."""
+    """Measures all hosts and the links between them."""
 
 
 def look_around(workers: WorkerPool, cores: int) -> MachineSurvey:
@@ -52,7 +52,7 @@ def look_around(workers: WorkerPool, cores: int) -> MachineSurvey:
 def make_plan(
     config: RunConfig, corpus: Corpus, site: MachineSurvey, workers: WorkerPool, *, fresh: bool, say: Log
 ) -> Plan:
-    """The plan for a recipe on a machine: the one that was made for both before, unless a fresh one is asked for."""
+    """The plan for a recipe on a machine: the one that was made for both before, unless `fresh`."""
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     kept = _kept(key)
     if kept.exists() and not fresh:
@@ -69,9 +69,10 @@ def make_plan(
 
 
 def _looked_at(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, MachineSurvey]:
-    """A plan made before, unless several hosts were probed anew since; and the site, which nobody need look at again.
+    """An earlier plan, or None if several hosts were probed again since then; and the survey with that probe's result,
+    so that nobody repeats it.
 
-    Machines are told apart by the plan's key, the roads between them only by a look.
+    The plan's key tells machines apart, but only a probe tells the links between them apart.
     """
     if site.probe is None:
         return plan, site
@@ -134,7 +135,7 @@ def resources_of(site: MachineSurvey, workers: WorkerPool) -> Resources:
 
 
 def _taught(plan: Plan) -> Plan:
-    """A plan that was made before, its forecast with what runs have taught since."""
+    """An earlier plan, with its forecast corrected by what runs have measured since."""
     forecast = plan.forecast
     if forecast is None or not forecast.calibration.ground:
         return plan
@@ -144,7 +145,7 @@ def _taught(plan: Plan) -> Plan:
 
 
 def _kept(key: str) -> Path:
-    return CACHE / "plans" / f"{key}.json"
+    return CACHE_FOLDER / "plans" / f"{key}.json"
 
 
 def _keep(plan: Plan, key: str) -> Plan:
@@ -202,7 +203,8 @@ def _measured(config: RunConfig, plan: Plan, split: WorkerLayout, workers: Worke
 
 
 def ask_rank_0(workers: WorkerPool, job: Job, kind: str) -> dict[str, Any]:
-    """Run a job whose rank 0 tells one thing, and return it; raises Interrupted where a signal came."""
+    """Run a job whose rank 0 sends one message of this kind, and return its values; raises Interrupted where a
+    signal came."""
     answers: list[Message] = []
     result = workers.run(job, lambda message: answers.append(message) if message.kind == kind else None)
     if result.stopped_by != "finished":

@@ -8,8 +8,8 @@ from pathlib import Path
 from plait.errors import PlaitError
 
 
-def check_output(file: Path | None) -> None:
-    """Raise PlaitError where a file that was asked for has no folder that can be written to."""
+def check_output_file(file: Path | None) -> None:
+    """Raise PlaitError for a requested output file in a folder that is missing or cannot be written to."""
     if file is None:
         return
     if not file.parent.is_dir() or file.is_dir():
@@ -18,8 +18,8 @@ def check_output(file: Path | None) -> None:
         raise PlaitError(f"cannot write {file}: you may not write there; name another file")
 
 
-def write_output(file: Path, text: str) -> None:
-    """Write a file that was asked for; raises PlaitError with the reason where the disk does not take it."""
+def write_output_file(file: Path, text: str) -> None:
+    """Write a requested output file; raises PlaitError with the reason where the disk refuses it."""
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

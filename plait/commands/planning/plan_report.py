@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from textwrap import fill
 
 from plait.cluster.cluster import Cluster
-from plait.commands.preparing.usual_corpus import known_or_usual_corpus
+from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.errors import PlaitError
 from plait.model.shape import parameter_count
 from plait.planner.calibration.factors import calibration_text
@@ -21,23 +21,23 @@ from plait.planner.search.found import Search
 from plait.recipe.schema import RunConfig
 from plait.units import format_count
 
-WIDTH = 110
+REPORT_COLUMNS = 110
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PlanReport:
     """The plan for one cluster."""
 
     plan: Plan
-    found: Search
+    search: Search
     notes: tuple[str, ...]
     """What was derived or assumed."""
     sections: tuple[PlanSection, ...]
 
 
-def answer(config: RunConfig, resources: Resources, *, top: int) -> Answer:
+def make_plan_report(config: RunConfig, resources: Resources, *, top: int) -> PlanReport:
     """Plan a recipe on machines that need not be there; what hangs on text that was not prepared takes usual values."""
-    corpus, assumed = known_or_usual_corpus(config)
+    corpus, assumed = corpus_facts_or_usual(config)
     drafted = draft(config, corpus, resources, recipe_hash="")
     chosen, notes = choose(drafted.layouts), [*assumed, *drafted.request.notes]
     found, forecast = chosen.search, chosen.forecast
@@ -49,52 +49,53 @@ def answer(config: RunConfig, resources: Resources, *, top: int) -> Answer:
         notes.append(lesson)
     plan = settle(config, drafted, [chosen])
     sections = report_sections(found, plan.budget, top=top)
-    return Answer(plan=plan, found=found, notes=tuple(notes), sections=sections)
+    return PlanReport(plan=plan, search=found, notes=tuple(notes), sections=sections)
 
 
-def answer_text(one: Answer) -> str:
+def plan_report_text(report: PlanReport) -> str:
     """The whole answer for people."""
-    cluster, w = one.found.cluster, one.found.workload
+    cluster, w = report.search.cluster, report.search.workload
     lines = [
-        f"plan     {format_count(parameter_count(one.plan.shape))} parameters on {cluster.name}: {_devices(cluster)}",
+        f"plan     {format_count(parameter_count(report.plan.shape))} parameters on {cluster.name}: "
+        f"{_devices_text(cluster)}",
         f"batch    {w.batch_sequences:,} sequences of {w.sequence:,} tokens a step, {w.precision}",
-        *(f"         · {note}" for note in one.notes),
+        *(f"         · {note}" for note in report.notes),
     ]
-    for section in one.sections:
+    for section in report.sections:
         lines += [f"{section.title if first == 0 else '':8} {line}" for first, line in enumerate(section.lines)]
-    return "\n".join(_wrapped(line) for line in lines) + "\n"
+    return "\n".join(_wrap(line) for line in lines) + "\n"
 
 
-def _wrapped(line: str) -> str:
+def _wrap(line: str) -> str:
     indent = " " * (11 if line[9:10] == "·" else 9)
-    return fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return fill(line, REPORT_COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def comparison_table(answers: Sequence[Answer]) -> str:
+def comparison_table(reports: Sequence[PlanReport]) -> str:
     """Several clusters in a table."""
     rows = [("cluster", "step", "tokens/s", "layout")]
-    for one in answers:
-        step_s = float(one.found.step_s[one.found.chosen])
-        tokens = format_count(one.found.workload.batch_tokens / step_s)
-        rows.append((one.found.cluster.name, f"{step_s:.3g} s", tokens, one.sections[0].lines[0]))
+    for one in reports:
+        step_s = float(one.search.step_s[one.search.chosen])
+        tokens = format_count(one.search.workload.batch_tokens / step_s)
+        rows.append((one.search.cluster.name, f"{step_s:.3g} s", tokens, one.sections[0].lines[0]))
     wide = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, wide, strict=False)), row[3]]) for row in rows
     )
 
 
-def _devices(cluster: Cluster) -> str:
+def _devices_text(cluster: Cluster) -> str:
     islands = [f"{i.nodes} × ({i.per_node} × {i.device.name})" for i in cluster.islands]
     joined = f", joined by {cluster.between.name}" if cluster.nodes > 1 else ""
     return " + ".join(islands) + joined
 
 
-def chapter_of(one: Answer) -> Chapter:
+def chapter_of(report: PlanReport) -> Chapter:
     """The answer as a chapter of the page with pictures."""
     return Chapter(
-        found=one.found,
-        parameters=parameter_count(one.plan.shape),
-        machines=_devices(one.found.cluster),
-        notes=one.notes,
-        sections=one.sections,
+        found=report.search,
+        parameters=parameter_count(report.plan.shape),
+        machines=_devices_text(report.search.cluster),
+        notes=report.notes,
+        sections=report.sections,
     )

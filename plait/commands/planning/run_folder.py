@@ -23,22 +23,23 @@ from plait.report.atomic import replace_file, replace_files
 from plait.report.metrics import trim_metrics
 from plait.report.shares_file import check_lines
 
-MAY_CHANGE = ("train.budget", "layout.", "balance.", "checkpoint.", "report.")
-"""What a begun run may be asked anew; `data.files` may move as long as the text in it is the same."""
+CHANGEABLE_KEYS = ("train.budget", "layout.", "balance.", "checkpoint.", "report.")
+"""Recipe keys that may differ when a begun run continues; `data.files` may move, too, as long as the text is the
+same."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunTotals:
-    """What goes into a receipt and no metrics line tells: training time, and the memory of each device."""
+    """What a receipt needs and no line of metrics.jsonl holds: training time, and the peak memory of each device."""
 
     wall_s: float = 0.0
     device_s: float = 0.0
-    """The same, times the devices that each session had."""
+    """Seconds of training times the number of devices, summed over sessions."""
     peak_tensor_bytes: Sequence[int] = ()
     peak_rss_bytes: Sequence[int] = ()
 
 
-_DISK_SAYS_NO = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+_DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,25 +76,26 @@ class RunFolder:
     def has_begun(self) -> bool:
         return self.plan.exists() and self.recipe.exists()
 
-    def begun_config(self) -> RunConfig:
+    def saved_config(self) -> RunConfig:
         """The recipe that the run was begun with, as last changed."""
         return load_recipe(self.recipe)
 
-    def begun_plan(self) -> Plan:
+    def saved_plan(self) -> Plan:
         return read_plan(self.plan)
 
-    def put(self, config: RunConfig, plan: Plan, *, afresh: bool = False) -> None:
-        """Make recipe and plan the current ones; an earlier plan that differs is kept as plan-1.json, plan-2.json …
+    def save_config_and_plan(self, config: RunConfig, plan: Plan, *, is_replanned: bool = False) -> None:
+        """Make this recipe and plan the run's current ones.
 
-        With a plan that splits the work otherwise, or was asked for `afresh`, goes shares.jsonl, as shares-1.jsonl and
-        so on. Raises PlaitError where it cannot be obeyed.
+        An earlier plan that differs is kept as plan-1.json, plan-2.json, …. If the layout differs, or the plan is new
+        (`is_replanned`), shares.jsonl is set aside as well, as shares-1.jsonl and so on. Raises PlaitError where
+        shares.jsonl cannot be obeyed.
         """
         number = 1
         while any((self.path / name).exists() for name in (f"plan-{number}.json", f"shares-{number}.jsonl")):
             number += 1
-        if self.plan.exists() and not _is_same(self.begun_plan(), plan):
+        if self.plan.exists() and not _is_same_plan(self.saved_plan(), plan):
             (self.path / f"plan-{number}.json").write_text(self.plan.read_text())
-        other = self.plan.exists() and (afresh or _splits_otherwise(self.begun_plan(), plan))
+        other = self.plan.exists() and (is_replanned or _splits_differently(self.saved_plan(), plan))
         files = {self.plan: plan_text(plan).encode(), self.recipe: recipe_text(config).encode()}
         if not (self.shares.exists() and other):  # one that was there before the run is to be obeyed
             check_lines(
@@ -109,7 +111,7 @@ class RunFolder:
                 kept.rename(self.shares)
             raise
 
-    def resume_point(self) -> Found | None:
+    def prepare_resume(self) -> Found | None:
         """The newest checkpoint that verifies, with the metrics cut back to it; None for a run that has none yet."""
         self.checkpoints.mkdir(exist_ok=True)
         clean_staging(self.checkpoints)
@@ -118,21 +120,21 @@ class RunFolder:
         return found
 
     @property
-    def so_far(self) -> RunTotals:
+    def totals(self) -> RunTotals:
         """What all sessions of the run together come to."""
         path = self.path / "so-far.json"
         return RunTotals(**json.loads(path.read_text())) if path.exists() else RunTotals()
 
-    def note_so_far(self, so_far: RunTotals) -> None:
+    def write_totals(self, totals: RunTotals) -> None:
         """Keep what the sessions come to by now, for the receipt of a later one."""
-        replace_file(self.path / "so-far.json", json.dumps(asdict(so_far)).encode())
+        replace_file(self.path / "so-far.json", json.dumps(asdict(totals)).encode())
 
 
-def _is_same(old: Plan, new: Plan) -> bool:
+def _is_same_plan(old: Plan, new: Plan) -> bool:
     return replace(old, hosts=without_marks(old.hosts)) == replace(new, hosts=without_marks(new.hosts))
 
 
-def _splits_otherwise(old: Plan, new: Plan) -> bool:
+def _splits_differently(old: Plan, new: Plan) -> bool:
     return (old.layout, old.sequences_per_replica) != (new.layout, new.sequences_per_replica) or not same_hosts(
         old.hosts, new.hosts
     )
@@ -143,19 +145,19 @@ def run_folder(name: str) -> RunFolder:
     return RunFolder(Path("runs") / name)
 
 
-def finished_run(text: str) -> RunFolder:
+def find_run(name_or_path: str) -> RunFolder:
     """The folder of a run given by path or name, for commands that read it; raises PlaitError where there is none."""
-    for path in (Path(text), Path("runs") / text):
+    for path in (Path(name_or_path), Path("runs") / name_or_path):
         folder = RunFolder(path)
         if folder.has_begun:
             return folder
     known = sorted(path.parent.name for path in Path("runs").glob("*/plan.json"))
     hint = f"; there are {', '.join(known)}" if known else "; train one with: plait train RECIPE"
-    raise PlaitError(f'there is no run "{text}"{hint}')
+    raise PlaitError(f'there is no run "{name_or_path}"{hint}')
 
 
 @contextmanager
-def locked_folder(folder: RunFolder) -> Iterator[None]:
+def lock_run_folder(folder: RunFolder) -> Iterator[None]:
     """Hold the run's folder for this process; raises PlaitError when another one trains in it, or the disk says no.
 
     Of a run that did not begin nothing is left.
@@ -169,31 +171,31 @@ def locked_folder(folder: RunFolder) -> Iterator[None]:
     with lock:
         taken = f'another plait is training in "{folder.path}"; wait for it, or choose another run.name'
         hold_lock(lock, taken)
-        if not _is_open_as(path, lock):
+        if not _is_same_file(path, lock):
             raise PlaitError(taken)  # its holder took the file away after we had opened it
         for left in folder.path.glob(".*.new"):  # by a plait that was killed
             left.unlink(missing_ok=True)
         try:
             yield
         except OSError as error:
-            if error.errno not in _DISK_SAYS_NO:
+            if error.errno not in _DISK_ERRNOS:
                 raise
             raise PlaitError(
                 f"{error.filename or folder.path}: {error.strerror}; "
                 "free some space or mend its rights, then give the same command again"
             ) from error
         finally:
-            _tidy(folder.path)
+            _remove_if_only_lock(folder.path)
 
 
-def _is_open_as(path: Path, file: TextIO) -> bool:
+def _is_same_file(path: Path, file: TextIO) -> bool:
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
 
 
-def _tidy(path: Path) -> None:
+def _remove_if_only_lock(path: Path) -> None:
     """Take away the folder of a run that has nothing but its lock."""
     with suppress(OSError):
         if [held.name for held in path.iterdir()] == [".lock"]:
@@ -210,17 +212,17 @@ def hold_lock(lock: TextIO, refusal: str) -> None:
 
 
 def check_changes(old: RunConfig, new: RunConfig) -> list[str]:
-    """The keys of a begun run that are asked anew; raises PlaitError for one that may not change."""
+    """The keys that differ from the begun run's recipe; raises PlaitError for one that may not change."""
     before, after = flat_values(old), flat_values(new)
     changed = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
     for key in changed:
-        if key != "data.files" and not key.startswith(MAY_CHANGE):
+        if key != "data.files" and not key.startswith(CHANGEABLE_KEYS):
             raise PlaitError(
-                f"{key} was {_told(before.get(key))} when this run began and is {_told(after.get(key))} now; "
-                "change it back, or choose another run.name"
+                f"{key} was {_value_text(before.get(key))} when this run began and is {_value_text(after.get(key))} "
+                "now; change it back, or choose another run.name"
             )
     return changed
 
 
-def _told(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "not given" if value is None else json.dumps(value)

@@ -20,7 +20,7 @@ from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import Plan
 
 # torch's optimizers import torch._dynamo when the first is made, a second for each rank: so once for all of them.
-PRELOAD = (
+PRELOADED_MODULES = (
     "torch._dynamo",
     "plait.trainer.worker",
     "plait.trainer.time_steps",
@@ -28,6 +28,8 @@ PRELOAD = (
     "plait.commands.verifying.reference",
     "plait.commands.probing.rank",
 )
+TRAINING_ENTRY = "plait.trainer.worker:main"
+PROBE_ENTRY = "plait.commands.probing.rank:run_probe_rank"
 OnMessage = Callable[[Message], None]
 
 
@@ -43,7 +45,7 @@ class WorkerPool(Protocol):
 
 
 class HostWorkers(WorkerPool, Protocol):
-    """A crew that knows which host has which of a plan's ranks."""
+    """A worker pool that knows which host has which of a plan's ranks."""
 
     def with_hosts(self, plan: Plan) -> Plan:
         """The plan with each host's part in it, where there are several."""
@@ -53,12 +55,12 @@ class HostWorkers(WorkerPool, Protocol):
         """Where several hosts reach each other, host 0 first; none where there is one."""
         ...
 
-    def hosts(self) -> tuple[tuple[Machine, float | None, int], ...]:
+    def host_machines(self) -> tuple[tuple[Machine, float | None, int], ...]:
         """Of several hosts each one's machine, the rate of its processor and its workers; none where there is one."""
         ...
 
 
-class OwnWorkers:
+class ForkedWorkers:
     """Workers forked on this machine from a server that has torch loaded."""
 
     fixed_workers = None
@@ -69,7 +71,7 @@ class OwnWorkers:
     def with_hosts(self, plan: Plan) -> Plan:
         return replace(plan, hosts=())
 
-    def hosts(self) -> tuple[()]:
+    def host_machines(self) -> tuple[()]:
         return ()
 
     def addresses(self) -> tuple[()]:
@@ -80,20 +82,20 @@ class OwnWorkers:
 
 
 class TorchrunWorkers:
-    """The processes of a torchrun: rank 0 decides, and tells the others through torchrun's store what comes next."""
+    """The processes that torchrun started: rank 0 decides, and sends the others each job through torchrun's store."""
 
     def __init__(self, context: RankContext) -> None:
         from plait.parallel.mesh import open_store  # torch: only here, where it is needed anyway
 
         self._context = context
         self._store = open_store("env://orders", context.rank, context.world_size)
-        self._orders = 0
+        self._n_orders = 0
         self.fixed_workers = FixedWorkers(workers=context.world_size, threads=context.threads)
 
     def with_hosts(self, plan: Plan) -> Plan:
         return replace(plan, hosts=())
 
-    def hosts(self) -> tuple[()]:
+    def host_machines(self) -> tuple[()]:
         return ()
 
     def addresses(self) -> tuple[()]:
@@ -101,7 +103,7 @@ class TorchrunWorkers:
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
         began = time.monotonic()
-        self._give({"entry": job.entry, "argument": job.argument, "everybody": job.world_size > 1})
+        self._send_order({"entry": job.entry, "argument": job.argument, "everybody": job.world_size > 1})
         channel: Callable[[str, Any], None] = lambda kind, values: on_message(  # noqa: E731
             Message(rank=0, kind=kind, values=values)
         )
@@ -112,27 +114,27 @@ class TorchrunWorkers:
 
     def serve(self) -> None:
         """What every rank but 0 does: carry out rank 0's orders until it has no more."""
-        while (order := self._take()) is not None:
+        while (order := self._next_order()) is not None:
             if order["everybody"]:
                 self._call(order["entry"], order["argument"], self._context)
 
     def dismiss(self) -> None:
         """Rank 0 has no more orders."""
-        self._give(None)
+        self._send_order(None)
 
     def _call(self, entry: str, argument: str, context: RankContext) -> None:
         module, _, function = entry.partition(":")
-        getattr(import_module(module), function)(replace(context, rendezvous=f"env://job-{self._orders}"), argument)
+        getattr(import_module(module), function)(replace(context, rendezvous=f"env://job-{self._n_orders}"), argument)
 
-    def _give(self, order: dict[str, Any] | None) -> None:
-        self._orders += 1
-        self._store.set(f"order-{self._orders}", json.dumps(order))
+    def _send_order(self, order: dict[str, Any] | None) -> None:
+        self._n_orders += 1
+        self._store.set(f"order-{self._n_orders}", json.dumps(order))
 
-    def _take(self) -> dict[str, Any] | None:
-        self._orders += 1
+    def _next_order(self) -> dict[str, Any] | None:
+        self._n_orders += 1
         while True:
             try:
-                return json.loads(self._store.get(f"order-{self._orders}"))
+                return json.loads(self._store.get(f"order-{self._n_orders}"))
             except Exception as error:  # the store's own timeout, while rank 0 prepares data
                 if "timeout" not in str(error).lower():
                     raise PlaitError("rank 0 is gone; see what it said") from error
@@ -143,8 +145,8 @@ def worker_pool() -> Iterator[HostWorkers]:
     """The workers at hand; under torchrun the block runs on rank 0 alone, and the others leave when it ends."""
     context = torchrun_context()
     if context is None:
-        with ForkServer(preload=PRELOAD) as server:
-            yield OwnWorkers(server)
+        with ForkServer(preload=PRELOADED_MODULES) as server:
+            yield ForkedWorkers(server)
         return
     workers = TorchrunWorkers(context)
     try:
@@ -162,8 +164,8 @@ def serve_under_torchrun() -> bool:
     return True
 
 
-def dismiss_others() -> None:
-    """Under torchrun, on rank 0, where there is nothing to do: tell the other ranks, which else would wait for ever."""
+def dismiss_torchrun_ranks() -> None:
+    """Under torchrun, on rank 0 and with nothing to do: send the other ranks home, which would wait for ever."""
     context = torchrun_context()
     if context is not None:
         TorchrunWorkers(context).dismiss()
@@ -172,11 +174,11 @@ def dismiss_others() -> None:
 def refuse_torchrun() -> None:
     """Raise PlaitError where torchrun started this process, which then has all its workers already."""
     if torchrun_context() is not None:
-        dismiss_others()
+        dismiss_torchrun_ranks()
         raise PlaitError("--hosts and torchrun both start workers; leave --hosts out, or start plait without torchrun")
 
 
-def log_folder(folder: Path) -> str:
+def make_log_folder(folder: Path) -> str:
     """Where the ranks of a run leave what they print and their tracebacks."""
     path = folder / "logs"
     path.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from plait.planner.derive.model_size import CorpusFacts
 from plait.recipe.schema import RunConfig
 from plait.units import format_count
 
-CACHE = Path(".plait")
+CACHE_FOLDER = Path(".plait")
 """Below the current folder: prepared data, trained tokenizers, plans that were measured."""
 
 
@@ -28,18 +28,18 @@ def prepare_data(config: RunConfig, screen: Console) -> Corpus:
         def show(done: int, total: int, stage: str) -> None:
             bar.update(task, completed=done, total=total or None, description=stage)
 
-        folder = prepare(data_request(config), CACHE, show)
+        folder = prepare(data_request(config), CACHE_FOLDER, show)
     return open_corpus(folder)
 
 
-def prepared_corpus(config: RunConfig) -> Corpus | None:
+def find_prepared_corpus(config: RunConfig) -> Corpus | None:
     """The recipe's data if it was prepared before; looks at nothing but files' sizes and times."""
-    folder = prepared(data_request(config), CACHE)
+    folder = prepared(data_request(config), CACHE_FOLDER)
     return open_corpus(folder) if folder else None
 
 
 def data_request(config: RunConfig) -> DataRequest:
-    """What the recipe asks of the data."""
+    """The recipe's [data] section as a request for a corpus."""
     files = config.data.files
     asked = [files] if isinstance(files, str) else files
     sources = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait.commands.preparing.corpus import corpus_facts, prepared_corpus
+from plait.commands.preparing.corpus import corpus_facts, find_prepared_corpus
 from plait.errors import PlaitError
 from plait.model.sizes import MODEL_SIZES
 from plait.planner.derive.model_size import CorpusFacts
@@ -10,19 +10,19 @@ from plait.recipe.schema import RunConfig
 
 GPT2_VOCABULARY = 50257
 USUAL_VOCABULARY = 32768
-PLENTY_TOKENS = 10**15
+ASSUMED_CORPUS_TOKENS = 10**15
 
 
-def known_or_usual_corpus(config: RunConfig) -> tuple[CorpusFacts, list[str]]:
+def corpus_facts_or_usual(config: RunConfig) -> tuple[CorpusFacts, list[str]]:
     """The recipe's text where it was prepared before, else what is usual; and what was assumed, in words."""
     try:
-        corpus = prepared_corpus(config)
+        corpus = find_prepared_corpus(config)
     except PlaitError:  # it lies on the machines that are planned for
         corpus = None
-    return (corpus_facts(corpus), []) if corpus else _usual_corpus(config)
+    return (corpus_facts(corpus), []) if corpus else _usual_corpus_facts(config)
 
 
-def _usual_corpus(config: RunConfig) -> tuple[CorpusFacts, list[str]]:
+def _usual_corpus_facts(config: RunConfig) -> tuple[CorpusFacts, list[str]]:
     """Text enough, and the vocabulary that the recipe or the size usually has."""
     size, named, notes = config.model.size, config.model.vocabulary, list[str]()
     if named != "auto":
@@ -36,8 +36,8 @@ def _usual_corpus(config: RunConfig) -> tuple[CorpusFacts, list[str]]:
         folder="",
         content_hash="",
         vocabulary=vocabulary,
-        train_tokens=PLENTY_TOKENS,
-        longest_sequence=PLENTY_TOKENS,
+        train_tokens=ASSUMED_CORPUS_TOKENS,
+        longest_sequence=ASSUMED_CORPUS_TOKENS,
         heldout_tokens=0,
         documents=1,
     )

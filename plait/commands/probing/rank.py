@@ -1,4 +1,5 @@
-"""The ranks of a probe: they meet, time their links, devices and what hides behind what; rank 0 tells all of it."""
+"""The ranks of a probe: they time their links, their devices, and which work hides behind which; rank 0 sends all of
+it to the leader."""
 
 from __future__ import annotations
 
@@ -24,22 +25,22 @@ from plait.cluster.probe.pieces import check_device
 from plait.cluster.probe.request import ProbeRequest
 from plait.cluster.probe.timing import Bench, DeviceClock, NoOthers, ProcessorClock, time_in_rounds
 from plait.cluster.probe.verdict import PairReading, ProbedHost, dead_device, dead_link, host_of, hosts_of
-from plait.commands.probing.training_pieces import begin_sum, operations, training_for
+from plait.commands.probing.training_pieces import begin_all_reduce, collective_operations, training_operations_for
 from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
 from plait.parallel.mesh import GroupSums, make_groups, open_store
 
-MEET_S = 60.0
+RENDEZVOUS_TIMEOUT_S = 60.0
 """For a rank to appear, and for its links to open."""
-ANSWER_S = 20.0
+MESSAGE_TIMEOUT_S = 20.0
 """For a message between two ranks; the largest takes a second on the slowest link that is measured with it."""
-PATIENCE = timedelta(minutes=10)
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """For another rank's part of the probe."""
-ALONE_S = 1.0
+TIMING_ALONE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankInPool:
+class ProbeRank:
     """A rank of a probe among the others."""
 
     rank: int
@@ -51,16 +52,16 @@ class RankInPool:
     def host(self) -> ProbedHost:
         return host_of(self.hosts, self.rank)
 
-    def say(self, key: str, values: Any) -> None:
+    def publish(self, key: str, values: Any) -> None:
         """Leave JSON for the other ranks."""
         self.store.set(f"probe/{key}", json.dumps(values))
 
-    def hear(self, key: str) -> Any:
+    def wait_for(self, key: str) -> Any:
         """What a rank left; blocks until it is there."""
         return json.loads(self.store.get(f"probe/{key}"))
 
 
-class PoolGroup:
+class GroupBarrier:
     """Keeps the ranks of a process group in step."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -73,25 +74,28 @@ class PoolGroup:
         return self._sums.largest(torch.tensor([value], dtype=torch.float64)).item()
 
 
-def rank(context: RankContext, argument: str) -> None:
+def run_probe_rank(context: RankContext, argument: str) -> None:
     """Entry of each rank of a probe, on one host or several; the argument is a ProbeRequest's JSON.
 
-    Rank 0 tells "probed": what every rank told. Raises RunFailed, with a sentence, for a dead device or link.
+    Rank 0 sends one "probed" message with the results of all ranks. Raises RunFailed, with a sentence, for a dead
+    device or link.
     """
     request = ProbeRequest.from_json(argument)
     torch.set_num_threads(context.threads)
     torch.set_flush_denormal(True)  # as training does
-    place = _met(context, request)
+    place = _join_probe(context, request)
     try:
-        pairs = _pairs(place, request)
-        figures = _arithmetic(place, request)
-        _groups(place, request)
+        pairs = _time_pairs(place, request)
+        figures = _time_arithmetic(place, request)
+        _time_groups(place, request)
         machine = find_machine()
         name, memory = machine.name, machine.memory_bytes
-        place.say(f"rank/{place.rank}", {**figures, "name": name, "memory_bytes": memory, "threads": context.threads})
+        place.publish(
+            f"rank/{place.rank}", {**figures, "name": name, "memory_bytes": memory, "threads": context.threads}
+        )
         if context.rank == 0:
-            told = [place.hear(f"rank/{one}") for one in range(context.world_size)]
-            shared = [place.hear(f"groups/{host.ranks[0]}") for host in place.hosts]
+            told = [place.wait_for(f"rank/{one}") for one in range(context.world_size)]
+            shared = [place.wait_for(f"groups/{host.ranks[0]}") for host in place.hosts]
             context.send(
                 "probed",
                 hosts=[asdict(host) for host in place.hosts],
@@ -105,17 +109,19 @@ def rank(context: RankContext, argument: str) -> None:
         dist.destroy_process_group()
 
 
-def _met(context: RankContext, request: ProbeRequest) -> RankInPool:
+def _join_probe(context: RankContext, request: ProbeRequest) -> ProbeRank:
     """Find the other ranks and open the links to them; raises RunFailed with the names of those that did not come."""
     store = open_store(context.rendezvous, context.rank, context.world_size)
-    store.set_timeout(timedelta(seconds=MEET_S))
+    store.set_timeout(timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
     store.set(f"probe/here/{context.rank}", json.dumps([socket.gethostname(), context.local_rank]))
     told = []
     for rank in range(context.world_size):
         try:
             told.append(tuple(json.loads(store.get(f"probe/here/{rank}"))))
         except RuntimeError as error:
-            raise RunFailed(f"worker {rank} did not come within {MEET_S:.0f} s; look what its host says") from error
+            raise RunFailed(
+                f"worker {rank} did not come within {RENDEZVOUS_TIMEOUT_S:.0f} s; look what its host says"
+            ) from error
     hosts = hosts_of(told)
     backend, wait = "gloo", _no_wait
     if request.device == "cuda":
@@ -123,7 +129,7 @@ def _met(context: RankContext, request: ProbeRequest) -> RankInPool:
         backend, wait = "cpu:gloo,cuda:nccl", torch.cuda.synchronize
     try:
         dist.init_process_group(
-            backend, store=store, rank=context.rank, world_size=context.world_size, timeout=PATIENCE
+            backend, store=store, rank=context.rank, world_size=context.world_size, timeout=COLLECTIVE_TIMEOUT
         )
     except RuntimeError as error:
         names = " and ".join(host.name for host in hosts)
@@ -131,14 +137,14 @@ def _met(context: RankContext, request: ProbeRequest) -> RankInPool:
             f"the workers on {names} could not open their links ({str(error).splitlines()[0]}); check that the hosts "
             "reach each other at the addresses that they gave, then probe again"
         ) from error
-    store.set_timeout(PATIENCE)
+    store.set_timeout(COLLECTIVE_TIMEOUT)
     assert dist.group.WORLD is not None
     device = torch.device(request.device, torch.cuda.current_device()) if request.device == "cuda" else "cpu"
-    bench = Bench(device=torch.device(device), clock=DeviceClock(wait=wait), together=PoolGroup(dist.group.WORLD))
-    return RankInPool(rank=context.rank, hosts=hosts, store=store, bench=bench)
+    bench = Bench(device=torch.device(device), clock=DeviceClock(wait=wait), together=GroupBarrier(dist.group.WORLD))
+    return ProbeRank(rank=context.rank, hosts=hosts, store=store, bench=bench)
 
 
-def _pairs(place: RankInPool, request: ProbeRequest) -> list[PairReading]:
+def _time_pairs(place: ProbeRank, request: ProbeRequest) -> list[PairReading]:
     """Messages between pairs, by schedule; rank 0 gets what all found, the others nothing.
 
     Speaks through the store until it is known that no link is dead: a collective would wait for ever.
@@ -146,39 +152,39 @@ def _pairs(place: RankInPool, request: ProbeRequest) -> list[PairReading]:
     schedule = pairs_of([host.ranks for host in place.hosts])
     for pair in schedule:
         if place.rank in (pair.first, pair.second):
-            told = _pair(place, (pair.first, pair.second), request)
+            told = _time_one_pair(place, (pair.first, pair.second), request)
             if place.rank == pair.first or told is None:
-                place.say(f"pair/{pair.first}/{pair.second}", told)
+                place.publish(f"pair/{pair.first}/{pair.second}", told)
     found: dict[tuple[int, int], Any] = {}
     if place.rank == 0:
-        found = {(pair.first, pair.second): place.hear(f"pair/{pair.first}/{pair.second}") for pair in schedule}
-        place.say("dead", next((list(ends) for ends, points in found.items() if points is None), None))
-    if dead := place.hear("dead"):
+        found = {(pair.first, pair.second): place.wait_for(f"pair/{pair.first}/{pair.second}") for pair in schedule}
+        place.publish("dead", next((list(ends) for ends, points in found.items() if points is None), None))
+    if dead := place.wait_for("dead"):
         raise RunFailed(dead_link(place.hosts, *dead))
     return [
         PairReading(first=a, second=b, points=tuple(Point(**p) for p in points)) for (a, b), points in found.items()
     ]
 
 
-def _pair(place: RankInPool, ends: tuple[int, int], request: ProbeRequest) -> list[dict[str, Any]] | None:
+def _time_one_pair(place: ProbeRank, ends: tuple[int, int], request: ProbeRequest) -> list[dict[str, Any]] | None:
     """A pair's points as plain values; None where the link is dead."""
     try:
-        points = time_pair(ends, request.messages, rank=place.rank, bench=place.bench, timeout_s=ANSWER_S)
+        points = time_pair(ends, request.messages, rank=place.rank, bench=place.bench, timeout_s=MESSAGE_TIMEOUT_S)
     except DeadLink:
         return None
     return [asdict(point) for point in points]
 
 
-def _arithmetic(place: RankInPool, request: ProbeRequest) -> dict[str, Any]:
+def _time_arithmetic(place: ProbeRank, request: ProbeRequest) -> dict[str, Any]:
     """What this rank's device takes while all ranks work, and, on the first rank of a host, while it works alone."""
     bench = place.bench
-    place.say(f"check/{place.rank}", check_device(bench.device))
+    place.publish(f"check/{place.rank}", check_device(bench.device))
     ranks = range(sum(len(host.ranks) for host in place.hosts))
     for other in ranks:
-        if reason := place.hear(f"check/{other}"):
+        if reason := place.wait_for(f"check/{other}"):
             raise RunFailed(dead_device(place.hosts, other, reason))
-    runs = arithmetic_runs(request, bench.device, training_for(request))
-    bench = _without_others(bench, len(place.host.ranks))
+    runs = arithmetic_runs(request, bench.device, training_operations_for(request))
+    bench = _with_processor_clock(bench, len(place.host.ranks))
     began = time.perf_counter(), time.process_time()
     together = timed(time_in_rounds(runs, bench, seconds=request.seconds), request.scenes)
     wall_s, cpu_s = time.perf_counter() - began[0], time.process_time() - began[1]
@@ -188,19 +194,19 @@ def _arithmetic(place: RankInPool, request: ProbeRequest) -> dict[str, Any]:
     if place.rank == place.host.ranks[0] and len(place.host.ranks) > 1:
         by_itself = replace(bench, together=NoOthers())
         middle = request.scenes[(len(request.scenes) - 1) // 2]
-        alone = timed(time_in_rounds(few_runs(runs, middle), by_itself, seconds=ALONE_S), (middle,))
+        alone = timed(time_in_rounds(few_runs(runs, middle), by_itself, seconds=TIMING_ALONE_S), (middle,))
     bench.together.meet()
     return {"timed": [asdict(one) for one in together], "alone": [asdict(one) for one in alone], "granted": granted}
 
 
-def _without_others(bench: Bench, ranks: int) -> Bench:
+def _with_processor_clock(bench: Bench, ranks: int) -> Bench:
     """Count processor time where a worker has one thread on a processor; threads also wait for each other."""
     if bench.device.type != "cpu" or torch.get_num_threads() > 1:
         return bench
     return replace(bench, clock=ProcessorClock(share=core_share(ranks)))
 
 
-def _groups(place: RankInPool, request: ProbeRequest) -> None:
+def _time_groups(place: ProbeRank, request: ProbeRequest) -> None:
     """Collectives and what hides of them: inside each host, all hosts at once, then between hosts."""
     everybody = tuple(rank for host in place.hosts for rank in host.ranks)
     firsts = tuple(host.ranks[0] for host in place.hosts)
@@ -216,12 +222,12 @@ def _groups(place: RankInPool, request: ProbeRequest) -> None:
         if place.rank in ranks:
             scope: Scope = "between" if ranks in between else "inside"
             names = tuple(host.name for host in place.hosts if set(host.ranks) & set(ranks))
-            bench = replace(place.bench, together=PoolGroup(groups[ranks]))
-            found = time_collectives(operations(bench.device), request.messages, groups[ranks], bench)
+            bench = replace(place.bench, together=GroupBarrier(groups[ranks]))
+            found = time_collectives(collective_operations(bench.device), request.messages, groups[ranks], bench)
             for kind, points in found.items():
                 links.append(MeasuredLink(kind=kind, scope=scope, hosts=names, ranks=len(ranks), points=points))
             if ranks in (everybody, place.host.ranks):
-                start = partial(begin_sum, group=groups[ranks])
+                start = partial(begin_all_reduce, group=groups[ranks])
                 seconds = request.seconds / 4
                 sums = found["all_reduce"]
                 overlaps.append(time_overlap(start, sums, bench, scope=scope, ranks=len(ranks), seconds=seconds))
@@ -229,7 +235,7 @@ def _groups(place: RankInPool, request: ProbeRequest) -> None:
     if place.rank == place.host.ranks[0]:
         # Between hosts all ranks agree on the figures: the first host tells them.
         own = [one for one in (*links, *overlaps) if one.scope == "inside" or place.rank == 0]
-        place.say(
+        place.publish(
             f"groups/{place.rank}",
             {
                 "links": [asdict(one) for one in own if isinstance(one, MeasuredLink)],

@@ -1,4 +1,4 @@
-"""Whether what a probe found on several hosts still holds: a short look, before its figures are used again."""
+"""Whether an earlier probe of several hosts still holds: a short measurement before its figures are used again."""
 
 from __future__ import annotations
 
@@ -8,52 +8,64 @@ from dataclasses import replace
 from plait.cluster.measured import MeasuredLink, Measurements, Timed
 from plait.cluster.probe.request import ProbeRequest, layer_products
 from plait.commands.planning.make_plan import ask_rank_0
-from plait.commands.planning.workers import WorkerPool
-from plait.commands.probing.measurements import PROBE_ENTRY, WorkerExtent, sends_of, timed_on_hosts
+from plait.commands.planning.workers import PROBE_ENTRY, WorkerPool
+from plait.commands.probing.measurements import ProbeWorkers, send_links_of, timed_work_by_host
 from plait.launch.values.job import Job
 
-LOOK_BYTES = 2**20
+RECHECK_MESSAGE_BYTES = 2**20
 LARGEST_DRIFT = 1.3
-"""So many times the old figure, or less than one of so many parts of it: another cable, another load."""
+"""A figure that is larger or smaller than before by more than this factor has changed: another cable, another load."""
 
-LinkReadings = Mapping[object, float]
+ReadingByName = Mapping[object, float]
 
 
-def still_holds(hands: WorkerPool, known: Measurements, asked: ProbeRequest, extent: WorkerExtent) -> bool:
-    """Time one message over each road and one layer on each host, and compare; takes some seconds on all hosts.
+def measurements_still_hold(
+    pool: WorkerPool, known: Measurements, request: ProbeRequest, probe_workers: ProbeWorkers
+) -> bool:
+    """Time one message over each link and one layer on each host, and compare them with the known measurements; takes
+    some seconds on all hosts.
 
     Raises RunFailed with the name of a dead device or link, Interrupted where a signal came.
     """
-    scene = asked.scenes[0]
+    scene = request.scenes[0]
     short = replace(
-        asked, scenes=(scene,), products=layer_products(scene), attentions=(), messages=(LOOK_BYTES,), seconds=0.0
+        request,
+        scenes=(scene,),
+        products=layer_products(scene),
+        attentions=(),
+        messages=(RECHECK_MESSAGE_BYTES,),
+        seconds=0.0,
     )
-    job = Job(entry=PROBE_ENTRY, argument=short.to_json(), world_size=extent.workers, threads=extent.threads)
-    told = ask_rank_0(hands, job, "probed")
+    job = Job(
+        entry=PROBE_ENTRY, argument=short.to_json(), world_size=probe_workers.workers, threads=probe_workers.threads
+    )
+    told = ask_rank_0(pool, job, "probed")
     if [host["name"] for host in told["hosts"]] != [device.host for device in known.devices]:
         return False  # they came in another order, or others came
-    layers = zip([device.timed for device in known.devices], timed_on_hosts(told), strict=False)
-    return are_alike(_rates(known.links), _rates(sends_of(told))) and all(are_alike(*_common(*pair)) for pair in layers)
+    layers = zip([device.timed for device in known.devices], timed_work_by_host(told), strict=False)
+    return are_close(_send_rates(known.links), _send_rates(send_links_of(told))) and all(
+        are_close(*_common_product_seconds(*pair)) for pair in layers
+    )
 
 
-def are_alike(before: LinkReadings, now: LinkReadings) -> bool:
+def are_close(before: ReadingByName, now: ReadingByName) -> bool:
     """Whether the same things have about the same figures."""
     return before.keys() == now.keys() and all(
         1 / LARGEST_DRIFT <= now[key] / before[key] <= LARGEST_DRIFT for key in before
     )
 
 
-def _rates(links: Sequence[MeasuredLink]) -> LinkReadings:
-    """Bytes a second of a message of LOOK_BYTES, or of the longest that was timed, over each road."""
+def _send_rates(links: Sequence[MeasuredLink]) -> ReadingByName:
+    """Bytes per second over each link, of a message of LOOK_BYTES or of the longest below it."""
     found: dict[object, float] = {}
     for link in links:
         if link.kind == "send":
-            point = max((one for one in link.points if one.bytes <= LOOK_BYTES), key=lambda one: one.bytes)
+            point = max((one for one in link.points if one.bytes <= RECHECK_MESSAGE_BYTES), key=lambda one: one.bytes)
             found[link.scope, link.hosts] = point.bytes / point.seconds
     return found
 
 
-def _common(before: Sequence[Timed], now: Sequence[Timed]) -> tuple[LinkReadings, LinkReadings]:
+def _common_product_seconds(before: Sequence[Timed], now: Sequence[Timed]) -> tuple[ReadingByName, ReadingByName]:
     """The seconds of all products that were timed both times, together: single ones are too short to be steady."""
     old, new = ({(one.work, one.sizes): one.seconds for one in some} for some in (before, now))
     both = [key for key in new if key in old and key[0].startswith("product")]

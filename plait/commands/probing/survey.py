@@ -1,4 +1,5 @@
-"""What a run finds before it is planned: this machine, or all hosts that joined and the roads between them."""
+"""What a run knows of its machines before it is planned: this machine, or all hosts that joined and the links
+between them."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from plait.cluster.topology import Machine, usable_cores
 from plait.commands.planning.make_plan import Log, MachineSurvey, look_around
 from plait.commands.planning.workers import HostWorkers
 from plait.commands.probing.measurements import (
-    Fresh,
-    WorkerExtent,
-    checked_lately,
-    kept_measurement,
+    ProbeFreshness,
+    ProbeWorkers,
+    load_measurements,
+    mark_checked,
     measure_or_load,
-    note_checked,
+    was_checked_recently,
 )
-from plait.commands.probing.revalidate import still_holds
-from plait.commands.probing.table import QUIET
+from plait.commands.probing.revalidate import measurements_still_hold
+from plait.commands.probing.table import LEAST_UNDISTURBED_SHARE
 from plait.planner.derive.resources import Probe, ProbeNeed
 from plait.planner.step_time.measured_network import slowest_measured_link
 from plait.units import format_si
@@ -29,12 +30,13 @@ HostMachine = tuple[Machine, float | None, int]
 """A host's machine, the rate of its processor, and its workers."""
 
 
-def survey_machines(workers: HostWorkers, say: Log, fresh: Fresh) -> MachineSurvey:
-    """This machine; over several hosts host 0's, with what looks at all of them once the model is known.
+def survey_machines(workers: HostWorkers, log: Log, fresh: ProbeFreshness) -> MachineSurvey:
+    """This machine; over several hosts host 0's, with a function that probes all of them once the model is known.
 
-    That probes them "again", or takes what was "kept" of an earlier probe as long as a short look finds it true.
+    `fresh` "again" probes them in any case; "kept" takes the stored measurements of an earlier probe as long as a short
+    check confirms them.
     """
-    hosts = workers.hosts()
+    hosts = workers.host_machines()
     if not hosts:
         return look_around(workers, usable_cores())
     machines = tuple(machine for machine, _, _ in hosts)
@@ -43,24 +45,24 @@ def survey_machines(workers: HostWorkers, say: Log, fresh: Fresh) -> MachineSurv
         machine=machines[0],
         peak_flops=sum(rates) if len(rates) == len(hosts) else None,
         others=machines[1:],
-        probe=_look(workers, hosts, say, fresh),
+        probe=_make_probe(workers, hosts, log, fresh),
     )
 
 
-def _look(workers: HostWorkers, hosts: tuple[HostMachine, ...], say: Log, fresh: Fresh) -> Probe:
+def _make_probe(workers: HostWorkers, hosts: tuple[HostMachine, ...], log: Log, fresh: ProbeFreshness) -> Probe:
     def look(need: ProbeNeed) -> Cluster:
-        cluster = probed_cluster(workers, hosts, need, fresh=fresh)
+        cluster = probe_cluster(workers, hosts, need, fresh=fresh)
         assert cluster.measured is not None
         for sentence in cluster.measured.complaints:
-            say(f"probe    {sentence}")
+            log(f"probe    {sentence}")
         for host in cluster.measured.devices:
-            if host.granted < QUIET:
+            if host.granted < LEAST_UNDISTURBED_SHARE:
                 others = f"other programs had {1 - host.granted:.0%} of the cores of {host.host} while it was measured"
-                say(f"probe    {others}; the plan counts on all of them: close those programs and give --replan")
+                log(f"probe    {others}; the plan counts on all of them: close those programs and give --replan")
         if noise := cluster.measured.noise:
-            say(f"probe    {noise}; close them and give --replan")
+            log(f"probe    {noise}; close them and give --replan")
         rate, latency_s = cluster.between.bytes_per_s * 8, cluster.between.latency_s
-        say(
+        log(
             f"probe    {format_si(rate, 'bit/s')} between the hosts, {1e6 * latency_s:.0f} µs for a short message "
             f"(measured {cluster.measured.date})"
         )
@@ -69,16 +71,20 @@ def _look(workers: HostWorkers, hosts: tuple[HostMachine, ...], say: Log, fresh:
     return look
 
 
-def probed_cluster(workers: HostWorkers, hosts: tuple[HostMachine, ...], need: ProbeNeed, *, fresh: Fresh) -> Cluster:
-    """Several hosts as a cluster, with what a probe of all of them measures for a model.
+def probe_cluster(
+    workers: HostWorkers, hosts: tuple[HostMachine, ...], need: ProbeNeed, *, fresh: ProbeFreshness
+) -> Cluster:
+    """Several hosts as a cluster, with a probe's measurements for a model.
 
-    What was "kept" of an earlier one is taken where machines and software are the same and the roads still are.
+    With "kept", those of an earlier probe are used where machines and software are the same and the links still are.
     """
-    measured = pool_measurements(_probed(workers, [machine for machine, _, _ in hosts], need, fresh))
+    measured = pool_measurements(_probe_or_load(workers, [machine for machine, _, _ in hosts], need, fresh))
     return replace(cluster_of_hosts(hosts, slowest_measured_link(measured, "between")), measured=measured)
 
 
-def _probed(workers: HostWorkers, machines: list[Machine], need: ProbeNeed, fresh: Fresh) -> Measurements:
+def _probe_or_load(
+    workers: HostWorkers, machines: list[Machine], need: ProbeNeed, fresh: ProbeFreshness
+) -> Measurements:
     given, sequence = workers.fixed_workers, need.shape.sequence
     assert given is not None
     device = machines[0].device
@@ -91,11 +97,11 @@ def _probed(workers: HostWorkers, machines: list[Machine], need: ProbeNeed, fres
         precision="bf16" if need.precision == "bf16" else "float32",
         threads=given.threads,
     )
-    extent, addresses = WorkerExtent(workers=given.workers, threads=given.threads), workers.addresses()
-    known = kept_measurement(machines, asked, extent) if fresh == "kept" else None
-    if known is not None and checked_lately(machines, asked, extent, addresses):
+    extent, addresses = ProbeWorkers(workers=given.workers, threads=given.threads), workers.addresses()
+    known = load_measurements(machines, asked, extent) if fresh == "kept" else None
+    if known is not None and was_checked_recently(machines, asked, extent, addresses):
         return known
-    if known is None or not still_holds(workers, known, asked, extent):
+    if known is None or not measurements_still_hold(workers, known, asked, extent):
         known = measure_or_load(workers, machines, asked, extent, fresh="again")
-    note_checked(machines, asked, extent, addresses)
+    mark_checked(machines, asked, extent, addresses)
     return known

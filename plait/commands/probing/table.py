@@ -19,7 +19,7 @@ LINK_KIND_TEXTS = {
 }
 
 
-QUIET = 0.9
+LEAST_UNDISTURBED_SHARE = 0.9
 """A worker that had so much of its core's time was not disturbed."""
 
 
@@ -37,38 +37,38 @@ def _device_lines(measured: Measurements, device: MeasuredDevice) -> list[str]:
     each += "s" if device.threads > 1 else ""
     head = f"{device.host}: {device.name}, {each}, {format_bytes(device.memory_bytes)}, {measured.precision}"
     rows = [
-        ("matrix products, forward", _product_rates(device, "product")),
-        ("… gradient of the input", _product_rates(device, "product_input")),
-        ("… gradient of the weight", _product_rates(device, "product_weight")),
-        ("attention, forward and backward", _attention(device)),
-        ("norms, activation, residuals", _streams(device)),
-        ("head and loss", _heads(device)),
-        ("update by the optimizer", _per_number(device, "update")),
-        ("gradients added up", _per_number(device, "accumulate")),
-        ("memory, copied", _copies(device)),
+        ("matrix products, forward", _product_text(device, "product")),
+        ("… gradient of the input", _product_text(device, "product_input")),
+        ("… gradient of the weight", _product_text(device, "product_weight")),
+        ("attention, forward and backward", _attention_text(device)),
+        ("norms, activation, residuals", _stream_text(device)),
+        ("head and loss", _head_text(device)),
+        ("update by the optimizer", _per_parameter_text(device, "update")),
+        ("gradients added up", _per_parameter_text(device, "accumulate")),
+        ("memory, copied", _copy_text(device)),
         ("smallest operation", f"{device.of('launch')[0].seconds * 1e6:.3g} µs"),
     ]
     lines = [f"device   {head}", *(f"         {what:34}{text}" for what, text in rows)]
-    if device.granted < QUIET:
+    if device.granted < LEAST_UNDISTURBED_SHARE:
         others = (
             f"other programs had {1 - device.granted:.0%} of the cores; times above are processor time, without them"
         )
         lines.append(f"         {others}")
     if device.beside:
-        factors = ", ".join(f"{work.replace('_', ' ')} {factor:.2f}" for work, factor in _telling(device.beside))
+        factors = ", ".join(f"{work.replace('_', ' ')} {factor:.2f}" for work, factor in _factors_shown(device.beside))
         lines.append(f"         {'side by side, times as long':34}{factors}")
     return lines
 
 
-def _product_rates(device: MeasuredDevice, work: MeasuredWork) -> str:
+def _product_text(device: MeasuredDevice, work: MeasuredWork) -> str:
     rates = sorted((2 * prod(one.sizes) / one.seconds, one.sizes) for one in device.of(work))
     (low, small), (high, large) = rates[0], rates[-1]
     slow, middle, fast = (format_si(rate, "FLOP/s") for rate in (low, rates[len(rates) // 2][0], high))
-    ends = f"; from {slow} at {_times(small)} to {fast} at {_times(large)}" if len(rates) > 1 else ""
+    ends = f"; from {slow} at {_sizes_text(small)} to {fast} at {_sizes_text(large)}" if len(rates) > 1 else ""
     return f"{middle}{ends}"
 
 
-def _attention(device: MeasuredDevice) -> str:
+def _attention_text(device: MeasuredDevice) -> str:
     told = []
     for there, back in zip(device.of("attention"), device.of("attention_backward"), strict=True):
         _, length, heads, _, head_width = there.sizes
@@ -79,29 +79,30 @@ def _attention(device: MeasuredDevice) -> str:
     return f"{' to '.join(each)} a token and head"
 
 
-def _streams(device: MeasuredDevice) -> str:
+def _stream_text(device: MeasuredDevice) -> str:
     pairs = zip(device.of("stream"), device.of("stream_backward"), strict=True)
     told = [(a.seconds + b.seconds) / (a.sizes[0] * (a.sizes[1] + a.sizes[2])) * 1e9 for a, b in pairs]
-    return f"{_range(told)} ns a token and unit of width"
+    return f"{_range_text(told)} ns a token and unit of width"
 
 
-def _heads(device: MeasuredDevice) -> str:
+def _head_text(device: MeasuredDevice) -> str:
     told = [one.seconds / (one.sizes[0] * one.sizes[2]) * 1e9 for one in device.of("head")]
-    return f"{_range(told)} ns a token and entry of the vocabulary"
+    return f"{_range_text(told)} ns a token and entry of the vocabulary"
 
 
-def _per_number(device: MeasuredDevice, work: MeasuredWork) -> str:
-    return f"{_range([one.seconds / one.sizes[0] * 1e9 for one in device.of(work)])} ns a parameter"
+def _per_parameter_text(device: MeasuredDevice, work: MeasuredWork) -> str:
+    return f"{_range_text([one.seconds / one.sizes[0] * 1e9 for one in device.of(work)])} ns a parameter"
 
 
-def _copies(device: MeasuredDevice) -> str:
+def _copy_text(device: MeasuredDevice) -> str:
     told = [
-        f"{format_bytes(2 * one.sizes[0] / one.seconds)}/s ({format_bytes(one.sizes[0])})" for one in _copied(device)
+        f"{format_bytes(2 * one.sizes[0] / one.seconds)}/s ({format_bytes(one.sizes[0])})"
+        for one in _copies_by_size(device)
     ]
     return ", ".join(told)
 
 
-def _copied(device: MeasuredDevice) -> Sequence[Timed]:
+def _copies_by_size(device: MeasuredDevice) -> Sequence[Timed]:
     return sorted(device.of("copy"), key=lambda one: one.sizes)
 
 
@@ -138,15 +139,15 @@ def _overlap_lines(measured: Measurements) -> list[str]:
     return lines
 
 
-def _telling(factors: Mapping[str, float]) -> list[tuple[str, float]]:
+def _factors_shown(factors: Mapping[str, float]) -> list[tuple[str, float]]:
     kept = ("product", "product_weight", "attention", "stream", "stream_backward", "head", "update", "copy")
     return [(work, factors[work]) for work in kept if work in factors]
 
 
-def _times(sizes: Sequence[int]) -> str:
+def _sizes_text(sizes: Sequence[int]) -> str:
     return " × ".join(map(str, sizes))
 
 
-def _range(values: Sequence[float]) -> str:
+def _range_text(values: Sequence[float]) -> str:
     low, high = min(values), max(values)
     return f"{low:.2g}" if f"{low:.2g}" == f"{high:.2g}" else f"{low:.2g} to {high:.2g}"

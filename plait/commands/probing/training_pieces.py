@@ -21,89 +21,91 @@ from plait.trainer.assemble import make_autocast
 from plait.trainer.loss import sum_of_losses
 from plait.trainer.optim import clip_factor, make_optimizer, owned_squares, update
 
-TAG = 910_000
-"""Of the probe's messages from rank to rank; those of training, which count from 0, are never under way with them."""
+COLLECTIVE_PROBE_TAG = 910_000
+"""Tag of the probe's point-to-point messages; training's tags count from 0 and are never in flight at the same time."""
 LAYERS_UPDATED = 2
-OPTIMIZER = OptimizerPlan(lr=1e-4, warmup_steps=0, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0, schedule="constant")
+PROBED_OPTIMIZER = OptimizerPlan(
+    lr=1e-4, warmup_steps=0, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0, schedule="constant"
+)
 
 
-def training_for(request: ProbeRequest) -> Training:
+def training_operations_for(request: ProbeRequest) -> Training:
     """Training's own pieces in the request's precision."""
     device = torch.device(request.device)
     return Training(
         autocast=make_autocast(request.precision, device),
         loss=sum_of_losses,
-        updates=_updates,
+        updates=_optimizer_update,
     )
 
 
-def _updates(scene: ProbedModel, device: torch.device) -> tuple[Callable[[], object], int, int]:
-    """One update of some layers of the scene's model by gradients that are there, the norm included."""
-    part = ModelPart(embeds=False, layers=tuple(range(min(LAYERS_UPDATED, scene.shape.layers))), ends=False)
-    units = unsharded(GPT(scene.shape, part).to(device)).units
-    optimizer = make_optimizer(units, OPTIMIZER)
+def _optimizer_update(probed_model: ProbedModel, device: torch.device) -> tuple[Callable[[], object], int, int]:
+    """One optimizer step of some layers of the probed model on ready gradients, with the gradient norm."""
+    part = ModelPart(embeds=False, layers=tuple(range(min(LAYERS_UPDATED, probed_model.shape.layers))), ends=False)
+    units = unsharded(GPT(probed_model.shape, part).to(device)).units
+    optimizer = make_optimizer(units, PROBED_OPTIMIZER)
     for unit in units:
         unit.parameter.grad = torch.full_like(unit.parameter, 1e-3)
 
     def run() -> None:
         norm = owned_squares(units, like=torch.zeros(1, dtype=torch.float64, device=device)).sum().sqrt()
-        update(optimizer, units, factor=clip_factor(norm, OPTIMIZER.clip), norm=norm)
+        update(optimizer, units, factor=clip_factor(norm, PROBED_OPTIMIZER.clip), norm=norm)
 
     return run, sum(unit.parameter.numel() for unit in units), len(units)
 
 
-def _sum(buffer: Tensor, group: dist.ProcessGroup) -> None:
+def _all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
     """What a bucket of gradients goes through where every rank keeps all of it."""
-    begin_sum(buffer, group).wait()
+    begin_all_reduce(buffer, group).wait()
 
 
-def begin_sum(buffer: Tensor, group: dist.ProcessGroup) -> dist.Work:
+def begin_all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Begin the sum of a bucket of gradients."""
     work = dist.all_reduce(buffer, group=group, async_op=True)
     assert work is not None
     return work
 
 
-def _gather(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    all_gather(buffer, _own(buffer, group).clone(), group=group)
+def _all_gather(buffer: Tensor, group: dist.ProcessGroup) -> None:
+    all_gather(buffer, _own_part(buffer, group).clone(), group=group)
 
 
-def _scatter(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    reduce_scatter(torch.empty_like(_own(buffer, group)), buffer, group=group)
+def _reduce_scatter(buffer: Tensor, group: dist.ProcessGroup) -> None:
+    reduce_scatter(torch.empty_like(_own_part(buffer, group)), buffer, group=group)
 
 
-def _exchange(buffer: Tensor, group: dist.ProcessGroup) -> None:
+def _all_to_all(buffer: Tensor, group: dist.ProcessGroup) -> None:
     dist.all_to_all_single(torch.empty_like(buffer), buffer, group=group)
 
 
-def _swap(buffer: Tensor, group: dist.ProcessGroup) -> None:
+def _swap_parts(buffer: Tensor, group: dist.ProcessGroup) -> None:
     """A split bucket's sum: the parts change places, and each rank adds up its own."""
-    own = _own(buffer, group)
+    own = _own_part(buffer, group)
     received = buffer.new_empty(dist.get_world_size(group) - 1, len(own))
-    for work in swap_parts(buffer, received, group, TAG):
+    for work in swap_parts(buffer, received, group, COLLECTIVE_PROBE_TAG):
         work.wait()
     for other in received:
         own += other
 
 
-def _spread(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    for work in spread_own(buffer, group, TAG):
+def _spread_own(buffer: Tensor, group: dist.ProcessGroup) -> None:
+    for work in spread_own(buffer, group, COLLECTIVE_PROBE_TAG):
         work.wait()
 
 
-def _own(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _own_part(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
     return buffer.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
 
 
-EVERYWHERE: Mapping[MessageKind, Begin] = {
-    "all_reduce": _sum,
-    "all_gather": _gather,
-    "reduce_scatter": _scatter,
-    "all_to_all": _exchange,
+LIBRARY_COLLECTIVES: Mapping[MessageKind, Begin] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
 }
-ON_PROCESSORS: Mapping[MessageKind, Begin] = {"swap_parts": _swap, "spread_own": _spread}
+CPU_COLLECTIVES: Mapping[MessageKind, Begin] = {"swap_parts": _swap_parts, "spread_own": _spread_own}
 
 
-def operations(device: torch.device) -> Mapping[MessageKind, Begin]:
+def collective_operations(device: torch.device) -> Mapping[MessageKind, Begin]:
     """The operations that training uses on a kind of device; GPUs take the library's for all."""
-    return {**EVERYWHERE, **ON_PROCESSORS} if device.type == "cpu" else EVERYWHERE
+    return {**LIBRARY_COLLECTIVES, **CPU_COLLECTIVES} if device.type == "cpu" else LIBRARY_COLLECTIVES

@@ -14,8 +14,8 @@ from typing import Literal
 from rich.console import Console as Screen
 
 from plait.commands.planning.workers import WorkerPool
-from plait.commands.preparing.corpus import CACHE
-from plait.commands.verifying.small_model import shrunk_plan, suited_to
+from plait.commands.preparing.corpus import CACHE_FOLDER
+from plait.commands.verifying.small_model import plan_for_device, shrunk_plan
 from plait.data.preparation.synthetic import write_synthetic
 from plait.errors import Interrupted, PlaitError
 from plait.launch.values.job import Job
@@ -26,44 +26,44 @@ from plait.proof.verdict import EXACT, SINGLE, Bars, Verdict, judge
 from plait.recipe.load import recipe_text
 from plait.recipe.schema import RunConfig
 
-REFERENCE_ENTRY = "plait.commands.verifying.reference:rank"
+CHECK_RANK_ENTRY = "plait.commands.verifying.reference:run_check_rank"
 
-CheckExtent = Literal["all", "gradients"]
-Who = Literal["everybody", "layout", "reference"]
+CheckScope = Literal["all", "gradients"]
+CheckProcesses = Literal["everybody", "layout", "reference"]
 
 
 def check_gradients(
-    config: RunConfig, plan: Plan, workers: WorkerPool, *, extent: CheckExtent = "all", bars: Bars = EXACT
+    config: RunConfig, plan: Plan, workers: WorkerPool, *, scope: CheckScope = "all", tolerances: Bars = EXACT
 ) -> Verdict:
     """Run a small plan's ranks, and one plain process, and compare what they leave; side by side where cores serve."""
-    with _folder(workers) as folder:
-        _prepare(folder, config, plan)
+    with _temporary_folder(workers) as folder:
+        _write_inputs(folder, config, plan)
         if plan.device == "cpu" and workers.fixed_workers is None:
-            _run(folder, plan, workers, extent, "everybody")
+            _run_processes(folder, plan, workers, scope, "everybody")
         else:
-            _run(folder, plan, workers, extent, "reference")
-            _run(folder, plan, workers, extent, "layout")
+            _run_processes(folder, plan, workers, scope, "reference")
+            _run_processes(folder, plan, workers, scope, "layout")
         ranks = [folder / f"rank-{rank}.safetensors" for rank in range(plan.world_size)]
-        return judge(folder / "reference.safetensors", ranks, plan.layout, lr=plan.optimizer.lr, bars=bars)
+        return judge(folder / "reference.safetensors", ranks, plan.layout, lr=plan.optimizer.lr, bars=tolerances)
 
 
 def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen: Screen) -> None:
-    """One small step of a run's layout against one plain process, the first time this machine meets the layout.
+    """Compare one small step of a run's layout with one plain process, once per layout and machine; prints one line.
 
-    Says so in one line. Raises PlaitError where they differ.
+    Raises PlaitError where gradients differ.
     """
     if plan.world_size == 1:
         return
     small = shrunk_plan(config, plan.shape, plan.layout, plan.shares)
     if plan.device == "cuda":
-        small = suited_to(small, "cuda", "float32")
+        small = plan_for_device(small, "cuda", "float32")
     what = [asdict(small.layout), small.sequences_per_replica, asdict(small.shape), plan.device, dict(plan.fingerprint)]
     key = sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
-    kept = CACHE / "verified" / f"{key}.json"
+    kept = CACHE_FOLDER / "verified" / f"{key}.json"
     if kept.exists():
         return
     verdict = check_gradients(
-        config, small, workers, extent="gradients", bars=SINGLE if plan.device == "cuda" else EXACT
+        config, small, workers, scope="gradients", tolerances=SINGLE if plan.device == "cuda" else EXACT
     )
     if not verdict.ok:
         raise PlaitError(
@@ -77,29 +77,31 @@ def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen:
     screen.print(f"checked  the layout's gradients against one plain process: equal to {error:.0e}", highlight=False)
 
 
-def order_noise(config: RunConfig, plan: Plan, workers: WorkerPool) -> float:
+def summation_order_noise(config: RunConfig, plan: Plan, workers: WorkerPool) -> float:
     """The largest error between two runs on one device that add in another order: all at once, one by one."""
-    with _folder(workers) as parent:
+    with _temporary_folder(workers) as parent:
         files = []
         for micro in (plan.batch_sequences, 1):
             folder = parent / str(micro)
             folder.mkdir()
-            _prepare(folder, config, replace(plan, micro_sequences=micro, micro_limits=()))
-            _run(folder, plan, workers, "gradients", "reference")
+            _write_inputs(folder, config, replace(plan, micro_sequences=micro, micro_limits=()))
+            _run_processes(folder, plan, workers, "gradients", "reference")
             files.append(folder / "reference.safetensors")
         return judge(files[0], files[1:], Layout(), lr=plan.optimizer.lr, bars=SINGLE).largest("gradient", "sums")
 
 
 @contextmanager
-def _folder(workers: WorkerPool) -> Iterator[Path]:
+def _temporary_folder(workers: WorkerPool) -> Iterator[Path]:
     """A folder for one proof, gone after it; other hosts, where torchrun has workers, see the current folder only."""
     if workers.fixed_workers is not None:
-        CACHE.mkdir(exist_ok=True)
-    with TemporaryDirectory(prefix="plait-verify-", dir=CACHE.resolve() if workers.fixed_workers else None) as name:
+        CACHE_FOLDER.mkdir(exist_ok=True)
+    with TemporaryDirectory(
+        prefix="plait-verify-", dir=CACHE_FOLDER.resolve() if workers.fixed_workers else None
+    ) as name:
         yield Path(name)
 
 
-def _prepare(folder: Path, config: RunConfig, plan: Plan) -> None:
+def _write_inputs(folder: Path, config: RunConfig, plan: Plan) -> None:
     corpus = folder / "corpus"
     corpus.mkdir()
     write_synthetic(corpus, vocabulary=plan.shape.vocabulary, sequence=plan.sequence, seed=config.run.seed)
@@ -107,11 +109,11 @@ def _prepare(folder: Path, config: RunConfig, plan: Plan) -> None:
     (folder / "recipe.toml").write_text(recipe_text(config))
 
 
-def _run(folder: Path, plan: Plan, workers: WorkerPool, extent: CheckExtent, who: Who) -> None:
-    ranks = {"everybody": plan.world_size + 1, "layout": plan.world_size, "reference": 1}[who]
+def _run_processes(folder: Path, plan: Plan, workers: WorkerPool, scope: CheckScope, processes: CheckProcesses) -> None:
+    ranks = {"everybody": plan.world_size + 1, "layout": plan.world_size, "reference": 1}[processes]
     job = Job(
-        entry=REFERENCE_ENTRY,
-        argument=json.dumps({"folder": str(folder), "extent": extent, "who": who}),
+        entry=CHECK_RANK_ENTRY,
+        argument=json.dumps({"folder": str(folder), "extent": scope, "who": processes}),
         world_size=ranks,
         threads=plan.threads,
         log_dir=str(folder),

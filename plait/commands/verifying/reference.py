@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from plait.commands.verifying.small_model import STEPS_OF_EACH
+from plait.commands.verifying.small_model import STEPS_PER_OPTIMIZER
 from plait.launch.values.job import RankContext
 from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
 from plait.parallel.sharded_model import LocalGradients
@@ -29,10 +29,10 @@ from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.state import TrainState
 from plait.trainer.worker import joined
 
-ReferenceExtent = Literal["all", "gradients"]
+ReferenceScope = Literal["all", "gradients"]
 
 
-def rank(context: RankContext, argument: str) -> None:
+def run_check_rank(context: RankContext, argument: str) -> None:
     """Entry of each process of a proof.
 
     The argument is JSON: the folder with plan.json and recipe.toml; "extent", how far it goes; and "who": the layout's
@@ -42,38 +42,38 @@ def rank(context: RankContext, argument: str) -> None:
     folder, extent, who = Path(asked["folder"]), asked["extent"], asked["who"]
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
     if who == "reference" or context.rank == plan.world_size:
-        save_file(reference(config, plan, extent), folder / "reference.safetensors")
+        save_file(reference_tensors(config, plan, extent), folder / "reference.safetensors")
         return
     place: Any = replace(context, world_size=plan.world_size)  # a protocol's attributes are writable to a type checker
     with joined(place, plan):
         assembly = assemble(config, plan, sums=world_sums(), mesh=make_mesh(plan.layout, plan.device))
-        save_file(tensors_of(assembly, extent), folder / f"rank-{context.rank}.safetensors")
+        save_file(collect_tensors(assembly, extent), folder / f"rank-{context.rank}.safetensors")
 
 
-def reference(config: RunConfig, plan: Plan, extent: ReferenceExtent) -> dict[str, Tensor]:
+def reference_tensors(config: RunConfig, plan: Plan, scope: ReferenceScope) -> dict[str, Tensor]:
     """What one plain process computes: no mesh, no process group, no stage."""
     torch.set_num_threads(plan.threads)
     assembly = assemble(config, plan, stages=(), sums=ONE_PROCESS)
     assert isinstance(assembly.model.gradients, LocalGradients) and assembly.model.pipe is None
-    found = tensors_of(assembly, extent)
+    found = collect_tensors(assembly, scope)
     assert not dist.is_initialized()
     return found
 
 
-def tensors_of(assembly: Assembly, extent: ReferenceExtent) -> dict[str, Tensor]:
+def collect_tensors(assembly: Assembly, scope: ReferenceScope) -> dict[str, Tensor]:
     """Take the steps, and keep what is to be compared; every rank of the layout must call it."""
     units = [unit.parameter for unit in assembly.model.units]
     plain = replace(assembly, optimizer=torch.optim.SGD(units, lr=assembly.plan.optimizer.lr, fused=True))
     try:
         state, scalars = plain.step(TrainState())
         found = {"sums/norm": scalars.norm.reshape(1), "sums/loss": scalars.totals, **dict(_gradients(assembly))}
-        if extent == "all":
-            for _ in range(STEPS_OF_EACH - 1):
+        if scope == "all":
+            for _ in range(STEPS_PER_OPTIMIZER - 1):
                 state, _ = plain.step(state)
             found |= dict(_weights(assembly, "sgd"))
             # A run may deal its batch out anew at any step.
             assembly.take_shares(assembly.plan.sequences_per_replica[::-1])
-            for _ in range(STEPS_OF_EACH):
+            for _ in range(STEPS_PER_OPTIMIZER):
                 state, _ = assembly.step(state)
             found |= dict(_weights(assembly, "adamw"))
             found["sums/evaluation"] = assembly.evaluate()
@@ -91,15 +91,15 @@ def _gradients(assembly: Assembly) -> Iterator[tuple[str, Tensor]]:
         who = "own" if unit.owned else "copy"
         for part in unit.parts:
             numbers = grad.reshape(-1)[part.first : part.first + part.box.numbers]
-            yield f"gradient/{part.name}/{_place(part.box.offset)}/{who}", numbers.view(part.box.extent).clone()
+            yield f"gradient/{part.name}/{_offset_text(part.box.offset)}/{who}", numbers.view(part.box.extent).clone()
 
 
 def _weights(assembly: Assembly, kind: str) -> Iterator[tuple[str, Tensor]]:
     """All that this rank computes with, copies included."""
     assembly.model.settle()
     for held in assembly.model.weights:
-        yield f"{kind}/{held.name}/{_place(held.box.offset)}/copy", held.tensor.detach().clone()
+        yield f"{kind}/{held.name}/{_offset_text(held.box.offset)}/copy", held.tensor.detach().clone()
 
 
-def _place(offset: tuple[int, ...]) -> str:
+def _offset_text(offset: tuple[int, ...]) -> str:
     return ",".join(map(str, offset))

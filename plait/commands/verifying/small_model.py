@@ -20,7 +20,7 @@ from plait.planner.search.validity import check_layout, check_shares
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, Every
 
-STEPS_OF_EACH = 5
+STEPS_PER_OPTIMIZER = 5
 """Updates by plain gradient descent, and then by AdamW."""
 CHECK_LR = 0.01
 CHECK_CLIP = 0.25
@@ -97,7 +97,7 @@ def shrunk_shape(shape: ModelShape, layout: Layout) -> ModelShape:
     )
 
 
-def suited_to(plan: Plan, device: Literal["cpu", "cuda"], precision: Precision) -> Plan:
+def plan_for_device(plan: Plan, device: Literal["cpu", "cuda"], precision: Precision) -> Plan:
     """A shrunk plan on a machine's own devices: with dims large enough for the kernels that large models use."""
     if device == "cpu":
         return replace(plan, precision=precision)
@@ -152,13 +152,13 @@ def shrunk_plan(config: RunConfig, shape: ModelShape, layout: Layout, shares: tu
         micro_sequences=2,
         micro_limits=tuple(2 - part % 2 for part in range(parts)) if parts > 1 else (),
         shares=shrunk_shares(shares, batch_sequences),
-        budget=Amount(2 * STEPS_OF_EACH, "steps"),
-        steps=2 * STEPS_OF_EACH,
+        budget=Amount(2 * STEPS_PER_OPTIMIZER, "steps"),
+        steps=2 * STEPS_PER_OPTIMIZER,
         optimizer=_optimizer(config),
         corpus="",
         corpus_hash="",
         documents="mask",
-        checkpoint_every=Every(2 * STEPS_OF_EACH, "steps"),
+        checkpoint_every=Every(2 * STEPS_PER_OPTIMIZER, "steps"),
         checkpoint_keep=1,
         report_every_steps=1,
         evaluate_every_steps=0,

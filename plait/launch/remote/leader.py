@@ -47,7 +47,7 @@ class Member:
     host: int
     name: str
     address: str
-    hello: Mapping[str, Any]
+    host_info: Mapping[str, Any]
     link: HostConnection = field(repr=False)
 
     def __str__(self) -> str:
@@ -238,7 +238,7 @@ def _cut(job: Job, parts: Sequence[HostPart], *, hosts: int) -> dict[int, Job]:
 
 def _member(host: int, arrival: Arrival) -> Member:
     hello, link = arrival.hello, arrival.link
-    return Member(host=host, name=_name_of(arrival), address=link.address, hello=hello, link=link)
+    return Member(host=host, name=_name_of(arrival), address=link.address, host_info=hello, link=link)
 
 
 def _name_of(arrival: Arrival) -> str:

@@ -158,8 +158,8 @@ def _scale_items(items: StepItems, compute: float, messages: float) -> StepItems
 
 
 def observation_of_items(predicted: StepItems, measured: StepItems, date: str) -> Observation | None:
-    """The observation of a run whose items were measured; `foretold` are its predicted items before any factor. None
-    where messages within groups take so much that computing cannot be seen behind them."""
+    """The observation of a run whose items were measured; `predicted` are its items by the formulas, without any
+    factor. None where collectives within groups take so much of the step that computing cannot be told apart."""
     if predicted.within_s > LARGEST_SHARE_WITHIN_GROUPS * predicted.step_s:
         return None
     computed_s = measured.compute_s + measured.optimizer_s - predicted.within_s
@@ -199,8 +199,10 @@ def _shrunk_median(factors: Sequence[float]) -> float:
 
 
 def disturbance_text(steps_s: Sequence[float], load_per_core: float | None) -> str | None:
-    """Why a run must not teach, as the end of a sentence; None for an undisturbed run. `crowding` is the number of
-    runnable programs per core during it, None where that says nothing of this run."""
+    """Why nothing may be learned from a run, as the end of a sentence; None for an undisturbed run.
+
+    `load_per_core` is the number of runnable programs per core during it, None where that says nothing of this run.
+    """
     if len(steps_s) < LEAST_STEPS_TO_LEARN:
         return f"it had fewer than {LEAST_STEPS_TO_LEARN} steps after the first ones"
     first, middle, last = quantiles(steps_s, n=4)

@@ -33,8 +33,8 @@ def micro_sequences_to_try(
 ) -> Iterator[int]:
     """Sizes of a micro-batch that are worth a price, `usual` first.
 
-    Split parameters are gathered, and their gradients summed, once per micro-batch: over slow links a few large
-    micro-batches are worth their memory. `shares` are the sequences of each data-parallel rank.
+    Sharded parameters are gathered, and their gradients summed, once per micro-batch: over slow links a few large
+    micro-batches are worth their memory.
     """
     yield usual
     if layout.shard == 1 or layout.shard_what != "parameters" or layout.pipeline > 1:

@@ -47,17 +47,17 @@ MEMORY_ITEMS = ("parameters", "gradients", "optimizer", "gathered", "activations
 
 
 def can_trace(workload: Workload) -> bool:
-    """Whether `followed` knows what is trained."""
+    """Whether traced_peak knows what is trained."""
     return workload.precision == "float32" and not workload.experts
 
 
 def traced_peak(
     workload: Workload, candidates: Candidates, *, keeps_ends: bool = True, end: PipelineEnd = "fuller"
 ) -> dict[str, Reals]:
-    """The items of memory.Memory, arrays over candidates, of one of the first and the last pipeline rank.
+    """The items of estimate.MemoryEstimate, arrays over candidates, of the first or the last pipeline rank.
 
-    `stage` is 1 where that is the last. The arrays are shared by whoever asks the same again, as searches for where the
-    answer changes do many times; nobody may write into them. For `keeps_ends` see software_profile.py.
+    The arrays are cached and shared between callers that pass equal arguments, as searches for tipping points do many
+    times; nobody may write into them. For `keeps_ends` see software_profile.py.
     """
     return _followed(workload, CandidatesKey(candidates), keeps_ends, end)
 

@@ -55,7 +55,7 @@ def _rank_layer_counts(
 
 
 def layers_of_stages(layers: int, stages: int, head_cost: float, layer_split: LayerSplit) -> tuple[int, ...]:
-    """Layers of each stage, in the model's order; `head` is the cost of the head in average layers."""
+    """Layers of each stage, in the model's order; `head_cost` is the cost of the head in average layers."""
     if layer_split == "balanced":
         return balanced_stages_by_cost(layers, stages, head_cost)
     if layer_split == "published":
@@ -75,10 +75,11 @@ def balanced_stages_by_cost(layers: int, stages: int, head_cost: float) -> tuple
 def balanced_stages_by_speed(
     layers: int, speeds: Sequence[float], head_cost: float, embedding_cost: float = 0.0, max_layers: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Layers of stages of these speeds so that the slowest is done as early as can be.
+    """Layers of stages of these speeds so that the slowest stage is done as early as possible.
 
-    The embedding costs as much as `lookup` layers and stands with the first, the head as `head` and stands with the
-    last. No stage gets more than `most` says, if they can hold all layers together.
+    The embedding costs as much as `embedding_cost` layers and stands with the first stage, the head as much as
+    `head_cost` layers and stands with the last. No stage gets more than its `max_layers`, provided that they can hold
+    all layers together.
     """
     stages = len(speeds)
     assert stages <= layers

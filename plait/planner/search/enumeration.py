@@ -73,7 +73,8 @@ def enumerate_layouts(
 
 
 def _degrees(devices: int, constraints: Constraints) -> Iterator[Layout]:
-    """Degrees whose product is the number of devices; `replicate` stands for all data-parallel ranks, split or not."""
+    """Degrees whose product is the number of devices; "replicate" stands for all data-parallel ranks, sharded or
+    not."""
     if named := constraints.degrees:
         if named.world_size != devices:
             raise PlaitError(

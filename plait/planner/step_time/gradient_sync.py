@@ -60,11 +60,13 @@ def data_parallel_sync_s(
 
 
 def tied_embedding_sync_s(inputs: CostInputs, forward_s: Reals, n_microbatches: Reals) -> Reals:
-    """What a tied head and its embedding, which another stage has, cost: the embedding's gradient is the very last of
-    all, so that nothing hides a sum of both. Where one end keeps the table (parallel/pipeline/tied_embedding.py), what
-    is waited for are the rows of the first micro-batch and the gradients of the last one's; the other rows travel
-    before the first gradient of a stage does, which comes when `forward`, of a stage and a micro-batch, was done
-    through all stages."""
+    """Seconds per step of keeping a tied head and its embedding, on two stages, the same.
+
+    The embedding's gradient is the very last of all, so nothing hides a sum of both. Where one end keeps the table
+    (parallel/pipeline/tied_embedding.py), the exposed messages are the rows of the first micro-batch and the gradients
+    of the last one; the other rows travel before the first gradient of a stage, which comes after `forward_s`, of one
+    stage and micro-batch, has passed through all stages.
+    """
     w, c, profile = inputs.workload, inputs.candidates, inputs.profile
     table = profile.gradient_message_bytes * w.embedding_parameters / c.tensor
     apart = np.maximum(c.devices // c.pipeline * (c.pipeline - 1), 1)

@@ -46,9 +46,9 @@ class MeasuredNetwork:
         pieces: Reals,
         default_s: Reals,
     ) -> Reals:
-        """Seconds of a collective over groups of `ranks` on so many `nodes` each, its message sent in `pieces`.
+        """Seconds of a collective over `rank_groups` on `nodes_per_group` nodes each, its message sent in `pieces`.
 
-        `otherwise` is the answer for one rank, and where nothing was timed.
+        `default_s` is the answer for one rank, and where nothing was measured.
         """
         spent, (size, stride) = default_s.copy(), rank_groups
         groups: set[tuple[int, Scope]] = {
@@ -69,7 +69,8 @@ class MeasuredNetwork:
     def send_s(
         self, message_bytes: Reals, rank_groups: RankGroups, between_hosts: NDArray[np.bool_], default_s: Reals
     ) -> Reals:
-        """Seconds of one message to the next of a group of `ranks`, `far` where that is on another host."""
+        """Seconds of one message to the next rank of a group, over the network where `between_hosts`; `default_s`
+        where nothing was measured."""
         spent, (size, stride) = default_s.copy(), rank_groups
         for scope, wider in self.rate_ratio.items():
             here = between_hosts == (scope == "between")

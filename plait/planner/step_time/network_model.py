@@ -77,9 +77,8 @@ def achieved_bytes_per_s(link: Link, devices_per_node: int, achieved_share: floa
 def collective_s(
     network: Network, kind: Collective, message_bytes: Any, group_size: Any, stride: Any, pieces: Any = 1.0
 ) -> Reals:
-    """Seconds of a collective over `size` ranks that sit `stride` apart; `message` is the whole result in bytes.
-
-    It is sent in so many `pieces`, each of which pays the latency.
+    """Seconds of a collective over `group_size` ranks that are `stride` apart; `message_bytes` is the whole result. It
+    is sent in `pieces`, each of which pays the latency.
 
     Ranks are numbered through the nodes. A ring through n ranks, g of them in each node, moves (n-1)/n of the message
     past every rank; where it leaves a node it does so over the g cards of its ranks at once, while the links inside
@@ -115,10 +114,11 @@ def collective_s(
 def expert_all_to_all_s(
     network: Network, tokens: Any, token_bytes: float, experts_per_token: int, group_size: Any, stride: Any
 ) -> tuple[Reals, Reals]:
-    """Seconds for each rank to send `tokens` to `choices` of the experts on `size` ranks: (inside, between) nodes.
+    """Seconds for each rank to send `tokens` to `experts_per_token` of the experts on `group_size` ranks: (inside,
+    between) nodes.
 
     Between nodes a token goes once to each node that it has an expert on, and is copied there: libraries for experts
-    (DeepEP) do so since 2025. With k nodes and c choices it has experts on k (1 - (1 - 1/k)^c) of them.
+    (DeepEP) do so since 2025. With k nodes and c experts per token it has experts on k (1 - (1 - 1/k)^c) of them.
     """
     tokens, group_size, stride = (np.asarray(x, dtype=np.float64) for x in (tokens, group_size, stride))
     together = np.clip(np.floor(network.devices_per_node / stride), 1, np.maximum(group_size, 1))
@@ -131,7 +131,7 @@ def expert_all_to_all_s(
 
 
 def stage_message_s(network: Network, message_bytes: Any, group_size: Any, stride: Any) -> Reals:
-    """Seconds of one message to the next of `size` ranks that sit `stride` apart."""
+    """Seconds of one message to the next of `group_size` ranks that are `stride` apart."""
     far = np.asarray(stride) >= network.devices_per_node
     rate = np.where(far, network.between_bytes_per_s, network.inside_bytes_per_s)
     spent = np.asarray(message_bytes) / rate + np.where(far, network.between_latency_s, network.inside_latency_s)

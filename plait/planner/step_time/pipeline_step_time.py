@@ -87,7 +87,7 @@ def stage_times_of(inputs: CostInputs) -> StageTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MicroBatchTimes:
-    """Seconds of one micro-batch; arrays over candidates, whose pipelines by the closed form take `closed_s`."""
+    """Seconds of one micro-batch; arrays over candidates."""
 
     layer_s: Reals
     head_s: Reals

@@ -1,0 +1,48 @@
+"""How many workers each host of a run has, and how many threads each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from plait.cluster.topology import Machine
+from plait.errors import PlaitError
+from plait.planner.plan import HostShare
+from plait.planner.resolve.named_layout import named_degrees
+from plait.recipe.schema import RunConfig
+
+
+def default_host_shares(names: Sequence[str], machines: Sequence[Machine]) -> tuple[HostShare, ...]:
+    """One worker for each GPU of a host, or one with all its cores; raises PlaitError where only some hosts have GPUs."""
+    kinds = {machine.device for machine in machines}
+    if len(kinds) > 1:
+        by_kind = {machine.device: name for name, machine in zip(names, machines, strict=True)}
+        raise PlaitError(
+            f"{by_kind['cuda']} has GPUs and {by_kind['cpu']} has none that torch sees, and a run takes one kind; "
+            "leave the odd host out, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+        )
+    return tuple(
+        HostShare(
+            name=name,
+            workers=machine.devices,
+            threads=max(1, machine.cores // machine.devices),
+            machine=machine.digest(),
+        )
+        for name, machine in zip(names, machines, strict=True)
+    )
+
+
+def host_shares_text(shares: Sequence[HostShare]) -> str:
+    """Workers and threads of each host, on one line."""
+    each = [f"{s.name} {s.workers} worker{'s' * (s.workers > 1)} × {s.threads} threads" for s in shares]
+    return ", ".join(each)
+
+
+def check_worker_count(config: RunConfig, shares: Sequence[HostShare]) -> None:
+    """Raise PlaitError where the recipe names another number of workers than the hosts have."""
+    named, workers = named_degrees(config), sum(share.workers for share in shares)
+    if named and named.world_size != workers:
+        listed = ", ".join(f"{share.name} {share.workers}" for share in shares)
+        raise PlaitError(
+            f"the recipe's layout needs {named.world_size} workers, and the hosts have {workers} ({listed}); name "
+            f"degrees whose product is {workers}, or leave them out of [layout]"
+        )
