@@ -12,7 +12,7 @@ from plait.recipe.schema import RunConfig
 
 
 def default_host_shares(names: Sequence[str], machines: Sequence[Machine]) -> tuple[HostShare, ...]:
-    """One worker for each GPU of a host, or one with all its cores; raises PlaitError where only some hosts have GPUs."""
+    """One worker for each GPU of a host, or one with all its cores; raises PlaitError where only some have GPUs."""
     kinds = {machine.device for machine in machines}
     if len(kinds) > 1:
         by_kind = {machine.device: name for name, machine in zip(names, machines, strict=True)}

@@ -96,7 +96,7 @@ class LeaderWorkers:
         return replace(plan, hosts=self.host_shares, threads=self.fixed_workers.threads, peak_flops=peak)
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
-        """Run a job: a single rank on this host, or all workers on all hosts, each host in its own folder for the job."""
+        """Run a job: a single rank on this host, or all workers on all hosts, each host in its own folder."""
         if job.world_size == 1:
             idle = [HostPart(ranks=0, threads=1, argument="") for _ in self._hosts.members]
             return self._hosts.run(job, on_message=on_message, parts=[_own_part(job, 1, job.threads), *idle])
