@@ -19,7 +19,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Degrees of the mesh axes, whose product is the number of ranks, and how each strand goes about it."""
+    """Degrees of the mesh axes, whose product is the number of ranks, and the options of each strand."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -49,15 +49,15 @@ class Layout:
         return self.replicate * self.shard
 
     def data_parallel_rank(self, rank: int) -> int:
-        """Which of the `batch_parts` a rank works on."""
+        """The data-parallel rank of a rank: which share of the batch it works on."""
         place = self.coordinates(rank)
         return place["replicate"] * self.shard + place["shard"]
 
     def replicas_in_lockstep(self, part: int) -> range:
-        """The parts of the batch whose ranks meet this one's in each micro-batch: where parameters lie split over them.
+        """The data-parallel ranks that communicate with this one in each micro-batch: those that share its sharded
+        parameters.
 
-        Else parts only meet once a step, where gradients are summed: after the last micro-batch, however many there
-        were.
+        All others communicate once a step, where gradients are summed, after however many micro-batches each has.
         """
         if self.shard == 1 or self.shard_what == "optimizer":
             return range(part, part + 1)

@@ -42,7 +42,8 @@ def await_parts(staging: Path, world_size: int, *, quiet_s: float = QUIET_S, in_
 
 
 def refuse_part(staging: Path, rank: int, sentence: str) -> None:
-    """Tell whoever waits for a rank's part that it will not come, and why; what came of it makes room first."""
+    """Tell the rank that waits for a part that it will not come, and why; the files of it that did arrive are
+    removed first."""
     for name in part_files(rank):
         (staging / name).unlink(missing_ok=True)
         (staging / aside(name)).unlink(missing_ok=True)

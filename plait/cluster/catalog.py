@@ -38,7 +38,7 @@ class Device:
     vendor: str
     kind: DeviceKind
     peak_flops: Mapping[str, float] = field(hash=False)
-    """By precision (bf16, fp16, fp8, fp4, tf32, float32): dense FLOP/s; what the device lacks is absent."""
+    """Dense FLOP/s by precision (bf16, fp16, fp8, fp4, tf32, float32); a precision that the device lacks is absent."""
     achievable: float | None
     """Share of the bf16 peak that large matrix products reach; None where nobody measured it."""
     memory_bytes: int
@@ -49,14 +49,15 @@ class Device:
     per_node: int
     """Devices that this link joins at most: those of a server, of a rack, of a TPU slice."""
     node_part: int | None
-    """A node that may be used in part: in any multiple of so many devices."""
+    """Smallest number of devices for which a part of a node can be rented; any multiple of it, too. None: whole
+    nodes."""
     between: str
     """Name of the link between nodes that one finds most often."""
     price_per_hour: float | None
     """US dollars for one device."""
     watts: float | None
     units: int | None
-    """Multiprocessors, compute units or cores, that work is dealt out to in waves."""
+    """Multiprocessors, compute units or cores: a product's tiles run on them in waves."""
     source: str
 
     def __post_init__(self) -> None:
@@ -86,14 +87,14 @@ class Link:
     """Line rate in one direction. On a "switch": of each device. "shared": of the one wire that all devices of a node
     use together. "torus": of each of the two wires that a device has along each axis."""
     latency_s: float
-    """Of one step of a ring, from a device to the next, software included."""
+    """Seconds of one step of a ring, from a device to the next, software included."""
     reached: float
     """Share of the line rate that large ring collectives reach."""
     all_reduce_reached: float
-    """The same for all-reduce: more than `reached` where the switch adds up."""
+    """Share of the rate that an all-reduce reaches: more than `reached` where the switch adds up."""
     shape: Shape
     axes: int = 1
-    """Of a torus."""
+    """Axes of a torus; 1 for any other network."""
     source: str
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 
 PRODUCTS_REACH = 0.9
-"""Of the rate of the products that were measured, what others reach on a processor (readings:
+"""On a processor, the share of the probed products' rate that other products reach (readings:
 planner/step_time/kernel_efficiency.py)."""
 
 
@@ -44,7 +44,7 @@ class Island:
     inside: Link
     """Joins the devices of a node."""
     speed: float = 1.0
-    """Of these devices, as a share of what the catalogue leads one to expect: power limits, heat, age."""
+    """Speed of these devices relative to what the catalogue says: power limits, heat, age."""
     network: Link | None = None
     """Joins the nodes of this island with each other; None where the cluster's link between nodes does."""
 
@@ -125,9 +125,9 @@ def read_cluster(text: str | Path) -> Cluster:
 
 
 def cluster_of(machine: Machine, flops: float | None = None, *, workers: int = 1) -> Cluster:
-    """The machine at hand as a cluster of one node; `flops` is the measured rate of a processor's float32 products.
+    """This machine as a cluster of one node; `flops` is the measured rate of a processor's float32 products.
 
-    A processor is one device, or so many `workers` that share its cores, its memory and the road to it.
+    A processor is one device, or as many `workers` that share its cores, its memory and its memory bandwidth.
     """
     if machine.device == "cpu":
         whole = _processor(machine, flops)

@@ -1,4 +1,4 @@
-"""Devices and links as a cluster.json tells them: by name, like another one, or by all their values."""
+"""Devices and links as a cluster.json describes them: by name, like another one, or by all their values."""
 
 from __future__ import annotations
 

@@ -20,14 +20,14 @@ class SendsMessages(Protocol):
 
 
 def rank(context: SendsMessages, argument: str) -> None:
-    """Entry of the worker that describes this host: tells its fingerprint and its peak arithmetic rate."""
+    """Entry of the worker that describes this host: sends its fingerprint and its peak arithmetic rate."""
     machine = find_machine()
     flops, reason = machine_peak_flops(machine)
     context.send("machine", fingerprint=machine.fingerprint(), peak_flops=flops, reason=reason)
 
 
 def find_machine() -> Machine:
-    """This host with its GPUs, if torch sees any; of unlike ones it goes by the one with least memory."""
+    """This host with its GPUs, if torch sees any; where GPUs differ, the one with least memory stands for all."""
     host = this_host()
     if not torch.cuda.is_available():
         return host

@@ -75,20 +75,21 @@ class MeasuredDevice:
 
     host: str
     name: str
-    """Of the processor or GPU."""
+    """Name of the processor or GPU."""
     workers: int
     """That ran side by side on this host."""
     threads: int
-    """Of each."""
+    """Threads of each worker."""
     memory_bytes: int
     timed: tuple[Timed, ...]
     beside: Mapping[str, float]
-    """By kind of work: time side by side over time alone; empty for a single worker."""
+    """By kind of work, the time with all workers at once over the time of one alone; empty for a single worker."""
     granted: float
-    """Share of the time that its core was its own while it was measured: 1 on a quiet machine, and where it cannot be
-    told. It can where workers have one thread each: then times are processor time, without what others took."""
+    """Share of the wall time in which its core was its own while it was measured: 1 on a quiet machine, and where it
+    is unknown. It is known where workers have one thread each: times are processor time then, without what other
+    programs took."""
     rates: tuple[float, ...]
-    """Of each worker of the host: speed at products over that of the fastest worker of all hosts."""
+    """For each worker of the host, its speed at products over that of the fastest worker of all hosts."""
 
     def __post_init__(self) -> None:
         if not self.timed:
@@ -121,7 +122,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLink:
-    """One operation between so many ranks, over sizes that grow."""
+    """One operation between a number of ranks, timed over growing sizes."""
 
     kind: MessageKind
     scope: Scope
@@ -165,9 +166,9 @@ class Measurements:
     date: str
     precision: str
     workers: int
-    """Of all hosts."""
+    """Workers of all hosts."""
     fingerprint: str
-    """Of machines, software and what was asked; another one asks for a new probe."""
+    """Fingerprint of machines, software and request; with another one, a new probe is needed."""
     devices: tuple[MeasuredDevice, ...]
     links: tuple[MeasuredLink, ...]
     overlaps: tuple[MeasuredOverlap, ...]
@@ -213,7 +214,7 @@ def measured_from_json(text: str, where: str) -> Measurements:
 
 
 def measured_from(values: Any, where: str) -> Measurements:
-    """The measurement that plain values tell; raises PlaitError for anything strange, also unknown keys."""
+    """Measurements from plain values; raises PlaitError for anything unexpected, unknown keys included."""
     if not isinstance(values, dict) or values.get("format") != MEASURED_FORMAT:
         raise PlaitError(f"{where} is not a measurement of this version of plait; probe again with plait probe --again")
     return _read(Measurements, {key: value for key, value in values.items() if key != "format"}, where)

@@ -14,7 +14,7 @@ from plait.cluster.measured import MeasuredDevice, MeasuredWork, Measurements
 ALIKE, MOSTLY = 0.15, 0.75
 """What times of like hosts may stray from a common factor, in so much of all time; more is another make after all."""
 POOLING_ROUNDS = 8
-"""Of fitting factors and common times in turn; it settles in two or three."""
+"""Rounds of fitting factors and common times in turn; it converges in two or three."""
 
 RealArray = NDArray[np.float64]
 _Piece = tuple[MeasuredWork, tuple[int, ...]]

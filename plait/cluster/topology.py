@@ -22,16 +22,16 @@ class Machine:
 
     device: MachineDevice
     name: str
-    """Of the processor or of the GPUs."""
+    """Name of the processor or of the GPUs."""
     devices: int
     """GPUs, or 1 for a machine that trains on its processor."""
     cores: int
     memory_bytes: int
-    """Of one GPU, or of the whole machine."""
+    """Memory of one GPU, or of the whole machine."""
     versions: tuple[tuple[str, str], ...]
     """(package, version) of what decides the numbers and the speed."""
     unlike: tuple[str, ...] = ()
-    """Names of its other GPUs, where not all are of the one kind that `name` tells."""
+    """Names of its other GPUs, where not all are of the kind in `name`."""
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for a plan, its speed and its bits to hold again."""
@@ -49,7 +49,7 @@ class Machine:
 
     @staticmethod
     def from_fingerprint(values: Mapping[str, Any]) -> Machine:
-        """The machine that a stored fingerprint tells of."""
+        """The machine of a stored fingerprint."""
         told = {"versions": tuple(sorted(values["versions"].items())), "unlike": tuple(values.get("unlike", ()))}
         return Machine(**{**values, **told})
 
@@ -94,10 +94,8 @@ def usable_memory_bytes() -> int:
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
-    """Memory of the machine that is free, or holds no more than files; cut by what a container's limit leaves.
-
-    Half of the machine's where it does not tell (not Linux).
-    """
+    """Memory of the machine that is free or only caches files, at most what a container's limit leaves; half of the
+    machine's where this is unknown (not Linux)."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         (free,) = (1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
@@ -145,7 +143,7 @@ def _number(path: Path) -> int | None:
 
 
 def bare_name(name: str) -> str:
-    """A name without the number that told it apart."""
+    """A name without the number that made it unique."""
     return re.sub(r" \(\d+\)$", "", name)
 
 

@@ -1,4 +1,4 @@
-"""Which of a step's samples each part of the batch takes, so that documents of any lengths burden all parts alike."""
+"""Which of a step's samples each data-parallel rank takes, so that documents of any lengths load all ranks equally."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _GOAL = 0.002
 _COUNTED_WEIGHT = 0.1
 """A deviation in counted targets hurts as much as one of a tenth of it in pairs."""
 _DOZEN = 12
-"""So many samples of two parts are dealt anew at a time, in each of the at most 924 ways."""
+"""Samples of two ranks that are redistributed at a time, in each of the at most 924 ways."""
 _MISSES = 8
 """Rounds in which nobody was helped, each with other partners, before it is left."""
 _VISITS = 90
-"""And one for each part: the most tries, for with hundreds of parts a deal must not take long."""
+"""Tries at most, one more for each rank: with hundreds of ranks this must not take long."""
 _MASK_BYTES = 1 << 22
 
 
@@ -73,10 +73,11 @@ def counted_targets(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], star
 
 
 def balance_samples(pairs: IntArray, parts: tuple[int, ...], counted: IntArray | None = None) -> list[IntArray]:
-    """The samples (0 … B-1, ascending) of each part: parts[p] of them, with pairs in proportion to that.
+    """The samples (0 … B-1, ascending) of each data-parallel rank: parts[p] of them, with attention pairs in proportion
+    to that.
 
-    Targets that are counted, if told, come second. Where all samples are alike, and where each part takes but one,
-    parts are contiguous.
+    Counted targets, if given, are balanced second. Where all samples are equal, and where each rank takes only one,
+    each rank's samples are contiguous.
     """
     assert sum(parts) == len(pairs) and min(parts) > 0, f"{parts} do not deal {len(pairs)} samples"
     loads = np.stack([pairs, np.ones_like(pairs) if counted is None else counted], axis=1)
@@ -90,10 +91,11 @@ def balance_samples(pairs: IntArray, parts: tuple[int, ...], counted: IntArray |
 def evenly_ordered(
     pairs: IntArray, mine: IntArray, sizes: tuple[int, ...], counted: IntArray | None = None
 ) -> IntArray:
-    """One part's samples `mine`, reordered so that micro-batches of these `sizes`, the larger first, are evenly heavy.
+    """One rank's samples `mine`, reordered so that micro-batches of these `sizes`, the larger first, have about equal
+    loads.
 
-    What is left unequal comes heaviest first, so that ranks that meet in every micro-batch meet with their like. Where
-    all samples are alike, they stay as they are.
+    What stays unequal comes heaviest first, so that ranks that communicate in every micro-batch wait least for each
+    other. Where all samples are equal, they keep their order.
     """
     own = pairs[mine]
     micros = balance_samples(own, sizes, None if counted is None else counted[mine])
@@ -103,10 +105,10 @@ def evenly_ordered(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Deal:
-    """A deal that is being improved; `loads` are [B, 2]: pairs, counted targets.
+    """An assignment of samples that is being improved; `loads` are [B, 2]: attention pairs, counted targets.
 
-    `members[p]` lists part p's samples, the heaviest first. `excess` [parts, 2] is B times what a part has beyond its
-    due, a whole number; `scale` makes of it a relative deviation with the weight of its kind.
+    `members[p]` lists rank p's samples, the heaviest first. `excess` [ranks, 2] is B times what a rank has beyond its
+    due, a whole number; `scale` turns it into a relative deviation with the weight of its kind.
     """
 
     loads: IntArray
@@ -134,7 +136,8 @@ def _first_deal(loads: IntArray, sizes: IntArray) -> _Deal:
 
 
 def _improve(deal: _Deal) -> None:
-    """Let parts that are off deal anew with the one that is most off the other way, while that helps."""
+    """Redistribute samples between a rank that is far off and the one that is farthest off the other way, while that
+    helps."""
     misses, visit = 0, 0
     while misses < _MISSES and visit < _VISITS + len(deal.members):
         costs = _costs(deal.excess, deal.scale)

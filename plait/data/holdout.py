@@ -16,7 +16,7 @@ HoldoutSplit = Literal["train", "heldout"]
 Rule = Literal["none", "documents", "tails"]
 
 FEWEST_DOCUMENTS = 20
-"""Below so many documents a hold-out by whole documents would be too coarse; each then gives up its tail."""
+"""With fewer documents, holding out whole ones would be too coarse; each then gives up its tail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class ByteSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentSurvey:
-    """What a first look at one source found: sizes, and what a hold-out by whole documents would take."""
+    """The sizes found in a first pass over one source, and what a hold-out by whole documents would take."""
 
     documents: int = 0
     text_bytes: int = 0

@@ -39,11 +39,12 @@ class Micro:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Which samples fall to a rank, and how it takes them.
+    """Which samples a rank takes, and in which micro-batches.
 
-    Of each step's sequences part p of the batch takes parts[p], and this rank is in part `part`. It takes them at most
-    `micro_sequences` at a time (limits[p] where parts differ in that), in as many micro-batches as the other parts of
-    `meeting`: those whose ranks it meets in the middle of each. Of each sequence it sees part `context` of `contexts`.
+    Of each step's sequences data-parallel rank p takes parts[p], and this rank is number `part`. It takes them at most
+    `micro_sequences` at a time (limits[p] where ranks differ in that), in as many micro-batches as the other ranks of
+    `meeting`: those with which it communicates in the middle of each. Of each sequence it sees part `context` of
+    `contexts`.
     """
 
     sequence: int
@@ -149,10 +150,10 @@ def heldout_micros(corpus: Corpus, samples: Samples) -> Iterator[Micro]:
 
 
 def _dealt(train: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: Lengths, samples: Samples) -> Lengths:
-    """Which of a step's samples this rank takes, in the order in which it does.
+    """Which of a step's samples this rank takes, in order.
 
-    Documents that are masked burden parts, and a part's micro-batches, by their lengths: so those decide. Every rank
-    comes to the same deal.
+    Masked documents load ranks and micro-batches by their lengths, so the lengths decide. Every rank computes the same
+    assignment.
     """
     if samples.documents == "join":
         first = sum(samples.parts[: samples.part])
@@ -171,7 +172,7 @@ def _portions(sizes: Sequence[int]) -> Iterator[slice]:
 
 
 def _sizes(counts: Sequence[int], samples: Samples) -> tuple[int, ...]:
-    """Of this rank's micro-batches, where the parts of the batch have so many sequences."""
+    """Sizes of this rank's micro-batches when data-parallel ranks have these `counts` of sequences."""
     own = samples.meeting.index(samples.part)
     limits = samples.limits or (samples.micro_sequences,) * len(counts)
     met = samples.meeting

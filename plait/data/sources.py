@@ -133,7 +133,7 @@ def _json_text(path: Path, number: int, offset: int, line: bytes, field: str) ->
 
 
 def _text_document(place: str, text: object) -> Iterator[Document]:
-    """One document, or none where the text is empty: an empty document would teach nothing but two ends in a row."""
+    """One document, or none where the text is empty: an empty document would only train on two ends in a row."""
     if not isinstance(text, str):
         raise PlaitError(f"{place}: the text is {type(text).__name__}, not a string; choose a field of strings")
     try:

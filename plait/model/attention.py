@@ -63,7 +63,7 @@ class Rows:
 
     rows: int
     tokens: int
-    """Of a row."""
+    """Tokens of a row."""
     rotation: Rotation | None
     documents: Documents | None
     cache: Cache | None

@@ -13,7 +13,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Linear(nn.Module):
-    """A product with a weight [width_out, width_in], plus a bias where asked.
+    """A product with a weight [width_out, width_in], plus a bias if requested.
 
     `multiply` may be replaced by another way to the same result: a pipeline puts the weight's gradient off.
     """

@@ -1,4 +1,4 @@
-"""The strands, in the order in which they are woven into a model."""
+"""Parallelizes a model: the strands (tensor, pipeline, …) in the order in which they are applied."""
 
 from __future__ import annotations
 

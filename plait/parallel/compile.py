@@ -1,4 +1,4 @@
-"""Compiles each layer by itself where the plan asks for it: small graphs, one compilation for all layers alike."""
+"""Compiles each layer by itself where the plan says so: small graphs, one compilation for all equal layers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
 
 COMPILED_SHAPES_LIMIT = 64
-"""Of micro-batches that a layer is compiled for, at most. Shares that follow the devices bring new ones, and behind
-torch's own limit of eight a layer would run uncompiled from then on, with no word of it."""
+"""Sizes of micro-batches for which a layer is compiled, at most. Shares that follow the devices bring new ones, and
+beyond torch's own limit of eight a layer would run uncompiled without a word."""
 
 
 def compile_layers(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:

@@ -62,7 +62,7 @@ class LocalGroup(dist.ProcessGroup):
         self._name = ""
 
     def getBackendName(self) -> str:
-        """As torch asks every group."""
+        """The name of its backend, which torch reads of every group."""
         return LOCAL_BACKEND
 
     @property

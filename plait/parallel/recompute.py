@@ -38,7 +38,7 @@ ATTENTION = (
 
 
 def recompute(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
-    """Let every layer keep as little as the layout asks; names and numbers of weights stay."""
+    """Make every layer keep as little for backward as the layout says; names and values of weights stay."""
     if execution.layout.recompute != "none":
         run = run_for(execution)
         for chunk in woven.chunks:

@@ -1,8 +1,8 @@
-"""`replicate` (DP): ranks with the same weights and other sequences; the end of all weaving, where gradients meet.
+"""`replicate` (DP): ranks with the same weights and other sequences; applied last, as it sums all gradients.
 
 What is summed over whom follows from who holds what: Note [same box, same sum] in partition/boxes.py. So the copies of
-`replicate`, the sequences of `shard`, the tokens of `context` and the copied weights of `tensor` all meet in one
-reducer, and so do the two ends of a pipeline whose head is the embedding, unless one of them keeps it
+`replicate`, the sequences of `shard`, the tokens of `context` and the copied weights of `tensor` share one reducer, and
+so do the two ends of a pipeline whose head is the embedding, unless one of them keeps it
 (pipeline/tied_embedding.py).
 """
 

@@ -1,4 +1,4 @@
-"""A model with its strands woven in: what each stage takes and returns."""
+"""A parallelized model: what each stage takes and returns."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Gradients(Protocol):
         ...
 
     def publish(self) -> None:
-        """The units were updated: begin to tell whoever computes with them."""
+        """Call after the update of the units: begins to send the new weights to all ranks that compute with them."""
         ...
 
     def settle(self) -> None:
@@ -87,7 +87,7 @@ class VocabularySplit(Protocol):
         ...
 
     def enter(self, hidden_nd: Tensor, tokens: int) -> Tensor:
-        """The hidden states of all tokens, so many, from those that this rank has; differentiable."""
+        """The hidden states of all `tokens`, from those that this rank has; differentiable."""
         ...
 
     def largest(self, values: Tensor) -> Tensor:

@@ -96,8 +96,8 @@ def cut(name: str, shape: ModelShape, tensor: int, index: int) -> Box:
 def kv_heads_of(shape: ModelShape, tensor: int, index: int) -> Range:
     """The key/value heads that rank `index` of `tensor` holds.
 
-    Each its own; or, where there are more ranks than heads, several ranks the same one; or all of them where query
-    groups would be torn apart between ranks.
+    Each rank holds its own; where there are more ranks than heads, several ranks hold the same one; where query groups
+    would be separated between ranks, each holds all of them.
     """
     needs = [_kv_heads_needed(shape, *equal_share(shape.heads, tensor, rank)) for rank in range(tensor)]
     torn = any(one != other and sum(one) > other[0] for one, other in pairwise(needs))
@@ -105,7 +105,7 @@ def kv_heads_of(shape: ModelShape, tensor: int, index: int) -> Range:
 
 
 def _kv_heads_needed(shape: ModelShape, first: int, queries: int) -> Range:
-    """The key/value heads that so many query heads, from the first on, look at."""
+    """The key/value heads that a range of query heads attends to."""
     group = shape.heads // shape.kv_heads
     first_kv = first // group
     return first_kv, (first + queries - 1) // group + 1 - first_kv
@@ -141,10 +141,8 @@ def sharing_sets(shape: ModelShape, layout: Layout) -> list[tuple[int, ...]]:
 
 
 def boxes_of_range(box: Box, first: int, last: int) -> Iterator[tuple[Box, int]]:
-    """Numbers `first` to `last` of a flattened box of one or two dims as boxes of whole and torn rows.
-
-    With each comes its own first number, counted as `first` is.
-    """
+    """Elements `first` to `last` of a flattened box of one or two dims, as boxes of whole and partial rows. With
+    each comes its own first element, counted as `first` is."""
     if first >= last:
         return
     width = box.extent[-1]

@@ -162,7 +162,7 @@ def _findings(wanted: Mapping[str, Array], ranks: list[dict[str, Array]], lr: fl
 
 
 RankPiece = tuple[tuple[int, ...], str, Array]
-"""Where it begins, who has it, its numbers."""
+"""A rank's piece of a tensor: the index where it begins, the name of its rank, its values."""
 
 
 def _pieces(ranks: list[dict[str, Array]]) -> dict[tuple[str, str], list[RankPiece]]:

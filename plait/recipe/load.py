@@ -21,8 +21,8 @@ _NAMED_TOKENIZERS = ("auto", "bpe", "gpt2")
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe and apply `section.key=value` overrides; relative paths become absolute.
 
-    A path in the file is looked for beside the recipe, then in the current folder; one on the command line the other
-    way round. Raises PlaitError in one sentence.
+    A path in the file is searched beside the recipe, then in the current folder; one on the command line the other way
+    round. Raises PlaitError in one sentence.
     """
     asked = _read_toml(path)
     beside, here = path.resolve().parent, Path.cwd()
@@ -150,7 +150,7 @@ def _keys(asked: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _sentence(error: ValidationError) -> str:
-    """The first complaint as one sentence with its mend; an unknown key is told before all others."""
+    """The first complaint as one sentence with its mend; an unknown key comes before all others."""
     complaints = error.errors(include_url=False)
     first = next((c for c in complaints if c["type"] == "extra_forbidden"), complaints[0])
     location = _names(first["loc"])

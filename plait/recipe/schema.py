@@ -1,7 +1,6 @@
-"""The recipe: everything a person can ask of a run, on one page.
+"""The recipe: everything a person can request of a run, on one page.
 
-Only `data.files` must be said. Every `"auto"` is derived in planner/resolve/resolve.py and printed once with its
-reason.
+Only `data.files` is required. Every `"auto"` is derived in planner/resolve/resolve.py and printed once with its reason.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class SourceSection(RecipeSection):
     weight: Annotated[float, Field(gt=0)] | None = None
     """Share of this source in the mix; all or none of the sources have one."""
     field: str = "text"
-    """Where the text stands in JSONL, Parquet and Hugging Face rows."""
+    """The field or column that holds the text in JSONL, Parquet and Hugging Face rows."""
 
 
 class DataSection(RecipeSection):
@@ -112,7 +111,7 @@ class DataSection(RecipeSection):
 
 
 class TrainSection(RecipeSection):
-    """[train]: how long, and in what portions."""
+    """[train]: how long, and in which batches."""
 
     budget: AmountText | Auto = "auto"
     """How long: "10 minutes", "500 steps", "20M tokens"."""
@@ -167,7 +166,7 @@ class LayoutSection(RecipeSection):
     micro_sequences: Positive | Auto = "auto"
     """Sequences a device takes at a time at most; the rest of its part follows by accumulation."""
     shares: tuple[Positive, ...] | Auto = "auto"
-    """Sequences of a step for each copy or shard: [11, 5]; "auto" deals them out by speed where devices differ."""
+    """Sequences of a step for each copy or shard: [11, 5]; with "auto" in proportion to speed where devices differ."""
 
 
 class BalanceSection(RecipeSection):
@@ -187,7 +186,7 @@ class CheckpointSection(RecipeSection):
 
 
 class ReportSection(RecipeSection):
-    """[report]: how often the run tells of itself."""
+    """[report]: how often the run reports."""
 
     every: EveryText | Auto = "auto"
     """How often the scalars are fetched from the devices; every step has its line all the same."""
@@ -196,7 +195,7 @@ class ReportSection(RecipeSection):
 
 
 class RunConfig(RecipeSection):
-    """What was asked."""
+    """A whole recipe, checked."""
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()

@@ -71,7 +71,7 @@ class Console:
         self._screen.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _due(self, step: int, every_s: float, share: float) -> bool:
-        """Whether to tell about this step: enough time or enough steps went by, or it is the last one."""
+        """Whether to print this step: enough time or enough steps went by, or it is the last one."""
         now, every_steps = self._clock(), max(1.0, share * self._total)
         crossed = step // every_steps > self._last_told_step // every_steps
         due = crossed or now - self._last_told_s >= every_s or step == self._total
@@ -97,7 +97,7 @@ def facts_width(columns: int) -> int:
 
 
 def facts_that_fit(facts: list[str], columns: int) -> str:
-    """As many of the facts, from the first on, as one line of so many columns takes."""
+    """The first facts, as many as fit on a line of `columns` characters."""
     line = ""
     for fact in facts:
         longer = f"{line} · {fact}" if line else fact

@@ -18,9 +18,9 @@ COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL, YELLOW, PINK, BROWN, GREY)
 
 Values = dict[str, Any]
 GUIDED: Values = {"line": {"color": GREY, "width": 2, "dash": "dash"}}
-"""Of a line that bars or curves are read against."""
+"""Style of a line that bars or curves are compared with."""
 ABOVE: Values = {"yanchor": "bottom", "showarrow": False}
-"""Of words over a picture."""
+"""Style of words above a figure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +89,7 @@ def plain(value: float) -> str:
 
 
 def folded(words: str, width: int) -> str:
-    """Text for a figure: safe from being read as marks, in about equal lines of at most so many letters where words
-    allow."""
+    """Text for a figure, escaped, broken into lines of about equal length and at most `width` characters."""
     even = min(width, ceil(len(words) / ceil(max(len(words), 1) / width)) + 6)
     return "<br>".join(html.escape(line) for line in wrap(words, even, break_long_words=False, break_on_hyphens=False))
 

@@ -1,4 +1,4 @@
-"""What a run tells about its steps: the two kinds of lines in metrics.jsonl, written, read and trimmed."""
+"""The two kinds of lines in metrics.jsonl, steps and evaluations: written, read and trimmed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def read_metrics(path: Path) -> tuple[list[StepReport], list[EvalReport]]:
 
 
 def trim_metrics(path: Path, last_step: int) -> None:
-    """Cut all that was written after `last_step`, and torn lines, before a run goes on from a checkpoint of that step.
+    """Cut all lines written after `last_step`, and incomplete ones, before a run continues from a checkpoint of that
+    step.
 
     An evaluation made after `last_step` itself stays. A reader sees the old file or the new one. Raises RunFailed.
     """

@@ -18,7 +18,7 @@ from plait.units import counted, format_bytes, format_count, format_duration
 
 RECEIPT_WARM_UP_STEPS = 3
 DERIVED = ("step_error", "memory_error", "rss_error", "speedup_vs_one", "efficiency")
-"""Written for those who read the file, and worked out anew when it is read."""
+"""Keys that are written for people who read the file, and computed again when it is read."""
 ITEM_NAMES = {
     "compute_s": "computing",
     "waiting_s": "messages and other ranks",
@@ -26,7 +26,7 @@ ITEM_NAMES = {
     "data_s": "data",
 }
 WORTH_NAMING = 0.005
-"""Share of a step from which on an item is told to people."""
+"""Share of a step from which on an item is printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Receipt:
     mfu_causal: float | None
     peak_tensor_bytes: Sequence[int]
     predicted_peak_bytes_per_device: float | None
-    """Of tensors."""
+    """Predicted peak of tensors on a device."""
     peak_rss_bytes: Sequence[int]
     wall_s: float
     device_hours: float
@@ -65,14 +65,15 @@ class Receipt:
     one_device_from: Literal["measurement", "formulas"] | None = None
     """Whether that was made from the times of a probe."""
     predicted_items: Mapping[str, float] | None = None
-    """Seconds of a step by what a clock can tell apart, on the rank with most to compute: what a rank waits for within
-    its pipeline or tensor group is in its computing."""
+    """Predicted seconds of a step by item, as a clock can tell them apart, on the rank with most to compute: its
+    waiting within a pipeline or tensor group counts as computing."""
     measured_items: Mapping[str, float] | None = None
-    """The same, medians of the last start's steps after the first ones; None where ranks did not tell."""
+    """The same items as measured: medians of the last start's steps after the first ones; None where ranks sent no
+    times."""
     predicted_rss_bytes: float | None = None
-    """Of a worker's process with its tensors; None on GPUs, whose memory is another."""
+    """Predicted size of a worker's process with its tensors; None on GPUs, where tensors are in another memory."""
     taught_by_runs: int = 0
-    """Earlier runs whose lessons are in the forecast."""
+    """Number of earlier runs whose observations the forecast uses."""
     timed_step_s: float | None = None
     """What a step took where the layout was timed before the run."""
     untimed_step_s: float | None = None
@@ -216,7 +217,7 @@ def _forecast(receipt: Receipt) -> str:
 
 
 def _items(receipt: Receipt) -> str:
-    """The items of a step, measured and foretold."""
+    """The items of a step, measured and predicted, in words."""
     foretold, measured = receipt.predicted_items, receipt.measured_items
     if foretold is None or measured is None:
         return ""

@@ -20,15 +20,16 @@ from plait.report.atomic import cannot_write
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharesLine:
-    """From `step` on, counted as metrics.jsonl does, each part of the batch takes so many sequences."""
+    """From `step` on, counted as in metrics.jsonl, the number of sequences that each data-parallel rank takes."""
 
     step: int
     shares: tuple[int, ...]
     reason: str
     speeds: tuple[float, ...]
-    """Sequences a second of each part, as measured before; or, where stages are cut anew, layers of a step."""
+    """Measured sequences per second of each data-parallel rank; for a line that moves layers, layers per step of
+    each stage."""
     stage_layers: tuple[int, ...] = ()
-    """Of each stage; none: as they were."""
+    """Layers of each stage; empty where they stay as they are."""
 
 
 def read_shares(path: Path) -> tuple[SharesLine, ...]:
@@ -76,10 +77,8 @@ def check_lines(path: Path, parts: Sequence[int], stage_layers: Sequence[int] = 
 
 
 def append_shares(path: Path, line: SharesLine) -> None:
-    """Add a line and wait until the disk has it; raises RunFailed where the disk says no.
-
-    What a kill left of a torn last line is cut off first.
-    """
+    """Add a line and wait until it is on the disk; raises RunFailed where the disk refuses it. An incomplete last
+    line, left by a kill, is cut off first."""
     values = {key: value for key, value in asdict(line).items() if key != "stage_layers" or line.stage_layers}
     data = json.dumps(values).encode() + b"\n"
     try:

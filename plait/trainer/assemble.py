@@ -76,7 +76,7 @@ class Assembly:
         return self.sums(self.evaluate_micros(self.heldout()))
 
     def take_shares(self, parts: tuple[int, ...]) -> None:
-        """From the next step on each part of the batch takes so many sequences; every rank must be told the same."""
+        """From the next step on data-parallel rank p takes parts[p] sequences; every rank must be given the same."""
         layout = self.plan.layout if self.sums.size > 1 else Layout()
         self.loader.take(samples_of(replace(self.plan, shares=parts), layout, self.sums.index, self.device))
 
@@ -163,7 +163,8 @@ def samples_of(plan: Plan, layout: Layout, rank: int, device: torch.device) -> S
 
 
 def runners(woven: ShardedModel, autocast: Autocast) -> tuple[RunMicros, EvaluateMicros]:
-    """How micro-batches go through what was woven, in training and in evaluation: in turn, or through a pipeline."""
+    """How micro-batches run through the sharded model, in training and in evaluation: one after another, or through
+    a pipeline."""
     forward, loss_of = make_forward(autocast), make_loss(autocast, woven.vocabulary)
     pipe = woven.pipe
     if pipe is None:

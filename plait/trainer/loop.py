@@ -1,4 +1,4 @@
-"""While steps remain: step, observe, evaluate and save when due, stop when asked.
+"""While steps remain: step, observe, evaluate and save when due, stop when requested.
 
 Knows neither recipe nor model nor mesh: it gets values and callables.
 """
@@ -31,7 +31,7 @@ class LoopIntervals:
     balance_every_steps: int = 0
     """How often shares of the batch may change; 0: never."""
     watch_every_steps: int = 0
-    """How often the times of all ranks are looked at, at least; 0: as it comes."""
+    """The times of all ranks are gathered at least this often, in steps; 0: whenever there is a report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class LoopActions:
     evaluate: Callable[[TrainState], EvalReport | None]
     save: Callable[[TrainState], None]
     agree: Callable[[bool, bool], tuple[bool, bool]]
-    """(stop asked here?, save due here?) to (stop, save), the same answer on every rank."""
+    """Maps (stop requested here?, save due here?) to (stop, save), with the same result on every rank."""
     rebalance_if_due: Callable[[TrainState], Sequence[str]]
     """After every fetch of scalars: looks at how even the load is, and answers what there is to say."""
     stop_requested: Callable[[], bool]
@@ -65,7 +65,7 @@ class _Pending:
 def run_loop(
     state: TrainState, pace: LoopIntervals, actions: LoopActions, sink: Sink
 ) -> tuple[TrainState, Literal["done", "stopped"]]:
-    """Train from `state` to the last step, or until a stop was asked for; saves at the end of either.
+    """Train from `state` to the last step, or until a stop is requested; saves at the end of either.
 
     Reports reach the sink before the checkpoint of their step is written, so that a resume finds every line it needs.
     """

@@ -13,9 +13,9 @@ from plait.parallel.sharded_model import OptimizerUnit
 from plait.planner.plan import OptimizerPlan
 
 FINAL_FRACTION = 0.1
-"""Of the peak, where cosine ends (Hoffmann et al. 2022)."""
+"""Share of the peak learning rate at which "cosine" ends (Hoffmann et al. 2022)."""
 DECAY_FRACTION = 0.2
-"""Of the steps, over which "wsd" falls to zero (Hägele et al. 2024)."""
+"""Share of the steps over which "wsd" falls to zero (Hägele et al. 2024)."""
 
 
 def make_optimizer(units: Sequence[OptimizerUnit], plan: OptimizerPlan) -> torch.optim.AdamW:

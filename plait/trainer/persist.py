@@ -90,9 +90,10 @@ def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Sums) -> 
 
 @torch.no_grad()
 def put(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: Tensor) -> None:
-    """Fill a rank's weights and moments, after so many `updates`, with what `read` answers for a key and a rectangle.
+    """Fill a rank's weights and moments, after this number of `updates`, with what `read` returns for a key and a
+    rectangle.
 
-    They are asked for in the order of `wanted`. Before the first forward the gradients must `publish`.
+    Reads come in the order of `wanted`. Before the first forward the gradients must `publish`.
     """
     for held in assembly.model.weights:
         held.tensor.copy_(read(f"model/{held.name}", held.box))
@@ -107,7 +108,7 @@ def put(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: Tensor)
 
 
 def wanted(assembly: Assembly) -> Iterator[tuple[str, Box]]:
-    """Keys and rectangles of all that `put` asks for."""
+    """Keys and rectangles that `put` reads."""
     yield from ((f"model/{held.name}", held.box) for held in assembly.model.weights)
     for unit in assembly.model.units:
         yield from ((f"{kind}/{part.name}", part.box) for part in unit.parts for kind in _MOMENTS)

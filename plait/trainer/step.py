@@ -31,7 +31,7 @@ class Scalars:
     totals: Tensor
     """[sum of losses, counted tokens] over all ranks."""
     norm: Tensor
-    """Of the gradient, before clipping."""
+    """Norm of the gradient before clipping."""
 
 
 def take_step(

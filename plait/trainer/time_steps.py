@@ -21,10 +21,8 @@ LEAST_S = 4.0
 
 
 def rank(context: Context, argument: str) -> None:
-    """Entry of each rank of a measurement; the argument is a folder with plan.json and recipe.toml.
-
-    Rank 0 tells the median time of a step.
-    """
+    """Entry of each rank of a measurement; the argument is a folder with plan.json and recipe.toml. Rank 0 sends the
+    median time of a step."""
     folder = Path(argument)
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
     with joined(context, plan):

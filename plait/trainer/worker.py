@@ -185,7 +185,7 @@ def evaluation(assembly: Assembly, step: int) -> EvalReport | None:
 
 
 class _FirstStep:
-    """Watches memory during the first step of this process, tells it, and then steps aside."""
+    """Measures the memory of this process' first step, sends it, and then steps aside."""
 
     def __init__(self, assembly: Assembly, world: Sums, context: Context) -> None:
         self._assembly, self._world, self._context = assembly, world, context
@@ -212,7 +212,7 @@ class _FirstStep:
 
 
 def _sinks(context: Context, folder: Path, steps_done: int) -> Sink:
-    """Rank 0 writes the files and tells the supervisor, which owns the terminal; the others are silent."""
+    """Rank 0 writes the files and reports to the supervisor, which owns the terminal; the others are silent."""
     if context.rank != 0:
         return Several([])
     return Several(

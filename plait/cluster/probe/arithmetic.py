@@ -34,7 +34,7 @@ from plait.model.shape import whole_model
 
 HEAD_FLOPS: Mapping[str, float] = {"cpu": 1.6e10, "cuda": 4e13}
 HEAD_TOKENS = 256
-"""A head is measured with so many FLOPs, in whole pieces of so many tokens; further tokens cost the same."""
+"""A head is measured in pieces of this many tokens, up to a number of FLOPs; further tokens cost the same."""
 LAYERS_KEPT: Mapping[str, int] = {"cpu": 4, "cuda": 1}
 MORE_LAYERS = 3
 """What a backward pass holds for a while beside them takes no more."""
@@ -51,7 +51,8 @@ class Training:
     loss: Callable[[Tensor, Tensor, Tensor], Tensor]
     """Hidden states [n, d], head [v, d] and targets [n] to the summed loss."""
     updates: Callable[[ProbedModel, torch.device], tuple[Callable[[], object], int, int]]
-    """A scene's optimizer: one update, and of how many numbers in how many tensors."""
+    """Makes a probed model's optimizer: a function that runs one update, and the numbers of elements and of tensors
+    in it."""
 
 
 def arithmetic_runs(request: ProbeRequest, device: torch.device, training: Training) -> PieceRuns:
@@ -74,7 +75,8 @@ def arithmetic_runs(request: ProbeRequest, device: torch.device, training: Train
 
 
 def few_runs(runs: PieceRuns, scene: ProbedModel) -> PieceRuns:
-    """One piece of each kind, and all of one scene's layer, by which workers side by side are compared with one."""
+    """One piece of each kind, and all of one probed model's layer: what is timed to compare workers side by side
+    with one alone."""
     kept = {key for product in layer_products(scene) for key in product_keys(product)}
     kept |= {(work, attention_sizes(scene)) for work in ("attention", "attention_backward")}
     kept |= {(piece, _layer_sizes(scene)) for piece in ("layer", "layer_backward")}
@@ -84,13 +86,14 @@ def few_runs(runs: PieceRuns, scene: ProbedModel) -> PieceRuns:
 
 
 def timed(figures: Mapping[PieceKey, Reading], scenes: Sequence[ProbedModel]) -> tuple[Timed, ...]:
-    """The figures as they are kept: the time of each scene's layer, less its products and attention, as "stream"."""
+    """The figures as they are stored: each probed model's layer time, less its products and attention, becomes
+    "stream"."""
     plain = [_timed(key[0], key[1], one) for key, one in figures.items() if not key[0].startswith("layer")]
     return (*plain, *(one for scene in scenes for one in _streams(scene, figures)))
 
 
 def attention_sizes(scene: ProbedModel) -> tuple[int, ...]:
-    """The sizes of a scene's attention, in the order of SIZES."""
+    """The sizes of a probed model's attention, in the order of SIZES."""
     shape = scene.shape
     return scene.sequences, scene.sequence, shape.heads, shape.kv_heads, shape.head_width
 

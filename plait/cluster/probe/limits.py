@@ -10,7 +10,8 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def core_share(threads: int, *, own: Path = OWN_CGROUP, root: Path = ROOT) -> float:
-    """What so many busy threads of this process' control group get of a core each; 1 where nothing limits them."""
+    """Share of a core that each of `threads` busy threads of this process' control group gets; 1 where nothing
+    limits them."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

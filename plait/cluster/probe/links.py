@@ -15,12 +15,13 @@ from plait.cluster.measured import MessageKind, Point
 from plait.cluster.probe.timing import Bench, Reading, figure, times_in_a_row
 
 SLOW_S = 0.25
-"""A message that takes so long is the largest that is sent: more would tell nothing new and take ever longer."""
+"""The largest message sent is the first that takes this long: larger ones would show nothing new and take ever
+longer."""
 PROBE_ROUNDS = 5
 FEW_ROUNDS, LONG_S = 2, 0.05
-"""So many rounds for what takes longer: over a narrow cable one round is as good as the other, and each one counts."""
+"""Messages that take longer than LONG_S get FEW_ROUNDS: over a slow link one round is as good as the next."""
 PROBE_TAG = 900_000
-"""Of sends; the buckets of training, which count from 0, use the same group's tags."""
+"""Tag of sends; the buckets of training, which count from 0, use the same group's tags."""
 
 Begin = Callable[[Tensor, dist.ProcessGroup], object]
 """An operation on a buffer whose numbers divide by the ranks of the group; blocks until it is done."""

@@ -17,12 +17,12 @@ from plait.cluster.measured import MeasuredWork
 from plait.model.attention import Documents, attend
 
 ATTENTION_TOKENS: Mapping[str, int] = {"cpu": 2048, "cuda": 16384}
-"""Of attention beside that of the scenes."""
+"""Tokens of the attention that is timed beside that of the probed models."""
 COPY_BYTES = (2**18, 2**26)
 """What a core's own cache holds, and what it does not."""
 
 TOUCHED_BYTES = 2**24
-"""Of a block; larger ones may be borrowed from the system each time."""
+"""Size of a block; a larger one might be borrowed from the system each time."""
 
 ProbedPiece = Literal["layer", "layer_backward"]
 PieceKey = tuple[MeasuredWork | ProbedPiece, tuple[int, ...]]
@@ -93,10 +93,10 @@ def memory_runs(device: torch.device, dtype: torch.dtype) -> PieceRuns:
 
 
 def touch_memory(size: int) -> None:
-    """Have the process own so many bytes that are free: launch/local/heap.py keeps them.
+    """Make the process own this many bytes of freed memory, which launch/local/heap.py keeps.
 
-    Pages that the system has yet to find would double the time of a large micro-batch, and training's steps find those
-    of the step before.
+    Pages that the system has yet to find would double the time of a large micro-batch, while training's steps reuse
+    those of the step before.
     """
     blocks = [torch.zeros(TOUCHED_BYTES // 4).add_(1) for _ in range(-(-size // TOUCHED_BYTES))]
     del blocks

@@ -1,4 +1,4 @@
-"""What a probe is asked to measure: shapes of typical models, or those of one recipe; no torch."""
+"""The request of a probe: which shapes to measure, those of typical models or of one recipe; no torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TYPICAL: Mapping[str, tuple[tuple[str, int, int], ...]] = {
     "cuda": (("125M", 1024, 8), ("1B", 2048, 4), ("7B", 4096, 1), ("7B", 4096, 2)),
 }
 LAYER_FLOPS: Mapping[str, float] = {"cpu": 6e10, "cuda": 2e13}
-"""Of one layer's step, at most: larger micro-batches are measured in part."""
+"""FLOPs of one layer's step at most: larger micro-batches are measured in part."""
 CPU_TOKENS = 4096
-"""Of a micro-batch on a processor: larger ones gain nothing there."""
+"""Tokens of a micro-batch on a processor at most: larger ones gain nothing there."""
 SIDES: Mapping[str, tuple[tuple[int, int, int], ...]] = {
     # Products beside those of the layers, so that other shapes lie between measured ones: few rows, small and large.
     "cpu": (
@@ -58,7 +58,7 @@ class ProbeRequest:
     device: Literal["cpu", "cuda"]
     precision: Literal["float32", "bf16"]
     threads: int
-    """Of each worker."""
+    """Threads of each worker."""
     scenes: tuple[ProbedModel, ...]
     products: tuple[tuple[int, int, int], ...]
     """(rows, inner, columns) of forward passes; each is measured with its two gradients."""

@@ -52,7 +52,7 @@ class Reading:
 
 
 class Clock(Protocol):
-    """Times a run of something, over so many in a row: its wall and processor seconds."""
+    """Times a function over some runs in a row: its wall and processor seconds."""
 
     def time(self, run: Callable[[], object], times: int) -> tuple[float, float]: ...
 
@@ -64,7 +64,7 @@ class DeviceClock:
     wait: Callable[[], None]
 
     def time(self, run: Callable[[], object], times: int) -> tuple[float, float]:
-        """Wall and processor seconds of one run, over so many in a row."""
+        """Wall and processor seconds of one run, the mean over `times` runs in a row."""
         began, cpu = time.perf_counter(), time.process_time()
         for _ in range(times):
             run()

@@ -1,4 +1,5 @@
-"""From what the ranks of a probe told to one measurement, and to sentences about what is far slower than its like."""
+"""From the results of a probe's ranks to one measurement, and to sentences about devices and links far slower than
+their like."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from plait.cluster.measured import MeasuredDevice, MeasuredLink, MeasuredWork, P
 from plait.cluster.topology import numbered_names
 
 SLOW = 10.0
-"""So many times slower than the best of its like is worth a sentence."""
+"""A device or link that is slower than the best of its kind by this factor gets a sentence."""
 _PRODUCTS: tuple[MeasuredWork, ...] = ("product", "product_input", "product_weight")
 
 _LAYER: Mapping[MeasuredWork, tuple[MeasuredWork, ...]] = {
@@ -23,7 +24,7 @@ _LAYER: Mapping[MeasuredWork, tuple[MeasuredWork, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedHost:
-    """One host of a probe: its name, unlike all others', and its ranks."""
+    """One host of a probe: its name, unique among all hosts, and its ranks."""
 
     name: str
     ranks: tuple[int, ...]
@@ -39,7 +40,7 @@ class PairReading:
 
 
 def hosts_of(told: Sequence[tuple[str, int]]) -> tuple[ProbedHost, ...]:
-    """The hosts of ranks that each told its host's name and its place there; equal names get a number."""
+    """Hosts from each rank's (host name, local rank); equal names get a number."""
     starts = [rank for rank, (_, local_rank) in enumerate(told) if local_rank == 0]
     names = numbered_names([told[start][0] for start in starts])
     ranks = [tuple(range(start, end)) for start, end in zip(starts, [*starts[1:], len(told)], strict=True)]

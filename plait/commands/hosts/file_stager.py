@@ -23,7 +23,7 @@ StagedKind = Literal["run", "job"]
 
 
 class JoinedHost(Peer, Protocol):
-    """A host that joined: launch.leader.Member, or a test's own."""
+    """A joined host: launch.remote.leader.Member, or a test's own."""
 
     @property
     def host(self) -> int: ...

@@ -1,4 +1,4 @@
-"""The work of preparing: look at the text, hold out, train a tokenizer if asked, tokenize, write the index."""
+"""Preparing a corpus: survey the text, hold out, train a tokenizer if requested, tokenize, write the index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which bytes a source has now: SHA-256 of files, remembered by path, size and times so that a second look is quick."""
+"""The SHA-256 of a source's files, cached by path, size and times so that the next check is quick."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from plait.errors import PlaitError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRequest:
-    """What is asked of the data: `tokenizer` is "gpt2", "bpe" or a path, `holdout` a fraction of the text."""
+    """The corpus that a recipe needs: `tokenizer` is "gpt2", "bpe" or a path, `holdout` a fraction of the text."""
 
     sources: tuple[Source, ...]
     tokenizer: str

@@ -96,7 +96,8 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def bpe_vocabulary(text_bytes: int) -> int:
-    """A vocabulary for a corpus of this size, where none is asked: a typical entry is seen a hundred times or more."""
+    """Size of the vocabulary for a corpus of this size where none is named: a typical entry occurs a hundred times
+    or more."""
     for limit, vocabulary in ((1 << 19, 1024), (1 << 25, 4096), (1 << 30, 16384)):
         if text_bytes < limit:
             return vocabulary

@@ -1,4 +1,4 @@
-"""What the kernel is asked for, so that no process outlives the one that answers for it. Linux only."""
+"""Kernel settings that keep a process from outliving the one that started it. Linux only."""
 
 from __future__ import annotations
 

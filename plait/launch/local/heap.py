@@ -14,13 +14,12 @@ _OWN_WISHES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_P
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep freed memory from now on, in place of giving it back and asking for it again; answers whether
-    it does.
+    """Make glibc keep freed memory instead of returning it to the kernel; returns whether it does from now on.
 
-    Every micro-batch frees its activations and the next one wants as many. Given back, their pages must be found and
-    zeroed anew: measured at 16 sequences at a time (22 layers, width 128), the steps after the first took 4.2 to 5.3 s
-    with it and 4.2 s without, at the same peak of memory. Another C library, or a user who has set glibc's own
-    variables, is left alone.
+    Every micro-batch frees its activations, and the next one needs as many. Once returned, their pages must be found
+    and zeroed again: measured at 16 sequences at a time (22 layers, width 128), the steps after the first took 4.2 to
+    5.3 s with it and 4.2 s without, at the same peak of memory. Other C libraries, and users who have set glibc's own
+    variables, are left alone.
     """
     if any(name in os.environ for name in _OWN_WISHES) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False

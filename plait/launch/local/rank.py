@@ -46,7 +46,8 @@ class StopFlag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlacement:
-    """Where a forked process finds itself: its number, where its peers meet, its wire to the supervisor, its parent."""
+    """What a forked process needs to become a rank: its number, its rendezvous, its wire to the supervisor, its
+    parent."""
 
     local_rank: int
     rendezvous: str

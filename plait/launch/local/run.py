@@ -68,11 +68,11 @@ class ForkServer:
     def run(
         self, job: Job, *, on_message: Callable[[Message], None], grace_s: float = 120, start_s: float = 120
     ) -> JobResult:
-        """Start the job's ranks, hand on what they tell, and block until all have ended.
+        """Start the job's ranks, pass their messages to `on_message`, and block until all have ended.
 
-        The first SIGINT or SIGTERM asks the ranks to save and return within `grace_s`; the second kills them.
-        Raises RunFailed when a rank dies, is not running after `start_s`, or is killed here; raises the PlaitError
-        that a rank raised. If `on_message` raises, the ranks are killed.
+        The first SIGINT or SIGTERM makes the ranks save and return within `grace_s`; the second kills them. Raises
+        RunFailed when a rank dies, is not running after `start_s`, or is killed here; raises the PlaitError that a rank
+        raised. If `on_message` raises, the ranks are killed.
         """
         began_s = time.monotonic()
         with collected_signals() as signals, self.start(job) as site:
@@ -81,10 +81,8 @@ class ForkServer:
 
     @contextlib.contextmanager
     def start(self, job: Job, meeting: Rendezvous | None = None) -> Iterator[LocalWorkerHost]:
-        """Start this machine's ranks of a job, for one who watches them until they are over: see `LocalSite`.
-
-        Without a `meeting` all ranks are here, and meet in a private file.
-        """
+        """Start this machine's ranks of a job, for a caller that supervises them until they end: see
+        `LocalWorkerHost`. Without a `meeting` all ranks are here, and rendezvous in a private file."""
         if not 1 <= job.ranks <= RANKS_AT_MOST:
             raise PlaitError(
                 f"{job.ranks} workers cannot be started on one machine; choose 1 to {RANKS_AT_MOST} workers"

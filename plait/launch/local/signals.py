@@ -34,11 +34,9 @@ class SignalMailbox:
 def collected_signals() -> Iterator[SignalMailbox]:
     """Collect SIGINT and SIGTERM within the block and restore their handlers after it.
 
-    Off the main thread nothing can be installed, and the mailbox stays empty. A signal that the process was told to
-    ignore, as under nohup, stays ignored.
-
-    They are posted where the kernel brings them, which may be another thread where the main one has one at hand:
-    Python's own handlers would wait there until the main thread wakes for another reason.
+    Off the main thread no handler can be installed, and the mailbox stays empty. A signal that the process was started
+    to ignore, as under nohup, stays ignored. The handler posts a signal in whichever thread the kernel delivers it:
+    Python's own handlers would wait until the main thread wakes for another reason.
     """
     readable, writable = socket.socketpair()
     readable.setblocking(False)

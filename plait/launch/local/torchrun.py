@@ -18,11 +18,11 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def torchrun_context(on_message: Callable[[Message], None] | None = None) -> RankContext | None:
-    """Who this process is under torchrun, or None when torchrun did not start it; main thread only.
+    """This process's RankContext under torchrun, or None when torchrun did not start it; main thread only.
 
-    What rank 0 tells goes to `on_message`; the other ranks' words are dropped, as there is no supervisor of ours.
-    From here on SIGINT and SIGTERM, which torchrun passes on, only set the flag behind `stop_requested`, and the
-    process dies with torchrun, which otherwise leaves its workers running when it is killed.
+    Rank 0's messages go to `on_message`; those of other ranks are dropped, as there is no supervisor of ours. From here
+    on SIGINT and SIGTERM, which torchrun passes on, only set the flag behind `stop_requested`, and the process dies
+    with torchrun, which otherwise leaves its workers running when it is killed.
     """
     if any(name not in os.environ for name in _NAMES):
         return None

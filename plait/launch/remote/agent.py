@@ -1,4 +1,5 @@
-"""A host that joined another one's run: it starts the ranks it is told to, hands on what they say, decides nothing."""
+"""A host that joined another one's run: it starts the ranks that host 0 names, forwards their messages, and decides
+nothing."""
 
 from __future__ import annotations
 
@@ -57,10 +58,10 @@ def serve(
     preload: tuple[str, ...] = (),
     pulse: Pulse = DEFAULT_PULSE,
 ) -> StoppedBy:
-    """Take part in host 0's run until it says the end, and answer how its last job was stopped; main thread only.
+    """Take part in host 0's run until it ends; returns how its last job was stopped; main thread only.
 
-    `handlers` answer what host 0 asks, one after another in a thread of their own, also while ranks run. The first
-    Ctrl-C or SIGTERM while ranks run asks host 0 to stop them all; any other one leaves. Raises PlaitError when host 0
+    `handlers` answer host 0's requests, one after another in a thread of their own, also while ranks run. The first
+    Ctrl-C or SIGTERM while ranks run makes host 0 stop them all; any other one leaves. Raises PlaitError when host 0
     does not admit this host; RunFailed when the run failed, host 0 is lost, or this host leaves. No rank outlives it.
     """
     with collected_signals() as signals, ForkServer(preload=preload) as server:

@@ -1,7 +1,6 @@
-"""Do the hosts of a run reach each other? Their workers will, at ports that no firewall has been told of.
+"""Whether the hosts of a run reach each other at ports of their choice, as their workers will need to.
 
-Whoever drops what comes in, as many systems do unless told otherwise, lets gloo and NCCL wait for minutes, and nobody
-knows for what.
+A firewall that drops incoming packets, the default of many systems, lets gloo and NCCL wait for minutes without a word.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ KNOCK_S = 5.0
 
 
 class Neighbour(Protocol):
-    """A host of the run that can be asked: launch.leader.Member, or this host itself."""
+    """A host of the run that answers requests: launch.remote.leader.Member, or this host itself."""
 
     @property
     def name(self) -> str: ...
@@ -39,7 +38,7 @@ class TestListener:
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
-        """What host 0 may ask, by kind."""
+        """Handlers of host 0's requests, by kind."""
         return {"door": self._open, "knock": self._knock, "shut": self._shut}
 
     def ask(self, kind: str, values: Mapping[str, Any]) -> Reply:

@@ -21,10 +21,11 @@ def by_address(address: str) -> tuple[int, bytes, str]:
 
 
 def host_numbers(arrived: Sequence[HostIdentity], order: Sequence[HostIdentity]) -> list[int]:
-    """Where each host stood, each place given once; newcomers take the places of those who are missing, and the number
-    of all places where none is left.
+    """The number that each arrived host had in `order`, each given once; newcomers take the numbers of missing hosts,
+    and the count of all numbers where none is left.
 
-    By their marks first. Names tell less: those of machines of one image are numbered in `order` ("ubuntu (2)").
+    Hosts are matched by their marks first. Names say less: machines of one image get numbered names ("ubuntu (2)") in
+    `order`.
     """
     free, places = set(range(1, len(order))), [len(order)] * len(arrived)
 

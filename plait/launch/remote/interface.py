@@ -1,4 +1,4 @@
-"""Which network interface owns an address: gloo and NCCL are told interfaces, people choose addresses."""
+"""Which network interface owns an address: gloo and NCCL are given interfaces, people choose addresses."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class HostPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """An admitted host, numbered from 1; `hello` is what it said of itself, with its "name" if it has one."""
+    """An admitted host, numbered from 1; `host_info` is what it sent about itself, with its "name" if it has one."""
 
     host: int
     name: str
@@ -64,7 +64,7 @@ class Member:
 class Hosts:
     """Host 0 and the hosts that join it; the thread that enters the block must outlive it, see ForkServer.
 
-    Leaving the block tells the others that the run is over, or the sentence of the error that ended it.
+    Leaving the block sends the others the end of the run, or the sentence of the error that ended it.
     """
 
     def __init__(
@@ -125,12 +125,10 @@ class Hosts:
     ) -> tuple[Member, ...]:
         """Wait until all hosts are in; then the port is closed, and the secret opens nothing any more.
 
-        They are numbered by their addresses, but those in `order`, host 0 first, as they stand there and before all
-        others: each by its "mark", or else by its "name".
-
-        `hello_check` is called with each hello in turn, in this thread; its sentence sends that host away, which shows
-        it. `on_lost` gets the name of one that was in and went away while others were awaited. Raises PlaitError when
-        the time is up.
+        Hosts are numbered by their addresses, except that those in `order`, host 0 first, come before all others in
+        that order: each known by its "mark", or else by its "name". `hello_check` is called with each host's info in
+        turn, in this thread; a sentence that it returns sends that host away, where it is shown. `on_lost` gets the
+        name of a host that was in and left while others were awaited. Raises PlaitError when the time is up.
         """
         gate, deadline = self._opened(), time.monotonic() + within_s
         while len(self._admitted) < self._wanted:
@@ -148,7 +146,7 @@ class Hosts:
         return self.members
 
     def renumber(self, order: Sequence[int]) -> None:
-        """Number the hosts anew: host n is from now on the one that was admitted as order[n]; host 0 stays."""
+        """Renumber the hosts: host n is from now on the one that was admitted as order[n]; host 0 stays."""
         assert order[0] == 0 and sorted(order) == list(range(1 + len(self._arrived))), order
         self.members = tuple(replace(self._arrived[host - 1], host=place) for place, host in enumerate(order) if place)
 
@@ -163,8 +161,8 @@ class Hosts:
     ) -> JobResult:
         """Start the job's ranks on all hosts and block until all have ended, as `ForkServer.run` does on one.
 
-        `parts` holds one a host, host 0 first; ranks are numbered host by host. A job whose ranks are all on one host,
-        on whichever, meets there in a file; else rank 0 is on host 0, and the others meet it over the network. A
+        `parts` holds one part per host, host 0 first; ranks are numbered host by host. A job whose ranks are all on one
+        host has its rendezvous there, in a file; else rank 0 is on host 0, and the others reach it over the network. A
         lost host ends the job everywhere with RunFailed.
         """
         began_s = time.monotonic()

@@ -1,4 +1,5 @@
-"""A wire that lives: beats tell a silent host from a slow one, questions find answers, the rest waits in a mailbox."""
+"""A connection between two hosts: heartbeats tell a silent host from a slow one, requests get their replies, and all
+other messages wait in a mailbox."""
 
 from __future__ import annotations
 

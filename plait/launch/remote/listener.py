@@ -36,8 +36,8 @@ class Arrival:
 class JoinListener:
     """Listens on one address of this machine until shut; arrivals are taken with `next`.
 
-    Each connection gets a few seconds and a fixed number of bytes to prove itself, in a thread of its own. Of those
-    that have not yet, so many may be open at once; one more, and the oldest is hung up: honest ones are quick.
+    Each connection gets a few seconds and a fixed number of bytes to prove itself, in a thread of its own. Only a fixed
+    number may be open before they have; with one more, the oldest is closed: honest ones are quick.
     """
 
     def __init__(self, *, address: str, port: int, secret: Secret, pulse: Pulse) -> None:

@@ -53,7 +53,7 @@ def parse_secret(text: str) -> Secret:
 
 
 def read_secret(secret_file: str | None) -> Secret:
-    """The secret from a file that nobody else can read, else from PLAIT_SECRET, else asked for on the terminal."""
+    """The secret, from a file that nobody else can read, else from PLAIT_SECRET, else typed on the terminal."""
     if secret_file is not None:
         return parse_secret(_private_text(Path(secret_file)))
     if VARIABLE in os.environ:

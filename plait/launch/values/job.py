@@ -1,4 +1,4 @@
-"""The values of the launch floor: what to start, what a rank is told, what it tells, how it ended."""
+"""The values of the launch floor: what to start, what a rank knows of itself, what it sends, how it ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ StoppedBy = Literal["finished", "SIGINT", "SIGTERM"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRanks:
-    """Which ranks of a job one of several hosts runs: so many, from the first one on."""
+    """The ranks of a job that one of several hosts runs: their number, and the first of them."""
 
     first_rank: int
     ranks: int
@@ -73,7 +73,7 @@ def job_from(values: Mapping[str, Any]) -> Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What a rank told its supervisor: a kind and JSON values."""
+    """A message from a rank to its supervisor: a kind and JSON values."""
 
     rank: int
     kind: str
@@ -82,10 +82,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """Who a rank is among its peers, and its two wires: `tell` to the supervisor, `stop_requested` from it.
+    """A rank's place among its peers, and its two wires: `send` to the supervisor, `stop_requested` from it.
 
-    `rendezvous` is where the ranks meet, for `parallel.mesh.open_store`: a file's path; for several hosts
-    "tcp://HOST:PORT/NAME", with the listening socket that rank 0 owns as "?listen=DESCRIPTOR"; "env://" under torchrun.
+    `rendezvous` is for `parallel.mesh.open_store`: a file's path; for several hosts "tcp://HOST:PORT/NAME", with the
+    listening socket that rank 0 owns as "?listen=DESCRIPTOR"; "env://" under torchrun.
     """
 
     rank: int
@@ -102,7 +102,7 @@ class RankContext:
         self.channel(kind, values)
 
     def stop_requested(self) -> bool:
-        """Whether this rank was asked to save and return; ranks may learn of it at different steps."""
+        """Whether this rank should save and return; ranks may see it at different steps."""
         return self.stop()
 
 

@@ -18,8 +18,7 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 """reduce_scatter(own, whole, group=…, async_op=…): this rank's part of the sum of everybody's whole."""
 
 SUM_TAG, SPREAD_TAG = 0, 1
-"""Of what the ranks of `tensor`, and those of `shard` for split parameters, send each other; nothing else that they do
-has tags so low."""
+"""Tags of messages between ranks of `tensor`, and of `shard` with sharded parameters; no others have tags so low."""
 
 
 # Note [room first]: gloo sends only once the other side has said that it has room, and that word queues behind whatever
@@ -37,7 +36,7 @@ def swap_parts(whole: Tensor, received: Tensor, group: dist.ProcessGroup, tag: i
 
 
 def expect_parts(received: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
-    """The receives of swap_parts, see Note [room first]."""
+    """Post the receives of swap_parts, see Note [room first]."""
     pairs = zip(received, _others(group), strict=True)
     return [_work(dist.irecv(into, group=group, group_src=rank, tag=tag)) for into, rank in pairs]
 
@@ -54,7 +53,7 @@ def spread_own(whole: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.W
 
 
 def expect_others(whole: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
-    """The receives of spread_own, see Note [room first]."""
+    """Post the receives of spread_own, see Note [room first]."""
     parts = _parts(whole, group)
     return [_work(dist.irecv(parts[rank], group=group, group_src=rank, tag=tag)) for rank in _others(group)]
 

@@ -1,4 +1,4 @@
-"""Times messages from rank to rank, to tell which of several links is slow."""
+"""Times messages from rank to rank, to find which of several links is slow."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ ReductionSteps = Iterator[PendingWork]
 REDUCE_TAG = 2**20
 """Above those of a pipeline's messages, which may travel in the same group."""
 GATHER_TAG = 2**19
-"""Of the first bucket's weights: a step's sums may be expected while those of the last one are still on their way."""
+"""Tag of the first bucket's weights: receives for a step's sums may be posted while those of the last one are still
+in flight."""
 
 
 class Algorithm(Protocol):
@@ -44,7 +45,7 @@ class Algorithm(Protocol):
         ...
 
     def expect(self) -> None:
-        """Make room for what others will send, at the beginning of a step."""
+        """Post receives for what others will send, at the beginning of a step."""
         ...
 
     def course(self) -> ReductionSteps:
@@ -196,7 +197,7 @@ class _SwappedSum:
 
 
 def _carrier(flat: Tensor, transfer: Transfer) -> Tensor:
-    """What is handed to the network: the numbers themselves, or room for them in bfloat16."""
+    """The tensor that is sent: the values themselves, or a buffer for them in bfloat16."""
     return torch.empty_like(flat, dtype=torch.bfloat16) if transfer == "bf16" else flat
 
 

@@ -1,7 +1,7 @@
-"""How FSDP2's weights and gradients travel between processors: from rank to rank, where torch would ask gloo for more.
+"""FSDP2's gathers and scatters between processors by point-to-point messages, in place of gloo's slower collectives.
 
 See Note [room first] in collectives.py. torch allows both to be replaced (FSDPModule.set_custom_all_gather); it passes
-as the input of a gather the place in the output where it belongs.
+as the input of a gather the slice of the output where it belongs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from plait.parallel.comm.collectives import SPREAD_TAG, SUM_TAG, spread_own, sum_parts
 
 NO_BUCKET_LIMIT = timedelta(0)
-"""By torch's convention."""
+"""No timeout, in torch's convention."""
 
 
 class AllWork(dist.Work):
@@ -63,6 +63,6 @@ class SwapGradients(_InUsualMemory):
         op: object,
         async_op: bool = False,
     ) -> None:
-        """Sum; blocks, which is what torch asks for."""
+        """Sum over the ranks; blocks, as torch requires here."""
         assert op == dist.ReduceOp.SUM and not async_op, "gradients are sums everywhere: Note [loss is a sum]"
         sum_parts(output_tensor, input_tensor, group, SUM_TAG)

@@ -1,11 +1,11 @@
-"""The strand along `context`: each rank holds a balanced part of every row's tokens and meets the others' keys.
+"""`context` (CP): each rank holds a balanced part of every row's tokens, and its queries attend to all ranks' keys.
 
 Note [gathered twice]: a rank computes its causal squares, for which it has all keys, while keys and values of the axis
 are on their way; then the rectangles that look further back (cut.py). Only its own keys and values are kept for
 the backward pass, which gathers again and returns the gradients of the others' keys by one sum.
 
-Legend: b rows of the batch, t tokens of a row on this rank, h heads, k key/value heads, d numbers of a head; c ranks of
-the axis, m tokens of a chunk (t = 2m).
+Legend: b rows of the batch, t tokens of a row on this rank, h heads, k key/value heads, d elements of a head; c ranks
+of the axis, m tokens of a chunk (t = 2m).
 """
 
 from __future__ import annotations

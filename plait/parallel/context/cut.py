@@ -1,9 +1,9 @@
-"""Which queries of a context rank meet which keys: the arithmetic of balanced (zig-zag) parts, without a tensor.
+"""Which queries of a context rank attend to which keys: the arithmetic of balanced (zig-zag) parts, without a tensor.
 
 Each row of T tokens is cut into 2c chunks, and rank i of c holds chunk i and chunk 2c - 1 - i, one after the other. In
 the order of the rank's own tokens a document is then one or more *segments*, each inside one chunk. A segment's queries
-meet its own keys causally, which are all on this rank, and, where its document began in an earlier chunk, all of the
-document's earlier keys: a rectangle. A chunk begins with at most one such segment.
+attend causally to its own keys, which are all on this rank, and, where its document began in an earlier chunk, to all
+of the document's earlier keys: a rectangle. A chunk begins with at most one such segment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TokenSpan = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rectangle:
-    """Queries of this rank's rows that meet keys before their chunk; the same in each of `rows`."""
+    """Queries of this rank's rows that attend to keys before their chunk; the same in each of `rows`."""
 
     rows: TokenSpan
     queries: TokenSpan

@@ -4,7 +4,7 @@ Note [who needs what]: of 2c chunks, rank i has chunks i and 2c - 1 - i, and its
 the two: it needs chunks 0 … 2c - 2 - i and no more. Messages between pairs of ranks carry just those. With gloo they
 took half the time of its all-gather and reduce-scatter even when they carried everything.
 
-Legend: b rows, m tokens of a chunk, t = 2m tokens of a row on one rank, k key/value heads, d numbers of a head.
+Legend: b rows, m tokens of a chunk, t = 2m tokens of a row on one rank, k key/value heads, d elements of a head.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 TensorPairs = Mapping[tuple[int, int], Tensor]
-"""By peer and chunk what belongs to its keys, and to its values."""
+"""By peer and chunk: a tensor for its keys, and one for its values."""
 
 
 class Exchange:
@@ -65,7 +65,7 @@ class Exchange:
                 home.chunk(2, dim=1)[own.index(chunk)].add_(part)
 
     def _begin(self, *, receives: TensorPairs, sends: TensorPairs) -> list[dist.Work]:
-        """All receives before the first send: Note [room first] in collectives.py."""
+        """Post all receives before the first send: Note [room first] in collectives.py."""
         return dist.batch_isend_irecv(
             [
                 dist.P2POp(kind, x, group=self.group, group_peer=peer, tag=chunk)  # type: ignore[arg-type]

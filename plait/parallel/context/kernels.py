@@ -1,11 +1,11 @@
 """Attention in pieces that can be joined, on each kind of device.
 
-Note [joined pieces]: let a query meet its keys in pieces, each with output o and logsumexp l. The whole has the
+Note [joined pieces]: let a query attend to its keys in pieces, each with output o and logsumexp l. The whole has the
 logaddexp of all l, and as output the o weighted by exp(l - whole l). Going back, each piece's kernel gets the *whole's*
 output and logsumexp: then its probabilities are the true ones, and the gradients of the pieces simply add.
 
 Legend: b rows or segments, t queries and s keys of each, n all queries, h heads, k key/value heads, g heads that share
-one of them, d numbers of a head.
+one of them, d elements of a head.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SegmentRuns = tuple[TokenSpan, ...]
 """(length, how many) of segments one after the other."""
 
 SegmentEnds = tuple[Tensor, Tensor, int, int]
-"""Where packed queries and keys begin and end, and lengths that none exceeds."""
+"""Offsets at which packed queries and packed keys begin and end, and their greatest lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ def kernel_for(q: Tensor) -> Kernel:
 
 
 def blocked_kernel(scores_at_once: int = 2**25) -> Kernel:
-    """Plain products for every device and type, so many scores at a time: memory does not grow with t × s."""
+    """Plain products for every device and type, a fixed number of scores at a time: memory does not grow with t × s."""
     return _in_runs(partial(_blocked_forward, scores_at_once), partial(_blocked_backward, scores_at_once))
 
 

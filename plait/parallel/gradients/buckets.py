@@ -91,7 +91,8 @@ def views_of(flat: Tensor, weights: Sequence[SharedWeight]) -> list[Tensor]:
 
 
 def unit_of_range(weights: Sequence[SharedWeight], own: Tensor, first: int, *, owned: bool) -> OptimizerUnit:
-    """The unit for numbers `first` and on of a bucket, which `own` holds: rows of some weights, torn at both ends."""
+    """The optimizer unit of a range of a bucket that begins at `first` and is held in `own`: rows of some weights,
+    the first and last of them perhaps in part."""
     parts: list[OptimizerUnitPart] = []
     begin = 0
     for weight in weights:

@@ -1,4 +1,5 @@
-"""Sums gradients over groups of ranks in fixed buckets, while backward still runs; splits them where that is asked."""
+"""Sums gradients over groups of ranks in fixed buckets while backward still runs; scatters them where they are
+sharded."""
 
 from __future__ import annotations
 
@@ -225,7 +226,7 @@ class _Bucket:
         self.begun += 1
 
     def go_on_to(self, count: int) -> None:
-        """Block until so many transfers have begun."""
+        """Block until `count` transfers have begun."""
         while self.begun < min(count, self.transfers):
             self.advance()
 
@@ -240,7 +241,7 @@ class _Bucket:
                 weight.parameter.grad = None
 
     def expect_weights(self) -> None:
-        """Make room for the updated weights of others."""
+        """Post the receives of other ranks' updated weights."""
         if self._split and self.flat.device.type == "cpu":
             self._gathering = expect_others(self._values, self._split, GATHER_TAG + self._number)
 

@@ -63,7 +63,7 @@ class RankSchedule:
 
     own: tuple[Action, ...]
     transfers: tuple[Action, ...]
-    """Of all ranks."""
+    """Transfers of all ranks, in order."""
     last: frozenset[Action]
     """Each stage's last whole backward."""
 

@@ -1,12 +1,12 @@
 """Sends and receives between the ranks of a pipeline, of tensors whose sizes both sides know.
 
-Note [one order]: all ranks issue what goes between them in one order (`plan.schedule.transfers`), in which no transfer
+Note [one order]: all ranks issue their transfers in one order (partition/pipeline_schedule.py), in which no transfer
 needs a later one. So the first transfer that is still under way can always end, however few the backend lets pass at a
 time: NCCL has no tags and may carry a rank's transfers strictly one after the other.
 
 Note [receives first]: gloo matches transfers by tag, so that a receive may be posted long before its turn. It must be:
-a gloo rank sends only when the other has said that it has room, and that word travels behind all that goes its way.
-Posted late, each message of a narrow cable waits for one in the other direction as well.
+a gloo rank sends only when the other has said that it has room, and that word queues behind all messages in that
+direction. Posted late, each message over a slow link waits for one in the other direction as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plait.partition.pipeline_schedule import Action, receiving_stage
 SENDS_KEPT = 4
 """Results under way to other ranks; a further send waits for the oldest, so that their memory stays bounded."""
 RECEIVES_AHEAD = 4
-"""Results that a rank makes room for before it needs them."""
+"""Receives that a rank posts before it needs their results."""
 
 WaitFor = Callable[[dist.Work], object]
 """Blocks until a transfer is over (on a GPU: its stream does)."""

@@ -45,7 +45,7 @@ class TiedStep(Protocol):
     """One step's traffic between the two ends; the first stage takes micro-batches in their order, there and back."""
 
     def before_forward(self, micro: int) -> None:
-        """The first stage is about to look up a micro-batch's tokens."""
+        """Called before the first stage looks up a micro-batch's tokens."""
         ...
 
     def after_backward(self, micro: int) -> None:
@@ -78,7 +78,7 @@ class TiedEmbeddingEnd:
         return (_Looking if self._embeds else _Keeping)(self, come, back, wait)
 
     def expect(self, places: Sequence[Tensor], tag: int) -> PendingRows:
-        """Make room for each micro-batch's rows from the other end."""
+        """Post receives for each micro-batch's rows from the other end."""
         width = self.parameter.shape[1]
         rooms = {micro: self.parameter.new_empty(len(rows), width) for micro, rows in enumerate(places) if len(rows)}
         return {micro: (self._receive(room, tag + micro), room) for micro, room in rooms.items()}

@@ -15,7 +15,7 @@ from plait.partition.execution import Execution
 
 
 def shard(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
-    """Split the parameters, still on the meta device, where the layout asks for it. Every rank must call it."""
+    """Shard the parameters, still on the meta device, where the layout says so. Every rank must call it."""
     if execution.layout.shard > 1 and execution.layout.shard_what == "parameters":
         from plait.parallel.sharding.fully_sharded import split_parameters  # most of a second of imports
 

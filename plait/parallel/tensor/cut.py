@@ -1,12 +1,13 @@
 """`tensor` (TP): each rank has some heads, some of the feed-forward's width and some vocabulary entries of every layer.
 
 The first products of attention and feed-forward (q, k, v; gate, up) give each rank its own columns for all tokens, the
-last ones (o, down) an addend of all columns; in between no rank needs another. Around them lies the stream, shared out
-by rows (sequence.py), and with it norms and additions (Korthikanti et al. 2022, arXiv 2205.05198). What a rank holds of
-each weight is `plan.placement.cut`. A weight that all ranks hold, as a norm's, meets other rows on each: its gradient
-is a part of the sum, and replicate.py adds the parts: Note [same box, same sum] in partition/boxes.py.
+last ones (o, down) an addend of all columns; in between there is no communication. The stream around them is split by
+rows (sequence.py), and with it norms and additions (Korthikanti et al. 2022, arXiv 2205.05198). What a rank holds of
+each weight is said in partition/boxes.py. A weight that all ranks hold, such as a norm's, is applied to other rows on
+each: its gradient is a part of the sum, and replicate.py adds the parts: Note [same box, same sum] in
+partition/boxes.py.
 
-Legend: n all rows of the stream, m those of one rank, d numbers of a row, b rows of the batch, t tokens of a row.
+Legend: n all rows of the stream, m those of one rank, d elements of a row, b rows of the batch, t tokens of a row.
 """
 
 from __future__ import annotations
@@ -121,10 +122,11 @@ def picked(product: Multiply, places: Sequence[int], head_width: int) -> Multipl
 
 
 def kv_places(shape: ModelShape, parts: int, index: int) -> tuple[int, ...] | None:
-    """Which of the key/value heads that a rank holds its queries meet, counted among those; None: all, as they are.
+    """For each query head of this rank the key/value head that it attends to, as an index among those the rank holds;
+    None where they match in order.
 
-    Attention gives each head as many consecutive queries. Where that does not fit a rank's queries, because the cut
-    tears groups apart, there is a key/value head for every query.
+    Attention gives each key/value head the same number of consecutive queries. Where that does not fit a rank's
+    queries, because the cut separates a query group, there is a key/value head for every query.
     """
     first, queries = equal_share(shape.heads, parts, index)
     first_kv, held = kv_heads_of(shape, parts, index)

@@ -23,7 +23,7 @@ from plait.parallel.comm.collectives import SPREAD_TAG, SUM_TAG, all_gather, red
 
 
 def stream_rows(rows: int, parts: int) -> int:
-    """How many rows of a stream each of so many ranks holds, padding included."""
+    """Rows of a stream that each of `parts` ranks holds, padding included."""
     return -(-rows // parts)
 
 
@@ -35,7 +35,7 @@ class SequenceSplit:
     parts: int
     index: int
     gather: Callable[[Tensor, int], Tensor]
-    """From this rank's rows [m, d] to all [n, d], so many; backward sums the ranks' gradients."""
+    """From this rank's rows [m, d] to all rows [n, d], given n; backward sums the ranks' gradients."""
     scatter: Callable[[Tensor], Tensor]
     """From this rank's addend of all rows [n, d] to its own rows of the sum [m, d]."""
 

@@ -34,12 +34,12 @@ from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
 
 GATHERED_STEPS = 4
-"""Measurements travel for so many steps at once, to cost a step next to nothing."""
+"""Steps whose measurements are gathered at once, so that a step costs next to nothing more."""
 LOOKED_AT_STEPS = {"cpu": GATHERED_STEPS, "cuda": 6}
 """At least so often, for a straggler is to be named within twenty steps; a GPU is waited for then."""
 
 MoveLayers = Callable[[tuple[int, ...]], Meter]
-"""Cuts the pipeline's stages anew: layers of each; answers what measures the new ones."""
+"""Moves layers between the pipeline's stages, given the layers of each; returns the meter of the new stages."""
 TakeShares = Callable[[TrainState], tuple[TrainState, Scalars]]
 _Line = tuple[int, tuple[int, ...], tuple[int, ...]]
 """From a step on: shares of the batch, layers of the stages."""
@@ -49,10 +49,10 @@ part; and of a message from the rank before it, where messages were timed."""
 
 
 class Balance:
-    """One rank's part in it. Every rank must make one, and call the same methods in the same order.
+    """One rank's part in rebalancing. Every rank must make one, and call the same methods in the same order.
 
     Recorded changes are obeyed also where shares never change by themselves. Only rank 0 reads and writes `file`, and
-    tells what its own steps took.
+    reports the times of its own steps.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Balance:
         return [f"balance  from step {step} on, {change.reason}"] if change is not None else []
 
     def _room(self) -> list[int]:
-        """Where stages can be cut anew: how many layers each could hold."""
+        """Layers that each stage could hold; empty where stages cannot change."""
         if self._stages is None:
             return []
         own = most_layers(self._assembly, self._assembly.plan.workers_beside(self._world.index))
@@ -192,13 +192,13 @@ class BalanceLedger:
         return told
 
     def restaged(self, layers: tuple[int, ...]) -> None:
-        """From now on stages have so many layers."""
+        """Note that stages have these layers from now on."""
         self._layers, self._warm = layers, False
         self._steps.clear()
 
     def change(self, parts: tuple[int, ...], every: int, room: Sequence[int] = ()) -> ShareChange | None:
-        """What the last two windows of `every` steps speak for; with `room` for layers, of the stages, else of the
-        shares."""
+        """The change that the last two windows of `every` steps justify: of stages, where `room` says how many
+        layers each can hold, else of shares."""
         steps = self._steps[-2 * max(every, LEAST_STEPS_OBSERVED // 2) :]
         if self._stages is not None and room:
             return repartition(self._layers, steps, self._stages, room)

@@ -50,7 +50,7 @@ class CpuStepClock:
 
 
 class StreamClock:
-    """A GPU is told what to do long before it does it, so its marks are events in the stream."""
+    """The clock of a GPU: work is queued long before it runs, so its marks are events in the stream."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -81,7 +81,7 @@ class _Marks:
     closing: Any = None
     closed: Any = None
     aside: list[tuple[Any, Any]] = field(default_factory=list)
-    """Where a forward waited for weights; or, where parameters lie split, where a layer's forward computed."""
+    """Where a forward waited for weights; with sharded parameters, where a layer's forward computed."""
     inside: list[tuple[Any, Any]] = field(default_factory=list)
     """Where a stage of a pipeline waited for another."""
     data_s: float = 0.0
@@ -90,8 +90,8 @@ class _Marks:
 class Meter:
     """Collects the marks of steps; `read` turns them into seconds.
 
-    `layer_forwards` says that what lies aside is the forward of layers, which costs so many of them in all: the
-    backward of split parameters meets other ranks in places that only torch knows.
+    `layer_forwards` says that the intervals aside are the forwards of layers, which make up a known share of all
+    computing: the backward of sharded parameters waits for other ranks at points that only torch knows.
     """
 
     def __init__(self, clock: StepClock, layer_forwards: int | None = None) -> None:
@@ -120,7 +120,7 @@ class Meter:
         self._marks[-1].data_s = data_s
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a transfer between ranks of one part of the batch."""
+        """Wait for a transfer between ranks of one data-parallel rank."""
         if self._open is None:
             work.wait()
             return
@@ -151,7 +151,7 @@ class Meter:
         return len(self._marks)
 
     def read(self) -> list[StepTimes]:
-        """The steps since the last call; on a GPU all that was asked of it before must be done."""
+        """Times of the steps since the last call; on a GPU all work queued before it must be done."""
         marks, self._marks = self._marks, []
         return [self._times(one) for one in marks]
 
@@ -193,15 +193,13 @@ class MeteredGradients:
 
 
 def clock_of(device: torch.device) -> StepClock:
-    """What tells the time of work on a device."""
+    """The clock for work on a device."""
     return StreamClock() if device.type == "cuda" else CpuStepClock()
 
 
 def sees_waits(plan: Plan) -> bool:
-    """Whether waits inside forward and backward are told from computing.
-
-    Hooks break a compiled layer's graph: that is worth it where shares follow what they find, not for words alone.
-    """
+    """Whether waits inside forward and backward are measured apart from computing. Hooks break a compiled layer's
+    graph: that is worth it where shares depend on it, not for reports alone."""
     return plan.layout.shard == 1 or plan.compile == "off" or plan.balance_every_steps > 0
 
 

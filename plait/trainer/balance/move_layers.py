@@ -1,4 +1,5 @@
-"""Cuts a pipeline anew between two steps: every rank builds its new stage, and layers travel to where they belong."""
+"""Changes a pipeline's stages between two steps: every rank builds its new stage, and layers travel to their new
+owners."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from plait.trainer.assemble import Assembly
 from plait.trainer.persist import owned, put, wanted
 
 SPARE_MEMORY = 0.9
-"""Of the memory that is free, what new layers may take."""
+"""Share of the free memory that new layers may take."""
 
 
 class BuildAssembly(Protocol):
