@@ -128,7 +128,7 @@ def load(corpus: Corpus, sequence: int, documents: Literal["mask", "join"], repe
         sequence=sequence,
         parts=(rows,),
         part=0,
-        meeting=range(1),
+        in_lockstep=range(1),
         micro_sequences=MICRO_TOKENS // sequence,
         documents=documents,
         device=torch.device("cpu"),

@@ -46,19 +46,19 @@ def main() -> None:
     mesh = make_mesh(plan.layout, "cpu")
     model = GPT(plan.shape)
     model.load_state_dict(weights(load_file(orders.workdir / "init.safetensors")))
-    woven = parallelize(model, mesh, plan.execution, STAGES)
-    optimizer = make_optimizer(woven.units, plan.optimizer)
+    sharded = parallelize(model, mesh, plan.execution, STAGES)
+    optimizer = make_optimizer(sharded.units, plan.optimizer)
     decay_all_matrices(optimizer, workload.weight_decay)
     world = world_sums()
     loader = make_loader(orders, workload, plan)
-    run_micros, _ = runners(woven, make_autocast("float32", torch.device("cpu")))
+    run_micros, _ = runners(sharded, make_autocast("float32", torch.device("cpu")))
 
     journal = Journal()
     journal.begin()
     for step in range(orders.all_steps):
         micros = loader.micros(step * plan.batch_sequences)
         scalars = take_step(
-            micros, woven=woven, run_micros=run_micros, sums=world, optimizer=optimizer, clip=workload.clip
+            micros, sharded=sharded, run_micros=run_micros, sums=world, optimizer=optimizer, clip=workload.clip
         )
         world.largest(torch.tensor([0, 0]))  # the loop's question whether to stop or save
         loss, tokens = scalars.totals.tolist()

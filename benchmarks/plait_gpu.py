@@ -64,16 +64,16 @@ def train(flags: argparse.Namespace, work: Workload, device: torch.device) -> Me
     model = GPT(plan.shape).to(device)
     initialize(model, work.seed)
     mesh = make_mesh(plan.layout, plan.device)
-    woven = parallelize(model, mesh, plan.execution)
-    optimizer = make_optimizer(woven.units, plan.optimizer)
-    run_micros, _ = runners(woven, make_autocast(plan.precision, device))
+    sharded = parallelize(model, mesh, plan.execution)
+    optimizer = make_optimizer(sharded.units, plan.optimizer)
+    run_micros, _ = runners(sharded, make_autocast(plan.precision, device))
     window = torch.randint(work.vocabulary, (work.sequences_per_rank, work.sequence + 1), device=device)
     micro = Micro(inputs=window[:, :-1].contiguous(), targets=window[:, 1:].contiguous(), positions=None, lengths=None)
     totals, marks = [], [mark(device)]
     for _ in range(plan.steps):
         scalars = take_step(
             [micro],
-            woven=woven,
+            sharded=sharded,
             run_micros=run_micros,
             sums=world_sums(),
             optimizer=optimizer,

@@ -81,18 +81,18 @@ def assembled(work: Work, plan: Plan) -> Assembly:
     with torch.device("meta" if together else "cpu"):
         model = GPT(plan.shape)
     mesh = make_mesh(plan.layout, "cpu") if together else None
-    woven = parallelize(model, mesh, plan.execution, STAGES if together else ())
-    put_first_values(woven, plan.shape, work.seed)
+    sharded = parallelize(model, mesh, plan.execution, STAGES if together else ())
+    put_first_values(sharded, plan.shape, work.seed)
     sums = world_sums() if together else ONE_PROCESS
     samples = samples_of(plan, plan.layout, sums.index, device)
     corpus = corpus_of(work)
     order: Any = InOrder(work=work, sequence=work.sequence)
-    run_micros, evaluate_micros = runners(woven, make_autocast(plan.precision, device))
+    run_micros, evaluate_micros = runners(sharded, make_autocast(plan.precision, device))
     return Assembly(
         plan=plan,
         device=device,
-        model=woven,
-        optimizer=make_optimizer(woven.units, plan.optimizer),
+        model=sharded,
+        optimizer=make_optimizer(sharded.units, plan.optimizer),
         corpus=corpus,
         loader=Loader(corpus, order, samples),
         heldout=partial(heldout_micros, corpus, samples),

@@ -21,7 +21,7 @@ def main() -> None:
     folder, state = Path(flags.rendezvous).parent, TrainState()
     if flags.kind == "watched":
         assembly, meter = metered(assembly, clock_of(torch.device("cpu")))
-        balance = Balance(assembly, meter, folder / "shares.jsonl", assembly.sums, tell=lambda **_: None)
+        balance = Balance(assembly, meter, folder / "shares.jsonl", assembly.sums, report=lambda **_: None)
 
     def four_bare_steps(_: int) -> float:
         nonlocal state

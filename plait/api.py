@@ -39,8 +39,8 @@ def train_recipe(
     from plait.commands.train import train as run
 
     secret = Path(secret_file) if secret_file else None
-    asked = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret)
-    return run(Path(recipe), overrides, hosts=asked, screen=Console(highlight=False, soft_wrap=True))
+    requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret)
+    return run(Path(recipe), overrides, hosts=requested, screen=Console(highlight=False, soft_wrap=True))
 
 
 def join_run(at: str, *, secret_file: str | Path | None = None) -> Ending:

@@ -48,8 +48,8 @@ def train(
     from plait.commands.train import train
 
     check = "never" if no_check else "new layouts"
-    asked = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
-    outcome = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=asked, screen=_screen())
+    requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
+    outcome = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=requested, screen=_screen())
     raise typer.Exit(EXIT_OF_SIGNAL[outcome])
 
 
@@ -92,8 +92,8 @@ def plan(
     if terms:
         _screen().print(command.terms(), markup=False)
     if recipe:
-        told = {"json_file": json, "html_file": html, "measured": measured}
-        command.plan(recipe, overrides or [], clusters=cluster or [], top=top, **told, screen=_screen())
+        options = {"json_file": json, "html_file": html, "measured": measured}
+        command.plan(recipe, overrides or [], clusters=cluster or [], top=top, **options, screen=_screen())
     elif not terms:
         raise PlaitError("plait plan needs a recipe; name a .toml file, or write plait plan --terms")
 
@@ -163,7 +163,7 @@ def probe(
     from plait.commands.hosts.invitation import HostsRequest
     from plait.commands.probe import probe
 
-    asked = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
+    requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
     if hosts > 1:
         from plait.commands.probe import probe_hosts
 
@@ -171,7 +171,7 @@ def probe(
             raise PlaitError("over several hosts a probe measures what one model needs; name its recipe")
         if workers or threads or again:
             raise PlaitError("over several hosts every probe is new and uses all workers; leave the other options out")
-        probe_hosts(recipe, overrides or [], hosts=asked, out=out, screen=_screen())
+        probe_hosts(recipe, overrides or [], hosts=requested, out=out, screen=_screen())
         return
     fresh = "again" if again else "kept"
     probe(recipe, overrides or [], workers=workers, threads=threads, fresh=fresh, out=out, screen=_screen())

@@ -91,14 +91,16 @@ class Layout:
 def layout_summary(layout: Layout) -> str:
     """A layout as people read it, with the field's abbreviations and whatever is not as usual."""
     named = [f"{axis} ({ABBREVIATIONS[axis]}) {degree}" for axis, degree in layout.degrees.items() if degree > 1]
-    told = [" × ".join(named) if named else "one copy"]
+    parts = [" × ".join(named) if named else "one copy"]
     if layout.shard > 1:
-        told.append("splitting optimizer state" if layout.shard_what == "optimizer" else "splitting parameters")
+        parts.append("splitting optimizer state" if layout.shard_what == "optimizer" else "splitting parameters")
     if layout.pipeline > 1:
-        told.append(f"schedule {layout.schedule} with layers {' + '.join(str(count) for count in layout.stage_layers)}")
+        parts.append(
+            f"schedule {layout.schedule} with layers {' + '.join(str(count) for count in layout.stage_layers)}"
+        )
     if layout.recompute != "none":
-        told.append(f"recompute {layout.recompute}")
-    return ", ".join(told)
+        parts.append(f"recompute {layout.recompute}")
+    return ", ".join(parts)
 
 
 def equal_share(count: int, parts: int, index: int) -> tuple[int, int]:

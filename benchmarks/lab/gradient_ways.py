@@ -128,15 +128,15 @@ def _step_of(way: Way) -> tuple[Step, Callable[[], object]]:
         stages = (*STAGES[:-1], replace(STAGES[-1], apply=last))
     with torch.device("meta" if stages else "cpu"):
         model = GPT(SHAPE)
-    woven = parallelize(model, mesh, plan.execution, stages)
-    _slow_down(woven.chunks[0], way.micros)
-    _random_weights(woven)
-    optimizer = make_optimizer(woven.units, plan.optimizer)
-    forward, loss_of = make_forward(_no_cast), make_loss(_no_cast, woven.vocabulary)
-    run = partial(run_micros_in_turn, woven=woven, forward=forward, loss_of=loss_of)
+    sharded = parallelize(model, mesh, plan.execution, stages)
+    _slow_down(sharded.chunks[0], way.micros)
+    _random_weights(sharded)
+    optimizer = make_optimizer(sharded.units, plan.optimizer)
+    forward, loss_of = make_forward(_no_cast), make_loss(_no_cast, sharded.vocabulary)
+    run = partial(run_micros_in_turn, sharded=sharded, forward=forward, loss_of=loss_of)
     sums, micros = (world_sums() if stages else ONE_PROCESS), _micros(way.micros)
-    step = partial(take_step, micros, woven=woven, run_micros=run, sums=sums, optimizer=optimizer, clip=1.0)
-    return step, woven.gradients.settle
+    step = partial(take_step, micros, sharded=sharded, run_micros=run, sums=sums, optimizer=optimizer, clip=1.0)
+    return step, sharded.gradients.settle
 
 
 def _ddp_step() -> tuple[Step, Callable[[], object]]:
@@ -171,9 +171,9 @@ class _WithLoss(torch.nn.Module):
 _no_cast = torch.enable_grad
 
 
-def _random_weights(woven: ShardedModel) -> None:
+def _random_weights(sharded: ShardedModel) -> None:
     with torch.no_grad():
-        for held in woven.weights:
+        for held in sharded.weights:
             held.tensor.normal_(std=0.02)
 
 

@@ -75,9 +75,9 @@ def tensor_names(manifest: Manifest) -> list[str]:
 
 def check_model(manifest: Manifest, shape: Mapping[str, object]) -> None:
     """Raise PlaitError, naming the first field that differs, unless the checkpoint is of a model of this shape."""
-    asked: dict[str, object] = json.loads(json.dumps(dict(shape)))
-    for name in [*asked, *sorted(manifest.model.keys() - asked.keys())]:
-        has, wants = manifest.model.get(name), asked.get(name)
+    requested: dict[str, object] = json.loads(json.dumps(dict(shape)))
+    for name in [*requested, *sorted(manifest.model.keys() - requested.keys())]:
+        has, wants = manifest.model.get(name), requested.get(name)
         if has != wants:
             raise PlaitError(
                 f"this checkpoint has {name} {has}, the recipe asks {wants}; "

@@ -203,8 +203,8 @@ def cluster_from_json(text: str, where: str) -> Cluster:
     check_value(values.get("name", ""), "str", f"{where}: name")
     islands = [_island(entry, f"{where}, island {i}") for i, entry in enumerate(values["islands"], 1)]
     between = described_link(values["between"], f"{where}: between") if "between" in values else _usual_between(islands)
-    name, told = values.get("name", Path(where).stem), values.get("measured")
-    measured = measured_from(told, f"{where}: measured") if told is not None else None
+    name, measured_values = values.get("name", Path(where).stem), values.get("measured")
+    measured = measured_from(measured_values, f"{where}: measured") if measured_values is not None else None
     return Cluster(name=name, islands=tuple(islands), between=between, measured=measured)
 
 

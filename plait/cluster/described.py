@@ -15,19 +15,19 @@ from plait.errors import PlaitError
 _WORDS = {"DeviceKind": get_args(DeviceKind), "Shape": get_args(Shape)}
 
 
-def described_device(said: Any, where: str) -> Device:
+def described_device(value: Any, where: str) -> Device:
     """The device that a cluster.json names or describes; `where` opens the errors."""
-    if isinstance(said, str):
-        return device(said)
-    return Device(**_values(Device, said, where))
+    if isinstance(value, str):
+        return device(value)
+    return Device(**_values(Device, value, where))
 
 
-def described_link(said: Any, where: str) -> Link:
+def described_link(value: Any, where: str) -> Link:
     """The link that a cluster.json names ("nvlink4"), gives as a rate ("+400G", "@1G") or describes."""
-    if isinstance(said, str):
-        mark, name = (said[0], said[1:].strip()) if said[:1] in ("+", "@") else ("+", said)
+    if isinstance(value, str):
+        mark, name = (value[0], value[1:].strip()) if value[:1] in ("+", "@") else ("+", value)
         return read_network(name, mark)
-    return Link(**_values(Link, said, where))
+    return Link(**_values(Link, value, where))
 
 
 def description(value: Device | Link) -> str | dict[str, Any]:
@@ -58,23 +58,23 @@ def check_value(value: Any, annotation: str, where: str) -> None:
         raise PlaitError(f"{where} = {json.dumps(value)} does not fit; write {_wanted(annotation)}")
 
 
-def _values(kind: type[Device] | type[Link], said: Any, where: str) -> dict[str, Any]:
+def _values(kind: type[Device] | type[Link], value: Any, where: str) -> dict[str, Any]:
     """All values of a Device or Link, those left out taken from the one that it is "like"."""
     annotations = {field.name: str(field.type) for field in fields(kind)}
     unknown = {name: None for name, annotation in annotations.items() if "None" in annotation}
-    like = said.get("like") if isinstance(said, dict) else None
+    like = value.get("like") if isinstance(value, dict) else None
     optional = {*unknown, "axes", "source", "all_reduce_reached"}
-    check_keys(said, set() if like else set(annotations) - optional, {"like", *annotations}, where)
-    told = {name: value for name, value in said.items() if name != "like"}
-    for name, value in told.items():
+    check_keys(value, set() if like else set(annotations) - optional, {"like", *annotations}, where)
+    given = {name: value for name, value in value.items() if name != "like"}
+    for name, value in given.items():
         check_value(value, annotations[name], f"{where}: {name}")
         if value is not None and "int" in annotations[name]:
-            told[name] = int(value)
+            given[name] = int(value)
     if like:
         known = device(str(like)) if kind is Device else link(str(like))
-        return {**asdict(known), "source": f"{where}, like {known.name}", **told}
-    usual = {} if kind is Device else {"axes": 1, "all_reduce_reached": told["reached"]}
-    return {**unknown, "source": where, **usual, **told}
+        return {**asdict(known), "source": f"{where}, like {known.name}", **given}
+    usual = {} if kind is Device else {"axes": 1, "all_reduce_reached": given["reached"]}
+    return {**unknown, "source": where, **usual, **given}
 
 
 def _fits(value: Any, annotation: str) -> bool:

@@ -41,14 +41,14 @@ def pool_measurements(measured: Measurements) -> Measurements:
 def _of_one_make(hosts: Sequence[MeasuredDevice]) -> Sequence[MeasuredDevice]:
     times = [_times(host) for host in hosts]
     pieces = [piece for piece in times[0] if all(piece in other for other in times)]
-    told = np.log([[own[piece] for piece in pieces] for own in times])
-    weights = np.exp(told.mean(axis=0))  # long work counts: short readings catch a pause or miss it
+    log_times = np.log([[own[piece] for piece in pieces] for own in times])
+    weights = np.exp(log_times.mean(axis=0))  # long work counts: short readings catch a pause or miss it
     factors = np.zeros(len(hosts))
     for _ in range(POOLING_ROUNDS):
-        common = np.median(told - factors[:, None], axis=0)
-        factors = np.array([_quantile(own - common, weights, 0.5) for own in told])
-    fitted = factors[:, None] + np.median(told - factors[:, None], axis=0)
-    if max(_quantile(np.abs(off), weights, MOSTLY) for off in told - fitted) > ALIKE:
+        common = np.median(log_times - factors[:, None], axis=0)
+        factors = np.array([_quantile(own - common, weights, 0.5) for own in log_times])
+    fitted = factors[:, None] + np.median(log_times - factors[:, None], axis=0)
+    if max(_quantile(np.abs(off), weights, MOSTLY) for off in log_times - fitted) > ALIKE:
         return hosts
     return [
         _with(host, dict(zip(pieces, np.exp(own).tolist(), strict=True)))

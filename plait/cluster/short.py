@@ -99,18 +99,18 @@ def _part(piece: str) -> ShortPart:
     return ShortPart(device=known, per_node=per_node, nodes=count)
 
 
-def _full_nodes(known: Device, count: int) -> ShortPart:
+def _full_nodes(device: Device, count: int) -> ShortPart:
     """So many devices in the fewest equal nodes of their kind."""
-    usual, part = known.per_node, known.node_part
+    usual, part = device.per_node, device.node_part
     if count <= usual:
-        return ShortPart(device=known, per_node=count, nodes=1)
+        return ShortPart(device=device, per_node=count, nodes=1)
     for nodes in range(math.ceil(count / usual), count // (part or usual) + 1):
         if count % nodes == 0 and count // nodes % (part or usual) == 0:
-            return ShortPart(device=known, per_node=count // nodes, nodes=nodes)
+            return ShortPart(device=device, per_node=count // nodes, nodes=nodes)
     fit, equal = part or usual, math.gcd(count, usual)
     raise PlaitError(
-        f"{count} {known.name} do not fill nodes of {usual}; take {count // fit * fit} or {(count // fit + 1) * fit}, "
-        f"or write the nodes, as in {count // equal}x({equal}x{known.name})"
+        f"{count} {device.name} do not fill nodes of {usual}; take {count // fit * fit} or {(count // fit + 1) * fit}, "
+        f"or write the nodes, as in {count // equal}x({equal}x{device.name})"
     )
 
 

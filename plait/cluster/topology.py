@@ -37,8 +37,8 @@ class Machine:
         """What must be the same for a plan, its speed and its bits to hold again."""
         values = asdict(self)
         values["versions"] = dict(self.versions)
-        unlike = values.pop("unlike")
-        values |= {"unlike": list(unlike)} if unlike else {}
+        others = values.pop("unlike")
+        values |= {"unlike": list(others)} if others else {}
         # Memory as the kernel reports it moves by a few pages from boot to boot.
         values["memory_bytes"] = round(self.memory_bytes / 2**30) * 2**30
         return values
@@ -50,8 +50,8 @@ class Machine:
     @staticmethod
     def from_fingerprint(values: Mapping[str, Any]) -> Machine:
         """The machine of a stored fingerprint."""
-        told = {"versions": tuple(sorted(values["versions"].items())), "unlike": tuple(values.get("unlike", ()))}
-        return Machine(**{**values, **told})
+        pairs = {"versions": tuple(sorted(values["versions"].items())), "unlike": tuple(values.get("unlike", ()))}
+        return Machine(**{**values, **pairs})
 
 
 def this_host() -> Machine:

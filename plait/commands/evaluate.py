@@ -34,8 +34,8 @@ def evaluate(run: str, files: Sequence[str]) -> str:
         text = _prepare_files(files, corpus, Path(name)) if files else corpus
         total, tokens = _loss_and_tokens(model, text, plan)
     nbytes = text.heldout_bytes
-    told = {"step": found.manifest.step, "eval_loss": total / tokens, "eval_nats_per_byte": total / nbytes}
-    return json.dumps({**told, "tokens": int(tokens), "bytes": nbytes})
+    result = {"step": found.manifest.step, "eval_loss": total / tokens, "eval_nats_per_byte": total / nbytes}
+    return json.dumps({**result, "tokens": int(tokens), "bytes": nbytes})
 
 
 def _prepare_files(files: Sequence[str], corpus: Corpus, cache: Path) -> Corpus:

@@ -34,17 +34,17 @@ def join(at: str, *, secret_file: Path | None, screen: Console) -> StoppedBy:
     def say(line: str) -> None:
         screen.print(line, markup=False, soft_wrap=True)
 
-    hello = own_host_info()
+    host_info = own_host_info()
     with (
-        closing(JoinedHostFiles(Path.cwd(), say)) as depot,
-        closing(TestListener(hello["name"], wire.local_address)) as door,
+        closing(JoinedHostFiles(Path.cwd(), say)) as files,
+        closing(TestListener(host_info["name"], wire.local_address)) as door,
     ):
         try:
-            handlers = {**depot.handlers, **door.handlers}
-            stopped_by = serve(wire, hello=hello, handlers=handlers, preload=PRELOADED_MODULES)
+            handlers = {**files.handlers, **door.handlers}
+            stopped_by = serve(wire, host_info=host_info, handlers=handlers, preload=PRELOADED_MODULES)
         except PlaitError as error:
-            if depot.local_error is not None:  # the leader has only passed on what is to be mended here
-                raise depot.local_error from error
+            if files.local_error is not None:  # the leader has only passed on what is to be mended here
+                raise files.local_error from error
             raise
     screen.print(f"over     the run has ended: {ENDING_TEXTS[stopped_by]}")
     return stopped_by

@@ -48,11 +48,11 @@ def probe(
     if serve_under_torchrun():
         return
     check_output_file(out)
-    with worker_pool() as hands:
-        site = look_around(hands, usable_cores())
-        extent = choose_probe_workers(site.machine, workers, threads, hands)
-        asked = probe_request_for(recipe, overrides, site, extent)
-        measured = measure_or_load(hands, [site.machine], asked, extent, fresh=fresh)
+    with worker_pool() as pool:
+        site = look_around(pool, usable_cores())
+        extent = choose_probe_workers(site.machine, workers, threads, pool)
+        requested = probe_request_for(recipe, overrides, site, extent)
+        measured = measure_or_load(pool, [site.machine], requested, extent, fresh=fresh)
     screen.print(measurements_table(measured), markup=False, soft_wrap=True)
     if measured.noise:
         screen.print(f"unsteady {measured.noise}; close them and give plait probe --again")

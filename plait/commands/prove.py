@@ -46,8 +46,10 @@ def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path
         soft_wrap=True,
     )
     if json_file:
-        told = [_layout_json(split, split.layout == plan.layout and split.threads == plan.threads) for split in trials]
-        write_output_file(json_file, json.dumps(told, indent=2) + "\n")
+        layouts = [
+            _layout_json(split, split.layout == plan.layout and split.threads == plan.threads) for split in trials
+        ]
+        write_output_file(json_file, json.dumps(layouts, indent=2) + "\n")
 
 
 def _layout_text(split: WorkerLayout) -> str:

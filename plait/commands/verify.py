@@ -51,8 +51,8 @@ def verify(
     with worker_pool() as workers:
         _check_torchrun_workers(layout, workers)
         if where == "anywhere":
-            told = f"{layout}{_shares_text(plan)}: {_gloo_text(layout)} in float64, beside one plain process"
-            screen.print(f"layout   {told}", highlight=False)
+            text = f"{layout}{_shares_text(plan)}: {_gloo_text(layout)} in float64, beside one plain process"
+            screen.print(f"layout   {text}", highlight=False)
             verdict = check_gradients(config, plan, workers)
             if verdict.ok and config.train.gradient_transfer == "bf16":
                 verdict = _check_rounded(config, plan, workers, screen)
@@ -76,8 +76,8 @@ def _check_rounded(config: RunConfig, plan: Plan, workers: WorkerPool, screen: S
 def _check_here(config: RunConfig, plan: Plan, machine: Machine, workers: WorkerPool, screen: Screen) -> Verdict:
     """The worse of two verdicts: in float32 without shortcuts, and as the run itself computes."""
     single = plan_for_device(plan, machine.device, "float32")
-    told = f"{plan.layout}{_shares_text(plan)} on {plan.world_size} × {machine.name}, in float32"
-    screen.print(f"layout   {told}", highlight=False)
+    text = f"{plan.layout}{_shares_text(plan)} on {plan.world_size} × {machine.name}, in float32"
+    screen.print(f"layout   {text}", highlight=False)
     strict = check_gradients(config, single, workers, scope="gradients", tolerances=SINGLE)
     precision = precision_of(config, machine.device)
     own = replace(

@@ -83,9 +83,9 @@ def balance_samples(pairs: IntArray, parts: tuple[int, ...], counted: IntArray |
     loads = np.stack([pairs, np.ones_like(pairs) if counted is None else counted], axis=1)
     if len(parts) == 1 or max(parts) == 1 or not np.any(loads != loads[0]):
         return np.split(np.arange(len(pairs)), np.cumsum(parts)[:-1])
-    deal = _first_deal(loads, np.array(parts))
-    _improve(deal)
-    return [np.sort(members) for members in deal.members]
+    assignment = _first_assignment(loads, np.array(parts))
+    _improve(assignment)
+    return [np.sort(members) for members in assignment.members]
 
 
 def evenly_ordered(
@@ -104,7 +104,7 @@ def evenly_ordered(
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Deal:
+class _SampleAssignment:
     """An assignment of samples that is being improved; `loads` are [B, 2]: attention pairs, counted targets.
 
     `members[p]` lists rank p's samples, the heaviest first. `excess` [ranks, 2] is B times what a rank has beyond its
@@ -117,7 +117,7 @@ class _Deal:
     scale: Floats
 
 
-def _first_deal(loads: IntArray, sizes: IntArray) -> _Deal:
+def _first_assignment(loads: IntArray, sizes: IntArray) -> _SampleAssignment:
     """Each part takes evenly spaced places of all samples sorted by weight; equal parts take turns, to and fro."""
     part = np.repeat(np.arange(len(sizes)), sizes)
     turn = np.arange(len(part)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -127,7 +127,7 @@ def _first_deal(loads: IntArray, sizes: IntArray) -> _Deal:
     members = [heaviest_first[taker == p] for p in range(len(sizes))]
     sums = np.stack([loads[rows].sum(axis=0) for rows in members])
     total = loads.sum(axis=0)
-    return _Deal(
+    return _SampleAssignment(
         loads=loads,
         members=members,
         excess=sums * len(loads) - sizes[:, None] * total,
@@ -135,51 +135,57 @@ def _first_deal(loads: IntArray, sizes: IntArray) -> _Deal:
     )
 
 
-def _improve(deal: _Deal) -> None:
+def _improve(assignment: _SampleAssignment) -> None:
     """Redistribute samples between a rank that is far off and the one that is farthest off the other way, while that
     helps."""
     misses, visit = 0, 0
-    while misses < _MISSES and visit < _VISITS + len(deal.members):
-        costs = _costs(deal.excess, deal.scale)
+    while misses < _MISSES and visit < _VISITS + len(assignment.members):
+        costs = _costs(assignment.excess, assignment.scale)
         helped = False
         for part in np.argsort(-costs, kind="stable"):
-            if _costs(deal.excess[part], deal.scale[part]) > _GOAL**2:
+            if _costs(assignment.excess[part], assignment.scale[part]) > _GOAL**2:
                 visit += 1
-                helped |= _deal_anew(deal, int(part), _partner(deal, int(part), misses), visit)
+                helped |= _redistribute(assignment, int(part), _partner(assignment, int(part), misses), visit)
         if costs.max() <= _GOAL**2:
             return
         misses = 0 if helped else misses + 1
 
 
-def _partner(deal: _Deal, part: int, nth: int) -> int:
+def _partner(assignment: _SampleAssignment, part: int, nth: int) -> int:
     """The part most off the other way, or the nth after it."""
-    off = deal.excess * deal.scale
+    off = assignment.excess * assignment.scale
     along = off[:, 0] * off[part, 0] + off[:, 1] * off[part, 1]
     along[part] = np.inf
     return int(np.argsort(along, kind="stable")[nth % (len(along) - 1)])
 
 
-def _deal_anew(deal: _Deal, one: int, other: int, visit: int) -> bool:
+def _redistribute(assignment: _SampleAssignment, one: int, other: int, visit: int) -> bool:
     """Deal up to a dozen samples of two parts in the best way that keeps the parts' counts; whether that helped."""
     few = _DOZEN // 2
-    sizes = (len(deal.members[one]), len(deal.members[other]))
+    sizes = (len(assignment.members[one]), len(assignment.members[other]))
     mine, theirs = min(sizes[0], max(few, _DOZEN - sizes[1])), min(sizes[1], max(few, _DOZEN - sizes[0]))
     places = [_spread(size, count, visit) for size, count in zip(sizes, (mine, theirs), strict=True)]
-    picked = np.concatenate([deal.members[part][at] for part, at in zip((one, other), places, strict=True)])
+    picked = np.concatenate([assignment.members[part][at] for part, at in zip((one, other), places, strict=True)])
     ways = _ways(mine + theirs, mine)
-    loads = deal.loads[picked]
-    moved = (ways @ loads - loads[:mine].sum(axis=0)) * len(deal.loads)
-    costs = _costs(deal.excess[one] + moved, deal.scale[one]) + _costs(deal.excess[other] - moved, deal.scale[other])
+    loads = assignment.loads[picked]
+    moved = (ways @ loads - loads[:mine].sum(axis=0)) * len(assignment.loads)
+    costs = _costs(assignment.excess[one] + moved, assignment.scale[one]) + _costs(
+        assignment.excess[other] - moved, assignment.scale[other]
+    )
     best = int(np.argmin(costs))
-    if not costs[best] < _costs(deal.excess[one], deal.scale[one]) + _costs(deal.excess[other], deal.scale[other]):
+    if not costs[best] < _costs(assignment.excess[one], assignment.scale[one]) + _costs(
+        assignment.excess[other], assignment.scale[other]
+    ):
         return False
-    deal.excess[one] += moved[best]
-    deal.excess[other] -= moved[best]
+    assignment.excess[one] += moved[best]
+    assignment.excess[other] -= moved[best]
     taken = ways[best].astype(bool)
     for part, at, samples in ((one, places[0], picked[taken]), (other, places[1], picked[~taken])):
-        deal.members[part][at] = samples
-        members = deal.members[part]
-        deal.members[part] = members[np.lexsort((members, -deal.loads[members, 1], -deal.loads[members, 0]))]
+        assignment.members[part][at] = samples
+        members = assignment.members[part]
+        assignment.members[part] = members[
+            np.lexsort((members, -assignment.loads[members, 1], -assignment.loads[members, 0]))
+        ]
     return True
 
 

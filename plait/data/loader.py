@@ -50,7 +50,7 @@ class Samples:
     sequence: int
     parts: tuple[int, ...]
     part: int
-    meeting: range
+    in_lockstep: range
     micro_sequences: int
     documents: DocumentMode
     device: torch.device
@@ -83,8 +83,8 @@ class Loader:
 
     def take(self, samples: Samples) -> None:
         """From the next call of `micros` on take these; what was fetched ahead of it for others is dropped."""
-        assert samples.micro_sequences > 0 and samples.part in samples.meeting
-        assert min(samples.parts) > 0 and samples.meeting.stop <= len(samples.parts)
+        assert samples.micro_sequences > 0 and samples.part in samples.in_lockstep
+        assert min(samples.parts) > 0 and samples.in_lockstep.stop <= len(samples.parts)
         assert not samples.limits or (min(samples.limits) > 0 and len(samples.limits) == len(samples.parts))
         self._samples = samples
 
@@ -110,7 +110,7 @@ class Loader:
     def _fetch(self, position: int, samples: Samples) -> list[Micro]:
         train = self._corpus.train
         shard, start = self._order.windows(position + np.arange(samples.batch_sequences))
-        mine = _dealt(train, shard, start, samples)
+        mine = _own_samples(train, shard, start, samples)
         shard, start = shard[mine], start[mine]
         found = []
         for rows in _portions(_sizes(samples.parts, samples)):
@@ -149,7 +149,7 @@ def heldout_micros(corpus: Corpus, samples: Samples) -> Iterator[Micro]:
         yield _micro(inputs, wanted, lengths, samples)
 
 
-def _dealt(train: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: Lengths, samples: Samples) -> Lengths:
+def _own_samples(train: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: Lengths, samples: Samples) -> Lengths:
     """Which of a step's samples this rank takes, in order.
 
     Masked documents load ranks and micro-batches by their lengths, so the lengths decide. Every rank computes the same
@@ -173,9 +173,9 @@ def _portions(sizes: Sequence[int]) -> Iterator[slice]:
 
 def _sizes(counts: Sequence[int], samples: Samples) -> tuple[int, ...]:
     """Sizes of this rank's micro-batches when data-parallel ranks have these `counts` of sequences."""
-    own = samples.meeting.index(samples.part)
+    own = samples.in_lockstep.index(samples.part)
     limits = samples.limits or (samples.micro_sequences,) * len(counts)
-    met = samples.meeting
+    met = samples.in_lockstep
     return micro_sizes(tuple(counts[part] for part in met), tuple(limits[part] for part in met))[own]
 
 

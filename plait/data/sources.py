@@ -168,8 +168,8 @@ def _parquet_rows(path: Path, field: str) -> Iterator[Document]:
             batch = next(batches, None)
             texts = batch.column(0).to_pylist() if batch else None
         except (OSError, ValueError) as error:
-            told = f"{path} cannot be read after row {row} ({_first_line(error)}); write it again, text as UTF-8"
-            raise PlaitError(told) from None
+            sentence = f"{path} cannot be read after row {row} ({_first_line(error)}); write it again, text as UTF-8"
+            raise PlaitError(sentence) from None
         if texts is None:
             return
         for text in texts:

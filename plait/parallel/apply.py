@@ -53,8 +53,8 @@ def parallelize(
     model: GPT, mesh: DeviceMesh | None, execution: Execution, stages: Sequence[ParallelStage] = STAGES
 ) -> ShardedModel:
     """Apply the stages in order; without stages the model stays one process' own. Every rank must call it."""
-    woven = unsharded(model)
+    sharded = unsharded(model)
     for stage in stages:
         assert mesh is not None, "a stage needs a mesh"
-        woven = stage.apply(woven, mesh, execution)
-    return woven
+        sharded = stage.apply(sharded, mesh, execution)
+    return sharded

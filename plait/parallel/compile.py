@@ -12,13 +12,13 @@ COMPILED_SHAPES_LIMIT = 64
 beyond torch's own limit of eight a layer would run uncompiled without a word."""
 
 
-def compile_layers(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
+def compile_layers(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Compile the layers in place; parameter names stay as they are."""
     if execution.compile == "blocks":
         import torch._dynamo.config as dynamo  # more than a second of imports
 
         dynamo.recompile_limit = max(COMPILED_SHAPES_LIMIT, dynamo.recompile_limit)
-        for chunk in woven.chunks:
+        for chunk in sharded.chunks:
             for layer in chunk.layers.values():
                 layer.compile(dynamic=False)
-    return woven
+    return sharded

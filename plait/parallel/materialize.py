@@ -9,11 +9,11 @@ from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
 
 
-def materialize(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
+def materialize(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Allocate what was only described so far; the numbers come later, from the seed or a checkpoint."""
     on_gpu = execution.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    for chunk in woven.chunks:
+    for chunk in sharded.chunks:
         if any(parameter.is_meta for parameter in chunk.parameters()):
             chunk.to_empty(device=device)
-    return woven
+    return sharded

@@ -37,15 +37,15 @@ ATTENTION = (
 )
 
 
-def recompute(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
+def recompute(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Make every layer keep as little for backward as the layout says; names and values of weights stay."""
     if execution.layout.recompute != "none":
         run = run_for(execution)
-        for chunk in woven.chunks:
+        for chunk in sharded.chunks:
             for layer in chunk.layers.values():
                 assert isinstance(layer, Layer)
                 layer.run = run
-    return woven
+    return sharded
 
 
 def run_for(execution: Execution) -> RunLayer:

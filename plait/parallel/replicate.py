@@ -23,21 +23,21 @@ from plait.partition.execution import Execution
 
 
 def replicate(
-    woven: ShardedModel, mesh: DeviceMesh, execution: Execution, *, bucket_bytes: int = BUCKET_BYTES
+    sharded: ShardedModel, mesh: DeviceMesh, execution: Execution, *, bucket_bytes: int = BUCKET_BYTES
 ) -> ShardedModel:
     """Sum every gradient over the ranks that hold the same weight, during backward. Every rank must call it."""
     layout = execution.layout
-    weights, groups = shared_weights(woven, execution), make_groups(sharing_sets(execution.shape, layout))
+    weights, groups = shared_weights(sharded, execution), make_groups(sharing_sets(execution.shape, layout))
     if layout.shard > 1 and layout.shard_what == "parameters":
         from plait.parallel.sharding.fully_sharded import fully_sharded  # most of a second of imports
 
-        return fully_sharded(woven, weights, groups, bucket_bytes=bucket_bytes, transfer=execution.gradient_transfer)
+        return fully_sharded(sharded, weights, groups, bucket_bytes=bucket_bytes, transfer=execution.gradient_transfer)
     split = mesh.get_group("shard") if layout.shard > 1 else None
-    summed = [replace(one, ranks=(dist.get_rank(),)) if one.name in woven.single_owner else one for one in weights]
+    summed = [replace(one, ranks=(dist.get_rank(),)) if one.name in sharded.single_owner else one for one in weights]
     reducer = GradientReducer(summed, groups, split, bucket_bytes, execution.gradient_transfer)
     if split:
-        reducer.wait_in_forward(woven.chunks)
-    updated = [one for one in summed if woven.single_owner.get(one.name) != "another rank"]
+        reducer.wait_in_forward(sharded.chunks)
+    updated = [one for one in summed if sharded.single_owner.get(one.name) != "another rank"]
     units = reducer.split_units() if split else whole_units(updated)
     held = tuple(HeldWeight(name=w.name, tensor=w.parameter.detach(), box=w.box) for w in weights)
-    return replace(woven, weights=held, units=tuple(units), gradients=reducer)
+    return replace(sharded, weights=held, units=tuple(units), gradients=reducer)

@@ -177,19 +177,19 @@ def same_hosts(some: Sequence[HostShare], others: Sequence[HostShare]) -> bool:
     return len(some) == len(others) and like and all(one == other for one, other in known)
 
 
-def refreshed_hosts(known: Sequence[HostShare], now: Sequence[HostShare]) -> tuple[HostShare, ...] | None:
+def refreshed_hosts(previous: Sequence[HostShare], now: Sequence[HostShare]) -> tuple[HostShare, ...] | None:
     """A plan's hosts with what is new about them; None where these are others.
 
     They are known by all but their marks, which a new network card changes; or by the marks alone. Then a name's number
     is the plan's: machines of one name are numbered as they come.
     """
-    if without_marks(known) == without_marks(now):
+    if without_marks(previous) == without_marks(now):
         return tuple(now)
-    marks = [host.mark for host in known]
-    if not all(marks) or marks != [host.mark for host in now] or not same_hosts(known, now):
+    marks = [host.mark for host in previous]
+    if not all(marks) or marks != [host.mark for host in now] or not same_hosts(previous, now):
         return None
-    renamed = [bare_name(one.name) != bare_name(other.name) for one, other in zip(known, now, strict=True)]
-    return tuple(now if any(renamed) else known)
+    renamed = [bare_name(one.name) != bare_name(other.name) for one, other in zip(previous, now, strict=True)]
+    return tuple(now if any(renamed) else previous)
 
 
 def without_marks(hosts: Sequence[HostShare]) -> tuple[HostShare, ...]:

@@ -110,7 +110,7 @@ class Verdict:
         worst = [
             {"name": one.name, "what": str(one), "error": _finite(one.error), "bar": one.bar} for one in self.worst
         ]
-        told = {
+        values = {
             "ok": self.ok,
             "layout": asdict(self.layout),
             "world_size": self.layout.world_size,
@@ -118,7 +118,7 @@ class Verdict:
             "max_param_rel_err": _finite(self.largest("sgd", "adamw")),
             "worst": worst,
         }
-        return json.dumps(told, indent=2, allow_nan=False) + "\n"
+        return json.dumps(values, indent=2, allow_nan=False) + "\n"
 
     def table(self) -> Table:
         """For people."""

@@ -24,26 +24,26 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     A path in the file is searched beside the recipe, then in the current folder; one on the command line the other way
     round. Raises PlaitError in one sentence.
     """
-    asked = _read_toml(path)
+    requested = _read_toml(path)
     beside, here = path.resolve().parent, Path.cwd()
-    _resolve_paths(asked, (beside, here))
+    _resolve_paths(requested, (beside, here))
     for text in overrides:
         override = parse_override(text)
         _resolve_paths(override, (here, beside))
-        _merge(asked, override)
-    run = asked.setdefault("run", {})
+        _merge(requested, override)
+    run = requested.setdefault("run", {})
     if isinstance(run, dict) and run.get("name", "auto") == "auto":
         run["name"] = path.stem.lower()
-    return parse_config(asked)
+    return parse_config(requested)
 
 
-def parse_config(asked: Mapping[str, Any]) -> RunConfig:
+def parse_config(values: Mapping[str, Any]) -> RunConfig:
     """Check a nested mapping against the schema; raises PlaitError naming the first bad key and its mend."""
-    for key in _keys(asked):
+    for key in _keys(values):
         if key in RESERVED:
             raise PlaitError(f"{key} comes with a later version of plait; remove it from the recipe for now")
     try:
-        return RunConfig.model_validate(asked)
+        return RunConfig.model_validate(values)
     except ValidationError as error:
         raise PlaitError(_sentence(error)) from None
 
@@ -104,8 +104,8 @@ def _merge(base: dict[str, Any], change: Mapping[str, Any]) -> None:
             base[key] = value
 
 
-def _resolve_paths(asked: dict[str, Any], bases: Sequence[Path]) -> None:
-    data = asked.get("data")
+def _resolve_paths(values: dict[str, Any], bases: Sequence[Path]) -> None:
+    data = values.get("data")
     if not isinstance(data, dict):
         return
     files, tokenizer = data.get("files"), data.get("tokenizer")
@@ -143,10 +143,10 @@ def _matches(pattern: str) -> bool:
     return next(glob.iglob(pattern, recursive=True), None) is not None  # noqa: PTH207  Path.glob takes no absolute one
 
 
-def _keys(asked: Mapping[str, Any]) -> Iterator[str]:
-    for section, values in asked.items():
-        if isinstance(values, Mapping):
-            yield from (f"{section}.{key}" for key in values)
+def _keys(values: Mapping[str, Any]) -> Iterator[str]:
+    for section, keys in values.items():
+        if isinstance(keys, Mapping):
+            yield from (f"{section}.{key}" for key in keys)
 
 
 def _sentence(error: ValidationError) -> str:
@@ -162,9 +162,9 @@ def _sentence(error: ValidationError) -> str:
         return f'the recipe does not say {".".join(location)}; add for example files = "my-text.txt" under [data]'
     key = ".".join(location[: 2 if name else 1])
     why = [_complaint(c["type"], c["msg"]) for c in complaints if _names(c["loc"])[:2] == location[:2]]
-    told = next((text.removeprefix("Value error, ") for text in why if text.startswith("Value error, ")), None)
+    complaint = next((text.removeprefix("Value error, ") for text in why if text.startswith("Value error, ")), None)
     wanted = " or ".join(dict.fromkeys(text.removeprefix("Input should be ") for text in why))
-    return f"{key} is not usable: {told or f'it should be {wanted}'}{_describe(section, name)}"
+    return f"{key} is not usable: {complaint or f'it should be {wanted}'}{_describe(section, name)}"
 
 
 def _complaint(kind: str, text: str) -> str:

@@ -202,28 +202,28 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
 def _forecast(receipt: Receipt) -> str:
     if receipt.predicted_step_s is None or receipt.step_error is None:
         return ""
-    told = f"{format_duration(receipt.predicted_step_s)} a step, {_apart(receipt.step_error)}"
+    text = f"{format_duration(receipt.predicted_step_s)} a step, {_apart(receipt.step_error)}"
     if receipt.untimed_step_s is not None:
-        told += f", timed before it began; the formulas said {format_duration(receipt.untimed_step_s)}"
+        text += f", timed before it began; the formulas said {format_duration(receipt.untimed_step_s)}"
     if receipt.taught_by_runs:
-        told += f" (taught by {counted(receipt.taught_by_runs, 'run')})"
+        text += f" (taught by {counted(receipt.taught_by_runs, 'run')})"
     timed_error = _off(receipt.timed_step_s, receipt.step_s_median)
     if timed_error and receipt.untimed_step_s is None:
-        told += f"; {format_duration(receipt.timed_step_s or 0.0)} as timed before it began, {_apart(timed_error)}"
+        text += f"; {format_duration(receipt.timed_step_s or 0.0)} as timed before it began, {_apart(timed_error)}"
     if receipt.predicted_peak_bytes_per_device is None or receipt.memory_error is None:
-        return told
+        return text
     peak = format_bytes(receipt.predicted_peak_bytes_per_device)
-    return f"{told}; {peak} of tensors, {_apart(receipt.memory_error)}"
+    return f"{text}; {peak} of tensors, {_apart(receipt.memory_error)}"
 
 
 def _items(receipt: Receipt) -> str:
     """The items of a step, measured and predicted, in words."""
-    foretold, measured = receipt.predicted_items, receipt.measured_items
-    if foretold is None or measured is None:
+    predicted, measured = receipt.predicted_items, receipt.measured_items
+    if predicted is None or measured is None:
         return ""
-    named = [n for n in ITEM_NAMES if max(foretold[n], measured[n]) >= WORTH_NAMING * sum(measured.values())]
+    named = [n for n in ITEM_NAMES if max(predicted[n], measured[n]) >= WORTH_NAMING * sum(measured.values())]
     return ", ".join(
-        f"{ITEM_NAMES[n]} {format_duration(measured[n])} (forecast {format_duration(foretold[n])})" for n in named
+        f"{ITEM_NAMES[n]} {format_duration(measured[n])} (forecast {format_duration(predicted[n])})" for n in named
     )
 
 

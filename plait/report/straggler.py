@@ -61,7 +61,7 @@ class _Case:
 
     above: int = 0
     below: int = 0
-    told: bool = False
+    is_reported: bool = False
 
     def count(self, excess: float) -> None:
         """Take a step's evidence, in bars: 1 is enough to suspect."""
@@ -105,7 +105,7 @@ class Watch:
     @property
     def asks_for_links(self) -> bool:
         """Whether timed messages (`RankTimes.link_s`) would help now: a link is suspected, who knows which."""
-        return len(self._hosts) > 2 and self._link_case.above > 0 and not self._link_case.told
+        return len(self._hosts) > 2 and self._link_case.above > 0 and not self._link_case.is_reported
 
     def observe(
         self, step: int, times: Sequence[RankTimes], sequences_per_rank: Sequence[int]
@@ -147,13 +147,13 @@ class Watch:
             one.device_case.count(min(slower, _excess(one.beside_peers, LEAST_SLOWDOWN)))
             waits = _excess(one.data, least_wait_s)
             # A slow processor is slow with its data as well.
-            explained = slower > OVER and not one.data_case.told
+            explained = slower > OVER and not one.data_case.is_reported
             one.data_case.count(min(waits, OVER) if explained else waits)
         cases = chain(*((one.device_case, one.data_case) for one in self._ranks))
-        others_open = any(case.above and not case.told for case in cases)
+        others_open = any(case.above and not case.is_reported for case in cases)
         if self._messages.ready:
             excess = _excess(self._messages, least_wait_s)
-            self._link_case.count(min(excess, OVER) if others_open and not self._link_case.told else excess)
+            self._link_case.count(min(excess, OVER) if others_open and not self._link_case.is_reported else excess)
 
     def _device(self) -> StragglerFinding | None:
         suspects = self._confirmed(lambda one: one.device_case)
@@ -172,7 +172,7 @@ class Watch:
         return self._tell("data", suspects, data.since(), 1 + data.rise / self._length.level)
 
     def _link(self) -> StragglerFinding | None:
-        if self._link_case.told or self._link_case.above < CONFIRM_LINK:
+        if self._link_case.is_reported or self._link_case.above < CONFIRM_LINK:
             return None
         messages = self._messages
         ranks = _slow_link([one.link_s for one in self._ranks], self._hosts)
@@ -181,7 +181,7 @@ class Watch:
     def _confirmed(self, case_of: Callable[[_Rank], _Case]) -> list[int]:
         """The ranks against which something shows that was not told yet, once it is sure of one of them."""
         cases = {rank: case_of(one) for rank, one in enumerate(self._ranks)}
-        found = [rank for rank, case in cases.items() if case.above and not case.told]
+        found = [rank for rank, case in cases.items() if case.above and not case.is_reported]
         return found if any(cases[rank].above >= CONFIRM for rank in found) else []
 
     def _tell(self, kind: FindingKind, ranks: Sequence[int], since: int, factor: float) -> StragglerFinding:
@@ -192,7 +192,7 @@ class Watch:
         cases = [one.device_case if kind == "device" else one.data_case for one in (self._ranks[r] for r in ranks)]
         cases = [self._link_case] if kind == "link" else cases
         for case in cases:
-            case.told = True
+            case.is_reported = True
         self._open.append((finding, cases))
         self._expect_other_messages()
         return finding
@@ -204,7 +204,7 @@ class Watch:
         self._open.remove(over)
         begun, cases = over
         for case in cases:
-            case.told = False
+            case.is_reported = False
         self._forget(begun)
         self._expect_other_messages()
         return end_words(begun, self._hosts, step)
@@ -221,7 +221,7 @@ class Watch:
 
     def _expect_other_messages(self) -> None:
         """A device that has become slow or fast again is so with its messages too, and that is no news of a link."""
-        if not self._link_case.told:
+        if not self._link_case.is_reported:
             self._messages.change_expected("nothing")
 
 
@@ -232,7 +232,7 @@ def _peers(hosts: Sequence[str], rank: int) -> list[int]:
 
 
 def _learning(cases: Iterable[_Case]) -> Learning:
-    return "hold" if any(case.told for case in cases) else "learn"
+    return "hold" if any(case.is_reported for case in cases) else "learn"
 
 
 def _excess(series: Series, least: float) -> float:
@@ -245,16 +245,16 @@ def _slow_link(took_s: Sequence[float], hosts: Sequence[str]) -> list[int]:
     `took_s` is what a message to each rank took from the one before. Roads inside a host are others than those between.
     """
     count = len(took_s)
-    roads = [rank for rank in range(count) if hosts[rank] != hosts[rank - 1]] or list(range(count))
-    if len(roads) == 2:
-        return sorted([(roads[0] - 1) % count, roads[0]])
-    if min(took_s[rank] for rank in roads) <= 0:
+    links = [rank for rank in range(count) if hosts[rank] != hosts[rank - 1]] or list(range(count))
+    if len(links) == 2:
+        return sorted([(links[0] - 1) % count, links[0]])
+    if min(took_s[rank] for rank in links) <= 0:
         return []
-    usual_s = median(sorted(took_s[rank] for rank in roads)[: len(roads) // 2 + 1])
-    slow = [at for at, rank in enumerate(roads) if took_s[rank] > LINK_FACTOR * usual_s]
+    usual_s = median(sorted(took_s[rank] for rank in links)[: len(links) // 2 + 1])
+    slow = [at for at, rank in enumerate(links) if took_s[rank] > LINK_FACTOR * usual_s]
     if len(slow) == 1:
-        rank = roads[slow[0]]
+        rank = links[slow[0]]
         return sorted([(rank - 1) % count, rank])
     # A message reaches a host and leaves it over both ends of one cable.
-    both = [roads[at] for at in slow if (at + 1) % len(roads) in slow]
+    both = [links[at] for at in slow if (at + 1) % len(links) in slow]
     return both if len(both) == 1 and len(slow) == 2 else []

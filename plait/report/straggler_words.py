@@ -97,11 +97,11 @@ def end_words(begun: StragglerFinding, hosts: Sequence[str], step: int) -> Strag
 def who_words(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """(1,) -> "rank 1 (host b)"; the host is left out where all ranks are on one."""
     numbers = [str(rank) for rank in ranks]
-    told = f"rank {numbers[0]}" if len(ranks) == 1 else f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+    text = f"rank {numbers[0]}" if len(ranks) == 1 else f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
     if len(set(hosts)) == 1:
-        return told
+        return text
     names = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    return f"{told} ({'host' if len(names) == 1 else 'hosts'} {', '.join(names)})"
+    return f"{text} ({'host' if len(names) == 1 else 'hosts'} {', '.join(names)})"
 
 
 def link_words(ranks: Sequence[int], hosts: Sequence[str]) -> str:
@@ -110,8 +110,8 @@ def link_words(ranks: Sequence[int], hosts: Sequence[str]) -> str:
         return "messages between ranks"
     names = list(dict.fromkeys(hosts[rank] for rank in ranks))
     if len(ranks) == 1:
-        road = "over the cable of" if len(set(hosts)) > 1 else "to and from"
-        return f"messages {road} {who_words(ranks, hosts)}"
+        link = "over the cable of" if len(set(hosts)) > 1 else "to and from"
+        return f"messages {link} {who_words(ranks, hosts)}"
     if len(names) == 2:
         return f"messages between host {names[0]} and host {names[1]}"
     return f"messages between {who_words(ranks, hosts)}"

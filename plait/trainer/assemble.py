@@ -63,7 +63,7 @@ class Assembly:
         set_learning_rate(self.optimizer, learning_rate(plan.optimizer, state.step, plan.steps))
         scalars = take_step(
             micros,
-            woven=self.model,
+            sharded=self.model,
             run_micros=self.run_micros,
             sums=self.sums,
             optimizer=self.optimizer,
@@ -110,20 +110,20 @@ def assemble(
     # Described first, cut next, and only then given memory: a rank never holds more than its part.
     with torch.device("meta" if stages else device):
         model = GPT(plan.shape)
-    woven = parallelize(
+    sharded = parallelize(
         model.to(torch.float64 if plan.precision == "float64" else torch.float32), mesh, plan.execution, stages
     )
     if fresh:
-        put_first_values(woven, plan.shape, config.run.seed)
+        put_first_values(sharded, plan.shape, config.run.seed)
     corpus = open_corpus(Path(plan.corpus))
     samples = samples_of(plan, layout, sums.index, device)
     loader = Loader(corpus, make_order(corpus, config.run.seed, plan.sequence), samples)
-    run_micros, evaluate_micros = runners(woven, make_autocast(plan.precision, device))
+    run_micros, evaluate_micros = runners(sharded, make_autocast(plan.precision, device))
     return Assembly(
         plan=plan,
         device=device,
-        model=woven,
-        optimizer=make_optimizer(woven.units, plan.optimizer),
+        model=sharded,
+        optimizer=make_optimizer(sharded.units, plan.optimizer),
         corpus=corpus,
         loader=loader,
         heldout=lambda: heldout_micros(corpus, loader.samples),
@@ -134,9 +134,9 @@ def assemble(
 
 
 @torch.no_grad()
-def put_first_values(woven: ShardedModel, shape: ModelShape, seed: int) -> None:
+def put_first_values(sharded: ShardedModel, shape: ModelShape, seed: int) -> None:
     """Fill this rank's weights from the seed: each a part of the value that it has in one process."""
-    for held in woven.weights:
+    for held in sharded.weights:
         value = first_value(held.name, shape, seed)
         for dim, (first, length) in enumerate(zip(held.box.offset, held.box.extent, strict=True)):
             value = value.narrow(dim, first, length)
@@ -152,7 +152,7 @@ def samples_of(plan: Plan, layout: Layout, rank: int, device: torch.device) -> S
         sequence=plan.sequence,
         parts=parts,
         part=part,
-        meeting=layout.replicas_in_lockstep(part),
+        in_lockstep=layout.replicas_in_lockstep(part),
         micro_sequences=plan.micro_sequences,
         limits=plan.micro_limits if layout.data_parallel_degree > 1 else (),
         documents=plan.documents,
@@ -162,19 +162,21 @@ def samples_of(plan: Plan, layout: Layout, rank: int, device: torch.device) -> S
     )
 
 
-def runners(woven: ShardedModel, autocast: Autocast) -> tuple[RunMicros, EvaluateMicros]:
+def runners(sharded: ShardedModel, autocast: Autocast) -> tuple[RunMicros, EvaluateMicros]:
     """How micro-batches run through the sharded model, in training and in evaluation: one after another, or through
     a pipeline."""
-    forward, loss_of = make_forward(autocast), make_loss(autocast, woven.vocabulary)
-    pipe = woven.pipe
+    forward, loss_of = make_forward(autocast), make_loss(autocast, sharded.vocabulary)
+    pipe = sharded.pipe
     if pipe is None:
         return (
-            partial(run_micros_in_turn, woven=woven, forward=forward, loss_of=loss_of),
-            partial(evaluate_in_turn, woven=woven, forward=forward, loss_of=loss_of),
+            partial(run_micros_in_turn, sharded=sharded, forward=forward, loss_of=loss_of),
+            partial(evaluate_in_turn, sharded=sharded, forward=forward, loss_of=loss_of),
         )
     return (
-        lambda micros: pipe.run(micros, forward=forward, loss_of=loss_of, gradients=woven.gradients) * woven.reports,
-        lambda micros: pipe.evaluate(list(micros), forward=forward, loss_of=loss_of) * woven.reports,
+        lambda micros: (
+            pipe.run(micros, forward=forward, loss_of=loss_of, gradients=sharded.gradients) * sharded.reports
+        ),
+        lambda micros: pipe.evaluate(list(micros), forward=forward, loss_of=loss_of) * sharded.reports,
     )
 
 

@@ -63,7 +63,7 @@ class _Pending:
 
 
 def run_loop(
-    state: TrainState, pace: LoopIntervals, actions: LoopActions, sink: Sink
+    state: TrainState, intervals: LoopIntervals, actions: LoopActions, sink: Sink
 ) -> tuple[TrainState, Literal["done", "stopped"]]:
     """Train from `state` to the last step, or until a stop is requested; saves at the end of either.
 
@@ -73,15 +73,15 @@ def run_loop(
     pending: list[_Pending] = []
     began = time.perf_counter()
     stop = False
-    while state.step < pace.steps and not stop:
+    while state.step < intervals.steps and not stop:
         lr = actions.learning_rate(state.step)
         state, scalars = actions.step(state)
         pending.append(_Pending(state, scalars, lr, actions.data_wait_s()))
-        last = state.step == pace.steps
-        due = _save_due(pace.checkpoint_every, state.step - saved_step, time.monotonic() - saved_at)
+        last = state.step == intervals.steps
+        due = _save_due(intervals.checkpoint_every, state.step - saved_step, time.monotonic() - saved_at)
         stop, save = actions.agree(actions.stop_requested(), due)
-        evaluate = last or _divides(pace.evaluate_every_steps, state.step)
-        paces = pace.report_every_steps, pace.balance_every_steps, pace.watch_every_steps
+        evaluate = last or _divides(intervals.evaluate_every_steps, state.step)
+        paces = intervals.report_every_steps, intervals.balance_every_steps, intervals.watch_every_steps
         fetch = any(_divides(every, state.step) for every in paces)
         if not (fetch or last or stop or save or evaluate):
             continue
@@ -94,7 +94,7 @@ def run_loop(
             actions.save(state)
             saved_step, saved_at = state.step, time.monotonic()
         began = time.perf_counter()
-    return state, "stopped" if state.step < pace.steps else "done"
+    return state, "stopped" if state.step < intervals.steps else "done"
 
 
 def _divides(every_steps: int, step: int) -> bool:

@@ -167,5 +167,5 @@ def _together(world: Sums, act: Callable[[], None], clear: Path | None) -> None:
     if clear is not None:  # now that nobody writes into it any more
         shutil.rmtree(clear, ignore_errors=True)
     padded = torch.tensor(list(sentence.ljust(_SENTENCE_BYTES, b"\0")), dtype=torch.uint8)
-    told = [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in world.gather(padded)]
-    raise RunFailed(min((text for text in told if text), key=lambda text: text[0])[1:])
+    texts = [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in world.gather(padded)]
+    raise RunFailed(min((text for text in texts if text), key=lambda text: text[0])[1:])

@@ -37,7 +37,7 @@ class Scalars:
 def take_step(
     micros: Sequence[Micro],
     *,
-    woven: ShardedModel,
+    sharded: ShardedModel,
     run_micros: RunMicros,
     sums: Sums,
     optimizer: torch.optim.Optimizer,
@@ -49,38 +49,38 @@ def take_step(
     not finite is left out on all ranks alike, so that it cannot reach the weights.
     """
     local = run_micros(micros)
-    loss_sum, tokens, squares = sums(torch.cat([local, owned_squares(woven.units, like=local)])).unbind()
+    loss_sum, tokens, squares = sums(torch.cat([local, owned_squares(sharded.units, like=local)])).unbind()
     count = tokens.clamp(min=1)
     norm = squares.sqrt() / count
-    update(optimizer, woven.units, factor=clip_factor(norm, clip) / count, norm=norm)
-    woven.gradients.publish()
+    update(optimizer, sharded.units, factor=clip_factor(norm, clip) / count, norm=norm)
+    sharded.gradients.publish()
     return Scalars(totals=torch.stack([loss_sum, tokens]), norm=norm)
 
 
-def run_micros_in_turn(micros: Sequence[Micro], *, woven: ShardedModel, forward: Forward, loss_of: LossOf) -> Tensor:
+def run_micros_in_turn(micros: Sequence[Micro], *, sharded: ShardedModel, forward: Forward, loss_of: LossOf) -> Tensor:
     """RunMicros without a pipeline: one micro-batch after the other, gradients adding up."""
-    (model,) = woven.chunks
+    (model,) = sharded.chunks
     totals = torch.zeros(2, dtype=torch.float64, device=micros[0].inputs.device)
-    woven.gradients.open()
+    sharded.gradients.open()
     for micro in micros:
         if micro is micros[-1]:
-            woven.gradients.arm(0)
+            sharded.gradients.arm(0)
         loss = loss_of(forward(model, micro, None), model, micro)
         loss.backward()
         totals += torch.stack([loss.detach().double(), counted_tokens(micro)])
-    woven.gradients.close()
-    return totals * woven.reports
+    sharded.gradients.close()
+    return totals * sharded.reports
 
 
-def evaluate_in_turn(micros: Iterable[Micro], *, woven: ShardedModel, forward: Forward, loss_of: LossOf) -> Tensor:
+def evaluate_in_turn(micros: Iterable[Micro], *, sharded: ShardedModel, forward: Forward, loss_of: LossOf) -> Tensor:
     """[sum of losses, counted tokens] of this rank's micro-batches, forward only, without a pipeline."""
-    (model,) = woven.chunks
+    (model,) = sharded.chunks
     totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
     with torch.no_grad():
         for micro in micros:
             loss = loss_of(forward(model, micro, None), model, micro)
             totals += torch.stack([loss.double(), counted_tokens(micro)])
-    return totals * woven.reports
+    return totals * sharded.reports
 
 
 def make_forward(autocast: Autocast) -> Forward:

@@ -57,8 +57,8 @@ def main(context: Context, argument: str) -> None:
     The argument is JSON: the run's folder, the checkpoint to go on from, and "parts": whether rank 0 finds this rank's
     part of a checkpoint "here", in that folder, or it is to be "sent" there.
     """
-    asked = json.loads(argument)
-    folder = Path(asked["folder"])
+    requested = json.loads(argument)
+    folder = Path(requested["folder"])
     plan = read_plan(folder / "plan.json")
     config = load_recipe(folder / "recipe.toml")
     with joined(context, plan):
@@ -69,8 +69,8 @@ def main(context: Context, argument: str) -> None:
         assembly = build(plan)
         assembly, meter = metered(assembly, clock_of(assembly.device))
         state = TrainState()
-        if asked["resume"]:
-            path = folder / "checkpoints" / asked["resume"]
+        if requested["resume"]:
+            path = folder / "checkpoints" / requested["resume"]
             state = restore(assembly, path, verify_checkpoint(path), world)
         sink = _sinks(context, folder, state.step)
         memory = _FirstStep(assembly, world, context)
@@ -84,7 +84,7 @@ def main(context: Context, argument: str) -> None:
 
             tell = partial(context.send, "times")
             balance = Balance(assembly, meter, folder / "shares.jsonl", world, tell, restage)
-            keep = _keeper(context, assembly, folder / "checkpoints", world, asked["parts"])
+            keep = _keeper(context, assembly, folder / "checkpoints", world, requested["parts"])
             run_loop(state, _pace(plan), _actions(context, assembly, keep, balance, memory), sink)
         finally:
             sink.close()

@@ -54,7 +54,7 @@ def test_a_steps_parts_add_up_to_the_step(one_thread: None, size: str, sequences
         workers=1,
         threads=1,
         memory_bytes=1,
-        timed=timed(figures, request.scenes),
+        timed=timed(figures, request.models),
         beside={},
         granted=1.0,
         rates=(1.0,),
@@ -66,15 +66,15 @@ def test_a_steps_parts_add_up_to_the_step(one_thread: None, size: str, sequences
 
 def real_step_s(shape, sequences: int, micros: int) -> float:
     """Processor seconds of a step as plait takes it in one process."""
-    woven = unsharded(GPT(shape))
-    put_first_values(woven, shape, 1)
-    run_micros, _ = runners(woven, nullcontext)
-    optimizer = make_optimizer(woven.units, PROBED_OPTIMIZER)
+    sharded = unsharded(GPT(shape))
+    put_first_values(sharded, shape, 1)
+    run_micros, _ = runners(sharded, nullcontext)
+    optimizer = make_optimizer(sharded.units, PROBED_OPTIMIZER)
     given = [micro(shape.vocabulary, sequences) for _ in range(micros)]
     times = []
     for _ in range(9):
         began = time.process_time()
-        take_step(given, woven=woven, run_micros=run_micros, sums=ONE_PROCESS, optimizer=optimizer, clip=1.0)
+        take_step(given, sharded=sharded, run_micros=run_micros, sums=ONE_PROCESS, optimizer=optimizer, clip=1.0)
         times.append(time.process_time() - began)
     return statistics.median(times[2:])
 

@@ -43,7 +43,7 @@ def small_request() -> ProbeRequest:
     small = {
         "seconds": 0.1,
         "messages": (2**10, 2**16, 2**22),
-        "products": sorted({p for s in whole.scenes for p in layer_products(s)}),
+        "products": sorted({p for s in whole.models for p in layer_products(s)}),
     }
     return ProbeRequest.from_json(json.dumps({**json.loads(whole.to_json()), **small}))
 
@@ -229,4 +229,4 @@ def test_a_request_reads_back_and_keeps_its_bounds() -> None:
         assert len(set(request.products)) == len(request.products)
     large = explicit_shape(layers=2, width=2048, vocabulary=256, sequence=512)
     limited = probe_request(large, sequence=512, sequences=64, device="cpu", precision="float32", threads=1)
-    assert max(scene.sequences for scene in limited.scenes) < 64
+    assert max(model.sequences for model in limited.models) < 64

@@ -42,7 +42,7 @@ def test_what_is_told_is_what_ranks_read(corpus: Corpus) -> None:
             sequence=SEQUENCE,
             parts=parts,
             part=number,
-            meeting=range(number, number + 1),
+            in_lockstep=range(number, number + 1),
             micro_sequences=4,
             documents="mask",
             device=torch.device("cpu"),

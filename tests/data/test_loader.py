@@ -29,8 +29,8 @@ def samples(
     sequence: int, *parts: int, part: int = 0, micro: int = 3, documents: DocumentMode = "mask", **other: Any
 ) -> Samples:
     """Of steps that are dealt out in these parts."""
-    meeting = range(part, part + 1)
-    given: dict[str, Any] = {"meeting": meeting, **other}
+    in_lockstep = range(part, part + 1)
+    given: dict[str, Any] = {"in_lockstep": in_lockstep, **other}
     return Samples(
         sequence=sequence, parts=parts, part=part, micro_sequences=micro, documents=documents, device=CPU, **given
     )
@@ -59,7 +59,7 @@ def test_a_part_with_a_limit_of_its_own_keeps_to_it_and_loses_nothing(corpus: Co
         return [len(micro.inputs) for micro in found]
 
     assert sizes(0) == [6] and sizes(1) == [2, 2]
-    assert sizes(0, meeting=range(2)) == [3, 3], "it takes as many as the part that it meets in each"
+    assert sizes(0, in_lockstep=range(2)) == [3, 3], "it takes as many as the part that it meets in each"
     both = [row for part in range(2) for row in rows(loader(samples(16, 6, 4, part=part, limits=(6, 2))).micros(40))]
     assert sorted(both) == sorted(rows(loader(samples(16, 10, micro=10)).micros(40)))
 
@@ -201,7 +201,7 @@ def test_who_has_no_held_out_window_has_a_micro_batch_all_the_same(corpus: Corpu
 @pytest.mark.parametrize("parts", [(4, 4), (6, 2), (2, 1, 5), (1,) * 200])
 def test_parts_that_meet_take_equally_many_micro_batches(corpus: Corpus, loader, parts: tuple[int, ...]) -> None:
     everybody = range(len(parts))
-    for_all = [samples(16, *parts, part=part, meeting=everybody, micro=2) for part in everybody]
+    for_all = [samples(16, *parts, part=part, in_lockstep=everybody, micro=2) for part in everybody]
     heldout = {len(list(heldout_micros(corpus, one))) for one in for_all}
     assert len(heldout) == 1 and heldout != {0}
     micros = [loader(one).micros(0) for one in for_all[:3]]
@@ -216,7 +216,7 @@ def test_a_part_that_meets_nobody_takes_no_micro_batch_for_others(loader) -> Non
 
 
 def test_a_rank_without_a_sequence_left_takes_one_that_is_not_counted(loader) -> None:
-    found = loader(samples(16, 6, 2, part=1, meeting=range(2), micro=2)).micros(0)
+    found = loader(samples(16, 6, 2, part=1, in_lockstep=range(2), micro=2)).micros(0)
     assert [int((micro.targets != NOT_COUNTED).sum()) for micro in found] == [16, 16, 0]
     assert found[2].lengths == (16,)
 

@@ -23,9 +23,9 @@ def corpus(tmp_path: Path) -> Corpus:
 
 
 def samples(*parts: int, part: int = 0) -> Samples:
-    meeting = range(part, part + 1)
+    in_lockstep = range(part, part + 1)
     given = {"sequence": SEQUENCE, "documents": "mask", "device": torch.device("cpu")}
-    return Samples(parts=parts, part=part, meeting=meeting, micro_sequences=40, **given)
+    return Samples(parts=parts, part=part, in_lockstep=in_lockstep, micro_sequences=40, **given)
 
 
 def counted(micros: list[Micro]) -> int:

@@ -28,7 +28,7 @@ def main(join_address: str, local_address: str, preload: str) -> None:
         print(json.dumps({"kind": "connected"}), flush=True)
         stopped_by = serve(
             wire,
-            hello={"name": f"host-{local_address}", "pid": os.getpid()},
+            host_info={"name": f"host-{local_address}", "pid": os.getpid()},
             handlers={"read": _read, "refuse": _refuse, "break": _break},
             preload=tuple(preload.split(",")) if preload else (),
             pulse=PULSE,

@@ -327,7 +327,7 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out(gate: JoinListener):
     link = _join(gate)
     arrival = gate.next(5)
     assert arrival is not None
-    assert arrival.hello == {"who": "honest"}
+    assert arrival.host_info == {"who": "honest"}
     assert arrival.link.ask("twice", {"n": 21}, b"", host="it").values == {"n": 42}
     assert threads < 60  # each stranger has one, and only so many are greeted at once
     for each in (link, arrival.link):

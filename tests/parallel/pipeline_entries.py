@@ -124,13 +124,13 @@ def with_weights(module: GPT) -> GPT:
 class NotedGradients:
     """Local sums, with a note of how many backward passes of each chunk came before and after it was armed."""
 
-    def __init__(self, woven: ShardedModel) -> None:
-        self.local = LocalGradients([parameter for _, parameter in woven.named_parameters()])
+    def __init__(self, sharded: ShardedModel) -> None:
+        self.local = LocalGradients([parameter for _, parameter in sharded.named_parameters()])
         self.buckets: list[Tensor] = []
-        self.passes = [0] * len(woven.chunks)
+        self.passes = [0] * len(sharded.chunks)
         self.armed: dict[int, int] = {}
         self.calls: list[str] = []
-        for number, chunk in enumerate(woven.chunks):
+        for number, chunk in enumerate(sharded.chunks):
             norm = next(iter(chunk.layers.values())).get_parameter("attention_norm.weight")
             norm.register_post_accumulate_grad_hook(lambda _, number=number: self._passed(number))
 
@@ -166,28 +166,28 @@ def run_cases(context: RankContext, argument: str) -> None:
         dtype = torch.float64 if case.precision == "float64" else torch.float32
         with torch.device("meta"):
             model = GPT(case.shape).to(dtype)
-        woven = pipeline(unsharded(model), mesh, plan)
-        assert woven.pipe is not None and all(p.is_meta for _, p in woven.named_parameters())
-        assert woven.reports == (context.rank == context.world_size - 1)
-        for chunk in woven.chunks:
+        sharded = pipeline(unsharded(model), mesh, plan)
+        assert sharded.pipe is not None and all(p.is_meta for _, p in sharded.named_parameters())
+        assert sharded.reports == (context.rank == context.world_size - 1)
+        for chunk in sharded.chunks:
             with_weights(chunk)
-        woven = recompute(woven, mesh, plan)
-        assert woven.pipe is not None
-        gradients = NotedGradients(woven)
+        sharded = recompute(sharded, mesh, plan)
+        assert sharded.pipe is not None
+        gradients = NotedGradients(sharded)
         if number == 0:  # nothing of a step may stay for the next
-            woven.pipe.run(micros[:1], forward=forward_of(case), loss_of=loss_of, gradients=NotedGradients(woven))
-            gradients.passes = [0] * len(woven.chunks)
-        totals = woven.pipe.run(micros, forward=forward_of(case), loss_of=loss_of, gradients=gradients)
+            sharded.pipe.run(micros[:1], forward=forward_of(case), loss_of=loss_of, gradients=NotedGradients(sharded))
+            gradients.passes = [0] * len(sharded.chunks)
+        totals = sharded.pipe.run(micros, forward=forward_of(case), loss_of=loss_of, gradients=gradients)
         assert gradients.calls == ["open", "close"]
-        assert gradients.passes == [case.micros] * len(woven.chunks)
+        assert gradients.passes == [case.micros] * len(sharded.chunks)
         if case.schedule == "zero-bubble":
             assert gradients.armed == {}
         else:
-            assert gradients.armed == dict.fromkeys(range(len(woven.chunks)), case.micros - 1)
-        found = {f"grad/{name}": p.grad for name, p in woven.named_parameters() if p.grad is not None}
-        assert len(found) == len(list(woven.named_parameters()))
+            assert gradients.armed == dict.fromkeys(range(len(sharded.chunks)), case.micros - 1)
+        found = {f"grad/{name}": p.grad for name, p in sharded.named_parameters() if p.grad is not None}
+        assert len(found) == len(list(sharded.named_parameters()))
         found["totals"] = totals
-        found["evaluated"] = woven.pipe.evaluate(iter(micros), forward=forward_of(case), loss_of=loss_of)
+        found["evaluated"] = sharded.pipe.evaluate(iter(micros), forward=forward_of(case), loss_of=loss_of)
         save_file(found, Path(asked["folder"]) / f"case-{number}-rank-{context.rank}.safetensors")
     dist.destroy_process_group()
 

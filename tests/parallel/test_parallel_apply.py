@@ -30,14 +30,14 @@ def test_stages_name_their_axis_and_their_place() -> None:
 def test_without_stages_a_model_is_one_process_own(tmp_path) -> None:
     model = GPT(SHAPE)
     _, plan = make_tiny(tmp_path)
-    woven = parallelize(model, None, plan.execution, ())
-    assert woven.chunks == (model,) and woven.gradients.buckets == []
+    sharded = parallelize(model, None, plan.execution, ())
+    assert sharded.chunks == (model,) and sharded.gradients.buckets == []
     for _ in range(2):
-        woven.gradients.open()
+        sharded.gradients.open()
         assert all(parameter.grad is None for parameter in model.parameters())
-        woven.gradients.arm(0)
+        sharded.gradients.arm(0)
         model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
-        woven.gradients.close()
+        sharded.gradients.close()
 
 
 def test_alone_every_sum_is_global_already() -> None:

@@ -147,18 +147,18 @@ class MeanOfMeans:
         self._assembly = assembly
 
     def __call__(self, micros: Sequence[Micro]) -> Tensor:
-        woven, sums = self._assembly.model, self._assembly.sums
-        forward, loss_of = make_forward(nullcontext), make_loss(nullcontext, woven.vocabulary)
+        sharded, sums = self._assembly.model, self._assembly.sums
+        forward, loss_of = make_forward(nullcontext), make_loss(nullcontext, sharded.vocabulary)
         own = sum(micro.targets.numel() for micro in micros)
         everybody = float(sums(torch.tensor(float(own))))
-        woven.gradients.open()
+        sharded.gradients.open()
         total = 0.0
         for micro in micros:
             if micro is micros[-1]:
-                woven.gradients.arm(0)
-            model = woven.chunks[0]
+                sharded.gradients.arm(0)
+            model = sharded.chunks[0]
             loss = loss_of(forward(model, micro, None), model, micro)
             (loss / own * everybody / sums.size).backward()
             total += float(loss)
-        woven.gradients.close()
+        sharded.gradients.close()
         return torch.tensor([total, own], dtype=torch.float64)

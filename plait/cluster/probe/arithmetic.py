@@ -59,9 +59,9 @@ def arithmetic_runs(request: ProbeRequest, device: torch.device, training: Train
     """Everything that the request names, ready to be timed."""
     dtype = torch.bfloat16 if request.precision == "bf16" else torch.float32
     runs: PieceRuns = {}
-    for scene in request.scenes:
-        runs |= _layer_runs(scene, device, dtype, training)
-        runs |= _head_runs(scene, device, training)
+    for model in request.models:
+        runs |= _layer_runs(model, device, dtype, training)
+        runs |= _head_runs(model, device, training)
     for sizes in request.products:
         runs |= product_runs(sizes, device, dtype)
     for length, heads, head_width in request.attentions:
@@ -69,33 +69,33 @@ def arithmetic_runs(request: ProbeRequest, device: torch.device, training: Train
         runs |= attention_runs((sequences, length, heads, heads, head_width), device, dtype)
     runs |= memory_runs(device, dtype) | _update_runs(request, device, training)
     if device.type == "cpu":
-        wanted = (LAYERS_KEPT["cpu"] + MORE_LAYERS) * sum(map(_layer_bytes, request.scenes))
+        wanted = (LAYERS_KEPT["cpu"] + MORE_LAYERS) * sum(map(_layer_bytes, request.models))
         touch_memory(min(wanted, TOUCHED_AT_MOST))
     return runs
 
 
-def few_runs(runs: PieceRuns, scene: ProbedModel) -> PieceRuns:
+def few_runs(runs: PieceRuns, model: ProbedModel) -> PieceRuns:
     """One piece of each kind, and all of one probed model's layer: what is timed to compare workers side by side
     with one alone."""
-    kept = {key for product in layer_products(scene) for key in product_keys(product)}
-    kept |= {(work, attention_sizes(scene)) for work in ("attention", "attention_backward")}
-    kept |= {(piece, _layer_sizes(scene)) for piece in ("layer", "layer_backward")}
+    kept = {key for product in layer_products(model) for key in product_keys(product)}
+    kept |= {(work, attention_sizes(model)) for work in ("attention", "attention_backward")}
+    kept |= {(piece, _layer_sizes(model)) for piece in ("layer", "layer_backward")}
     once = dict.fromkeys(work for work, _ in runs if work not in {work for work, _ in kept})
     kept |= {next(key for key in runs if key[0] == work) for work in once}
     return {key: run for key, run in runs.items() if key in kept}
 
 
-def timed(figures: Mapping[PieceKey, Reading], scenes: Sequence[ProbedModel]) -> tuple[Timed, ...]:
+def timed(figures: Mapping[PieceKey, Reading], models: Sequence[ProbedModel]) -> tuple[Timed, ...]:
     """The figures as they are stored: each probed model's layer time, less its products and attention, becomes
     "stream"."""
     plain = [_timed(key[0], key[1], one) for key, one in figures.items() if not key[0].startswith("layer")]
-    return (*plain, *(one for scene in scenes for one in _streams(scene, figures)))
+    return (*plain, *(one for model in models for one in _streams(model, figures)))
 
 
-def attention_sizes(scene: ProbedModel) -> tuple[int, ...]:
+def attention_sizes(model: ProbedModel) -> tuple[int, ...]:
     """The sizes of a probed model's attention, in the order of SIZES."""
-    shape = scene.shape
-    return scene.sequences, scene.sequence, shape.heads, shape.kv_heads, shape.head_width
+    shape = model.shape
+    return model.sequences, model.sequence, shape.heads, shape.kv_heads, shape.head_width
 
 
 def _timed(work: str, sizes: tuple[int, ...], took: Reading) -> Timed:
@@ -103,10 +103,10 @@ def _timed(work: str, sizes: tuple[int, ...], took: Reading) -> Timed:
     return Timed(work=known, sizes=sizes, seconds=took.seconds, spread=took.spread)
 
 
-def _streams(scene: ProbedModel, figures: Mapping[PieceKey, Reading]) -> Iterable[Timed]:
+def _streams(model: ProbedModel, figures: Mapping[PieceKey, Reading]) -> Iterable[Timed]:
     """Both directions of what a layer takes beside what has figures of its own."""
-    attention, sizes = attention_sizes(scene), _layer_sizes(scene)
-    keys = [product_keys(product) for product in layer_products(scene)]
+    attention, sizes = attention_sizes(model), _layer_sizes(model)
+    keys = [product_keys(product) for product in layer_products(model)]
     there: list[PieceKey] = [forward for forward, _, _ in keys]
     back: list[PieceKey] = [key for _, *both in keys for key in both]
     there.append(("attention", attention))
@@ -125,28 +125,28 @@ def _rest(whole: Reading, parts: Sequence[Reading]) -> Reading:
     return figure([(rest, 0.0) for rest in rests])
 
 
-def _layer_sizes(scene: ProbedModel) -> tuple[int, ...]:
-    return scene.tokens, scene.shape.width, scene.shape.ffn
+def _layer_sizes(model: ProbedModel) -> tuple[int, ...]:
+    return model.tokens, model.shape.width, model.shape.ffn
 
 
-def _layer_bytes(scene: ProbedModel) -> int:
+def _layer_bytes(model: ProbedModel) -> int:
     """About what a layer keeps for its backward pass, in float32."""
-    return 4 * scene.tokens * (12 * scene.shape.width + 4 * scene.shape.ffn)
+    return 4 * model.tokens * (12 * model.shape.width + 4 * model.shape.ffn)
 
 
-def _layer_runs(scene: ProbedModel, device: torch.device, dtype: torch.dtype, training: Training) -> PieceRuns:
-    shape, sizes = scene.shape, _layer_sizes(scene)
+def _layer_runs(model: ProbedModel, device: torch.device, dtype: torch.dtype, training: Training) -> PieceRuns:
+    shape, sizes = model.shape, _layer_sizes(model)
     layer = _small_weights(Layer(shape, 0).to(device))
-    rotary = Rotary(sequence=scene.sequence, head_width=shape.head_width, theta=shape.rope_theta)
-    positions = row_positions(torch.empty(scene.sequences, scene.sequence, device=device))
+    rotary = Rotary(sequence=model.sequence, head_width=shape.head_width, theta=shape.rope_theta)
+    positions = row_positions(torch.empty(model.sequences, model.sequence, device=device))
     rows = Rows(
-        rows=scene.sequences,
-        tokens=scene.sequence,
+        rows=model.sequences,
+        tokens=model.sequence,
         rotation=rotary(positions, torch.float32) if shape.positions == "rope" else None,
-        documents=Documents(lengths=(scene.sequence,) * scene.sequences).on(device),
+        documents=Documents(lengths=(model.sequence,) * model.sequences).on(device),
         cache=None,
     )
-    x_nd = noise((scene.tokens, shape.width), device, torch.float32).requires_grad_()
+    x_nd = noise((model.tokens, shape.width), device, torch.float32).requires_grad_()
 
     # As in a model of several layers: what the backward pass needs was written a while ago, and into other memory.
     kept: deque[Tensor] = deque(maxlen=LAYERS_KEPT[device.type])
@@ -164,22 +164,22 @@ def _layer_runs(scene: ProbedModel, device: torch.device, dtype: torch.dtype, tr
     return {
         ("layer", sizes): forward,
         ("layer_backward", sizes): backward,
-        **attention_runs(attention_sizes(scene), device, dtype),
+        **attention_runs(attention_sizes(model), device, dtype),
     }
 
 
-def _head_runs(scene: ProbedModel, device: torch.device, training: Training) -> PieceRuns:
+def _head_runs(model: ProbedModel, device: torch.device, training: Training) -> PieceRuns:
     """The head with its loss and the embedding, forward and backward."""
-    shape = scene.shape
+    shape = model.shape
     pieces = HEAD_FLOPS[device.type] / (6 * shape.width * shape.vocabulary * HEAD_TOKENS)
-    tokens = min(scene.tokens, max(1, int(pieces)) * HEAD_TOKENS)
+    tokens = min(model.tokens, max(1, int(pieces)) * HEAD_TOKENS)
     hidden_nd = noise((tokens, shape.width), device, torch.float32).requires_grad_()
     head_vd = noise((shape.vocabulary, shape.width), device, torch.float32, scale=0.02).requires_grad_()
     targets_n = torch.randint(0, shape.vocabulary, (tokens,), device=device)
     embed = _small_weights(Embedding(shape, whole_model(shape)).to(device))
-    many_n = torch.randint(0, shape.vocabulary, (1, scene.tokens), device=device)
-    grad_nd = torch.ones(scene.tokens, shape.width, device=device)
-    places = torch.arange(scene.tokens, device=device).remainder(shape.sequence)[None]
+    many_n = torch.randint(0, shape.vocabulary, (1, model.tokens), device=device)
+    grad_nd = torch.ones(model.tokens, shape.width, device=device)
+    places = torch.arange(model.tokens, device=device).remainder(shape.sequence)[None]
 
     def head() -> None:
         with training.autocast():
@@ -191,16 +191,16 @@ def _head_runs(scene: ProbedModel, device: torch.device, training: Training) -> 
 
     return {
         ("head", (tokens, shape.width, shape.vocabulary)): head,
-        ("embedding", (scene.tokens, shape.width, shape.vocabulary)): embedding,
+        ("embedding", (model.tokens, shape.width, shape.vocabulary)): embedding,
     }
 
 
 def _update_runs(request: ProbeRequest, device: torch.device, training: Training) -> PieceRuns:
     # One scene a width: an update knows numbers and tensors only.
-    scenes = {scene.shape.width: scene for scene in request.scenes}
+    models = {model.shape.width: model for model in request.models}
     runs: PieceRuns = {}
-    for scene in scenes.values():
-        run, numbers, tensors = training.updates(scene, device)
+    for model in models.values():
+        run, numbers, tensors = training.updates(model, device)
         runs["update", (numbers, tensors)] = run
     return runs
 

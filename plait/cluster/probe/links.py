@@ -115,9 +115,9 @@ def _growing(begin: Begin, sizes: Sequence[int], group: dist.ProcessGroup, bench
 
 def _tell_peer(verdict: bool, first: bool, peer: int, bench: Bench, tag: int, timeout_s: float) -> bool:
     """The first rank's verdict, for both: they must do the same, and their clocks differ."""
-    told = torch.tensor([float(verdict)], device=bench.device)
-    _wait((dist.isend if first else dist.irecv)(told, peer, tag=tag), timeout_s)
-    return bool(told.item())
+    verdicts = torch.tensor([float(verdict)], device=bench.device)
+    _wait((dist.isend if first else dist.irecv)(verdicts, peer, tag=tag), timeout_s)
+    return bool(verdicts.item())
 
 
 def _point(size: int, took: Reading, share: float = 1.0) -> Point:

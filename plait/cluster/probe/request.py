@@ -59,7 +59,7 @@ class ProbeRequest:
     precision: Literal["float32", "bf16"]
     threads: int
     """Threads of each worker."""
-    scenes: tuple[ProbedModel, ...]
+    models: tuple[ProbedModel, ...]
     products: tuple[tuple[int, int, int], ...]
     """(rows, inner, columns) of forward passes; each is measured with its two gradients."""
     attentions: tuple[tuple[int, int, int], ...]
@@ -75,18 +75,18 @@ class ProbeRequest:
     @staticmethod
     def from_json(text: str) -> ProbeRequest:
         values = json.loads(text)
-        scenes = [ProbedModel(**{**one, "shape": ModelShape.from_dict(one["shape"])}) for one in values["scenes"]]
+        models = [ProbedModel(**{**one, "shape": ModelShape.from_dict(one["shape"])}) for one in values["models"]]
         shapes = {key: tuple(map(tuple, values[key])) for key in ("products", "attentions")}
-        return ProbeRequest(**{**values, **shapes, "scenes": tuple(scenes), "messages": tuple(values["messages"])})
+        return ProbeRequest(**{**values, **shapes, "models": tuple(models), "messages": tuple(values["messages"])})
 
 
 def typical_request(device: Literal["cpu", "cuda"], threads: int) -> ProbeRequest:
     """What models of the usual sizes need, in the device's usual precision."""
-    scenes = [
+    models = [
         ProbedModel(shape=named_shape(size, vocabulary=8192, sequence=sequence), sequence=sequence, sequences=sequences)
         for size, sequence, sequences in TYPICAL[device]
     ]
-    return _request(device, "float32" if device == "cpu" else "bf16", threads, scenes)
+    return _request(device, "float32" if device == "cpu" else "bf16", threads, models)
 
 
 def probe_request(
@@ -102,13 +102,13 @@ def probe_request(
     largest = _limited(shape, sequence, sequences, LAYER_FLOPS[device] * (threads if device == "cpu" else 1))
     # A single sequence too: few tokens take longer each, and pipelines take few at a time.
     counts = sorted({1, max(1, largest // 4), largest})
-    scenes = [ProbedModel(shape=shape, sequence=sequence, sequences=some) for some in counts]
-    return _request(device, precision, threads, scenes)
+    models = [ProbedModel(shape=shape, sequence=sequence, sequences=some) for some in counts]
+    return _request(device, precision, threads, models)
 
 
-def layer_products(scene: ProbedModel) -> tuple[tuple[int, int, int], ...]:
+def layer_products(model: ProbedModel) -> tuple[tuple[int, int, int], ...]:
     """The products of one layer's forward pass, each as often as the layer has it."""
-    shape, tokens = scene.shape, scene.tokens
+    shape, tokens = model.shape, model.tokens
     heads, kv_heads = shape.size_of("heads"), shape.size_of("kv_heads")
     widen = [(tokens, shape.width, shape.ffn)] * (2 if shape.activation == "swiglu" else 1)
     return (
@@ -120,14 +120,14 @@ def layer_products(scene: ProbedModel) -> tuple[tuple[int, int, int], ...]:
     )
 
 
-def _request(device: Any, precision: Any, threads: int, scenes: list[ProbedModel]) -> ProbeRequest:
-    own = [product for scene in scenes for product in layer_products(scene)]
-    cut = [product for scene in scenes[-1:] for product in _cut_products(scene)]
+def _request(device: Any, precision: Any, threads: int, models: list[ProbedModel]) -> ProbeRequest:
+    own = [product for model in models for product in layer_products(model)]
+    cut = [product for model in models[-1:] for product in _cut_products(model)]
     return ProbeRequest(
         device=device,
         precision=precision,
         threads=threads,
-        scenes=tuple(scenes),
+        models=tuple(models),
         products=tuple(dict.fromkeys([*own, *cut, *SIDES[device]])),
         attentions=LENGTHS[device],
         messages=PROBED_MESSAGE_BYTES,
@@ -135,14 +135,14 @@ def _request(device: Any, precision: Any, threads: int, scenes: list[ProbedModel
     )
 
 
-def _cut_products(scene: ProbedModel) -> list[tuple[int, int, int]]:
+def _cut_products(model: ProbedModel) -> list[tuple[int, int, int]]:
     """The products of a layer whose matrices are cut over 2 and 4 ranks."""
-    shape, found = scene.shape, []
+    shape, found = model.shape, []
     for parts in (2, 4):
         if shape.heads % parts == 0 and shape.ffn % parts == 0:
             heads, ffn = shape.size_of("heads") // parts, shape.ffn // parts
-            found += [(scene.tokens, shape.width, heads), (scene.tokens, heads, shape.width)]
-            found += [(scene.tokens, shape.width, ffn), (scene.tokens, ffn, shape.width)]
+            found += [(model.tokens, shape.width, heads), (model.tokens, heads, shape.width)]
+            found += [(model.tokens, shape.width, ffn), (model.tokens, ffn, shape.width)]
     return found
 
 

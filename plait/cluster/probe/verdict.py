@@ -39,11 +39,11 @@ class PairReading:
     points: tuple[Point, ...]
 
 
-def hosts_of(told: Sequence[tuple[str, int]]) -> tuple[ProbedHost, ...]:
+def hosts_of(hosts_of_ranks: Sequence[tuple[str, int]]) -> tuple[ProbedHost, ...]:
     """Hosts from each rank's (host name, local rank); equal names get a number."""
-    starts = [rank for rank, (_, local_rank) in enumerate(told) if local_rank == 0]
-    names = numbered_names([told[start][0] for start in starts])
-    ranks = [tuple(range(start, end)) for start, end in zip(starts, [*starts[1:], len(told)], strict=True)]
+    starts = [rank for rank, (_, local_rank) in enumerate(hosts_of_ranks) if local_rank == 0]
+    names = numbered_names([hosts_of_ranks[start][0] for start in starts])
+    ranks = [tuple(range(start, end)) for start, end in zip(starts, [*starts[1:], len(hosts_of_ranks)], strict=True)]
     return tuple(ProbedHost(name=name, ranks=some) for name, some in zip(names, ranks, strict=True))
 
 
@@ -52,7 +52,7 @@ def host_of(hosts: Sequence[ProbedHost], rank: int) -> ProbedHost:
     return next(host for host in hosts if rank in host.ranks)
 
 
-def middle(told: Sequence[Sequence[Timed]]) -> tuple[Timed, ...]:
+def middle(times: Sequence[Sequence[Timed]]) -> tuple[Timed, ...]:
     """What several equal ranks measured, as their medians; all list the same work in the same order."""
     return tuple(
         Timed(
@@ -61,7 +61,7 @@ def middle(told: Sequence[Sequence[Timed]]) -> tuple[Timed, ...]:
             seconds=statistics.median(one.seconds for one in same),
             spread=statistics.median(one.spread for one in same),
         )
-        for same in zip(*told, strict=True)
+        for same in zip(*times, strict=True)
     )
 
 
@@ -85,11 +85,11 @@ def beside_alone(together: Sequence[Timed], alone: Sequence[Timed]) -> dict[str,
     return factors
 
 
-def relative_speeds(told: Mapping[int, Sequence[Timed]]) -> dict[int, float]:
+def relative_speeds(times_by_rank: Mapping[int, Sequence[Timed]]) -> dict[int, float]:
     """Each rank's speed at products, as a share of the fastest rank's."""
     logs = {
         rank: statistics.fmean(math.log(one.seconds) for one in timed if one.work in _PRODUCTS)
-        for rank, timed in told.items()
+        for rank, timed in times_by_rank.items()
     }
     best = min(logs.values())
     return {rank: math.exp(best - value) for rank, value in logs.items()}
@@ -119,16 +119,16 @@ def complaints(
     hosts: Sequence[ProbedHost], speeds: Mapping[int, float], pairs: Sequence[PairReading]
 ) -> tuple[str, ...]:
     """Devices and links ten times slower than the best of their like, a sentence each."""
-    told = []
+    sentences = []
     for rank, speed in speeds.items():
         if speed * SLOW <= 1:
-            told.append(
+            sentences.append(
                 f"the device of worker {rank} on {host_of(hosts, rank).name} computes {1 / speed:.0f} times slower "
                 "than the fastest; look whether other programs use it, whether it is too hot or its power is limited"
             )
     inside = [pair for pair in pairs if host_of(hosts, pair.first) == host_of(hosts, pair.second)]
     between = [pair for pair in pairs if pair not in inside]
-    return (*told, *_slow_links(hosts, inside), *_slow_links(hosts, between))
+    return (*sentences, *_slow_links(hosts, inside), *_slow_links(hosts, between))
 
 
 def dead_link(hosts: Sequence[ProbedHost], first: int, second: int) -> str:
@@ -149,18 +149,18 @@ def dead_device(hosts: Sequence[ProbedHost], rank: int, reason: str) -> str:
 
 
 def _slow_links(hosts: Sequence[ProbedHost], like: Sequence[PairReading]) -> list[str]:
-    told = []
+    sentences = []
     for what, of in (("each byte takes", _bulk_s_per_byte), ("a short message takes", _short_s)):
         best = min((of(pair.points) for pair in like), default=0.0)
         for pair in like:
             factor = of(pair.points) / best
             if factor >= SLOW:
                 ends = [f"worker {rank} on {host_of(hosts, rank).name}" for rank in (pair.first, pair.second)]
-                told.append(
+                sentences.append(
                     f"between {ends[0]} and {ends[1]} {what} {factor:.0f} times as long as on the best link of its "
                     "kind; check its cable, its port and what else runs through it"
                 )
-    return told
+    return sentences
 
 
 def _bulk_s_per_byte(points: Sequence[Point]) -> float:
@@ -175,7 +175,7 @@ def _short_s(points: Sequence[Point]) -> float:
 def device_of(
     host: ProbedHost,
     name: str,
-    told: Mapping[int, Sequence[Timed]],
+    times_by_rank: Mapping[int, Sequence[Timed]],
     alone: Sequence[Timed],
     *,
     granted: float,
@@ -183,15 +183,15 @@ def device_of(
     memory_bytes: int,
 ) -> MeasuredDevice:
     """A host's figures from those of its ranks; `alone` is what its first rank measured by itself."""
-    speeds = relative_speeds(told)
+    speeds = relative_speeds(times_by_rank)
     return MeasuredDevice(
         host=host.name,
         name=name,
         workers=len(host.ranks),
         threads=threads,
         memory_bytes=memory_bytes,
-        timed=middle([told[rank] for rank in host.ranks]),
-        beside=beside_alone(told[host.ranks[0]], alone),
+        timed=middle([times_by_rank[rank] for rank in host.ranks]),
+        beside=beside_alone(times_by_rank[host.ranks[0]], alone),
         granted=granted,
         rates=tuple(speeds[rank] for rank in host.ranks),
     )

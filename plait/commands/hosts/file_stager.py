@@ -132,8 +132,8 @@ class FileStager:
             return shared
         assert load is not None
         recipe = RunFolder(folder).recipe.read_text(encoding="utf-8")
-        asked = {"kind": load.kind, "name": folder.name, "recipe": recipe}
-        path = member.ask("open", asked).values["folder"]
+        request = {"kind": load.kind, "name": folder.name, "recipe": recipe}
+        path = member.ask("open", request).values["folder"]
         corpus = self._send_corpus(member, load)
         if load.checkpoint:
             place = {"root": "folder", "path": f"checkpoints/{load.checkpoint.name}"}
@@ -164,9 +164,9 @@ def _run_on_all_hosts(members: Sequence[JoinedHost], act: Callable[[JoinedHost],
     """Do something with every host at once; raises the first error that comes without waiting for the others."""
     pool = ThreadPoolExecutor(len(members), thread_name_prefix="freight")
     try:
-        asked = [pool.submit(act, member) for member in members]
-        for ended in as_completed(asked):
+        futures = [pool.submit(act, member) for member in members]
+        for ended in as_completed(futures):
             ended.result()
-        return tuple(one.result() for one in asked)
+        return tuple(one.result() for one in futures)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

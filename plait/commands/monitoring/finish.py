@@ -75,7 +75,7 @@ def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: Forec
         if plan.device == "cuda" and not _has_several_host_kinds(plan)
         else None
     )
-    foretold, came = (monitor.predicted, monitor.observed) if monitor else (None, None)
+    predicted, came = (monitor.predicted, monitor.observed) if monitor else (None, None)
     return Receipt(
         steps=plan.steps,
         tokens=steps[-1].tokens,
@@ -101,11 +101,11 @@ def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: Forec
         energy_wh=_total_or_none(device_hours, known.watts if known else None),
         versions=dict(plan.fingerprint["versions"]),
         device=_devices_text(plan),
-        one_device_from=_SOURCE_OF_BASIS[foretold.basis] if foretold else None,
-        predicted_items=foretold.items.measurable_items() if foretold else None,
+        one_device_from=_SOURCE_OF_BASIS[predicted.basis] if predicted else None,
+        predicted_items=predicted.items.measurable_items() if predicted else None,
         measured_items=came.items.measurable_items() if came and came.items else None,
         predicted_rss_bytes=forecast.bytes_per_device if forecast and plan.device == "cpu" else None,
-        taught_by_runs=foretold.calibration.runs if foretold else 0,
+        taught_by_runs=predicted.calibration.runs if predicted else 0,
     )
 
 
@@ -143,23 +143,23 @@ def _steps_of_this_plan(folder: RunFolder, steps: Sequence[StepReport], steps_do
 def _record_observation(monitor: ForecastMonitor) -> str:
     """Store the run's observation for the next forecast on these machines; returns the sentence that says what was
     learned, or why nothing."""
-    foretold, came = monitor.predicted, monitor.observed
+    predicted, came = monitor.predicted, monitor.observed
     why = monitor.why_not_to_learn()
     if came is None or why:
         return f"the next plan here learns nothing from this run: {why}"
     today = datetime.now(UTC).date().isoformat()
-    said = without_calibration(foretold.items, foretold.calibration)
+    said = without_calibration(predicted.items, predicted.calibration)
     computed_s = came.step_s - came.data_s
-    lesson = (
+    observation = (
         observation_of_items(said, came.items, today) if came.items else observation_of_step(said, computed_s, today)
     )
-    if lesson is None:
+    if observation is None:
         return "the next plan here learns nothing from this run: computing could not be told from waiting"
     try:
-        add_observation(foretold.calibration.ground, lesson)
+        add_observation(predicted.calibration.ground, observation)
     except RunFailed as error:  # the run itself is finished and safe
         return f"what this run teaches was not kept: {error}"
-    return observation_text(lesson, foretold.basis)
+    return observation_text(observation, predicted.basis)
 
 
 def _total_or_none(device_hours: float, each: float | None) -> float | None:

@@ -116,10 +116,10 @@ class ForecastMonitor:
         )
 
     def _report(self, observed: Observed) -> None:
-        told = self.predicted
-        self._log(comparison_text(told.items, observed))
-        source = "steps" if told.calibration.is_measured else told.basis
-        if off := deviation_text(told.items, observed, told.error, source):
+        predicted = self.predicted
+        self._log(comparison_text(predicted.items, observed))
+        source = "steps" if predicted.calibration.is_measured else predicted.basis
+        if off := deviation_text(predicted.items, observed, predicted.error, source):
             self._log(off)
 
 
@@ -128,7 +128,7 @@ def monitor_of(plan: Plan, steps_done: int, log: Callable[[str], None]) -> Forec
     forecast = plan.forecast
     if forecast is None or forecast.items is None:
         return None
-    foretold = Predicted(
+    predicted = Predicted(
         items=forecast.items,
         calibration=forecast.calibration,
         basis=forecast.basis,
@@ -136,7 +136,7 @@ def monitor_of(plan: Plan, steps_done: int, log: Callable[[str], None]) -> Forec
         tensor_bytes=forecast.tensor_bytes,
     )
     others = load_per_core if plan.device == "cpu" else _unknown_load
-    return ForecastMonitor(foretold, steps_done, plan.report_every_steps, log=log, load_per_core=others)
+    return ForecastMonitor(predicted, steps_done, plan.report_every_steps, log=log, load_per_core=others)
 
 
 def pass_to_monitor(monitor: ForecastMonitor, kind: str, values: Mapping[str, Any]) -> None:

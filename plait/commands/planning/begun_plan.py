@@ -33,8 +33,8 @@ def resumed_plan(
     moved = survey.machine.fingerprint() != plan.fingerprint
     if moved or fresh or _has_other_workers(plan, workers):
         plan = replace(plan, hosts=())
-        asked = "as asked" if fresh else "the hosts are not those it was made for"
-        why = "this machine is not the one it was made for" if moved else asked
+        requested = "as asked" if fresh else "the hosts are not those it was made for"
+        why = "this machine is not the one it was made for" if moved else requested
         plan = replan(config, plan, corpus, survey, workers)
         log(f"plan     a new one for the remaining steps ({why}); {plan.steps} steps in all, as before")
     return with_new_intervals(config, plan)

@@ -25,9 +25,9 @@ def print_run_summary(plan: Plan, survey: MachineSurvey, reasons: Sequence[str],
     )
     screen.print(f"machine  {found}, {machine.memory_bytes / 2**30:.0f} GiB")
     screen.print(f"model    {plan_summary(plan)}")
-    crew_words = f"{plan.world_size} worker{'s' if plan.world_size > 1 else ''}"
+    workers_text = f"{plan.world_size} worker{'s' if plan.world_size > 1 else ''}"
     split = layout_summary(plan.layout)
-    screen.print(f"layout   {split}: {crew_words} × {plan.threads} threads, {plan.precision}")
+    screen.print(f"layout   {split}: {workers_text} × {plan.threads} threads, {plan.precision}")
     useless = why_rebalancing_cannot_help(plan)
     for reason in [*reasons, *([useless] if useless else [])]:
         screen.print(f"         · {reason}", highlight=False, markup=False)
@@ -37,15 +37,15 @@ def print_run_summary(plan: Plan, survey: MachineSurvey, reasons: Sequence[str],
 
 def _time_lines(plan: Plan) -> list[str]:
     """What a step takes by the forecast, and by the clock where one was timed."""
-    told = []
+    lines = []
     if plan.forecast:
-        told.append(
+        lines.append(
             f"forecast {format_duration(plan.forecast.step_s)} a step, give or take {plan.forecast.error:.0%}, and "
             f"{format_bytes(plan.forecast.bytes_per_device)} a device"
         )
-        learnt = calibration_text(plan.forecast.calibration, plan.forecast.items, plan.forecast.basis)
-        told += [f"         · {learnt}"] if learnt else []
+        calibration = calibration_text(plan.forecast.calibration, plan.forecast.items, plan.forecast.basis)
+        lines += [f"         · {calibration}"] if calibration else []
     if plan.step_s:
         whole = format_duration(plan.steps * plan.step_s)
-        told.append(f"time     about {whole} at {format_duration(plan.step_s)} a step, as timed here")
-    return told
+        lines.append(f"time     about {whole} at {format_duration(plan.step_s)} a step, as timed here")
+    return lines

@@ -56,10 +56,10 @@ def make_plan(
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     kept = _kept(key)
     if kept.exists() and not fresh:
-        plan, site = _looked_at(read_plan(kept), site)
+        plan, site = _plan_if_probe_holds(read_plan(kept), site)
         if plan is not None:
             say("plan     as made before for this recipe on this machine (--replan makes a new one)")
-            return _taught(replace(plan, corpus=str(corpus.folder)))
+            return _with_new_calibration(replace(plan, corpus=str(corpus.folder)))
         say("plan     made anew: the last one for this recipe here is not of what the hosts were just found to do")
     outline = draft(config, corpus_facts(corpus), resources_of(site, workers), recipe_hash=key)
     measured = list(outline.layouts)
@@ -68,7 +68,7 @@ def make_plan(
     return _keep(settle(config, outline, measured), key)
 
 
-def _looked_at(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, MachineSurvey]:
+def _plan_if_probe_holds(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, MachineSurvey]:
     """An earlier plan, or None if several hosts were probed again since then; and the survey with that probe's result,
     so that nobody repeats it.
 
@@ -76,13 +76,11 @@ def _looked_at(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, MachineSur
     """
     if site.probe is None:
         return plan, site
-    look, asked = (
-        site.probe,
-        ProbeNeed(shape=plan.shape, batch_sequences=plan.batch_sequences, precision=plan.precision),
-    )
-    seen = look(asked)
-    holds = plan.forecast is not None and plan.forecast.probe_digest == probe_digest(seen)
-    return plan if holds else None, replace(site, probe=lambda need: seen if need == asked else look(need))
+    probe = site.probe
+    plans_need = ProbeNeed(shape=plan.shape, batch_sequences=plan.batch_sequences, precision=plan.precision)
+    probed = probe(plans_need)
+    holds = plan.forecast is not None and plan.forecast.probe_digest == probe_digest(probed)
+    return plan if holds else None, replace(site, probe=lambda need: probed if need == plans_need else probe(need))
 
 
 def proven_plan(
@@ -134,7 +132,7 @@ def resources_of(site: MachineSurvey, workers: WorkerPool) -> Resources:
     )
 
 
-def _taught(plan: Plan) -> Plan:
+def _with_new_calibration(plan: Plan) -> Plan:
     """An earlier plan, with its forecast corrected by what runs have measured since."""
     forecast = plan.forecast
     if forecast is None or not forecast.calibration.ground:
@@ -218,7 +216,7 @@ def plan_key(
     config: RunConfig, content_hash: str, machine: Machine, workers: WorkerPool, others: Sequence[Machine] = ()
 ) -> str:
     """What a plan was made for: the recipe but for its name and where its text lies, the text, and the machines."""
-    asked = {key: value for key, value in flat_values(config).items() if key not in ("run.name", "data.files")}
-    given = [asked, content_hash, machine.fingerprint(), workers.fixed_workers and workers.fixed_workers.workers]
+    requested = {key: value for key, value in flat_values(config).items() if key not in ("run.name", "data.files")}
+    given = [requested, content_hash, machine.fingerprint(), workers.fixed_workers and workers.fixed_workers.workers]
     given += [other.fingerprint() for other in others]
     return sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]

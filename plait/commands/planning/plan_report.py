@@ -45,8 +45,8 @@ def make_plan_report(config: RunConfig, resources: Resources, *, top: int) -> Pl
         raise PlaitError(
             f"{resources.machine.name} is not in plait's catalogue; describe it in a cluster.json and pass --cluster"
         )
-    if lesson := calibration_text(forecast.calibration, forecast.items, forecast.basis):
-        notes.append(lesson)
+    if observation := calibration_text(forecast.calibration, forecast.items, forecast.basis):
+        notes.append(observation)
     plan = settle(config, drafted, [chosen])
     sections = report_sections(found, plan.budget, top=top)
     return PlanReport(plan=plan, search=found, notes=tuple(notes), sections=sections)

@@ -92,7 +92,7 @@ def balance_report(config: RunConfig, corpus: Corpus, replicas: int) -> BalanceR
     steps = max(1, min(MAX_STEPS_BALANCED, _MAX_TOKENS_READ // (batch * sequence)))
     seen = [_ReplicaTotals(lengths=[]) for _ in shares]
     rare = _unigram_nats(corpus)
-    come, dealt = [], []
+    come, assigned = [], []
     for step in range(steps):
         shard, start = order.windows(np.arange(step * batch, (step + 1) * batch))
         pairs = attention_pairs(corpus.train, shard, start, sequence)
@@ -102,7 +102,7 @@ def balance_report(config: RunConfig, corpus: Corpus, replicas: int) -> BalanceR
         counted = counted_targets(corpus.train, shard, start, sequence)
         after = before if config.data.mask_documents is False else balance_samples(pairs, shares, counted)
         come.append(_max_to_min_pairs(pairs, before))
-        dealt.append(_max_to_min_pairs(pairs, after))
+        assigned.append(_max_to_min_pairs(pairs, after))
         for one, there, here in zip(seen, before, after, strict=True):
             one.pairs_unbalanced += int(pairs[there].sum())
             one.pairs_balanced += int(pairs[here].sum())
@@ -117,7 +117,7 @@ def balance_report(config: RunConfig, corpus: Corpus, replicas: int) -> BalanceR
             _replica_stats(one, count, steps * count * sequence) for one, count in zip(seen, shares, strict=True)
         ),
         ratios_unbalanced=tuple(come),
-        ratios_balanced=tuple(dealt),
+        ratios_balanced=tuple(assigned),
     )
 
 
@@ -128,10 +128,10 @@ def _tokens_per_sequence(config: RunConfig) -> int:
 
 
 def _sequences_per_replica(config: RunConfig, replicas: int) -> tuple[int, ...]:
-    asked, named = config.train.batch_tokens, config.layout.shares
-    if asked == "auto":
+    requested, named = config.train.batch_tokens, config.layout.shares
+    if requested == "auto":
         raise PlaitError("a step can be dealt only where its size is known; name it: train.batch_tokens=32768, say")
-    sequences = asked // _tokens_per_sequence(config)
+    sequences = requested // _tokens_per_sequence(config)
     if sequences < 2:
         raise PlaitError("a step has 1 sequence, which cannot be dealt; choose a larger train.batch_tokens")
     if sequences < replicas:

@@ -41,10 +41,10 @@ def find_prepared_corpus(config: RunConfig) -> Corpus | None:
 def data_request(config: RunConfig) -> DataRequest:
     """The recipe's [data] section as a request for a corpus."""
     files = config.data.files
-    asked = [files] if isinstance(files, str) else files
+    requested = [files] if isinstance(files, str) else files
     sources = [
         Source(path=one) if isinstance(one, str) else Source(path=one.path, weight=one.weight, field=one.field)
-        for one in asked
+        for one in requested
     ]
     vocabulary = config.model.vocabulary
     tokenizer = config.data.tokenizer

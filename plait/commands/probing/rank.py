@@ -94,13 +94,13 @@ def run_probe_rank(context: RankContext, argument: str) -> None:
             f"rank/{place.rank}", {**figures, "name": name, "memory_bytes": memory, "threads": context.threads}
         )
         if context.rank == 0:
-            told = [place.wait_for(f"rank/{one}") for one in range(context.world_size)]
+            results = [place.wait_for(f"rank/{one}") for one in range(context.world_size)]
             shared = [place.wait_for(f"groups/{host.ranks[0]}") for host in place.hosts]
             context.send(
                 "probed",
                 hosts=[asdict(host) for host in place.hosts],
                 pairs=[asdict(pair) for pair in pairs],
-                ranks=told,
+                ranks=results,
                 links=[link for one in shared for link in one["links"]],
                 overlaps=[overlap for one in shared for overlap in one["overlaps"]],
             )
@@ -114,15 +114,15 @@ def _join_probe(context: RankContext, request: ProbeRequest) -> ProbeRank:
     store = open_store(context.rendezvous, context.rank, context.world_size)
     store.set_timeout(timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
     store.set(f"probe/here/{context.rank}", json.dumps([socket.gethostname(), context.local_rank]))
-    told = []
+    ranks = []
     for rank in range(context.world_size):
         try:
-            told.append(tuple(json.loads(store.get(f"probe/here/{rank}"))))
+            ranks.append(tuple(json.loads(store.get(f"probe/here/{rank}"))))
         except RuntimeError as error:
             raise RunFailed(
                 f"worker {rank} did not come within {RENDEZVOUS_TIMEOUT_S:.0f} s; look what its host says"
             ) from error
-    hosts = hosts_of(told)
+    hosts = hosts_of(ranks)
     backend, wait = "gloo", _no_wait
     if request.device == "cuda":
         torch.cuda.set_device(context.local_rank)
@@ -152,9 +152,9 @@ def _time_pairs(place: ProbeRank, request: ProbeRequest) -> list[PairReading]:
     schedule = pairs_of([host.ranks for host in place.hosts])
     for pair in schedule:
         if place.rank in (pair.first, pair.second):
-            told = _time_one_pair(place, (pair.first, pair.second), request)
-            if place.rank == pair.first or told is None:
-                place.publish(f"pair/{pair.first}/{pair.second}", told)
+            reading = _time_one_pair(place, (pair.first, pair.second), request)
+            if place.rank == pair.first or reading is None:
+                place.publish(f"pair/{pair.first}/{pair.second}", reading)
     found: dict[tuple[int, int], Any] = {}
     if place.rank == 0:
         found = {(pair.first, pair.second): place.wait_for(f"pair/{pair.first}/{pair.second}") for pair in schedule}
@@ -186,14 +186,14 @@ def _time_arithmetic(place: ProbeRank, request: ProbeRequest) -> dict[str, Any]:
     runs = arithmetic_runs(request, bench.device, training_operations_for(request))
     bench = _with_processor_clock(bench, len(place.host.ranks))
     began = time.perf_counter(), time.process_time()
-    together = timed(time_in_rounds(runs, bench, seconds=request.seconds), request.scenes)
+    together = timed(time_in_rounds(runs, bench, seconds=request.seconds), request.models)
     wall_s, cpu_s = time.perf_counter() - began[0], time.process_time() - began[1]
     granted = min(1.0, cpu_s / bench.clock.share / wall_s) if isinstance(bench.clock, ProcessorClock) else 1.0
     bench.together.meet()
     alone: tuple[Timed, ...] = ()
     if place.rank == place.host.ranks[0] and len(place.host.ranks) > 1:
         by_itself = replace(bench, together=NoOthers())
-        middle = request.scenes[(len(request.scenes) - 1) // 2]
+        middle = request.models[(len(request.models) - 1) // 2]
         alone = timed(time_in_rounds(few_runs(runs, middle), by_itself, seconds=TIMING_ALONE_S), (middle,))
     bench.together.meet()
     return {"timed": [asdict(one) for one in together], "alone": [asdict(one) for one in alone], "granted": granted}

@@ -27,11 +27,11 @@ def measurements_still_hold(
 
     Raises RunFailed with the name of a dead device or link, Interrupted where a signal came.
     """
-    scene = request.scenes[0]
+    model = request.models[0]
     short = replace(
         request,
-        scenes=(scene,),
-        products=layer_products(scene),
+        models=(model,),
+        products=layer_products(model),
         attentions=(),
         messages=(RECHECK_MESSAGE_BYTES,),
         seconds=0.0,
@@ -39,11 +39,11 @@ def measurements_still_hold(
     job = Job(
         entry=PROBE_ENTRY, argument=short.to_json(), world_size=probe_workers.workers, threads=probe_workers.threads
     )
-    told = ask_rank_0(pool, job, "probed")
-    if [host["name"] for host in told["hosts"]] != [device.host for device in known.devices]:
+    probe_result = ask_rank_0(pool, job, "probed")
+    if [host["name"] for host in probe_result["hosts"]] != [device.host for device in known.devices]:
         return False  # they came in another order, or others came
-    layers = zip([device.timed for device in known.devices], timed_work_by_host(told), strict=False)
-    return are_close(_send_rates(known.links), _send_rates(send_links_of(told))) and all(
+    layers = zip([device.timed for device in known.devices], timed_work_by_host(probe_result), strict=False)
+    return are_close(_send_rates(known.links), _send_rates(send_links_of(probe_result))) and all(
         are_close(*_common_product_seconds(*pair)) for pair in layers
     )
 

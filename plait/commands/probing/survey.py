@@ -89,7 +89,7 @@ def _probe_or_load(
     assert given is not None
     device = machines[0].device
     most = max(1, CPU_TOKENS // sequence) if device == "cpu" else need.batch_sequences
-    asked = probe_request(
+    requested = probe_request(
         need.shape,
         sequence=sequence,
         sequences=min(most, need.batch_sequences),
@@ -98,10 +98,10 @@ def _probe_or_load(
         threads=given.threads,
     )
     extent, addresses = ProbeWorkers(workers=given.workers, threads=given.threads), workers.addresses()
-    known = load_measurements(machines, asked, extent) if fresh == "kept" else None
-    if known is not None and was_checked_recently(machines, asked, extent, addresses):
+    known = load_measurements(machines, requested, extent) if fresh == "kept" else None
+    if known is not None and was_checked_recently(machines, requested, extent, addresses):
         return known
-    if known is None or not measurements_still_hold(workers, known, asked, extent):
-        known = measure_or_load(workers, machines, asked, extent, fresh="again")
-    mark_checked(machines, asked, extent, addresses)
+    if known is None or not measurements_still_hold(workers, known, requested, extent):
+        known = measure_or_load(workers, machines, requested, extent, fresh="again")
+    mark_checked(machines, requested, extent, addresses)
     return known

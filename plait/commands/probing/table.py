@@ -69,25 +69,25 @@ def _product_text(device: MeasuredDevice, work: MeasuredWork) -> str:
 
 
 def _attention_text(device: MeasuredDevice) -> str:
-    told = []
+    parts = []
     for there, back in zip(device.of("attention"), device.of("attention_backward"), strict=True):
         _, length, heads, _, head_width = there.sizes
         tokens = there.sizes[0] * length * heads
-        told.append((length, head_width, (there.seconds + back.seconds) / tokens))
-    ends = dict.fromkeys((min(told), max(told)))
+        parts.append((length, head_width, (there.seconds + back.seconds) / tokens))
+    ends = dict.fromkeys((min(parts), max(parts)))
     each = [f"{seconds * 1e6:.2g} µs ({length} tokens, heads {width} wide)" for length, width, seconds in ends]
     return f"{' to '.join(each)} a token and head"
 
 
 def _stream_text(device: MeasuredDevice) -> str:
     pairs = zip(device.of("stream"), device.of("stream_backward"), strict=True)
-    told = [(a.seconds + b.seconds) / (a.sizes[0] * (a.sizes[1] + a.sizes[2])) * 1e9 for a, b in pairs]
-    return f"{_range_text(told)} ns a token and unit of width"
+    rates = [(a.seconds + b.seconds) / (a.sizes[0] * (a.sizes[1] + a.sizes[2])) * 1e9 for a, b in pairs]
+    return f"{_range_text(rates)} ns a token and unit of width"
 
 
 def _head_text(device: MeasuredDevice) -> str:
-    told = [one.seconds / (one.sizes[0] * one.sizes[2]) * 1e9 for one in device.of("head")]
-    return f"{_range_text(told)} ns a token and entry of the vocabulary"
+    rates = [one.seconds / (one.sizes[0] * one.sizes[2]) * 1e9 for one in device.of("head")]
+    return f"{_range_text(rates)} ns a token and entry of the vocabulary"
 
 
 def _per_parameter_text(device: MeasuredDevice, work: MeasuredWork) -> str:
@@ -95,11 +95,11 @@ def _per_parameter_text(device: MeasuredDevice, work: MeasuredWork) -> str:
 
 
 def _copy_text(device: MeasuredDevice) -> str:
-    told = [
+    lines = [
         f"{format_bytes(2 * one.sizes[0] / one.seconds)}/s ({format_bytes(one.sizes[0])})"
         for one in _copies_by_size(device)
     ]
-    return ", ".join(told)
+    return ", ".join(lines)
 
 
 def _copies_by_size(device: MeasuredDevice) -> Sequence[Timed]:

@@ -38,8 +38,8 @@ def run_check_rank(context: RankContext, argument: str) -> None:
     The argument is JSON: the folder with plan.json and recipe.toml; "extent", how far it goes; and "who": the layout's
     ranks, the reference, or everybody, which is the ranks and after them the reference.
     """
-    asked = json.loads(argument)
-    folder, extent, who = Path(asked["folder"]), asked["extent"], asked["who"]
+    requested = json.loads(argument)
+    folder, extent, who = Path(requested["folder"]), requested["extent"], requested["who"]
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
     if who == "reference" or context.rank == plan.world_size:
         save_file(reference_tensors(config, plan, extent), folder / "reference.safetensors")

@@ -35,8 +35,8 @@ def requested_layout(config: RunConfig) -> tuple[ModelShape, Layout]:
     degrees = named_degrees(config) or Layout(replicate=2)
     shape = requested_shape(config, degrees)
     layout = layout_of(config, shape, degrees)
-    asked, shares = config.train.batch_tokens, requested_shares(config)
-    batch = (sum(shares) or layout.data_parallel_degree) if asked == "auto" else asked // shape.sequence
+    requested, shares = config.train.batch_tokens, requested_shares(config)
+    batch = (sum(shares) or layout.data_parallel_degree) if requested == "auto" else requested // shape.sequence
     check_layout(layout, shape, sequence=shape.sequence, batch_sequences=batch)
     check_shares(shares, layout, batch)
     return shape, layout
@@ -172,12 +172,12 @@ def shrunk_plan(config: RunConfig, shape: ModelShape, layout: Layout, shares: tu
 
 
 def _optimizer(config: RunConfig) -> OptimizerPlan:
-    asked = config.optimizer
+    requested = config.optimizer
     return OptimizerPlan(
         lr=CHECK_LR,
         warmup_steps=2,
-        weight_decay=0.1 if asked.weight_decay == "auto" else asked.weight_decay,
-        betas=(0.9, 0.95) if asked.betas == "auto" else asked.betas,
-        clip=None if asked.clip == "never" else CHECK_CLIP,
-        schedule="cosine" if asked.schedule == "auto" else asked.schedule,
+        weight_decay=0.1 if requested.weight_decay == "auto" else requested.weight_decay,
+        betas=(0.9, 0.95) if requested.betas == "auto" else requested.betas,
+        clip=None if requested.clip == "never" else CHECK_CLIP,
+        schedule="cosine" if requested.schedule == "auto" else requested.schedule,
     )

@@ -53,7 +53,7 @@ def connect(address: str, port: int, secret: Secret, *, local_address: str | Non
 def serve(
     wire: Wire,
     *,
-    hello: Mapping[str, Any],
+    host_info: Mapping[str, Any],
     handlers: Mapping[str, Handler],
     preload: tuple[str, ...] = (),
     pulse: Pulse = DEFAULT_PULSE,
@@ -65,7 +65,7 @@ def serve(
     does not admit this host; RunFailed when the run failed, host 0 is lost, or this host leaves. No rank outlives it.
     """
     with collected_signals() as signals, ForkServer(preload=preload) as server:
-        wire.send("hello", hello)
+        wire.send("hello", host_info)
         link = HostConnection(wire, handlers=handlers, pulse=pulse)
         with contextlib.closing(link):
             return _Agent(link, server, signals, wire).run()

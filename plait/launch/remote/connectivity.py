@@ -79,19 +79,21 @@ def check_connectivity(first: TestListener, others: Sequence[Neighbour]) -> None
             port = opened["port"]
             if opened["address"] != host.address:
                 raise PlaitError(_translated(host, opened["address"]))
-            guests = [guest for guest in hosts if guest is not host]
-            asked = [pool.submit(guest.ask, "knock", {"address": host.address, "port": port}) for guest in guests]
-            for guest, one in zip(guests, asked, strict=True):
+            guests = [neighbour for neighbour in hosts if neighbour is not host]
+            requested = [
+                pool.submit(neighbour.ask, "knock", {"address": host.address, "port": port}) for neighbour in guests
+            ]
+            for neighbour, one in zip(guests, requested, strict=True):
                 if why := one.result().values["why"]:
-                    raise PlaitError(_shut_out(host, guest, port, why))
+                    raise PlaitError(_shut_out(host, neighbour, port, why))
             host.ask("shut", {})
 
 
-def _shut_out(host: Neighbour, guest: Neighbour, port: int, why: str) -> str:
+def _shut_out(host: Neighbour, neighbour: Neighbour, port: int, why: str) -> str:
     return (
-        f"{guest.name} ({guest.address}) does not reach {host.name} at {joined_text(host.address, port)} ({why}): "
-        f"workers meet at ports of their own choice; let the firewall of {host.address} take what comes from "
-        f"{guest.address} (for example: ufw allow from {guest.address}), then give the same command again"
+        f"{neighbour.name} ({neighbour.address}) does not reach {host.name} at {joined_text(host.address, port)} "
+        f"({why}): workers meet at ports of their own choice; let the firewall of {host.address} take what comes from "
+        f"{neighbour.address} (for example: ufw allow from {neighbour.address}), then give the same command again"
     )
 
 

@@ -118,7 +118,7 @@ class Hosts:
 
     def admit(
         self,
-        hello_check: Callable[[Mapping[str, Any]], str | None],
+        check_host_info: Callable[[Mapping[str, Any]], str | None],
         within_s: float,
         order: Sequence[HostIdentity] = (),
         on_lost: Callable[[str], None] = lambda name: None,
@@ -136,11 +136,11 @@ class Hosts:
                 raise PlaitError(self._who_is_missing(within_s))
             arrival = gate.next(min(_LOOK_S, deadline - time.monotonic()))
             if arrival is not None:
-                self._admit_or_turn_away(arrival, hello_check(arrival.hello))
+                self._admit_or_turn_away(arrival, check_host_info(arrival.host_info))
             self._drop_the_lost(on_lost)
         gate.shut(FULL)
         came = sorted(self._admitted, key=lambda one: by_address(one.link.address))
-        places = host_numbers([(one.hello.get("mark", ""), _name_of(one)) for one in came], order)
+        places = host_numbers([(one.host_info.get("mark", ""), _name_of(one)) for one in came], order)
         arrived = sorted(zip(places, came, strict=True), key=lambda pair: pair[0])
         self._arrived = self.members = tuple(_member(host, one) for host, (_, one) in enumerate(arrived, start=1))
         return self.members
@@ -235,12 +235,12 @@ def _cut(job: Job, parts: Sequence[HostPart], *, hosts: int) -> dict[int, Job]:
 
 
 def _member(host: int, arrival: Arrival) -> Member:
-    hello, link = arrival.hello, arrival.link
-    return Member(host=host, name=_name_of(arrival), address=link.address, host_info=hello, link=link)
+    host_info, link = arrival.host_info, arrival.link
+    return Member(host=host, name=_name_of(arrival), address=link.address, host_info=host_info, link=link)
 
 
 def _name_of(arrival: Arrival) -> str:
-    return str(arrival.hello.get("name", arrival.link.address))
+    return str(arrival.host_info.get("name", arrival.link.address))
 
 
 def _require_alive(member: Member) -> None:

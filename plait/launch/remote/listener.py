@@ -30,7 +30,7 @@ class Arrival:
     """A host that knows the secret, and what it says of itself; it waits to be admitted."""
 
     link: HostConnection
-    hello: Mapping[str, Any]
+    host_info: Mapping[str, Any]
 
 
 class JoinListener:
@@ -108,10 +108,10 @@ class JoinListener:
             connection.close()
 
     def _take_hello(self, wire: Wire) -> None:
-        hello = wire.receive(_HELLO_S)
-        if hello is None or hello.kind != "hello":
+        host_info = wire.receive(_HELLO_S)
+        if host_info is None or host_info.kind != "hello":
             raise Refused("no hello")
-        arrival = Arrival(link=HostConnection(wire, handlers={}, pulse=self._pulse), hello=hello.values)
+        arrival = Arrival(link=HostConnection(wire, handlers={}, pulse=self._pulse), host_info=host_info.values)
         with self._lock:
             why = self._turned_away_because
             if why is None:

@@ -26,18 +26,18 @@ from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
 
 
-def context(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
+def context(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """All layers' attention over the axis `context`; size 1 leaves it as it is. Every rank must call it."""
     if mesh["context"].size() == 1:
-        return woven
+        return sharded
     attend: Any = ContextAttend(mesh.get_group("context"))
     if execution.compile == "blocks":
         attend = torch.compiler.disable(attend)  # its collectives belong to no graph
-    for chunk in woven.chunks:
+    for chunk in sharded.chunks:
         for module in chunk.modules():
             if isinstance(module, Attention):
                 module.attend = attend
-    return woven
+    return sharded
 
 
 class ContextAttend:

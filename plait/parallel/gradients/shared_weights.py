@@ -10,7 +10,7 @@ from plait.partition.boxes import boxes, sharers
 from plait.partition.execution import Execution
 
 
-def shared_weights(woven: ShardedModel, execution: Execution) -> list[SharedWeight]:
+def shared_weights(sharded: ShardedModel, execution: Execution) -> list[SharedWeight]:
     """The weights of this rank's model with their places and the ranks they are shared with, in the model's order.
 
     Where `shard` splits, those are the ranks with the same coordinate on it.
@@ -19,7 +19,7 @@ def shared_weights(woven: ShardedModel, execution: Execution) -> list[SharedWeig
     here = layout.coordinates(rank)
     places = boxes(execution.shape, layout, here)
     weights = []
-    for number, chunk in enumerate(woven.chunks):
+    for number, chunk in enumerate(sharded.chunks):
         for name, parameter in chunk.named_parameters():
             box = places[name]
             ranks = sharers(execution.shape, layout, name, box, here["shard"])

@@ -15,21 +15,21 @@ from plait.partition.boxes import cut, sharers
 from plait.partition.execution import Execution
 
 
-def keep_at_one_end(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
+def keep_at_one_end(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Let the rank with the head alone keep a tied weight. Every rank must call it."""
     if not is_kept_at_one_end(execution):
-        return woven
+        return sharded
     shape, layout, tensors = execution.shape, execution.layout, range(execution.layout.tensor)
     cuts = [cut(TIED_WEIGHT, shape, layout.tensor, index) for index in tensors]
     groups = make_groups(sorted({sharers(shape, layout, TIED_WEIGHT, box, 0) for box in cuts}))
     owner: dict[str, Owner] = {}
-    for weight in shared_weights(woven, execution):
+    for weight in shared_weights(sharded, execution):
         if weight.name == TIED_WEIGHT:
-            assert isinstance(woven.pipe, StagePipe)
-            embeds = woven.chunks[weight.chunk].part.embeds
-            woven.pipe.ends = TiedEmbeddingEnd(weight, groups[weight.ranks], embeds=embeds)
+            assert isinstance(sharded.pipe, StagePipe)
+            embeds = sharded.chunks[weight.chunk].part.embeds
+            sharded.pipe.ends = TiedEmbeddingEnd(weight, groups[weight.ranks], embeds=embeds)
             owner[TIED_WEIGHT] = "another rank" if embeds else "this rank"
-    return replace(woven, single_owner=owner)
+    return replace(sharded, single_owner=owner)
 
 
 def is_kept_at_one_end(execution: Execution) -> bool:

@@ -36,24 +36,24 @@ from plait.partition.pipeline_schedule import Action, ActionLists, schedule_acti
 from plait.partition.pipeline_simulation import transfers
 
 
-def pipeline(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
+def pipeline(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Keep this rank's stages of the model, which must still be on the meta device, and a pipe that runs them."""
     if mesh["pipeline"].size() == 1:
-        return woven
+        return sharded
     group, shape = mesh.get_group("pipeline"), execution.shape
     parts = model_parts_of(shape, execution.layout, dist.get_rank(group))
-    dtype = next(woven.chunks[0].parameters()).dtype
+    dtype = next(sharded.chunks[0].parameters()).dtype
     with torch.device("meta"):
         chunks = tuple(GPT(shape, part).to(dtype) for part in parts)
     named = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
     return replace(
-        woven,
+        sharded,
         chunks=chunks,
         weights=tuple(HeldWeight(name=name, tensor=p.detach(), box=whole(p.shape)) for name, p in named),
         units=tuple(plain_unit(name, p, whole(p.shape), owned=True) for name, p in named),
         gradients=LocalGradients([parameter for _, parameter in named]),
         pipe=StagePipe(chunks, execution, group),
-        reports=woven.reports and chunks[-1].part.ends,
+        reports=sharded.reports and chunks[-1].part.ends,
     )
 
 

@@ -21,11 +21,11 @@ from plait.parallel.sharded_model import HeldWeight, ShardedModel
 from plait.partition.execution import Execution
 
 
-def split_parameters(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> None:
+def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> None:
     """Hand each layer, and what lies outside of the layers, to FSDP2."""
     # FSDP2 rounds before its library's sum, which for bfloat16 rounds after every addition.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if execution.gradient_transfer == "bf16" else None)
-    for chunk in woven.chunks:
+    for chunk in sharded.chunks:
         # In a pipeline several micro-batches are under way, and each would gather the weights anew.
         again = execution.layout.pipeline == 1
         for layer in chunk.layers.values():
@@ -52,7 +52,7 @@ def _gather_ahead(chunk: GPT) -> None:
 
 
 def fully_sharded(
-    woven: ShardedModel,
+    sharded: ShardedModel,
     weights: Sequence[SharedWeight],
     groups: ProcessGroups,
     *,
@@ -68,10 +68,10 @@ def fully_sharded(
     local = [one.local for one in rows]
     reducer = GradientReducer(local, groups, bucket_bytes=bucket_bytes, transfer=transfer)
     return replace(
-        woven,
+        sharded,
         weights=tuple(HeldWeight(name=one.name, tensor=one.parameter.detach(), box=one.box) for one in local),
         units=tuple(whole_units(local)),
-        gradients=ShardedGradients(woven.chunks, rows, reducer),
+        gradients=ShardedGradients(sharded.chunks, rows, reducer),
     )
 
 

@@ -14,10 +14,10 @@ from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
 
 
-def shard(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
+def shard(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Shard the parameters, still on the meta device, where the layout says so. Every rank must call it."""
     if execution.layout.shard > 1 and execution.layout.shard_what == "parameters":
         from plait.parallel.sharding.fully_sharded import split_parameters  # most of a second of imports
 
-        split_parameters(woven, mesh, execution)
-    return woven
+        split_parameters(sharded, mesh, execution)
+    return sharded

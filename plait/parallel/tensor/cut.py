@@ -34,23 +34,23 @@ from plait.partition.boxes import cut, kv_heads_of
 from plait.partition.execution import Execution
 
 
-def tensor(woven: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
+def tensor(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Cut every weight to this rank's part and let the ranks of the axis compute together. Every rank must call it.
 
     The loss is known to all of them, and the first one reports it.
     """
     if mesh["tensor"].size() == 1:
-        return woven
+        return sharded
     stream = sequence_split(mesh.get_group("tensor"))
     if execution.compile == "blocks":
         # Its collectives belong to no graph.
         gather, scatter = torch.compiler.disable(stream.gather), torch.compiler.disable(stream.scatter)
         stream = replace(stream, gather=gather, scatter=scatter)
-    for chunk in woven.chunks:
+    for chunk in sharded.chunks:
         cut_weights(chunk, stream.parts, stream.index)
         share_work(chunk, stream)
     vocabulary = SharedVocabulary(execution.shape, stream)
-    return replace(woven, vocabulary=vocabulary, reports=woven.reports and stream.index == 0)
+    return replace(sharded, vocabulary=vocabulary, reports=sharded.reports and stream.index == 0)
 
 
 def cut_weights(chunk: GPT, parts: int, index: int) -> None:

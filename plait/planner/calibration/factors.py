@@ -164,8 +164,8 @@ def observation_of_items(predicted: StepItems, measured: StepItems, date: str) -
         return None
     computed_s = measured.compute_s + measured.optimizer_s - predicted.within_s
     compute = computed_s / (predicted.compute_s + predicted.bubble_s + predicted.optimizer_s)
-    telling = predicted.messages_s >= LEAST_MESSAGE_SHARE_TO_LEARN * predicted.step_s
-    messages = max(measured.messages_s / predicted.messages_s, 1 / LARGEST_CORRECTION) if telling else None
+    reported = predicted.messages_s >= LEAST_MESSAGE_SHARE_TO_LEARN * predicted.step_s
+    messages = max(measured.messages_s / predicted.messages_s, 1 / LARGEST_CORRECTION) if reported else None
     return Observation(date=date, compute=max(compute, 1 / LARGEST_CORRECTION), messages=messages)
 
 
@@ -181,8 +181,10 @@ def observation_of_step(predicted: StepItems, step_s: float, date: str) -> Obser
 def calibration_from(key: str, observations: Sequence[Observation]) -> Calibration:
     """The factors that the newest observations agree on; few observations count in part
     (WEIGHT_OF_FEW_OBSERVATIONS)."""
-    compute = [lesson.compute for lesson in observations][-OBSERVATIONS_USED:]
-    messages = [lesson.messages for lesson in observations if lesson.messages is not None][-OBSERVATIONS_USED:]
+    compute = [observation.compute for observation in observations][-OBSERVATIONS_USED:]
+    messages = [observation.messages for observation in observations if observation.messages is not None][
+        -OBSERVATIONS_USED:
+    ]
     return Calibration(
         ground=key,
         compute=_shrunk_median(compute),
@@ -215,11 +217,11 @@ def disturbance_text(steps_s: Sequence[float], load_per_core: float | None) -> s
 
 def observation_text(observation: Observation, basis: ForecastBasis) -> str:
     """What a run taught, for its last lines."""
-    told = [f"computing took {observation.compute:.2f}"]
+    lines = [f"computing took {observation.compute:.2f}"]
     if observation.messages is not None:
-        told.append(f"messages {observation.messages:.2f}")
+        lines.append(f"messages {observation.messages:.2f}")
     times = "times what the probe's times said" if basis == "clock" else "times what the formulas said"
-    return f"{' and '.join(told)} {times}: the next plan here takes it in"
+    return f"{' and '.join(lines)} {times}: the next plan here takes it in"
 
 
 def calibration_text(calibration: Calibration, items: StepItems | None, basis: ForecastBasis) -> str | None:
@@ -228,13 +230,13 @@ def calibration_text(calibration: Calibration, items: StepItems | None, basis: F
         return None
     runs = f"the last {calibration.runs} runs" if calibration.runs > 1 else "the last run"
     if abs(calibration.timed - 1) >= LEAST_CHANGE_TO_MENTION:
-        told = f"the formulas and {runs} here said" if calibration.runs else "the formulas said"
+        text = f"the formulas and {runs} here said" if calibration.runs else "the formulas said"
         without = format_duration(items.step_s / calibration.timed)
-        return f"so long took the steps that were timed here when this was planned; {told} {without}"
+        return f"so long took the steps that were timed here when this was planned; {text} {without}"
     moved = items.step_s / without_calibration(items, calibration).step_s - 1
     if not calibration.runs or abs(moved) < LEAST_CHANGE_TO_MENTION:
         return None
-    told = "the probe's times say" if basis == "clock" else "the formulas say"
+    text = "the probe's times say" if basis == "clock" else "the formulas say"
     half = ", and half of what it said is taken until there are more" if calibration.runs == 1 else ""
-    than = f"{abs(moved):.0%} {'longer' if moved > 0 else 'shorter'} than {told}"
+    than = f"{abs(moved):.0%} {'longer' if moved > 0 else 'shorter'} than {text}"
     return f"the forecast is {than}: {runs} here taught it{half}"

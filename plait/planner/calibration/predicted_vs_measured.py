@@ -54,15 +54,15 @@ def deviation_text(predicted: StepItems, observed: Observed, error: float, sourc
         return None
     if observed.items is None:
         name = "data_s" if observed.data_s > (observed.step_s - predicted.step_s) / 2 > 0 else "step_s"
-        said_s, took_s = (0.0, observed.data_s) if name == "data_s" else (predicted.step_s, observed.step_s)
+        predicted_s, took_s = (0.0, observed.data_s) if name == "data_s" else (predicted.step_s, observed.step_s)
     else:
         said, took = predicted.measurable_items(), observed.items.measurable_items()
         name = max(took, key=lambda item: (took[item] - said[item]) * (1 if off > 0 else -1))
-        said_s, took_s = said[name], took[name]
-    told = f"{_ITEM_SUBJECTS[name]} {format_duration(took_s)}, and the plan said {format_duration(said_s)}"
+        predicted_s, took_s = said[name], took[name]
+    text = f"{_ITEM_SUBJECTS[name]} {format_duration(took_s)}, and the plan said {format_duration(predicted_s)}"
     if off < 0:
-        return f"{told}: {_FASTER_TEXTS[source]}"
-    return f"{told}: {_CAUSE_TEXTS[name](source)}"
+        return f"{text}: {_FASTER_TEXTS[source]}"
+    return f"{text}: {_CAUSE_TEXTS[name](source)}"
 
 
 def memory_comparison_text(predicted_bytes: float, peak_bytes: float) -> str | None:
@@ -117,13 +117,13 @@ _CAUSE_TEXTS: Mapping[str, Callable[[ForecastSource], str]] = {
 
 def _items_in_brackets(items: StepItems, computing: str) -> str:
     names = {**ITEM_TEXTS, "compute_s": computing}
-    told = {
+    named = {
         names[item]: spent
         for item, spent in items.measurable_items().items()
         if spent >= LEAST_SHARE_TO_NAME * items.step_s
     }
     return (
-        f" ({', '.join(f'{format_duration(spent)} {name}' for name, spent in told.items())})" if len(told) > 1 else ""
+        f" ({', '.join(f'{format_duration(spent)} {name}' for name, spent in named.items())})" if len(named) > 1 else ""
     )
 
 

@@ -13,30 +13,30 @@ from plait.units import format_count
 
 def optimizer_plan(config: RunConfig, flops: float, batch_tokens: int, why: list[str]) -> OptimizerPlan:
     """AdamW's numbers for a run of so many training FLOPs, its warm-up still open."""
-    asked = config.optimizer
-    lr = asked.lr
+    requested = config.optimizer
+    lr = requested.lr
     if lr == "auto":
         usual = scaling_rules.usual_batch_tokens(flops)
         lr = float(
             f"{scaling_rules.lr_for_batch(scaling_rules.peak_lr(flops), batch=batch_tokens, usual_batch=usual):.3g}"
         )
         why.append(f"peak learning rate {lr:g}: for {flops:.1e} FLOPs and this batch (DeepSeek LLM 2024, Malladi 2022)")
-    clip = 1.0 if asked.clip == "auto" else asked.clip
+    clip = 1.0 if requested.clip == "auto" else requested.clip
     return OptimizerPlan(
         lr=lr,
         warmup_steps=0,
-        weight_decay=0.1 if asked.weight_decay == "auto" else asked.weight_decay,
-        betas=(0.9, 0.95) if asked.betas == "auto" else asked.betas,
+        weight_decay=0.1 if requested.weight_decay == "auto" else requested.weight_decay,
+        betas=(0.9, 0.95) if requested.betas == "auto" else requested.betas,
         clip=None if clip == "never" else clip,
-        schedule="cosine" if asked.schedule == "auto" else asked.schedule,
+        schedule="cosine" if requested.schedule == "auto" else requested.schedule,
     )
 
 
 def warmup_steps(config: RunConfig, steps: int, why: list[str]) -> int:
     """Steps over which the learning rate rises."""
-    asked = config.optimizer.warmup_steps
-    if asked != "auto":
-        return asked
+    requested = config.optimizer.warmup_steps
+    if requested != "auto":
+        return requested
     warmup = scaling_rules.usual_warmup_steps(steps)
     why.append(f"warm-up {warmup} steps: a twentieth of the run, 10 to 2,000 steps (after Goyal 2017)")
     return warmup
@@ -44,13 +44,13 @@ def warmup_steps(config: RunConfig, steps: int, why: list[str]) -> int:
 
 def documents_mode(config: RunConfig, corpus: CorpusFacts, sequence: int, why: list[str]) -> Literal["mask", "join"]:
     """Whether attention stays inside documents ("mask") or crosses them within a window ("join")."""
-    asked = config.data.mask_documents
-    if asked != "auto":
-        return "mask" if asked else "join"
+    requested = config.data.mask_documents
+    if requested != "auto":
+        return "mask" if requested else "join"
     mean = corpus.train_tokens / max(1, corpus.documents)
     short = mean < 8 * sequence
-    told = f"documents have {format_count(mean)} tokens on average"
+    text = f"documents have {format_count(mean)} tokens on average"
     why.append(
-        f"attention stays inside documents: {told}" if short else f"documents are joined: {told}, few windows hold two"
+        f"attention stays inside documents: {text}" if short else f"documents are joined: {text}, few windows hold two"
     )
     return "mask" if short else "join"

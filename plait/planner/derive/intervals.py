@@ -61,9 +61,9 @@ def checkpoint_every(config: RunConfig, why: list[str]) -> Every:
 
 def report_every_steps(config: RunConfig, device: str) -> int:
     """Steps between two fetches of the scalars: a GPU should not wait for each."""
-    asked = config.report.every
-    if asked != "auto":
-        every = parse_step_interval(asked)
+    requested = config.report.every
+    if requested != "auto":
+        every = parse_step_interval(requested)
         if every.value == 0:
             raise PlaitError('report.every = "never" would lose the losses; write for example "100 steps"')
         return max(1, round(every.value))
@@ -72,10 +72,10 @@ def report_every_steps(config: RunConfig, device: str) -> int:
 
 def balance_every_steps(config: RunConfig, devices: Literal["alike", "unequal"]) -> int:
     """Steps between changes of the shares, 0 for never; `devices` are "alike" only on one host of equal devices."""
-    asked = config.balance.every
-    if asked == "auto":
+    requested = config.balance.every
+    if requested == "auto":
         return 0 if devices == "alike" else DEFAULT_BALANCE_EVERY_STEPS
-    return ceil(parse_step_interval(asked, section="balance").value)
+    return ceil(parse_step_interval(requested, section="balance").value)
 
 
 def parse_step_interval(text: str, section: str = "report") -> Every:

@@ -89,8 +89,8 @@ def _best_parameter_count(config: RunConfig, budget: Amount, rate: float, unique
 
 
 def _batch_tokens(config: RunConfig, flops: float) -> float:
-    asked = config.train.batch_tokens
-    return scaling_rules.usual_batch_tokens(flops) if asked == "auto" else float(asked)
+    requested = config.train.batch_tokens
+    return scaling_rules.usual_batch_tokens(flops) if requested == "auto" else float(requested)
 
 
 def _training_tokens(config: RunConfig, budget: Amount, tokens_per_s: float, sequence: int) -> float:
@@ -98,26 +98,26 @@ def _training_tokens(config: RunConfig, budget: Amount, tokens_per_s: float, seq
         return budget.value
     if budget.unit == "seconds":
         return budget.value * tokens_per_s
-    asked = config.train.batch_tokens
-    batch = 16384 if asked == "auto" else asked
+    requested = config.train.batch_tokens
+    batch = 16384 if requested == "auto" else requested
     return budget.value * max(batch, sequence)
 
 
 def _vocabulary(config: RunConfig, corpus: CorpusFacts) -> int:
-    asked = config.model.vocabulary
-    if asked == "auto":
+    requested = config.model.vocabulary
+    if requested == "auto":
         return ceil(corpus.vocabulary / 64) * 64
-    if asked < corpus.vocabulary:
+    if requested < corpus.vocabulary:
         raise PlaitError(
-            f"the tokenizer has {corpus.vocabulary} entries, more than model.vocabulary = {asked}; "
+            f"the tokenizer has {corpus.vocabulary} entries, more than model.vocabulary = {requested}; "
             f'choose at least {corpus.vocabulary}, or "auto"'
         )
-    return asked
+    return requested
 
 
 def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFacts, why: list[str]) -> ModelShape:
-    asked = config.model.model_dump(exclude={"size", "vocabulary"})
-    explicit: dict[str, Any] = {key: value for key, value in asked.items() if value != "auto"}
+    requested = config.model.model_dump(exclude={"size", "vocabulary"})
+    explicit: dict[str, Any] = {key: value for key, value in requested.items() if value != "auto"}
     if size == "auto":
         provisional = explicit_shape(vocabulary=vocabulary, sequence=1024, **explicit)
     else:
@@ -127,15 +127,15 @@ def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFa
 
 
 def _sequence(config: RunConfig, parameters: int, corpus: CorpusFacts, why: list[str]) -> int:
-    asked = config.train.sequence
+    requested = config.train.sequence
     longest = corpus.longest_sequence
-    if asked != "auto":
-        if asked > longest:
+    if requested != "auto":
+        if requested > longest:
             raise PlaitError(
-                f"train.sequence = {asked} is longer than the data allow ({format_count(corpus.train_tokens)} training "
-                f"tokens); choose at most {longest}"
+                f"train.sequence = {requested} is longer than the data allow ({format_count(corpus.train_tokens)} "
+                f"training tokens); choose at most {longest}"
             )
-        return asked
+        return requested
     usual = scaling_rules.usual_sequence_length(parameters)
     sequence = usual if usual <= longest else max(2, longest // 16 * 16 or longest)
     why.append(f"sequence {sequence}: " + ("usual for this size" if sequence == usual else "all that the data allow"))
@@ -145,16 +145,16 @@ def _sequence(config: RunConfig, parameters: int, corpus: CorpusFacts, why: list
 def batch_sequences(config: RunConfig, run_size: RunSize, why: list[str]) -> int:
     """Sequences of a step."""
     sequence, flops = run_size.shape.sequence, run_size.flops
-    asked = config.train.batch_tokens
-    if asked != "auto":
-        if asked < sequence:
+    requested = config.train.batch_tokens
+    if requested != "auto":
+        if requested < sequence:
             raise PlaitError(
-                f"train.batch_tokens = {asked} is less than one sequence of {sequence} tokens; "
+                f"train.batch_tokens = {requested} is less than one sequence of {sequence} tokens; "
                 f"choose at least {sequence}, or a shorter train.sequence"
             )
-        if asked % sequence:
-            why.append(f"batch {asked // sequence * sequence} tokens: the whole sequences in {asked}")
-        return asked // sequence
+        if requested % sequence:
+            why.append(f"batch {requested // sequence * sequence} tokens: the whole sequences in {requested}")
+        return requested // sequence
     usual = scaling_rules.usual_batch_tokens(flops)
     least = usual if run_size.budget.unit == "steps" else scaling_rules.short_run_batch_tokens(run_size.tokens)
     sequences = max(1, round(min(usual, least) / sequence))

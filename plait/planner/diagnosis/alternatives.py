@@ -66,5 +66,5 @@ def _by_memory(inputs: CostInputs, name: str, **knobs: int | str) -> Alternative
 
 
 def _bytes(here: CostInputs, there: CostInputs) -> str:
-    told, planned = format_bytes(layout_bytes(there)), format_bytes(layout_bytes(here))
-    return f"a device would have {told} of memory in use, not {planned}" if told != planned else SETTINGS_TO_CHECK
+    text, planned = format_bytes(layout_bytes(there)), format_bytes(layout_bytes(here))
+    return f"a device would have {text} of memory in use, not {planned}" if text != planned else SETTINGS_TO_CHECK

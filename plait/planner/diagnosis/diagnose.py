@@ -140,13 +140,13 @@ def _solved(step_s: Callable[[float], float], farthest: float, measured_s: float
 
 def _swapped(swap: Alternative, measured_s: float, forecast_s: float, error: float) -> SolvedFactor:
     """Whether running in another way would take about as long as measured."""
-    there_s = layout_step_s(swap.inputs)
-    if (there_s > forecast_s) != (measured_s > forecast_s) or abs(there_s / forecast_s - 1) < NOTABLE_DIFFERENCE:
+    altered_s = layout_step_s(swap.inputs)
+    if (altered_s > forecast_s) != (measured_s > forecast_s) or abs(altered_s / forecast_s - 1) < NOTABLE_DIFFERENCE:
         return None
-    if abs(there_s / measured_s - 1) > error:
-        return Excluded(name=swap.name, step_s=there_s, bound="exactly")
-    missed = abs(log(there_s / measured_s)) / log(1 + error)
-    needs = f"a step would take {format_duration(there_s)}"
+    if abs(altered_s / measured_s - 1) > error:
+        return Excluded(name=swap.name, step_s=altered_s, bound="exactly")
+    missed = abs(log(altered_s / measured_s)) / log(1 + error)
+    needs = f"a step would take {format_duration(altered_s)}"
     return Explanation(name=swap.name, needs=needs, look=swap.look, strain=1 + missed), swap.inputs
 
 
@@ -154,11 +154,11 @@ def _experiment(suspects: Sequence[tuple[str, CostInputs]]) -> str:
     """The run whose step would differ most between the explanations, with the step that each leads to."""
     if len(suspects) < 2:
         return ""
-    told = [(0.0, "", [0.0])]
+    options = [(0.0, "", [0.0])]
     for words, change in _experiments(suspects[0][1]):
         steps = [layout_step_s(change(inputs)) for _, inputs in suspects]
-        told.append((max(steps) / min(steps), words, steps))
-    spread, words, steps = max(told)
+        options.append((max(steps) / min(steps), words, steps))
+    spread, words, steps = max(options)
     if spread < LEAST_RATIO_TO_TELL_APART:
         return ""
     each = ", ".join(f"{format_duration(s)} if it is {one[0]}" for one, s in zip(suspects, steps, strict=True))
@@ -188,23 +188,23 @@ def _experiments(inputs: CostInputs) -> list[tuple[str, Callable[[CostInputs], C
     return tried
 
 
-def diagnosis_section(told: Diagnosis) -> PlanSection:
+def diagnosis_section(diagnosis: Diagnosis) -> PlanSection:
     """The difference for people."""
-    return PlanSection(title="measured", lines=(_verdict(told), *(f"· {line}" for line in _lines(told))))
+    return PlanSection(title="measured", lines=(_verdict(diagnosis), *(f"· {line}" for line in _lines(diagnosis))))
 
 
-def diagnosis_json(told: Diagnosis) -> dict[str, Any]:
+def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """The difference as plain values, for plan's --json."""
-    return {**asdict(told), "factor": told.factor}
+    return {**asdict(diagnosis), "factor": diagnosis.factor}
 
 
-def _verdict(told: Diagnosis) -> str:
-    measured, forecast = format_duration(told.measured_s), format_duration(told.forecast_s)
+def _verdict(diagnosis: Diagnosis) -> str:
+    measured, forecast = format_duration(diagnosis.measured_s), format_duration(diagnosis.forecast_s)
     against = f"{measured} a step, and the layout above was forecast to take {forecast}"
-    bar = f"this forecast's error bar of {told.error:.0%}"
-    if told.verdict == "as forecast":
-        return f"{against}: {_far(told.factor)}, which is inside {bar}: there is nothing to explain"
-    return f"{against}: {_far(told.factor)}, more than {bar}"
+    bar = f"this forecast's error bar of {diagnosis.error:.0%}"
+    if diagnosis.verdict == "as forecast":
+        return f"{against}: {_far(diagnosis.factor)}, which is inside {bar}: there is nothing to explain"
+    return f"{against}: {_far(diagnosis.factor)}, more than {bar}"
 
 
 def _far(factor: float) -> str:
@@ -215,18 +215,18 @@ def _far(factor: float) -> str:
     return f"{abs(factor - 1):.1%} {'slower' if factor >= 1 else 'faster'}"
 
 
-def _lines(told: Diagnosis) -> list[str]:
-    if told.verdict == "as forecast":
+def _lines(diagnosis: Diagnosis) -> list[str]:
+    if diagnosis.verdict == "as forecast":
         return []
-    lines = [f"{one.name}: {one.needs}. To know: {one.look}" for one in told.explanations]
+    lines = [f"{one.name}: {one.needs}. To know: {one.look}" for one in diagnosis.explanations]
     if not lines:
         lines = ["nothing explains it alone: look whether it was this model, batch and layout, on these machines"]
-    if told.experiment:
-        lines.append(told.experiment)
-    if told.excluded:
-        lines.append(f"cannot explain it alone: {', '.join(map(_excluded, told.excluded))}")
-    share = f"{told.mfu:.1%} of the arithmetic peak (MFU), where {told.mfu_forecast:.1%} were forecast"
-    beyond = "; more than all of it: another model, batch or machine was measured" if told.mfu > 1 else ""
+    if diagnosis.experiment:
+        lines.append(diagnosis.experiment)
+    if diagnosis.excluded:
+        lines.append(f"cannot explain it alone: {', '.join(map(_excluded, diagnosis.excluded))}")
+    share = f"{diagnosis.mfu:.1%} of the arithmetic peak (MFU), where {diagnosis.mfu_forecast:.1%} were forecast"
+    beyond = "; more than all of it: another model, batch or machine was measured" if diagnosis.mfu > 1 else ""
     return [*lines, f"the measured step makes use of {share}{beyond}"]
 
 

@@ -25,14 +25,14 @@ FEW_NODES = 8
 def layout_changes(found: Search) -> list[str]:
     """At what bandwidth, memory or batch another kind of layout would be chosen."""
     all_flips = tipping_points(found)
-    told = [_flip_sentence(found, flip) for flip in all_flips]
+    lines = [_flip_sentence(found, flip) for flip in all_flips]
     for what, words in (("between", "between the nodes"), ("inside", "inside a node")):
         there = found.cluster.nodes > 1 if what == "between" else _several_inside(found.cluster)
         if there and not any(flip.what == what for flip in all_flips):
-            told.append(
+            lines.append(
                 f"no link {words}, {LARGEST_FACTOR_TRIED:.0f} times slower or faster, would change the kind of layout"
             )
-    return told
+    return lines
 
 
 def certainty_lines(found: Search) -> list[str]:
@@ -45,17 +45,17 @@ def certainty_lines(found: Search) -> list[str]:
             f"arithmetic and messages were measured on these machines ({found.cluster.measured.date}): layouts within "
             f"{found.tolerance:.0%} of each other count as equally fast; read {low} to {high}"
         ]
-    told = [
+    lines = [
         f"nothing was measured on these machines: {_record(found)}, so read {low} to {high} at best; layouts within "
         f"{found.tolerance:.0%} of each other count as equally fast"
     ]
     guessed = [i.device.name for i in found.cluster.islands if i.device.achievable is None]
     if guessed:
-        told.append(
+        lines.append(
             f"nobody has published how much of its arithmetic peak {' or '.join(dict.fromkeys(guessed))} reaches in "
             f"large products; {USUAL_ACHIEVABLE_SHARE:.0%} is assumed"
         )
-    return told
+    return lines
 
 
 def _record(found: Search) -> str:

@@ -44,7 +44,7 @@ def report_sections(found: Search, budget: Amount, *, top: int) -> tuple[PlanSec
     """The whole report, section by section."""
     chosen = found.candidates.row(found.chosen)
     who = [*unequal_lines(found, found.chosen), *memory_limit_lines(found, found.chosen)]
-    told = {
+    sections = {
         "layout": [layout_text(chosen), *_dots([*layout_sentences(chosen, found.workload.layers), *who])],
         "step": _step(found),
         "memory": _memory(found),
@@ -58,7 +58,7 @@ def report_sections(found: Search, budget: Amount, *, top: int) -> tuple[PlanSec
         "sure": _dots(certainty_lines(found)),
         "run": _dots(run_totals(found, budget)),
     }
-    return tuple(PlanSection(title=title, lines=tuple(lines)) for title, lines in told.items())
+    return tuple(PlanSection(title=title, lines=tuple(lines)) for title, lines in sections.items())
 
 
 def short_reasons(found: Search) -> tuple[str, ...]:
@@ -73,32 +73,32 @@ def short_reasons(found: Search) -> tuple[str, ...]:
 def runners_up(found: Search, top: int) -> list[int]:
     """The next best layouts: the fastest of each kind and of each way to cut the model, beside the chosen one."""
     c = found.candidates
-    weaves = np.stack([kinds_of(c), c.pipeline, c.tensor])
+    combinations = np.stack([kinds_of(c), c.pipeline, c.tensor])
     order = np.lexsort([found.complexity, found.step_s])
-    _, first = np.unique(weaves[:, order], axis=1, return_index=True)
-    own = (weaves == weaves[:, [found.chosen]]).all(axis=0)
+    _, first = np.unique(combinations[:, order], axis=1, return_index=True)
+    own = (combinations == combinations[:, [found.chosen]]).all(axis=0)
     return [int(order[place]) for place in np.sort(first) if not own[order[place]]][:top]
 
 
 def choice_reasons(found: Search) -> list[str]:
     """Why this layout is enough, and what stands against simpler ones."""
-    told = [_as_named(found) if found.constraints else _price_of_simplicity(found)]
+    reasons = [_as_named(found) if found.constraints else _price_of_simplicity(found)]
     for words, bytes_ in _too_large(found):
-        told.append(f"{words}: would be simpler, but {format_bytes(bytes_)} a device are more than there is")
+        reasons.append(f"{words}: would be simpler, but {format_bytes(bytes_)} a device are more than there is")
     here, by_kind = int(found.complexity[found.chosen]), best_of_kinds(found)
     for index in by_kind[found.complexity[by_kind] < here][:SIMPLER_KINDS_NAMED]:
-        told.append(
+        reasons.append(
             f"{kind_text(found.candidates.row(int(index)))}: simpler, but it takes {why_not(found, int(index))}"
         )
-    return told + unequal_reasons(found) + idle_machine_lines(found)
+    return reasons + unequal_reasons(found) + idle_machine_lines(found)
 
 
 def runners_up_lines(found: Search, top: int) -> list[str]:
     """What the other layouts would cost and why they lost."""
-    told = []
+    lines = []
     for index in runners_up(found, top):
-        told.append(f"{layout_text(found.candidates.row(index))}: {why_not(found, index)}")
-    return told or ["there is no other layout that fits"]
+        lines.append(f"{layout_text(found.candidates.row(index))}: {why_not(found, index)}")
+    return lines or ["there is no other layout that fits"]
 
 
 def best_of_kinds(found: Search) -> Counts:
@@ -203,22 +203,22 @@ def _worst_item(found: Search, index: int) -> str:
 
 def _counts(found: Search) -> str:
     refused = sorted(found.refused.items(), key=lambda item: -item[1])
-    told = "; ".join(f"{reason} ({count:,})" for reason, count in refused)
-    return f"{len(found.candidates):,} layouts priced, {found.n_refused:,} refused: {told}"
+    text = "; ".join(f"{reason} ({count:,})" for reason, count in refused)
+    return f"{len(found.candidates):,} layouts priced, {found.n_refused:,} refused: {text}"
 
 
 def _binds(found: Search) -> list[str]:
     parts = [(what, share) for what, share in bottlenecks(time_items(found, found.chosen)) if share >= 0.05]
-    told = ["what the step's time goes into: " + ", ".join(f"{what} {share:.0%}" for what, share in parts)]
+    lines = ["what the step's time goes into: " + ", ".join(f"{what} {share:.0%}" for what, share in parts)]
     hidden, exposed = message_seconds(found, found.chosen)
     if hidden + exposed > LEAST_SHARE_MENTIONED * found.step_s[found.chosen]:
-        told.append(
+        lines.append(
             f"messages between devices: {format_duration(hidden)} of a step run under arithmetic and cost nothing, "
             f"{format_duration(exposed)} are waited for"
         )
     capacity = found.capacity_bytes(found.chosen)
     if found.bytes_per_device(found.chosen) > capacity:
-        told.append("memory is short: this layout fits only if the allocator and the driver waste nothing")
+        lines.append("memory is short: this layout fits only if the allocator and the driver waste nothing")
     elif found.bytes_per_device(found.chosen) > 0.85 * capacity or _too_large(found):
-        told.append("memory binds: with more of it the choice would be wider")
-    return told
+        lines.append("memory binds: with more of it the choice would be wider")
+    return lines

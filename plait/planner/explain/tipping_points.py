@@ -38,14 +38,14 @@ class TippingPoint:
 
 def tipping_points(found: Search) -> list[TippingPoint]:
     """Where another kind of layout would be chosen, the nearest change first; for a layout that nobody named."""
-    told: list[TippingPoint] = []
+    lines: list[TippingPoint] = []
     if found.cluster.nodes > 1:
-        told += _of_link(found, "between", _with_between)
+        lines += _of_link(found, "between", _with_between)
     if max(island.per_node for island in found.cluster.islands) > 1:
-        told += _of_link(found, "inside", _with_inside)
-    told += _of_memory(found)
-    told += _of_batch(found)
-    return sorted(told, key=lambda flip: abs(np.log(flip.factor)))
+        lines += _of_link(found, "inside", _with_inside)
+    lines += _of_memory(found)
+    lines += _of_batch(found)
+    return sorted(lines, key=lambda flip: abs(np.log(flip.factor)))
 
 
 AlteredCluster = Callable[[Cluster, float], Cluster]
@@ -58,15 +58,15 @@ def _of_link(found: Search, what: TippingQuantity, altered: AlteredCluster) -> l
     def whole(factor: float) -> tuple[int, CandidateRow] | None:
         return _winner(lambda f: _again(found, found.workload, altered(found.cluster, f)), factor)
 
-    told = []
+    lines = []
     for step in (0.5, 2.0):
         limits = _crossing(found, quick, (1.0, step), step)
         if limits and _listed(found) < MANY_LAYOUTS:
             same, other = limits
             limits = _crossing(found, whole, (same**0.7, other), step**0.5)
         if limits and (winner := (quick if _listed(found) >= MANY_LAYOUTS else whole)(limits[1])):
-            told.append(TippingPoint(what=what, factor=limits[1], winner=winner[1]))
-    return told
+            lines.append(TippingPoint(what=what, factor=limits[1], winner=winner[1]))
+    return lines
 
 
 ChooseAt = Callable[[float], tuple[int, CandidateRow] | None]

@@ -15,22 +15,22 @@ def run_totals(found: Search, budget: Amount) -> list[str]:
     steps = steps_in_budget(budget, found.workload.batch_tokens, step_s=step_s)
     seconds = steps * step_s
     hours = seconds / 3600
-    told = [
+    lines = [
         f"{steps:,} steps, {format_count(steps * found.workload.batch_tokens)} tokens, for a budget of {budget}: "
         f"{_long(seconds)}, {format_count(hours * cluster.devices)} device-hours"
     ]
     if cluster.watts is None:
-        told.append(f"energy: unknown, because no board power of {_without(found, 'watts')} is published")
+        lines.append(f"energy: unknown, because no board power of {_without(found, 'watts')} is published")
     else:
         kwh = cluster.watts * seconds / JOULES_PER_KWH
-        told.append(f"energy: {format_count(kwh)} kWh at full board power; hosts, switches and cooling come on top")
+        lines.append(f"energy: {format_count(kwh)} kWh at full board power; hosts, switches and cooling come on top")
     if cluster.price_per_hour is None:
-        told.append(
+        lines.append(
             f"money: unknown, because no public price of {_without(found, 'price_per_hour')} is in the catalogue"
         )
     else:
-        told.append(f"money: ${format_count(cluster.price_per_hour * hours)} at public on-demand prices")
-    return told
+        lines.append(f"money: ${format_count(cluster.price_per_hour * hours)} at public on-demand prices")
+    return lines
 
 
 def _long(seconds: float) -> str:

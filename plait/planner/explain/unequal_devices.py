@@ -37,8 +37,8 @@ def unequal_lines(found: Search, index: int) -> list[str]:
     assignment, devices = found.assignment(index), found.assigner.devices
     if assignment is None or (devices.are_equal and not found.assigner.named_shares):
         return []
-    told = [_shares(found, assignment), *_stages(found, assignment)]
-    return [line for line in told if line]
+    lines = [_shares(found, assignment), *_stages(found, assignment)]
+    return [line for line in lines if line]
 
 
 def unequal_reasons(found: Search) -> list[str]:
@@ -113,11 +113,11 @@ def _by_owner(owners: Sequence[_Owner], several: bool) -> str:
         [owner] = slower
         slow = f"{whose} {_times(owner.slower)} slower than {fastest.name}"
         return f"{owner.name} does {owner.share:.0%} of each batch: {slow}"
-    told = ", ".join(
+    text = ", ".join(
         f"{owner.name} {owner.share:.0%}" + (f" ({_times(owner.slower)} slower)" if owner in slower else "")
         for owner in owners
     )
-    return f"of each batch do, by the speed of their devices: {told}"
+    return f"of each batch do, by the speed of their devices: {text}"
 
 
 def micro_sequences_values(found: Search, index: int) -> dict[str, Any]:
@@ -143,10 +143,10 @@ def memory_limit_lines(found: Search, index: int) -> list[str]:
         name = devices.names[owners[:, part].ravel()[least]]
         if limit < most:
             fewer[name] = (min(limit, fewer.get(name, (limit, 0))[0]), float(memories[:, part].ravel()[least]))
-    told = [f"{name} takes {limit}, it has {format_bytes(size)}" for name, (limit, size) in fewer.items()]
-    if len(told) > OWNERS_NAMED:
-        told = [*told[: OWNERS_NAMED - 1], f"and {len(told) - OWNERS_NAMED + 1} others fewer, too"]
-    return [f"{most} sequences at a time, and fewer where memory is short: {'; '.join(told)}"]
+    lines = [f"{name} takes {limit}, it has {format_bytes(size)}" for name, (limit, size) in fewer.items()]
+    if len(lines) > OWNERS_NAMED:
+        lines = [*lines[: OWNERS_NAMED - 1], f"and {len(lines) - OWNERS_NAMED + 1} others fewer, too"]
+    return [f"{most} sequences at a time, and fewer where memory is short: {'; '.join(lines)}"]
 
 
 def _stages(found: Search, assignment: WorkAssignment) -> list[str]:
@@ -156,19 +156,19 @@ def _stages(found: Search, assignment: WorkAssignment) -> list[str]:
         return []
     owners = np.array(devices.owner_of_device).reshape(assignment.ranks, -1)
     speeds = assignment.relative_speed.sum(axis=1)
-    told = []
+    lines = []
     for rank in range(assignment.ranks):
         names = list(dict.fromkeys(devices.names[owner] for owner in owners[rank]))
         slower = speeds.max() / speeds[rank]
         note = f", {_times(slower)} slower" if slower > 1.01 else ""
-        told.append(
+        lines.append(
             f"{assignment.layers_per_rank[rank]:.0f} on {' and '.join(names[:3])}{' and others' * (len(names) > 3)}"
             f"{note}"
         )
-    if len(told) > OWNERS_NAMED:
-        told = [*told[: OWNERS_NAMED - 1], f"… {told[-1]}"]
+    if len(lines) > OWNERS_NAMED:
+        lines = [*lines[: OWNERS_NAMED - 1], f"… {lines[-1]}"]
     head = f"the head and the loss count as {devices.head_cost_in_layers:.2g} layers"
-    return [f"layers by the speed of their devices: {'; '.join(told)} ({head})"]
+    return [f"layers by the speed of their devices: {'; '.join(lines)} ({head})"]
 
 
 def _equal_words(found: Search, assignment: WorkAssignment) -> list[str]:
@@ -200,8 +200,8 @@ def _order_words(found: Search) -> list[str]:
         what = "what [layout] asks for would not fit" if found.constraints.degrees else "no layout would fit"
         return [f"the machines stand in the order {names}: as they were given {what}"]
     longer = before_s / float(found.step_s[found.chosen]) - 1
-    roads = " (some roads between them are faster than others)" if has_unequal_links(found.cluster) else ""
-    return [f"the machines stand in the order {names}: as they were given a step would take {longer:.0%} longer{roads}"]
+    links = " (some roads between them are faster than others)" if has_unequal_links(found.cluster) else ""
+    return [f"the machines stand in the order {names}: as they were given a step would take {longer:.0%} longer{links}"]
 
 
 def _start_words(found: Search) -> list[str]:

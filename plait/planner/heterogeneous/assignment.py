@@ -219,14 +219,14 @@ def bytes_per_rank(
     Each rank is estimated as the first or last rank of a pipeline whose other ranks hold one layer per stage. Ranks in
     the middle count as the first one, which keeps the most micro-batches in flight.
     """
-    asked = [(layers, rank == len(chunks) - 1) for rank, layers in enumerate(chunks)]
+    requested = [(layers, rank == len(chunks) - 1) for rank, layers in enumerate(chunks)]
     answers = {
         (layers, last): estimate_memory(
             *workload_of_one_rank(workload, candidates, layers, last=last), profile, end="last" if last else "first"
         ).reserved
-        for layers, last in dict.fromkeys(asked)
+        for layers, last in dict.fromkeys(requested)
     }
-    return np.stack([answers[each] for each in asked])
+    return np.stack([answers[each] for each in requested])
 
 
 def workload_of_one_rank(

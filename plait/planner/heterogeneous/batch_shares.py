@@ -27,10 +27,10 @@ class ShardGroups:
     limits: tuple[int, ...]
     """Shape [data-parallel degree]: sequences of a micro-batch, at most."""
 
-    def computed(self, dealt: Sequence[int]) -> tuple[int, ...]:
+    def computed(self, assigned: Sequence[int]) -> tuple[int, ...]:
         """Sequences that each rank computes for its share, those without a counted token included."""
-        groups = [slice(first, first + self.size) for first in range(0, len(dealt), self.size)]
-        sizes = chain(*(micro_sizes(tuple(dealt[some]), self.limits[some]) for some in groups))
+        groups = [slice(first, first + self.size) for first in range(0, len(assigned), self.size)]
+        sizes = chain(*(micro_sizes(tuple(assigned[some]), self.limits[some]) for some in groups))
         return tuple(sum(max(1, size) for size in one) for one in sizes)
 
     def best_shares(self, count: int, speeds: Sequence[float]) -> tuple[int, ...]:
@@ -45,11 +45,11 @@ class ShardGroups:
             _capped_shares(count, speeds, [number * limit for limit in self.limits]) for number in range(fewest, most)
         ]
         best, *more = (*capped, free)
-        for dealt in more:
-            if slowest_s(self.computed(dealt), speeds) < (1 - LEAST_GAIN_OF_UNEQUAL_SHARES) * slowest_s(
+        for assigned in more:
+            if slowest_s(self.computed(assigned), speeds) < (1 - LEAST_GAIN_OF_UNEQUAL_SHARES) * slowest_s(
                 self.computed(best), speeds
             ):
-                best = dealt
+                best = assigned
         return best
 
 
@@ -97,10 +97,14 @@ def equal_shares(count: int, parts: int) -> tuple[int, ...]:
 
 def shares_if_worthwhile(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """Shares by speed where they shorten the step by LEAST_GAIN_OF_UNEQUAL_SHARES, else equal shares."""
-    equal, dealt = equal_shares(count, len(speeds)), shares_by_speed(count, speeds)
-    return dealt if slowest_s(dealt, speeds) < (1 - LEAST_GAIN_OF_UNEQUAL_SHARES) * slowest_s(equal, speeds) else equal
+    equal, assigned = equal_shares(count, len(speeds)), shares_by_speed(count, speeds)
+    return (
+        assigned
+        if slowest_s(assigned, speeds) < (1 - LEAST_GAIN_OF_UNEQUAL_SHARES) * slowest_s(equal, speeds)
+        else equal
+    )
 
 
-def slowest_s(dealt: Sequence[int], speeds: Sequence[float]) -> float:
+def slowest_s(assigned: Sequence[int], speeds: Sequence[float]) -> float:
     """Seconds until the last rank is done; speeds are sequences per second."""
-    return max(part / speed for part, speed in zip(dealt, speeds, strict=True))
+    return max(part / speed for part, speed in zip(assigned, speeds, strict=True))

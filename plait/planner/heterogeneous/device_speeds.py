@@ -62,13 +62,13 @@ class DeviceSpeeds:
 def device_speeds_of(workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> DeviceSpeeds:
     """The devices of a cluster, compared by the time that each takes for one sequence through the whole model."""
     slowest = device_time_of(workload, cluster, profile)
-    told = _measured_speeds(workload, cluster, slowest) or _catalogue_speeds(workload, cluster, slowest)
+    speeds = _measured_speeds(workload, cluster, slowest) or _catalogue_speeds(workload, cluster, slowest)
     head, lookup = (
         (head_cost_in_layers(workload), 0.0)
         if slowest.measured is None
         else _head_and_embedding_in_layers(slowest, slowest.measured)
     )
-    return replace(told, head_cost_in_layers=head, embedding_cost_in_layers=lookup)
+    return replace(speeds, head_cost_in_layers=head, embedding_cost_in_layers=lookup)
 
 
 def _measured_speeds(w: Workload, cluster: Cluster, slowest: DeviceTime) -> DeviceSpeeds | None:
@@ -115,9 +115,9 @@ def _catalogue_speeds(w: Workload, cluster: Cluster, slowest: DeviceTime) -> Dev
 
 def _devices(cluster: Cluster, each: list[tuple[float, int]], names: tuple[str, ...], tolerance: float) -> DeviceSpeeds:
     speeds = [speed for speed, _ in each]
-    alike = max(speeds) <= (1 + tolerance) * min(speeds)
+    are_equal = max(speeds) <= (1 + tolerance) * min(speeds)
     return DeviceSpeeds(
-        speeds=(1.0,) * len(each) if alike else tuple(speeds),
+        speeds=(1.0,) * len(each) if are_equal else tuple(speeds),
         memory_bytes=tuple(_memories(cluster)),
         owner_of_device=tuple(owner for _, owner in each),
         names=names,

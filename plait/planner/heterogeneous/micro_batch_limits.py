@@ -37,10 +37,10 @@ def memory_fit(workload: Workload, group: CandidateGroup, profile: SoftwareProfi
     replica, rank = _fullest([(one.most, one.capacity_bytes) for one in held])
     most = np.stack([one.most for one in held])[replica, rank, np.arange(len(rank))]
     meant = np.any([one.limit == one.requested for one in held], axis=0)
-    asked = np.max([one.most_requested.max(axis=0) for one in held], axis=0)
+    requested = np.max([one.most_requested.max(axis=0) for one in held], axis=0)
     fit = np.all([(one.most <= budget.usable_bytes(one.capacity_bytes)[:, None]).all(axis=0) for one in held], axis=0)
     numbers = np.max([one.number for one in held], axis=0)
-    return MemoryFit(most=np.where(meant, most, asked), fits=meant & fit, n_microbatches=numbers)
+    return MemoryFit(most=np.where(meant, most, requested), fits=meant & fit, n_microbatches=numbers)
 
 
 def replica_memory_of(
@@ -58,13 +58,13 @@ def _estimator(
     assert group.assignment is not None
     assignment, capacity = group.assignment, group.assignment.memory_bytes
     equal_ranks = group_equal_columns(np.vstack([capacity, assignment.sequences_per_replica]))
-    asked = np.max(
+    requested = np.max(
         [cut_share(share, group.candidates.micro_sequences)[1] for share in set(assignment.sequences_per_replica)],
         axis=0,
     )
     # One that all of a share goes into may have room for more, should the share grow.
-    asked = np.maximum(
-        asked,
+    requested = np.maximum(
+        requested,
         group.candidates.micro_sequences * (group.candidates.micro_sequences > max(assignment.sequences_per_replica)),
     )
     estimator = ReplicaMemoryEstimator(
@@ -73,7 +73,7 @@ def _estimator(
         profile=profile,
         assignment=assignment,
         budget=budget,
-        asked=asked,
+        requested=requested,
     )
     return estimator, equal_ranks
 

@@ -94,11 +94,11 @@ class ReplicaMemoryEstimator:
     profile: SoftwareProfile
     assignment: WorkAssignment
     budget: MemoryBudget
-    asked: Counts
+    requested: Counts
 
     def at_present_share(self, ranks: Counts) -> ReplicaMemory:
         """Micro-batches and bytes of some equal data-parallel ranks at their present share."""
-        found, every = self.at_most(ranks), np.arange(len(self.asked))
+        found, every = self.at_most(ranks), np.arange(len(self.requested))
         number, size = found.number.copy(), found.size.copy()
         needed = found.most.copy()
         fewer = every[(size < found.limit) | (number == 1) | (self.assignment.ranks > 1)]
@@ -121,9 +121,9 @@ class ReplicaMemoryEstimator:
         """Micro-batches of some equal data-parallel ranks, and the bytes that they need at the most."""
         assignment = self.assignment
         share, capacity = assignment.sequences_per_replica[int(ranks[0])], assignment.memory_bytes[:, ranks[0]]
-        limit, every = self.asked.copy(), np.arange(len(self.asked))
-        most_asked = self._most(share, limit, every)
-        most, budget = most_asked.copy(), self.budget.usable_bytes(capacity)[:, None]
+        limit, every = self.requested.copy(), np.arange(len(self.requested))
+        most_requested = self._most(share, limit, every)
+        most, budget = most_requested.copy(), self.budget.usable_bytes(capacity)[:, None]
         # Where devices are alike, or there is only one rank, other candidates take fewer at a time.
         smaller = len(np.unique(assignment.memory_bytes)) > 1 and len(assignment.sequences_per_replica) > 1
         over = every[(most > budget).any(axis=0) & (limit > 1)] if smaller else every[:0]
@@ -134,12 +134,12 @@ class ReplicaMemoryEstimator:
         number, size = cut_share(share, limit)
         return LimitedReplicas(
             replicas=ranks,
-            requested=self.asked,
+            requested=self.requested,
             limit=limit,
             number=number,
             size=size,
             most=most,
-            most_requested=most_asked,
+            most_requested=most_requested,
             capacity_bytes=capacity,
         )
 

@@ -63,17 +63,17 @@ def traced_peak(
 
 
 @lru_cache(maxsize=256)
-def _followed(workload: Workload, asked: CandidatesKey, keeps_ends: bool, end: PipelineEnd) -> dict[str, Reals]:
-    candidates = asked.candidates
+def _followed(workload: Workload, key: CandidatesKey, keeps_ends: bool, end: PipelineEnd) -> dict[str, Reals]:
+    candidates = key.candidates
     found = {name: np.zeros(len(candidates)) for name in (*MEMORY_ITEMS, "stage")}
-    for alike in _alike(workload, candidates):
-        few = candidates.select(alike)
+    for are_equal in _alike(workload, candidates):
+        few = candidates.select(are_equal)
         sizes = tensor_sizes(workload, few)
         first, last = (_items(workload, few, sizes, rank, keeps_ends) for rank in ("first", "last"))
         fuller = _fuller(first, last, end)
         for name in MEMORY_ITEMS:
-            found[name][alike] = np.where(fuller, last[name], first[name])
-        found["stage"][alike] = fuller
+            found[name][are_equal] = np.where(fuller, last[name], first[name])
+        found["stage"][are_equal] = fuller
     return found
 
 

@@ -78,17 +78,17 @@ def bandwidth_sweep(found: Search) -> Sweep | None:
     factors = np.geomspace(1 / LARGEST_FACTOR_TRIED, LARGEST_FACTOR_TRIED, BANDWIDTH_FACTORS)
     tried = _try(found, [_altered(cluster, where, float(factor)) for factor in factors])
     present, unit = _present(cluster, where)
-    told = list(dict.fromkeys(tried.chosen.tolist()))
-    told += [k for k in tried.best_s[:, BANDWIDTH_FACTORS // 2].argsort().tolist() if k not in told][
-        : max(LINES_DRAWN - len(told), 0)
+    kinds = list(dict.fromkeys(tried.chosen.tolist()))
+    kinds += [k for k in tried.best_s[:, BANDWIDTH_FACTORS // 2].argsort().tolist() if k not in kinds][
+        : max(LINES_DRAWN - len(kinds), 0)
     ]
     return Sweep(
         where=where,
         unit=unit,
         present=present,
         bandwidths=tuple(float(f * present) for f in factors),
-        lines=tuple(_line(found, tried, k) for k in told),
-        bands=_bands([told.index(k) for k in tried.chosen.tolist()], factors * present),
+        lines=tuple(_line(found, tried, k) for k in kinds),
+        bands=_bands([kinds.index(k) for k in tried.chosen.tolist()], factors * present),
     )
 
 

@@ -83,16 +83,16 @@ def draw_memory(bars: MemoryBars) -> Drawing:
     return Drawing(data=tuple(data), layout=layout, legend=legend)
 
 
-def draw_waterfall(told: Waterfall) -> Drawing:
+def draw_waterfall(waterfall: Waterfall) -> Drawing:
     """An item a row, each from where the one above ended; then the sum, and what is hidden."""
-    longest_s = max(told.step_s, told.hidden_s)
+    longest_s = max(waterfall.step_s, waterfall.hidden_s)
     factor, unit = seconds_unit(longest_s)
-    rows = [(f.name, f.start_s, f.spent_s, GROUP_COLOURS[f.group]) for f in told.falls]
-    rows.append(("the whole step", 0.0, told.step_s, GREEN))
-    if told.hidden_s > 0:
-        rows.append(("beside it: hidden messages", 0.0, told.hidden_s, HIDDEN_COLOUR))
-    texts = [f"{time_words(spent)} · {spent / told.step_s:.1%}" for _, _, spent, _ in rows]
-    texts[len(told.falls)] = time_words(told.step_s)
+    rows = [(f.name, f.start_s, f.spent_s, GROUP_COLOURS[f.group]) for f in waterfall.falls]
+    rows.append(("the whole step", 0.0, waterfall.step_s, GREEN))
+    if waterfall.hidden_s > 0:
+        rows.append(("beside it: hidden messages", 0.0, waterfall.hidden_s, HIDDEN_COLOUR))
+    texts = [f"{time_words(spent)} · {spent / waterfall.step_s:.1%}" for _, _, spent, _ in rows]
+    texts[len(waterfall.falls)] = time_words(waterfall.step_s)
     # Text goes to the side of a bar that has room for it.
     left = [(start + spent) > 0.75 * longest_s > 2 * spent for _, start, spent, _ in rows]
     inside = [spent > 0.3 * longest_s for _, _, spent, _ in rows]
@@ -121,7 +121,7 @@ def draw_waterfall(told: Waterfall) -> Drawing:
         {"range": [len(rows) - 0.5, -0.5], **names},
         annotations=notes,
     )
-    seen = [group for group in GROUPS if any(fall.group == group for fall in told.falls)]
+    seen = [group for group in GROUPS if any(fall.group == group for fall in waterfall.falls)]
     return Drawing(data=(data,), layout=layout, legend=tuple(LegendKey(colour=GROUP_COLOURS[g], words=g) for g in seen))
 
 

@@ -75,18 +75,17 @@ def layout_map(found: Search) -> LayoutMap:
     )
 
 
-def map_caption(told: LayoutMap) -> str:
+def map_caption(layout_map: LayoutMap) -> str:
     """What one sees, in words."""
-    some = "an even sample of " if len(told.dots) < told.n_layouts - told.n_beyond else ""
+    some = "an even sample of " if len(layout_map.dots) < layout_map.n_layouts - layout_map.n_beyond else ""
     words = (
-        f"Each dot is a layout ({some}{told.n_layouts:,} that fit): to the left the fast ones, at the bottom the "
-        f"simple ones. The shaded band holds those within {told.tolerance:.0%} of the fastest, which this forecast "
-        f"cannot tell apart; the star is the lowest in it, and so the plan."
+        f"Each dot is a layout ({some}{layout_map.n_layouts:,} that fit): to the left the fast ones, at the bottom the "
+        f"simple ones. The shaded band holds those within {layout_map.tolerance:.0%} of the fastest, which this "
+        f"forecast cannot tell apart; the star is the lowest in it, and so the plan."
     )
-    if told.n_beyond:
-        words += (
-            f" Those that take more than {SLOWEST_DRAWN:.0f} times as long ({told.n_beyond:,}) lie off to the right."
-        )
+    if layout_map.n_beyond:
+        beyond = f"{SLOWEST_DRAWN:.0f} times as long ({layout_map.n_beyond:,})"
+        words += f" Those that take more than {beyond} lie off to the right."
     return f"{words} Point at a dot to read what it is and why it lost."
 
 

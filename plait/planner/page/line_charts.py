@@ -26,29 +26,37 @@ from plait.report.figures import (
 )
 
 
-def draw_map(told: LayoutMap) -> Drawing:
+def draw_map(layout_map: LayoutMap) -> Drawing:
     """Dots by time and points, a colour for what cuts the model, the tolerance as a band."""
-    families = sorted({dot.family for dot in told.dots}, key=lambda family: (family != UNCUT_TEXT, len(family), family))
+    families = sorted(
+        {dot.family for dot in layout_map.dots}, key=lambda family: (family != UNCUT_TEXT, len(family), family)
+    )
     colours = {family: COLOURS[place % len(COLOURS)] for place, family in enumerate(families)}
-    times = [dot.step_s for dot in told.dots]
+    times = [dot.step_s for dot in layout_map.dots]
     factor, unit = seconds_unit(max(times))
     least, most = min(times) * factor / 1.04, max(times) * factor * 1.04
     # Points are whole numbers: a little scatter lets one see many dots on one line. The same at each writing.
-    shift = dict(zip(map(id, told.dots), np.random.default_rng(1).uniform(-0.28, 0.28, len(times)), strict=True))
+    shift = dict(zip(map(id, layout_map.dots), np.random.default_rng(1).uniform(-0.28, 0.28, len(times)), strict=True))
     data = []
     for family in families:
-        if own := [dot for dot in told.dots if dot.family == family and dot is not told.chosen]:
+        if own := [dot for dot in layout_map.dots if dot.family == family and dot is not layout_map.chosen]:
             round_ = {"color": colours[family], "size": 7, "opacity": 0.6}
             heights = [dot.points + float(shift[id(dot)]) for dot in own]
             data.append(_dots(own, factor, heights) | {"marker": round_})
     edge = {"width": 1.5, "color": "black"}
-    star = {"symbol": "star", "size": 20, "color": colours[told.chosen.family], "line": edge}
-    data.append(_dots([told.chosen], factor, [float(told.chosen.points)]) | {"marker": star})
-    band = {"type": "rect", "x0": told.fastest.step_s * factor, "x1": told.enough_s * factor, "y0": 0, "y1": 1}
+    star = {"symbol": "star", "size": 20, "color": colours[layout_map.chosen.family], "line": edge}
+    data.append(_dots([layout_map.chosen], factor, [float(layout_map.chosen.points)]) | {"marker": star})
+    band = {
+        "type": "rect",
+        "x0": layout_map.fastest.step_s * factor,
+        "x1": layout_map.enough_s * factor,
+        "y0": 0,
+        "y1": 1,
+    }
     layout = frame(
         460,
         ratio_axis(f"{unit} a step", least, most),
-        {"title": title("points of complexity"), "range": [-1, max(dot.points for dot in told.dots) + 1]},
+        {"title": title("points of complexity"), "range": [-1, max(dot.points for dot in layout_map.dots) + 1]},
         shapes=[band | {"yref": "paper", "line": {"width": 0}, "fillcolor": GREY, "opacity": 0.25, "layer": "below"}],
     )
     legend = tuple(LegendKey(colour=colours[family], words=family) for family in families)

@@ -58,7 +58,7 @@ class Picture:
     """A figure with its title, what one sees in words, and the drawing where there is something to draw."""
 
     title: str
-    told: str
+    caption: str
     drawing: Drawing | None
 
 
@@ -94,17 +94,17 @@ def pictures(found: Search) -> tuple[Picture, ...]:
     layouts, sweep = layout_map(found), bandwidth_sweep(found)
     where = sweep.where if sweep else "between devices"
     return (
-        Picture(title="Where a step's time goes", told=waterfall_caption(time), drawing=draw_waterfall(time)),
-        Picture(title="What fills a device's memory", told=memory_caption(memory), drawing=draw_memory(memory)),
+        Picture(title="Where a step's time goes", caption=waterfall_caption(time), drawing=draw_waterfall(time)),
+        Picture(title="What fills a device's memory", caption=memory_caption(memory), drawing=draw_memory(memory)),
         Picture(
             title="Which stage works when",
-            told=pipeline_caption(stages),
+            caption=pipeline_caption(stages),
             drawing=draw_pipeline(stages) if stages else None,
         ),
-        Picture(title="All layouts: fast or simple", told=map_caption(layouts), drawing=draw_map(layouts)),
+        Picture(title="All layouts: fast or simple", caption=map_caption(layouts), drawing=draw_map(layouts)),
         Picture(
             title=f"What another bandwidth {where} would change",
-            told=sweep_caption(sweep),
+            caption=sweep_caption(sweep),
             drawing=draw_sweep(sweep) if sweep else None,
         ),
     )
@@ -176,7 +176,7 @@ def _facts(found: Search) -> str:
 
 
 def _figure(picture: Picture, name: str) -> str:
-    lines = [f'<figure>\n<h3>{escape(picture.title)}</h3>\n<p class="caption">{escape(picture.told)}</p>']
+    lines = [f'<figure>\n<h3>{escape(picture.title)}</h3>\n<p class="caption">{escape(picture.caption)}</p>']
     if drawing := picture.drawing:
         values = json.dumps({"data": drawing.data, "layout": drawing.layout}, separators=(",", ":"), allow_nan=False)
         # In a script element only "<" can end the data early.

@@ -55,18 +55,18 @@ def waterfall(found: Search) -> Waterfall:
     )
 
 
-def waterfall_caption(told: Waterfall) -> str:
+def waterfall_caption(waterfall: Waterfall) -> str:
     """What one sees, in words."""
-    longest = max(told.falls, key=lambda fall: fall.spent_s)
+    longest = max(waterfall.falls, key=lambda fall: fall.spent_s)
     words = (
-        f"A step takes {time_words(told.step_s)}. The longest item is {longest.name} with "
-        f"{longest.spent_s / told.step_s:.0%}; what binds most is {told.binds}."
+        f"A step takes {time_words(waterfall.step_s)}. The longest item is {longest.name} with "
+        f"{longest.spent_s / waterfall.step_s:.0%}; what binds most is {waterfall.binds}."
     )
-    if told.hidden_s + told.exposed_s < LEAST_TIME_SHARE_SHOWN * told.step_s:
+    if waterfall.hidden_s + waterfall.exposed_s < LEAST_TIME_SHARE_SHOWN * waterfall.step_s:
         return f"{words} Messages between devices take next to nothing."
     return (
-        f"{words} Of the messages between devices {time_words(told.exposed_s)} are exposed, that is, devices wait "
-        f"for them; {time_words(told.hidden_s)} more are hidden: they travel while devices compute, and cost no "
+        f"{words} Of the messages between devices {time_words(waterfall.exposed_s)} are exposed, that is, devices wait "
+        f"for them; {time_words(waterfall.hidden_s)} more are hidden: they travel while devices compute, and cost no "
         f"time."
     )
 

@@ -50,7 +50,7 @@ class ShareChange:
 
 
 def rebalance(
-    old: Sequence[int], steps: Sequence[StepObservation], names: Sequence[str], meetings: ShardGroups | None = None
+    old: Sequence[int], steps: Sequence[StepObservation], names: Sequence[str], shard_groups: ShardGroups | None = None
 ) -> ShareChange | None:
     """The shares to go on with after steps that were all taken with the `old` ones; None where they should stay.
 
@@ -58,11 +58,11 @@ def rebalance(
     """
     if len(old) < 2 or len(steps) < LEAST_STEPS_OBSERVED:
         return None
-    meetings = meetings or ShardGroups(size=1, limits=(1,) * len(old))
-    before = meetings.computed(old)
+    shard_groups = shard_groups or ShardGroups(size=1, limits=(1,) * len(old))
+    before = shard_groups.computed(old)
     speeds = _speeds(before, steps)
-    new = meetings.best_shares(sum(old), speeds)
-    after = meetings.computed(new)
+    new = shard_groups.best_shares(sum(old), speeds)
+    after = shard_groups.computed(new)
     gain, error = _gain(before, after, steps)
     middle = len(steps) // 2
     lasting = min(_gain(before, after, window)[0] for window in (steps[:middle], steps[middle:]))
@@ -128,10 +128,10 @@ def why_rebalancing_cannot_help(plan: Plan) -> str | None:
         return None
     if plan.layout.pipeline > 1 and plan.layout.virtual_stages == 1:
         return None  # layers move from stage to stage (stage_repartition.py)
-    told = f"all ranks work on the same sequences ({plan.layout}), so shares cannot make up for a slow one"
+    text = f"all ranks work on the same sequences ({plan.layout}), so shares cannot make up for a slow one"
     if plan.layout.pipeline > 1:
-        return f"{told}: stages would have to be cut anew, which plait train --replan does for the machines as they are"
-    return f"{told}: a layout with replicate or shard could"
+        return f"{text}: stages would have to be cut anew, which plait train --replan does for the machines as they are"
+    return f"{text}: a layout with replicate or shard could"
 
 
 def is_confident(parts: int) -> float:
@@ -173,9 +173,9 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def _ranks_in_words(ranks: Sequence[int], home: set[str]) -> str:
-    told = (
+    text = (
         f"rank {ranks[0]}"
         if len(ranks) == 1
         else f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"
     )
-    return f"{told} on {next(iter(home))}" if len(home) == 1 else told
+    return f"{text} on {next(iter(home))}" if len(home) == 1 else text

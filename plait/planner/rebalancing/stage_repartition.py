@@ -61,8 +61,8 @@ def stage_costs_of(plan: Plan) -> StageCosts | None:
     ranks: list[list[int]] = [[] for _ in range(layout.pipeline)]
     for rank in range(layout.world_size):
         ranks[layout.coordinates(rank)["pipeline"]].append(rank)
-    told = plan.forecast
-    head = told.head_cost_in_layers if told else None
+    forecast = plan.forecast
+    head = forecast.head_cost_in_layers if forecast else None
     if head is None:  # nobody priced it
         head = head_cost_in_layers(
             workload_of(plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences)
@@ -70,7 +70,7 @@ def stage_costs_of(plan: Plan) -> StageCosts | None:
     return StageCosts(
         names=host_names_of_ranks(plan, ranks),
         ranks=tuple(map(tuple, ranks)),
-        embedding_cost_in_layers=told.embedding_cost_in_layers if told else 0.0,
+        embedding_cost_in_layers=forecast.embedding_cost_in_layers if forecast else 0.0,
         head_cost_in_layers=head,
         micros=len(micro_sizes(plan.sequences_per_replica, plan.micro_limits or (plan.micro_sequences,))[0]),
     )

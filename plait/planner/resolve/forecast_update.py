@@ -28,9 +28,9 @@ def updated_forecast(forecast: Forecast, runs: Calibration, step_s: float | None
         forecast.calibration,
         replace(runs, timed=1.0),
     )
-    clocked = step_s if forecast.basis == "formulas" else None
-    if clocked is not None:
-        now = replace(now, timed=clocked / with_calibration(said, now).step_s)
+    measured = step_s if forecast.basis == "formulas" else None
+    if measured is not None:
+        now = replace(now, timed=measured / with_calibration(said, now).step_s)
     if math.isclose(now.timed, before.timed) and replace(now, timed=before.timed) == before:
         return forecast  # a factor that was taken out and put in again is off by rounding, which is no news
     items, alone_s = with_calibration(said, now), forecast.one_device_step_s
@@ -43,5 +43,5 @@ def updated_forecast(forecast: Forecast, runs: Calibration, step_s: float | None
         items=items,
         calibration=now,
         one_device_step_s=None if alone_s is None else alone_s * moved,
-        error=forecast.error if clocked is None else min(MEASURED_STEP_ERROR, forecast.error),
+        error=forecast.error if measured is None else min(MEASURED_STEP_ERROR, forecast.error),
     )

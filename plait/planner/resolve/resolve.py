@@ -172,16 +172,16 @@ def _balance(config: RunConfig, resources: Resources, request: Request, split: W
 def _choice_reasons(measured: Sequence[WorkerLayout], best: WorkerLayout) -> list[str]:
     if len(measured) < 2:
         return []
-    alike = len({split.workers for split in measured}) < len(measured)
-    words = [_layout_words(split) if alike else f"{split.workers}" for split in measured]
-    told = ", ".join(
+    are_equal = len({split.workers for split in measured}) < len(measured)
+    words = [_layout_words(split) if are_equal else f"{split.workers}" for split in measured]
+    text = ", ".join(
         f"{name} × {split.threads} threads {format_duration(split.step_s or 0)}"
         for split, name in sorted(zip(measured, words, strict=True), key=lambda pair: pair[0].workers)
     )
-    winner = _layout_words(best) if alike else f"{best.workers} worker{'s' if best.workers > 1 else ''}"
+    winner = _layout_words(best) if are_equal else f"{best.workers} worker{'s' if best.workers > 1 else ''}"
     if best.step_s == min(split.step_s or 0.0 for split in measured):
-        return [f"{winner}: fastest step of those timed ({told})"]
-    return [f"{winner}: the simplest within {MEASURED_TOLERANCE:.0%} of the fastest step of those timed ({told})"]
+        return [f"{winner}: fastest step of those timed ({text})"]
+    return [f"{winner}: the simplest within {MEASURED_TOLERANCE:.0%} of the fastest step of those timed ({text})"]
 
 
 def _layout_words(split: WorkerLayout) -> str:
@@ -197,16 +197,16 @@ def _steps_and_evaluations(draft: Draft, plan: Plan, why: list[str]) -> tuple[in
     step_s = plan.step_s or (plan.forecast.step_s if plan.forecast else None)
     rough = steps_in_budget(budget, plan.batch_tokens, step_s=step_s)
     rounds = max(1, min(10, int(EVALUATION_SHARE * rough / evaluation_steps))) if evaluation_steps else 0
-    asked = None if draft.evaluations == "auto" else round(draft.evaluations.value)
+    requested = None if draft.evaluations == "auto" else round(draft.evaluations.value)
     steps = rough
     if budget.unit == "seconds" and step_s:
-        spent = rounds * evaluation_steps if asked is None else _evaluating(rough, asked, evaluation_steps)
+        spent = rounds * evaluation_steps if requested is None else _evaluating(rough, requested, evaluation_steps)
         steps = max(1, round(rough - spent))
         known = "measured" if plan.step_s else "predicted"
         why.append(f"{steps} steps: {budget} at {format_duration(step_s)} a step, as {known}, evaluations included")
     if evaluation_steps > 0.2 * steps:
         why.append("looking at the held-out text takes long beside this run; a smaller data.holdout shortens it")
-    return steps, (ceil(steps / rounds) if rounds > 1 else 0) if asked is None else asked
+    return steps, (ceil(steps / rounds) if rounds > 1 else 0) if requested is None else requested
 
 
 def _evaluating(rough: int, every: int, evaluation_steps: float) -> float:

@@ -65,9 +65,9 @@ COMPLEXITY_TABLE: tuple[ComplexityRow, ...] = (
 """From the simplest on. Each axis that cuts the model itself weighs more than everything below it together."""
 
 
-def complexity_of(candidates: Candidates, roads: Network) -> Counts:
+def complexity_of(candidates: Candidates, network: Network) -> Counts:
     """Points of each candidate: 0 is one device, or plain copies."""
-    points = sum(rung.points * rung.holds(candidates, roads.devices_per_node) for rung in COMPLEXITY_TABLE)
+    points = sum(rung.points * rung.holds(candidates, network.devices_per_node) for rung in COMPLEXITY_TABLE)
     return np.asarray(points, dtype=np.int64)
 
 

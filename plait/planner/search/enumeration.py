@@ -110,20 +110,20 @@ def _options(
     splits = _splits(degrees, constraints)
     orders = _orders(w, degrees.pipeline, constraints, profile.send_model, refused)
     experts = _experts(w, degrees)
-    weaves = []
+    combinations = []
     for (shard, what), (virtual, schedule) in product(splits, orders):
         if _clash(
             min(degrees.pipeline, 2), min(shard, 2), min(degrees.context, 2), min(degrees.tensor, 2), what, schedule
         ):
             refused[INCOMPATIBLE_SPLITS] += len(micros) * len(experts)
         else:
-            weaves.append((shard, SHARDED_STATES.index(what), virtual, SCHEDULES.index(schedule)))
+            combinations.append((shard, SHARDED_STATES.index(what), virtual, SCHEDULES.index(schedule)))
     again = _pinned(constraints, "recompute", RECOMPUTE_MODES)
-    weave, micro, expert, recompute = (
-        index.ravel() for index in np.meshgrid(np.arange(len(weaves)), micros, experts, again, indexing="ij")
+    combination, micro, expert, recompute = (
+        index.ravel() for index in np.meshgrid(np.arange(len(combinations)), micros, experts, again, indexing="ij")
     )
-    shard, what, virtual, schedule = np.array(weaves, dtype=np.int64).reshape(-1, 4)[weave].T
-    ones = np.ones(len(weave), dtype=np.int64)
+    shard, what, virtual, schedule = np.array(combinations, dtype=np.int64).reshape(-1, 4)[combination].T
+    ones = np.ones(len(combination), dtype=np.int64)
     columns = {
         "pipeline": degrees.pipeline * ones,
         "virtual": virtual,
@@ -155,8 +155,8 @@ def _micros(w: Workload, degrees: Layout, constraints: Constraints, refused: Cou
     part = ceil(w.batch_sequences / degrees.replicate)
     if constraints.micro_sequences_exactly:
         return [constraints.micro_sequences_exactly]
-    if asked := constraints.knobs.get("micro_sequences"):
-        return [min(int(asked), part)]
+    if requested := constraints.knobs.get("micro_sequences"):
+        return [min(int(requested), part)]
     every = divisors(part)
     useful = [m for m in every if m == 1 or m * w.sequence <= LONGEST_MICRO_TOKENS * degrees.context]
     refused[MICRO_BATCH_TOO_LONG] += len(every) - len(useful)
@@ -165,8 +165,8 @@ def _micros(w: Workload, degrees: Layout, constraints: Constraints, refused: Cou
 
 def _splits(degrees: Layout, constraints: Constraints) -> list[tuple[int, str]]:
     """How many of the groups split what, the rest being copies."""
-    asked = constraints.knobs.get("shard_what")
-    whats = [str(asked)] if asked else ["optimizer", "parameters"]
+    requested = constraints.knobs.get("shard_what")
+    whats = [str(requested)] if requested else ["optimizer", "parameters"]
     shards = [constraints.degrees.shard] if constraints.degrees else divisors(degrees.replicate)
     return [(shard, what) for shard in shards for what in (whats if shard > 1 else ["nothing"])]
 
@@ -177,26 +177,26 @@ def _orders(
     """Chunks of layers on a device and the schedule of the pipeline."""
     if pipeline == 1:
         return [(1, "1f1b")]
-    asked, asked_chunks = constraints.knobs.get("schedule"), constraints.virtual_stages
+    requested, requested_chunks = constraints.knobs.get("schedule"), constraints.virtual_stages
     found = [(1, "1f1b"), (1, "zero-bubble")] if pipeline > 1 else []
     for virtual in range(2, min(MOST_VIRTUAL_STAGES, w.layers // pipeline) + 1):
         if w.layers % (pipeline * virtual) and (w.layers + 2) % (pipeline * virtual):
             refused[CHUNKS_UNEVEN] += 1
         else:
             found.append((virtual, "interleaved"))
-    if asked == "gpipe" or sends == "ahead":
+    if requested == "gpipe" or sends == "ahead":
         found.append((1, "gpipe"))
     else:
         refused[GPIPE_NEEDLESS] += 1
-    kept = [(v, s) for v, s in found if asked in (None, s) and asked_chunks in (None, v)]
+    kept = [(v, s) for v, s in found if requested in (None, s) and requested_chunks in (None, v)]
     if kept or not constraints.degrees:
         return kept
     # A person may ask for chunks that do not divide evenly, if there are layers for them.
-    chunks = asked_chunks or (2 if asked == "interleaved" else 1)
+    chunks = requested_chunks or (2 if requested == "interleaved" else 1)
     if chunks * pipeline > w.layers:
         refused[TOO_FEW_LAYERS] += 1
         return []
-    return [(chunks, str(asked or ("interleaved" if chunks > 1 else "1f1b")))]
+    return [(chunks, str(requested or ("interleaved" if chunks > 1 else "1f1b")))]
 
 
 def _experts(w: Workload, degrees: Layout) -> list[int]:
@@ -206,8 +206,8 @@ def _experts(w: Workload, degrees: Layout) -> list[int]:
 
 
 def _pinned(constraints: Constraints, knob: str, names: Sequence[str]) -> list[int]:
-    asked = constraints.knobs.get(knob)
-    return [names.index(str(asked))] if asked else list(range(len(names)))
+    requested = constraints.knobs.get(knob)
+    return [names.index(str(requested))] if requested else list(range(len(names)))
 
 
 @cache

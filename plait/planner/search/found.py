@@ -139,16 +139,16 @@ class Search:
         one, held = self._held(index)
         if not held:
             return self.memory(index)
-        places = [(portion, rank) for portion in held for rank in range(len(portion.capacity_bytes))]
-        portion, rank = max(places, key=lambda place: place[0].needed_bytes[place[1], 0])
+        places = [(replica, rank) for replica in held for rank in range(len(replica.capacity_bytes))]
+        replica, rank = max(places, key=lambda place: place[0].needed_bytes[place[1], 0])
         assert one.assignment is not None
-        return memory_of_rank(self.workload, one.candidates, self.profile, one.assignment, portion, rank)
+        return memory_of_rank(self.workload, one.candidates, self.profile, one.assignment, replica, rank)
 
     def micro_sequences(self, index: int) -> tuple[int, ...]:
         """Sequences of a micro-batch of each data-parallel rank, at most; a single number where all ranks have the
         same."""
         held = self._held(index)[1]
-        by_part = {int(part): int(portion.limit[0]) for portion in held for part in portion.replicas}
+        by_part = {int(part): int(replica.limit[0]) for replica in held for part in replica.replicas}
         limits = tuple(by_part[part] for part in sorted(by_part)) or (int(self.candidates.micro_sequences[index]),)
         return limits if len(set(limits)) > 1 else limits[:1]
 

@@ -48,43 +48,47 @@ def layout_text(row: CandidateRow) -> str:
     """Axes and degrees, and what is not as usual: "pipeline (PP) 4 × tensor (TP) 8, recompute full"."""
     names = {**AXIS_ABBREVIATIONS, "shard": "FSDP" if row["shard_what"] == "parameters" else "ZeRO"}
     degrees = [f"{axis} ({names[axis]}) {row[axis]}" for axis in (*AXES, "expert") if int(row[axis]) > 1]
-    told = [" × ".join(degrees) or "one device"]
+    parts = [" × ".join(degrees) or "one device"]
     if int(row["shard"]) > 1:
-        told.append(f"splitting {'the optimizer' if row['shard_what'] == 'optimizer' else row['shard_what']}")
+        parts.append(f"splitting {'the optimizer' if row['shard_what'] == 'optimizer' else row['shard_what']}")
     if int(row["pipeline"]) > 1:
-        told.append(f"schedule {row['schedule']}" + (f" of {row['virtual']} chunks" if int(row["virtual"]) > 1 else ""))
+        parts.append(
+            f"schedule {row['schedule']}" + (f" of {row['virtual']} chunks" if int(row["virtual"]) > 1 else "")
+        )
     if row["recompute"] != "none":
-        told.append(f"recompute {row['recompute']}")
-    told.append(f"{row['micro_sequences']} sequence{'s' if int(row['micro_sequences']) > 1 else ''} at a time")
-    return ", ".join(told)
+        parts.append(f"recompute {row['recompute']}")
+    parts.append(f"{row['micro_sequences']} sequence{'s' if int(row['micro_sequences']) > 1 else ''} at a time")
+    return ", ".join(parts)
 
 
 def layout_sentences(row: CandidateRow, layers: int) -> list[str]:
     """What each axis of a layout does, a sentence each, for someone new."""
-    told = []
+    lines = []
     replicate, shard, pipeline = int(row["replicate"]), int(row["shard"]), int(row["pipeline"])
     if replicate > 1:
-        told.append(
+        lines.append(
             f"replicate (DP, data parallel) {replicate}: {replicate} copies of the model learn from different "
             "sequences and add up their gradients at the end of each step"
         )
     if shard > 1:
-        told.append(_shard_sentence(shard, str(row["shard_what"])))
+        lines.append(_shard_sentence(shard, str(row["shard_what"])))
     if pipeline > 1:
-        told.append(
+        lines.append(
             f"pipeline (PP) {pipeline}: the {layers} layers stand on {pipeline} groups of devices, and portions of the "
             f"batch pass through one group after the other (schedule {row['schedule']})"
         )
     if int(row["context"]) > 1:
-        told.append(f"context (CP) {row['context']}: each sequence is cut in {row['context']} parts that exchange keys")
+        lines.append(
+            f"context (CP) {row['context']}: each sequence is cut in {row['context']} parts that exchange keys"
+        )
     if int(row["tensor"]) > 1:
-        told.append(f"tensor (TP) {row['tensor']}: {row['tensor']} devices compute each matrix product together")
+        lines.append(f"tensor (TP) {row['tensor']}: {row['tensor']} devices compute each matrix product together")
     if int(row["expert"]) > 1:
-        told.append(f"expert (EP) {row['expert']}: each of {row['expert']} devices holds other experts of every layer")
+        lines.append(f"expert (EP) {row['expert']}: each of {row['expert']} devices holds other experts of every layer")
     if row["recompute"] != "none":
         what = "every layer's forward pass is" if row["recompute"] == "full" else "a part of every layer is"
-        told.append(f"recompute {row['recompute']}: {what} computed again in the backward pass, to save memory")
-    return told or ["one device does everything"]
+        lines.append(f"recompute {row['recompute']}: {what} computed again in the backward pass, to save memory")
+    return lines or ["one device does everything"]
 
 
 def _shard_sentence(shard: int, what: str) -> str:

@@ -58,8 +58,8 @@ def stated_error(workload: Workload, cluster: Cluster) -> float:
 
 @cache
 def _known() -> dict[RunFamily, PublishedErrors]:
-    told = tomllib.loads(ERRORS_FILE.read_text(encoding="utf-8"))
-    known = {family: PublishedErrors(**told[family]) for family in FAMILIES if told[family]["rows"]}
+    errors = tomllib.loads(ERRORS_FILE.read_text(encoding="utf-8"))
+    known = {family: PublishedErrors(**errors[family]) for family in FAMILIES if errors[family]["rows"]}
     worst = PublishedErrors(
         rows=0, median=max(e.median for e in known.values()), p90=max(e.p90 for e in known.values())
     )

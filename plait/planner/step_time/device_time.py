@@ -36,8 +36,8 @@ class DeviceTime:
             once = layer_time(self.workload, self.rates, self.profile, candidates)
         else:
             once = _measured_layer_time(self.workload, self.measured, candidates)
-        learnt = self.profile.calibration.compute
-        return LayerTime(**{field.name: getattr(once, field.name) * learnt for field in fields(LayerTime)})
+        factor = self.profile.calibration.compute
+        return LayerTime(**{field.name: getattr(once, field.name) * factor for field in fields(LayerTime)})
 
     def head_s(self, candidates: Candidates) -> Reals:
         """The head and the loss, forward and backward, of one micro-batch."""
@@ -52,10 +52,10 @@ class DeviceTime:
             return np.add(*head_time(self.workload, self.rates, self.profile, candidates))
         w, tokens = self.workload, local_tokens(self.workload, candidates)
         entries = w.vocabulary / candidates.tensor
-        looked_up = measured_compute.embedding_s(self.measured, tokens, w.width, entries)
+        embedding = measured_compute.embedding_s(self.measured, tokens, w.width, entries)
         # In a pipeline the first stage looks tokens up, and it has no head.
         return measured_compute.head_s(self.measured, tokens, w.width, entries) + np.where(
-            candidates.pipeline == 1, looked_up, 0.0
+            candidates.pipeline == 1, embedding, 0.0
         )
 
     def _update_s(self, weights: Reals) -> Reals:

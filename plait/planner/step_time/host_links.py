@@ -44,8 +44,8 @@ class HostLinks:
             used = [self.links[pair] for pair in self._host_pairs(ranks, apart, pattern)]
             if used:
                 here = (group_size == ranks) & (stride == apart)
-                road = max(used, key=_seconds_per_byte)
-                found[here] = seconds_at_sizes(road, message_bytes[here]) / seconds_at_sizes(
+                link = max(used, key=_seconds_per_byte)
+                found[here] = seconds_at_sizes(link, message_bytes[here]) / seconds_at_sizes(
                     slowest, message_bytes[here]
                 )
         return np.minimum(found, 1.0)

@@ -169,20 +169,20 @@ def _interpolated_work_s(device: MeasuredDevice, work: MeasuredWork, sizes: Sequ
 
 
 def _interpolated_s(
-    work: MeasuredWork, known: Sequence[tuple[tuple[int, ...], float]], sizes: Sequence[Any], amount: WorkAmount
+    work: MeasuredWork, points: Sequence[tuple[tuple[int, ...], float]], sizes: Sequence[Any], amount: WorkAmount
 ) -> Reals:
     """Seconds at `sizes` from seconds at known sizes, by rates: amounts of work a second."""
-    if not known:
+    if not points:
         raise PlaitError(f"{work} was not measured; probe again with plait probe --again")
-    asked = np.stack(np.broadcast_arrays(*(np.asarray(x, dtype=np.float64) for x in sizes)))
-    places = np.log2(np.array([place for place, _ in known], dtype=np.float64))
-    rates = np.log(np.array([amount(place) / seconds for place, seconds in known]))
-    at = np.log2(np.maximum(asked, 1.0)).reshape(len(asked), -1).T
+    requested = np.stack(np.broadcast_arrays(*(np.asarray(x, dtype=np.float64) for x in sizes)))
+    places = np.log2(np.array([place for place, _ in points], dtype=np.float64))
+    rates = np.log(np.array([amount(place) / seconds for place, seconds in points]))
+    at = np.log2(np.maximum(requested, 1.0)).reshape(len(requested), -1).T
     at = np.clip(at, places.min(axis=0), places.max(axis=0))
     squares = ((at[:, None, :] - places[None]) ** 2).sum(axis=2)
     weights = (squares + 1e-9) ** (-INVERSE_DISTANCE_POWER / 2)
-    rate = np.exp((weights * rates).sum(axis=1) / weights.sum(axis=1)).reshape(asked.shape[1:])
-    return amount(asked) / rate
+    rate = np.exp((weights * rates).sum(axis=1) / weights.sum(axis=1)).reshape(requested.shape[1:])
+    return amount(requested) / rate
 
 
 def _nearest_measured_link(measured: Measurements, kind: MessageKind, scope: Scope, ranks: Any) -> MeasuredLink:

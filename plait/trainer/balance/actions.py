@@ -61,11 +61,11 @@ class Balance:
         meter: Meter,
         file: Path,
         world: Sums,
-        tell: Callable[..., None],
+        report: Callable[..., None],
         restage: MoveLayers | None = None,
     ) -> None:
         """Without `restage` stages stay as they are."""
-        self._tell, self._restage = tell, restage
+        self._tell, self._restage = report, restage
         self._assembly, self._meter, self._world, self._file = assembly, meter, world, file
         self._every = assembly.plan.balance_every_steps
         self._parts = assembly.plan.sequences_per_replica
@@ -109,14 +109,14 @@ class Balance:
         link_s = message_from_before_s() if self._times_links else 0.0
         rows = torch.tensor([(*astuple(times), link_s) for times in own], dtype=torch.float64).reshape(-1, 5)
         gathered = [part.tolist() for part in self._world.gather(rows)]
-        told: list[str] = []
+        lines: list[str] = []
         if self._ledger is not None:
-            told = self._ledger.note(state.step, gathered, self._parts)
+            lines = self._ledger.note(state.step, gathered, self._parts)
         if self._world.size > 2:  # of two hosts' one cable everybody knows which it is
-            asked = self._ledger is not None and self._ledger.asks_for_links
-            self._times_links = bool(self._world.largest(torch.tensor([int(asked)]))[0])
+            requested = self._ledger is not None and self._ledger.asks_for_links
+            self._times_links = bool(self._world.largest(torch.tensor([int(requested)]))[0])
         recorded = any(step > state.step for step, *_ in self._lines)
-        return told + (self._decide(state.step + 1) if due and not recorded else [])
+        return lines + (self._decide(state.step + 1) if due and not recorded else [])
 
     def _decide(self, step: int) -> list[str]:
         """Agree on the shares, or the stages, from `step` on."""
@@ -146,8 +146,8 @@ class Balance:
         if self._stages is None:
             return []
         own = most_layers(self._assembly, self._assembly.plan.workers_beside(self._world.index))
-        told = [int(one) for one in self._world.gather(torch.tensor([own]))]
-        return [min(told[rank] for rank in ranks) for ranks in self._stages.ranks]
+        rooms = [int(one) for one in self._world.gather(torch.tensor([own]))]
+        return [min(rooms[rank] for rank in ranks) for ranks in self._stages.ranks]
 
     def _due_at(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shares and the stages of a step."""
@@ -181,15 +181,15 @@ class BalanceLedger:
             self._parts = parts
             self._steps.clear()
         steps = list(zip(*rows_of_ranks, strict=True))
-        told: list[str] = []
+        lines: list[str] = []
         for step, rows in enumerate(steps, start=last_step - len(steps) + 1):
             if not self._warm:  # the first step of a process also makes room, and fills caches
                 self._warm = True
                 continue
             self._steps.append(self._measured(rows))
-            told += self._watched(step, rows)
+            lines += self._watched(step, rows)
         del self._steps[: -2 * max(self._plan.balance_every_steps, LEAST_STEPS_OBSERVED)]
-        return told
+        return lines
 
     def restaged(self, layers: tuple[int, ...]) -> None:
         """Note that stages have these layers from now on."""

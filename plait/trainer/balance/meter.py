@@ -205,30 +205,30 @@ def sees_waits(plan: Plan) -> bool:
 
 def metered(assembly: Assembly, clock: StepClock) -> tuple[Assembly, Meter]:
     """The same rank with a meter in it; before its first step."""
-    plan, woven = assembly.plan, assembly.model
+    plan, sharded = assembly.plan, assembly.model
     lockstep = plan.layout.shard > 1 and plan.layout.shard_what == "parameters"
     meter = Meter(clock, _FORWARDS[plan.layout.recompute] if lockstep else None)
     if lockstep and sees_waits(plan):
-        _watch_forwards(woven, meter)
+        _watch_forwards(sharded, meter)
     elif plan.layout.shard > 1 and sees_waits(plan):
-        _watch_waits(woven, meter)
-    if isinstance(woven.pipe, StagePipe):
-        woven.pipe.wait = meter.wait
-    woven = replace(woven, gradients=MeteredGradients(woven.gradients, meter))
-    run_micros, evaluate_micros = runners(woven, make_autocast(plan.precision, assembly.device))
-    return replace(assembly, model=woven, run_micros=run_micros, evaluate_micros=evaluate_micros), meter
+        _watch_waits(sharded, meter)
+    if isinstance(sharded.pipe, StagePipe):
+        sharded.pipe.wait = meter.wait
+    sharded = replace(sharded, gradients=MeteredGradients(sharded.gradients, meter))
+    run_micros, evaluate_micros = runners(sharded, make_autocast(plan.precision, assembly.device))
+    return replace(assembly, model=sharded, run_micros=run_micros, evaluate_micros=evaluate_micros), meter
 
 
-def _watch_forwards(woven: ShardedModel, meter: Meter) -> None:
+def _watch_forwards(sharded: ShardedModel, meter: Meter) -> None:
     """From where a layer's weights are gathered to the end of its forward."""
-    for chunk in woven.chunks:
+    for chunk in sharded.chunks:
         for layer in chunk.layers.values():
             meter.around(layer, nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook)
 
 
-def _watch_waits(woven: ShardedModel, meter: Meter) -> None:
+def _watch_waits(sharded: ShardedModel, meter: Meter) -> None:
     """Around the hooks that wait for updated weights before a module runs."""
-    for chunk in woven.chunks:
+    for chunk in sharded.chunks:
         for module in (*chunk.layers.values(), chunk.embed, chunk.norm):
             if module is not None:
                 meter.around(module, _first_of_all, nn.Module.register_forward_pre_hook)
