@@ -22,9 +22,9 @@ from plait.parallel.mesh import make_mesh, world_sums
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
-from plait.trainer.balance.meter import clock_of, metered
+from plait.trainer.balance.meter import clock_of, with_meter
 from plait.trainer.state import TrainState
-from plait.trainer.worker import joined
+from plait.trainer.worker import process_group_for
 
 TIMES = "times.jsonl"
 """A line a step: each rank's seconds (computing, waiting for others, for data, a timed message), and the step's."""
@@ -71,11 +71,11 @@ def read_delay(file: Path) -> float:
 def main(folder: Path, rank: int) -> None:
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
     place = Place(rank=rank, world_size=plan.world_size, rendezvous=str(folder / "rendezvous"))
-    with joined(place, plan):
+    with process_group_for(place, plan):
         world = world_sums()
         assembly = assemble(config, plan, sums=world, mesh=make_mesh(plan.layout, plan.device))
         assembly = _with_slow_data(assembly, config.run.seed, folder / f"delay-{rank}")
-        assembly, meter = metered(assembly, clock_of(assembly.device))
+        assembly, meter = with_meter(assembly, clock_of(assembly.device))
         state, write = TrainState(), _writer(folder / TIMES) if rank == 0 else None
         began = time.perf_counter()
         while True:

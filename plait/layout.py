@@ -129,6 +129,6 @@ INCOMPATIBLE: tuple[Conflict, ...] = (
 """What cannot be combined, for everyone who lists or checks layouts."""
 
 
-def conflict(layout: Layout) -> str | None:
+def conflict_sentence(layout: Layout) -> str | None:
     """Why a layout cannot be, as a sentence with the mend; None where it can."""
     return next((row.reason for row in INCOMPATIBLE if row.applies(layout)), None)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from plait.errors import RunFailed
 
-QUIET_S = 60.0
-IN_ALL_S = 540.0
+SILENCE_LIMIT_S = 60.0
+ARRIVAL_LIMIT_S = 540.0
 """Less than the ten minutes after which the other ranks take rank 0, which waits here, for lost."""
 
 _LOOK_EVERY_S = 0.02
@@ -22,7 +22,9 @@ def part_files(rank: int) -> tuple[str, str]:
     return f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
 
 
-def await_parts(staging: Path, world_size: int, *, quiet_s: float = QUIET_S, in_all_s: float = IN_ALL_S) -> None:
+def await_parts(
+    staging: Path, world_size: int, *, quiet_s: float = SILENCE_LIMIT_S, in_all_s: float = ARRIVAL_LIMIT_S
+) -> None:
     """Block until every rank's part lies in `staging`; rank 0 alone calls it, before `publish`.
 
     Returns at once where all hosts share the folder. Raises RunFailed when a part was refused, when nothing has come
@@ -46,11 +48,11 @@ def refuse_part(staging: Path, rank: int, sentence: str) -> None:
     removed first."""
     for name in part_files(rank):
         (staging / name).unlink(missing_ok=True)
-        (staging / aside(name)).unlink(missing_ok=True)
+        (staging / partial_name(name)).unlink(missing_ok=True)
     (staging / _refusal(rank)).write_text(sentence, encoding="utf-8")
 
 
-def aside(name: str) -> str:
+def partial_name(name: str) -> str:
     """Under which name a file arrives, until all of it is there."""
     return f".{name}.part"
 

@@ -85,7 +85,7 @@ def check_model(manifest: Manifest, shape: Mapping[str, object]) -> None:
             )
 
 
-def arrange(parts: Iterable[StoredPart]) -> tuple[bytes, list[StoredPart]]:
+def safetensors_header(parts: Iterable[StoredPart]) -> tuple[bytes, list[StoredPart]]:
     """The header of the one safetensors file that holds these parts, and the parts in file order with `begin` set.
 
     Writer and reader both derive the file's layout here, so nobody ever has to trust a header found on disk.
@@ -109,20 +109,20 @@ def sort_parts(parts: Iterable[StoredPart]) -> tuple[StoredPart, ...]:
     return tuple(sorted(parts, key=lambda part: (part.tensor, part.offset, part.extent, part.file)))
 
 
-def render_parts(parts: Iterable[StoredPart]) -> str:
+def parts_text(parts: Iterable[StoredPart]) -> str:
     """Parts as a JSON list with one part a line, so that two manifests can be compared by `diff`."""
     rows = ",\n".join(json.dumps({name: getattr(part, name) for name in _FIELDS}) for part in parts)
     return f"[\n{rows}\n]" if rows else "[]"
 
 
-def read_parts(rows: object) -> tuple[StoredPart, ...]:
-    """The inverse of `render_parts` on decoded JSON; raises ValueError with the reason on anything odd."""
+def parse_parts(rows: object) -> tuple[StoredPart, ...]:
+    """The inverse of `parts_text` on decoded JSON; raises ValueError with the reason on anything odd."""
     if not isinstance(rows, list):
         raise ValueError("its parts are not a list")
     return tuple(_read_part(row) for row in rows)
 
 
-def render(manifest: Manifest) -> str:
+def manifest_text(manifest: Manifest) -> str:
     """The text of manifest.json: a function of the values alone, closed by the SHA-256 of all that precedes it."""
     is_rng = [part.tensor.startswith("rng/") for part in manifest.parts]
     text = (
@@ -130,14 +130,15 @@ def render(manifest: Manifest) -> str:
         f'"step": {_scalar(manifest.step)},\n'
         f'"cursor": {_scalar(manifest.cursor)},\n'
         f'"model": {json.dumps(manifest.model, sort_keys=True)},\n'
-        f'"rng": {render_parts(part for part, rng in zip(manifest.parts, is_rng, strict=True) if rng)},\n'
-        f'"parts": {render_parts(part for part, rng in zip(manifest.parts, is_rng, strict=True) if not rng)},\n'
+        f'"rng": {parts_text(part for part, rng in zip(manifest.parts, is_rng, strict=True) if rng)},\n'
+        f'"parts": {parts_text(part for part, rng in zip(manifest.parts, is_rng, strict=True) if not rng)},\n'
     )
     return f'{text}"sha256": "{sha256(text.encode()).hexdigest()}"\n}}\n'
 
 
-def parse(data: bytes) -> Manifest:
-    """Read manifest.json; raises ValueError with the reason unless it is, byte for byte, what `render` writes."""
+def parse_manifest(data: bytes) -> Manifest:
+    """Read manifest.json; raises ValueError with the reason unless it is, byte for byte, as `manifest_text` writes
+    it."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
@@ -150,13 +151,13 @@ def parse(data: bytes) -> Manifest:
         )
     try:
         step, cursor, model = found["step"]["value"], found["cursor"]["value"], found["model"]
-        parts = sort_parts(read_parts(found["rng"]) + read_parts(found["parts"]))
+        parts = sort_parts(parse_parts(found["rng"]) + parse_parts(found["parts"]))
     except (KeyError, TypeError):
         raise ValueError("a field is missing or has the wrong type") from None
     if type(step) is not int or type(cursor) is not int or not isinstance(model, dict):
         raise ValueError("step, cursor or model has the wrong type")
     manifest = Manifest(step=step, cursor=cursor, model=model, parts=parts)
-    if render(manifest).encode() != data:
+    if manifest_text(manifest).encode() != data:
         raise ValueError("its text does not match its own SHA-256")
     check_cover(parts)
     return manifest
@@ -184,12 +185,15 @@ def _overlap(boxes: list[StoredPart]) -> bool:
         for other in boxes[index + 1 :]:
             if other.offset[dim] >= one.offset[dim] + one.extent[dim]:
                 break
-            if all(_meet(*sides) for sides in zip(one.offset, one.extent, other.offset, other.extent, strict=True)):
+            if all(
+                _overlap_in_one_dim(*sides)
+                for sides in zip(one.offset, one.extent, other.offset, other.extent, strict=True)
+            ):
                 return True
     return False
 
 
-def _meet(offset: int, extent: int, other_offset: int, other_extent: int) -> bool:
+def _overlap_in_one_dim(offset: int, extent: int, other_offset: int, other_extent: int) -> bool:
     return offset < other_offset + other_extent and other_offset < offset + extent
 
 

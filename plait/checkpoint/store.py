@@ -15,7 +15,15 @@ from json import loads
 from pathlib import Path
 
 from plait.checkpoint.durable import clean_stop, sync_folder, write_durably
-from plait.checkpoint.manifest import Manifest, StoredPart, arrange, parse, read_parts, render, sort_parts
+from plait.checkpoint.manifest import (
+    Manifest,
+    StoredPart,
+    manifest_text,
+    parse_manifest,
+    parse_parts,
+    safetensors_header,
+    sort_parts,
+)
 from plait.errors import PlaitError, RunFailed
 from plait.units import format_bytes
 
@@ -27,7 +35,7 @@ _LEFTOVER = re.compile(r"\.(step-(?:0|[1-9]\d*))\.(staging|replaced|pruned)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundCheckpoint:
     """The newest checkpoint that verified, and a sentence for each newer one that did not."""
 
     path: Path
@@ -62,14 +70,14 @@ def publish(
     """
     with clean_stop(staging):
         lists = [staging / f"rank-{rank:05d}.json" for rank in range(world_size)]
-        parts = sort_parts(part for path in lists for part in read_parts(loads(path.read_bytes())))
+        parts = sort_parts(part for path in lists for part in parse_parts(loads(path.read_bytes())))
         missing = sorted(set(needs) - {part.tensor for part in parts})
         if missing:
             raise RunFailed(
                 f"no worker wrote {missing[0]}, and step {step} is not saved; this is a bug in plait, please report it"
             )
-        text = render(Manifest(step=step, cursor=cursor, model=model, parts=parts)).encode()
-        manifest = parse(text)
+        text = manifest_text(Manifest(step=step, cursor=cursor, model=model, parts=parts)).encode()
+        manifest = parse_manifest(text)
         write_durably(staging / MANIFEST, text)
         keep = {MANIFEST} | {part.file for part in parts}
         for path in staging.iterdir():
@@ -96,7 +104,7 @@ def verify_checkpoint(path: Path) -> Manifest:
     return manifest
 
 
-def newest_good(folder: Path) -> Found | None:
+def newest_good(folder: Path) -> FoundCheckpoint | None:
     """The newest checkpoint in `folder` that verifies; None only where there never was one.
 
     Raises PlaitError where there are checkpoints and none verifies: starting afresh would hide that work was lost.
@@ -105,7 +113,9 @@ def newest_good(folder: Path) -> Found | None:
     skipped: list[str] = []
     for step in sorted(checkpoints, reverse=True):
         try:
-            return Found(path=checkpoints[step], manifest=_verify_step(checkpoints, step), skipped=tuple(skipped))
+            return FoundCheckpoint(
+                path=checkpoints[step], manifest=_verify_step(checkpoints, step), skipped=tuple(skipped)
+            )
         except PlaitError as error:
             skipped.append(str(error))
     if skipped:
@@ -157,13 +167,13 @@ def _read_manifest(path: Path) -> Manifest:
     if path.stat().st_size > MAX_MANIFEST_BYTES:
         raise _damaged(path, f"it is larger than {format_bytes(MAX_MANIFEST_BYTES)}")
     try:
-        return parse(path.read_bytes())
+        return parse_manifest(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from None
 
 
 def _check_file(path: Path, parts: Sequence[StoredPart], pool: ThreadPoolExecutor) -> None:
-    header, expected = arrange(parts)
+    header, expected = safetensors_header(parts)
     if set(parts) != set(expected) or len({part.key for part in parts}) < len(parts):
         raise _damaged(path.parent / MANIFEST, f"it misplaces the parts of {path.name}")
     if not path.is_file():

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from plait.checkpoint.durable import clean_stop, require_space, sync_folder, write_durably
-from plait.checkpoint.manifest import ITEM_BYTES, Manifest, StoredPart, arrange, render_parts, sort_parts
+from plait.checkpoint.manifest import ITEM_BYTES, Manifest, StoredPart, parts_text, safetensors_header, sort_parts
 from plait.errors import PlaitError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -74,7 +74,7 @@ def write_rank(staging: Path, rank: int, tensors: Mapping[str, TensorSlice | Seq
         parted = [(_part(name, one, file), one) for name, some in tensors.items() for one in _listed(some)]
         # By key, hence once only: a box given twice, such as an empty share, is one part.
         parts_by_key, local = {part.key: part for part, _ in parted}, {part.key: one.tensor for part, one in parted}
-        header, parts = arrange(parts_by_key.values())
+        header, parts = safetensors_header(parts_by_key.values())
         staging.mkdir(parents=True, exist_ok=True)
         require_space(staging, len(header) + sum(part.nbytes for part in parts))
         with (staging / file).open("wb") as out:
@@ -82,7 +82,7 @@ def write_rank(staging: Path, rank: int, tensors: Mapping[str, TensorSlice | Seq
             written = [_write(out, part, local[part.key]) for part in parts]
             out.flush()
             os.fsync(out.fileno())
-        write_durably(staging / f"rank-{rank:05d}.json", render_parts(sort_parts(written)).encode())
+        write_durably(staging / f"rank-{rank:05d}.json", parts_text(sort_parts(written)).encode())
         sync_folder(staging)
 
 

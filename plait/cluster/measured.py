@@ -16,7 +16,7 @@ from plait.cluster.described import check_keys
 from plait.errors import PlaitError
 
 MEASURED_FORMAT = 1
-NOISY = 0.25
+NOISY_SPREAD = 0.25
 """Spread of the figures from which on they are doubted."""
 
 MeasuredWork = Literal[
@@ -189,7 +189,7 @@ class Measurements:
     @property
     def noise(self) -> str:
         """What is to be said where the figures spread too far; empty where they do not."""
-        if self.unsteady <= NOISY:
+        if self.unsteady <= NOISY_SPREAD:
             return ""
         return f"the figures spread by {self.unsteady:.0%}, though medians count: other programs were running"
 

@@ -33,12 +33,12 @@ def pool_measurements(measured: Measurements) -> Measurements:
     devices = list(measured.devices)
     for places in makes.values():
         if len(places) > 1:
-            for place, host in zip(places, _of_one_make([devices[place] for place in places]), strict=True):
+            for place, host in zip(places, _pool_equal_hosts([devices[place] for place in places]), strict=True):
                 devices[place] = host
     return replace(measured, devices=tuple(devices))
 
 
-def _of_one_make(hosts: Sequence[MeasuredDevice]) -> Sequence[MeasuredDevice]:
+def _pool_equal_hosts(hosts: Sequence[MeasuredDevice]) -> Sequence[MeasuredDevice]:
     times = [_times(host) for host in hosts]
     pieces = [piece for piece in times[0] if all(piece in other for other in times)]
     log_times = np.log([[own[piece] for piece in pieces] for own in times])
@@ -51,7 +51,7 @@ def _of_one_make(hosts: Sequence[MeasuredDevice]) -> Sequence[MeasuredDevice]:
     if max(_quantile(np.abs(off), weights, MOSTLY) for off in log_times - fitted) > ALIKE:
         return hosts
     return [
-        _with(host, dict(zip(pieces, np.exp(own).tolist(), strict=True)))
+        _with_seconds(host, dict(zip(pieces, np.exp(own).tolist(), strict=True)))
         for host, own in zip(hosts, fitted, strict=True)
     ]
 
@@ -60,7 +60,7 @@ def _times(host: MeasuredDevice) -> dict[_Piece, float]:
     return {(one.work, one.sizes): one.seconds for one in host.timed}
 
 
-def _with(host: MeasuredDevice, seconds: dict[_Piece, float]) -> MeasuredDevice:
+def _with_seconds(host: MeasuredDevice, seconds: dict[_Piece, float]) -> MeasuredDevice:
     kept = {**_times(host), **seconds}
     return replace(host, timed=tuple(replace(one, seconds=kept[one.work, one.sizes]) for one in host.timed))
 

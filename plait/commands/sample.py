@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from plait.checkpoint.store import Found, newest_good
+from plait.checkpoint.store import FoundCheckpoint, newest_good
 from plait.commands.planning.run_folder import RunFolder, find_run
 from plait.data.preparation.tokens import Tokenizer, load_tokenizer
 from plait.errors import PlaitError
@@ -32,7 +32,7 @@ def sample(run: str, prompt: str, *, tokens: int, temperature: float, top_p: flo
     yield from decode_incrementally(tokenizer, ids[1:], new)
 
 
-def load_model(folder: RunFolder) -> tuple[GPT, Found]:
+def load_model(folder: RunFolder) -> tuple[GPT, FoundCheckpoint]:
     """The run's model with the weights of its newest checkpoint that verifies, on the CPU or the first GPU."""
     found = newest_good(folder.checkpoints)
     if found is None:

@@ -20,7 +20,7 @@ from plait.layout import Layout
 from plait.planner.derive.training_job import precision_of
 from plait.planner.plan import Plan
 from plait.planner.search.validity import check_devices
-from plait.proof.verdict import ROUNDED, SINGLE, Verdict
+from plait.proof.verdict import BF16_TRANSFER_TOLERANCES, FLOAT32_TOLERANCES, Verdict
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 
@@ -70,7 +70,7 @@ def _check_rounded(config: RunConfig, plan: Plan, workers: WorkerPool, screen: S
     """The proof once more with gradients that travel in the recipe's precision; exact but for their rounding."""
     screen.print("         exact where gradients travel whole; now as bfloat16, which changes the numbers")
     rounded = replace(plan, gradient_transfer="bf16")
-    return check_gradients(config, rounded, workers, scope="gradients", tolerances=ROUNDED)
+    return check_gradients(config, rounded, workers, scope="gradients", tolerances=BF16_TRANSFER_TOLERANCES)
 
 
 def _check_here(config: RunConfig, plan: Plan, machine: Machine, workers: WorkerPool, screen: Screen) -> Verdict:
@@ -78,7 +78,7 @@ def _check_here(config: RunConfig, plan: Plan, machine: Machine, workers: Worker
     single = plan_for_device(plan, machine.device, "float32")
     text = f"{plan.layout}{_shares_text(plan)} on {plan.world_size} × {machine.name}, in float32"
     screen.print(f"layout   {text}", highlight=False)
-    strict = check_gradients(config, single, workers, scope="gradients", tolerances=SINGLE)
+    strict = check_gradients(config, single, workers, scope="gradients", tolerances=FLOAT32_TOLERANCES)
     precision = precision_of(config, machine.device)
     own = replace(
         plan_for_device(plan, machine.device, precision), compile="blocks" if machine.device == "cuda" else "off"
@@ -93,7 +93,7 @@ def _check_here(config: RunConfig, plan: Plan, machine: Machine, workers: Worker
         f"the layout may differ by {NOISE_FACTOR * noise:.0e}",
         highlight=False,
     )
-    allowed = replace(SINGLE, gradient=max(SINGLE.gradient, NOISE_FACTOR * noise))
+    allowed = replace(FLOAT32_TOLERANCES, gradient=max(FLOAT32_TOLERANCES.gradient, NOISE_FACTOR * noise))
     return check_gradients(config, own, workers, scope="gradients", tolerances=allowed)
 
 

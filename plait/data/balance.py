@@ -88,9 +88,7 @@ def balance_samples(pairs: IntArray, parts: tuple[int, ...], counted: IntArray |
     return [np.sort(members) for members in assignment.members]
 
 
-def evenly_ordered(
-    pairs: IntArray, mine: IntArray, sizes: tuple[int, ...], counted: IntArray | None = None
-) -> IntArray:
+def order_by_load(pairs: IntArray, mine: IntArray, sizes: tuple[int, ...], counted: IntArray | None = None) -> IntArray:
     """One rank's samples `mine`, reordered so that micro-batches of these `sizes`, the larger first, have about equal
     loads.
 

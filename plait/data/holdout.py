@@ -13,7 +13,7 @@ from plait.data.sources import Document
 from plait.errors import PlaitError
 
 HoldoutSplit = Literal["train", "heldout"]
-Rule = Literal["none", "documents", "tails"]
+HoldoutRule = Literal["none", "documents", "tails"]
 
 FEWEST_DOCUMENTS = 20
 """With fewer documents, holding out whole ones would be too coarse; each then gives up its tail."""
@@ -51,7 +51,7 @@ def survey_documents(documents: Iterable[Document], fraction: float) -> Iterator
         yield DocumentSurvey(documents=1, text_bytes=document.text_bytes, held_documents=int(held))
 
 
-def choose_rule(found: DocumentSurvey, fraction: float) -> Rule:
+def choose_holdout_rule(found: DocumentSurvey, fraction: float) -> HoldoutRule:
     """By whole documents where there are enough of them and both sides get some; else the tail of each."""
     if fraction == 0:
         return "none"
@@ -59,7 +59,7 @@ def choose_rule(found: DocumentSurvey, fraction: float) -> Rule:
     return "documents" if found.documents >= FEWEST_DOCUMENTS and both_sides else "tails"
 
 
-def spans(document: Document, rule: Rule, fraction: float) -> tuple[ByteSpan, ...]:
+def holdout_spans(document: Document, rule: HoldoutRule, fraction: float) -> tuple[ByteSpan, ...]:
     """How a document is divided; every byte of it lies in exactly one span."""
     end = document.text_bytes
     if rule == "none":

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from plait.data.balance import attention_pairs, balance_samples, counted_targets, evenly_ordered
+from plait.data.balance import attention_pairs, balance_samples, counted_targets, order_by_load
+from plait.data.micro_sizes import micro_sizes
 from plait.data.order import Order
 from plait.data.packing import Lengths, restarting_positions, segment_lengths, zigzag_columns
-from plait.data.portions import micro_sizes
 from plait.data.rows import NOT_COUNTED, gather, padded_rows, targets, windows_end_to_end
 from plait.data.shards import Corpus, Shard
 
@@ -43,7 +43,7 @@ class Samples:
 
     Of each step's sequences data-parallel rank p takes parts[p], and this rank is number `part`. It takes them at most
     `micro_sequences` at a time (limits[p] where ranks differ in that), in as many micro-batches as the other ranks of
-    `meeting`: those with which it communicates in the middle of each. Of each sequence it sees part `context` of
+    `in_lockstep`: those with which it communicates in the middle of each. Of each sequence it sees part `context` of
     `contexts`.
     """
 
@@ -134,7 +134,7 @@ def heldout_micros(corpus: Corpus, samples: Samples) -> Iterator[Micro]:
     shard, start = windows_end_to_end(corpus.heldout, samples.sequence)
     if not len(start):
         return
-    takers = np.resize(turns(samples.parts), len(start))
+    takers = np.resize(interleaved_turns(samples.parts), len(start))
     mine = np.flatnonzero(takers == samples.part)
     shard, start = shard[mine], start[mine]
     counts = np.bincount(takers, minlength=len(samples.parts)).tolist()
@@ -162,7 +162,7 @@ def _own_samples(train: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: L
     counted = counted_targets(train, shard, start, samples.sequence)
     mine = balance_samples(pairs, samples.parts, counted)[samples.part]
     filled = tuple(size for size in _sizes(samples.parts, samples) if size)
-    return evenly_ordered(pairs, mine, filled, counted)
+    return order_by_load(pairs, mine, filled, counted)
 
 
 def _portions(sizes: Sequence[int]) -> Iterator[slice]:
@@ -179,7 +179,7 @@ def _sizes(counts: Sequence[int], samples: Samples) -> tuple[int, ...]:
     return micro_sizes(tuple(counts[part] for part in met), tuple(limits[part] for part in met))[own]
 
 
-def turns(parts: tuple[int, ...]) -> Lengths:
+def interleaved_turns(parts: tuple[int, ...]) -> Lengths:
     """Who takes what comes one after the other: part p parts[p] times, evenly spread; equal parts take turns."""
     places = [(np.arange(count) + 0.5) / count for count in parts]
     owners = np.repeat(np.arange(len(parts)), parts)

@@ -21,7 +21,7 @@ from plait.errors import PlaitError
 # began there: one false end in SHARD_TOKENS. Where some tokens are never to be learned (a prompt, say), a mask beside
 # the shard marks them with 1, one byte a token.
 
-FORMAT = 1
+SHARD_FORMAT = 1
 SHARD_TOKENS = 2**28
 
 
@@ -114,8 +114,8 @@ def open_corpus(folder: Path) -> Corpus:
     """Memory-map a prepared corpus; raises PlaitError where a file's size disagrees with the index."""
     try:
         index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-        if index["format"] != FORMAT:
-            raise _damaged(folder, f"index.json has format {index['format']}, this version reads {FORMAT}")
+        if index["format"] != SHARD_FORMAT:
+            raise _damaged(folder, f"index.json has format {index['format']}, this version reads {SHARD_FORMAT}")
         entries = tuple(ShardEntry(**entry) for entry in index["shards"])
         dtype = np.dtype(index["dtype"])
         shards = [(entry.split, _open_shard(folder, entry, dtype)) for entry in entries]

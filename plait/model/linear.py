@@ -28,7 +28,7 @@ class Linear(nn.Module):
         return self.multiply(x, self.weight, self.bias)
 
 
-def as_computed(x: Tensor) -> Tensor:
+def to_compute_precision(x: Tensor) -> Tensor:
     """In the precision that products take it in: under autocast half as much to send or to keep."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

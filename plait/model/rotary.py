@@ -58,15 +58,15 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, 1)
+        return _rotate_halves(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, sin, -1), None, None
+        return _rotate_halves(grads[0], cos, sin, -1), None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     turned = torch.empty_like(x, memory_format=torch.contiguous_format)
     (first, second), (turned_first, turned_second) = x.chunk(2, dim=-1), turned.chunk(2, dim=-1)
     torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-direction)

@@ -28,8 +28,8 @@ from plait.partition.execution import Execution
 
 _aten: Any = torch.ops.aten
 
-PRODUCTS = (_aten.mm.default, _aten.addmm.default)
-ATTENTION = (
+PRODUCT_OPERATIONS = (_aten.mm.default, _aten.addmm.default)
+ATTENTION_OPERATIONS = (
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
@@ -40,7 +40,7 @@ ATTENTION = (
 def recompute(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Make every layer keep as little for backward as the layout says; names and values of weights stay."""
     if execution.layout.recompute != "none":
-        run = run_for(execution)
+        run = layer_runner(execution)
         for chunk in sharded.chunks:
             for layer in chunk.layers.values():
                 assert isinstance(layer, Layer)
@@ -48,12 +48,12 @@ def recompute(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> 
     return sharded
 
 
-def run_for(execution: Execution) -> RunLayer:
+def layer_runner(execution: Execution) -> RunLayer:
     """How a layer runs under the plan's `recompute`, which must not be "none"."""
     if execution.layout.recompute == "full":
-        return run_twice
+        return run_keeping_input
     # Attention over the axis `context` adds to its kernels' results in place, so it keeps its own way.
-    kept = PRODUCTS if execution.layout.context > 1 else PRODUCTS + ATTENTION
+    kept = PRODUCT_OPERATIONS if execution.layout.context > 1 else PRODUCT_OPERATIONS + ATTENTION_OPERATIONS
     if execution.device == "cuda" and execution.layout.context == 1:
         import torch.nn.attention.varlen  # registers the kernel for documents; a second of imports
 
@@ -61,7 +61,7 @@ def run_for(execution: Execution) -> RunLayer:
     return partial(run_keeping, kept)
 
 
-def run_twice(layer: Layer, stream_nd: Tensor, rows: Rows) -> Tensor:
+def run_keeping_input(layer: Layer, stream_nd: Tensor, rows: Rows) -> Tensor:
     """The layer, of which only the input is kept."""
     return _checkpoint(noop_context_fn, layer, stream_nd, rows)
 

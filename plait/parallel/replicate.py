@@ -18,7 +18,7 @@ from plait.parallel.gradients.reduce import GradientReducer
 from plait.parallel.gradients.shared_weights import shared_weights
 from plait.parallel.mesh import make_groups
 from plait.parallel.sharded_model import HeldWeight, ShardedModel
-from plait.partition.boxes import sharing_sets
+from plait.partition.boxes import all_sharing_sets
 from plait.partition.execution import Execution
 
 
@@ -27,7 +27,7 @@ def replicate(
 ) -> ShardedModel:
     """Sum every gradient over the ranks that hold the same weight, during backward. Every rank must call it."""
     layout = execution.layout
-    weights, groups = shared_weights(sharded, execution), make_groups(sharing_sets(execution.shape, layout))
+    weights, groups = shared_weights(sharded, execution), make_groups(all_sharing_sets(execution.shape, layout))
     if layout.shard > 1 and layout.shard_what == "parameters":
         from plait.parallel.sharding.fully_sharded import fully_sharded  # most of a second of imports
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from plait.model.gpt import GPT
 from plait.model.names import decays
-from plait.partition.boxes import Box, whole
+from plait.partition.boxes import Box, whole_box
 
 Forward = Callable[[GPT, Any, Tensor | None], Tensor]
 """A micro-batch through a chunk: from the stream that the chunk before gave, if there is one, to the stream after."""
@@ -19,7 +19,7 @@ LossOf = Callable[[Tensor, GPT, Any], Tensor]
 """From the stream after the final norm, the part of the model with the head and a micro-batch to its summed loss."""
 
 
-Owner = Literal["this rank", "another rank"]
+UpdatedBy = Literal["this rank", "another rank"]
 """Who updates a weight."""
 
 
@@ -175,7 +175,7 @@ class ShardedModel:
     gradients: Gradients
     vocabulary: VocabularySplit = WHOLE_VOCABULARY
     pipe: PipelineRunner | None = None
-    single_owner: Mapping[str, Owner] = field(default_factory=dict)
+    single_owner: Mapping[str, UpdatedBy] = field(default_factory=dict)
     """Weights that several ranks hold and one of them alone updates: their gradients are not summed over ranks."""
     reports: bool = True
     """Whether this rank's loss enters the global sum: one of those that compute the same one."""
@@ -197,8 +197,8 @@ def unsharded(model: GPT) -> ShardedModel:
     named = list(model.named_parameters())
     return ShardedModel(
         chunks=(model,),
-        weights=tuple(HeldWeight(name=name, tensor=p.detach(), box=whole(p.shape)) for name, p in named),
-        units=tuple(plain_unit(name, p, whole(p.shape), owned=True) for name, p in named),
+        weights=tuple(HeldWeight(name=name, tensor=p.detach(), box=whole_box(p.shape)) for name, p in named),
+        units=tuple(plain_unit(name, p, whole_box(p.shape), owned=True) for name, p in named),
         gradients=LocalGradients([p for _, p in named]),
     )
 

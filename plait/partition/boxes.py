@@ -34,7 +34,7 @@ class Box:
         return prod(self.extent)
 
 
-def whole(shape: Sequence[int]) -> Box:
+def whole_box(shape: Sequence[int]) -> Box:
     """All of a tensor."""
     return Box(shape=tuple(shape), offset=(0,) * len(shape), extent=tuple(shape))
 
@@ -55,17 +55,17 @@ def model_parts_of(shape: ModelShape, layout: Layout, pipeline: int) -> tuple[Mo
     )
 
 
-def boxes(shape: ModelShape, layout: Layout, coordinates: Mapping[str, int]) -> dict[str, Box]:
+def weight_boxes(shape: ModelShape, layout: Layout, coordinates: Mapping[str, int]) -> dict[str, Box]:
     """Every weight that the model of a rank holds, as pipeline and tensor cut it, in the order of the model."""
     parts = model_parts_of(shape, layout, coordinates["pipeline"])
     return {
-        name: cut(name, shape, layout.tensor, coordinates["tensor"])
+        name: cut_box(name, shape, layout.tensor, coordinates["tensor"])
         for name in weight_sizes(shape)
-        if any(holds(part, name, shape) for part in parts)
+        if any(holds_weight(part, name, shape) for part in parts)
     }
 
 
-def holds(part: ModelPart, name: str, shape: ModelShape) -> bool:
+def holds_weight(part: ModelPart, name: str, shape: ModelShape) -> bool:
     """Whether a part of the model has a weight; the end of a model with a tied head has the embedding."""
     layer = layer_of(name)
     if layer is not None:
@@ -75,12 +75,12 @@ def holds(part: ModelPart, name: str, shape: ModelShape) -> bool:
     return part.embeds if name.startswith("embed.") else part.ends
 
 
-def cut(name: str, shape: ModelShape, tensor: int, index: int) -> Box:
+def cut_box(name: str, shape: ModelShape, tensor: int, index: int) -> Box:
     """What rank `index` of `tensor` holds of a weight. Head counts are cut between heads, other dims anywhere."""
     sizes = tuple(shape.size_of(dim) for dim in dims_of(name))
     dim = cut_dim(name)
     if dim is None or tensor == 1:
-        return whole(sizes)
+        return whole_box(sizes)
     match dims_of(name)[dim]:
         case "heads":
             first, length = (shape.head_width * number for number in equal_share(shape.heads, tensor, index))
@@ -111,32 +111,32 @@ def _kv_heads_needed(shape: ModelShape, first: int, queries: int) -> Range:
     return first_kv, (first + queries - 1) // group + 1 - first_kv
 
 
-def holders(shape: ModelShape, layout: Layout, name: str, box: Box) -> tuple[int, ...]:
+def ranks_holding(shape: ModelShape, layout: Layout, name: str, box: Box) -> tuple[int, ...]:
     """All ranks that hold this rectangle of a weight, in order: Note [same box, same sum]."""
-    tensors = [index for index in range(layout.tensor) if cut(name, shape, layout.tensor, index) == box]
+    tensors = [index for index in range(layout.tensor) if cut_box(name, shape, layout.tensor, index) == box]
     pipelines = [
         index
         for index in range(layout.pipeline)
-        if any(holds(part, name, shape) for part in model_parts_of(shape, layout, index))
+        if any(holds_weight(part, name, shape) for part in model_parts_of(shape, layout, index))
     ]
     places = product(pipelines, range(layout.replicate), range(layout.shard), range(layout.context), tensors)
     return tuple(layout.rank(dict(zip(AXES, place, strict=True))) for place in places)
 
 
-def sharers(shape: ModelShape, layout: Layout, name: str, box: Box, shard: int) -> tuple[int, ...]:
+def ranks_sharing(shape: ModelShape, layout: Layout, name: str, box: Box, shard: int) -> tuple[int, ...]:
     """Those of the holders that update the same numbers: where `shard` splits, the ones with this coordinate on it."""
-    return tuple(rank for rank in holders(shape, layout, name, box) if layout.coordinates(rank)["shard"] == shard)
+    return tuple(rank for rank in ranks_holding(shape, layout, name, box) if layout.coordinates(rank)["shard"] == shard)
 
 
-def sharing_sets(shape: ModelShape, layout: Layout) -> list[tuple[int, ...]]:
+def all_sharing_sets(shape: ModelShape, layout: Layout) -> list[tuple[int, ...]]:
     """Every set of ranks in the whole job that shares something, in order: all ranks must agree on groups to make."""
     found: set[tuple[int, ...]] = set()
     for pipeline, shard, tensor in product(range(layout.pipeline), range(layout.shard), range(layout.tensor)):
         here = {"pipeline": pipeline, "replicate": 0, "shard": shard, "context": 0, "tensor": tensor}
         firsts = {part.layers[0] for part in model_parts_of(shape, layout, pipeline) if part.layers}
-        for name, box in boxes(shape, layout, here).items():
+        for name, box in weight_boxes(shape, layout, here).items():
             if layer_of(name) is None or layer_of(name) in firsts:  # layers are alike
-                found.add(sharers(shape, layout, name, box, shard))
+                found.add(ranks_sharing(shape, layout, name, box, shard))
     return sorted(found)
 
 

@@ -47,7 +47,7 @@ _WHOLE = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bars:
+class Tolerances:
     """The largest errors that pass.
 
     Below `least_share` of the largest gradient of all a gradient's own size says nothing: a key bias' true gradient is
@@ -59,11 +59,11 @@ class Bars:
     least_share: float
 
 
-EXACT = Bars(gradient=1e-10, parameter=1e-9, least_share=1e-6)
+FLOAT64_TOLERANCES = Tolerances(gradient=1e-10, parameter=1e-9, least_share=1e-6)
 """For float64."""
-SINGLE = Bars(gradient=1e-4, parameter=1e-4, least_share=1e-2)
+FLOAT32_TOLERANCES = Tolerances(gradient=1e-4, parameter=1e-4, least_share=1e-2)
 """For float32: its 7 digits leave nothing of a gradient far below the others."""
-ROUNDED = Bars(gradient=2e-2, parameter=2e-2, least_share=1e-6)
+BF16_TRANSFER_TOLERANCES = Tolerances(gradient=2e-2, parameter=2e-2, least_share=1e-6)
 """For gradients that travel as bfloat16."""
 
 
@@ -130,7 +130,7 @@ class Verdict:
         return table
 
 
-def judge(reference: Path, ranks: Sequence[Path], layout: Layout, *, lr: float, bars: Bars) -> Verdict:
+def compare_runs(reference: Path, ranks: Sequence[Path], layout: Layout, *, lr: float, bars: Tolerances) -> Verdict:
     """Compare the files that a layout's ranks left with the reference's."""
     found = list(_findings(load_file(reference), [load_file(rank) for rank in ranks], lr, bars))
     return Verdict(layout=layout, findings=tuple(sorted(found, key=lambda one: one.error / one.bar, reverse=True)))
@@ -145,7 +145,9 @@ def weight_text(name: str) -> str:
     return f"layer {layer}'s {_PARTS[part]} {kind}"
 
 
-def _findings(wanted: Mapping[str, Array], ranks: list[dict[str, Array]], lr: float, bars: Bars) -> Iterator[Finding]:
+def _findings(
+    wanted: Mapping[str, Array], ranks: list[dict[str, Array]], lr: float, bars: Tolerances
+) -> Iterator[Finding]:
     """Each tensor's largest error over all ranks, and each gradient that is not answered for exactly once."""
     largest = max(np.abs(values).max() for key, values in wanted.items() if key.startswith("gradient/"))
     pieces = _pieces(ranks)

@@ -40,7 +40,7 @@ class Drawing:
     legend: tuple[LegendKey, ...] = ()
 
 
-def frame(height_px: int, x: Values, y: Values, **more: Any) -> Values:
+def chart_layout(height_px: int, x: Values, y: Values, **more: Any) -> Values:
     """The layout that all pictures have; `x` and `y` are what their axes have of their own."""
     margin = {"l": 10, "r": 20, "t": 30, "b": 45}
     common = {"automargin": True, "zeroline": False, "fixedrange": True}
@@ -79,16 +79,16 @@ def ratio_axis(words: str, least: float, most: float) -> Values:
         "title": title(words),
         "range": [log10(least), log10(most)],
         "tickvals": shown,
-        "ticktext": [plain(tick) for tick in shown],
+        "ticktext": [number_text(tick) for tick in shown],
     }
 
 
-def plain(value: float) -> str:
+def number_text(value: float) -> str:
     """A number as people write it: 0.05, 1.5, 20,000."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def folded(words: str, width: int) -> str:
+def wrapped_text(words: str, width: int) -> str:
     """Text for a figure, escaped, broken into lines of about equal length and at most `width` characters."""
     even = min(width, ceil(len(words) / ceil(max(len(words), 1) / width)) + 6)
     return "<br>".join(html.escape(line) for line in wrap(words, even, break_long_words=False, break_on_hyphens=False))
@@ -109,6 +109,6 @@ def time_words(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.3g} µs"
 
 
-def rounded(values: Sequence[float]) -> list[float]:
+def five_digits(values: Sequence[float]) -> list[float]:
     """Five digits: finer than a screen can show, and a third of the page's size."""
     return [float(f"{value:.5g}") for value in values]

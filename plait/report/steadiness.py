@@ -6,19 +6,19 @@ from collections import deque
 from statistics import median
 from typing import Literal
 
-WINDOW = 11
+WINDOW_STEPS = 11
 """Steps whose median counts as "now": five odd ones among them change nothing."""
-LAG = 14
+LAG_STEPS = 14
 """Steps before a value may count as usual, so that an onset does not raise what it is compared with."""
-LEARN = 12
+LEAST_USUAL_VALUES = 12
 """Usual values that must be known before anything is said."""
 OBSERVATIONS_KEPT_STEPS = 100
 """Usual values that are kept: a drift slower than that becomes usual itself."""
 NOISES = 3.0
 """How many standard deviations of one step the median of a window must leave its level by."""
-REFRESH = 8
+REFRESH_EVERY = 8
 """New usual values after which level and noise are worked out again; sorting them at each step would cost too much."""
-NORMAL = 1.4826
+SIGMA_PER_MAD = 1.4826
 """A normal distribution's standard deviation over its median absolute deviation."""
 
 Learning = Literal["learn", "hold"]
@@ -30,8 +30,8 @@ class Series:
     def __init__(self) -> None:
         self.level = self.noise = self.now = 0.0
         """What is usual, how much that varies, and the median of the last WINDOW values."""
-        self._recent: deque[tuple[int, float]] = deque(maxlen=LAG)
-        self._window: deque[float] = deque(maxlen=WINDOW)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=LAG_STEPS)
+        self._window: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._usual: deque[float] = deque(maxlen=OBSERVATIONS_KEPT_STEPS)
         self._unseen = 0
         self._settling: tuple[int, float] | None = None
@@ -40,7 +40,7 @@ class Series:
     @property
     def ready(self) -> bool:
         """Whether enough is known to say anything, and nothing that was expected is still settling."""
-        return len(self._usual) >= LEARN and self._settling is None
+        return len(self._usual) >= LEAST_USUAL_VALUES and self._settling is None
 
     @property
     def rise(self) -> float:
@@ -53,13 +53,13 @@ class Series:
 
     def add(self, step: int, value: float, learning: Learning = "learn") -> None:
         """Take a step's value; with "hold" what is usual stays as it is."""
-        if len(self._recent) == LAG and learning == "learn" and self._settling is None:
+        if len(self._recent) == LAG_STEPS and learning == "learn" and self._settling is None:
             self._usual.append(self._recent[0][1])
             self._unseen += 1
         self._recent.append((step, value))
         self._window.append(value)
         self.now = sorted(self._window)[len(self._window) // 2]
-        if self._unseen >= REFRESH or (self._unseen and len(self._usual) <= LEARN):
+        if self._unseen >= REFRESH_EVERY or (self._unseen and len(self._usual) <= LEAST_USUAL_VALUES):
             self._refresh()
         if self._settling is not None:
             self._settle(*self._settling)
@@ -72,13 +72,13 @@ class Series:
         """
         rise = 0.0 if keep == "nothing" else self.rise if self._settling is None else self._settling[1]
         if self._settling is not None or self._usual:
-            self._settling = WINDOW, rise
+            self._settling = WINDOW_STEPS, rise
 
     def forget_recent(self) -> None:
         """Leave only the youngest values, about half a window: an episode has ended with them."""
-        while len(self._window) > WINDOW // 2 + 1:
+        while len(self._window) > WINDOW_STEPS // 2 + 1:
             self._window.popleft()
-        self._recent = deque(list(self._recent)[-len(self._window) :], maxlen=LAG)
+        self._recent = deque(list(self._recent)[-len(self._window) :], maxlen=LAG_STEPS)
 
     def since(self) -> int:
         """The step at which the values left their level: from there on they are most clearly above half the rise."""
@@ -97,11 +97,11 @@ class Series:
             return
         shift = 0.0 if abs(self.rise) < abs(rise) / 2 else self.rise - rise
         self._usual = deque((value + shift for value in self._usual), maxlen=OBSERVATIONS_KEPT_STEPS)
-        self._recent = deque(list(self._recent)[-WINDOW:], maxlen=LAG)
+        self._recent = deque(list(self._recent)[-WINDOW_STEPS:], maxlen=LAG_STEPS)
         self._settling = None
         self._refresh()
 
     def _refresh(self) -> None:
         self._unseen = 0
         self.level = median(self._usual)
-        self.noise = NORMAL * median(abs(value - self.level) for value in self._usual)
+        self.noise = SIGMA_PER_MAD * median(abs(value - self.level) for value in self._usual)

@@ -28,45 +28,45 @@ from plait.report.steadiness import Learning, Series
 from plait.report.straggler_words import FindingKind, Shares, StragglerFinding, begin_words, end_words
 
 LEAST_SLOWDOWN = log(1.25)
-LEAST_SHARE = 0.15
-"""Of a usual step, in added wait."""
-CONFIRM = 4
-CONFIRM_LINK = 6
-"""The others must have had the time to show."""
-OVER = 0.7
+LEAST_ADDED_WAIT_SHARE = 0.15
+"""Added wait that a finding needs, as a share of a usual step."""
+CONFIRMING_STEPS = 4
+CONFIRMING_STEPS_LINK = 6
+"""Steps in a row before a slow link is named: slow ranks must have had the time to show."""
+CLEARED_BELOW = 0.7  # evidence below this, in thresholds, speaks for the end of a finding
 WARM_UP_STEPS_IGNORED = 2
 LEAST_COMPUTE_S = 1e-6
 LINK_FACTOR = 1.5
-"""Times what the faster half of the links takes."""
+"""A slow link takes this many times as long as the faster half of the links."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """What one rank did with one step, in seconds."""
+    """How one rank spent one step, in seconds."""
 
     rank: int
     compute_s: float
-    """In forward and backward of its own samples, without any wait."""
+    """Forward and backward of its own samples, without any wait."""
     wait_s: float
-    """For other ranks and for messages."""
+    """Waiting for other ranks and for messages."""
     data_s: float
-    """For its samples."""
+    """Waiting for its samples."""
     link_s: float = 0.0
-    """Of a timed message from the rank before it (the last one's, for the first); 0 where none was timed."""
+    """A timed message from the previous rank (the last one for rank 0); 0 where none was timed."""
 
 
 @dataclass(slots=True)
 class _Case:
-    """What is held against somebody: for how many steps in a row, and whether it was told."""
+    """Evidence against a rank or link: steps in a row above or below the threshold, and whether it was reported."""
 
     above: int = 0
     below: int = 0
     is_reported: bool = False
 
     def count(self, excess: float) -> None:
-        """Take a step's evidence, in bars: 1 is enough to suspect."""
+        """Add a step's evidence, as a multiple of the threshold: above 1 is suspect."""
         self.above = self.above + 1 if excess > 1 else 0
-        self.below = self.below + 1 if excess < OVER else 0
+        self.below = self.below + 1 if excess < CLEARED_BELOW else 0
 
 
 @dataclass(slots=True)
@@ -141,19 +141,20 @@ class Watch:
 
     def _weigh(self) -> None:
         """Count, for each case, the steps in a row on which it shows."""
-        least_wait_s = LEAST_SHARE * self._length.level
+        least_wait_s = LEAST_ADDED_WAIT_SHARE * self._length.level
         for one in self._ranks:
             slower = _excess(one.own, LEAST_SLOWDOWN)
             one.device_case.count(min(slower, _excess(one.beside_peers, LEAST_SLOWDOWN)))
             waits = _excess(one.data, least_wait_s)
             # A slow processor is slow with its data as well.
-            explained = slower > OVER and not one.data_case.is_reported
-            one.data_case.count(min(waits, OVER) if explained else waits)
+            explained = slower > CLEARED_BELOW and not one.data_case.is_reported
+            one.data_case.count(min(waits, CLEARED_BELOW) if explained else waits)
         cases = chain(*((one.device_case, one.data_case) for one in self._ranks))
         others_open = any(case.above and not case.is_reported for case in cases)
         if self._messages.ready:
             excess = _excess(self._messages, least_wait_s)
-            self._link_case.count(min(excess, OVER) if others_open and not self._link_case.is_reported else excess)
+            explained = others_open and not self._link_case.is_reported
+            self._link_case.count(min(excess, CLEARED_BELOW) if explained else excess)
 
     def _device(self) -> StragglerFinding | None:
         suspects = self._confirmed(lambda one: one.device_case)
@@ -172,7 +173,7 @@ class Watch:
         return self._tell("data", suspects, data.since(), 1 + data.rise / self._length.level)
 
     def _link(self) -> StragglerFinding | None:
-        if self._link_case.is_reported or self._link_case.above < CONFIRM_LINK:
+        if self._link_case.is_reported or self._link_case.above < CONFIRMING_STEPS_LINK:
             return None
         messages = self._messages
         ranks = _slow_link([one.link_s for one in self._ranks], self._hosts)
@@ -182,7 +183,7 @@ class Watch:
         """The ranks against which something shows that was not told yet, once it is sure of one of them."""
         cases = {rank: case_of(one) for rank, one in enumerate(self._ranks)}
         found = [rank for rank, case in cases.items() if case.above and not case.is_reported]
-        return found if any(cases[rank].above >= CONFIRM for rank in found) else []
+        return found if any(cases[rank].above >= CONFIRMING_STEPS for rank in found) else []
 
     def _tell(self, kind: FindingKind, ranks: Sequence[int], since: int, factor: float) -> StragglerFinding:
         least = self._shares in ("balanced", "fixed") and all(self._sequences[rank] == 1 for rank in ranks)
@@ -198,7 +199,7 @@ class Watch:
         return finding
 
     def _ended(self, step: int) -> StragglerFinding | None:
-        over = next((one for one in self._open if all(case.below >= CONFIRM for case in one[1])), None)
+        over = next((one for one in self._open if all(case.below >= CONFIRMING_STEPS for case in one[1])), None)
         if over is None:
             return None
         self._open.remove(over)

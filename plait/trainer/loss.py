@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from plait.model.linear import as_computed
+from plait.model.linear import to_compute_precision
 from plait.parallel.sharded_model import WHOLE_VOCABULARY, VocabularySplit
 
 IGNORED = -100
@@ -39,7 +39,7 @@ def sum_of_losses(
     """
     want_grads = torch.is_grad_enabled()
     # Its products are made in place, and those autocast leaves as they are.
-    hidden_nd = as_computed(hidden_nd)
+    hidden_nd = to_compute_precision(hidden_nd)
     total: Tensor = _SumOfLosses.apply(hidden_nd, head_vd, targets_n, vocabulary, want_grads)  # type: ignore[assignment]
     return total
 

@@ -79,7 +79,7 @@ def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Sums) -> 
     def read(key: str, box: Box) -> Tensor:
         return read_slice(path, manifest, key, box.offset, box.extent)
 
-    put(assembly, read, read_tensor(path, manifest, "adam_step")[0])
+    fill_state(assembly, read, read_tensor(path, manifest, "adam_step")[0])
     assembly.model.gradients.publish()
     random = f"rng/rank-{world.index}"
     if random in tensor_names(manifest):
@@ -89,11 +89,11 @@ def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Sums) -> 
 
 
 @torch.no_grad()
-def put(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: Tensor) -> None:
+def fill_state(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: Tensor) -> None:
     """Fill a rank's weights and moments, after this number of `updates`, with what `read` returns for a key and a
     rectangle.
 
-    Reads come in the order of `wanted`. Before the first forward the gradients must `publish`.
+    Reads come in the order of `state_boxes`. Before the first forward the gradients must `publish`.
     """
     for held in assembly.model.weights:
         held.tensor.copy_(read(f"model/{held.name}", held.box))
@@ -107,14 +107,14 @@ def put(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: Tensor)
         assembly.optimizer.state[unit.parameter] = {"step": step, **moments}
 
 
-def wanted(assembly: Assembly) -> Iterator[tuple[str, Box]]:
-    """Keys and rectangles that `put` reads."""
+def state_boxes(assembly: Assembly) -> Iterator[tuple[str, Box]]:
+    """Keys and rectangles that `fill_state` reads."""
     yield from ((f"model/{held.name}", held.box) for held in assembly.model.weights)
     for unit in assembly.model.units:
         yield from ((f"{kind}/{part.name}", part.box) for part in unit.parts for kind in _MOMENTS)
 
 
-def owned(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
+def owned_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
     """What this rank answers for: a key, a rectangle, and its numbers. Every rank must call it."""
     assembly.model.gradients.settle()
     for unit in assembly.model.units:
@@ -140,7 +140,7 @@ def _own_part(assembly: Assembly, state: TrainState, world: Sums) -> dict[str, l
         moments = next(iter(assembly.optimizer.state.values()))
         slices["tokens"] = [whole_slice(torch.tensor([state.tokens]))]
         slices["adam_step"] = [whole_slice(moments["step"].reshape(1))]
-    for key, box, numbers in owned(assembly):
+    for key, box, numbers in owned_state(assembly):
         slices.setdefault(key, []).append(TensorSlice(tensor=numbers, shape=box.shape, offset=box.offset))
     return slices
 

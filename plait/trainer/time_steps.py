@@ -13,7 +13,7 @@ from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.state import TrainState
-from plait.trainer.worker import Context, joined
+from plait.trainer.worker import Context, process_group_for
 
 WARM_UP_STEPS = 2
 LEAST_TIMED_STEPS = 4
@@ -25,7 +25,7 @@ def rank(context: Context, argument: str) -> None:
     median time of a step."""
     folder = Path(argument)
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
-    with joined(context, plan):
+    with process_group_for(context, plan):
         mesh = make_mesh(plan.layout, plan.device)
         world = world_sums()
         assembly = assemble(config, plan, sums=world, mesh=mesh)

@@ -27,8 +27,8 @@ from plait.report.memory import LiveTensorPeak, peak_rss_bytes
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.sinks import MetricsFile, Several, Sink, TensorBoard
 from plait.trainer.assemble import Assembly, assemble
-from plait.trainer.balance.actions import Balance, watch_every_steps
-from plait.trainer.balance.meter import Meter, clock_of, metered
+from plait.trainer.balance.actions import Rebalancer, watch_every_steps
+from plait.trainer.balance.meter import Meter, clock_of, with_meter
 from plait.trainer.balance.move_layers import move_layers
 from plait.trainer.loop import LoopActions, LoopIntervals, run_loop
 from plait.trainer.optim import learning_rate
@@ -61,13 +61,13 @@ def main(context: Context, argument: str) -> None:
     folder = Path(requested["folder"])
     plan = read_plan(folder / "plan.json")
     config = load_recipe(folder / "recipe.toml")
-    with joined(context, plan):
+    with process_group_for(context, plan):
         world = world_sums()
         mesh = make_mesh(plan.layout, plan.device)
         torch.manual_seed(config.run.seed + context.rank)
         build = partial(assemble, config, sums=world, mesh=mesh)
         assembly = build(plan)
-        assembly, meter = metered(assembly, clock_of(assembly.device))
+        assembly, meter = with_meter(assembly, clock_of(assembly.device))
         state = TrainState()
         if requested["resume"]:
             path = folder / "checkpoints" / requested["resume"]
@@ -77,14 +77,14 @@ def main(context: Context, argument: str) -> None:
         try:
 
             def restage(stage_layers: tuple[int, ...]) -> Meter:
-                new, own = metered(move_layers(assembly, build, stage_layers), clock_of(assembly.device))
+                new, own = with_meter(move_layers(assembly, build, stage_layers), clock_of(assembly.device))
                 assembly.replace_by(new)
                 gc.collect()  # modules and their hooks know each other, and would keep the old stage
                 return own
 
             tell = partial(context.send, "times")
-            balance = Balance(assembly, meter, folder / "shares.jsonl", world, tell, restage)
-            keep = _keeper(context, assembly, folder / "checkpoints", world, requested["parts"])
+            balance = Rebalancer(assembly, meter, folder / "shares.jsonl", world, tell, restage)
+            keep = _checkpoint_saver(context, assembly, folder / "checkpoints", world, requested["parts"])
             run_loop(state, _pace(plan), _actions(context, assembly, keep, balance, memory), sink)
         finally:
             sink.close()
@@ -92,7 +92,7 @@ def main(context: Context, argument: str) -> None:
 
 
 @contextmanager
-def joined(context: Context, plan: Plan) -> Iterator[None]:
+def process_group_for(context: Context, plan: Plan) -> Iterator[None]:
     """This rank among its peers, with the plan's threads and device; leaves the group at the end."""
     torch.set_num_threads(plan.threads_of(context.rank))
     # Moments of embedding rows that stay without a gradient decay into denormal numbers, which CPUs compute slowly.
@@ -133,7 +133,7 @@ SaveState = Callable[[TrainState], Path]
 Parts = Literal["here", "sent"]
 
 
-def _keeper(context: Context, assembly: Assembly, folder: Path, world: Sums, parts: Parts) -> SaveState:
+def _checkpoint_saver(context: Context, assembly: Assembly, folder: Path, world: Sums, parts: Parts) -> SaveState:
     """What saves a state's checkpoint in `folder`, or from it to rank 0's by way of the supervisors."""
 
     def send(staging: Path) -> None:
@@ -143,7 +143,7 @@ def _keeper(context: Context, assembly: Assembly, folder: Path, world: Sums, par
 
 
 def _actions(
-    context: Context, assembly: Assembly, keep: SaveState, balance: Balance, memory: _FirstStep
+    context: Context, assembly: Assembly, keep: SaveState, balance: Rebalancer, memory: _FirstStep
 ) -> LoopActions:
     plan, world = assembly.plan, assembly.sums
     flops_per_token = training_flops_per_token(plan.shape, plan.sequence, "full")
@@ -161,7 +161,7 @@ def _actions(
 
     return LoopActions(
         step=lambda state: balance.step(memory.watched, state),
-        evaluate=lambda state: evaluation(assembly, state.step),
+        evaluate=lambda state: evaluate_held_out(assembly, state.step),
         save=save_here,
         agree=agree,
         rebalance_if_due=balance.rebalance_if_due,
@@ -172,7 +172,7 @@ def _actions(
     )
 
 
-def evaluation(assembly: Assembly, step: int) -> EvalReport | None:
+def evaluate_held_out(assembly: Assembly, step: int) -> EvalReport | None:
     """The exact held-out loss, or None where nothing was held out. Every rank must call it."""
     if not assembly.corpus.heldout_tokens:
         return None

@@ -32,7 +32,7 @@ INNER_FLOORS = {
     "commands": {"preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "hosts": 2, "probing": 3,
                  "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "prove": 4, "sample": 3, "train": 5,
                  "verify": 4},
-    "data": {"sources": 0, "portions": 0, "holdout": 1, "shards": 2, "preparation": 3, "balance": 3, "order": 3,
+    "data": {"sources": 0, "micro_sizes": 0, "holdout": 1, "shards": 2, "preparation": 3, "balance": 3, "order": 3,
              "packing": 3, "rows": 3, "loader": 4},
     "launch": {"values": 0, "local": 1, "remote": 2},
     "parallel": {"comm": 0, "mesh": 0, "sharded_model": 0, "compile": 1, "context": 1, "materialize": 1,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.checkpoint.arrival import aside, await_parts, part_files, refuse_part
+from plait.checkpoint.arrival import await_parts, part_files, partial_name, refuse_part
 from plait.errors import RunFailed
 
 
@@ -35,8 +35,8 @@ def test_it_waits_for_the_list_that_comes_last(staging: Path) -> None:
     def arrive() -> None:
         began.wait(5)
         (staging / weights).write_bytes(b"x")
-        (staging / aside(parts)).write_text("[]")
-        (staging / aside(parts)).rename(staging / parts)
+        (staging / partial_name(parts)).write_text("[]")
+        (staging / partial_name(parts)).rename(staging / parts)
 
     thread = in_thread(arrive)
     began.set()
@@ -52,7 +52,7 @@ def test_bytes_that_still_come_are_waited_for(staging: Path) -> None:
 
     def trickle() -> None:
         for count in range(10):
-            with (staging / aside(weights)).open("ab") as file:
+            with (staging / partial_name(weights)).open("ab") as file:
                 file.write(bytes([count]))
             stop.wait(0.1)
         (staging / parts).write_text("[]")
@@ -82,7 +82,7 @@ def test_a_part_that_never_ends_ends_too(staging: Path) -> None:
 
 
 def test_a_refused_part_is_told_and_leaves_room(staging: Path) -> None:
-    (staging / aside(part_files(1)[0])).write_bytes(b"half")
+    (staging / partial_name(part_files(1)[0])).write_bytes(b"half")
     refuse_part(staging, 1, "no room; free some space")
     with pytest.raises(RunFailed, match=r"^no room; free some space$"):
         await_parts(staging, 2, quiet_s=5)

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.checkpoint.manifest import Manifest, StoredPart, arrange, check_cover, parse, render
+from plait.checkpoint.manifest import (
+    Manifest,
+    StoredPart,
+    check_cover,
+    manifest_text,
+    parse_manifest,
+    safetensors_header,
+)
 from plait.checkpoint.store import verify_checkpoint
 from plait.errors import PlaitError
 
@@ -31,11 +38,11 @@ def part(**changes: object) -> StoredPart:
 
 def text(*parts: StoredPart) -> bytes:
     """A manifest signed as if plait had written it."""
-    return render(Manifest(step=1, cursor=2, model={}, parts=parts)).encode()
+    return manifest_text(Manifest(step=1, cursor=2, model={}, parts=parts)).encode()
 
 
 def test_an_honest_manifest_comes_back():
-    assert parse(text(part())).parts == (part(),)
+    assert parse_manifest(text(part())).parts == (part(),)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +65,7 @@ def test_an_honest_manifest_comes_back():
 )
 def test_a_part_that_does_not_add_up_is_refused(changes, why):
     with pytest.raises(ValueError, match=why):
-        parse(text(part(**changes)))
+        parse_manifest(text(part(**changes)))
 
 
 def test_overlaps_and_disagreements_are_refused_on_any_dim():
@@ -74,7 +81,7 @@ def test_overlaps_and_disagreements_are_refused_on_any_dim():
 
 
 def test_parts_that_point_elsewhere_in_their_file_are_refused(tmp_path):
-    header, placed = arrange([part(sha256=sha256(b"\0" * 96).hexdigest())])
+    header, placed = safetensors_header([part(sha256=sha256(b"\0" * 96).hexdigest())])
     data = header + b"\0" * 96
     (tmp_path / "rank-00000.safetensors").write_bytes(data)
     (tmp_path / "manifest.json").write_bytes(text(*placed))
@@ -86,7 +93,7 @@ def test_parts_that_point_elsewhere_in_their_file_are_refused(tmp_path):
 
 def test_two_parts_under_one_key_of_a_file_are_refused(tmp_path):
     zeros = sha256(b"\0" * 96).hexdigest()
-    header, placed = arrange([part(tensor="model/v", sha256=zeros), part(sha256=zeros)])
+    header, placed = safetensors_header([part(tensor="model/v", sha256=zeros), part(sha256=zeros)])
     (tmp_path / "rank-00000.safetensors").write_bytes(header + b"\0" * 192)
     (tmp_path / "manifest.json").write_bytes(text(*placed))
     with pytest.raises(PlaitError, match=r"manifest.json is damaged: it misplaces"):
@@ -116,7 +123,7 @@ def test_any_value_in_any_field_is_refused(field, value):
     changed = found | {field: value}
     if changed != found:
         with pytest.raises(ValueError):
-            parse(json.dumps(changed).encode())
+            parse_manifest(json.dumps(changed).encode())
 
 
 @settings(deadline=None)
@@ -125,4 +132,4 @@ def test_any_value_in_any_field_of_a_part_is_refused(field, value):
     found = json.loads(text(part()))
     found["parts"][0][field] = value
     with pytest.raises(ValueError):
-        parse(json.dumps(found).encode())
+        parse_manifest(json.dumps(found).encode())

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from plait.checkpoint.manifest import check_model, render, tensor_names
+from plait.checkpoint.manifest import check_model, manifest_text, tensor_names
 from plait.checkpoint.store import (
-    Found,
+    FoundCheckpoint,
     checkpoint_for,
     clean_staging,
     newest_good,
@@ -27,7 +27,7 @@ from plait.errors import PlaitError, RunFailed
 FILES = ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors")
 
 
-def good(folder: Path) -> Found:
+def good(folder: Path) -> FoundCheckpoint:
     found = newest_good(folder)
     assert found is not None
     return found
@@ -243,4 +243,4 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_first_field_that_differ
 
 def test_a_manifest_is_text_made_of_its_values_alone(folder, save):
     final = save(folder, 1)
-    assert render(verify_checkpoint(final)) == (final / "manifest.json").read_text()
+    assert manifest_text(verify_checkpoint(final)) == (final / "manifest.json").read_text()

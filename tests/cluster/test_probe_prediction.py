@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from plait.cluster.measured import MeasuredDevice
-from plait.cluster.probe.arithmetic import arithmetic_runs, timed
+from plait.cluster.probe.arithmetic import arithmetic_runs, timed_pieces
 from plait.cluster.probe.request import probe_request
-from plait.cluster.probe.timing import Bench, NoOthers, ProcessorClock, time_in_rounds
+from plait.cluster.probe.timing import Bench, ProcessorClock, SingleRank, time_in_rounds
 from plait.commands.probing.training_pieces import PROBED_OPTIMIZER, training_operations_for
 from plait.data.loader import Micro
 from plait.model.gpt import GPT
@@ -46,7 +46,7 @@ def test_a_steps_parts_add_up_to_the_step(one_thread: None, size: str, sequences
     asked = {"sequence": SEQUENCE, "sequences": sequences}
     request = probe_request(shape, device="cpu", precision="float32", threads=1, **asked)
     device = torch.device("cpu")
-    bench = Bench(device=device, clock=ProcessorClock(share=1.0), together=NoOthers())
+    bench = Bench(device=device, clock=ProcessorClock(share=1.0), together=SingleRank())
     figures = time_in_rounds(arithmetic_runs(request, device, training_operations_for(request)), bench, seconds=6)
     measured = MeasuredDevice(
         host="here",
@@ -54,7 +54,7 @@ def test_a_steps_parts_add_up_to_the_step(one_thread: None, size: str, sequences
         workers=1,
         threads=1,
         memory_bytes=1,
-        timed=timed(figures, request.models),
+        timed=timed_pieces(figures, request.models),
         beside={},
         granted=1.0,
         rates=(1.0,),

@@ -8,15 +8,15 @@ from plait.cluster.probe.links import pairs_of
 from plait.cluster.probe.verdict import (
     PairReading,
     ProbedHost,
-    beside_alone,
     complaints,
-    dead_device,
-    dead_link,
+    dead_device_sentence,
+    dead_link_sentence,
     device_of,
     hosts_of,
-    middle,
+    median_times,
     pair_links,
     relative_speeds,
+    slowdown_side_by_side,
 )
 from tests.cluster.probed import point, timed
 
@@ -52,15 +52,15 @@ def test_every_two_hosts_and_all_neighbours_are_paired_and_nobody_twice_in_a_rou
 
 def test_medians_over_ranks_and_factors_side_by_side() -> None:
     three = [[timed("copy", (8,), seconds)] for seconds in (1.0, 9.0, 2.0)]
-    assert middle(three) == (timed("copy", (8,), 2.0),)
+    assert median_times(three) == (timed("copy", (8,), 2.0),)
     alone = [timed("copy", (8,), 0.5), timed("launch", (), 1.0)]
-    assert beside_alone(three[0], alone) == {"copy": 2.0}
+    assert slowdown_side_by_side(three[0], alone) == {"copy": 2.0}
 
 
 def test_a_layers_rest_takes_the_factor_of_the_whole_layer() -> None:
     together = [timed("product", (2, 2, 2), 6.0), timed("product", (4, 2, 2), 4.0), timed("stream", (2, 2, 2), 2.0)]
     alone = [timed("product", (2, 2, 2), 5.0), timed("product", (4, 2, 2), 3.0), timed("stream", (2, 2, 2), 0.5)]
-    assert beside_alone(together, alone) == pytest.approx({"product": 10 / 8, "stream": 12 / 8.5})
+    assert slowdown_side_by_side(together, alone) == pytest.approx({"product": 10 / 8, "stream": 12 / 8.5})
 
 
 def test_a_device_of_a_host_knows_how_its_workers_compare() -> None:
@@ -101,5 +101,5 @@ def test_links_are_the_slowest_pair_inside_and_every_pair_between() -> None:
 
 
 def test_the_dead_are_named() -> None:
-    assert "worker 1 on ada and worker 4 on bob is dead" in dead_link(HOSTS, 1, 4)
-    assert "worker 5 on cyd is dead: no kernel" in dead_device(HOSTS, 5, "no kernel")
+    assert "worker 1 on ada and worker 4 on bob is dead" in dead_link_sentence(HOSTS, 1, 4)
+    assert "worker 5 on cyd is dead: no kernel" in dead_device_sentence(HOSTS, 5, "no kernel")

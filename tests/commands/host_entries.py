@@ -13,7 +13,7 @@ from plait.recipe.load import load_recipe
 from plait.trainer.assemble import assemble
 from plait.trainer.persist import save
 from plait.trainer.state import TrainState
-from plait.trainer.worker import joined
+from plait.trainer.worker import process_group_for
 
 
 def save_apart(context: RankContext, argument: str) -> None:
@@ -28,7 +28,7 @@ def save_apart(context: RankContext, argument: str) -> None:
         context.send("wrote", staging=staging.name)
 
     apart = asked["folders"][context.rank] != asked["folders"][0]
-    with joined(context, plan):
+    with process_group_for(context, plan):
         world = world_sums()
         assembly = assemble(config, plan, sums=world, mesh=make_mesh(plan.layout, plan.device))
         state, _ = assembly.step(TrainState())

@@ -35,7 +35,7 @@ from plait.model.shape import ModelShape
 from plait.partition.boxes import kv_heads_of
 from plait.planner.plan import Plan
 from plait.planner.search.validity import check_shares
-from plait.proof.verdict import EXACT, Verdict, judge, weight_text
+from plait.proof.verdict import FLOAT64_TOLERANCES, Verdict, compare_runs, weight_text
 from plait.recipe.load import parse_config
 from plait.recipe.schema import RunConfig
 
@@ -201,7 +201,9 @@ def judged(folder: Path, *ranks: dict[str, torch.Tensor]) -> Verdict:
     files = [folder / f"rank-{number}.safetensors" for number in range(len(ranks))]
     for file, tensors in zip(files, ranks, strict=True):
         save_file(tensors, file)
-    return judge(folder / "reference.safetensors", files, Layout(replicate=len(ranks)), lr=0.1, bars=EXACT)
+    return compare_runs(
+        folder / "reference.safetensors", files, Layout(replicate=len(ranks)), lr=0.1, bars=FLOAT64_TOLERANCES
+    )
 
 
 def test_parts_that_fit_together_pass(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.data.balance import attention_pairs, balance_samples, counted_targets, evenly_ordered, window_lengths
+from plait.data.balance import attention_pairs, balance_samples, counted_targets, order_by_load, window_lengths
 from plait.data.order import make_order
 from plait.data.packing import segment_lengths
 from plait.data.shards import Corpus, Shard
@@ -83,7 +83,7 @@ def test_each_sample_falls_to_one_part_and_each_part_gets_its_number(data: st.Da
     assert sorted(np.concatenate(deal).tolist()) == list(range(sum(parts)))
     assert all((np.diff(rows) > 0).all() for rows in deal)
     assert plain(deal) == plain(balance_samples(pairs.copy(), parts, counted)), "the same question, another answer"
-    order = evenly_ordered(pairs, deal[0], (parts[0],))
+    order = order_by_load(pairs, deal[0], (parts[0],))
     assert order.tolist() == deal[0].tolist()
 
 
@@ -92,7 +92,7 @@ def test_samples_that_are_alike_stay_in_their_order(parts: tuple[int, ...]) -> N
     alike = np.full(8, 777)
     assert plain(balance_samples(alike, parts)) == plain(contiguous(parts))
     assert plain(balance_samples(alike, parts, np.full(8, 5))) == plain(contiguous(parts))
-    assert evenly_ordered(alike, np.array([1, 3, 4, 7]), (2, 1, 1)).tolist() == [1, 3, 4, 7]
+    assert order_by_load(alike, np.array([1, 3, 4, 7]), (2, 1, 1)).tolist() == [1, 3, 4, 7]
 
 
 @pytest.mark.parametrize(
@@ -139,13 +139,13 @@ def test_micro_batches_are_evenly_heavy_and_the_rest_comes_heaviest_first() -> N
     deal = balance_samples(pairs, (96, 96, 64))
     for rows in deal:
         sizes = (8,) * (len(rows) // 8)
-        ordered = evenly_ordered(pairs, rows, sizes)
+        ordered = order_by_load(pairs, rows, sizes)
         assert sorted(ordered.tolist()) == rows.tolist()
         assert spread(pairs, np.split(ordered, len(sizes))) <= WITHIN < spread(pairs, np.split(rows, len(sizes)))
-        single = pairs[evenly_ordered(pairs, rows, (1,) * len(rows))]
+        single = pairs[order_by_load(pairs, rows, (1,) * len(rows))]
         assert (np.diff(single) <= 0).all()
     cuts = np.cumsum((5,) * 12)
-    micros = np.split(evenly_ordered(pairs, deal[2], (5,) * 12 + (4,)), cuts)
+    micros = np.split(order_by_load(pairs, deal[2], (5,) * 12 + (4,)), cuts)
     assert len(micros[-1]) == 4
     assert spread(pairs, micros) <= 0.05 < spread(pairs, np.split(deal[2], cuts))
 

@@ -5,7 +5,14 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.data.holdout import DocumentSurvey, Rule, choose_rule, spans, survey_documents, text_blocks
+from plait.data.holdout import (
+    DocumentSurvey,
+    HoldoutRule,
+    choose_holdout_rule,
+    holdout_spans,
+    survey_documents,
+    text_blocks,
+)
 from plait.data.sources import Document
 
 
@@ -18,22 +25,22 @@ def found(texts: list[str], fraction: float) -> DocumentSurvey:
     return sum(survey_documents([document(text) for text in texts], fraction), DocumentSurvey())
 
 
-def held(texts: list[str], rule: Rule, fraction: float) -> list[bytes]:
-    sides = [(each, span) for each in map(document, texts) for span in spans(each, rule, fraction)]
+def held(texts: list[str], rule: HoldoutRule, fraction: float) -> list[bytes]:
+    sides = [(each, span) for each in map(document, texts) for span in holdout_spans(each, rule, fraction)]
     return [b"".join(each.read(span.start, span.stop)) for each, span in sides if span.split == "heldout"]
 
 
 def test_one_text_gives_exactly_the_last_five_percent_of_its_bytes() -> None:
     text = "".join(chr(33 + n % 90) for n in range(100_000))
     assert held([text], "tails", 0.05) == [text[95_000:].encode()]
-    assert choose_rule(found([text], 0.05), 0.05) == "tails"
+    assert choose_holdout_rule(found([text], 0.05), 0.05) == "tails"
 
 
 @given(st.text(min_size=1, max_size=200), st.floats(0.01, 0.9))
 def test_the_cut_moves_forward_to_a_whole_character_and_no_byte_is_lost(text: str, fraction: float) -> None:
     text = text.encode("utf-8", "ignore").decode()
     each = document(text)
-    sides = spans(each, "tails", fraction)
+    sides = holdout_spans(each, "tails", fraction)
     assert b"".join(b"".join(each.read(span.start, span.stop)) for span in sides) == text.encode()
     for span in sides:
         b"".join(each.read(span.start, span.stop)).decode()
@@ -44,7 +51,7 @@ def test_the_cut_moves_forward_to_a_whole_character_and_no_byte_is_lost(text: st
 
 def test_many_documents_are_held_out_whole_by_their_content_alone() -> None:
     texts = [f"document {n}" for n in range(2000)]
-    assert choose_rule(found(texts, 0.1), 0.1) == "documents"
+    assert choose_holdout_rule(found(texts, 0.1), 0.1) == "documents"
     chosen = held(texts, "documents", 0.1)
     assert 140 < len(chosen) < 260
     assert sorted(chosen) == sorted(held(texts[::-1], "documents", 0.1))
@@ -60,9 +67,9 @@ def test_duplicates_stay_on_one_side() -> None:
 
 
 def test_the_rule_falls_back_to_tails() -> None:
-    assert choose_rule(found([f"text {n}" for n in range(19)], 0.5), 0.5) == "tails", "too few documents"
-    assert choose_rule(found(["the same"] * 50, 0.5), 0.5) == "tails", "all on one side"
-    assert choose_rule(found([f"text {n}" for n in range(50)], 0.0), 0.0) == "none"
+    assert choose_holdout_rule(found([f"text {n}" for n in range(19)], 0.5), 0.5) == "tails", "too few documents"
+    assert choose_holdout_rule(found(["the same"] * 50, 0.5), 0.5) == "tails", "all on one side"
+    assert choose_holdout_rule(found([f"text {n}" for n in range(50)], 0.0), 0.0) == "none"
 
 
 def test_a_document_on_disk_and_one_in_memory_are_treated_alike(tmp_path: Path) -> None:
@@ -70,6 +77,6 @@ def test_a_document_on_disk_and_one_in_memory_are_treated_alike(tmp_path: Path) 
     (tmp_path / "a.txt").write_text(text)
     on_disk = Document(name="a", text_bytes=len(text.encode()), content=tmp_path / "a.txt")
     for rule in ("documents", "tails"):
-        assert spans(on_disk, rule, 0.05) == spans(document(text), rule, 0.05)
+        assert holdout_spans(on_disk, rule, 0.05) == holdout_spans(document(text), rule, 0.05)
     assert list(survey_documents([on_disk], 0.05)) == list(survey_documents([document(text)], 0.05))
     assert "".join(text_blocks(on_disk.read())) == text

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from plait.data.loader import NOT_COUNTED, DocumentMode, Loader, Micro, Samples, heldout_micros, turns
+from plait.data.loader import NOT_COUNTED, DocumentMode, Loader, Micro, Samples, heldout_micros, interleaved_turns
 from plait.data.order import make_order
 from plait.data.packing import zigzag_columns
 from plait.data.shards import Corpus
@@ -158,7 +158,7 @@ def test_the_next_step_is_fetched_by_one_thread_that_close_ends(loader) -> None:
 def test_every_held_out_token_is_a_target_once(
     corpus: Corpus, parts: tuple[int, ...], sequence: int, documents: DocumentMode
 ) -> None:
-    owners = np.resize(turns(parts), 10_000)
+    owners = np.resize(interleaved_turns(parts), 10_000)
     windows: dict[int, tuple[list[int], list[int]]] = {}
     for part in range(len(parts)):
         numbers = iter(np.flatnonzero(owners == part).tolist())
@@ -182,8 +182,8 @@ def test_every_held_out_token_is_a_target_once(
 
 
 def test_equal_parts_take_held_out_windows_in_turns_and_others_by_their_shares(corpus: Corpus) -> None:
-    assert turns((4, 4)).tolist() == [0, 1] * 4
-    assert turns((3, 1)).tolist() == [0, 0, 1, 0]
+    assert interleaved_turns((4, 4)).tolist() == [0, 1] * 4
+    assert interleaved_turns((3, 1)).tolist() == [0, 0, 1, 0]
     taken = [sum(len(m.inputs) for m in heldout_micros(corpus, samples(16, 6, 2, part=part))) for part in (0, 1)]
     assert sum(taken) > 40 and taken[0] == pytest.approx(3 * taken[1], abs=8)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from plait.data.preparation import build
-from plait.data.preparation.prepare import DataRequest, prepare, prepared
+from plait.data.preparation.prepare import DataRequest, find_prepared, prepare
 from plait.data.preparation.tokens import load_tokenizer
 from plait.data.shards import file_sha256, open_corpus
 from plait.data.sources import Source
@@ -87,16 +87,16 @@ def test_a_settled_file_is_not_hashed_again_and_a_changed_one_is(
 def test_what_was_prepared_is_found_without_reading_and_nothing_else(
     request_: DataRequest, tmp_path: Path, file: Path
 ) -> None:
-    assert prepared(request_, tmp_path) is None
+    assert find_prepared(request_, tmp_path) is None
     folder = prepare(request_, tmp_path, Stages())
-    assert prepared(request_, tmp_path) is None, "written just now: its times could stay the same"
+    assert find_prepared(request_, tmp_path) is None, "written just now: its times could stay the same"
     stamp = file.stat()
     hashes = {str(file.resolve()): [stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, file_sha256(file)]}
     (tmp_path / "data" / "hashes.json").write_text(json.dumps(hashes))
-    assert prepared(request_, tmp_path) == folder
-    assert prepared(changed(request_, holdout=0.1), tmp_path) is None, "another request"
+    assert find_prepared(request_, tmp_path) == folder
+    assert find_prepared(changed(request_, holdout=0.1), tmp_path) is None, "another request"
     file.write_text(file.read_text() + "more")
-    assert prepared(request_, tmp_path) is None, "changed since"
+    assert find_prepared(request_, tmp_path) is None, "changed since"
 
 
 @pytest.mark.parametrize(

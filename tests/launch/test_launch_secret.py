@@ -12,7 +12,7 @@ import pytest
 
 from plait.errors import PlaitError
 from plait.launch.remote.interface import interface_of, local_addresses
-from plait.launch.remote.secret import VARIABLE, new_secret, parse_secret, read_secret
+from plait.launch.remote.secret import SECRET_VARIABLE, new_secret, parse_secret, read_secret
 
 
 def test_a_secret_is_fresh_long_and_typed_in_groups():
@@ -58,16 +58,16 @@ def test_it_comes_from_a_file_that_nobody_else_can_read(tmp_path: Path):
 
 def test_it_comes_from_the_environment_and_is_not_passed_on(monkeypatch):
     secret = new_secret()
-    monkeypatch.setenv(VARIABLE, secret.text)
+    monkeypatch.setenv(SECRET_VARIABLE, secret.text)
     assert read_secret(None) == secret
-    assert VARIABLE not in os.environ
+    assert SECRET_VARIABLE not in os.environ
 
 
 def test_without_a_terminal_nobody_is_asked(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     monkeypatch.setattr(sys, "stdin", io.StringIO("words"))
     with pytest.raises(
-        PlaitError, match=f"no terminal to ask for the secret; give it by --secret-file or in {VARIABLE}"
+        PlaitError, match=f"no terminal to ask for the secret; give it by --secret-file or in {SECRET_VARIABLE}"
     ):
         read_secret(None)
 

@@ -13,7 +13,14 @@ import pytest
 from plait.errors import PlaitError, RunFailed
 from plait.launch.local.channel import LINE_BYTES_AT_MOST, LineReader, send_line
 from plait.launch.local.torchrun import torchrun_context
-from plait.launch.values.failure import RankDied, RankRaised, as_error, raised, raised_from, root_cause
+from plait.launch.values.failure import (
+    RankDied,
+    RankRaised,
+    describe_exception,
+    error_for_caller,
+    rank_raised_from,
+    root_cause,
+)
 from plait.units import parse_amount
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -23,7 +30,7 @@ def _caught(error: BaseException, cause: BaseException | None = None) -> RankRai
     try:
         raise error from cause
     except BaseException as caught:
-        return raised(caught, 1)
+        return describe_exception(caught, 1)
 
 
 def test_a_loss_of_a_peer_never_hides_its_reason():
@@ -32,7 +39,7 @@ def test_a_loss_of_a_peer_never_hides_its_reason():
     assert lost.lost_peer
     assert root_cause([lost, later]) is later
     assert root_cause([lost]) is lost
-    assert str(as_error(lost, "above")).startswith("rank 1 lost its connection to another rank")
+    assert str(error_for_caller(lost, "above")).startswith("rank 1 lost its connection to another rank")
     assert _caught(RunFailed("a peer was lost; try again"), ConnectionResetError("Connection reset by peer")).lost_peer
     assert not _caught(ValueError("Connection closed by peer is what the file says")).lost_peer
 
@@ -46,22 +53,22 @@ def test_the_place_is_the_last_frame_inside_plait():
     try:
         parse_amount(5)  # type: ignore[arg-type]
     except TypeError as error:
-        assert raised(error, 0).place.startswith("plait/units.py:")
+        assert describe_exception(error, 0).place.startswith("plait/units.py:")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory")])
 def test_memory_running_out_is_no_bug(error: BaseException):
-    sentence = str(as_error(_caught(error), "above"))
+    sentence = str(error_for_caller(_caught(error), "above"))
     assert sentence.startswith("rank 1 ran out of memory")
     assert sentence.endswith("try a smaller layout.micro_sequences")
 
 
 def test_a_class_unknown_here_arrives_as_its_nearest_ancestor():
     failure = _caught(RunFailed("the disk is full; make room"))
-    travelled = raised_from(json.loads(json.dumps(asdict(failure))))
+    travelled = rank_raised_from(json.loads(json.dumps(asdict(failure))))
     assert travelled == failure
-    strange = raised_from({**asdict(failure), "plait_classes": ["gone:Never", *failure.plait_classes]})
-    assert type(as_error(strange, "above")) is RunFailed
+    strange = rank_raised_from({**asdict(failure), "plait_classes": ["gone:Never", *failure.plait_classes]})
+    assert type(error_for_caller(strange, "above")) is RunFailed
 
 
 def test_an_exception_whose_text_cannot_be_made_is_still_told():
@@ -69,7 +76,7 @@ def test_an_exception_whose_text_cannot_be_made_is_still_told():
         def __str__(self) -> str:
             raise RuntimeError
 
-    assert "Mute: its message cannot be shown" in str(as_error(_caught(Mute()), "above"))
+    assert "Mute: its message cannot be shown" in str(error_for_caller(_caught(Mute()), "above"))
 
 
 @pytest.fixture

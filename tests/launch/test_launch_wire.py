@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from plait.errors import PlaitError, RunFailed
 from plait.launch.remote.handshake import Refused, greet_joiner, greet_leader
 from plait.launch.remote.link import HostConnection, Pulse, Reply
-from plait.launch.remote.listener import JoinListener, listener_at, turn_away
+from plait.launch.remote.listener import JoinListener, listener_at, refuse_host
 from plait.launch.remote.secret import Secret, new_secret
 from plait.launch.remote.wire import BLOB_BYTES_AT_MOST, Frame, SessionKeys, Wire, WireEnded
 
@@ -340,7 +340,7 @@ def test_who_comes_too_late_is_turned_away(gate: JoinListener):
     link = _join(gate)
     late = gate.next(5)
     assert late is not None
-    turning = threading.Thread(target=turn_away, args=(late.link, "all are in"))
+    turning = threading.Thread(target=refuse_host, args=(late.link, "all are in"))
     turning.start()
     _wait_for_mail(link)
     assert [frame.values for frame in link.read() if frame.kind == "refused"] == [{"sentence": "all are in"}]

@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from plait.launch.values.job import RankContext
-from plait.parallel.comm.reduction import LibraryScatter, LibrarySum, Transfer, own_part, wait_for_all
+from plait.parallel.comm.reduction import LibraryScatter, LibrarySum, Transfer, own_slice, wait_for_all
 from plait.parallel.gradients.buckets import RankSet, SharedWeight
 from plait.parallel.gradients.reduce import GradientReducer
 from plait.parallel.mesh import GroupSums, make_groups, open_store
-from plait.partition.boxes import whole
+from plait.partition.boxes import whole_box
 
 SMALL_BUCKET_BYTES = 64
 NAMES = {
@@ -49,7 +49,9 @@ class Branches(nn.Module):
 def shared(model: nn.Module, ranks: RankSet) -> list[SharedWeight]:
     """All weights of a model, shared by these ranks."""
     return [
-        SharedWeight(name=NAMES.get(name, name), parameter=parameter, box=whole(parameter.shape), chunk=0, ranks=ranks)
+        SharedWeight(
+            name=NAMES.get(name, name), parameter=parameter, box=whole_box(parameter.shape), chunk=0, ranks=ranks
+        )
         for name, parameter in model.named_parameters()
     ]
 
@@ -96,7 +98,7 @@ def sum_by_library(context: RankContext, argument: str) -> None:
         for way in (LibrarySum(summed, group, transfer), LibraryScatter(parted, group, transfer)):
             for works in way.course():
                 wait_for_all(works)
-        found.append([summed.tolist(), own_part(parted, group).tolist()])
+        found.append([summed.tolist(), own_slice(parted, group).tolist()])
     context.send("sums", found=found)
     dist.destroy_process_group()
 

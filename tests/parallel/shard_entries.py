@@ -28,7 +28,7 @@ from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.persist import restore, save
 from plait.trainer.state import TrainState
-from plait.trainer.worker import joined
+from plait.trainer.worker import process_group_for
 
 GATHERS = ("all_gather_into_tensor", "all_gather_single")
 SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single")
@@ -40,7 +40,7 @@ SMALL_BUCKET_BYTES = 3000
 def take_steps(context: RankContext, argument: str) -> None:
     """For each case, so many steps of its layout and what came of them."""
     cases = json.loads(argument)
-    with joined(context, plan_of(cases[0])):
+    with process_group_for(context, plan_of(cases[0])):
         for number, case in enumerate(cases):
             with assembled(case) as assembly:
                 found = steps_taken(assembly, case["steps"])
@@ -51,7 +51,7 @@ def look_ahead(context: RankContext, argument: str) -> None:
     """Take a step, and note for each layer, when it computes forward and backward, whose weights are under way."""
     case = json.loads(argument)
     noted: dict[str, list[list[int]]] = {"forward": [], "backward": []}
-    with joined(context, plan_of(case)), assembled(case) as assembly:
+    with process_group_for(context, plan_of(case)), assembled(case) as assembly:
         layers = list(assembly.model.chunks[0].layers.values())
 
         def note(passing: str) -> None:
@@ -68,7 +68,7 @@ def listen(context: RankContext, argument: str) -> None:
     """Take a step, and note in which order messages between ranks, and collectives that could stand for them, begin."""
     case = json.loads(argument)
     noted: list[str] = []
-    with joined(context, plan_of(case)), assembled(case) as assembly, pytest.MonkeyPatch.context() as patch:
+    with process_group_for(context, plan_of(case)), assembled(case) as assembly, pytest.MonkeyPatch.context() as patch:
         for name in ("isend", "irecv", "all_gather", *GATHERS, "reduce_scatter", *SCATTERS):
             if hasattr(dist, name):
                 patch.setattr(dist, name, partial(_noting, noted, name, getattr(dist, name)))
@@ -90,7 +90,7 @@ def under_way(layer: Any) -> bool:
 def restore_and_save(context: RankContext, argument: str) -> None:
     """Go on from a checkpoint, where there is one, for so many steps, and save another one."""
     case = json.loads(argument)
-    with joined(context, plan_of(case)), assembled(case) as assembly:
+    with process_group_for(context, plan_of(case)), assembled(case) as assembly:
         world, state = world_sums(), TrainState()
         if case["old"]:
             # A forward gathers weights, which must not outlive what is restored.

@@ -23,7 +23,7 @@ from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.state import TrainState
-from plait.trainer.worker import Context, joined
+from plait.trainer.worker import Context, process_group_for
 
 Asked = dict[str, Any]
 
@@ -34,7 +34,7 @@ def compare(context: Context, argument: str) -> None:
     """For each case: the worst relative errors against one process, and which rectangles this rank compared."""
     folder, cases = Path(json.loads(argument)["folder"]), json.loads(argument)["cases"]
     plan = read_plan(folder / "plan.json")
-    with joined(context, plan):
+    with process_group_for(context, plan):
         mesh = make_mesh(Layout(tensor=context.world_size), plan.device)
         for case in cases:
             context.send("case", **compared(folder, planned(plan, case, context.world_size), mesh))
@@ -119,7 +119,7 @@ def look_inside(context: Context, argument: str) -> None:
     """Tell of the first case what lies between the layers, and a copied weight's gradient before it is summed."""
     folder, (case,) = Path(json.loads(argument)["folder"]), json.loads(argument)["cases"]
     base = read_plan(folder / "plan.json")
-    with joined(context, base):
+    with process_group_for(context, base):
         plan = planned(base, case, context.world_size)
         mesh = make_mesh(plan.layout, plan.device)
         with both(folder, plan, mesh) as (alone, shared):

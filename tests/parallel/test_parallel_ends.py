@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
-from plait.parallel.pipeline.tied_embedding import first_uses
+from plait.parallel.pipeline.tied_embedding import rows_first_used
 from tests.parallel.ends_entries import RATE, STEPS, embedded, first_table, headed, tokens_of
 
 
@@ -68,4 +68,4 @@ def _steps(micros: int) -> tuple[dict[str, Tensor], Tensor]:
 
 def test_rows_travel_with_the_first_micro_batch_that_has_them() -> None:
     tokens = [torch.tensor([[5, 3, 3]]), torch.tensor([[3, 9]]), torch.tensor([[7, 5, 9, 4]])]
-    assert [rows.tolist() for rows in first_uses(tokens, 3, 5)] == [[0, 2], [], [1, 4]]
+    assert [rows.tolist() for rows in rows_first_used(tokens, 3, 5)] == [[0, 2], [], [1, 4]]

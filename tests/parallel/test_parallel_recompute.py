@@ -14,7 +14,7 @@ from plait.model.attention import Documents
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
-from plait.parallel.recompute import run_for
+from plait.parallel.recompute import layer_runner
 from plait.planner.plan import Plan
 from plait.report.memory import LiveTensorPeak
 from tests.trainer.tiny import make_tiny
@@ -44,7 +44,7 @@ def model_with(plan: Plan, what: Recompute, context: int = 1) -> GPT:
     model = GPT(SHAPE).double()
     initialize(model, 1)
     if what != "none":
-        run = run_for(replace(plan, layout=Layout(recompute=what, context=context)).execution)
+        run = layer_runner(replace(plan, layout=Layout(recompute=what, context=context)).execution)
         for layer in model.layers.values():
             layer.run = run
     return model

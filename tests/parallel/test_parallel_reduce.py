@@ -17,7 +17,7 @@ from plait.model.init import initialize
 from plait.model.shape import ModelShape
 from plait.parallel.gradients.buckets import LAST_BYTES, RankSet, SharedWeight, fill_buckets
 from plait.parallel.gradients.reduce import GradientReducer
-from plait.partition.boxes import whole
+from plait.partition.boxes import whole_box
 from plait.planner.step_time import gradient_sync
 from tests.parallel.reduce_entries import NAMES, SMALL_BUCKET_BYTES, Branches, shared
 
@@ -120,7 +120,7 @@ def weights(
     *sizes: int, ranks: RankSet = TWO, dtype: torch.dtype = torch.float32, name: str = "head.weight"
 ) -> list[SharedWeight]:
     parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
-    return [SharedWeight(name=name, parameter=p, box=whole(p.shape), chunk=0, ranks=ranks) for p in parameters]
+    return [SharedWeight(name=name, parameter=p, box=whole_box(p.shape), chunk=0, ranks=ranks) for p in parameters]
 
 
 def test_a_bucket_ends_once_it_has_its_size() -> None:

@@ -15,7 +15,7 @@ from plait.layout import Layout, equal_share
 from plait.model.shape import ModelShape
 from plait.parallel.tensor.cut import kv_places
 from plait.parallel.tensor.sequence import stream_rows
-from plait.partition.boxes import boxes, kv_heads_of
+from plait.partition.boxes import kv_heads_of, weight_boxes
 from tests.trainer.tiny import make_tiny
 
 Told = dict[int, list[dict[str, Any]]]
@@ -84,7 +84,7 @@ def test_any_shape_gives_the_numbers_of_one_process(ranks: int, run_cases: RunCa
         assert len(outcomes) == len(CASES[ranks])
         for asked, outcome in zip(CASES[ranks], outcomes, strict=True):
             shape = ModelShape.from_dict(asked["shape"])
-            places = boxes(shape, Layout(tensor=ranks), {**ORIGIN, "tensor": rank})
+            places = weight_boxes(shape, Layout(tensor=ranks), {**ORIGIN, "tensor": rank})
             assert outcome["units"] == [[name, [*box.offset], [*box.extent]] for name, box in places.items()]
             assert list(outcome["grads"]) == list(outcome["weights"]) == list(places)
             worst = max(outcome["grads"], key=lambda name: outcome["grads"][name])

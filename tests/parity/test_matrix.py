@@ -9,7 +9,7 @@ import pytest
 from plait.commands.planning.workers import ForkedWorkers
 from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.small_model import shrunk_plan
-from plait.layout import Layout, conflict
+from plait.layout import Layout, conflict_sentence
 from plait.model.shape import weight_sizes
 from plait.planner.search.validity import check_layout, check_shares
 from plait.recipe.load import parse_config
@@ -64,5 +64,5 @@ def check(family: str, layout: Layout, workers: ForkedWorkers, shares: tuple[int
 def test_there_are_enough_layouts_and_all_are_allowed() -> None:
     assert len(EVERY_DAY) >= 12 and len(set(LONG)) >= 40
     assert {family for _, family in pairs()} == set(FAMILIES)
-    assert not any(conflict(layout) for layout in LONG)
+    assert not any(conflict_sentence(layout) for layout in LONG)
     assert max(layout.world_size for layout in LONG) == 8

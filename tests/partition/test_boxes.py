@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from plait.layout import AXES, Layout
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape, weight_sizes
-from plait.partition.boxes import Box, boxes, boxes_of_range, cut, holders, kv_heads_of, model_parts_of, whole
+from plait.partition.boxes import (
+    Box,
+    boxes_of_range,
+    cut_box,
+    kv_heads_of,
+    model_parts_of,
+    ranks_holding,
+    weight_boxes,
+    whole_box,
+)
 
 LLAMA = ModelShape(layers=4, width=16, heads=4, kv_heads=2, head_width=4, ffn=25, vocabulary=41, sequence=8)
 GPT2 = replace(LLAMA, kv_heads=4, norm="layernorm", activation="gelu", positions="learned", bias="all", tied=True)
@@ -33,7 +42,7 @@ LAYOUTS = [
 
 def held(shape: ModelShape, layout: Layout) -> dict[int, dict[str, Box]]:
     """What every rank holds."""
-    return {rank: boxes(shape, layout, layout.coordinates(rank)) for rank in range(layout.world_size)}
+    return {rank: weight_boxes(shape, layout, layout.coordinates(rank)) for rank in range(layout.world_size)}
 
 
 def numbers(box: Box) -> set[tuple[int, ...]]:
@@ -63,7 +72,7 @@ def test_holders_are_all_ranks_with_the_same_rectangle(shape: ModelShape, layout
         for name, box in own.items():
             same = tuple(other for other, theirs in places.items() if theirs.get(name) == box)
             assert rank in same
-            assert holders(shape, layout, name, box) == same
+            assert ranks_holding(shape, layout, name, box) == same
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -74,7 +83,7 @@ def test_a_rank_holds_what_the_parts_of_its_model_have(shape: ModelShape, layout
             chunks = [GPT(shape, part) for part in model_parts_of(shape, layout, pipeline)]
         names = {name for chunk in chunks for name, _ in chunk.named_parameters()}
         coordinates = dict.fromkeys(AXES, 0) | {"pipeline": pipeline}
-        assert set(boxes(shape, layout, coordinates)) == names
+        assert set(weight_boxes(shape, layout, coordinates)) == names
 
 
 def test_the_stages_of_a_pipeline_hold_every_layer_once_in_order() -> None:
@@ -92,15 +101,15 @@ def test_the_stages_of_a_pipeline_hold_every_layer_once_in_order() -> None:
 
 def test_both_ends_of_a_pipeline_hold_an_embedding_that_is_also_the_head() -> None:
     layout = Layout(pipeline=3, stage_layers=(1, 2, 1), replicate=2)
-    box = whole((41, 16))
-    assert holders(QWEN, layout, "embed.tokens.weight", box) == (0, 1, 4, 5)
-    assert holders(LLAMA, layout, "embed.tokens.weight", box) == (0, 1)
-    assert holders(GPT2, layout, "embed.positions.weight", whole((8, 16))) == (0, 1)
+    box = whole_box((41, 16))
+    assert ranks_holding(QWEN, layout, "embed.tokens.weight", box) == (0, 1, 4, 5)
+    assert ranks_holding(LLAMA, layout, "embed.tokens.weight", box) == (0, 1)
+    assert ranks_holding(GPT2, layout, "embed.positions.weight", whole_box((8, 16))) == (0, 1)
 
 
 def test_heads_are_cut_between_heads_and_other_sizes_anywhere() -> None:
     def extents(name: str, parts: int) -> list[tuple[int, int]]:
-        cuts = [cut(name, GPT2, parts, index) for index in range(parts)]
+        cuts = [cut_box(name, GPT2, parts, index) for index in range(parts)]
         (dim,) = [dim for dim in range(len(cuts[0].shape)) if cuts[0].extent[dim] != cuts[0].shape[dim]]
         return [(box.offset[dim], box.extent[dim]) for box in cuts]
 
@@ -115,7 +124,7 @@ def test_heads_are_cut_between_heads_and_other_sizes_anywhere() -> None:
         "layers.0.feedforward.down.bias",
         "embed.positions.weight",
     ):
-        assert cut(name, GPT2, 4, 3) == whole(weight_sizes(GPT2)[name])
+        assert cut_box(name, GPT2, 4, 3) == whole_box(weight_sizes(GPT2)[name])
 
 
 def test_key_value_heads_are_own_ones_shared_ones_or_all() -> None:
@@ -139,7 +148,7 @@ def test_a_rank_holds_the_key_value_heads_of_its_queries_and_spans_never_half_ov
     shape = replace(LLAMA, heads=heads, kv_heads=kv_heads)
     spans = [kv_heads_of(shape, parts, index) for index in range(parts)]
     for index, (first, count) in enumerate(spans):
-        queries = cut("layers.0.attention.q.weight", shape, parts, index)
+        queries = cut_box("layers.0.attention.q.weight", shape, parts, index)
         for row in range(queries.offset[0], queries.offset[0] + queries.extent[0]):
             assert first <= row // shape.head_width // group < first + count
     covered = [head for first, count in set(spans) for head in range(first, first + count)]

@@ -10,14 +10,14 @@ from plait.recipe.load import load_recipe
 from plait.report.memory import LiveTensorPeak
 from plait.trainer.assemble import assemble
 from plait.trainer.state import TrainState
-from plait.trainer.worker import Context, joined
+from plait.trainer.worker import Context, process_group_for
 
 
 def watched_step(context: Context, argument: str) -> None:
     """Tell the most bytes of live tensors in the second step of the run in a folder."""
     folder = Path(argument)
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
-    with joined(context, plan):
+    with process_group_for(context, plan):
         assembly = assemble(config, plan, sums=world_sums(), mesh=make_mesh(plan.layout, plan.device))
         state, _ = assembly.step(TrainState())
         with LiveTensorPeak(assembly.device, assembly.tensors()) as peak:

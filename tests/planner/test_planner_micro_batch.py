@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.data.portions import micro_sizes
+from plait.data.micro_sizes import micro_sizes
 from plait.layout import Layout
 from plait.planner.derive.micro_batch import fewer_gathers_reason, micro_sequences_to_try
 from plait.planner.derive.resources import FixedWorkers, Resources

@@ -23,7 +23,7 @@ from plait.planner.heterogeneous.micro_batch_limits import replica_memory_of
 from plait.planner.page.page import Chapter, Picture, page_html, pictures
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.search import search
-from plait.report.figures import Drawing, folded, ratio_axis, seconds_unit, time_words
+from plait.report.figures import Drawing, ratio_axis, seconds_unit, time_words, wrapped_text
 from plait.units import format_bytes
 from tests.planner.test_planner_page import piped, workload
 
@@ -188,7 +188,7 @@ def test_an_axis_has_a_handful_of_plain_ticks(least: float, most: float) -> None
 def test_units_and_folds() -> None:
     assert [seconds_unit(s)[1] for s in (600, 2, 0.02, 2e-5)] == ["minutes", "seconds", "milliseconds", "microseconds"]
     assert [time_words(s) for s in (95, 0.25, 0.00483, 2e-5, 0)] == ["1 min 35 s", "0.25 s", "4.83 ms", "20 µs", "0 s"]
-    assert folded("a <b> and c", 6) == "a &lt;b&gt;<br>and c"
+    assert wrapped_text("a <b> and c", 6) == "a &lt;b&gt;<br>and c"
 
 
 def command(folder: Path, *, html: Path) -> None:

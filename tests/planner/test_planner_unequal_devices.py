@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from plait.cluster.cluster import Cluster, cluster_of_hosts, read_cluster
 from plait.commands.planning.plan_report import make_plan_report, plan_report_text
-from plait.data.portions import micro_sizes
+from plait.data.micro_sizes import micro_sizes
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.model.sizes import explicit_shape, named_shape

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from plait.report.steadiness import LAG, LEARN, WINDOW, Series
+from plait.report.steadiness import LAG_STEPS, LEAST_USUAL_VALUES, WINDOW_STEPS, Series
 from plait.report.straggler import RankTimes, Watch
 from plait.report.straggler_words import FindingKind, StragglerFinding, begin_words
 
@@ -309,7 +309,7 @@ def test_the_sentences():
 
 def test_a_series_learns_what_is_usual_and_not_what_it_is_told_to_hold():
     series = Series()
-    for step in range(LAG + LEARN):
+    for step in range(LAG_STEPS + LEAST_USUAL_VALUES):
         series.add(step, 1.0)
     assert series.ready and series.level == series.now == 1.0
     for step in range(100):
@@ -341,18 +341,18 @@ def test_who_recovers_while_levels_settle_after_a_change_of_shares_is_told_to_ha
         sequences = [BATCH, BATCH if index < 100 else BATCH // 2]
         if (one := watch.observe(index + 1, made.times(index), sequences)) is not None:
             found.append((index + 1, one.phase))
-    assert [phase for _, phase in found] == ["begins", "ends"] and found[1][0] < 103 + 2 * WINDOW, found
+    assert [phase for _, phase in found] == ["begins", "ends"] and found[1][0] < 103 + 2 * WINDOW_STEPS, found
 
 
 @pytest.mark.parametrize(("keep", "rise"), [("rise", 2.0), ("nothing", 0.0)])
 def test_a_series_takes_a_new_level_where_one_is_expected(keep, rise):
     series = Series()
-    for step in range(LAG + LEARN):
+    for step in range(LAG_STEPS + LEAST_USUAL_VALUES):
         series.add(step, 1.0)
-    for step in range(WINDOW):
+    for step in range(WINDOW_STEPS):
         series.add(step, 3.0, "hold")
     series.change_expected(keep)
-    for step in range(WINDOW):
+    for step in range(WINDOW_STEPS):
         assert not series.ready
         series.add(step, 7.0, "hold")
     assert series.ready and (series.rise, series.level) == (rise, 7.0 - rise)
@@ -360,21 +360,21 @@ def test_a_series_takes_a_new_level_where_one_is_expected(keep, rise):
 
 def test_a_rise_that_goes_while_the_level_settles_leaves_the_level_where_it_was():
     series = Series()
-    for step in range(LAG + LEARN):
+    for step in range(LAG_STEPS + LEAST_USUAL_VALUES):
         series.add(step, 1.0)
-    for step in range(WINDOW):
+    for step in range(WINDOW_STEPS):
         series.add(step, 3.0, "hold")
     series.change_expected("rise")
-    for step in range(WINDOW):
+    for step in range(WINDOW_STEPS):
         series.add(step, 1.5, "hold")
     assert series.ready and (series.rise, series.level) == (0.5, 1.0)
 
 
 def test_an_odd_step_before_the_onset_is_not_where_it_began():
     series = Series()
-    for step in range(LAG + LEARN):
+    for step in range(LAG_STEPS + LEAST_USUAL_VALUES):
         series.add(step, 1.0)
-    first = LAG + LEARN + 4
+    first = LAG_STEPS + LEAST_USUAL_VALUES + 4
     for step, value in enumerate([50.0, 1.0, 1.0, 1.0, *[2.0] * 7], start=first - 4):
         series.add(step, value)
     assert series.since() == first
@@ -382,7 +382,7 @@ def test_an_odd_step_before_the_onset_is_not_where_it_began():
 
 def test_a_series_forgets_an_episode():
     series = Series()
-    for step, value in enumerate([3.0] * WINDOW + [1.0] * (WINDOW // 2)):
+    for step, value in enumerate([3.0] * WINDOW_STEPS + [1.0] * (WINDOW_STEPS // 2)):
         series.add(step, value)
     assert series.now == 3.0
     series.forget_recent()

@@ -17,11 +17,11 @@ from plait.parallel.mesh import Sums, make_mesh, world_sums
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
-from plait.trainer.balance.actions import Balance
-from plait.trainer.balance.meter import Meter, metered
+from plait.trainer.balance.actions import Rebalancer
+from plait.trainer.balance.meter import Meter, with_meter
 from plait.trainer.balance.move_layers import move_layers
 from plait.trainer.state import TrainState
-from plait.trainer.worker import joined
+from plait.trainer.worker import process_group_for
 
 
 class Labour:
@@ -50,24 +50,24 @@ def follow(context: RankContext, argument: str) -> None:
     """
     folder, runs = Path(json.loads(argument)["folder"]), json.loads(argument)["runs"]
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
-    with joined(context, plan):
+    with process_group_for(context, plan):
         mesh, world = make_mesh(plan.layout, plan.device), world_sums()
         build = partial(assemble, config, sums=world, mesh=mesh)
         for number, run in enumerate(runs):
             here = replace(plan, balance_every_steps=run["every"])
             labour = Labour(here.sequence)
-            assembly, meter = metered(build(here), labour)
+            assembly, meter = with_meter(build(here), labour)
             _burden(assembly, labour, run)
 
             def restage(
                 layers: tuple[int, ...], assembly: Assembly = assembly, run: Any = run, labour: Labour = labour
             ) -> Meter:
-                new, own = metered(move_layers(assembly, build, layers), labour)
+                new, own = with_meter(move_layers(assembly, build, layers), labour)
                 assembly.replace_by(new)
                 _burden(assembly, labour, run)
                 return own
 
-            balance = Balance(assembly, meter, folder / f"shares-{number}.jsonl", world, lambda **_: None, restage)
+            balance = Rebalancer(assembly, meter, folder / f"shares-{number}.jsonl", world, lambda **_: None, restage)
             results = _taken(run["phases"], assembly, balance, labour, world)
             assembly.model.settle()
             assembly.loader.close()
@@ -81,7 +81,7 @@ def _burden(assembly: Assembly, labour: Labour, run: Any) -> None:
         layer.register_forward_pre_hook(labour.carry)
 
 
-def _taken(phases: Any, assembly: Any, balance: Balance, labour: Labour, world: Sums) -> dict[str, torch.Tensor]:
+def _taken(phases: Any, assembly: Any, balance: Rebalancer, labour: Labour, world: Sums) -> dict[str, torch.Tensor]:
     state, losses = TrainState(), []
     for steps, seconds in phases:
         labour.pace_s = seconds[world.index]

@@ -24,7 +24,7 @@ from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.persist import restore, save
 from plait.trainer.state import TrainState
 from plait.trainer.step import make_forward, make_loss
-from plait.trainer.worker import joined
+from plait.trainer.worker import process_group_for
 
 Asked = dict[str, Any]
 
@@ -68,7 +68,7 @@ def lose(context: RankContext, argument: str) -> None:
     asked = json.loads(argument)
     folder, told = Path(asked["folder"]), []
     config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
-    with joined(context, plan):
+    with process_group_for(context, plan):
         for case in asked["cases"]:
             here = replace(plan, layout=Layout(**case["layout"]), shares=tuple(case["shares"].get("0", ())))
             assembly = assemble(config, here, sums=world_sums(), mesh=make_mesh(here.layout, here.device))
@@ -114,7 +114,7 @@ def assembled(context: RankContext, folder: Path, cases: Sequence[Asked]) -> Ite
     """An assembly for each case, on this rank's place in the mesh."""
     config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
     plan = replace(plan, layout=replace(plan.layout, replicate=context.world_size))
-    with joined(context, plan):
+    with process_group_for(context, plan):
         mesh = make_mesh(plan.layout, plan.device)
         sums = world_sums()
         made = []

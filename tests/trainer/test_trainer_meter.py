@@ -14,7 +14,7 @@ from plait.parallel.mesh import ONE_PROCESS
 from plait.parallel.sharded_model import LocalGradients
 from plait.trainer.assemble import assemble
 from plait.trainer.balance.actions import watch_every_steps
-from plait.trainer.balance.meter import Meter, MeteredGradients, StepTimes, clock_of, metered, sees_waits
+from plait.trainer.balance.meter import Meter, MeteredGradients, StepTimes, clock_of, sees_waits, with_meter
 from plait.trainer.state import TrainState
 from tests.trainer.tiny import make_tiny
 
@@ -131,7 +131,7 @@ def test_a_real_step_is_measured_and_stays_the_same(tmp_path: Path) -> None:
     for measuring in (False, True):
         assembly, meter = assemble(config, plan, sums=ONE_PROCESS, stages=()), None
         if measuring:
-            assembly, meter = metered(assembly, clock_of(assembly.device))
+            assembly, meter = with_meter(assembly, clock_of(assembly.device))
         began = time.perf_counter()
         _, scalars = assembly.step(TrainState())
         whole_s = time.perf_counter() - began

@@ -11,7 +11,7 @@ from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import plain_unit, unsharded
-from plait.partition.boxes import whole
+from plait.partition.boxes import whole_box
 from plait.planner.plan import OptimizerPlan
 from plait.trainer.optim import clip_factor, learning_rate, make_optimizer, owned_squares, set_learning_rate
 
@@ -50,7 +50,7 @@ def test_decay_shrinks_and_the_others_stay_without_gradient() -> None:
 def test_an_update_is_adamw_s_by_hand() -> None:
     torch.manual_seed(1)
     weight = torch.nn.Parameter(torch.randn(3, 4))
-    optimizer = make_optimizer([plain_unit("head.weight", weight, whole(weight.shape), owned=True)], PLAN)
+    optimizer = make_optimizer([plain_unit("head.weight", weight, whole_box(weight.shape), owned=True)], PLAN)
     mean, square, value = torch.zeros(3, 4), torch.zeros(3, 4), weight.detach().clone()
     for step in range(1, 4):
         grad = torch.randn(3, 4)
@@ -105,7 +105,7 @@ def test_the_norm_is_that_of_all_owned_gradients_in_one_row() -> None:
     like, parts = torch.zeros(1, dtype=torch.float64), [torch.randn(3, 4), torch.randn(7), torch.randn(5)]
     units = []
     for owned, part in zip((True, False, True), parts, strict=True):
-        units.append(plain_unit("head.weight", torch.nn.Parameter(part), whole(part.shape), owned=owned))
+        units.append(plain_unit("head.weight", torch.nn.Parameter(part), whole_box(part.shape), owned=owned))
         units[-1].parameter.grad = part
     row = torch.cat([parts[0].reshape(-1), parts[2]])
     assert owned_squares(units, like=like).tolist() == pytest.approx([float(row.norm()) ** 2], rel=1e-6)

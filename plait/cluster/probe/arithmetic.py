@@ -26,7 +26,7 @@ from plait.cluster.probe.pieces import (
     touch_memory,
 )
 from plait.cluster.probe.request import ProbedModel, ProbeRequest, layer_products
-from plait.cluster.probe.timing import Reading, figure
+from plait.cluster.probe.timing import Reading, reading_of
 from plait.model.attention import Documents, Rows
 from plait.model.gpt import Embedding, Layer, row_positions
 from plait.model.rotary import Rotary
@@ -40,7 +40,7 @@ MORE_LAYERS = 3
 """What a backward pass holds for a while beside them takes no more."""
 TOUCHED_AT_MOST = 2**30
 """Bytes: of layers that take more, the arithmetic takes so long that pages hardly show."""
-LEAST_REST = 0.02
+LEAST_REMAINDER_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ def few_runs(runs: PieceRuns, model: ProbedModel) -> PieceRuns:
     return {key: run for key, run in runs.items() if key in kept}
 
 
-def timed(figures: Mapping[PieceKey, Reading], models: Sequence[ProbedModel]) -> tuple[Timed, ...]:
+def timed_pieces(figures: Mapping[PieceKey, Reading], models: Sequence[ProbedModel]) -> tuple[Timed, ...]:
     """The figures as they are stored: each probed model's layer time, less its products and attention, becomes
     "stream"."""
     plain = [_timed(key[0], key[1], one) for key, one in figures.items() if not key[0].startswith("layer")]
@@ -111,18 +111,20 @@ def _streams(model: ProbedModel, figures: Mapping[PieceKey, Reading]) -> Iterabl
     back: list[PieceKey] = [key for _, *both in keys for key in both]
     there.append(("attention", attention))
     back.append(("attention_backward", attention))
-    yield _timed("stream", sizes, _rest(figures["layer", sizes], [figures[part] for part in there]))
-    yield _timed("stream_backward", sizes, _rest(figures["layer_backward", sizes], [figures[part] for part in back]))
+    yield _timed("stream", sizes, _remainder(figures["layer", sizes], [figures[part] for part in there]))
+    yield _timed(
+        "stream_backward", sizes, _remainder(figures["layer_backward", sizes], [figures[part] for part in back])
+    )
 
 
-def _rest(whole: Reading, parts: Sequence[Reading]) -> Reading:
+def _remainder(whole: Reading, parts: Sequence[Reading]) -> Reading:
     """What a whole takes longer than its parts: never nothing, since a layer has norms, whatever noise says.
 
     Differences are taken round by round: what slows a whole round then weighs on both sides.
     """
     rounds = zip(whole.rounds, *(part.rounds for part in parts), strict=True)
-    rests = [max(all_of_it - sum(some), LEAST_REST * all_of_it) for all_of_it, *some in rounds]
-    return figure([(rest, 0.0) for rest in rests])
+    rests = [max(all_of_it - sum(some), LEAST_REMAINDER_SHARE * all_of_it) for all_of_it, *some in rounds]
+    return reading_of([(rest, 0.0) for rest in rests])
 
 
 def _layer_sizes(model: ProbedModel) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.cluster.measured import MessageKind, Point
-from plait.cluster.probe.timing import Bench, Reading, figure, times_in_a_row
+from plait.cluster.probe.timing import Bench, Reading, reading_of, runs_per_reading
 
 SLOW_S = 0.25
 """The largest message sent is the first that takes this long: larger ones would show nothing new and take ever
@@ -23,7 +23,7 @@ FEW_ROUNDS, LONG_S = 2, 0.05
 PROBE_TAG = 900_000
 """Tag of sends; the buckets of training, which count from 0, use the same group's tags."""
 
-Begin = Callable[[Tensor, dist.ProcessGroup], object]
+BlockingOperation = Callable[[Tensor, dist.ProcessGroup], object]
 """An operation on a buffer whose numbers divide by the ranks of the group; blocks until it is done."""
 
 
@@ -79,7 +79,7 @@ def time_pair(
         readings = [bench.clock.time(there_and_back, 1) for _ in range(FEW_ROUNDS)]
         if _tell_peer(readings[-1][0] < LONG_S, first, peer, bench, tag, timeout_s):
             readings += [bench.clock.time(there_and_back, 1) for _ in range(PROBE_ROUNDS - FEW_ROUNDS)]
-        took = figure(readings)
+        took = reading_of(readings)
         points.append(_point(size, took, share=0.5))
         if _tell_peer(took.seconds / 2 > SLOW_S, first, peer, bench, tag, timeout_s):
             break
@@ -87,14 +87,14 @@ def time_pair(
 
 
 def time_collectives(
-    operations: Mapping[MessageKind, Begin], sizes: Sequence[int], group: dist.ProcessGroup, bench: Bench
+    operations: Mapping[MessageKind, BlockingOperation], sizes: Sequence[int], group: dist.ProcessGroup, bench: Bench
 ) -> dict[MessageKind, tuple[Point, ...]]:
     """Each operation over growing buffers, with the seconds of the slowest rank; every rank of the group must call
     it, with a bench that keeps this group together."""
     return {kind: tuple(_growing(begin, sizes, group, bench)) for kind, begin in operations.items()}
 
 
-def _growing(begin: Begin, sizes: Sequence[int], group: dist.ProcessGroup, bench: Bench) -> Iterator[Point]:
+def _growing(begin: BlockingOperation, sizes: Sequence[int], group: dist.ProcessGroup, bench: Bench) -> Iterator[Point]:
     ranks = dist.get_world_size(group)
     for size in sizes:
         numbers = -(-size // 4 // ranks) * ranks
@@ -103,10 +103,10 @@ def _growing(begin: Begin, sizes: Sequence[int], group: dist.ProcessGroup, bench
         def run(buffer: Tensor = buffer) -> None:
             begin(buffer, group)
 
-        times = min(20, times_in_a_row(run, bench))
+        times = min(20, runs_per_reading(run, bench))
         readings = [bench.clock.time(run, times)]
         rounds = FEW_ROUNDS if bench.together.largest(readings[0][0]) > LONG_S else PROBE_ROUNDS
-        took = figure([*readings, *(bench.clock.time(run, times) for _ in range(rounds - 1))])
+        took = reading_of([*readings, *(bench.clock.time(run, times) for _ in range(rounds - 1))])
         took = replace(took, seconds=bench.together.largest(took.seconds))
         yield _point(4 * numbers, took)
         if took.seconds > SLOW_S:

@@ -18,7 +18,7 @@ SHORTEST_S = 2e-3
 """Shorter work is repeated within one reading of the clock."""
 
 
-class OtherWorkers(Protocol):
+class Lockstep(Protocol):
     """Keeps ranks in step."""
 
     def meet(self) -> None:
@@ -30,7 +30,7 @@ class OtherWorkers(Protocol):
         ...
 
 
-class NoOthers:
+class SingleRank:
     """One rank, in step with itself."""
 
     def meet(self) -> None:
@@ -79,7 +79,7 @@ class Bench:
     device: Any
     """torch's."""
     clock: Clock
-    together: OtherWorkers
+    together: Lockstep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,23 +107,25 @@ def time_in_rounds(
     readings of one. Further rounds come while a rank's figures are unsteady and `seconds` are not over.
     """
     clock, together = bench.clock, bench.together
-    times = {name: times_in_a_row(run, bench) for name, run in runs.items()}
+    times = {name: runs_per_reading(run, bench) for name, run in runs.items()}
     readings: dict[RunKey, list[tuple[float, float]]] = {name: [] for name in runs}
     end = time.perf_counter() + seconds
     for done in range(1, MOST_ROUNDS + 1):
         together.meet()
         for name, run in runs.items():
             readings[name].append(clock.time(run, times[name]))
-        unsteady = done < LEAST_ROUNDS or _upper_quartile([figure(r).spread for r in readings.values()]) > STEADY_SPREAD
+        unsteady = (
+            done < LEAST_ROUNDS or _upper_quartile([reading_of(r).spread for r in readings.values()]) > STEADY_SPREAD
+        )
         late = time.perf_counter() > end and done >= 2
         # Two votes in one message: whether anybody wants another round, and whether time is up for anybody.
         votes = together.largest(2.0 * late + 1.0 * unsteady)
         if votes >= 2 or votes < 1:
             break
-    return {name: figure(values) for name, values in readings.items()}
+    return {name: reading_of(values) for name, values in readings.items()}
 
 
-def figure(readings: list[tuple[float, float]]) -> Reading:
+def reading_of(readings: list[tuple[float, float]]) -> Reading:
     """The figure of several readings of wall and processor seconds; of two, the shorter: disturbances only lengthen."""
     walls = tuple(wall for wall, _ in readings)
     middle = statistics.median_low(walls)
@@ -136,7 +138,7 @@ def figure(readings: list[tuple[float, float]]) -> Reading:
     )
 
 
-def times_in_a_row(run: Callable[[], object], bench: Bench) -> int:
+def runs_per_reading(run: Callable[[], object], bench: Bench) -> int:
     """Runs that one reading covers, the same number on all ranks, after one or two to warm up."""
     clock, together = bench.clock, bench.together
     first = together.largest(clock.time(run, 1)[0])

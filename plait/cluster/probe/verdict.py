@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from plait.cluster.measured import MeasuredDevice, MeasuredLink, MeasuredWork, Point, Timed
 from plait.cluster.topology import numbered_names
 
-SLOW = 10.0
+SLOW_FACTOR = 10.0
 """A device or link that is slower than the best of its kind by this factor gets a sentence."""
 _PRODUCTS: tuple[MeasuredWork, ...] = ("product", "product_input", "product_weight")
 
@@ -52,7 +52,7 @@ def host_of(hosts: Sequence[ProbedHost], rank: int) -> ProbedHost:
     return next(host for host in hosts if rank in host.ranks)
 
 
-def middle(times: Sequence[Sequence[Timed]]) -> tuple[Timed, ...]:
+def median_times(times: Sequence[Sequence[Timed]]) -> tuple[Timed, ...]:
     """What several equal ranks measured, as their medians; all list the same work in the same order."""
     return tuple(
         Timed(
@@ -65,7 +65,7 @@ def middle(times: Sequence[Sequence[Timed]]) -> tuple[Timed, ...]:
     )
 
 
-def beside_alone(together: Sequence[Timed], alone: Sequence[Timed]) -> dict[str, float]:
+def slowdown_side_by_side(together: Sequence[Timed], alone: Sequence[Timed]) -> dict[str, float]:
     """By kind of work: how much longer it takes while all workers of the host run, on the rank that ran both ways.
 
     What a layer takes beside its parts is a small difference of long times, too uncertain for a ratio of its own: it
@@ -95,7 +95,7 @@ def relative_speeds(times_by_rank: Mapping[int, Sequence[Timed]]) -> dict[int, f
     return {rank: math.exp(best - value) for rank, value in logs.items()}
 
 
-def slowest_inside(host: ProbedHost, pairs: Sequence[PairReading]) -> tuple[Point, ...] | None:
+def slowest_pair(host: ProbedHost, pairs: Sequence[PairReading]) -> tuple[Point, ...] | None:
     """The points of the host's slowest pair: a ring waits for it; None where it has one rank."""
     inside = [pair for pair in pairs if pair.first in host.ranks and pair.second in host.ranks]
     return max(inside, key=lambda pair: _bulk_s_per_byte(pair.points)).points if inside else None
@@ -105,7 +105,7 @@ def pair_links(hosts: Sequence[ProbedHost], pairs: Sequence[PairReading]) -> tup
     """Sends: for each host inside it, for each two hosts between them."""
     links = []
     for host in hosts:
-        if points := slowest_inside(host, pairs):
+        if points := slowest_pair(host, pairs):
             links.append(MeasuredLink(kind="send", scope="inside", hosts=(host.name,), ranks=2, points=points))
     for pair in pairs:
         ends = host_of(hosts, pair.first), host_of(hosts, pair.second)
@@ -121,7 +121,7 @@ def complaints(
     """Devices and links ten times slower than the best of their like, a sentence each."""
     sentences = []
     for rank, speed in speeds.items():
-        if speed * SLOW <= 1:
+        if speed * SLOW_FACTOR <= 1:
             sentences.append(
                 f"the device of worker {rank} on {host_of(hosts, rank).name} computes {1 / speed:.0f} times slower "
                 "than the fastest; look whether other programs use it, whether it is too hot or its power is limited"
@@ -131,7 +131,7 @@ def complaints(
     return (*sentences, *_slow_links(hosts, inside), *_slow_links(hosts, between))
 
 
-def dead_link(hosts: Sequence[ProbedHost], first: int, second: int) -> str:
+def dead_link_sentence(hosts: Sequence[ProbedHost], first: int, second: int) -> str:
     """The sentence for two ranks of which one does not answer the other."""
     ends = [f"worker {rank} on {host_of(hosts, rank).name}" for rank in (first, second)]
     return (
@@ -140,7 +140,7 @@ def dead_link(hosts: Sequence[ProbedHost], first: int, second: int) -> str:
     )
 
 
-def dead_device(hosts: Sequence[ProbedHost], rank: int, reason: str) -> str:
+def dead_device_sentence(hosts: Sequence[ProbedHost], rank: int, reason: str) -> str:
     """The sentence for a device that cannot compute."""
     return (
         f"the device of worker {rank} on {host_of(hosts, rank).name} is dead: {reason}; take it out, or restart its "
@@ -154,7 +154,7 @@ def _slow_links(hosts: Sequence[ProbedHost], like: Sequence[PairReading]) -> lis
         best = min((of(pair.points) for pair in like), default=0.0)
         for pair in like:
             factor = of(pair.points) / best
-            if factor >= SLOW:
+            if factor >= SLOW_FACTOR:
                 ends = [f"worker {rank} on {host_of(hosts, rank).name}" for rank in (pair.first, pair.second)]
                 sentences.append(
                     f"between {ends[0]} and {ends[1]} {what} {factor:.0f} times as long as on the best link of its "
@@ -190,8 +190,8 @@ def device_of(
         workers=len(host.ranks),
         threads=threads,
         memory_bytes=memory_bytes,
-        timed=middle([times_by_rank[rank] for rank in host.ranks]),
-        beside=beside_alone(times_by_rank[host.ranks[0]], alone),
+        timed=median_times([times_by_rank[rank] for rank in host.ranks]),
+        beside=slowdown_side_by_side(times_by_rank[host.ranks[0]], alone),
         granted=granted,
         rates=tuple(speeds[rank] for rank in host.ranks),
     )

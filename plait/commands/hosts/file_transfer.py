@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
-from plait.checkpoint.arrival import aside
+from plait.checkpoint.arrival import partial_name
 from plait.data.shards import file_sha256
 from plait.errors import PlaitError
 from plait.units import format_bytes
@@ -94,7 +94,7 @@ def fetch_file(
     `source` holds its "name" in that host's current folder, and "staging" if it belongs to a checkpoint. `is_cancelled`
     is called before each block; raises PlaitError as soon as it returns True.
     """
-    part = target.with_name(aside(target.name))
+    part = target.with_name(partial_name(target.name))
     with part.open("wb") as file:
         size = None
         while size is None or file.tell() < size:
@@ -156,7 +156,7 @@ class IncomingFolder:
         if name not in self.missing:
             raise PlaitError(f"another host sent {name[:80]!r}, which nobody asked for; give the same command again")
         path, fact = safe_path(self.folder, name), self._expected[name]
-        self._partial_path = part = path.with_name(aside(path.name))
+        self._partial_path = part = path.with_name(partial_name(path.name))
         with convert_disk_errors(part):
             _write_at(part, offset, data)
             self._digest = self._digest if offset else sha256()
@@ -208,7 +208,7 @@ def _blocks(path: Path, nbytes: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _check_free_space(folder: Path, nbytes: int) -> None:
-    with convert_disk_errors(folder / aside("room")):
+    with convert_disk_errors(folder / partial_name("room")):
         folder.mkdir(parents=True, exist_ok=True)
         disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize

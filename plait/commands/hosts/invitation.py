@@ -11,7 +11,7 @@ from pathlib import Path
 
 from plait.errors import PlaitError
 from plait.launch.remote.interface import interface_of, local_addresses
-from plait.launch.remote.secret import VARIABLE, Secret, new_secret, read_secret
+from plait.launch.remote.secret import SECRET_VARIABLE, Secret, new_secret, read_secret
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +66,12 @@ def choose_secret(file: Path | None) -> tuple[Secret, str]:
         secret = new_secret()
         _write_secret_file(file, secret.text)
         return secret, f"with --secret-file and a copy of {file}"
-    if file is not None or VARIABLE in os.environ:
-        where = f"--secret-file and a copy of {file}" if file else f"the same secret in {VARIABLE}"
+    if file is not None or SECRET_VARIABLE in os.environ:
+        where = f"--secret-file and a copy of {file}" if file else f"the same secret in {SECRET_VARIABLE}"
         return read_secret(str(file) if file else None), f"with {where}"
     if not sys.stdout.isatty():  # what is not a terminal is a file sooner or later
         raise PlaitError(
-            f"there is no terminal to show the secret on; name a file for it by --secret-file, or set {VARIABLE}"
+            f"there is no terminal to show the secret on; name a file for it by --secret-file, or set {SECRET_VARIABLE}"
         )
     secret = new_secret()
     return secret, f"and, when asked for it, the secret {secret.text}"

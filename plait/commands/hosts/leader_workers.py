@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from plait.checkpoint.arrival import IN_ALL_S
+from plait.checkpoint.arrival import ARRIVAL_LIMIT_S
 from plait.cluster.topology import Machine, numbered_names, usable_cores
 from plait.commands.hosts.collect_checkpoint import CheckpointCollector
 from plait.commands.hosts.file_stager import FileStager, JobFolder
@@ -114,7 +114,7 @@ class LeaderWorkers:
         parts = [_own_part(job, first.workers, first.threads)]
         parts += [_joined_host_part(job, share, place) for share, place in zip(others, places, strict=True)]
         # At the end parts of a checkpoint travel, too, unless all hosts share the folder.
-        grace_s = STOP_GRACE_S + (0.0 if all(place.is_shared for place in places) else IN_ALL_S)
+        grace_s = STOP_GRACE_S + (0.0 if all(place.is_shared for place in places) else ARRIVAL_LIMIT_S)
         with CheckpointCollector(self._member_of, folder / "checkpoints", on_message) as gathering:
             result = self._hosts.run(job, on_message=gathering.handle_message, parts=parts, grace_s=grace_s)
         if not training:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from plait.checkpoint.store import Found, clean_staging, newest_good
+from plait.checkpoint.store import FoundCheckpoint, clean_staging, newest_good
 from plait.errors import PlaitError
 from plait.planner.plan import Plan, same_hosts, without_marks
 from plait.planner.plan_file import plan_text, read_plan
@@ -111,7 +111,7 @@ class RunFolder:
                 kept.rename(self.shares)
             raise
 
-    def prepare_resume(self) -> Found | None:
+    def prepare_resume(self) -> FoundCheckpoint | None:
         """The newest checkpoint that verifies, with the metrics cut back to it; None for a run that has none yet."""
         self.checkpoints.mkdir(exist_ok=True)
         clean_staging(self.checkpoints)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plait.data.order import longest_window
-from plait.data.preparation.prepare import DataRequest, prepare, prepared
+from plait.data.preparation.prepare import DataRequest, find_prepared, prepare
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
 from plait.planner.derive.model_size import CorpusFacts
@@ -34,7 +34,7 @@ def prepare_data(config: RunConfig, screen: Console) -> Corpus:
 
 def find_prepared_corpus(config: RunConfig) -> Corpus | None:
     """The recipe's data if it was prepared before; looks at nothing but files' sizes and times."""
-    folder = prepared(data_request(config), CACHE_FOLDER)
+    folder = find_prepared(data_request(config), CACHE_FOLDER)
     return open_corpus(folder) if folder else None
 
 

@@ -17,14 +17,21 @@ from torch._C._distributed_c10d import Store
 
 from plait.cluster.measure import find_machine
 from plait.cluster.measured import MeasuredLink, MeasuredOverlap, Point, Scope, Timed
-from plait.cluster.probe.arithmetic import arithmetic_runs, few_runs, timed
+from plait.cluster.probe.arithmetic import arithmetic_runs, few_runs, timed_pieces
 from plait.cluster.probe.limits import core_share
 from plait.cluster.probe.links import DeadLink, pairs_of, time_collectives, time_pair
 from plait.cluster.probe.overlap import time_overlap
 from plait.cluster.probe.pieces import check_device
 from plait.cluster.probe.request import ProbeRequest
-from plait.cluster.probe.timing import Bench, DeviceClock, NoOthers, ProcessorClock, time_in_rounds
-from plait.cluster.probe.verdict import PairReading, ProbedHost, dead_device, dead_link, host_of, hosts_of
+from plait.cluster.probe.timing import Bench, DeviceClock, ProcessorClock, SingleRank, time_in_rounds
+from plait.cluster.probe.verdict import (
+    PairReading,
+    ProbedHost,
+    dead_device_sentence,
+    dead_link_sentence,
+    host_of,
+    hosts_of,
+)
 from plait.commands.probing.training_pieces import begin_all_reduce, collective_operations, training_operations_for
 from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
@@ -160,7 +167,7 @@ def _time_pairs(place: ProbeRank, request: ProbeRequest) -> list[PairReading]:
         found = {(pair.first, pair.second): place.wait_for(f"pair/{pair.first}/{pair.second}") for pair in schedule}
         place.publish("dead", next((list(ends) for ends, points in found.items() if points is None), None))
     if dead := place.wait_for("dead"):
-        raise RunFailed(dead_link(place.hosts, *dead))
+        raise RunFailed(dead_link_sentence(place.hosts, *dead))
     return [
         PairReading(first=a, second=b, points=tuple(Point(**p) for p in points)) for (a, b), points in found.items()
     ]
@@ -182,19 +189,19 @@ def _time_arithmetic(place: ProbeRank, request: ProbeRequest) -> dict[str, Any]:
     ranks = range(sum(len(host.ranks) for host in place.hosts))
     for other in ranks:
         if reason := place.wait_for(f"check/{other}"):
-            raise RunFailed(dead_device(place.hosts, other, reason))
+            raise RunFailed(dead_device_sentence(place.hosts, other, reason))
     runs = arithmetic_runs(request, bench.device, training_operations_for(request))
     bench = _with_processor_clock(bench, len(place.host.ranks))
     began = time.perf_counter(), time.process_time()
-    together = timed(time_in_rounds(runs, bench, seconds=request.seconds), request.models)
+    together = timed_pieces(time_in_rounds(runs, bench, seconds=request.seconds), request.models)
     wall_s, cpu_s = time.perf_counter() - began[0], time.process_time() - began[1]
     granted = min(1.0, cpu_s / bench.clock.share / wall_s) if isinstance(bench.clock, ProcessorClock) else 1.0
     bench.together.meet()
     alone: tuple[Timed, ...] = ()
     if place.rank == place.host.ranks[0] and len(place.host.ranks) > 1:
-        by_itself = replace(bench, together=NoOthers())
+        by_itself = replace(bench, together=SingleRank())
         middle = request.models[(len(request.models) - 1) // 2]
-        alone = timed(time_in_rounds(few_runs(runs, middle), by_itself, seconds=TIMING_ALONE_S), (middle,))
+        alone = timed_pieces(time_in_rounds(few_runs(runs, middle), by_itself, seconds=TIMING_ALONE_S), (middle,))
     bench.together.meet()
     return {"timed": [asdict(one) for one in together], "alone": [asdict(one) for one in alone], "granted": granted}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.cluster.measured import MessageKind
 from plait.cluster.probe.arithmetic import Training
-from plait.cluster.probe.links import Begin
+from plait.cluster.probe.links import BlockingOperation
 from plait.cluster.probe.request import ProbedModel, ProbeRequest
 from plait.model.gpt import GPT
 from plait.model.shape import ModelPart
@@ -97,15 +97,15 @@ def _own_part(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
     return buffer.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
 
 
-LIBRARY_COLLECTIVES: Mapping[MessageKind, Begin] = {
+LIBRARY_COLLECTIVES: Mapping[MessageKind, BlockingOperation] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
 }
-CPU_COLLECTIVES: Mapping[MessageKind, Begin] = {"swap_parts": _swap_parts, "spread_own": _spread_own}
+CPU_COLLECTIVES: Mapping[MessageKind, BlockingOperation] = {"swap_parts": _swap_parts, "spread_own": _spread_own}
 
 
-def collective_operations(device: torch.device) -> Mapping[MessageKind, Begin]:
+def collective_operations(device: torch.device) -> Mapping[MessageKind, BlockingOperation]:
     """The operations that training uses on a kind of device; GPUs take the library's for all."""
     return {**LIBRARY_COLLECTIVES, **CPU_COLLECTIVES} if device.type == "cpu" else LIBRARY_COLLECTIVES

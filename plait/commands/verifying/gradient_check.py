@@ -22,7 +22,7 @@ from plait.launch.values.job import Job
 from plait.layout import Layout
 from plait.planner.plan import Plan
 from plait.planner.plan_file import write_plan
-from plait.proof.verdict import EXACT, SINGLE, Bars, Verdict, judge
+from plait.proof.verdict import FLOAT32_TOLERANCES, FLOAT64_TOLERANCES, Tolerances, Verdict, compare_runs
 from plait.recipe.load import recipe_text
 from plait.recipe.schema import RunConfig
 
@@ -33,7 +33,12 @@ CheckProcesses = Literal["everybody", "layout", "reference"]
 
 
 def check_gradients(
-    config: RunConfig, plan: Plan, workers: WorkerPool, *, scope: CheckScope = "all", tolerances: Bars = EXACT
+    config: RunConfig,
+    plan: Plan,
+    workers: WorkerPool,
+    *,
+    scope: CheckScope = "all",
+    tolerances: Tolerances = FLOAT64_TOLERANCES,
 ) -> Verdict:
     """Run a small plan's ranks, and one plain process, and compare what they leave; side by side where cores serve."""
     with _temporary_folder(workers) as folder:
@@ -44,7 +49,7 @@ def check_gradients(
             _run_processes(folder, plan, workers, scope, "reference")
             _run_processes(folder, plan, workers, scope, "layout")
         ranks = [folder / f"rank-{rank}.safetensors" for rank in range(plan.world_size)]
-        return judge(folder / "reference.safetensors", ranks, plan.layout, lr=plan.optimizer.lr, bars=tolerances)
+        return compare_runs(folder / "reference.safetensors", ranks, plan.layout, lr=plan.optimizer.lr, bars=tolerances)
 
 
 def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen: Screen) -> None:
@@ -63,7 +68,11 @@ def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen:
     if kept.exists():
         return
     verdict = check_gradients(
-        config, small, workers, scope="gradients", tolerances=SINGLE if plan.device == "cuda" else EXACT
+        config,
+        small,
+        workers,
+        scope="gradients",
+        tolerances=FLOAT32_TOLERANCES if plan.device == "cuda" else FLOAT64_TOLERANCES,
     )
     if not verdict.ok:
         raise PlaitError(
@@ -87,7 +96,9 @@ def summation_order_noise(config: RunConfig, plan: Plan, workers: WorkerPool) ->
             _write_inputs(folder, config, replace(plan, micro_sequences=micro, micro_limits=()))
             _run_processes(folder, plan, workers, "gradients", "reference")
             files.append(folder / "reference.safetensors")
-        return judge(files[0], files[1:], Layout(), lr=plan.optimizer.lr, bars=SINGLE).largest("gradient", "sums")
+        return compare_runs(files[0], files[1:], Layout(), lr=plan.optimizer.lr, bars=FLOAT32_TOLERANCES).largest(
+            "gradient", "sums"
+        )
 
 
 @contextmanager

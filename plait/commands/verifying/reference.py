@@ -27,7 +27,7 @@ from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.state import TrainState
-from plait.trainer.worker import joined
+from plait.trainer.worker import process_group_for
 
 ReferenceScope = Literal["all", "gradients"]
 
@@ -45,7 +45,7 @@ def run_check_rank(context: RankContext, argument: str) -> None:
         save_file(reference_tensors(config, plan, extent), folder / "reference.safetensors")
         return
     place: Any = replace(context, world_size=plan.world_size)  # a protocol's attributes are writable to a type checker
-    with joined(place, plan):
+    with process_group_for(place, plan):
         assembly = assemble(config, plan, sums=world_sums(), mesh=make_mesh(plan.layout, plan.device))
         save_file(collect_tensors(assembly, extent), folder / f"rank-{context.rank}.safetensors")
 

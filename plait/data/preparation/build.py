@@ -14,10 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from plait.data.holdout import DocumentSurvey, HoldoutSplit, Rule, choose_rule, spans, survey_documents, text_blocks
+from plait.data.holdout import (
+    DocumentSurvey,
+    HoldoutRule,
+    HoldoutSplit,
+    choose_holdout_rule,
+    holdout_spans,
+    survey_documents,
+    text_blocks,
+)
 from plait.data.preparation.tokens import GPT2_CUT, Tokenizer, bpe_vocabulary, pieces, train_bpe
 from plait.data.preparation.writer import ShardWriter
-from plait.data.shards import FORMAT, ShardEntry, token_dtype, write_synced
+from plait.data.shards import SHARD_FORMAT, ShardEntry, token_dtype, write_synced
 from plait.data.sources import OpenSource
 from plait.errors import PlaitError
 from plait.units import format_bytes
@@ -58,7 +66,7 @@ def build(work: BuildRequest, folder: Path) -> None:
     """Fill `folder` with the shards, the tokenizer and, last of all, the index; every file is on the disk after it."""
     found = _survey(work)
     total = sum(look.text_bytes for look in found)
-    rule = choose_rule(sum(found, DocumentSurvey()), work.holdout)
+    rule = choose_holdout_rule(sum(found, DocumentSurvey()), work.holdout)
     tokenizer = work.tokenizer or _trained(work, rule, total)
     writers = _tokenize(work, rule, tokenizer, folder, total)
     sizes: dict[HoldoutSplit, int] = {split: writer.text_bytes for split, writer in writers.items()}
@@ -87,7 +95,7 @@ def _survey(work: BuildRequest) -> list[DocumentSurvey]:
     return found
 
 
-def _trained(work: BuildRequest, rule: Rule, total: int) -> Tokenizer:
+def _trained(work: BuildRequest, rule: HoldoutRule, total: int) -> Tokenizer:
     def training_texts() -> Iterator[str]:
         for piece in _pieces(work, rule, GPT2_CUT):
             if piece.split == "train":
@@ -109,13 +117,13 @@ def _sample(texts: Iterable[str], total: int) -> Iterator[str]:
             yield text
 
 
-def _pieces(work: BuildRequest, rule: Rule, cut: re.Pattern[str]) -> Iterator[_Piece]:
+def _pieces(work: BuildRequest, rule: HoldoutRule, cut: re.Pattern[str]) -> Iterator[_Piece]:
     # Sources without weights are one stream, so that a small file is not too short for a window of its own.
     weighted = work.sources[0].source.weight is not None
     done = 0
     for number, source in enumerate(work.sources):
         for document in source.documents():
-            for span in spans(document, rule, work.holdout):
+            for span in holdout_spans(document, rule, work.holdout):
                 blocks = text_blocks(document.read(span.start, span.stop))
                 for order, text in enumerate(pieces(blocks, cut)):
                     done += len(text.encode("utf-8"))
@@ -125,7 +133,7 @@ def _pieces(work: BuildRequest, rule: Rule, cut: re.Pattern[str]) -> Iterator[_P
 
 
 def _tokenize(
-    work: BuildRequest, rule: Rule, tokenizer: Tokenizer, folder: Path, total: int
+    work: BuildRequest, rule: HoldoutRule, tokenizer: Tokenizer, folder: Path, total: int
 ) -> dict[HoldoutSplit, ShardWriter]:
     def writer(split: HoldoutSplit) -> ShardWriter:
         dtype = token_dtype(tokenizer.vocabulary)
@@ -171,10 +179,10 @@ def _write(batch: Sequence[_Piece], tokenizer: Tokenizer, writers: dict[HoldoutS
 
 
 def _index(
-    tokenizer: Tokenizer, rule: Rule, sizes: dict[HoldoutSplit, int], entries: list[ShardEntry]
+    tokenizer: Tokenizer, rule: HoldoutRule, sizes: dict[HoldoutSplit, int], entries: list[ShardEntry]
 ) -> dict[str, Any]:
     return {
-        "format": FORMAT,
+        "format": SHARD_FORMAT,
         "dtype": token_dtype(tokenizer.vocabulary).str,
         "vocabulary": tokenizer.vocabulary,
         "eot": tokenizer.eot,

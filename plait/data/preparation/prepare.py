@@ -14,7 +14,7 @@ from pathlib import Path
 from plait.data.preparation.build import BuildRequest, Progress, build
 from plait.data.preparation.fingerprint import Stamp, exclusive_lock, hash_files, known_hashes, stamp
 from plait.data.preparation.tokens import Tokenizer, load_tokenizer
-from plait.data.shards import FORMAT, SHARD_TOKENS, open_corpus
+from plait.data.shards import SHARD_FORMAT, SHARD_TOKENS, open_corpus
 from plait.data.sources import OpenSource, Source, open_source
 from plait.errors import PlaitError
 
@@ -35,7 +35,7 @@ def prepare(request: DataRequest, cache: Path, on_progress: Progress, *, shard_t
     Blocks while another process prepares the same data. Killed at any moment it leaves nothing half-made in sight.
     """
     _check(request)
-    on_progress = _sparing(on_progress)
+    on_progress = _throttled(on_progress)
     tokenizer = _ready_tokenizer(request)
     home = cache / "data"
     try:
@@ -65,7 +65,7 @@ def prepare(request: DataRequest, cache: Path, on_progress: Progress, *, shard_t
     return folder
 
 
-def prepared(request: DataRequest, cache: Path) -> Path | None:
+def find_prepared(request: DataRequest, cache: Path) -> Path | None:
     """The corpus folder that `prepare` made before, found without reading the text; None where there is none."""
     _check(request)
     home = cache / "data"
@@ -116,7 +116,7 @@ def _ready_tokenizer(request: DataRequest) -> Tokenizer | None:
     return tokenizer
 
 
-def _sparing(on_progress: Progress) -> Progress:
+def _throttled(on_progress: Progress) -> Progress:
     """At most one call a MiB within a stage: a corpus may have millions of documents."""
     last = (0, "")
 
@@ -133,7 +133,7 @@ def _key(work: BuildRequest) -> str:
     """A name for the result, from contents and the request; paths and times have no part in it."""
     sources = [_source_key(source, work.file_hashes) for source in work.sources]
     tokenizer = work.tokenizer.hash if work.tokenizer else f"bpe {work.vocabulary}"
-    parts = [FORMAT, sources, tokenizer, work.holdout, work.shard_tokens]
+    parts = [SHARD_FORMAT, sources, tokenizer, work.holdout, work.shard_tokens]
     return sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

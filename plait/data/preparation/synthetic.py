@@ -11,7 +11,7 @@ import numpy as np
 from plait.data.holdout import HoldoutSplit
 from plait.data.preparation.build import index_row
 from plait.data.preparation.writer import ShardWriter
-from plait.data.shards import FORMAT, token_dtype, write_synced
+from plait.data.shards import SHARD_FORMAT, token_dtype, write_synced
 
 _TOKENS: dict[HoldoutSplit, int] = {"train": 250, "heldout": 11}
 """In sequences; the held-out ones do not fill the last row."""
@@ -23,7 +23,7 @@ def write_synthetic(folder: Path, *, vocabulary: int, sequence: int, seed: int) 
     draws = np.random.default_rng(seed)
     writers = {split: _write(folder, split, vocabulary, sequence, draws) for split in _TOKENS}
     index = {
-        "format": FORMAT,
+        "format": SHARD_FORMAT,
         "dtype": token_dtype(vocabulary).str,
         "vocabulary": vocabulary,
         "eot": 0,

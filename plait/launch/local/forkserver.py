@@ -22,7 +22,7 @@ from typing import Any
 from plait.launch.local.channel import LineReader, send_line
 from plait.launch.local.guard import adopt_orphans, die_with_parent, end_children, thread_count
 from plait.launch.local.rank import RankPlacement, live_as_rank
-from plait.launch.values.failure import raised
+from plait.launch.values.failure import describe_exception
 from plait.launch.values.job import RANKS_AT_MOST, Job, job_from
 
 
@@ -81,7 +81,7 @@ class _ForkServer:
         except Exception as error:
             end_children()
             self._ranks.clear()
-            send_line(self._control, {"raised": asdict(raised(error, None))})
+            send_line(self._control, {"raised": asdict(describe_exception(error, None))})
             send_line(self._control, {"over": True})
         else:
             # The wires first: from this word on the end of a rank's wire means the end of the rank.

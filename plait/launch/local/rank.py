@@ -20,7 +20,7 @@ from plait.errors import RunFailed
 from plait.launch.local.channel import send_line
 from plait.launch.local.guard import die_with_parent
 from plait.launch.local.heap import keep_freed_memory
-from plait.launch.values.failure import AGAIN, RankRaised, raised
+from plait.launch.values.failure import RESUME_ADVICE, RankRaised, describe_exception
 from plait.launch.values.job import Job, RankContext
 
 
@@ -91,7 +91,7 @@ def _redirect(job: Job, rank: int) -> TextIO:
     except OSError as error:
         raise RunFailed(
             f"rank {rank} cannot write {path} ({error.strerror}); free some space or mend the folder's rights, then "
-            f"{AGAIN}"
+            f"{RESUME_ADVICE}"
         ) from error
     if rank > 0:
         os.dup2(log.fileno(), 1)
@@ -158,7 +158,7 @@ def _work(job: Job, place: RankPlacement, strangers: Iterable[socket.socket]) ->
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:  # torch's CheckpointException, among others, is no Exception
-        _report(raised(error, context.rank), wire, log, at=job.log_dir)
+        _report(describe_exception(error, context.rank), wire, log, at=job.log_dir)
         return 1
     send_line(wire, {"returned": True})
     return 0

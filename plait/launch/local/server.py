@@ -17,7 +17,7 @@ from plait.errors import RunFailed
 from plait.launch.local.channel import LineReader, send_line
 from plait.launch.local.guard import require_linux
 from plait.launch.local.rank import thread_environment
-from plait.launch.values.failure import AGAIN, signal_name
+from plait.launch.values.failure import RESUME_ADVICE, signal_name
 
 _SEND_S = 60
 _CLOSE_S = 5
@@ -52,9 +52,9 @@ class ServerProcess:
         try:
             code = self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
-            return f"the process that starts the workers does not answer; {AGAIN}"
+            return f"the process that starts the workers does not answer; {RESUME_ADVICE}"
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        return f"the process that starts the workers {how}; {AGAIN}"
+        return f"the process that starts the workers {how}; {RESUME_ADVICE}"
 
     def kill(self) -> None:
         """End it and, through the kernel, its ranks, at once."""

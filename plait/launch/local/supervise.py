@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from plait.errors import PlaitError, RunFailed
-from plait.launch.local.blame import FailureCauses
+from plait.launch.local.failure_causes import FailureCauses
 from plait.launch.local.signals import SignalMailbox, StopSignal
 from plait.launch.local.site import KillOrder, RankEvent, WorkerHost
-from plait.launch.values.failure import AGAIN, Failure, HostLost, RankDied, raised_from
+from plait.launch.values.failure import RESUME_ADVICE, Failure, HostLost, RankDied, rank_raised_from
 from plait.launch.values.job import Message, StoppedBy
 from plait.launch.values.phase import Bounds, Phase
 
@@ -98,7 +98,7 @@ class Supervision:
         elif "returned" in event:
             self._returned.add(event["rank"])
         elif "raised" in event:
-            self._fail(raised_from(event["raised"]), site)
+            self._fail(rank_raised_from(event["raised"]), site)
         elif "ended" in event:
             self._expect_report(event["rank"])
         elif "died" in event:
@@ -146,7 +146,7 @@ class Supervision:
 
     def _stop(self, name: StopSignal) -> None:
         if self._stopped_by != "finished":
-            self._verdict = RunFailed(f"stopped at once by a second {name}, without saving; {AGAIN}")
+            self._verdict = RunFailed(f"stopped at once by a second {name}, without saving; {RESUME_ADVICE}")
             self._kill()
             return
         self._stopped_by = name
@@ -182,7 +182,7 @@ class Supervision:
         if self._deadline <= time.monotonic():
             stuck = min(self._alive & self._report_due.keys(), key=self._report_due.__getitem__)
             who = f"the process that starts the workers{_on(self._site_of[stuck])}"
-            self._verdict = RunFailed(f"{who} does not answer; {AGAIN}")
+            self._verdict = RunFailed(f"{who} does not answer; {RESUME_ADVICE}")
             self._kill_servers()
 
     def _a_lost_host_may_explain(self) -> bool:
@@ -191,11 +191,11 @@ class Supervision:
 
     def _give_up_waiting(self) -> None:
         if self._phase == "starting":
-            self._verdict = RunFailed(f"{self._who_is_missing()} within {self._bounds.start_s:g} s; {AGAIN}")
+            self._verdict = RunFailed(f"{self._who_is_missing()} within {self._bounds.start_s:g} s; {RESUME_ADVICE}")
         if self._phase == "stopping":
             self._verdict = RunFailed(
                 f"the workers were killed because they had not saved and ended {self._bounds.grace_s:g} s after "
-                f"{self._stopped_by}; {AGAIN}"
+                f"{self._stopped_by}; {RESUME_ADVICE}"
             )
         self._kill()
 

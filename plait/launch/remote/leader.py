@@ -18,16 +18,16 @@ from plait.launch.local.supervise import Supervision
 from plait.launch.remote.host_numbering import HostIdentity, by_address, host_numbers
 from plait.launch.remote.interface import interface_of
 from plait.launch.remote.link import DEFAULT_PULSE, HostConnection, Pulse
-from plait.launch.remote.listener import FULL, Arrival, JoinListener, joined_text, listener_at, turn_away
+from plait.launch.remote.listener import FULL_SENTENCE, Arrival, JoinListener, joined_text, listener_at, refuse_host
 from plait.launch.remote.remote_site import RemoteWorkerHost
 from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import Frame
-from plait.launch.values.failure import AGAIN
+from plait.launch.values.failure import RESUME_ADVICE
 from plait.launch.values.job import HostRanks, Job, JobResult, Message, StoppedBy
 from plait.launch.values.phase import Bounds
 
 _LOOK_S = 0.2
-_GIVEN_UP = "host 0 gave up the run before all hosts were in; see what it printed"
+_GIVEN_UP_SENTENCE = "host 0 gave up the run before all hosts were in; see what it printed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Hosts:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._opened().close(_GIVEN_UP)
+        self._opened().close(_GIVEN_UP_SENTENCE)
         failed = None if isinstance(error, Interrupted) else error
         if isinstance(error, Interrupted):
             self._stopped_by = "SIGINT" if str(error) == "SIGINT" else "SIGTERM"
@@ -126,8 +126,8 @@ class Hosts:
         """Wait until all hosts are in; then the port is closed, and the secret opens nothing any more.
 
         Hosts are numbered by their addresses, except that those in `order`, host 0 first, come before all others in
-        that order: each known by its "mark", or else by its "name". `hello_check` is called with each host's info in
-        turn, in this thread; a sentence that it returns sends that host away, where it is shown. `on_lost` gets the
+        that order: each known by its "mark", or else by its "name". `check_host_info` is called with each host's info
+        in turn, in this thread; a sentence that it returns sends that host away, where it is shown. `on_lost` gets the
         name of a host that was in and left while others were awaited. Raises PlaitError when the time is up.
         """
         gate, deadline = self._opened(), time.monotonic() + within_s
@@ -138,7 +138,7 @@ class Hosts:
             if arrival is not None:
                 self._admit_or_turn_away(arrival, check_host_info(arrival.host_info))
             self._drop_the_lost(on_lost)
-        gate.shut(FULL)
+        gate.shut(FULL_SENTENCE)
         came = sorted(self._admitted, key=lambda one: by_address(one.link.address))
         places = host_numbers([(one.host_info.get("mark", ""), _name_of(one)) for one in came], order)
         arrived = sorted(zip(places, came, strict=True), key=lambda pair: pair[0])
@@ -166,7 +166,7 @@ class Hosts:
         lost host ends the job everywhere with RunFailed.
         """
         began_s = time.monotonic()
-        jobs = _cut(job, parts, hosts=1 + len(self.members))
+        jobs = _jobs_of_hosts(job, parts, hosts=1 + len(self.members))
         bounds = Bounds(start_s=start_s, grace_s=grace_s, host_s=self._pulse.lost_after_s + 1)
         with collected_signals() as signals, self._started(jobs) as sites:
             self._stopped_by = Supervision(sites, signals, on_message, bounds).run()
@@ -198,7 +198,7 @@ class Hosts:
         if sentence is None:
             self._admitted.append(arrival)
         else:
-            turn_away(arrival.link, sentence)
+            refuse_host(arrival.link, sentence)
 
     def _drop_the_lost(self, on_lost: Callable[[str], None]) -> None:
         """A host that went away while it waited leaves its place to another."""
@@ -219,7 +219,7 @@ class Hosts:
         return self._gate
 
 
-def _cut(job: Job, parts: Sequence[HostPart], *, hosts: int) -> dict[int, Job]:
+def _jobs_of_hosts(job: Job, parts: Sequence[HostPart], *, hosts: int) -> dict[int, Job]:
     """The part of the job for each host that has ranks, by the host's number."""
     if len(parts) != hosts or sum(part.ranks for part in parts) != job.world_size:
         raise ValueError(f"{parts} are no parts of {job.world_size} ranks on {hosts} hosts")
@@ -245,7 +245,7 @@ def _name_of(arrival: Arrival) -> str:
 
 def _require_alive(member: Member) -> None:
     if member.link.lost is not None:
-        raise RunFailed(f"{member} was lost: {member.link.lost}; {AGAIN}")
+        raise RunFailed(f"{member} was lost: {member.link.lost}; {RESUME_ADVICE}")
 
 
 def _as_sentence(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from plait.errors import PlaitError, RunFailed
 from plait.launch.remote.wire import Frame, Wire, WireEnded
-from plait.launch.values.failure import AGAIN, as_error, raised, raised_from
+from plait.launch.values.failure import RESUME_ADVICE, describe_exception, error_for_caller, rank_raised_from
 
 _PART_S = 3.0
 
@@ -104,7 +104,7 @@ class HostConnection:
                     return _opened(answer, host)
         finally:
             del self._waiting[number]
-        raise RunFailed(f"{host} was lost: {self._lost}; {AGAIN}")
+        raise RunFailed(f"{host} was lost: {self._lost}; {RESUME_ADVICE}")
 
     def leave(self, why: str) -> None:
         """Tell the other end why it is about to lose this one, as the end of a sentence, and close."""
@@ -173,13 +173,13 @@ class HostConnection:
         try:
             reply = self._handlers[kind](Frame(kind=kind, values=question.values["values"], blob=question.blob))
         except PlaitError as error:
-            return {"raised": asdict(raised(error, None))}, b""
+            return {"raised": asdict(describe_exception(error, None))}, b""
         except Exception as error:
             traceback.print_exception(error)
             bug = RunFailed(
                 f"{kind!r} failed with {error!r}; this is a bug in plait, please report what that host printed"
             )
-            return {"raised": asdict(raised(bug, None))}, b""
+            return {"raised": asdict(describe_exception(bug, None))}, b""
         return {"values": reply.values}, reply.blob
 
     def _end(self, how: str) -> None:
@@ -206,5 +206,5 @@ def _bell() -> tuple[socket.socket, socket.socket]:
 
 def _opened(answer: Frame, host: str) -> Frame:
     if "raised" in answer.values:
-        raise as_error(raised_from(answer.values["raised"]), f"on {host}", host=host)
+        raise error_for_caller(rank_raised_from(answer.values["raised"]), f"on {host}", host=host)
     return Frame(kind="answer", values=answer.values["values"], blob=answer.blob)

@@ -22,7 +22,7 @@ from plait.launch.remote.wire import Wire, WireEnded
 _GREETED_AT_MOST = 32
 _HELLO_S = 60.0
 _RETRY_S = 0.1
-FULL = "the run has all its hosts; start it with a larger --hosts, or leave this one out"
+FULL_SENTENCE = "the run has all its hosts; start it with a larger --hosts, or leave this one out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class JoinListener:
         self._thread.join()
         self._listener.close()
         while (late := self.next(0)) is not None:
-            turn_away(late.link, why)
+            refuse_host(late.link, why)
 
     def close(self, why: str) -> None:
         """Shut, and hang up on all who have not proven themselves yet; may be called twice."""
@@ -117,14 +117,14 @@ class JoinListener:
             if why is None:
                 self._arrivals.put(arrival)
         if why is not None:
-            turn_away(arrival.link, why)
+            refuse_host(arrival.link, why)
 
     def _forget(self, connection: socket.socket) -> None:
         with self._lock, contextlib.suppress(ValueError):
             self._strangers.remove(connection)
 
 
-def turn_away(link: HostConnection, sentence: str) -> None:
+def refuse_host(link: HostConnection, sentence: str) -> None:
     """Tell a host why it is not admitted, and hang up."""
     link.part("refused", {"sentence": sentence})
 

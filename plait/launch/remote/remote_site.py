@@ -9,7 +9,7 @@ from typing import Any
 
 from plait.launch.local.site import KillOrder, RankEvent
 from plait.launch.remote.link import HostConnection
-from plait.launch.values.failure import AGAIN
+from plait.launch.values.failure import RESUME_ADVICE
 from plait.launch.values.job import Job
 
 
@@ -39,7 +39,7 @@ class RemoteWorkerHost:
         self._over = self._over or any("over" in event for event in events)
         if self._link.lost is not None and not self._over:
             self._over = True
-            events.append({"over": True, "obituary": f"{self.host} was lost: {self._link.lost}; {AGAIN}"})
+            events.append({"over": True, "obituary": f"{self.host} was lost: {self._link.lost}; {RESUME_ADVICE}"})
         return events
 
     def signal(self, order: KillOrder) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from plait.errors import PlaitError
 
-VARIABLE = "PLAIT_SECRET"
+SECRET_VARIABLE = "PLAIT_SECRET"
 # Without I, L, O and U: what a person may take for another sign. 28 signs of 5 bits are 140 bits.
 _SIGNS = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _MISREAD = str.maketrans("OIL", "011")
@@ -56,10 +56,12 @@ def read_secret(secret_file: str | None) -> Secret:
     """The secret, from a file that nobody else can read, else from PLAIT_SECRET, else typed on the terminal."""
     if secret_file is not None:
         return parse_secret(_private_text(Path(secret_file)))
-    if VARIABLE in os.environ:
-        return parse_secret(os.environ.pop(VARIABLE))  # the programs that we start need not inherit it
+    if SECRET_VARIABLE in os.environ:
+        return parse_secret(os.environ.pop(SECRET_VARIABLE))  # the programs that we start need not inherit it
     if not sys.stdin.isatty():
-        raise PlaitError(f"there is no terminal to ask for the secret; give it by --secret-file or in {VARIABLE}")
+        raise PlaitError(
+            f"there is no terminal to ask for the secret; give it by --secret-file or in {SECRET_VARIABLE}"
+        )
     return parse_secret(getpass.getpass("secret shown by host 0: "))
 
 

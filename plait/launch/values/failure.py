@@ -12,7 +12,7 @@ from typing import Any
 
 from plait.errors import PlaitError, RunFailed
 
-AGAIN = "run the same command again to go on from the newest checkpoint, or anew where there is none yet"
+RESUME_ADVICE = "run the same command again to go on from the newest checkpoint, or anew where there is none yet"
 _TEXT_CHARACTERS = 2_000
 _TRACEBACK_CHARACTERS = 64_000
 _PACKAGE = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ class HostLost:
 Failure = RankRaised | RankDied | HostLost
 
 
-def raised(error: BaseException, rank: int | None) -> RankRaised:
+def describe_exception(error: BaseException, rank: int | None) -> RankRaised:
     """Describe an exception where it was caught; `at_s` is the machine's monotonic clock, the same in all processes."""
     is_plait = isinstance(error, PlaitError)
     text = str(error) if is_plait else _first_line(error)
@@ -77,7 +77,7 @@ def raised(error: BaseException, rank: int | None) -> RankRaised:
     )
 
 
-def raised_from(values: dict[str, Any]) -> RankRaised:
+def rank_raised_from(values: dict[str, Any]) -> RankRaised:
     """The inverse of `dataclasses.asdict` after a journey as JSON."""
     return RankRaised(**{**values, "plait_classes": tuple(values["plait_classes"])})
 
@@ -87,7 +87,7 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: (isinstance(failure, RankRaised) and failure.lost_peer, failure.at_s))
 
 
-def as_error(failure: Failure, log: str, *, host: str | None = None) -> PlaitError:
+def error_for_caller(failure: Failure, log: str, *, host: str | None = None) -> PlaitError:
     """The exception for the supervisor's caller; `log` says where more can be read ("in runs/x/rank-1.log").
 
     `host` names the machine of the failure where it is not this one.
@@ -108,9 +108,9 @@ def _death_sentence(death: RankDied, where: str, log: str) -> str:
     if death.code == 0:
         return f"{who} left before its work was done; see what it printed {log}, and please report it"
     if death.code > 0:
-        return f"{who} ended with exit code {death.code}; see what it printed {log}, then {AGAIN}"
+        return f"{who} ended with exit code {death.code}; see what it printed {log}, then {RESUME_ADVICE}"
     name = signal_name(-death.code)
-    return f"{who} was killed by {name}{_SIGNAL_HINTS.get(name, f'; see what it printed {log}, then')} {AGAIN}"
+    return f"{who} was killed by {name}{_SIGNAL_HINTS.get(name, f'; see what it printed {log}, then')} {RESUME_ADVICE}"
 
 
 # Each ends so that the advice to run again follows.
@@ -126,7 +126,7 @@ def _exception_sentence(failure: RankRaised, where: str, log: str) -> str:
     if failure.out_of_memory:
         return f"{who} ran out of memory ({what}); try a smaller layout.micro_sequences"
     if failure.lost_peer:
-        return f"{who} lost its connection to another rank ({what}; at {failure.place}); {AGAIN}"
+        return f"{who} lost its connection to another rank ({what}; at {failure.place}); {RESUME_ADVICE}"
     return (
         f"{who} failed with {what} (at {failure.place}); this is a bug in plait, "
         f"please report it with the full traceback {log}"

@@ -89,7 +89,7 @@ def wait_for_all(works: PendingWork) -> None:
     works.clear()
 
 
-def own_part(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+def own_slice(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The equal part of a tensor that stands at this rank's place."""
     return flat.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
 
@@ -140,9 +140,9 @@ class LibraryScatter(_ByLibrary):
     def course(self) -> ReductionSteps:
         """One sum, of which this rank gets its part."""
         _put(self._sent, self._flat)
-        own = own_part(self._sent, self._group)
+        own = own_slice(self._sent, self._group)
         yield [reduce_scatter(own, self._sent, group=self._group, async_op=True)]
-        _put(own_part(self._flat, self._group), own)
+        _put(own_slice(self._flat, self._group), own)
 
 
 class _SwappedScatter:
@@ -167,7 +167,7 @@ class _SwappedScatter:
     def course(self) -> ReductionSteps:
         _put(self._sent, self._flat)
         yield [*self._expected, *send_parts(self._sent, self._group, self._tag)]
-        own = own_part(self._flat, self._group)
+        own = own_slice(self._flat, self._group)
         for other in self._received:
             own += other
 
@@ -191,7 +191,7 @@ class _SwappedSum:
 
     def course(self) -> ReductionSteps:
         yield from self._scatter.course()
-        own_part(self._sent, self._group).copy_(own_part(self._flat, self._group))
+        own_slice(self._sent, self._group).copy_(own_slice(self._flat, self._group))
         yield spread_own(self._sent, self._group, self._tag)
         self._flat.copy_(self._sent)
 

@@ -76,7 +76,7 @@ def _filled(indices: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> 
         yield bucket
 
 
-def flat_for(weights: Sequence[SharedWeight], split: int) -> Tensor:
+def flat_buffer_for(weights: Sequence[SharedWeight], split: int) -> Tensor:
     """Zeros for all numbers of these weights, padded so that `split` equal parts hold them."""
     first = weights[0].parameter
     numbers = sum(weight.parameter.numel() for weight in weights)

@@ -18,7 +18,7 @@ from plait.parallel.comm.reduction import (
     ReductionSteps,
     Transfer,
     algorithms_for,
-    own_part,
+    own_slice,
     wait_for_all,
 )
 from plait.parallel.gradients.buckets import (
@@ -26,7 +26,7 @@ from plait.parallel.gradients.buckets import (
     RankSet,
     SharedWeight,
     fill_buckets,
-    flat_for,
+    flat_buffer_for,
     unit_of_range,
     views_of,
 )
@@ -164,23 +164,23 @@ class _Bucket:
 
     def __init__(self, weights: list[SharedWeight], carried: BucketTransfer) -> None:
         self.weights, self.group = weights, carried.group
-        self.flat = flat_for(weights, carried.pieces)
+        self.flat = flat_buffer_for(weights, carried.pieces)
         self.missing: set[int] = set()
         self.begun = 0
         self._views = views_of(self.flat, weights)
         self._split, self._number, self._turn = carried.split, carried.number, carried.tag
-        self._own = own_part(self.flat, carried.split) if carried.split else self.flat
+        self._own = own_slice(self.flat, carried.split) if carried.split else self.flat
         self._ways = algorithms_for(self.flat, self._own, carried)
         self.transfers = sum(way.transfers for way in self._ways)
         self._course: ReductionSteps = iter(())
         self._works: PendingWork = []
         self._gathering: PendingWork = []
         if carried.split:
-            self._values = flat_for(weights, carried.pieces)
+            self._values = flat_buffer_for(weights, carried.pieces)
             for view, weight in zip(views_of(self._values, weights), weights, strict=True):
                 view.copy_(weight.parameter.detach())
                 weight.parameter.data = view
-            self._parameter = nn.Parameter(own_part(self._values, carried.split))
+            self._parameter = nn.Parameter(own_slice(self._values, carried.split))
 
     @property
     def held(self) -> list[Tensor]:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from plait.parallel.gradients.buckets import SharedWeight
 from plait.parallel.sharded_model import ShardedModel
-from plait.partition.boxes import boxes, sharers
+from plait.partition.boxes import ranks_sharing, weight_boxes
 from plait.partition.execution import Execution
 
 
@@ -17,11 +17,11 @@ def shared_weights(sharded: ShardedModel, execution: Execution) -> list[SharedWe
     """
     layout, rank = execution.layout, dist.get_rank()
     here = layout.coordinates(rank)
-    places = boxes(execution.shape, layout, here)
+    places = weight_boxes(execution.shape, layout, here)
     weights = []
     for number, chunk in enumerate(sharded.chunks):
         for name, parameter in chunk.named_parameters():
             box = places[name]
-            ranks = sharers(execution.shape, layout, name, box, here["shard"])
+            ranks = ranks_sharing(execution.shape, layout, name, box, here["shard"])
             weights.append(SharedWeight(name=name, parameter=parameter, box=box, chunk=number, ranks=ranks))
     return weights

@@ -10,8 +10,8 @@ from plait.parallel.gradients.shared_weights import shared_weights
 from plait.parallel.mesh import make_groups
 from plait.parallel.pipeline.stage import StagePipe
 from plait.parallel.pipeline.tied_embedding import TIED_WEIGHT, TiedEmbeddingEnd
-from plait.parallel.sharded_model import Owner, ShardedModel
-from plait.partition.boxes import cut, sharers
+from plait.parallel.sharded_model import ShardedModel, UpdatedBy
+from plait.partition.boxes import cut_box, ranks_sharing
 from plait.partition.execution import Execution
 
 
@@ -20,9 +20,9 @@ def keep_at_one_end(sharded: ShardedModel, mesh: DeviceMesh, execution: Executio
     if not is_kept_at_one_end(execution):
         return sharded
     shape, layout, tensors = execution.shape, execution.layout, range(execution.layout.tensor)
-    cuts = [cut(TIED_WEIGHT, shape, layout.tensor, index) for index in tensors]
-    groups = make_groups(sorted({sharers(shape, layout, TIED_WEIGHT, box, 0) for box in cuts}))
-    owner: dict[str, Owner] = {}
+    cuts = [cut_box(TIED_WEIGHT, shape, layout.tensor, index) for index in tensors]
+    groups = make_groups(sorted({ranks_sharing(shape, layout, TIED_WEIGHT, box, 0) for box in cuts}))
+    owner: dict[str, UpdatedBy] = {}
     for weight in shared_weights(sharded, execution):
         if weight.name == TIED_WEIGHT:
             assert isinstance(sharded.pipe, StagePipe)

@@ -30,7 +30,7 @@ from plait.parallel.sharded_model import (
     plain_unit,
 )
 from plait.parallel.tensor.sequence import stream_rows
-from plait.partition.boxes import model_parts_of, whole
+from plait.partition.boxes import model_parts_of, whole_box
 from plait.partition.execution import Execution
 from plait.partition.pipeline_schedule import Action, ActionLists, schedule_actions
 from plait.partition.pipeline_simulation import transfers
@@ -49,8 +49,8 @@ def pipeline(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> S
     return replace(
         sharded,
         chunks=chunks,
-        weights=tuple(HeldWeight(name=name, tensor=p.detach(), box=whole(p.shape)) for name, p in named),
-        units=tuple(plain_unit(name, p, whole(p.shape), owned=True) for name, p in named),
+        weights=tuple(HeldWeight(name=name, tensor=p.detach(), box=whole_box(p.shape)) for name, p in named),
+        units=tuple(plain_unit(name, p, whole_box(p.shape), owned=True) for name, p in named),
         gradients=LocalGradients([parameter for _, parameter in named]),
         pipe=StagePipe(chunks, execution, group),
         reports=sharded.reports and chunks[-1].part.ends,

@@ -28,7 +28,7 @@ WHOLE, GRADIENTS, ROWS = 2**20, 2**21, 2**22
 """Tags of the messages: the table; and from here on, one for each micro-batch, rows' gradients and rows."""
 
 
-def first_uses(tokens: Iterable[Tensor], first: int, rows: int) -> list[Tensor]:
+def rows_first_used(tokens: Iterable[Tensor], first: int, rows: int) -> list[Tensor]:
     """For each micro-batch's tokens the rows that none before it has, of a table that begins at entry `first`."""
     seen = torch.zeros(rows, dtype=torch.bool)
     found = []
@@ -73,8 +73,8 @@ class TiedEmbeddingEnd:
 
     def visit(self, tokens: Sequence[Tensor], wait: WaitFor, *, learns: bool) -> TiedStep:
         """Begin a step with the tokens of each micro-batch: forward alone, or, where it `learns`, there and back."""
-        come = first_uses(tokens, self._first, self._rows)
-        back = first_uses(reversed(tokens), self._first, self._rows)[::-1] if learns else []
+        come = rows_first_used(tokens, self._first, self._rows)
+        back = rows_first_used(reversed(tokens), self._first, self._rows)[::-1] if learns else []
         return (_Looking if self._embeds else _Keeping)(self, come, back, wait)
 
     def expect(self, places: Sequence[Tensor], tag: int) -> PendingRows:

@@ -26,11 +26,11 @@ from plait.layout import equal_share
 from plait.model.attention import Attention, Rows
 from plait.model.feedforward import FeedForward
 from plait.model.gpt import GPT, Embedding, Layer
-from plait.model.linear import Multiply, as_computed
+from plait.model.linear import Multiply, to_compute_precision
 from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import ShardedModel
 from plait.parallel.tensor.sequence import SequenceSplit, sequence_split, stream_rows
-from plait.partition.boxes import cut, kv_heads_of
+from plait.partition.boxes import cut_box, kv_heads_of
 from plait.partition.execution import Execution
 
 
@@ -48,7 +48,7 @@ def tensor(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> Sha
         stream = replace(stream, gather=gather, scatter=scatter)
     for chunk in sharded.chunks:
         cut_weights(chunk, stream.parts, stream.index)
-        share_work(chunk, stream)
+        split_layers(chunk, stream)
     vocabulary = SharedVocabulary(execution.shape, stream)
     return replace(sharded, vocabulary=vocabulary, reports=sharded.reports and stream.index == 0)
 
@@ -56,7 +56,7 @@ def tensor(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> Sha
 def cut_weights(chunk: GPT, parts: int, index: int) -> None:
     """Replace every weight by the rectangle of it that rank `index` of `parts` holds."""
     for name, weight in list(chunk.named_parameters()):
-        box = cut(name, chunk.shape, parts, index)
+        box = cut_box(name, chunk.shape, parts, index)
         assert box.shape == weight.shape, f"{name} was cut before"
         kept = weight.detach()
         for dim, (first, length) in enumerate(zip(box.offset, box.extent, strict=True)):
@@ -65,43 +65,43 @@ def cut_weights(chunk: GPT, parts: int, index: int) -> None:
         chunk.get_submodule(path).register_parameter(last, nn.Parameter(kept.clone()))
 
 
-def share_work(chunk: GPT, stream: SequenceSplit) -> None:
+def split_layers(chunk: GPT, stream: SequenceSplit) -> None:
     """Put the ways from shared rows to all rows, and back, around what the ranks compute together."""
     if chunk.embed is not None:
         chunk.add_module("embed", SharedEmbedding(chunk.embed, chunk.shape, stream))
     for layer in chunk.layers.values():
         assert isinstance(layer, Layer)
-        share_attention(layer.attention, chunk.shape, stream)
-        share_feedforward(layer.feedforward, stream)
+        split_attention(layer.attention, chunk.shape, stream)
+        split_feedforward(layer.feedforward, stream)
 
 
-def share_attention(attention: Attention, shape: ModelShape, stream: SequenceSplit) -> None:
+def split_attention(attention: Attention, shape: ModelShape, stream: SequenceSplit) -> None:
     """Attention takes and gives this rank's rows of the stream, and computes its own heads of all tokens."""
 
     def gather(_: nn.Module, arguments: tuple[Tensor, Rows]) -> tuple[Tensor, Rows]:
         x_md, rows = arguments
-        return stream.gather(as_computed(x_md), rows.rows * rows.tokens), rows
+        return stream.gather(to_compute_precision(x_md), rows.rows * rows.tokens), rows
 
     attention.register_forward_pre_hook(gather)
-    attention.o.multiply = summed(attention.o.multiply, stream)
+    attention.o.multiply = with_all_reduce(attention.o.multiply, stream)
     places = kv_places(shape, stream.parts, stream.index)
     if places is not None:
         for linear in (attention.k, attention.v):
-            linear.multiply = picked(linear.multiply, places, shape.head_width)
+            linear.multiply = with_repeated_heads(linear.multiply, places, shape.head_width)
 
 
-def share_feedforward(feedforward: FeedForward, stream: SequenceSplit) -> None:
+def split_feedforward(feedforward: FeedForward, stream: SequenceSplit) -> None:
     """The feed-forward half takes and gives this rank's rows, and computes its part of the width for all rows."""
 
     def gather(_: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
         (x_md,) = arguments
-        return (stream.gather(as_computed(x_md), len(x_md) * stream.parts),)
+        return (stream.gather(to_compute_precision(x_md), len(x_md) * stream.parts),)
 
     feedforward.register_forward_pre_hook(gather)
-    feedforward.down.multiply = summed(feedforward.down.multiply, stream)
+    feedforward.down.multiply = with_all_reduce(feedforward.down.multiply, stream)
 
 
-def summed(product: Multiply, stream: SequenceSplit) -> Multiply:
+def with_all_reduce(product: Multiply, stream: SequenceSplit) -> Multiply:
     """A product that sums over the ranks' parts of the dim it contracts; its bias, which all have, is added once."""
 
     def multiply(x_nd: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -111,7 +111,7 @@ def summed(product: Multiply, stream: SequenceSplit) -> Multiply:
     return multiply
 
 
-def picked(product: Multiply, places: Sequence[int], head_width: int) -> Multiply:
+def with_repeated_heads(product: Multiply, places: Sequence[int], head_width: int) -> Multiply:
     """A product of which only these heads go on, in this order; the same one may go on several times."""
 
     def multiply(x_nd: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -144,7 +144,7 @@ class SharedEmbedding(nn.Module):
     def __init__(self, embed: Embedding, shape: ModelShape, stream: SequenceSplit) -> None:
         super().__init__()
         self.tokens, self.positions = embed.tokens, embed.positions
-        self.first = first_entry(shape, stream)
+        self.first = first_vocabulary_entry(shape, stream)
         self.stream = stream
 
     def forward(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class SharedVocabulary:
     """The vocabulary's entries shared out over the ranks: a `Vocabulary`. Every rank must call it in the same order."""
 
     def __init__(self, shape: ModelShape, stream: SequenceSplit) -> None:
-        self.first = first_entry(shape, stream)
+        self.first = first_vocabulary_entry(shape, stream)
         self._stream, self._most_entries = stream, ceil(shape.vocabulary / stream.parts)
 
     def most_entries(self, own: int) -> int:
@@ -177,7 +177,7 @@ class SharedVocabulary:
 
     def enter(self, hidden_nd: Tensor, tokens: int) -> Tensor:
         """All rows; their gradients are what the entries of each rank give, summed."""
-        return self._stream.gather(as_computed(hidden_nd), tokens)
+        return self._stream.gather(to_compute_precision(hidden_nd), tokens)
 
     def largest(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._stream.group)
@@ -188,6 +188,6 @@ class SharedVocabulary:
         return values
 
 
-def first_entry(shape: ModelShape, stream: SequenceSplit) -> int:
+def first_vocabulary_entry(shape: ModelShape, stream: SequenceSplit) -> int:
     """The first vocabulary entry of embedding and head on this rank."""
-    return cut("embed.tokens.weight", shape, stream.parts, stream.index).offset[0]
+    return cut_box("embed.tokens.weight", shape, stream.parts, stream.index).offset[0]

@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heapreplace
 from itertools import chain
 from math import ceil
 
-from plait.data.portions import micro_sizes
+from plait.data.micro_sizes import micro_sizes
 from plait.layout import equal_share
 
 LEAST_GAIN_OF_UNEQUAL_SHARES = 0.03

@@ -22,12 +22,12 @@ from plait.report.figures import (
     Drawing,
     LegendKey,
     Values,
-    folded,
-    frame,
-    rounded,
+    chart_layout,
+    five_digits,
     seconds_unit,
     time_words,
     title,
+    wrapped_text,
 )
 from plait.units import format_bytes
 
@@ -50,7 +50,7 @@ def draw_memory(bars: MemoryBars) -> Drawing:
             "type": "bar",
             "orientation": "h",
             "y": rows,
-            "x": rounded([size / GIB for size in item.bytes_per_device]),
+            "x": five_digits([size / GIB for size in item.bytes_per_device]),
             "width": 0.36,
             "marker": {"color": COLOURS[place % len(COLOURS)], "opacity": [1.0] + [0.65] * (len(rows) - 1)},
             "hovertext": [f"{item.name}: {format_bytes(size)}" for size in item.bytes_per_device],
@@ -58,7 +58,10 @@ def draw_memory(bars: MemoryBars) -> Drawing:
         }
         for place, item in enumerate(bars.items)
     ]
-    labels = [f"<b>chosen:</b> {folded(bars.layouts[0], 88)}", *(folded(words, 95) for words in bars.layouts[1:])]
+    labels = [
+        f"<b>chosen:</b> {wrapped_text(bars.layouts[0], 88)}",
+        *(wrapped_text(words, 95) for words in bars.layouts[1:]),
+    ]
     notes = [
         {"x": 0, "y": row - 0.2, "text": label, "xanchor": "left", "align": "left"} | ABOVE
         for row, label in enumerate(labels)
@@ -69,9 +72,9 @@ def draw_memory(bars: MemoryBars) -> Drawing:
             {"type": "line", "x0": size / GIB, "x1": size / GIB, "y0": 0, "y1": 1, "yref": "paper", "layer": "below"}
             | GUIDED
         )
-        text = folded(f"{device}: {format_bytes(size)}", 40)
+        text = wrapped_text(f"{device}: {format_bytes(size)}", 40)
         names.append({"x": size / GIB, "y": 1, "yref": "paper", "text": text, "xanchor": "right"} | ABOVE)
-    layout = frame(
+    layout = chart_layout(
         90 + 62 * len(rows),
         {"title": title("GiB on one device"), "rangemode": "tozero"},
         {"range": [len(rows) - 0.7, -0.85], "showticklabels": False, "showgrid": False},
@@ -108,14 +111,14 @@ def draw_waterfall(waterfall: Waterfall) -> Drawing:
         "type": "bar",
         "orientation": "h",
         "y": list(range(len(rows))),
-        "base": rounded([start * factor for _, start, _, _ in rows]),
-        "x": rounded([spent * factor for _, _, spent, _ in rows]),
+        "base": five_digits([start * factor for _, start, _, _ in rows]),
+        "x": five_digits([spent * factor for _, _, spent, _ in rows]),
         "marker": {"color": [colour for *_, colour in rows]},
-        "hovertext": [f"{folded(name, 60)}: {text}" for (name, *_), text in zip(rows, texts, strict=True)],
+        "hovertext": [f"{wrapped_text(name, 60)}: {text}" for (name, *_), text in zip(rows, texts, strict=True)],
         "hoverinfo": "text",
     }
-    names = {"tickvals": data["y"], "ticktext": [folded(name, 26) for name, *_ in rows], "showgrid": False}
-    layout = frame(
+    names = {"tickvals": data["y"], "ticktext": [wrapped_text(name, 26) for name, *_ in rows], "showgrid": False}
+    layout = chart_layout(
         100 + 42 * len(rows),
         {"title": title(f"{unit} from the step's beginning"), "rangemode": "tozero"},
         {"range": [len(rows) - 0.5, -0.5], **names},
@@ -152,7 +155,7 @@ def draw_pipeline(picture: PipelinePicture) -> Drawing:
     )
     every = max(1, ranks // 16)
     names = {"tickvals": list(range(0, ranks, every)), "ticktext": [f"group {r + 1}" for r in range(0, ranks, every)]}
-    layout = frame(
+    layout = chart_layout(
         100 + max(14, min(34, 500 // ranks)) * ranks,
         {"title": title(f"{unit} from the step's beginning"), "rangemode": "tozero"},
         {"range": [ranks - 0.5, -0.5], "showgrid": False, **names},
@@ -175,11 +178,11 @@ def _blocks(kind: ActionKind, found: list[tuple[int, ActionSpan]], picture: Pipe
         "type": "bar",
         "orientation": "h",
         "y": [rank for rank, _ in found],
-        "base": rounded([span.start_s * factor for _, span in found]),
-        "x": rounded([(span.end_s - span.start_s) * factor for _, span in found]),
+        "base": five_digits([span.start_s * factor for _, span in found]),
+        "x": five_digits([(span.end_s - span.start_s) * factor for _, span in found]),
         "marker": {
             "color": colour,
-            "opacity": rounded([1 - 0.55 * chunk / max(picture.virtual - 1, 1) for chunk in chunks]),
+            "opacity": five_digits([1 - 0.55 * chunk / max(picture.virtual - 1, 1) for chunk in chunks]),
             "line": {"width": 0.5, "color": "rgba(128,128,128,0.6)"},
         },
         "customdata": [[span.action.micro + 1, span.action.stage + 1] for _, span in found],

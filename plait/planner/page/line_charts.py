@@ -16,13 +16,13 @@ from plait.report.figures import (
     Drawing,
     LegendKey,
     Values,
-    folded,
-    frame,
+    chart_layout,
+    five_digits,
     ratio_axis,
-    rounded,
     seconds_unit,
     time_words,
     title,
+    wrapped_text,
 )
 
 
@@ -53,7 +53,7 @@ def draw_map(layout_map: LayoutMap) -> Drawing:
         "y0": 0,
         "y1": 1,
     }
-    layout = frame(
+    layout = chart_layout(
         460,
         ratio_axis(f"{unit} a step", least, most),
         {"title": title("points of complexity"), "range": [-1, max(dot.points for dot in layout_map.dots) + 1]},
@@ -67,11 +67,11 @@ def _dots(dots: list[Dot], factor: float, heights: list[float]) -> Values:
     return {
         "type": "scatter",
         "mode": "markers",
-        "x": rounded([dot.step_s * factor for dot in dots]),
-        "y": rounded(heights),
+        "x": five_digits([dot.step_s * factor for dot in dots]),
+        "y": five_digits(heights),
         "hovertext": [
-            f"<b>{time_words(dot.step_s)}, {dot.points} points</b><br>{folded(dot.words, 60)}<br>"
-            f"<i>{folded(dot.why, 60)}</i>"
+            f"<b>{time_words(dot.step_s)}, {dot.points} points</b><br>{wrapped_text(dot.words, 60)}<br>"
+            f"<i>{wrapped_text(dot.why, 60)}</i>"
             for dot in dots
         ],
         "hoverinfo": "text",
@@ -86,7 +86,7 @@ def draw_sweep(sweep: Sweep) -> Drawing:
     here = {"type": "line", "x0": sweep.present, "x1": sweep.present, "y0": 0, "y1": 1, "yref": "paper"} | GUIDED
     # Words are placed by the logarithm, lines and areas by the value itself: so plotly wants it.
     note = {"x": log10(sweep.present), "y": 1, "yref": "paper", "text": "you are here"} | ABOVE
-    layout = frame(
+    layout = chart_layout(
         440,
         ratio_axis(f"{sweep.unit} {sweep.where}", sweep.bandwidths[0], sweep.bandwidths[-1]),
         ratio_axis(f"{unit} a step", best_s * factor / 1.15, slowest_s * factor * 1.5),
@@ -115,9 +115,9 @@ def _curve(sweep: Sweep, place: int, factor: float, unit: str) -> Values:
     return {
         "type": "scatter",
         "mode": "lines",
-        "x": rounded(sweep.bandwidths),
-        "y": rounded([step_s * factor for step_s in line.step_s]),
+        "x": five_digits(sweep.bandwidths),
+        "y": five_digits([step_s * factor for step_s in line.step_s]),
         "line": {"color": COLOURS[place % len(COLOURS)]} | ({"width": 4} if chosen else {"width": 1.5, "dash": "dot"}),
-        "hovertemplate": f"{folded(line.words, 60)}<br>%{{y:.3g}} {unit} a step at %{{x:.3g}} {sweep.unit}"
+        "hovertemplate": f"{wrapped_text(line.words, 60)}<br>%{{y:.3g}} {unit} a step at %{{x:.3g}} {sweep.unit}"
         "<extra></extra>",
     }

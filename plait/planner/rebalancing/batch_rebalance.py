@@ -52,9 +52,10 @@ class ShareChange:
 def rebalance(
     old: Sequence[int], steps: Sequence[StepObservation], names: Sequence[str], shard_groups: ShardGroups | None = None
 ) -> ShareChange | None:
-    """The shares to go on with after steps that were all taken with the `old` ones; None where they should stay.
+    """The shares to continue with after steps that were all taken with the `old` ones; None where they should stay.
 
-    `names` are the parts' own, for the reason; `meetings` those of parts before the step's end, None: there are none.
+    `names` are those of the data-parallel ranks, for the reason; `shard_groups` the ranks that communicate before the
+    step's end, None if there are none.
     """
     if len(old) < 2 or len(steps) < LEAST_STEPS_OBSERVED:
         return None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from plait.data.portions import micro_sizes
+from plait.data.micro_sizes import micro_sizes
 from plait.planner.heterogeneous.batch_shares import LEAST_GAIN_OF_UNEQUAL_SHARES
 from plait.planner.plan import Plan
 from plait.planner.problem.stage_partition import balanced_stages_by_speed, head_cost_in_layers

@@ -12,7 +12,7 @@ from math import ceil, gcd
 import numpy as np
 
 from plait.errors import PlaitError
-from plait.layout import Layout, conflict
+from plait.layout import Layout, conflict_sentence
 from plait.planner.problem.candidates import CANDIDATE_COLUMNS, RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES, Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SendModel, SoftwareProfile
 from plait.planner.problem.workload import Workload
@@ -215,7 +215,7 @@ def _clash(pipeline: int, shard: int, context: int, tensor: int, what: str, sche
     """Whether INCOMPATIBLE forbids it; axes count as there (2) or not (1)."""
     plain = Layout(pipeline=pipeline, shard=shard, context=context, tensor=tensor)
     split = what if what in ("optimizer", "parameters") else "optimizer"
-    return conflict(replace(plain, shard_what=split, schedule=schedule)) is not None
+    return conflict_sentence(replace(plain, shard_what=split, schedule=schedule)) is not None
 
 
 def divisors(number: int) -> list[int]:

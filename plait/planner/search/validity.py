@@ -7,7 +7,7 @@ from math import prod
 
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
-from plait.layout import Layout, conflict
+from plait.layout import Layout, conflict_sentence
 from plait.model.shape import ModelShape, weight_sizes
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES, Candidates
 from plait.planner.problem.stage_partition import balanced_stages_by_cost
@@ -37,7 +37,7 @@ def balanced_stages(shape: ModelShape, stages: int) -> tuple[int, ...]:
 
 def check_layout(layout: Layout, shape: ModelShape, *, sequence: int, batch_sequences: int) -> None:
     """Raise PlaitError, with the mend, where a layout cannot carry this model and batch exactly."""
-    if reason := conflict(layout):
+    if reason := conflict_sentence(layout):
         raise PlaitError(reason)
     _check_tensor(layout.tensor, shape)
     if layout.context > 1 and sequence % (2 * layout.context):

@@ -36,7 +36,7 @@ class HostLinks:
     links: Mapping[HostPair, MeasuredLink]
 
     def relative_time(self, message_bytes: Reals, group_size: Reals, stride: Reals, pattern: TrafficPattern) -> Reals:
-        """Seconds of a message on the slowest link that groups of `size` ranks `stride` apart use, divided by its
+        """Seconds of a message on the slowest link that groups of `group_size` ranks `stride` apart use, divided by its
         seconds on the slowest of all links."""
         found = np.ones(message_bytes.shape)
         slowest = max(self.links.values(), key=_seconds_per_byte)

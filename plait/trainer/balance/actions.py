@@ -48,7 +48,7 @@ ShareRow = tuple[float, ...]
 part; and of a message from the rank before it, where messages were timed."""
 
 
-class Balance:
+class Rebalancer:
     """One rank's part in rebalancing. Every rank must make one, and call the same methods in the same order.
 
     Recorded changes are obeyed also where shares never change by themselves. Only rank 0 reads and writes `file`, and

@@ -203,7 +203,7 @@ def sees_waits(plan: Plan) -> bool:
     return plan.layout.shard == 1 or plan.compile == "off" or plan.balance_every_steps > 0
 
 
-def metered(assembly: Assembly, clock: StepClock) -> tuple[Assembly, Meter]:
+def with_meter(assembly: Assembly, clock: StepClock) -> tuple[Assembly, Meter]:
     """The same rank with a meter in it; before its first step."""
     plan, sharded = assembly.plan, assembly.model
     lockstep = plan.layout.shard > 1 and plan.layout.shard_what == "parameters"

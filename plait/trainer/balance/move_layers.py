@@ -17,7 +17,7 @@ from plait.partition.boxes import Box
 from plait.planner.plan import Plan
 from plait.report.memory import peak_rss_bytes
 from plait.trainer.assemble import Assembly
-from plait.trainer.persist import owned, put, wanted
+from plait.trainer.persist import fill_state, owned_state, state_boxes
 
 SPARE_MEMORY = 0.9
 """Share of the free memory that new layers may take."""
@@ -48,9 +48,9 @@ def move_layers(assembly: Assembly, build: BuildAssembly, stage_layers: tuple[in
 
 
 def most_layers(assembly: Assembly, sharers: int) -> int:
-    """How many layers this rank's stage could have, by the memory that is free; `sharers` ranks have it in common.
+    """How many layers this rank's stage could have, by the memory that is free; `sharers` ranks share that memory.
 
-    The new stage lies beside the old one for a moment, and each layer brings what its activations take.
+    The new stage exists beside the old one for a moment, and each layer brings its activations.
     """
     held = sum(len(chunk.layers) for chunk in assembly.model.chunks)
     state = sum(tensor.numel() * tensor.element_size() for tensor in assembly.tensors())
@@ -63,8 +63,8 @@ def most_layers(assembly: Assembly, sharers: int) -> int:
 @torch.no_grad()
 def _move(old: Assembly, new: Assembly, world: Sums) -> None:
     """One rank after the other receives what it lacks, so that nobody waits for somebody who waits for it."""
-    own: dict[_Place, Tensor] = {(key, box.offset): numbers for key, box, numbers in owned(old)}
-    wants = [_told(world, [(key, box.offset) for key, box in wanted(new)]), _told(world, list(own))]
+    own: dict[_Place, Tensor] = {(key, box.offset): numbers for key, box, numbers in owned_state(old)}
+    wants = [_told(world, [(key, box.offset) for key, box in state_boxes(new)]), _told(world, list(own))]
     home = {place: rank for rank, places in enumerate(wants[1]) for place in places}
     some = next(iter(own.values()))
 
@@ -78,7 +78,7 @@ def _move(old: Assembly, new: Assembly, world: Sums) -> None:
 
     for rank, places in enumerate(wants[0]):
         if rank == world.index:
-            put(new, read, next(iter(old.optimizer.state.values()))["step"])
+            fill_state(new, read, next(iter(old.optimizer.state.values()))["step"])
             continue
         for place in places:
             if home[place] == world.index:

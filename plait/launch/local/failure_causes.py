@@ -7,7 +7,7 @@ from pathlib import Path
 
 from plait.errors import PlaitError
 from plait.launch.local.site import WorkerHost
-from plait.launch.values.failure import Failure, HostLost, RankRaised, as_error, root_cause
+from plait.launch.values.failure import Failure, HostLost, RankRaised, error_for_caller, root_cause
 
 
 class FailureCauses:
@@ -37,7 +37,7 @@ class FailureCauses:
         site = next(site for failure, site in self._failures if failure is cause)
         log_dir = site.job.log_dir
         if log_dir is not None and not isinstance(cause, HostLost) and cause.rank is not None:
-            return as_error(cause, f"in {Path(log_dir) / f'rank-{cause.rank}.log'}", host=site.host)
+            return error_for_caller(cause, f"in {Path(log_dir) / f'rank-{cause.rank}.log'}", host=site.host)
         if isinstance(cause, RankRaised) and not cause.plait_classes:
             print(cause.traceback, file=sys.stderr, flush=True)
-        return as_error(cause, "above", host=site.host)
+        return error_for_caller(cause, "above", host=site.host)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from plait.data.portions import micro_sizes
+from plait.data.micro_sizes import micro_sizes
 
 
 def test_sizes_are_equal_the_larger_ones_first() -> None:
