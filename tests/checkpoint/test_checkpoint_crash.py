@@ -138,11 +138,12 @@ def test_a_disk_that_fills_up_at_the_last_moment_stops_cleanly(folder, save, nam
 
 def test_a_file_size_limit_stops_cleanly(folder, save):
     save(folder, 1)
+    slices = {"model/w": whole_slice(torch.ones(100_000))}  # torch's threads do not survive a fork
     child = os.fork()
     if child == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         try:
-            write_rank(staging_for(folder, 2), 0, {"model/w": whole_slice(torch.ones(100_000))})
+            write_rank(staging_for(folder, 2), 0, slices)
         except RunFailed as failure:
             os._exit(0 if os.strerror(errno.EFBIG) in str(failure) else 2)
         finally:
