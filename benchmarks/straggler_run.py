@@ -16,7 +16,7 @@ from benchmarks.lab.hosts import PERIOD_US, ROOT, Lab
 from benchmarks.lab.leftovers import groups_of
 from benchmarks.lab.wiring import limiting
 from benchmarks.straggler_rank import ASK, TIMES
-from plait.cluster.topology import this_host
+from plait.cluster.topology import detect_cpu_machine
 from plait.commands.preparing.corpus import corpus_facts, data_request
 from plait.data.preparation.prepare import prepare
 from plait.data.shards import open_corpus
@@ -163,7 +163,7 @@ def prepare_run(hosts: int, folder: Path) -> None:
     recipe.write_text(RECIPE.format(text=text, hosts=hosts, tokens=tokens))
     config = load_recipe(recipe)
     corpus = open_corpus(prepare(data_request(config), ROOT / ".plait", lambda *_: None))
-    resources = Resources(machine=replace(this_host(), cores=hosts), peak_flops=None)
+    resources = Resources(machine=replace(detect_cpu_machine(), cores=hosts), peak_flops=None)
     outline = draft(config, corpus_facts(corpus), resources, recipe_hash="")
     plan = replace(settle(config, outline, outline.layouts), layout=Layout(replicate=hosts), threads=1)
     recipe.write_text(recipe_text(config))

@@ -12,9 +12,9 @@ import tomli_w
 
 from benchmarks.lab.grid import Case
 from benchmarks.lab.paper_request import paper_request
-from plait.cluster.catalog import network
-from plait.cluster.cluster import Cluster, Island, cluster_of
-from plait.cluster.topology import this_host
+from plait.cluster.catalog import link_at_rate
+from plait.cluster.cluster import Cluster, Island, cluster_of_machine
+from plait.cluster.topology import detect_cpu_machine
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout
 from plait.model.shape import ModelShape
@@ -74,11 +74,11 @@ class Forecast:
 
 def cluster_of_case(case: Case, flops: Sequence[float], bits_per_s: float) -> Cluster:
     """The case's hosts as the planner sees machines; `flops` as measured on each."""
-    machine = replace(this_host(), cores=1)
-    seen = [cluster_of(machine, rate).islands[0] for rate in flops]
+    machine = replace(detect_cpu_machine(), cores=1)
+    seen = [cluster_of_machine(machine, rate).islands[0] for rate in flops]
     alike = len(set(case.cores)) == 1
     islands: tuple[Island, ...] = (replace(seen[0], nodes=case.hosts),) if alike else tuple(seen)
-    return Cluster(name=case.name, islands=islands, between=network(bits_per_s / 1e9, "machine"))
+    return Cluster(name=case.name, islands=islands, between=link_at_rate(bits_per_s / 1e9, "machine"))
 
 
 def forecast(case: Case, cluster: Cluster, folder: Path) -> Forecast:
@@ -218,7 +218,7 @@ def _crossings(whole: Search) -> tuple[tuple[float, str, str], ...]:
 
 
 def _fastest_at(whole: Search, bits_per_s: float) -> str:
-    cluster = replace(whole.cluster, between=network(bits_per_s / 1e9, "machine"))
+    cluster = replace(whole.cluster, between=link_at_rate(bits_per_s / 1e9, "machine"))
     found = search(whole.workload, cluster)
     return _text({axis: int(getattr(found.candidates, axis)[found.fastest]) for axis in AXES})
 

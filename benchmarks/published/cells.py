@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from plait.cluster.catalog import Device, Link, device, link
+from plait.cluster.catalog import Device, Link, find_device, find_link
 from plait.cluster.cluster import Cluster, Island
 from plait.layout import Recompute
 from plait.planner.problem.candidates import ShardedState
@@ -72,8 +72,8 @@ def published_device(row: Row) -> Device:
 def _device_named(text: str) -> Device:
     for pattern, name in HARDWARE:
         if found := re.search(pattern, text):
-            return device(found.expand(name))
-    return device(text)
+            return find_device(found.expand(name))
+    return find_device(text)
 
 
 def published_cluster(row: Row) -> Cluster:
@@ -82,7 +82,7 @@ def published_cluster(row: Row) -> Cluster:
     devices = count(row, "n_devices") or 64
     per_node = min(count(row, "gpus_per_node") or chosen.per_node or 8, devices)
     island = Island(
-        device=chosen, per_node=per_node, nodes=-(-devices // per_node), inside=link(chosen.inside), speed=1.0
+        device=chosen, per_node=per_node, nodes=-(-devices // per_node), inside=find_link(chosen.inside), speed=1.0
     )
     return Cluster(name=row["id"], islands=(island,), between=published_between(row, per_node))
 

@@ -42,22 +42,22 @@ class Device:
     achievable: float | None
     """Share of the bf16 peak that large matrix products reach; None where nobody measured it."""
     memory_bytes: int
-    """What is left to a program after the driver's share."""
+    """Memory that a program can use, without the driver's share."""
     memory_bytes_per_s: float
     inside: str
     """Name of the link that joins the devices of a node."""
     per_node: int
-    """Devices that this link joins at most: those of a server, of a rack, of a TPU slice."""
+    """Largest number of devices that the `inside` link joins: those of a server, of a rack, of a TPU slice."""
     node_part: int | None
-    """Smallest number of devices for which a part of a node can be rented; any multiple of it, too. None: whole
-    nodes."""
+    """Smallest number of devices that can be rented as part of a node; any multiple of it can be rented, too. None:
+    only whole nodes."""
     between: str
-    """Name of the link between nodes that one finds most often."""
+    """Name of the most common link between nodes of this device."""
     price_per_hour: float | None
     """US dollars for one device."""
     watts: float | None
     units: int | None
-    """Multiprocessors, compute units or cores: a product's tiles run on them in waves."""
+    """Number of multiprocessors, compute units or cores; a product's tiles run on them in waves."""
     source: str
 
     def __post_init__(self) -> None:
@@ -80,18 +80,18 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What joins devices or nodes."""
+    """A connection between the devices of a node, or between nodes."""
 
     name: str
     bytes_per_s: float
-    """Line rate in one direction. On a "switch": of each device. "shared": of the one wire that all devices of a node
-    use together. "torus": of each of the two wires that a device has along each axis."""
+    """Line rate in one direction. "switch": the rate of each device. "shared": the rate of the one wire that all
+    devices of a node use together. "torus": the rate of each of the two wires that a device has along each axis."""
     latency_s: float
     """Seconds of one step of a ring, from a device to the next, software included."""
     reached: float
     """Share of the line rate that large ring collectives reach."""
     all_reduce_reached: float
-    """Share of the rate that an all-reduce reaches: more than `reached` where the switch adds up."""
+    """Share of the line rate that an all-reduce reaches: more than `reached` where the switch itself adds up."""
     shape: Shape
     axes: int = 1
     """Axes of a torus; 1 for any other network."""
@@ -105,8 +105,9 @@ class Link:
             raise PlaitError(f"{self.name}: latency_s = {self.latency_s:g} is before it was sent; write 0 or more")
 
 
-def device(name: str) -> Device:
-    """The device that a person means: "H100", "a100-40gb", "RTX 4090", "TPU v5p"; raises PlaitError with near names."""
+def find_device(name: str) -> Device:
+    """The device that a person means by a name such as "H100", "a100-40gb", "RTX 4090" or "TPU v5p"; raises
+    PlaitError with the nearest names."""
     text = name.lower()
     size = _MEMORY.search(text)
     word = _word(text)
@@ -118,8 +119,9 @@ def device(name: str) -> Device:
     return _device_of_size(entries, int(size[1]))
 
 
-def reported_device(name: str) -> Device | None:
-    """The device whose driver reports this name, as "NVIDIA A100-SXM4-80GB"; None if it is not in the catalogue."""
+def find_device_by_driver_name(name: str) -> Device | None:
+    """The device whose driver reports this name, such as "NVIDIA A100-SXM4-80GB"; None if it is not in the
+    catalogue."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     found = next((entry for key, entry in _entries().items() if words.issuperset(key.split())), None)
     if found is None:
@@ -128,8 +130,8 @@ def reported_device(name: str) -> Device | None:
     return _device_of_size([found], int(size[1])) if size and int(size[1]) in _sizes(found) else _device(found)
 
 
-def link(name: str) -> Link:
-    """The link of this name; raises PlaitError with near names."""
+def find_link(name: str) -> Link:
+    """The catalogue's link of this name; raises PlaitError with the nearest names."""
     entry = _catalog()["link"].get(name.lower())
     if entry is None:
         near = difflib.get_close_matches(name.lower(), list(_catalog()["link"]), n=3, cutoff=0.4)
@@ -147,27 +149,28 @@ def link(name: str) -> Link:
     )
 
 
-def network(gbit_per_s: float, of: Literal["device", "machine"]) -> Link:
-    """A network of this rate: a card for each device (RoCE and its like), or one card a machine (Ethernet, TCP).
+def link_at_rate(gbit_per_s: float, of: Literal["device", "machine"]) -> Link:
+    """A network link of this rate, with one card per device (RoCE and similar) or one card per machine (Ethernet, TCP).
 
-    Rates that the catalogue lacks take latency and reached share of its entry that is nearest as a ratio.
+    A rate that the catalogue lacks takes its latency and its reached share from the catalogue's entry whose rate is
+    nearest as a ratio.
     """
     prefix = "roce-" if of == "device" else "ethernet-"
     names = [name for name in _catalog()["link"] if name.startswith(prefix)]
     rate = gbit_per_s / 8 * 1e9
-    near = min((link(name) for name in names), key=lambda known: abs(math.log(known.bytes_per_s / rate)))
+    near = min((find_link(name) for name in names), key=lambda known: abs(math.log(known.bytes_per_s / rate)))
     if near.bytes_per_s == rate:
         return near
     return replace(near, name=f"{prefix}{gbit_per_s:g}g", bytes_per_s=rate, source=f"as {near.name}, at another rate")
 
 
 def device_names() -> tuple[str, ...]:
-    """All devices of the catalogue, as their makers call them."""
+    """Names of all devices in the catalogue, as their makers write them."""
     return tuple(entry["name"] for entry in _entries().values())
 
 
 def link_names() -> tuple[str, ...]:
-    """All links of the catalogue."""
+    """Names of all links in the catalogue."""
     return tuple(_catalog()["link"])
 
 
@@ -218,7 +221,8 @@ def _sizes(entry: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _word(text: str) -> str:
-    """A name without what people write around it: "nvidia a100-sxm4-80gb" -> "a100"."""
+    """The part of a name that identifies the device, without maker, memory and the like: "nvidia a100-sxm4-80gb" ->
+    "a100"."""
     plain = _NOISE.sub(" ", _MEMORY.sub(" ", text.lower()))
     return re.sub(r"[^a-z0-9]+", "", plain).removeprefix("tpu").removeprefix("rtx")
 

@@ -22,15 +22,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from plait.cluster.catalog import Device, Link, device, link, reported_device
-from plait.cluster.described import check_keys, check_value, described_device, described_link, description
-from plait.cluster.measured import Measurements, measured_from, measured_values
-from plait.cluster.short import read_short
+from plait.cluster.catalog import Device, Link, find_device, find_device_by_driver_name, find_link
+from plait.cluster.described import check_keys, check_value, device_from_json, link_from_json, name_or_values
+from plait.cluster.measured import Measurements, measurements_as_values, measurements_from_values
+from plait.cluster.short import parse_short_form
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 
 PRODUCTS_REACH = 0.9
-"""On a processor, the share of the probed products' rate that other products reach (readings:
+"""Share of the probed products' rate that other matrix products reach on a processor (readings:
 planner/step_time/kernel_efficiency.py)."""
 
 
@@ -42,11 +42,11 @@ class Island:
     per_node: int
     nodes: int
     inside: Link
-    """Joins the devices of a node."""
+    """Link between the devices of a node."""
     speed: float = 1.0
     """Speed of these devices relative to what the catalogue says: power limits, heat, age."""
     network: Link | None = None
-    """Joins the nodes of this island with each other; None where the cluster's link between nodes does."""
+    """Link between the nodes of this island; None where it is the cluster's `between`."""
 
     def __post_init__(self) -> None:
         for what, amount in (("per_node", self.per_node), ("nodes", self.nodes), ("speed", self.speed)):
@@ -54,8 +54,8 @@ class Island:
                 raise PlaitError(f"an island of {self.device.name} has {what} = {amount:g}; write more than 0")
 
     @property
-    def devices(self) -> int:
-        """Devices of all its nodes."""
+    def n_devices(self) -> int:
+        """Number of devices in all nodes of the island."""
         return self.nodes * self.per_node
 
 
@@ -66,41 +66,41 @@ class Cluster:
     name: str
     islands: tuple[Island, ...]
     between: Link
-    """Joins nodes, and islands."""
+    """Link between islands, and between nodes unless their island has its own."""
     measured: Measurements | None = field(default=None, hash=False)
-    """What a probe found out about these machines, which goes before what the catalogue says."""
+    """What a probe measured on these machines; the planner prefers it to the catalogue's values."""
 
     def __post_init__(self) -> None:
         if not self.islands:
             raise PlaitError(f"the cluster {self.name} has no islands; name at least one device")
 
     @property
-    def devices(self) -> int:
-        """Devices of all islands."""
-        return sum(island.devices for island in self.islands)
+    def n_devices(self) -> int:
+        """Number of devices in all islands."""
+        return sum(island.n_devices for island in self.islands)
 
     @property
-    def nodes(self) -> int:
-        """Nodes of all islands."""
+    def n_nodes(self) -> int:
+        """Number of nodes in all islands."""
         return sum(island.nodes for island in self.islands)
 
     @property
     def price_per_hour(self) -> float | None:
-        """US dollars for all devices; None where one has no public price."""
-        return _sum_of([(island.devices, island.device.price_per_hour) for island in self.islands])
+        """US dollars per hour for all devices together; None if one of them has no public price."""
+        return _sum_of([(island.n_devices, island.device.price_per_hour) for island in self.islands])
 
     @property
     def watts(self) -> float | None:
-        """Board power of all devices; None where one is not published."""
-        return _sum_of([(island.devices, island.device.watts) for island in self.islands])
+        """Board power of all devices together; None if that of one of them is not published."""
+        return _sum_of([(island.n_devices, island.device.watts) for island in self.islands])
 
-    def network(self, island: Island) -> Link:
-        """What joins the nodes of this island with each other."""
+    def link_between_nodes(self, island: Island) -> Link:
+        """The link between the nodes of this island."""
         return island.network or self.between
 
 
 def device_bytes_per_s(network: Link, per_node: int) -> float:
-    """One device's part of the line rate, in one direction, when all devices of its node send at once."""
+    """Line rate of one device in one direction, in bytes per second, when all devices of its node send at once."""
     match network.shape:
         case "shared":
             return network.bytes_per_s / per_node
@@ -111,48 +111,51 @@ def device_bytes_per_s(network: Link, per_node: int) -> float:
 
 
 def read_cluster(text: str | Path) -> Cluster:
-    """The cluster of a short form ("512xH100") or of a cluster.json; raises PlaitError with what to write instead."""
+    """Read a short form ("512xH100") or a cluster.json; raises PlaitError that says what to write instead."""
     path = Path(text)
     if path.suffix.lower() == ".json":
         return cluster_from_json(_file_text(path), str(path))
-    said = read_short(str(text))
+    said = parse_short_form(str(text))
     islands = [
-        Island(device=part.device, per_node=part.per_node, nodes=part.nodes, inside=link(part.device.inside))
+        Island(device=part.device, per_node=part.per_node, nodes=part.nodes, inside=find_link(part.device.inside))
         for part in said.parts
     ]
     between = said.network or _usual_between(islands)
     return Cluster(name=str(text).strip(), islands=tuple(islands), between=between)
 
 
-def cluster_of(machine: Machine, flops: float | None = None, *, workers: int = 1) -> Cluster:
-    """This machine as a cluster of one node; `flops` is the measured rate of a processor's float32 products.
+def cluster_of_machine(machine: Machine, measured_flops: float | None = None, *, workers: int = 1) -> Cluster:
+    """This machine as a cluster of one node; `measured_flops` is the FLOP/s of float32 products measured on its
+    processor; None takes a typical one's.
 
-    A processor is one device, or as many `workers` that share its cores, its memory and its memory bandwidth.
+    A processor is one device, or `workers` devices that share its cores, memory and memory bandwidth equally. Raises
+    PlaitError for a GPU that the catalogue lacks.
     """
     if machine.device == "cpu":
-        whole = _processor(machine, flops)
+        whole = _processor(machine, measured_flops)
         known = _part_of(replace(whole, memory_bytes=machine.memory_bytes), workers)
         per_node = workers
     else:
-        known, per_node = reported_device(machine.name), machine.devices
+        known, per_node = find_device_by_driver_name(machine.name), machine.devices
     if known is None:
         raise PlaitError(
             f"{machine.name} is not in plait's catalogue; describe it in a cluster.json and pass --cluster"
         )
     memory = machine.memory_bytes if machine.device == "cuda" else known.memory_bytes
     here = replace(known, name=machine.name, memory_bytes=memory)
-    island = Island(device=here, per_node=per_node, nodes=1, inside=link(known.inside))
-    return Cluster(name="this machine", islands=(island,), between=link(known.between))
+    island = Island(device=here, per_node=per_node, nodes=1, inside=find_link(known.inside))
+    return Cluster(name="this machine", islands=(island,), between=find_link(known.between))
 
 
 def cluster_of_hosts(hosts: Sequence[tuple[Machine, float | None, int]], between: Link) -> Cluster:
-    """Several hosts as one cluster: of each its machine, the rate of its processor, and how many workers it has.
+    """Several hosts as one cluster. `hosts` holds each host's machine, the measured FLOP/s of its processor (or None)
+    and its number of workers.
 
-    Equal hosts in a row form an island.
+    Equal hosts in a row form one island.
     """
     islands: list[Island] = []
     for machine, flops, workers in hosts:
-        [one] = cluster_of(machine, flops, workers=workers).islands
+        [one] = cluster_of_machine(machine, flops, workers=workers).islands
         if islands and replace(islands[-1], nodes=1) == one:
             islands[-1] = replace(islands[-1], nodes=islands[-1].nodes + 1)
         else:
@@ -171,21 +174,21 @@ def _part_of(processor: Device, workers: int) -> Device:
 
 
 def cluster_json(cluster: Cluster) -> str:
-    """The text of a cluster.json that reads back as this cluster."""
+    """The text of a cluster.json from which `cluster_from_json` reads the same cluster."""
     islands = [
         {
-            "device": description(island.device),
+            "device": name_or_values(island.device),
             "per_node": island.per_node,
             "nodes": island.nodes,
-            "inside": description(island.inside),
+            "inside": name_or_values(island.inside),
             "speed": island.speed,
-            **({"network": description(island.network)} if island.network else {}),
+            **({"network": name_or_values(island.network)} if island.network else {}),
         }
         for island in cluster.islands
     ]
-    values = {"name": cluster.name, "islands": islands, "between": description(cluster.between)}
+    values = {"name": cluster.name, "islands": islands, "between": name_or_values(cluster.between)}
     if cluster.measured:
-        values["measured"] = measured_values(cluster.measured)
+        values["measured"] = measurements_as_values(cluster.measured)
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -202,9 +205,9 @@ def cluster_from_json(text: str, where: str) -> Cluster:
         )
     check_value(values.get("name", ""), "str", f"{where}: name")
     islands = [_island(entry, f"{where}, island {i}") for i, entry in enumerate(values["islands"], 1)]
-    between = described_link(values["between"], f"{where}: between") if "between" in values else _usual_between(islands)
+    between = link_from_json(values["between"], f"{where}: between") if "between" in values else _usual_between(islands)
     name, measured_values = values.get("name", Path(where).stem), values.get("measured")
-    measured = measured_from(measured_values, f"{where}: measured") if measured_values is not None else None
+    measured = measurements_from_values(measured_values, f"{where}: measured") if measured_values is not None else None
     return Cluster(name=name, islands=tuple(islands), between=between, measured=measured)
 
 
@@ -212,27 +215,28 @@ def _island(values: Any, where: str) -> Island:
     check_keys(values, {"device", "per_node"}, {"nodes", "inside", "speed", "network"}, where)
     for key, annotation in (("per_node", "int"), ("nodes", "int"), ("speed", "float")):
         check_value(values.get(key, 1), annotation, f"{where}: {key}")
-    known = described_device(values["device"], f"{where}: device")
+    known = device_from_json(values["device"], f"{where}: device")
     return Island(
         device=known,
         per_node=int(values["per_node"]),
         nodes=int(values.get("nodes", 1)),
-        inside=described_link(values.get("inside", known.inside), f"{where}: inside"),
+        inside=link_from_json(values.get("inside", known.inside), f"{where}: inside"),
         speed=float(values.get("speed", 1)),
-        network=described_link(values["network"], f"{where}: network") if "network" in values else None,
+        network=link_from_json(values["network"], f"{where}: network") if "network" in values else None,
     )
 
 
 def _usual_between(islands: list[Island]) -> Link:
-    """The slowest of what is usual for each island's devices."""
-    usual = [(link(island.device.between), island.per_node) for island in islands]
+    """The islands' usual link between nodes that is slowest per device."""
+    usual = [(find_link(island.device.between), island.per_node) for island in islands]
     return min(usual, key=lambda pair: device_bytes_per_s(*pair))[0]
 
 
 def _processor(machine: Machine, flops: float | None) -> Device:
-    """This machine's processor, as the typical one that is nearest in cores unless its speed was measured."""
+    """This machine's processor as a device: the typical one nearest in cores, its FLOP/s scaled by cores unless they
+    were measured."""
     typical = min(
-        (device(name) for name in ("laptop", "desktop", "server")),
+        (find_device(name) for name in ("laptop", "desktop", "server")),
         key=lambda known: abs(math.log((known.units or 1) / machine.cores)),
     )
     rate = flops or typical.flops("float32") * machine.cores / (typical.units or 1)

@@ -8,39 +8,41 @@ import math
 from dataclasses import asdict, fields
 from typing import Any, get_args
 
-from plait.cluster.catalog import Device, DeviceKind, Link, Shape, device, link
-from plait.cluster.short import read_network
+from plait.cluster.catalog import Device, DeviceKind, Link, Shape, find_device, find_link
+from plait.cluster.short import parse_network
 from plait.errors import PlaitError
 
 _WORDS = {"DeviceKind": get_args(DeviceKind), "Shape": get_args(Shape)}
 
 
-def described_device(value: Any, where: str) -> Device:
-    """The device that a cluster.json names or describes; `where` opens the errors."""
+def device_from_json(value: Any, where: str) -> Device:
+    """The device that a cluster.json names or describes; error messages begin with `where`."""
     if isinstance(value, str):
-        return device(value)
+        return find_device(value)
     return Device(**_values(Device, value, where))
 
 
-def described_link(value: Any, where: str) -> Link:
+def link_from_json(value: Any, where: str) -> Link:
     """The link that a cluster.json names ("nvlink4"), gives as a rate ("+400G", "@1G") or describes."""
     if isinstance(value, str):
         mark, name = (value[0], value[1:].strip()) if value[:1] in ("+", "@") else ("+", value)
-        return read_network(name, mark)
+        return parse_network(name, mark)
     return Link(**_values(Link, value, where))
 
 
-def description(value: Device | Link) -> str | dict[str, Any]:
-    """What reads back as this device or link: its name where the catalogue says all the rest."""
+def name_or_values(value: Device | Link) -> str | dict[str, Any]:
+    """The value that reads back as this device or link: its name where the catalogue has the same values, otherwise
+    all of them."""
     try:
-        known = device(value.name) if isinstance(value, Device) else link(value.name)
+        known = find_device(value.name) if isinstance(value, Device) else find_link(value.name)
     except PlaitError:
         return asdict(value)
     return value.name if known == value else asdict(value)
 
 
 def check_keys(values: Any, needed: set[str], allowed: set[str], where: str) -> None:
-    """Raises PlaitError unless `values` is an object with all needed keys and no others than the allowed ones."""
+    """Raise PlaitError unless `values` is an object that has all `needed` keys and, besides them, only `allowed`
+    ones."""
     if not isinstance(values, dict):
         raise PlaitError(f"{where}: {json.dumps(values)} must be an object, with {_listed(needed or allowed)}")
     known = needed | allowed
@@ -53,13 +55,13 @@ def check_keys(values: Any, needed: set[str], allowed: set[str], where: str) -> 
 
 
 def check_value(value: Any, annotation: str, where: str) -> None:
-    """Raises PlaitError unless a value of a cluster.json is of the kind that its field is annotated with."""
+    """Raise PlaitError unless a value of a cluster.json fits the annotation of its field."""
     if not _fits(value, annotation):
         raise PlaitError(f"{where} = {json.dumps(value)} does not fit; write {_wanted(annotation)}")
 
 
 def _values(kind: type[Device] | type[Link], value: Any, where: str) -> dict[str, Any]:
-    """All values of a Device or Link, those left out taken from the one that it is "like"."""
+    """All values of a Device or Link; those left out come from the one that "like" names, or are the defaults."""
     annotations = {field.name: str(field.type) for field in fields(kind)}
     unknown = {name: None for name, annotation in annotations.items() if "None" in annotation}
     like = value.get("like") if isinstance(value, dict) else None
@@ -71,7 +73,7 @@ def _values(kind: type[Device] | type[Link], value: Any, where: str) -> dict[str
         if value is not None and "int" in annotations[name]:
             given[name] = int(value)
     if like:
-        known = device(str(like)) if kind is Device else link(str(like))
+        known = find_device(str(like)) if kind is Device else find_link(str(like))
         return {**asdict(known), "source": f"{where}, like {known.name}", **given}
     usual = {} if kind is Device else {"axes": 1, "all_reduce_reached": given["reached"]}
     return {**unknown, "source": where, **usual, **given}

@@ -1,4 +1,4 @@
-"""Looks at the devices and measures what they can do; runs in a worker, because it needs torch."""
+"""Finds this host's devices and measures what they can do; runs in a worker, because it needs torch."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from typing import Any, Protocol
 
 import torch
 
-from plait.cluster.catalog import reported_device
-from plait.cluster.topology import Machine, this_host
+from plait.cluster.catalog import find_device_by_driver_name
+from plait.cluster.topology import Machine, detect_cpu_machine
 
 
-class SendsMessages(Protocol):
-    """What a rank needs of its context here: a way to answer."""
+class MessageSender(Protocol):
+    """What this module needs of a rank's context: a way to send messages to the supervisor."""
 
     def send(self, kind: str, **values: Any) -> None: ...
 
 
-def rank(context: SendsMessages, argument: str) -> None:
-    """Entry of the worker that describes this host: sends its fingerprint and its peak arithmetic rate."""
-    machine = find_machine()
+def rank(context: MessageSender, argument: str) -> None:
+    """Entry of the worker that describes this host: sends the machine's fingerprint and its peak arithmetic rate."""
+    machine = detect_machine()
     flops, reason = machine_peak_flops(machine)
     context.send("machine", fingerprint=machine.fingerprint(), peak_flops=flops, reason=reason)
 
 
-def find_machine() -> Machine:
-    """This host with its GPUs, if torch sees any; where GPUs differ, the one with least memory stands for all."""
-    host = this_host()
+def detect_machine() -> Machine:
+    """This host with its GPUs, if torch sees any; where the GPUs differ, the one with the least memory stands for
+    all."""
+    host = detect_cpu_machine()
     if not torch.cuda.is_available():
         return host
     devices = torch.cuda.device_count()
@@ -45,18 +46,20 @@ def find_machine() -> Machine:
 
 
 def machine_peak_flops(machine: Machine) -> tuple[float | None, str]:
-    """The rate of all devices that MFU is a share of, in FLOP/s, and where it comes from; None when it is not known."""
+    """Peak FLOP/s of all devices together, of which MFU is a share, and a sentence on where the figure comes from;
+    None where it is not known."""
     if machine.device == "cpu":
-        rate = matmul_rate(threads=machine.cores)
+        rate = measure_matmul_flops(threads=machine.cores)
         return rate, f"float32 matrix products measured on {machine.cores} cores"
-    known = reported_device(machine.name)
+    known = find_device_by_driver_name(machine.name)
     if known and (rate := known.peak_flops.get("bf16") or known.peak_flops.get("fp16")):
         return rate * machine.devices, f"dense 16-bit peak of {known.name}"
     return None, f"the peak of {machine.name} is not in plait's catalogue, so MFU is unknown"
 
 
-def matmul_rate(*, threads: int, size: int = 1024, seconds: float = 0.8) -> float:
-    """FLOP/s of float32 products of size × size matrices: the best quarter of repeated runs, as a limit should be."""
+def measure_matmul_flops(*, threads: int, size: int = 1024, seconds: float = 0.8) -> float:
+    """FLOP/s of float32 products of size × size matrices: the median of the fastest quarter of repeated runs,
+    because a peak is an upper limit."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     a, b = torch.randn(size, size), torch.randn(size, size)

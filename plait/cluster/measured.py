@@ -1,6 +1,6 @@
 """What a probe measured, as values: times of arithmetic and messages, and their JSON; no torch.
 
-Every time is a median over rounds, with `spread`, the distance between its quartiles as a share of it.
+Every time is a median over rounds; its `spread` is the distance between the quartiles as a share of the median.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from plait.cluster.described import check_keys
 from plait.errors import PlaitError
 
-MEASURED_FORMAT = 1
+MEASUREMENTS_FORMAT = 1
 NOISY_SPREAD = 0.25
-"""Spread of the figures from which on they are doubted."""
+"""Spread above which the measured times are reported as noisy."""
 
-MeasuredWork = Literal[
+WorkKind = Literal[
     "product", "product_input", "product_weight", "attention", "attention_backward", "stream", "stream_backward",
     "head", "embedding", "accumulate", "update", "copy", "launch",
 ]  # fmt: skip
-WORK_SIZES: Mapping[MeasuredWork, tuple[str, ...]] = {
+WORK_SIZES: Mapping[WorkKind, tuple[str, ...]] = {
     # Products as they are multiplied, rows × inner by inner × columns: forward, gradient of input, of weight.
     "product": ("rows", "inner", "columns"),
     "product_input": ("rows", "inner", "columns"),
@@ -41,21 +41,21 @@ WORK_SIZES: Mapping[MeasuredWork, tuple[str, ...]] = {
     "copy": ("bytes",),
     "launch": (),
 }
-"""What the sizes of each kind of work are."""
+"""What the numbers in `WorkTiming.sizes` are, for each kind of work."""
 
-MessageKind = Literal[
+CommOperation = Literal[
     "send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap_parts", "spread_own",
 ]  # fmt: skip
 """The backend's own operations; the last two are what plait does on processors in place of a reduce-scatter and an
 all-gather (parallel/comm/collectives.py)."""
-Scope = Literal["inside", "between"]
+LinkScope = Literal["inside", "between"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
-    """Seconds of one piece of work; `sizes` as SIZES says."""
+class WorkTiming:
+    """Seconds of one piece of work; WORK_SIZES says what its `sizes` are."""
 
-    work: MeasuredWork
+    work: WorkKind
     sizes: tuple[int, ...]
     seconds: float
     spread: float
@@ -71,25 +71,26 @@ class Timed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredDevice:
-    """One worker of a host, as the median of all workers of that host while they ran side by side."""
+    """One worker of a host: medians over all workers of that host, measured while they ran side by side."""
 
     host: str
     name: str
     """Name of the processor or GPU."""
     workers: int
-    """That ran side by side on this host."""
+    """Number of workers that ran side by side on this host."""
     threads: int
     """Threads of each worker."""
     memory_bytes: int
-    timed: tuple[Timed, ...]
+    timed: tuple[WorkTiming, ...]
     beside: Mapping[str, float]
-    """By kind of work, the time with all workers at once over the time of one alone; empty for a single worker."""
+    """Slowdown for each kind of work: the time while all workers run over the time of one worker alone; empty for a
+    single worker."""
     granted: float
-    """Share of the wall time in which its core was its own while it was measured: 1 on a quiet machine, and where it
-    is unknown. It is known where workers have one thread each: times are processor time then, without what other
-    programs took."""
+    """Share of the wall time during which a worker had its core to itself while it was measured: 1 on a quiet
+    machine, and where it is unknown. It is known where workers have one thread each: their times are then processor
+    time, without what other programs took."""
     rates: tuple[float, ...]
-    """For each worker of the host, its speed at products over that of the fastest worker of all hosts."""
+    """For each worker of the host, its speed at matrix products relative to the fastest worker of all hosts (1.0)."""
 
     def __post_init__(self) -> None:
         if not self.timed:
@@ -98,20 +99,20 @@ class MeasuredDevice:
         for work, factor in self.beside.items():
             _must_be(f"the factor of {work} side by side", factor, above=0)
 
-    def of(self, work: MeasuredWork) -> tuple[Timed, ...]:
-        """All that was measured of one kind of work."""
+    def times_of(self, work: WorkKind) -> tuple[WorkTiming, ...]:
+        """All times that were measured for one kind of work."""
         return tuple(one for one in self.timed if one.work == work)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One size of a message: the whole buffer that the operation is about, in bytes."""
+class MessageTiming:
+    """Time of a message of one size; `bytes` is the size of the whole buffer that the operation works on."""
 
     bytes: int
     seconds: float
     spread: float
     cpu_s: float
-    """Processor time that the rank spent on it, waiting threads included."""
+    """Processor seconds that the rank spent on it, including those of threads that wait."""
 
     def __post_init__(self) -> None:
         for what in ("bytes", "seconds"):
@@ -122,14 +123,14 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLink:
-    """One operation between a number of ranks, timed over growing sizes."""
+    """One operation among `ranks` ranks, timed over growing sizes."""
 
-    kind: MessageKind
-    scope: Scope
+    kind: CommOperation
+    scope: LinkScope
     """Inside one host or between hosts."""
     hosts: tuple[str, ...]
     ranks: int
-    points: tuple[Point, ...]
+    points: tuple[MessageTiming, ...]
 
     def __post_init__(self) -> None:
         sizes = [point.bytes for point in self.points]
@@ -139,9 +140,9 @@ class MeasuredLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredOverlap:
-    """Arithmetic alone, a sum over ranks alone, and both at once."""
+    """Seconds of arithmetic alone, of an all-reduce over `ranks` ranks alone, and of both at once."""
 
-    scope: Scope
+    scope: LinkScope
     ranks: int
     bytes: int
     compute_s: float
@@ -153,75 +154,77 @@ class MeasuredOverlap:
             _must_be(what, getattr(self, what), above=0)
 
     @property
-    def hidden(self) -> float:
-        """Share of the shorter one that disappears behind the other: 1 all of it, 0 none."""
+    def hidden_share(self) -> float:
+        """Share of the shorter one that is hidden behind the other: 1 all of it, 0 none."""
         saved = self.compute_s + self.communicate_s - self.both_s
         return min(1.0, max(0.0, saved / min(self.compute_s, self.communicate_s)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """All that one probe found out."""
+    """All results of one probe."""
 
     date: str
     precision: str
     workers: int
-    """Workers of all hosts."""
+    """Number of workers on all hosts."""
     fingerprint: str
-    """Fingerprint of machines, software and request; with another one, a new probe is needed."""
+    """Fingerprint of machines, software and request; where it differs, a new probe is needed."""
     devices: tuple[MeasuredDevice, ...]
     links: tuple[MeasuredLink, ...]
     overlaps: tuple[MeasuredOverlap, ...]
     complaints: tuple[str, ...]
-    """Devices and links that are far slower than their like, a sentence each."""
+    """One sentence for each device or link that is far slower than others of its kind."""
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise PlaitError("a measurement needs at least one device; probe again")
 
     @property
-    def unsteady(self) -> float:
-        """The upper quartile of all spreads: how far to trust the figures."""
+    def upper_quartile_spread(self) -> float:
+        """The upper quartile of all spreads: how far to trust the times."""
         spreads = [one.spread for device in self.devices for one in device.timed]
         spreads += [point.spread for link in self.links for point in link.points]
         return sorted(spreads)[int(0.75 * (len(spreads) - 1))]
 
     @property
-    def noise(self) -> str:
-        """What is to be said where the figures spread too far; empty where they do not."""
-        if self.unsteady <= NOISY_SPREAD:
+    def noise_warning(self) -> str:
+        """A warning where the times spread too much; empty where they do not."""
+        if self.upper_quartile_spread <= NOISY_SPREAD:
             return ""
-        return f"the figures spread by {self.unsteady:.0%}, though medians count: other programs were running"
+        return (
+            f"the figures spread by {self.upper_quartile_spread:.0%}, though medians count: other programs were running"
+        )
 
 
-def measured_values(measured: Measurements) -> dict[str, Any]:
-    """Plain values for JSON."""
-    return {"format": MEASURED_FORMAT, **asdict(measured)}
+def measurements_as_values(measured: Measurements) -> dict[str, Any]:
+    """Plain values for JSON, with the format's number."""
+    return {"format": MEASUREMENTS_FORMAT, **asdict(measured)}
 
 
-def measured_json(measured: Measurements) -> str:
-    """The text that `measured_from_json` reads back as the same value."""
-    return json.dumps(measured_values(measured), indent=1, ensure_ascii=False) + "\n"
+def measurements_json(measured: Measurements) -> str:
+    """The text from which `measurements_from_json` reads the same value."""
+    return json.dumps(measurements_as_values(measured), indent=1, ensure_ascii=False) + "\n"
 
 
-def measured_from_json(text: str, where: str) -> Measurements:
+def measurements_from_json(text: str, where: str) -> Measurements:
     """Read the text of a measurement; `where` names it in errors."""
     try:
         values = json.loads(text)
     except ValueError as error:
         raise PlaitError(f"{where} is not JSON ({error}); probe again with plait probe --again") from error
-    return measured_from(values, where)
+    return measurements_from_values(values, where)
 
 
-def measured_from(values: Any, where: str) -> Measurements:
+def measurements_from_values(values: Any, where: str) -> Measurements:
     """Measurements from plain values; raises PlaitError for anything unexpected, unknown keys included."""
-    if not isinstance(values, dict) or values.get("format") != MEASURED_FORMAT:
+    if not isinstance(values, dict) or values.get("format") != MEASUREMENTS_FORMAT:
         raise PlaitError(f"{where} is not a measurement of this version of plait; probe again with plait probe --again")
     return _read(Measurements, {key: value for key, value in values.items() if key != "format"}, where)
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    """A value of the annotated type from plain JSON."""
+    """Build a value of the annotated type from plain JSON."""
     if isinstance(kind, type) and kind.__module__ == __name__:
         names = {field.name for field in fields(kind)}
         check_keys(value, names, set(), where)
@@ -248,6 +251,6 @@ def _fits(kind: Any, origin: Any, inner: tuple[Any, ...], value: Any) -> bool:
 
 
 def _must_be(what: str, value: float, *, above: float | None = None) -> None:
-    """Raises PlaitError unless a measured amount is finite and positive, or above a limit."""
+    """Raise PlaitError unless a measured amount is finite and not negative or, with `above`, greater than that."""
     if not (math.isfinite(value) and (value >= 0 if above is None else value > above)):
         raise PlaitError(f"{what} = {value:g} was never measured; probe again with plait probe --again")

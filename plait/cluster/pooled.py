@@ -1,4 +1,5 @@
-"""Times of hosts of one make, freed of what befell single readings: such hosts differ by one factor in all they do."""
+"""Removes disturbances of single readings from the times of equal hosts: such hosts differ by one factor in all they
+do."""
 
 from __future__ import annotations
 
@@ -9,23 +10,24 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.cluster.measured import MeasuredDevice, MeasuredWork, Measurements
+from plait.cluster.measured import MeasuredDevice, Measurements, WorkKind
 
-ALIKE, MOSTLY = 0.15, 0.75
+EQUAL_HOSTS_TOLERANCE, EQUAL_HOSTS_TIME_SHARE = 0.15, 0.75
 """What times of like hosts may stray from a common factor, in so much of all time; more is another make after all."""
 POOLING_ROUNDS = 8
 """Rounds of fitting factors and common times in turn; it converges in two or three."""
 
 RealArray = NDArray[np.float64]
-_Piece = tuple[MeasuredWork, tuple[int, ...]]
+_Piece = tuple[WorkKind, tuple[int, ...]]
 
 
 def pool_measurements(measured: Measurements) -> Measurements:
-    """The same with the times of hosts of one make made consistent: what each piece of work takes on them all, times a
-    factor of each host. A single unlucky reading then neither slows a host down nor the forecast.
+    """The same measurements with consistent times for equal hosts: the common time of each piece of work, times one
+    factor per host. A single unlucky reading then slows down neither a host nor the forecast.
 
-    Of one make are hosts whose processors, or GPUs, have one name and as many workers and threads, and whose times do
-    differ by a factor (more or fewer cores granted, another clock); all others stay as they were timed.
+    Hosts are equal if their processors or GPUs have the same name, they have as many workers and threads, and their
+    times do differ by one factor (more or fewer cores granted, another clock rate); all others keep the times that were
+    measured.
     """
     makes: defaultdict[tuple[str, int, int], list[int]] = defaultdict(list)
     for place, host in enumerate(measured.devices):
@@ -48,7 +50,10 @@ def _pool_equal_hosts(hosts: Sequence[MeasuredDevice]) -> Sequence[MeasuredDevic
         common = np.median(log_times - factors[:, None], axis=0)
         factors = np.array([_quantile(own - common, weights, 0.5) for own in log_times])
     fitted = factors[:, None] + np.median(log_times - factors[:, None], axis=0)
-    if max(_quantile(np.abs(off), weights, MOSTLY) for off in log_times - fitted) > ALIKE:
+    if (
+        max(_quantile(np.abs(off), weights, EQUAL_HOSTS_TIME_SHARE) for off in log_times - fitted)
+        > EQUAL_HOSTS_TOLERANCE
+    ):
         return hosts
     return [
         _with_seconds(host, dict(zip(pieces, np.exp(own).tolist(), strict=True)))
@@ -66,7 +71,7 @@ def _with_seconds(host: MeasuredDevice, seconds: dict[_Piece, float]) -> Measure
 
 
 def _quantile(values: RealArray, weights: RealArray, share: float) -> float:
-    """Of values with weights: the median for a share of a half."""
+    """The weighted quantile of `values`; a `share` of one half gives the weighted median."""
     order = np.argsort(values)
     below = np.cumsum(weights[order])
     return float(values[order][np.searchsorted(below, below[-1] * share)])

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from plait.cluster.catalog import Device, Link, device, link, link_names, network
+from plait.cluster.catalog import Device, Link, find_device, find_link, link_at_rate, link_names
 from plait.errors import PlaitError
 
 # Note [the grammar of short forms]
@@ -27,7 +27,7 @@ _GBIT = {"m": 1e-3, "g": 1.0, "t": 1e3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShortPart:
+class ShortFormPart:
     """Equal nodes of one kind of device."""
 
     device: Device
@@ -37,14 +37,14 @@ class ShortPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortForm:
-    """What a short form says; `network` is None where it leaves the usual one."""
+    """A parsed short form; `network` is None where it names none, which means the usual one."""
 
-    parts: tuple[ShortPart, ...]
+    parts: tuple[ShortFormPart, ...]
     network: Link | None
 
 
-def read_short(text: str) -> ShortForm:
-    """Read a short form, see Note [the grammar of short forms]; raises PlaitError on anything else."""
+def parse_short_form(text: str) -> ShortForm:
+    """Parse a short form, see Note [the grammar of short forms]; raises PlaitError for any other text."""
     pieces = re.split(r"([+@])", f"+{text}")[1:]
     marked = list(zip(pieces[::2], (piece.strip() for piece in pieces[1::2]), strict=True))
     if any(not piece for _, piece in marked):
@@ -52,7 +52,7 @@ def read_short(text: str) -> ShortForm:
             f'"{text}" is not a cluster; write for example 512xH100, "2x(8xA100)+400G" or "macbook+4090@1G"'
         )
     mark, last = marked[-1]
-    joined = read_network(last, mark) if mark == "@" or _is_network(last) else None
+    joined = parse_network(last, mark) if mark == "@" or _is_network(last) else None
     parts = marked[:-1] if joined else marked
     for mark, piece in parts:
         if mark == "@" or _is_network(piece):
@@ -62,33 +62,34 @@ def read_short(text: str) -> ShortForm:
     return ShortForm(parts=tuple(_part(piece) for _, piece in parts), network=joined)
 
 
-def read_network(text: str, mark: str) -> Link:
-    """The link that "400G" or "infiniband-ndr" means; a rate is each device's after "+", each machine's after "@"."""
+def parse_network(text: str, mark: str) -> Link:
+    """The link that "400G" or "infiniband-ndr" means; a rate is that of each device after the mark "+", of each
+    machine after "@"."""
     if text.lower() in link_names():
-        return link(text)
+        return find_link(text)
     rate = _RATE.fullmatch(text)
     if rate is None:
         raise PlaitError(f'"{text}" is neither a rate such as 400G nor a link; {_nearest_link(text)}')
     gbit_per_s = float(rate[1]) * _GBIT[rate[2].lower()] * (8 if rate[4] else 1)
     if gbit_per_s <= 0:
         raise PlaitError(f'a link of "{text}" carries nothing; write a rate above zero, for example 1G')
-    return network(gbit_per_s, "machine" if mark == "@" else "device")
+    return link_at_rate(gbit_per_s, "machine" if mark == "@" else "device")
 
 
 def _is_network(piece: str) -> bool:
     return bool(_RATE.fullmatch(piece)) or piece.lower() in link_names()
 
 
-def _part(piece: str) -> ShortPart:
+def _part(piece: str) -> ShortFormPart:
     counted = _COUNTED.fullmatch(piece)
     count, rest = (int(counted[1]), counted[2].strip()) if counted else (1, piece)
     if count < 1:
         raise PlaitError(f'"{piece}" has no devices; write a count of 1 or more')
     if not (rest.startswith("(") and rest.endswith(")")):
-        return _full_nodes(device(rest), count)
+        return _full_nodes(find_device(rest), count)
     node = _COUNTED.fullmatch(rest[1:-1].strip())
     per_node, name = (int(node[1]), node[2]) if node else (1, rest[1:-1])
-    known = device(name)
+    known = find_device(name)
     if per_node < 1:
         raise PlaitError(f'"{piece}" has no devices; write a count of 1 or more')
     if per_node > known.per_node:
@@ -96,17 +97,17 @@ def _part(piece: str) -> ShortPart:
             f'"{piece}" has {per_node} {known.name} in a node, but {known.inside} joins {known.per_node} at most; '
             f"write {math.ceil(count * per_node / known.per_node)}x({known.per_node}x{name}), or a cluster.json"
         )
-    return ShortPart(device=known, per_node=per_node, nodes=count)
+    return ShortFormPart(device=known, per_node=per_node, nodes=count)
 
 
-def _full_nodes(device: Device, count: int) -> ShortPart:
-    """So many devices in the fewest equal nodes of their kind."""
+def _full_nodes(device: Device, count: int) -> ShortFormPart:
+    """`count` devices in the fewest equal nodes of their kind; raises PlaitError if they do not fill any."""
     usual, part = device.per_node, device.node_part
     if count <= usual:
-        return ShortPart(device=device, per_node=count, nodes=1)
+        return ShortFormPart(device=device, per_node=count, nodes=1)
     for nodes in range(math.ceil(count / usual), count // (part or usual) + 1):
         if count % nodes == 0 and count // nodes % (part or usual) == 0:
-            return ShortPart(device=device, per_node=count // nodes, nodes=nodes)
+            return ShortFormPart(device=device, per_node=count // nodes, nodes=nodes)
     fit, equal = part or usual, math.gcd(count, usual)
     raise PlaitError(
         f"{count} {device.name} do not fill nodes of {usual}; take {count // fit * fit} or {(count // fit + 1) * fit}, "
@@ -116,7 +117,7 @@ def _full_nodes(device: Device, count: int) -> ShortPart:
 
 def _nearest_link(text: str) -> str:
     try:
-        link(text)
+        find_link(text)
     except PlaitError as error:
         return str(error).partition("; ")[2]
     return "write for example 1G"

@@ -1,4 +1,4 @@
-"""What a machine has, as a value: found out once per start, compared with what a plan was made for."""
+"""What a machine has, as a value: found out once per start, then compared with the machine that a plan was made for."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ MachineDevice = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One host: its devices, cores, memory and the software that its numbers depend on."""
+    """One host: its devices, cores and memory, and the software that its numerical results depend on."""
 
     device: MachineDevice
     name: str
     """Name of the processor or of the GPUs."""
     devices: int
-    """GPUs, or 1 for a machine that trains on its processor."""
+    """Number of GPUs, or 1 for a machine that trains on its processor."""
     cores: int
     memory_bytes: int
-    """Memory of one GPU, or of the whole machine."""
+    """Bytes of memory of one GPU, or of the whole machine."""
     versions: tuple[tuple[str, str], ...]
-    """(package, version) of what decides the numbers and the speed."""
+    """(package, version) of the software that determines numerical results and speed."""
     unlike: tuple[str, ...] = ()
-    """Names of its other GPUs, where not all are of the kind in `name`."""
+    """Names of the machine's other GPUs, where not all have the name in `name`."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be the same for a plan, its speed and its bits to hold again."""
+        """The values that must be equal for a plan, its speed and its bit-exact results to hold again."""
         values = asdict(self)
         values["versions"] = dict(self.versions)
         others = values.pop("unlike")
@@ -44,17 +44,17 @@ class Machine:
         return values
 
     def digest(self) -> str:
-        """The fingerprint in a few characters."""
+        """A hash of the fingerprint, 16 hexadecimal digits."""
         return sha256(json.dumps(self.fingerprint(), sort_keys=True).encode()).hexdigest()[:16]
 
     @staticmethod
     def from_fingerprint(values: Mapping[str, Any]) -> Machine:
-        """The machine of a stored fingerprint."""
+        """The machine that a stored fingerprint describes."""
         pairs = {"versions": tuple(sorted(values["versions"].items())), "unlike": tuple(values.get("unlike", ()))}
         return Machine(**{**values, **pairs})
 
 
-def this_host() -> Machine:
+def detect_cpu_machine() -> Machine:
     """The machine as far as it can be known without torch: its processor, cores and memory."""
     return Machine(
         device="cpu",
@@ -67,7 +67,7 @@ def this_host() -> Machine:
 
 
 def software_versions() -> tuple[tuple[str, str], ...]:
-    """Versions of python, plait and the packages that a run's numbers depend on."""
+    """Versions of Python, plait and the packages that a run's numerical results depend on."""
     found = {"python": platform.python_version()}
     for package in ("plait", "torch", "numpy", "tokenizers"):
         try:
@@ -78,14 +78,14 @@ def software_versions() -> tuple[tuple[str, str], ...]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its affinity, cut by a container's CPU quota."""
+    """Number of cores that this process may use: its CPU affinity, limited by a container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     quota = _cpu_quota()
     return max(1, min(cores, int(quota))) if quota else cores
 
 
 def usable_memory_bytes() -> int:
-    """Memory of the machine, cut by a container's limit."""
+    """Bytes of this machine's memory, limited by a container's limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [
         _number(Path(path)) for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -94,8 +94,8 @@ def usable_memory_bytes() -> int:
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
-    """Memory of the machine that is free or only caches files, at most what a container's limit leaves; half of the
-    machine's where this is unknown (not Linux)."""
+    """Bytes of this machine's memory that are free or only cache files, at most what a container's limit leaves;
+    half of the usable memory where this is unknown (not Linux)."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         (free,) = (1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
@@ -124,7 +124,7 @@ def processor_name() -> str:
 
 
 def _cpu_quota() -> float | None:
-    """Cores' worth of time that the control group grants (version 2, then version 1)."""
+    """CPU time that the control group grants (version 2, then version 1), in cores; None where it sets no limit."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return float(quota) / float(period) if quota != "max" else None
@@ -142,12 +142,13 @@ def _number(path: Path) -> int | None:
     return value if value > 0 else None
 
 
-def bare_name(name: str) -> str:
-    """A name without the number that made it unique."""
+def strip_name_number(name: str) -> str:
+    """A name without the number that `make_names_unique` gave it."""
     return re.sub(r" \(\d+\)$", "", name)
 
 
-def numbered_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Names numbered where one has come before: machines made from one image often share theirs."""
+def make_names_unique(names: Sequence[str]) -> tuple[str, ...]:
+    """The names, with a number behind each that has come before ("host (2)"): machines made from one image often
+    share theirs."""
     before = [names[:at].count(name) for at, name in enumerate(names)]
     return tuple(f"{name} ({count + 1})" if count else name for name, count in zip(names, before, strict=True))

@@ -8,12 +8,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from plait.cluster.catalog import network
-from plait.cluster.cluster import cluster_json, cluster_of, cluster_of_hosts
+from plait.cluster.catalog import link_at_rate
+from plait.cluster.cluster import cluster_json, cluster_of_hosts, cluster_of_machine
 from plait.cluster.measured import (
     Measurements,
 )
-from plait.cluster.probe.request import CPU_TOKENS, ProbeRequest, probe_request, typical_request
+from plait.cluster.probe.request import (
+    MAX_CPU_MICROBATCH_TOKENS,
+    ProbeRequest,
+    model_probe_request,
+    typical_probe_request,
+)
 from plait.cluster.topology import Machine, usable_cores
 from plait.commands.hosts.invitation import HostsRequest
 from plait.commands.hosts.leader_workers import leader_workers
@@ -54,8 +59,8 @@ def probe(
         requested = probe_request_for(recipe, overrides, site, extent)
         measured = measure_or_load(pool, [site.machine], requested, extent, fresh=fresh)
     screen.print(measurements_table(measured), markup=False, soft_wrap=True)
-    if measured.noise:
-        screen.print(f"unsteady {measured.noise}; close them and give plait probe --again")
+    if measured.noise_warning:
+        screen.print(f"unsteady {measured.noise_warning}; close them and give plait probe --again")
     if out is not None:
         write_output_file(out, measured_cluster_json(measured, site, extent))
         screen.print(f"wrote    {out}", soft_wrap=True)
@@ -83,17 +88,17 @@ def probe_request_for(
     """What a recipe's model needs measured, or usual models without one."""
     device = survey.machine.device
     if recipe is None:
-        return typical_request(device, probe_workers.threads)
+        return typical_probe_request(device, probe_workers.threads)
     config = load_recipe(recipe, overrides)
-    cluster = cluster_of(survey.machine, survey.peak_flops if device == "cpu" else None)
+    cluster = cluster_of_machine(survey.machine, survey.peak_flops if device == "cpu" else None)
     corpus, _ = corpus_facts_or_usual(config)
     job = request_of(config, corpus, on_paper(cluster)).job
     sequence = job.shape.sequence
     sequences = config.layout.micro_sequences
     if sequences == "auto":
-        most = max(1, CPU_TOKENS // sequence) if device == "cpu" else job.batch_sequences
+        most = max(1, MAX_CPU_MICROBATCH_TOKENS // sequence) if device == "cpu" else job.batch_sequences
         sequences = min(most, job.batch_sequences)
-    return probe_request(
+    return model_probe_request(
         job.shape,
         sequence=sequence,
         sequences=sequences,
@@ -107,9 +112,9 @@ def measured_cluster_json(measured: Measurements, survey: MachineSurvey, probe_w
     """The text of a cluster.json: this machine, with what was measured under "measured"."""
     machine = survey.machine
     if machine.device == "cpu":
-        cluster = cluster_of(machine, survey.peak_flops, workers=probe_workers.workers)
+        cluster = cluster_of_machine(machine, survey.peak_flops, workers=probe_workers.workers)
     else:
-        cluster = cluster_of(replace(machine, devices=probe_workers.workers))
+        cluster = cluster_of_machine(replace(machine, devices=probe_workers.workers))
     return cluster_json(replace(cluster, measured=measured))
 
 
@@ -126,14 +131,14 @@ def probe_hosts(
     with leader_workers(hosts, config=config, folder=Path("runs") / config.run.name, screen=screen) as workers:
         found = workers.host_machines()
         corpus, _ = corpus_facts_or_usual(config)
-        job = request_of(config, corpus, on_paper(cluster_of_hosts(found, network(1, "machine")))).job
+        job = request_of(config, corpus, on_paper(cluster_of_hosts(found, link_at_rate(1, "machine")))).job
         need = ProbeNeed(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision)
         cluster = probe_cluster(workers, found, need, fresh="again")
     if cluster.measured is None:
         raise RunFailed("the probe came to no end; give the same command again")
     screen.print(measurements_table(cluster.measured), markup=False, soft_wrap=True)
-    if cluster.measured.noise:
-        screen.print(f"unsteady {cluster.measured.noise}; close them and give the same command again")
+    if cluster.measured.noise_warning:
+        screen.print(f"unsteady {cluster.measured.noise_warning}; close them and give the same command again")
     if out is not None:
         write_output_file(out, cluster_json(cluster))
         screen.print(f"wrote    {out}", soft_wrap=True)

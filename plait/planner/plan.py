@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from plait.cluster.topology import bare_name
+from plait.cluster.topology import strip_name_number
 from plait.layout import Layout, equal_share
 from plait.model.shape import ModelShape
 from plait.partition.execution import Compile, Execution, GradientTransfer, Precision, WorkerDevice
@@ -188,7 +188,9 @@ def refreshed_hosts(previous: Sequence[HostShare], now: Sequence[HostShare]) -> 
     marks = [host.mark for host in previous]
     if not all(marks) or marks != [host.mark for host in now] or not same_hosts(previous, now):
         return None
-    renamed = [bare_name(one.name) != bare_name(other.name) for one, other in zip(previous, now, strict=True)]
+    renamed = [
+        strip_name_number(one.name) != strip_name_number(other.name) for one, other in zip(previous, now, strict=True)
+    ]
     return tuple(now if any(renamed) else previous)
 
 

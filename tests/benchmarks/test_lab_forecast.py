@@ -75,7 +75,7 @@ def test_unequal_hosts_are_islands_of_their_own():
     one = case(2, cores=(1.0, 0.5))
     cluster = cluster_of_case(one, [8e10, 4e10], 1e9)
     rates = [island.device.peak_flops["float32"] for island in cluster.islands]
-    assert rates == [8e10, 4e10] and cluster.devices == 2
+    assert rates == [8e10, 4e10] and cluster.n_devices == 2
 
 
 def test_unequal_hosts_also_get_a_pipeline_of_unequal_stages(tmp_path: Path):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from plait.cluster.probe.arithmetic import arithmetic_runs
 from plait.cluster.probe.links import DeadLink, time_pair
 from plait.cluster.probe.request import ProbeRequest
-from plait.cluster.probe.timing import Bench, DeviceClock, SingleRank
+from plait.cluster.probe.timing import SingleRank, TimingSetup, WallClock
 from plait.commands.probing import rank
 from plait.commands.probing.training_pieces import training_operations_for
 from plait.launch.values.job import RankContext
@@ -27,7 +27,7 @@ def silent_peer(context: RankContext, argument: str) -> None:
     if context.rank == 1:
         store.get("told")
         return
-    bench = Bench(device=torch.device("cpu"), clock=DeviceClock(wait=lambda: None), together=SingleRank())
+    bench = TimingSetup(device=torch.device("cpu"), clock=WallClock(synchronize=lambda: None), lockstep=SingleRank())
     try:
         time_pair((0, 1), (1024,), rank=0, bench=bench, timeout_s=0.5)
     except DeadLink:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from plait.cluster.measured import (
     WORK_SIZES,
+    CommOperation,
+    LinkScope,
     MeasuredDevice,
     MeasuredLink,
     MeasuredOverlap,
-    MeasuredWork,
     Measurements,
-    MessageKind,
-    Point,
-    Scope,
-    Timed,
+    MessageTiming,
+    WorkKind,
+    WorkTiming,
 )
 
 
-def timed(work: MeasuredWork, sizes: tuple[int, ...], seconds: float) -> Timed:
-    return Timed(work=work, sizes=sizes, seconds=seconds, spread=0.1)
+def timed(work: WorkKind, sizes: tuple[int, ...], seconds: float) -> WorkTiming:
+    return WorkTiming(work=work, sizes=sizes, seconds=seconds, spread=0.1)
 
 
-def device(*timings: Timed, host: str = "a", rates: tuple[float, ...] = (1.0, 0.9)) -> MeasuredDevice:
+def device(*timings: WorkTiming, host: str = "a", rates: tuple[float, ...] = (1.0, 0.9)) -> MeasuredDevice:
     """A device that took these times, and a microsecond for each other kind of work."""
     done = {one.work for one in timings}
     rest = [timed(work, (4,) * len(names), 1e-6) for work, names in WORK_SIZES.items() if work not in done]
@@ -37,11 +37,11 @@ def device(*timings: Timed, host: str = "a", rates: tuple[float, ...] = (1.0, 0.
     )
 
 
-def point(size: int, seconds: float) -> Point:
-    return Point(bytes=size, seconds=seconds, spread=0.1, cpu_s=seconds / 2)
+def point(size: int, seconds: float) -> MessageTiming:
+    return MessageTiming(bytes=size, seconds=seconds, spread=0.1, cpu_s=seconds / 2)
 
 
-def link(kind: MessageKind, *points: Point, scope: Scope = "inside", ranks: int = 2) -> MeasuredLink:
+def link(kind: CommOperation, *points: MessageTiming, scope: LinkScope = "inside", ranks: int = 2) -> MeasuredLink:
     hosts = ("a",) if scope == "inside" else ("a", "b")
     return MeasuredLink(kind=kind, scope=scope, hosts=hosts, ranks=ranks, points=points)
 

@@ -8,22 +8,22 @@ import pytest
 
 from plait.cluster.catalog import (
     Device,
-    device,
     device_names,
-    link,
+    find_device,
+    find_device_by_driver_name,
+    find_link,
+    link_at_rate,
     link_names,
-    network,
-    reported_device,
 )
 from plait.errors import PlaitError
 
-DEVICES = [device(name) for name in device_names()]
+DEVICES = [find_device(name) for name in device_names()]
 
 
 @pytest.mark.parametrize("known", DEVICES, ids=lambda known: known.name)
 def test_every_device_is_whole_and_physical(known: Device) -> None:
     assert known.source
-    assert link(known.inside).source and link(known.between).source
+    assert find_link(known.inside).source and find_link(known.between).source
     best = max(known.peak_flops.values())
     assert 1e11 < best < 1e17
     assert known.achievable is None or 0.3 < known.achievable < 1
@@ -37,20 +37,24 @@ def test_every_device_is_whole_and_physical(known: Device) -> None:
 
 @pytest.mark.parametrize("name", link_names())
 def test_every_link_is_whole_and_physical(name: str) -> None:
-    known = link(name)
+    known = find_link(name)
     assert known.source and 1e7 < known.bytes_per_s < 1e12 and 1e-7 < known.latency_s < 1e-3
     assert 0.1 < known.reached <= 1 and known.reached <= known.all_reduce_reached < 1.2
     assert (known.axes > 1) == (known.shape == "torus")
 
 
 def test_figures_of_the_most_used_devices() -> None:
-    h100, a100 = device("H100"), device("A100")
+    h100, a100 = find_device("H100"), find_device("A100")
     assert (h100.flops("bf16"), h100.flops("fp8"), h100.per_node) == (989.4e12, 1979e12, 8)
     assert (a100.memory_bytes_per_s, a100.achievable, a100.units) == (2.04e12, 0.869, 108)
-    assert link(h100.inside).bytes_per_s == 450e9
-    assert device("GB200").per_node == 72
+    assert find_link(h100.inside).bytes_per_s == 450e9
+    assert find_device("GB200").per_node == 72
     assert 79 * 2**30 < h100.memory_bytes < 80 * 2**30
-    assert device("macbook").vendor == "Apple" and device("laptop").kind == "cpu" and device("v5p").kind == "tpu"
+    assert (
+        find_device("macbook").vendor == "Apple"
+        and find_device("laptop").kind == "cpu"
+        and find_device("v5p").kind == "tpu"
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,12 +80,12 @@ def test_figures_of_the_most_used_devices() -> None:
     ],
 )
 def test_a_name_finds_what_people_mean(said: str, meant: str) -> None:
-    assert device(said).name == meant
+    assert find_device(said).name == meant
 
 
 @pytest.mark.parametrize("known", DEVICES, ids=lambda known: known.name)
 def test_every_device_is_found_again_by_its_own_name(known: Device) -> None:
-    assert device(known.name) == known
+    assert find_device(known.name) == known
 
 
 @pytest.mark.parametrize(
@@ -99,42 +103,42 @@ def test_every_device_is_found_again_by_its_own_name(known: Device) -> None:
     ],
 )
 def test_a_driver_s_name_finds_its_device(driver: str, meant: str) -> None:
-    known = reported_device(driver)
+    known = find_device_by_driver_name(driver)
     assert known is not None and known.name == meant
 
 
 def test_a_device_that_no_driver_entry_fits_is_none() -> None:
-    assert reported_device("Matrox G400") is None
+    assert find_device_by_driver_name("Matrox G400") is None
 
 
 def test_another_size_of_memory_has_that_memory_and_no_price() -> None:
-    small, large = device("V100"), device("V100-32GB")
+    small, large = find_device("V100"), find_device("V100-32GB")
     assert large.memory_bytes == 2 * small.memory_bytes and small.price_per_hour and large.price_per_hour is None
 
 
 def test_what_is_unknown_is_refused_with_the_nearest_names() -> None:
     with pytest.raises(PlaitError, match=r'"H1000" is not a device of the catalogue; the nearest are H100 SXM'):
-        device("H1000")
+        find_device("H1000")
     with pytest.raises(PlaitError, match=r"no A100 SXM has 64 GB; the catalogue knows 40 and 80 GB"):
-        device("A100-64GB")
+        find_device("A100-64GB")
     with pytest.raises(PlaitError, match=r"nearest names are nvlink4"):
-        link("nvlnk4")
+        find_link("nvlnk4")
     with pytest.raises(PlaitError, match=r"no bf16 arithmetic of V100 SXM2; choose one of fp16, float32"):
-        device("V100").flops("bf16")
+        find_device("V100").flops("bf16")
 
 
 def test_contradictions_are_refused() -> None:
     with pytest.raises(PlaitError, match=r"bytes_per_s = -1 cannot be"):
-        replace(link("nvlink4"), bytes_per_s=-1)
+        replace(find_link("nvlink4"), bytes_per_s=-1)
     with pytest.raises(PlaitError, match=r"latency_s = -1 is before"):
-        replace(link("nvlink4"), latency_s=-1)
+        replace(find_link("nvlink4"), latency_s=-1)
     with pytest.raises(PlaitError, match=r"memory_bytes = 0 cannot be"):
-        replace(device("H100"), memory_bytes=0)
+        replace(find_device("H100"), memory_bytes=0)
     with pytest.raises(PlaitError, match=r"peak_flops of bf16 = 0 cannot be"):
-        replace(device("H100"), peak_flops={"bf16": 0.0})
+        replace(find_device("H100"), peak_flops={"bf16": 0.0})
 
 
 def test_a_network_of_any_rate_takes_after_its_nearest_known_one() -> None:
-    assert network(400, "device") == link("roce-400g")
-    odd = network(7, "machine")
-    assert odd.bytes_per_s == 7e9 / 8 and odd.shape == "shared" and odd.latency_s == link("ethernet-5g").latency_s
+    assert link_at_rate(400, "device") == find_link("roce-400g")
+    odd = link_at_rate(7, "machine")
+    assert odd.bytes_per_s == 7e9 / 8 and odd.shape == "shared" and odd.latency_s == find_link("ethernet-5g").latency_s

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from plait.cluster.catalog import device, device_names, link
+from plait.cluster.catalog import device_names, find_device, find_link
 from plait.cluster.cluster import (
     Cluster,
     Island,
     cluster_from_json,
     cluster_json,
-    cluster_of,
+    cluster_of_machine,
     device_bytes_per_s,
     read_cluster,
 )
@@ -47,7 +47,7 @@ def test_short_forms(text: str, islands: list[tuple[str, int, int]], between: st
     cluster = read_cluster(text)
     assert [(i.device.name, i.nodes, i.per_node) for i in cluster.islands] == islands
     assert cluster.between.name == between and cluster.name == text
-    assert cluster.devices == sum(nodes * per_node for _, nodes, per_node in islands)
+    assert cluster.n_devices == sum(nodes * per_node for _, nodes, per_node in islands)
 
 
 def test_a_rate_is_each_device_s_after_plus_and_each_machine_s_after_at() -> None:
@@ -55,7 +55,7 @@ def test_a_rate_is_each_device_s_after_plus_and_each_machine_s_after_at() -> Non
     assert device_bytes_per_s(cards, 8) == 12.5e9
     assert device_bytes_per_s(office, 8) == 12.5e9 / 8
     assert read_cluster("2xH100+50GB/s").between.bytes_per_s == read_cluster("2xH100+0.4T").between.bytes_per_s == 50e9
-    assert device_bytes_per_s(link("ici-v4"), 64) == 6 * 45e9
+    assert device_bytes_per_s(find_link("ici-v4"), 64) == 6 * 45e9
 
 
 @pytest.mark.parametrize(
@@ -91,28 +91,37 @@ def test_what_contradicts_itself_is_refused_in_one_sentence(text: str, complaint
     some.sampled_from(["", "+400G", "@3G"]),
 )
 def test_any_cluster_of_equal_nodes_reads_back_from_its_json(name: str, nodes: int, per_node: int, end: str) -> None:
-    size = min(per_node, device(name).per_node)
+    size = min(per_node, find_device(name).per_node)
     cluster = read_cluster(f"{nodes}x({size}x{name}){end}")
-    assert cluster.devices == nodes * size
+    assert cluster.n_devices == nodes * size
     assert cluster_from_json(cluster_json(cluster), "cluster.json") == cluster
 
 
 def test_unequal_devices_and_links_read_back(tmp_path: Path) -> None:
-    mine = replace(device("RTX 4090"), name="RTX 4090 48GB", memory_bytes=50 * 10**9, price_per_hour=None)
-    slow = replace(link("ethernet-1g"), name="the long cable", bytes_per_s=1.1e8)
+    mine = replace(find_device("RTX 4090"), name="RTX 4090 48GB", memory_bytes=50 * 10**9, price_per_hour=None)
+    slow = replace(find_link("ethernet-1g"), name="the long cable", bytes_per_s=1.1e8)
     cluster = Cluster(
         name="two rooms",
         islands=(
-            Island(device=device("H100"), per_node=8, nodes=4, inside=link("nvlink4"), network=link("infiniband-ndr")),
-            Island(device=mine, per_node=2, nodes=1, inside=link("pcie4"), speed=0.9),
+            Island(
+                device=find_device("H100"),
+                per_node=8,
+                nodes=4,
+                inside=find_link("nvlink4"),
+                network=find_link("infiniband-ndr"),
+            ),
+            Island(device=mine, per_node=2, nodes=1, inside=find_link("pcie4"), speed=0.9),
         ),
         between=slow,
     )
     file = tmp_path / "cluster.json"
     file.write_text(cluster_json(cluster), encoding="utf-8")
     assert read_cluster(file) == read_cluster(str(file)) == cluster
-    assert [cluster.network(island).name for island in cluster.islands] == ["infiniband-ndr", "the long cable"]
-    assert (cluster.devices, cluster.nodes, cluster.price_per_hour) == (34, 5, None)
+    assert [cluster.link_between_nodes(island).name for island in cluster.islands] == [
+        "infiniband-ndr",
+        "the long cable",
+    ]
+    assert (cluster.n_devices, cluster.n_nodes, cluster.price_per_hour) == (34, 5, None)
     assert cluster.watts == 32 * 700 + 2 * 450
 
 
@@ -128,7 +137,7 @@ def test_a_device_like_another_differs_only_in_what_is_said() -> None:
     cluster = cluster_from_json(text, "my.json")
     (island,) = cluster.islands
     expected = replace(
-        device("H100"), name="H100 at 500 W", watts=500, memory_bytes=80_000_000_000, source=island.device.source
+        find_device("H100"), name="H100 at 500 W", watts=500, memory_bytes=80_000_000_000, source=island.device.source
     )
     assert island.device == expected and "my.json" in island.device.source
     assert (cluster.name, island.nodes, island.inside.name, cluster.between.bytes_per_s) == ("my", 1, "nvlink4", 1e9)
@@ -175,15 +184,15 @@ def machine(**values: object) -> Machine:
 
 def test_the_machine_at_hand_with_gpus() -> None:
     here = machine(device="cuda", name="NVIDIA H100 80GB HBM3", devices=4, memory_bytes=85 * 10**9)
-    (island,) = cluster_of(here).islands
+    (island,) = cluster_of_machine(here).islands
     assert (island.per_node, island.nodes, island.inside.name) == (4, 1, "nvlink4")
     assert island.device.memory_bytes == 85 * 10**9 and island.device.flops("bf16") == 989.4e12
     with pytest.raises(PlaitError, match=r"Matrox G400 is not in plait's catalogue; describe it in a cluster.json"):
-        cluster_of(machine(device="cuda", name="Matrox G400"))
+        cluster_of_machine(machine(device="cuda", name="Matrox G400"))
 
 
 def test_the_machine_at_hand_without_gpus_counts_its_cores_until_it_is_measured() -> None:
-    few, many = (cluster_of(machine(cores=cores)).islands[0].device for cores in (2, 4))
+    few, many = (cluster_of_machine(machine(cores=cores)).islands[0].device for cores in (2, 4))
     assert few.kind == "cpu" and many.flops("float32") == 2 * few.flops("float32")
-    measured = cluster_of(machine(), flops=3e11).islands[0].device
+    measured = cluster_of_machine(machine(), measured_flops=3e11).islands[0].device
     assert measured.flops("float32") == 3e11 and measured.memory_bytes == 2**34

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from plait.cluster.measured import MeasuredOverlap, Measurements, measured_from_json, measured_json, measured_values
+from plait.cluster.measured import (
+    MeasuredOverlap,
+    Measurements,
+    measurements_as_values,
+    measurements_from_json,
+    measurements_json,
+)
 from plait.errors import PlaitError
 from tests.cluster.probed import device, link, measured, point, timed
 
@@ -22,7 +28,7 @@ def test_a_measurement_reads_back_as_it_was() -> None:
         link("swap_parts", point(1024, 1e-4), ranks=4),
         devices=(device(timed("product", (256, 320, 896), 1e-3)), device(host="b", rates=(0.5,))),
     )
-    again = measured_from_json(measured_json(whole), "here")
+    again = measurements_from_json(measurements_json(whole), "here")
     assert again == whole
     assert isinstance(again.devices[0].timed[0].sizes, tuple)
 
@@ -52,31 +58,31 @@ def test_a_measurement_reads_back_as_it_was() -> None:
     ],
 )
 def test_nonsense_is_refused_in_one_sentence_with_its_mend(change: Change, word: str) -> None:
-    values = json.loads(json.dumps(measured_values(measured())))
+    values = json.loads(json.dumps(measurements_as_values(measured())))
     change(values)
     with pytest.raises(PlaitError, match=word) as refused:
-        measured_from_json(json.dumps(values), "the file")
+        measurements_from_json(json.dumps(values), "the file")
     assert "\n" not in str(refused.value)
     assert any(mend in str(refused.value) for mend in ("probe again", "write", "add it"))
 
 
 def test_what_is_no_json_is_refused() -> None:
     with pytest.raises(PlaitError, match="not JSON"):
-        measured_from_json("{", "the file")
+        measurements_from_json("{", "the file")
     with pytest.raises(PlaitError, match="version"):
-        measured_from_json("[]", "the file")
+        measurements_from_json("[]", "the file")
 
 
 @pytest.mark.parametrize(("both_s", "share"), [(0.06, 1.0), (0.11, 0.0), (0.085, 0.5), (0.2, 0.0), (0.01, 1.0)])
 def test_the_hidden_share_is_that_of_the_shorter_side(both_s: float, share: float) -> None:
     one = MeasuredOverlap(scope="inside", ranks=2, bytes=1, compute_s=0.06, communicate_s=0.05, both_s=both_s)
-    assert one.hidden == pytest.approx(share)
+    assert one.hidden_share == pytest.approx(share)
 
 
 def test_unsteadiness_is_the_upper_quartile_of_spreads() -> None:
     assert isinstance(measured(), Measurements)
-    assert measured().unsteady == pytest.approx(0.1) and measured().noise == ""
+    assert measured().upper_quartile_spread == pytest.approx(0.1) and measured().noise_warning == ""
     noisy = device()
     noisy = replace(noisy, timed=tuple(replace(one, spread=0.3) for one in noisy.timed))
-    told = measured(devices=(noisy,)).noise
+    told = measured(devices=(noisy,)).noise_warning
     assert told == "the figures spread by 30%, though medians count: other programs were running"

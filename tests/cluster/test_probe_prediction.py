@@ -11,8 +11,8 @@ import torch
 
 from plait.cluster.measured import MeasuredDevice
 from plait.cluster.probe.arithmetic import arithmetic_runs, timed_pieces
-from plait.cluster.probe.request import probe_request
-from plait.cluster.probe.timing import Bench, ProcessorClock, SingleRank, time_in_rounds
+from plait.cluster.probe.request import model_probe_request
+from plait.cluster.probe.timing import ProcessorClock, SingleRank, TimingSetup, time_in_rounds
 from plait.commands.probing.training_pieces import PROBED_OPTIMIZER, training_operations_for
 from plait.data.loader import Micro
 from plait.model.gpt import GPT
@@ -44,9 +44,9 @@ def one_thread():
 def test_a_steps_parts_add_up_to_the_step(one_thread: None, size: str, sequences: int, micros: int) -> None:
     shape = named_shape(size, vocabulary=2048, sequence=SEQUENCE)
     asked = {"sequence": SEQUENCE, "sequences": sequences}
-    request = probe_request(shape, device="cpu", precision="float32", threads=1, **asked)
+    request = model_probe_request(shape, device="cpu", precision="float32", threads=1, **asked)
     device = torch.device("cpu")
-    bench = Bench(device=device, clock=ProcessorClock(share=1.0), together=SingleRank())
+    bench = TimingSetup(device=device, clock=ProcessorClock(share=1.0), lockstep=SingleRank())
     figures = time_in_rounds(arithmetic_runs(request, device, training_operations_for(request)), bench, seconds=6)
     measured = MeasuredDevice(
         host="here",

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from plait.cluster.measured import WORK_SIZES, measured_from_json, measured_json
-from plait.cluster.probe.pieces import check_device
-from plait.cluster.probe.request import ProbeRequest, layer_products, probe_request, typical_request
-from plait.cluster.topology import this_host
+from plait.cluster.measured import WORK_SIZES, measurements_from_json, measurements_json
+from plait.cluster.probe.pieces import device_failure
+from plait.cluster.probe.request import ProbeRequest, layer_products, model_probe_request, typical_probe_request
+from plait.cluster.topology import detect_cpu_machine
 from plait.commands.planning.workers import PROBE_ENTRY
 from plait.commands.probe import choose_probe_workers
 from plait.commands.probing.measurements import (
@@ -39,7 +39,7 @@ SHAPE = explicit_shape(layers=2, width=64, vocabulary=256, sequence=32)
 
 
 def small_request() -> ProbeRequest:
-    whole = probe_request(SHAPE, sequence=32, sequences=4, device="cpu", precision="float32", threads=1)
+    whole = model_probe_request(SHAPE, sequence=32, sequences=4, device="cpu", precision="float32", threads=1)
     small = {
         "seconds": 0.1,
         "messages": (2**10, 2**16, 2**22),
@@ -66,7 +66,7 @@ def told(server: ForkServer) -> dict[str, Any]:
 
 def test_a_layers_time_holds_no_finding_of_pages(server: ForkServer) -> None:
     shape = explicit_shape(layers=2, width=128, vocabulary=256, sequence=256)
-    request = probe_request(shape, sequence=256, sequences=16, device="cpu", precision="float32", threads=1)
+    request = model_probe_request(shape, sequence=256, sequences=16, device="cpu", precision="float32", threads=1)
     messages: list[Message] = []
     job = Job(entry="tests.cluster.probe_entries:count_pages", argument=request.to_json(), world_size=1, threads=1)
     server.run(job, on_message=messages.append)
@@ -92,14 +92,14 @@ def test_two_ranks_measure_every_kind_of_work_and_message(told: dict[str, Any]) 
         assert any(point.cpu_s > 0 for point in link.points)
     assert any(link.points[-1].seconds > link.points[0].seconds for link in measured.links)
     (overlap,) = measured.overlaps
-    assert 2**20 <= overlap.bytes <= 16 * 2**23 and 0 <= overlap.hidden <= 1
-    assert measured_from_json(measured_json(measured), "here") == measured
+    assert 2**20 <= overlap.bytes <= 16 * 2**23 and 0 <= overlap.hidden_share <= 1
+    assert measurements_from_json(measurements_json(measured), "here") == measured
 
 
 def test_products_run_at_a_speed_that_processors_have(told: dict[str, Any]) -> None:
     (device,) = measurements_from(told, small_request(), "key").devices
     for work in ("product", "product_input", "product_weight"):
-        rates = [2 * one.sizes[0] * one.sizes[1] * one.sizes[2] / one.seconds for one in device.of(work)]
+        rates = [2 * one.sizes[0] * one.sizes[1] * one.sizes[2] / one.seconds for one in device.times_of(work)]
         assert 1e8 < max(rates) < 1e13
 
 
@@ -127,8 +127,8 @@ def test_two_hosts_are_measured_inside_and_between(server: ForkServer) -> None:
 
 
 def test_a_device_that_cannot_compute_says_why() -> None:
-    assert check_device(torch.device("cpu")) is None
-    assert check_device(torch.device("meta"))
+    assert device_failure(torch.device("cpu")) is None
+    assert device_failure(torch.device("meta"))
 
 
 def test_a_link_that_does_not_answer_is_found_dead(server: ForkServer) -> None:
@@ -156,11 +156,11 @@ def test_what_was_measured_is_kept_until_something_changes(
     told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    hands, machine, extent = Remembered(told), this_host(), ProbeWorkers(workers=2, threads=1)
+    hands, machine, extent = Remembered(told), detect_cpu_machine(), ProbeWorkers(workers=2, threads=1)
     first = measure_or_load(hands, [machine], small_request(), extent, fresh="kept")
     assert measure_or_load(hands, [machine], small_request(), extent, fresh="kept") == first and hands.jobs == 1
     measure_or_load(hands, [machine], small_request(), ProbeWorkers(workers=2, threads=2), fresh="kept")
-    measure_or_load(hands, [machine], typical_request("cpu", 1), extent, fresh="kept")
+    measure_or_load(hands, [machine], typical_probe_request("cpu", 1), extent, fresh="kept")
     measure_or_load(hands, [machine], small_request(), extent, fresh="again")
     assert hands.jobs == 4
     (tmp_path / ".plait" / "probes" / f"{first.fingerprint}.json").write_text("{")
@@ -172,7 +172,7 @@ def test_what_was_found_to_hold_a_moment_ago_is_believed_without_a_look(
     told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    here = ([this_host()], small_request(), ProbeWorkers(workers=2, threads=1))
+    here = ([detect_cpu_machine()], small_request(), ProbeWorkers(workers=2, threads=1))
     cable, wireless = ("10.0.0.1", "10.0.0.2"), ("192.168.0.1", "192.168.0.2")
     assert not was_checked_recently(*here, cable)
     first = measure_or_load(Remembered(told), *here, fresh="again")
@@ -204,7 +204,7 @@ def test_a_signal_in_the_midst_of_a_probe_ends_the_command_and_keeps_nothing(
     asked, extent = small_request(), ProbeWorkers(workers=2, threads=1)
     stopped = Remembered(told, stopped_by="SIGINT")
     with pytest.raises(Interrupted, match="SIGINT"):
-        measure_or_load(stopped, [this_host()], asked, extent, fresh="kept")
+        measure_or_load(stopped, [detect_cpu_machine()], asked, extent, fresh="kept")
     with pytest.raises(Interrupted, match="SIGINT"):
         measurements_still_hold(stopped, measurements_from(told, asked, "key"), asked, extent)
     assert not (tmp_path / ".plait").exists()
@@ -215,7 +215,7 @@ def slowed(values: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def test_workers_follow_the_cores_and_too_many_are_refused() -> None:
-    machine, hands = this_host(), Remembered({})
+    machine, hands = detect_cpu_machine(), Remembered({})
     usual = choose_probe_workers(machine, None, None, hands)
     assert usual.workers * usual.threads == machine.cores and usual.threads == 1
     assert choose_probe_workers(machine, 1, None, hands) == ProbeWorkers(workers=1, threads=machine.cores)
@@ -224,9 +224,9 @@ def test_workers_follow_the_cores_and_too_many_are_refused() -> None:
 
 
 def test_a_request_reads_back_and_keeps_its_bounds() -> None:
-    for request in (small_request(), typical_request("cpu", 2), typical_request("cuda", 1)):
+    for request in (small_request(), typical_probe_request("cpu", 2), typical_probe_request("cuda", 1)):
         assert ProbeRequest.from_json(request.to_json()) == request
         assert len(set(request.products)) == len(request.products)
     large = explicit_shape(layers=2, width=2048, vocabulary=256, sequence=512)
-    limited = probe_request(large, sequence=512, sequences=64, device="cpu", precision="float32", threads=1)
+    limited = model_probe_request(large, sequence=512, sequences=64, device="cpu", precision="float32", threads=1)
     assert max(model.sequences for model in limited.models) < 64

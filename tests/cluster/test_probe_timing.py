@@ -11,10 +11,10 @@ from plait.cluster.probe.limits import core_share
 from plait.cluster.probe.timing import (
     LEAST_ROUNDS,
     MOST_ROUNDS,
-    Bench,
     ProcessorClock,
     SingleRank,
-    reading_of,
+    TimingSetup,
+    summarize_readings,
     time_in_rounds,
 )
 
@@ -38,7 +38,7 @@ def forever(*seconds: float) -> Iterator[float]:
 
 def rounds(seconds: dict[str, Iterator[float]], limit_s: float = 60):
     runs = {name: lambda name=name: name for name in seconds}
-    bench = Bench(device=None, clock=ToldClock(seconds), together=SingleRank())
+    bench = TimingSetup(device=None, clock=ToldClock(seconds), lockstep=SingleRank())
     return time_in_rounds(runs, bench, seconds=limit_s)
 
 
@@ -59,8 +59,8 @@ def test_unsteady_figures_get_more_rounds_and_late_ones_end() -> None:
 
 
 def test_the_spread_is_that_of_the_quartiles() -> None:
-    assert reading_of([(s, 0.0) for s in (1.0, 2.0, 3.0, 4.0, 5.0)]).spread == pytest.approx(2 / 3)
-    assert reading_of([(1.0, 0.5)]).spread == 0
+    assert summarize_readings([(s, 0.0) for s in (1.0, 2.0, 3.0, 4.0, 5.0)]).spread == pytest.approx(2 / 3)
+    assert summarize_readings([(1.0, 0.5)]).spread == 0
 
 
 def test_a_process_that_is_limited_takes_longer_by_the_wall() -> None:
@@ -98,5 +98,5 @@ def test_the_narrowest_group_around_a_process_limits_it(
 
 
 def test_of_two_readings_the_shorter_counts() -> None:
-    assert reading_of([(0.5, 0.2), (0.3, 0.1)]).seconds == 0.3
-    assert reading_of([(0.5, 0.2), (0.3, 0.1), (0.4, 0.3)]).seconds == 0.4
+    assert summarize_readings([(0.5, 0.2), (0.3, 0.1)]).seconds == 0.3
+    assert summarize_readings([(0.5, 0.2), (0.3, 0.1), (0.4, 0.3)]).seconds == 0.4

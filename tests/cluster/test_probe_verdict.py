@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from plait.cluster.probe.links import pairs_of
+from plait.cluster.probe.links import schedule_pairs
 from plait.cluster.probe.verdict import (
-    PairReading,
+    PairTiming,
     ProbedHost,
-    complaints,
     dead_device_sentence,
     dead_link_sentence,
-    device_of,
-    hosts_of,
+    find_slow_parts,
+    group_ranks_by_host,
+    measured_device,
     median_times,
     pair_links,
     relative_speeds,
@@ -27,13 +27,13 @@ HOSTS = (
 )
 
 
-def pair(first: int, second: int, short_s: float = 1e-4, bulk_s: float = 1e-2) -> PairReading:
-    return PairReading(first=first, second=second, points=(point(1024, short_s), point(2**24, bulk_s)))
+def pair(first: int, second: int, short_s: float = 1e-4, bulk_s: float = 1e-2) -> PairTiming:
+    return PairTiming(first=first, second=second, points=(point(1024, short_s), point(2**24, bulk_s)))
 
 
 def test_a_host_begins_where_local_ranks_begin_again() -> None:
     told = [("ada", 0), ("ada", 1), ("ada", 0), ("bob", 0)]
-    assert hosts_of(told) == (
+    assert group_ranks_by_host(told) == (
         ProbedHost(name="ada", ranks=(0, 1)),
         ProbedHost(name="ada (2)", ranks=(2,)),
         ProbedHost(name="bob", ranks=(3,)),
@@ -41,13 +41,13 @@ def test_a_host_begins_where_local_ranks_begin_again() -> None:
 
 
 def test_every_two_hosts_and_all_neighbours_are_paired_and_nobody_twice_in_a_round() -> None:
-    pairs = pairs_of([host.ranks for host in HOSTS])
+    pairs = schedule_pairs([host.ranks for host in HOSTS])
     assert {(p.first, p.second) for p in pairs} == {(0, 1), (2, 3), (3, 4), (0, 2), (0, 5), (2, 5)}
     assert [p.round for p in pairs] == sorted(p.round for p in pairs)
     for number in {p.round for p in pairs}:
         busy = [rank for p in pairs if p.round == number for rank in (p.first, p.second)]
         assert len(busy) == len(set(busy))
-    assert pairs_of([(0,)]) == ()
+    assert schedule_pairs([(0,)]) == ()
 
 
 def test_medians_over_ranks_and_factors_side_by_side() -> None:
@@ -65,25 +65,25 @@ def test_a_layers_rest_takes_the_factor_of_the_whole_layer() -> None:
 
 def test_a_device_of_a_host_knows_how_its_workers_compare() -> None:
     told = {rank: [timed("product", (2, 2, 2), 1e-3 * (1 + rank))] for rank in range(6)}
-    bob = device_of(HOSTS[1], "x", told, (), granted=0.5, threads=3, memory_bytes=5)
+    bob = measured_device(HOSTS[1], "x", told, (), granted=0.5, threads=3, memory_bytes=5)
     assert bob.rates == pytest.approx((1 / 3, 1 / 4, 1 / 5))
     assert bob.timed[0].seconds == pytest.approx(4e-3)
     assert (bob.workers, bob.threads, bob.granted, bob.beside) == (3, 3, 0.5, {})
 
 
 def test_alike_machines_give_no_complaint() -> None:
-    assert complaints(HOSTS, dict.fromkeys(range(6), 0.5), [pair(0, 1), pair(2, 3), pair(0, 2), pair(0, 5)]) == ()
+    assert find_slow_parts(HOSTS, dict.fromkeys(range(6), 0.5), [pair(0, 1), pair(2, 3), pair(0, 2), pair(0, 5)]) == ()
 
 
 def test_a_device_ten_times_slower_is_named() -> None:
     speeds = relative_speeds({r: [timed("product", (2, 2, 2), 1e-3 * (12 if r == 3 else 1))] for r in range(6)})
-    (sentence,) = complaints(HOSTS, speeds, [pair(0, 1)])
+    (sentence,) = find_slow_parts(HOSTS, speeds, [pair(0, 1)])
     assert "worker 3 on bob computes 12 times slower" in sentence
 
 
 def test_a_slow_link_is_named_among_its_like_only() -> None:
     between = [pair(0, 2, bulk_s=0.5), pair(0, 5, bulk_s=6.0), pair(2, 5, bulk_s=0.5, short_s=2e-3)]
-    told = complaints(HOSTS, dict.fromkeys(range(6), 1.0), [pair(0, 1), pair(2, 3), *between])
+    told = find_slow_parts(HOSTS, dict.fromkeys(range(6), 1.0), [pair(0, 1), pair(2, 3), *between])
     assert len(told) == 2
     assert "worker 0 on ada and worker 5 on cyd each byte takes 12 times" in told[0]
     assert "worker 2 on bob and worker 5 on cyd a short message takes 20 times" in told[1]

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from plait.cluster.topology import Machine, numbered_names
+from plait.cluster.topology import Machine, make_names_unique
 from plait.commands.hosts import invitation
 from plait.commands.hosts.host_info import code_hash, own_host_info, why_host_cannot_join
 from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
@@ -119,7 +119,7 @@ def test_who_does_what_is_told_on_a_line() -> None:
 
 
 def test_hosts_of_one_name_are_told_apart() -> None:
-    assert numbered_names(["vm", "big", "vm", "vm"]) == ("vm", "big", "vm (2)", "vm (3)")
+    assert make_names_unique(["vm", "big", "vm", "vm"]) == ("vm", "big", "vm (2)", "vm (3)")
 
 
 def test_gpus_and_processors_do_not_mix() -> None:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.cluster.cluster import Cluster, cluster_of_hosts
-from plait.cluster.measured import MeasuredDevice, Measurements, MessageKind
+from plait.cluster.measured import CommOperation, MeasuredDevice, Measurements
 from plait.cluster.topology import Machine
 from plait.planner.step_time.measured_network import slowest_measured_link
 from tests.cluster.probed import device, link, measured, point, timed
 
-KINDS: tuple[MessageKind, ...] = (
+KINDS: tuple[CommOperation, ...] = (
     "send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap_parts", "spread_own",
 )  # fmt: skip
 HOST = Machine(device="cpu", name="a processor", devices=1, cores=1, memory_bytes=2**34, versions=())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from plait.cluster.cluster import Cluster, cluster_of, read_cluster
+from plait.cluster.cluster import Cluster, cluster_of_machine, read_cluster
 from plait.cluster.topology import Machine, usable_cores
 from plait.commands.planning.make_plan import look_around, resources_of
 from plait.commands.planning.plan_report import make_plan_report
@@ -98,7 +98,7 @@ def test_on_paper_and_probed_the_same_cluster_gives_the_same_request(
     cluster, config = read_cluster(name), recipe(tmp_path, *overrides)
     corpus, _ = corpus_facts_or_usual(config)
     paper = on_paper(cluster)
-    given = FixedWorkers(workers=cluster.devices, threads=1)
+    given = FixedWorkers(workers=cluster.n_devices, threads=1)
     probing = Resources(
         machine=paper.machine, peak_flops=paper.peak_flops, fixed_workers=given, probe=lambda need: cluster
     )
@@ -107,7 +107,7 @@ def test_on_paper_and_probed_the_same_cluster_gives_the_same_request(
 
 def described(machine: Machine) -> Cluster:
     """The machine as a cluster of its GPUs, or of one worker."""
-    return cluster_of(machine, PEAK_FLOPS[machine] if machine.device == "cpu" else None)
+    return cluster_of_machine(machine, PEAK_FLOPS[machine] if machine.device == "cpu" else None)
 
 
 @pytest.mark.parametrize("overrides", RECIPES[2:5])

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plait.cluster.catalog import network
+from plait.cluster.catalog import link_at_rate
 from plait.cluster.cluster import Cluster, cluster_from_json, cluster_json, cluster_of_hosts
-from plait.cluster.measured import MeasuredOverlap, Measurements, MessageKind
+from plait.cluster.measured import CommOperation, MeasuredOverlap, Measurements
 from plait.cluster.topology import Machine
 from plait.model.shape import ModelShape
 from plait.model.sizes import explicit_shape
@@ -26,7 +26,7 @@ from tests.planner.cost_inputs import inputs
 
 RATE = 1e8
 """Bytes a second of the measured cable."""
-KINDS: tuple[MessageKind, ...] = (
+KINDS: tuple[CommOperation, ...] = (
     "send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap_parts", "spread_own",
 )  # fmt: skip
 HOST = Machine(device="cpu", name="a processor", devices=1, cores=4, memory_bytes=2**34, versions=())
@@ -85,7 +85,7 @@ def test_a_narrower_cable_than_the_measured_one_is_that_much_slower() -> None:
 def test_what_was_not_timed_is_asked_of_the_catalogue() -> None:
     """One worker a host: nothing was timed inside a host, and a layout over two workers of one is still priced."""
     found = told()
-    wide = replace(cluster(found), islands=cluster_of_hosts([(HOST, 1e11, 2)], network(1, "machine")).islands)
+    wide = replace(cluster(found), islands=cluster_of_hosts([(HOST, 1e11, 2)], link_at_rate(1, "machine")).islands)
     row = Candidates.from_rows([{"micro_sequences": 4, "replicate": 2}], "balanced")
     assert np.isfinite(estimate_step_time(inputs(work(), wide, row, PLAIT_PROFILE.for_cluster(wide))).step_s).all()
 

@@ -77,7 +77,7 @@ def test_the_words_for_ten_clusters(name: str, answers: dict[str, PlanReport]) -
 def test_the_numbers_add_up(name: str, answers: dict[str, PlanReport]) -> None:
     found, sections = answers[name].search, answers[name].sections
     values = json.loads(json.dumps(plan_json(found, sections, 5)))
-    assert np.prod(list(values["layout"].values())) == found.cluster.devices
+    assert np.prod(list(values["layout"].values())) == found.cluster.n_devices
     assert sum(values["time"].values()) == pytest.approx(values["step_s"])
     assert sum(values["memory"].values()) == pytest.approx(values["bytes_per_device"])
     assert values["bytes_per_device"] <= min(island.device.memory_bytes for island in found.cluster.islands)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.published.programs import MEGATRON
-from plait.cluster.catalog import network
+from plait.cluster.catalog import link_at_rate
 from plait.cluster.cluster import Cluster, read_cluster
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE
@@ -119,7 +119,7 @@ def test_more_micro_batches_shrink_the_bubble_by_the_closed_form():
 def test_narrow_roads_force_a_pipeline_and_wide_ones_need_none():
     sharded = {"shard": 64, "shard_what": "parameters", "recompute": "full"}
     piped = {"pipeline": 8, "tensor": 8, "shard": 1, "recompute": "full"}
-    clusters = [replace(H100, between=network(gbit, "device")) for gbit in (1, 10, 100, 400, 1600)]
+    clusters = [replace(H100, between=link_at_rate(gbit, "device")) for gbit in (1, 10, 100, 400, 1600)]
     by_sharding = [step_s(sharded, cluster) for cluster in clusters]
     by_stages = [step_s(piped, cluster) for cluster in clusters]
     assert by_sharding == sorted(by_sharding, reverse=True)
@@ -193,7 +193,7 @@ def test_every_layout_of_a_large_model_is_priced_within_a_second():
 
 
 def test_an_island_with_a_network_of_its_own_is_priced_by_it():
-    slow, fast = network(10, "device"), network(400, "device")
+    slow, fast = link_at_rate(10, "device"), link_at_rate(400, "device")
     island = replace(H100.islands[0], nodes=2)
     alone = replace(H100, islands=(replace(island, network=slow),), between=fast)
     assert network_of(alone).between_bytes_per_s == network_of(replace(H100, between=slow)).between_bytes_per_s

@@ -157,7 +157,9 @@ def test_some_workers_of_a_host_alone_keep_their_own_speeds() -> None:
     assert np.array(three.speeds) / three.speeds[0] == pytest.approx([1, 1, 0.5], rel=0.01)
     for place in (0, 1):
         one = node_alone(three_and_one(), place, 1)
-        assert one.measured is not None and one.devices == one.measured.workers == one.measured.devices[0].workers == 1
+        assert (
+            one.measured is not None and one.n_devices == one.measured.workers == one.measured.devices[0].workers == 1
+        )
         assert device_speeds_of(work(), one, PLAIT_PROFILE).speeds == (1.0,)
 
 
@@ -482,7 +484,7 @@ def planned(folder: Path, cluster: Cluster, *overrides: str) -> Plan:
     def look(need: ProbeNeed) -> Cluster:
         return cluster
 
-    given = FixedWorkers(workers=cluster.devices, threads=1)
+    given = FixedWorkers(workers=cluster.n_devices, threads=1)
     resources = Resources(machine=HOST, peak_flops=1e11, fixed_workers=given, probe=look)
     outline = draft(config, PLAYS, resources, recipe_hash="cafe")
     return settle(config, outline, outline.layouts)

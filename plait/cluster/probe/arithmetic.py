@@ -1,4 +1,4 @@
-"""What a probe lets a device compute: a layer as the model runs it, its parts alone, the head, the update.
+"""What a device computes in a probe: a layer as the model runs it, the layer's parts one by one, the head, the update.
 
 Legend: n tokens, d width, v vocabulary; b rows, t tokens of a row, h heads.
 """
@@ -13,50 +13,51 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from plait.cluster.measured import MeasuredWork, Timed
+from plait.cluster.measured import WorkKind, WorkTiming
 from plait.cluster.probe.pieces import (
     ATTENTION_TOKENS,
     PieceKey,
     PieceRuns,
     attention_runs,
     memory_runs,
-    noise,
     product_keys,
     product_runs,
+    random_tensor,
     touch_memory,
 )
 from plait.cluster.probe.request import ProbedModel, ProbeRequest, layer_products
-from plait.cluster.probe.timing import Reading, reading_of
+from plait.cluster.probe.timing import TimingSummary, summarize_readings
 from plait.model.attention import Documents, Rows
 from plait.model.gpt import Embedding, Layer, row_positions
 from plait.model.rotary import Rotary
 from plait.model.shape import whole_model
 
-HEAD_FLOPS: Mapping[str, float] = {"cpu": 1.6e10, "cuda": 4e13}
+MAX_HEAD_FLOPS: Mapping[str, float] = {"cpu": 1.6e10, "cuda": 4e13}
 HEAD_TOKENS = 256
-"""A head is measured in pieces of this many tokens, up to a number of FLOPs; further tokens cost the same."""
-LAYERS_KEPT: Mapping[str, int] = {"cpu": 4, "cuda": 1}
+"""A head is measured with a multiple of this many tokens, up to MAX_HEAD_FLOPS; each further token costs the same."""
+KEPT_LAYER_OUTPUTS: Mapping[str, int] = {"cpu": 4, "cuda": 1}
 MORE_LAYERS = 3
-"""What a backward pass holds for a while beside them takes no more."""
-TOUCHED_AT_MOST = 2**30
-"""Bytes: of layers that take more, the arithmetic takes so long that pages hardly show."""
+"""Upper bound of what a backward pass holds temporarily besides KEPT_LAYER_OUTPUTS, in layers' memory."""
+MAX_TOUCHED_BYTES = 2**30
+"""Most memory that is touched in advance. The arithmetic of layers that take more lasts so long that pages hardly
+show."""
 LEAST_REMAINDER_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """What training does on higher floors and a probe must time as well."""
+class TrainingOperations:
+    """What training does in packages above this one, and a probe must time as well."""
 
     autocast: Callable[[], AbstractContextManager[object]]
     loss: Callable[[Tensor, Tensor, Tensor], Tensor]
     """Hidden states [n, d], head [v, d] and targets [n] to the summed loss."""
-    updates: Callable[[ProbedModel, torch.device], tuple[Callable[[], object], int, int]]
+    make_update: Callable[[ProbedModel, torch.device], tuple[Callable[[], object], int, int]]
     """Makes a probed model's optimizer: a function that runs one update, and the numbers of elements and of tensors
-    in it."""
+    that it updates."""
 
 
-def arithmetic_runs(request: ProbeRequest, device: torch.device, training: Training) -> PieceRuns:
-    """Everything that the request names, ready to be timed."""
+def arithmetic_runs(request: ProbeRequest, device: torch.device, training: TrainingOperations) -> PieceRuns:
+    """All work that the request names, as functions that are ready to be timed."""
     dtype = torch.bfloat16 if request.precision == "bf16" else torch.float32
     runs: PieceRuns = {}
     for model in request.models:
@@ -69,14 +70,14 @@ def arithmetic_runs(request: ProbeRequest, device: torch.device, training: Train
         runs |= attention_runs((sequences, length, heads, heads, head_width), device, dtype)
     runs |= memory_runs(device, dtype) | _update_runs(request, device, training)
     if device.type == "cpu":
-        wanted = (LAYERS_KEPT["cpu"] + MORE_LAYERS) * sum(map(_layer_bytes, request.models))
-        touch_memory(min(wanted, TOUCHED_AT_MOST))
+        wanted = (KEPT_LAYER_OUTPUTS["cpu"] + MORE_LAYERS) * sum(map(_layer_bytes, request.models))
+        touch_memory(min(wanted, MAX_TOUCHED_BYTES))
     return runs
 
 
-def few_runs(runs: PieceRuns, model: ProbedModel) -> PieceRuns:
-    """One piece of each kind, and all of one probed model's layer: what is timed to compare workers side by side
-    with one alone."""
+def select_comparison_runs(runs: PieceRuns, model: ProbedModel) -> PieceRuns:
+    """One piece of each kind of work, and all pieces of one probed model's layer: what is timed to compare workers
+    side by side with one worker alone."""
     kept = {key for product in layer_products(model) for key in product_keys(product)}
     kept |= {(work, attention_sizes(model)) for work in ("attention", "attention_backward")}
     kept |= {(piece, _layer_sizes(model)) for piece in ("layer", "layer_backward")}
@@ -85,26 +86,26 @@ def few_runs(runs: PieceRuns, model: ProbedModel) -> PieceRuns:
     return {key: run for key, run in runs.items() if key in kept}
 
 
-def timed_pieces(figures: Mapping[PieceKey, Reading], models: Sequence[ProbedModel]) -> tuple[Timed, ...]:
-    """The figures as they are stored: each probed model's layer time, less its products and attention, becomes
-    "stream"."""
+def timed_pieces(figures: Mapping[PieceKey, TimingSummary], models: Sequence[ProbedModel]) -> tuple[WorkTiming, ...]:
+    """The times in the form in which they are stored: each probed model's layer time, less its products and
+    attention, becomes "stream" and "stream_backward"."""
     plain = [_timed(key[0], key[1], one) for key, one in figures.items() if not key[0].startswith("layer")]
     return (*plain, *(one for model in models for one in _streams(model, figures)))
 
 
 def attention_sizes(model: ProbedModel) -> tuple[int, ...]:
-    """The sizes of a probed model's attention, in the order of SIZES."""
+    """The sizes of a probed model's attention, in the order of WORK_SIZES."""
     shape = model.shape
     return model.sequences, model.sequence, shape.heads, shape.kv_heads, shape.head_width
 
 
-def _timed(work: str, sizes: tuple[int, ...], took: Reading) -> Timed:
-    known: MeasuredWork = work  # type: ignore[assignment]  # pieces of a layer never come here
-    return Timed(work=known, sizes=sizes, seconds=took.seconds, spread=took.spread)
+def _timed(work: str, sizes: tuple[int, ...], took: TimingSummary) -> WorkTiming:
+    known: WorkKind = work  # type: ignore[assignment]  # pieces of a layer never come here
+    return WorkTiming(work=known, sizes=sizes, seconds=took.seconds, spread=took.spread)
 
 
-def _streams(model: ProbedModel, figures: Mapping[PieceKey, Reading]) -> Iterable[Timed]:
-    """Both directions of what a layer takes beside what has figures of its own."""
+def _streams(model: ProbedModel, figures: Mapping[PieceKey, TimingSummary]) -> Iterable[WorkTiming]:
+    """What a layer takes, forward and backward, besides the pieces that have times of their own."""
     attention, sizes = attention_sizes(model), _layer_sizes(model)
     keys = [product_keys(product) for product in layer_products(model)]
     there: list[PieceKey] = [forward for forward, _, _ in keys]
@@ -117,14 +118,14 @@ def _streams(model: ProbedModel, figures: Mapping[PieceKey, Reading]) -> Iterabl
     )
 
 
-def _remainder(whole: Reading, parts: Sequence[Reading]) -> Reading:
-    """What a whole takes longer than its parts: never nothing, since a layer has norms, whatever noise says.
+def _remainder(whole: TimingSummary, parts: Sequence[TimingSummary]) -> TimingSummary:
+    """How much longer a whole takes than its parts: never nothing, since a layer has norms, whatever noise says.
 
-    Differences are taken round by round: what slows a whole round then weighs on both sides.
+    Differences are taken round by round, so that a disturbance of a whole round affects both sides.
     """
     rounds = zip(whole.rounds, *(part.rounds for part in parts), strict=True)
     rests = [max(all_of_it - sum(some), LEAST_REMAINDER_SHARE * all_of_it) for all_of_it, *some in rounds]
-    return reading_of([(rest, 0.0) for rest in rests])
+    return summarize_readings([(rest, 0.0) for rest in rests])
 
 
 def _layer_sizes(model: ProbedModel) -> tuple[int, ...]:
@@ -132,11 +133,13 @@ def _layer_sizes(model: ProbedModel) -> tuple[int, ...]:
 
 
 def _layer_bytes(model: ProbedModel) -> int:
-    """About what a layer keeps for its backward pass, in float32."""
+    """Approximate bytes that a layer keeps for its backward pass, in float32."""
     return 4 * model.tokens * (12 * model.shape.width + 4 * model.shape.ffn)
 
 
-def _layer_runs(model: ProbedModel, device: torch.device, dtype: torch.dtype, training: Training) -> PieceRuns:
+def _layer_runs(
+    model: ProbedModel, device: torch.device, dtype: torch.dtype, training: TrainingOperations
+) -> PieceRuns:
     shape, sizes = model.shape, _layer_sizes(model)
     layer = _small_weights(Layer(shape, 0).to(device))
     rotary = Rotary(sequence=model.sequence, head_width=shape.head_width, theta=shape.rope_theta)
@@ -148,10 +151,10 @@ def _layer_runs(model: ProbedModel, device: torch.device, dtype: torch.dtype, tr
         documents=Documents(lengths=(model.sequence,) * model.sequences).on(device),
         cache=None,
     )
-    x_nd = noise((model.tokens, shape.width), device, torch.float32).requires_grad_()
+    x_nd = random_tensor((model.tokens, shape.width), device, torch.float32).requires_grad_()
 
     # As in a model of several layers: what the backward pass needs was written a while ago, and into other memory.
-    kept: deque[Tensor] = deque(maxlen=LAYERS_KEPT[device.type])
+    kept: deque[Tensor] = deque(maxlen=KEPT_LAYER_OUTPUTS[device.type])
 
     def forward() -> None:
         with training.autocast():
@@ -162,7 +165,7 @@ def _layer_runs(model: ProbedModel, device: torch.device, dtype: torch.dtype, tr
 
     forward()
     wanted = [x_nd, *layer.parameters()]
-    grad_nd = noise(tuple(kept[0].shape), device, kept[0].dtype)
+    grad_nd = random_tensor(tuple(kept[0].shape), device, kept[0].dtype)
     return {
         ("layer", sizes): forward,
         ("layer_backward", sizes): backward,
@@ -170,13 +173,13 @@ def _layer_runs(model: ProbedModel, device: torch.device, dtype: torch.dtype, tr
     }
 
 
-def _head_runs(model: ProbedModel, device: torch.device, training: Training) -> PieceRuns:
-    """The head with its loss and the embedding, forward and backward."""
+def _head_runs(model: ProbedModel, device: torch.device, training: TrainingOperations) -> PieceRuns:
+    """The head with its loss, and the embedding; each runs forward and backward."""
     shape = model.shape
-    pieces = HEAD_FLOPS[device.type] / (6 * shape.width * shape.vocabulary * HEAD_TOKENS)
+    pieces = MAX_HEAD_FLOPS[device.type] / (6 * shape.width * shape.vocabulary * HEAD_TOKENS)
     tokens = min(model.tokens, max(1, int(pieces)) * HEAD_TOKENS)
-    hidden_nd = noise((tokens, shape.width), device, torch.float32).requires_grad_()
-    head_vd = noise((shape.vocabulary, shape.width), device, torch.float32, scale=0.02).requires_grad_()
+    hidden_nd = random_tensor((tokens, shape.width), device, torch.float32).requires_grad_()
+    head_vd = random_tensor((shape.vocabulary, shape.width), device, torch.float32, scale=0.02).requires_grad_()
     targets_n = torch.randint(0, shape.vocabulary, (tokens,), device=device)
     embed = _small_weights(Embedding(shape, whole_model(shape)).to(device))
     many_n = torch.randint(0, shape.vocabulary, (1, model.tokens), device=device)
@@ -197,19 +200,19 @@ def _head_runs(model: ProbedModel, device: torch.device, training: Training) -> 
     }
 
 
-def _update_runs(request: ProbeRequest, device: torch.device, training: Training) -> PieceRuns:
+def _update_runs(request: ProbeRequest, device: torch.device, training: TrainingOperations) -> PieceRuns:
     # One scene a width: an update knows numbers and tensors only.
     models = {model.shape.width: model for model in request.models}
     runs: PieceRuns = {}
     for model in models.values():
-        run, numbers, tensors = training.updates(model, device)
+        run, numbers, tensors = training.make_update(model, device)
         runs["update", (numbers, tensors)] = run
     return runs
 
 
 def _small_weights(module: nn.Module) -> nn.Module:
-    """Weights of the size that models begin with: speed may depend on numbers that overflow or vanish."""
+    """Give a module weights of the size that models begin with: speed may depend on values that overflow or vanish."""
     for parameter in module.parameters():
         if parameter.dim() > 1:
-            parameter.data = noise(tuple(parameter.shape), parameter.device, parameter.dtype, scale=0.02)
+            parameter.data = random_tensor(tuple(parameter.shape), parameter.device, parameter.dtype, scale=0.02)
     return module

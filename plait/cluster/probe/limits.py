@@ -10,7 +10,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def core_share(threads: int, *, own: Path = OWN_CGROUP, root: Path = ROOT) -> float:
-    """Share of a core that each of `threads` busy threads of this process' control group gets; 1 where nothing
+    """Share of a core that each of `threads` busy threads of this process's control group gets; 1 where nothing
     limits them."""
     try:
         lines = own.read_text().splitlines()
@@ -21,7 +21,8 @@ def core_share(threads: int, *, own: Path = OWN_CGROUP, root: Path = ROOT) -> fl
 
 
 def _limits(line: str, root: Path) -> Iterator[float]:
-    """Cores that a group and those around it grant; version 2 has one line, version 1 one for each controller."""
+    """Numbers of cores that a control group and its parents grant; version 2 has one line, version 1 one for each
+    controller."""
     _, controllers, path = line.split(":", 2)
     if controllers and "cpu" not in controllers.split(","):
         return

@@ -1,4 +1,5 @@
-"""Times messages: between pairs of ranks, and over groups of them, over sizes that grow while they are quick."""
+"""Times messages between pairs of ranks, and operations over groups of them, over sizes that grow while they are
+quick."""
 
 from __future__ import annotations
 
@@ -11,20 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.measured import MessageKind, Point
-from plait.cluster.probe.timing import Bench, Reading, reading_of, runs_per_reading
+from plait.cluster.measured import CommOperation, MessageTiming
+from plait.cluster.probe.timing import TimingSetup, TimingSummary, runs_per_reading, summarize_readings
 
 SLOW_S = 0.25
-"""The largest message sent is the first that takes this long: larger ones would show nothing new and take ever
-longer."""
+"""No larger message follows the first that takes this long: it would show nothing new and take ever longer."""
 PROBE_ROUNDS = 5
-FEW_ROUNDS, LONG_S = 2, 0.05
+LONG_MESSAGE_ROUNDS, LONG_MESSAGE_S = 2, 0.05
 """Messages that take longer than LONG_S get FEW_ROUNDS: over a slow link one round is as good as the next."""
 PROBE_TAG = 900_000
-"""Tag of sends; the buckets of training, which count from 0, use the same group's tags."""
+"""Tag of the probe's sends; the buckets of training use tags of the same group, which count from 0."""
 
 BlockingOperation = Callable[[Tensor, dist.ProcessGroup], object]
-"""An operation on a buffer whose numbers divide by the ranks of the group; blocks until it is done."""
+"""An operation on a buffer whose number of elements is divisible by the number of ranks; blocks until it is done."""
 
 
 class DeadLink(Exception):
@@ -33,16 +33,16 @@ class DeadLink(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPair:
-    """Two ranks that are measured in a round of the schedule."""
+    """Two ranks whose link is measured in round `round` of the schedule."""
 
     first: int
     second: int
     round: int
 
 
-def pairs_of(hosts: Sequence[Sequence[int]]) -> tuple[RankPair, ...]:
-    """Which pairs are measured: neighbours inside each host, and the first ranks of each two hosts; no rank twice in
-    a round. `hosts` lists each host's ranks."""
+def schedule_pairs(hosts: Sequence[Sequence[int]]) -> tuple[RankPair, ...]:
+    """The schedule of pairs to measure: neighbours inside each host, and the first ranks of every two hosts; no rank
+    is in two pairs of one round. `hosts` lists each host's ranks."""
     wanted = [pair for ranks in hosts for pair in pairwise(ranks)]
     firsts = [ranks[0] for ranks in hosts]
     wanted += [(a, b) for i, a in enumerate(firsts) for b in firsts[i + 1 :]]
@@ -58,11 +58,11 @@ def pairs_of(hosts: Sequence[Sequence[int]]) -> tuple[RankPair, ...]:
 
 
 def time_pair(
-    ends: tuple[int, int], sizes: Sequence[int], *, rank: int, bench: Bench, timeout_s: float
-) -> tuple[Point, ...]:
-    """Half of the way there and back for growing messages; both ranks of the pair must call it, and no other.
+    ends: tuple[int, int], sizes: Sequence[int], *, rank: int, bench: TimingSetup, timeout_s: float
+) -> tuple[MessageTiming, ...]:
+    """Time growing messages one way, as half of a round trip; both ranks of the pair must call it, and no other.
 
-    Raises DeadLink where the other rank does not answer.
+    Raises DeadLink if the other rank does not answer within `timeout_s`.
     """
     first = rank == ends[0]
     peer = ends[1] if first else ends[0]
@@ -76,10 +76,10 @@ def time_pair(
                 _wait(operation(sent if operation is dist.isend else received, peer, tag=tag), timeout_s)
 
         there_and_back()
-        readings = [bench.clock.time(there_and_back, 1) for _ in range(FEW_ROUNDS)]
-        if _tell_peer(readings[-1][0] < LONG_S, first, peer, bench, tag, timeout_s):
-            readings += [bench.clock.time(there_and_back, 1) for _ in range(PROBE_ROUNDS - FEW_ROUNDS)]
-        took = reading_of(readings)
+        readings = [bench.clock.time(there_and_back, 1) for _ in range(LONG_MESSAGE_ROUNDS)]
+        if _tell_peer(readings[-1][0] < LONG_MESSAGE_S, first, peer, bench, tag, timeout_s):
+            readings += [bench.clock.time(there_and_back, 1) for _ in range(PROBE_ROUNDS - LONG_MESSAGE_ROUNDS)]
+        took = summarize_readings(readings)
         points.append(_point(size, took, share=0.5))
         if _tell_peer(took.seconds / 2 > SLOW_S, first, peer, bench, tag, timeout_s):
             break
@@ -87,14 +87,19 @@ def time_pair(
 
 
 def time_collectives(
-    operations: Mapping[MessageKind, BlockingOperation], sizes: Sequence[int], group: dist.ProcessGroup, bench: Bench
-) -> dict[MessageKind, tuple[Point, ...]]:
-    """Each operation over growing buffers, with the seconds of the slowest rank; every rank of the group must call
-    it, with a bench that keeps this group together."""
+    operations: Mapping[CommOperation, BlockingOperation],
+    sizes: Sequence[int],
+    group: dist.ProcessGroup,
+    bench: TimingSetup,
+) -> dict[CommOperation, tuple[MessageTiming, ...]]:
+    """Time each operation over growing buffers; seconds are those of the slowest rank. Every rank of the group must
+    call it, with a timing setup that keeps this group in step."""
     return {kind: tuple(_growing(begin, sizes, group, bench)) for kind, begin in operations.items()}
 
 
-def _growing(begin: BlockingOperation, sizes: Sequence[int], group: dist.ProcessGroup, bench: Bench) -> Iterator[Point]:
+def _growing(
+    begin: BlockingOperation, sizes: Sequence[int], group: dist.ProcessGroup, bench: TimingSetup
+) -> Iterator[MessageTiming]:
     ranks = dist.get_world_size(group)
     for size in sizes:
         numbers = -(-size // 4 // ranks) * ranks
@@ -105,23 +110,23 @@ def _growing(begin: BlockingOperation, sizes: Sequence[int], group: dist.Process
 
         times = min(20, runs_per_reading(run, bench))
         readings = [bench.clock.time(run, times)]
-        rounds = FEW_ROUNDS if bench.together.largest(readings[0][0]) > LONG_S else PROBE_ROUNDS
-        took = reading_of([*readings, *(bench.clock.time(run, times) for _ in range(rounds - 1))])
-        took = replace(took, seconds=bench.together.largest(took.seconds))
+        rounds = LONG_MESSAGE_ROUNDS if bench.lockstep.largest(readings[0][0]) > LONG_MESSAGE_S else PROBE_ROUNDS
+        took = summarize_readings([*readings, *(bench.clock.time(run, times) for _ in range(rounds - 1))])
+        took = replace(took, seconds=bench.lockstep.largest(took.seconds))
         yield _point(4 * numbers, took)
         if took.seconds > SLOW_S:
             return
 
 
-def _tell_peer(verdict: bool, first: bool, peer: int, bench: Bench, tag: int, timeout_s: float) -> bool:
-    """The first rank's verdict, for both: they must do the same, and their clocks differ."""
+def _tell_peer(verdict: bool, first: bool, peer: int, bench: TimingSetup, tag: int, timeout_s: float) -> bool:
+    """The first rank's verdict, on both ranks: they must do the same, and their clocks differ."""
     verdicts = torch.tensor([float(verdict)], device=bench.device)
     _wait((dist.isend if first else dist.irecv)(verdicts, peer, tag=tag), timeout_s)
     return bool(verdicts.item())
 
 
-def _point(size: int, took: Reading, share: float = 1.0) -> Point:
-    return Point(bytes=size, seconds=took.seconds * share, spread=took.spread, cpu_s=took.cpu_s * share)
+def _point(size: int, took: TimingSummary, share: float = 1.0) -> MessageTiming:
+    return MessageTiming(bytes=size, seconds=took.seconds * share, spread=took.spread, cpu_s=took.cpu_s * share)
 
 
 def _wait(work: dist.Work | None, timeout_s: float) -> None:

@@ -1,6 +1,6 @@
-"""The pieces that a probe lets a device compute one by one: products, attention, passes through memory.
+"""The pieces that a device computes one by one in a probe: products, attention, passes through memory.
 
-Legend: b rows, t tokens of a row, h heads, d numbers of a head.
+Legend: b rows, t tokens of a row, h heads, d elements of a head.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.cluster.measured import MeasuredWork
+from plait.cluster.measured import WorkKind
 from plait.model.attention import Documents, attend
 
 ATTENTION_TOKENS: Mapping[str, int] = {"cpu": 2048, "cuda": 16384}
-"""Tokens of the attention that is timed beside that of the probed models."""
+"""Number of tokens in the attention that is timed besides that of the probed models."""
 COPY_BYTES = (2**18, 2**26)
-"""What a core's own cache holds, and what it does not."""
+"""A size that fits into a core's own cache, and one that does not."""
 
 TOUCHED_BYTES = 2**24
-"""Size of a block; a larger one might be borrowed from the system each time."""
+"""Size of a block of touched memory; the allocator might borrow a larger one from the system each time."""
 
 ProbedPiece = Literal["layer", "layer_backward"]
-PieceKey = tuple[MeasuredWork | ProbedPiece, tuple[int, ...]]
+PieceKey = tuple[WorkKind | ProbedPiece, tuple[int, ...]]
 PieceRuns = dict[PieceKey, Callable[[], object]]
 
 
-def check_device(device: torch.device) -> str | None:
-    """Why a device cannot compute, if so: it fails, or its sums are wrong."""
+def device_failure(device: torch.device) -> str | None:
+    """Why a device cannot compute: it fails, or its sums are wrong; None if it can."""
     try:
         ones = torch.ones(256, 256, device=device)
         total = (ones @ ones).sum().item()
@@ -40,7 +40,7 @@ def check_device(device: torch.device) -> str | None:
 
 
 def product_keys(product: tuple[int, int, int]) -> tuple[PieceKey, PieceKey, PieceKey]:
-    """A linear layer's product and the gradients of its input and of its weight."""
+    """Keys of a linear layer's product and of the gradients of its input and of its weight."""
     rows, inner, columns = product
     return (
         ("product", (rows, inner, columns)),
@@ -52,7 +52,7 @@ def product_keys(product: tuple[int, int, int]) -> tuple[PieceKey, PieceKey, Pie
 def product_runs(sizes: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> PieceRuns:
     """A linear layer's product and its two gradients, called as autograd calls them."""
     rows, inner, columns = sizes
-    x, weight, grad = (noise(two, device, dtype) for two in ((rows, inner), (columns, inner), (rows, columns)))
+    x, weight, grad = (random_tensor(two, device, dtype) for two in ((rows, inner), (columns, inner), (rows, columns)))
     forward, to_input, to_weight = product_keys(sizes)
     return {
         forward: lambda: F.linear(x, weight),
@@ -66,7 +66,7 @@ def attention_runs(sizes: tuple[int, ...], device: torch.device, dtype: torch.dt
     sequences, length, heads, kv_heads, head_width = sizes
     documents = Documents(lengths=(length,) * sequences).on(device)
     q_bthd, k_bthd, v_bthd = (
-        noise((sequences, length, some, head_width), device, dtype).requires_grad_()
+        random_tensor((sequences, length, some, head_width), device, dtype).requires_grad_()
         for some in (heads, kv_heads, kv_heads)
     )
 
@@ -80,7 +80,7 @@ def attention_runs(sizes: tuple[int, ...], device: torch.device, dtype: torch.dt
 
 
 def memory_runs(device: torch.device, dtype: torch.dtype) -> PieceRuns:
-    """Copies, gradients added up, and the smallest kernel there is."""
+    """Copies, the accumulation of gradients, and the smallest kernel there is."""
     runs: PieceRuns = {}
     for size in COPY_BYTES:
         source, target = (torch.zeros(size // 4, device=device) for _ in range(2))
@@ -93,9 +93,9 @@ def memory_runs(device: torch.device, dtype: torch.dtype) -> PieceRuns:
 
 
 def touch_memory(size: int) -> None:
-    """Make the process own this many bytes of freed memory, which launch/local/heap.py keeps.
+    """Make the process own `size` bytes of freed memory, which launch/local/heap.py keeps.
 
-    Pages that the system has yet to find would double the time of a large micro-batch, while training's steps reuse
+    Pages that the system must still provide would double the time of a large micro-batch, while training's steps reuse
     those of the step before.
     """
     blocks = [torch.zeros(TOUCHED_BYTES // 4).add_(1) for _ in range(-(-size // TOUCHED_BYTES))]
@@ -103,12 +103,12 @@ def touch_memory(size: int) -> None:
 
 
 def _backward(result: Tensor, wanted: list[Tensor]) -> Callable[[], object]:
-    """A backward pass that may be repeated."""
-    grad = noise(tuple(result.shape), result.device, result.dtype)
+    """A backward pass that can be repeated."""
+    grad = random_tensor(tuple(result.shape), result.device, result.dtype)
     return lambda: torch.autograd.grad(result, wanted, grad, retain_graph=True)
 
 
-def noise(sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """Random numbers over and over again: drawing all of them would take longer than what is measured."""
+def random_tensor(sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """A tensor of random numbers that repeat in blocks: drawing all of them would take longer than what is measured."""
     block = torch.randn(min(2**16, prod(sizes)), device=device, dtype=dtype) * scale
     return block.repeat(-(-prod(sizes) // len(block)))[: prod(sizes)].view(sizes)

@@ -16,10 +16,10 @@ TYPICAL: Mapping[str, tuple[tuple[str, int, int], ...]] = {
     "cuda": (("125M", 1024, 8), ("1B", 2048, 4), ("7B", 4096, 1), ("7B", 4096, 2)),
 }
 LAYER_FLOPS: Mapping[str, float] = {"cpu": 6e10, "cuda": 2e13}
-"""FLOPs of one layer's step at most: larger micro-batches are measured in part."""
-CPU_TOKENS = 4096
-"""Tokens of a micro-batch on a processor at most: larger ones gain nothing there."""
-SIDES: Mapping[str, tuple[tuple[int, int, int], ...]] = {
+"""Largest FLOPs of one layer's step (per thread on a processor); larger micro-batches are measured in part."""
+MAX_CPU_MICROBATCH_TOKENS = 4096
+"""Largest number of tokens in a measured micro-batch on a processor; larger ones gain nothing there."""
+EXTRA_PRODUCTS: Mapping[str, tuple[tuple[int, int, int], ...]] = {
     # Products beside those of the layers, so that other shapes lie between measured ones: few rows, small and large.
     "cpu": (
         (64, 128, 128), (4096, 128, 128), (256, 512, 512), (64, 320, 896), (256, 1024, 1024), (1024, 1024, 1024),
@@ -31,7 +31,7 @@ SIDES: Mapping[str, tuple[tuple[int, int, int], ...]] = {
     ),
 }  # fmt: skip
 PROBED_MESSAGE_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24, 2**26)
-LENGTHS: Mapping[str, tuple[tuple[int, int, int], ...]] = {
+EXTRA_ATTENTIONS: Mapping[str, tuple[tuple[int, int, int], ...]] = {
     # Attention beside that of the layers: length of a sequence or document, heads, head width.
     "cpu": ((32, 4, 32), (128, 4, 64), (1024, 2, 64)),
     "cuda": ((512, 16, 64), (2048, 16, 128), (8192, 8, 128)),
@@ -40,7 +40,7 @@ LENGTHS: Mapping[str, tuple[tuple[int, int, int], ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedModel:
-    """A model and how many of its sequences a worker takes at a time."""
+    """A model, the tokens of its sequences, and the number of sequences that a worker takes at a time."""
 
     shape: ModelShape
     sequence: int
@@ -53,7 +53,7 @@ class ProbedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
-    """All that the ranks of a probe measure; equal on all of them."""
+    """Everything that the ranks of a probe measure; equal on all of them."""
 
     device: Literal["cpu", "cuda"]
     precision: Literal["float32", "bf16"]
@@ -63,11 +63,11 @@ class ProbeRequest:
     products: tuple[tuple[int, int, int], ...]
     """(rows, inner, columns) of forward passes; each is measured with its two gradients."""
     attentions: tuple[tuple[int, int, int], ...]
-    """(length, heads, head width) beside the scenes' own."""
+    """(length, heads, head width) of attention that is timed besides that of `models`."""
     messages: tuple[int, ...]
-    """Bytes, growing."""
+    """Message sizes in bytes, growing."""
     seconds: float
-    """For the arithmetic, about; a quarter of it for arithmetic and sums at once."""
+    """Approximate time for the arithmetic; each measurement of overlap takes another quarter of it."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -80,8 +80,8 @@ class ProbeRequest:
         return ProbeRequest(**{**values, **shapes, "models": tuple(models), "messages": tuple(values["messages"])})
 
 
-def typical_request(device: Literal["cpu", "cuda"], threads: int) -> ProbeRequest:
-    """What models of the usual sizes need, in the device's usual precision."""
+def typical_probe_request(device: Literal["cpu", "cuda"], threads: int) -> ProbeRequest:
+    """The request for models of the usual sizes, in the device's usual precision."""
     models = [
         ProbedModel(shape=named_shape(size, vocabulary=8192, sequence=sequence), sequence=sequence, sequences=sequences)
         for size, sequence, sequences in TYPICAL[device]
@@ -89,7 +89,7 @@ def typical_request(device: Literal["cpu", "cuda"], threads: int) -> ProbeReques
     return _request(device, "float32" if device == "cpu" else "bf16", threads, models)
 
 
-def probe_request(
+def model_probe_request(
     shape: ModelShape,
     *,
     sequence: int,
@@ -98,7 +98,8 @@ def probe_request(
     precision: Literal["float32", "bf16"],
     threads: int,
 ) -> ProbeRequest:
-    """What one model needs, `sequences` at a time at most; with the shapes that splits over 2 and 4 workers leave."""
+    """The request for one model with at most `sequences` sequences at a time, including the products that remain
+    when its matrices are split over 2 and 4 workers."""
     largest = _limited(shape, sequence, sequences, LAYER_FLOPS[device] * (threads if device == "cpu" else 1))
     # A single sequence too: few tokens take longer each, and pipelines take few at a time.
     counts = sorted({1, max(1, largest // 4), largest})
@@ -107,7 +108,7 @@ def probe_request(
 
 
 def layer_products(model: ProbedModel) -> tuple[tuple[int, int, int], ...]:
-    """The products of one layer's forward pass, each as often as the layer has it."""
+    """(rows, inner, columns) of the products in one layer's forward pass, each as often as the layer has it."""
     shape, tokens = model.shape, model.tokens
     heads, kv_heads = shape.size_of("heads"), shape.size_of("kv_heads")
     widen = [(tokens, shape.width, shape.ffn)] * (2 if shape.activation == "swiglu" else 1)
@@ -128,15 +129,15 @@ def _request(device: Any, precision: Any, threads: int, models: list[ProbedModel
         precision=precision,
         threads=threads,
         models=tuple(models),
-        products=tuple(dict.fromkeys([*own, *cut, *SIDES[device]])),
-        attentions=LENGTHS[device],
+        products=tuple(dict.fromkeys([*own, *cut, *EXTRA_PRODUCTS[device]])),
+        attentions=EXTRA_ATTENTIONS[device],
         messages=PROBED_MESSAGE_BYTES,
         seconds=6.0 if device == "cpu" else 15.0,
     )
 
 
 def _cut_products(model: ProbedModel) -> list[tuple[int, int, int]]:
-    """The products of a layer whose matrices are cut over 2 and 4 ranks."""
+    """The products of a layer whose matrices are split over 2 and 4 ranks."""
     shape, found = model.shape, []
     for parts in (2, 4):
         if shape.heads % parts == 0 and shape.ffn % parts == 0:
@@ -147,6 +148,6 @@ def _cut_products(model: ProbedModel) -> list[tuple[int, int, int]]:
 
 
 def _limited(shape: ModelShape, sequence: int, sequences: int, flops: float) -> int:
-    """So many sequences, or as many as keep one layer's step within `flops`."""
+    """The given number of sequences, or as many as keep one layer's training step within `flops`; at least 1."""
     each = training_flops_per_token(shape, sequence, "causal") / shape.layers * sequence
     return max(1, min(sequences, int(flops / each)))

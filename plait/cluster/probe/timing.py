@@ -1,4 +1,4 @@
-"""Times pieces of work in rounds, on all ranks alike, until the figures are steady or the time is up."""
+"""Times pieces of work in rounds, the same on all ranks, until the times are steady or the time is up."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ RunKey = TypeVar("RunKey", bound=Hashable)
 LEAST_ROUNDS = 4
 MOST_ROUNDS = 10
 STEADY_SPREAD = 0.08
-"""Spread below which a figure needs no further round."""
+"""Spread below which the times need no further round."""
 SHORTEST_S = 2e-3
-"""Shorter work is repeated within one reading of the clock."""
+"""Work that takes less time is repeated within one reading of the clock."""
 
 
 class Lockstep(Protocol):
     """Keeps ranks in step."""
 
-    def meet(self) -> None:
-        """Block until all ranks are here."""
+    def barrier(self) -> None:
+        """Block until all ranks have called it."""
         ...
 
     def largest(self, value: float) -> float:
@@ -31,66 +31,68 @@ class Lockstep(Protocol):
 
 
 class SingleRank:
-    """One rank, in step with itself."""
+    """A rank without others to wait for."""
 
-    def meet(self) -> None:
-        """Everybody is here."""
+    def barrier(self) -> None:
+        """Return at once."""
 
     def largest(self, value: float) -> float:
         return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """Median over rounds (of two the lower), the distance of its quartiles as a share of it, processor time a run."""
+class TimingSummary:
+    """Summary of several readings: median seconds per run (of two, the lower), the distance between the quartiles as
+    a share of it, and processor seconds per run."""
 
     seconds: float
     spread: float
     cpu_s: float = 0.0
     rounds: tuple[float, ...] = ()
-    """The wall seconds of each round."""
+    """Wall seconds per run in each round."""
 
 
 class Clock(Protocol):
-    """Times a function over some runs in a row: its wall and processor seconds."""
+    """Measures wall and processor seconds of a function."""
 
     def time(self, run: Callable[[], object], times: int) -> tuple[float, float]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceClock:
-    """The machine's clock; `wait` blocks until all that was begun on the device is done."""
+class WallClock:
+    """The wall clock; `synchronize` blocks until the device has finished all work that was submitted to it."""
 
-    wait: Callable[[], None]
+    synchronize: Callable[[], None]
 
     def time(self, run: Callable[[], object], times: int) -> tuple[float, float]:
         """Wall and processor seconds of one run, the mean over `times` runs in a row."""
         began, cpu = time.perf_counter(), time.process_time()
         for _ in range(times):
             run()
-        self.wait()
+        self.synchronize()
         return (time.perf_counter() - began) / times, (time.process_time() - cpu) / times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """Where and how a rank is timed."""
+class TimingSetup:
+    """How a rank is timed: device, clock and lockstep."""
 
     device: Any
-    """torch's."""
+    """A torch.device."""
     clock: Clock
-    together: Lockstep
+    lockstep: Lockstep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorClock:
-    """Processor time of a process that works in one thread, in place of the wall's: what other programs take from it
-    then does not count, but a limit on its cores does, as the `share` of a core that it leaves."""
+    """Counts the processor time of a single-threaded process in place of wall time: what other programs take from it
+    then does not count, but a limit on its cores does, as `share`, the share of a core that the limit leaves."""
 
     share: float
 
     def time(self, run: Callable[[], object], times: int) -> tuple[float, float]:
-        """The wall seconds of one run where nobody else runs, and its processor seconds."""
+        """Wall seconds of one run if no other program ran, and its processor seconds; the mean over `times` runs in
+        a row."""
         began = time.process_time()
         for _ in range(times):
             run()
@@ -99,38 +101,40 @@ class ProcessorClock:
 
 
 def time_in_rounds(
-    runs: Mapping[RunKey, Callable[[], object]], bench: Bench, *, seconds: float
-) -> dict[RunKey, Reading]:
-    """Time all of `runs`, one after the other, in rounds; every rank must call it with the same names.
+    runs: Mapping[RunKey, Callable[[], object]], bench: TimingSetup, *, seconds: float
+) -> dict[RunKey, TimingSummary]:
+    """Time all of `runs`, one after the other, in rounds; every rank must call it with the same keys.
 
-    A burst of somebody else's work then spoils one reading of several kinds, which medians forgive, and not all
-    readings of one. Further rounds come while a rank's figures are unsteady and `seconds` are not over.
+    A burst of another program's work then spoils one reading of several runs, which medians forgive, and not all
+    readings of one run. Further rounds follow while the times of any rank are unsteady and `seconds` have not passed.
     """
-    clock, together = bench.clock, bench.together
+    clock, together = bench.clock, bench.lockstep
     times = {name: runs_per_reading(run, bench) for name, run in runs.items()}
     readings: dict[RunKey, list[tuple[float, float]]] = {name: [] for name in runs}
     end = time.perf_counter() + seconds
     for done in range(1, MOST_ROUNDS + 1):
-        together.meet()
+        together.barrier()
         for name, run in runs.items():
             readings[name].append(clock.time(run, times[name]))
         unsteady = (
-            done < LEAST_ROUNDS or _upper_quartile([reading_of(r).spread for r in readings.values()]) > STEADY_SPREAD
+            done < LEAST_ROUNDS
+            or _upper_quartile([summarize_readings(r).spread for r in readings.values()]) > STEADY_SPREAD
         )
         late = time.perf_counter() > end and done >= 2
         # Two votes in one message: whether anybody wants another round, and whether time is up for anybody.
         votes = together.largest(2.0 * late + 1.0 * unsteady)
         if votes >= 2 or votes < 1:
             break
-    return {name: reading_of(values) for name, values in readings.items()}
+    return {name: summarize_readings(values) for name, values in readings.items()}
 
 
-def reading_of(readings: list[tuple[float, float]]) -> Reading:
-    """The figure of several readings of wall and processor seconds; of two, the shorter: disturbances only lengthen."""
+def summarize_readings(readings: list[tuple[float, float]]) -> TimingSummary:
+    """Summary of several readings of wall and processor seconds; of two, the shorter counts: disturbances only
+    lengthen."""
     walls = tuple(wall for wall, _ in readings)
     middle = statistics.median_low(walls)
     quarters = statistics.quantiles(walls, n=4, method="inclusive") if len(walls) > 1 else [middle] * 3
-    return Reading(
+    return TimingSummary(
         seconds=middle,
         spread=(quarters[2] - quarters[0]) / middle,
         cpu_s=statistics.median_low([cpu for _, cpu in readings]),
@@ -138,9 +142,10 @@ def reading_of(readings: list[tuple[float, float]]) -> Reading:
     )
 
 
-def runs_per_reading(run: Callable[[], object], bench: Bench) -> int:
-    """Runs that one reading covers, the same number on all ranks, after one or two to warm up."""
-    clock, together = bench.clock, bench.together
+def runs_per_reading(run: Callable[[], object], bench: TimingSetup) -> int:
+    """Number of runs that one reading covers, the same on all ranks, found by one or two runs that also warm up;
+    every rank must call it."""
+    clock, together = bench.clock, bench.lockstep
     first = together.largest(clock.time(run, 1)[0])
     if first > 10 * SHORTEST_S:
         return 1

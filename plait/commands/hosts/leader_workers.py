@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from plait.checkpoint.arrival import ARRIVAL_LIMIT_S
-from plait.cluster.topology import Machine, numbered_names, usable_cores
+from plait.cluster.topology import Machine, make_names_unique, usable_cores
 from plait.commands.hosts.collect_checkpoint import CheckpointCollector
 from plait.commands.hosts.file_stager import FileStager, JobFolder
 from plait.commands.hosts.host_info import own_host_info, why_host_cannot_join
@@ -58,7 +58,7 @@ class LeaderWorkers:
     def _host_shares_as_admitted(self) -> tuple[HostShare, ...]:
         infos = [own_host_info(), *(member.host_info for member in self._hosts.members)]
         names = [own_host_info()["name"], *(member.name for member in self._hosts.members)]
-        bare = default_host_shares(numbered_names(names), [site.machine for site in self._surveys_as_admitted])
+        bare = default_host_shares(make_names_unique(names), [site.machine for site in self._surveys_as_admitted])
         shares = tuple(replace(share, mark=info["mark"]) for share, info in zip(bare, infos, strict=True))
         check_worker_count(self._config, shares)
         self._log(f"hosts    {host_shares_text(shares)}")

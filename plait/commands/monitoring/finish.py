@@ -8,7 +8,7 @@ from typing import Literal
 
 from rich.console import Console as Screen
 
-from plait.cluster.catalog import reported_device
+from plait.cluster.catalog import find_device_by_driver_name
 from plait.commands.monitoring.forecast_monitor import ForecastMonitor
 from plait.commands.planning.calibration_store import add_observation
 from plait.commands.planning.run_folder import RunFolder
@@ -71,7 +71,7 @@ def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: Forec
     full, causal = (training_flops_per_token(plan.shape, plan.sequence, kind) for kind in ("full", "causal"))
     device_hours = so_far.device_s / 3600
     known = (
-        reported_device(plan.fingerprint["name"])
+        find_device_by_driver_name(plan.fingerprint["name"])
         if plan.device == "cuda" and not _has_several_host_kinds(plan)
         else None
     )

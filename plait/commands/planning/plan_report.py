@@ -86,7 +86,7 @@ def comparison_table(reports: Sequence[PlanReport]) -> str:
 
 def _devices_text(cluster: Cluster) -> str:
     islands = [f"{i.nodes} × ({i.per_node} × {i.device.name})" for i in cluster.islands]
-    joined = f", joined by {cluster.between.name}" if cluster.nodes > 1 else ""
+    joined = f", joined by {cluster.between.name}" if cluster.n_nodes > 1 else ""
     return " + ".join(islands) + joined
 
 

@@ -15,13 +15,20 @@ from plait.cluster.measured import (
     MeasuredLink,
     MeasuredOverlap,
     Measurements,
-    Point,
-    Timed,
-    measured_from_json,
-    measured_json,
+    MessageTiming,
+    WorkTiming,
+    measurements_from_json,
+    measurements_json,
 )
 from plait.cluster.probe.request import ProbeRequest
-from plait.cluster.probe.verdict import PairReading, ProbedHost, complaints, device_of, pair_links, relative_speeds
+from plait.cluster.probe.verdict import (
+    PairTiming,
+    ProbedHost,
+    find_slow_parts,
+    measured_device,
+    pair_links,
+    relative_speeds,
+)
 from plait.cluster.topology import Machine
 from plait.commands.planning.make_plan import ask_rank_0
 from plait.commands.planning.workers import PROBE_ENTRY, WorkerPool
@@ -60,7 +67,7 @@ def measure_or_load(
     )
     measured, kept = measurements_from(ask_rank_0(pool, job, "probed"), request, key), _measurements_path(key)
     kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(measured_json(measured), encoding="utf-8")
+    kept.write_text(measurements_json(measured), encoding="utf-8")
     return measured
 
 
@@ -70,7 +77,7 @@ def load_measurements(
     """What was measured before on machines and software like these; None where there is nothing, or nothing usable."""
     kept = _measurements_path(_measurements_key(machines, request, probe_workers))
     try:
-        return measured_from_json(kept.read_text(encoding="utf-8"), str(kept)) if kept.exists() else None
+        return measurements_from_json(kept.read_text(encoding="utf-8"), str(kept)) if kept.exists() else None
     except PlaitError:
         return None  # of another version, or torn: measured anew, and written over
 
@@ -102,7 +109,7 @@ def send_links_of(probe_result: Mapping[str, Any]) -> tuple[MeasuredLink, ...]:
     return pair_links(hosts, _pair_readings(probe_result))
 
 
-def timed_work_by_host(probe_result: Mapping[str, Any]) -> list[tuple[Timed, ...]]:
+def timed_work_by_host(probe_result: Mapping[str, Any]) -> list[tuple[WorkTiming, ...]]:
     """What the first rank of each host took for the pieces of arithmetic."""
     return [_timed_from(probe_result["ranks"][host["ranks"][0]]["timed"]) for host in probe_result["hosts"]]
 
@@ -115,7 +122,7 @@ def measurements_from(probe_result: Mapping[str, Any], request: ProbeRequest, ke
     devices = []
     for host in hosts:
         first = probe_result["ranks"][host.ranks[0]]
-        device = device_of(
+        device = measured_device(
             host,
             first["name"],
             timed,
@@ -134,7 +141,7 @@ def measurements_from(probe_result: Mapping[str, Any], request: ProbeRequest, ke
         devices=tuple(devices),
         links=(*pair_links(hosts, pairs), *links),
         overlaps=tuple(MeasuredOverlap(**one) for one in probe_result["overlaps"]),
-        complaints=complaints(hosts, relative_speeds(timed), pairs),
+        complaints=find_slow_parts(hosts, relative_speeds(timed), pairs),
     )
 
 
@@ -152,19 +159,19 @@ def _measurements_path(key: str) -> Path:
     return CACHE_FOLDER / "probes" / f"{key}.json"
 
 
-def _pair_readings(probe_result: Mapping[str, Any]) -> list[PairReading]:
+def _pair_readings(probe_result: Mapping[str, Any]) -> list[PairTiming]:
     return [
-        PairReading(first=p["first"], second=p["second"], points=_points_from(p["points"]))
+        PairTiming(first=p["first"], second=p["second"], points=_points_from(p["points"]))
         for p in probe_result["pairs"]
     ]
 
 
-def _points_from(values: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:
-    return tuple(Point(**one) for one in values)
+def _points_from(values: Sequence[Mapping[str, Any]]) -> tuple[MessageTiming, ...]:
+    return tuple(MessageTiming(**one) for one in values)
 
 
-def _timed_from(values: Sequence[Mapping[str, Any]]) -> tuple[Timed, ...]:
-    return tuple(Timed(**{**one, "sizes": tuple(one["sizes"])}) for one in values)
+def _timed_from(values: Sequence[Mapping[str, Any]]) -> tuple[WorkTiming, ...]:
+    return tuple(WorkTiming(**{**one, "sizes": tuple(one["sizes"])}) for one in values)
 
 
 def _link_from(values: Mapping[str, Any]) -> MeasuredLink:

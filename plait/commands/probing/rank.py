@@ -15,22 +15,22 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from plait.cluster.measure import find_machine
-from plait.cluster.measured import MeasuredLink, MeasuredOverlap, Point, Scope, Timed
-from plait.cluster.probe.arithmetic import arithmetic_runs, few_runs, timed_pieces
+from plait.cluster.measure import detect_machine
+from plait.cluster.measured import LinkScope, MeasuredLink, MeasuredOverlap, MessageTiming, WorkTiming
+from plait.cluster.probe.arithmetic import arithmetic_runs, select_comparison_runs, timed_pieces
 from plait.cluster.probe.limits import core_share
-from plait.cluster.probe.links import DeadLink, pairs_of, time_collectives, time_pair
+from plait.cluster.probe.links import DeadLink, schedule_pairs, time_collectives, time_pair
 from plait.cluster.probe.overlap import time_overlap
-from plait.cluster.probe.pieces import check_device
+from plait.cluster.probe.pieces import device_failure
 from plait.cluster.probe.request import ProbeRequest
-from plait.cluster.probe.timing import Bench, DeviceClock, ProcessorClock, SingleRank, time_in_rounds
+from plait.cluster.probe.timing import ProcessorClock, SingleRank, TimingSetup, WallClock, time_in_rounds
 from plait.cluster.probe.verdict import (
-    PairReading,
+    PairTiming,
     ProbedHost,
     dead_device_sentence,
     dead_link_sentence,
-    host_of,
-    hosts_of,
+    group_ranks_by_host,
+    host_with_rank,
 )
 from plait.commands.probing.training_pieces import begin_all_reduce, collective_operations, training_operations_for
 from plait.errors import RunFailed
@@ -53,11 +53,11 @@ class ProbeRank:
     rank: int
     hosts: tuple[ProbedHost, ...]
     store: Store
-    bench: Bench
+    bench: TimingSetup
 
     @property
     def host(self) -> ProbedHost:
-        return host_of(self.hosts, self.rank)
+        return host_with_rank(self.hosts, self.rank)
 
     def publish(self, key: str, values: Any) -> None:
         """Leave JSON for the other ranks."""
@@ -74,7 +74,7 @@ class GroupBarrier:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._sums = GroupSums(group)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self._sums(torch.zeros(1))
 
     def largest(self, value: float) -> float:
@@ -95,7 +95,7 @@ def run_probe_rank(context: RankContext, argument: str) -> None:
         pairs = _time_pairs(place, request)
         figures = _time_arithmetic(place, request)
         _time_groups(place, request)
-        machine = find_machine()
+        machine = detect_machine()
         name, memory = machine.name, machine.memory_bytes
         place.publish(
             f"rank/{place.rank}", {**figures, "name": name, "memory_bytes": memory, "threads": context.threads}
@@ -111,7 +111,7 @@ def run_probe_rank(context: RankContext, argument: str) -> None:
                 links=[link for one in shared for link in one["links"]],
                 overlaps=[overlap for one in shared for overlap in one["overlaps"]],
             )
-        place.bench.together.meet()
+        place.bench.lockstep.barrier()
     finally:
         dist.destroy_process_group()
 
@@ -129,7 +129,7 @@ def _join_probe(context: RankContext, request: ProbeRequest) -> ProbeRank:
             raise RunFailed(
                 f"worker {rank} did not come within {RENDEZVOUS_TIMEOUT_S:.0f} s; look what its host says"
             ) from error
-    hosts = hosts_of(ranks)
+    hosts = group_ranks_by_host(ranks)
     backend, wait = "gloo", _no_wait
     if request.device == "cuda":
         torch.cuda.set_device(context.local_rank)
@@ -147,16 +147,18 @@ def _join_probe(context: RankContext, request: ProbeRequest) -> ProbeRank:
     store.set_timeout(COLLECTIVE_TIMEOUT)
     assert dist.group.WORLD is not None
     device = torch.device(request.device, torch.cuda.current_device()) if request.device == "cuda" else "cpu"
-    bench = Bench(device=torch.device(device), clock=DeviceClock(wait=wait), together=GroupBarrier(dist.group.WORLD))
+    bench = TimingSetup(
+        device=torch.device(device), clock=WallClock(synchronize=wait), lockstep=GroupBarrier(dist.group.WORLD)
+    )
     return ProbeRank(rank=context.rank, hosts=hosts, store=store, bench=bench)
 
 
-def _time_pairs(place: ProbeRank, request: ProbeRequest) -> list[PairReading]:
+def _time_pairs(place: ProbeRank, request: ProbeRequest) -> list[PairTiming]:
     """Messages between pairs, by schedule; rank 0 gets what all found, the others nothing.
 
     Speaks through the store until it is known that no link is dead: a collective would wait for ever.
     """
-    schedule = pairs_of([host.ranks for host in place.hosts])
+    schedule = schedule_pairs([host.ranks for host in place.hosts])
     for pair in schedule:
         if place.rank in (pair.first, pair.second):
             reading = _time_one_pair(place, (pair.first, pair.second), request)
@@ -169,7 +171,8 @@ def _time_pairs(place: ProbeRank, request: ProbeRequest) -> list[PairReading]:
     if dead := place.wait_for("dead"):
         raise RunFailed(dead_link_sentence(place.hosts, *dead))
     return [
-        PairReading(first=a, second=b, points=tuple(Point(**p) for p in points)) for (a, b), points in found.items()
+        PairTiming(first=a, second=b, points=tuple(MessageTiming(**p) for p in points))
+        for (a, b), points in found.items()
     ]
 
 
@@ -185,7 +188,7 @@ def _time_one_pair(place: ProbeRank, ends: tuple[int, int], request: ProbeReques
 def _time_arithmetic(place: ProbeRank, request: ProbeRequest) -> dict[str, Any]:
     """What this rank's device takes while all ranks work, and, on the first rank of a host, while it works alone."""
     bench = place.bench
-    place.publish(f"check/{place.rank}", check_device(bench.device))
+    place.publish(f"check/{place.rank}", device_failure(bench.device))
     ranks = range(sum(len(host.ranks) for host in place.hosts))
     for other in ranks:
         if reason := place.wait_for(f"check/{other}"):
@@ -196,17 +199,19 @@ def _time_arithmetic(place: ProbeRank, request: ProbeRequest) -> dict[str, Any]:
     together = timed_pieces(time_in_rounds(runs, bench, seconds=request.seconds), request.models)
     wall_s, cpu_s = time.perf_counter() - began[0], time.process_time() - began[1]
     granted = min(1.0, cpu_s / bench.clock.share / wall_s) if isinstance(bench.clock, ProcessorClock) else 1.0
-    bench.together.meet()
-    alone: tuple[Timed, ...] = ()
+    bench.lockstep.barrier()
+    alone: tuple[WorkTiming, ...] = ()
     if place.rank == place.host.ranks[0] and len(place.host.ranks) > 1:
-        by_itself = replace(bench, together=SingleRank())
+        by_itself = replace(bench, lockstep=SingleRank())
         middle = request.models[(len(request.models) - 1) // 2]
-        alone = timed_pieces(time_in_rounds(few_runs(runs, middle), by_itself, seconds=TIMING_ALONE_S), (middle,))
-    bench.together.meet()
+        alone = timed_pieces(
+            time_in_rounds(select_comparison_runs(runs, middle), by_itself, seconds=TIMING_ALONE_S), (middle,)
+        )
+    bench.lockstep.barrier()
     return {"timed": [asdict(one) for one in together], "alone": [asdict(one) for one in alone], "granted": granted}
 
 
-def _with_processor_clock(bench: Bench, ranks: int) -> Bench:
+def _with_processor_clock(bench: TimingSetup, ranks: int) -> TimingSetup:
     """Count processor time where a worker has one thread on a processor; threads also wait for each other."""
     if bench.device.type != "cpu" or torch.get_num_threads() > 1:
         return bench
@@ -225,11 +230,11 @@ def _time_groups(place: ProbeRank, request: ProbeRequest) -> None:
     overlaps: list[MeasuredOverlap] = []
     for ranks in sets:
         if ranks in between:
-            place.bench.together.meet()
+            place.bench.lockstep.barrier()
         if place.rank in ranks:
-            scope: Scope = "between" if ranks in between else "inside"
+            scope: LinkScope = "between" if ranks in between else "inside"
             names = tuple(host.name for host in place.hosts if set(host.ranks) & set(ranks))
-            bench = replace(place.bench, together=GroupBarrier(groups[ranks]))
+            bench = replace(place.bench, lockstep=GroupBarrier(groups[ranks]))
             found = time_collectives(collective_operations(bench.device), request.messages, groups[ranks], bench)
             for kind, points in found.items():
                 links.append(MeasuredLink(kind=kind, scope=scope, hosts=names, ranks=len(ranks), points=points))
@@ -238,7 +243,7 @@ def _time_groups(place: ProbeRank, request: ProbeRequest) -> None:
                 seconds = request.seconds / 4
                 sums = found["all_reduce"]
                 overlaps.append(time_overlap(start, sums, bench, scope=scope, ranks=len(ranks), seconds=seconds))
-    place.bench.together.meet()
+    place.bench.lockstep.barrier()
     if place.rank == place.host.ranks[0]:
         # Between hosts all ranks agree on the figures: the first host tells them.
         own = [one for one in (*links, *overlaps) if one.scope == "inside" or place.rank == 0]

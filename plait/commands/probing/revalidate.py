@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from plait.cluster.measured import MeasuredLink, Measurements, Timed
+from plait.cluster.measured import MeasuredLink, Measurements, WorkTiming
 from plait.cluster.probe.request import ProbeRequest, layer_products
 from plait.commands.planning.make_plan import ask_rank_0
 from plait.commands.planning.workers import PROBE_ENTRY, WorkerPool
@@ -65,7 +65,9 @@ def _send_rates(links: Sequence[MeasuredLink]) -> ReadingByName:
     return found
 
 
-def _common_product_seconds(before: Sequence[Timed], now: Sequence[Timed]) -> tuple[ReadingByName, ReadingByName]:
+def _common_product_seconds(
+    before: Sequence[WorkTiming], now: Sequence[WorkTiming]
+) -> tuple[ReadingByName, ReadingByName]:
     """The seconds of all products that were timed both times, together: single ones are too short to be steady."""
     old, new = ({(one.work, one.sizes): one.seconds for one in some} for some in (before, now))
     both = [key for key in new if key in old and key[0].startswith("product")]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from plait.cluster.cluster import Cluster, cluster_of_hosts
 from plait.cluster.measured import Measurements
 from plait.cluster.pooled import pool_measurements
-from plait.cluster.probe.request import CPU_TOKENS, probe_request
+from plait.cluster.probe.request import MAX_CPU_MICROBATCH_TOKENS, model_probe_request
 from plait.cluster.topology import Machine, usable_cores
 from plait.commands.planning.make_plan import Log, MachineSurvey, look_around
 from plait.commands.planning.workers import HostWorkers
@@ -59,7 +59,7 @@ def _make_probe(workers: HostWorkers, hosts: tuple[HostMachine, ...], log: Log, 
             if host.granted < LEAST_UNDISTURBED_SHARE:
                 others = f"other programs had {1 - host.granted:.0%} of the cores of {host.host} while it was measured"
                 log(f"probe    {others}; the plan counts on all of them: close those programs and give --replan")
-        if noise := cluster.measured.noise:
+        if noise := cluster.measured.noise_warning:
             log(f"probe    {noise}; close them and give --replan")
         rate, latency_s = cluster.between.bytes_per_s * 8, cluster.between.latency_s
         log(
@@ -88,8 +88,8 @@ def _probe_or_load(
     given, sequence = workers.fixed_workers, need.shape.sequence
     assert given is not None
     device = machines[0].device
-    most = max(1, CPU_TOKENS // sequence) if device == "cpu" else need.batch_sequences
-    requested = probe_request(
+    most = max(1, MAX_CPU_MICROBATCH_TOKENS // sequence) if device == "cpu" else need.batch_sequences
+    requested = model_probe_request(
         need.shape,
         sequence=sequence,
         sequences=min(most, need.batch_sequences),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from plait.cluster.measured import MeasuredDevice, MeasuredLink, MeasuredWork, Measurements, Timed
+from plait.cluster.measured import MeasuredDevice, MeasuredLink, Measurements, WorkKind, WorkTiming
 from plait.units import format_bytes, format_si
 
 LINK_KIND_TEXTS = {
@@ -46,7 +46,7 @@ def _device_lines(measured: Measurements, device: MeasuredDevice) -> list[str]:
         ("update by the optimizer", _per_parameter_text(device, "update")),
         ("gradients added up", _per_parameter_text(device, "accumulate")),
         ("memory, copied", _copy_text(device)),
-        ("smallest operation", f"{device.of('launch')[0].seconds * 1e6:.3g} µs"),
+        ("smallest operation", f"{device.times_of('launch')[0].seconds * 1e6:.3g} µs"),
     ]
     lines = [f"device   {head}", *(f"         {what:34}{text}" for what, text in rows)]
     if device.granted < LEAST_UNDISTURBED_SHARE:
@@ -60,8 +60,8 @@ def _device_lines(measured: Measurements, device: MeasuredDevice) -> list[str]:
     return lines
 
 
-def _product_text(device: MeasuredDevice, work: MeasuredWork) -> str:
-    rates = sorted((2 * prod(one.sizes) / one.seconds, one.sizes) for one in device.of(work))
+def _product_text(device: MeasuredDevice, work: WorkKind) -> str:
+    rates = sorted((2 * prod(one.sizes) / one.seconds, one.sizes) for one in device.times_of(work))
     (low, small), (high, large) = rates[0], rates[-1]
     slow, middle, fast = (format_si(rate, "FLOP/s") for rate in (low, rates[len(rates) // 2][0], high))
     ends = f"; from {slow} at {_sizes_text(small)} to {fast} at {_sizes_text(large)}" if len(rates) > 1 else ""
@@ -70,7 +70,7 @@ def _product_text(device: MeasuredDevice, work: MeasuredWork) -> str:
 
 def _attention_text(device: MeasuredDevice) -> str:
     parts = []
-    for there, back in zip(device.of("attention"), device.of("attention_backward"), strict=True):
+    for there, back in zip(device.times_of("attention"), device.times_of("attention_backward"), strict=True):
         _, length, heads, _, head_width = there.sizes
         tokens = there.sizes[0] * length * heads
         parts.append((length, head_width, (there.seconds + back.seconds) / tokens))
@@ -80,18 +80,18 @@ def _attention_text(device: MeasuredDevice) -> str:
 
 
 def _stream_text(device: MeasuredDevice) -> str:
-    pairs = zip(device.of("stream"), device.of("stream_backward"), strict=True)
+    pairs = zip(device.times_of("stream"), device.times_of("stream_backward"), strict=True)
     rates = [(a.seconds + b.seconds) / (a.sizes[0] * (a.sizes[1] + a.sizes[2])) * 1e9 for a, b in pairs]
     return f"{_range_text(rates)} ns a token and unit of width"
 
 
 def _head_text(device: MeasuredDevice) -> str:
-    rates = [one.seconds / (one.sizes[0] * one.sizes[2]) * 1e9 for one in device.of("head")]
+    rates = [one.seconds / (one.sizes[0] * one.sizes[2]) * 1e9 for one in device.times_of("head")]
     return f"{_range_text(rates)} ns a token and entry of the vocabulary"
 
 
-def _per_parameter_text(device: MeasuredDevice, work: MeasuredWork) -> str:
-    return f"{_range_text([one.seconds / one.sizes[0] * 1e9 for one in device.of(work)])} ns a parameter"
+def _per_parameter_text(device: MeasuredDevice, work: WorkKind) -> str:
+    return f"{_range_text([one.seconds / one.sizes[0] * 1e9 for one in device.times_of(work)])} ns a parameter"
 
 
 def _copy_text(device: MeasuredDevice) -> str:
@@ -102,8 +102,8 @@ def _copy_text(device: MeasuredDevice) -> str:
     return ", ".join(lines)
 
 
-def _copies_by_size(device: MeasuredDevice) -> Sequence[Timed]:
-    return sorted(device.of("copy"), key=lambda one: one.sizes)
+def _copies_by_size(device: MeasuredDevice) -> Sequence[WorkTiming]:
+    return sorted(device.times_of("copy"), key=lambda one: one.sizes)
 
 
 def _link_lines(links: Sequence[MeasuredLink]) -> list[str]:
@@ -134,7 +134,7 @@ def _overlap_lines(measured: Measurements) -> list[str]:
         lines.append(
             f"at once  {where}, {one.ranks} workers: arithmetic {one.compute_s * 1e3:.0f} ms and sums of "
             f"{format_bytes(one.bytes)} {one.communicate_s * 1e3:.0f} ms take {one.both_s * 1e3:.0f} ms together: "
-            f"{one.hidden:.0%} of the shorter is hidden"
+            f"{one.hidden_share:.0%} of the shorter is hidden"
         )
     return lines
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.measured import MessageKind
-from plait.cluster.probe.arithmetic import Training
+from plait.cluster.measured import CommOperation
+from plait.cluster.probe.arithmetic import TrainingOperations
 from plait.cluster.probe.links import BlockingOperation
 from plait.cluster.probe.request import ProbedModel, ProbeRequest
 from plait.model.gpt import GPT
@@ -29,13 +29,13 @@ PROBED_OPTIMIZER = OptimizerPlan(
 )
 
 
-def training_operations_for(request: ProbeRequest) -> Training:
+def training_operations_for(request: ProbeRequest) -> TrainingOperations:
     """Training's own pieces in the request's precision."""
     device = torch.device(request.device)
-    return Training(
+    return TrainingOperations(
         autocast=make_autocast(request.precision, device),
         loss=sum_of_losses,
-        updates=_optimizer_update,
+        make_update=_optimizer_update,
     )
 
 
@@ -97,15 +97,15 @@ def _own_part(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
     return buffer.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
 
 
-LIBRARY_COLLECTIVES: Mapping[MessageKind, BlockingOperation] = {
+LIBRARY_COLLECTIVES: Mapping[CommOperation, BlockingOperation] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
 }
-CPU_COLLECTIVES: Mapping[MessageKind, BlockingOperation] = {"swap_parts": _swap_parts, "spread_own": _spread_own}
+CPU_COLLECTIVES: Mapping[CommOperation, BlockingOperation] = {"swap_parts": _swap_parts, "spread_own": _spread_own}
 
 
-def collective_operations(device: torch.device) -> Mapping[MessageKind, BlockingOperation]:
+def collective_operations(device: torch.device) -> Mapping[CommOperation, BlockingOperation]:
     """The operations that training uses on a kind of device; GPUs take the library's for all."""
     return {**LIBRARY_COLLECTIVES, **CPU_COLLECTIVES} if device.type == "cpu" else LIBRARY_COLLECTIVES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 
-from plait.cluster.topology import bare_name
+from plait.cluster.topology import strip_name_number
 
 HostIdentity = tuple[str, str]
 """What a host is known by: its mark, empty where nobody knows it, and its name."""
@@ -37,6 +37,6 @@ def host_numbers(arrived: Sequence[HostIdentity], order: Sequence[HostIdentity])
                 free.remove(known[0])
 
     give(lambda host, one: host[0] == one[0] != "")
-    give(lambda host, one: bare_name(one[1]) == host[1])
+    give(lambda host, one: strip_name_number(one[1]) == host[1])
     give(lambda host, one: True)
     return places

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
-from plait.cluster.catalog import reported_device
-from plait.cluster.cluster import Cluster, cluster_of
-from plait.cluster.measured import measured_json
+from plait.cluster.catalog import find_device_by_driver_name
+from plait.cluster.cluster import Cluster, cluster_of_machine
+from plait.cluster.measured import measurements_json
 from plait.cluster.topology import Machine
 from plait.model.shape import ModelShape
 from plait.partition.execution import Precision
@@ -62,19 +62,21 @@ class Resources:
     def has_known_devices(self) -> bool:
         """Whether the planner knows what the devices can do."""
         return (
-            self.cluster is not None or self.machine.device == "cpu" or reported_device(self.machine.name) is not None
+            self.cluster is not None
+            or self.machine.device == "cpu"
+            or find_device_by_driver_name(self.machine.name) is not None
         )
 
     @property
     def has_several_hosts(self) -> bool:
-        return self.cluster is not None and self.cluster.nodes > 1
+        return self.cluster is not None and self.cluster.n_nodes > 1
 
     def as_cluster(self, workers: int) -> Cluster:
         """The machines as a cluster of so many devices."""
         if self.cluster:
             return self.cluster
         machine = self.machine if self.has_known_devices else replace(self.machine, name=STAND_IN)
-        return cluster_of(machine, self.peak_flops if machine.device == "cpu" else None, workers=workers)
+        return cluster_of_machine(machine, self.peak_flops if machine.device == "cpu" else None, workers=workers)
 
     def probed(self, need: ProbeNeed) -> Resources:
         """The same, several hosts with what a probe found of them."""
@@ -99,10 +101,10 @@ def on_paper(cluster: Cluster, load_calibration: LoadCalibration = lambda precis
     """A cluster that need not be there. One processor in it makes it a cluster of processors."""
     kinds = {island.device.kind for island in cluster.islands}
     device, precision = ("cpu", "float32") if "cpu" in kinds else ("cuda", "bf16")
-    machine = Machine(device=device, name=cluster.name, devices=cluster.devices, cores=1, memory_bytes=1, versions=())
+    machine = Machine(device=device, name=cluster.name, devices=cluster.n_devices, cores=1, memory_bytes=1, versions=())
     return Resources(
         machine=machine,
-        peak_flops=sum(island.devices * peak_flops(island.device, precision) for island in cluster.islands),
+        peak_flops=sum(island.n_devices * peak_flops(island.device, precision) for island in cluster.islands),
         cluster=cluster,
         is_here=False,
         load_calibration=load_calibration,
@@ -112,4 +114,4 @@ def on_paper(cluster: Cluster, load_calibration: LoadCalibration = lambda precis
 def probe_digest(cluster: Cluster | None) -> str:
     """Tells one probe from another: what plans were made of; empty where nothing was probed."""
     measured = cluster.measured if cluster else None
-    return sha256(measured_json(measured).encode()).hexdigest()[:16] if measured else ""
+    return sha256(measurements_json(measured).encode()).hexdigest()[:16] if measured else ""

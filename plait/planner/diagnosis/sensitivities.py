@@ -35,7 +35,7 @@ def sensitivities(inputs: CostInputs) -> Iterator[Sensitivity]:
     yield ARITHMETIC_RATE
     yield MEMORY_RATE
     yield HOST_TIME
-    if inputs.cluster.devices > 1:
+    if inputs.cluster.n_devices > 1:
         yield ONE_SLOW_DEVICE
         yield OVERLAP
         yield from (lever for lever in (LINK_BETWEEN, LINK_INSIDE) if _carries(inputs, lever))

@@ -27,7 +27,7 @@ def layout_changes(found: Search) -> list[str]:
     all_flips = tipping_points(found)
     lines = [_flip_sentence(found, flip) for flip in all_flips]
     for what, words in (("between", "between the nodes"), ("inside", "inside a node")):
-        there = found.cluster.nodes > 1 if what == "between" else _several_inside(found.cluster)
+        there = found.cluster.n_nodes > 1 if what == "between" else _several_inside(found.cluster)
         if there and not any(flip.what == what for flip in all_flips):
             lines.append(
                 f"no link {words}, {LARGEST_FACTOR_TRIED:.0f} times slower or faster, would change the kind of layout"
@@ -79,7 +79,7 @@ RUN_FAMILY_TEXTS: Mapping[RunFamily, str] = {
 def idle_machine_lines(found: Search) -> list[str]:
     """Whether one machine alone would be as fast as all."""
     cluster = found.cluster
-    if not 1 < cluster.nodes <= FEW_NODES:
+    if not 1 < cluster.n_nodes <= FEW_NODES:
         return []
     return [line for place in range(len(cluster.islands)) if (line := _alone(found, place))]
 

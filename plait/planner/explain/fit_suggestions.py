@@ -73,7 +73,7 @@ def _more_devices(workload: Workload, cluster: Cluster, profile: SoftwareProfile
         # The batch grows along, so that every device has something to do.
         grown = replace(workload, batch_sequences=workload.batch_sequences * times)
         if _fits(grown, larger, profile):
-            yield f"{times} times as many devices ({larger.devices})"
+            yield f"{times} times as many devices ({larger.n_devices})"
             return
         times *= 2
 

@@ -63,7 +63,7 @@ def report_sections(found: Search, budget: Amount, *, top: int) -> tuple[PlanSec
 
 def short_reasons(found: Search) -> tuple[str, ...]:
     """The choice in a few sentences, for the head of a run: why this layout, what binds, what would change it."""
-    if found.cluster.devices == 1:
+    if found.cluster.n_devices == 1:
         return tuple(_binds(found)[:1])
     first = _as_named(found) if found.constraints else _price_of_simplicity(found)
     changed = [] if found.constraints else [line for line in layout_changes(found) if "would be chosen" in line]

@@ -39,7 +39,7 @@ class TippingPoint:
 def tipping_points(found: Search) -> list[TippingPoint]:
     """Where another kind of layout would be chosen, the nearest change first; for a layout that nobody named."""
     lines: list[TippingPoint] = []
-    if found.cluster.nodes > 1:
+    if found.cluster.n_nodes > 1:
         lines += _of_link(found, "between", _with_between)
     if max(island.per_node for island in found.cluster.islands) > 1:
         lines += _of_link(found, "inside", _with_inside)

@@ -17,7 +17,7 @@ def run_totals(found: Search, budget: Amount) -> list[str]:
     hours = seconds / 3600
     lines = [
         f"{steps:,} steps, {format_count(steps * found.workload.batch_tokens)} tokens, for a budget of {budget}: "
-        f"{_long(seconds)}, {format_count(hours * cluster.devices)} device-hours"
+        f"{_long(seconds)}, {format_count(hours * cluster.n_devices)} device-hours"
     ]
     if cluster.watts is None:
         lines.append(f"energy: unknown, because no board power of {_without(found, 'watts')} is published")

@@ -83,7 +83,7 @@ def _owners(devices: DeviceSpeeds, assignment: WorkAssignment, each: int) -> lis
 
 def _shares(found: Search, assignment: WorkAssignment) -> str | None:
     count = sum(assignment.sequences_per_replica)
-    each = found.cluster.devices // assignment.ranks // len(assignment.sequences_per_replica)
+    each = found.cluster.n_devices // assignment.ranks // len(assignment.sequences_per_replica)
     owners = _owners(found.assigner.devices, assignment, each)
     if len(assignment.sequences_per_replica) == 1:
         return None
@@ -101,7 +101,7 @@ def _shares(found: Search, assignment: WorkAssignment) -> str | None:
     if owners[0].share is None or len(owners) > OWNERS_NAMED:
         shares = _numbers(assignment.sequences_per_replica)
         return f"parts of each batch by the speed of their slowest device: {shares} of {count} sequences"
-    return _by_owner(owners, found.cluster.devices > len(owners))
+    return _by_owner(owners, found.cluster.n_devices > len(owners))
 
 
 def _by_owner(owners: Sequence[_Owner], several: bool) -> str:
@@ -180,7 +180,7 @@ def _equal_words(found: Search, assignment: WorkAssignment) -> list[str]:
     if isinstance(one.candidates.layer_split, tuple):
         equal_s = float(step_time_of(one).step_s[0])
     else:
-        flat = replace(found.assigner.devices, speeds=(1.0,) * found.cluster.devices, is_measured=False)
+        flat = replace(found.assigner.devices, speeds=(1.0,) * found.cluster.n_devices, is_measured=False)
         assigner = replace(found.assigner, devices=flat)
         numbers = found.n_microbatches[[found.chosen]]
         equal_s = float(step_seconds(one, assigner, numbers)[0])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from plait.cluster.cluster import Cluster, Island
 from plait.cluster.measured import MeasuredDevice, Measurements
-from plait.cluster.topology import numbered_names
+from plait.cluster.topology import make_names_unique
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import head_cost_in_layers
@@ -75,21 +75,25 @@ def _measured_speeds(w: Workload, cluster: Cluster, slowest: DeviceTime) -> Devi
     """Speeds from a probe's clock, if it timed just these devices; each worker's own speed counts, not only its
     host's."""
     measured = cluster.measured
-    if not was_measured(w, cluster) or measured is None or sum(d.workers for d in measured.devices) != cluster.devices:
+    if (
+        not was_measured(w, cluster)
+        or measured is None
+        or sum(d.workers for d in measured.devices) != cluster.n_devices
+    ):
         return None
     unit_s = _model_s(slowest)
     each: list[tuple[float, int]] = []
     for place, host in enumerate(measured.devices):
         own = unit_s / _model_s(replace(slowest, measured=host))
         each += [(own * rate / statistics.median(host.rates), place) for rate in host.rates]
-    names = numbered_names(tuple(host.host for host in measured.devices))
+    names = make_names_unique(tuple(host.host for host in measured.devices))
     tolerance = EQUAL_SPEED_TOLERANCE + _doubt(measured)
     return _devices(cluster, each, names, tolerance)
 
 
 def _doubt(measured: Measurements) -> float:
     """What a difference of speeds must exceed beside: half of the spread that timings of products had."""
-    spreads = [one.spread for host in measured.devices for one in host.of("product")]
+    spreads = [one.spread for host in measured.devices for one in host.times_of("product")]
     return min(0.5 * statistics.median(spreads), 0.1) if spreads else 0.0
 
 
@@ -107,9 +111,9 @@ def _catalogue_speeds(w: Workload, cluster: Cluster, slowest: DeviceTime) -> Dev
     each = [
         (own, place)
         for place, (own, island) in enumerate(zip(of_islands, cluster.islands, strict=True))
-        for _ in range(island.devices)
+        for _ in range(island.n_devices)
     ]
-    names = numbered_names(tuple(island.device.name for island in cluster.islands))
+    names = make_names_unique(tuple(island.device.name for island in cluster.islands))
     return _devices(cluster, each, names, EQUAL_SPEED_TOLERANCE)
 
 
@@ -129,7 +133,7 @@ def _devices(cluster: Cluster, each: list[tuple[float, int]], names: tuple[str, 
 
 def _memories(cluster: Cluster) -> Iterator[int]:
     for island in cluster.islands:
-        yield from [island.device.memory_bytes] * island.devices
+        yield from [island.device.memory_bytes] * island.n_devices
 
 
 def _model_s(device: DeviceTime) -> float:

@@ -109,7 +109,7 @@ def _orders(blocks: Sequence[Island], *, first_stays: bool) -> Iterator[tuple[in
 def _blocks(cluster: Cluster) -> list[Island]:
     """What can change its place by itself: each host where they are few or their links are unequal, else rows of
     equal hosts."""
-    if cluster.nodes > MOST_BLOCKS_PERMUTED and not has_unequal_links(cluster):
+    if cluster.n_nodes > MOST_BLOCKS_PERMUTED and not has_unequal_links(cluster):
         return list(cluster.islands)
     return [replace(island, nodes=1) for island in cluster.islands for _ in range(island.nodes)]
 
@@ -126,7 +126,7 @@ def _hosts(cluster: Cluster, blocks: Sequence[Island]) -> list[range] | None:
     if cluster.measured is None:
         return None
     ends = list(accumulate((device.workers for device in cluster.measured.devices), initial=0))
-    wanted = list(accumulate((block.devices for block in blocks), initial=0))
+    wanted = list(accumulate((block.n_devices for block in blocks), initial=0))
     if ends[-1] != wanted[-1] or not set(wanted) <= set(ends):
         return None
     return [range(ends.index(first), ends.index(last)) for first, last in pairwise(wanted)]

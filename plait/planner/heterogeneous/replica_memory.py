@@ -173,7 +173,7 @@ class ReplicaMemoryEstimator:
 
 
 def cut_share(share: int, limit: Counts) -> tuple[Counts, Counts]:
-    """Number of micro-batches of a share, and sequences of the largest: as data/replicas.py cuts it."""
+    """Number of micro-batches of a share, and sequences of the largest: the same as data/micro_sizes.py."""
     number = -(-share // limit)
     return number, -(-share // number)
 

@@ -72,9 +72,9 @@ class _Tried:
 def bandwidth_sweep(found: Search) -> Sweep | None:
     """Another bandwidth between the nodes, or inside where there is one node; None where nothing joins devices."""
     cluster = found.cluster
-    if cluster.devices == 1:
+    if cluster.n_devices == 1:
         return None
-    where: LinkPlace = "between the nodes" if cluster.nodes > 1 else "inside the node"
+    where: LinkPlace = "between the nodes" if cluster.n_nodes > 1 else "inside the node"
     factors = np.geomspace(1 / LARGEST_FACTOR_TRIED, LARGEST_FACTOR_TRIED, BANDWIDTH_FACTORS)
     tried = _try(found, [_altered(cluster, where, float(factor)) for factor in factors])
     present, unit = _present(cluster, where)

@@ -155,7 +155,7 @@ def _without_effect(config: RunConfig, layouts: Sequence[WorkerLayout]) -> list[
 def _balance(config: RunConfig, resources: Resources, request: Request, split: WorkerLayout, why: list[str]) -> int:
     """Steps between changes of the shares while the run goes on, 0 for never."""
     here = resources.machine
-    several_hosts = any(option.cluster.nodes > 1 for option in request.options)
+    several_hosts = any(option.cluster.n_nodes > 1 for option in request.options)
     every = balance_every_steps(config, "unequal" if several_hosts or split.shares or here.unlike else "alike")
     unequal = f"beside {here.name} it has {', '.join(here.unlike)}" if here.unlike else "they are not equal"
     reason = "machines of a run over several hosts may slow down" if several_hosts else unequal

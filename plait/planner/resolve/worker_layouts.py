@@ -80,7 +80,7 @@ def best_layouts(request: Request, count: int) -> tuple[WorkerLayout, ...]:
     if request.constraints.degrees:
         return chosen
     others: list[WorkerLayout] = []
-    for option in (one for one in request.options if one.cluster.devices in {layout.workers for layout in chosen}):
+    for option in (one for one in request.options if one.cluster.n_devices in {layout.workers for layout in chosen}):
         found = constrained_search(request.workload, option.cluster, request.profile, request.constraints)
         others += [_worker_layout(request, option, found, index) for index in runners_up(found, count)]
     known = [one.layout for one in chosen]

@@ -80,7 +80,7 @@ def message_seconds(found: Search, index: int) -> tuple[float, float]:
 def model_flops_utilisation(found: Search, index: int) -> tuple[float, float]:
     """Model FLOPs utilisation: with all of attention's scores counted, and with the half that causal models use."""
     w = found.workload
-    peak = sum(island.devices * _peak(found, place) for place, island in enumerate(found.cluster.islands))
+    peak = sum(island.n_devices * _peak(found, place) for place, island in enumerate(found.cluster.islands))
     per_s = w.batch_tokens / float(found.step_s[index]) / peak
     return w.flops_per_token("full") * per_s, w.flops_per_token("causal") * per_s
 

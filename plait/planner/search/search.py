@@ -47,7 +47,7 @@ def search(
     _check_constraints(workload, constraints)
     devices = device_speeds_of(workload, cluster, profile)
     assigner = WorkAssigner(workload=workload, devices=devices, profile=profile, named_shares=constraints.shares)
-    listed = enumerate_layouts(workload, cluster.devices, constraints, profile)
+    listed = enumerate_layouts(workload, cluster.n_devices, constraints, profile)
     fit = feasible_candidates(assigner, cluster, listed.candidates, constraints)
     needless = _needless(listed.candidates, fit.kept, fit.n_microbatches)
     priced = fit.kept & ~needless

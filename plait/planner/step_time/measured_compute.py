@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from plait.cluster.measured import MeasuredDevice, MeasuredLink, MeasuredWork, Measurements, MessageKind, Scope
+from plait.cluster.measured import CommOperation, LinkScope, MeasuredDevice, MeasuredLink, Measurements, WorkKind
 from plait.cluster.probe.request import ProbedModel, layer_products
 from plait.errors import PlaitError
 from plait.model.shape import ModelShape, parameter_count
@@ -21,16 +21,16 @@ from plait.planner.problem.candidates import Reals
 
 Direction = Literal["forward", "backward"]
 ProductForm = Literal["forward", "input", "weight"]
-_PRODUCT_WORK: dict[ProductForm, MeasuredWork] = {
+_PRODUCT_WORK: dict[ProductForm, WorkKind] = {
     "forward": "product",
     "input": "product_input",
     "weight": "product_weight",
 }
-_ATTENTION_WORK: dict[Direction, MeasuredWork] = {"forward": "attention", "backward": "attention_backward"}
-_STREAM_WORK: dict[Direction, MeasuredWork] = {"forward": "stream", "backward": "stream_backward"}
+_ATTENTION_WORK: dict[Direction, WorkKind] = {"forward": "attention", "backward": "attention_backward"}
+_STREAM_WORK: dict[Direction, WorkKind] = {"forward": "stream", "backward": "stream_backward"}
 INVERSE_DISTANCE_POWER = constant("neighbour_weight")
 """Power of the distance, in factors of two, with which a measured rate loses weight."""
-_LIBRARY_OPERATION: dict[MessageKind, MessageKind] = {"swap_parts": "reduce_scatter", "spread_own": "all_gather"}
+_LIBRARY_OPERATION: dict[CommOperation, CommOperation] = {"swap_parts": "reduce_scatter", "spread_own": "all_gather"}
 """On GPUs, where the library's own operations are measured alone."""
 
 WorkAmount = Callable[[Any], Any]
@@ -55,7 +55,7 @@ def attention_s(
 ) -> Reals:
     """Seconds of one layer's attention over so many sequences, or documents, of a length."""
     work = _ATTENTION_WORK[direction]
-    known = [((n.sizes[1], n.sizes[4]), n.seconds / (n.sizes[0] * n.sizes[2])) for n in device.of(work)]
+    known = [((n.sizes[1], n.sizes[4]), n.seconds / (n.sizes[0] * n.sizes[2])) for n in device.times_of(work)]
     each = _interpolated_s(work, known, (length, head_width), lambda s: s[0] ** 2 * s[1])
     return np.asarray(sequences, dtype=np.float64) * np.asarray(heads, dtype=np.float64) * each
 
@@ -91,7 +91,7 @@ def accumulate_s(device: MeasuredDevice, numel: Any) -> Reals:
 
 def update_s(device: MeasuredDevice, numel: Any) -> Reals:
     """Seconds of the optimizer's update of so many parameters, the gradient's norm included."""
-    known = [(one.sizes[:1], one.seconds) for one in device.of("update")]
+    known = [(one.sizes[:1], one.seconds) for one in device.times_of("update")]
     return _interpolated_s("update", known, (numel,), lambda s: s[0])
 
 
@@ -124,11 +124,11 @@ def step_items_s(
 
 def measured_launch_s(device: MeasuredDevice) -> float:
     """Seconds of the smallest operation."""
-    return min(one.seconds for one in device.of("launch"))
+    return min(one.seconds for one in device.times_of("launch"))
 
 
 def measured_collective_s(
-    measured: Measurements, kind: MessageKind, size_bytes: Any, ranks: Any, scope: Scope
+    measured: Measurements, kind: CommOperation, size_bytes: Any, ranks: Any, scope: LinkScope
 ) -> Reals:
     """Seconds of one operation on a buffer of so many bytes over so many ranks; 0 for a single rank.
 
@@ -147,7 +147,7 @@ def measured_collective_s(
     return np.where(ranks > 1, short_s * hops + carried * wires, 0.0)
 
 
-def measured_message_cpu_s(measured: Measurements, size_bytes: Any, scope: Scope) -> Reals:
+def measured_message_cpu_s(measured: Measurements, size_bytes: Any, scope: LinkScope) -> Reals:
     """Processor seconds that a rank spends on sending or receiving a message of so many bytes."""
     points = _nearest_measured_link(measured, "send", scope, 2).points
     sizes = np.asarray(size_bytes, dtype=np.float64)
@@ -158,18 +158,18 @@ def measured_message_cpu_s(measured: Measurements, size_bytes: Any, scope: Scope
     return inside * np.maximum(sizes / known[-1], 1.0)
 
 
-def measured_overlap(measured: Measurements, scope: Scope) -> float:
+def measured_overlap(measured: Measurements, scope: LinkScope) -> float:
     """Share of a sum over ranks that disappears behind arithmetic; 0 where it was not measured."""
-    shares = [one.hidden for one in measured.overlaps if one.scope == scope]
+    shares = [one.hidden_share for one in measured.overlaps if one.scope == scope]
     return min(shares, default=0.0)
 
 
-def _interpolated_work_s(device: MeasuredDevice, work: MeasuredWork, sizes: Sequence[Any], amount: WorkAmount) -> Reals:
-    return _interpolated_s(work, [(one.sizes, one.seconds) for one in device.of(work)], sizes, amount)
+def _interpolated_work_s(device: MeasuredDevice, work: WorkKind, sizes: Sequence[Any], amount: WorkAmount) -> Reals:
+    return _interpolated_s(work, [(one.sizes, one.seconds) for one in device.times_of(work)], sizes, amount)
 
 
 def _interpolated_s(
-    work: MeasuredWork, points: Sequence[tuple[tuple[int, ...], float]], sizes: Sequence[Any], amount: WorkAmount
+    work: WorkKind, points: Sequence[tuple[tuple[int, ...], float]], sizes: Sequence[Any], amount: WorkAmount
 ) -> Reals:
     """Seconds at `sizes` from seconds at known sizes, by rates: amounts of work a second."""
     if not points:
@@ -185,7 +185,7 @@ def _interpolated_s(
     return amount(requested) / rate
 
 
-def _nearest_measured_link(measured: Measurements, kind: MessageKind, scope: Scope, ranks: Any) -> MeasuredLink:
+def _nearest_measured_link(measured: Measurements, kind: CommOperation, scope: LinkScope, ranks: Any) -> MeasuredLink:
     """The measured operation with the nearest number of ranks; the slowest of the links between hosts."""
     of_scope = [link for link in measured.links if link.scope == scope]
     found = [link for link in of_scope if link.kind == kind]

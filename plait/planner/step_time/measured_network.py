@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from plait.cluster.catalog import Link
 from plait.cluster.cluster import Cluster
-from plait.cluster.measured import Measurements, MessageKind, Scope
+from plait.cluster.measured import CommOperation, LinkScope, Measurements
 from plait.planner.problem.candidates import Reals
 from plait.planner.step_time import measured_compute
 from plait.planner.step_time.host_links import HostLinks, host_links_of
 
 RankGroups = tuple[Reals, Reals]
 """Number of ranks of each group, and the stride between their rank numbers."""
-COLLECTIVE_OPERATIONS: Mapping[str, tuple[MessageKind, ...]] = {
+COLLECTIVE_OPERATIONS: Mapping[str, tuple[CommOperation, ...]] = {
     "reduce": ("all_reduce",),
     "gather": ("spread_own",),
     "scatter": ("swap_parts",),
@@ -32,7 +32,7 @@ class MeasuredNetwork:
     """What a probe measured of a cluster's links, and how much faster the links are that the question is about."""
 
     measured: Measurements
-    rate_ratio: Mapping[Scope, float]
+    rate_ratio: Mapping[LinkScope, float]
     """Rate of the links in question over the measured rate, by scope; only scopes that were measured."""
     host_links: HostLinks | None
     """Links between the hosts, where they are unequal; else None."""
@@ -51,7 +51,7 @@ class MeasuredNetwork:
         `default_s` is the answer for one rank, and where nothing was measured.
         """
         spent, (size, stride) = default_s.copy(), rank_groups
-        groups: set[tuple[int, Scope]] = {
+        groups: set[tuple[int, LinkScope]] = {
             (int(count), _scope(many))
             for count, many in zip(size.ravel(), nodes_per_group.ravel(), strict=True)
             if count > 1
@@ -91,16 +91,16 @@ class MeasuredNetwork:
             spent[here] = measured_compute.measured_message_cpu_s(self.measured, message_bytes[here], scope)
         return spent
 
-    def _operation_s(self, operation: MessageKind, message_bytes: Reals, ranks: int, scope: Scope) -> Reals:
+    def _operation_s(self, operation: CommOperation, message_bytes: Reals, ranks: int, scope: LinkScope) -> Reals:
         return (
             measured_compute.measured_collective_s(self.measured, operation, message_bytes, ranks, scope)
             / self.rate_ratio[scope]
         )
 
 
-def measured_network_of(measured: Measurements, rates: Mapping[Scope, float]) -> MeasuredNetwork:
+def measured_network_of(measured: Measurements, rates: Mapping[LinkScope, float]) -> MeasuredNetwork:
     """The timed links of a cluster whose links now have these rates, in bytes per second and device."""
-    scopes: set[Scope] = {link.scope for link in measured.links}
+    scopes: set[LinkScope] = {link.scope for link in measured.links}
     return MeasuredNetwork(
         measured=measured,
         rate_ratio={scope: rates[scope] / slowest_send_bytes_per_s(measured, scope) for scope in scopes},
@@ -110,19 +110,19 @@ def measured_network_of(measured: Measurements, rates: Mapping[Scope, float]) ->
 
 def largest_overlap(cluster: Cluster) -> float:
     """Share of a sum over ranks that disappears behind arithmetic, at the best; 1 where nobody tried."""
-    measured, scope = cluster.measured, _scope(cluster.nodes)
+    measured, scope = cluster.measured, _scope(cluster.n_nodes)
     if measured is None or all(overlap.scope != scope for overlap in measured.overlaps):
         return 1.0
     return measured_compute.measured_overlap(measured, scope)
 
 
-def slowest_send_bytes_per_s(measured: Measurements, scope: Scope) -> float:
+def slowest_send_bytes_per_s(measured: Measurements, scope: LinkScope) -> float:
     """What a long message from one rank to another reaches, on the slowest of the links."""
     sends = [link.points[-1] for link in measured.links if link.kind == "send" and link.scope == scope]
     return min(point.bytes / point.seconds for point in sends)
 
 
-def slowest_measured_link(measured: Measurements, scope: Scope) -> Link:
+def slowest_measured_link(measured: Measurements, scope: LinkScope) -> Link:
     """The slowest timed link as the planner's words and sweeps take it."""
     shortest = [link.points[0].seconds for link in measured.links if link.kind == "send" and link.scope == scope]
     return Link(
@@ -136,5 +136,5 @@ def slowest_measured_link(measured: Measurements, scope: Scope) -> Link:
     )
 
 
-def _scope(nodes: float) -> Scope:
+def _scope(nodes: float) -> LinkScope:
     return "between" if nodes > 1 else "inside"

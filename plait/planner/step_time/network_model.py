@@ -64,7 +64,11 @@ def _links_between_nodes(cluster: Cluster) -> list[tuple[Link, int]]:
     """What messages between nodes may pass, with the devices of a node that share it: within each island of several
     nodes its own network, and what joins the islands."""
     islands = cluster.islands
-    within = [(cluster.network(island), island.per_node) for island in islands if island.nodes > 1 or len(islands) == 1]
+    within = [
+        (cluster.link_between_nodes(island), island.per_node)
+        for island in islands
+        if island.nodes > 1 or len(islands) == 1
+    ]
     return within + ([(cluster.between, max(island.per_node for island in islands))] if len(islands) > 1 else [])
 
 
