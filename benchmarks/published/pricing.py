@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.published.cells import Row
+from benchmarks.published.memory_fit import cannot_fit
 from benchmarks.published.reading import Case, case_of
 from plait.errors import PlaitError
-from plait.planner.memory.estimate import cannot_fit, estimate_memory
+from plait.planner.memory.estimate import estimate_memory
 from plait.planner.problem.candidates import Candidates
 from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.step_time import estimate_step_time

@@ -19,10 +19,10 @@ from plait.model.gpt import GPT
 from plait.model.sizes import named_shape
 from plait.parallel.mesh import ONE_PROCESS
 from plait.parallel.sharded_model import unsharded
-from plait.planner.step_time.measured_compute import step_items_s
 from plait.trainer.assemble import put_first_values, runners
 from plait.trainer.optim import make_optimizer
 from plait.trainer.step import take_step
+from tests.cluster.step_items import step_items_s
 
 SEQUENCE = 256
 ALLOWED = 0.2

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.published.memory_fit import cannot_fit, fits
 from benchmarks.published.programs import MEGATRON, MEGATRON_2021
 from plait.cluster.cluster import read_cluster
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
 from plait.model.sizes import explicit_shape
-from plait.planner.memory.estimate import cannot_fit, estimate_memory, fits, layer_activations
+from plait.planner.memory.estimate import estimate_memory, layer_activations
 from plait.planner.memory.traced_peak import MEMORY_ITEMS, PipelineEnd, traced_peak
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE

@@ -12,6 +12,7 @@ from plait.model.shape import parameter_count
 from plait.model.sizes import named_shape
 from plait.planner.step_time import measured_compute
 from tests.cluster.probed import device, link, measured, point, timed
+from tests.cluster.step_items import step_items_s
 
 SHAPES = ((64, 320, 320), (256, 320, 896), (1024, 320, 320), (4096, 320, 896), (1024, 1024, 1024))
 RATES = (60e9, 90e9, 150e9, 140e9, 130e9)
@@ -101,13 +102,13 @@ def test_the_step_of_a_measured_model_is_the_sum_of_its_parts() -> None:
         timed("update", (1_000_000, 9), 2e-3),
         timed("accumulate", (1_000_000,), 1e-3),
     )
-    found = measured_compute.step_items_s(one, shape, sequence=256, sequences=16)
+    found = step_items_s(one, shape, sequence=256, sequences=16)
     assert found["products"] == pytest.approx(8 * 21 * 1e-2, rel=1e-3)
     assert found["attention"] == pytest.approx(8 * 4e-2, rel=1e-6)
     assert found["stream"] == pytest.approx(8 * 6e-2, rel=1e-6)
     assert found["head"] == pytest.approx(8 * 7e-2, rel=1e-6)
     assert found["update"] == pytest.approx(2e-9 * parameter_count(shape)) and found["accumulate"] == 0
-    twice = measured_compute.step_items_s(one, shape, sequence=256, sequences=16, n_microbatches=2)
+    twice = step_items_s(one, shape, sequence=256, sequences=16, n_microbatches=2)
     assert twice["products"] == pytest.approx(2 * found["products"]) and twice["update"] == found["update"]
     assert twice["accumulate"] == pytest.approx(1e-9 * parameter_count(shape))
 

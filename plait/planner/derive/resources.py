@@ -67,10 +67,6 @@ class Resources:
             or find_device_by_driver_name(self.machine.name) is not None
         )
 
-    @property
-    def has_several_hosts(self) -> bool:
-        return self.cluster is not None and self.cluster.n_nodes > 1
-
     def as_cluster(self, workers: int) -> Cluster:
         """The machines as a cluster of so many devices."""
         if self.cluster:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from plait.cluster.cluster import Cluster
 from plait.planner.calibration.constants import constant
 from plait.planner.memory.traced_peak import MEMORY_ITEMS, PipelineEnd, can_trace, resident_bytes, traced_peak
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SHARDED_STATES, Candidates, Reals
@@ -22,8 +20,6 @@ from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens, shard_group_size
 
 ALLOCATOR_RESERVE = constant("allocator_reserve")
-USABLE_SHARE = 1.0
-"""Share of a device's memory that a requested layout may fill by this estimate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +72,6 @@ def _followed(workload: Workload, candidates: Candidates, profile: SoftwareProfi
         allocated=allocated,
         reserved=resident_bytes(workload, candidates, allocated, profile.outside_bytes),
     )
-
-
-def cannot_fit(needed: MemoryEstimate, cluster: Cluster) -> NDArray[np.bool_]:
-    """Mask of candidates that cannot run on the smallest device even if the allocator wastes nothing."""
-    return needed.allocated > USABLE_SHARE * min(island.device.memory_bytes for island in cluster.islands)
-
-
-def fits(needed: MemoryEstimate, cluster: Cluster) -> NDArray[np.bool_]:
-    """Which candidates fit the smallest device of the cluster with the usual slack: what a plan may choose from."""
-    return needed.reserved <= min(island.device.memory_bytes for island in cluster.islands)
 
 
 def _rank(w: Workload, c: Candidates, profile: SoftwareProfile, last: Reals) -> dict[str, Reals]:

@@ -13,9 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from plait.cluster.measured import CommOperation, LinkScope, MeasuredDevice, MeasuredLink, Measurements, WorkKind
-from plait.cluster.probe.request import ProbedModel, layer_products
 from plait.errors import PlaitError
-from plait.model.shape import ModelShape, parameter_count
 from plait.planner.calibration.constants import constant
 from plait.planner.problem.candidates import Reals
 
@@ -93,33 +91,6 @@ def update_s(device: MeasuredDevice, numel: Any) -> Reals:
     """Seconds of the optimizer's update of so many parameters, the gradient's norm included."""
     known = [(one.sizes[:1], one.seconds) for one in device.times_of("update")]
     return _interpolated_s("update", known, (numel,), lambda s: s[0])
-
-
-def step_items_s(
-    device: MeasuredDevice, shape: ModelShape, *, sequence: int, sequences: int, n_microbatches: int = 1
-) -> dict[str, float]:
-    """Seconds of one worker's whole step, item by item: so many micro-batches, each of so many sequences."""
-    inputs = ProbedModel(shape=shape, sequence=sequence, sequences=sequences)
-    rows, inner, columns = np.array(layer_products(inputs), dtype=np.float64).T
-    products = measured_product_s(device, rows, inner, columns) + measured_product_s(
-        device, rows, columns, inner, form="input"
-    )
-    products = products + measured_product_s(device, columns, rows, inner, form="weight")
-    size = sequences, sequence, shape.heads, shape.head_width
-    layer = {
-        "products": products.sum(),
-        "attention": attention_s(device, *size, "forward") + attention_s(device, *size, "backward"),
-        "stream": stream_s(device, inputs.tokens, shape.width, shape.ffn, "forward")
-        + stream_s(device, inputs.tokens, shape.width, shape.ffn, "backward"),
-    }
-    numbers, ends = parameter_count(shape), (inputs.tokens, shape.width, shape.vocabulary)
-    each = {
-        **{name: shape.layers * seconds for name, seconds in layer.items()},
-        "head": head_s(device, *ends),
-        "embedding": embedding_s(device, *ends),
-    }
-    once = {"accumulate": (n_microbatches - 1) * accumulate_s(device, numbers), "update": update_s(device, numbers)}
-    return {name: float(seconds) for name, seconds in ({n: n_microbatches * s for n, s in each.items()} | once).items()}
 
 
 def measured_launch_s(device: MeasuredDevice) -> float:
