@@ -13,7 +13,7 @@ from plait.commands.hosts.joined_host import JoinedHostFiles
 from plait.commands.planning.workers import PRELOADED_MODULES
 from plait.errors import PlaitError
 from plait.launch.remote.agent import connect, serve
-from plait.launch.remote.connectivity import TestListener
+from plait.launch.remote.connectivity import ConnectivityListener
 from plait.launch.remote.secret import read_secret
 from plait.launch.values.job import StoppedBy
 
@@ -37,7 +37,7 @@ def join(at: str, *, secret_file: Path | None, screen: Console) -> StoppedBy:
     host_info = own_host_info()
     with (
         closing(JoinedHostFiles(Path.cwd(), say)) as files,
-        closing(TestListener(host_info["name"], wire.local_address)) as door,
+        closing(ConnectivityListener(host_info["name"], wire.local_address)) as door,
     ):
         try:
             handlers = {**files.handlers, **door.handlers}

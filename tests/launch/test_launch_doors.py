@@ -9,11 +9,11 @@ import pytest
 
 from plait.errors import PlaitError
 from plait.launch.remote import connectivity
-from plait.launch.remote.connectivity import TestListener, check_connectivity
+from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
 from plait.launch.remote.link import Reply
 
 
-class Firewalled(TestListener):
+class Firewalled(ConnectivityListener):
     """A host that takes nothing which comes in at a port of its own choice."""
 
     def ask(self, kind: str, values: Mapping[str, Any]) -> Reply:
@@ -26,16 +26,18 @@ class Firewalled(TestListener):
 class Seen:
     """A host as others see it, by another address than its own."""
 
-    def __init__(self, door: TestListener, own: str) -> None:
+    def __init__(self, door: ConnectivityListener, own: str) -> None:
         self.name, self.address = door.name, door.address
-        self._door = TestListener(door.name, own)
+        self._door = ConnectivityListener(door.name, own)
 
     def ask(self, kind: str, values: Mapping[str, Any]) -> Reply:
         return self._door.ask(kind, values)
 
 
-def three(last: type[TestListener] = TestListener) -> tuple[TestListener, TestListener, TestListener]:
-    return TestListener("a", "127.0.0.1"), TestListener("b", "127.0.0.2"), last("c", "127.0.0.3")
+def three(
+    last: type[ConnectivityListener] = ConnectivityListener,
+) -> tuple[ConnectivityListener, ConnectivityListener, ConnectivityListener]:
+    return ConnectivityListener("a", "127.0.0.1"), ConnectivityListener("b", "127.0.0.2"), last("c", "127.0.0.3")
 
 
 def test_hosts_that_reach_each_other_are_left_as_they_were() -> None:
@@ -73,11 +75,11 @@ def test_a_host_behind_an_address_translation_is_told_so() -> None:
 def test_a_host_that_drops_what_comes_in_is_found_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its queue is full, so that the kernel lets who knocks wait as a firewall does."""
     monkeypatch.setattr(connectivity, "KNOCK_S", 0.3)
-    door = TestListener("b", "127.0.0.2")
+    door = ConnectivityListener("b", "127.0.0.2")
     port = door.ask("door", {}).values["port"]
     assert door._listener is not None
     door._listener.listen(0)
-    waiting = [TestListener("a", "127.0.0.1") for _ in range(3)]
+    waiting = [ConnectivityListener("a", "127.0.0.1") for _ in range(3)]
     whys = [one.ask("knock", {"address": "127.0.0.2", "port": port}).values["why"] for one in waiting]
     door.close()
     assert whys[-1] == "timed out"

@@ -23,7 +23,7 @@ from plait.commands.planning.make_plan import Log, MachineSurvey
 from plait.commands.planning.workers import PRELOADED_MODULES, PROBE_ENTRY, TRAINING_ENTRY, OnMessage
 from plait.commands.preparing.corpus import CACHE_FOLDER
 from plait.errors import Interrupted
-from plait.launch.remote.connectivity import TestListener, check_connectivity
+from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
 from plait.launch.remote.host_numbering import HostIdentity
 from plait.launch.remote.leader import HostPart, Hosts, Member
 from plait.launch.values.job import Job, JobResult, Message
@@ -202,7 +202,7 @@ def leader_workers(
             order=previous_hosts,
             on_lost=lambda name: screen.print(f"lost     {name}", markup=False),
         )
-        check_connectivity(TestListener(own_host_info()["name"], address), arrived)
+        check_connectivity(ConnectivityListener(own_host_info()["name"], address), arrived)
         yield LeaderWorkers(hosts, folder=folder, config=config, log=screen.print)
 
 

@@ -29,7 +29,7 @@ class Neighbour(Protocol):
     def ask(self, kind: str, values: Mapping[str, Any]) -> Frame | Reply: ...
 
 
-class TestListener:
+class ConnectivityListener:
     """What a host opens at its own `address`, at any port, for the others to knock at; and its own knocks at theirs."""
 
     def __init__(self, name: str, address: str) -> None:
@@ -70,7 +70,7 @@ class TestListener:
         return Reply()
 
 
-def check_connectivity(first: TestListener, others: Sequence[Neighbour]) -> None:
+def check_connectivity(first: ConnectivityListener, others: Sequence[Neighbour]) -> None:
     """Raise PlaitError with the mend where one host of the run cannot reach another; `first` is this host's own."""
     hosts: list[Neighbour] = [first, *others]
     with contextlib.closing(first), ThreadPoolExecutor(len(hosts)) as pool:
