@@ -23,9 +23,9 @@ from typing import Literal
 
 import torch
 
-from plait.data.loader import Loader, Samples
+from plait.data.loader import Loader, SampleSelection
 from plait.data.order import make_order
-from plait.data.preparation.prepare import DataRequest, prepare
+from plait.data.preparation.prepare import DataRequest, prepare_corpus
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
 
@@ -103,7 +103,7 @@ def prepare_once(folder: Path) -> None:
     sources = (Source(str(folder / "a.txt")), Source(str(folder / "b.jsonl")))
     request = DataRequest(sources=sources, tokenizer="gpt2", vocabulary=None, holdout=0.05)
     began = time.perf_counter()
-    corpus = prepare(request, folder, lambda done, total, stage: None)
+    corpus = prepare_corpus(request, folder, lambda done, total, stage: None)
     seconds = time.perf_counter() - began
     used = resource.getrusage(resource.RUSAGE_SELF)
     processor_s = used.ru_utime + used.ru_stime
@@ -124,11 +124,11 @@ def loading(corpus: Corpus) -> dict[str, float | str]:
 def load(corpus: Corpus, sequence: int, documents: Literal["mask", "join"], repeat: int) -> float:
     """Tokens a second over STEPS steps; each repeat reads other ones."""
     rows = STEP_TOKENS // sequence
-    samples = Samples(
+    samples = SampleSelection(
         sequence=sequence,
-        parts=(rows,),
-        part=0,
-        in_lockstep=range(1),
+        sequences_per_replica=(rows,),
+        data_parallel_rank=0,
+        lockstep_replicas=range(1),
         micro_sequences=MICRO_TOKENS // sequence,
         documents=documents,
         device=torch.device("cpu"),

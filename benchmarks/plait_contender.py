@@ -19,7 +19,7 @@ from plait.model.shape import ModelShape
 from plait.parallel.apply import STAGES, parallelize
 from plait.parallel.mesh import make_mesh, world_sums
 from plait.planner.plan import OptimizerPlan, Plan
-from plait.trainer.assemble import make_autocast, runners, samples_of
+from plait.trainer.assemble import make_autocast, make_runners, select_samples
 from plait.trainer.optim import make_optimizer
 from plait.trainer.step import take_step
 from plait.units import Amount, Every
@@ -51,7 +51,7 @@ def main() -> None:
     decay_all_matrices(optimizer, workload.weight_decay)
     world = world_sums()
     loader = make_loader(orders, workload, plan)
-    run_micros, _ = runners(sharded, make_autocast("float32", torch.device("cpu")))
+    run_micros, _ = make_runners(sharded, make_autocast("float32", torch.device("cpu")))
 
     journal = Journal()
     journal.begin()
@@ -110,7 +110,7 @@ def make_loader(orders: Orders, workload: Workload, plan: Plan) -> Loader:
     return Loader(
         corpus,
         GivenOrder(orders.workdir, workload.sequence),  # type: ignore[arg-type]
-        samples_of(plan, plan.layout, orders.rank, torch.device("cpu")),
+        select_samples(plan, plan.layout, orders.rank, torch.device("cpu")),
     )
 
 

@@ -24,7 +24,7 @@ from plait.model.shape import ModelShape, parameter_count, training_flops_per_to
 from plait.parallel.apply import parallelize
 from plait.parallel.mesh import make_mesh, world_sums
 from plait.planner.plan import OptimizerPlan, Plan
-from plait.trainer.assemble import make_autocast, runners
+from plait.trainer.assemble import make_autocast, make_runners
 from plait.trainer.optim import make_optimizer
 from plait.trainer.step import take_step
 from plait.units import Amount, Every
@@ -66,7 +66,7 @@ def train(flags: argparse.Namespace, work: Workload, device: torch.device) -> Me
     mesh = make_mesh(plan.layout, plan.device)
     sharded = parallelize(model, mesh, plan.execution)
     optimizer = make_optimizer(sharded.units, plan.optimizer)
-    run_micros, _ = runners(sharded, make_autocast(plan.precision, device))
+    run_micros, _ = make_runners(sharded, make_autocast(plan.precision, device))
     window = torch.randint(work.vocabulary, (work.sequences_per_rank, work.sequence + 1), device=device)
     micro = Micro(inputs=window[:, :-1].contiguous(), targets=window[:, 1:].contiguous(), positions=None, lengths=None)
     totals, marks = [], [mark(device)]

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from plait.data.loader import Loader
-from plait.data.order import Order, make_order
+from plait.data.order import SampleOrder, make_order
 from plait.parallel.comm.echo import message_from_before_s
 from plait.parallel.mesh import make_mesh, world_sums
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
-from plait.trainer.balance.meter import clock_of, with_meter
+from plait.trainer.balance.meter import attach_meter, clock_of
 from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for
 
@@ -51,7 +51,7 @@ class Place:
 class SlowOrder:
     """A run's order of samples behind a disk that can become slow: asked by the loader's own thread, as a disk is."""
 
-    def __init__(self, order: Order, delay: Path) -> None:
+    def __init__(self, order: SampleOrder, delay: Path) -> None:
         self.sequence = order.sequence
         self._order, self._delay = order, delay
 
@@ -75,12 +75,12 @@ def main(folder: Path, rank: int) -> None:
         world = world_sums()
         assembly = assemble(config, plan, sums=world, mesh=make_mesh(plan.layout, plan.device))
         assembly = _with_slow_data(assembly, config.run.seed, folder / f"delay-{rank}")
-        assembly, meter = with_meter(assembly, clock_of(assembly.device))
+        assembly, meter = attach_meter(assembly, clock_of(assembly.device))
         state, write = TrainState(), _writer(folder / TIMES) if rank == 0 else None
         began = time.perf_counter()
         while True:
             state, _ = assembly.step(state)
-            meter.fetched(assembly.loader.wait_s)
+            meter.record_data_wait(assembly.loader.wait_s)
             asked = world.largest(torch.tensor([int(rank == 0 and (folder / ASK).exists())]))
             link_s = message_from_before_s() if asked else 0.0
             [took] = meter.read()
@@ -95,7 +95,7 @@ def main(folder: Path, rank: int) -> None:
 def _with_slow_data(assembly: Assembly, seed: int, delay: Path) -> Assembly:
     assembly.loader.close()
     order: Any = SlowOrder(make_order(assembly.corpus, seed, assembly.plan.sequence), delay)
-    return replace(assembly, loader=Loader(assembly.corpus, order, assembly.loader.samples))
+    return replace(assembly, loader=Loader(assembly.corpus, order, assembly.loader.selection))
 
 
 def _writer(file: Path) -> Callable[[dict[str, Any]], None]:

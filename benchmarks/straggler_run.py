@@ -18,7 +18,7 @@ from benchmarks.lab.wiring import limiting
 from benchmarks.straggler_rank import ASK, TIMES
 from plait.cluster.topology import detect_cpu_machine
 from plait.commands.preparing.corpus import corpus_facts, data_request
-from plait.data.preparation.prepare import prepare
+from plait.data.preparation.prepare import prepare_corpus
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError
 from plait.layout import Layout
@@ -162,7 +162,7 @@ def prepare_run(hosts: int, folder: Path) -> None:
     text, tokens = ROOT / "recipes" / "shakespeare.txt", BATCH_SEQUENCES * 128
     recipe.write_text(RECIPE.format(text=text, hosts=hosts, tokens=tokens))
     config = load_recipe(recipe)
-    corpus = open_corpus(prepare(data_request(config), ROOT / ".plait", lambda *_: None))
+    corpus = open_corpus(prepare_corpus(data_request(config), ROOT / ".plait", lambda *_: None))
     resources = Resources(machine=replace(detect_cpu_machine(), cores=hosts), peak_flops=None)
     outline = draft(config, corpus_facts(corpus), resources, recipe_hash="")
     plan = replace(settle(config, outline, outline.layouts), layout=Layout(replicate=hosts), threads=1)

@@ -21,7 +21,7 @@ from plait.parallel.apply import STAGES, parallelize
 from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
 from plait.planner.plan import OptimizerPlan, Plan
 from plait.planner.search.validity import balanced_stages
-from plait.trainer.assemble import Assembly, make_autocast, put_first_values, runners, samples_of
+from plait.trainer.assemble import Assembly, initialize_weights, make_autocast, make_runners, select_samples
 from plait.trainer.optim import make_optimizer
 from plait.trainer.state import TrainState
 from plait.units import Amount, Every
@@ -82,12 +82,12 @@ def assembled(work: Work, plan: Plan) -> Assembly:
         model = GPT(plan.shape)
     mesh = make_mesh(plan.layout, "cpu") if together else None
     sharded = parallelize(model, mesh, plan.execution, STAGES if together else ())
-    put_first_values(sharded, plan.shape, work.seed)
+    initialize_weights(sharded, plan.shape, work.seed)
     sums = world_sums() if together else ONE_PROCESS
-    samples = samples_of(plan, plan.layout, sums.index, device)
+    samples = select_samples(plan, plan.layout, sums.index, device)
     corpus = corpus_of(work)
     order: Any = InOrder(work=work, sequence=work.sequence)
-    run_micros, evaluate_micros = runners(sharded, make_autocast(plan.precision, device))
+    run_micros, evaluate_micros = make_runners(sharded, make_autocast(plan.precision, device))
     return Assembly(
         plan=plan,
         device=device,

@@ -11,7 +11,7 @@ import torch
 from benchmarks.strands_contender import assembled, plan_for
 from benchmarks.strands_work import join, serve
 from plait.trainer.balance.actions import GATHERED_STEPS, Rebalancer
-from plait.trainer.balance.meter import clock_of, with_meter
+from plait.trainer.balance.meter import attach_meter, clock_of
 from plait.trainer.state import TrainState
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     assembly = assembled(work, replace(plan_for(work, '{"replicate": 2}'), steps=10**9))
     folder, state = Path(flags.rendezvous).parent, TrainState()
     if flags.kind == "watched":
-        assembly, meter = with_meter(assembly, clock_of(torch.device("cpu")))
+        assembly, meter = attach_meter(assembly, clock_of(torch.device("cpu")))
         balance = Rebalancer(assembly, meter, folder / "shares.jsonl", assembly.sums, report=lambda **_: None)
 
     def four_bare_steps(_: int) -> float:

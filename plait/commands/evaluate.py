@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from plait.commands.planning.run_folder import find_run
 from plait.commands.sample import load_model
 from plait.data.loader import heldout_micros
-from plait.data.preparation.prepare import DataRequest, prepare
+from plait.data.preparation.prepare import DataRequest, prepare_corpus
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError
@@ -19,7 +19,7 @@ from plait.layout import Layout
 from plait.model.gpt import GPT
 from plait.parallel.sharded_model import unsharded
 from plait.planner.plan import Plan
-from plait.trainer.assemble import make_autocast, runners, samples_of
+from plait.trainer.assemble import make_autocast, make_runners, select_samples
 
 
 def evaluate(run: str, files: Sequence[str]) -> str:
@@ -46,15 +46,15 @@ def _prepare_files(files: Sequence[str], corpus: Corpus, cache: Path) -> Corpus:
         vocabulary=None,
         holdout=0.0,
     )
-    other = open_corpus(prepare(request, cache, lambda done, total, stage: None))
+    other = open_corpus(prepare_corpus(request, cache, lambda done, total, stage: None))
     return replace(other, train=(), heldout=other.train, heldout_bytes=other.train_bytes)
 
 
 def _loss_and_tokens(model: GPT, corpus: Corpus, plan: Plan) -> tuple[float, float]:
     """The summed loss and the number of tokens, by one process."""
     device = next(model.parameters()).device
-    _, evaluate_micros = runners(unsharded(model), make_autocast(plan.precision, device))
+    _, evaluate_micros = make_runners(unsharded(model), make_autocast(plan.precision, device))
     lean = replace(plan, micro_sequences=min(plan.micro_limits or (plan.micro_sequences,)))
-    windows = heldout_micros(corpus, samples_of(lean, Layout(), rank=0, device=device))
+    windows = heldout_micros(corpus, select_samples(lean, Layout(), rank=0, device=device))
     loss_sum, tokens = evaluate_micros(windows).tolist()
     return loss_sum, tokens

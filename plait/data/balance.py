@@ -1,4 +1,5 @@
-"""Which of a step's samples each data-parallel rank takes, so that documents of any lengths load all ranks equally."""
+"""Assigns a step's samples to data-parallel ranks so that all ranks have equal loads whatever the lengths of their
+documents."""
 
 from __future__ import annotations
 
@@ -10,29 +11,29 @@ import numpy as np
 
 from plait.data.shards import Shard
 
-# Note [the deal is the same everywhere]: every rank works the deal out alone, from the same documents. A sample that
-# two ranks took, or none, would be a wrong gradient that nobody sees. So what decides is whole numbers, stable sorts,
-# and single operations on float64, which every processor rounds alike; never a long sum or a product of matrices in
-# floats, whose last bit depends on the width of the processor's vectors.
+# Note [every rank computes the same assignment]: each rank assigns the samples alone, from the same documents. A sample
+# that two ranks took, or none, would be a wrong gradient that nobody sees. So what decides is whole numbers, stable
+# sorts, and single operations on float64, which every processor rounds alike; never a long sum or a product of matrices
+# in floats, whose last bit depends on the width of the processor's vectors.
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 _GOAL = 0.002
-"""A part this close to its due is left alone; relative."""
+"""Relative deviation from its fair share below which a rank is left alone."""
 _COUNTED_WEIGHT = 0.1
-"""A deviation in counted targets hurts as much as one of a tenth of it in pairs."""
+"""A deviation in counted targets costs as much as a tenth of that deviation in attention pairs."""
 _DOZEN = 12
-"""Samples of two ranks that are redistributed at a time, in each of the at most 924 ways."""
+"""Number of samples of two ranks that are redistributed at a time; all of the at most 924 ways are tried."""
 _MISSES = 8
-"""Rounds in which nobody was helped, each with other partners, before it is left."""
+"""Rounds without an improvement, each with other partners, after which the search ends."""
 _VISITS = 90
-"""Tries at most, one more for each rank: with hundreds of ranks this must not take long."""
+"""Limit on the tries, plus one for each rank, so that hundreds of ranks do not take long."""
 _MASK_BYTES = 1 << 22
 
 
 def attention_pairs(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: IntArray, sequence: int) -> IntArray:
-    """Pairs of a token and one at or before it in its document, for each window: whole numbers [B].
+    """Number of pairs of a token and one at or before it in its document, for each window: int64, shape [B].
 
     Window i reads `sequence` inputs of shards[shard[i]] from start[i], as in packing.segment_lengths.
     """
@@ -45,7 +46,8 @@ def attention_pairs(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], star
 
 
 def window_lengths(shard: Shard, start: IntArray, sequence: int) -> tuple[IntArray, IntArray]:
-    """Lengths of the pieces of documents in each window, one window after the other, and where each one's begin."""
+    """Lengths of the document segments in each window, one window after another, and the index of each window's
+    first one."""
     low = np.searchsorted(shard.starts, start, side="right")
     inner = np.searchsorted(shard.starts, start + sequence, side="left") - low
     first = np.cumsum(inner + 1) - (inner + 1)
@@ -60,7 +62,7 @@ def window_lengths(shard: Shard, start: IntArray, sequence: int) -> tuple[IntArr
 
 
 def counted_targets(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: IntArray, sequence: int) -> IntArray:
-    """Targets of each window that enter the loss: whole numbers [B], `sequence` where nothing is masked."""
+    """Number of each window's targets that enter the loss: int64, shape [B]; `sequence` where nothing is masked."""
     counted = np.full(len(start), sequence, dtype=np.int64)
     at_once = max(1, _MASK_BYTES // sequence)
     for number in np.unique(shard):
@@ -72,18 +74,18 @@ def counted_targets(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], star
     return counted
 
 
-def balance_samples(pairs: IntArray, parts: tuple[int, ...], counted: IntArray | None = None) -> list[IntArray]:
-    """The samples (0 … B-1, ascending) of each data-parallel rank: parts[p] of them, with attention pairs in proportion
-    to that.
+def balance_samples(pairs: IntArray, sizes: tuple[int, ...], counted: IntArray | None = None) -> list[IntArray]:
+    """The samples (0 … B-1, ascending) of each data-parallel rank: rank p gets sizes[p] of them, with attention pairs
+    in proportion to that.
 
     Counted targets, if given, are balanced second. Where all samples are equal, and where each rank takes only one,
     each rank's samples are contiguous.
     """
-    assert sum(parts) == len(pairs) and min(parts) > 0, f"{parts} do not deal {len(pairs)} samples"
+    assert sum(sizes) == len(pairs) and min(sizes) > 0, f"{sizes} do not add up to {len(pairs)} samples"
     loads = np.stack([pairs, np.ones_like(pairs) if counted is None else counted], axis=1)
-    if len(parts) == 1 or max(parts) == 1 or not np.any(loads != loads[0]):
-        return np.split(np.arange(len(pairs)), np.cumsum(parts)[:-1])
-    assignment = _first_assignment(loads, np.array(parts))
+    if len(sizes) == 1 or max(sizes) == 1 or not np.any(loads != loads[0]):
+        return np.split(np.arange(len(pairs)), np.cumsum(sizes)[:-1])
+    assignment = _first_assignment(loads, np.array(sizes))
     _improve(assignment)
     return [np.sort(members) for members in assignment.members]
 
@@ -92,8 +94,8 @@ def order_by_load(pairs: IntArray, mine: IntArray, sizes: tuple[int, ...], count
     """One rank's samples `mine`, reordered so that micro-batches of these `sizes`, the larger first, have about equal
     loads.
 
-    What stays unequal comes heaviest first, so that ranks that communicate in every micro-batch wait least for each
-    other. Where all samples are equal, they keep their order.
+    Among those of one size the heaviest comes first, so that ranks that communicate in every micro-batch wait least for
+    each other. Where all samples are equal, they keep their order.
     """
     own = pairs[mine]
     micros = balance_samples(own, sizes, None if counted is None else counted[mine])
@@ -103,10 +105,10 @@ def order_by_load(pairs: IntArray, mine: IntArray, sizes: tuple[int, ...], count
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _SampleAssignment:
-    """An assignment of samples that is being improved; `loads` are [B, 2]: attention pairs, counted targets.
+    """An assignment of samples that is being improved; `loads` has shape [B, 2]: attention pairs, counted targets.
 
-    `members[p]` lists rank p's samples, the heaviest first. `excess` [ranks, 2] is B times what a rank has beyond its
-    due, a whole number; `scale` turns it into a relative deviation with the weight of its kind.
+    `members[p]` lists rank p's samples, the heaviest first. `excess` [ranks, 2] is B times a rank's load beyond its
+    fair share, an integer; `scale` turns it into a relative deviation, weighted by the kind of load.
     """
 
     loads: IntArray
@@ -116,7 +118,8 @@ class _SampleAssignment:
 
 
 def _first_assignment(loads: IntArray, sizes: IntArray) -> _SampleAssignment:
-    """Each part takes evenly spaced places of all samples sorted by weight; equal parts take turns, to and fro."""
+    """Sort the samples by load and give each rank evenly spaced places in that order; equal ranks alternate in
+    direction (snake order)."""
     part = np.repeat(np.arange(len(sizes)), sizes)
     turn = np.arange(len(part)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     to_and_fro = np.where(turn % 2, -part, part)
@@ -134,8 +137,8 @@ def _first_assignment(loads: IntArray, sizes: IntArray) -> _SampleAssignment:
 
 
 def _improve(assignment: _SampleAssignment) -> None:
-    """Redistribute samples between a rank that is far off and the one that is farthest off the other way, while that
-    helps."""
+    """Redistribute samples between a rank that is far from its fair share and the one that deviates most in the
+    other direction, as long as that helps."""
     misses, visit = 0, 0
     while misses < _MISSES and visit < _VISITS + len(assignment.members):
         costs = _costs(assignment.excess, assignment.scale)
@@ -150,7 +153,7 @@ def _improve(assignment: _SampleAssignment) -> None:
 
 
 def _partner(assignment: _SampleAssignment, part: int, nth: int) -> int:
-    """The part most off the other way, or the nth after it."""
+    """The rank that deviates most in the opposite direction to rank `part`, or the nth one after it."""
     off = assignment.excess * assignment.scale
     along = off[:, 0] * off[part, 0] + off[:, 1] * off[part, 1]
     along[part] = np.inf
@@ -158,7 +161,8 @@ def _partner(assignment: _SampleAssignment, part: int, nth: int) -> int:
 
 
 def _redistribute(assignment: _SampleAssignment, one: int, other: int, visit: int) -> bool:
-    """Deal up to a dozen samples of two parts in the best way that keeps the parts' counts; whether that helped."""
+    """Redistribute up to a dozen samples of two ranks in the best way that keeps each rank's count; returns whether
+    that helped."""
     few = _DOZEN // 2
     sizes = (len(assignment.members[one]), len(assignment.members[other]))
     mine, theirs = min(sizes[0], max(few, _DOZEN - sizes[1])), min(sizes[1], max(few, _DOZEN - sizes[0]))
@@ -188,18 +192,18 @@ def _redistribute(assignment: _SampleAssignment, one: int, other: int, visit: in
 
 
 def _spread(size: int, count: int, visit: int) -> IntArray:
-    """Evenly spaced places below `size`, other ones at each visit."""
+    """`count` evenly spaced indices below `size`, different ones at each visit."""
     return ((16 * np.arange(count) + 7 * visit % 16) * size) // (16 * count)
 
 
 @cache
 def _ways(samples: int, mine: int) -> IntArray:
-    """Every way to choose `mine` of some samples, as rows of ones and zeros."""
+    """Every way to choose `mine` out of `samples` items, as rows of ones and zeros."""
     bits = np.arange(1 << samples)[:, None] >> np.arange(samples) & 1
     return bits[bits.sum(axis=1) == mine]
 
 
 def _costs(excess: IntArray, scale: Floats) -> Any:
-    """The square of how far parts are off, over the last dim."""
+    """Squared relative deviation from the fair share, summed over the last dim (the two kinds of load)."""
     off = (excess * scale) ** 2
     return off[..., 0] + off[..., 1]

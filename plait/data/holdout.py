@@ -1,4 +1,4 @@
-"""Which text is held out for evaluation: a function of the text alone, never of file order or names."""
+"""Decides which text is held out for evaluation: a function of the text alone, never of file order or names."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ HoldoutSplit = Literal["train", "heldout"]
 HoldoutRule = Literal["none", "documents", "tails"]
 
 FEWEST_DOCUMENTS = 20
-"""With fewer documents, holding out whole ones would be too coarse; each then gives up its tail."""
+"""With fewer documents, holding out whole ones would be too coarse; the tail of each is held out instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteSpan:
-    """A byte range of a document and the side it belongs to."""
+    """A byte range of a document, and the split that it belongs to."""
 
     split: HoldoutSplit
     start: int
@@ -30,7 +30,8 @@ class ByteSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentSurvey:
-    """The sizes found in a first pass over one source, and what a hold-out by whole documents would take."""
+    """Counts from a first pass over documents; `held_documents` is the number that a hold-out of whole documents
+    would take."""
 
     documents: int = 0
     text_bytes: int = 0
@@ -45,14 +46,14 @@ class DocumentSurvey:
 
 
 def survey_documents(documents: Iterable[Document], fraction: float) -> Iterator[DocumentSurvey]:
-    """Read documents once, one Survey each; raises PlaitError on binary or non-UTF-8 text."""
+    """Read documents once and yield a DocumentSurvey of each; raises PlaitError on binary or non-UTF-8 text."""
     for document in documents:
         held = _hash_fraction(_checked(document)) < fraction
         yield DocumentSurvey(documents=1, text_bytes=document.text_bytes, held_documents=int(held))
 
 
 def choose_holdout_rule(found: DocumentSurvey, fraction: float) -> HoldoutRule:
-    """By whole documents where there are enough of them and both sides get some; else the tail of each."""
+    """Choose "documents" where there are enough of them for both splits, else "tails"; "none" for a fraction of 0."""
     if fraction == 0:
         return "none"
     both_sides = 0 < found.held_documents < found.documents
@@ -60,7 +61,7 @@ def choose_holdout_rule(found: DocumentSurvey, fraction: float) -> HoldoutRule:
 
 
 def holdout_spans(document: Document, rule: HoldoutRule, fraction: float) -> tuple[ByteSpan, ...]:
-    """How a document is divided; every byte of it lies in exactly one span."""
+    """The spans into which a document is divided; every byte of it lies in exactly one."""
     end = document.text_bytes
     if rule == "none":
         return (ByteSpan(split="train", start=0, stop=end),)
@@ -81,7 +82,7 @@ def text_blocks(blocks: Iterable[bytes]) -> Iterator[str]:
 
 
 def _hash_fraction(blocks: Iterable[bytes]) -> float:
-    """The text's hash as a number from 0 to 1: equal texts share it, so duplicates stay on one side."""
+    """The text's hash as a number from 0 to 1. Equal texts have equal hashes, so duplicates are in one split."""
     state = blake2b(digest_size=8)
     for block in blocks:
         state.update(block)
@@ -89,7 +90,7 @@ def _hash_fraction(blocks: Iterable[bytes]) -> float:
 
 
 def _character_start(document: Document, at: int) -> int:
-    """Move forward to the first byte of a UTF-8 character (continuation bytes are 10xxxxxx)."""
+    """The offset of the first UTF-8 character that starts at or after `at` (continuation bytes are 10xxxxxx)."""
     head = b"".join(document.read(at, min(at + 4, document.text_bytes)))
     return at + next((i for i, byte in enumerate(head) if byte & 0xC0 != 0x80), len(head))
 

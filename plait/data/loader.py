@@ -1,4 +1,4 @@
-"""Micro-batches as tensors: a rank's share of each training step, fetched ahead, and the held-out windows."""
+"""Micro-batches as tensors: a rank's share of each training step, prefetched, and the held-out windows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 
 from plait.data.balance import attention_pairs, balance_samples, counted_targets, order_by_load
 from plait.data.micro_sizes import micro_sizes
-from plait.data.order import Order
+from plait.data.order import SampleOrder
 from plait.data.packing import Lengths, restarting_positions, segment_lengths, zigzag_columns
-from plait.data.rows import NOT_COUNTED, gather, padded_rows, targets, windows_end_to_end
+from plait.data.rows import IGNORED_TARGET, gather_rows, make_targets, padded_rows, windows_end_to_end
 from plait.data.shards import Corpus, Shard
 
 DocumentMode = Literal["mask", "join"]
@@ -26,9 +26,10 @@ DocumentMode = Literal["mask", "join"]
 class Micro:
     """One micro-batch of B rows and T tokens.
 
-    `inputs` and `targets` are int64 [B, T]; a target NOT_COUNTED is padding. Where documents are masked, `positions`
-    [B, T] restart at each document and `lengths` are the segments of the flattened rows. Where this is a part of the
-    sequences, `positions` are those of the whole ones ([1, T] if alike in all rows), and so are `lengths`. Else None.
+    `inputs` and `targets` are int64 [B, T]; a target of IGNORED_TARGET does not enter the loss. Where documents are
+    masked, `positions` [B, T] restart at each document and `lengths` are the segments of the flattened rows. Where this
+    rank holds only a part of each sequence (context parallelism), `positions` are those in the whole sequence ([1, T]
+    if equal in all rows), and `lengths`, if documents are masked, are those of the whole rows. Else they are None.
     """
 
     inputs: torch.Tensor
@@ -38,58 +39,61 @@ class Micro:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
-    """Which samples a rank takes, and in which micro-batches.
-
-    Of each step's sequences data-parallel rank p takes parts[p], and this rank is number `part`. It takes them at most
-    `micro_sequences` at a time (limits[p] where ranks differ in that), in as many micro-batches as the other ranks of
-    `in_lockstep`: those with which it communicates in the middle of each. Of each sequence it sees part `context` of
-    `contexts`.
-    """
+class SampleSelection:
+    """The samples of each step that a rank reads, and how they are divided into micro-batches."""
 
     sequence: int
-    parts: tuple[int, ...]
-    part: int
-    in_lockstep: range
+    sequences_per_replica: tuple[int, ...]
+    """Sequences of a step for each data-parallel rank; sums to the global batch."""
+    data_parallel_rank: int
+    """This rank's data-parallel rank."""
+    lockstep_replicas: range
+    """The data-parallel ranks that communicate in the middle of each micro-batch, this one included: all run equally
+    many."""
     micro_sequences: int
+    """Largest number of sequences in a micro-batch."""
     documents: DocumentMode
     device: torch.device
-    limits: tuple[int, ...] = ()
-    context: int = 0
-    contexts: int = 1
+    micro_limits: tuple[int, ...] = ()
+    """The same for each data-parallel rank where they differ; else empty."""
+    context_rank: int = 0
+    """This rank's context-parallel rank: the part of each sequence that it holds."""
+    context_degree: int = 1
+    """Context-parallel degree: the number of parts of each sequence."""
 
     @property
     def batch_sequences(self) -> int:
-        """Of a step, over all parts."""
-        return sum(self.parts)
+        """Sequences of a step over all data-parallel ranks."""
+        return sum(self.sequences_per_replica)
 
 
 class Loader:
-    """Gives one rank its samples of each step and prepares the next step's in one background thread."""
+    """Returns one rank's samples of each step, and prefetches the next step's in a background thread."""
 
-    def __init__(self, corpus: Corpus, order: Order, samples: Samples) -> None:
+    def __init__(self, corpus: Corpus, order: SampleOrder, samples: SampleSelection) -> None:
         assert samples.sequence == order.sequence
         self.wait_s = 0.0
         """Seconds that the last call of `micros` had to wait."""
         self._corpus, self._order = corpus, order
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
-        self._ahead: tuple[int, Samples, Future[list[Micro]]] | None = None
-        self.take(samples)
+        self._ahead: tuple[int, SampleSelection, Future[list[Micro]]] | None = None
+        self.set_selection(samples)
 
     @property
-    def samples(self) -> Samples:
-        """What the rank takes now."""
+    def selection(self) -> SampleSelection:
+        """The selection that is in use now."""
         return self._samples
 
-    def take(self, samples: Samples) -> None:
-        """From the next call of `micros` on take these; what was fetched ahead of it for others is dropped."""
-        assert samples.micro_sequences > 0 and samples.part in samples.in_lockstep
-        assert min(samples.parts) > 0 and samples.in_lockstep.stop <= len(samples.parts)
-        assert not samples.limits or (min(samples.limits) > 0 and len(samples.limits) == len(samples.parts))
+    def set_selection(self, samples: SampleSelection) -> None:
+        """Read this selection from the next call of `micros` on; data prefetched for another one are dropped."""
+        assert samples.micro_sequences > 0 and samples.data_parallel_rank in samples.lockstep_replicas
+        replicas = len(samples.sequences_per_replica)
+        assert min(samples.sequences_per_replica) > 0 and samples.lockstep_replicas.stop <= replicas
+        assert not samples.micro_limits or (min(samples.micro_limits) > 0 and len(samples.micro_limits) == replicas)
         self._samples = samples
 
     def micros(self, position: int) -> list[Micro]:
-        """The micro-batches of the step that starts at global `position`; blocks until they are there."""
+        """The micro-batches of the step that starts at global `position`; blocks until they are ready."""
         began = time.perf_counter()
         if self._ahead is None or self._ahead[:2] != (position, self._samples):
             self._fetch_ahead(position)
@@ -107,38 +111,40 @@ class Loader:
         samples = self._samples
         self._ahead = (position, samples, self._thread.submit(self._fetch, position, samples))
 
-    def _fetch(self, position: int, samples: Samples) -> list[Micro]:
+    def _fetch(self, position: int, samples: SampleSelection) -> list[Micro]:
         train = self._corpus.train
         shard, start = self._order.windows(position + np.arange(samples.batch_sequences))
         mine = _own_samples(train, shard, start, samples)
         shard, start = shard[mine], start[mine]
         found = []
-        for rows in _portions(_sizes(samples.parts, samples)):
+        for rows in _row_slices(_sizes(samples.sequences_per_replica, samples)):
             if not len(start[rows]):
                 found.append(_uncounted_micro(self._corpus, samples))
                 continue
-            tokens = gather(train, shard[rows], start[rows], samples.sequence + 1)
+            tokens = gather_rows(train, shard[rows], start[rows], samples.sequence + 1)
             lengths = None
             if samples.documents == "mask":
                 lengths = segment_lengths(train, shard[rows], start[rows], samples.sequence)
-            wanted = targets(train, shard[rows], start[rows], tokens)
+            wanted = make_targets(train, shard[rows], start[rows], tokens)
             found.append(_micro(tokens[:, :-1], wanted, lengths, samples))
         return found
 
 
-def heldout_micros(corpus: Corpus, samples: Samples) -> Iterator[Micro]:
-    """This rank's part of the held-out windows: over all parts each held-out token is a target exactly once.
+def heldout_micros(corpus: Corpus, samples: SampleSelection) -> Iterator[Micro]:
+    """This rank's micro-batches of held-out windows: over all data-parallel ranks, each held-out token is a target
+    exactly once.
 
-    Windows lie end to end over every shard, and the parts take them in turns, as many each as it has of a step.
+    Windows lie end to end over every shard. The data-parallel ranks take turns, each with the same share of the windows
+    as of a training step.
     """
     shard, start = windows_end_to_end(corpus.heldout, samples.sequence)
     if not len(start):
         return
-    takers = np.resize(interleaved_turns(samples.parts), len(start))
-    mine = np.flatnonzero(takers == samples.part)
+    takers = np.resize(interleaved_replicas(samples.sequences_per_replica), len(start))
+    mine = np.flatnonzero(takers == samples.data_parallel_rank)
     shard, start = shard[mine], start[mine]
-    counts = np.bincount(takers, minlength=len(samples.parts)).tolist()
-    for rows in _portions(_sizes(counts, samples)):
+    counts = np.bincount(takers, minlength=len(samples.sequences_per_replica)).tolist()
+    for rows in _row_slices(_sizes(counts, samples)):
         if not len(start[rows]):
             yield _uncounted_micro(corpus, samples)
             continue
@@ -149,58 +155,61 @@ def heldout_micros(corpus: Corpus, samples: Samples) -> Iterator[Micro]:
         yield _micro(inputs, wanted, lengths, samples)
 
 
-def _own_samples(train: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: Lengths, samples: Samples) -> Lengths:
-    """Which of a step's samples this rank takes, in order.
+def _own_samples(
+    train: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: Lengths, samples: SampleSelection
+) -> Lengths:
+    """Indices of a step's samples that this rank reads, in reading order.
 
-    Masked documents load ranks and micro-batches by their lengths, so the lengths decide. Every rank computes the same
-    assignment.
+    Where documents are masked, their lengths determine the load of ranks and micro-batches, so the assignment follows
+    the lengths. Every rank computes the same assignment.
     """
     if samples.documents == "join":
-        first = sum(samples.parts[: samples.part])
-        return np.arange(first, first + samples.parts[samples.part])
+        first = sum(samples.sequences_per_replica[: samples.data_parallel_rank])
+        return np.arange(first, first + samples.sequences_per_replica[samples.data_parallel_rank])
     pairs = attention_pairs(train, shard, start, samples.sequence)
     counted = counted_targets(train, shard, start, samples.sequence)
-    mine = balance_samples(pairs, samples.parts, counted)[samples.part]
-    filled = tuple(size for size in _sizes(samples.parts, samples) if size)
+    mine = balance_samples(pairs, samples.sequences_per_replica, counted)[samples.data_parallel_rank]
+    filled = tuple(size for size in _sizes(samples.sequences_per_replica, samples) if size)
     return order_by_load(pairs, mine, filled, counted)
 
 
-def _portions(sizes: Sequence[int]) -> Iterator[slice]:
+def _row_slices(sizes: Sequence[int]) -> Iterator[slice]:
     """The rows of each micro-batch."""
     for end, size in zip(accumulate(sizes), sizes, strict=True):
         yield slice(end - size, end)
 
 
-def _sizes(counts: Sequence[int], samples: Samples) -> tuple[int, ...]:
+def _sizes(counts: Sequence[int], samples: SampleSelection) -> tuple[int, ...]:
     """Sizes of this rank's micro-batches when data-parallel ranks have these `counts` of sequences."""
-    own = samples.in_lockstep.index(samples.part)
-    limits = samples.limits or (samples.micro_sequences,) * len(counts)
-    met = samples.in_lockstep
+    own = samples.lockstep_replicas.index(samples.data_parallel_rank)
+    limits = samples.micro_limits or (samples.micro_sequences,) * len(counts)
+    met = samples.lockstep_replicas
     return micro_sizes(tuple(counts[part] for part in met), tuple(limits[part] for part in met))[own]
 
 
-def interleaved_turns(parts: tuple[int, ...]) -> Lengths:
-    """Who takes what comes one after the other: part p parts[p] times, evenly spread; equal parts take turns."""
-    places = [(np.arange(count) + 0.5) / count for count in parts]
-    owners = np.repeat(np.arange(len(parts)), parts)
+def interleaved_replicas(sequences_per_replica: tuple[int, ...]) -> Lengths:
+    """Data-parallel rank of each window in a cycle of sum(`sequences_per_replica`) windows: each rank appears as
+    often as it has sequences, evenly spread; ranks with equal counts alternate."""
+    places = [(np.arange(count) + 0.5) / count for count in sequences_per_replica]
+    owners = np.repeat(np.arange(len(sequences_per_replica)), sequences_per_replica)
     return owners[np.argsort(np.concatenate(places), kind="stable")]
 
 
-def _uncounted_micro(corpus: Corpus, samples: Samples) -> Micro:
+def _uncounted_micro(corpus: Corpus, samples: SampleSelection) -> Micro:
     inputs = np.full((1, samples.sequence), corpus.eot, dtype=np.int64)
     lengths = np.array([samples.sequence]) if samples.documents == "mask" else None
-    return _micro(inputs, np.full_like(inputs, NOT_COUNTED), lengths, samples)
+    return _micro(inputs, np.full_like(inputs, IGNORED_TARGET), lengths, samples)
 
 
 def _micro(
     inputs: np.ndarray[Any, Any],
     targets: np.ndarray[Any, Any],
     lengths: np.ndarray[Any, Any] | None,
-    samples: Samples,
+    samples: SampleSelection,
 ) -> Micro:
     positions = None if lengths is None else restarting_positions(lengths).reshape(inputs.shape)
-    if samples.contexts > 1:
-        columns = zigzag_columns(samples.sequence, samples.contexts, samples.context)
+    if samples.context_degree > 1:
+        columns = zigzag_columns(samples.sequence, samples.context_degree, samples.context_rank)
         positions = columns[None] if positions is None else positions[:, columns]
         inputs, targets = inputs[:, columns], targets[:, columns]
     return Micro(

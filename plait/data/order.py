@@ -28,7 +28,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Stream:
-    """Shards shuffled as one: windows of shard i are numbers `ends[i-1]` to `ends[i]`; `spare` tokens are left over."""
+    """Shards that are shuffled as one: shard i has the windows from `ends[i-1]` up to `ends[i]`; `spare` holds the
+    tokens of each shard that do not fill one."""
 
     name: int
     shards: Indices
@@ -41,20 +42,21 @@ class _Stream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Order:
-    """Which window of which shard each global sample position reads; made by `make_order`.
+class SampleOrder:
+    """Maps each global sample position to a window of a shard; made by `make_order`.
 
-    Position p falls on slot p % len(slots); a slot belongs to a stream and is that stream's `rank`-th in the turn.
+    Position p has slot p % len(slots). `slots` holds the stream of each slot; `index_in_stream` the number of earlier
+    slots of the same stream in the cycle.
     """
 
     seed: int
     sequence: int
     streams: tuple[_Stream, ...]
     slots: Indices
-    rank: Indices
+    index_in_stream: Indices
 
     def windows(self, positions: Indices) -> tuple[np.ndarray[Any, np.dtype[np.int32]], Indices]:
-        """Shard (int32) and first token (int64) of each position: one call answers a whole step."""
+        """Shard (int32) and first token (int64) of each position; one call serves a whole step."""
         turn, slot = np.divmod(np.asarray(positions, dtype=np.int64), len(self.slots))
         owner = self.slots[slot]
         shard = np.empty(len(turn), dtype=np.int32)
@@ -62,12 +64,13 @@ class Order:
         for number, stream in enumerate(self.streams):
             mine = np.flatnonzero(owner == number)
             if len(mine):
-                draws = turn[mine] * np.count_nonzero(self.slots == number) + self.rank[slot[mine]]
+                draws = turn[mine] * np.count_nonzero(self.slots == number) + self.index_in_stream[slot[mine]]
                 shard[mine], start[mine] = self._draw(stream, draws)
         return shard, start
 
     def epoch(self, position: int) -> float:
-        """How many times the windows were gone through before `position`; with weights, on the average of all."""
+        """Number of epochs done before `position`: passes over all windows; with weights, the average over the
+        streams."""
         return position / sum(stream.windows for stream in self.streams)
 
     def _draw(self, stream: _Stream, draws: Indices) -> tuple[Indices, Indices]:
@@ -79,7 +82,7 @@ class Order:
         return shard, start
 
     def _draw_in_epoch(self, stream: _Stream, epoch: int, index: Indices) -> tuple[Indices, Indices]:
-        window = permute(index, stream.windows, _key(self.seed, stream.name, epoch))
+        window = permuted_indices(index, stream.windows, _key(self.seed, stream.name, epoch))
         place = np.searchsorted(stream.ends, window, side="right")
         shard = stream.shards[place]
         before = np.where(place > 0, stream.ends[place - 1], 0)
@@ -89,9 +92,10 @@ class Order:
 
 
 def longest_window(corpus: Corpus) -> int:
-    """Tokens of the longest window that an order can be made of; raises PlaitError where a source has nothing to give.
+    """Length in tokens of the longest window that this corpus allows; raises PlaitError where a source has no training
+    text.
 
-    With weights each source must have one of its own.
+    With weights, each source must have a window of that length.
     """
     sizes = [(shard.source, len(shard.tokens)) for shard in corpus.train]
     if not corpus.weights:
@@ -107,8 +111,8 @@ def _check_sources(corpus: Corpus) -> None:
         raise PlaitError(f"all of {held[0]} is held out; give it more text, change data.holdout, or take it out")
 
 
-def make_order(corpus: Corpus, seed: int, sequence: int) -> Order:
-    """The order of a corpus for windows of `sequence` tokens; raises PlaitError where the data are too short."""
+def make_order(corpus: Corpus, seed: int, sequence: int) -> SampleOrder:
+    """The order of a corpus in windows of `sequence` tokens; raises PlaitError where the data are too short."""
     _check_sources(corpus)
     groups = sorted({shard.source for shard in corpus.train}) if corpus.weights else [0]
     streams = []
@@ -116,11 +120,11 @@ def make_order(corpus: Corpus, seed: int, sequence: int) -> Order:
         numbers = [n for n, shard in enumerate(corpus.train) if not corpus.weights or shard.source == group]
         streams.append(_stream(group, numbers, [len(corpus.train[n].tokens) for n in numbers], sequence))
     slots = _pattern(corpus.weights or (1.0,), seed)
-    return Order(seed=seed, sequence=sequence, streams=tuple(streams), slots=slots, rank=_ranks(slots))
+    return SampleOrder(seed=seed, sequence=sequence, streams=tuple(streams), slots=slots, index_in_stream=_ranks(slots))
 
 
-def permute(index: Indices, size: int, key: int) -> Indices:
-    """Where a pseudo-random permutation of range(size), one for each key, sends the given numbers."""
+def permuted_indices(index: Indices, size: int, key: int) -> Indices:
+    """Images of the given indices under a pseudo-random permutation of range(size), which depends on `key`."""
     bits = max(1, (size - 1).bit_length())
     found = _scramble(index.astype(np.uint64), bits, key)
     while len(outside := np.flatnonzero(found >= size)):
@@ -163,7 +167,10 @@ def _stream(name: int, shards: list[int], tokens: list[int], sequence: int) -> _
 
 
 def _pattern(weights: tuple[float, ...], seed: int) -> Indices:
-    """Stream numbers in the exact proportions of the weights, shuffled; the pattern repeats for ever."""
+    """One cycle of stream numbers, in the proportions of the weights and shuffled; it repeats for ever.
+
+    The proportions are exact where a cycle of at most 65536 slots allows it.
+    """
     if len(weights) == 1:
         return np.zeros(1, dtype=np.int64)
     shares = [Fraction(str(weight)) for weight in weights]
@@ -175,7 +182,7 @@ def _pattern(weights: tuple[float, ...], seed: int) -> Indices:
     for n in by_rest[: length - sum(counts)]:
         counts[n] += 1
     slots = np.repeat(np.arange(len(counts)), counts)
-    return slots[permute(np.arange(length), length, _key(seed, "pattern"))]
+    return slots[permuted_indices(np.arange(length), length, _key(seed, "pattern"))]
 
 
 def _ranks(slots: Indices) -> Indices:

@@ -1,4 +1,4 @@
-"""Where documents begin inside the windows of a micro-batch, so that attention can stay within them."""
+"""Document boundaries inside the windows of a micro-batch, so that attention can stay within documents."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def segment_lengths(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: Lengths, sequence: int) -> Lengths:
-    """Lengths of the document segments of the flattened rows, in order; no segment crosses a row.
+    """Lengths of the document segments in the flattened rows, in order; no segment crosses a row.
 
-    Row i reads `sequence` inputs of shards[shard[i]] from start[i]; the <eot> before a document opens its segment.
+    Row i reads `sequence` inputs of shards[shard[i]] from start[i]; the <eot> before a document begins its segment.
     """
     begins = [np.arange(len(start)) * sequence]
     for number in np.unique(shard):
@@ -25,27 +25,28 @@ def segment_lengths(shards: tuple[Shard, ...], shard: np.ndarray[Any, Any], star
 
 
 def restarting_positions(lengths: Lengths) -> Lengths:
-    """0, 1, 2, … within each segment, for all segments one after the other."""
+    """Positions 0, 1, 2, … within each segment, concatenated over all segments."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
 
 
-def zigzag_columns(sequence: int, parts: int, index: int) -> Lengths:
-    """The columns of a row that one of `parts` context ranks holds, in their order: two of 2 × parts equal chunks.
+def zigzag_columns(sequence: int, context_degree: int, context_rank: int) -> Lengths:
+    """Columns of a row that one of `context_degree` context ranks holds, in the rank's order: two of 2 ×
+    `context_degree` equal chunks.
 
-    Chunk `index` and the one as far from the row's end, so that all ranks have equally many pairs of a token and an
-    earlier one. `parts` 1 holds the whole row.
+    The chunks are number `context_rank` from the row's beginning and the same number from its end, so that all ranks
+    have about equally many pairs of a token and an earlier one. With a degree of 1 the rank holds the whole row.
     """
-    chunk, rest = divmod(sequence, 2 * parts)
-    assert parts == 1 or rest == 0, f"{2 * parts} chunks do not divide a row of {sequence} tokens"
-    if parts == 1:
+    chunk, rest = divmod(sequence, 2 * context_degree)
+    assert context_degree == 1 or rest == 0, f"{2 * context_degree} chunks do not divide a row of {sequence} tokens"
+    if context_degree == 1:
         return np.arange(sequence)
-    firsts = (index * chunk, (2 * parts - 1 - index) * chunk)
+    firsts = (context_rank * chunk, (2 * context_degree - 1 - context_rank) * chunk)
     return np.concatenate([np.arange(first, first + chunk) for first in firsts])
 
 
 def _inner_begins(starts: Lengths, rows: Lengths, first: Lengths, sequence: int) -> Lengths:
-    """Flat places of the documents that begin inside the rows, row beginnings left out."""
+    """Positions in the flattened rows at which documents begin, without those at the beginning of a row."""
     low = np.searchsorted(starts, first, side="right")
     high = np.searchsorted(starts, first + sequence, side="left")
     counts = high - low

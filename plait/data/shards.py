@@ -1,4 +1,4 @@
-"""Token shards on disk: memory-mapped by everyone who trains or evaluates; writer.py writes them, once."""
+"""Token shards on disk, memory-mapped for training and evaluation; writer.py writes them once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def token_dtype(vocabulary: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
-    """A shard as the index lists it: `documents` starts, SHA-256 of its files; no mask where every token is learned."""
+    """One shard's entry in the index: its number of documents and the SHA-256 of its files; no mask where every
+    token is learned."""
 
     name: str
     split: HoldoutSplit
@@ -45,7 +46,7 @@ class ShardEntry:
 
     @property
     def files(self) -> dict[str, str]:
-        """The files of the shard and their hashes."""
+        """SHA-256 of each file of the shard, by name."""
         found = {f"{self.name}.bin": self.sha256, f"{self.name}.starts.npy": self.starts_sha256}
         return found if self.mask_sha256 is None else {**found, f"{self.name}.mask.bin": self.mask_sha256}
 
@@ -63,11 +64,11 @@ class Shard:
     mask: np.ndarray[Any, Any] | None = None
 
     def rows(self, starts: np.ndarray[Any, Any], length: int) -> np.ndarray[Any, Any]:
-        """The `length` tokens from each of the given positions, one row each."""
+        """The `length` tokens from each of the given positions, one row per position."""
         return _rows(self.tokens, starts, length)
 
     def mask_rows(self, starts: np.ndarray[Any, Any], length: int) -> np.ndarray[Any, Any]:
-        """Their marks; 0 all over where the shard has no mask."""
+        """The mask of the same rows; all 0 where the shard has no mask."""
         if self.mask is None:
             return np.zeros((len(starts), length), dtype=np.uint8)
         return _rows(self.mask, starts, length)
@@ -75,7 +76,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Corpus:
-    """Prepared data; `weights` is empty where the sources are simply one after the other."""
+    """Prepared data; `weights` is empty where the sources are concatenated instead of mixed."""
 
     folder: Path
     vocabulary: int
@@ -103,7 +104,7 @@ class Corpus:
         return self.folder / "tokenizer.json"
 
     def verify(self) -> None:
-        """Read everything and compare the hashes; raises PlaitError naming the first file that differs."""
+        """Read all files and compare their hashes; raises PlaitError naming the first file that differs."""
         for entry in self.entries:
             for name, expected in entry.files.items():
                 if file_sha256(self.folder / name) != expected:
@@ -155,7 +156,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync_and_close(file: BinaryIO) -> None:
-    """Close a file that is surely on the disk."""
+    """Close a file after its data have reached the disk."""
     with file:
         file.flush()
         os.fsync(file.fileno())
@@ -188,7 +189,8 @@ def _rows(values: np.ndarray[Any, Any], starts: np.ndarray[Any, Any], length: in
 
 
 def _content_hash(index: dict[str, Any], entries: tuple[ShardEntry, ...], weights: tuple[float, ...]) -> str:
-    """What training sees: tokens, ends, marks, weights and ids; not where the text lay or what files were called."""
+    """Hash of what training depends on: tokens, document ends, masks, weights and ids, but not the paths of the text
+    or the names of files."""
     kept = [index["dtype"], index["vocabulary"], index["eot"], index["tokenizer_hash"], weights]
     kept += [(entry.split, entry.source, *entry.files.values()) for entry in entries]
     return sha256(json.dumps(kept).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Where the text comes from: files, globs and Hugging Face datasets, read as a stream of documents."""
+"""Sources of text: files, globs and Hugging Face datasets, read as a stream of documents."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSource:
-    """A source whose files were found: `documents()` reads them from the start each time it is called.
+    """A source whose files were found; each call of `documents()` reads them from the start.
 
-    `files` is everything that the documents depend on, in reading order; `selection` is what else they depend on.
+    `files` are all files that the documents depend on, in reading order; `selection` states what else they depend on:
+    the split and number of rows of a Hugging Face data set.
     """
 
     source: Source
@@ -57,7 +58,7 @@ class OpenSource:
 
 
 def open_source(source: Source) -> OpenSource:
-    """Find the files of a source, sorted by name; raises PlaitError before anything is read or computed."""
+    """Find the files of a source, sorted by name; raises PlaitError before any text is read."""
     if source.path.startswith(_HUGGING_FACE):
         return _open_hugging_face(source)
     files = _matching_files(source.path)
@@ -133,7 +134,8 @@ def _json_text(path: Path, number: int, offset: int, line: bytes, field: str) ->
 
 
 def _text_document(place: str, text: object) -> Iterator[Document]:
-    """One document, or none where the text is empty: an empty document would only train on two ends in a row."""
+    """One document, or none where the text is empty: an empty document would only train on two ends of text in a
+    row."""
     if not isinstance(text, str):
         raise PlaitError(f"{place}: the text is {type(text).__name__}, not a string; choose a field of strings")
     try:

@@ -1,4 +1,5 @@
-"""Compares what a layout's ranks left with what one plain process left: how far apart, where, and in words."""
+"""Compares the tensors that a layout's ranks saved with those of one plain process: the errors, and a report of
+them."""
 
 from __future__ import annotations
 
@@ -50,36 +51,37 @@ _WHOLE = {
 class Tolerances:
     """The largest errors that pass.
 
-    Below `least_share` of the largest gradient of all a gradient's own size says nothing: a key bias' true gradient is
-    zero.
+    An error is relative to a tensor's largest absolute value; for gradients, to at least `min_gradient_share` of the
+    largest of all gradients. Below that a gradient's own size says nothing: a key bias' true gradient is zero.
     """
 
     gradient: float
     parameter: float
-    least_share: float
+    min_gradient_share: float
 
 
-FLOAT64_TOLERANCES = Tolerances(gradient=1e-10, parameter=1e-9, least_share=1e-6)
-"""For float64."""
-FLOAT32_TOLERANCES = Tolerances(gradient=1e-4, parameter=1e-4, least_share=1e-2)
-"""For float32: its 7 digits leave nothing of a gradient far below the others."""
-BF16_TRANSFER_TOLERANCES = Tolerances(gradient=2e-2, parameter=2e-2, least_share=1e-6)
-"""For gradients that travel as bfloat16."""
+FLOAT64_TOLERANCES = Tolerances(gradient=1e-10, parameter=1e-9, min_gradient_share=1e-6)
+"""Tolerances for float64."""
+FLOAT32_TOLERANCES = Tolerances(gradient=1e-4, parameter=1e-4, min_gradient_share=1e-2)
+"""Tolerances for float32, whose 7 digits leave nothing of a gradient that is far below the others."""
+BF16_TRANSFER_TOLERANCES = Tolerances(gradient=2e-2, parameter=2e-2, min_gradient_share=1e-6)
+"""Tolerances for gradients that are transferred as bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """How far one tensor of the layout is from the reference's; `error` is infinite where numbers are missing."""
+    """The largest error of one of the layout's tensors against the reference; `error` is infinite where values are
+    missing."""
 
     name: str
     kind: str
     error: float
-    bar: float
+    tolerance: float
     remark: str = ""
 
     @property
     def passes(self) -> bool:
-        return self.error <= self.bar
+        return self.error <= self.tolerance
 
     def __str__(self) -> str:
         return f"{weight_text(self.name)}, {_KINDS[self.kind]}" + (f" ({self.remark})" if self.remark else "")
@@ -87,11 +89,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Whether a layout computes what one process computes."""
+    """Whether a layout computes the same as one process."""
 
     layout: Layout
     findings: tuple[Finding, ...]
-    """The worst first."""
+    """Sorted by error relative to its tolerance, the worst first."""
 
     @property
     def ok(self) -> bool:
@@ -102,13 +104,14 @@ class Verdict:
         return self.findings[:ERRORS_NAMED]
 
     def largest(self, *kinds: str) -> float:
-        """The largest error among findings of some kinds."""
+        """The largest error among the findings of these kinds; 0 where there are none."""
         return max((finding.error for finding in self.findings if finding.kind in kinds), default=0.0)
 
     def to_json(self) -> str:
-        """For programs; an error that is no number is null."""
+        """The verdict as JSON for programs; an error that is not finite is null."""
         worst = [
-            {"name": one.name, "what": str(one), "error": _finite(one.error), "bar": one.bar} for one in self.worst
+            {"name": one.name, "what": str(one), "error": _finite(one.error), "bar": one.tolerance}
+            for one in self.worst
         ]
         values = {
             "ok": self.ok,
@@ -121,23 +124,30 @@ class Verdict:
         return json.dumps(values, indent=2, allow_nan=False) + "\n"
 
     def table(self) -> Table:
-        """For people."""
+        """The worst findings as a table for people."""
         table = Table(box=None, header_style="", pad_edge=False)
         for title in ("the largest differences", "error", "allowed", ""):
             table.add_column(title, justify="left" if title.startswith("the") else "right")
         for one in self.worst:
-            table.add_row(str(one), f"{one.error:.1e}", f"{one.bar:.0e}", "" if one.passes else "[red]differs[/red]")
+            table.add_row(
+                str(one), f"{one.error:.1e}", f"{one.tolerance:.0e}", "" if one.passes else "[red]differs[/red]"
+            )
         return table
 
 
-def compare_runs(reference: Path, ranks: Sequence[Path], layout: Layout, *, lr: float, bars: Tolerances) -> Verdict:
-    """Compare the files that a layout's ranks left with the reference's."""
-    found = list(_findings(load_file(reference), [load_file(rank) for rank in ranks], lr, bars))
-    return Verdict(layout=layout, findings=tuple(sorted(found, key=lambda one: one.error / one.bar, reverse=True)))
+def compare_runs(
+    reference: Path, ranks: Sequence[Path], layout: Layout, *, lr: float, tolerances: Tolerances
+) -> Verdict:
+    """Compare the tensor files that a layout's ranks saved with the reference's file; `lr` is the least scale of
+    parameter errors."""
+    found = list(_findings(load_file(reference), [load_file(rank) for rank in ranks], lr, tolerances))
+    return Verdict(
+        layout=layout, findings=tuple(sorted(found, key=lambda one: one.error / one.tolerance, reverse=True))
+    )
 
 
 def weight_text(name: str) -> str:
-    """ "layers.3.attention.o.weight" as "layer 3's attention output weight"."""
+    """A weight's name in words: "layers.3.attention.o.weight" becomes "layer 3's attention output weight"."""
     layer = layer_of(name)
     if layer is None:
         return _WHOLE.get(name, name)
@@ -148,23 +158,24 @@ def weight_text(name: str) -> str:
 def _findings(
     wanted: Mapping[str, Array], ranks: list[dict[str, Array]], lr: float, bars: Tolerances
 ) -> Iterator[Finding]:
-    """Each tensor's largest error over all ranks, and each gradient that is not answered for exactly once."""
+    """Yields each tensor's largest error over all ranks, and each gradient whose elements are not all owned by
+    exactly one rank."""
     largest = max(np.abs(values).max() for key, values in wanted.items() if key.startswith("gradient/"))
     pieces = _pieces(ranks)
     for key, values in wanted.items():
         kind, name = key.split("/")[:2]
         bar = bars.gradient if kind in ("gradient", "sums") else bars.parameter
-        least = {"gradient": bars.least_share * largest, "sums": 1e-30}.get(kind, lr)
+        least = {"gradient": bars.min_gradient_share * largest, "sums": 1e-30}.get(kind, lr)
         scale = max(np.abs(values).max(), least)
         apart = [_distance(values, *piece) for piece in pieces.get((kind, name), [])]
         error = float(np.max(apart) / scale) if apart else math.inf
-        yield Finding(name=name, kind=kind, error=_number(error), bar=bar, remark="" if apart else "missing")
+        yield Finding(name=name, kind=kind, error=_number(error), tolerance=bar, remark="" if apart else "missing")
         if kind == "gradient" and (remark := _ownership(values, pieces.get((kind, name), []))):
-            yield Finding(name=name, kind=kind, error=math.inf, bar=bar, remark=remark)
+            yield Finding(name=name, kind=kind, error=math.inf, tolerance=bar, remark=remark)
 
 
 RankPiece = tuple[tuple[int, ...], str, Array]
-"""A rank's piece of a tensor: the index where it begins, the name of its rank, its values."""
+"""A rank's slice of a tensor: its offset, "own" or "copy" (whether this rank updates it), and its values."""
 
 
 def _pieces(ranks: list[dict[str, Array]]) -> dict[tuple[str, str], list[RankPiece]]:
@@ -184,7 +195,7 @@ def _distance(wanted: Array, offset: tuple[int, ...], who: str, values: Array) -
 
 
 def _ownership(wanted: Array, pieces: list[RankPiece]) -> str:
-    """What is wrong with who answers for a gradient's numbers; nothing where one rank does for each."""
+    """What is wrong with the ownership of a gradient's elements, or "" where each is owned by exactly one rank."""
     owners = np.zeros(wanted.shape, dtype=np.int64)
     for offset, who, values in pieces:
         if who == "own":

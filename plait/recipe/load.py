@@ -1,4 +1,4 @@
-"""From a recipe file and overrides on the command line to a RunConfig, or one sentence that says what is wrong."""
+"""Loads a recipe file with command-line overrides into a RunConfig; errors are one sentence that says what is wrong."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _NAMED_TOKENIZERS = ("auto", "bpe", "gpt2")
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe and apply `section.key=value` overrides; relative paths become absolute.
 
-    A path in the file is searched beside the recipe, then in the current folder; one on the command line the other way
-    round. Raises PlaitError in one sentence.
+    A path in the file is searched beside the recipe, then in the current folder; a path on the command line in the
+    current folder first. Raises PlaitError in one sentence.
     """
     requested = _read_toml(path)
     beside, here = path.resolve().parent, Path.cwd()
@@ -38,7 +38,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
-    """Check a nested mapping against the schema; raises PlaitError naming the first bad key and its mend."""
+    """Check nested values against the schema; raises PlaitError that names the first bad key and how to correct it."""
     for key in _keys(values):
         if key in RESERVED:
             raise PlaitError(f"{key} comes with a later version of plait; remove it from the recipe for now")
@@ -49,23 +49,24 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
 
 
 def recipe_text(config: RunConfig) -> str:
-    """The recipe as TOML, every key written out: what is saved beside a run."""
-    return tomli_w.dumps(asked_values(config))
+    """The recipe as TOML with every key written out, as it is saved with a run."""
+    return tomli_w.dumps(requested_values(config))
 
 
-def asked_values(config: RunConfig) -> dict[str, Any]:
-    """The recipe as plain nested values, without the keys that are absent (None)."""
+def requested_values(config: RunConfig) -> dict[str, Any]:
+    """The recipe as plain nested values; keys that are None are left out."""
     return config.model_dump(mode="json", exclude_none=True)
 
 
 def flat_values(config: RunConfig) -> dict[str, Any]:
-    """The recipe as one mapping "section.key" -> value."""
-    values = asked_values(config)
+    """The recipe as one flat mapping from "section.key" to value."""
+    values = requested_values(config)
     return {f"{section}.{key}": value for section, keys in values.items() for key, value in keys.items()}
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """Read "section.key=value", the value as TOML or else as bare text, into nested mappings."""
+    """Parse "section.key=value" into nested mappings; the value is TOML, or bare text where it is not valid TOML.
+    Raises PlaitError."""
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts) or len(parts) < 2:
@@ -126,9 +127,9 @@ def _resolve_source(item: object, bases: Sequence[Path]) -> object:
 
 
 def _absolute(text: str, bases: Sequence[Path]) -> str:
-    """The path below the first base where something matches; where nothing does, below the first base.
+    """The path below the first base where it matches something; where nothing does, below the first base.
 
-    "hf:" names that are folders become absolute, other "hf:" names are names on the hub and stay as they are.
+    "hf:" names that are folders become absolute; other "hf:" names are names on the hub and stay unchanged.
     """
     prefix = "hf:" if text.startswith("hf:") else ""
     bare, colon, parts = text.removeprefix("hf:").partition(":") if prefix else (text, "", "")
@@ -150,7 +151,7 @@ def _keys(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _sentence(error: ValidationError) -> str:
-    """The first complaint as one sentence with its mend; an unknown key comes before all others."""
+    """The first validation error as one sentence with its correction; an unknown key comes before all other errors."""
     complaints = error.errors(include_url=False)
     first = next((c for c in complaints if c["type"] == "extra_forbidden"), complaints[0])
     location = _names(first["loc"])
@@ -177,7 +178,7 @@ def _names(loc: Sequence[int | str]) -> list[str]:
 
 
 def _section(location: Sequence[str]) -> tuple[type[BaseModel], str | None]:
-    """The schema section where a location lies, and the field in it that the location names, if it does."""
+    """The schema section that contains a location, and the name of its field at that location, or None."""
     field = RunConfig.model_fields.get(location[0])
     if field is None or not isinstance(field.annotation, type):
         return RunConfig, None

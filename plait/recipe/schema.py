@@ -1,4 +1,4 @@
-"""The recipe: everything a person can request of a run, on one page.
+"""The recipe: everything that a person can set for a run, on one page.
 
 Only `data.files` is required. Every `"auto"` is derived in planner/resolve/resolve.py and printed once with its reason.
 """
@@ -18,7 +18,7 @@ Auto = Literal["auto"]
 
 
 def _valid(parse: Callable[[str], object]) -> AfterValidator:
-    """Keep the text as the person wrote it, once `parse` has accepted it."""
+    """A validator that calls `parse` on the text and keeps the text as the person wrote it."""
 
     def check(text: str) -> str:
         if text != "auto":
@@ -45,7 +45,7 @@ Fraction = Annotated[float, Field(ge=0, le=0.5)]
 
 
 class RecipeSection(BaseModel):
-    """A part of the recipe: frozen, and nothing in it that plait does not know."""
+    """Base of all sections of the recipe: frozen; unknown keys are an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
 
@@ -209,4 +209,4 @@ class RunConfig(RecipeSection):
 
 
 RESERVED = frozenset({"model.from"})
-"""Keys whose names are settled but which this version cannot do yet."""
+"""Keys whose names are decided but which this version does not support yet."""

@@ -1,4 +1,5 @@
-"""From a recipe and a plan to everything the loop needs; the one place that knows everybody."""
+"""Builds everything that the training loop needs from a recipe and a plan; the only module that knows all the
+others."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.data.loader import Loader, Micro, Samples, heldout_micros
+from plait.data.loader import Loader, Micro, SampleSelection, heldout_micros
 from plait.data.order import make_order
 from plait.data.shards import Corpus, open_corpus
 from plait.layout import Layout
@@ -57,7 +58,10 @@ class Assembly:
     evaluate_micros: EvaluateMicros
 
     def step(self, state: TrainState) -> tuple[TrainState, Scalars]:
-        """The update after `state`; the number of tokens is added by whoever reads the scalars."""
+        """Take the update that follows `state`, and return the new state and the step's scalars.
+
+        The returned state's `tokens` are those of `state`: the caller adds them when it reads the scalars.
+        """
         plan = self.plan
         micros = self.loader.micros(state.position)
         set_learning_rate(self.optimizer, learning_rate(plan.optimizer, state.step, plan.steps))
@@ -72,22 +76,27 @@ class Assembly:
         return replace(state, step=state.step + 1, position=state.position + plan.batch_sequences), scalars
 
     def evaluate(self) -> Tensor:
-        """[sum of losses, tokens] over the whole held-out part, each of its tokens once. Every rank must call it."""
+        """[sum of losses, counted tokens] over the whole held-out split, with each of its tokens counted once. Every
+        rank must call it."""
         return self.sums(self.evaluate_micros(self.heldout()))
 
-    def take_shares(self, parts: tuple[int, ...]) -> None:
-        """From the next step on data-parallel rank p takes parts[p] sequences; every rank must be given the same."""
+    def set_sequences_per_replica(self, sequences: tuple[int, ...]) -> None:
+        """From the next step on, data-parallel rank p reads `sequences[p]` sequences; every rank must
+        pass the same values."""
         layout = self.plan.layout if self.sums.size > 1 else Layout()
-        self.loader.take(samples_of(replace(self.plan, shares=parts), layout, self.sums.index, self.device))
+        self.loader.set_selection(
+            select_samples(replace(self.plan, shares=sequences), layout, self.sums.index, self.device)
+        )
 
     def replace_by(self, other: Assembly) -> None:
-        """Take over all of another assembly of this rank: whoever knows this one goes on with that."""
+        """Take over every field of another assembly of this rank, so that all holders of this object continue with
+        the other one's model and data."""
         self.loader.close()
         for field in fields(Assembly):
             setattr(self, field.name, getattr(other, field.name))
 
     def tensors(self) -> list[Tensor]:
-        """What stays from step to step: weights, moments, gradient buckets."""
+        """The tensors that persist from step to step: weights, optimizer moments and gradient buckets."""
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
         return [*(held.tensor for held in self.model.weights), *moments, *self.model.gradients.buckets]
 
@@ -99,11 +108,13 @@ def assemble(
     sums: Sums,
     mesh: DeviceMesh | None = None,
     stages: Sequence[ParallelStage] = STAGES,
-    fresh: bool = True,
+    initialize: bool = True,
 ) -> Assembly:
-    """Build this rank's part of the run, with its first weights where they are to be `fresh`. Every rank must call it.
+    """Build this rank's part of the run; with `initialize` its weights get their initial values. Every rank must call
+    it.
 
-    With `stages=()` and `sums=ALONE` it is one plain process without a mesh: the reference that layouts are proven by.
+    With `stages=()` and `sums=ONE_PROCESS` the result is one plain process without a mesh: the reference that layouts
+    are verified against.
     """
     device = torch.device(plan.device, torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
     layout = plan.layout if stages else Layout()
@@ -113,12 +124,12 @@ def assemble(
     sharded = parallelize(
         model.to(torch.float64 if plan.precision == "float64" else torch.float32), mesh, plan.execution, stages
     )
-    if fresh:
-        put_first_values(sharded, plan.shape, config.run.seed)
+    if initialize:
+        initialize_weights(sharded, plan.shape, config.run.seed)
     corpus = open_corpus(Path(plan.corpus))
-    samples = samples_of(plan, layout, sums.index, device)
+    samples = select_samples(plan, layout, sums.index, device)
     loader = Loader(corpus, make_order(corpus, config.run.seed, plan.sequence), samples)
-    run_micros, evaluate_micros = runners(sharded, make_autocast(plan.precision, device))
+    run_micros, evaluate_micros = make_runners(sharded, make_autocast(plan.precision, device))
     return Assembly(
         plan=plan,
         device=device,
@@ -126,7 +137,7 @@ def assemble(
         optimizer=make_optimizer(sharded.units, plan.optimizer),
         corpus=corpus,
         loader=loader,
-        heldout=lambda: heldout_micros(corpus, loader.samples),
+        heldout=lambda: heldout_micros(corpus, loader.selection),
         sums=sums,
         run_micros=run_micros,
         evaluate_micros=evaluate_micros,
@@ -134,8 +145,8 @@ def assemble(
 
 
 @torch.no_grad()
-def put_first_values(sharded: ShardedModel, shape: ModelShape, seed: int) -> None:
-    """Fill this rank's weights from the seed: each a part of the value that it has in one process."""
+def initialize_weights(sharded: ShardedModel, shape: ModelShape, seed: int) -> None:
+    """Fill this rank's weights from the seed: each is a slice of the value that the whole weight has in one process."""
     for held in sharded.weights:
         value = first_value(held.name, shape, seed)
         for dim, (first, length) in enumerate(zip(held.box.offset, held.box.extent, strict=True)):
@@ -143,28 +154,30 @@ def put_first_values(sharded: ShardedModel, shape: ModelShape, seed: int) -> Non
         held.tensor.copy_(value)
 
 
-def samples_of(plan: Plan, layout: Layout, rank: int, device: torch.device) -> Samples:
-    """What a rank of a layout, the plan's or one that cuts nothing, reads of each step."""
-    parts = plan.sequences_per_replica if layout.data_parallel_degree > 1 else (plan.batch_sequences,)
-    assert len(parts) == layout.data_parallel_degree and min(parts) > 0 and sum(parts) == plan.batch_sequences
+def select_samples(plan: Plan, layout: Layout, rank: int, device: torch.device) -> SampleSelection:
+    """The samples of each step that `rank` reads under `layout`, which is the plan's own or the unsharded Layout()."""
+    sequences = plan.sequences_per_replica if layout.data_parallel_degree > 1 else (plan.batch_sequences,)
+    assert (
+        len(sequences) == layout.data_parallel_degree and min(sequences) > 0 and sum(sequences) == plan.batch_sequences
+    )
     place, part = layout.coordinates(rank), layout.data_parallel_rank(rank)
-    return Samples(
+    return SampleSelection(
         sequence=plan.sequence,
-        parts=parts,
-        part=part,
-        in_lockstep=layout.replicas_in_lockstep(part),
+        sequences_per_replica=sequences,
+        data_parallel_rank=part,
+        lockstep_replicas=layout.replicas_in_lockstep(part),
         micro_sequences=plan.micro_sequences,
-        limits=plan.micro_limits if layout.data_parallel_degree > 1 else (),
+        micro_limits=plan.micro_limits if layout.data_parallel_degree > 1 else (),
         documents=plan.documents,
         device=device,
-        context=place["context"],
-        contexts=layout.context,
+        context_rank=place["context"],
+        context_degree=layout.context,
     )
 
 
-def runners(sharded: ShardedModel, autocast: Autocast) -> tuple[RunMicros, EvaluateMicros]:
-    """How micro-batches run through the sharded model, in training and in evaluation: one after another, or through
-    a pipeline."""
+def make_runners(sharded: ShardedModel, autocast: Autocast) -> tuple[RunMicros, EvaluateMicros]:
+    """Functions that run micro-batches through the sharded model in training and in evaluation: one micro-batch
+    after another, or through a pipeline."""
     forward, loss_of = make_forward(autocast), make_loss(autocast, sharded.vocabulary)
     pipe = sharded.pipe
     if pipe is None:
@@ -181,7 +194,8 @@ def runners(sharded: ShardedModel, autocast: Autocast) -> tuple[RunMicros, Evalu
 
 
 def make_autocast(precision: Precision, device: torch.device) -> Autocast:
-    """How the forward pass is computed: in bfloat16 from float32 weights, or as the weights are."""
+    """The context in which the forward pass runs: autocast to bfloat16 over float32 weights, or the weights' own
+    precision."""
     if precision == "bf16":
         return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
     return nullcontext

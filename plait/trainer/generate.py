@@ -22,12 +22,12 @@ def generate(
     seed: int = 0,
     stop: Collection[int] = (),
 ) -> Iterator[int]:
-    """Yield up to `tokens` new token ids, ending early after an id of `stop`, which is yielded too.
+    """Yield up to `tokens` new token ids, ending early after an id in `stop`, which is yielded too.
 
     Temperature 0 takes the likeliest token each time; `top_p` keeps the likeliest tokens that together reach that
-    probability (Holtzman et al. 2020). Where the text outgrows the model's sequence, the last half of it is read
-    again as a new beginning, so the text may be of any length. Equal seeds give equal text on one machine. Raises
-    PlaitError for an empty prompt, a token outside of the vocabulary and settings out of range.
+    probability (Holtzman et al. 2020). When the text outgrows the model's sequence length, its last half is read again
+    as a new beginning, so the text may be of any length. Equal seeds give equal text on one machine. Raises PlaitError
+    for an empty prompt, a token outside the vocabulary, and settings out of range.
     """
     _check(model, prompt_ids, temperature, top_p)
     return _generate(model, list(prompt_ids), tokens, _Chooser(temperature, top_p, seed), frozenset(stop))
@@ -49,7 +49,8 @@ def _generate(model: GPT, text: list[int], tokens: int, choose: _Chooser, stop: 
 
 @torch.inference_mode()
 def _read(model: GPT, ids: list[int], cache: Cache) -> Tensor:
-    """Scores of the token that follows, in float32 on the CPU, so that every device chooses by the same draws."""
+    """Logits of the next token, shape [vocabulary]: float32 on the CPU, so that the random draws are the same for
+    every device."""
     tokens_bt = torch.tensor([ids], device=model.head_weight().device)
     hidden_nd = model(tokens_bt, cache=cache)
     return model.logits(hidden_nd[-1]).float().cpu()
@@ -61,7 +62,7 @@ def _empty_cache(model: GPT) -> Cache:
 
 
 class _Chooser:
-    """Draws one token from scores."""
+    """Samples one token id from logits."""
 
     def __init__(self, temperature: float, top_p: float, seed: int) -> None:
         self._temperature = temperature

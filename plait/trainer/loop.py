@@ -1,6 +1,6 @@
-"""While steps remain: step, observe, evaluate and save when due, stop when requested.
+"""The training loop: step, report, evaluate and save when due, and stop when requested.
 
-Knows neither recipe nor model nor mesh: it gets values and callables.
+It knows neither recipe nor model nor mesh: it gets values and callables.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from plait.units import Every
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopIntervals:
-    """How long, and how often what happens."""
+    """Number of steps in the run, and the intervals of its reports, evaluations, checkpoints and rebalancing."""
 
     steps: int
     report_every_steps: int
     evaluate_every_steps: int
-    """0: only at the end."""
+    """0 evaluates only at the end."""
     checkpoint_every: Every
     balance_every_steps: int = 0
-    """How often shares of the batch may change; 0: never."""
+    """How often the data-parallel ranks' shares of the batch may change; 0: never."""
     watch_every_steps: int = 0
     """The times of all ranks are gathered at least this often, in steps; 0: whenever there is a report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopActions:
-    """What the loop can do; every rank's loop calls the same ones in the same order."""
+    """The operations that the loop calls; every rank's loop calls the same ones in the same order."""
 
     step: Callable[[TrainState], tuple[TrainState, Scalars]]
     evaluate: Callable[[TrainState], EvalReport | None]
@@ -44,12 +44,12 @@ class LoopActions:
     agree: Callable[[bool, bool], tuple[bool, bool]]
     """Maps (stop requested here?, save due here?) to (stop, save), with the same result on every rank."""
     rebalance_if_due: Callable[[TrainState], Sequence[str]]
-    """After every fetch of scalars: looks at how even the load is, and answers what there is to say."""
+    """Called after each fetch of the scalars; may change the ranks' shares of the work. Returns lines for the log."""
     stop_requested: Callable[[], bool]
     learning_rate: Callable[[int], float]
     data_wait_s: Callable[[], float]
     mfu: Callable[[float], float | None]
-    """From tokens per second."""
+    """Maps tokens per second to model FLOP/s utilization (MFU); None where the peak FLOP/s are unknown."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class _Pending:
 def run_loop(
     state: TrainState, intervals: LoopIntervals, actions: LoopActions, sink: Sink
 ) -> tuple[TrainState, Literal["done", "stopped"]]:
-    """Train from `state` to the last step, or until a stop is requested; saves at the end of either.
+    """Train from `state` to the last step, or until a stop is requested; saves a checkpoint at the end in both cases.
 
     Reports reach the sink before the checkpoint of their step is written, so that a resume finds every line it needs.
     """
@@ -108,7 +108,8 @@ def _save_due(every: Every, steps: int, seconds: float) -> bool:
 
 
 def _flush(pending: list[_Pending], state: TrainState, began: float, actions: LoopActions, sink: Sink) -> TrainState:
-    """Fetch the waiting scalars in one copy and report each step; returns the state with its tokens counted."""
+    """Fetch the scalars of all pending steps in one copy and report each step; returns the state with its tokens
+    counted."""
     rows = torch.stack([torch.cat([p.scalars.totals, p.scalars.norm.double().reshape(1)]) for p in pending]).tolist()
     step_s = (time.perf_counter() - began) / len(pending)  # after the fetch, which waits for the device
     tokens = state.tokens

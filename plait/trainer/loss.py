@@ -1,9 +1,9 @@
 """The sum of token losses and their count.
 
 Note [loss is a sum]: a step's loss is the sum over all its tokens divided by their global number. Ranks and
-micro-batches only ever add: the sum of cross-entropies, the number of tokens that count, the sum of gradients. The one
-division by the global number happens once, after everything was added (step.py). So the result does not depend on how
-a batch was cut, and unequal parts are as exact as equal ones. A mean inside a rank or micro-batch, averaged again
+micro-batches only ever add: the sum of cross-entropies, the number of counted tokens, the sum of gradients. The
+division by the global number happens once, after everything was added (step.py). So the result does not depend on how a
+batch was divided, and unequal shares are as exact as equal ones. A mean inside a rank or micro-batch, averaged again
 outside, is wrong as soon as their numbers of counted tokens differ.
 
 Legend: n tokens (rows times columns, flattened), d width, v vocabulary.
@@ -21,21 +21,23 @@ from plait.model.linear import to_compute_precision
 from plait.parallel.sharded_model import WHOLE_VOCABULARY, VocabularySplit
 
 IGNORED = -100
-"""A target that is not counted."""
+"""Target of a token that does not enter the loss."""
 
 _PIECE_NUMBERS = {"cpu": 2**21, "cuda": 2**27}
-"""Scores held at a time: a few megabytes that stay in a core's cache, or half a gigabyte on a GPU."""
+"""Largest number of logits held at a time, by device: a few megabytes that stay in a core's cache, or half a
+gigabyte on a GPU."""
 
 
 def sum_of_losses(
     hidden_nd: Tensor, head_vd: Tensor, targets_n: Tensor, vocabulary: VocabularySplit = WHOLE_VOCABULARY
 ) -> Tensor:
-    """The summed cross-entropy, in nats, of the next-token scores `hidden @ head.T`; a target of -100 counts nothing.
+    """The summed cross-entropy, in nats, of the next-token logits `hidden @ head.T`; targets of -100 are ignored.
 
-    Works through the tokens in pieces and makes the gradient in the same pass, so that the n × v scores never exist at
-    once. Differentiable once, in hidden and head. Returns a scalar in float32, or float64 for float64 inputs. Where
-    ranks share out the vocabulary, each gives its rows of the head, and the hidden states and targets of all tokens;
-    all get the same sum, and as gradient of the hidden states what their own entries add to it.
+    Works through the tokens in chunks and computes the gradient in the same pass, so that the n × v logits never exist
+    at once. Differentiable once, in hidden and head. Returns a scalar in float32, or float64 for float64 inputs. Where
+    the vocabulary is split over ranks, each rank passes its rows of the head, and the hidden states and targets of all
+    tokens; all ranks get the same sum, and each gets its own entries' contribution to the gradient of the hidden
+    states.
     """
     want_grads = torch.is_grad_enabled()
     # Its products are made in place, and those autocast leaves as they are.
@@ -90,7 +92,7 @@ class _SumOfLosses(torch.autograd.Function):
 
 
 class _LocalTargets:
-    """Where the targets lie among the entries that are here."""
+    """Positions of the targets among this rank's vocabulary entries, and a mask of the targets that are among them."""
 
     def __init__(self, targets_n: Tensor, first: int, entries: int) -> None:
         index = targets_n - first
@@ -101,7 +103,7 @@ class _LocalTargets:
 def _losses(
     scores_nv: Tensor, targets_n: Tensor, local: _LocalTargets, vocabulary: VocabularySplit
 ) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy and the probabilities, which take the place of the scores."""
+    """Summed cross-entropy, and the probabilities, which overwrite the scores."""
     shifted = scores_nv.sub_(vocabulary.largest(scores_nv.amax(dim=1, keepdim=True)))
     picked_n = shifted.gather(1, local.index_n1).squeeze(1) * local.here_n
     exponentials = shifted.exp_()
@@ -111,7 +113,8 @@ def _losses(
 
 
 def _grad_of_scores(probabilities_nv: Tensor, targets_n: Tensor, local: _LocalTargets) -> Tensor:
-    """Probabilities minus one at the target, in place; zero where the target is not counted."""
+    """Gradient of the scores: probabilities minus one at the target, computed in place; zero where the target is
+    ignored."""
     minus_one = local.here_n.unsqueeze(1).to(probabilities_nv.dtype).neg_()
     grad = probabilities_nv.scatter_add_(1, local.index_n1, minus_one)
     return grad.masked_fill_((targets_n == IGNORED).unsqueeze(1), 0)

@@ -1,4 +1,4 @@
-"""AdamW's parameter groups, the schedule of the learning rate, and this rank's part of the gradient's norm."""
+"""AdamW's parameter groups, the learning-rate schedule, and this rank's contribution to the gradient's norm."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from plait.parallel.sharded_model import OptimizerUnit
 from plait.planner.plan import OptimizerPlan
 
 FINAL_FRACTION = 0.1
-"""Share of the peak learning rate at which "cosine" ends (Hoffmann et al. 2022)."""
+"""Fraction of the peak learning rate at which "cosine" ends (Hoffmann et al. 2022)."""
 DECAY_FRACTION = 0.2
-"""Share of the steps over which "wsd" falls to zero (Hägele et al. 2024)."""
+"""Fraction of the steps over which "wsd" falls to zero (Hägele et al. 2024)."""
 
 
 def make_optimizer(units: Sequence[OptimizerUnit], plan: OptimizerPlan) -> torch.optim.AdamW:
-    """AdamW over this rank's units, weight decay on matrices only."""
+    """AdamW over this rank's units, with weight decay on matrices only."""
     groups = [
         {"params": [unit.parameter for unit in units if unit.decays], "weight_decay": plan.weight_decay},
         {"params": [unit.parameter for unit in units if not unit.decays], "weight_decay": 0.0},
@@ -34,7 +34,7 @@ def make_optimizer(units: Sequence[OptimizerUnit], plan: OptimizerPlan) -> torch
 
 
 def learning_rate(plan: OptimizerPlan, step: int, steps: int) -> float:
-    """The learning rate of update number `step` (from 0) of `steps`: a pure function."""
+    """The learning rate of update number `step` (from 0) of `steps`."""
     if step < plan.warmup_steps:
         return plan.lr * (step + 1) / plan.warmup_steps
     after = (step - plan.warmup_steps) / max(1, steps - plan.warmup_steps)
@@ -47,15 +47,15 @@ def learning_rate(plan: OptimizerPlan, step: int, steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every parameter group the rate of the next update."""
+    """Set the learning rate of the next update in every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def owned_squares(units: Sequence[OptimizerUnit], *, like: Tensor) -> Tensor:
-    """The sum of squares of the gradients that this rank answers for, as a tensor of one number like `like`.
+    """The sum of squares of the gradients that this rank owns: shape [1], dtype and device of `like`.
 
-    Each number of the model is owned by one rank, so the sum over all ranks is the square of the gradient's norm.
+    Each element of the model is owned by one rank, so the sum over all ranks is the square of the gradient's norm.
     """
     owned = [unit.parameter.grad for unit in units if unit.owned and unit.parameter.grad is not None]
     if not owned:
@@ -65,17 +65,19 @@ def owned_squares(units: Sequence[OptimizerUnit], *, like: Tensor) -> Tensor:
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor:
-    """What to multiply gradients by so that their norm is `limit` at most; never waits for the device."""
+    """The factor that scales gradients down to a norm of at most `limit`, as a tensor on the device, which is not
+    waited for."""
     if limit is None:
         return torch.ones_like(norm)
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 def update(optimizer: torch.optim.Optimizer, units: Sequence[OptimizerUnit], *, factor: Tensor, norm: Tensor) -> None:
-    """One update by the gradients times `factor`, which `.grad` then holds; left out where the norm is not finite.
+    """Take one optimizer step with the gradients times `factor`; it is skipped where the norm is not finite. The
+    `.grad` tensors hold the scaled gradients afterwards.
 
-    Fused AdamW reads every gradient anyway and divides it on the way: in float32 that saves a pass through memory.
-    Its divisor is a float32, so exact runs in float64 multiply beforehand.
+    Fused AdamW reads every gradient anyway and divides it on the way: in float32 that saves a pass through memory. Its
+    divisor is a float32, so exact runs in float64 multiply beforehand.
     """
     gradients = [unit.parameter.grad for unit in units if unit.parameter.grad is not None]
     fused: Any = optimizer

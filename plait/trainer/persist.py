@@ -1,4 +1,4 @@
-"""A rank's weights, moments and random state to a checkpoint and back."""
+"""Saves a rank's weights, moments and random state to a checkpoint, and restores them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from plait.trainer.assemble import Assembly
 from plait.trainer.state import TrainState
 
 _MOMENTS = {"adam_m": "exp_avg", "adam_v": "exp_avg_sq"}
-"""Names in a checkpoint and in torch's AdamW."""
+"""Names of the moments in a checkpoint, and their names in torch's AdamW."""
 
 _SENTENCE_BYTES = 2_000
 
 
 Send = Callable[[Path], None]
-"""Has this rank's part in a staging folder sent to rank 0's host; returns before it is there."""
+"""Requests the transfer of this rank's part in a staging folder to rank 0's host; returns before it has arrived."""
 
 
 def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums, *, send: Send | None = None) -> Path:
-    """Write and publish the checkpoint of `state`; every rank must call it, and blocks until it is on disk.
+    """Write and publish the checkpoint of `state`, and return its path. Every rank must call it; blocks until it is on
+    disk.
 
-    A rank gives `send` where its `folder` is not rank 0's; what it leaves there is gone at the end.
-    Raises RunFailed on every rank when one of them could not write; earlier checkpoints stay as they are.
+    A rank whose `folder` is not on rank 0's host passes `send`; its staged files are deleted at the end. Raises
+    RunFailed on every rank when one of them could not write; earlier checkpoints stay.
     """
     staging, final = staging_for(folder, state.step), checkpoint_for(folder, state.step)
     clears = send is not None or world.index == 0
@@ -63,9 +64,9 @@ def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums, *, se
         if world.index == 0:
             prune(folder, assembly.plan.checkpoint_keep)
 
-    _together(world, write_own, staging if clears else None)
-    _together(world, publish_all, staging if clears else None)
-    _together(world, prune_old, None)  # a vote of its own: it reads old ones again, which may take minutes
+    _run_on_all_ranks(world, write_own, staging if clears else None)
+    _run_on_all_ranks(world, publish_all, staging if clears else None)
+    _run_on_all_ranks(world, prune_old, None)  # a vote of its own: it reads old ones again, which may take minutes
     if send is not None:
         shutil.rmtree(staging, ignore_errors=True)
     return final
@@ -73,13 +74,14 @@ def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums, *, se
 
 @torch.no_grad()
 def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Sums) -> TrainState:
-    """Load a checkpoint of any layout into this rank and say where it stands; PlaitError for another model."""
+    """Load a checkpoint written under any layout into this rank, and return the state of training at it; raises
+    PlaitError where it is of another model."""
     check_model(manifest, assembly.plan.shape.to_dict())
 
     def read(key: str, box: Box) -> Tensor:
         return read_slice(path, manifest, key, box.offset, box.extent)
 
-    fill_state(assembly, read, read_tensor(path, manifest, "adam_step")[0])
+    load_state(assembly, read, read_tensor(path, manifest, "adam_step")[0])
     assembly.model.gradients.publish()
     random = f"rng/rank-{world.index}"
     if random in tensor_names(manifest):
@@ -89,11 +91,11 @@ def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Sums) -> 
 
 
 @torch.no_grad()
-def fill_state(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: Tensor) -> None:
-    """Fill a rank's weights and moments, after this number of `updates`, with what `read` returns for a key and a
-    rectangle.
+def load_state(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: Tensor) -> None:
+    """Fill a rank's weights and moments with what `read` returns for a key and a box; `updates` is the number of
+    optimizer steps done.
 
-    Reads come in the order of `state_boxes`. Before the first forward the gradients must `publish`.
+    Reads come in the order of `state_boxes`. The gradients must `publish` before the first forward.
     """
     for held in assembly.model.weights:
         held.tensor.copy_(read(f"model/{held.name}", held.box))
@@ -101,21 +103,21 @@ def fill_state(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: 
         moments = {key: torch.zeros_like(unit.parameter) for key in _MOMENTS.values()}
         for part in unit.parts:
             for kind, key in _MOMENTS.items():
-                numbers_of(moments[key], part).copy_(read(f"{kind}/{part.name}", part.box))
+                unit_part_view(moments[key], part).copy_(read(f"{kind}/{part.name}", part.box))
         # A copy each: AdamW counts in place, and one tensor for all would count a step once for every parameter.
         step = updates.to(unit.parameter.device, torch.float32, copy=True)
         assembly.optimizer.state[unit.parameter] = {"step": step, **moments}
 
 
 def state_boxes(assembly: Assembly) -> Iterator[tuple[str, Box]]:
-    """Keys and rectangles that `fill_state` reads."""
+    """The keys and boxes that `load_state` reads, in order."""
     yield from ((f"model/{held.name}", held.box) for held in assembly.model.weights)
     for unit in assembly.model.units:
         yield from ((f"{kind}/{part.name}", part.box) for part in unit.parts for kind in _MOMENTS)
 
 
 def owned_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
-    """What this rank answers for: a key, a rectangle, and its numbers. Every rank must call it."""
+    """The weights and moments that this rank owns, as (key, box, values). Every rank must call it."""
     assembly.model.gradients.settle()
     for unit in assembly.model.units:
         if unit.owned:
@@ -123,18 +125,19 @@ def owned_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
             kinds = {"model": unit.parameter.detach(), **{kind: moments[key] for kind, key in _MOMENTS.items()}}
             for kind, tensor in kinds.items():
                 for part in unit.parts:
-                    yield f"{kind}/{part.name}", part.box, numbers_of(tensor, part)
+                    yield f"{kind}/{part.name}", part.box, unit_part_view(tensor, part)
 
 
 def load_weights(model: torch.nn.Module, path: Path, manifest: Manifest) -> None:
-    """Fill a model's parameters from a checkpoint, bit for bit."""
+    """Fill the parameters of an unsharded model from a checkpoint, bit for bit."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(read_tensor(path, manifest, f"model/{name}"))
 
 
 def _own_part(assembly: Assembly, state: TrainState, world: Sums) -> dict[str, list[TensorSlice]]:
-    """What this rank writes: the units that it answers for, its random state, and on rank 0 what is one for all."""
+    """The slices that this rank writes: the units that it owns, its random state, and on rank 0 the values that are
+    global."""
     slices: dict[str, list[TensorSlice]] = {f"rng/rank-{world.index}": [whole_slice(torch.get_rng_state())]}
     if world.index == 0:
         moments = next(iter(assembly.optimizer.state.values()))
@@ -145,15 +148,16 @@ def _own_part(assembly: Assembly, state: TrainState, world: Sums) -> dict[str, l
     return slices
 
 
-def numbers_of(tensor: Tensor, part: OptimizerUnitPart) -> Tensor:
-    """The numbers of a unit's tensor that belong to one of its parts, as a view of the part's shape."""
+def unit_part_view(tensor: Tensor, part: OptimizerUnitPart) -> Tensor:
+    """The elements of a unit's flat tensor that belong to one of its parts, as a view of that part's shape."""
     return tensor.view(-1)[part.first : part.first + part.box.numbers].view(part.box.extent)
 
 
-def _together(world: Sums, act: Callable[[], None], clear: Path | None) -> None:
-    """Do something on every rank; where one could not, all of them raise its sentence: nobody knows who is heard.
+def _run_on_all_ranks(world: Sums, act: Callable[[], None], clear: Path | None) -> None:
+    """Call `act` on every rank; if it fails on any of them, all ranks raise RunFailed with the same message.
 
-    Then `clear` goes as well, where this rank is one that clears up.
+    Every rank must raise it, because no rank knows whose error will be shown. Then the folder `clear` is deleted, on
+    the ranks that pass one.
     """
     sentence = b""
     try:

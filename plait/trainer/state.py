@@ -1,4 +1,4 @@
-"""All that a resume needs besides weights and moments."""
+"""The state of training that a resume needs besides weights and moments."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
-    """Where a run stands. Samples follow from seed and position alone, so the position is the whole data cursor."""
+    """Progress of a run. The samples follow from seed and position alone, so the position is the whole data cursor."""
 
     step: int = 0
     """Optimizer updates done."""
     position: int = 0
-    """Global number of the next training sequence, counted from the run's beginning over all epochs."""
+    """Global index of the next training sequence, counted from the beginning of the run over all epochs."""
     tokens: int = 0
     """Tokens that entered the loss, over all ranks."""

@@ -1,4 +1,4 @@
-"""One optimizer step, the same in `train` and wherever a run is to be proven."""
+"""One optimizer step, the same in training and in the gradient check."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from plait.trainer.optim import clip_factor, owned_squares, update
 Autocast = Callable[[], AbstractContextManager[object]]
 
 RunMicros = Callable[[Sequence[Micro]], Tensor]
-"""Forward and backward of this rank's micro-batches: returns its [sum of losses, counted tokens] in float64, zeros
-where another rank reports the same; afterwards each unit's `.grad` is the sum over all ranks."""
+"""Runs forward and backward of this rank's micro-batches. Returns this rank's [sum of losses, counted tokens] in
+float64, zeros where another rank reports the same ones; afterwards each unit's `.grad` is the sum over all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scalars:
-    """A step's outcome, still on the device: reading it is the caller's decision."""
+    """The results of a step, still on the device: the caller decides when to wait for them."""
 
     totals: Tensor
     """[sum of losses, counted tokens] over all ranks."""
@@ -45,8 +45,8 @@ def take_step(
 ) -> Scalars:
     """One update from one step's micro-batches; every rank must call it. Never waits for the device.
 
-    See Note [loss is a sum] in loss.py: the global number of tokens divides once, here. An update whose gradient is
-    not finite is left out on all ranks alike, so that it cannot reach the weights.
+    See Note [loss is a sum] in loss.py: the one division by the global number of tokens is here. An update whose
+    gradient is not finite is skipped on all ranks, so that it cannot reach the weights.
     """
     local = run_micros(micros)
     loss_sum, tokens, squares = sums(torch.cat([local, owned_squares(sharded.units, like=local)])).unbind()
@@ -58,7 +58,7 @@ def take_step(
 
 
 def run_micros_in_turn(micros: Sequence[Micro], *, sharded: ShardedModel, forward: Forward, loss_of: LossOf) -> Tensor:
-    """RunMicros without a pipeline: one micro-batch after the other, gradients adding up."""
+    """RunMicros without a pipeline: micro-batches run one after another, and their gradients accumulate."""
     (model,) = sharded.chunks
     totals = torch.zeros(2, dtype=torch.float64, device=micros[0].inputs.device)
     sharded.gradients.open()
@@ -84,7 +84,7 @@ def evaluate_in_turn(micros: Iterable[Micro], *, sharded: ShardedModel, forward:
 
 
 def make_forward(autocast: Autocast) -> Forward:
-    """How a micro-batch goes through a part of the model, in the given precision."""
+    """A function that runs a micro-batch through one chunk of the model in the given precision."""
 
     def forward(chunk: GPT, micro: Micro, stream_nd: Tensor | None) -> Tensor:
         documents = None if micro.lengths is None else Documents(lengths=micro.lengths)
@@ -95,7 +95,7 @@ def make_forward(autocast: Autocast) -> Forward:
 
 
 def make_loss(autocast: Autocast, vocabulary: VocabularySplit) -> LossOf:
-    """The sum of a micro-batch's token losses, from the stream after the final norm."""
+    """A function that returns the sum of a micro-batch's token losses from the hidden states after the final norm."""
 
     def loss_of(hidden_nd: Tensor, chunk: GPT, micro: Micro) -> Tensor:
         with autocast():
@@ -106,5 +106,5 @@ def make_loss(autocast: Autocast, vocabulary: VocabularySplit) -> LossOf:
 
 
 def counted_tokens(micro: Micro) -> Tensor:
-    """How many of a micro-batch's tokens enter the loss."""
+    """Number of a micro-batch's tokens that enter the loss, as a float64 scalar on the device."""
     return (micro.targets != IGNORED).sum().double()

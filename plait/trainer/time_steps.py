@@ -1,4 +1,4 @@
-"""Times a few real steps of a plan, to turn a time budget into steps and to choose among numbers of workers."""
+"""Measures a few real steps of a plan, to convert a time budget into steps and to choose the number of workers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.state import TrainState
-from plait.trainer.worker import Context, process_group_for
+from plait.trainer.worker import WorkerContext, process_group_for
 
 WARM_UP_STEPS = 2
 LEAST_TIMED_STEPS = 4
 LEAST_S = 4.0
 
 
-def rank(context: Context, argument: str) -> None:
-    """Entry of each rank of a measurement; the argument is a folder with plan.json and recipe.toml. Rank 0 sends the
-    median time of a step."""
+def rank(context: WorkerContext, argument: str) -> None:
+    """Entry point of each rank of a measurement; `argument` is a folder with plan.json and recipe.toml. Rank 0 sends
+    the median seconds of a step."""
     folder = Path(argument)
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
     with process_group_for(context, plan):
@@ -36,7 +36,8 @@ def rank(context: Context, argument: str) -> None:
 
 
 def _time_steps(assembly: Assembly, world: Sums) -> float:
-    """Median seconds of a step, agreed on by all ranks; rank 0's clock says when it is enough."""
+    """Median seconds of a step on this rank. All ranks take the same number of steps: rank 0's clock decides when
+    they are enough."""
     state, times = TrainState(), []
     enough = False
     while not enough:

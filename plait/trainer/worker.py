@@ -1,4 +1,5 @@
-"""The process of one rank: reads the run's folder, joins its peers, assembles, loops."""
+"""The process of one rank: it reads the run's folder, joins the process group, assembles its model and data, and
+trains."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from plait.report.metrics import EvalReport, StepReport
 from plait.report.sinks import MetricsFile, Several, Sink, TensorBoard
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.actions import Rebalancer, watch_every_steps
-from plait.trainer.balance.meter import Meter, clock_of, with_meter
+from plait.trainer.balance.meter import Meter, attach_meter, clock_of
 from plait.trainer.balance.move_layers import move_layers
 from plait.trainer.loop import LoopActions, LoopIntervals, run_loop
 from plait.trainer.optim import learning_rate
@@ -39,8 +40,8 @@ from plait.trainer.step import Scalars
 PEER_TIMEOUT = timedelta(minutes=10)
 
 
-class Context(Protocol):
-    """What a worker needs to know of its place: launch.job.RankContext, or a test's own."""
+class WorkerContext(Protocol):
+    """What a worker needs to know about its rank: implemented by launch.values.job.RankContext, and by tests."""
 
     rank: int
     world_size: int
@@ -51,11 +52,11 @@ class Context(Protocol):
     def stop_requested(self) -> bool: ...
 
 
-def main(context: Context, argument: str) -> None:
-    """Entry of every rank of `plait train`.
+def main(context: WorkerContext, argument: str) -> None:
+    """Entry point of every rank of `plait train`.
 
-    The argument is JSON: the run's folder, the checkpoint to go on from, and "parts": whether rank 0 finds this rank's
-    part of a checkpoint "here", in that folder, or it is to be "sent" there.
+    `argument` is JSON: the run's folder, the checkpoint to resume from, and "parts": "here" if rank 0 finds this rank's
+    part of a checkpoint in that folder, "sent" if it must be sent there.
     """
     requested = json.loads(argument)
     folder = Path(requested["folder"])
@@ -67,7 +68,7 @@ def main(context: Context, argument: str) -> None:
         torch.manual_seed(config.run.seed + context.rank)
         build = partial(assemble, config, sums=world, mesh=mesh)
         assembly = build(plan)
-        assembly, meter = with_meter(assembly, clock_of(assembly.device))
+        assembly, meter = attach_meter(assembly, clock_of(assembly.device))
         state = TrainState()
         if requested["resume"]:
             path = folder / "checkpoints" / requested["resume"]
@@ -77,7 +78,7 @@ def main(context: Context, argument: str) -> None:
         try:
 
             def restage(stage_layers: tuple[int, ...]) -> Meter:
-                new, own = with_meter(move_layers(assembly, build, stage_layers), clock_of(assembly.device))
+                new, own = attach_meter(move_layers(assembly, build, stage_layers), clock_of(assembly.device))
                 assembly.replace_by(new)
                 gc.collect()  # modules and their hooks know each other, and would keep the old stage
                 return own
@@ -92,8 +93,8 @@ def main(context: Context, argument: str) -> None:
 
 
 @contextmanager
-def process_group_for(context: Context, plan: Plan) -> Iterator[None]:
-    """This rank among its peers, with the plan's threads and device; leaves the group at the end."""
+def process_group_for(context: WorkerContext, plan: Plan) -> Iterator[None]:
+    """Join the process group of all ranks, with the plan's threads and device, and leave it at the end of the block."""
     torch.set_num_threads(plan.threads_of(context.rank))
     # Moments of embedding rows that stay without a gradient decay into denormal numbers, which CPUs compute slowly.
     torch.set_flush_denormal(True)
@@ -113,7 +114,7 @@ def process_group_for(context: Context, plan: Plan) -> Iterator[None]:
 
 
 def _same_bits_on_gpus() -> None:
-    """Ask for kernels that give the same bits every time; a CPU's do so already at a fixed number of threads."""
+    """Select deterministic kernels on GPUs; those of a CPU are deterministic already at a fixed number of threads."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
@@ -133,8 +134,9 @@ SaveState = Callable[[TrainState], Path]
 Parts = Literal["here", "sent"]
 
 
-def _checkpoint_saver(context: Context, assembly: Assembly, folder: Path, world: Sums, parts: Parts) -> SaveState:
-    """What saves a state's checkpoint in `folder`, or from it to rank 0's by way of the supervisors."""
+def _checkpoint_saver(context: WorkerContext, assembly: Assembly, folder: Path, world: Sums, parts: Parts) -> SaveState:
+    """A function that saves a state's checkpoint in `folder`; a rank whose part is "sent" has the supervisors send
+    it on to rank 0's folder."""
 
     def send(staging: Path) -> None:
         context.send("wrote", staging=staging.name)
@@ -143,7 +145,7 @@ def _checkpoint_saver(context: Context, assembly: Assembly, folder: Path, world:
 
 
 def _actions(
-    context: Context, assembly: Assembly, keep: SaveState, balance: Rebalancer, memory: _FirstStep
+    context: WorkerContext, assembly: Assembly, keep: SaveState, balance: Rebalancer, memory: _FirstStep
 ) -> LoopActions:
     plan, world = assembly.plan, assembly.sums
     flops_per_token = training_flops_per_token(plan.shape, plan.sequence, "full")
@@ -151,7 +153,7 @@ def _actions(
     def save_here(state: TrainState) -> None:
         began = time.perf_counter()
         path = keep(state)
-        memory.tell_peaks()
+        memory.report_peaks()
         if context.rank == 0:
             context.send("saved", step=state.step, name=path.name, seconds=time.perf_counter() - began)
 
@@ -173,7 +175,8 @@ def _actions(
 
 
 def evaluate_held_out(assembly: Assembly, step: int) -> EvalReport | None:
-    """The exact held-out loss, or None where nothing was held out. Every rank must call it."""
+    """The exact held-out loss, or None where nothing was held out. Every rank must call it. Raises RunFailed where
+    no held-out token can be predicted."""
     if not assembly.corpus.heldout_tokens:
         return None
     total, tokens = assembly.evaluate().tolist()
@@ -185,24 +188,24 @@ def evaluate_held_out(assembly: Assembly, step: int) -> EvalReport | None:
 
 
 class _FirstStep:
-    """Measures the memory of this process' first step, sends it, and then steps aside."""
+    """Measures the peak memory of this process's first step and reports it; later steps run without measurement."""
 
-    def __init__(self, assembly: Assembly, world: Sums, context: Context) -> None:
+    def __init__(self, assembly: Assembly, world: Sums, context: WorkerContext) -> None:
         self._assembly, self._world, self._context = assembly, world, context
         self._peak_bytes: int | None = None
 
     def watched(self, state: TrainState) -> tuple[TrainState, Scalars]:
-        """A step as the assembly takes it."""
+        """Take a step with the assembly; the first one is measured."""
         if self._peak_bytes is not None:
             return self._assembly.step(state)
         with LiveTensorPeak(self._assembly.device, self._assembly.tensors()) as peak:
             result = self._assembly.step(state)
         self._peak_bytes = peak.bytes
-        self.tell_peaks()
+        self.report_peaks()
         return result
 
-    def tell_peaks(self) -> None:
-        """Tell every rank's peaks, once a step was taken; every rank must call it."""
+    def report_peaks(self) -> None:
+        """Report the peaks of all ranks, or nothing before the first step; every rank must call it."""
         if self._peak_bytes is None:
             return
         peaks = self._world.gather(torch.tensor([self._peak_bytes, peak_rss_bytes()]))
@@ -211,19 +214,24 @@ class _FirstStep:
             self._context.send("memory", peak_tensor_bytes=tensor_bytes, peak_rss_bytes=rss_bytes)
 
 
-def _sinks(context: Context, folder: Path, steps_done: int) -> Sink:
-    """Rank 0 writes the files and reports to the supervisor, which owns the terminal; the others are silent."""
+def _sinks(context: WorkerContext, folder: Path, steps_done: int) -> Sink:
+    """Rank 0 writes the files and reports to the supervisor, which owns the terminal; the other ranks report
+    nothing."""
     if context.rank != 0:
         return Several([])
     return Several(
-        [MetricsFile(folder / "metrics.jsonl"), TensorBoard(folder / "tensorboard", steps_done), _Told(context)]
+        [
+            MetricsFile(folder / "metrics.jsonl"),
+            TensorBoard(folder / "tensorboard", steps_done),
+            _SupervisorSink(context),
+        ]
     )
 
 
-class _Told:
+class _SupervisorSink:
     """A sink that passes reports on to the supervisor."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: WorkerContext) -> None:
         self._context = context
 
     def step(self, report: StepReport) -> None:
@@ -236,9 +244,9 @@ class _Told:
         self._context.send("note", text=text)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: the sink holds no resources."""
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no word for what is not finite."""
+    """The values with every infinity or NaN as a string, since JSON cannot express them."""
     return {k: v if not isinstance(v, float) or abs(v) < float("inf") else str(v) for k, v in values.items()}

@@ -19,7 +19,7 @@ from plait.model.gpt import GPT
 from plait.model.sizes import named_shape
 from plait.parallel.mesh import ONE_PROCESS
 from plait.parallel.sharded_model import unsharded
-from plait.trainer.assemble import put_first_values, runners
+from plait.trainer.assemble import initialize_weights, make_runners
 from plait.trainer.optim import make_optimizer
 from plait.trainer.step import take_step
 from tests.cluster.step_items import step_items_s
@@ -67,8 +67,8 @@ def test_a_steps_parts_add_up_to_the_step(one_thread: None, size: str, sequences
 def real_step_s(shape, sequences: int, micros: int) -> float:
     """Processor seconds of a step as plait takes it in one process."""
     sharded = unsharded(GPT(shape))
-    put_first_values(sharded, shape, 1)
-    run_micros, _ = runners(sharded, nullcontext)
+    initialize_weights(sharded, shape, 1)
+    run_micros, _ = make_runners(sharded, nullcontext)
     optimizer = make_optimizer(sharded.units, PROBED_OPTIMIZER)
     given = [micro(shape.vocabulary, sequences) for _ in range(micros)]
     times = []

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from plait.commands.preparing.balance_table import BalanceReport, ReplicaStats, balance_report
-from plait.data.loader import Loader, Samples
+from plait.data.loader import Loader, SampleSelection
 from plait.data.order import make_order
 from plait.data.preparation.synthetic import write_synthetic
-from plait.data.rows import NOT_COUNTED
+from plait.data.rows import IGNORED_TARGET
 from plait.data.shards import Corpus, open_corpus
 from plait.errors import PlaitError
 from plait.recipe.load import parse_config
@@ -38,11 +38,11 @@ def test_what_is_told_is_what_ranks_read(corpus: Corpus) -> None:
     assert told.remark == "" and told.steps == len(told.ratios_balanced) == 20
     order = make_order(corpus, 3, SEQUENCE)
     for number, part in enumerate(told.replicas):
-        samples = Samples(
+        samples = SampleSelection(
             sequence=SEQUENCE,
-            parts=parts,
-            part=number,
-            in_lockstep=range(number, number + 1),
+            sequences_per_replica=parts,
+            data_parallel_rank=number,
+            lockstep_replicas=range(number, number + 1),
             micro_sequences=4,
             documents="mask",
             device=torch.device("cpu"),
@@ -51,7 +51,7 @@ def test_what_is_told_is_what_ranks_read(corpus: Corpus) -> None:
         micros = [micro for step in range(told.steps) for micro in loader.micros(step * BATCH)]
         loader.close()
         lengths = [length for micro in micros for length in micro.lengths or ()]
-        counted = sum(int((micro.targets != NOT_COUNTED).sum()) for micro in micros)
+        counted = sum(int((micro.targets != IGNORED_TARGET).sum()) for micro in micros)
         assert part.tokens == sum(micro.targets.numel() for micro in micros) == told.steps * parts[number] * SEQUENCE
         assert part.pairs_balanced == pytest.approx(sum(n * (n + 1) / 2 for n in lengths) / part.tokens, rel=1e-12)
         assert part.counted_share == pytest.approx(counted / part.tokens, rel=1e-12)

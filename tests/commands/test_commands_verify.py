@@ -202,7 +202,7 @@ def judged(folder: Path, *ranks: dict[str, torch.Tensor]) -> Verdict:
     for file, tensors in zip(files, ranks, strict=True):
         save_file(tensors, file)
     return compare_runs(
-        folder / "reference.safetensors", files, Layout(replicate=len(ranks)), lr=0.1, bars=FLOAT64_TOLERANCES
+        folder / "reference.safetensors", files, Layout(replicate=len(ranks)), lr=0.1, tolerances=FLOAT64_TOLERANCES
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.data.preparation.prepare import DataRequest, prepare
+from plait.data.preparation.prepare import DataRequest, prepare_corpus
 from plait.data.preparation.tokens import train_bpe
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
@@ -43,7 +43,7 @@ def make_corpus(tmp_path: Path, tokenizer_folder: Path) -> Callable[..., Corpus]
             weight = weights[number] if weights else None
             entries.append(Source(str(tmp_path / f"source-{number}" / "*.txt"), weight))
         request = DataRequest(sources=tuple(entries), tokenizer=str(tokenizer_folder), vocabulary=None, holdout=holdout)
-        return open_corpus(prepare(request, tmp_path / "cache", lambda *_: None, shard_tokens=shard_tokens))
+        return open_corpus(prepare_corpus(request, tmp_path / "cache", lambda *_: None, shard_tokens=shard_tokens))
 
     return make
 

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from plait.data.loader import NOT_COUNTED, DocumentMode, Loader, Micro, Samples, heldout_micros, interleaved_turns
+from plait.data.loader import (
+    IGNORED_TARGET,
+    DocumentMode,
+    Loader,
+    Micro,
+    SampleSelection,
+    heldout_micros,
+    interleaved_replicas,
+)
 from plait.data.order import make_order
 from plait.data.packing import zigzag_columns
 from plait.data.shards import Corpus
@@ -27,12 +35,18 @@ def corpus(make_corpus: Callable[..., Corpus], text: str) -> Corpus:
 
 def samples(
     sequence: int, *parts: int, part: int = 0, micro: int = 3, documents: DocumentMode = "mask", **other: Any
-) -> Samples:
+) -> SampleSelection:
     """Of steps that are dealt out in these parts."""
-    in_lockstep = range(part, part + 1)
-    given: dict[str, Any] = {"in_lockstep": in_lockstep, **other}
-    return Samples(
-        sequence=sequence, parts=parts, part=part, micro_sequences=micro, documents=documents, device=CPU, **given
+    lockstep_replicas = range(part, part + 1)
+    given: dict[str, Any] = {"lockstep_replicas": lockstep_replicas, **other}
+    return SampleSelection(
+        sequence=sequence,
+        sequences_per_replica=parts,
+        data_parallel_rank=part,
+        micro_sequences=micro,
+        documents=documents,
+        device=CPU,
+        **given,
     )
 
 
@@ -41,10 +55,10 @@ def rows(micros: list[Micro]) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.fixture
-def loader(corpus: Corpus) -> Iterator[Callable[[Samples], Loader]]:
+def loader(corpus: Corpus) -> Iterator[Callable[[SampleSelection], Loader]]:
     opened: list[Loader] = []
 
-    def make(taken: Samples) -> Loader:
+    def make(taken: SampleSelection) -> Loader:
         opened.append(Loader(corpus, make_order(corpus, 3, taken.sequence), taken))
         return opened[-1]
 
@@ -55,12 +69,14 @@ def loader(corpus: Corpus) -> Iterator[Callable[[Samples], Loader]]:
 
 def test_a_part_with_a_limit_of_its_own_keeps_to_it_and_loses_nothing(corpus: Corpus, loader) -> None:
     def sizes(part: int, **more: Any) -> list[int]:
-        found = loader(samples(16, 6, 4, part=part, micro=6, limits=(6, 2), documents="join", **more)).micros(40)
+        found = loader(samples(16, 6, 4, part=part, micro=6, micro_limits=(6, 2), documents="join", **more)).micros(40)
         return [len(micro.inputs) for micro in found]
 
     assert sizes(0) == [6] and sizes(1) == [2, 2]
-    assert sizes(0, in_lockstep=range(2)) == [3, 3], "it takes as many as the part that it meets in each"
-    both = [row for part in range(2) for row in rows(loader(samples(16, 6, 4, part=part, limits=(6, 2))).micros(40))]
+    assert sizes(0, lockstep_replicas=range(2)) == [3, 3], "it takes as many as the part that it meets in each"
+    both = [
+        row for part in range(2) for row in rows(loader(samples(16, 6, 4, part=part, micro_limits=(6, 2))).micros(40))
+    ]
     assert sorted(both) == sorted(rows(loader(samples(16, 10, micro=10)).micros(40)))
 
 
@@ -119,9 +135,9 @@ def test_other_shares_hold_from_the_next_step_on_whatever_was_fetched_ahead(load
     changing, after = loader(samples(16, 6, 2)), loader(samples(16, 3, 5))
     before = [rows(changing.micros(position)) for position in (0, 8)]
     assert [len(taken) for taken in before] == [6, 6]
-    changing.take(samples(16, 3, 5))
+    changing.set_selection(samples(16, 3, 5))
     assert [rows(changing.micros(position)) for position in (16, 24)] == [rows(after.micros(p)) for p in (16, 24)]
-    changing.take(samples(16, 6, 2))
+    changing.set_selection(samples(16, 6, 2))
     assert rows(changing.micros(8)) == before[1]
 
 
@@ -158,7 +174,7 @@ def test_the_next_step_is_fetched_by_one_thread_that_close_ends(loader) -> None:
 def test_every_held_out_token_is_a_target_once(
     corpus: Corpus, parts: tuple[int, ...], sequence: int, documents: DocumentMode
 ) -> None:
-    owners = np.resize(interleaved_turns(parts), 10_000)
+    owners = np.resize(interleaved_replicas(parts), 10_000)
     windows: dict[int, tuple[list[int], list[int]]] = {}
     for part in range(len(parts)):
         numbers = iter(np.flatnonzero(owners == part).tolist())
@@ -167,12 +183,12 @@ def test_every_held_out_token_is_a_target_once(
             assert (micro.lengths is None) == (documents == "join")
             assert micro.lengths is None or sum(micro.lengths) == micro.inputs.numel()
             for row in rows([micro]):
-                if any(target != NOT_COUNTED for target in row[1]):
+                if any(target != IGNORED_TARGET for target in row[1]):
                     windows[next(numbers)] = row
     assert sorted(windows) == list(range(len(windows)))
     inputs, targets = [], []
     for number in sorted(windows):
-        counted = [n for n, target in enumerate(windows[number][1]) if target != NOT_COUNTED]
+        counted = [n for n, target in enumerate(windows[number][1]) if target != IGNORED_TARGET]
         assert counted == list(range(len(counted))), "padding stands at the end only"
         assert all(token == corpus.eot for token in windows[number][0][len(counted) :])
         inputs += windows[number][0][: len(counted)]
@@ -182,8 +198,8 @@ def test_every_held_out_token_is_a_target_once(
 
 
 def test_equal_parts_take_held_out_windows_in_turns_and_others_by_their_shares(corpus: Corpus) -> None:
-    assert interleaved_turns((4, 4)).tolist() == [0, 1] * 4
-    assert interleaved_turns((3, 1)).tolist() == [0, 0, 1, 0]
+    assert interleaved_replicas((4, 4)).tolist() == [0, 1] * 4
+    assert interleaved_replicas((3, 1)).tolist() == [0, 0, 1, 0]
     taken = [sum(len(m.inputs) for m in heldout_micros(corpus, samples(16, 6, 2, part=part))) for part in (0, 1)]
     assert sum(taken) > 40 and taken[0] == pytest.approx(3 * taken[1], abs=8)
 
@@ -195,19 +211,19 @@ def test_nothing_held_out_gives_no_windows(make_corpus: Callable[..., Corpus], t
 
 def test_who_has_no_held_out_window_has_a_micro_batch_all_the_same(corpus: Corpus) -> None:
     (micro,) = heldout_micros(corpus, samples(10_000, *(1,) * 200, part=199))
-    assert (micro.targets == NOT_COUNTED).all()
+    assert (micro.targets == IGNORED_TARGET).all()
 
 
 @pytest.mark.parametrize("parts", [(4, 4), (6, 2), (2, 1, 5), (1,) * 200])
 def test_parts_that_meet_take_equally_many_micro_batches(corpus: Corpus, loader, parts: tuple[int, ...]) -> None:
     everybody = range(len(parts))
-    for_all = [samples(16, *parts, part=part, in_lockstep=everybody, micro=2) for part in everybody]
+    for_all = [samples(16, *parts, part=part, lockstep_replicas=everybody, micro=2) for part in everybody]
     heldout = {len(list(heldout_micros(corpus, one))) for one in for_all}
     assert len(heldout) == 1 and heldout != {0}
     micros = [loader(one).micros(0) for one in for_all[:3]]
     assert {len(some) for some in micros} == {-(-max(parts) // 2)}
     for count, some in zip(parts, micros, strict=False):
-        sizes = [int((micro.targets != NOT_COUNTED).any(dim=1).sum()) for micro in some]
+        sizes = [int((micro.targets != IGNORED_TARGET).any(dim=1).sum()) for micro in some]
         assert sum(sizes) == count and max(sizes) - min(sizes) <= 1
 
 
@@ -216,8 +232,8 @@ def test_a_part_that_meets_nobody_takes_no_micro_batch_for_others(loader) -> Non
 
 
 def test_a_rank_without_a_sequence_left_takes_one_that_is_not_counted(loader) -> None:
-    found = loader(samples(16, 6, 2, part=1, in_lockstep=range(2), micro=2)).micros(0)
-    assert [int((micro.targets != NOT_COUNTED).sum()) for micro in found] == [16, 16, 0]
+    found = loader(samples(16, 6, 2, part=1, lockstep_replicas=range(2), micro=2)).micros(0)
+    assert [int((micro.targets != IGNORED_TARGET).sum()) for micro in found] == [16, 16, 0]
     assert found[2].lengths == (16,)
 
 
@@ -227,7 +243,7 @@ def test_context_ranks_see_every_token_of_a_sequence_once(loader, documents: Doc
     positions = torch.arange(16)[None].expand(3, -1) if whole.positions is None else whole.positions
     seen = torch.zeros(3, 16, dtype=torch.long)
     for context in range(4):
-        part = loader(samples(16, 3, 5, documents=documents, context=context, contexts=4)).micros(8)[0]
+        part = loader(samples(16, 3, 5, documents=documents, context_rank=context, context_degree=4)).micros(8)[0]
         columns = torch.from_numpy(zigzag_columns(16, 4, context))
         assert part.lengths == whole.lengths and part.positions is not None
         assert torch.equal(part.inputs, whole.inputs[:, columns]) and torch.equal(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from plait.data.loader import NOT_COUNTED, Loader, Micro, Samples, heldout_micros
+from plait.data.loader import IGNORED_TARGET, Loader, Micro, SampleSelection, heldout_micros
 from plait.data.order import make_order
 from plait.data.preparation.synthetic import write_synthetic
 from plait.data.shards import Corpus, open_corpus
@@ -22,14 +22,20 @@ def corpus(tmp_path: Path) -> Corpus:
     return open_corpus(write_synthetic(tmp_path, vocabulary=50, sequence=SEQUENCE, seed=3))
 
 
-def samples(*parts: int, part: int = 0) -> Samples:
-    in_lockstep = range(part, part + 1)
+def samples(*parts: int, part: int = 0) -> SampleSelection:
+    lockstep_replicas = range(part, part + 1)
     given = {"sequence": SEQUENCE, "documents": "mask", "device": torch.device("cpu")}
-    return Samples(parts=parts, part=part, in_lockstep=in_lockstep, micro_sequences=40, **given)
+    return SampleSelection(
+        sequences_per_replica=parts,
+        data_parallel_rank=part,
+        lockstep_replicas=lockstep_replicas,
+        micro_sequences=40,
+        **given,
+    )
 
 
 def counted(micros: list[Micro]) -> int:
-    return sum(int((micro.targets != NOT_COUNTED).sum()) for micro in micros)
+    return sum(int((micro.targets != IGNORED_TARGET).sum()) for micro in micros)
 
 
 def test_the_corpus_has_what_can_go_wrong(corpus: Corpus) -> None:
@@ -52,7 +58,7 @@ def test_a_step_leaves_marked_targets_out_and_keeps_the_inputs(corpus: Corpus) -
         assert source.mask is not None
         window, marks = (part[start : start + SEQUENCE + 1] for part in (source.tokens, source.mask))
         assert micro.inputs[row].tolist() == window[:-1].tolist()
-        wanted = [NOT_COUNTED if mark else token for token, mark in zip(window[1:], marks[1:], strict=True)]
+        wanted = [IGNORED_TARGET if mark else token for token, mark in zip(window[1:], marks[1:], strict=True)]
         assert micro.targets[row].tolist() == wanted
         left_out += int(marks[1:].sum())
     assert left_out > 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.data.order import longest_window, make_order, permute
+from plait.data.order import longest_window, make_order, permuted_indices
 from plait.data.shards import Corpus, Shard
 from plait.errors import PlaitError
 
@@ -43,20 +43,20 @@ def pairs(order, first: int, count: int) -> list[tuple[int, int]]:
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 5000), st.integers(0, 2**64 - 1))
 def test_a_permutation_reaches_every_number_once(size: int, key: int) -> None:
-    assert np.array_equal(np.sort(permute(np.arange(size), size, key)), np.arange(size))
+    assert np.array_equal(np.sort(permuted_indices(np.arange(size), size, key)), np.arange(size))
 
 
 def test_a_permutation_of_a_huge_range_needs_no_table() -> None:
     size = 10**15 + 7
     index = np.arange(0, size, size // 1000)
-    found = permute(index, size, 5)
+    found = permuted_indices(index, size, 5)
     assert len(np.unique(found)) == len(index) and found.min() >= 0 and found.max() < size
 
 
 @pytest.mark.parametrize("key", range(5))
 def test_a_permutation_looks_like_chance(key: int) -> None:
     size = 10_000
-    found = permute(np.arange(size), size, key)
+    found = permuted_indices(np.arange(size), size, key)
     # Each thousand positions in turn takes about a hundred windows of each tenth: chi-square, 90 degrees of freedom.
     table = np.histogram2d(np.arange(size), found, bins=10)[0]
     assert 45 < ((table - 100) ** 2 / 100).sum() < 150

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from plait.data.preparation import build
-from plait.data.preparation.prepare import DataRequest, find_prepared, prepare
+from plait.data.preparation.prepare import DataRequest, find_prepared, prepare_corpus
 from plait.data.preparation.tokens import load_tokenizer
 from plait.data.shards import file_sha256, open_corpus
 from plait.data.sources import Source
@@ -43,7 +43,7 @@ def changed(request: DataRequest, **fields) -> DataRequest:
 
 
 def test_one_file_keeps_its_last_five_percent_aside(request_: DataRequest, tmp_path: Path, text: str) -> None:
-    corpus = open_corpus(prepare(request_, tmp_path, Stages()))
+    corpus = open_corpus(prepare_corpus(request_, tmp_path, Stages()))
     tokenizer = load_tokenizer(corpus.tokenizer_path)
     cut = len(text) - len(text) // 20
     assert (corpus.train_bytes, corpus.heldout_bytes) == (cut, len(text) // 20)
@@ -54,15 +54,17 @@ def test_one_file_keeps_its_last_five_percent_aside(request_: DataRequest, tmp_p
 
 def test_a_second_call_reuses_without_reading(request_: DataRequest, tmp_path: Path, file: Path, text: str) -> None:
     first, second = Stages(), Stages()
-    folder = prepare(request_, tmp_path, first)
+    folder = prepare_corpus(request_, tmp_path, first)
     assert {"reading", "tokenizing"} <= first.names
     assert first.seen[-1] == (len(text), len(text), "tokenizing")
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert prepare(request_, tmp_path, second) == folder
+    assert prepare_corpus(request_, tmp_path, second) == folder
     assert not {"reading", "tokenizing"} & second.names
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     moved = file.rename(file.with_name("other.txt"))
-    assert prepare(changed(request_, sources=(Source(str(moved)),)), tmp_path, second) == folder, "names do not matter"
+    assert prepare_corpus(changed(request_, sources=(Source(str(moved)),)), tmp_path, second) == folder, (
+        "names do not matter"
+    )
 
 
 def test_a_settled_file_is_not_hashed_again_and_a_changed_one_is(
@@ -72,23 +74,23 @@ def test_a_settled_file_is_not_hashed_again_and_a_changed_one_is(
     past = file.stat().st_mtime_ns - 60 * 10**9
     os.utime(file, ns=(past, past))
     memory = tmp_path / "data" / "hashes.json"
-    folder = prepare(request_, tmp_path, Stages())
+    folder = prepare_corpus(request_, tmp_path, Stages())
     assert not json.loads(memory.read_text()), "its change time is from just now"
     stamp = file.stat()
     invented = [stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, "0" * 64]
     memory.write_text(json.dumps({str(file.resolve()): invented}))
-    by_memory = prepare(request_, tmp_path, Stages())
+    by_memory = prepare_corpus(request_, tmp_path, Stages())
     assert by_memory != folder, "the remembered hash was not used"
     file.write_text(file.read_text().replace("KING", "QUOY"))
     os.utime(file, ns=(stamp.st_mtime_ns, stamp.st_mtime_ns))
-    assert prepare(request_, tmp_path, Stages()) not in (folder, by_memory), "same size and time, other content"
+    assert prepare_corpus(request_, tmp_path, Stages()) not in (folder, by_memory), "same size and time, other content"
 
 
 def test_what_was_prepared_is_found_without_reading_and_nothing_else(
     request_: DataRequest, tmp_path: Path, file: Path
 ) -> None:
     assert find_prepared(request_, tmp_path) is None
-    folder = prepare(request_, tmp_path, Stages())
+    folder = prepare_corpus(request_, tmp_path, Stages())
     assert find_prepared(request_, tmp_path) is None, "written just now: its times could stay the same"
     stamp = file.stat()
     hashes = {str(file.resolve()): [stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, file_sha256(file)]}
@@ -108,23 +110,23 @@ def test_what_was_prepared_is_found_without_reading_and_nothing_else(
     ],
 )
 def test_another_request_gets_another_folder(request_: DataRequest, tmp_path: Path, fields: dict) -> None:
-    folders = {prepare(each, tmp_path, Stages()) for each in (request_, changed(request_, **fields))}
+    folders = {prepare_corpus(each, tmp_path, Stages()) for each in (request_, changed(request_, **fields))}
     assert len(folders) == 2
-    assert prepare(changed(request_, **fields), tmp_path, Stages()) in folders
+    assert prepare_corpus(changed(request_, **fields), tmp_path, Stages()) in folders
 
 
 def test_the_models_vocabulary_may_grow_without_new_work(request_: DataRequest, tmp_path: Path) -> None:
-    folder = prepare(request_, tmp_path, Stages())
-    assert prepare(changed(request_, vocabulary=512), tmp_path, Stages()) == folder
+    folder = prepare_corpus(request_, tmp_path, Stages())
+    assert prepare_corpus(changed(request_, vocabulary=512), tmp_path, Stages()) == folder
     with pytest.raises(PlaitError, match=r"has 300 entries, more than model.vocabulary = 299; raise model.vocabulary"):
-        prepare(changed(request_, vocabulary=299), tmp_path, Stages())
+        prepare_corpus(changed(request_, vocabulary=299), tmp_path, Stages())
 
 
 def test_a_damaged_folder_is_made_again(request_: DataRequest, tmp_path: Path) -> None:
-    folder = prepare(request_, tmp_path, Stages())
+    folder = prepare_corpus(request_, tmp_path, Stages())
     good = contents(folder)
     (folder / "train-00000.bin").write_bytes(b"short")
-    assert prepare(request_, tmp_path, Stages()) == folder
+    assert prepare_corpus(request_, tmp_path, Stages()) == folder
     assert contents(folder) == good
 
 
@@ -135,7 +137,7 @@ def test_a_file_that_changes_meanwhile_is_noticed(request_: DataRequest, tmp_pat
                 handle.write("more")
 
     with pytest.raises(PlaitError, match=r"play.txt was changed while it was being prepared; run the same command"):
-        prepare(request_, tmp_path, meddle)
+        prepare_corpus(request_, tmp_path, meddle)
     assert visible(tmp_path) == []
 
 
@@ -146,8 +148,8 @@ def test_sources_without_weights_are_one_stream_and_with_weights_apart(
         (tmp_path / name).write_text(name * 30)
     joined = tuple(Source(str(tmp_path / name)) for name in ("a.txt", "b.txt"))
     apart = tuple(Source(source.path, weight) for source, weight in zip(joined, (1.0, 3.0), strict=True))
-    one = open_corpus(prepare(changed(request_, sources=joined), tmp_path, Stages()))
-    two = open_corpus(prepare(changed(request_, sources=apart), tmp_path, Stages()))
+    one = open_corpus(prepare_corpus(changed(request_, sources=joined), tmp_path, Stages()))
+    two = open_corpus(prepare_corpus(changed(request_, sources=apart), tmp_path, Stages()))
     assert [shard.source for shard in one.train] == [0] and one.weights == ()
     assert [shard.source for shard in two.train] == [0, 1] and two.weights == (1.0, 3.0)
     assert one.train_bytes == two.train_bytes
@@ -160,7 +162,7 @@ def test_the_tokenizer_is_trained_on_the_training_part_within_its_limit(
     words = [f"{n:05d}" for n in range(40_000, 60_000)]
     (tmp_path / "a.txt").write_text(text[:20_000] + " zqxjkvzqxjkv" * 600)
     request = DataRequest(sources=(Source(str(tmp_path / "a.txt")),), tokenizer="bpe", vocabulary=400, holdout=0.3)
-    entries = load_tokenizer(prepare(request, tmp_path, Stages())).backend.get_vocab()
+    entries = load_tokenizer(prepare_corpus(request, tmp_path, Stages())).backend.get_vocab()
     assert not any("zqx" in entry for entry in entries), "the held-out part was seen"
     monkeypatch.setattr(build, "TOKENIZER_SAMPLE_BYTES", 30_000)
     sample = list(build._sample(words, total=100_000))
@@ -182,17 +184,17 @@ def test_the_tokenizer_is_trained_on_the_training_part_within_its_limit(
 )
 def test_a_bad_request_is_told(request_: DataRequest, tmp_path: Path, fields: dict, sentence: str) -> None:
     with pytest.raises(PlaitError, match=sentence):
-        prepare(changed(request_, **fields), tmp_path / "cache", Stages())
+        prepare_corpus(changed(request_, **fields), tmp_path / "cache", Stages())
     assert not (tmp_path / "cache" / "data").exists() or visible(tmp_path / "cache") == []
 
 
 def test_a_source_of_empty_texts_is_refused(request_: DataRequest, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n' * 3)
     with pytest.raises(PlaitError, match=r"a.jsonl holds no text; fill it or take it out of data.files"):
-        prepare(changed(request_, sources=(Source(str(tmp_path / "a.jsonl")),)), tmp_path, Stages())
+        prepare_corpus(changed(request_, sources=(Source(str(tmp_path / "a.jsonl")),)), tmp_path, Stages())
 
 
 def test_a_cache_that_cannot_be_written_is_told(request_: DataRequest, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
     with pytest.raises(PlaitError, match=r"cache.*: Not a directory; free space or mend its rights, then run it again"):
-        prepare(request_, tmp_path / "cache", Stages())
+        prepare_corpus(request_, tmp_path / "cache", Stages())

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from plait.data.preparation.prepare import DataRequest, prepare
+from plait.data.preparation.prepare import DataRequest, prepare_corpus
 from plait.data.sources import Source
 
 CHILD = """
 import json, os, signal, sys
 from pathlib import Path
-from plait.data.preparation.prepare import DataRequest, prepare
+from plait.data.preparation.prepare import DataRequest, prepare_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError
 def run(on_progress):
@@ -23,7 +23,7 @@ def run(on_progress):
     vocabulary = 700 if tokenizer == "bpe" else None
     request = DataRequest(sources=(Source(path),), tokenizer=tokenizer, vocabulary=vocabulary, holdout=0.05)
     try:
-        print(prepare(request, Path(cache), on_progress, shard_tokens=100_000), flush=True)
+        print(prepare_corpus(request, Path(cache), on_progress, shard_tokens=100_000), flush=True)
     except PlaitError as error:
         sys.exit(str(error))
 """
@@ -97,10 +97,10 @@ def test_killed_at_any_stage_nothing_half_made_is_seen_and_the_next_run_is_the_s
     assert list((tmp_path / "cache" / "data").glob(".*")), "it was killed before it had begun"
     assert visible(tmp_path / "cache") == []
     request = DataRequest(sources=(Source(str(long_file)),), tokenizer=name, vocabulary=700, holdout=0.05)
-    folder = prepare(request, tmp_path / "cache", silent, shard_tokens=100_000)
+    folder = prepare_corpus(request, tmp_path / "cache", silent, shard_tokens=100_000)
     assert len(list(folder.glob("train-*.bin"))) > 3
     if name not in undisturbed:
-        other = prepare(request, tmp_path / "other cache", silent, shard_tokens=100_000)
+        other = prepare_corpus(request, tmp_path / "other cache", silent, shard_tokens=100_000)
         undisturbed[name] = other.name, contents(other)
     assert (folder.name, contents(folder)) == undisturbed[name]
     assert not list((tmp_path / "cache" / "data").glob(".*"))

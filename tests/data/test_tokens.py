@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.data.preparation import tokens
-from plait.data.preparation.tokens import END_OF_TEXT, Tokenizer, bpe_vocabulary, load_tokenizer, pieces, train_bpe
+from plait.data.preparation.tokens import (
+    END_OF_TEXT,
+    Tokenizer,
+    bpe_vocabulary,
+    cut_into_pieces,
+    load_tokenizer,
+    train_bpe,
+)
 from plait.errors import PlaitError
 
 # The pattern that Llama 3 and Qwen 2 use (theirs differ in the length of digit groups only).
@@ -46,7 +53,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def in_pieces(tokenizer: Tokenizer, text: str, block: int) -> tuple[int, list[int]]:
-    parts = list(pieces((text[n : n + block] for n in range(0, len(text), block)), tokenizer.cut))
+    parts = list(cut_into_pieces((text[n : n + block] for n in range(0, len(text), block)), tokenizer.cut))
     assert "".join(parts) == text
     return len(parts), list(chain.from_iterable(tokenizer.encode_pieces(parts)))
 
@@ -69,7 +76,7 @@ def test_a_long_text_in_blocks_has_the_tokens_of_the_whole(tokenizer: Tokenizer,
 def test_a_text_without_any_good_place_is_cut_all_the_same() -> None:
     tokenizer = load_tokenizer("gpt2")
     endless = "x" * (2 * tokens.LONGEST_PIECE + 5)
-    parts = list(pieces(iter([endless]), tokenizer.cut))
+    parts = list(cut_into_pieces(iter([endless]), tokenizer.cut))
     assert [len(part) for part in parts] == [tokens.LONGEST_PIECE, tokens.LONGEST_PIECE, 5]
 
 

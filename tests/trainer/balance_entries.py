@@ -18,7 +18,7 @@ from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.actions import Rebalancer
-from plait.trainer.balance.meter import Meter, with_meter
+from plait.trainer.balance.meter import Meter, attach_meter
 from plait.trainer.balance.move_layers import move_layers
 from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for
@@ -56,13 +56,13 @@ def follow(context: RankContext, argument: str) -> None:
         for number, run in enumerate(runs):
             here = replace(plan, balance_every_steps=run["every"])
             labour = Labour(here.sequence)
-            assembly, meter = with_meter(build(here), labour)
+            assembly, meter = attach_meter(build(here), labour)
             _burden(assembly, labour, run)
 
             def restage(
                 layers: tuple[int, ...], assembly: Assembly = assembly, run: Any = run, labour: Labour = labour
             ) -> Meter:
-                new, own = with_meter(move_layers(assembly, build, layers), labour)
+                new, own = attach_meter(move_layers(assembly, build, layers), labour)
                 assembly.replace_by(new)
                 _burden(assembly, labour, run)
                 return own

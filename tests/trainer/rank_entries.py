@@ -80,7 +80,7 @@ def _lost(assembly: Assembly, shares: Mapping[str, list[int]], steps: int) -> di
     state, losses = TrainState(), []
     for step in range(steps):
         if step and str(step) in shares:
-            assembly.take_shares(tuple(shares[str(step)]))
+            assembly.set_sequences_per_replica(tuple(shares[str(step)]))
         state, scalars = assembly.step(state)
         losses.append(float(scalars.totals[0] / scalars.totals[1]))
     total, tokens = assembly.evaluate().tolist()

@@ -16,7 +16,7 @@ from plait.launch.local.run import ForkServer
 from plait.layout import Layout
 from plait.planner.plan import HostShare
 from plait.report.shares_file import read_shares
-from plait.trainer.balance.actions import BalanceLedger
+from plait.trainer.balance.step_history import StepHistory
 from tests.trainer import following
 from tests.trainer.tiny import make_tiny
 
@@ -94,12 +94,12 @@ def test_recorded_shares_are_obeyed_bit_for_bit_also_where_none_is_ever_made(tmp
 def test_a_slow_stage_of_a_pipeline_is_named_and_not_the_one_that_waits_for_it(tmp_path: Path) -> None:
     _, plan = make_tiny(tmp_path, layout=Layout(pipeline=2, stage_layers=(1, 1)))
     hosts = tuple(HostShare(name=name, workers=1, threads=1) for name in ("attic", "cellar"))
-    ledger = BalanceLedger(replace(plan, hosts=hosts, balance_every_steps=1000))
+    history = StepHistory(replace(plan, hosts=hosts, balance_every_steps=1000))
     told: list[str] = []
     for step in range(1, 161):
         noise = 1 + 0.01 * (step % 3)
         second_s = 0.1 * noise * (2.0 if step > 130 else 1.0)
         # computing, waiting for other parts, for data, for the other stage; messages untimed
         rows = [(0.1 * noise, 0.0, 0.0, 0.02 + second_s - 0.1, 0.0), (second_s, 0.0, 0.0, 0.02, 0.0)]
-        told += ledger.note(step, [[row] for row in rows], plan.sequences_per_replica)
+        told += history.record(step, [[row] for row in rows], plan.sequences_per_replica)
     assert len(told) == 1 and "cellar" in told[0] and "attic" not in told[0].split(":")[0], told

@@ -14,7 +14,7 @@ from plait.parallel.mesh import ONE_PROCESS
 from plait.parallel.sharded_model import LocalGradients
 from plait.trainer.assemble import assemble
 from plait.trainer.balance.actions import watch_every_steps
-from plait.trainer.balance.meter import Meter, MeteredGradients, StepTimes, clock_of, sees_waits, with_meter
+from plait.trainer.balance.meter import Meter, MeteredGradients, StepTimes, attach_meter, clock_of, measures_waits
 from plait.trainer.state import TrainState
 from tests.trainer.tiny import make_tiny
 
@@ -64,7 +64,7 @@ def test_forward_and_backward_are_computing_and_the_sums_are_waiting() -> None:
         hand.now += seconds
         gradients.arm(0)
         gradients.close()
-        meter.fetched(0.5)
+        meter.record_data_wait(0.5)
     assert meter.steps == 2
     assert meter.read() == [StepTimes(compute_s=s, wait_s=3.0, data_s=0.5) for s in (5.0, 7.0)]
     assert meter.read() == [] and meter.steps == 0
@@ -74,18 +74,20 @@ def test_waits_for_weights_in_a_forward_are_no_computing_and_evaluations_are_no_
     hand = Hand()
     meter, module = Meter(hand), nn.Identity()
     wait_s = 2.0
-    meter.around(module, nn.Module.register_forward_pre_hook, lambda one, hook: one.register_forward_hook(hook))
+    meter.time_between_hooks(
+        module, nn.Module.register_forward_pre_hook, lambda one, hook: one.register_forward_hook(hook)
+    )
 
     def slow(*_: object) -> None:
         hand.now += wait_s
 
     module.register_forward_pre_hook(slow)
     module(torch.zeros(1))
-    meter.opened()
+    meter.begin_compute()
     hand.now += 4.0
     module(torch.zeros(1))
-    meter.closing()
-    meter.closed()
+    meter.end_compute()
+    meter.end_step()
     module(torch.zeros(1))
     assert meter.read() == [StepTimes(compute_s=4.0, wait_s=2.0, data_s=0.0)]
 
@@ -104,24 +106,24 @@ def test_waits_for_another_stage_are_no_computing_and_not_for_another_part() -> 
     hand = Hand()
     meter = Meter(hand)
     meter.wait(Transfer(hand, 50.0))  # type: ignore[arg-type]  # in an evaluation
-    meter.opened()
+    meter.begin_compute()
     hand.now += 4.0
     meter.wait(Transfer(hand, 3.0))  # type: ignore[arg-type]
-    meter.closing()
+    meter.end_compute()
     hand.now += 1.0
-    meter.closed()
+    meter.end_step()
     assert meter.read() == [StepTimes(compute_s=4.0, wait_s=1.0, data_s=0.0, inside_s=3.0)]
 
 
 def test_split_parameters_are_judged_by_the_forward_of_layers() -> None:
     hand = Hand()
     meter, layer = Meter(hand, layer_forwards=3), Works(hand, 2.0)
-    meter.around(layer, nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook)
-    meter.opened()
+    meter.time_between_hooks(layer, nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook)
+    meter.begin_compute()
     layer(torch.zeros(1))
     hand.now += 10.0
-    meter.closing()
-    meter.closed()
+    meter.end_compute()
+    meter.end_step()
     assert meter.read() == [StepTimes(compute_s=6.0, wait_s=6.0, data_s=0.0)]
 
 
@@ -131,14 +133,14 @@ def test_a_real_step_is_measured_and_stays_the_same(tmp_path: Path) -> None:
     for measuring in (False, True):
         assembly, meter = assemble(config, plan, sums=ONE_PROCESS, stages=()), None
         if measuring:
-            assembly, meter = with_meter(assembly, clock_of(assembly.device))
+            assembly, meter = attach_meter(assembly, clock_of(assembly.device))
         began = time.perf_counter()
         _, scalars = assembly.step(TrainState())
         whole_s = time.perf_counter() - began
         results.append(scalars.totals)
         assembly.loader.close()
         if meter is not None:
-            meter.fetched(assembly.loader.wait_s)
+            meter.record_data_wait(assembly.loader.wait_s)
             [times] = meter.read()
             assert times.compute_s > 0 and times.wait_s >= 0 and times.data_s == assembly.loader.wait_s
             assert times.compute_s + times.wait_s + times.data_s <= whole_s
@@ -148,8 +150,10 @@ def test_a_real_step_is_measured_and_stays_the_same(tmp_path: Path) -> None:
 def test_compiled_layers_are_watched_only_where_shares_follow_what_is_found(tmp_path: Path) -> None:
     _, plan = make_tiny(tmp_path)
     split = replace(plan, layout=Layout(shard=2), compile="blocks", balance_every_steps=0)
-    assert not sees_waits(split) and sees_waits(replace(split, compile="off"))
-    assert sees_waits(replace(split, balance_every_steps=50)) and sees_waits(replace(split, layout=Layout(replicate=2)))
+    assert not measures_waits(split) and measures_waits(replace(split, compile="off"))
+    assert measures_waits(replace(split, balance_every_steps=50)) and measures_waits(
+        replace(split, layout=Layout(replicate=2))
+    )
 
 
 def test_several_workers_are_watched_often_enough_to_name_one_within_twenty_steps(tmp_path: Path) -> None:

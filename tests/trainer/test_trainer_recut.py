@@ -120,4 +120,4 @@ def test_a_stage_gets_no_more_than_fits_beside_what_is_there(
         tensors=lambda: [torch.zeros(600), torch.zeros(400)],
         device=torch.device("cpu"),
     )
-    assert move_layers.most_layers(stage, sharers) == most
+    assert move_layers.max_stage_layers(stage, sharers) == most

@@ -9,7 +9,7 @@ from typing import Any
 
 from plait.cluster.topology import Machine
 from plait.commands.preparing.corpus import corpus_facts, data_request
-from plait.data.preparation.prepare import prepare
+from plait.data.preparation.prepare import prepare_corpus
 from plait.data.shards import open_corpus
 from plait.planner.derive.resources import Resources
 from plait.planner.plan import Plan
@@ -54,7 +54,7 @@ def make_tiny(folder: Path, *overrides: str, **planned: Any) -> tuple[RunConfig,
     (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "tiny.toml").write_text(RECIPE)
     config = load_recipe(folder / "tiny.toml", overrides)
-    corpus = open_corpus(prepare(data_request(config), folder / "cache", lambda *_: None))
+    corpus = open_corpus(prepare_corpus(data_request(config), folder / "cache", lambda *_: None))
     outline = draft(config, corpus_facts(corpus), Resources(machine=MACHINE, peak_flops=1e11), recipe_hash="")
     plan = replace(settle(config, outline, outline.layouts), threads=1, **planned)
     put(folder, config, plan)

@@ -10,7 +10,7 @@ import numpy as np
 
 from plait.data.balance import IntArray, attention_pairs, balance_samples, counted_targets, window_lengths
 from plait.data.order import make_order
-from plait.data.rows import NOT_COUNTED, gather, targets
+from plait.data.rows import IGNORED_TARGET, gather_rows, make_targets
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.layout import equal_share
@@ -164,8 +164,8 @@ def _unigram_nats(corpus: Corpus) -> np.ndarray[Any, Any]:
 def _summed_unigram_nats(
     corpus: Corpus, nats_by_token: np.ndarray[Any, Any], shard: np.ndarray[Any, Any], start: IntArray, sequence: int
 ) -> float:
-    wanted = targets(corpus.train, shard, start, gather(corpus.train, shard, start, sequence + 1))
-    return float(nats_by_token[wanted[wanted != NOT_COUNTED]].sum())
+    wanted = make_targets(corpus.train, shard, start, gather_rows(corpus.train, shard, start, sequence + 1))
+    return float(nats_by_token[wanted[wanted != IGNORED_TARGET]].sum())
 
 
 def _piece_lengths(corpus: Corpus, shard: np.ndarray[Any, Any], start: IntArray, sequence: int) -> Iterator[IntArray]:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plait.data.order import longest_window
-from plait.data.preparation.prepare import DataRequest, find_prepared, prepare
+from plait.data.preparation.prepare import DataRequest, find_prepared, prepare_corpus
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
 from plait.planner.derive.model_size import CorpusFacts
@@ -28,7 +28,7 @@ def prepare_data(config: RunConfig, screen: Console) -> Corpus:
         def show(done: int, total: int, stage: str) -> None:
             bar.update(task, completed=done, total=total or None, description=stage)
 
-        folder = prepare(data_request(config), CACHE_FOLDER, show)
+        folder = prepare_corpus(data_request(config), CACHE_FOLDER, show)
     return open_corpus(folder)
 
 

@@ -49,7 +49,9 @@ def check_gradients(
             _run_processes(folder, plan, workers, scope, "reference")
             _run_processes(folder, plan, workers, scope, "layout")
         ranks = [folder / f"rank-{rank}.safetensors" for rank in range(plan.world_size)]
-        return compare_runs(folder / "reference.safetensors", ranks, plan.layout, lr=plan.optimizer.lr, bars=tolerances)
+        return compare_runs(
+            folder / "reference.safetensors", ranks, plan.layout, lr=plan.optimizer.lr, tolerances=tolerances
+        )
 
 
 def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen: Screen) -> None:
@@ -96,7 +98,7 @@ def summation_order_noise(config: RunConfig, plan: Plan, workers: WorkerPool) ->
             _write_inputs(folder, config, replace(plan, micro_sequences=micro, micro_limits=()))
             _run_processes(folder, plan, workers, "gradients", "reference")
             files.append(folder / "reference.safetensors")
-        return compare_runs(files[0], files[1:], Layout(), lr=plan.optimizer.lr, bars=FLOAT32_TOLERANCES).largest(
+        return compare_runs(files[0], files[1:], Layout(), lr=plan.optimizer.lr, tolerances=FLOAT32_TOLERANCES).largest(
             "gradient", "sums"
         )
 

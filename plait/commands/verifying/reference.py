@@ -72,7 +72,7 @@ def collect_tensors(assembly: Assembly, scope: ReferenceScope) -> dict[str, Tens
                 state, _ = plain.step(state)
             found |= dict(_weights(assembly, "sgd"))
             # A run may deal its batch out anew at any step.
-            assembly.take_shares(assembly.plan.sequences_per_replica[::-1])
+            assembly.set_sequences_per_replica(assembly.plan.sequences_per_replica[::-1])
             for _ in range(STEPS_PER_OPTIMIZER):
                 state, _ = assembly.step(state)
             found |= dict(_weights(assembly, "adamw"))

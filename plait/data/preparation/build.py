@@ -1,4 +1,5 @@
-"""Preparing a corpus: survey the text, hold out, train a tokenizer if requested, tokenize, write the index."""
+"""Builds a corpus: surveys the text, divides off the held-out part, trains a tokenizer if requested, tokenizes,
+writes the index."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from plait.data.holdout import (
     survey_documents,
     text_blocks,
 )
-from plait.data.preparation.tokens import GPT2_CUT, Tokenizer, bpe_vocabulary, pieces, train_bpe
+from plait.data.preparation.tokens import GPT2_CUT, Tokenizer, bpe_vocabulary, cut_into_pieces, train_bpe
 from plait.data.preparation.writer import ShardWriter
 from plait.data.shards import SHARD_FORMAT, ShardEntry, token_dtype, write_synced
 from plait.data.sources import OpenSource
@@ -31,7 +32,7 @@ from plait.errors import PlaitError
 from plait.units import format_bytes
 
 Progress = Callable[[int, int, str], None]
-"""Called with bytes done, bytes in all (0 where not known yet), and the name of the stage."""
+"""Called with the bytes done, the total bytes (0 if not known yet), and the name of the stage."""
 
 TOKENIZER_SAMPLE_BYTES = 20_000_000
 _BATCH_CHARACTERS = 1 << 20
@@ -40,7 +41,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildRequest:
-    """All that a corpus is made from; `tokenizer` None means: train byte-level BPE of `vocabulary` entries."""
+    """Everything that determines a corpus; with `tokenizer` None, byte-level BPE of `vocabulary` entries is trained."""
 
     sources: tuple[OpenSource, ...]
     file_hashes: dict[Path, str]
@@ -53,7 +54,7 @@ class BuildRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """A run of text of one document; `bytes_done` counts the text of both sides up to and with it."""
+    """A run of text of one document; `bytes_done` counts the bytes of both splits up to its end."""
 
     text: str
     split: HoldoutSplit
@@ -62,8 +63,9 @@ class _Piece:
     bytes_done: int
 
 
-def build(work: BuildRequest, folder: Path) -> None:
-    """Fill `folder` with the shards, the tokenizer and, last of all, the index; every file is on the disk after it."""
+def build_corpus(work: BuildRequest, folder: Path) -> None:
+    """Fill `folder` with the shards, the tokenizer and, last of all, the index; every file is on the disk when it
+    returns."""
     found = _survey(work)
     total = sum(look.text_bytes for look in found)
     rule = choose_holdout_rule(sum(found, DocumentSurvey()), work.holdout)
@@ -82,7 +84,7 @@ def build(work: BuildRequest, folder: Path) -> None:
 
 
 def _survey(work: BuildRequest) -> list[DocumentSurvey]:
-    """Read every document once: bad text is found here, before hours of work."""
+    """Read every document once: unreadable text is found here, before hours of work."""
     found = []
     for source in work.sources:
         seen = DocumentSurvey()
@@ -106,7 +108,8 @@ def _trained(work: BuildRequest, rule: HoldoutRule, total: int) -> Tokenizer:
 
 
 def _sample(texts: Iterable[str], total: int) -> Iterator[str]:
-    """At most TOKENIZER_SAMPLE_BYTES, chosen by the hash of each piece and so independent of order and chance."""
+    """At most TOKENIZER_SAMPLE_BYTES of text. Pieces are chosen by their hash, so the choice does not depend on
+    chance."""
     share = 1.0 if total <= TOKENIZER_SAMPLE_BYTES else 0.95 * TOKENIZER_SAMPLE_BYTES / total
     taken = 0
     for text in texts:
@@ -125,7 +128,7 @@ def _pieces(work: BuildRequest, rule: HoldoutRule, cut: re.Pattern[str]) -> Iter
         for document in source.documents():
             for span in holdout_spans(document, rule, work.holdout):
                 blocks = text_blocks(document.read(span.start, span.stop))
-                for order, text in enumerate(pieces(blocks, cut)):
+                for order, text in enumerate(cut_into_pieces(blocks, cut)):
                     done += len(text.encode("utf-8"))
                     yield _Piece(
                         text=text, split=span.split, source=number if weighted else 0, first=order == 0, bytes_done=done
@@ -195,7 +198,7 @@ def _index(
 
 
 def index_row(entry: ShardEntry) -> dict[str, Any]:
-    """A shard as the index has it: without a word on a mask that is not there."""
+    """A shard's entry in index.json; the mask's hash is left out where there is no mask."""
     return {key: value for key, value in asdict(entry).items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""The SHA-256 of a source's files, cached by path, size and times so that the next check is quick."""
+"""SHA-256 of a source's files, cached by path, size and times so that the next check is quick."""
 
 from __future__ import annotations
 
@@ -12,39 +12,42 @@ from pathlib import Path
 
 from plait.data.shards import file_sha256
 
-Stamp = tuple[int, int, int]
-"""Size, modification and change time: the change time also moves when a copy keeps the old modification time."""
+FileStamp = tuple[int, int, int]
+"""Size, modification time and change time (ns); the change time moves even when a copy keeps the old modification
+time."""
 
 _TRUSTED_AFTER_NS = 2_000_000_000
 
 
-def stamp(path: Path) -> Stamp:
-    """The stamp of a file as it is now."""
+def file_stamp(path: Path) -> FileStamp:
+    """The current stamp of a file."""
     found = path.stat()
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def hash_files(files: Sequence[Path], memory: Path, on_file: Callable[[Path], None]) -> list[str]:
-    """The SHA-256 of each file, from `memory` (a JSON file) where the stamp is the same as when it was hashed."""
-    known = _recall(memory)
+def hash_files(files: Sequence[Path], cache_file: Path, on_file: Callable[[Path], None]) -> list[str]:
+    """The SHA-256 of each file; read from `cache_file` (JSON) where the file's stamp is the same as when it was
+    hashed."""
+    known = _recall(cache_file)
     hashes, fresh = [], {}
     for path in files:
         on_file(path)
-        name, now = str(path.resolve()), stamp(path)
+        name, now = str(path.resolve()), file_stamp(path)
         entry = known.get(name)
         if entry is None or tuple(entry[:3]) != now:
             entry = [*now, file_sha256(path)]
             fresh[name] = entry
         hashes.append(entry[3])
     if fresh:
-        _remember(memory, {**known, **{name: entry for name, entry in fresh.items() if _is_settled(entry)}})
+        _remember(cache_file, {**known, **{name: entry for name, entry in fresh.items() if _is_settled(entry)}})
     return hashes
 
 
-def known_hashes(files: Sequence[Path], memory: Path) -> list[str] | None:
-    """What `hash_files` answered before, without reading a file; None where one was changed or never seen."""
-    known = _recall(memory)
-    entries = [(stamp(path), known.get(str(path.resolve()))) for path in files]
+def cached_hashes(files: Sequence[Path], cache_file: Path) -> list[str] | None:
+    """The hashes that an earlier `hash_files` cached, without reading the files; None where one of them has changed
+    or was never hashed."""
+    known = _recall(cache_file)
+    entries = [(file_stamp(path), known.get(str(path.resolve()))) for path in files]
     if any(entry is None or tuple(entry[:3]) != now for now, entry in entries):
         return None
     return [entry[3] for _, entry in entries if entry is not None]
@@ -52,7 +55,8 @@ def known_hashes(files: Sequence[Path], memory: Path) -> list[str] | None:
 
 @contextmanager
 def exclusive_lock(lock: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold a file lock: a second process waits here (`on_wait` is called once); a dead holder frees it."""
+    """Hold a file lock. A second process blocks here, after one call of `on_wait`; the lock of a process that dies
+    is released."""
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,7 +67,7 @@ def exclusive_lock(lock: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 
 
 def _is_settled(entry: list[int]) -> bool:
-    """False where the file was written so lately that a further write could leave the same times."""
+    """Whether the file was last written long enough ago that another write would change its times."""
     return time.time_ns() - max(entry[1], entry[2]) > _TRUSTED_AFTER_NS
 
 

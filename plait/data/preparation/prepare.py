@@ -1,4 +1,5 @@
-"""A request for data to a corpus folder: the one made before, or a new one that appears with one rename."""
+"""Prepares the corpus folder of a data request: finds an earlier one, or makes a new one that appears with one
+rename."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 
-from plait.data.preparation.build import BuildRequest, Progress, build
-from plait.data.preparation.fingerprint import Stamp, exclusive_lock, hash_files, known_hashes, stamp
+from plait.data.preparation.build import BuildRequest, Progress, build_corpus
+from plait.data.preparation.fingerprint import FileStamp, cached_hashes, exclusive_lock, file_stamp, hash_files
 from plait.data.preparation.tokens import Tokenizer, load_tokenizer
 from plait.data.shards import SHARD_FORMAT, SHARD_TOKENS, open_corpus
 from plait.data.sources import OpenSource, Source, open_source
@@ -29,10 +30,14 @@ class DataRequest:
     holdout: float
 
 
-def prepare(request: DataRequest, cache: Path, on_progress: Progress, *, shard_tokens: int = SHARD_TOKENS) -> Path:
-    """Make the corpus folder under `cache`/data, or find the one made before; raises PlaitError with the mend.
+def prepare_corpus(
+    request: DataRequest, cache: Path, on_progress: Progress, *, shard_tokens: int = SHARD_TOKENS
+) -> Path:
+    """Make the corpus folder under `cache`/data, or find an earlier one, and return its path; raises PlaitError that
+    says what to do.
 
-    Blocks while another process prepares the same data. Killed at any moment it leaves nothing half-made in sight.
+    Blocks while another process prepares the same data. If it is killed at any moment, no incomplete corpus folder
+    appears.
     """
     _check(request)
     on_progress = _throttled(on_progress)
@@ -42,7 +47,7 @@ def prepare(request: DataRequest, cache: Path, on_progress: Progress, *, shard_t
         sources = tuple(open_source(source) for source in request.sources)
         home.mkdir(parents=True, exist_ok=True)
         files = list(dict.fromkeys(chain.from_iterable(source.files for source in sources)))
-        stamps = {path: stamp(path) for path in files}
+        stamps = {path: file_stamp(path) for path in files}
         hashes = hash_files(files, home / "hashes.json", lambda path: on_progress(0, 0, f"looking at {path.name}"))
         work = BuildRequest(
             sources=sources,
@@ -66,13 +71,13 @@ def prepare(request: DataRequest, cache: Path, on_progress: Progress, *, shard_t
 
 
 def find_prepared(request: DataRequest, cache: Path) -> Path | None:
-    """The corpus folder that `prepare` made before, found without reading the text; None where there is none."""
+    """The folder of a corpus that was prepared earlier, found without reading the text; None where there is none."""
     _check(request)
     home = cache / "data"
     try:
         sources = tuple(open_source(source) for source in request.sources)
         files = list(dict.fromkeys(chain.from_iterable(source.files for source in sources)))
-        hashes = known_hashes(files, home / "hashes.json")
+        hashes = cached_hashes(files, home / "hashes.json")
     except OSError:
         return None
     if hashes is None:
@@ -104,7 +109,7 @@ def _check(request: DataRequest) -> None:
 
 
 def _ready_tokenizer(request: DataRequest) -> Tokenizer | None:
-    """The tokenizer, where it need not be trained first."""
+    """The requested tokenizer, or None where it must be trained first."""
     if request.tokenizer == "bpe":
         return None
     tokenizer = load_tokenizer(request.tokenizer)
@@ -117,7 +122,7 @@ def _ready_tokenizer(request: DataRequest) -> Tokenizer | None:
 
 
 def _throttled(on_progress: Progress) -> Progress:
-    """At most one call a MiB within a stage: a corpus may have millions of documents."""
+    """A Progress that forwards at most one call per MiB within a stage, as a corpus may have millions of documents."""
     last = (0, "")
 
     def report(done: int, total: int, stage: str) -> None:
@@ -130,7 +135,7 @@ def _throttled(on_progress: Progress) -> Progress:
 
 
 def _key(work: BuildRequest) -> str:
-    """A name for the result, from contents and the request; paths and times have no part in it."""
+    """A folder name that identifies the result: a hash of file contents and request, without paths and times."""
     sources = [_source_key(source, work.file_hashes) for source in work.sources]
     tokenizer = work.tokenizer.hash if work.tokenizer else f"bpe {work.vocabulary}"
     parts = [SHARD_FORMAT, sources, tokenizer, work.holdout, work.shard_tokens]
@@ -143,7 +148,7 @@ def _source_key(source: OpenSource, hashes: dict[Path, str]) -> list[object]:
 
 
 def _is_usable(folder: Path) -> bool:
-    """Whether the corpus is there; a damaged one is taken away, as it can be made again."""
+    """Whether the corpus exists; a damaged one is deleted, as it can be made again."""
     if not folder.is_dir():
         return False
     try:
@@ -154,13 +159,13 @@ def _is_usable(folder: Path) -> bool:
     return True
 
 
-def _make(work: BuildRequest, folder: Path, stamps: dict[Path, Stamp]) -> None:
+def _make(work: BuildRequest, folder: Path, stamps: dict[Path, FileStamp]) -> None:
     aside = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)  # left by a killed process: the lock is ours
     try:
         aside.mkdir()
-        build(work, aside)
-        changed = next((path for path, before in stamps.items() if stamp(path) != before), None)
+        build_corpus(work, aside)
+        changed = next((path for path, before in stamps.items() if file_stamp(path) != before), None)
         if changed:
             raise PlaitError(f"{changed} was changed while it was being prepared; run the same command again")
         _sync_folder(aside)

@@ -1,4 +1,5 @@
-"""A small corpus from a seed, with all that real ones have: documents of all lengths, tokens that are never learned."""
+"""Generates a small corpus from a seed, with the difficulties of real ones: documents of all lengths, and tokens
+that are never learned."""
 
 from __future__ import annotations
 
@@ -14,12 +15,14 @@ from plait.data.preparation.writer import ShardWriter
 from plait.data.shards import SHARD_FORMAT, token_dtype, write_synced
 
 _TOKENS: dict[HoldoutSplit, int] = {"train": 250, "heldout": 11}
-"""In sequences; the held-out ones do not fill the last row."""
+"""Length of each split in sequences; `_write` adds a third of one, so that the held-out split does not fill its last
+row."""
 _SHARDS = 3
 
 
 def write_synthetic(folder: Path, *, vocabulary: int, sequence: int, seed: int) -> Path:
-    """Fill an empty folder with a corpus that `open_corpus` opens; entry 0 of the vocabulary ends documents."""
+    """Fill an empty folder with a corpus that `open_corpus` can read, and return the folder; token 0 is the end of
+    text."""
     draws = np.random.default_rng(seed)
     writers = {split: _write(folder, split, vocabulary, sequence, draws) for split in _TOKENS}
     index = {
@@ -40,7 +43,8 @@ def write_synthetic(folder: Path, *, vocabulary: int, sequence: int, seed: int) 
 def _write(
     folder: Path, split: HoldoutSplit, vocabulary: int, sequence: int, draws: np.random.Generator
 ) -> ShardWriter:
-    """Documents of one token to several sequences; a third of them begin with a part that is never learned."""
+    """Write documents of one token to several sequences; a third of them begin with a part that is never learned,
+    and a sixth are never learned at all."""
     tokens = _TOKENS[split] * sequence + sequence // 3
     dtype = token_dtype(vocabulary)
     writer = ShardWriter(folder, split, eot=0, dtype=dtype, shard_tokens=-(-tokens // _SHARDS), marks="kept")

@@ -1,4 +1,4 @@
-"""Text to token ids and back: the tokenizer that a corpus is made with, and how long texts are cut for it."""
+"""Text to token ids and back: the tokenizer of a corpus, and the cuts at which long texts are divided for it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from plait.errors import PlaitError
 END_OF_TEXT = "<|endoftext|>"
 _OTHER_ENDS = ("</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<|eot_id|>", "[EOS]")
 
-PIECE_CHARACTERS = 1 << 14
+MIN_PIECE_CHARACTERS = 1 << 14
 LONGEST_PIECE = 1 << 20
 
 SMALLEST_BPE = 257
-"""Every byte and the end of text."""
+"""One entry for every byte, and the end of text."""
 
 # Note [cuts keep the tokens]: long documents are tokenized in pieces, and a piece boundary must be one that the
 # pre-tokenizer would draw anyway. A space between two non-spaces opens a new word in every byte-level scheme. A newline
@@ -46,26 +46,28 @@ class Tokenizer:
     cut: re.Pattern[str]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; the text of a special token inside it is ordinary text, so only real ends are ends."""
+        """Token ids of a text; a special token's text in it is encoded as ordinary text, so that only real ends are
+        ends."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
-        """Ids of many pieces, on all cores."""
+        """Token ids of each of many pieces, computed on all cores."""
         return [found.ids for found in self.backend.encode_batch_fast(list(pieces), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids, special tokens shown."""
+        """The text of the ids, including the text of special tokens."""
         return self.backend.decode(list(ids), skip_special_tokens=False)
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, and the name of its end of text, so that `load_tokenizer(folder)` is the same."""
+        """Write tokenizer.json and the name of the end-of-text token, so that `load_tokenizer(folder)` returns the
+        same tokenizer."""
         write_synced(folder / "tokenizer.json", self.definition)
         config = json.dumps({"eos_token": self.eot_text}, ensure_ascii=False)
         write_synced(folder / "tokenizer_config.json", config)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load "gpt2" (shipped), a tokenizer.json, or a folder that holds one; raises PlaitError."""
+    """Load "gpt2" (shipped), a tokenizer.json, or a folder that holds one; raises PlaitError where none can be used."""
     file = Path(__file__).parent / "gpt2" if path == "gpt2" else Path(path)
     file = file / "tokenizer.json" if file.is_dir() else file
     if not file.is_file():
@@ -96,15 +98,14 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def bpe_vocabulary(text_bytes: int) -> int:
-    """Size of the vocabulary for a corpus of this size where none is named: a typical entry occurs a hundred times
-    or more."""
+    """Default vocabulary size for a corpus of this size: a typical entry occurs a hundred times or more."""
     for limit, vocabulary in ((1 << 19, 1024), (1 << 25, 4096), (1 << 30, 16384)):
         if text_bytes < limit:
             return vocabulary
     return 32768
 
 
-def pieces(blocks: Iterable[str], cut: re.Pattern[str]) -> Iterator[str]:
+def cut_into_pieces(blocks: Iterable[str], cut: re.Pattern[str]) -> Iterator[str]:
     """Cut one document into pieces that tokenize as the whole would; see Note [cuts keep the tokens]."""
     waiting = ""
     for block in blocks:
@@ -119,7 +120,7 @@ def pieces(blocks: Iterable[str], cut: re.Pattern[str]) -> Iterator[str]:
 
 
 def _next_cut(text: str, start: int, cut: re.Pattern[str]) -> int | None:
-    found = cut.search(text, start + PIECE_CHARACTERS, start + LONGEST_PIECE)
+    found = cut.search(text, start + MIN_PIECE_CHARACTERS, start + LONGEST_PIECE)
     if found:
         return found.start()
     return start + LONGEST_PIECE if len(text) - start > LONGEST_PIECE else None

@@ -1,4 +1,4 @@
-"""Writes token shards: a stream that appears on the disk as it comes."""
+"""Writes token shards to disk while the tokens arrive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COUNTED = np.zeros(1, dtype=np.uint8)
 class ShardWriter:
     """Writes one split as numbered shards; call `begin_document`, `add`, … and at the end `close_shard`.
 
-    `marks` "kept" writes a mask beside each shard.
+    With `marks` "kept" it writes a mask beside each shard.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class ShardWriter:
         self._source = self._tokens = 0
 
     def begin_document(self, source: int) -> None:
-        """Start a document; a new shard is opened for a new source, and before one is so full that documents tear."""
+        """Start a document. A new shard is opened for a new source, and when at most an eighth of the current one is
+        free, so that fewer documents are split."""
         if source != self._source or self._tokens >= self._limit - self._limit // 8:
             self.close_shard()
         if self._file is None:
@@ -51,7 +52,7 @@ class ShardWriter:
         self._write(self._eot, _COUNTED)
 
     def add(self, ids: np.ndarray[Any, Any], mask: np.ndarray[Any, Any] | None = None) -> None:
-        """Append tokens to the document that was begun; `mask` is 1 at those that are never a target."""
+        """Append tokens to the current document; `mask` is 1 at those that are never a target."""
         assert mask is None or (self._marks == "kept" and len(mask) == len(ids))
         mask = np.zeros(len(ids), dtype=np.uint8) if mask is None else mask
         while len(ids):
@@ -63,7 +64,7 @@ class ShardWriter:
                 self.begin_document(self._source)
 
     def close_shard(self) -> None:
-        """Close the stream with its last <eot> and put it safely on the disk; nothing happens where none is open."""
+        """End the shard with its last <eot> and wait until it is on disk; does nothing if no shard is open."""
         if self._file is None:
             return
         self._write(self._eot, _COUNTED)

@@ -1,4 +1,4 @@
-"""Changes a pipeline's stages between two steps: every rank builds its new stage, and layers travel to their new
+"""Changes a pipeline's stages between two steps: every rank builds its new stage, and layers are sent to their new
 owners."""
 
 from __future__ import annotations
@@ -17,38 +17,40 @@ from plait.partition.boxes import Box
 from plait.planner.plan import Plan
 from plait.report.memory import peak_rss_bytes
 from plait.trainer.assemble import Assembly
-from plait.trainer.persist import fill_state, owned_state, state_boxes
+from plait.trainer.persist import load_state, owned_state, state_boxes
 
 SPARE_MEMORY = 0.9
-"""Share of the free memory that new layers may take."""
+"""Fraction of the free memory that new layers may take."""
 
 
 class BuildAssembly(Protocol):
-    """Makes a rank's part of a run, with its first weights where they are to be fresh."""
+    """Builds a rank's part of a run under any plan; with `initialize` its weights get their initial values."""
 
-    def __call__(self, plan: Plan, *, fresh: bool) -> Assembly: ...
+    def __call__(self, plan: Plan, *, initialize: bool) -> Assembly: ...
 
 
 _Place = tuple[str, tuple[int, ...]]
-"""A tensor's key in a checkpoint, and where a rectangle of it begins."""
+"""A tensor's key in a checkpoint, and the offset of a box in it."""
 
 
 def move_layers(assembly: Assembly, build: BuildAssembly, stage_layers: tuple[int, ...]) -> Assembly:
-    """This rank's part of the same run with other layers in its stages, weights and moments bit for bit.
+    """This rank's part of the same run with `stage_layers` layers in its stages; weights and moments stay the same, bit
+    for bit.
 
-    `build` is `assemble` for any plan. Every rank must call it, between two steps; blocks until all that travels is
-    there. For as long both cuts lie in memory. Of a run that has not begun, the first weights are made.
+    `build` is `assemble` for any plan. Every rank must call it, between two steps; blocks until all transfers are done.
+    Until then the old and the new stage are both in memory. If the run has not begun, the weights are initialized
+    instead.
     """
     plan = replace(assembly.plan, layout=replace(assembly.plan.layout, stage_layers=stage_layers))
     begun = bool(assembly.optimizer.state)
-    new = build(plan, fresh=not begun)
+    new = build(plan, initialize=not begun)
     if begun:
         _move(assembly, new, assembly.sums)
     return new
 
 
-def most_layers(assembly: Assembly, sharers: int) -> int:
-    """How many layers this rank's stage could have, by the memory that is free; `sharers` ranks share that memory.
+def max_stage_layers(assembly: Assembly, sharers: int) -> int:
+    """Largest number of layers that fit this rank's stage in the free memory, which `sharers` ranks share.
 
     The new stage exists beside the old one for a moment, and each layer brings its activations.
     """
@@ -62,9 +64,12 @@ def most_layers(assembly: Assembly, sharers: int) -> int:
 
 @torch.no_grad()
 def _move(old: Assembly, new: Assembly, world: Sums) -> None:
-    """One rank after the other receives what it lacks, so that nobody waits for somebody who waits for it."""
+    """Send weights and moments to their new owners; the ranks receive in turn, which excludes deadlocks."""
     own: dict[_Place, Tensor] = {(key, box.offset): numbers for key, box, numbers in owned_state(old)}
-    wants = [_told(world, [(key, box.offset) for key, box in state_boxes(new)]), _told(world, list(own))]
+    wants = [
+        _gather_slice_keys(world, [(key, box.offset) for key, box in state_boxes(new)]),
+        _gather_slice_keys(world, list(own)),
+    ]
     home = {place: rank for rank, places in enumerate(wants[1]) for place in places}
     some = next(iter(own.values()))
 
@@ -78,7 +83,7 @@ def _move(old: Assembly, new: Assembly, world: Sums) -> None:
 
     for rank, places in enumerate(wants[0]):
         if rank == world.index:
-            fill_state(new, read, next(iter(old.optimizer.state.values()))["step"])
+            load_state(new, read, next(iter(old.optimizer.state.values()))["step"])
             continue
         for place in places:
             if home[place] == world.index:
@@ -86,8 +91,8 @@ def _move(old: Assembly, new: Assembly, world: Sums) -> None:
     new.model.gradients.publish()
 
 
-def _told(world: Sums, places: list[_Place]) -> list[list[_Place]]:
-    """What every rank names, on every rank."""
+def _gather_slice_keys(world: Sums, places: list[_Place]) -> list[list[_Place]]:
+    """The slice keys that every rank passes, gathered on every rank, in rank order."""
     text = json.dumps(places).encode()
     length = int(world.largest(torch.tensor([len(text)]))[0])
     padded = torch.tensor(list(text.ljust(length)), dtype=torch.uint8)
