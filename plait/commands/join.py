@@ -10,7 +10,7 @@ from rich.console import Console
 from plait.commands.hosts.host_info import own_host_info
 from plait.commands.hosts.invitation import check_first_address
 from plait.commands.hosts.joined_host import JoinedHostFiles
-from plait.commands.planning.workers import PRELOADED_MODULES
+from plait.commands.planning.workers import ENTRIES
 from plait.errors import PlaitError
 from plait.launch.remote.agent import connect, serve
 from plait.launch.remote.connectivity import ConnectivityListener
@@ -41,7 +41,7 @@ def join(at: str, *, secret_file: Path | None, screen: Console) -> StoppedBy:
     ):
         try:
             handlers = {**files.handlers, **door.handlers}
-            stopped_by = serve(wire, host_info=host_info, handlers=handlers, preload=PRELOADED_MODULES)
+            stopped_by = serve(wire, host_info=host_info, handlers=handlers, entries=ENTRIES)
         except PlaitError as error:
             if files.local_error is not None:  # the leader has only passed on what is to be mended here
                 raise files.local_error from error

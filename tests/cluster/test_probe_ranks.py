@@ -18,7 +18,7 @@ from plait.cluster.measured import WORK_SIZES, measurements_from_json, measureme
 from plait.cluster.probe.pieces import device_failure
 from plait.cluster.probe.request import ProbeRequest, layer_products, model_probe_request, typical_probe_request
 from plait.cluster.topology import detect_cpu_machine
-from plait.commands.planning.workers import PROBE_ENTRY
+from plait.commands.planning.workers import ENTRIES, PROBE_ENTRY
 from plait.commands.probe import choose_probe_workers
 from plait.commands.probing.measurements import (
     ProbeWorkers,
@@ -32,8 +32,10 @@ from plait.commands.probing.revalidate import measurements_still_hold
 from plait.commands.probing.table import measurements_table
 from plait.errors import Interrupted, PlaitError
 from plait.launch.local.run import ForkServer
+from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import Job, JobResult, Message, StoppedBy
 from plait.model.sizes import explicit_shape
+from tests.entry_tables import entries_of
 
 SHAPE = explicit_shape(layers=2, width=64, vocabulary=256, sequence=32)
 
@@ -48,9 +50,15 @@ def small_request() -> ProbeRequest:
     return ProbeRequest.from_json(json.dumps({**json.loads(whole.to_json()), **small}))
 
 
+TABLE = EntryTable(
+    functions={**ENTRIES.functions, **entries_of("tests.cluster.probe_entries").functions},
+    preload=("plait.commands.probing.rank",),
+)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    with ForkServer(preload=("plait.commands.probing.rank",)) as one:
+    with ForkServer(TABLE) as one:
         yield one
 
 
@@ -68,7 +76,7 @@ def test_a_layers_time_holds_no_finding_of_pages(server: ForkServer) -> None:
     shape = explicit_shape(layers=2, width=128, vocabulary=256, sequence=256)
     request = model_probe_request(shape, sequence=256, sequences=16, device="cpu", precision="float32", threads=1)
     messages: list[Message] = []
-    job = Job(entry="tests.cluster.probe_entries:count_pages", argument=request.to_json(), world_size=1, threads=1)
+    job = Job(entry="count_pages", argument=request.to_json(), world_size=1, threads=1)
     server.run(job, on_message=messages.append)
     layer_bytes = 4 * 4096 * 12 * 128  # at the least, of the largest scene alone
     for found in messages[0].values.values():
@@ -113,8 +121,9 @@ def test_the_table_tells_it_to_people(told: dict[str, Any]) -> None:
 def test_two_hosts_are_measured_inside_and_between(server: ForkServer) -> None:
     messages: list[Message] = []
     request = replace(small_request(), messages=(2**10, 2**16))
-    entry = "tests.cluster.probe_entries:on_two_hosts"
-    server.run(Job(entry=entry, argument=request.to_json(), world_size=3, threads=1), on_message=messages.append)
+    server.run(
+        Job(entry="on_two_hosts", argument=request.to_json(), world_size=3, threads=1), on_message=messages.append
+    )
     measured = measurements_from(messages[0].values, request, "key")
     first, second = measured.devices
     assert (first.workers, second.workers) == (2, 1) and first.host != second.host
@@ -133,7 +142,7 @@ def test_a_device_that_cannot_compute_says_why() -> None:
 
 def test_a_link_that_does_not_answer_is_found_dead(server: ForkServer) -> None:
     messages: list[Message] = []
-    job = Job(entry="tests.cluster.probe_entries:silent_peer", argument="", world_size=2, threads=1)
+    job = Job(entry="silent_peer", argument="", world_size=2, threads=1)
     server.run(job, on_message=messages.append)
     assert [(message.rank, message.kind) for message in messages] == [(0, "dead")]
 

@@ -17,6 +17,7 @@ from plait.errors import PlaitError, RunFailed
 from plait.launch.local.run import ForkServer
 from plait.launch.remote.link import Reply
 from plait.launch.values.job import Job, Message
+from tests.entry_tables import entries_of
 from tests.trainer.tiny import make_tiny
 
 BELOW = Path("checkpoints")
@@ -62,7 +63,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    with ForkServer(preload=("torch._dynamo", "plait.trainer.worker")) as server:
+    entries = entries_of("tests.commands.host_entries", preload=("torch._dynamo", "plait.trainer.worker"))
+    with ForkServer(entries) as server:
         yield server
 
 
@@ -70,9 +72,7 @@ def save(server: ForkServer, home: Path, folders: list[Path], host: Host) -> lis
     """Save on as many ranks as there are folders, and answer what was told besides."""
     told: list[Message] = []
     asked = {"home": str(home), "folders": [str(folder / BELOW) for folder in folders]}
-    job = Job(
-        entry="tests.commands.host_entries:save_apart", argument=json.dumps(asked), world_size=len(folders), threads=1
-    )
+    job = Job(entry="save_apart", argument=json.dumps(asked), world_size=len(folders), threads=1)
     with CheckpointCollector(lambda rank: host, folders[0] / BELOW, told.append) as gathering:
         server.run(job, on_message=gathering.handle_message)
     return told

@@ -19,7 +19,7 @@ from plait.commands.hosts.leader_workers import (
     LeaderWorkers,
     job_folder_of,
 )
-from plait.commands.planning.workers import PROBE_ENTRY
+from plait.commands.planning.workers import CHECK_ENTRY, MEASURE_ENTRY, PROBE_ENTRY
 from plait.errors import PlaitError
 from plait.launch.remote import interface
 from plait.launch.remote.interface import local_addresses
@@ -63,7 +63,7 @@ class Led:
         self, job: Job, *, on_message: Callable[[Message], None], parts: Sequence[HostPart], grace_s: float = 0.0
     ) -> JobResult:
         self.parts = parts
-        if job.entry == "plait.cluster.measure:rank":
+        if job.entry == MEASURE_ENTRY:
             for rank in range(job.world_size):
                 machine = replace(LAPTOP, cores=LAPTOP.cores + rank)
                 values = {"fingerprint": machine.fingerprint(), "peak_flops": 1e11 * (1 + rank)}
@@ -200,7 +200,7 @@ def test_the_data_of_a_job_have_a_name_that_holds_where_a_shared_folder_is_mount
     crew = LeaderWorkers(cast(Hosts, hosts), folder=run, config=config, log=lambda line: None)
     asked = json.dumps({"folder": str(job), "extent": "all", "who": "layout"})
     crew.run(
-        Job(entry="plait.commands.verifying.reference:run_check_rank", argument=asked, world_size=2, threads=1),
+        Job(entry=CHECK_ENTRY, argument=asked, world_size=2, threads=1),
         lambda message: None,
     )
     assert read_plan(job / "plan.json").corpus == (

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from plait.commands.planning.workers import ForkedWorkers, OnMessage
+from plait.commands.planning.workers import ENTRIES, ForkedWorkers, OnMessage
 from plait.commands.verify import verify
 from plait.commands.verifying.gradient_check import check_new_layout
 from plait.commands.verifying.reference import reference_tensors
@@ -84,7 +84,7 @@ class Tampering:
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[ForkedWorkers]:
-    with ForkServer(preload=("torch._dynamo", "plait.commands.verifying.reference")) as server:
+    with ForkServer(ENTRIES) as server:
         yield ForkedWorkers(server)
 
 

@@ -12,14 +12,15 @@ import sys
 from plait.errors import PlaitError
 from plait.launch.local.run import run_job
 from plait.launch.values.job import Job, Message
+from tests.launch.processes import ENTRIES
 
 
 def main(entry: str, world_size: str) -> None:
     # A shell without job control starts background processes with SIGINT ignored; the test is about one that is not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    job = Job(entry=f"tests.launch.entries:{entry}", argument="", world_size=int(world_size), threads=1)
+    job = Job(entry=entry, argument="", world_size=int(world_size), threads=1)
     try:
-        result = run_job(job, on_message=_print)
+        result = run_job(job, ENTRIES, on_message=_print)
         print(json.dumps({"stopped_by": result.stopped_by}), flush=True)
     except PlaitError as error:
         print(json.dumps({"error": str(error)}), flush=True)

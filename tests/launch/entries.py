@@ -6,8 +6,10 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import threading
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,11 @@ def hello(context: RankContext, argument: str) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
     more = ("OMP_DYNAMIC", "MKL_DYNAMIC", "GLOO_SOCKET_IFNAME", "PYTHONPATH")
     context.send("hello", argument=argument, environment={name: os.environ.get(name) for name in names + more})
+
+
+def tell_paths(context: RankContext, argument: str) -> None:
+    """Tell where modules are looked for, and whether the one named `argument` can be imported."""
+    context.send("paths", paths=sys.path, found=find_spec(argument) is not None)
 
 
 def come_and_go(context: RankContext, argument: str) -> None:

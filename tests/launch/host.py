@@ -1,6 +1,6 @@
 """A host that joins a test's run, in a process of its own: prints JSON lines, the last of which says how it ended.
 
-Called as `python -m tests.launch.host HOST:PORT LOCAL_ADDRESS PRELOAD`, with the secret in the environment.
+Called as `python -m tests.launch.host HOST:PORT LOCAL_ADDRESS [WITH_TORCH]`, with the secret in the environment.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from plait.launch.remote.agent import connect, serve
 from plait.launch.remote.link import Pulse, Reply
 from plait.launch.remote.secret import read_secret
 from plait.launch.remote.wire import Frame
+from tests.launch.processes import ENTRIES, WITH_TORCH
 
 PULSE = Pulse(period_s=0.3, lost_after_s=3.0)
 
 
-def main(join_address: str, local_address: str, preload: str) -> None:
+def main(join_address: str, local_address: str, torch: str = "") -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     address, _, port = join_address.rpartition(":")
     try:
@@ -30,7 +31,7 @@ def main(join_address: str, local_address: str, preload: str) -> None:
             wire,
             host_info={"name": f"host-{local_address}", "pid": os.getpid()},
             handlers={"read": _read, "refuse": _refuse, "break": _break},
-            preload=tuple(preload.split(",")) if preload else (),
+            entries=WITH_TORCH if torch else ENTRIES,
             pulse=PULSE,
         )
         print(json.dumps({"stopped_by": stopped_by}), flush=True)

@@ -7,17 +7,31 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import Job, Message
+from tests.entry_tables import entries_of
 
 LISTEN = "0A"
+ENTRIES = EntryTable(
+    functions={
+        **entries_of("tests.launch.entries").functions,
+        "start_a_thread": "tests.launch.entries_with_thread:never",
+        "break_the_start": "tests.launch.entries_broken_start:never",
+        "hang_at_the_fork": "tests.launch.entries_that_hang:never",
+        "tell_descriptor": "tests.launch.entries_with_asyncio:tell",
+        "be_nowhere": "tests.launch.no_such_module:main",
+    },
+)
+"""What the ranks of these tests do."""
+WITH_TORCH = replace(ENTRIES, preload=("torch", "torch.distributed"))
 
 
 def job(entry: str, world_size: int, *, argument: str = "", threads: int = 1, log_dir: str | None = None) -> Job:
-    module = "" if "." in entry else "tests.launch.entries:"
-    return Job(entry=module + entry, argument=argument, world_size=world_size, threads=threads, log_dir=log_dir)
+    return Job(entry=entry, argument=argument, world_size=world_size, threads=threads, log_dir=log_dir)
 
 
 class Record:

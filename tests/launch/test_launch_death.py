@@ -14,15 +14,19 @@ import pytest
 
 from plait.errors import PlaitError, RunFailed
 from plait.launch.local.run import ForkServer, run_job
-from plait.launch.values.job import Job, JobResult
-from tests.launch.processes import Record, is_stopped, job, open_descriptors, running, wait_until
+from plait.launch.values.job import Job, JobResult, Message
+from tests.launch.processes import ENTRIES, Record, is_stopped, job, open_descriptors, running, wait_until
 
 
 def _kill(rank: int, number: signal.Signals = signal.SIGKILL) -> Callable[[Record], None]:
     return lambda record: os.kill(record.pids[rank], number)
 
 
-def _fails(failing: Job, record: Record, run: Callable[..., JobResult] = run_job) -> RunFailed:
+def _run(whole: Job, *, on_message: Callable[[Message], None]) -> JobResult:
+    return run_job(whole, ENTRIES, on_message=on_message)
+
+
+def _fails(failing: Job, record: Record, run: Callable[..., JobResult] = _run) -> RunFailed:
     with pytest.raises(RunFailed) as caught:
         run(failing, on_message=record)
     assert caught.value.exit_code == 1
@@ -56,7 +60,7 @@ def test_without_a_log_the_root_cause_alone_prints_its_traceback(capfd):
 @pytest.mark.parametrize(("kind", "exit_code"), [("PlaitError", 2), ("RunFailed", 1)])
 def test_a_plait_error_arrives_as_it_was(kind: str, exit_code: int, capfd, tmp_path):
     with pytest.raises(PlaitError) as caught:
-        run_job(job("raise_plait_error", 2, argument=kind, log_dir=str(tmp_path)), on_message=Record())
+        run_job(job("raise_plait_error", 2, argument=kind, log_dir=str(tmp_path)), ENTRIES, on_message=Record())
     assert type(caught.value).__name__ == kind
     assert caught.value.exit_code == exit_code
     assert str(caught.value) == "the file is empty; give one with text"
@@ -114,8 +118,8 @@ def test_the_root_cause_is_named_not_the_broken_connection(torch_server: ForkSer
 @pytest.mark.parametrize(
     ("entry", "what"),
     [
-        ("tests.launch.no_such_module:main", "ModuleNotFoundError: No module named 'tests.launch.no_such_module'"),
-        ("tests.launch.entries_with_thread:never", "RuntimeError: the fork server has 2 threads after its imports"),
+        ("be_nowhere", "ModuleNotFoundError: No module named 'tests.launch.no_such_module'"),
+        ("start_a_thread", "RuntimeError: the fork server has 2 threads after its imports"),
     ],
 )
 def test_what_prevents_the_start_is_told(entry: str, what: str, capfd):
@@ -127,7 +131,7 @@ def test_what_prevents_the_start_is_told(entry: str, what: str, capfd):
 @pytest.mark.parametrize("logged", [False, True])
 def test_a_rank_that_fails_before_its_first_message_says_why(logged: bool, tmp_path, capfd):
     log_dir = str(tmp_path) if logged else None
-    error = _fails(job("tests.launch.entries_broken_start:never", 2, log_dir=log_dir), Record())
+    error = _fails(job("break_the_start", 2, log_dir=log_dir), Record())
     assert re.match(r"rank \d failed with OSError: \[Errno 9\] the start is broken \(at ", str(error))
     told = "".join(path.read_text() for path in tmp_path.iterdir()) if logged else capfd.readouterr().err
     assert "Traceback" in told
@@ -137,14 +141,14 @@ def test_a_rank_that_fails_before_its_first_message_says_why(logged: bool, tmp_p
 def test_a_fork_that_has_reset_the_wakeup_descriptor_starts_all_the_same():
     """From Python 3.12 on asyncio does so in each forked child."""
     record = Record()
-    run_job(job("tests.launch.entries_with_asyncio:tell", 2), on_message=record)
+    run_job(job("tell_descriptor", 2), ENTRIES, on_message=record)
     assert record.values("descriptor") == {0: {"descriptor": -1}, 1: {"descriptor": -1}}
 
 
 def test_a_rank_that_never_starts_is_an_error():
     began_s = time.monotonic()
     with pytest.raises(RunFailed, match=r"ranks 0, 1 did not start within 1 s"):
-        run_job(job("tests.launch.entries_that_hang:never", 2), on_message=Record(), start_s=1)
+        run_job(job("hang_at_the_fork", 2), ENTRIES, on_message=Record(), start_s=1)
     assert time.monotonic() - began_s < 10
 
 
@@ -158,7 +162,7 @@ def test_the_death_of_the_fork_server_ends_all(number: signal.Signals):
 
 
 def test_a_fork_server_that_does_not_report_a_death_is_an_error():
-    with ForkServer() as server:
+    with ForkServer(ENTRIES) as server:
         server.run(job("hello", 1), on_message=Record())
         idle = open_descriptors(server.pid)
 
@@ -176,7 +180,7 @@ def test_a_fork_server_that_does_not_report_a_death_is_an_error():
 
 
 def test_a_fork_server_that_does_not_answer_at_all_is_an_error():
-    with ForkServer() as server:
+    with ForkServer(ENTRIES) as server:
         os.kill(server.pid, signal.SIGSTOP)
         with pytest.raises(RunFailed, match=r"the process that starts the workers was not ready within 0\.5 s"):
             server.run(job("hello", 2), on_message=Record(), start_s=0.5)
@@ -187,7 +191,7 @@ def test_a_callers_own_error_ends_the_job_but_not_the_server():
         raise KeyError("the caller's")
 
     record = Record(2, refuse)
-    with ForkServer() as server:
+    with ForkServer(ENTRIES) as server:
         with pytest.raises(KeyError, match="the caller's"):
             server.run(job("be_deaf", 2), on_message=record)
         assert running(record.pids.values()) == []
@@ -195,7 +199,7 @@ def test_a_callers_own_error_ends_the_job_but_not_the_server():
 
 
 def test_a_server_serves_on_after_a_failed_job_and_is_missed_when_dead():
-    with ForkServer() as server:
+    with ForkServer(ENTRIES) as server:
         with pytest.raises(RunFailed, match="rank 1 failed"):
             server.run(job("fail_on_one", 2), on_message=Record())
         assert server.run(job("hello", 2), on_message=Record()).stopped_by == "finished"

@@ -22,9 +22,12 @@ from plait.launch.remote.agent import connect
 from plait.launch.remote.host_numbering import by_address, host_numbers
 from plait.launch.remote.leader import HostPart, Hosts
 from plait.launch.remote.secret import Secret, new_secret
+from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import Job, JobResult, Message
 from tests.launch.host import PULSE
 from tests.launch.processes import (
+    ENTRIES,
+    WITH_TORCH,
     Record,
     job,
     listening_addresses,
@@ -35,7 +38,6 @@ from tests.launch.processes import (
 )
 
 ROOT = Path(__file__).parents[2]
-TORCH = ("torch", "torch.distributed")
 SOON_S = 6.0
 
 
@@ -98,15 +100,15 @@ class _Crew:
 
 
 @contextlib.contextmanager
-def _crew(members: int, preload: tuple[str, ...] = ()) -> Iterator[_Crew]:
+def _crew(members: int, entries: EntryTable = ENTRIES) -> Iterator[_Crew]:
     secret, agents = new_secret(), []
     try:
-        with Hosts(address="127.0.0.1", secret=secret, members=members, preload=preload, pulse=PULSE) as hosts:
+        with Hosts(address="127.0.0.1", secret=secret, members=members, entries=entries, pulse=PULSE) as hosts:
 
             def start_next(hello: Mapping[str, Any]) -> None:
                 """One after another, so that the addresses are in the order of the hosts' numbers."""
                 if len(agents) < members:
-                    agents.append(_agent(hosts.join_address, secret, 2 + len(agents), preload))
+                    agents.append(_agent(hosts.join_address, secret, 2 + len(agents), entries))
 
             start_next({})
             hosts.admit(start_next, within_s=30)
@@ -116,14 +118,16 @@ def _crew(members: int, preload: tuple[str, ...] = ()) -> Iterator[_Crew]:
             agent.close()
 
 
-def _agent(join_address: str, secret: Secret, number: int = 2, preload: tuple[str, ...] = ()) -> _Process:
-    return _Process("host", join_address, f"127.0.0.{number}", ",".join(preload), secret=secret)
+def _agent(join_address: str, secret: Secret, number: int = 2, entries: EntryTable = ENTRIES) -> _Process:
+    return _Process(
+        "host", join_address, f"127.0.0.{number}", "with torch" if entries is WITH_TORCH else "", secret=secret
+    )
 
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[_Crew]:
     """Three hosts with torch at hand, for tests after which all of them are still there."""
-    with _crew(2, TORCH) as crew:
+    with _crew(2, WITH_TORCH) as crew:
         yield crew
 
 
@@ -386,7 +390,7 @@ def test_a_second_ctrl_c_leaves_and_the_others_are_told(two: _Crew):
 
 def test_the_end_is_told_to_the_others():
     secret = new_secret()
-    with Hosts(address="127.0.0.1", secret=secret, members=1, pulse=PULSE) as hosts:
+    with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, pulse=PULSE) as hosts:
         agent = _agent(hosts.join_address, secret)
         hosts.admit(lambda hello: None, within_s=30)
     assert agent.ended(0) == {"stopped_by": "finished"}
@@ -396,7 +400,7 @@ def test_a_signal_between_two_jobs_is_told_to_the_others():
     secret = new_secret()
     with (
         pytest.raises(Interrupted),
-        Hosts(address="127.0.0.1", secret=secret, members=1, pulse=PULSE) as hosts,
+        Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, pulse=PULSE) as hosts,
     ):
         agent = _agent(hosts.join_address, secret)
         hosts.admit(lambda hello: None, within_s=30)
@@ -408,7 +412,7 @@ def test_the_error_that_ends_host_0_is_told_to_the_others():
     secret = new_secret()
     with (
         pytest.raises(PlaitError, match="no such recipe"),
-        Hosts(address="127.0.0.1", secret=secret, members=1, pulse=PULSE) as hosts,
+        Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, pulse=PULSE) as hosts,
     ):
         join_address, agent = hosts.join_address, _agent(hosts.join_address, secret)
         hosts.admit(lambda hello: None, within_s=30)
@@ -441,7 +445,7 @@ def test_kill_9_of_host_0_leaves_no_process_anywhere():
 def waiting() -> Iterator[tuple[Hosts, Secret]]:
     """Host 0 before anybody has joined."""
     secret = new_secret()
-    with Hosts(address="127.0.0.1", secret=secret, members=1, pulse=PULSE) as hosts:
+    with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, pulse=PULSE) as hosts:
         yield hosts, secret
 
 
@@ -471,7 +475,7 @@ def test_a_host_that_does_not_fit_is_told_why_and_others_still_join(waiting: tup
 def test_a_host_that_goes_away_while_it_waits_leaves_its_place_and_others_take_those_they_had():
     secret, agents, lost = new_secret(), [], list[str]()
     try:
-        with Hosts(address="127.0.0.1", secret=secret, members=2, pulse=PULSE) as hosts:
+        with Hosts(address="127.0.0.1", secret=secret, members=2, entries=ENTRIES, pulse=PULSE) as hosts:
 
             def check(hello: Mapping[str, Any]) -> None:
                 if len(agents) == 2:
@@ -527,12 +531,12 @@ def test_a_name_that_leads_nowhere_is_told(name: str):
 
 def test_an_address_or_port_that_cannot_be_had_is_told():
     secret = new_secret()
-    with Hosts(address="127.0.0.1", secret=secret, members=1) as hosts:
+    with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES) as hosts:
         port = int(hosts.join_address.rpartition(":")[2])
         with (
             pytest.raises(PlaitError, match=f"port {port} of 127.0.0.1 is taken; choose another"),
-            Hosts(address="127.0.0.1", port=port, secret=secret, members=1),
+            Hosts(address="127.0.0.1", port=port, secret=secret, members=1, entries=ENTRIES),
         ):
             pass
     with pytest.raises(PlaitError, match=r"203\.0\.113\.7 is not an address of this machine; c"):
-        Hosts(address="203.0.113.7", secret=secret, members=1)
+        Hosts(address="203.0.113.7", secret=secret, members=1, entries=ENTRIES)

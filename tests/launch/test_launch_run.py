@@ -14,12 +14,12 @@ import pytest
 from plait.errors import PlaitError
 from plait.launch.local.run import ForkServer, run_job
 from plait.launch.values.job import Job, JobResult
-from tests.launch.processes import Record, is_running, job, listening_sockets, open_descriptors, running
+from tests.launch.processes import ENTRIES, Record, is_running, job, listening_sockets, open_descriptors, running
 
 
 def test_every_rank_runs_tells_and_ends():
     record = Record()
-    result = run_job(job("hello", 3, argument='{"a": 1}\nb', threads=2), on_message=record)
+    result = run_job(job("hello", 3, argument='{"a": 1}\nb', threads=2), ENTRIES, on_message=record)
     assert result.stopped_by == "finished"
     assert result.wall_s > 0
     for rank, hello in record.values("hello").items():
@@ -37,7 +37,7 @@ def test_the_environment_that_was_set_is_kept(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
     record = Record()
-    run_job(job("hello", 1), on_message=record)
+    run_job(job("hello", 1), ENTRIES, on_message=record)
     environment = record.values("hello")[0]["environment"]
     assert (environment["GLOO_SOCKET_IFNAME"], environment["PYTHONPATH"]) == ("eth7", "/nowhere")
 
@@ -46,17 +46,17 @@ def test_memory_that_a_step_freed_is_there_for_the_next(monkeypatch):
     size = 64 << 20
     pages = size // resource.getpagesize()
     record = Record()
-    run_job(job("come_and_go", 1, argument=str(size)), on_message=record)
+    run_job(job("come_and_go", 1, argument=str(size)), ENTRIES, on_message=record)
     assert record.values("pages")[0]["later"] < pages / 10
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(1 << 20))
     record = Record()
-    run_job(job("come_and_go", 1, argument=str(size)), on_message=record)
+    run_job(job("come_and_go", 1, argument=str(size)), ENTRIES, on_message=record)
     assert record.values("pages")[0]["later"] > pages / 2, "a user's own wish was not kept"
 
 
 def test_no_message_is_lost_or_reordered():
     record = Record()
-    run_job(job("talk", 2, argument="3000"), on_message=record)
+    run_job(job("talk", 2, argument="3000"), ENTRIES, on_message=record)
     for rank in (0, 1):
         numbers = [message.values["number"] for message in record.messages if message.rank == rank]
         assert numbers == list(range(3000))
@@ -64,21 +64,21 @@ def test_no_message_is_lost_or_reordered():
 
 def test_it_runs_off_the_main_thread():
     results: list[JobResult] = []
-    thread = threading.Thread(target=lambda: results.append(run_job(job("hello", 1), on_message=Record())))
+    thread = threading.Thread(target=lambda: results.append(run_job(job("hello", 1), ENTRIES, on_message=Record())))
     thread.start()
     thread.join(30)
     assert [result.stopped_by for result in results] == ["finished"]
 
 
 def test_only_rank_0_prints_on_the_terminal(tmp_path, capfd):
-    run_job(job("print_some", 2, argument="words", log_dir=str(tmp_path)), on_message=Record())
+    run_job(job("print_some", 2, argument="words", log_dir=str(tmp_path)), ENTRIES, on_message=Record())
     assert capfd.readouterr().out == "rank 0 prints words\n"
     assert (tmp_path / "rank-1.log").read_text() == "rank 1 prints words\n"
 
 
 def test_what_a_rank_started_ends_with_the_job():
     record = Record()
-    with ForkServer() as server:
+    with ForkServer(ENTRIES) as server:
         server.run(job("leave_a_child", 2), on_message=record)
         assert len(record.pids) == 2
         assert running(record.pids.values()) == []
@@ -87,7 +87,7 @@ def test_what_a_rank_started_ends_with_the_job():
 
 def test_fifty_jobs_on_one_server_leave_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with ForkServer() as server:
+    with ForkServer(ENTRIES) as server:
         server.run(job("hello", 2), on_message=Record())
         before = (open_descriptors("self"), open_descriptors(server.pid))
         for _ in range(50):
@@ -104,7 +104,7 @@ def test_nobody_listens_on_a_port():
         listening.append(listening_sockets(os.getpid()))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    run_job(job("wait_for_stop", 2), on_message=Record(2, look))
+    run_job(job("wait_for_stop", 2), ENTRIES, on_message=Record(2, look))
     assert listening == [set()] * 4
 
 
@@ -136,6 +136,6 @@ def test_a_warm_server_starts_ranks_at_once(torch_server: ForkServer):
 
 def test_a_job_that_cannot_be_is_refused():
     with pytest.raises(PlaitError, match="choose 1 to 250 workers"):
-        run_job(job("hello", 251), on_message=Record())
-    with pytest.raises(ValueError, match=r"package\.module:function"):
-        Job(entry="hello", argument="", world_size=1, threads=1)
+        run_job(job("hello", 251), ENTRIES, on_message=Record())
+    with pytest.raises(ValueError, match="is not a name of small letters"):
+        Job(entry="pydoc:pipepager", argument="", world_size=1, threads=1)

@@ -16,7 +16,7 @@ import pytest
 
 from plait.errors import RunFailed
 from plait.launch.local.run import run_job
-from tests.launch.processes import Record, is_running, job, running, wait_until
+from tests.launch.processes import ENTRIES, Record, is_running, job, running, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +41,7 @@ def _send_self(*numbers: signal.Signals) -> Callable[[Record], None]:
 def test_the_first_signal_lets_the_ranks_save_and_return(number: signal.Signals):
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     record = Record(3, _send_self(number))
-    result = run_job(job("wait_for_stop", 3), on_message=record)
+    result = run_job(job("wait_for_stop", 3), ENTRIES, on_message=record)
     assert result.stopped_by == number.name
     assert record.values("saved") == {rank: {"rank": rank} for rank in range(3)}
     assert running(record.all_pids) == []
@@ -51,7 +51,7 @@ def test_the_first_signal_lets_the_ranks_save_and_return(number: signal.Signals)
 def test_the_second_signal_kills_at_once():
     record = Record(2, _send_self(signal.SIGINT, signal.SIGTERM))
     with pytest.raises(RunFailed, match="second SIGTERM, without saving"):
-        run_job(job("be_deaf", 2), on_message=record, grace_s=20)
+        run_job(job("be_deaf", 2), ENTRIES, on_message=record, grace_s=20)
     assert time.monotonic() - record.acted_at_s < 5
     assert running(record.all_pids) == []
 
@@ -59,7 +59,7 @@ def test_the_second_signal_kills_at_once():
 def test_ranks_that_do_not_return_are_killed_after_the_grace():
     record = Record(2, _send_self(signal.SIGTERM))
     with pytest.raises(RunFailed, match=r"had not saved and ended 0\.3 s after SIGTERM"):
-        run_job(job("be_deaf", 2), on_message=record, grace_s=0.3)
+        run_job(job("be_deaf", 2), ENTRIES, on_message=record, grace_s=0.3)
     assert time.monotonic() - record.acted_at_s < 5
     assert running(record.all_pids) == []
 
@@ -74,9 +74,11 @@ def starting(tmp_path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     )
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from plait.launch.values.job import Job; from plait.launch.local.run import run_job\n"
-        "job = Job(entry='slow_to_import:main', argument='', world_size=2, threads=1)\n"
-        "print(run_job(job, on_message=print).stopped_by)"
+        "from plait.launch.values.job import Job; from plait.launch.values.entries import EntryTable\n"
+        "from plait.launch.local.run import run_job\n"
+        "job = Job(entry='slow', argument='', world_size=2, threads=1)\n"
+        "table = EntryTable(functions={'slow': 'slow_to_import:main'})\n"
+        "print(run_job(job, table, on_message=print).stopped_by)"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True) as process:

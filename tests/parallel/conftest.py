@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +10,7 @@ import torch.distributed as dist
 
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
-
-ROOT = str(Path(__file__).parents[2])
-if ROOT not in sys.path:
-    sys.path.insert(0, ROOT)
+from tests.entry_tables import entries_of
 
 ReduceOn = Callable[..., dict[int, dict[str, Any]]]
 
@@ -23,7 +18,8 @@ ReduceOn = Callable[..., dict[int, dict[str, Any]]]
 @pytest.fixture(scope="session")
 def reduce_on() -> Iterator[ReduceOn]:
     """Run an entry of reduce_entries on so many ranks, and return what each told."""
-    with ForkServer(preload=("torch.distributed", "plait.parallel.gradients.reduce"), threads=1) as server:
+    preload = ("torch.distributed", "plait.parallel.gradients.reduce")
+    with ForkServer(entries_of("tests.parallel.reduce_entries", preload=preload), threads=1) as server:
 
         def run(entry: str, world_size: int, argument: str = "") -> dict[int, dict[str, Any]]:
             told: dict[int, dict[str, Any]] = {}
@@ -31,9 +27,7 @@ def reduce_on() -> Iterator[ReduceOn]:
             def hear(message: Message) -> None:
                 told[message.rank] = dict(message.values)
 
-            job = Job(
-                entry=f"tests.parallel.reduce_entries:{entry}", argument=argument, world_size=world_size, threads=1
-            )
+            job = Job(entry=entry, argument=argument, world_size=world_size, threads=1)
             server.run(job, on_message=hear)
             return told
 

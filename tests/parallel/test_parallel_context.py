@@ -10,6 +10,7 @@ import pytest
 
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
+from tests.entry_tables import entries_of
 from tests.parallel.context_entries import CASES, MODELS
 from tests.trainer.tiny import make_tiny
 
@@ -21,7 +22,7 @@ PRELOAD = ("torch.distributed", "torch.utils._python_dispatch", "tests.parallel.
 @pytest.fixture(scope="module")
 def context_on() -> Iterator[ContextOn]:
     """Run an entry of context_entries on so many ranks, and return all that they told."""
-    with ForkServer(preload=PRELOAD, threads=1) as server:
+    with ForkServer(entries_of("tests.parallel.context_entries", preload=PRELOAD), threads=1) as server:
 
         def run(entry: str, world_size: int, argument: str = "") -> list[dict[str, Any]]:
             told: list[dict[str, Any]] = []
@@ -29,9 +30,7 @@ def context_on() -> Iterator[ContextOn]:
             def hear(message: Message) -> None:
                 told.append({"rank": message.rank, **message.values})
 
-            job = Job(
-                entry=f"tests.parallel.context_entries:{entry}", argument=argument, world_size=world_size, threads=1
-            )
+            job = Job(entry=entry, argument=argument, world_size=world_size, threads=1)
             server.run(job, on_message=hear)
             return told
 

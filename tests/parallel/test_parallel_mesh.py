@@ -6,15 +6,14 @@ import pytest
 
 from plait.launch.local.run import run_job
 from plait.launch.values.job import Job
+from tests.entry_tables import entries_of
 
 
 def axes_of_rank(rank: int, degrees: str, ranks: int) -> dict[str, float]:
     told: dict[int, dict[str, float]] = {}
-    job = Job(
-        entry="tests.parallel.mesh_entries:tell_axes", argument=degrees, world_size=ranks, threads=1,
-        preload=("torch.distributed", "plait.parallel.mesh"),
-    )  # fmt: skip
-    run_job(job, on_message=lambda message: told.update({message.rank: dict(message.values)}))
+    entries = entries_of("tests.parallel.mesh_entries", preload=("torch.distributed", "plait.parallel.mesh"))
+    job = Job(entry="tell_axes", argument=degrees, world_size=ranks, threads=1)
+    run_job(job, entries, on_message=lambda message: told.update({message.rank: dict(message.values)}))
     return told[rank]
 
 

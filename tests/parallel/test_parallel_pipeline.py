@@ -19,6 +19,7 @@ from plait.launch.values.job import Job
 from plait.layout import Schedule
 from plait.model.linear import Linear
 from plait.parallel.pipeline.deferred_gradients import DeferredGradients, defer_in
+from tests.entry_tables import entries_of
 from tests.parallel.pipeline_entries import Case, micros_of, plain_gradients
 
 Found = list[dict[str, Tensor]]
@@ -55,13 +56,12 @@ def wanted_for(case: Case) -> dict[str, Tensor]:
 def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCases]:
     """Run an entry of pipeline_entries with these cases on so many ranks."""
     preload = ("torch.distributed", "tests.parallel.pipeline_entries")
-    with ForkServer(preload=preload, threads=1) as server:
+    with ForkServer(entries_of("tests.parallel.pipeline_entries", preload=preload), threads=1) as server:
 
         def run(entry: str, ranks: int, cases: list[Case]) -> list[Found]:
             folder = tmp_path_factory.mktemp("pipeline")
             argument = json.dumps({"folder": str(folder), "cases": [asdict(case) for case in cases]})
-            name = f"tests.parallel.pipeline_entries:{entry}"
-            server.run(Job(entry=name, argument=argument, world_size=ranks, threads=1), on_message=lambda _: None)
+            server.run(Job(entry=entry, argument=argument, world_size=ranks, threads=1), on_message=lambda _: None)
             paths = [[folder / f"case-{n}-rank-{r}.safetensors" for r in range(ranks)] for n in range(len(cases))]
             return [[load_file(path) for path in of_case] for of_case in paths]
 

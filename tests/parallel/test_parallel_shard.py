@@ -18,6 +18,7 @@ from plait.checkpoint.store import verify_checkpoint
 from plait.checkpoint.transfer import read_tensor
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
+from tests.entry_tables import entries_of
 from tests.parallel.shard_entries import alone_with
 from tests.trainer.tiny import make_tiny
 
@@ -41,11 +42,11 @@ SPLITS = ("optimizer", "parameters")
 def launch() -> Iterator[Launch]:
     """Run an entry of shard_entries on so many ranks."""
     preload = ("torch._dynamo", "plait.trainer.worker", "torch.distributed.fsdp", "tests.parallel.shard_entries")
-    with ForkServer(preload=preload, threads=1) as server:
+    with ForkServer(entries_of("tests.parallel.shard_entries", preload=preload), threads=1) as server:
 
         def run(entry: str, argument: Any, world_size: int) -> None:
             text = json.dumps(argument)
-            job = Job(entry=f"tests.parallel.shard_entries:{entry}", argument=text, world_size=world_size, threads=1)
+            job = Job(entry=entry, argument=text, world_size=world_size, threads=1)
             server.run(job, on_message=lambda message: None)
 
         yield run

@@ -16,6 +16,7 @@ from plait.model.shape import ModelShape
 from plait.parallel.tensor.cut import kv_places
 from plait.parallel.tensor.sequence import stream_rows
 from plait.partition.boxes import kv_heads_of, weight_boxes
+from tests.entry_tables import entries_of
 from tests.trainer.tiny import make_tiny
 
 Told = dict[int, list[dict[str, Any]]]
@@ -61,7 +62,8 @@ def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCases]:
     """Run an entry of tensor_entries on so many ranks, over micro-batches of ten tokens in rows of five."""
     folder = tmp_path_factory.mktemp("tensor")
     make_tiny(folder, precision="float64", sequence=5, micro_sequences=2)
-    with ForkServer(preload=("torch._dynamo", "plait.trainer.worker"), threads=1) as server:
+    entries = entries_of("tests.parallel.tensor_entries", preload=("torch._dynamo", "plait.trainer.worker"))
+    with ForkServer(entries, threads=1) as server:
 
         def run(entry: str, ranks: int, cases: list[Any]) -> Told:
             told: Told = {rank: [] for rank in range(ranks)}
@@ -70,7 +72,7 @@ def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCases]:
                 told[message.rank].append(dict(message.values))
 
             argument = json.dumps({"folder": str(folder), "cases": cases})
-            job = Job(entry=f"tests.parallel.tensor_entries:{entry}", argument=argument, world_size=ranks, threads=1)
+            job = Job(entry=entry, argument=argument, world_size=ranks, threads=1)
             server.run(job, on_message=hear)
             return told
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
+from tests.entry_tables import entries_of
 from tests.parallel.reduce_entries import Branches
 from tests.parallel.shard_entries import alone_with
 from tests.parallel.test_parallel_reduce import gradient
@@ -76,11 +77,10 @@ def test_split_sums_are_rounded_and_weights_are_not(reduce_on, tmp_path: Path, w
 def launch() -> Iterator[Callable[[list[dict[str, Any]], int], None]]:
     """Let so many ranks take the steps of these cases."""
     preload = ("torch._dynamo", "plait.trainer.worker", "torch.distributed.fsdp", "tests.parallel.shard_entries")
-    with ForkServer(preload=preload, threads=1) as server:
+    with ForkServer(entries_of("tests.parallel.shard_entries", preload=preload), threads=1) as server:
 
         def run(cases: list[dict[str, Any]], world_size: int) -> None:
-            entry, text = "tests.parallel.shard_entries:take_steps", json.dumps(cases)
-            job = Job(entry=entry, argument=text, world_size=world_size, threads=1)
+            job = Job(entry="take_steps", argument=json.dumps(cases), world_size=world_size, threads=1)
             server.run(job, on_message=lambda message: None)
 
         yield run

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.commands.planning.workers import ForkedWorkers
+from plait.commands.planning.workers import ENTRIES, ForkedWorkers
 from plait.launch.local.run import ForkServer
 
 ROOT = str(Path(__file__).parents[2])
@@ -18,5 +18,5 @@ if ROOT not in sys.path:
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[ForkedWorkers]:
-    with ForkServer(preload=("torch._dynamo", "plait.commands.verifying.reference")) as server:
+    with ForkServer(ENTRIES) as server:
         yield ForkedWorkers(server)

@@ -20,6 +20,7 @@ from plait.planner.memory.traced_peak import MEMORY_ITEMS, PipelineEnd, traced_p
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Workload, workload_of
+from tests.entry_tables import entries_of
 from tests.trainer.tiny import make_tiny
 
 GPT_22B = Workload(
@@ -177,9 +178,12 @@ SMALL = (
 )  # fmt: skip
 
 
+ENTRIES = entries_of("tests.planner.memory_entries", preload=("torch._dynamo", "plait.trainer.worker"))
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    with ForkServer(preload=("torch._dynamo", "plait.trainer.worker"), threads=1) as one:
+    with ForkServer(ENTRIES, threads=1) as one:
         yield one
 
 
@@ -205,8 +209,7 @@ def test_ranks_on_processors_hold_what_was_foretold(layout: list[str], server: F
     def hear(message: Message) -> None:
         held[message.values["rank"]] = message.values["bytes"]
 
-    entry = "tests.planner.memory_entries:watched_step"
-    server.run(Job(entry=entry, argument=str(tmp_path), world_size=2, threads=1), on_message=hear)
+    server.run(Job(entry="watched_step", argument=str(tmp_path), world_size=2, threads=1), on_message=hear)
     work = workload_of(plan.shape, sequence=64, batch_sequences=16, precision="float32")
     knobs = {"schedule": plan.layout.schedule, "virtual": plan.layout.virtual_stages}
     row = {**plan.layout.degrees, **knobs, "recompute": plan.layout.recompute, "sequence_parallel": 1}

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
-
-ROOT = str(Path(__file__).parents[2])
-if ROOT not in sys.path:
-    sys.path.insert(0, ROOT)
+from tests.entry_tables import entries_of
 
 RunRanks = Callable[[str, str, int], dict[int, dict[str, Any]]]
 
@@ -22,7 +17,8 @@ RunRanks = Callable[[str, str, int], dict[int, dict[str, Any]]]
 @pytest.fixture(scope="session")
 def run_ranks() -> Iterator[RunRanks]:
     """Run an entry of rank_entries on so many ranks, and return the last message of each."""
-    with ForkServer(preload=("torch._dynamo", "plait.trainer.worker"), threads=1) as server:
+    entries = entries_of("tests.trainer.rank_entries", preload=("torch._dynamo", "plait.trainer.worker"))
+    with ForkServer(entries, threads=1) as server:
 
         def run(entry: str, argument: str, world_size: int) -> dict[int, dict[str, Any]]:
             told: dict[int, dict[str, Any]] = {}
@@ -30,7 +26,7 @@ def run_ranks() -> Iterator[RunRanks]:
             def hear(message: Message) -> None:
                 told[message.rank] = dict(message.values)
 
-            job = Job(entry=f"tests.trainer.rank_entries:{entry}", argument=argument, world_size=world_size, threads=1)
+            job = Job(entry=entry, argument=argument, world_size=world_size, threads=1)
             server.run(job, on_message=hear)
             return told
 

@@ -34,7 +34,7 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def follow() -> Iterator[Follow]:
     """Carry out runs in one process group; returns what rank 0 left of each."""
-    with ForkServer(preload=("torch._dynamo", "plait.trainer.worker"), threads=1) as server:
+    with ForkServer(following.FOLLOWING, threads=1) as server:
 
         def run(folder: Path, layout: Layout, *runs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
             batch = f"train.batch_tokens={8 * BATCH}"

@@ -16,7 +16,7 @@ from plait.launch.local.run import ForkServer
 from plait.layout import Layout
 from plait.report.shares_file import read_shares
 from plait.trainer.balance import move_layers
-from tests.trainer.following import follow
+from tests.trainer.following import FOLLOWING, follow
 
 Runs = Callable[..., list[list[dict[str, torch.Tensor]]]]
 BATCH = 12
@@ -35,7 +35,7 @@ CUTS = {2: ([5, 1], [2, 4]), 3: ([1, 4, 1], [3, 1, 2])}
 @pytest.fixture(scope="module")
 def take() -> Iterator[Runs]:
     """Carry out runs in one process group; returns what every rank left of each."""
-    with ForkServer(preload=("torch._dynamo", "plait.trainer.worker"), threads=1) as server:
+    with ForkServer(FOLLOWING, threads=1) as server:
 
         def run(folder: Path, layout: Layout, overrides: tuple[str, ...], *runs: dict[str, Any]) -> Any:
             asked = (f"train.batch_tokens={8 * BATCH}", "layout.micro_sequences=2", *PLAIN, *overrides)

@@ -20,7 +20,7 @@ from plait.commands.hosts.host_info import own_host_info, why_host_cannot_join
 from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
 from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret
 from plait.commands.planning.make_plan import Log, MachineSurvey
-from plait.commands.planning.workers import PRELOADED_MODULES, PROBE_ENTRY, TRAINING_ENTRY, OnMessage
+from plait.commands.planning.workers import ENTRIES, MEASURE_ENTRY, PROBE_ENTRY, TRAINING_ENTRY, OnMessage
 from plait.commands.preparing.corpus import CACHE_FOLDER
 from plait.errors import Interrupted
 from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
@@ -141,7 +141,7 @@ class LeaderWorkers:
     def _surveys_as_admitted(self) -> tuple[MachineSurvey, ...]:
         """Measure all hosts side by side, each in a worker that uses all its cores."""
         cores = [usable_cores(), *(member.host_info["cores"] for member in self._hosts.members)]
-        job = Job(entry="plait.cluster.measure:rank", argument="", world_size=len(cores), threads=1)
+        job = Job(entry=MEASURE_ENTRY, argument="", world_size=len(cores), threads=1)
         found: dict[int, Mapping[str, Any]] = {}
 
         def collect(message: Message) -> None:
@@ -182,7 +182,7 @@ def leader_workers(
     address = choose_address(request.address)
     secret, told = choose_secret(request.secret_file)
     members = request.n_hosts - 1
-    with Hosts(address=address, port=request.port, secret=secret, members=members, preload=PRELOADED_MODULES) as hosts:
+    with Hosts(address=address, port=request.port, secret=secret, members=members, entries=ENTRIES) as hosts:
         others = "the other host" if members == 1 else f"each of the {members} other hosts"
         screen.print(f"hosts    {request.n_hosts}; on {others}, in the folder to work in, type:")
         screen.print(f"             plait join {hosts.join_address}", highlight=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 from plait.cluster.topology import Machine
 from plait.commands.planning.calibration_store import calibration_key, load_calibration
-from plait.commands.planning.workers import WorkerPool
+from plait.commands.planning.workers import MEASURE_ENTRY, TIMING_ENTRY, WorkerPool
 from plait.commands.preparing.corpus import CACHE_FOLDER, corpus_facts
 from plait.data.shards import Corpus
 from plait.errors import Interrupted, PlaitError, RunFailed
@@ -43,9 +43,7 @@ class MachineSurvey:
 
 def look_around(workers: WorkerPool, cores: int) -> MachineSurvey:
     """Describe this machine and measure its arithmetic peak, in a worker that uses all cores."""
-    found = ask_rank_0(
-        workers, Job(entry="plait.cluster.measure:rank", argument="", world_size=1, threads=cores), "machine"
-    )
+    found = ask_rank_0(workers, Job(entry=MEASURE_ENTRY, argument="", world_size=1, threads=cores), "machine")
     return MachineSurvey(machine=Machine.from_fingerprint(found["fingerprint"]), peak_flops=found["peak_flops"])
 
 
@@ -190,7 +188,7 @@ def _measured(config: RunConfig, plan: Plan, split: WorkerLayout, workers: Worke
         write_plan(plan, Path(name) / "plan.json")
         (Path(name) / "recipe.toml").write_text(recipe_text(config))
         job = Job(
-            entry="plait.trainer.time_steps:rank",
+            entry=TIMING_ENTRY,
             argument=name,
             world_size=plan.world_size,
             threads=plan.threads,

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,21 +14,32 @@ from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 from plait.launch.local.run import ForkServer
 from plait.launch.local.torchrun import torchrun_context
+from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import Job, JobResult, Message, RankContext
 from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import Plan
 
-# torch's optimizers import torch._dynamo when the first is made, a second for each rank: so once for all of them.
-PRELOADED_MODULES = (
-    "torch._dynamo",
-    "plait.trainer.worker",
-    "plait.trainer.time_steps",
-    "plait.cluster.measure",
-    "plait.commands.verifying.reference",
-    "plait.commands.probing.rank",
+TRAINING_ENTRY, TIMING_ENTRY, CHECK_ENTRY = "train", "time_steps", "check_gradients"
+MEASURE_ENTRY, PROBE_ENTRY = "measure_machine", "probe"
+ENTRIES = EntryTable(
+    functions={
+        TRAINING_ENTRY: "plait.trainer.worker:main",
+        TIMING_ENTRY: "plait.trainer.time_steps:rank",
+        CHECK_ENTRY: "plait.commands.verifying.reference:run_check_rank",
+        MEASURE_ENTRY: "plait.cluster.measure:rank",
+        PROBE_ENTRY: "plait.commands.probing.rank:run_probe_rank",
+    },
+    # torch's optimizers import torch._dynamo when the first is made, a second for each rank: so once for all of them.
+    preload=(
+        "torch._dynamo",
+        "plait.trainer.worker",
+        "plait.trainer.time_steps",
+        "plait.cluster.measure",
+        "plait.commands.verifying.reference",
+        "plait.commands.probing.rank",
+    ),
 )
-TRAINING_ENTRY = "plait.trainer.worker:main"
-PROBE_ENTRY = "plait.commands.probing.rank:run_probe_rank"
+"""All that a worker of plait's commands can do, on whichever host."""
 OnMessage = Callable[[Message], None]
 
 
@@ -123,8 +133,7 @@ class TorchrunWorkers:
         self._send_order(None)
 
     def _call(self, entry: str, argument: str, context: RankContext) -> None:
-        module, _, function = entry.partition(":")
-        getattr(import_module(module), function)(replace(context, rendezvous=f"env://job-{self._n_orders}"), argument)
+        ENTRIES.load(entry)(replace(context, rendezvous=f"env://job-{self._n_orders}"), argument)
 
     def _send_order(self, order: dict[str, Any] | None) -> None:
         self._n_orders += 1
@@ -145,7 +154,7 @@ def worker_pool() -> Iterator[HostWorkers]:
     """The workers at hand; under torchrun the block runs on rank 0 alone, and the others leave when it ends."""
     context = torchrun_context()
     if context is None:
-        with ForkServer(preload=PRELOADED_MODULES) as server:
+        with ForkServer(ENTRIES) as server:
             yield ForkedWorkers(server)
         return
     workers = TorchrunWorkers(context)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from rich.console import Console as Screen
 
-from plait.commands.planning.workers import WorkerPool
+from plait.commands.planning.workers import CHECK_ENTRY, WorkerPool
 from plait.commands.preparing.corpus import CACHE_FOLDER
 from plait.commands.verifying.small_model import plan_for_device, shrunk_plan
 from plait.data.preparation.synthetic import write_synthetic
@@ -25,8 +25,6 @@ from plait.planner.plan_file import write_plan
 from plait.proof.verdict import FLOAT32_TOLERANCES, FLOAT64_TOLERANCES, Tolerances, Verdict, compare_runs
 from plait.recipe.load import recipe_text
 from plait.recipe.schema import RunConfig
-
-CHECK_RANK_ENTRY = "plait.commands.verifying.reference:run_check_rank"
 
 CheckScope = Literal["all", "gradients"]
 CheckProcesses = Literal["everybody", "layout", "reference"]
@@ -125,7 +123,7 @@ def _write_inputs(folder: Path, config: RunConfig, plan: Plan) -> None:
 def _run_processes(folder: Path, plan: Plan, workers: WorkerPool, scope: CheckScope, processes: CheckProcesses) -> None:
     ranks = {"everybody": plan.world_size + 1, "layout": plan.world_size, "reference": 1}[processes]
     job = Job(
-        entry=CHECK_RANK_ENTRY,
+        entry=CHECK_ENTRY,
         argument=json.dumps({"folder": str(folder), "extent": scope, "who": processes}),
         world_size=ranks,
         threads=plan.threads,

@@ -17,8 +17,10 @@ _DESCRIPTOR_BYTES = array.array("i").itemsize
 
 
 def send_line(wire: socket.socket, value: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Send one value as a line of JSON, with open file descriptors beside it; blocks while the wire is full."""
-    line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
+    """Send one value as a line of JSON, with open file descriptors beside it; blocks while the wire is full.
+
+    Raises ValueError for a number that is not finite, which JSON has no word for."""
+    line = json.dumps(value, separators=(",", ":"), allow_nan=False).encode() + b"\n"
     if len(line) > LINE_BYTES_AT_MOST:
         raise ValueError(f"a message of {len(line)} bytes is over the cap of {LINE_BYTES_AT_MOST}")
     sent = socket.send_fds(wire, [line], descriptors) if descriptors else 0

@@ -17,13 +17,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from plait.launch.local.channel import LineReader, send_line
 from plait.launch.local.guard import adopt_orphans, die_with_parent, end_children, thread_count
 from plait.launch.local.rank import RankPlacement, live_as_rank
+from plait.launch.values.entries import Entry, EntryTable
 from plait.launch.values.failure import describe_exception
-from plait.launch.values.job import RANKS_AT_MOST, Job, job_from
+from plait.launch.values.from_json import from_json
+from plait.launch.values.job import RANKS_AT_MOST, Job
 
 
 def main(configuration: Mapping[str, Any]) -> None:
@@ -34,17 +37,21 @@ def main(configuration: Mapping[str, Any]) -> None:
     _restore_python_path(configuration["python_path"])
     control = socket.socket(fileno=configuration["control"])
     control.set_inheritable(False)
-    server = _ForkServer(control)
+    entries = EntryTable(**configuration["entries"])
+    server = _ForkServer(control, entries)
+    _forget_working_folder(entries.packages)
     # Only a head start: a module that cannot be imported is reported by the job that needs it.
     with contextlib.suppress(Exception):
-        _preload(configuration["preload"])
+        for module in entries.preload:
+            importlib.import_module(module)
     server.serve()
     os._exit(0)  # tearing torch down takes longer than anyone should wait
 
 
 class _ForkServer:
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, entries: EntryTable) -> None:
         self._control = control
+        self._entries = entries
         self._requests = LineReader(control, sender="the supervisor", descriptors_at_most=RANKS_AT_MOST + 1)
         self._ranks: dict[int, int] = {}
         self._child_ended, self._wakeup = _wake_on_child_end()
@@ -70,14 +77,15 @@ class _ForkServer:
                 os.kill(pid, signal.Signals[request["signal"]])
 
     def _run(self, request: Mapping[str, Any]) -> None:
-        job = job_from(request["run"])
+        job = from_json(Job, request["run"])
         sockets = [socket.socket(fileno=descriptor) for descriptor in self._requests.descriptors]
         self._requests.descriptors.clear()
         try:
-            _preload([*job.preload, job.module])
+            entry = self._entries.load(job.entry)
             _ready_to_fork()
             for local_rank in range(job.ranks):
-                self._ranks[self._fork(job, local_rank, sockets, request)] = job.first_rank + local_rank
+                pid = self._fork(job, entry, local_rank, sockets, request)
+                self._ranks[pid] = job.first_rank + local_rank
         except Exception as error:
             end_children()
             self._ranks.clear()
@@ -90,7 +98,9 @@ class _ForkServer:
         finally:
             _close(sockets)
 
-    def _fork(self, job: Job, local_rank: int, sockets: Sequence[socket.socket], request: Mapping[str, Any]) -> int:
+    def _fork(
+        self, job: Job, entry: Entry, local_rank: int, sockets: Sequence[socket.socket], request: Mapping[str, Any]
+    ) -> int:
         """`sockets` are a wire for each rank here, then, if others come over the network, what rank 0 listens on."""
         server_pid, wire, listeners = os.getpid(), sockets[local_rank], sockets[job.ranks :]
         kept, rendezvous = {wire}, request["rendezvous"]
@@ -100,6 +110,7 @@ class _ForkServer:
         pid = os.fork()
         if pid == 0:
             place = RankPlacement(
+                entry=entry,
                 local_rank=local_rank,
                 rendezvous=rendezvous,
                 interface=request["interface"],
@@ -133,11 +144,6 @@ def _close(sockets: Sequence[socket.socket]) -> None:
         each.close()
 
 
-def _preload(modules: Sequence[str]) -> None:
-    for module in modules:
-        importlib.import_module(module)
-
-
 def _ready_to_fork() -> None:
     threads = thread_count()
     if threads != 1:
@@ -169,6 +175,25 @@ def _restore_python_path(original: str | None) -> None:
     os.environ.pop("PYTHONPATH", None)
     if original is not None:
         os.environ["PYTHONPATH"] = original
+
+
+def _forget_working_folder(packages: Sequence[str]) -> None:
+    """Take the working folder, and the folders of runs in it, off the path of modules: what lies there was written by
+    a run, or sent by another host, and no rank may import it.
+
+    `packages` are imported before, so that plait itself is found where its checkout is the working folder.
+    """
+    for package in packages:
+        with contextlib.suppress(Exception):  # told by the job that needs it
+            importlib.import_module(package)
+    working = Path.cwd().resolve()
+    written = (working / "runs", working / ".plait")
+    paths = {entry: Path(entry).resolve() for entry in sys.path}
+    sys.path[:] = [
+        entry
+        for entry, path in paths.items()
+        if path != working and not any(path.is_relative_to(folder) for folder in written)
+    ]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ from plait.errors import RunFailed
 from plait.launch.local.channel import send_line
 from plait.launch.local.guard import die_with_parent
 from plait.launch.local.heap import keep_freed_memory
+from plait.launch.values.entries import Entry
 from plait.launch.values.failure import RESUME_ADVICE, RankRaised, describe_exception
 from plait.launch.values.job import Job, RankContext
 
@@ -46,9 +46,10 @@ class StopFlag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlacement:
-    """What a forked process needs to become a rank: its number, its rendezvous, its wire to the supervisor, its
-    parent."""
+    """What a forked process needs to become a rank: what to run, its number, its rendezvous, its wire to the
+    supervisor, its parent."""
 
+    entry: Entry
     local_rank: int
     rendezvous: str
     interface: str
@@ -153,8 +154,7 @@ def _work(job: Job, place: RankPlacement, strangers: Iterable[socket.socket]) ->
         _set_environment(job, place)
         faulthandler.enable(log)
         send_line(wire, {"started": os.getpid()})
-        function = getattr(importlib.import_module(job.module), job.function)
-        function(context, job.argument)
+        place.entry(context, job.argument)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:  # torch's CheckpointException, among others, is no Exception

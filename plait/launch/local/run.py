@@ -16,15 +16,21 @@ from plait.launch.local.server import ServerProcess
 from plait.launch.local.signals import collected_signals
 from plait.launch.local.site import LocalWorkerHost
 from plait.launch.local.supervise import Supervision
+from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import RANKS_AT_MOST, Job, JobResult, Message
 from plait.launch.values.phase import Bounds
 
 
 def run_job(
-    job: Job, *, on_message: Callable[[Message], None], grace_s: float = 120, start_s: float = 120
+    job: Job,
+    entries: EntryTable,
+    *,
+    on_message: Callable[[Message], None],
+    grace_s: float = 120,
+    start_s: float = 120,
 ) -> JobResult:
     """Start the ranks of one job and block until all have ended; the bounds and errors are `ForkServer.run`'s."""
-    with ForkServer(preload=job.preload, threads=job.threads) as server:
+    with ForkServer(entries, threads=job.threads) as server:
         return server.run(job, on_message=on_message, grace_s=grace_s, start_s=start_s)
 
 
@@ -41,19 +47,19 @@ class Rendezvous:
 
 
 class ForkServer:
-    """A process that has imported `preload` and starts the ranks of job after job within milliseconds.
+    """A process that has imported what `entries` preloads, and starts the ranks of job after job within milliseconds.
 
     The thread that enters the block must outlive it: the kernel ties the server's life to that thread. `threads` is
     what OpenMP reads when the server loads it; each job's own count replaces it in the ranks.
     """
 
-    def __init__(self, *, preload: tuple[str, ...] = (), threads: int = 1) -> None:
-        self._preload = preload
+    def __init__(self, entries: EntryTable, *, threads: int = 1) -> None:
+        self._entries = entries
         self._threads = threads
         self._process: ServerProcess | None = None
 
     def __enter__(self) -> ForkServer:
-        self._process = ServerProcess(preload=self._preload, threads=self._threads)
+        self._process = ServerProcess(entries=self._entries, threads=self._threads)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -82,7 +88,9 @@ class ForkServer:
     @contextlib.contextmanager
     def start(self, job: Job, meeting: Rendezvous | None = None) -> Iterator[LocalWorkerHost]:
         """Start this machine's ranks of a job, for a caller that supervises them until they end: see
-        `LocalWorkerHost`. Without a `meeting` all ranks are here, and rendezvous in a private file."""
+        `LocalWorkerHost`. Without a `meeting` all ranks are here, and rendezvous in a private file. Raises PlaitError
+        for a job that cannot be, or whose entry is not in the table."""
+        self._entries.require(job.entry)
         if not 1 <= job.ranks <= RANKS_AT_MOST:
             raise PlaitError(
                 f"{job.ranks} workers cannot be started on one machine; choose 1 to {RANKS_AT_MOST} workers"

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from plait.errors import RunFailed
 from plait.launch.local.channel import LineReader, send_line
 from plait.launch.local.guard import require_linux
 from plait.launch.local.rank import thread_environment
+from plait.launch.values.entries import EntryTable
 from plait.launch.values.failure import RESUME_ADVICE, signal_name
 
 _SEND_S = 60
@@ -26,7 +28,7 @@ _CLOSE_S = 5
 class ServerProcess:
     """A running `plait.launch.local.forkserver` and the socket to it; close() ends it and all that it started."""
 
-    def __init__(self, *, preload: Sequence[str], threads: int) -> None:
+    def __init__(self, *, entries: EntryTable, threads: int) -> None:
         require_linux()
         ours, theirs = socket.socketpair()
         # Bounds a request to a server that has stopped reading; what it tells is read without blocking anyway.
@@ -34,7 +36,7 @@ class ServerProcess:
         self._control = ours
         self.answers = LineReader(ours, sender="the fork server")
         with theirs:
-            self._process = _start(theirs, preload, threads)
+            self._process = _start(theirs, entries, threads)
 
     @property
     def pid(self) -> int:
@@ -68,14 +70,14 @@ class ServerProcess:
         self._process.wait(_CLOSE_S)
 
 
-def _start(control: socket.socket, preload: Sequence[str], threads: int) -> subprocess.Popen[bytes]:
+def _start(control: socket.socket, entries: EntryTable, threads: int) -> subprocess.Popen[bytes]:
     configuration = {
         "control": control.fileno(),
         "supervisor_pid": os.getpid(),
-        "preload": list(preload),
+        "entries": asdict(entries),
         "python_path": os.environ.get("PYTHONPATH"),
     }
-    # -P with our own sys.path: the server finds the modules that we find, and nothing else in the current folder.
+    # -P with our own sys.path: the server finds the modules that we find, and then forgets the current folder.
     command = [sys.executable, "-P", "-m", "plait.launch.local.forkserver", json.dumps(configuration)]
     with _stop_signals_blocked():
         return subprocess.Popen(

@@ -19,9 +19,19 @@ from plait.launch.remote.handshake import JOINER_S, greet_leader
 from plait.launch.remote.interface import interface_of
 from plait.launch.remote.link import DEFAULT_PULSE, Handler, HostConnection, Pulse
 from plait.launch.remote.listener import joined_text
+from plait.launch.remote.messages import (
+    KillServerOrder,
+    Refusal,
+    RunEnd,
+    SignalOrder,
+    StartOrder,
+    UnexpectedMessage,
+    parse_message,
+)
 from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import Frame, Wire
-from plait.launch.values.job import StoppedBy, job_from
+from plait.launch.values.entries import EntryTable
+from plait.launch.values.job import StoppedBy
 
 _JOIN_AGAIN = "see what host 0 printed, start the run there again and join it"
 
@@ -55,16 +65,17 @@ def serve(
     *,
     host_info: Mapping[str, Any],
     handlers: Mapping[str, Handler],
-    preload: tuple[str, ...] = (),
+    entries: EntryTable,
     pulse: Pulse = DEFAULT_PULSE,
 ) -> StoppedBy:
     """Take part in host 0's run until it ends; returns how its last job was stopped; main thread only.
 
-    `handlers` answer host 0's requests, one after another in a thread of their own, also while ranks run. The first
-    Ctrl-C or SIGTERM while ranks run makes host 0 stop them all; any other one leaves. Raises PlaitError when host 0
-    does not admit this host; RunFailed when the run failed, host 0 is lost, or this host leaves. No rank outlives it.
+    Ranks run nothing but `entries`, whatever host 0 asks for. `handlers` answer its requests, one after another in a
+    thread of their own, also while ranks run. The first Ctrl-C or SIGTERM while ranks run makes host 0 stop them all;
+    any other one leaves. Raises PlaitError when host 0 does not admit this host; RunFailed when the run failed, host 0
+    is lost, or this host leaves. No rank outlives it.
     """
-    with collected_signals() as signals, ForkServer(preload=preload) as server:
+    with collected_signals() as signals, ForkServer(entries) as server:
         wire.send("hello", host_info)
         link = HostConnection(wire, handlers=handlers, pulse=pulse)
         with contextlib.closing(link):
@@ -96,35 +107,49 @@ class _Agent:
 
     def _read_link(self) -> None:
         for frame in self._link.read():
-            self._obey(frame)
+            try:
+                self._obey(frame)
+            except UnexpectedMessage as error:
+                self._link.leave(str(error))
+                raise RunFailed(f"{self._leader} was lost: {error}; {_JOIN_AGAIN}") from None
         if self._link.lost is not None and self._stopped_by is None:
             raise RunFailed(f"{self._leader} was lost: {self._link.lost}; {_JOIN_AGAIN}")
 
     def _obey(self, frame: Frame) -> None:
         values = frame.values
         if frame.kind == "run":
-            self._start(values)
+            self._start(parse_message(StartOrder, values))
         elif frame.kind == "refused":
-            raise PlaitError(values["sentence"])
+            raise PlaitError(parse_message(Refusal, values).sentence)
         elif frame.kind == "end":
-            if "failed" in values:
-                raise RunFailed(f"{self._leader} ended the run: {values['failed']}")
-            self._stopped_by = values["stopped_by"]
-        elif self._site is not None and values["number"] == self._number:
-            if frame.kind == "signal":
-                with contextlib.suppress(RunFailed):  # a dead server is told of by its own event
-                    self._site.signal(values["order"])
-            elif frame.kind == "kill":
+            end = parse_message(RunEnd, values)
+            if end.failed is not None:
+                raise RunFailed(f"{self._leader} ended the run: {end.failed}")
+            self._stopped_by = end.stopped_by
+        elif frame.kind == "signal":
+            self._signal(parse_message(SignalOrder, values))
+        elif frame.kind == "kill":
+            order = parse_message(KillServerOrder, values)
+            if self._site is not None and order.number == self._number:
                 self._site.kill()
 
-    def _start(self, values: Mapping[str, Any]) -> None:
-        self._number, self._asked_to_stop = values["number"], False
+    def _signal(self, order: SignalOrder) -> None:
+        if self._site is not None and order.number == self._number:
+            with contextlib.suppress(RunFailed):  # a dead server is told of by its own event
+                self._site.signal(order.order)
+
+    def _start(self, order: StartOrder) -> None:
+        if self._site is not None:
+            raise UnexpectedMessage(
+                "it started a second job before the first was over; install the same commit on both"
+            )
+        self._number, self._asked_to_stop = order.number, False
         meeting = None
-        if values["rendezvous"] is not None:
-            meeting = Rendezvous(rendezvous=values["rendezvous"], interface=interface_of(self._local_address))
+        if order.rendezvous is not None:
+            meeting = Rendezvous(rendezvous=order.rendezvous, interface=interface_of(self._local_address))
         try:
-            self._site = self._part.enter_context(self._server.start(job_from(values["job"]), meeting))
-        except RunFailed as error:
+            self._site = self._part.enter_context(self._server.start(order.job, meeting))
+        except PlaitError as error:
             self._tell({"over": True, "obituary": str(error)})
         else:
             self._selector.register(self._site, selectors.EVENT_READ, self._read_site)

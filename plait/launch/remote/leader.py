@@ -22,7 +22,9 @@ from plait.launch.remote.listener import FULL_SENTENCE, Arrival, JoinListener, j
 from plait.launch.remote.remote_site import RemoteWorkerHost
 from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import Frame
+from plait.launch.values.entries import EntryTable
 from plait.launch.values.failure import RESUME_ADVICE
+from plait.launch.values.from_json import one_line
 from plait.launch.values.job import HostRanks, Job, JobResult, Message, StoppedBy
 from plait.launch.values.phase import Bounds
 
@@ -73,8 +75,8 @@ class Hosts:
         address: str,
         secret: Secret,
         members: int,
+        entries: EntryTable,
         port: int = 0,
-        preload: tuple[str, ...] = (),
         pulse: Pulse = DEFAULT_PULSE,
     ) -> None:
         self.members: tuple[Member, ...] = ()
@@ -85,7 +87,7 @@ class Hosts:
         self._secret = secret
         self._wanted = members
         self._pulse = pulse
-        self._server = ForkServer(preload=preload)
+        self._server = ForkServer(entries)
         self._gate: JoinListener | None = None
         self._admitted: list[Arrival] = []
         self._jobs = 0
@@ -240,7 +242,7 @@ def _member(host: int, arrival: Arrival) -> Member:
 
 
 def _name_of(arrival: Arrival) -> str:
-    return str(arrival.host_info.get("name", arrival.link.address))
+    return one_line(str(arrival.host_info.get("name", arrival.link.address)))
 
 
 def _require_alive(member: Member) -> None:

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from plait.errors import PlaitError, RunFailed
+from plait.launch.remote.messages import Answer, Farewell, Question, UnexpectedMessage, parse_message
 from plait.launch.remote.wire import Frame, Wire, WireEnded
-from plait.launch.values.failure import RESUME_ADVICE, describe_exception, error_for_caller, rank_raised_from
+from plait.launch.values.failure import RESUME_ADVICE, describe_exception, error_for_caller
 
 _PART_S = 3.0
 
@@ -60,8 +61,8 @@ class HostConnection:
         self._mail: deque[Frame] = deque()
         self._awake, self._wake = _bell()
         self._numbers = itertools.count()
-        self._waiting: dict[int, queue.SimpleQueue[Frame | None]] = {}
-        self._questions: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._waiting: dict[int, queue.SimpleQueue[tuple[Answer, bytes] | None]] = {}
+        self._questions: queue.SimpleQueue[tuple[Question, bytes] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=work, daemon=True, name=f"plait {work.__name__.strip('_')} {wire.address}")
             for work in (self._listen, self._beat, self._answer)
@@ -95,13 +96,13 @@ class HostConnection:
         `host` names the other end in errors: RunFailed when it is lost, or the PlaitError that its handler raised.
         """
         number = next(self._numbers)
-        answers = self._waiting[number] = queue.SimpleQueue[Frame | None]()
+        answers = self._waiting[number] = queue.SimpleQueue[tuple[Answer, bytes] | None]()
         try:
             if self._lost is None:
                 self._push("ask", {"number": number, "kind": kind, "values": values}, blob)
                 answer = answers.get()  # None from whoever notices that the other end is lost
                 if answer is not None:
-                    return _opened(answer, host)
+                    return _opened(*answer, host)
         finally:
             del self._waiting[number]
         raise RunFailed(f"{host} was lost: {self._lost}; {RESUME_ADVICE}")
@@ -139,15 +140,18 @@ class HostConnection:
                     self._sort(frame)
         except WireEnded as end:
             self._end(end.how)
+        except UnexpectedMessage as error:
+            self._end(str(error))
 
     def _beat(self) -> None:
         while not self._ending.wait(self._pulse.period_s):
             self.send("beat", {})
 
     def _answer(self) -> None:
-        while (question := self._questions.get()) is not None:
-            values, blob = self._handled(question)
-            self._push("answer", {"number": question.values["number"], **values}, blob)
+        while (asked := self._questions.get()) is not None:
+            question, blob = asked
+            values, blob = self._handled(question, blob)
+            self._push("answer", {"number": question.number, **values}, blob)
 
     def _push(self, kind: str, values: Mapping[str, Any], blob: bytes) -> None:
         try:
@@ -157,21 +161,24 @@ class HostConnection:
 
     def _sort(self, frame: Frame) -> None:
         if frame.kind == "bye":
-            self._end(frame.values["why"])
+            self._end(parse_message(Farewell, frame.values).why)
         elif frame.kind == "ask":
-            self._questions.put(frame)
+            self._questions.put((parse_message(Question, frame.values), frame.blob))
         elif frame.kind == "answer":
-            waiting = self._waiting.get(frame.values["number"])
+            answer = parse_message(Answer, frame.values)
+            waiting = self._waiting.get(answer.number)
             if waiting is not None:
-                waiting.put(frame)
+                waiting.put((answer, frame.blob))
         elif frame.kind != "beat":
             self._mail.append(frame)
             self._ring()
 
-    def _handled(self, question: Frame) -> tuple[dict[str, Any], bytes]:
-        kind = question.values["kind"]
+    def _handled(self, question: Question, blob: bytes) -> tuple[dict[str, Any], bytes]:
+        kind = question.kind
         try:
-            reply = self._handlers[kind](Frame(kind=kind, values=question.values["values"], blob=question.blob))
+            if kind not in self._handlers:
+                raise UnexpectedMessage("it was asked what nobody asks it; install the same commit on both")
+            reply = self._handlers[kind](Frame(kind=kind, values=question.values, blob=blob))
         except PlaitError as error:
             return {"raised": asdict(describe_exception(error, None))}, b""
         except Exception as error:
@@ -204,7 +211,7 @@ def _bell() -> tuple[socket.socket, socket.socket]:
     return awake, wake
 
 
-def _opened(answer: Frame, host: str) -> Frame:
-    if "raised" in answer.values:
-        raise error_for_caller(rank_raised_from(answer.values["raised"]), f"on {host}", host=host)
-    return Frame(kind="answer", values=answer.values["values"], blob=answer.blob)
+def _opened(answer: Answer, blob: bytes, host: str) -> Frame:
+    if answer.raised is not None:
+        raise error_for_caller(answer.raised, f"on {host}", host=host)
+    return Frame(kind="answer", values=answer.values or {}, blob=blob)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
 
 from plait.launch.local.site import KillOrder, RankEvent
 from plait.launch.remote.link import HostConnection
+from plait.launch.remote.messages import EventReport, UnexpectedMessage, parse_event, parse_message
+from plait.launch.remote.wire import Frame
 from plait.launch.values.failure import RESUME_ADVICE
 from plait.launch.values.job import Job
 
@@ -21,7 +21,7 @@ class RemoteWorkerHost:
         self.host = host
         self._link = link
         self._number = number
-        self._over = False
+        self._forked = self._over = False
 
     def start(self, rendezvous: str | None) -> None:
         """Have the host start its ranks; a host that is lost meanwhile is heard of through `read`."""
@@ -31,15 +31,12 @@ class RemoteWorkerHost:
         return self._link.fileno()
 
     def read(self) -> list[RankEvent]:
-        events = [
-            self._event(frame.values)
-            for frame in self._link.read()
-            if frame.kind == "event" and frame.values["number"] == self._number
-        ]
-        self._over = self._over or any("over" in event for event in events)
+        events: list[RankEvent] = []
+        for frame in self._link.read():
+            if frame.kind == "event" and not self._over:
+                events += self._events(frame)
         if self._link.lost is not None and not self._over:
-            self._over = True
-            events.append({"over": True, "obituary": f"{self.host} was lost: {self._link.lost}; {RESUME_ADVICE}"})
+            events.append(self._end(self._link.lost))
         return events
 
     def signal(self, order: KillOrder) -> None:
@@ -48,14 +45,26 @@ class RemoteWorkerHost:
     def kill(self) -> None:
         self._link.send("kill", {"number": self._number})
 
-    def _event(self, values: Mapping[str, Any]) -> RankEvent:
-        """The event as it was there, with moments of our clock; the journey's own time is left in them."""
-        event = dict(values["event"])
-        later_s = time.monotonic() - values["sent_at_s"]
-        if "died" in event:
-            event["at_s"] += later_s
-        if "raised" in event:
-            event["raised"] = {**event["raised"], "at_s": event["raised"]["at_s"] + later_s}
+    def _events(self, frame: Frame) -> Iterator[RankEvent]:
+        """The event in a frame, if it is of this job; a host that sends anything else is left."""
+        try:
+            report = parse_message(EventReport, frame.values)
+            if report.number == self._number:
+                yield self._noted(parse_event(report, self.job))
+        except UnexpectedMessage as error:
+            yield self._end(str(error))
+            self._link.leave(str(error))
+
+    def _noted(self, event: RankEvent) -> RankEvent:
+        if "forked" in event:
+            if self._forked:
+                raise UnexpectedMessage("it started its workers twice; install the same commit on both")
+            self._forked = True
+        self._over = "over" in event
         if event.get("obituary"):
-            event["obituary"] = f"on {self.host}: {event['obituary']}"
+            return {**event, "obituary": f"on {self.host}: {event['obituary']}"}
         return event
+
+    def _end(self, how: str) -> RankEvent:
+        self._over = True
+        return {"over": True, "obituary": f"{self.host} was lost: {how}; {RESUME_ADVICE}"}

@@ -12,10 +12,12 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from plait.errors import RunFailed
+from plait.launch.remote.json_text import parse_json
+from plait.launch.values.from_json import from_json
 
 BLOB_BYTES_AT_MOST = 64 << 20
 VALUES_BYTES_AT_MOST = 2 << 20
@@ -79,7 +81,7 @@ class Wire:
 
     def send(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> None:
         """Send one frame; blocks while the other end is slow, raises WireEnded when it takes nothing any more."""
-        text = json.dumps({"kind": kind, "values": values}, separators=(",", ":")).encode()
+        text = json.dumps({"kind": kind, "values": values}, separators=(",", ":"), allow_nan=False).encode()
         if len(text) > VALUES_BYTES_AT_MOST or len(blob) > BLOB_BYTES_AT_MOST:
             raise ValueError(f"a frame of {len(text)} + {len(blob)} bytes is over the cap; send it in parts")
         with self._sending:
@@ -148,8 +150,8 @@ class Wire:
             raise self._foreign("of an impossible length")
         return length
 
-    def _opened(self, frame: bytes) -> Frame:
-        body, tag = memoryview(frame)[:-_MAC_BYTES], frame[-_MAC_BYTES:]
+    def _opened(self, whole: bytes) -> Frame:
+        body, tag = memoryview(whole)[:-_MAC_BYTES], whole[-_MAC_BYTES:]
         if not hmac.compare_digest(_mac(self._keys.receiving, body), tag):
             raise self._foreign("that the other end has not sent")
         _, counter, text_bytes = _PREFIX.unpack_from(body)
@@ -158,10 +160,10 @@ class Wire:
         self._received += 1
         split = _PREFIX.size + text_bytes
         try:
-            values = json.loads(bytes(body[_PREFIX.size : split]))
-            return Frame(kind=str(values["kind"]), values=dict(values["values"]), blob=bytes(body[split:]))
-        except (ValueError, KeyError, TypeError):
-            raise self._foreign("that is no message") from None
+            frame = from_json(Frame, parse_json(bytes(body[_PREFIX.size : split])))
+        except ValueError as error:
+            raise self._ended(f"it sent what is no message of plait ({error})") from None
+        return replace(frame, blob=bytes(body[split:]))
 
     def _foreign(self, how: str) -> WireEnded:
         return self._ended(f"its connection carried a frame {how}, as if others could write to this network")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 RANKS_AT_MOST = 250
 """One message carries every rank's channel to the fork server, and Linux passes at most 253 descriptors in one."""
+
+_ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+
+THREADS_AT_MOST = 1 << 16
+"""More than any machine has processors."""
 
 StoppedBy = Literal["finished", "SIGINT", "SIGTERM"]
 
@@ -22,7 +28,8 @@ class HostRanks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """N ranks of one entry; the entry is called as `function(context, argument)` in each.
+    """N ranks of one entry, named as in the EntryTable of the host that runs them; each rank calls it with its context
+    and `argument`.
 
     All are on this machine, unless it is one of several hosts and `part` says which are its own. `log_dir` (an
     existing directory) gets `rank-N.log`: everything the ranks but rank 0 print, and every rank's traceback. Without
@@ -33,18 +40,16 @@ class Job:
     argument: str
     world_size: int
     threads: int
-    preload: tuple[str, ...] = ()
     log_dir: str | None = None
     part: HostRanks | None = None
 
     def __post_init__(self) -> None:
-        module, _, function = self.entry.partition(":")
-        if not (module and function):
-            raise ValueError(f"entry {self.entry!r} is not of the form package.module:function")
-        if self.first_rank + self.ranks > self.world_size:
+        if not _ENTRY_NAME.fullmatch(self.entry):
+            raise ValueError(f"entry {self.entry!r} is not a name of small letters, digits and underscores")
+        if not 0 <= self.first_rank <= self.first_rank + self.ranks <= self.world_size:
             raise ValueError(f"{self.part} is no part of {self.world_size} ranks")
-        if self.threads < 1:
-            raise ValueError(f"threads = {self.threads}: a rank needs at least one")
+        if not 1 <= self.threads <= THREADS_AT_MOST:
+            raise ValueError(f"threads = {self.threads}: a rank needs 1 to {THREADS_AT_MOST}")
 
     @property
     def ranks(self) -> int:
@@ -57,18 +62,9 @@ class Job:
         return self.part.first_rank if self.part else 0
 
     @property
-    def module(self) -> str:
-        return self.entry.partition(":")[0]
-
-    @property
-    def function(self) -> str:
-        return self.entry.partition(":")[2]
-
-
-def job_from(values: Mapping[str, Any]) -> Job:
-    """The inverse of `dataclasses.asdict` after a journey as JSON."""
-    part = HostRanks(**values["part"]) if values["part"] else None
-    return Job(**{**values, "preload": tuple(values["preload"]), "part": part})
+    def own_ranks(self) -> range:
+        """The numbers of the ranks that run on this machine."""
+        return range(self.first_rank, self.first_rank + self.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

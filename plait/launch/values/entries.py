@@ -1,0 +1,46 @@
+"""What ranks may be started with: a table of functions by name, which whoever starts ranks brings along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+
+from plait.errors import PlaitError
+from plait.launch.values.job import RankContext
+
+Entry = Callable[[RankContext, str], None]
+"""What a rank does: called with its place among its peers and the job's argument."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryTable:
+    """The functions that ranks can run, by name, and the modules that they need.
+
+    Each host has a table of its own, from the plait that is installed there. A job carries the name alone, so that
+    nobody on the network can choose what is imported.
+    """
+
+    functions: Mapping[str, str]
+    """The name of each entry, and its function as "package.module:function"."""
+    preload: tuple[str, ...] = ()
+    """Modules to import once, before the first rank is forked."""
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The top-level packages of all modules in the table."""
+        modules = (*self.preload, *self.functions.values())
+        return tuple(dict.fromkeys(module.partition(":")[0].partition(".")[0] for module in modules))
+
+    def require(self, name: str) -> None:
+        """Raise PlaitError where no entry has this name."""
+        if name not in self.functions:
+            raise PlaitError(
+                f"plait has no job named {name!r} on this host; install the same commit of plait on all hosts"
+            )
+
+    def load(self, name: str) -> Entry:
+        """Import the function of an entry; raises PlaitError for a name that the table does not have."""
+        self.require(name)
+        module, _, function = self.functions[name].partition(":")
+        return getattr(import_module(module), function)

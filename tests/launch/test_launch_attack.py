@@ -1,0 +1,128 @@
+"""An attacker who knows the secret, as host 0 or as a host that joined: nothing that arrives is run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.launch.local.run import ForkServer
+from plait.launch.remote.link import HostConnection
+from plait.launch.remote.listener import JoinListener
+from plait.launch.remote.secret import new_secret
+from plait.launch.remote.wire import Frame
+from plait.launch.values.job import HostRanks
+from tests.launch.host import PULSE
+from tests.launch.processes import ENTRIES, Record, job, wait_until
+from tests.launch.test_launch_hosts import _Process
+
+SECRET = new_secret()
+
+
+@pytest.fixture
+def victim() -> Iterator[tuple[HostConnection, _Process]]:
+    """A host that joined, and the link to it of a host 0 that does what this test likes."""
+    listener = JoinListener(address="127.0.0.1", port=0, secret=SECRET, pulse=PULSE)
+    agent = _Process("host", f"127.0.0.1:{listener.port}", "127.0.0.2", secret=SECRET)
+    arrival = listener.next(30)
+    assert arrival is not None
+    yield arrival.link, agent
+    agent.close()
+    arrival.link.close()
+    listener.close("the test is over")
+
+
+def order(**changes: Any) -> dict[str, Any]:
+    """What host 0 sends to have one rank started, with these keys of the job changed."""
+    honest = asdict(job("hello", 2))
+    part = asdict(HostRanks(first_rank=1, ranks=1))
+    return {
+        "number": 1,
+        "job": {**honest, "part": part, **changes},
+        "rendezvous": "tcp://127.0.0.1:1/job-1",
+    }
+
+
+def mail(link: HostConnection, kind: str) -> Frame:
+    """The next frame of a kind."""
+    found: list[Frame] = []
+
+    def has_come() -> bool:
+        found.extend(frame for frame in link.read() if frame.kind == kind)
+        return bool(found) or link.lost is not None
+
+    wait_until(has_come, within_s=20)
+    assert found, link.lost
+    return found[0]
+
+
+def test_a_leader_cannot_choose_what_a_joined_host_runs(victim: tuple[HostConnection, _Process]) -> None:
+    link, _ = victim
+    link.send("run", order(entry="no_such_job"))
+    event = mail(link, "event").values["event"]
+    assert event["over"] and "plait has no job named 'no_such_job' on this host" in event["obituary"]
+    link.send("run", {**order(), "number": 2})
+    assert mail(link, "event").values["number"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"entry": "pydoc:pipepager"}, "is not a name of small letters"),
+        ({"entry": "os.system"}, "is not a name of small letters"),
+        ({"entry": "tests.launch.entries:print_some"}, "is not a name of small letters"),
+        ({"preload": ["runs.x.evil"]}, "Job has no 'preload'"),
+        ({"threads": 0}, "a rank needs 1 to"),
+        ({"part": {"first_rank": -1, "ranks": 1}}, "is no part of 2 ranks"),
+        ({"world_size": 10**400}, "Job.world_size is not what it should be"),
+    ],
+)
+def test_a_joined_host_leaves_a_leader_that_sends_what_plait_does_not(
+    victim: tuple[HostConnection, _Process], tmp_path: Path, change: dict[str, Any], why: str
+) -> None:
+    link, agent = victim
+    link.send("run", order(**{"argument": f"touch {tmp_path / 'harm'}", **change}))
+    error = agent.ended(1)["error"]
+    assert "it sent what plait does not send" in error and why in error
+    assert link.lost is not None and why in link.lost
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "rendezvous", ["/home/somebody/.profile", "relative", "env://", "file:///etc/x", "tcp://a:1/x"]
+)
+def test_a_leader_cannot_have_ranks_meet_in_a_file_of_its_choice(
+    victim: tuple[HostConnection, _Process], rendezvous: str
+) -> None:
+    link, agent = victim
+    link.send("run", {**order(), "rendezvous": rendezvous})
+    assert "StartOrder.rendezvous is no address" in agent.ended(1)["error"]
+
+
+def test_no_rank_finds_modules_where_other_hosts_send_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = tmp_path / "runs" / "x"
+    (tmp_path / ".plait" / "data").mkdir(parents=True)
+    sent.mkdir(parents=True)
+    for folder in (tmp_path, sent, tmp_path / ".plait" / "data"):
+        (folder / "sent_by_another_host.py").write_text("raise SystemExit('it was run')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), "runs/x", str(tmp_path / ".plait" / "data"), *sys.path])
+    record = Record()
+    with ForkServer(ENTRIES) as server:
+        server.run(job("tell_paths", 1, argument="sent_by_another_host"), on_message=record)
+    (told,) = record.values("paths").values()
+    assert not told["found"]
+    for path in told["paths"]:
+        assert path and Path(path) != tmp_path and "runs" not in Path(path).parts and ".plait" not in Path(path).parts
+
+
+def test_ranks_find_plait_where_its_checkout_is_the_working_folder() -> None:
+    record = Record()
+    with ForkServer(ENTRIES) as server:
+        server.run(job("tell_paths", 1, argument="plait.parallel.mesh"), on_message=record)
+    (told,) = record.values("paths").values()
+    assert told["found"] and str(Path.cwd()) not in told["paths"]
