@@ -10,7 +10,7 @@ from typing import Literal
 from rich.console import Console as Screen
 
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
-from plait.commands.hosts.joined_host import refuse_joined_folder
+from plait.commands.hosts.joined_run import refuse_joined_folder
 from plait.commands.hosts.leader_workers import leader_workers
 from plait.commands.monitoring.finish import finish_run, is_finished
 from plait.commands.monitoring.forecast_monitor import monitor_of

@@ -12,7 +12,7 @@ import pytest
 
 from plait.checkpoint.store import newest_good
 from plait.commands.hosts.collect_checkpoint import CheckpointCollector
-from plait.commands.hosts.file_transfer import read_block
+from plait.commands.hosts.file_names import read_block
 from plait.errors import PlaitError, RunFailed
 from plait.launch.local.run import ForkServer
 from plait.launch.remote.link import Reply

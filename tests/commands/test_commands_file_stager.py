@@ -12,7 +12,7 @@ import pytest
 
 from plait.commands.hosts.file_stager import FileStager
 from plait.commands.hosts.file_transfer import file_entries_of
-from plait.commands.hosts.joined_host import refuse_joined_folder
+from plait.commands.hosts.joined_run import refuse_joined_folder
 from plait.commands.planning.run_folder import RunFolder
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError, RunFailed

@@ -15,10 +15,8 @@ from plait.commands.hosts import invitation
 from plait.commands.hosts.host_info import code_hash, own_host_info, why_host_cannot_join
 from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
 from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret
-from plait.commands.hosts.leader_workers import (
-    LeaderWorkers,
-    job_folder_of,
-)
+from plait.commands.hosts.job_argument import read_job_argument
+from plait.commands.hosts.leader_workers import LeaderWorkers
 from plait.commands.planning.workers import CHECK_ENTRY, MEASURE_ENTRY, PROBE_ENTRY
 from plait.errors import PlaitError
 from plait.launch.remote import interface
@@ -182,7 +180,8 @@ def test_hosts_take_the_places_that_a_plan_gives_them(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_a_job_is_its_argument_or_in_it() -> None:
-    assert job_folder_of("/a/b") == job_folder_of(json.dumps({"folder": "/a/b", "resume": None})) == Path("/a/b")
+    whole = read_job_argument(json.dumps({"folder": "/a/b", "resume": None}))
+    assert read_job_argument("/a/b") == whole and whole.folder == "/a/b" and whole.resume is None
 
 
 @pytest.mark.parametrize("corpus", ["in the cache", "elsewhere"])
@@ -206,7 +205,10 @@ def test_the_data_of_a_job_have_a_name_that_holds_where_a_shared_folder_is_mount
     assert read_plan(job / "plan.json").corpus == (
         ".plait/proof/corpus" if corpus == "in the cache" else "/data/corpus"
     )
-    assert [job_folder_of(part.argument) for part in hosts.parts] == [job, Path("/mnt/work/.plait/proof")]
+    assert [Path(read_job_argument(part.argument).folder) for part in hosts.parts] == [
+        job,
+        Path("/mnt/work/.plait/proof"),
+    ]
 
 
 def test_an_address_must_be_of_this_machine() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -12,13 +11,14 @@ from pathlib import Path
 from types import TracebackType
 
 from plait.checkpoint.arrival import part_files, refuse_part
-from plait.commands.hosts.file_transfer import Peer, fetch_file
+from plait.commands.hosts.file_transfer import fetch_file
+from plait.commands.hosts.replies import Peer
+from plait.commands.hosts.requests import STAGING_NAME
 from plait.commands.planning.workers import OnMessage
 from plait.errors import PlaitError
 from plait.launch.values.job import Message
 
 _CONCURRENT_FETCHES = 8
-_STAGING_NAME = re.compile(r"\.step-\d+\.staging")
 
 
 class CheckpointCollector:
@@ -46,7 +46,7 @@ class CheckpointCollector:
         """What the supervisor calls with every word of a rank; returns at once."""
         if message.kind != "wrote":
             self._on_message(message)
-        elif _STAGING_NAME.fullmatch(str(message.values["staging"])):
+        elif STAGING_NAME.fullmatch(str(message.values.get("staging"))):
             staging = self._checkpoints / message.values["staging"]
             self._staging_folders.add(staging)
             self._pool.submit(self._fetch, message.rank, staging)

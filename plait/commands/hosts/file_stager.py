@@ -7,9 +7,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from plait.commands.hosts.file_transfer import FileEntry, Peer, fetch_file, file_entries_of, safe_path, send_folder
+from plait.commands.hosts.file_names import safe_path
+from plait.commands.hosts.file_transfer import FileEntry, fetch_file, file_entries_of, send_folder
+from plait.commands.hosts.replies import FolderReply, NamesReply, Peer, SharedReply, parse_reply
+from plait.commands.hosts.requests import StagedKind
 from plait.commands.hosts.shared_folder import write_nonce
 from plait.commands.planning.make_plan import Log
 from plait.commands.planning.run_folder import RunFolder
@@ -19,7 +22,6 @@ from plait.planner.plan_file import plan_text, read_plan
 from plait.units import format_bytes
 
 _T = TypeVar("_T")
-StagedKind = Literal["run", "job"]
 
 
 class JoinedHost(Peer, Protocol):
@@ -80,7 +82,7 @@ class FileStager:
         for member, place in zip(self._members, self._job_folders, strict=True):
             if place.is_shared:
                 continue
-            for name in member.ask("list", {}).values["names"]:
+            for name in parse_reply(NamesReply, member, member.ask("list", {})).names:
                 target = safe_path(folder, name)
                 if not target.exists():
                     fetch_file(member, {"name": name}, target)
@@ -95,8 +97,10 @@ class FileStager:
                 for folder in (self._run_folder, CACHE_FOLDER)
                 for name, content in [stack.enter_context(write_nonce(folder))]
             ]
-            seen = [member.ask("see", {"nonces": nonces}).values["shared"] for member in self._members]
-        return {member.host: shared for member, shared in zip(self._members, seen, strict=True)}
+            replies = [
+                parse_reply(SharedReply, member, member.ask("see", {"nonces": nonces})) for member in self._members
+            ]
+        return {member.host: reply.shared for member, reply in zip(self._members, replies, strict=True)}
 
     def _shared_job_folder(self, member: JoinedHost, folder: Path) -> JobFolder | None:
         """Where a folder is on a host that shares the run's folder and the cache; None where it is in neither."""
@@ -133,7 +137,7 @@ class FileStager:
         assert load is not None
         recipe = RunFolder(folder).recipe.read_text(encoding="utf-8")
         request = {"kind": load.kind, "name": folder.name, "recipe": recipe}
-        path = member.ask("open", request).values["folder"]
+        path = parse_reply(FolderReply, member, member.ask("open", request)).folder
         corpus = self._send_corpus(member, load)
         if load.checkpoint:
             place = {"root": "folder", "path": f"checkpoints/{load.checkpoint.name}"}

@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
 
 from plait.checkpoint.arrival import partial_name
+from plait.commands.hosts.file_names import TRANSFER_BLOCK_BYTES, check_file_name, safe_path
+from plait.commands.hosts.replies import OfferReply, Peer, ReadReply, parse_reply
 from plait.data.shards import file_sha256
 from plait.errors import PlaitError
 from plait.units import format_bytes
-
-TRANSFER_BLOCK_BYTES = 1 << 20
-"""Small enough that a slow link carries one between two heartbeats, and never a whole file in memory."""
-
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_MAX_PATH_DEPTH = 3
-
-
-class PeerReply(Protocol):
-    """What another host replies: JSON values and bytes."""
-
-    @property
-    def values(self) -> Mapping[str, Any]: ...
-    @property
-    def blob(self) -> bytes: ...
-
-
-class Peer(Protocol):
-    """Another host that answers requests; `ask` blocks until it has replied."""
-
-    @property
-    def name(self) -> str: ...
-    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> PeerReply: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +25,10 @@ class FileEntry:
     nbytes: int
     sha256: str
 
+    def __post_init__(self) -> None:
+        if self.nbytes < 0:
+            raise ValueError(f"{self.name[:80]!r} has {self.nbytes} bytes")
+
 
 def file_entries_of(
     folder: Path, *, final_name: str, known_hashes: Mapping[str, str] | None = None
@@ -56,7 +37,7 @@ def file_entries_of(
 
     `known_hashes` are SHA-256 of files that need not be read for it.
     """
-    names = sorted(path.name for path in folder.iterdir() if path.is_file() and _FILE_NAME.fullmatch(path.name))
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and check_file_name(path.name))
     assert final_name in names, f"{folder} has no {final_name}"
     ordered = [name for name in names if name != final_name] + [final_name]
     hashes = known_hashes or {}
@@ -78,12 +59,16 @@ def send_folder(
     continues after the last complete file.
     """
     offer = {**destination, "files": [asdict(fact) for fact in entries]}
-    found = peer.ask("take", offer).values
+    found = parse_reply(OfferReply, peer, peer.ask("take", offer))
     sizes = {fact.name: fact.nbytes for fact in entries}
-    for name in found["lacking"]:
+    if unknown := set(found.lacking) - sizes.keys():
+        raise PlaitError(
+            f"{peer.name} asked for {min(unknown)[:80]!r}, which nobody offered; install the same commit on both"
+        )
+    for name in found.lacking:
         for offset, block in _blocks(folder / name, sizes[name]):
             peer.ask("block", {"name": name, "offset": offset}, block)
-    return found["folder"], sum(sizes[name] for name in found["lacking"])
+    return found.folder, sum(sizes[name] for name in found.lacking)
 
 
 def fetch_file(
@@ -101,28 +86,16 @@ def fetch_file(
             if is_cancelled():
                 raise PlaitError(f"nobody waits for {target.name} any more; give the same command again")
             answer = peer.ask("read", {**source, "offset": file.tell(), "bytes": TRANSFER_BLOCK_BYTES})
-            size = answer.values["size"]
+            total = parse_reply(ReadReply, peer, answer).size
+            size = total if size is None else size
+            if size != total or file.tell() + len(answer.blob) > size:
+                raise PlaitError(f"{peer.name} changed {target.name} while it was sent; give the same command again")
             if not answer.blob and file.tell() < size:
                 raise PlaitError(f"{peer.name} sent less of {target.name} than it has; give the same command again")
             file.write(answer.blob)
         file.flush()
         os.fsync(file.fileno())
     part.rename(target)
-
-
-def read_block(folder: Path, name: str, offset: int, nbytes: int) -> tuple[int, bytes]:
-    """A file's size and some of its bytes, for a host that fetches it; raises PlaitError for a name that leads out."""
-    with safe_path(folder, name).open("rb") as file:
-        file.seek(offset)
-        return os.fstat(file.fileno()).st_size, file.read(min(nbytes, TRANSFER_BLOCK_BYTES))
-
-
-def safe_path(folder: Path, name: str) -> Path:
-    """A path below a folder, from words of another host; raises PlaitError unless they are plain names."""
-    parts = name.split("/")
-    if len(parts) > _MAX_PATH_DEPTH or not all(_FILE_NAME.fullmatch(part) for part in parts):
-        raise PlaitError(f"another host named the file {name[:80]!r}, which plait never does; is it one of yours?")
-    return folder.joinpath(*parts)
 
 
 class IncomingFolder:
@@ -164,11 +137,6 @@ class IncomingFolder:
             if offset + len(data) == fact.nbytes:
                 _verify_and_rename(part, path, whole=self._digest.hexdigest() == fact.sha256)
                 self._still_missing.discard(name)
-
-
-def file_entries_from(rows: Iterable[Mapping[str, Any]]) -> tuple[FileEntry, ...]:
-    """The inverse of `dataclasses.asdict` on what another host offers."""
-    return tuple(FileEntry(**row) for row in rows)
 
 
 @contextmanager

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
-import tomllib
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
-from hashlib import sha256
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from plait.checkpoint.store import clean_staging
-from plait.commands.hosts.file_transfer import (
-    IncomingFolder,
-    convert_disk_errors,
-    file_entries_from,
-    read_block,
-    safe_path,
+from plait.commands.hosts.file_names import read_block, refuse_links, safe_path
+from plait.commands.hosts.file_transfer import IncomingFolder, convert_disk_errors
+from plait.commands.hosts.job_argument import read_job_argument
+from plait.commands.hosts.joined_run import JoinedRun
+from plait.commands.hosts.requests import (
+    CHECKPOINT_NAME,
+    BlockHeader,
+    Offer,
+    OpenRequest,
+    ReadRequest,
+    SharedQuestion,
+    SmallFile,
+    parse_request,
 )
 from plait.commands.hosts.shared_folder import has_nonce
 from plait.commands.planning.make_plan import Log
-from plait.commands.planning.run_folder import RunFolder, check_changes, hold_lock, lock_run_folder
+from plait.commands.planning.run_folder import RunFolder, hold_lock, lock_run_folder
+from plait.commands.planning.workers import MEASURE_ENTRY, PROBE_ENTRY
 from plait.errors import PlaitError
 from plait.launch.remote.link import Handler, Reply
 from plait.launch.remote.wire import Frame
-from plait.recipe.load import load_recipe, parse_config
+from plait.launch.values.job import Job
+from plait.planner.plan_file import read_plan
 from plait.report.atomic import replace_file
 
-JOINED_MARKER_FILE = "joined.json"
-"""In a run's folder that only holds what another host sent."""
+_LEADER_ASKS_ODDLY = "the host that leads asks for it; install the same commit of plait on both"
 
 
 class JoinedHostFiles:
@@ -46,11 +49,13 @@ class JoinedHostFiles:
         self._locks = ExitStack()
         self._shares_leader_folder = self._holds_working_folder = False
         self._folder: Path | None = None
-        self._run_folder: Path | None = None
+        self._run: JoinedRun | None = None
         self._incoming: IncomingFolder | None = None
         self._logs_arrival = False
         """Whether the intake is worth a line when it is complete."""
         self._received: set[Path] = set()
+        self._corpora: set[Path] = set()
+        """Prepared data that host 0 offered, and so has itself."""
 
     def close(self) -> None:
         """Let go of the run's folder, and take away what belonged to single jobs, to a checkpoint that was not saved,
@@ -60,10 +65,9 @@ class JoinedHostFiles:
         """
         if self._incoming is not None:
             self._incoming.discard_partial_file()
-        self._release(Frame(kind="release", values={}))
-        if self._run_folder is not None:
-            clean_staging(self._run_folder / "checkpoints")
-            _remove_unless_begun(RunFolder(self._run_folder))
+        self._remove_job_folder()
+        if self._run is not None:
+            self._run.close()
         self._locks.close()
 
     @property
@@ -80,6 +84,29 @@ class JoinedHostFiles:
             "release": self._release,
         }
         return {kind: self._recording_error(answer) for kind, answer in answers.items()}
+
+    def check_job(self, job: Job) -> None:
+        """Raise PlaitError for a job that would read or write outside of what this run has on this host.
+
+        Its argument comes from host 0, and its ranks have all the rights of this host's user.
+        """
+        if job.entry in (MEASURE_ENTRY, PROBE_ENTRY):  # without files
+            if job.log_dir is not None:
+                raise PlaitError(f"{job.entry} has no logs, and {_LEADER_ASKS_ODDLY}")
+            return
+        asked = read_job_argument(job.argument)
+        if asked.resume is not None and not CHECKPOINT_NAME.fullmatch(asked.resume):
+            raise PlaitError(f"{asked.resume[:80]!r} is no checkpoint, and {_LEADER_ASKS_ODDLY}")
+        if job.log_dir not in (None, asked.folder, f"{asked.folder}/logs") or not self._may_use(Path(asked.folder)):
+            raise PlaitError(f"{asked.folder[:200]} is no folder of this run on this host, and {_LEADER_ASKS_ODDLY}")
+
+    def _may_use(self, folder: Path) -> bool:
+        """Whether a job may work in a folder: the one opened for it, on data that were sent; or any that this host and
+        host 0 share."""
+        if folder == self._folder:
+            return Path(read_plan(folder / "plan.json").corpus) in self._corpora
+        tops = [(self._working_folder / top).resolve() for top in ("runs", ".plait")]
+        return self._shares_leader_folder and any(folder.resolve().is_relative_to(top) for top in tops)
 
     def _recording_error(self, answer: Handler) -> Handler:
         def noted(frame: Frame) -> Reply:
@@ -99,37 +126,38 @@ class JoinedHostFiles:
 
     def _check_shared(self, frame: Frame) -> Reply:
         """Whether the leader's working folder is this one: each nonce lies at its place below it."""
-        found = [
-            has_nonce(self._working_folder / one["folder"], one["name"], one["content"])
-            for one in frame.values["nonces"]
-        ]
-        self._shares_leader_folder = all(found)
+        nonces = parse_request(SharedQuestion, frame.values).nonces
+        found = [has_nonce(self._working_folder / one.folder, one.name, one.content) for one in nonces]
+        self._shares_leader_folder = bool(found) and all(found)
         place = "shared with it" if self._shares_leader_folder else "not shared: what this host needs is sent"
         self._log(f"folder   {self._working_folder} is {place}")
         return Reply(values={"shared": self._shares_leader_folder})
 
     def _open(self, frame: Frame) -> Reply:
         """Make this host's folder for a run, which stays, or for a single job."""
+        request = parse_request(OpenRequest, frame.values)
         if not self._shares_leader_folder:
             self._lock_working_folder()
-        if frame.values["kind"] == "job":
+        if request.kind == "job":
             cache = self._working_folder / ".plait"
-            with convert_disk_errors(cache / JOINED_MARKER_FILE):
+            with convert_disk_errors(cache / "joined"):
                 cache.mkdir(exist_ok=True)
+                self._remove_job_folder()
                 self._folder = Path(tempfile.mkdtemp(prefix="plait-joined-", dir=cache))
-            return Reply(values={"folder": str(self._folder)})
-        path = safe_path(self._working_folder / "runs", frame.values["name"])
-        if self._run_folder is None:
+        else:
+            self._folder = self._open_run(request)
+        return Reply(values={"folder": str(self._folder)})
+
+    def _open_run(self, request: OpenRequest) -> Path:
+        """The folder of the one run that this host joined."""
+        path = self._working_folder / "runs" / request.name
+        if self._run is None:
             self._locks.enter_context(lock_run_folder(RunFolder(path)))
-            _check_same_run(RunFolder(path), frame.values["recipe"])
-            self._run_folder = path
-            (path / "logs").mkdir(exist_ok=True)
-            clean_staging(path / "checkpoints")
-            digest = sha256(frame.values["recipe"].encode()).hexdigest()
-            replace_file(path / JOINED_MARKER_FILE, json.dumps({"recipe": digest}).encode(), failure=PlaitError)
-            self._log(f"run      {path}, recipe {digest[:12]}")
-        self._folder = path
-        return Reply(values={"folder": str(path)})
+            self._run = JoinedRun(path, request.recipe)
+            self._log(f"run      {path}, recipe {self._run.recipe_digest[:12]}")
+        elif path != self._run.path:
+            raise PlaitError(f"the host that leads named a second run, {request.name!r}; join again")
+        return path
 
     def _lock_working_folder(self) -> None:
         """Hold the working folder until the end: two hosts that are sent the same data would spoil them.
@@ -139,7 +167,7 @@ class JoinedHostFiles:
         if self._holds_working_folder:
             return
         cache = self._working_folder / ".plait"
-        with convert_disk_errors(cache / JOINED_MARKER_FILE):
+        with convert_disk_errors(cache / "joined"):
             cache.mkdir(exist_ok=True)
             lock = self._locks.enter_context((cache / "joined.lock").open("w"))
         hold_lock(
@@ -149,15 +177,18 @@ class JoinedHostFiles:
 
     def _accept_offer(self, frame: Frame) -> Reply:
         """Log which of the offered files are lacking here, and be ready for them."""
-        root = self._working_folder / ".plait" if frame.values["root"] == "cache" else self._current_folder
-        folder = safe_path(root, frame.values["path"])
-        if folder.parent.name == "checkpoints" and folder.parent.is_dir():  # only the one to go on from is of use here
-            for other in folder.parent.iterdir():
-                if other != folder:
-                    shutil.rmtree(other, ignore_errors=True)
-        self._incoming = IncomingFolder(folder, file_entries_from(frame.values["files"]))
-        self._logs_arrival = root != self._current_folder or self._folder == self._run_folder
-        if not self._incoming.missing and root != self._current_folder and folder not in self._received:
+        offer = parse_request(Offer, frame.values)
+        in_cache = offer.root == "cache"
+        root = self._working_folder / ".plait" if in_cache else self._current_folder
+        folder = root / offer.path
+        refuse_links(root, folder)
+        if offer.checkpoint and self._run is not None and root == self._run.path:
+            self._run.make_room_for(offer.checkpoint)
+        self._incoming = IncomingFolder(folder, offer.files)
+        if any(entry.name == "index.json" for entry in offer.files):
+            self._corpora.add(folder)
+        self._logs_arrival = in_cache or self._in_run_folder
+        if not self._incoming.missing and in_cache and folder not in self._received:
             self._log(f"data     {folder}, here already")
         return Reply(values={"folder": str(folder), "lacking": list(self._incoming.missing)})
 
@@ -165,7 +196,8 @@ class JoinedHostFiles:
         """The next bytes of a file that was offered."""
         if self._incoming is None:
             raise PlaitError("the host that leads sent a piece of no file; give the same command again")
-        self._incoming.write_block(frame.values["name"], frame.values["offset"], frame.blob)
+        header = parse_request(BlockHeader, frame.values)
+        self._incoming.write_block(header.name, header.offset, frame.blob)
         if self._incoming.is_complete and self._logs_arrival:
             self._received.add(self._incoming.folder)
             self._log(f"received {self._incoming.folder}")
@@ -173,19 +205,17 @@ class JoinedHostFiles:
 
     def _write_file(self, frame: Frame) -> Reply:
         """A small file as a whole."""
-        path = safe_path(self._current_folder, frame.values["name"])
+        path = safe_path(self._current_folder, parse_request(SmallFile, frame.values).name)
         replace_file(path, frame.blob, failure=PlaitError)
         return Reply()
 
     def _read(self, frame: Frame) -> Reply:
         """Some bytes of a file in the current folder; those of a checkpoint lie in its staging folder."""
-        values = frame.values
-        folder = (
-            self._current_folder / "checkpoints" / _checked_staging_name(values["staging"])
-            if "staging" in values
-            else self._current_folder
-        )
-        size, data = read_block(folder, values["name"], values["offset"], values["bytes"])
+        request, folder = parse_request(ReadRequest, frame.values), self._current_folder
+        if request.staging is not None:
+            folder = folder / "checkpoints" / request.staging
+            refuse_links(self._current_folder, folder)
+        size, data = read_block(folder, request.name, request.offset, request.bytes)
         return Reply(values={"size": size}, blob=data)
 
     def _list(self, frame: Frame) -> Reply:
@@ -194,58 +224,20 @@ class JoinedHostFiles:
 
     def _release(self, frame: Frame) -> Reply:
         """Take away the folder of a single job."""
-        if self._folder is not None and self._folder != self._run_folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder = self._run_folder
+        self._remove_job_folder()
         return Reply()
+
+    def _remove_job_folder(self) -> None:
+        if self._folder is not None and not self._in_run_folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = self._run.path if self._run else None
+
+    @property
+    def _in_run_folder(self) -> bool:
+        return self._run is not None and self._folder == self._run.path
 
     @property
     def _current_folder(self) -> Path:
         if self._folder is None:
             raise PlaitError("the host that leads named no folder first; give the same command again")
         return self._folder
-
-
-def refuse_joined_folder(folder: RunFolder) -> None:
-    """Raise PlaitError where a run's folder only holds what another host sent: its checkpoints are there, not here."""
-    if (folder.path / JOINED_MARKER_FILE).exists():
-        raise PlaitError(
-            f"{folder.path} was sent here by a host that leads this run (plait join); go on with it there, "
-            "or choose another run.name"
-        )
-
-
-def _checked_staging_name(name: Any) -> str:
-    """The name of a checkpoint's staging folder as a rank of this host sent it; raises PlaitError for any other
-    name."""
-    if not (isinstance(name, str) and name.startswith(".step-") and name[6:].removesuffix(".staging").isdecimal()):
-        raise PlaitError(f"the host that leads asked for {str(name)[:80]!r}, which is no checkpoint; is it plait?")
-    return name
-
-
-def _remove_unless_begun(folder: RunFolder) -> None:
-    """Leave nothing of a run that ended before it was all here: a later one of that name may begin on this host."""
-    if folder.has_begun:
-        return
-    for left in (folder.path / JOINED_MARKER_FILE, folder.recipe):
-        with suppress(OSError):
-            left.unlink()
-    with suppress(OSError):  # with something in it, which is not ours to take away, it stays
-        (folder.path / "logs").rmdir()
-
-
-def _check_same_run(folder: RunFolder, recipe: str) -> None:
-    """Raise PlaitError where the folder holds another run, or one that began on this host."""
-    if not folder.has_begun:
-        return
-    if not (folder.path / JOINED_MARKER_FILE).exists():
-        raise PlaitError(
-            f"{folder.path} on this host holds a run of its own; move it away, or join from another folder"
-        )
-    try:
-        check_changes(load_recipe(folder.recipe), parse_config(tomllib.loads(recipe)))
-    except PlaitError as error:
-        why = str(error).partition(";")[0]
-        raise PlaitError(
-            f"{folder.path} on this host is of another recipe ({why}); move it away, then join again"
-        ) from None

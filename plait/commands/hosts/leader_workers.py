@@ -19,6 +19,7 @@ from plait.commands.hosts.file_stager import FileStager, JobFolder
 from plait.commands.hosts.host_info import own_host_info, why_host_cannot_join
 from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
 from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret
+from plait.commands.hosts.job_argument import read_job_argument
 from plait.commands.planning.make_plan import Log, MachineSurvey
 from plait.commands.planning.workers import ENTRIES, MEASURE_ENTRY, PROBE_ENTRY, TRAINING_ENTRY, OnMessage
 from plait.commands.preparing.corpus import CACHE_FOLDER
@@ -103,13 +104,13 @@ class LeaderWorkers:
         assert job.world_size == self.fixed_workers.workers, job
         if job.entry == PROBE_ENTRY:
             return self._hosts.run(job, on_message=on_message, parts=self._probe_parts(job))
-        folder, training = job_folder_of(job.argument), job.entry == TRAINING_ENTRY
-        resume = json.loads(job.argument)["resume"] if training else None
+        asked, training = read_job_argument(job.argument), job.entry == TRAINING_ENTRY
+        folder = Path(asked.folder)
         if not training:  # made before anybody knew which host does what
             plan = self.with_hosts(read_plan(folder / "plan.json"))
             write_plan(replace(plan, corpus=_portable_corpus_path(plan.corpus)), folder / "plan.json")
         self._file_stager = self._file_stager or FileStager(self._hosts.members, self._folder, self._log)
-        places = self._file_stager.stage_job_files(folder, "run" if training else "job", resume)
+        places = self._file_stager.stage_job_files(folder, "run" if training else "job", asked.resume)
         first, *others = self.host_shares
         parts = [_own_part(job, first.workers, first.threads)]
         parts += [_joined_host_part(job, share, place) for share, place in zip(others, places, strict=True)]
@@ -204,11 +205,6 @@ def leader_workers(
         )
         check_connectivity(ConnectivityListener(own_host_info()["name"], address), arrived)
         yield LeaderWorkers(hosts, folder=folder, config=config, log=screen.print)
-
-
-def job_folder_of(argument: str) -> Path:
-    """The folder that a job is about: its argument, or "folder" in it."""
-    return Path(json.loads(argument)["folder"] if argument.startswith("{") else argument)
 
 
 def _portable_corpus_path(corpus: str) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from plait.commands.hosts.file_transfer import convert_disk_errors, safe_path
+from plait.commands.hosts.file_names import safe_path
+from plait.commands.hosts.file_transfer import convert_disk_errors
 from plait.errors import PlaitError
 
 

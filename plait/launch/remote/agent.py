@@ -7,7 +7,7 @@ import contextlib
 import selectors
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,7 +31,7 @@ from plait.launch.remote.messages import (
 from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import Frame, Wire
 from plait.launch.values.entries import EntryTable
-from plait.launch.values.job import StoppedBy
+from plait.launch.values.job import Job, StoppedBy
 
 _JOIN_AGAIN = "see what host 0 printed, start the run there again and join it"
 
@@ -66,28 +66,37 @@ def serve(
     host_info: Mapping[str, Any],
     handlers: Mapping[str, Handler],
     entries: EntryTable,
+    check_job: Callable[[Job], None] = lambda job: None,
     pulse: Pulse = DEFAULT_PULSE,
 ) -> StoppedBy:
     """Take part in host 0's run until it ends; returns how its last job was stopped; main thread only.
 
-    Ranks run nothing but `entries`, whatever host 0 asks for. `handlers` answer its requests, one after another in a
-    thread of their own, also while ranks run. The first Ctrl-C or SIGTERM while ranks run makes host 0 stop them all;
-    any other one leaves. Raises PlaitError when host 0 does not admit this host; RunFailed when the run failed, host 0
-    is lost, or this host leaves. No rank outlives it.
+    Ranks run nothing but `entries`, and no job for which `check_job` raises PlaitError. `handlers` answer host 0's
+    requests, one after another in a thread of their own, also while ranks run. The first Ctrl-C or SIGTERM while ranks
+    run makes host 0 stop them all; any other one leaves. Raises PlaitError when host 0 does not admit this host;
+    RunFailed when the run failed, host 0 is lost, or this host leaves. No rank outlives it.
     """
     with collected_signals() as signals, ForkServer(entries) as server:
         wire.send("hello", host_info)
         link = HostConnection(wire, handlers=handlers, pulse=pulse)
         with contextlib.closing(link):
-            return _Agent(link, server, signals, wire).run()
+            return _Agent(link, server, signals, wire, check_job).run()
 
 
 class _Agent:
-    def __init__(self, link: HostConnection, server: ForkServer, signals: SignalMailbox, wire: Wire) -> None:
+    def __init__(
+        self,
+        link: HostConnection,
+        server: ForkServer,
+        signals: SignalMailbox,
+        wire: Wire,
+        check_job: Callable[[Job], None],
+    ) -> None:
         self._link = link
         self._server = server
         self._signals = signals
         self._leader = wire.peer
+        self._check_job = check_job
         self._local_address = wire.local_address
         self._selector = selectors.DefaultSelector()
         self._part = ExitStack()
@@ -148,6 +157,7 @@ class _Agent:
         if order.rendezvous is not None:
             meeting = Rendezvous(rendezvous=order.rendezvous, interface=interface_of(self._local_address))
         try:
+            self._check_job(order.job)
             self._site = self._part.enter_context(self._server.start(order.job, meeting))
         except PlaitError as error:
             self._tell({"over": True, "obituary": str(error)})

@@ -12,7 +12,7 @@ from plait.errors import PlaitError
 from plait.launch.local.signals import StopSignal
 from plait.launch.local.site import KillOrder, RankEvent
 from plait.launch.values.failure import RankRaised
-from plait.launch.values.from_json import Line, from_json
+from plait.launch.values.from_json import SingleLine, from_json
 from plait.launch.values.job import Job, StoppedBy
 
 _T = TypeVar("_T")
@@ -56,7 +56,7 @@ class KillServerOrder:
 class Refusal:
     """Host 0: you are not admitted, and why."""
 
-    sentence: Line
+    sentence: SingleLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +64,14 @@ class RunEnd:
     """Host 0: the run is over; `failed` says why, where it failed."""
 
     stopped_by: StoppedBy = "finished"
-    failed: Line | None = None
+    failed: SingleLine | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Farewell:
     """Either end: I am about to hang up, and why, as the end of a sentence."""
 
-    why: Line
+    why: SingleLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ class _Died:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Over:
     over: bool
-    obituary: Line | None = None
+    obituary: SingleLine | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

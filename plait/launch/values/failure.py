@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import PlaitError, RunFailed
-from plait.launch.values.from_json import Line
+from plait.launch.values.from_json import SingleLine
 
 RESUME_ADVICE = "run the same command again to go on from the newest checkpoint, or anew where there is none yet"
 _TEXT_CHARACTERS = 2_000
@@ -32,9 +32,9 @@ class RankRaised:
 
     rank: int | None
     at_s: float
-    type_name: Line
-    text: Line
-    place: Line
+    type_name: SingleLine
+    text: SingleLine
+    place: SingleLine
     plait_classes: tuple[str, ...]
     lost_peer: bool
     out_of_memory: bool

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 _T = TypeVar("_T")
 _NUMBERS_BELOW = 1 << 63
 _LINE_CHARACTERS = 2_000
-Line = Annotated[str, "one line"]
+SingleLine = Annotated[str, "one line"]
 """Text to be printed as a line; from another host it comes without line breaks and is cut to 2,000 characters."""
 
 
