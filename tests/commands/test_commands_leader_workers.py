@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from plait.cluster.topology import Machine, make_names_unique
 from plait.commands.hosts import invitation
-from plait.commands.hosts.host_info import code_hash, own_host_info, why_host_cannot_join
+from plait.commands.hosts.host_info import code_hash, machine_survey, own_host_info, why_host_cannot_join
 from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
 from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret
 from plait.commands.hosts.job_argument import read_job_argument
@@ -53,6 +54,7 @@ class Led:
     def __init__(self, *members: Guest) -> None:
         self.members = self.arrived = members
         self.parts: Sequence[HostPart] = ()
+        self.said: list[Message] = []
 
     def renumber(self, order: Sequence[int]) -> None:
         self.members = tuple(self.arrived[host - 1] for host in order[1:])
@@ -66,6 +68,8 @@ class Led:
                 machine = replace(LAPTOP, cores=LAPTOP.cores + rank)
                 values = {"fingerprint": machine.fingerprint(), "peak_flops": 1e11 * (1 + rank)}
                 on_message(Message(rank=rank, kind="machine", values=values))
+        for message in self.said:
+            on_message(message)
         return JobResult(stopped_by="finished", wall_s=0.0)
 
 
@@ -88,10 +92,47 @@ def test_a_host_like_ours_may_join() -> None:
         ({"clock_s": 1e9 - 3600}, "this host's clock is 1 h 0 min behind lead's; set it right"),
         ({"clock_s": "now"}, "lead does not understand this host's greeting; install plait 0.4.0 here, too"),
         ({"plait": None}, "lead does not understand this host's greeting"),
+        ({"clock_s": math.nan}, "lead does not understand this host's greeting"),
+        ({"clock_s": math.inf}, "lead does not understand this host's greeting"),
+        ({"clock_s": 10**400}, "lead does not understand this host's greeting"),
+        ({"cores": -1}, "lead does not understand this host's greeting"),
+        ({"cores": True}, "lead does not understand this host's greeting"),
+        ({"name": "[bold]guest[/nothing]"}, "lead does not understand this host's greeting"),
+        ({"name": "guest\njoined   another"}, "lead does not understand this host's greeting"),
+        ({"folder": "relative"}, "lead does not understand this host's greeting"),
+        ({"more": 1}, "lead does not understand this host's greeting"),
     ],
 )
 def test_what_must_be_mended_is_told_to_the_host_that_joins(other: dict[str, Any], sentence: str) -> None:
     assert sentence in (told(**other) or "")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cores": 0}, {"cores": "8"}, {"devices": 10**9}, {"memory_bytes": -1}, {"device": "toaster"}, {"name": "[/x]"},
+        {"versions": 5}, {"versions": {"torch": 2}}, {"more": 1}, {"unlike": "a"}, {"name": None},
+    ],
+)  # fmt: skip
+def test_a_machine_that_cannot_be_is_refused_with_the_name_of_its_host(change: dict[str, Any]) -> None:
+    fingerprint = json.loads(json.dumps(LAPTOP.fingerprint()))
+    survey = machine_survey({"fingerprint": fingerprint, "peak_flops": 1e11, "reason": None}, "guest")
+    assert survey.machine == LAPTOP and survey.peak_flops == 1e11
+    with pytest.raises(PlaitError, match=r"^guest does not say what machine it is"):
+        machine_survey({"fingerprint": {**fingerprint, **change}, "peak_flops": 1e11}, "guest")
+    for values in (None, {}, {"fingerprint": [], "peak_flops": 1}, {"fingerprint": fingerprint, "peak_flops": -1.0}):
+        with pytest.raises(PlaitError, match=r"^guest does not say what machine it is"):
+            machine_survey(values, "guest")
+
+
+def test_only_rank_0_is_heard_by_who_runs_a_job_on_all_hosts(tmp_path: Path) -> None:
+    """What another host's rank says, beyond what checkpoints need, is for nobody: it may be anything."""
+    heard: list[Message] = []
+    hosts = Led(Guest("/a"))
+    crew = LeaderWorkers(cast(Hosts, hosts), folder=tmp_path, config=recipe(tmp_path), log=lambda line: None)
+    hosts.said = [Message(rank=rank, kind="probed", values={}) for rank in (1, 0)]
+    crew.run(Job(entry=PROBE_ENTRY, argument="{}", world_size=2, threads=1), heard.append)
+    assert [message.rank for message in heard] == [0]
 
 
 def test_the_hash_of_the_code_is_stable() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from plait.errors import PlaitError, RunFailed
 from plait.launch.local.run import ForkServer
+from plait.launch.remote.agent import connect
+from plait.launch.remote.leader import HostPart, Hosts
 from plait.launch.remote.link import HostConnection
 from plait.launch.remote.listener import JoinListener
 from plait.launch.remote.secret import new_secret
@@ -101,6 +106,111 @@ def test_a_leader_cannot_have_ranks_meet_in_a_file_of_its_choice(
     link, agent = victim
     link.send("run", {**order(), "rendezvous": rendezvous})
     assert "StartOrder.rendezvous is no address" in agent.ended(1)["error"]
+
+
+DIED = {"died": 0, "code": -9, "at_s": 1.0}
+RAISED = {
+    "rank": 1, "at_s": 1.0, "type_name": "E", "text": "t", "place": "p", "plait_classes": [], "lost_peer": False,
+    "out_of_memory": False, "traceback": "",
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def attacked(events: Sequence[Any], **changes: Any) -> Iterator[Hosts]:
+    """Host 0 with one other host, which reports these events of its job, whatever they are."""
+    secret, links = new_secret(), list[HostConnection]()
+
+    def attack(place: str) -> None:
+        address, _, port = place.rpartition(":")
+        wire = connect(address, int(port), secret, local_address="127.0.0.2")
+        wire.send("hello", {"name": "evil"})
+        links.append(HostConnection(wire, handlers={}, pulse=PULSE))
+        mail(links[0], "run")
+        for event in events:
+            links[0].send("event", {"number": 1, "event": event, "sent_at_s": 1.0, **changes})
+
+    with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, pulse=PULSE) as hosts:
+        thread = threading.Thread(target=attack, args=(hosts.join_address,))
+        thread.start()
+        hosts.admit(lambda info: None, within_s=30)
+        yield hosts
+        thread.join(30)
+        links[0].close()
+
+
+def failure_of(hosts: Hosts) -> str:
+    """How host 0 says that a job of two hosts, which nothing ends, came to its end."""
+    part = HostPart(ranks=1, threads=1, argument="")
+    with pytest.raises(RunFailed) as caught:
+        hosts.run(job("be_deaf", 2), on_message=Record(), parts=[part, part])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("events", "why"),
+    [
+        ([DIED], "it sent word of a rank that it does not run"),
+        ([{"rank": 0, "told": "step", "values": {}}], "it sent word of a rank that it does not run"),
+        ([{"rank": 0, "returned": True}], "it sent word of a rank that it does not run"),
+        ([{"rank": 1, "raised": {**RAISED, "rank": 0}}], "it sent word of a rank that it does not run"),
+        ([{"forked": True}, {"forked": True}], "it started its workers twice"),
+        ([{"nonsense": 1}], "it sent what plait does not send"),
+        ([{}], "it sent what plait does not send"),
+        ([[]], "it sent what plait does not send"),
+        ([{"died": "1", "code": 0, "at_s": 1.0}], "_Died.died is not what it should be"),
+        ([{"died": 1, "code": 0}], "_Died lacks 'at_s'"),
+        ([{"rank": 1, "told": 5, "values": {}}], "_Told.told is not what it should be"),
+        ([{"rank": 1, "told": "a", "values": []}], "_Told.values is not what it should be"),
+        ([{"rank": 1, "raised": {}}], "RankRaised lacks 'rank'"),
+        ([{"rank": 1, "raised": {**RAISED, "plait_classes": [5]}}], "plait_classes is not what it should be"),
+        ([{"stop": "SIGSEGV"}], "_Stop.stop is not what it should be"),
+        ([{"rank": 10**400, "started": 1}], "_Started.rank is not what it should be"),
+    ],
+)
+def test_host_0_leaves_a_host_that_reports_what_cannot_be(
+    events: Sequence[Any], why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with attacked(events) as hosts:
+        told = failure_of(hosts)
+        assert told.startswith("evil (127.0.0.2) was lost: ") and why in told and "\n" not in told
+        assert hosts.members[0].link.lost is not None
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("changes", [{"number": "1"}, {"sent_at_s": None}, {"number": None}, {"more": 1}])
+def test_host_0_leaves_a_host_whose_report_is_none(changes: dict[str, Any]) -> None:
+    with attacked([{"forked": True}], **changes) as hosts:
+        assert "it sent what plait does not send" in failure_of(hosts)
+
+
+def test_what_another_host_says_cannot_speak_to_the_terminal() -> None:
+    evil = "\x1b]0;title\x07\x1b[2Jgone\x9b31m\u202e\ud800\nplait: all is well"
+    with attacked([{"over": True, "obituary": evil}]) as hosts:
+        told = failure_of(hosts)
+    assert told == "on evil (127.0.0.2): ]0;title[2Jgone31m plait: all is well"
+    with attacked(
+        [{"rank": 1, "raised": {**RAISED, "text": evil, "plait_classes": ["plait.errors:RunFailed"]}}]
+    ) as hosts:
+        assert failure_of(hosts) == "on evil (127.0.0.2): ]0;title[2Jgone31m plait: all is well"
+
+
+@pytest.mark.parametrize("kind", ["ask", "answer", "bye"])
+@pytest.mark.parametrize("values", [{}, {"number": [], "kind": 5, "values": 5}, {"why": 5}])
+def test_a_frame_for_the_connection_itself_must_be_one(
+    victim: tuple[HostConnection, _Process], kind: str, values: dict[str, Any]
+) -> None:
+    link, agent = victim
+    link.send(kind, values)
+    error = agent.ended(1)["error"]
+    assert "it sent what plait does not send" in error and "\n" not in error
+
+
+def test_host_0_answers_no_question(capfd: pytest.CaptureFixture[str]) -> None:
+    with attacked([{"over": True, "obituary": "gone"}]) as hosts:
+        failure_of(hosts)
+        with pytest.raises(PlaitError, match="it was asked what nobody asks it"):
+            hosts.members[0].ask("read", {"name": "x"})
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_no_rank_finds_modules_where_other_hosts_send_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

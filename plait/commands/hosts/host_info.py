@@ -4,25 +4,68 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from plait.cluster.topology import software_versions, usable_cores
+from plait.cluster.topology import Machine, software_versions, usable_cores
+from plait.commands.planning.make_plan import MachineSurvey
+from plait.errors import PlaitError
+from plait.launch.values.from_json import SingleLine, from_json, one_line
+from plait.launch.values.job import RANKS_AT_MOST, THREADS_AT_MOST
 from plait.units import format_duration
 
 MAX_CLOCK_SKEW_S = 60.0
+# What travels as a name is printed on other hosts: no brackets, which rich takes for markup.
+_HOST_NAME, _DEVICE_NAME = re.compile(r"[\w.-][\w .-]{0,63}"), re.compile(r"[^\[\]\n]{0,200}")
+_HEXADECIMAL = re.compile(r"[0-9a-f]{0,64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostInfo:
+    """What a host says of itself: its name, software, clock (seconds since 1970), cores and working folder."""
+
+    name: str
+    mark: str
+    """`hardware_id` of the host."""
+    plait: SingleLine
+    code: SingleLine
+    """`code_hash` of its plait."""
+    torch: SingleLine
+    python: SingleLine
+    clock_s: float
+    cores: int
+    folder: str
+
+    def __post_init__(self) -> None:
+        is_right = (
+            _HOST_NAME.fullmatch(self.name)
+            and _HEXADECIMAL.fullmatch(self.mark)
+            and 1 <= self.cores <= THREADS_AT_MOST
+            and Path(self.folder).is_absolute()
+        )
+        if not is_right:
+            raise ValueError("HostInfo is not what it should be")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MachineReport:
+    fingerprint: Mapping[str, Any]
+    peak_flops: float | None
+    reason: str | None = None
 
 
 def own_host_info() -> dict[str, Any]:
-    """This host's name, software, clock, cores and working folder."""
+    """This host's name, software, clock, cores and working folder, as a HostInfo's values."""
     versions = dict(software_versions())
     return {
-        "name": platform.node() or "a host without a name",
+        "name": re.sub(r"[^\w.-]", "-", platform.node())[:64] or "a host without a name",
         "mark": hardware_id(),
         "plait": versions["plait"],
         "code": code_hash(),
@@ -41,7 +84,9 @@ def why_host_cannot_join(host_info: Mapping[str, Any], leader_info: Mapping[str,
     is) may differ.
     """
     lead = leader_info["name"]
-    if not _is_complete(host_info, leader_info):
+    try:
+        from_json(HostInfo, host_info)
+    except ValueError:
         return f"{lead} does not understand this host's greeting; install plait {leader_info['plait']} here, too"
     for package in ("plait", "torch"):
         here, there = (str(one[package]).partition("+")[0] for one in (host_info, leader_info))
@@ -84,6 +129,22 @@ def code_hash() -> str:
     return digest.hexdigest()
 
 
-def _is_complete(host_info: Mapping[str, Any], leader_info: Mapping[str, Any]) -> bool:
-    """Whether another host's info has every key that ours has, with values of the same types."""
-    return all(type(host_info.get(key)) is type(value) for key, value in leader_info.items())
+def machine_survey(values: Mapping[str, Any] | None, host: str) -> MachineSurvey:
+    """The machine that a host's worker described; raises PlaitError, with the host's name, where it did not or where
+    no machine is like that."""
+    try:
+        report = from_json(_MachineReport, values)
+        pairs = {"versions": [list(pair) for pair in dict(report.fingerprint["versions"]).items()]}
+        machine = from_json(Machine, {**report.fingerprint, **pairs})
+        names = (machine.name, *machine.unlike)
+        is_right = 1 <= machine.devices <= RANKS_AT_MOST and 1 <= machine.cores <= THREADS_AT_MOST
+        if not is_right or machine.memory_bytes < 0 or (report.peak_flops is not None and report.peak_flops <= 0):
+            raise ValueError("a size is out of range")
+        if not all(_DEVICE_NAME.fullmatch(name) for name in names) or any(len(pair) != 2 for pair in machine.versions):
+            raise ValueError("a name has signs that no device's has")
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlaitError(
+            f"{host} does not say what machine it is ({one_line(str(error))}); install the same commit on both"
+        ) from None
+    machine = replace(machine, versions=tuple(sorted(machine.versions)))
+    return MachineSurvey(machine=machine, peak_flops=report.peak_flops)

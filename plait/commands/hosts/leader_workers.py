@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from plait.checkpoint.arrival import ARRIVAL_LIMIT_S
 from plait.cluster.topology import Machine, make_names_unique, usable_cores
 from plait.commands.hosts.collect_checkpoint import CheckpointCollector
 from plait.commands.hosts.file_stager import FileStager, JobFolder
-from plait.commands.hosts.host_info import own_host_info, why_host_cannot_join
+from plait.commands.hosts.host_info import machine_survey, own_host_info, why_host_cannot_join
 from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
 from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret
 from plait.commands.hosts.job_argument import read_job_argument
@@ -103,7 +103,7 @@ class LeaderWorkers:
             return self._hosts.run(job, on_message=on_message, parts=[_own_part(job, 1, job.threads), *idle])
         assert job.world_size == self.fixed_workers.workers, job
         if job.entry == PROBE_ENTRY:
-            return self._hosts.run(job, on_message=on_message, parts=self._probe_parts(job))
+            return self._hosts.run(job, on_message=_of_rank_0(on_message), parts=self._probe_parts(job))
         asked, training = read_job_argument(job.argument), job.entry == TRAINING_ENTRY
         folder = Path(asked.folder)
         if not training:  # made before anybody knew which host does what
@@ -116,7 +116,7 @@ class LeaderWorkers:
         parts += [_joined_host_part(job, share, place) for share, place in zip(others, places, strict=True)]
         # At the end parts of a checkpoint travel, too, unless all hosts share the folder.
         grace_s = STOP_GRACE_S + (0.0 if all(place.is_shared for place in places) else ARRIVAL_LIMIT_S)
-        with CheckpointCollector(self._member_of, folder / "checkpoints", on_message) as gathering:
+        with CheckpointCollector(self._member_of, folder / "checkpoints", _of_rank_0(on_message)) as gathering:
             result = self._hosts.run(job, on_message=gathering.handle_message, parts=parts, grace_s=grace_s)
         if not training:
             self._file_stager.collect_job_files(folder)
@@ -153,12 +153,8 @@ class LeaderWorkers:
         result = self._hosts.run(job, on_message=collect, parts=parts)
         if result.stopped_by != "finished":
             raise Interrupted(result.stopped_by)
-        return tuple(
-            MachineSurvey(
-                machine=Machine.from_fingerprint(found[host]["fingerprint"]), peak_flops=found[host]["peak_flops"]
-            )
-            for host in range(len(cores))
-        )
+        names = ["this host", *map(str, self._hosts.members)]
+        return tuple(machine_survey(found.get(host), name) for host, name in enumerate(names))
 
     def _member_of(self, rank: int) -> Member:
         """The host of a rank that is not on this one."""
@@ -204,7 +200,12 @@ def leader_workers(
             on_lost=lambda name: screen.print(f"lost     {name}", markup=False),
         )
         check_connectivity(ConnectivityListener(own_host_info()["name"], address), arrived)
-        yield LeaderWorkers(hosts, folder=folder, config=config, log=screen.print)
+        yield LeaderWorkers(hosts, folder=folder, config=config, log=partial(screen.print, markup=False))
+
+
+def _of_rank_0(on_message: OnMessage) -> OnMessage:
+    """What the caller hears: rank 0's messages, which is on this host. Others have nothing to say to it."""
+    return lambda message: on_message(message) if message.rank == 0 else None
 
 
 def _portable_corpus_path(corpus: str) -> str:

@@ -9,14 +9,38 @@ import contextlib
 import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any, Protocol
 
 from plait.errors import PlaitError
 from plait.launch.remote.link import Handler, Reply
 from plait.launch.remote.listener import joined_text, listener_at
+from plait.launch.remote.messages import parse_message
 from plait.launch.remote.wire import Frame
+from plait.launch.values.from_json import SingleLine
 
 KNOCK_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """Where a host listens for the others, by its own address."""
+
+    address: str
+    port: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.port < 1 << 16:
+            raise ValueError("Door.port is no port")
+        ip_address(self.address)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnockResult:
+    """Why a knock at another host's door failed, or nothing."""
+
+    why: SingleLine
 
 
 class Neighbour(Protocol):
@@ -58,9 +82,11 @@ class ConnectivityListener:
 
     def _knock(self, frame: Frame) -> Reply:
         """The kernel takes who comes, so that nobody needs to answer the door."""
-        place, why = (frame.values["address"], frame.values["port"]), ""
+        door, why = parse_message(Door, frame.values), ""
         try:
-            socket.create_connection(place, timeout=KNOCK_S, source_address=(self.address, 0)).close()
+            socket.create_connection(
+                (door.address, door.port), timeout=KNOCK_S, source_address=(self.address, 0)
+            ).close()
         except OSError as error:
             why = str(error) or type(error).__name__
         return Reply(values={"why": why})
@@ -75,16 +101,16 @@ def check_connectivity(first: ConnectivityListener, others: Sequence[Neighbour])
     hosts: list[Neighbour] = [first, *others]
     with contextlib.closing(first), ThreadPoolExecutor(len(hosts)) as pool:
         for host in hosts:
-            opened = host.ask("door", {}).values
-            port = opened["port"]
-            if opened["address"] != host.address:
-                raise PlaitError(_translated(host, opened["address"]))
+            opened = parse_message(Door, host.ask("door", {}).values)
+            port = opened.port
+            if opened.address != host.address:
+                raise PlaitError(_translated(host, opened.address))
             guests = [neighbour for neighbour in hosts if neighbour is not host]
             requested = [
                 pool.submit(neighbour.ask, "knock", {"address": host.address, "port": port}) for neighbour in guests
             ]
             for neighbour, one in zip(guests, requested, strict=True):
-                if why := one.result().values["why"]:
+                if why := parse_message(KnockResult, one.result().values).why:
                     raise PlaitError(_shut_out(host, neighbour, port, why))
             host.ask("shut", {})
 
