@@ -87,7 +87,9 @@ def fetch_file(
                 raise PlaitError(f"nobody waits for {target.name} any more; give the same command again")
             answer = peer.ask("read", {**source, "offset": file.tell(), "bytes": TRANSFER_BLOCK_BYTES})
             total = parse_reply(ReadReply, peer, answer).size
-            size = total if size is None else size
+            if size is None:
+                size = total
+                _refuse_without_space(peer, target, size)
             if size != total or file.tell() + len(answer.blob) > size:
                 raise PlaitError(f"{peer.name} changed {target.name} while it was sent; give the same command again")
             if not answer.blob and file.tell() < size:
@@ -96,6 +98,15 @@ def fetch_file(
         file.flush()
         os.fsync(file.fileno())
     part.rename(target)
+
+
+def _refuse_without_space(peer: Peer, target: Path, nbytes: int) -> None:
+    free = _free_bytes(target.parent)
+    if not 0 <= nbytes <= free:
+        raise PlaitError(
+            f"{target.name} of {peer.name} has {nbytes} bytes, and in {target.parent} {format_bytes(free)} are free; "
+            "free some space, then give the same command again"
+        )
 
 
 class IncomingFolder:
@@ -178,13 +189,17 @@ def _blocks(path: Path, nbytes: int) -> Iterator[tuple[int, bytes]]:
 def _check_free_space(folder: Path, nbytes: int) -> None:
     with convert_disk_errors(folder / partial_name("room")):
         folder.mkdir(parents=True, exist_ok=True)
-        disk = os.statvfs(folder)
-    free = disk.f_bavail * disk.f_frsize
+        free = _free_bytes(folder)
     if free < nbytes:
         raise PlaitError(
             f"the run's files need {format_bytes(nbytes)} in {folder} on this host, where {format_bytes(free)} are "
             "free; free some space, then join again"
         )
+
+
+def _free_bytes(folder: Path) -> int:
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
 
 
 def _write_at(part: Path, offset: int, data: bytes) -> None:

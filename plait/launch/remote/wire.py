@@ -28,7 +28,7 @@ _CHUNK_BYTES = 1 << 18
 _PREFIX = struct.Struct("!IQI")
 _LENGTH_BYTES = 4
 _MAC_BYTES = 32
-_FRAME_BYTES_AT_MOST = _PREFIX.size + VALUES_BYTES_AT_MOST + BLOB_BYTES_AT_MOST + _MAC_BYTES
+FRAME_BYTES_AT_MOST = _PREFIX.size + VALUES_BYTES_AT_MOST + BLOB_BYTES_AT_MOST + _MAC_BYTES
 
 
 class WireEnded(RunFailed):
@@ -146,7 +146,7 @@ class Wire:
         if len(self._rest) < _LENGTH_BYTES:
             return None
         length = _LENGTH_BYTES + int.from_bytes(self._rest[:_LENGTH_BYTES])
-        if not _PREFIX.size + _MAC_BYTES <= length <= _FRAME_BYTES_AT_MOST:
+        if not _PREFIX.size + _MAC_BYTES <= length <= FRAME_BYTES_AT_MOST:
             raise self._foreign("of an impossible length")
         return length
 
@@ -159,6 +159,8 @@ class Wire:
             raise self._foreign("out of its order")
         self._received += 1
         split = _PREFIX.size + text_bytes
+        if split > len(body) or text_bytes > VALUES_BYTES_AT_MOST:
+            raise self._foreign("whose parts do not fit into it")
         try:
             frame = from_json(Frame, parse_json(bytes(body[_PREFIX.size : split])))
         except ValueError as error:
