@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from plait.errors import PlaitError, RunFailed
 from plait.launch.remote.handshake import Refused, greet_joiner, greet_leader
 from plait.launch.remote.link import HostConnection, Pulse, Reply
-from plait.launch.remote.listener import JoinListener, listener_at, refuse_host
+from plait.launch.remote.listener import FailedAttempts, JoinListener, listener_at, refuse_host
 from plait.launch.remote.secret import Secret, new_secret
 from plait.launch.remote.wire import BLOB_BYTES_AT_MOST, Frame, SessionKeys, Wire, WireEnded
+from tests.launch.processes import wait_until
 
 SECRET = new_secret()
 PULSE = Pulse(period_s=0.3, lost_after_s=5.0)
@@ -136,6 +137,56 @@ def _record_a_joiner() -> bytes:
     return recorded
 
 
+@pytest.mark.parametrize("message", range(4))
+@pytest.mark.parametrize("at", [0, 9, 12, 31, 32, 40])
+def test_what_was_altered_on_the_way_is_not_called_a_wrong_secret(message: int, at: int) -> None:
+    """By who sits between the two: opening, opening, proof, verdict, each with one bit flipped at one place."""
+    with _connected() as (inner, outer), _connected() as (ours, theirs), ThreadPoolExecutor(2) as pool:
+        leader = pool.submit(greet_joiner, ours, SECRET, within_s=2)
+        joiner = pool.submit(greet_leader, outer, SECRET, address="127.0.0.1:1")
+        for number, (source, target) in enumerate([(inner, theirs), (theirs, inner)] * 2):
+            source.settimeout(3)
+            sent = bytearray(source.recv(1000))
+            if number == message:
+                sent[at % len(sent)] ^= 1
+            target.sendall(sent)
+            if sent and number == message and number in (0, 1) and at in (0, 9):  # the mark, the protocol: it ends here
+                break
+        for each in (inner, theirs):
+            each.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(PlaitError) as caught:
+            joiner.result(10)
+        assert "the secret is wrong" not in str(caught.value)
+        if message != 3:
+            with pytest.raises((Refused, OSError)):
+                leader.result(10)
+
+
+def test_failed_attempts_are_told_once_a_minute() -> None:
+    failed = FailedAttempts(every_s=60.0)
+    assert failed.due(0.0) == 0
+    for _ in range(3):
+        failed.add()
+    assert [failed.due(now_s) for now_s in (10.0, 11.0)] == [3, 0]
+    failed.add()
+    assert [failed.due(now_s) for now_s in (50.0, 69.0, 70.0, 140.0)] == [0, 0, 1, 0]
+
+
+def test_who_cannot_prove_itself_is_counted(gate: JoinListener) -> None:
+    with socket.create_connection(("127.0.0.1", gate.port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1" + b"x" * 100)
+        with pytest.raises((ConnectionError, EOFError)):
+            if not stranger.recv(100):
+                raise EOFError
+    with (
+        socket.create_connection(("127.0.0.1", gate.port)) as joiner,
+        pytest.raises(PlaitError, match="the secret is wrong"),
+    ):
+        greet_leader(joiner, new_secret(), address="127.0.0.1")
+    counted = []
+    wait_until(lambda: counted.append(gate.failed_attempts.due(100.0 * len(counted))) or sum(counted) == 2, within_s=5)
+
+
 @pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\nHost: somebody-else.example\r\n\r\n", b"\x00" * 500])
 def test_a_stranger_gets_no_answer(sockets: tuple[socket.socket, socket.socket], sent: bytes):
     ours, theirs = sockets
@@ -164,7 +215,7 @@ def test_a_peer_that_hangs_up_or_dawdles_is_given_up(sockets: tuple[socket.socke
     ("answer", "sentence"),
     [
         (b"SSH-2.0-OpenSSH_9.2 and more words than an opening has", "what listens at there:1 is not plait"),
-        (b"plait/jn\x00\x07" + b"n" * 32, "speaks protocol 7 and this plait protocol 1; install the same version"),
+        (b"plait/jn\x00\x07" + b"n" * 32, "speaks protocol 7 and this plait protocol 2; install the same version"),
         (b"", "there:1 broke off the connection"),
     ],
 )
@@ -183,7 +234,7 @@ def test_another_protocol_is_told_ours(sockets: tuple[socket.socket, socket.sock
     theirs.sendall(b"plait/jn\x00\x07" + b"n" * 32)
     with pytest.raises(Refused, match="another protocol"):
         greet_joiner(ours, SECRET)
-    assert theirs.recv(1000)[:10] == b"plait/jn\x00\x01"
+    assert theirs.recv(1000)[:10] == b"plait/jn\x00\x02"
 
 
 def _frames(wires: tuple[Wire, Wire], sockets: tuple[socket.socket, socket.socket], count: int) -> list[bytes]:
@@ -257,7 +308,7 @@ def _received(stream: bytes) -> Iterator[Mapping[str, Any]]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(words=st.lists(st.binary(max_size=100) | st.just(b"plait/jn\x00\x01" + b"n" * 32), max_size=4))
+@given(words=st.lists(st.binary(max_size=100) | st.just(b"plait/jn\x00\x02" + b"n" * 32), max_size=4))
 def test_no_words_of_a_stranger_open_the_door(words: list[bytes]):
     with _connected() as (ours, theirs):
         theirs.sendall(b"".join(words))

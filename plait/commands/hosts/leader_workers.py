@@ -198,6 +198,7 @@ def leader_workers(
             JOIN_TIMEOUT_S,
             order=previous_hosts,
             on_lost=lambda name: screen.print(f"lost     {name}", markup=False),
+            on_failed=lambda count: screen.print(f"refused  {counted(count, 'attempt')}: a wrong secret, or not plait"),
         )
         check_connectivity(ConnectivityListener(own_host_info()["name"], address), arrived)
         yield LeaderWorkers(hosts, folder=folder, config=config, log=partial(screen.print, markup=False))

@@ -2,11 +2,12 @@
 
     joiner ──► mark, protocol, nonce          ──► host 0
            ◄── mark, protocol, nonce          ◄──
-           ──► proof of the joiner            ──►
-           ◄── verdict [, proof of host 0]    ◄──
+           ──► proof of the joiner, checksum  ──►
+           ◄── verdict, proof of host 0       ◄── or, to whom it does not believe, a checksum
 
 A proof is HMAC-SHA256 of the role and both nonces, keyed with the secret: recorded, it opens no other connection.
-Host 0 shows its own proof only to whom it has believed. Every part has a fixed size, and all must come in time.
+Host 0 shows its own proof only to whom it has believed. Checksums, which anybody could make, tell a wrong secret from
+what was altered on the way. Every part has a fixed size, and all must come in time.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from plait.errors import PlaitError
 from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import SessionKeys, Wire
 
-PROTOCOL = 1
+PROTOCOL = 2
 JOINER_S = 10.0
 LEADER_S = 5.0
 Role = Literal["joiner", "leader"]
-_WELCOME, _WRONG_SECRET = b"\x00", b"\x01"
+_WELCOME, _WRONG_SECRET, _ALTERED = b"\x00", b"\x01", b"\x02"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _OPENING = struct.Struct(f"!8sH{_NONCE_BYTES}s")
@@ -50,9 +51,12 @@ def greet_joiner(connection: socket.socket, secret: Secret, *, within_s: float =
     if protocol != PROTOCOL:  # the joiner has read ours, and says so
         raise Refused("another protocol")
     nonces = theirs + ours
-    proof = _exactly(connection, _PROOF_BYTES, deadline)
+    proof, checksum = (_exactly(connection, _PROOF_BYTES, deadline) for _ in range(2))
+    if checksum != _checksum(nonces, proof):
+        connection.sendall(_ALTERED + _checksum(nonces, proof, _ALTERED))
+        raise Refused("wrong secret, or altered on the way")
     if not hmac.compare_digest(proof, _keyed(secret, "proof", "joiner", nonces)):
-        connection.sendall(_WRONG_SECRET)
+        connection.sendall(_WRONG_SECRET + _checksum(nonces, proof, _WRONG_SECRET))
         raise Refused("wrong secret")
     connection.sendall(_WELCOME + _keyed(secret, "proof", "leader", nonces))
     return Wire(connection, _keys(secret, "leader", nonces), peer=connection.getpeername()[0])
@@ -82,11 +86,20 @@ def _prove(connection: socket.socket, secret: Secret, address: str) -> Wire:
             "install the same version of plait on both"
         )
     nonces = ours + theirs
-    connection.sendall(_keyed(secret, "proof", "joiner", nonces))
-    if _exactly(connection, 1, deadline) != _WELCOME:
+    proof = _keyed(secret, "proof", "joiner", nonces)
+    connection.sendall(proof + _checksum(nonces, proof))
+    verdict, theirs = _exactly(connection, 1, deadline), _exactly(connection, _PROOF_BYTES, deadline)
+    if verdict == _WRONG_SECRET and theirs == _checksum(nonces, proof, verdict):
         raise PlaitError(f"the secret is wrong for the run at {address}; copy it anew from the terminal of host 0")
-    if not hmac.compare_digest(_exactly(connection, _PROOF_BYTES, deadline), _keyed(secret, "proof", "leader", nonces)):
-        raise PlaitError(f"what listens at {address} does not know the secret itself; check the address")
+    if verdict != _WELCOME:
+        raise PlaitError(
+            f"what came from {address} was altered on the way or is not from plait; check the address and the network"
+        )
+    if not hmac.compare_digest(theirs, _keyed(secret, "proof", "leader", nonces)):
+        raise PlaitError(
+            f"what listens at {address} does not know the secret itself, or its answer was altered on the way; check "
+            "the address and the network"
+        )
     return Wire(connection, _keys(secret, "joiner", nonces), peer=f"host 0 ({address})")
 
 
@@ -103,6 +116,10 @@ def _keys(secret: Secret, role: Role, nonces: bytes) -> SessionKeys:
 
 def _keyed(secret: Secret, purpose: str, role: str, nonces: bytes) -> bytes:
     return hmac.digest(secret.key, f"plait {purpose} {role}:".encode() + nonces, hashlib.sha256)
+
+
+def _checksum(*parts: bytes) -> bytes:
+    return hashlib.sha256(b"plait checksum:" + b"".join(parts)).digest()
 
 
 def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:

@@ -124,22 +124,28 @@ class Hosts:
         within_s: float,
         order: Sequence[HostIdentity] = (),
         on_lost: Callable[[str], None] = lambda name: None,
+        on_failed: Callable[[int], None] = lambda count: None,
     ) -> tuple[Member, ...]:
         """Wait until all hosts are in; then the port is closed, and the secret opens nothing any more.
 
         Hosts are numbered by their addresses, except that those in `order`, host 0 first, come before all others in
         that order: each known by its "mark", or else by its "name". `check_host_info` is called with each host's info
         in turn, in this thread; a sentence that it returns sends that host away, where it is shown. `on_lost` gets the
-        name of a host that was in and left while others were awaited. Raises PlaitError when the time is up.
+        name of a host that was in and left while others were awaited; `on_failed`, once a minute, how many tried in
+        vain to prove themselves. Raises PlaitError when the time is up.
         """
         gate, deadline = self._opened(), time.monotonic() + within_s
         while len(self._admitted) < self._wanted:
             if time.monotonic() > deadline:
                 raise PlaitError(self._who_is_missing(within_s))
             arrival = gate.next(min(_LOOK_S, deadline - time.monotonic()))
-            if arrival is not None:
-                self._admit_or_turn_away(arrival, check_host_info(arrival.host_info))
+            if arrival is not None and (sentence := check_host_info(arrival.host_info)):
+                refuse_host(arrival.link, sentence)
+            elif arrival is not None:
+                self._admitted.append(arrival)
             self._drop_the_lost(on_lost)
+            if failed := gate.failed_attempts.due(time.monotonic()):
+                on_failed(failed)
         gate.shut(FULL_SENTENCE)
         came = sorted(self._admitted, key=lambda one: by_address(one.link.address))
         places = host_numbers([(one.host_info.get("mark", ""), _name_of(one)) for one in came], order)
@@ -195,12 +201,6 @@ class Hosts:
         listener = stack.enter_context(listener_at(self._address, 0))
         place = joined_text(self._address, listener.getsockname()[1])
         return Rendezvous(rendezvous=f"tcp://{place}/job-{self._jobs}", interface=self._interface, listener=listener)
-
-    def _admit_or_turn_away(self, arrival: Arrival, sentence: str | None) -> None:
-        if sentence is None:
-            self._admitted.append(arrival)
-        else:
-            refuse_host(arrival.link, sentence)
 
     def _drop_the_lost(self, on_lost: Callable[[str], None]) -> None:
         """A host that went away while it waited leaves its place to another."""

@@ -33,6 +33,27 @@ class Arrival:
     host_info: Mapping[str, Any]
 
 
+class FailedAttempts:
+    """Counts those who knocked and could not prove that they belong to the run, for one line in a while."""
+
+    def __init__(self, every_s: float = 60.0) -> None:
+        self._every_s = every_s
+        self._told_at_s = -every_s
+        self._count = 0
+
+    def add(self) -> None:
+        """One more; from any thread."""
+        self._count += 1
+
+    def due(self, now_s: float) -> int:
+        """How many there were since this last said so; 0 while that was less than `every_s` ago."""
+        if now_s - self._told_at_s < self._every_s or not self._count:
+            return 0
+        self._told_at_s, count = now_s, self._count
+        self._count -= count
+        return count
+
+
 class JoinListener:
     """Listens on one address of this machine until shut; arrivals are taken with `next`.
 
@@ -50,6 +71,7 @@ class JoinListener:
         self._lock = threading.Lock()
         self._turned_away_because: str | None = None
         self._shut = threading.Event()
+        self.failed_attempts = FailedAttempts()
         self._thread = threading.Thread(target=self._accept, daemon=True, name="plait gate")
         self._thread.start()
 
@@ -104,6 +126,7 @@ class JoinListener:
             self._forget(connection)
             self._take_hello(wire)
         except (OSError, Refused, WireEnded):
+            self.failed_attempts.add()
             self._forget(connection)
             connection.close()
 

@@ -168,7 +168,7 @@ class Wire:
         return replace(frame, blob=bytes(body[split:]))
 
     def _foreign(self, how: str) -> WireEnded:
-        return self._ended(f"its connection carried a frame {how}, as if others could write to this network")
+        return self._ended(f"its connection carried a frame {how}: altered on the way, or not from plait")
 
     def _ended(self, how: str) -> WireEnded:
         return WireEnded(self.peer, how)
