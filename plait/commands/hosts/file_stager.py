@@ -164,6 +164,12 @@ class FileStager:
             self._log(f"sent     {format_bytes(nbytes)} of {what} to {member.name}")
 
 
+def portable_corpus_path(corpus: str) -> str:
+    """The corpus by a path that holds on every host: a shared folder may be mounted elsewhere on each."""
+    here, cache = Path(corpus).resolve(), CACHE_FOLDER.resolve()
+    return str(CACHE_FOLDER / here.relative_to(cache)) if here.is_relative_to(cache) else corpus
+
+
 def _run_on_all_hosts(members: Sequence[JoinedHost], act: Callable[[JoinedHost], _T]) -> tuple[_T, ...]:
     """Do something with every host at once; raises the first error that comes without waiting for the others."""
     pool = ThreadPoolExecutor(len(members), thread_name_prefix="freight")

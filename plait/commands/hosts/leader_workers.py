@@ -15,14 +15,13 @@ from rich.console import Console
 from plait.checkpoint.arrival import ARRIVAL_LIMIT_S
 from plait.cluster.topology import Machine, make_names_unique, usable_cores
 from plait.commands.hosts.collect_checkpoint import CheckpointCollector
-from plait.commands.hosts.file_stager import FileStager, JobFolder
+from plait.commands.hosts.file_stager import FileStager, JobFolder, portable_corpus_path
 from plait.commands.hosts.host_info import machine_survey, own_host_info, why_host_cannot_join
 from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
 from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret
 from plait.commands.hosts.job_argument import read_job_argument
 from plait.commands.planning.make_plan import Log, MachineSurvey
 from plait.commands.planning.workers import ENTRIES, MEASURE_ENTRY, PROBE_ENTRY, TRAINING_ENTRY, OnMessage
-from plait.commands.preparing.corpus import CACHE_FOLDER
 from plait.errors import Interrupted
 from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
 from plait.launch.remote.host_numbering import HostIdentity
@@ -108,7 +107,7 @@ class LeaderWorkers:
         folder = Path(asked.folder)
         if not training:  # made before anybody knew which host does what
             plan = self.with_hosts(read_plan(folder / "plan.json"))
-            write_plan(replace(plan, corpus=_portable_corpus_path(plan.corpus)), folder / "plan.json")
+            write_plan(replace(plan, corpus=portable_corpus_path(plan.corpus)), folder / "plan.json")
         self._file_stager = self._file_stager or FileStager(self._hosts.members, self._folder, self._log)
         places = self._file_stager.stage_job_files(folder, "run" if training else "job", asked.resume)
         first, *others = self.host_shares
@@ -207,12 +206,6 @@ def leader_workers(
 def _of_rank_0(on_message: OnMessage) -> OnMessage:
     """What the caller hears: rank 0's messages, which is on this host. Others have nothing to say to it."""
     return lambda message: on_message(message) if message.rank == 0 else None
-
-
-def _portable_corpus_path(corpus: str) -> str:
-    """The corpus by a path that holds on every host: a shared folder may be mounted elsewhere on each."""
-    here, cache = Path(corpus).resolve(), CACHE_FOLDER.resolve()
-    return str(CACHE_FOLDER / here.relative_to(cache)) if here.is_relative_to(cache) else corpus
 
 
 def _own_part(job: Job, ranks: int, threads: int) -> HostPart:
