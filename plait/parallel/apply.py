@@ -23,7 +23,7 @@ from plait.partition.execution import Execution
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelStage:
-    """One thing done to the model, the mesh axis it works along, and why it stands where it does."""
+    """A step in parallelizing a model, the mesh axis that it works along, and the reason for its place in STAGES."""
 
     axis: str
     apply: Callable[[ShardedModel, DeviceMesh, Execution], ShardedModel]
