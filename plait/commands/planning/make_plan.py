@@ -60,7 +60,7 @@ def make_plan(
         if plan is not None:
             say("plan     as made before for this recipe on this machine (--replan makes a new one)")
             return _with_new_calibration(replace(plan, corpus=str(corpus.folder)))
-        say("plan     made anew: the last one for this recipe here is not of what the hosts were just found to do")
+        say("plan     made anew: a new probe of the hosts differs from the one that the stored plan was made with")
     outline = draft(config, corpus_facts(corpus), resources_of(site, workers), recipe_hash=key)
     measured = list(outline.layouts)
     if len(measured) > 1 or outline.plan.budget.unit == "seconds":
