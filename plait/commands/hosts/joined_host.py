@@ -52,16 +52,16 @@ class JoinedHostFiles:
         self._run: JoinedRun | None = None
         self._incoming: IncomingFolder | None = None
         self._logs_arrival = False
-        """Whether the intake is worth a line when it is complete."""
+        """Whether to log a line when all incoming files are complete."""
         self._received: set[Path] = set()
         self._corpora: set[Path] = set()
         """Prepared data that host 0 offered, and so has itself."""
 
     def close(self) -> None:
-        """Let go of the run's folder, and take away what belonged to single jobs, to a checkpoint that was not saved,
-        or to a file of which the rest did not come.
+        """Unlock the run's folder, and delete what belongs to single jobs, to a checkpoint that was not saved, or to an
+        incomplete file.
 
-        No rank of this host may live any more.
+        Call it when no rank of this host is running any more.
         """
         if self._incoming is not None:
             self._incoming.discard_partial_file()
@@ -109,7 +109,7 @@ class JoinedHostFiles:
         return self._shares_leader_folder and any(folder.resolve().is_relative_to(top) for top in tops)
 
     def _recording_error(self, answer: Handler) -> Handler:
-        def noted(frame: Frame) -> Reply:
+        def recorded(frame: Frame) -> Reply:
             try:
                 return answer(frame)
             except PlaitError as error:
@@ -122,7 +122,7 @@ class JoinedHostFiles:
                 )
                 raise self.local_error from error
 
-        return noted
+        return recorded
 
     def _check_shared(self, frame: Frame) -> Reply:
         """Whether the leader's working folder is this one: each nonce lies at its place below it."""
@@ -160,9 +160,9 @@ class JoinedHostFiles:
         return path
 
     def _lock_working_folder(self) -> None:
-        """Hold the working folder until the end: two hosts that are sent the same data would spoil them.
+        """Lock the working folder until `close`: two hosts that received the same data in it would damage them.
 
-        Raises PlaitError where another one has it. Where it is host 0's, all is there already and many may work in it.
+        Raises PlaitError where another host holds it. A folder shared with host 0 needs no lock: it has all files.
         """
         if self._holds_working_folder:
             return

@@ -54,7 +54,7 @@ class Neighbour(Protocol):
 
 
 class ConnectivityListener:
-    """What a host opens at its own `address`, at any port, for the others to knock at; and its own knocks at theirs."""
+    """A host's listening socket at `address`, at any free port, and its attempts to connect to those of the others."""
 
     def __init__(self, name: str, address: str) -> None:
         self.name, self.address = name, address
@@ -66,11 +66,11 @@ class ConnectivityListener:
         return {"door": self._open, "knock": self._knock, "shut": self._shut}
 
     def ask(self, kind: str, values: Mapping[str, Any]) -> Reply:
-        """As if it were on another host."""
+        """Handle a request here, as `Member.ask` does on another host."""
         return self.handlers[kind](Frame(kind=kind, values=values))
 
     def close(self) -> None:
-        """Listen no more."""
+        """Close the listening socket."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None

@@ -14,7 +14,7 @@ from plait.launch.values.job import Job
 
 
 class RemoteWorkerHost:
-    """One host's part of job `number`; `start` sends it there. A Site, whose orders and events travel over the link."""
+    """One host's part of job `number`; `start` sends it there. A WorkerHost whose events travel over the link."""
 
     def __init__(self, job: Job, link: HostConnection, *, host: str, number: int) -> None:
         self.job = job
