@@ -136,13 +136,13 @@ class FileStager:
             return shared
         assert staged is not None
         recipe = RunFolder(folder).recipe.read_text(encoding="utf-8")
-        request = {"kind": load.kind, "name": folder.name, "recipe": recipe}
+        request = {"kind": staged.kind, "name": folder.name, "recipe": recipe}
         path = parse_reply(FolderReply, member, member.ask("open", request)).folder
-        corpus = self._send_corpus(member, load)
-        if load.checkpoint:
-            place = {"root": "folder", "path": f"checkpoints/{load.checkpoint.name}"}
-            _, sent = send_folder(member, load.checkpoint, load.checkpoint_entries, place)
-            self._log_sent(sent, load.checkpoint.name, member)
+        corpus = self._send_corpus(member, staged)
+        if staged.checkpoint:
+            place = {"root": "folder", "path": f"checkpoints/{staged.checkpoint.name}"}
+            _, sent = send_folder(member, staged.checkpoint, staged.checkpoint_entries, place)
+            self._log_sent(sent, staged.checkpoint.name, member)
         plan = replace(read_plan(folder / "plan.json"), corpus=corpus)
         member.ask("put", {"name": "recipe.toml"}, recipe.encode())
         member.ask("put", {"name": "plan.json"}, plan_text(plan).encode())
