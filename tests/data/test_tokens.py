@@ -12,15 +12,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.data.preparation import tokens
-from plait.data.preparation.tokens import (
-    END_OF_TEXT,
-    Tokenizer,
-    bpe_vocabulary,
-    cut_into_pieces,
-    load_tokenizer,
-    train_bpe,
-)
+from plait.data.preparation import cuts
+from plait.data.preparation.cuts import cut_into_pieces, split_long_runs
+from plait.data.preparation.tokens import END_OF_TEXT, Tokenizer, bpe_vocabulary, load_tokenizer, train_bpe
 from plait.errors import PlaitError
 
 # The pattern that Llama 3 and Qwen 2 use (theirs differ in the length of digit groups only).
@@ -75,9 +69,9 @@ def test_a_long_text_in_blocks_has_the_tokens_of_the_whole(tokenizer: Tokenizer,
 
 def test_a_text_without_any_good_place_is_cut_all_the_same() -> None:
     tokenizer = load_tokenizer("gpt2")
-    endless = "x" * (2 * tokens.LONGEST_PIECE + 5)
+    endless = "x" * (2 * cuts.LONGEST_PIECE + 5)
     parts = list(cut_into_pieces(iter([endless]), tokenizer.cut))
-    assert [len(part) for part in parts] == [tokens.LONGEST_PIECE, tokens.LONGEST_PIECE, 5]
+    assert [len(part) for part in parts] == [cuts.LONGEST_PIECE, cuts.LONGEST_PIECE, 5]
 
 
 def test_gpt2_ids_are_the_published_ones(text: str) -> None:
