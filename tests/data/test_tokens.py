@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.data.preparation import cuts
-from plait.data.preparation.cuts import cut_into_pieces, split_long_runs
+from plait.data.preparation.cuts import cut_into_pieces
 from plait.data.preparation.tokens import END_OF_TEXT, Tokenizer, bpe_vocabulary, load_tokenizer, train_bpe
 from plait.errors import PlaitError
 

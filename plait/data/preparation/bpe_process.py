@@ -12,10 +12,10 @@ from pathlib import Path
 from plait.data.preparation.tokens import Tokenizer, check_bpe_vocabulary, load_trained, train_bpe
 from plait.errors import PlaitError
 
-# Note [a signal must not wait]: `tokenizers` learns merges in one call that returns after minutes, and no signal handler
-# of Python runs before it does. Here that call runs in a child: the parent waits in calls that a signal interrupts, and
-# kills the child when it leaves. The texts go there as frames of a length (8 bytes) and UTF-8; a frame of length 0 ends
-# them. Without it, as after the parent's death, the child trains nothing.
+# Note [a signal must not wait]: `tokenizers` learns merges in one call that returns after minutes, and no signal
+# handler of Python runs before it does. Here that call runs in a child: the parent waits in calls that a signal
+# interrupts, and kills the child when it leaves. The texts go there as frames of a length (8 bytes) and UTF-8; a frame
+# of length 0 ends them. Without it, as after the parent's death, the child trains nothing.
 
 _WAIT_S = 1.0
 

@@ -24,8 +24,8 @@ from plait.data.holdout import (
     survey_documents,
     text_blocks,
 )
-from plait.data.preparation.cuts import GPT2_CUT, cut_into_pieces
 from plait.data.preparation.bpe_process import train_bpe_apart
+from plait.data.preparation.cuts import GPT2_CUT, cut_into_pieces
 from plait.data.preparation.tokens import Tokenizer, bpe_vocabulary
 from plait.data.preparation.writer import ShardWriter
 from plait.data.shards import SHARD_FORMAT, ShardEntry, token_dtype, write_synced

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 MIN_PIECE_CHARACTERS = 1 << 14
 LONGEST_PIECE = 1 << 17
@@ -48,7 +49,7 @@ def split_long_runs(text: str) -> list[str]:
     if not any(_HALF_RUN.match(text, at) for at in range(0, len(text), LONGEST_RUN // 2)):
         return [text]
     edges = [0, *_run_cuts(text), len(text)]
-    return [text[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
+    return [text[start:stop] for start, stop in pairwise(edges)]
 
 
 def _next_cut(text: str, start: int, cut: re.Pattern[str]) -> int | None:
