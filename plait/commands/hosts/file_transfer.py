@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from plait.checkpoint.arrival import partial_name
-from plait.data.shards import file_sha256
+from plait.data.index import file_sha256
 from plait.errors import PlaitError
 from plait.units import format_bytes
 

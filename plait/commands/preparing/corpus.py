@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
+from plait.data.integrity import verify_at_start
 from plait.data.order import longest_window
 from plait.data.preparation.build import Progress
 from plait.data.preparation.prepare import DataRequest, find_prepared, prepare_corpus
@@ -36,7 +37,10 @@ def prepare_data(config: RunConfig, screen: Console) -> Corpus:
                 lines(done, total, stage)
 
         folder = prepare_corpus(data_request(config), CACHE_FOLDER, show)
-    return open_corpus(folder)
+        corpus = open_corpus(folder)
+        show(0, 0, "comparing hashes")
+        verify_at_start(corpus)
+    return corpus
 
 
 def _progress_lines(screen: Console) -> Progress:

@@ -4,10 +4,9 @@ writes the index."""
 from __future__ import annotations
 
 import errno
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
@@ -24,11 +23,11 @@ from plait.data.holdout import (
     survey_documents,
     text_blocks,
 )
+from plait.data.index import SHARD_FORMAT, ShardEntry, index_row, token_dtype, write_index
 from plait.data.preparation.bpe_process import train_bpe_apart
 from plait.data.preparation.cuts import GPT2_CUT, cut_into_pieces
 from plait.data.preparation.tokens import Tokenizer, bpe_vocabulary
 from plait.data.preparation.writer import ShardWriter
-from plait.data.shards import SHARD_FORMAT, ShardEntry, token_dtype, write_synced
 from plait.data.sources import OpenSource
 from plait.errors import PlaitError
 from plait.units import format_bytes
@@ -82,8 +81,7 @@ def build_corpus(work: BuildRequest, folder: Path) -> None:
         )
     tokenizer.save(folder)
     entries = list(chain.from_iterable(writer.entries for writer in writers.values()))
-    index = {**_index(tokenizer, rule, sizes, entries), "sources": _source_entries(work, found)}
-    write_synced(folder / "index.json", json.dumps(index, indent=1, ensure_ascii=False))
+    write_index(folder, {**_index(tokenizer, rule, sizes, entries), "sources": _source_entries(work, found)})
 
 
 def _survey(work: BuildRequest) -> list[DocumentSurvey]:
@@ -201,11 +199,6 @@ def _index(
         "heldout_bytes": sizes["heldout"],
         "shards": [index_row(entry) for entry in entries],
     }
-
-
-def index_row(entry: ShardEntry) -> dict[str, Any]:
-    """A shard's entry in index.json; the mask's hash is left out where there is no mask."""
-    return {key: value for key, value in asdict(entry).items() if value is not None}
 
 
 def _source_entries(work: BuildRequest, found: Sequence[DocumentSurvey]) -> list[dict[str, Any]]:

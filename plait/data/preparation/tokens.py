@@ -12,8 +12,9 @@ from pathlib import Path
 
 import tokenizers
 
+from plait.data.index import damaged, write_synced
 from plait.data.preparation.cuts import GPT2_CUT, OTHER_CUT, split_long_runs
-from plait.data.shards import write_synced
+from plait.data.shards import Corpus
 from plait.errors import PlaitError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -70,9 +71,19 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         definition = file.read_text(encoding="utf-8")
         backend = tokenizers.Tokenizer.from_str(definition)
+        return _tokenizer(backend, definition, _configured_end(file.with_name("tokenizer_config.json")), str(file))
+    except PlaitError:
+        raise
     except Exception as error:  # the Rust side raises bare Exception
         raise PlaitError(f"{file} is not a tokenizer.json ({error}); name another file in data.tokenizer") from None
-    return _tokenizer(backend, definition, _configured_end(file.with_name("tokenizer_config.json")), str(file))
+
+
+def corpus_tokenizer(corpus: Corpus) -> Tokenizer:
+    """The tokenizer that a corpus was made with; raises PlaitError where the file in its folder is another one."""
+    tokenizer = load_tokenizer(corpus.folder)
+    if tokenizer.hash != corpus.tokenizer_hash:
+        raise damaged(corpus.folder, "tokenizer.json is not what was written")
+    return tokenizer
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
@@ -138,9 +149,10 @@ def _configured_end(config: Path) -> str | None:
     """`eos_token` of a tokenizer_config.json: a string, or an object with its text as `content`."""
     try:
         entry = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
-    return entry.get("content") if isinstance(entry, dict) else entry
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) else None
 
 
 def _fitting_cut(backend: tokenizers.Tokenizer) -> re.Pattern[str]:
