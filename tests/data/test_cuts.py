@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -80,7 +81,9 @@ def prepare(folder: Path, text: str) -> subprocess.Popen[str]:
     (folder / "a.txt").write_text(text)
     (folder / "a.toml").write_text('[data]\nfiles = "a.txt"\n')
     command = [sys.executable, "-m", "plait", "data", "a.toml"]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes)
 
 
 def test_two_megabytes_of_one_letter_are_prepared(tmp_path: Path) -> None:

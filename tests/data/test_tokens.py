@@ -176,3 +176,12 @@ def test_a_trained_tokenizer_spells_any_text_and_knows_its_end(text: str) -> Non
 def test_a_larger_corpus_is_given_a_larger_vocabulary() -> None:
     found = [bpe_vocabulary(size) for size in (10_000, 5_000_000, 100_000_000, 10**11)]
     assert found == sorted(found) and found[1] == 4096
+
+
+def test_a_folder_with_code_for_its_tokenizer_runs_none(tmp_path: Path, tokenizer_folder: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text((tokenizer_folder / "tokenizer.json").read_text())
+    (tmp_path / "tokenization_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    config = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}, "tokenizer_class": "Own"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(tmp_path).vocabulary == 300
+    assert not (tmp_path / "ran").exists()

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
+from plait.data.folders import find_text_files
 from plait.data.integrity import verify_at_start
 from plait.data.order import longest_window
 from plait.data.preparation.build import Progress
@@ -26,6 +27,9 @@ _LINE_EVERY_S = 10.0
 
 def prepare_data(config: RunConfig, screen: Console) -> Corpus:
     """Prepare the recipe's data, or find it prepared; raises PlaitError in one sentence."""
+    for source in data_request(config).sources:
+        if Path(source.path).is_dir():
+            screen.print(f"data     {find_text_files(Path(source.path)).summary()}", markup=False)
     lines = _progress_lines(screen)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
     with ProgressBar(*columns, TimeRemainingColumn(), console=screen, transient=True) as bar:
