@@ -7,6 +7,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from plait.data.preparation.tokens import Tokenizer, check_bpe_vocabulary, load_trained, train_bpe
@@ -45,6 +46,8 @@ def train_bpe_apart(texts: Iterable[str], vocabulary: int, on_wait: Callable[[],
         definition = ""
     finally:
         child.kill()
+        with suppress(BrokenPipeError):  # what was not yet sent is lost
+            child.stdin.close()
         child.stdout.close()
         code = child.wait()
     if not definition:
