@@ -86,7 +86,7 @@ def data_request(config: RunConfig) -> DataRequest:
 
 
 def corpus_facts(corpus: Corpus) -> CorpusFacts:
-    """What a plan must know of the data."""
+    """The facts about the data that a plan depends on."""
     return CorpusFacts(
         folder=str(corpus.folder),
         content_hash=corpus.content_hash,
