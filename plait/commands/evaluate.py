@@ -12,6 +12,7 @@ from plait.commands.planning.run_folder import find_run
 from plait.commands.sample import load_model
 from plait.data.loader import heldout_micros
 from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.preparation.tokens import corpus_tokenizer
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError
@@ -29,6 +30,8 @@ def evaluate(run: str, files: Sequence[str]) -> str:
     corpus = open_corpus(Path(plan.corpus))
     if not files and not corpus.heldout_tokens:
         raise PlaitError("this run held out no text (data.holdout = 0); name a file with --files")
+    if not files:
+        corpus.verify("heldout")
     model, found = load_model(folder)
     with TemporaryDirectory(prefix="plait-eval-") as name:
         text = _prepare_files(files, corpus, Path(name)) if files else corpus
@@ -40,6 +43,7 @@ def evaluate(run: str, files: Sequence[str]) -> str:
 
 def _prepare_files(files: Sequence[str], corpus: Corpus, cache: Path) -> Corpus:
     """Other text, all of it as held-out text, in the run's own tokens."""
+    corpus_tokenizer(corpus)  # raises where it is not the run's
     request = DataRequest(
         sources=tuple(Source(path=path) for path in files),
         tokenizer=str(corpus.tokenizer_path.parent),

@@ -9,7 +9,8 @@ import torch
 
 from plait.checkpoint.store import FoundCheckpoint, newest_good
 from plait.commands.planning.run_folder import RunFolder, find_run
-from plait.data.preparation.tokens import Tokenizer, load_tokenizer
+from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer
+from plait.data.shards import open_corpus
 from plait.errors import PlaitError
 from plait.model.gpt import GPT
 from plait.trainer.generate import generate
@@ -23,7 +24,7 @@ def sample(run: str, prompt: str, *, tokens: int, temperature: float, top_p: flo
     """The prompt and then the model's words, piece by piece as they come; the same seed gives the same text."""
     folder = find_run(run)
     model, _ = load_model(folder)
-    tokenizer = load_tokenizer(Path(folder.saved_plan().corpus))
+    tokenizer = corpus_tokenizer(open_corpus(Path(folder.saved_plan().corpus)))
     ids = [tokenizer.eot, *tokenizer.encode(prompt)]
     yield prompt
     new = generate(

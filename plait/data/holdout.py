@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
 
-from plait.data.sources import Document
+from plait.data.documents import Document
 from plait.errors import PlaitError
 
 HoldoutSplit = Literal["train", "heldout"]

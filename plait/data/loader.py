@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from plait.data.balance import attention_pairs, balance_samples, counted_targets, order_by_load
+from plait.data.integrity import BackgroundVerification
 from plait.data.micro_sizes import micro_sizes
 from plait.data.order import SampleOrder
 from plait.data.packing import Lengths, restarting_positions, segment_lengths, zigzag_columns
-from plait.data.rows import IGNORED_TARGET, gather_rows, make_targets, padded_rows, windows_end_to_end
+from plait.data.rows import IGNORED_TARGET, check_ids, gather_rows, make_targets, padded_rows, windows_end_to_end
 from plait.data.shards import Corpus, Shard
 
 DocumentMode = Literal["mask", "join"]
@@ -77,6 +78,7 @@ class Loader:
         self._corpus, self._order = corpus, order
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         self._ahead: tuple[int, SampleSelection, Future[list[Micro]]] | None = None
+        self._verification: BackgroundVerification | None = None
         self.set_selection(samples)
 
     @property
@@ -93,7 +95,12 @@ class Loader:
         self._samples = samples
 
     def micros(self, position: int) -> list[Micro]:
-        """The micro-batches of the step that starts at global `position`; blocks until they are ready."""
+        """The micro-batches of the step that starts at global `position`; blocks until they are ready.
+
+        Raises RunFailed where the data are found to be damaged.
+        """
+        if self._verification:
+            self._verification.raise_if_damaged()
         began = time.perf_counter()
         if self._ahead is None or self._ahead[:2] != (position, self._samples):
             self._fetch_ahead(position)
@@ -103,8 +110,14 @@ class Loader:
         self._fetch_ahead(position + self._samples.batch_sequences)
         return found
 
+    def verify_in_background(self) -> None:
+        """From now on compare the corpus's files with their hashes, slowly, while `micros` is called."""
+        self._verification = BackgroundVerification(self._corpus)
+
     def close(self) -> None:
-        """End the background thread."""
+        """End the background threads."""
+        if self._verification:
+            self._verification.stop()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _fetch_ahead(self, position: int) -> None:
@@ -122,6 +135,7 @@ class Loader:
                 found.append(_uncounted_micro(self._corpus, samples))
                 continue
             tokens = gather_rows(train, shard[rows], start[rows], samples.sequence + 1)
+            check_ids(tokens, self._corpus.vocabulary, train, shard[rows])
             lengths = None
             if samples.documents == "mask":
                 lengths = segment_lengths(train, shard[rows], start[rows], samples.sequence)
@@ -149,6 +163,8 @@ def heldout_micros(corpus: Corpus, samples: SampleSelection) -> Iterator[Micro]:
             yield _uncounted_micro(corpus, samples)
             continue
         inputs, wanted = padded_rows(corpus.heldout, corpus.eot, shard[rows], start[rows], samples.sequence)
+        for tokens in (inputs, wanted):
+            check_ids(tokens, corpus.vocabulary, corpus.heldout, shard[rows])
         lengths = None
         if samples.documents == "mask":
             lengths = segment_lengths(corpus.heldout, shard[rows], start[rows], samples.sequence)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from plait.data.shards import Shard
+from plait.errors import RunFailed
 
 IGNORED_TARGET = -100
 """Target of a token that does not enter the loss."""
@@ -25,6 +26,20 @@ def gather_rows(
         mine = np.flatnonzero(shard == number)
         rows[mine] = shards[number].rows(start[mine], length)
     return rows
+
+
+def check_ids(
+    tokens: np.ndarray[Any, Any], vocabulary: int, shards: Sequence[Shard], shard: np.ndarray[Any, Any]
+) -> None:
+    """Raises RunFailed where rows of tokens hold an id that the tokenizer does not have: row i was read from
+    shards[shard[i]]."""
+    if tokens.max(initial=0) < vocabulary:
+        return
+    row = int(np.flatnonzero((tokens >= vocabulary).any(axis=1))[0])
+    raise RunFailed(
+        f"{shards[int(shard[row])].name}.bin of the prepared data is damaged: it holds the id {tokens[row].max()} and "
+        f"the tokenizer has {vocabulary} entries; delete the folder of the prepared data and run `plait data` again"
+    )
 
 
 def make_targets(

@@ -76,10 +76,12 @@ def main(context: WorkerContext, argument: str) -> None:
         sink = _sinks(context, folder, state.step)
         memory = _FirstStep(assembly, world, context)
         try:
+            _verify_data(context, assembly)
 
             def restage(stage_layers: tuple[int, ...]) -> Meter:
                 new, own = attach_meter(move_layers(assembly, build, stage_layers), clock_of(assembly.device))
                 assembly.replace_by(new)
+                _verify_data(context, assembly)
                 gc.collect()  # modules and their hooks know each other, and would keep the old stage
                 return own
 
@@ -117,6 +119,11 @@ def _same_bits_on_gpus() -> None:
     """Select deterministic kernels on GPUs; those of a CPU are deterministic already at a fixed number of threads."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _verify_data(context: WorkerContext, assembly: Assembly) -> None:
+    if context.local_rank == 0:  # each host may have a copy of its own
+        assembly.loader.verify_in_background()
 
 
 def _pace(plan: Plan) -> LoopIntervals:

@@ -5,6 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait.data.documents import Document
 from plait.data.holdout import (
     DocumentSurvey,
     HoldoutRule,
@@ -13,7 +14,6 @@ from plait.data.holdout import (
     survey_documents,
     text_blocks,
 )
-from plait.data.sources import Document
 
 
 def document(text: str) -> Document:

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from plait.data.index import file_sha256
 from plait.data.preparation import build
 from plait.data.preparation.prepare import DataRequest, find_prepared, prepare_corpus
 from plait.data.preparation.tokens import load_tokenizer
-from plait.data.shards import file_sha256, open_corpus
+from plait.data.shards import open_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError
 

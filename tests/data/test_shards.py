@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait.data.index import file_sha256, token_dtype
 from plait.data.preparation.tokens import load_tokenizer
 from plait.data.preparation.writer import ShardWriter
-from plait.data.shards import Corpus, file_sha256, open_corpus, token_dtype
+from plait.data.shards import Corpus, open_corpus
 from plait.errors import PlaitError
 
 EOT = 0

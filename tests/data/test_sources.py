@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from plait.data import documents
+from plait.data.folders import find_text_files
 from plait.data.holdout import survey_documents
 from plait.data.sources import Source, open_source
 from plait.errors import PlaitError
@@ -98,16 +100,87 @@ def test_a_bad_file_is_told_in_one_sentence_with_the_mend(
     assert "\n" not in str(caught.value)
 
 
-def test_a_pattern_without_a_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+def test_a_pattern_without_a_file_and_a_folder_without_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlaitError, match=r'no file matches ".*none\*\.txt" \(looked in .*\); mend the path'):
         open_source(Source(f"{tmp_path}/none*.txt"))
-    with pytest.raises(PlaitError, match=r'is a folder; write which files in it to read, for example ".*/\*\*/\*.txt"'):
+    write(tmp_path / "a.csv", "a,b")
+    with pytest.raises(
+        PlaitError, match=r"no text is in the folder .*: 0 files read, left out: 1 .csv; put files in it"
+    ):
         open_source(Source(str(tmp_path)))
+
+
+def test_a_folder_is_read_with_all_folders_in_it_but_no_links(tmp_path: Path) -> None:
+    home = tmp_path / "texts"
+    for name in ("b.txt", "a/z.md", "a/b/c.txt", ".git/x.txt", ".hidden.txt", "d.csv", "README"):
+        write(home / name, name)
+    write(home / "e.jsonl", '{"text": "line"}')
+    write(home / "empty.txt", "")
+    write(tmp_path / "secret.txt", "not to be read")
+    (home / "out.txt").symlink_to(tmp_path / "secret.txt")
+    (home / "a" / "loop").symlink_to(home)
+    (home / "gone.txt").symlink_to(tmp_path / "nothing")
+    assert texts(Source(str(home))) == ["a/b/c.txt", "a/z.md", "b.txt", "line"]
+    assert find_text_files(home).summary() == (
+        f"{home}: 4 files read, left out: 1 .csv, 1 empty, 2 hidden, 3 linked, 1 without a suffix"
+    )
+    assert texts(Source(str(home / "a"))) == ["a/b/c.txt", "a/z.md"]
+
+
+def test_a_folder_is_prepared_with_a_line_on_what_was_read(tmp_path: Path) -> None:
+    for number in range(3):
+        write(tmp_path / "texts" / f"{number}.txt", f"Some text {number}. " * 400)
+    write(tmp_path / "texts" / "table.csv", "a,b")
+    write(tmp_path / "r.toml", '[data]\nfiles = "texts"\n')
+    command = [sys.executable, "-m", "plait", "data", "r.toml"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=environment).stdout
+    assert f"data     {tmp_path}/texts: 3 files read, left out: 1 .csv\n" in said
+    assert "3 documents" in said
+
+
+def test_a_field_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    def sentence(record: dict[str, object], field: str = "text") -> str:
+        file = write(tmp_path / "a.jsonl", json.dumps(record))
+        with pytest.raises(PlaitError) as caught:
+            read_all(Source(str(file), field=field))
+        return str(caught.value).split("; ", 1)[1]
+
+    name = "name the field that holds the text"
+    assert sentence({"id": 3, "texts": "x"}) == f'{name}: id, texts; did you mean field = "texts"?'
+    assert sentence({"title": "x", "body": "xxx"}) == f'{name}: title, body; did you mean field = "body"?'
+    assert sentence({"id": 3}) == f"{name}: id"
+    assert sentence({}) == f"{name}, or mend it"
+    assert sentence({"a\nb\x1b": 1}) == f"{name}: a\\nb\\x1b"
+    assert sentence({f"f{n}": n for n in range(20)}).endswith("f10, f11 and 8 more")
+
+
+def test_deep_nesting_and_long_lines_of_json_are_told_with_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = write(tmp_path / "a.jsonl", b'{"text": "a"}\n{"text": ' + b"[" * 200_000)
+    with pytest.raises(PlaitError, match=r"a.jsonl:2 nests its values too deeply; write one JSON object on each line"):
+        read_all(Source(str(deep)))
+    digits = write(tmp_path / "b.jsonl", b'{"text": ' + b"1" * 5000 + b"}")
+    with pytest.raises(PlaitError, match=r"b.jsonl:1 is not JSON \(.*\); write one JSON object on each line"):
+        read_all(Source(str(digits)))
+    monkeypatch.setattr(documents, "LONGEST_LINE_BYTES", 100)
+    long = write(tmp_path / "c.jsonl", json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "a" * 100}))
+    with pytest.raises(PlaitError, match=r"c.jsonl:2 is longer than 100 bytes; write one JSON object on each line"):
+        read_all(Source(str(long)))
+
+
+def test_a_data_set_that_is_a_program_is_never_run(tmp_path: Path) -> None:
+    program = write(tmp_path / "evil" / "evil.py", f"open({str(tmp_path / 'ran')!r}, 'w')")
+    for path in (program.parent, program):
+        with pytest.raises(PlaitError, match=r"is a program \(evil.py\), which plait does not run; save its rows as"):
+            open_source(Source(f"hf:{path}"))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_parquet_without_the_column_and_with_a_hole_is_refused(tmp_path: Path) -> None:
     table = write_parquet(tmp_path / "a.parquet", {"body": ["x", None], "n": [1, 2]})
-    with pytest.raises(PlaitError, match=r'a.parquet has no column "text"; name one of body, n'):
+    with pytest.raises(PlaitError, match=r'a.parquet has no column "text"; name one of body, n$'):
         read_all(Source(str(table)))
     with pytest.raises(PlaitError, match=r"a.parquet:row 1: the text is NoneType, not a string"):
         read_all(Source(str(table), field="body"))

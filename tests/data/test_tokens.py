@@ -12,15 +12,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.data.preparation import tokens
-from plait.data.preparation.tokens import (
-    END_OF_TEXT,
-    Tokenizer,
-    bpe_vocabulary,
-    cut_into_pieces,
-    load_tokenizer,
-    train_bpe,
-)
+from plait.data.preparation import cuts
+from plait.data.preparation.cuts import cut_into_pieces
+from plait.data.preparation.tokens import END_OF_TEXT, Tokenizer, bpe_vocabulary, load_tokenizer, train_bpe
 from plait.errors import PlaitError
 
 # The pattern that Llama 3 and Qwen 2 use (theirs differ in the length of digit groups only).
@@ -75,9 +69,9 @@ def test_a_long_text_in_blocks_has_the_tokens_of_the_whole(tokenizer: Tokenizer,
 
 def test_a_text_without_any_good_place_is_cut_all_the_same() -> None:
     tokenizer = load_tokenizer("gpt2")
-    endless = "x" * (2 * tokens.LONGEST_PIECE + 5)
+    endless = "x" * (2 * cuts.LONGEST_PIECE + 5)
     parts = list(cut_into_pieces(iter([endless]), tokenizer.cut))
-    assert [len(part) for part in parts] == [tokens.LONGEST_PIECE, tokens.LONGEST_PIECE, 5]
+    assert [len(part) for part in parts] == [cuts.LONGEST_PIECE, cuts.LONGEST_PIECE, 5]
 
 
 def test_gpt2_ids_are_the_published_ones(text: str) -> None:
@@ -182,3 +176,12 @@ def test_a_trained_tokenizer_spells_any_text_and_knows_its_end(text: str) -> Non
 def test_a_larger_corpus_is_given_a_larger_vocabulary() -> None:
     found = [bpe_vocabulary(size) for size in (10_000, 5_000_000, 100_000_000, 10**11)]
     assert found == sorted(found) and found[1] == 4096
+
+
+def test_a_folder_with_code_for_its_tokenizer_runs_none(tmp_path: Path, tokenizer_folder: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text((tokenizer_folder / "tokenizer.json").read_text())
+    (tmp_path / "tokenization_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    config = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}, "tokenizer_class": "Own"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(tmp_path).vocabulary == 300
+    assert not (tmp_path / "ran").exists()

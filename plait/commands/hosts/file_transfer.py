@@ -12,7 +12,7 @@ from pathlib import Path
 from plait.checkpoint.arrival import partial_name
 from plait.commands.hosts.file_names import TRANSFER_BLOCK_BYTES, check_file_name, safe_path
 from plait.commands.hosts.replies import OfferReply, Peer, ReadReply, parse_reply
-from plait.data.shards import file_sha256
+from plait.data.index import file_sha256
 from plait.errors import PlaitError
 from plait.units import format_bytes
 

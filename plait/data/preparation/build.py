@@ -4,10 +4,9 @@ writes the index."""
 from __future__ import annotations
 
 import errno
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
@@ -24,9 +23,11 @@ from plait.data.holdout import (
     survey_documents,
     text_blocks,
 )
-from plait.data.preparation.tokens import GPT2_CUT, Tokenizer, bpe_vocabulary, cut_into_pieces, train_bpe
+from plait.data.index import SHARD_FORMAT, ShardEntry, index_row, token_dtype, write_index
+from plait.data.preparation.bpe_process import train_bpe_apart
+from plait.data.preparation.cuts import GPT2_CUT, cut_into_pieces
+from plait.data.preparation.tokens import Tokenizer, bpe_vocabulary
 from plait.data.preparation.writer import ShardWriter
-from plait.data.shards import SHARD_FORMAT, ShardEntry, token_dtype, write_synced
 from plait.data.sources import OpenSource
 from plait.errors import PlaitError
 from plait.units import format_bytes
@@ -35,7 +36,8 @@ Progress = Callable[[int, int, str], None]
 """Called with the bytes done, the total bytes (0 if not known yet), and the name of the stage."""
 
 TOKENIZER_SAMPLE_BYTES = 20_000_000
-_BATCH_CHARACTERS = 1 << 20
+_BATCH_CHARACTERS = 1 << 19
+"""Encoded in one call, during which no signal is heeded: half a second on one core."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -79,8 +81,7 @@ def build_corpus(work: BuildRequest, folder: Path) -> None:
         )
     tokenizer.save(folder)
     entries = list(chain.from_iterable(writer.entries for writer in writers.values()))
-    index = {**_index(tokenizer, rule, sizes, entries), "sources": _source_entries(work, found)}
-    write_synced(folder / "index.json", json.dumps(index, indent=1, ensure_ascii=False))
+    write_index(folder, {**_index(tokenizer, rule, sizes, entries), "sources": _source_entries(work, found)})
 
 
 def _survey(work: BuildRequest) -> list[DocumentSurvey]:
@@ -104,7 +105,10 @@ def _trained(work: BuildRequest, rule: HoldoutRule, total: int) -> Tokenizer:
                 work.on_progress(piece.bytes_done, total, "training the tokenizer")
                 yield piece.text
 
-    return train_bpe(_sample(training_texts(), total), work.vocabulary or bpe_vocabulary(total))
+    def wait() -> None:
+        work.on_progress(0, 0, "learning the tokenizer's entries")
+
+    return train_bpe_apart(_sample(training_texts(), total), work.vocabulary or bpe_vocabulary(total), wait)
 
 
 def _sample(texts: Iterable[str], total: int) -> Iterator[str]:
@@ -195,11 +199,6 @@ def _index(
         "heldout_bytes": sizes["heldout"],
         "shards": [index_row(entry) for entry in entries],
     }
-
-
-def index_row(entry: ShardEntry) -> dict[str, Any]:
-    """A shard's entry in index.json; the mask's hash is left out where there is no mask."""
-    return {key: value for key, value in asdict(entry).items() if value is not None}
 
 
 def _source_entries(work: BuildRequest, found: Sequence[DocumentSurvey]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from plait.data.shards import file_sha256
+from plait.data.index import file_sha256
 
 FileStamp = tuple[int, int, int]
 """Size, modification time and change time (ns); the change time moves even when a copy keeps the old modification
@@ -74,9 +74,13 @@ def _is_settled(entry: list[int]) -> bool:
 def _recall(memory: Path) -> dict[str, list]:
     try:
         found = json.loads(memory.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return {name: entry for name, entry in found.items() if _is_entry(entry)} if isinstance(found, dict) else {}
+
+
+def _is_entry(entry: object) -> bool:
+    return isinstance(entry, list) and [type(value) for value in entry] == [int, int, int, str]
 
 
 def _remember(memory: Path, known: dict[str, list]) -> None:

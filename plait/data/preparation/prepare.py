@@ -12,10 +12,11 @@ from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 
+from plait.data.index import SHARD_FORMAT
 from plait.data.preparation.build import BuildRequest, Progress, build_corpus
 from plait.data.preparation.fingerprint import FileStamp, cached_hashes, exclusive_lock, file_stamp, hash_files
 from plait.data.preparation.tokens import Tokenizer, load_tokenizer
-from plait.data.shards import SHARD_FORMAT, SHARD_TOKENS, open_corpus
+from plait.data.shards import SHARD_TOKENS, open_corpus
 from plait.data.sources import OpenSource, Source, open_source
 from plait.errors import PlaitError
 

@@ -3,16 +3,14 @@ that are never learned."""
 
 from __future__ import annotations
 
-import json
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from plait.data.holdout import HoldoutSplit
-from plait.data.preparation.build import index_row
+from plait.data.index import SHARD_FORMAT, index_row, token_dtype, write_index
 from plait.data.preparation.writer import ShardWriter
-from plait.data.shards import SHARD_FORMAT, token_dtype, write_synced
 
 _TOKENS: dict[HoldoutSplit, int] = {"train": 250, "heldout": 11}
 """Length of each split in sequences; `_write` adds a third of one, so that the held-out split does not fill its last
@@ -36,7 +34,7 @@ def write_synthetic(folder: Path, *, vocabulary: int, sequence: int, seed: int) 
         "shards": [index_row(entry) for entry in chain.from_iterable(w.entries for w in writers.values())],
         "sources": [{"path": f"synthetic, seed {seed}", "weight": None}],
     }
-    write_synced(folder / "index.json", json.dumps(index, indent=1))
+    write_index(folder, index)
     return folder
 
 

@@ -1,35 +1,28 @@
-"""Text to token ids and back: the tokenizer of a corpus, and the cuts at which long texts are divided for it."""
+"""Text to token ids and back: the tokenizer of a corpus."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 
 import tokenizers
 
-from plait.data.shards import write_synced
+from plait.data.index import damaged, write_synced
+from plait.data.preparation.cuts import GPT2_CUT, OTHER_CUT, split_long_runs
+from plait.data.shards import Corpus
 from plait.errors import PlaitError
 
 END_OF_TEXT = "<|endoftext|>"
 _OTHER_ENDS = ("</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<|eot_id|>", "[EOS]")
 
-MIN_PIECE_CHARACTERS = 1 << 14
-LONGEST_PIECE = 1 << 20
-
 SMALLEST_BPE = 257
 """One entry for every byte, and the end of text."""
 
-# Note [cuts keep the tokens]: long documents are tokenized in pieces, and a piece boundary must be one that the
-# pre-tokenizer would draw anyway. A space between two non-spaces opens a new word in every byte-level scheme. A newline
-# before a non-space stands alone in GPT-2's pattern, so the cut may fall before it; the patterns of Llama 3 and Qwen
-# glue newlines to what precedes them, so there the cut falls behind. Other tokenizers (SentencePiece) may give other
-# tokens at a cut, at most one cut each PIECE_CHARACTERS.
-GPT2_CUT = re.compile(r"(?=\n\S)|(?<=\S)(?= \S)")
-_OTHER_CUT = re.compile(r"(?<=\n)(?=\S)|(?<=\S)(?= \S)")
 _PROBE = "One.\n\nTwo;\nthree\n  four 4\n\n\n(five)\tsix\nseven"
 
 
@@ -48,11 +41,14 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; a special token's text in it is encoded as ordinary text, so that only real ends are
         ends."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self.encode_pieces([text])[0]
 
     def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
-        """Token ids of each of many pieces, computed on all cores."""
-        return [found.ids for found in self.backend.encode_batch_fast(list(pieces), add_special_tokens=False)]
+        """Token ids of each of many pieces, computed on all cores; text without spaces is encoded in parts, see
+        Note [long runs are split]."""
+        parts = [split_long_runs(piece) for piece in pieces]
+        found = iter(self.backend.encode_batch_fast(list(chain.from_iterable(parts)), add_special_tokens=False))
+        return [list(chain.from_iterable(next(found).ids for _ in own)) for own in parts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, including the text of special tokens."""
@@ -75,15 +71,24 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         definition = file.read_text(encoding="utf-8")
         backend = tokenizers.Tokenizer.from_str(definition)
+        return _tokenizer(backend, definition, _configured_end(file.with_name("tokenizer_config.json")), str(file))
+    except PlaitError:
+        raise
     except Exception as error:  # the Rust side raises bare Exception
         raise PlaitError(f"{file} is not a tokenizer.json ({error}); name another file in data.tokenizer") from None
-    return _tokenizer(backend, definition, _configured_end(file.with_name("tokenizer_config.json")), str(file))
+
+
+def corpus_tokenizer(corpus: Corpus) -> Tokenizer:
+    """The tokenizer that a corpus was made with; raises PlaitError where the file in its folder is another one."""
+    tokenizer = load_tokenizer(corpus.folder)
+    if tokenizer.hash != corpus.tokenizer_hash:
+        raise damaged(corpus.folder, "tokenizer.json is not what was written")
+    return tokenizer
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     """Train byte-level BPE with GPT-2's pre-tokenization; the same texts give the same tokenizer bit for bit."""
-    if vocabulary < SMALLEST_BPE:
-        raise PlaitError(f"model.vocabulary = {vocabulary} is too small; choose at least {SMALLEST_BPE}")
+    check_bpe_vocabulary(vocabulary)
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -93,8 +98,19 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
-    return _tokenizer(backend, backend.to_str(), None, "the trained tokenizer")
+    backend.train_from_iterator(chain.from_iterable(map(split_long_runs, texts)), trainer)
+    return load_trained(backend.to_str())
+
+
+def load_trained(definition: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json that `train_bpe` made."""
+    return _tokenizer(tokenizers.Tokenizer.from_str(definition), definition, None, "the trained tokenizer")
+
+
+def check_bpe_vocabulary(vocabulary: int) -> None:
+    """Raises PlaitError for a vocabulary without room for every byte."""
+    if vocabulary < SMALLEST_BPE:
+        raise PlaitError(f"model.vocabulary = {vocabulary} is too small; choose at least {SMALLEST_BPE}")
 
 
 def bpe_vocabulary(text_bytes: int) -> int:
@@ -103,27 +119,6 @@ def bpe_vocabulary(text_bytes: int) -> int:
         if text_bytes < limit:
             return vocabulary
     return 32768
-
-
-def cut_into_pieces(blocks: Iterable[str], cut: re.Pattern[str]) -> Iterator[str]:
-    """Cut one document into pieces that tokenize as the whole would; see Note [cuts keep the tokens]."""
-    waiting = ""
-    for block in blocks:
-        waiting += block
-        start = 0
-        while end := _next_cut(waiting, start, cut):
-            yield waiting[start:end]
-            start = end
-        waiting = waiting[start:]
-    if waiting:
-        yield waiting
-
-
-def _next_cut(text: str, start: int, cut: re.Pattern[str]) -> int | None:
-    found = cut.search(text, start + MIN_PIECE_CHARACTERS, start + LONGEST_PIECE)
-    if found:
-        return found.start()
-    return start + LONGEST_PIECE if len(text) - start > LONGEST_PIECE else None
 
 
 def _tokenizer(backend: tokenizers.Tokenizer, definition: str, end: str | None, name: str) -> Tokenizer:
@@ -154,15 +149,16 @@ def _configured_end(config: Path) -> str | None:
     """`eos_token` of a tokenizer_config.json: a string, or an object with its text as `content`."""
     try:
         entry = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
-    return entry.get("content") if isinstance(entry, dict) else entry
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) else None
 
 
 def _fitting_cut(backend: tokenizers.Tokenizer) -> re.Pattern[str]:
     splitter = backend.pre_tokenizer
     if splitter is None:
-        return _OTHER_CUT
+        return OTHER_CUT
 
     def words(text: str) -> list[str]:
         return [word for word, _ in splitter.pre_tokenize_str(text)]
@@ -170,4 +166,4 @@ def _fitting_cut(backend: tokenizers.Tokenizer) -> re.Pattern[str]:
     starts = [0, *(found.start() for found in GPT2_CUT.finditer(_PROBE) if found.start())]
     parts = [_PROBE[start:stop] for start, stop in zip(starts, [*starts[1:], None], strict=True)]
     same = words(_PROBE) == [word for part in parts for word in words(part)]
-    return GPT2_CUT if same else _OTHER_CUT
+    return GPT2_CUT if same else OTHER_CUT

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from plait.data.holdout import HoldoutSplit
-from plait.data.shards import ShardEntry, file_sha256, sync_and_close
+from plait.data.index import ShardEntry, file_sha256, sync_and_close
 
 _COUNTED = np.zeros(1, dtype=np.uint8)
 

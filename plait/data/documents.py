@@ -1,0 +1,159 @@
+"""Documents: texts as they come out of text files, lines of JSON and rows of Parquet."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plait.errors import PlaitError, installing
+
+BLOCK_BYTES = 1 << 18
+LONGEST_LINE_BYTES = 1 << 28
+"""A longer line of JSONL is refused: it is read as a whole."""
+_ONE_OBJECT = "write one JSON object on each line"
+_SHOWN_NAMES = 12
+_SHOWN_CHARACTERS = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One text; a document that is a whole file stays on disk and is read in blocks."""
+
+    name: str
+    text_bytes: int
+    content: bytes | Path
+
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+        """The UTF-8 bytes from `start` to `stop`, in blocks that may split a character."""
+        stop = self.text_bytes if stop is None else stop
+        if isinstance(self.content, bytes):
+            yield self.content[start:stop]
+        else:
+            yield from _read_range(self.content, start, stop)
+
+
+def json_lines(path: Path, field: str) -> Iterator[Document]:
+    """The text in one field of each line; raises PlaitError naming the line that has none."""
+    offset = 0
+    with path.open("rb") as file:
+        lines = iter(lambda: file.readline(LONGEST_LINE_BYTES + 1), b"")
+        for number, line in enumerate(lines, start=1):
+            if len(line) > LONGEST_LINE_BYTES:
+                raise PlaitError(f"{path}:{number} is longer than {LONGEST_LINE_BYTES} bytes; {_ONE_OBJECT}")
+            if line.strip():
+                yield from text_document(f"{path}:{number}", _json_text(path, number, offset, line, field))
+            offset += len(line)
+
+
+def _json_text(path: Path, number: int, offset: int, line: bytes, field: str) -> object:
+    place = f"{path}:{number}"
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise PlaitError(
+            f"{place} is not UTF-8 text at byte {offset + error.start} of the file; convert the file to UTF-8"
+        ) from None
+    except ValueError as error:
+        raise PlaitError(f"{place} is not JSON ({first_line(error)}); {_ONE_OBJECT}") from None
+    except RecursionError:
+        raise PlaitError(f"{place} nests its values too deeply; {_ONE_OBJECT}, with the text as one field") from None
+    if not isinstance(record, dict) or field not in record:
+        hint = _field_hint(field, record) if isinstance(record, dict) else ", or mend the line: it is no JSON object"
+        raise PlaitError(f'{place} has no field "{field}"; name the field that holds the text{hint}')
+    return record[field]
+
+
+def _field_hint(field: str, record: dict[str, object]) -> str:
+    """The fields that are there, and the one that is likely meant: of a similar name, else the one with most text."""
+    texts = {name: value for name, value in record.items() if isinstance(value, str)}
+    longest = sorted(texts, key=lambda name: -len(texts[name]))
+    return (
+        f": {_names(list(record))}{_meant(field, list(record)) or _meant_text(longest)}" if record else ", or mend it"
+    )
+
+
+def column_hint(field: str, columns: Sequence[str]) -> str:
+    """The end of a sentence about a column that is not there: those that are, and the one that is likely meant."""
+    return f"name one of {_names(columns)}{_meant(field, columns)}"
+
+
+def _meant(field: str, names: Sequence[str]) -> str:
+    return _meant_text(difflib.get_close_matches(field, names, n=1))
+
+
+def _meant_text(names: Sequence[str]) -> str:
+    return f'; did you mean field = "{_names(names[:1])}"?' if names else ""
+
+
+def _names(names: Sequence[str]) -> str:
+    """Names as they may stand in a sentence, whatever is in them."""
+    shown = [(name if name.isprintable() else ascii(name)[1:-1])[:_SHOWN_CHARACTERS] for name in names[:_SHOWN_NAMES]]
+    return ", ".join(shown) + (f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else "")
+
+
+def text_document(place: str, text: object) -> Iterator[Document]:
+    """One document, or none where the text is empty: an empty document would only train on two ends of text in a
+    row."""
+    if not isinstance(text, str):
+        raise PlaitError(f"{place}: the text is {type(text).__name__}, not a string; choose a field of strings")
+    try:
+        content = text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise PlaitError(f"{place}: the text holds half of a surrogate pair; mend or remove that record") from None
+    if content:
+        yield Document(name=place, text_bytes=len(content), content=content)
+
+
+def import_parquet() -> Any:
+    """pyarrow's module; raises PlaitError that says how to install it."""
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise PlaitError(f"reading Parquet needs pyarrow; {installing('pyarrow')}") from None
+    return parquet
+
+
+def parquet_rows(path: Path, field: str) -> Iterator[Document]:
+    """The text in one column of each row; raises PlaitError naming the row that has none."""
+    parquet = import_parquet()
+    try:
+        file = parquet.ParquetFile(path)
+        columns = file.schema_arrow.names
+    except Exception as error:  # a damaged file makes pyarrow raise many kinds
+        raise PlaitError(f"{path} is not a readable Parquet file ({first_line(error)}); write it again") from None
+    if field not in columns:
+        raise PlaitError(f'{path} has no column "{field}"; {column_hint(field, columns)}')
+    row = 0
+    batches = file.iter_batches(batch_size=1024, columns=[field])
+    while True:
+        try:
+            batch = next(batches, None)
+            texts = batch.column(0).to_pylist() if batch else None
+        except Exception as error:
+            sentence = f"{path} cannot be read after row {row} ({first_line(error)}); write it again, text as UTF-8"
+            raise PlaitError(sentence) from None
+        if texts is None:
+            return
+        for text in texts:
+            yield from text_document(f"{path}:row {row}", text)
+            row += 1
+
+
+def _read_range(path: Path, start: int, stop: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(start)
+        while start < stop:
+            block = file.read(min(BLOCK_BYTES, stop - start))
+            if not block:
+                raise PlaitError(f"{path} became shorter while it was read; run the same command again")
+            start += len(block)
+            yield block
+
+
+def first_line(error: Exception) -> str:
+    """An error's first line, or its type where it has no text."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
