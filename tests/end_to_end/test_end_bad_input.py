@@ -84,6 +84,7 @@ def test_ctrl_c_while_looking_at_the_world_leaves_no_traceback(bad: Place) -> No
     kill_group(process, signal.SIGINT)
     run = ended(process)
     assert run.code == 130 and "Traceback" not in run.out + run.err
+    assert run.out.endswith("stopped by SIGINT before training began; the same command starts it again\n"), run
     bad.assert_nobody_left()
 
 

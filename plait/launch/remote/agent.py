@@ -61,7 +61,7 @@ def serve(
     """Take part in host 0's run until it ends; returns how its last job was stopped; main thread only.
 
     `handlers` answer host 0's requests, one after another in a thread of their own, also while ranks run. The first
-    Ctrl-C or SIGTERM while ranks run makes host 0 stop them all; any other one leaves. Raises PlaitError when host 0
+    stop signal while ranks run makes host 0 stop them all; any other one leaves. Raises PlaitError when host 0
     does not admit this host; RunFailed when the run failed, host 0 is lost, or this host leaves. No rank outlives it.
     """
     with collected_signals() as signals, ForkServer(preload=preload) as server:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from plait.errors import StopSignal
+
 RANKS_AT_MOST = 250
 """One message carries every rank's channel to the fork server, and Linux passes at most 253 descriptors in one."""
 
-StoppedBy = Literal["finished", "SIGINT", "SIGTERM"]
+StoppedBy = Literal["finished"] | StopSignal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
