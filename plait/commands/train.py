@@ -14,7 +14,7 @@ from plait.commands.hosts.joined_host import refuse_joined_folder
 from plait.commands.hosts.leader_workers import leader_workers
 from plait.commands.monitoring.finish import is_finished
 from plait.commands.monitoring.training import run_training
-from plait.commands.planning.begun_plan import resumed_plan
+from plait.commands.planning.begun_plan import refuse_other_text, resumed_plan
 from plait.commands.planning.introduction import print_run_summary
 from plait.commands.planning.make_plan import make_plan
 from plait.commands.planning.run_folder import RunFolder, check_changes, lock_run_folder, run_folder
@@ -62,6 +62,7 @@ def train(
     with lock_run_folder(folder):
         changed = check_changes(folder.saved_config(), config) if folder.has_begun else []
         if folder.has_begun and "train.budget" not in changed and is_finished(folder):
+            refuse_other_text(prepare_data(config, screen), folder.saved_plan())
             screen.print(f"{folder.path} is finished; a larger train.budget continues it")
             screen.print(read_receipt(folder.receipt).table())
             dismiss_torchrun_ranks()

@@ -71,6 +71,14 @@ def test_whichever_rank_cannot_write_its_reason_is_told(run_ranks, folder: Path,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_weights_that_are_not_finite_are_not_saved(run_ranks, folder: Path, tmp_path: Path, rank: int) -> None:
+    asked = {"folder": str(folder), "old": None, "new": str(tmp_path), "steps": 1, "poisoned": rank}
+    with pytest.raises(RunFailed, match=r"model/.* is not finite after step 1, .* not saved: the run diverged"):
+        run_ranks("restore_and_save", json.dumps(asked), 2)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_checkpoint_of_another_shape_is_refused(run_ranks, folder: Path, tmp_path: Path) -> None:
     checkpoint = saved(run_ranks, folder, 1, old=None, new="narrow", steps=1)
     config, plan = make_tiny(tmp_path, "model.width=32")
