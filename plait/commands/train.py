@@ -34,6 +34,7 @@ from plait.planner.plan import Plan
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 from plait.report.receipt import read_receipt
+from plait.report.receipt_table import receipt_table
 
 CheckMode = Literal["new layouts", "never"]
 ReplanScope = Literal["all", "plan", "nothing"]
@@ -59,12 +60,12 @@ def train(
     config = load_recipe(recipe, overrides)
     folder = run_folder(config.run.name)
     refuse_joined_folder(folder)
-    with lock_run_folder(folder):
+    with lock_run_folder(folder) as require_present:
         changed = check_changes(folder.saved_config(), config) if folder.has_begun else []
         if folder.has_begun and "train.budget" not in changed and is_finished(folder):
             refuse_other_text(prepare_data(config, screen), folder.saved_plan())
             screen.print(f"{folder.path} is finished; a larger train.budget continues it")
-            screen.print(read_receipt(folder.receipt).table())
+            screen.print(receipt_table(read_receipt(folder.receipt)))
             dismiss_torchrun_ranks()
             return "finished"
         layout_changed = any(key.startswith("layout.") for key in changed)
@@ -74,7 +75,15 @@ def train(
                 plan = workers.with_hosts(_prepare_plan(config, folder, workers, renew=renew, screen=screen))
                 if check == "new layouts":
                     check_new_layout(config, plan, workers, screen)
-                return run_training(config, folder, workers, plan, screen, is_replanned=renew != "nothing")
+                return run_training(
+                    config,
+                    folder,
+                    workers,
+                    plan,
+                    screen,
+                    is_replanned=renew != "nothing",
+                    require_present=require_present,
+                )
         except Interrupted as interrupted:
             screen.print(_stopped_outside_training(interrupted.signal, folder))
             return interrupted.signal

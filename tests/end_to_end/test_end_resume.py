@@ -125,6 +125,22 @@ def test_a_terminal_that_is_closed_stops_and_saves(place: Place) -> None:
     place.assert_nobody_left()
 
 
+def test_a_run_whose_folder_is_moved_ends_and_goes_on_when_it_is_back(
+    place: Place, reference: Callable[[int], str]
+) -> None:
+    whole, name = reference(2), "moved"
+    process = place.start_training(name)
+    wait_while_running(lambda: newest(place, name) >= 10, process)
+    place.path(name).rename(place.path("elsewhere"))
+    run = ended(process)
+    assert run.code == 1 and run.sentence().startswith(f'"runs/{name}" was moved or deleted while its run worked')
+    assert not place.path(name).exists()
+    place.assert_nobody_left()
+    place.path("elsewhere").rename(place.path(name))
+    assert place.train(name).code == 0
+    assert_same_end(place, name, whole)
+
+
 def assert_stopped(place: Place, name: str, process: subprocess.Popen[str], code: int) -> int:
     """Stopped by a signal: saved at the step where it stood, said so, and left no process."""
     stopped = ended(process)

@@ -55,7 +55,7 @@ class CheckpointCollector:
         """Copy a rank's files into the staging folder, its index last; on failure leave a note there for rank 0."""
         peer = self._peer_of(rank)
         try:
-            staging.mkdir(parents=True, exist_ok=True)
+            staging.mkdir(exist_ok=True)
             for name in part_files(rank):
                 place = {"name": name, "staging": staging.name}
                 fetch_file(peer, place, staging / name, is_cancelled=self._cancelled.is_set)

@@ -26,6 +26,7 @@ from plait.planner.plan import Forecast, Plan
 from plait.recipe.schema import RunConfig
 from plait.report.metrics import StepReport, read_metrics
 from plait.report.receipt import RECEIPT_WARM_UP_STEPS, Receipt, median_speed, read_receipt
+from plait.report.receipt_table import receipt_table
 from plait.units import counted, format_duration
 
 BUDGET_TOLERANCE_FACTOR = 1.15
@@ -48,7 +49,7 @@ def finish_run(
         monitor.finish()
     receipt = _make_receipt(folder, plan, steps_done, monitor)
     receipt.write(folder.receipt)
-    screen.print(receipt.table(), highlight=False)
+    screen.print(receipt_table(receipt), highlight=False)
     budget, wall_s = budget_of(config), receipt.wall_s
     if budget.unit == "seconds" and not 1 / BUDGET_TOLERANCE_FACTOR <= wall_s / budget.value <= BUDGET_TOLERANCE_FACTOR:
         screen.print(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rich.console import Console as Screen
 
 from plait.commands.monitoring.finish import finish_run
@@ -16,9 +18,20 @@ from plait.report.console import Console
 
 
 def run_training(
-    config: RunConfig, folder: RunFolder, workers: WorkerPool, plan: Plan, screen: Screen, *, is_replanned: bool
+    config: RunConfig,
+    folder: RunFolder,
+    workers: WorkerPool,
+    plan: Plan,
+    screen: Screen,
+    *,
+    is_replanned: bool,
+    require_present: Callable[[], None],
 ) -> StoppedBy:
-    """Start the workers where the run stands, wait for their end, and say how it ended; returns what ended it."""
+    """Start the workers where the run stands, wait for their end, and say how it ended; returns what ended it.
+
+    `require_present` raises RunFailed where the run's folder is no longer there.
+    """
+    require_present()
     point = folder.prepare_resume()
     folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
     if point:
@@ -28,7 +41,7 @@ def run_training(
     done = point.manifest.step if point else 0
     bar = Console(plan.steps, done, screen=screen)
     compared = monitor_of(plan, done, bar.note)
-    session = Session(folder, bar, compared, plan.devices)
+    session = Session(folder, bar, compared, plan.devices, require_present=require_present)
     result, step = run_session(plan, folder, workers, done, point.path.name if point else None, session)
     if step < plan.steps:
         screen.print(_stopped_in_training(step, done, plan))
