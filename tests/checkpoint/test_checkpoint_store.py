@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from plait.checkpoint.durable import earlier_checkpoints
 from plait.checkpoint.manifest import check_model, manifest_text, tensor_names
 from plait.checkpoint.store import (
     FoundCheckpoint,
@@ -146,11 +147,18 @@ def test_a_whole_checkpoint_under_a_wrong_name_is_not_taken(folder, save):
 def test_no_checkpoint_is_none_but_no_whole_checkpoint_is_an_error(folder, save):
     assert newest_good(folder) is None
     assert newest_good(folder / "not-there") is None
-    for step in (1, 2):
-        (save(folder, step) / FILES[1]).unlink()
+    (save(folder, 1) / FILES[1]).unlink()
+    with pytest.raises(PlaitError, match=r"the only checkpoint in .* is not whole \(.* is missing\); bring one back"):
+        newest_good(folder)
+    (save(folder, 2) / FILES[1]).unlink()
     with pytest.raises(PlaitError, match=r"none of the 2 checkpoints .* is whole .*rank-00000.safetensors") as caught:
         newest_good(folder)
     assert caught.value.exit_code == 2
+
+
+def test_a_failed_save_speaks_of_earlier_checkpoints_only_where_there_are_some(folder, save):
+    texts = [earlier_checkpoints(folder), save(folder, 1) and earlier_checkpoints(folder)]
+    assert texts == ["earlier checkpoints, if there are any, are whole", "earlier checkpoints are whole"]
 
 
 def test_the_newest_step_is_found_by_number_not_by_spelling(folder, save):
