@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,11 @@ def test_the_folder_has_the_promised_files(place: Place, name: str, folder: Path
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     files = {path.name for path in (folder / "checkpoints" / f"step-{STEPS}").iterdir()}
     assert files == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
+
+
+def test_nobody_else_can_read_the_run_or_its_data(place: Place, name: str, folder: Path) -> None:
+    private = [place.folder / "runs", folder, place.folder / ".plait"]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in private] == [0o700] * 3
 
 
 def test_nothing_in_the_manifest_tells_of_clock_host_path_or_name(place: Place, name: str, folder: Path) -> None:

@@ -16,6 +16,7 @@ from plait.commands.planning.run_folder import RunFolder
 from plait.commands.preparing.corpus import CACHE_FOLDER
 from plait.data.shards import open_corpus
 from plait.planner.plan_file import plan_text, read_plan
+from plait.private_folder import make_private_folder
 from plait.units import format_bytes
 
 _T = TypeVar("_T")
@@ -88,7 +89,7 @@ class FileStager:
 
     def _find_shared_hosts(self) -> dict[int, bool]:
         """Which hosts work in the folder that this one works in: they see what was just written, at the same place."""
-        CACHE_FOLDER.mkdir(exist_ok=True)
+        make_private_folder(CACHE_FOLDER)
         with ExitStack() as stack:
             nonces = [
                 {"folder": str(folder), "name": name, "content": content}

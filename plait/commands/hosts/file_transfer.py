@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from plait.checkpoint.arrival import partial_name
 from plait.data.shards import file_sha256
 from plait.errors import PlaitError
+from plait.private_folder import make_private_folder
 from plait.units import format_bytes
 
 TRANSFER_BLOCK_BYTES = 1 << 20
@@ -209,7 +210,7 @@ def _blocks(path: Path, nbytes: int) -> Iterator[tuple[int, bytes]]:
 
 def _check_free_space(folder: Path, nbytes: int) -> None:
     with convert_disk_errors(folder / partial_name("room")):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     if free < nbytes:

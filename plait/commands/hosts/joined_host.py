@@ -26,6 +26,7 @@ from plait.commands.planning.run_folder import RunFolder, check_changes, hold_lo
 from plait.errors import PlaitError
 from plait.launch.remote.link import Handler, Reply
 from plait.launch.remote.wire import Frame
+from plait.private_folder import make_private_folder
 from plait.recipe.load import load_recipe, parse_config
 from plait.report.atomic import replace_file
 
@@ -115,7 +116,7 @@ class JoinedHostFiles:
         if frame.values["kind"] == "job":
             cache = self._working_folder / ".plait"
             with convert_disk_errors(cache / JOINED_MARKER_FILE):
-                cache.mkdir(exist_ok=True)
+                make_private_folder(cache)
                 self._folder = Path(tempfile.mkdtemp(prefix="plait-joined-", dir=cache))
             return Reply(values={"folder": str(self._folder)})
         path = safe_path(self._working_folder / "runs", frame.values["name"])
@@ -140,7 +141,7 @@ class JoinedHostFiles:
             return
         cache = self._working_folder / ".plait"
         with convert_disk_errors(cache / JOINED_MARKER_FILE):
-            cache.mkdir(exist_ok=True)
+            make_private_folder(cache)
             lock = self._locks.enter_context((cache / "joined.lock").open("w"))
         hold_lock(
             lock, f"another host that joined a run works in {self._working_folder}, too; join from another folder"

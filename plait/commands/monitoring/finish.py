@@ -53,7 +53,7 @@ def finish_run(
     budget, wall_s = budget_of(config), receipt.wall_s
     if budget.unit == "seconds" and not 1 / BUDGET_TOLERANCE_FACTOR <= wall_s / budget.value <= BUDGET_TOLERANCE_FACTOR:
         screen.print(
-            f"the run took {format_duration(wall_s)}, not {budget}: steps took other times than when they were measured"
+            f"the run took {format_duration(wall_s)}, not {budget}: steps took longer or shorter than the timed ones"
         )
     if monitor is not None:
         screen.print(_record_observation(monitor), highlight=False, soft_wrap=True)
@@ -147,7 +147,7 @@ def _record_observation(monitor: ForecastMonitor) -> str:
     predicted, came = monitor.predicted, monitor.observed
     why = monitor.why_not_to_learn()
     if came is None or why:
-        return f"the next plan here learns nothing from this run: {why}"
+        return f"later forecasts here stay as they were: {why}"
     today = datetime.now(UTC).date().isoformat()
     said = without_calibration(predicted.items, predicted.calibration)
     computed_s = came.step_s - came.data_s
@@ -155,11 +155,11 @@ def _record_observation(monitor: ForecastMonitor) -> str:
         observation_of_items(said, came.items, today) if came.items else observation_of_step(said, computed_s, today)
     )
     if observation is None:
-        return "the next plan here learns nothing from this run: computing could not be told from waiting"
+        return "later forecasts here stay as they were: computing and waiting could not be measured separately"
     try:
         add_observation(predicted.calibration.ground, observation)
     except RunFailed as error:  # the run itself is finished and safe
-        return f"what this run teaches was not kept: {error}"
+        return f"the times of this run are not used for later forecasts: {error}"
     return observation_text(observation, predicted.basis)
 
 

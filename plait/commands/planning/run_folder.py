@@ -17,6 +17,7 @@ from plait.errors import PlaitError, RunFailed
 from plait.planner.plan import Plan, same_hosts, without_marks
 from plait.planner.plan_file import plan_text, read_plan
 from plait.planner.rebalancing.stage_repartition import stage_costs_of
+from plait.private_folder import make_private_folder
 from plait.recipe.load import flat_values, load_recipe, recipe_text
 from plait.recipe.schema import RunConfig
 from plait.report.atomic import replace_file, replace_files
@@ -165,7 +166,7 @@ def lock_run_folder(folder: RunFolder) -> Iterator[Callable[[], None]]:
     """
     path = folder.path / ".lock"
     try:
-        folder.path.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder.path)
         lock = path.open("w")
     except OSError as error:
         raise PlaitError(f'"{folder.path}" cannot be written ({error.strerror}); choose another place') from None

@@ -181,5 +181,5 @@ def refuse_torchrun() -> None:
 def make_log_folder(folder: Path) -> str:
     """Where the ranks of a run leave what they print and their tracebacks."""
     path = folder / "logs"
-    path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(exist_ok=True)  # not what is above: a run's folder that was moved is not made anew
     return str(path)
