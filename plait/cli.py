@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 
 from plait.errors import Interrupted, PlaitError
+from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import interrupting_signals
-from plait.report.output import OptionalOutput
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

@@ -40,7 +40,8 @@ def begin_words(
     if kind == "device":
         words = (
             f"{who_words(ranks, hosts)} {'compute' if several else 'computes'} {factor:.1f} times slower than before "
-            f"step {since}: {_mend(shares, 'their shares' if several else 'its share')}; check whether another program runs there"
+            f"step {since}: {_mend(shares, 'their shares' if several else 'its share')}; "
+            "check whether another program runs there"
         )
     elif kind == "data":
         words = (

@@ -394,4 +394,6 @@ def test_ranks_of_one_machine_are_told_nothing_of_cables():
     begin = partial(begin_words, "link", since=80, factor=1.5, shares="fixed")
     here, there = begin([2], ("here",) * 4).sentence, begin([2], FOUR).sentence
     assert here.startswith("messages to and from rank 2 hold up") and "network" not in here
-    assert there.startswith("messages over the network link of rank 2 (host c) hold up") and there.endswith("or a faster network link")
+    assert there.startswith("messages over the network link of rank 2 (host c) hold up") and there.endswith(
+        "or a faster network link"
+    )

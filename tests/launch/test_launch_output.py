@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from plait.report.output import OptionalOutput
+from plait.launch.local.output import OptionalOutput
 
 
 def test_what_nobody_reads_is_discarded_to_the_end() -> None:
