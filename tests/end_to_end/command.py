@@ -102,7 +102,7 @@ class Place:
             stderr=subprocess.PIPE if terminal is None else terminal,
             text=True,
             start_new_session=True,
-            preexec_fn=None if terminal is None else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 one call
+            **({} if terminal is None else {"preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}),
             **more,
         )
 
