@@ -99,7 +99,7 @@ def _stopped_outside_training(signal: StopSignal, folder: RunFolder) -> str:
 def _open_workers(
     hosts: HostsRequest, config: RunConfig, folder: RunFolder, renew: ReplanScope, screen: Screen
 ) -> AbstractContextManager[HostWorkers]:
-    """The workers of this machine, or those of all hosts once they are in, in the places that they had in this run."""
+    """The workers of this machine, or of all hosts once they have joined, numbered as before in this run."""
     if hosts.n_hosts == 1:
         return worker_pool()
     refuse_torchrun()

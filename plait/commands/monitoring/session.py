@@ -55,7 +55,7 @@ class Session:
             self.update_totals()
 
     def close(self) -> None:
-        """No more messages will come."""
+        """Close the console and save the totals; call it after the last message."""
         self._console.close()
         self.update_totals()
 
@@ -88,5 +88,5 @@ def run_session(
 
 
 def _parse_floats(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo what JSON could not say: "nan" and "inf" came as words."""
+    """Turn the strings "nan" and "inf", for which JSON has no numbers, back into floats."""
     return {key: float(value) if isinstance(value, str) else value for key, value in values.items()}

@@ -116,4 +116,4 @@ def _restore(before: dict[signal.Signals, Callable[[int, FrameType | None], obje
 
 
 def _nothing_more(number: int, frame: FrameType | None) -> None:
-    """Its number is posted already."""
+    """Do nothing: Python has already written the signal's number to the wakeup descriptor."""
