@@ -147,9 +147,9 @@ def _plan_path(key: str) -> Path:
     return CACHE_FOLDER / "plans" / f"{key}.json"
 
 
-def _keep(plan: Plan, key: str) -> Plan:
-    make_private_folder(_kept(key).parent)
-    write_plan(plan, _kept(key))
+def _store_plan(plan: Plan, key: str) -> Plan:
+    make_private_folder(_plan_path(key).parent)
+    write_plan(plan, _plan_path(key))
     return plan
 
 
