@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from plait.errors import StopSignal
+
 if TYPE_CHECKING:
     from plait.recipe.schema import RunConfig
 
-Ending = Literal["finished", "SIGINT", "SIGTERM"]
+Ending = Literal["finished"] | StopSignal
 
 
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 import traceback
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from plait.errors import Interrupted, PlaitError
+from plait.launch.local.output import OptionalOutput
+from plait.launch.local.signals import interrupting_signals
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -27,7 +26,7 @@ SecretFile = Annotated[
     Path | None, typer.Option("--secret-file", help="A file, private to you, that holds the hosts' secret.")
 ]
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # click's UsageError, wherever this version of typer keeps its click
-EXIT_OF_SIGNAL = {"finished": 0, "SIGINT": 130, "SIGTERM": 143}
+EXIT_OF_SIGNAL = {"finished": 0, "SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
 
 
 @app.command()
@@ -189,10 +188,11 @@ def sample(
     """Let a trained run go on with a text."""
     from plait.commands.sample import sample
 
+    output = OptionalOutput(sys.stdout)
     for piece in sample(run, prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+        output.write(piece)
+        output.flush()
+    output.write("\n")
 
 
 @app.command(name="eval")
@@ -205,42 +205,36 @@ def evaluate(
     """Measure a run's loss on its held-out text, or on other files; prints one line of JSON."""
     from plait.commands.evaluate import evaluate
 
-    sys.stdout.write(evaluate(run, files or []) + "\n")
+    OptionalOutput(sys.stdout).write(evaluate(run, files or []) + "\n")
 
 
 def _screen() -> Console:
-    return Console(highlight=False, soft_wrap=True)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """Leave through the handlers that close what is open and notify the other hosts."""
-    raise Interrupted(signal.Signals(number).name)
+    output: Any = OptionalOutput(sys.stdout)
+    return Console(file=output, highlight=False, soft_wrap=True)
 
 
 def main() -> None:
     """The `plait` command: one sentence and an exit code for what the user can mend; a traceback only for our bugs."""
-    before = signal.getsignal(signal.SIGTERM)
-    heeded = before is signal.SIG_DFL and threading.current_thread() is threading.main_thread()
+    with interrupting_signals():  # jobs have their own way with them
+        _run_command()
+
+
+def _run_command() -> None:
+    errors = OptionalOutput(sys.stderr)
     try:
-        if heeded:  # jobs have their own way with it
-            signal.signal(signal.SIGTERM, _leave)
         sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0)
     except PlaitError as error:
-        sys.stderr.write(f"plait: {error}\n")
+        errors.write(f"plait: {error}\n")
         sys.exit(error.exit_code)
     except USAGE_ERROR as error:
-        sys.stderr.write(f"plait: {error.format_message().rstrip('.')}; plait --help tells what there is\n")
+        errors.write(f"plait: {error.format_message().rstrip('.')}; plait --help tells what there is\n")
         sys.exit(PlaitError.exit_code)
     except Interrupted as stopped:
-        sys.exit(EXIT_OF_SIGNAL.get(str(stopped), EXIT_OF_SIGNAL["SIGTERM"]))
+        errors.write(f"plait: stopped by {stopped.signal}\n")
+        sys.exit(EXIT_OF_SIGNAL[stopped.signal])
     except (KeyboardInterrupt, typer.Abort):  # click turns the first into the second
         sys.exit(EXIT_OF_SIGNAL["SIGINT"])
     except Exception:
         traceback.print_exc()
-        sys.stderr.write(
-            "plait: this is a bug in plait, not in what you asked; please report it with the lines above\n"
-        )
+        errors.write("plait: this is a bug in plait, not in what you asked; please report it with the lines above\n")
         sys.exit(1)
-    finally:
-        if heeded:
-            signal.signal(signal.SIGTERM, before)

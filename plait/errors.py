@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+from typing import Literal
+
+StopSignal = Literal["SIGINT", "SIGTERM", "SIGHUP"]
+"""The signals that stop a command: Ctrl-C, what schedulers and `kill` send, and the end of a terminal."""
 
 
 class PlaitError(Exception):
@@ -25,6 +29,10 @@ class Interrupted(BaseException):
 
     Not an Exception, like KeyboardInterrupt: code that handles the exceptions of a library must not catch it.
     """
+
+    def __init__(self, signal: StopSignal) -> None:
+        super().__init__(signal)
+        self.signal: StopSignal = signal
 
 
 def installing(package: str) -> str:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from plait.checkpoint.durable import earlier_checkpoints
 from plait.errors import RunFailed
 
 SILENCE_LIMIT_S = 60.0
@@ -39,7 +40,7 @@ def await_parts(
         if arrived != seen:
             seen, news_at = arrived, now
         if now - news_at > quiet_s or now - began > in_all_s:
-            raise RunFailed(_too_late(missing, now - began))
+            raise RunFailed(_too_late(missing, now - began, staging.parent))
         threading.Event().wait(_LOOK_EVERY_S)
 
 
@@ -79,10 +80,10 @@ def _bytes_in(staging: Path) -> int:
     return total
 
 
-def _too_late(missing: Sequence[int], waited_s: float) -> str:
+def _too_late(missing: Sequence[int], waited_s: float, folder: Path) -> str:
     who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
     return (
         f"could not save the checkpoint: the part of {who} did not arrive from another host within {waited_s:.0f} s; "
-        "earlier checkpoints are whole: mend the network between the hosts, or keep runs/ on a disk that they share, "
+        f"{earlier_checkpoints(folder)}: mend the network between the hosts, or keep runs/ on a disk that they share, "
         "and give the same command again"
     )

@@ -27,7 +27,7 @@ def clean_stop(staging: Path) -> Iterator[None]:
         why = f"{error.strerror}: {error.filename or staging}" if isinstance(error, OSError) else str(error)
         full = isinstance(error, OSError) and error.errno in _NO_SPACE
         raise RunFailed(
-            f"could not save the checkpoint ({why}); earlier checkpoints are whole: "
+            f"could not save the checkpoint ({why}); {earlier_checkpoints(staging.parent)}: "
             f"{'free some space' if full else 'mend the cause'} and give the same command again"
         ) from error
 
@@ -39,8 +39,19 @@ def require_space(folder: Path, nbytes: int) -> None:
     if free < nbytes:
         raise RunFailed(
             f"saving needs {format_bytes(nbytes)} ({nbytes} bytes) in {folder.parent}, where {format_bytes(free)} "
-            f"({free} bytes) are free; earlier checkpoints are whole: free some space and give the same command again"
+            f"({free} bytes) are free; {earlier_checkpoints(folder.parent)}: free some space and give the same command "
+            "again"
         )
+
+
+def earlier_checkpoints(folder: Path) -> str:
+    """What a failed save leaves in a run's `folder` of checkpoints, as part of a sentence.
+
+    A host that joined may have none of those that host 0 has.
+    """
+    if any(folder.glob("step-*")):
+        return "earlier checkpoints are whole"
+    return "earlier checkpoints, if there are any, are whole"
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -119,8 +119,10 @@ def newest_good(folder: Path) -> FoundCheckpoint | None:
         except PlaitError as error:
             skipped.append(str(error))
     if skipped:
+        what = skipped[0].partition(";")[0]  # without its advice to take an older one
+        several = f"none of the {len(skipped)} checkpoints in {folder} is whole (the newest: {what})"
         raise PlaitError(
-            f"none of the {len(skipped)} checkpoints in {folder} is whole (the newest: {skipped[0]}); "
+            f"{several if len(skipped) > 1 else f'the only checkpoint in {folder} is not whole ({what})'}; "
             "bring one back from a backup, or start under another run.name"
         )
     return None

@@ -75,7 +75,8 @@ def write_rank(staging: Path, rank: int, tensors: Mapping[str, TensorSlice | Seq
         # Keyed by name, so that a box that is passed twice, such as an empty share, is written once.
         parts_by_key, local = {part.key: part for part, _ in parted}, {part.key: one.tensor for part, one in parted}
         header, parts = safetensors_header(parts_by_key.values())
-        staging.mkdir(parents=True, exist_ok=True)
+        for made in (staging.parent, staging):  # not what is above: a run's folder that was moved is not made anew
+            made.mkdir(exist_ok=True)
         require_space(staging, len(header) + sum(part.nbytes for part in parts))
         with (staging / file).open("wb") as out:
             out.write(header)

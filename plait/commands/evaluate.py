@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -36,6 +37,10 @@ def evaluate(run: str, files: Sequence[str]) -> str:
     with TemporaryDirectory(prefix="plait-eval-") as name:
         text = _prepare_files(files, corpus, Path(name)) if files else corpus
         total, tokens = _loss_and_tokens(model, text, plan)
+    if not isfinite(total):
+        raise PlaitError(
+            f"{found.path} gives a loss of {total / tokens}: its run diverged; train one with a lower optimizer.lr"
+        )
     nbytes = text.heldout_bytes
     result = {"step": found.manifest.step, "eval_loss": total / tokens, "eval_nats_per_byte": total / nbytes}
     return json.dumps({**result, "tokens": int(tokens), "bytes": nbytes})

@@ -17,8 +17,6 @@ from plait.launch.remote.connectivity import ConnectivityListener
 from plait.launch.remote.secret import read_secret
 from plait.launch.values.job import StoppedBy
 
-ENDING_TEXTS = {"finished": "it is finished", "SIGINT": "it was stopped", "SIGTERM": "it was stopped"}
-
 
 def join(at: str, *, secret_file: Path | None, screen: Console) -> StoppedBy:
     """Join the run that waits at HOST:PORT and serve it; blocks until it ends, and returns what ended it.
@@ -46,7 +44,8 @@ def join(at: str, *, secret_file: Path | None, screen: Console) -> StoppedBy:
             if files.local_error is not None:  # the leader has only passed on what is to be mended here
                 raise files.local_error from error
             raise
-    screen.print(f"over     the run has ended: {ENDING_TEXTS[stopped_by]}")
+    ending = "it is finished" if stopped_by == "finished" else f"it was stopped by {stopped_by}"
+    screen.print(f"over     the run has ended: {ending}")
     return stopped_by
 
 

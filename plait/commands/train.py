@@ -12,16 +12,14 @@ from rich.console import Console as Screen
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
 from plait.commands.hosts.joined_run import refuse_joined_folder
 from plait.commands.hosts.leader_workers import leader_workers
-from plait.commands.monitoring.finish import finish_run, is_finished
-from plait.commands.monitoring.forecast_monitor import monitor_of
-from plait.commands.monitoring.session import Session, run_session
-from plait.commands.planning.begun_plan import resumed_plan
+from plait.commands.monitoring.finish import is_finished
+from plait.commands.monitoring.training import run_training
+from plait.commands.planning.begun_plan import refuse_other_text, resumed_plan
 from plait.commands.planning.introduction import print_run_summary
 from plait.commands.planning.make_plan import make_plan
 from plait.commands.planning.run_folder import RunFolder, check_changes, lock_run_folder, run_folder
 from plait.commands.planning.workers import (
     HostWorkers,
-    WorkerPool,
     dismiss_torchrun_ranks,
     refuse_torchrun,
     serve_under_torchrun,
@@ -30,15 +28,15 @@ from plait.commands.planning.workers import (
 from plait.commands.preparing.corpus import corpus_summary, prepare_data
 from plait.commands.probing.survey import survey_machines
 from plait.commands.verifying.gradient_check import check_new_layout
-from plait.errors import Interrupted
+from plait.errors import Interrupted, StopSignal
+from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
-from plait.report.console import Console
 from plait.report.receipt import read_receipt
+from plait.report.receipt_table import receipt_table
 
 CheckMode = Literal["new layouts", "never"]
-TrainOutcome = Literal["finished", "SIGINT", "SIGTERM"]
 ReplanScope = Literal["all", "plan", "nothing"]
 """What is made again: the probe of several hosts and the plan, the plan alone, or nothing."""
 
@@ -51,22 +49,23 @@ def train(
     check: CheckMode = "new layouts",
     hosts: HostsRequest = ONE_HOST,
     screen: Screen,
-) -> TrainOutcome:
-    """Train a recipe to its end, from its last checkpoint on; raises PlaitError before the start, RunFailed after.
+) -> StoppedBy:
+    """Run a recipe to its end, from where it stands; raises PlaitError (before) or RunFailed (during) with the mend.
 
-    A run that is finished prints its receipt. A first SIGINT or SIGTERM saves and returns the signal's name. Over
-    several hosts it first waits until the others have joined.
+    A run that is finished prints its receipt. A first SIGINT, SIGTERM or SIGHUP saves and returns the signal's name.
+    Over several hosts it first waits until the others have joined.
     """
     if serve_under_torchrun():
         return "finished"
     config = load_recipe(recipe, overrides)
     folder = run_folder(config.run.name)
     refuse_joined_folder(folder)
-    with lock_run_folder(folder):
+    with lock_run_folder(folder) as require_present:
         changed = check_changes(folder.saved_config(), config) if folder.has_begun else []
         if folder.has_begun and "train.budget" not in changed and is_finished(folder):
+            refuse_other_text(prepare_data(config, screen), folder.saved_plan())
             screen.print(f"{folder.path} is finished; a larger train.budget continues it")
-            screen.print(read_receipt(folder.receipt).table())
+            screen.print(receipt_table(read_receipt(folder.receipt)))
             dismiss_torchrun_ranks()
             return "finished"
         layout_changed = any(key.startswith("layout.") for key in changed)
@@ -76,9 +75,25 @@ def train(
                 plan = workers.with_hosts(_prepare_plan(config, folder, workers, renew=renew, screen=screen))
                 if check == "new layouts":
                     check_new_layout(config, plan, workers, screen)
-                return _run_training(config, folder, workers, plan, screen, is_replanned=renew != "nothing")
+                return run_training(
+                    config,
+                    folder,
+                    workers,
+                    plan,
+                    screen,
+                    is_replanned=renew != "nothing",
+                    require_present=require_present,
+                )
         except Interrupted as interrupted:
-            return "SIGINT" if str(interrupted) == "SIGINT" else "SIGTERM"
+            screen.print(_stopped_outside_training(interrupted.signal, folder))
+            return interrupted.signal
+
+
+def _stopped_outside_training(signal: StopSignal, folder: RunFolder) -> str:
+    """What a stop means that came while text was prepared, the machine measured, or other hosts awaited."""
+    if folder.has_begun:
+        return f"stopped by {signal} while no worker trained; the same command goes on with the run as it was saved"
+    return f"stopped by {signal} before training began; the same command starts it again"
 
 
 def _open_workers(
@@ -107,24 +122,3 @@ def _prepare_plan(
         plan = make_plan(config, corpus, site, workers, fresh=fresh, say=screen.print)
     print_run_summary(plan, site, () if folder.has_begun else plan.reasons, screen)
     return plan
-
-
-def _run_training(
-    config: RunConfig, folder: RunFolder, workers: WorkerPool, plan: Plan, screen: Screen, *, is_replanned: bool
-) -> TrainOutcome:
-    point = folder.prepare_resume()
-    folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
-    if point:
-        for sentence in point.skipped:
-            screen.print(f"[yellow]passed over[/yellow] {sentence}", highlight=False)
-        screen.print(f"resume   from {point.path.name}")
-    done = point.manifest.step if point else 0
-    bar = Console(plan.steps, done, screen=screen)
-    compared = monitor_of(plan, done, bar.note)
-    session = Session(folder, bar, compared, plan.devices)
-    result, step = run_session(plan, folder, workers, done, point.path.name if point else None, session)
-    if step < plan.steps:
-        screen.print(f"stopped after step {step} of {plan.steps}, saved; the same command goes on from there")
-        return result.stopped_by
-    finish_run(config, folder, plan, done, screen, compared)
-    return "finished"

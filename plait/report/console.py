@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from math import isfinite
 
 from rich.console import Console as Screen
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from plait.report.metrics import EvalReport, StepReport
+from plait.report.plausibility import mfu_progress_text
 from plait.units import format_count, format_duration
 
 LINE_EVERY_S = 10.0
@@ -88,7 +90,7 @@ class Console:
             f"ETA {format_duration(round(left_s))}",
             f"{format_count(self._smooth.tokens_per_s)} tokens/s",
         ]
-        return facts if report.mfu is None else [*facts, f"MFU {report.mfu:.0%}"]
+        return facts if report.mfu is None else [*facts, mfu_progress_text(report.mfu)]
 
 
 def facts_width(columns: int) -> int:
@@ -111,18 +113,22 @@ class _Smooth:
     """Running means over about the last SMOOTHING_STEPS steps, right from the first step on."""
 
     def __init__(self) -> None:
-        self._weight = self._loss = self._step_s = self._tokens = 0.0
+        self._loss_weight = self._weight = self._loss = self._step_s = self._tokens = 0.0
 
     def add(self, report: StepReport) -> None:
         decay = 1 - 1 / SMOOTHING_STEPS
+        # A step without a finite loss is shown, and its neighbours are not lost with it.
+        loss_decay = decay if isfinite(self._loss) and isfinite(report.loss) else 0.0
+        earlier = self._loss if loss_decay else 0.0
+        self._loss_weight = self._loss_weight * loss_decay + 1
+        self._loss = earlier * loss_decay + report.loss
         self._weight = self._weight * decay + 1
-        self._loss = self._loss * decay + report.loss
         self._step_s = self._step_s * decay + report.step_s
         self._tokens = self._tokens * decay + report.tokens_per_s * report.step_s
 
     @property
     def loss(self) -> float:
-        return self._loss / self._weight
+        return self._loss / self._loss_weight
 
     @property
     def step_s(self) -> float:

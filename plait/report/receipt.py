@@ -1,4 +1,4 @@
-"""The receipt of a run: what it did, how well and how fast, as a value, a JSON file and a table for people."""
+"""The receipt of a run: what it did, how well and how fast, as a value and a JSON file."""
 
 from __future__ import annotations
 
@@ -11,22 +11,12 @@ from statistics import median
 from typing import Any, Literal
 
 from plait.errors import PlaitError
-from plait.layout import Layout
 from plait.report.atomic import replace_file
 from plait.report.metrics import StepReport
-from plait.units import counted, format_bytes, format_count, format_duration
 
 RECEIPT_WARM_UP_STEPS = 3
 DERIVED = ("step_error", "memory_error", "rss_error", "speedup_vs_one", "efficiency")
 """Keys that are written for people who read the file, and computed again when it is read."""
-ITEM_NAMES = {
-    "compute_s": "computing",
-    "waiting_s": "messages and other ranks",
-    "optimizer_s": "optimizer and the rest",
-    "data_s": "data",
-}
-WORTH_NAMING = 0.005
-"""Share of a step from which on an item is printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +75,11 @@ class Receipt:
         return _off(self.predicted_step_s, self.step_s_median)
 
     @property
+    def timed_error(self) -> float | None:
+        """Relative error of the step that was timed before the run."""
+        return _off(self.timed_step_s, self.step_s_median)
+
+    @property
     def speedup_vs_one(self) -> float | None:
         """How many times faster than one device alone would be."""
         if self.one_device_step_s is None or not self.step_s_median > 0:
@@ -112,12 +107,6 @@ class Receipt:
         for name in DERIVED:
             values[name] = _plain(getattr(self, name))
         replace_file(path, (json.dumps(values, indent=2, allow_nan=False) + "\n").encode())
-
-    def table(self) -> str:
-        """A few aligned lines for people."""
-        rows = [(name, text) for name, text in _rows(self) if text]
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,89 +161,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
-
-
-def _rows(receipt: Receipt) -> list[tuple[str, str]]:
-    degrees: Mapping[str, Any] = receipt.layout
-    layout, ranks = Layout(**degrees), receipt.world_size
-    speed = f"{format_count(receipt.tokens_per_s)} tokens/s, {format_duration(receipt.step_s_median)} a step (median)"
-    held_out = _text(receipt.eval_loss, "{:.4f} nats per token") + _text(
-        receipt.eval_nats_per_byte, ", {:.4f} per byte"
-    )
-    return [
-        ("trained", f"{receipt.steps} steps, {format_count(receipt.tokens)} tokens"),
-        ("on", f"{receipt.device}, {ranks} {'rank' if ranks == 1 else 'ranks'} ({layout})"),
-        ("training loss", f"{receipt.train_loss:.4f} nats per token in the last step"),
-        ("held-out loss", held_out),
-        ("speed", speed),
-        ("forecast", _forecast(receipt)),
-        ("where it went", _items(receipt)),
-        ("speed-up", _speedup(receipt)),
-        ("MFU", _text(receipt.mfu, "{:.1%}") + _text(receipt.mfu_causal, " ({:.1%} with causal attention)")),
-        ("peak of tensors", _peak(receipt.peak_tensor_bytes)),
-        ("peak of memory", _peak(receipt.peak_rss_bytes) + _rss_forecast(receipt)),
-        ("time", f"{format_duration(receipt.wall_s)}, {receipt.device_hours:.3g} device hours"),
-        ("costs", _costs(receipt)),
-        ("versions", ", ".join(f"{name} {version}" for name, version in receipt.versions.items())),
-    ]
-
-
-def _forecast(receipt: Receipt) -> str:
-    if receipt.predicted_step_s is None or receipt.step_error is None:
-        return ""
-    text = f"{format_duration(receipt.predicted_step_s)} a step, {_apart(receipt.step_error)}"
-    if receipt.untimed_step_s is not None:
-        text += f", timed before it began; the formulas said {format_duration(receipt.untimed_step_s)}"
-    if receipt.taught_by_runs:
-        text += f" (taught by {counted(receipt.taught_by_runs, 'run')})"
-    timed_error = _off(receipt.timed_step_s, receipt.step_s_median)
-    if timed_error and receipt.untimed_step_s is None:
-        text += f"; {format_duration(receipt.timed_step_s or 0.0)} as timed before it began, {_apart(timed_error)}"
-    if receipt.predicted_peak_bytes_per_device is None or receipt.memory_error is None:
-        return text
-    peak = format_bytes(receipt.predicted_peak_bytes_per_device)
-    return f"{text}; {peak} of tensors, {_apart(receipt.memory_error)}"
-
-
-def _items(receipt: Receipt) -> str:
-    """The items of a step, measured and predicted, in words."""
-    predicted, measured = receipt.predicted_items, receipt.measured_items
-    if predicted is None or measured is None:
-        return ""
-    named = [n for n in ITEM_NAMES if max(predicted[n], measured[n]) >= WORTH_NAMING * sum(measured.values())]
-    return ", ".join(
-        f"{ITEM_NAMES[n]} {format_duration(measured[n])} (forecast {format_duration(predicted[n])})" for n in named
-    )
-
-
-def _rss_forecast(receipt: Receipt) -> str:
-    if receipt.predicted_rss_bytes is None or receipt.rss_error is None:
-        return ""
-    return f"; forecast {format_bytes(receipt.predicted_rss_bytes)}, {_apart(receipt.rss_error)}"
-
-
-def _apart(error: float) -> str:
-    return f"{error:+.1%} off"
-
-
-def _speedup(receipt: Receipt) -> str:
-    if receipt.world_size == 1 or receipt.speedup_vs_one is None or receipt.efficiency is None:
-        return ""
-    source = {"measurement": " from its measured speed", "formulas": " from formulas", None: ""}
-    return (
-        f"{receipt.speedup_vs_one:.2f} times one device alone, as the plan expects that to be"
-        f"{source[receipt.one_device_from]}: {receipt.efficiency:.0%} of {receipt.world_size}"
-    )
-
-
-def _costs(receipt: Receipt) -> str:
-    parts = [_text(receipt.cost_usd, "${:.2f}"), _text(receipt.energy_wh, "{:.3g} Wh of the devices")]
-    return ", ".join(part for part in parts if part)
-
-
-def _text(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
-
-
-def _peak(per_device: Sequence[int]) -> str:
-    return f"{format_bytes(max(per_device))} on the fullest device" if per_device else ""

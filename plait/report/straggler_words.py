@@ -40,7 +40,8 @@ def begin_words(
     if kind == "device":
         words = (
             f"{who_words(ranks, hosts)} {'compute' if several else 'computes'} {factor:.1f} times slower than before "
-            f"step {since}: {_mend(shares, 'their shares' if several else 'its share')}; look for another program there"
+            f"step {since}: {_mend(shares, 'their shares' if several else 'its share')}; "
+            "check whether another program runs there"
         )
     elif kind == "data":
         words = (
@@ -50,13 +51,13 @@ def begin_words(
     else:
         words = (
             f"{link_words(ranks, hosts)} hold up every step by {factor - 1:.0%} since step {since}"
-            f"{'' if others else ', and nobody computes slower'}: balance cannot help{_link_mend(hosts, shares)}"
+            f"{'' if others else ', and no rank computes slower'}: balance cannot help{_link_mend(hosts, shares)}"
         )
     return _finding(kind, "begins", ranks, hosts, since=since, factor=factor, words=words)
 
 
 def _link_mend(hosts: Sequence[str], shares: Shares) -> str:
-    less, wider = "a layout that sends less would (a pipeline: see `plait plan`)", "a wider cable"
+    less, wider = "a layout that sends less would (a pipeline: see `plait plan`)", "a faster network link"
     piped = shares in ("recut", "uncut", "stages")
     if len(set(hosts)) == 1:
         return "" if piped else f"; {less}"
@@ -66,9 +67,9 @@ def _link_mend(hosts: Sequence[str], shares: Shares) -> str:
 def _mend(shares: Shares, share: str) -> str:
     match shares:
         case "balanced":
-            return f"{share} should fall when the shares are next looked at"
+            return f"{share} should fall at the next rebalancing"
         case "recut":
-            return "it should get fewer layers when the stages are next looked at"
+            return "it should get fewer layers at the next rebalancing"
         case "fixed":
             return f'{share} could fall with [balance] every = "50 steps"'
         case "uncut":
@@ -110,7 +111,7 @@ def link_words(ranks: Sequence[int], hosts: Sequence[str]) -> str:
         return "messages between ranks"
     names = list(dict.fromkeys(hosts[rank] for rank in ranks))
     if len(ranks) == 1:
-        link = "over the cable of" if len(set(hosts)) > 1 else "to and from"
+        link = "over the network link of" if len(set(hosts)) > 1 else "to and from"
         return f"messages {link} {who_words(ranks, hosts)}"
     if len(names) == 2:
         return f"messages between host {names[0]} and host {names[1]}"

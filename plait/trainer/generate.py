@@ -27,7 +27,7 @@ def generate(
     Temperature 0 takes the likeliest token each time; `top_p` keeps the likeliest tokens that together reach that
     probability (Holtzman et al. 2020). When the text outgrows the model's sequence length, its last half is read again
     as a new beginning, so the text may be of any length. Equal seeds give equal text on one machine. Raises PlaitError
-    for an empty prompt, a token outside the vocabulary, and settings out of range.
+    for an empty prompt, a token outside the vocabulary, settings out of range, and scores that are not finite.
     """
     _check(model, prompt_ids, temperature, top_p)
     return _generate(model, list(prompt_ids), tokens, _Chooser(temperature, top_p, seed), frozenset(stop))
@@ -53,7 +53,10 @@ def _read(model: GPT, ids: list[int], cache: Cache) -> Tensor:
     every device."""
     tokens_bt = torch.tensor([ids], device=model.head_weight().device)
     hidden_nd = model(tokens_bt, cache=cache)
-    return model.logits(hidden_nd[-1]).float().cpu()
+    logits_v = model.logits(hidden_nd[-1]).float().cpu()
+    if not bool(torch.isfinite(logits_v).all()):
+        raise PlaitError("the model's scores are not finite: its run diverged; train one with a lower optimizer.lr")
+    return logits_v
 
 
 def _empty_cache(model: GPT) -> Cache:

@@ -14,6 +14,7 @@ import torch
 
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.sinks import Sink
+from plait.trainer.divergence import DivergenceWatch
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
 from plait.units import Every
@@ -68,11 +69,13 @@ def run_loop(
     """Train from `state` to the last step, or until a stop is requested; saves a checkpoint at the end in both cases.
 
     Reports reach the sink before the checkpoint of their step is written, so that a resume finds every line it needs.
+    Weights without a finite loss are not saved; RunFailed is raised, on every rank at the same step, where the run has
+    diverged.
     """
     saved_step, saved_at = state.step, time.monotonic()
     pending: list[_Pending] = []
     began = time.perf_counter()
-    stop = False
+    stop, divergence = False, DivergenceWatch(state.step)
     while state.step < intervals.steps and not stop:
         lr = actions.learning_rate(state.step)
         state, scalars = actions.step(state)
@@ -85,13 +88,15 @@ def run_loop(
         fetch = any(_divides(every, state.step) for every in paces)
         if not (fetch or last or stop or save or evaluate):
             continue
-        state = _flush(pending, state, began, actions, sink)
+        state = _flush(pending, state, began, actions, sink, divergence)
+        divergence.end_if_diverged(run_ends=stop or last)
         for sentence in actions.rebalance_if_due(state):
             sink.note(sentence)
         if evaluate and (report := actions.evaluate(state)):
             sink.evaluation(report)
-        if save or stop or last:
+        if (save or stop or last) and divergence.loss_is_finite:
             actions.save(state)
+            divergence.saved(state.step)
             saved_step, saved_at = state.step, time.monotonic()
         began = time.perf_counter()
     return state, "stopped" if state.step < intervals.steps else "done"
@@ -107,7 +112,14 @@ def _save_due(every: Every, steps: int, seconds: float) -> bool:
     return (steps if every.unit == "steps" else seconds) >= every.value
 
 
-def _flush(pending: list[_Pending], state: TrainState, began: float, actions: LoopActions, sink: Sink) -> TrainState:
+def _flush(
+    pending: list[_Pending],
+    state: TrainState,
+    began: float,
+    actions: LoopActions,
+    sink: Sink,
+    divergence: DivergenceWatch,
+) -> TrainState:
     """Fetch the scalars of all pending steps in one copy and report each step; returns the state with its tokens
     counted."""
     rows = torch.stack([torch.cat([p.scalars.totals, p.scalars.norm.double().reshape(1)]) for p in pending]).tolist()
@@ -115,18 +127,18 @@ def _flush(pending: list[_Pending], state: TrainState, began: float, actions: Lo
     tokens = state.tokens
     for one, (loss_sum, counted, norm) in zip(pending, rows, strict=True):
         tokens += int(counted)
-        sink.step(
-            StepReport(
-                step=one.state.step,
-                tokens=tokens,
-                loss=loss_sum / max(counted, 1),
-                grad_norm=norm,
-                lr=one.lr,
-                step_s=step_s,
-                tokens_per_s=counted / step_s,
-                mfu=actions.mfu(counted / step_s),
-                data_wait_s=one.data_wait_s,
-            )
+        report = StepReport(
+            step=one.state.step,
+            tokens=tokens,
+            loss=loss_sum / max(counted, 1),
+            grad_norm=norm,
+            lr=one.lr,
+            step_s=step_s,
+            tokens_per_s=counted / step_s,
+            mfu=actions.mfu(counted / step_s),
+            data_wait_s=one.data_wait_s,
         )
+        sink.step(report)
+        divergence.add(report)
     pending.clear()
     return replace(state, tokens=tokens)

@@ -36,7 +36,8 @@ def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums, *, se
     disk.
 
     A rank whose `folder` is not on rank 0's host passes `send`; its staged files are deleted at the end. Raises
-    RunFailed on every rank when one of them could not write; earlier checkpoints stay.
+    RunFailed on every rank when one of them could not write or holds a value that is not finite; earlier checkpoints
+    stay.
     """
     staging, final = staging_for(folder, state.step), checkpoint_for(folder, state.step)
     clears = send is not None or world.index == 0
@@ -144,6 +145,11 @@ def _own_part(assembly: Assembly, state: TrainState, world: Sums) -> dict[str, l
         slices["tokens"] = [whole_slice(torch.tensor([state.tokens]))]
         slices["adam_step"] = [whole_slice(moments["step"].reshape(1))]
     for key, box, numbers in owned_state(assembly):
+        if not bool(torch.isfinite(numbers).all()):
+            raise RunFailed(
+                f"{key} is not finite after step {state.step}, which is therefore not saved: the run diverged, most "
+                "likely by a learning rate that is too high; choose a lower optimizer.lr and another run.name"
+            )
         slices.setdefault(key, []).append(TensorSlice(tensor=numbers, shape=box.shape, offset=box.offset))
     return slices
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from plait.checkpoint.durable import earlier_checkpoints
 from plait.checkpoint.manifest import check_model, manifest_text, tensor_names
 from plait.checkpoint.store import (
     FoundCheckpoint,
@@ -47,6 +48,8 @@ def test_a_checkpoint_holds_only_manifest_and_rank_files_that_safetensors_reads(
 
 
 def test_equal_runs_have_equal_bytes_wherever_they_ran(tmp_path, save):
+    for run in ("a", "another"):  # a run's folder is not made by those who save into it
+        (tmp_path / run).mkdir()
     one, other = save(tmp_path / "a" / "checkpoints", 3), save(tmp_path / "another" / "place", 3)
     assert all((one / name).read_bytes() == (other / name).read_bytes() for name in FILES)
 
@@ -144,11 +147,18 @@ def test_a_whole_checkpoint_under_a_wrong_name_is_not_taken(folder, save):
 def test_no_checkpoint_is_none_but_no_whole_checkpoint_is_an_error(folder, save):
     assert newest_good(folder) is None
     assert newest_good(folder / "not-there") is None
-    for step in (1, 2):
-        (save(folder, step) / FILES[1]).unlink()
+    (save(folder, 1) / FILES[1]).unlink()
+    with pytest.raises(PlaitError, match=r"the only checkpoint in .* is not whole \(.* is missing\); bring one back"):
+        newest_good(folder)
+    (save(folder, 2) / FILES[1]).unlink()
     with pytest.raises(PlaitError, match=r"none of the 2 checkpoints .* is whole .*rank-00000.safetensors") as caught:
         newest_good(folder)
     assert caught.value.exit_code == 2
+
+
+def test_a_failed_save_speaks_of_earlier_checkpoints_only_where_there_are_some(folder, save):
+    texts = [earlier_checkpoints(folder), save(folder, 1) and earlier_checkpoints(folder)]
+    assert texts == ["earlier checkpoints, if there are any, are whole", "earlier checkpoints are whole"]
 
 
 def test_the_newest_step_is_found_by_number_not_by_spelling(folder, save):

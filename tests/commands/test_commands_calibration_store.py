@@ -231,7 +231,7 @@ def test_a_quiet_run_teaches_the_next_plan_and_its_receipt_compares_item_by_item
     assert receipt.measured_items["waiting_s"] == pytest.approx(0.4)
     assert receipt.predicted_items == SAID.measurable_items()
     assert receipt.one_device_from == "formulas" and receipt.taught_by_runs == 0
-    assert "where it went" in told and "computing 1.1 s (forecast 1 s)" in told
+    assert "step time" in told and "computing 1.1 s (forecast 1 s)" in told
 
 
 def test_a_receipt_holds_the_timed_step_against_the_run_and_tells_what_formulas_said(here: Path) -> None:
@@ -239,14 +239,17 @@ def test_a_receipt_holds_the_timed_step_against_the_run_and_tells_what_formulas_
     assert plan.forecast is not None
     forecast = updated_forecast(plan.forecast, plan.forecast.calibration, 1.25)
     told = finished(here, None, [report(step, 1.0) for step in range(1, 30)], forecast=forecast, step_s=1.25)
-    assert "as timed before it began" not in told, "said already"
+    assert "than timed" not in told, "said already"
     formulas = format_duration(plan.forecast.step_s)
-    assert f"1.25 s a step, +25.0% off, timed before it began; the formulas said {formulas};" in told
+    assert (
+        f"1.25 s a step (timed before the run, formulas said {formulas}): the run was 20.0% faster than forecast"
+        in told
+    )
     receipt = read_receipt(here / "run" / "receipt.json")
     assert receipt.predicted_step_s == pytest.approx(1.25) and receipt.step_error == pytest.approx(0.25)
     assert receipt.untimed_step_s == pytest.approx(plan.forecast.step_s)
     told = finished(here, None, [report(step, 1.0) for step in range(1, 30)], step_s=1.25)
-    assert "; 1.25 s as timed before it began, +25.0% off" in told, "a probe's forecast stands beside it"
+    assert "; timed before the run 1.25 s: 20.0% faster than timed" in told, "a probe's forecast stands beside it"
     assert read_receipt(here / "run" / "receipt.json").untimed_step_s is None
 
 
@@ -265,7 +268,7 @@ def test_a_disturbed_or_a_short_run_teaches_nothing_and_says_why(here: Path) -> 
     reports = [report(step, 1.3 if step % 3 else 2.6) for step in range(1, 40)]
     for one in reports:
         watch.add_step_report(one)
-    assert "the next plan here learns nothing from this run: its steps differed by" in finished(here, watch, reports)
+    assert "later forecasts here stay as they were: its steps differed by" in finished(here, watch, reports)
     crowded = watched([], crowd=1.9)
     even = [report(step, 1.3) for step in range(1, 40)]
     for one in even:

@@ -8,12 +8,12 @@ import signal as signals
 import pytest
 
 from plait import cli
-from plait.errors import Interrupted
+from plait.errors import Interrupted, StopSignal
 
 
-@pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_a_signal_is_no_bug(
-    signal: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    signal: StopSignal, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stopped(*_: object, **__: object) -> None:
         raise Interrupted(signal)
@@ -22,26 +22,32 @@ def test_a_signal_is_no_bug(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == code
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == f"plait: stopped by {signal}\n"
 
 
-def test_sigterm_in_the_midst_of_a_command_closes_what_is_open_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signals.SIGTERM, signals.SIGINT, signals.SIGHUP])
+def test_a_signal_in_the_midst_of_a_command_closes_what_is_open_and_goes(
+    monkeypatch: pytest.MonkeyPatch, number: signals.Signals
+) -> None:
+    """Also where it arrives twice, as from `timeout`, which signals its command and then their group."""
     closed: list[str] = []
 
     def stopped(*_: object, **__: object) -> None:
         try:
-            os.kill(os.getpid(), signals.SIGTERM)
+            os.kill(os.getpid(), number)
         except Exception:  # as libraries take what they do not know
             pytest.fail("a signal is no error of a library's")
         finally:
+            os.kill(os.getpid(), number)
             closed.append("the run's folder")
 
     monkeypatch.setattr(cli, "app", stopped)
-    before = signals.signal(signals.SIGTERM, signals.SIG_DFL)
+    usual = signals.default_int_handler if number == signals.SIGINT else signals.SIG_DFL
+    before = signals.signal(number, usual)
     try:
         with pytest.raises(SystemExit) as ended:
             cli.main()
-        assert ended.value.code == 143 and closed == ["the run's folder"]
-        assert signals.getsignal(signals.SIGTERM) is signals.SIG_DFL
+        assert ended.value.code == 128 + number and closed == ["the run's folder"]
+        assert signals.getsignal(number) is usual
     finally:
-        signals.signal(signals.SIGTERM, before)
+        signals.signal(number, before)

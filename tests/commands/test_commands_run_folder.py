@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -18,7 +19,7 @@ from plait.commands.planning.run_folder import (
     lock_run_folder,
     run_folder,
 )
-from plait.errors import PlaitError
+from plait.errors import PlaitError, RunFailed
 from plait.layout import Layout
 from plait.planner.derive.intervals import balance_every_steps, with_new_intervals
 from plait.planner.plan import Plan
@@ -93,6 +94,26 @@ def test_a_disk_that_says_no_is_told_in_a_sentence_and_our_bugs_are_not(made) ->
     Path("runs/y").write_text("a file where the folder should be")
     with pytest.raises(PlaitError, match=r"cannot be written"), lock_run_folder(run_folder("y")):
         pass
+
+
+@pytest.mark.parametrize("then", ["moved", "deleted", "replaced"])
+@pytest.mark.parametrize("failure", [None, FileNotFoundError(errno.ENOENT, "gone"), RunFailed("could not save")])
+def test_a_folder_that_goes_while_it_is_held_is_told_and_not_made_anew(
+    made, then: str, failure: Exception | None
+) -> None:
+    folder = run_folder("x")
+    with pytest.raises(RunFailed, match='"runs/x" was moved or deleted while'), lock_run_folder(folder) as require_here:
+        require_here()
+        Path("runs/x").rename("moved")
+        if then == "deleted":
+            shutil.rmtree("moved")
+        if then == "replaced":
+            Path("runs/x").mkdir()
+            Path("runs/x/.lock").write_text("another's")
+        if failure:
+            raise failure
+        require_here()
+    assert Path("runs/x/.lock").exists() == (then == "replaced")
 
 
 def test_a_plan_that_the_disk_does_not_take_is_refused_before_anything_begins(made, tmp_path: Path) -> None:

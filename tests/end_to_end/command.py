@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 import uuid
@@ -87,17 +89,20 @@ class Place:
         (folder / "play.txt").write_text(some_text(400))
         (folder / "tiny.toml").write_text(recipe)
 
-    def start(self, *arguments: str, module: Sequence[str] = ("-m", "plait"), **more: Any) -> subprocess.Popen[str]:
-        """Start `plait` in a process group of its own."""
+    def start(
+        self, *arguments: str, module: Sequence[str] = ("-m", "plait"), terminal: int | None = None, **more: Any
+    ) -> subprocess.Popen[str]:
+        """Start `plait` in a session of its own, which `terminal`, an open one, controls if it is given."""
         return subprocess.Popen(
             [sys.executable, *module, *arguments],
             cwd=self.folder,
             env={**os.environ, **CALM, MARK: self._mark, "PYTHONPATH": str(Path(__file__).parents[2])},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL if terminal is None else terminal,
+            stdout=subprocess.PIPE if terminal is None else terminal,
+            stderr=subprocess.PIPE if terminal is None else terminal,
             text=True,
             start_new_session=True,
+            **({} if terminal is None else {"preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}),
             **more,
         )
 

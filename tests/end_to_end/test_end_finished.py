@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 
 import plait
-from tests.end_to_end.command import STEPS, Place
+from plait.checkpoint.manifest import tensor_names
+from plait.checkpoint.store import publish, staging_for, verify_checkpoint
+from plait.checkpoint.transfer import read_tensor, whole_slice, write_rank
+from tests.end_to_end.command import STEPS, Place, some_text
 
 RECEIPT = {
     "steps", "tokens", "world_size", "layout", "train_loss", "eval_loss", "eval_nats_per_byte", "step_s_median",
@@ -74,6 +78,11 @@ def test_the_folder_has_the_promised_files(place: Place, name: str, folder: Path
     assert files == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
 
 
+def test_nobody_else_can_read_the_run_or_its_data(place: Place, name: str, folder: Path) -> None:
+    private = [place.folder / "runs", folder, place.folder / ".plait"]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in private] == [0o700] * 3
+
+
 def test_nothing_in_the_manifest_tells_of_clock_host_path_or_name(place: Place, name: str, folder: Path) -> None:
     text = place.manifest(name).decode()
     assert (
@@ -97,6 +106,18 @@ def test_a_finished_run_asked_again_prints_its_receipt_and_writes_nothing(place:
     assert again.code == 0 and not again.err
     assert "is finished" in again.out and f"{STEPS} steps" in again.out and "nats per token" in again.out
     assert state() == before
+
+
+def test_a_finished_run_is_refused_other_text(place: Place, name: str) -> None:
+    (place.folder / "other.txt").write_text(some_text(300, seed=2))
+    other, missing = (place.train(name, f"data.files={file}") for file in ("other.txt", "missing.txt"))
+    assert (other.code, missing.code) == (2, 2), (other, missing)
+    assert other.sentence().startswith("the text (or its tokenizer) is not what this run was begun with; bring it back")
+    assert "no file matches " in missing.sentence() and "missing.txt" in missing.err
+    moved = place.folder / "moved.txt"
+    moved.write_bytes((place.folder / "play.txt").read_bytes())
+    again = place.train(name, f"data.files={moved}")
+    assert again.code == 0 and "is finished" in again.out
 
 
 def test_from_python_it_is_the_same(name: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -151,3 +172,19 @@ def test_eval_of_a_file_that_is_not_there(place: Place, name: str) -> None:
     run = place.run("eval", name, "--files", "nothing.txt")
     assert run.code == 2
     assert 'no file matches "nothing.txt"' in run.sentence()
+
+
+def test_weights_that_are_not_finite_are_said_to_be_so(place: Place, name: str) -> None:
+    """A checkpoint of a release that still saved them."""
+    folder = place.copy_run(name, "not-finite")
+    path = folder / "checkpoints" / f"step-{STEPS}"
+    manifest = verify_checkpoint(path)
+    tensors = {key: read_tensor(path, manifest, key) for key in tensor_names(manifest)}
+    next(tensor for key, tensor in tensors.items() if key.startswith("model/")).fill_(float("nan"))
+    staging = staging_for(folder / "checkpoints", STEPS)
+    write_rank(staging, 0, {key: [whole_slice(tensor)] for key, tensor in tensors.items()})
+    publish(staging, path, step=STEPS, cursor=manifest.cursor, model=dict(manifest.model), world_size=1)
+    evaluated, sampled = place.run("eval", "not-finite"), place.run("sample", "not-finite", "--tokens", "3")
+    assert (evaluated.code, sampled.code) == (2, 2)
+    assert f"step-{STEPS} gives a loss of nan: its run diverged" in evaluated.sentence()
+    assert "scores are not finite: its run diverged" in sampled.sentence()

@@ -44,6 +44,21 @@ def asked(overrides: tuple[str, ...]) -> list[str]:
     return named if any("replicate" in text for text in overrides) else ["layout.replicate=1", *named]
 
 
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [("replicate 2", ("replicate=2",)), *(pytest.param(*case.values, marks=pytest.mark.slow) for case in BOTH)],
+)
+def test_a_diverged_run_ends_with_a_sentence_on_every_rank(
+    place: Place, layout: str, overrides: tuple[str, ...]
+) -> None:
+    name = "diverged-" + "".join(letter if letter.isalnum() else "-" for letter in layout.replace("×", "x"))
+    run = place.train(name, "optimizer.lr=1e10", "--no-check", *asked(overrides))
+    assert run.code == 1 and "warning: optimizer.lr = 1e+10 is " in run.out
+    assert "no finite loss and gradient since step 2 (loss nan), so it was ended after step 11" in run.sentence()
+    assert place.checkpoints(name) == [] and place.lines(name)[-1]["step"] == 11
+    place.assert_nobody_left()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "overrides"), BOTH)
 def test_kill_9_and_go_on_bit_for_bit(place: Place, layout: str, overrides: tuple[str, ...]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -90,7 +92,8 @@ def test_a_dead_worker_and_signals_stop_cleanly_and_the_run_goes_on(
 
     process = place.start_training(name)
     wait_while_running(lambda: newest(place, name) >= 35, process)
-    process.terminate()
+    process.terminate()  # as `timeout` does: its command, and then their group
+    kill_group(process, signal.SIGTERM)
     step = assert_stopped(place, name, process, 143)
 
     damaged = place.path(name) / "checkpoints" / f"step-{step}" / "rank-00001.safetensors"
@@ -100,6 +103,41 @@ def test_a_dead_worker_and_signals_stop_cleanly_and_the_run_goes_on(
     last = place.train(name, f"data.files={moved}")
     assert last.code == 0 and not last.err
     assert "passed over" in last.out and f"step-{step}/rank-00001.safetensors is damaged" in last.out
+    assert_same_end(place, name, whole)
+
+
+def test_a_terminal_that_is_closed_stops_and_saves(place: Place) -> None:
+    name, terminal = "hung-up", pty.openpty()
+    process = place.start("train", "tiny.toml", f"run.name={name}", terminal=terminal[1])
+    os.close(terminal[1])
+    os.set_blocking(terminal[0], False)
+
+    def saved_once() -> bool:
+        with suppress(BlockingIOError):  # read, or the command waits until somebody does
+            os.read(terminal[0], 1 << 16)
+        return bool(place.checkpoints(name))
+
+    wait_while_running(saved_once, process)
+    os.close(terminal[0])
+    assert ended(process).code == 129
+    step = newest(place, name)
+    assert step < STEPS and place.lines(name)[-1]["step"] == step
+    place.assert_nobody_left()
+
+
+def test_a_run_whose_folder_is_moved_ends_and_goes_on_when_it_is_back(
+    place: Place, reference: Callable[[int], str]
+) -> None:
+    whole, name = reference(2), "moved"
+    process = place.start_training(name)
+    wait_while_running(lambda: newest(place, name) >= 10, process)
+    place.path(name).rename(place.path("elsewhere"))
+    run = ended(process)
+    assert run.code == 1 and run.sentence().startswith(f'"runs/{name}" was moved or deleted while its run worked')
+    assert not place.path(name).exists()
+    place.assert_nobody_left()
+    place.path("elsewhere").rename(place.path(name))
+    assert place.train(name).code == 0
     assert_same_end(place, name, whole)
 
 

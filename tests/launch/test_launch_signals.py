@@ -5,13 +5,15 @@ from __future__ import annotations
 import select
 import signal
 import threading
+from collections.abc import Sequence
 
 import pytest
 
-from plait.launch.local.signals import collected_signals
+from plait.errors import StopSignal
+from plait.launch.local.signals import REPEAT_S, StopRequests, collected_signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_another_thread_gets_wakes_who_waits(number: signal.Signals) -> None:
     """So it is with the second of two in a row, while the main thread still has the first at hand."""
     done = threading.Event()
@@ -29,3 +31,26 @@ def test_a_signal_that_another_thread_gets_wakes_who_waits(number: signal.Signal
         done.set()
         other.join()
     assert signal.getsignal(number) is before and signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize(
+    ("signals", "new"),
+    [
+        ([("SIGTERM", 0.0), ("SIGTERM", 0.0)], [True, False]),
+        ([("SIGINT", 0.0), ("SIGINT", 0.9 * REPEAT_S)], [True, False]),
+        ([("SIGINT", 0.0), ("SIGINT", 1.1 * REPEAT_S)], [True, True]),
+        ([("SIGINT", 0.0), ("SIGTERM", 0.0)], [True, True]),
+        ([("SIGHUP", 0.0), ("SIGTERM", 0.5 * REPEAT_S)], [True, False]),
+        ([("SIGHUP", 0.0), ("SIGTERM", 1.1 * REPEAT_S)], [True, True]),
+        ([("SIGINT", 0.0), ("SIGHUP", 30.0), ("SIGHUP", 60.0)], [True, False, False]),
+    ],
+)
+def test_what_repeats_a_request_to_stop_is_none_of_its_own(
+    signals: Sequence[tuple[StopSignal, float]], new: Sequence[bool]
+) -> None:
+    now = 0.0
+    requests = StopRequests(clock=lambda: 1000.0 + now)
+    found = []
+    for name, now in signals:  # noqa: B007 the clock reads it
+        found.append(requests.is_new(name))
+    assert found == new

@@ -37,15 +37,17 @@ def _send_self(*numbers: signal.Signals) -> Callable[[Record], None]:
     return send
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_lets_the_ranks_save_and_return(number: signal.Signals):
-    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    record = Record(3, _send_self(number))
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_lets_the_ranks_save_and_return(number: signal.Signals, times: int):
+    """Also where it comes twice in a row, as from `timeout`, which signals its command and then their group."""
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    record = Record(3, _send_self(*[number] * times))
     result = run_job(job("wait_for_stop", 3), ENTRIES, on_message=record)
     assert result.stopped_by == number.name
     assert record.values("saved") == {rank: {"rank": rank} for rank in range(3)}
     assert running(record.all_pids) == []
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
 
 
 def test_the_second_signal_kills_at_once():
@@ -146,7 +148,7 @@ def test_kill_9_of_the_supervisor_leaves_no_process(alone: Callable[[str, int], 
     wait_until(lambda: not running(supervisor.pids), within_s=2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_whole_group_still_saves(alone: Callable[[str, int], _Alone], number: signal.Signals):
     """As Ctrl-C in a terminal does, and some schedulers."""
     supervisor = alone("wait_for_stop", 3)

@@ -289,6 +289,11 @@ def test_a_budget_may_grow(tmp_path: Path) -> None:
     for smaller in ("99 steps", "1000 tokens"):
         with pytest.raises(PlaitError, match=r"train.budget = .* is less than the 100 steps .* may only grow"):
             with_raised_budget(config(smaller), plan)
+    longer = with_raised_budget(config("2000 steps"), plan)
+    with pytest.raises(PlaitError, match=r"= 1,999 steps is less than the 2,000 steps that this run has"):
+        with_raised_budget(config("1999 steps"), longer)
+    with pytest.raises(PlaitError, match=r"= 1,000 tokens \(9 steps\) is less than the 100 steps that"):
+        with_raised_budget(config("1000 tokens"), plan)
     with pytest.raises(PlaitError, match=r"this run counts in steps; raise train.budget in steps too"):
         with_raised_budget(config("10 minutes"), plan)
 
@@ -298,7 +303,7 @@ def test_a_time_budget_grows_by_its_own_measure(tmp_path: Path) -> None:
     plan = planned(short, PLAYS, LAPTOP)
     long = recipe(tmp_path, "train.budget=20 minutes", *TINY)
     assert with_raised_budget(long, plan).steps == pytest.approx(2 * plan.steps, abs=1)
-    with pytest.raises(PlaitError, match="may only grow"):
+    with pytest.raises(PlaitError, match=r"= 10 min is less than the 20 min that this run has; .* may only grow"):
         with_raised_budget(short, with_raised_budget(long, plan))
 
 
@@ -368,3 +373,11 @@ def test_named_degrees_run_as_they_are_priced_and_as_plait_plan_answers(named: t
     assert plan.layout == layout_of_candidate(found.candidates, found.chosen, cut)
     if plan.layout.pipeline == 1:
         assert plan.layout.shard_what == "parameters", "whole parameters and gradients of 13B do not fit"
+
+
+@pytest.mark.parametrize(("lr", "warned"), [("auto", False), ("0.01", False), ("0.5", True), ("1e10", True)])
+def test_a_learning_rate_far_above_the_published_rules_is_warned_of(tmp_path: Path, lr: str, warned: bool) -> None:
+    reasons = planned(recipe(tmp_path, *STEPS, *TINY, f"optimizer.lr={lr}"), PLAYS, LAPTOP).reasons
+    found = [reason for reason in reasons if reason.startswith("warning: optimizer.lr = ")]
+    assert len(found) == warned
+    assert all("times what published rules give" in reason and "probably diverge" in reason for reason in found)

@@ -120,3 +120,21 @@ def test_facts_are_dropped_from_the_end():
         "step 1/2 · loss 3",
         "step 1/2 · loss 3 · ETA 1 s",
     ]
+
+
+def test_a_step_without_a_finite_loss_is_shown_and_does_not_hide_the_next_ones():
+    out, clock = io.StringIO(), Clock()
+    console = Console(4, screen=Screen(file=out, width=40), clock=clock)
+    for step, loss in enumerate([2.0, float("nan"), 3.0, 3.0], start=1):
+        clock.now_s += 60
+        console.step(report(step, loss=loss))
+    console.close()
+    assert re.findall(r"loss (\S+)", out.getvalue()) == ["2.000", "nan", "3.000", "3.000"]
+
+
+def test_a_step_above_the_peak_says_so_beside_its_figure():
+    out = io.StringIO()
+    console = Console(2, screen=Screen(file=out, width=40), clock=Clock())
+    console.step(report(1, mfu=1.13))
+    console.step(report(2, mfu=1.0))
+    assert "MFU 113% (more than the peak)\n" in out.getvalue() and out.getvalue().endswith("MFU 100%\n")

@@ -13,6 +13,7 @@ from plait.errors import PlaitError, RunFailed
 from plait.layout import Layout
 from plait.report.metrics import StepReport
 from plait.report.receipt import Receipt, Speed, median_speed, read_receipt
+from plait.report.receipt_table import receipt_table
 
 RECEIPT = Receipt(
     steps=600,
@@ -62,7 +63,7 @@ def test_what_is_not_known_is_null(tmp_path):
     back = read_receipt(path)
     assert back.eval_loss is None and back.mfu is None and math.isnan(back.train_loss)
     assert json.loads(path.read_text())["train_loss"] is None
-    assert json.loads(path.read_text())["step_error"] is None and "forecast" not in back.table()
+    assert json.loads(path.read_text())["step_error"] is None and "forecast" not in receipt_table(back)
 
 
 def test_a_missing_or_broken_receipt_is_a_sentence(tmp_path):
@@ -84,23 +85,28 @@ def test_a_full_disk_leaves_the_old_receipt(tmp_path):
 
 
 def test_the_table_reads_like_this():
-    assert RECEIPT.table().splitlines() == [
+    assert receipt_table(RECEIPT).splitlines() == [
         "trained          600 steps, 2.46M tokens",
         "on               Xeon, 2 cores, 2 ranks (replicate 2)",
         "training loss    3.2110 nats per token in the last step",
         "held-out loss    3.9000 nats per token, 1.5123 per byte",
         "speed            9.93K tokens/s, 0.412 s a step (median)",
-        "forecast         0.4 s a step, -3.0% off; 153 MiB of tensors, +1.7% off",
-        "speed-up         1.60 times one device alone, as the plan expects that to be: 80% of 2",
+        "forecast         0.4 s a step: the run was 3.1% slower than forecast; 153 MiB of tensors: 1.7% less than "
+        "forecast",
+        "speed-up         1.60 times one device alone (estimated): 80% of 2 workers",
         "MFU              60.1% (58.1% with causal attention)",
         "peak of tensors  150 MiB on the fullest device",
         "peak of memory   614 MiB on the fullest device",
         "time             4 min 11 s, 0.14 device hours",
-        "costs            $0.42",
+        "cost             $0.42",
         "versions         plait 0.1.0, torch 2.13.0",
     ]
     short = replace(RECEIPT, eval_loss=None, eval_nats_per_byte=None, mfu=None, mfu_causal=None, world_size=1)
-    assert "held-out" not in short.table() and "MFU" not in short.table() and "1 rank (" in short.table()
+    assert (
+        "held-out" not in receipt_table(short)
+        and "MFU" not in receipt_table(short)
+        and "1 rank (" in receipt_table(short)
+    )
 
 
 def test_the_median_leaves_out_the_first_steps_of_each_start():
@@ -114,3 +120,28 @@ def test_the_median_leaves_out_the_first_steps_of_each_start():
 def test_a_run_of_warm_up_steps_only_still_has_a_speed():
     assert median_speed([report(1, 2.0), report(2, 4.0)]).step_s_median == 3.0
     assert math.isnan(median_speed([]).step_s_median)
+
+
+def test_a_difference_from_the_forecast_says_which_way_it_goes():
+    table = receipt_table(
+        replace(RECEIPT, predicted_step_s=0.4125, timed_step_s=0.3, predicted_rss_bytes=590_000_000.0)
+    )
+    assert "0.412 s a step: the run was as forecast; timed before the run 0.3 s: 37.5% slower than timed" in table
+    assert "614 MiB on the fullest device; forecast 563 MiB: 9.2% more than forecast" in table
+    taught = receipt_table(replace(RECEIPT, predicted_step_s=0.55, untimed_step_s=0.2, taught_by_runs=1))
+    assert (
+        "0.55 s a step (timed before the run, formulas said 0.2 s; corrected by 1 earlier run): the run was" in taught
+    )
+    assert "the run was 25.0% faster than forecast" in taught
+
+
+@pytest.mark.parametrize(("mfu", "doubted"), [(0.98, False), (1.0, False), (1.039, True)])
+def test_more_than_the_peak_is_said_to_be_impossible(mfu: float, doubted: bool):
+    table = receipt_table(replace(RECEIPT, mfu=mfu))
+    assert ("not possible: the peak is too low, probably measured while other programs ran" in table) == doubted
+
+
+@pytest.mark.parametrize(("one_device_step_s", "doubted"), [(0.8, False), (0.828, False), (1.23, True)])
+def test_more_speed_up_than_workers_is_doubted(one_device_step_s: float, doubted: bool):
+    table = receipt_table(replace(RECEIPT, one_device_step_s=one_device_step_s))
+    assert ("% of 2 workers; hardly possible with 2: one device alone is probably faster" in table) == doubted

@@ -244,8 +244,8 @@ def linked(world: World, trouble: Trouble, links_s: list[float]) -> list[Straggl
 @pytest.mark.parametrize(
     ("links_s", "ranks", "host", "words"),
     [
-        ([0.001, 0.009, 0.008, 0.001], (1,), "b", "messages over the cable of rank 1 (host b)"),
-        ([0.009, 0.001, 0.001, 0.008], (3,), "d", "messages over the cable of rank 3 (host d)"),
+        ([0.001, 0.009, 0.008, 0.001], (1,), "b", "messages over the network link of rank 1 (host b)"),
+        ([0.009, 0.001, 0.001, 0.008], (3,), "d", "messages over the network link of rank 3 (host d)"),
         ([0.001, 0.001, 0.009, 0.001], (1, 2), None, "messages between host b and host c"),
         ([0.001, 0.001, 0.001, 0.001], (), None, "messages between ranks"),
         ([0.009, 0.001, 0.008, 0.001], (), None, "messages between ranks"),
@@ -264,7 +264,7 @@ def test_timed_messages_name_the_link(links_s, ranks, host, words):
         # Within a host messages are ten times as fast: that says nothing of any cable.
         (("a", "b", "b", "b"), [0.02, 0.01, 0.001, 0.001], (0, 3), "messages between host a and host b"),
         (("a", "b", "b", "c"), [0.01, 0.01, 0.001, 0.03], (2, 3), "messages between host b and host c"),
-        (("a", "b", "b", "c"), [0.09, 0.01, 0.001, 0.09], (3,), "messages over the cable of rank 3 (host c)"),
+        (("a", "b", "b", "c"), [0.09, 0.01, 0.001, 0.09], (3,), "messages over the network link of rank 3 (host c)"),
     ],
 )
 def test_links_between_hosts_are_not_compared_with_those_inside(hosts, links_s, ranks, words):
@@ -292,7 +292,7 @@ def test_the_sentences():
         return [finding.sentence for _, finding in found]
 
     assert sentences("device") == [
-        DEVICE + '"50 steps"; look for another program there',
+        DEVICE + '"50 steps"; check whether another program runs there',
         "rank 1 (host b) computes as fast as before step 80 again (step 168)",
     ]
     assert sentences("data") == [
@@ -301,8 +301,8 @@ def test_the_sentences():
         "rank 1 (host b) gets its data as fast as before step 80 again (step 168)",
     ]
     assert sentences("link") == [
-        "messages between host a and host b hold up every step by 160% since step 80, and nobody computes slower: "
-        "balance cannot help; a layout that sends less would (a pipeline: see `plait plan`), or a wider cable",
+        "messages between host a and host b hold up every step by 160% since step 80, and no rank computes slower: "
+        "balance cannot help; a layout that sends less would (a pipeline: see `plait plan`), or a faster network link",
         "messages between host a and host b are as fast as before step 80 again (step 168)",
     ]
 
@@ -322,8 +322,8 @@ def test_a_share_of_one_sequence_cannot_fall_and_a_pipeline_is_not_advised_to_be
     assert "cannot fall below one sequence" in begin("device", shares="least").sentence
     for piped in ("recut", "uncut", "stages"):
         told = begin("link", shares=piped, others=True).sentence
-        assert told.endswith("since step 80: balance cannot help; a wider cable would")
-    assert "it should get fewer layers when the stages are next looked at" in begin("device", shares="recut").sentence
+        assert told.endswith("since step 80: balance cannot help; a faster network link would")
+    assert "it should get fewer layers at the next rebalancing" in begin("device", shares="recut").sentence
     assert 'fewer layers with [balance] every = "50 steps"' in begin("device", shares="uncut").sentence
     trouble = Trouble(kind="device", ranks=(1,), first=80, end=160, factor=2.6)
     watch, made, found = Watch(TWO, shares="balanced"), course(QUIET, trouble), []
@@ -393,5 +393,7 @@ def test_a_series_forgets_an_episode():
 def test_ranks_of_one_machine_are_told_nothing_of_cables():
     begin = partial(begin_words, "link", since=80, factor=1.5, shares="fixed")
     here, there = begin([2], ("here",) * 4).sentence, begin([2], FOUR).sentence
-    assert here.startswith("messages to and from rank 2 hold up") and "cable" not in here
-    assert there.startswith("messages over the cable of rank 2 (host c) hold up") and there.endswith("or a wider cable")
+    assert here.startswith("messages to and from rank 2 hold up") and "network" not in here
+    assert there.startswith("messages over the network link of rank 2 (host c) hold up") and there.endswith(
+        "or a faster network link"
+    )

@@ -106,6 +106,8 @@ def restore_and_save(context: RankContext, argument: str) -> None:
             torch.rand(3)  # as a step with dropout would draw
             state = replace(state, tokens=state.tokens + int(scalars.totals[1]))
         Path(asked["new"]).mkdir(exist_ok=True)
+        if asked.get("poisoned") == context.rank:
+            next(unit for unit in assembly.model.units if unit.owned).parameter.data.view(-1)[0] = float("inf")
         save(assembly, state, Path(asked["new"]), world)
 
 

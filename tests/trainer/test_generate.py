@@ -117,3 +117,12 @@ def test_a_model_that_has_sampled_can_still_be_trained() -> None:
 def test_wrong_settings_are_refused_before_the_first_token(prompt: list[int], settings: dict, words: str) -> None:
     with pytest.raises(PlaitError, match=words):
         generate(build(ROPE), prompt, tokens=3, **settings)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_without_finite_scores_says_so(temperature: float) -> None:
+    model = build(ROPE)
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    with pytest.raises(PlaitError, match="scores are not finite: its run diverged"):
+        list(generate(model, PROMPT, tokens=3, temperature=temperature))

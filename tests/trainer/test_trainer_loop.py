@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf, nan
 
 import pytest
 import torch
 
+from plait.errors import RunFailed
 from plait.report.metrics import EvalReport, StepReport
 from plait.trainer.loop import LoopActions, LoopIntervals, run_loop
 from plait.trainer.state import TrainState
@@ -24,6 +27,8 @@ class Diary:
     stop_at: int = NEVER
     peer_stops_at: int = NEVER
     changes_at: int = NEVER
+    loses: Mapping[int, float] = field(default_factory=dict)
+    """Steps whose loss is another one."""
     entries: list[str] = field(default_factory=list)
     reports: list[StepReport] = field(default_factory=list)
     now: int = 0
@@ -43,7 +48,8 @@ class Diary:
 
     def take_step(self, state: TrainState) -> tuple[TrainState, Scalars]:
         self.now = state.step + 1
-        scalars = Scalars(totals=torch.tensor([100.0 * self.now, 100.0]), norm=torch.tensor(2.0 * self.now))
+        loss = self.loses.get(self.now, float(self.now))
+        scalars = Scalars(totals=torch.tensor([100.0 * loss, 100.0]), norm=torch.tensor(2.0 * self.now))
         return replace(state, step=self.now, position=state.position + 4), scalars
 
     def evaluate(self, state: TrainState) -> EvalReport | None:
@@ -133,3 +139,51 @@ def test_the_load_is_looked_at_after_each_fetch_which_balance_asks_for_as_well(a
     diary = Diary(changes_at=4)
     run(diary, replace(PACE, report_every_steps=100, **{asked: 4}))
     assert diary.entries[:6] == ["step 1", "step 2", "step 3", "step 4", "from step 5 on", "step 5"]
+
+
+def bad_from(first: int, last: int = 99, loss: float = nan) -> dict[int, float]:
+    return dict.fromkeys(range(first, last + 1), loss)
+
+
+@pytest.mark.parametrize("report_every", [1, 4])
+@pytest.mark.parametrize("loss", [nan, inf])
+def test_ten_steps_without_a_finite_loss_end_the_run_and_leave_the_last_good_checkpoint(
+    report_every: int, loss: float
+) -> None:
+    diary = Diary(loses=bad_from(15, loss=loss))
+    pace = replace(PACE, steps=60, report_every_steps=report_every, checkpoint_every=Every(4, "steps"))
+    with pytest.raises(RunFailed, match=rf"since step 15 \(loss {loss}\), so it was ended after step 24; .* step-12;"):
+        run(diary, pace)
+    assert [entry for entry in diary.entries if entry.startswith("save")][-1] == "save 12 after 1200 tokens"
+    assert diary.reports[-1].step == 24  # its line is there to look at
+
+
+def test_a_single_bad_step_is_left_behind_and_its_checkpoint_comes_a_step_later() -> None:
+    diary = Diary(loses=bad_from(4, 4) | bad_from(6, 7))
+    assert run(diary, replace(PACE, checkpoint_every=Every(4, "steps")))[1] == "done"
+    assert [entry.split()[1] for entry in diary.entries if entry.startswith("save")] == ["5", "9", "10"]
+
+
+@pytest.mark.parametrize("diary", [Diary(loses=bad_from(10)), Diary(loses=bad_from(3), stop_at=5)])
+def test_a_run_does_not_end_well_without_a_finite_loss(diary: Diary) -> None:
+    with pytest.raises(RunFailed, match=r"there is no checkpoint yet; choose a lower optimizer\.lr"):
+        run(diary, PACE)
+    assert not any(entry.startswith("save") for entry in diary.entries)
+
+
+def test_a_checkpoint_that_leads_to_bad_steps_is_not_called_good() -> None:
+    diary = Diary(loses=bad_from(5))
+    with pytest.raises(RunFailed, match="the newest checkpoint, step-4, already leads to it"):
+        run(diary, replace(PACE, steps=60, checkpoint_every=Every(4, "steps")))
+
+
+def test_gradients_that_are_never_finite_end_a_run_that_no_longer_learns() -> None:
+    diary = Diary()
+    actions = diary.actions()
+
+    def take_step(state: TrainState) -> tuple[TrainState, Scalars]:
+        after, scalars = diary.take_step(state)
+        return after, replace(scalars, norm=torch.tensor(nan))
+
+    with pytest.raises(RunFailed, match=r"since step 1 \(gradient norm nan\), so it was ended after step 10"):
+        run_loop(TrainState(), replace(PACE, steps=60), replace(actions, step=take_step), diary)

@@ -66,7 +66,18 @@ def test_whichever_rank_cannot_write_its_reason_is_told(run_ranks, folder: Path,
     staging.mkdir()
     (staging / f"rank-{rank:05d}.safetensors").symlink_to("/dev/full")
     asked = {"folder": str(folder), "old": None, "new": str(tmp_path), "steps": 1}
-    with pytest.raises(RunFailed, match=r"could not save the checkpoint \(No space left on device.*earlier .* whole"):
+    with pytest.raises(
+        RunFailed,
+        match=r"could not save the checkpoint \(No space left on device.*earlier checkpoints, if .* whole",
+    ):
+        run_ranks("restore_and_save", json.dumps(asked), 2)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_weights_that_are_not_finite_are_not_saved(run_ranks, folder: Path, tmp_path: Path, rank: int) -> None:
+    asked = {"folder": str(folder), "old": None, "new": str(tmp_path), "steps": 1, "poisoned": rank}
+    with pytest.raises(RunFailed, match=r"model/.* is not finite after step 1, .* not saved: the run diverged"):
         run_ranks("restore_and_save", json.dumps(asked), 2)
     assert not list(tmp_path.iterdir())
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from plait.checkpoint.arrival import part_files, refuse_part
+from plait.checkpoint.durable import earlier_checkpoints
 from plait.commands.hosts.file_transfer import fetch_file
 from plait.commands.hosts.replies import Peer
 from plait.commands.hosts.requests import STAGING_NAME
@@ -55,21 +56,21 @@ class CheckpointCollector:
         """Copy a rank's files into the staging folder, its index last; on failure leave a note there for rank 0."""
         peer = self._peer_of(rank)
         try:
-            staging.mkdir(parents=True, exist_ok=True)
+            staging.mkdir(exist_ok=True)
             for name in part_files(rank):
                 place = {"name": name, "staging": staging.name}
                 fetch_file(peer, place, staging / name, is_cancelled=self._cancelled.is_set)
         except (OSError, PlaitError) as error:
             with contextlib.suppress(OSError):  # then rank 0 finds by itself that nothing comes
-                refuse_part(staging, rank, _refusal_text(peer, error))
+                refuse_part(staging, rank, _refusal_text(peer, error, staging.parent))
 
 
-def _refusal_text(peer: Peer, error: OSError | PlaitError) -> str:
+def _refusal_text(peer: Peer, error: OSError | PlaitError, folder: Path) -> str:
     if isinstance(error, PlaitError):
         why, mend = str(error).partition(";")[0], "mend that"
     else:
         why, mend = f"{error.strerror}: {error.filename}", "free some space or mend its rights"
     return (
         f"could not save the checkpoint: the part from {peer.name} did not arrive ({why}); "
-        f"earlier checkpoints are whole: {mend} and give the same command again"
+        f"{earlier_checkpoints(folder)}: {mend} and give the same command again"
     )

@@ -19,6 +19,7 @@ from plait.commands.planning.run_folder import RunFolder
 from plait.commands.preparing.corpus import CACHE_FOLDER
 from plait.data.shards import open_corpus
 from plait.planner.plan_file import plan_text, read_plan
+from plait.private_folder import make_private_folder
 from plait.units import format_bytes
 
 _T = TypeVar("_T")
@@ -89,8 +90,8 @@ class FileStager:
             member.ask("release", {})
 
     def _find_shared_hosts(self) -> dict[int, bool]:
-        """Whether each host works in the same folder as this one: it does if it finds a file just written here."""
-        CACHE_FOLDER.mkdir(exist_ok=True)
+        """Which hosts work in the folder that this one works in: they see what was just written, at the same place."""
+        make_private_folder(CACHE_FOLDER)
         with ExitStack() as stack:
             nonces = [
                 {"folder": str(folder), "name": name, "content": content}

@@ -14,6 +14,7 @@ from plait.commands.hosts.file_names import TRANSFER_BLOCK_BYTES, check_file_nam
 from plait.commands.hosts.replies import OfferReply, Peer, ReadReply, parse_reply
 from plait.data.index import file_sha256
 from plait.errors import PlaitError
+from plait.private_folder import make_private_folder
 from plait.units import format_bytes
 
 
@@ -188,7 +189,7 @@ def _blocks(path: Path, nbytes: int) -> Iterator[tuple[int, bytes]]:
 
 def _check_free_space(folder: Path, nbytes: int) -> None:
     with convert_disk_errors(folder / partial_name("room")):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         free = _free_bytes(folder)
     if free < nbytes:
         raise PlaitError(

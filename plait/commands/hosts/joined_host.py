@@ -31,6 +31,7 @@ from plait.launch.remote.link import Handler, Reply
 from plait.launch.remote.wire import Frame
 from plait.launch.values.job import Job
 from plait.planner.plan_file import read_plan
+from plait.private_folder import make_private_folder
 from plait.report.atomic import replace_file
 
 _LEADER_ASKS_ODDLY = "the host that leads asks for it; install the same commit of plait on both"
@@ -141,7 +142,7 @@ class JoinedHostFiles:
         if request.kind == "job":
             cache = self._working_folder / ".plait"
             with convert_disk_errors(cache / "joined"):
-                cache.mkdir(exist_ok=True)
+                make_private_folder(cache)
                 self._remove_job_folder()
                 self._folder = Path(tempfile.mkdtemp(prefix="plait-joined-", dir=cache))
         else:
@@ -168,7 +169,7 @@ class JoinedHostFiles:
             return
         cache = self._working_folder / ".plait"
         with convert_disk_errors(cache / "joined"):
-            cache.mkdir(exist_ok=True)
+            make_private_folder(cache)
             lock = self._locks.enter_context((cache / "joined.lock").open("w"))
         hold_lock(
             lock, f"another host that joined a run works in {self._working_folder}, too; join from another folder"

@@ -26,6 +26,7 @@ from plait.planner.plan import Forecast, Plan
 from plait.recipe.schema import RunConfig
 from plait.report.metrics import StepReport, read_metrics
 from plait.report.receipt import RECEIPT_WARM_UP_STEPS, Receipt, median_speed, read_receipt
+from plait.report.receipt_table import receipt_table
 from plait.units import counted, format_duration
 
 BUDGET_TOLERANCE_FACTOR = 1.15
@@ -48,7 +49,7 @@ def finish_run(
         monitor.finish()
     receipt = _make_receipt(folder, plan, steps_done, monitor)
     receipt.write(folder.receipt)
-    screen.print(receipt.table(), highlight=False)
+    screen.print(receipt_table(receipt), highlight=False)
     budget, wall_s = budget_of(config), receipt.wall_s
     if budget.unit == "seconds" and not 1 / BUDGET_TOLERANCE_FACTOR <= wall_s / budget.value <= BUDGET_TOLERANCE_FACTOR:
         screen.print(
@@ -146,7 +147,7 @@ def _record_observation(monitor: ForecastMonitor) -> str:
     predicted, came = monitor.predicted, monitor.observed
     why = monitor.why_not_to_learn()
     if came is None or why:
-        return f"the next plan here learns nothing from this run: {why}"
+        return f"later forecasts here stay as they were: {why}"
     today = datetime.now(UTC).date().isoformat()
     said = without_calibration(predicted.items, predicted.calibration)
     computed_s = came.step_s - came.data_s
@@ -154,11 +155,11 @@ def _record_observation(monitor: ForecastMonitor) -> str:
         observation_of_items(said, came.items, today) if came.items else observation_of_step(said, computed_s, today)
     )
     if observation is None:
-        return "the next plan here learns nothing from this run: computing and waiting could not be measured separately"
+        return "later forecasts here stay as they were: computing and waiting could not be measured separately"
     try:
         add_observation(predicted.calibration.ground, observation)
     except RunFailed as error:  # the run itself is finished and safe
-        return f"what this run teaches was not kept: {error}"
+        return f"the times of this run are not used for later forecasts: {error}"
     return observation_text(observation, predicted.basis)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +18,22 @@ from plait.report.metrics import EvalReport, StepReport
 
 
 class Session:
-    """Takes the messages of one start of the workers; `step` is the last one that was saved."""
+    """Takes the messages of one start of the workers; `saved_step` is the last one that was saved.
 
-    def __init__(self, folder: RunFolder, console: Console, monitor: ForecastMonitor | None, devices: int) -> None:
+    `require_present` raises RunFailed where the run's folder is no longer there, which ends the workers.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        console: Console,
+        monitor: ForecastMonitor | None,
+        devices: int,
+        *,
+        require_present: Callable[[], None],
+    ) -> None:
         self.saved_step = 0
+        self._require_present = require_present
         self._folder, self._console, self._monitor, self._devices = folder, console, monitor, devices
         self._totals_updated_at = time.monotonic()
 
@@ -30,6 +42,7 @@ class Session:
         if self._monitor:
             pass_to_monitor(self._monitor, message.kind, values)
         if message.kind == "step":
+            self._require_present()
             self._console.step(StepReport(**_parse_floats(values)))
         elif message.kind == "evaluation":
             self._console.evaluation(EvalReport(**_parse_floats(values)))
@@ -47,7 +60,8 @@ class Session:
         self.update_totals()
 
     def update_totals(self, **peaks: Sequence[int]) -> None:
-        """Add the time since the last call to the saved totals, and replace the memory peaks that are passed."""
+        """Add the time since the last count, and memory peaks where they are news."""
+        self._require_present()
         now, so_far = time.monotonic(), self._folder.totals
         took_s = now - self._totals_updated_at
         times = {"wall_s": so_far.wall_s + took_s, "device_s": so_far.device_s + took_s * self._devices}

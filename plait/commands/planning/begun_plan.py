@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.commands.planning.make_plan import Log, MachineSurvey, replan
-from plait.commands.planning.workers import (
-    HostWorkers,
-)
+from plait.commands.planning.workers import HostWorkers
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.planner.derive.intervals import with_new_intervals, with_raised_budget
@@ -21,10 +19,7 @@ def resumed_plan(
 ) -> Plan:
     """The plan with which a begun run continues: its own, with a raised budget or another layout where that was
     requested or is necessary."""
-    if corpus.content_hash != plan.corpus_hash:
-        raise PlaitError(
-            "the text (or its tokenizer) is not what this run was begun with; bring it back, or choose another run.name"
-        )
+    refuse_other_text(corpus, plan)
     plan = replace(plan, corpus=str(corpus.folder))
     before = plan.budget
     if budget_of(config) != before:
@@ -38,6 +33,14 @@ def resumed_plan(
         plan = replan(config, plan, corpus, survey, workers)
         log(f"plan     a new one for the remaining steps ({why}); {plan.steps} steps in all, as before")
     return with_new_intervals(config, plan)
+
+
+def refuse_other_text(corpus: Corpus, plan: Plan) -> None:
+    """Raise PlaitError where the text, or its tokenizer, is not that of the run's plan; `data.files` may have moved."""
+    if corpus.content_hash != plan.corpus_hash:
+        raise PlaitError(
+            "the text (or its tokenizer) is not what this run was begun with; bring it back, or choose another run.name"
+        )
 
 
 def _has_other_workers(plan: Plan, workers: HostWorkers) -> bool:

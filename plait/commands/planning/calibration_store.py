@@ -15,6 +15,7 @@ from typing import Any
 from plait.cluster.topology import Machine, usable_cores
 from plait.commands.preparing.corpus import CACHE_FOLDER
 from plait.planner.calibration.factors import Calibration, ForecastBasis, Observation, calibration_from
+from plait.private_folder import make_private_folder
 from plait.report.atomic import replace_file
 
 OBSERVATIONS_FORMAT = 1
@@ -44,7 +45,7 @@ def add_observation(key: str, observation: Observation) -> None:
     """Add a run's observation; raises RunFailed where the disk refuses it."""
     kept = [*read_observations(key), observation][-OBSERVATIONS_KEPT_ON_DISK:]
     path = _observations_path(key)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(path.parent)
     values = {"format": OBSERVATIONS_FORMAT, "lessons": [asdict(one) for one in kept]}
     replace_file(path, (json.dumps(values, indent=1) + "\n").encode())
 

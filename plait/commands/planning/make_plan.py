@@ -23,6 +23,7 @@ from plait.planner.plan_file import read_plan, write_plan
 from plait.planner.resolve.forecast_update import updated_forecast
 from plait.planner.resolve.resolve import draft, settle, with_layout
 from plait.planner.resolve.worker_layouts import WorkerLayout, best_layouts, choose
+from plait.private_folder import make_private_folder
 from plait.recipe.load import flat_values, recipe_text
 from plait.recipe.schema import RunConfig
 
@@ -145,7 +146,7 @@ def _plan_path(key: str) -> Path:
 
 
 def _store_plan(plan: Plan, key: str) -> Plan:
-    _plan_path(key).parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(_plan_path(key).parent)
     write_plan(plan, _plan_path(key))
     return plan
 

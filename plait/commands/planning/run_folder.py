@@ -6,17 +6,18 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from plait.checkpoint.store import FoundCheckpoint, clean_staging, newest_good
-from plait.errors import PlaitError
+from plait.errors import PlaitError, RunFailed
 from plait.planner.plan import Plan, same_hosts, without_marks
 from plait.planner.plan_file import plan_text, read_plan
 from plait.planner.rebalancing.stage_repartition import stage_costs_of
+from plait.private_folder import make_private_folder
 from plait.recipe.load import flat_values, load_recipe, recipe_text
 from plait.recipe.schema import RunConfig
 from plait.report.atomic import replace_file, replace_files
@@ -157,14 +158,15 @@ def find_run(name_or_path: str) -> RunFolder:
 
 
 @contextmanager
-def lock_run_folder(folder: RunFolder) -> Iterator[None]:
-    """Lock the run's folder for this process; raises PlaitError when another one trains in it or on a disk error.
+def lock_run_folder(folder: RunFolder) -> Iterator[Callable[[], None]]:
+    """Hold the run's folder for this process; raises PlaitError when another one trains in it, or the disk says no.
 
-    The end of the block deletes the folder of a run that did not begin.
+    Yields a function that raises RunFailed if the folder was moved, deleted or replaced since; so does the block where
+    it fails for that reason. Of a run that did not begin nothing is left.
     """
     path = folder.path / ".lock"
     try:
-        folder.path.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder.path)
         lock = path.open("w")
     except OSError as error:
         raise PlaitError(f'"{folder.path}" cannot be written ({error.strerror}); choose another place') from None
@@ -175,23 +177,33 @@ def lock_run_folder(folder: RunFolder) -> Iterator[None]:
             raise PlaitError(taken)  # its holder took the file away after we had opened it
         for left in folder.path.glob(".*.new"):  # by a plait that was killed
             left.unlink(missing_ok=True)
+
+        def require_present() -> None:
+            if not _is_same_file(path, lock):
+                raise RunFailed(
+                    f'"{folder.path}" was moved or deleted while its run worked, which was therefore ended; move it '
+                    "back to go on from its newest checkpoint, or give the same command again to begin anew"
+                )
+
         try:
-            yield
-        except OSError as error:
-            if error.errno not in _DISK_ERRNOS:
+            yield require_present
+        except (OSError, PlaitError) as error:
+            require_present()
+            if isinstance(error, PlaitError) or error.errno not in _DISK_ERRNOS:
                 raise
             raise PlaitError(
                 f"{error.filename or folder.path}: {error.strerror}; "
                 "free some space or mend its rights, then give the same command again"
             ) from error
         finally:
-            _remove_if_only_lock(folder.path)
+            if _is_same_file(path, lock):
+                _remove_if_only_lock(folder.path)
 
 
 def _is_same_file(path: Path, file: TextIO) -> bool:
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

@@ -35,6 +35,7 @@ from plait.commands.planning.workers import PROBE_ENTRY, WorkerPool
 from plait.commands.preparing.corpus import CACHE_FOLDER
 from plait.errors import PlaitError
 from plait.launch.values.job import Job
+from plait.private_folder import make_private_folder
 
 RECHECK_AFTER_S = 900.0
 """Measurements that were made or confirmed within this time are used without another check."""
@@ -66,7 +67,7 @@ def measure_or_load(
         entry=PROBE_ENTRY, argument=request.to_json(), world_size=probe_workers.workers, threads=probe_workers.threads
     )
     measured, kept = measurements_from(ask_rank_0(pool, job, "probed"), request, key), _measurements_path(key)
-    kept.parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(kept.parent)
     kept.write_text(measurements_json(measured), encoding="utf-8")
     return measured
 

@@ -22,6 +22,7 @@ from plait.launch.values.job import Job
 from plait.layout import Layout
 from plait.planner.plan import Plan
 from plait.planner.plan_file import write_plan
+from plait.private_folder import make_private_folder
 from plait.proof.verdict import FLOAT32_TOLERANCES, FLOAT64_TOLERANCES, Tolerances, Verdict, compare_runs
 from plait.recipe.load import recipe_text
 from plait.recipe.schema import RunConfig
@@ -80,7 +81,7 @@ def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen:
             f"{verdict.worst[0].error:.0e}; this is a bug in plait or in this machine, so please report it, and choose "
             "another layout (--no-check trains all the same)"
         )
-    kept.parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(kept.parent)
     kept.write_text(verdict.to_json())
     error = verdict.largest("gradient", "sums")
     screen.print(f"checked  the layout's gradients against one plain process: equal to {error:.0e}", highlight=False)
@@ -105,7 +106,7 @@ def summation_order_noise(config: RunConfig, plan: Plan, workers: WorkerPool) ->
 def _temporary_folder(workers: WorkerPool) -> Iterator[Path]:
     """A temporary folder for one proof; under torchrun below the current one, which other hosts may share."""
     if workers.fixed_workers is not None:
-        CACHE_FOLDER.mkdir(exist_ok=True)
+        make_private_folder(CACHE_FOLDER)
     with TemporaryDirectory(
         prefix="plait-verify-", dir=CACHE_FOLDER.resolve() if workers.fixed_workers else None
     ) as name:

@@ -19,6 +19,7 @@ from plait.data.preparation.tokens import Tokenizer, load_tokenizer
 from plait.data.shards import SHARD_TOKENS, open_corpus
 from plait.data.sources import OpenSource, Source, open_source
 from plait.errors import PlaitError
+from plait.private_folder import make_private_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ def prepare_corpus(
     home = cache / "data"
     try:
         sources = tuple(open_source(source) for source in request.sources)
-        home.mkdir(parents=True, exist_ok=True)
+        make_private_folder(home)
         files = list(dict.fromkeys(chain.from_iterable(source.files for source in sources)))
         stamps = {path: file_stamp(path) for path in files}
         hashes = hash_files(files, home / "hashes.json", lambda path: on_progress(0, 0, f"looking at {path.name}"))

@@ -160,7 +160,7 @@ def _ready_to_fork() -> None:
 def _wake_on_child_end() -> tuple[socket.socket, socket.socket]:
     """A socket that becomes readable when a child ends, and the one that Python's signal handler writes to.
 
-    SIGINT and SIGTERM arrive blocked and stay so.
+    SIGINT, SIGTERM and SIGHUP arrive blocked and stay so.
     """
     readable, writable = socket.socketpair()
     readable.setblocking(False)

@@ -19,6 +19,7 @@ from plait.errors import RunFailed
 from plait.launch.local.channel import send_line
 from plait.launch.local.guard import die_with_parent
 from plait.launch.local.heap import keep_freed_memory
+from plait.launch.local.signals import STOP_SIGNALS
 from plait.launch.values.entries import Entry
 from plait.launch.values.failure import RESUME_ADVICE, RankRaised, describe_exception
 from plait.launch.values.job import Job, RankContext
@@ -72,14 +73,15 @@ def live_as_rank(job: Job, place: RankPlacement, inherited: Iterable[socket.sock
 
 
 def _take_signals(stop: StopFlag) -> None:
-    """Ctrl-C reaches every process of the terminal's group, but only the supervisor reacts to it."""
-    # The fork server's, an inherited socket. From Python 3.12 on asyncio, which torch imports, has reset it.
+    """Ctrl-C and the end of the terminal reach every process of its group, but only the supervisor reacts to them."""
+    # The fork server's, which is among the strangers. From Python 3.12 on asyncio, which torch imports, has reset it.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     stop.listen(signal.SIGTERM)
     # Blocked since before the fork server's exec: none is lost between the fork and this line.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _redirect(job: Job, rank: int) -> TextIO:

@@ -76,7 +76,8 @@ class ForkServer:
     ) -> JobResult:
         """Start the job's ranks, pass their messages to `on_message`, and block until all have ended.
 
-        The first SIGINT or SIGTERM makes the ranks save and return within `grace_s`; the second kills them. Raises
+        The first SIGINT, SIGTERM or SIGHUP makes the ranks save and return within `grace_s`; a second SIGINT or SIGTERM
+        kills them, unless it repeats the first within a second. Raises
         RunFailed when a rank dies, is not running after `start_s`, or is killed here; raises the PlaitError that a rank
         raised. If `on_message` raises, the ranks are killed.
         """

@@ -18,6 +18,7 @@ from plait.errors import RunFailed
 from plait.launch.local.channel import LineReader, send_line
 from plait.launch.local.guard import require_linux
 from plait.launch.local.rank import thread_environment
+from plait.launch.local.signals import STOP_SIGNALS
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.failure import RESUME_ADVICE, signal_name
 
@@ -95,7 +96,7 @@ def _environment(threads: int) -> dict[str, str]:
 @contextlib.contextmanager
 def _stop_signals_blocked() -> Iterator[None]:
     """A child inherits the mask: until the ranks' own handlers stand, no signal can end or reach it halfway."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

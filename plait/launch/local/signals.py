@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as something that a select loop can wait for."""
+"""Ctrl-C, SIGTERM and SIGHUP: as something that a select loop can wait for, and as the exception Interrupted."""
 
 from __future__ import annotations
 
@@ -6,33 +6,60 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Literal
 
-StopSignal = Literal["SIGINT", "SIGTERM"]
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from plait.errors import Interrupted, StopSignal
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REPEAT_S = 1.0
+"""A signal that comes again within this time is the same stop: `timeout`, shells and schedulers signal a process and
+then its whole group."""
+_NAMES: dict[int, StopSignal] = {signal.SIGINT: "SIGINT", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+
+
+class StopRequests:
+    """Tells a request to stop from the repetition of an earlier one.
+
+    Nobody asks to be stopped at once by SIGHUP: it says that the terminal has gone, also while a run is saving, and a
+    session that ends sends SIGTERM right before or after it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: StopSignal | None = None
+        self._last_at_s = 0.0
+
+    def is_new(self, name: StopSignal) -> bool:
+        """Take note of a signal; whether it is a request of its own."""
+        now, last = self._clock(), self._last
+        recent = now - self._last_at_s < REPEAT_S
+        if last is not None and (name == "SIGHUP" or (recent and last in (name, "SIGHUP"))):
+            return False
+        self._last, self._last_at_s = name, now
+        return True
 
 
 class SignalMailbox:
-    """Signals in the order of arrival; `wire` is readable while there are any."""
+    """Requests to stop in the order of arrival; `wire` is readable while there may be any."""
 
-    def __init__(self, wire: socket.socket) -> None:
+    def __init__(self, wire: socket.socket, clock: Callable[[], float] = time.monotonic) -> None:
         self.wire = wire
+        self._requests = StopRequests(clock)
 
     def read(self) -> list[StopSignal]:
-        """The signals that have arrived since the last call; never blocks."""
+        """The requests that have arrived since the last call, without repetitions; never blocks."""
         try:
             numbers = self.wire.recv(64)
         except BlockingIOError:
             return []
-        names: dict[int, StopSignal] = {signal.SIGINT: "SIGINT", signal.SIGTERM: "SIGTERM"}
-        return [names[number] for number in numbers if number in names]
+        return [_NAMES[number] for number in numbers if number in _NAMES and self._requests.is_new(_NAMES[number])]
 
 
 @contextlib.contextmanager
-def collected_signals() -> Iterator[SignalMailbox]:
-    """Collect SIGINT and SIGTERM within the block and restore their handlers after it.
+def collected_signals(clock: Callable[[], float] = time.monotonic) -> Iterator[SignalMailbox]:
+    """Collect the stop signals within the block and restore their handlers after it.
 
     Off the main thread no handler can be installed, and the mailbox stays empty. A signal that the process was started
     to ignore, as under nohup, stays ignored. The handler posts a signal in whichever thread the kernel delivers it:
@@ -42,7 +69,29 @@ def collected_signals() -> Iterator[SignalMailbox]:
     readable.setblocking(False)
     writable.setblocking(False)
     with readable, writable, _posted(writable.fileno()):
-        yield SignalMailbox(readable)
+        yield SignalMailbox(readable, clock)
+
+
+@contextlib.contextmanager
+def interrupting_signals() -> Iterator[None]:
+    """Within the block a stop signal raises Interrupted, so that what is open is closed and other hosts are notified.
+
+    Handlers that are not the usual ones stay: a caller has its own way with them, or wants the signal ignored.
+    """
+    requests = StopRequests()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if requests.is_new(_NAMES[number]):
+            raise Interrupted(_NAMES[number])
+
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    heeded = [each for each in STOP_SIGNALS if on_main_thread and signal.getsignal(each) in usual]
+    before = {number: signal.signal(number, interrupt) for number in heeded}
+    try:
+        yield
+    finally:
+        _restore(before)
 
 
 @contextlib.contextmanager
@@ -50,16 +99,20 @@ def _posted(descriptor: int) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heeded = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    heeded = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     # At no moment does a signal find the handler that does nothing without the descriptor that tells of it.
     outer = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
     before = {number: signal.signal(number, _nothing_more) for number in heeded}
     try:
         yield
     finally:
-        for number, previous in before.items():
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        _restore(before)
         signal.set_wakeup_fd(outer)
+
+
+def _restore(before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None]) -> None:
+    for number, previous in before.items():
+        signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
 
 def _nothing_more(number: int, frame: FrameType | None) -> None:

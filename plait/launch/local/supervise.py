@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from plait.errors import PlaitError, RunFailed
+from plait.errors import PlaitError, RunFailed, StopSignal
 from plait.launch.local.failure_causes import FailureCauses
-from plait.launch.local.signals import SignalMailbox, StopSignal
+from plait.launch.local.signals import SignalMailbox
 from plait.launch.local.site import KillOrder, RankEvent, WorkerHost
 from plait.launch.values.failure import RESUME_ADVICE, Failure, HostLost, RankDied, rank_raised_from
 from plait.launch.values.job import Message, StoppedBy

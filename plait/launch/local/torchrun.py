@@ -12,6 +12,7 @@ from plait.errors import PlaitError
 from plait.launch.local.guard import die_with_parent
 from plait.launch.local.heap import keep_freed_memory
 from plait.launch.local.rank import StopFlag
+from plait.launch.local.signals import STOP_SIGNALS
 from plait.launch.values.job import Message, RankContext
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -21,15 +22,16 @@ def torchrun_context(on_message: Callable[[Message], None] | None = None) -> Ran
     """This process's RankContext under torchrun, or None when torchrun did not start it; main thread only.
 
     Rank 0's messages go to `on_message`; those of other ranks are dropped, as there is no supervisor of ours. From here
-    on SIGINT and SIGTERM, which torchrun passes on, only set the flag behind `stop_requested`, and the process dies
-    with torchrun, which otherwise leaves its workers running when it is killed.
+    on SIGINT, SIGTERM and SIGHUP only set the flag behind `stop_requested` (but for those that this process was
+    started to ignore), and the process dies with torchrun, which otherwise leaves its workers running when it is
+    killed.
     """
     if any(name not in os.environ for name in _NAMES):
         return None
     rank, world_size, local_rank = _number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK")
     local_world_size = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else world_size
     stop = StopFlag()
-    stop.listen(signal.SIGINT, signal.SIGTERM)
+    stop.listen(*[number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN])
     if sys.platform == "linux":
         die_with_parent(os.getppid())
         keep_freed_memory()

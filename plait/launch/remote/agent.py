@@ -72,9 +72,9 @@ def serve(
     """Take part in host 0's run until it ends; returns how its last job was stopped; main thread only.
 
     Ranks run nothing but `entries`, and no job for which `check_job` raises PlaitError. `handlers` answer host 0's
-    requests, one after another in a thread of their own, also while ranks run. The first Ctrl-C or SIGTERM while ranks
-    run makes host 0 stop them all; any other one leaves. Raises PlaitError when host 0 does not admit this host;
-    RunFailed when the run failed, host 0 is lost, or this host leaves. No rank outlives it.
+    requests, one after another in a thread of their own, also while ranks run. The first stop signal while ranks run
+    makes host 0 stop them all; any other one leaves. Raises PlaitError when host 0 does not admit this host; RunFailed
+    when the run failed, host 0 is lost, or this host leaves. No rank outlives it.
     """
     with collected_signals() as signals, ForkServer(entries) as server:
         wire.send("hello", host_info)

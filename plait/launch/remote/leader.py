@@ -102,7 +102,7 @@ class Hosts:
         self._opened().close(_GIVEN_UP_SENTENCE)
         failed = None if isinstance(error, Interrupted) else error
         if isinstance(error, Interrupted):
-            self._stopped_by = "SIGINT" if str(error) == "SIGINT" else "SIGTERM"
+            self._stopped_by = error.signal
         last = {"stopped_by": self._stopped_by} if failed is None else {"failed": _as_sentence(failed)}
         for arrival in self._admitted:
             arrival.link.part("end", last)

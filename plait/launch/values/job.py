@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from plait.errors import StopSignal
+
 RANKS_AT_MOST = 250
 """One message carries every rank's channel to the fork server, and Linux passes at most 253 descriptors in one."""
 
@@ -15,7 +17,7 @@ _ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 THREADS_AT_MOST = 1 << 16
 """More than any machine has processors."""
 
-StoppedBy = Literal["finished", "SIGINT", "SIGTERM"]
+StoppedBy = Literal["finished"] | StopSignal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,17 +10,24 @@ from plait.planner.plan import OptimizerPlan
 from plait.recipe.schema import RunConfig
 from plait.units import format_count
 
+MOST_TIMES_PUBLISHED_LR = 10
+"""A requested learning rate this many times above the published rules is warned of: runs end well at several times."""
+
 
 def optimizer_plan(config: RunConfig, flops: float, batch_tokens: int, why: list[str]) -> OptimizerPlan:
     """AdamW's numbers for a run of so many training FLOPs, its warm-up still open."""
     requested = config.optimizer
+    usual = scaling_rules.usual_batch_tokens(flops)
+    published = scaling_rules.lr_for_batch(scaling_rules.peak_lr(flops), batch=batch_tokens, usual_batch=usual)
     lr = requested.lr
     if lr == "auto":
-        usual = scaling_rules.usual_batch_tokens(flops)
-        lr = float(
-            f"{scaling_rules.lr_for_batch(scaling_rules.peak_lr(flops), batch=batch_tokens, usual_batch=usual):.3g}"
-        )
+        lr = float(f"{published:.3g}")
         why.append(f"peak learning rate {lr:g}: for {flops:.1e} FLOPs and this batch (DeepSeek LLM 2024, Malladi 2022)")
+    elif lr > MOST_TIMES_PUBLISHED_LR * published:
+        why.append(
+            f"warning: optimizer.lr = {lr:g} is {format_count(lr / published)} times what published rules give for "
+            f"this run ({published:.2g}); it will probably diverge"
+        )
     clip = 1.0 if requested.clip == "auto" else requested.clip
     return OptimizerPlan(
         lr=lr,

@@ -10,7 +10,7 @@ from plait.errors import PlaitError
 from plait.planner.derive.model_size import budget_of
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
-from plait.units import Amount, Every, parse_every
+from plait.units import Amount, Every, counted, parse_every
 
 DEFAULT_BALANCE_EVERY_STEPS = 50
 
@@ -25,11 +25,19 @@ def with_raised_budget(config: RunConfig, plan: Plan) -> Plan:
     else:
         steps = steps_in_budget(budget, plan.batch_tokens, step_s=plan.step_s)
     if steps < plan.steps or (budget.unit == old_budget.unit and budget.value < old_budget.value):
+        same_unit = budget.unit == old_budget.unit
+        asked = _exact(budget) if same_unit else f"{_exact(budget)} ({counted(steps, 'step')})"
+        present = _exact(old_budget) if same_unit else counted(plan.steps, "step")
         raise PlaitError(
-            f"train.budget = {budget} is less than the {plan.steps} steps this run was begun with; "
+            f"train.budget = {asked} is less than the {present} that this run has; "
             "a begun run's budget may only grow (or take another run.name)"
         )
     return replace(plan, budget=budget, steps=steps)
+
+
+def _exact(budget: Amount) -> str:
+    """To the last digit: 1,999 and 2,000 steps are both 2K."""
+    return str(budget) if budget.unit == "seconds" else f"{budget.value:,.0f} {budget.unit}"
 
 
 def with_new_intervals(config: RunConfig, plan: Plan) -> Plan:

@@ -1,0 +1,58 @@
+"""A run's workers from the checkpoint that they go on from to the sentence or the receipt at their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console as Screen
+
+from plait.commands.monitoring.finish import finish_run
+from plait.commands.monitoring.forecast_monitor import monitor_of
+from plait.commands.monitoring.session import Session, run_session
+from plait.commands.planning.run_folder import RunFolder
+from plait.commands.planning.workers import WorkerPool
+from plait.launch.values.job import StoppedBy
+from plait.planner.plan import Plan
+from plait.recipe.schema import RunConfig
+from plait.report.console import Console
+
+
+def run_training(
+    config: RunConfig,
+    folder: RunFolder,
+    workers: WorkerPool,
+    plan: Plan,
+    screen: Screen,
+    *,
+    is_replanned: bool,
+    require_present: Callable[[], None],
+) -> StoppedBy:
+    """Start the workers where the run stands, wait for their end, and say how it ended; returns what ended it.
+
+    `require_present` raises RunFailed where the run's folder is no longer there.
+    """
+    require_present()
+    point = folder.prepare_resume()
+    folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
+    if point:
+        for sentence in point.skipped:
+            screen.print(f"[yellow]passed over[/yellow] {sentence}", highlight=False)
+        screen.print(f"resume   from {point.path.name}")
+    done = point.manifest.step if point else 0
+    bar = Console(plan.steps, done, screen=screen)
+    compared = monitor_of(plan, done, bar.note)
+    session = Session(folder, bar, compared, plan.devices, require_present=require_present)
+    result, step = run_session(plan, folder, workers, done, point.path.name if point else None, session)
+    if step < plan.steps:
+        screen.print(_stopped_in_training(step, done, plan))
+        return result.stopped_by
+    finish_run(config, folder, plan, done, screen, compared)
+    return "finished"
+
+
+def _stopped_in_training(saved_step: int, resumed_step: int, plan: Plan) -> str:
+    """Where the run stands after a stop: at a checkpoint, an older one than this start's, or none yet."""
+    if saved_step > resumed_step:
+        return f"stopped after step {saved_step} of {plan.steps}, saved; the same command goes on from there"
+    where = f"goes on from step {saved_step}" if saved_step else "starts it again"
+    return f"stopped before a further step of {plan.steps} was done; the same command {where}"

@@ -1,0 +1,27 @@
+"""Doubts that are said beside a figure which is better than is possible: what it was compared with must be wrong."""
+
+from __future__ import annotations
+
+LEAST_EXCESS = 0.01
+"""Efficiency above 1 that is noise: a step's median is not known better."""
+
+
+def mfu_progress_text(mfu: float) -> str:
+    """The MFU of a step in a line of progress, with its doubt in brackets."""
+    return f"MFU {mfu:.0%}" if mfu <= 1 else f"MFU {mfu:.0%} (more than the peak)"
+
+
+def mfu_doubt(mfu: float | None) -> str:
+    """What is wrong with an MFU above 1, as the end of a sentence; empty where nothing is."""
+    if mfu is None or mfu <= 1:
+        return ""
+    return (
+        "; not possible: the peak is too low, probably measured while other programs ran (--replan measures it again)"
+    )
+
+
+def efficiency_doubt(efficiency: float, workers: int) -> str:
+    """What is wrong with more speed-up than there are workers, as the end of a sentence; empty where nothing is."""
+    if efficiency <= 1 + LEAST_EXCESS:
+        return ""
+    return f"; hardly possible with {workers}: one device alone is probably faster than that estimate"
