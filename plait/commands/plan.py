@@ -11,18 +11,27 @@ from rich.console import Console
 
 from plait.cluster.cluster import read_cluster
 from plait.cluster.topology import usable_cores
-from plait.commands.planning.make_plan import look_around, resources_of
+from plait.commands.planning.make_plan import kept_plan, look_around, resources_of
 from plait.commands.planning.output_files import check_output_file, write_output_file
-from plait.commands.planning.plan_report import chapter_of, comparison_table, make_plan_report, plan_report_text
+from plait.commands.planning.plan_report import (
+    PlanReport,
+    chapter_of,
+    comparison_table,
+    make_plan_report,
+    plan_report_text,
+)
+from plait.commands.planning.training_choice import training_section
 from plait.commands.planning.workers import worker_pool
+from plait.commands.preparing.usual_corpus import corpus_if_prepared
 from plait.errors import PlaitError
-from plait.planner.derive.resources import Resources, on_paper
+from plait.planner.derive.resources import on_paper
 from plait.planner.diagnosis.diagnose import diagnose, diagnosis_json, diagnosis_section, seconds_of
 from plait.planner.explain.glossary import glossary_text
 from plait.planner.explain.report_json import plan_json
 from plait.planner.page.page import page_html, plotly_script
 from plait.planner.search.complexity import complexity_table
 from plait.recipe.load import load_recipe
+from plait.recipe.schema import RunConfig
 
 
 def plan(
@@ -47,7 +56,7 @@ def plan(
     if clusters:
         answers = [make_plan_report(config, on_paper(read_cluster(text)), top=top) for text in clusters]
     else:
-        answers = [make_plan_report(config, _this_machine(), top=top)]
+        answers = [_report_for_this_machine(config, top)]
     gap = diagnose(answers[0].search, measured_s) if measured_s else None
     if gap:
         answers[0] = replace(answers[0], sections=(*answers[0].sections, diagnosis_section(gap)))
@@ -68,6 +77,11 @@ def terms() -> str:
     return f"{glossary_text()}\nPoints of complexity, added up:\n{complexity_table()}"
 
 
-def _this_machine() -> Resources:
+def _report_for_this_machine(config: RunConfig, top: int) -> PlanReport:
+    """The report, and before it what `plait train` will do here: there a kept plan counts for more than a forecast."""
     with worker_pool() as workers:
-        return resources_of(look_around(workers, usable_cores()), workers)
+        survey, corpus = look_around(workers, usable_cores()), corpus_if_prepared(config)
+        report = make_plan_report(config, resources_of(survey, workers), top=top)
+        kept = kept_plan(config, corpus, survey, workers) if corpus else None
+    first = training_section(kept, report.layouts, report.plan.layout)
+    return replace(report, sections=(first, *report.sections))

@@ -9,15 +9,27 @@ import pytest
 
 from plait.cluster.cluster import Cluster
 from plait.commands.planning.calibration_store import add_observation
-from plait.commands.planning.make_plan import MachineSurvey, make_plan, plan_key, proven_plan, replan
+from plait.commands.planning.make_plan import (
+    MachineSurvey,
+    kept_plan,
+    make_plan,
+    plan_key,
+    proven_plan,
+    replan,
+    resources_of,
+)
+from plait.commands.planning.training_choice import training_section
 from plait.commands.planning.workers import OnMessage
+from plait.commands.preparing.corpus import corpus_facts
 from plait.data.preparation.synthetic import write_synthetic
 from plait.data.shards import Corpus, open_corpus
 from plait.errors import RunFailed
 from plait.launch.values.job import Job, JobResult, Message
+from plait.layout import Layout
 from plait.planner.calibration.factors import Observation
 from plait.planner.derive.resources import FixedWorkers, ProbeNeed
 from plait.planner.plan import Forecast, Plan
+from plait.planner.resolve.resolve import draft
 from plait.planner.resolve.worker_layouts import WorkerLayout
 from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recipe
 from tests.planner.hosts import HOST, probed
@@ -122,6 +134,32 @@ def test_a_plan_made_before_keeps_the_step_that_was_timed_whatever_runs_have_tau
     assert "as made before" in said[-1]
     assert again.step_s == pytest.approx(1.0) and (again.calibration.runs, again.calibration.compute) == (3, 1.3)
     assert again.step_s / again.calibration.timed == pytest.approx(1.3 * formulas_s, rel=0.05)
+
+
+def test_a_plan_on_paper_says_what_a_run_here_will_take(tmp_path: Path, corpus: Corpus) -> None:
+    open_layout = ("model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "train.budget=9 steps")
+    config, site, crew = recipe(tmp_path, *open_layout), MachineSurvey(machine=LAPTOP, peak_flops=4e11), OneTooMany()
+    layouts = draft(config, corpus_facts(corpus), resources_of(site, crew), recipe_hash="").layouts
+
+    def section(kept: Plan | None, *, among: int = len(layouts), forecast: Layout = layouts[0].layout) -> str:
+        return " / ".join(training_section(kept, layouts[:among], forecast).lines)
+
+    assert len(layouts) > 1 and kept_plan(config, corpus, site, crew) is None
+    assert f"times {len(layouts)} layouts on this machine, then chooses: " in section(None) and "forecast" in section(
+        None
+    )
+    assert section(None, among=1) == "a new run takes one copy (1 worker × 8 threads)"
+
+    proven, _ = proven_plan(
+        config, corpus, site, crew, count=2, on_timed=lambda _: None, on_failed=lambda _, error: None
+    )
+    kept = kept_plan(config, corpus, site, crew)
+    assert kept is not None and kept.layout == proven.layout
+    assert make_plan(config, corpus, site, crew, fresh=False, say=lambda _: None) == kept
+    assert "1 s a step, as timed here when it was planned; --replan plans again" in section(kept)
+    assert "forecast" not in section(kept, among=1, forecast=kept.layout)
+    assert "forecast" in section(kept, among=1, forecast=Layout(tensor=2))
+    assert "as planned before" in section(replace(kept, step_s=None))
 
 
 def test_a_begun_run_whose_step_was_timed_has_it_timed_again_elsewhere(tmp_path: Path, corpus: Corpus) -> None:

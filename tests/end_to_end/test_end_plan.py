@@ -43,6 +43,8 @@ def test_a_time_budget_is_measured_once_for_all_names_until_replan(place: Place)
     other = begun_and_stopped(place, "timed-other", budget)
     assert other.code == 130 and "as made before" in other.out
     assert place.plan("timed-other") == plan  # a second measurement would have found another time
+    paper = place.run("plan", "tiny.toml", budget)
+    assert paper.code == 0 and "a step, as timed here when it was planned" in " ".join(paper.out.split())
 
     fresh = begun_and_stopped(place, "timed-fresh", budget, "--replan")
     assert fresh.code == 130 and "as made before" not in fresh.out

@@ -52,19 +52,27 @@ def make_plan(
     config: RunConfig, corpus: Corpus, site: MachineSurvey, workers: WorkerPool, *, fresh: bool, say: Log
 ) -> Plan:
     """The plan for a recipe on a machine: the one that was made for both before, unless `fresh`."""
-    key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
-    kept = _plan_path(key)
-    if kept.exists() and not fresh:
-        plan, site = _plan_if_probe_holds(read_plan(kept), site)
+    kept = None if fresh else kept_plan(config, corpus, site, workers)
+    if kept is not None:
+        plan, site = _plan_if_probe_holds(kept, site)
         if plan is not None:
             say("plan     as made before for this recipe on this machine (--replan makes a new one)")
-            return _with_new_calibration(replace(plan, corpus=str(corpus.folder)))
+            return plan
         say("plan     made anew: a new probe of the hosts differs from the one that the stored plan was made with")
+    key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     outline = draft(config, corpus_facts(corpus), resources_of(site, workers), recipe_hash=key)
     measured = list(outline.layouts)
     if len(measured) > 1 or outline.plan.budget.unit == "seconds":
         measured = measure(config, outline.plan, workers, outline.layouts)
     return _store_plan(settle(config, outline, measured), key)
+
+
+def kept_plan(config: RunConfig, corpus: Corpus, site: MachineSurvey, workers: WorkerPool) -> Plan | None:
+    """The plan that a run or `plait plan --prove` made before for this recipe, text and machine, calibrated anew."""
+    path = _plan_path(plan_key(config, corpus.content_hash, site.machine, workers, site.others))
+    if not path.exists():
+        return None
+    return _with_new_calibration(replace(read_plan(path), corpus=str(corpus.folder)))
 
 
 def _plan_if_probe_holds(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, MachineSurvey]:

@@ -16,7 +16,7 @@ from plait.planner.explain.report import PlanSection, report_sections
 from plait.planner.page.page import Chapter
 from plait.planner.plan import Plan
 from plait.planner.resolve.resolve import draft, settle
-from plait.planner.resolve.worker_layouts import choose
+from plait.planner.resolve.worker_layouts import WorkerLayout, choose
 from plait.planner.search.found import Search
 from plait.recipe.schema import RunConfig
 from plait.units import format_count
@@ -33,6 +33,8 @@ class PlanReport:
     notes: tuple[str, ...]
     """Sentences about values that were derived or assumed."""
     sections: tuple[PlanSection, ...]
+    layouts: tuple[WorkerLayout, ...]
+    """The layouts that a run would time on the machine itself, before it chooses one of them."""
 
 
 def make_plan_report(config: RunConfig, resources: Resources, *, top: int) -> PlanReport:
@@ -49,7 +51,7 @@ def make_plan_report(config: RunConfig, resources: Resources, *, top: int) -> Pl
         notes.append(observation)
     plan = settle(config, drafted, [chosen])
     sections = report_sections(found, plan.budget, top=top)
-    return PlanReport(plan=plan, search=found, notes=tuple(notes), sections=sections)
+    return PlanReport(plan=plan, search=found, notes=tuple(notes), sections=sections, layouts=drafted.layouts)
 
 
 def plan_report_text(report: PlanReport) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from plait.commands.preparing.corpus import corpus_facts, find_prepared_corpus
+from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.model.sizes import MODEL_SIZES
 from plait.planner.derive.model_size import CorpusFacts
@@ -15,11 +16,16 @@ ASSUMED_CORPUS_TOKENS = 10**15
 
 def corpus_facts_or_usual(config: RunConfig) -> tuple[CorpusFacts, list[str]]:
     """Facts about the recipe's text if it is prepared, else usual ones; and sentences that say what is assumed."""
-    try:
-        corpus = find_prepared_corpus(config)
-    except PlaitError:  # it lies on the machines that are planned for
-        corpus = None
+    corpus = corpus_if_prepared(config)
     return (corpus_facts(corpus), []) if corpus else _usual_corpus_facts(config)
+
+
+def corpus_if_prepared(config: RunConfig) -> Corpus | None:
+    """The recipe's prepared text; None also where its files are not here but on the machines that are planned for."""
+    try:
+        return find_prepared_corpus(config)
+    except PlaitError:
+        return None
 
 
 def _usual_corpus_facts(config: RunConfig) -> tuple[CorpusFacts, list[str]]:

@@ -160,7 +160,7 @@ class _Agent:
             self._check_job(order.job)
             self._site = self._part.enter_context(self._server.start(order.job, meeting))
         except PlaitError as error:
-            self._tell({"over": True, "obituary": str(error)})
+            self._send_event({"over": True, "obituary": str(error)})
         else:
             self._selector.register(self._site, selectors.EVENT_READ, self._read_site)
 

@@ -1,0 +1,151 @@
+"""Figures of the files under benchmarks/results, as the values and short texts that README and guides cite."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.lab.demands import demands
+from benchmarks.lab.journal import read_lines
+from benchmarks.lab.report import Verdict, summary, verdict
+from benchmarks.lab.unequal import reached
+from benchmarks.workload import Workload
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+Figures = Mapping[str, Any]
+
+
+def figures(file: str) -> Figures:
+    """All that may be cited of one results file, by name."""
+    name = max((name for name in _READERS if file.startswith(name)), key=len)
+    return _READERS[name](RESULTS / file)
+
+
+def _published(path: Path) -> Figures:
+    found = json.loads(path.read_text())
+    return {**found, "runs": sum(family["rows"] for family in found["families"].values())}
+
+
+def _first_run(path: Path) -> Figures:
+    found = json.loads(path.read_text())
+    work = Workload(**found["workload"])
+    modes = {"one": (1, found["1 process × 2 threads"]), "two": (2, found["2 processes × 1 thread"])}
+    ratios = {
+        mode: {standing["name"]: _ratio_text(standing) for standing in run["standings"]}
+        for mode, (_, run) in modes.items()
+    }
+    share = {
+        mode: ranks
+        * work.tokens_per_rank
+        * work.flops_per_token
+        / run["standings"][0]["median_s"]
+        / run["matmul_flops"]
+        for mode, (ranks, run) in modes.items()
+    }
+    difference = max(run["greatest_loss_difference"] for _, run in modes.values())
+    return {**ratios, "matmul_share": share, "loss_difference": f"{difference:.0e}".replace("e-0", "e-")}
+
+
+def _strands(path: Path) -> Figures:
+    found = json.loads(path.read_text())
+    ratios: dict[str, dict[str, str]] = {}
+    for result in found["results"]:
+        peer = " beside replicate" if result["peer"] == "plait, replicate" else ""
+        ratios.setdefault(result["strand"] + peer, {})[result["model"]] = _ratio_text(result)
+    step_s = {name: median(turn["step_s"] for turn in turns) for name, turns in found["turns"]["11M"].items()}
+    alone_s = step_s.get("plait, one process, 256", float("nan"))
+    return {**ratios, "replicate_over_half": 2 * step_s["plait, replicate, 256"] / alone_s}
+
+
+def _lab(path: Path) -> Figures:
+    lines = read_lines(path)
+    verdicts = [verdict(line) for line in lines]
+    whole = summary(verdicts)
+    narrowest = next(list(one.baselines.values()) for one in verdicts if one.baselines and one.rate == 5e7)
+    return {
+        **{name: _spread(value) for name, value in asdict(whole).items() if isinstance(value, tuple)},
+        "baseline_least": whole.baseline_ratio_least,
+        "reached": {one.what: one.reached for one in demands(whole, verdicts)},
+        "narrowest": {"least": min(narrowest), "most": max(narrowest)},
+        "cases": len(lines),
+        "fastest_was_fastest": sum(one.regret == 0 for one in verdicts),
+        "minutes": sum(line["took_s"] for line in lines) / 60,
+        "over_floor_16": {"1G": _over_floor(verdicts, 1e9), "100M": _over_floor(verdicts, 1e8)},
+    }
+
+
+def _over_floor(verdicts: list[Verdict], rate: float) -> float | None:
+    """Of the 11M model with 16 sequences a step on two hosts."""
+    return next(one.over_floor for one in verdicts if one.rate == rate and "11M, 16 × 256" in one.case)
+
+
+def _unequal(path: Path) -> Figures:
+    """By trial: each contender's share of the sum of the hosts' own speeds, and of the other ideal where one is."""
+    found: dict[str, Any] = {}
+    for line in read_lines(path, "name"):
+        other = next(iter(line["of"].values()), float("nan"))
+        rate = "unlimited" if line["rate"] == "unshaped" else "at 1 Gbit/s"
+        name = f"{len(line['cores'])} hosts {rate} {line['name'].rsplit(', ')[-1]}"
+        found[name] = {**{name: round(100 * share) for name, share in reached(line).items()}, "other": other}
+    return found
+
+
+def _speedup(path: Path) -> Figures:
+    """By the number of hosts: times the speed of one, and the least and greatest of the rounds."""
+    return {
+        f"{line['hosts']} hosts": {
+            "speedup": line["speedup"],
+            "least": min(line.get("rounds", [line["speedup"]])),
+            "most": max(line.get("rounds", [line["speedup"]])),
+        }
+        for line in read_lines(path, "hosts")
+    }
+
+
+def _straggler(path: Path) -> Figures:
+    series = json.loads(path.read_text())["series"]
+    trials = [trial for one in series for trial in one["trials"]]
+    return {
+        "trials": len(trials),
+        "right": sum(trial["verdict"] == "right" for trial in trials),
+        "latest_steps": max(trial["after_steps"] for trial in trials),
+        "healthy_steps": sum(one["healthy_steps"] for one in series),
+        "false_alarms": sum(len(one["false_alarms"]) for one in series),
+    }
+
+
+def _slowdown(path: Path) -> Figures:
+    difference = json.loads(path.read_text())["largest relative difference of a loss"]
+    return {"loss_difference": f"{difference:.1e}".replace("e-0", "e-")}
+
+
+def _watching(path: Path) -> Figures:
+    return {model: one["spent"] for model, one in json.loads(path.read_text())["models"].items()}
+
+
+def _ratio_text(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['ratio']:.2f} ({ratio['least_ratio']:.2f} … {ratio['greatest_ratio']:.2f})"
+
+
+def _spread(shares: tuple[float, ...]) -> dict[str, float]:
+    """In percent."""
+    return {name: 100 * share for name, share in zip(("median", "p90", "worst"), shares, strict=True)}
+
+
+_READERS: dict[str, Callable[[Path], Figures]] = {
+    "published": _published,
+    "first-run": _first_run,
+    "strands": _strands,
+    "lab": _lab,
+    "unequal": _unequal,
+    "speedup": _speedup,
+    "straggler": _straggler,
+    "slowdown": _slowdown,
+    "watching": _watching,
+}

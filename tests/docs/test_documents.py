@@ -1,0 +1,101 @@
+"""What README and guides tell people to open, to write and to type is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from plait.cli import app
+from plait.cluster.cluster import read_cluster
+from plait.recipe.load import load_recipe
+from plait.recipe.schema import RunConfig
+from tests.docs.documents import DOCUMENTS, GUIDES, ROOT, code_lines, inline_code, name_of, plait_commands
+
+SECTIONS = {name: set(field.annotation.model_fields) for name, field in RunConfig.model_fields.items()}  # type: ignore
+RESERVED = {"model.from"}
+"""Keys that the documents name as those of a later version."""
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+TYPED = [
+    (path, words)
+    for path in GUIDES
+    for line in code_lines(path.read_text(encoding="utf-8"))
+    if "plait " in line and line.count("'") % 2 == 0
+    for words in plait_commands(line)
+    if words
+]
+NAMED = [
+    (path, code)
+    for path in DOCUMENTS
+    if "log" not in path.stem and "decisions" not in path.parts
+    for code in inline_code(path.read_text(encoding="utf-8"))
+]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_relative_links_lead_somewhere(path: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        if not re.match(r"[a-z]+:", link):
+            file, _, anchor = link.partition("#")
+            target = path.parent / file if file else path
+            assert target.exists(), link
+            assert not anchor or anchor in headings(target), link
+
+
+def headings(path: Path) -> set[str]:
+    """The anchors of a document, as GitHub makes them of its headings."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize(("path", "words"), TYPED, ids=lambda each: name_of(each) if isinstance(each, Path) else None)
+def test_a_command_in_a_code_block_parses(path: Path, words: list[str]) -> None:
+    command = COMMANDS[words[0]]
+    if words[1:] == ["--help"]:
+        return
+    chosen = command.make_context(words[0], words[1:]).params
+    named = ROOT / str(chosen.get("recipe"))
+    recipe = named if named.is_file() else ROOT / "recipes" / "01-shakespeare.toml"
+    load_recipe(recipe, chosen.get("overrides") or [])
+    for cluster in chosen.get("cluster") or []:
+        assert cluster.endswith(".json") or read_cluster(cluster)
+
+
+def test_commands_are_found_in_code_blocks() -> None:
+    assert len(TYPED) >= 30
+    named = {code.split()[1] for _, code in NAMED if code.startswith("plait ")}
+    assert {words[0] for _, words in TYPED} | named >= {*COMMANDS}, "a command of which no document tells"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_commands_named_in_a_sentence_exist(path: Path) -> None:
+    for code in (code for where, code in NAMED if where == path):
+        words = re.sub(r"[][]", " ", code).split()
+        if words[0] == "plait" and len(words) > 1 and words[1] != "--help":
+            options = {name for parameter in COMMANDS[words[1]].params for name in parameter.opts}
+            assert {word for word in words if word.startswith("--")} <= options | {"--help"}, code
+        if words[0] == "make" and words[1:]:
+            assert words[1] in TARGETS, code
+        if words[:2] == ["python", "-m"] and words[2].startswith("benchmarks") and "NAME" not in words[2]:
+            module = ROOT / words[2].replace(".", "/")
+            assert module.is_dir() or module.with_suffix(".py").is_file(), code
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_recipe_keys_named_in_a_sentence_exist(path: Path) -> None:
+    for code in (code for where, code in NAMED if where == path):
+        found = re.match(r"([a-z]+)\.(?!py\b)([a-z_]+)(?![\w.(/])", code)
+        if found and found[1] in SECTIONS and code not in RESERVED:
+            assert found[2] in SECTIONS[found[1]], code
+
+
+def test_the_guide_to_recipes_has_every_key_of_the_schema_and_no_other() -> None:
+    guide = (ROOT / "docs" / "guide-recipe.md").read_text(encoding="utf-8")
+    told: set[str] = set()
+    for section, text in re.findall(r"^## \[(\w+)\](.*?)(?=^## |\Z)", guide, re.MULTILINE | re.DOTALL):
+        for row in re.findall(r"^\| (`.+?) \|", text, re.MULTILINE):
+            told |= {key if "." in key else f"{section}.{key}" for key in re.findall(r"`([\w.]+)`", row)}
+    assert told == {f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys}
