@@ -121,9 +121,8 @@ class Search:
         if not held:
             [(_, whole)] = batches_of_candidates(self.workload, one.candidates)
             return estimate_memory(whole, one.candidates, self.profile)
-        assert one.assignment is not None
         [part], [rank] = tightest_replica(held)
-        return memory_of_rank(self.workload, one.candidates, self.profile, one.assignment, held[part], int(rank))
+        return memory_of_rank(self.workload, one.candidates, self.profile, held[part], int(rank))
 
     def capacity_bytes(self, index: int) -> float:
         """Memory of the device with least room left."""
@@ -141,8 +140,7 @@ class Search:
             return self.memory(index)
         places = [(replica, rank) for replica in held for rank in range(len(replica.capacity_bytes))]
         replica, rank = max(places, key=lambda place: place[0].needed_bytes[place[1], 0])
-        assert one.assignment is not None
-        return memory_of_rank(self.workload, one.candidates, self.profile, one.assignment, replica, rank)
+        return memory_of_rank(self.workload, one.candidates, self.profile, replica, rank)
 
     def micro_sequences(self, index: int) -> tuple[int, ...]:
         """Sequences of a micro-batch of each data-parallel rank, at most; a single number where all ranks have the
