@@ -23,6 +23,7 @@ from plait.planner.search.cost_breakdown import (
 )
 from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import kind_text, kinds_of, layout_sentences, layout_text
+from plait.planner.search.model_error import memory_error
 from plait.planner.search.search import search
 from plait.units import Amount, format_bytes, format_count, format_duration
 
@@ -84,7 +85,12 @@ def choice_reasons(found: Search) -> list[str]:
     """Why this layout is enough, and what stands against simpler ones."""
     reasons = [_as_named(found) if found.constraints else _price_of_simplicity(found)]
     for words, bytes_ in _too_large(found):
-        reasons.append(f"{words}: would be simpler, but {format_bytes(bytes_)} a device are more than there is")
+        much = (
+            "are more than there is"
+            if bytes_ > found.capacity_bytes(found.chosen)
+            else f"leave too little free: {_memory_doubt(found)}"
+        )
+        reasons.append(f"{words}: would be simpler, but {format_bytes(bytes_)} a device {much}")
     here, by_kind = int(found.complexity[found.chosen]), best_of_kinds(found)
     for index in by_kind[found.complexity[by_kind] < here][:SIMPLER_KINDS_NAMED]:
         reasons.append(
@@ -174,6 +180,10 @@ def _too_large(found: Search) -> list[tuple[str, float]]:
     return [(words, found.leanest_bytes[kind]) for kind, words in simple.items() if kind in found.kinds_too_large]
 
 
+def _memory_doubt(found: Search) -> str:
+    return f"memory forecasts of such runs are off by {memory_error(found.workload, found.cluster):.1%} in the median"
+
+
 def why_not(found: Search, index: int) -> str:
     """How one layout compares with the chosen one: its time, what makes it slower, its complexity."""
     factor = float(found.step_s[index] / found.step_s[found.chosen])
@@ -219,6 +229,11 @@ def _binds(found: Search) -> list[str]:
     capacity = found.capacity_bytes(found.chosen)
     if found.bytes_per_device(found.chosen) > capacity:
         lines.append("memory is short: this layout fits only if the allocator and the driver waste nothing")
+    elif not found.fits_sparingly(found.chosen):
+        free = format_bytes(capacity - found.bytes_per_device(found.chosen))
+        lines.append(
+            f"memory is tight: {free} of {format_bytes(capacity)} stay free on a device, and {_memory_doubt(found)}"
+        )
     elif found.bytes_per_device(found.chosen) > 0.85 * capacity or _too_large(found):
         lines.append("memory binds: with more of it the choice would be wider")
     return lines

@@ -98,6 +98,8 @@ class WorkAssigner:
     profile: SoftwareProfile
     named_shares: tuple[int, ...] = ()
     """Sequences per data-parallel rank that a person has named; empty where they are open."""
+    usable_memory: float = 1.0
+    """Share of a device's memory that the layers of its stages may fill by the estimate."""
 
     def grouped(self, candidates: Candidates) -> list[CandidateGroup]:
         """All candidates, grouped by their work assignment."""
@@ -207,5 +209,5 @@ def _most_layers_that_fit(assigner: WorkAssigner, lean: Candidates, memory_bytes
         for n in (1, 2)
     )
     each = np.maximum((twice - once) / virtual, 1.0)
-    most = virtual + np.floor((memory_bytes[:, None] - once) / each)
+    most = virtual + np.floor((assigner.usable_memory * memory_bytes[:, None] - once) / each)
     return [tuple(max(1, int(layers) // virtual) for layers in ranks_most) for ranks_most in most.T]

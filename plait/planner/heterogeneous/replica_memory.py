@@ -27,6 +27,12 @@ class MemoryBudget:
     """Bytes that the estimate counts although a requested layout may do without them."""
 
     @staticmethod
+    def for_chosen_layout(error: float) -> MemoryBudget:
+        """The budget of a layout that plait chooses: it fits even if it needs as much more than the estimate as the
+        estimate is known to be off by."""
+        return MemoryBudget(share=1 / (1 + error))
+
+    @staticmethod
     def for_requested_layout(cluster: Cluster, profile: SoftwareProfile) -> MemoryBudget:
         """The budget of a layout that a person named: it is refused only where it cannot run even if a GPU's
         allocator wastes nothing."""

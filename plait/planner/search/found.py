@@ -18,6 +18,7 @@ from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import head_cost_in_layers, layers_of_stages
 from plait.planner.problem.workload import Workload
 from plait.planner.search.constraints import Constraints
+from plait.planner.search.feasibility import sparing_budget
 from plait.planner.search.layout_cost import batches_of_candidates, closed_form_step_time
 from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.step_time import StepTime
@@ -114,6 +115,11 @@ class Search:
             return float(self.judged_bytes[index])
         [part], [rank] = tightest_replica(held)
         return float(held[part].needed_bytes[rank, 0])
+
+    def fits_sparingly(self, index: int) -> bool:
+        """Whether one layout leaves the memory forecast's own error free on the device with least room left."""
+        usable = sparing_budget(self.workload, self.cluster).usable_bytes(np.array(self.capacity_bytes(index)))
+        return self.bytes_per_device(index) <= float(usable)
 
     def memory(self, index: int) -> MemoryEstimate:
         """The items of one layout's memory on the device with least room left."""
