@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -68,6 +70,21 @@ def test_a_named_layout_may_be_tight_and_says_so_in_one_sentence():
     assert sure and not any("tight" in line for line in lines_of(sure))
 
 
+def test_the_plan_names_the_place_in_the_pipeline_of_its_fullest_device():
+    """The second of eight ranks has a quarter more layers than an even share, and but one micro-batch less."""
+    job, layers = replace(LLAMA_65B, layers=32, batch_sequences=256), (2, 5, 5, 5, 4, 4, 4, 3)
+    pipeline = Constraints(
+        degrees=Layout(pipeline=8), knobs={"recompute": "none", "micro_sequences": 1, "schedule": "1f1b"}
+    )
+    even, uneven = (
+        search(job, read_cluster("8xH200"), constraints=replace(pipeline, stage_layers=split))
+        for split in ((4,) * 8, layers)
+    )
+    assert "on the fullest device (place 1 of 8 in the pipeline)" in _memory_line(even)
+    assert "on the fullest device (place 2 of 8 in the pipeline)" in _memory_line(uneven)
+    assert uneven.bytes_per_device(uneven.chosen) > even.bytes_per_device(even.chosen)
+
+
 def test_a_named_layout_is_refused_where_its_tensors_alone_are_more_than_a_device_has():
     with pytest.raises(PlaitError, match=r"needs .* a device, and .* has"):
         constrained_search(small("7B"), read_cluster("8x4090"), search(small("350M"), read_cluster("8x4090")).profile,
@@ -98,6 +115,11 @@ def test_the_leanest_of_what_does_not_fit_would_fit_a_device_of_so_much():
         search(job, cluster)
     usable = sparing_budget(job, cluster).usable_bytes(np.array([error.value.least_bytes]))
     assert usable[0] * (1 + memory_error(job, cluster)) == pytest.approx(error.value.least_bytes)
+
+
+def _memory_line(found: Search) -> str:
+    [memory] = [each for each in report_sections(found, Amount(1.0, "hours"), top=1) if each.title == "memory"]
+    return memory.lines[0]
 
 
 def _named(job: Workload, constraints: Constraints) -> Search | None:

@@ -139,7 +139,9 @@ def _memory(found: Search) -> list[str]:
     whole = found.bytes_per_device(found.chosen)
     parts = [f"{names[name]} {format_bytes(size)}" for name, size in items if size >= LEAST_SHARE_MENTIONED * whole]
     which = "fullest device" if found.assigner.devices.have_equal_memory else "device that has least room left"
-    return [f"{format_bytes(whole)} of {format_bytes(capacity)} on the {which}: {', '.join(parts)}"]
+    ranks = int(found.candidates.pipeline[found.chosen])
+    place = f" (place {int(found.memory(found.chosen).rank[0]) + 1} of {ranks} in the pipeline)" if ranks > 1 else ""
+    return [f"{format_bytes(whole)} of {format_bytes(capacity)} on the {which}{place}: {', '.join(parts)}"]
 
 
 def _price_of_simplicity(found: Search) -> str:
