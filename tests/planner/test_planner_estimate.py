@@ -15,7 +15,7 @@ from plait.cluster.cluster import read_cluster
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
 from plait.model.sizes import explicit_shape
-from plait.planner.memory.estimate import estimate_memory, layer_activations
+from plait.planner.memory.estimate import estimate_memory, layer_activations, scores_held
 from plait.planner.memory.traced_peak import MEMORY_ITEMS, traced_peak
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE
@@ -49,6 +49,15 @@ def test_activations_of_a_layer_are_the_published_formula():
     scores = 5 * a * s / h
     expected = [34 + scores, 10 + 24 / t + scores / t, (34 + scores) / t]
     np.testing.assert_allclose(found / (s * b * h), expected)
+
+
+def test_scores_that_are_kept_take_bytes_by_precision():
+    table = Candidates.from_rows([{}])
+    each = GPT_22B.heads * GPT_22B.sequence**2
+    narrow, wide = (scores_held(replace(GPT_22B, precision=p), table)[0] / each for p in ("bf16", "float32"))
+    assert (narrow, wide) == (5, 9)
+    fused = [scores_held(replace(GPT_22B, precision=p, attention="flash"), table)[0] for p in ("bf16", "float32")]
+    assert fused[0] == fused[1]
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,8 @@ def _ffn_per_token(w: Workload) -> float:
 
 
 def scores_held(w: Workload, c: Candidates) -> Reals:
-    """Bytes that attention keeps of one micro-batch: 5 per score where it is not fused, else one float a row."""
+    """Bytes that attention keeps of one micro-batch: where it is not fused, of each score the softmax before and after
+    dropout and dropout's mask of a byte (5 in 16 bits, 9 in 32), else one float a row."""
     tokens = local_tokens(w, c)
     heads = w.heads / c.tensor
-    return tokens * heads * (5.0 * w.sequence if w.attention == "unfused" else 4.0)
+    return tokens * heads * ((2.0 * w.element_bytes + 1) * w.sequence if w.attention == "unfused" else 4.0)
