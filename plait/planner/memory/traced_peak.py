@@ -76,7 +76,7 @@ def _traced(
 ) -> dict[str, Reals]:
     candidates = key.candidates
     found = {name: np.zeros(len(candidates)) for name in _FOUND}
-    for are_equal in _alike(workload, candidates):
+    for are_equal in _groups_with_equal_actions(workload, candidates):
         few = candidates.select(are_equal)
         sizes = tensor_sizes(workload, few)
         ranks = _ranks_to_walk(workload, few) if rank == "fullest" else (rank,)
@@ -107,7 +107,7 @@ def _resident(workload: Workload, c: Candidates, found: Mapping[str, Reals]) -> 
 
 
 def _ranks_to_walk(workload: Workload, alike: Candidates) -> tuple[int, ...]:
-    """The pipeline ranks that may be the fullest of candidates that `_alike` has put together."""
+    """The pipeline ranks that may be the fullest of candidates that `_groups_with_equal_actions` has put together."""
     [(_, loads)] = grouped_loads(workload, alike.select(np.array([0])))
     return loads.ranks_that_may_be_fullest
 
@@ -120,8 +120,8 @@ def _groups_with_equal_actions(workload: Workload, c: Candidates) -> list[Counts
 
 
 def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bool) -> dict[str, Reals]:
-    """What is found on a pipeline's rank, for candidates that `_alike` has put together."""
-    pipeline, virtual, fully = int(c.pipeline[0]), int(c.virtual[0]), bool(_fully(c)[0])
+    """What is found on a pipeline's rank, for candidates that `_groups_with_equal_actions` has put together."""
+    pipeline, virtual, fully = int(c.pipeline[0]), int(c.virtual[0]), bool(_is_fully_sharded(c)[0])
     flat = int(_copies(c)[0]) > 1 and not fully
     unreplicated_tied_ends = w.tied and pipeline > 1 and not flat and not fully
     stages = PipelineStages(
@@ -143,7 +143,7 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
         min(LAYERS_GATHERED_AT_ONCE, layers) if pipeline == 1 else layers
     )  # a pipeline would gather for each micro-batch
     kept, travelling = np.zeros(len(c)), np.zeros(len(c))
-    if lone_ends and keeps_ends and rank in (0, pipeline - 1):
+    if unreplicated_tied_ends and keeps_ends and rank in (0, pipeline - 1):
         # The last one keeps the table, and each holds what rows travel.
         kept = p.table * (rank == 0)
         rows = p.table * expected_distinct_tokens(w.batch_sequences * w.sequence, w.vocabulary) / w.vocabulary
