@@ -44,13 +44,19 @@ def errors_text(found: Mapping[str, Any], date: str) -> str:
     lines = [
         "# How far off the planner's model is on published runs, no scalar fitted to a source: written by",
         "# `python -m benchmarks.published --rows ... --sweeps ... --errors plait/planner/calibration/errors.toml`;",
-        "# not by hand.",
+        "# not by hand. `memory`: of the bytes that an allocator reports; on processors of whole processes, as read by",
+        "# `python -m benchmarks.memory_forecast`.",
         f'date = "{date}"',
     ]
     for family, values in found["families"].items():
-        lines += ["", f"[{family}]", f"rows = {values['rows']}"]
-        lines += [f"{name} = {values[name]:.4f}" for name in ("median", "p90") if values["rows"]]
+        lines += ["", f"[{family}]", *_error_lines(values)]
+        lines += ["", f"[{family}.memory]", *_error_lines(found["memory"][family])]
     return "\n".join(lines) + "\n"
+
+
+def _error_lines(values: Mapping[str, Any]) -> list[str]:
+    known = [f"{name} = {values[name]:.4f}" for name in ("median", "p90") if values["rows"]]
+    return [f"rows = {values['rows']}", *known]
 
 
 def _made() -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,8 +11,21 @@ from typing import Any
 
 from benchmarks.published.pricing import Priced, cases_of, price
 from benchmarks.published.reading import read_rows
-from benchmarks.published.scoring import Job, as_dict, errors, fitted_errors, jobs, plain_errors, ranking, scalar
+from benchmarks.published.scoring import (
+    Job,
+    as_dict,
+    errors,
+    fitted_errors,
+    jobs,
+    memory_errors,
+    plain_errors,
+    ranking,
+    scalar,
+    summary,
+)
 from plait.planner.search.model_error import FAMILIES, run_family
+
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +72,7 @@ def figures(judged: Judged) -> dict[str, Any]:
         "all": _pool(judged, "dense", len(judged.unread)),
         "moe_tpu": _pool(judged, "moe_tpu", 0),
         "families": families(judged.priced),
+        "memory": memory_by_family(judged.priced),
         "out_of_memory": {
             "n_rows": sum(row.case.ran_out for row in judged.priced),
             "n_refused": sum(row.case.ran_out and not row.fits for row in judged.priced),
@@ -70,8 +85,18 @@ def figures(judged: Judged) -> dict[str, Any]:
 
 def families(priced: Sequence[Priced]) -> dict[str, dict[str, float | int | None]]:
     """Unfitted errors by the families that the planner tells apart."""
-    of = {family: [r for r in priced if run_family(r.case.workload, r.case.cluster) == family] for family in FAMILIES}
-    return {family: plain_errors(rows) for family, rows in of.items()}
+    return {family: plain_errors(rows) for family, rows in _by_family(priced).items()}
+
+
+def memory_by_family(priced: Sequence[Priced]) -> dict[str, dict[str, float | int | None]]:
+    """Errors of the memory forecast by the same families; on processors those of our own runs' processes."""
+    found = {family: memory_errors(rows) for family, rows in _by_family(priced).items()}
+    own = json.loads(max(RESULTS.glob("memory-forecast-*.json")).read_text(encoding="utf-8"))["readings"]
+    return {**found, "cpu": summary([abs(each["predicted_rss_bytes"] / each["rss_bytes"] - 1) for each in own])}
+
+
+def _by_family(priced: Sequence[Priced]) -> dict[str, list[Priced]]:
+    return {family: [r for r in priced if run_family(r.case.workload, r.case.cluster) == family] for family in FAMILIES}
 
 
 def _by_source(priced: Sequence[Priced]) -> dict[str, list[Priced]]:

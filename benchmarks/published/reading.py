@@ -159,12 +159,14 @@ def fill_knobs(row: Row, workload: Workload, cluster: Cluster, profile: Software
     devices = count(row, "n_devices") or USUAL_DEVICES
     tensor, pipeline, context = count(row, "tp"), count(row, "pp"), count(row, "cp") or 1
     open_axes = tensor is None and pipeline is None
+    virtual = (count(row, "vp_interleave") or 1) if (pipeline or 1) > 1 else 1
     known: dict[str, int | str] = {
         "tensor": tensor or 1,
         "pipeline": pipeline or 1,
         "context": context,
         "expert": count(row, "ep") or 1,
-        "virtual": (count(row, "vp_interleave") or 1) if (pipeline or 1) > 1 else 1,
+        "virtual": virtual,
+        "schedule": "interleaved" if virtual > 1 else "1f1b",
         "sequence_parallel": int(number(row, "sp") or 0) if row.get("sp") else int((tensor or 1) > 1),
     }
     recompute, micro = published_recompute(row), count(row, "micro_batch")

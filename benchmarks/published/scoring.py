@@ -73,7 +73,7 @@ def errors(rows: Sequence[Priced], fitted: Sequence[float], unpriced: int = 0) -
     """The summary of a group of rows, given their fitted errors; unpriced rows join with the worst error."""
     timed = [row for row in rows if row.case.step_s]
     plain = [_error(row, 1.0) for row in timed]
-    sizes = [row for row in rows if row.case.memory_bytes and row.case.reading == "allocated"]
+    memory = memory_errors(rows)
     judged = [*fitted, *[UNPRICED] * unpriced]
     return Errors(
         n_rows=len(timed) + unpriced,
@@ -84,17 +84,25 @@ def errors(rows: Sequence[Priced], fitted: Sequence[float], unpriced: int = 0) -
         p90_abs_err=_quantile(judged, 0.9),
         median_abs_err_unfitted=_quantile([*map(abs, plain), *[UNPRICED] * unpriced], 0.5),
         bias_unfitted=_quantile(plain, 0.5),
-        memory_median_abs_err=_quantile(
-            [abs(row.memory_bytes / (row.case.memory_bytes or 1) - 1) for row in sizes], 0.5
-        ),
-        n_memory=len(sizes),
+        memory_median_abs_err=memory["median"],
+        n_memory=int(memory["rows"] or 0),
     )
 
 
 def plain_errors(rows: Sequence[Priced]) -> dict[str, float | int | None]:
     """How many timed rows, and the median and 90th percentile of |error| as the model stands."""
-    plain = [abs(_error(row, 1.0)) for row in rows if row.case.step_s]
-    return {"rows": len(plain), "median": _quantile(plain, 0.5), "p90": _quantile(plain, 0.9)}
+    return summary([abs(_error(row, 1.0)) for row in rows if row.case.step_s])
+
+
+def memory_errors(rows: Sequence[Priced]) -> dict[str, float | int | None]:
+    """How many readings of the allocator, and the median and 90th percentile of the memory forecast's |error|."""
+    sizes = [row for row in rows if row.case.memory_bytes and row.case.reading == "allocated"]
+    return summary([abs(row.memory_bytes / (row.case.memory_bytes or 1) - 1) for row in sizes])
+
+
+def summary(errors: Sequence[float]) -> dict[str, float | int | None]:
+    """How many errors, their median and their 90th percentile."""
+    return {"rows": len(errors), "median": _quantile(errors, 0.5), "p90": _quantile(errors, 0.9)}
 
 
 def jobs(rows: Sequence[Priced]) -> list[Job]:
@@ -129,9 +137,9 @@ def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
     return agree / pairs if pairs else 0.0
 
 
-def as_dict(summary: Errors) -> dict[str, float | int | None]:
+def as_dict(found: Errors) -> dict[str, float | int | None]:
     """A summary for JSON."""
-    return asdict(summary)
+    return asdict(found)
 
 
 def _job(name: tuple[str, ...], group: Sequence[Priced]) -> Job | None:

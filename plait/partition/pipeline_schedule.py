@@ -44,15 +44,12 @@ def schedule_actions(schedule: Schedule, *, ranks: int, virtual: int, micros: in
 
 
 def _of_rank(schedule: Schedule, rank: int, ranks: int, virtual: int, micros: int) -> tuple[Action, ...]:
-    rounds = _rounds(micros, 1 if schedule == "gpipe" else max(1, micros // ranks))
+    rounds = micro_rounds(schedule, ranks, micros)
     stages = range(rank, ranks * virtual, ranks)
     forwards = [Action(kind="forward", stage=s, micro=m) for some in rounds for s in stages for m in some]
     backward: ActionKind = "backward-input" if schedule == "zero-bubble" else "backward"
     backwards = [Action(kind=backward, stage=s, micro=m) for some in rounds for s in reversed(stages) for m in some]
-    # Before its first backward a rank runs ahead: through all its stages but the last with the first round, and for
-    # each hop to the last rank with as many micro-batches as keep it busy until a gradient can come back.
-    ahead = (virtual - 1) * len(rounds[0]) + (2 if schedule == "interleaved" else 1) * (ranks - 1 - rank)
-    ahead = len(forwards) if schedule == "gpipe" else min(ahead, len(forwards))
+    ahead = min(forwards_ahead(schedule, ranks, virtual, len(rounds[0]))[rank], len(forwards))
     order = forwards[:ahead]
     for number, action in enumerate(backwards):
         order += [*forwards[ahead + number : ahead + number + 1], action]
@@ -63,8 +60,21 @@ def _of_rank(schedule: Schedule, rank: int, ranks: int, virtual: int, micros: in
     return tuple(order)
 
 
-def _rounds(micros: int, count: int) -> list[range]:
+def forwards_ahead(schedule: Schedule, ranks: int, virtual: int, first_round: int) -> list[int]:
+    """How many forwards each rank does before the one that its first backward follows, if there are so many.
+
+    Through all its stages but the last with the first round, and for each hop to the last rank with as many
+    micro-batches as keep it busy until a gradient can come back; in gpipe all of them.
+    """
+    if schedule == "gpipe":
+        return [virtual * first_round] * ranks
+    each_hop = 2 if schedule == "interleaved" else 1
+    return [(virtual - 1) * first_round + each_hop * (ranks - 1 - rank) for rank in range(ranks)]
+
+
+def micro_rounds(schedule: Schedule, ranks: int, micros: int) -> list[range]:
     """The micro-batches in rounds, the longer ones first: a rank takes a round through one stage, then the next."""
+    count = 1 if schedule == "gpipe" else max(1, micros // ranks)
     shares = [equal_share(micros, count, index) for index in range(count)]
     return [range(first, first + length) for first, length in shares]
 

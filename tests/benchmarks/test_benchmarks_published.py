@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.published import __main__ as published
-from benchmarks.published.figures import families
+from benchmarks.published.figures import families, memory_by_family
 from benchmarks.published.pricing import cases_of, price
 from benchmarks.published.reading import read_rows
 from benchmarks.published.scoring import fitted_errors, fitting_half, jobs, kendall_tau, scalar
@@ -80,13 +80,15 @@ def test_published_out_of_memory_is_refused_and_what_ran_is_not():
 
 
 def test_what_the_planner_says_of_its_error_is_what_the_scorer_finds():
-    found = families(price(cases_of(read_rows(HERE / "rows.csv", HERE / "sweeps.csv"))[0]))
+    priced = price(cases_of(read_rows(HERE / "rows.csv", HERE / "sweeps.csv"))[0])
+    found, memory = families(priced), memory_by_family(priced)
     told = tomllib.loads(ERRORS_FILE.read_text(encoding="utf-8"))
     for family, values in found.items():
-        assert told[family]["rows"] == values["rows"]
-        for name in ("median", "p90") if values["rows"] else ():
-            assert told[family][name] == pytest.approx(values[name], abs=5e-4), (family, name)
-    text = published.errors_text({"families": found}, told["date"])
+        for stated, read in ((told[family], values), (told[family]["memory"], memory[family])):
+            assert stated["rows"] == read["rows"]
+            for name in ("median", "p90") if read["rows"] else ():
+                assert stated[name] == pytest.approx(read[name], abs=5e-4), (family, name)
+    text = published.errors_text({"families": found, "memory": memory}, told["date"])
     assert tomllib.loads(text) == told
 
 

@@ -15,8 +15,8 @@ from plait.cluster.cluster import read_cluster
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
 from plait.model.sizes import explicit_shape
-from plait.planner.memory.estimate import estimate_memory, layer_activations
-from plait.planner.memory.traced_peak import MEMORY_ITEMS, PipelineEnd, traced_peak
+from plait.planner.memory.estimate import estimate_memory, layer_activations, scores_held
+from plait.planner.memory.traced_peak import MEMORY_ITEMS, traced_peak
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Workload, workload_of
@@ -50,6 +50,15 @@ def test_activations_of_a_layer_are_the_published_formula():
     scores = 5 * a * s / h
     expected = [34 + scores, 10 + 24 / t + scores / t, (34 + scores) / t]
     np.testing.assert_allclose(found / (s * b * h), expected)
+
+
+def test_scores_that_are_kept_take_bytes_by_precision():
+    table = Candidates.from_rows([{}])
+    each = GPT_22B.heads * GPT_22B.sequence**2
+    narrow, wide = (scores_held(replace(GPT_22B, precision=p), table)[0] / each for p in ("bf16", "float32"))
+    assert (narrow, wide) == (5, 9)
+    fused = [scores_held(replace(GPT_22B, precision=p, attention="flash"), table)[0] for p in ("bf16", "float32")]
+    assert fused[0] == fused[1]
 
 
 @pytest.mark.parametrize(
@@ -215,10 +224,9 @@ def test_ranks_on_processors_hold_what_was_foretold(layout: list[str], server: F
     row = {**plan.layout.degrees, **knobs, "recompute": plan.layout.recompute, "sequence_parallel": 1}
     row["micro_sequences"] = plan.micro_sequences
     few = Candidates.from_rows([row], layer_split=plan.layout.stage_layers or "balanced")
-    ends: tuple[PipelineEnd, PipelineEnd] = ("first", "last") if plan.layout.pipeline > 1 else ("fuller", "fuller")
-    for rank, end in enumerate(ends):
-        told = traced_peak(work, few, end=end)
-        assert sum(told[item][0] for item in MEMORY_ITEMS) == pytest.approx(held[rank], rel=0.05), end
+    for rank in range(2):
+        told = traced_peak(work, few, rank=rank if plan.layout.pipeline > 1 else 0)
+        assert sum(told[item][0] for item in MEMORY_ITEMS) == pytest.approx(held[rank], rel=0.05), rank
 
 
 def test_shards_are_counted_as_they_lie():
@@ -235,7 +243,7 @@ def test_shards_are_counted_as_they_lie():
 def test_backward_passes_in_two_halves_make_a_tables_gradient_once():
     rows = [{"pipeline": 4, "micro_sequences": 1, "schedule": way} for way in ("1f1b", "zero-bubble")]
     work = replace(GPT_22B, precision="float32", tied=False)
-    whole, split = traced_peak(work, Candidates.from_rows(rows, layer_split="balanced"), end="last")["gradients"]
+    whole, split = traced_peak(work, Candidates.from_rows(rows, layer_split="balanced"), rank=3)["gradients"]
     assert split == whole
 
 

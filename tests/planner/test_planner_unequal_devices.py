@@ -24,14 +24,14 @@ from plait.planner.explain.confidence import idle_machine_lines
 from plait.planner.explain.report import PlanSection
 from plait.planner.explain.report_json import plan_json
 from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_lines, unequal_reasons, unequal_shares_of
-from plait.planner.heterogeneous.assignment import WorkAssigner, bytes_per_rank
+from plait.planner.heterogeneous.assignment import WorkAssigner
 from plait.planner.heterogeneous.batch_shares import equal_shares, shares_by_speed, shares_if_worthwhile, slowest_s
 from plait.planner.heterogeneous.device_speeds import device_speeds_of
 from plait.planner.heterogeneous.host_permutations import crosses_hosts_needlessly, node_alone
 from plait.planner.heterogeneous.micro_batch_limits import replica_memory_of
 from plait.planner.heterogeneous.unequal_pipeline import unequal_stage_times
 from plait.planner.heterogeneous.unequal_step_time import bottleneck
-from plait.planner.memory.estimate import ALLOCATOR_RESERVE, estimate_memory
+from plait.planner.memory.estimate import ALLOCATOR_RESERVE, bytes_per_rank, estimate_memory
 from plait.planner.plan import Plan
 from plait.planner.problem.candidates import SHARDED_STATES, Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE
@@ -301,7 +301,7 @@ def test_a_small_device_holds_fewer_layers_and_everything_fits() -> None:
     assignment = found.assignment(found.chosen)
     assert assignment is not None
     one = found.assigner.group_of(found.candidates, found.chosen)
-    needed = bytes_per_rank(workload, one.candidates, found.profile, assignment.stages_per_rank)[:, 0]
+    needed = bytes_per_rank(workload, one.candidates, found.profile)[:, 0]
     have = [island.device.memory_bytes for island in cluster.islands]
     assert needed[0] > have[1], "the larger device holds more than the smaller one could"
     assert (needed <= ALLOCATOR_RESERVE * np.array(have) + found.profile.outside_bytes).all(), (

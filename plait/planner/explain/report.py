@@ -23,6 +23,7 @@ from plait.planner.search.cost_breakdown import (
 )
 from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import kind_text, kinds_of, layout_sentences, layout_text
+from plait.planner.search.model_error import memory_error
 from plait.planner.search.search import search
 from plait.units import Amount, format_bytes, format_count, format_duration
 
@@ -84,7 +85,12 @@ def choice_reasons(found: Search) -> list[str]:
     """Why this layout is enough, and what stands against simpler ones."""
     reasons = [_as_named(found) if found.constraints else _price_of_simplicity(found)]
     for words, bytes_ in _too_large(found):
-        reasons.append(f"{words}: would be simpler, but {format_bytes(bytes_)} a device are more than there is")
+        much = (
+            "are more than there is"
+            if bytes_ > found.capacity_bytes(found.chosen)
+            else f"leave too little free: {_memory_doubt(found)}"
+        )
+        reasons.append(f"{words}: would be simpler, but {format_bytes(bytes_)} a device {much}")
     here, by_kind = int(found.complexity[found.chosen]), best_of_kinds(found)
     for index in by_kind[found.complexity[by_kind] < here][:SIMPLER_KINDS_NAMED]:
         reasons.append(
@@ -133,7 +139,9 @@ def _memory(found: Search) -> list[str]:
     whole = found.bytes_per_device(found.chosen)
     parts = [f"{names[name]} {format_bytes(size)}" for name, size in items if size >= LEAST_SHARE_MENTIONED * whole]
     which = "fullest device" if found.assigner.devices.have_equal_memory else "device that has least room left"
-    return [f"{format_bytes(whole)} of {format_bytes(capacity)} on the {which}: {', '.join(parts)}"]
+    ranks = int(found.candidates.pipeline[found.chosen])
+    place = f" (place {int(found.memory(found.chosen).rank[0]) + 1} of {ranks} in the pipeline)" if ranks > 1 else ""
+    return [f"{format_bytes(whole)} of {format_bytes(capacity)} on the {which}{place}: {', '.join(parts)}"]
 
 
 def _price_of_simplicity(found: Search) -> str:
@@ -172,6 +180,10 @@ def _too_large(found: Search) -> list[tuple[str, float]]:
         4: "parameters split, nothing else",
     }
     return [(words, found.leanest_bytes[kind]) for kind, words in simple.items() if kind in found.kinds_too_large]
+
+
+def _memory_doubt(found: Search) -> str:
+    return f"memory forecasts of such runs are off by {memory_error(found.workload, found.cluster):.1%} in the median"
 
 
 def why_not(found: Search, index: int) -> str:
@@ -219,6 +231,11 @@ def _binds(found: Search) -> list[str]:
     capacity = found.capacity_bytes(found.chosen)
     if found.bytes_per_device(found.chosen) > capacity:
         lines.append("memory is short: this layout fits only if the allocator and the driver waste nothing")
+    elif not found.fits_sparingly(found.chosen):
+        free = format_bytes(capacity - found.bytes_per_device(found.chosen))
+        lines.append(
+            f"memory is tight: {free} of {format_bytes(capacity)} stay free on a device, and {_memory_doubt(found)}"
+        )
     elif found.bytes_per_device(found.chosen) > 0.85 * capacity or _too_large(found):
         lines.append("memory binds: with more of it the choice would be wider")
     return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from plait.planner.heterogeneous.batch_shares import equal_shares, shares_if_worthwhile
 from plait.planner.heterogeneous.device_speeds import DeviceSpeeds
-from plait.planner.memory.estimate import estimate_memory
+from plait.planner.memory.estimate import bytes_per_rank
 from plait.planner.problem.candidates import (
     SCHEDULES,
     Candidates,
@@ -50,11 +49,6 @@ class WorkAssignment:
     def layers_per_rank(self) -> Reals:
         """Layers on each rank of the pipeline."""
         return np.array([sum(self.stage_layers[rank :: self.ranks]) for rank in range(self.ranks)], dtype=np.float64)
-
-    @property
-    def stages_per_rank(self) -> tuple[tuple[int, ...], ...]:
-        """Layers of each stage on each rank of the pipeline."""
-        return tuple(self.stage_layers[rank :: self.ranks] for rank in range(self.ranks))
 
     @property
     def is_even(self) -> bool:
@@ -104,6 +98,8 @@ class WorkAssigner:
     profile: SoftwareProfile
     named_shares: tuple[int, ...] = ()
     """Sequences per data-parallel rank that a person has named; empty where they are open."""
+    usable_memory: float = 1.0
+    """Share of a device's memory that the layers of its stages may fill by the estimate."""
 
     def grouped(self, candidates: Candidates) -> list[CandidateGroup]:
         """All candidates, grouped by their work assignment."""
@@ -205,36 +201,13 @@ def _replica_speeds(assigner: WorkAssigner, assignment: WorkAssignment) -> list[
 def _most_layers_that_fit(assigner: WorkAssigner, lean: Candidates, memory_bytes: Reals) -> list[tuple[int, ...]]:
     """For each candidate the layers that each stage of a rank can hold with micro-batches of one sequence."""
     ranks, virtual = int(lean.pipeline[0]), int(lean.virtual[0])
-    once, twice = (bytes_per_rank(assigner.workload, lean, assigner.profile, [(n,) * virtual] * ranks) for n in (1, 2))
+    stages = ranks * virtual
+    once, twice = (
+        bytes_per_rank(
+            replace(assigner.workload, layers=n * stages), replace(lean, layer_split=(n,) * stages), assigner.profile
+        )
+        for n in (1, 2)
+    )
     each = np.maximum((twice - once) / virtual, 1.0)
-    most = virtual + np.floor((memory_bytes[:, None] - once) / each)
+    most = virtual + np.floor((assigner.usable_memory * memory_bytes[:, None] - once) / each)
     return [tuple(max(1, int(layers) // virtual) for layers in ranks_most) for ranks_most in most.T]
-
-
-def bytes_per_rank(
-    workload: Workload, candidates: Candidates, profile: SoftwareProfile, chunks: Sequence[tuple[int, ...]]
-) -> Reals:
-    """Bytes of a device on each pipeline rank whose stages hold so many layers: shape [ranks, candidates].
-
-    Each rank is estimated as the first or last rank of a pipeline whose other ranks hold one layer per stage. Ranks in
-    the middle count as the first one, which keeps the most micro-batches in flight.
-    """
-    requested = [(layers, rank == len(chunks) - 1) for rank, layers in enumerate(chunks)]
-    answers = {
-        (layers, last): estimate_memory(
-            *workload_of_one_rank(workload, candidates, layers, last=last), profile, end="last" if last else "first"
-        ).reserved
-        for layers, last in dict.fromkeys(requested)
-    }
-    return np.stack([answers[each] for each in requested])
-
-
-def workload_of_one_rank(
-    workload: Workload, candidates: Candidates, chunks: tuple[int, ...], *, last: bool
-) -> tuple[Workload, Candidates]:
-    """The workload and candidates of a pipeline with so many layers per stage on its first or last rank, and one
-    layer per stage on all others."""
-    ranks = int(candidates.pipeline[0])
-    stages = [1] * ranks * len(chunks)
-    stages[ranks - 1 if last else 0 :: ranks] = chunks
-    return replace(workload, layers=sum(stages)), replace(candidates, layer_split=tuple(stages))

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from plait.cluster.cluster import Cluster
-from plait.planner.heterogeneous.assignment import WorkAssignment, bytes_per_rank, workload_of_one_rank
-from plait.planner.memory.estimate import ALLOCATOR_RESERVE, MemoryEstimate, estimate_memory
+from plait.planner.heterogeneous.assignment import WorkAssignment
+from plait.planner.memory.estimate import ALLOCATOR_RESERVE, MemoryEstimate, bytes_per_rank, estimate_memory
 from plait.planner.problem.candidates import Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import Workload
@@ -25,6 +25,12 @@ class MemoryBudget:
     """Share of the device's memory."""
     outside_bytes: float = 0.0
     """Bytes that the estimate counts although a requested layout may do without them."""
+
+    @staticmethod
+    def for_chosen_layout(error: float) -> MemoryBudget:
+        """The budget of a layout that plait chooses: it fits even if it needs as much more than the estimate as the
+        estimate is known to be off by."""
+        return MemoryBudget(share=1 / (1 + error))
 
     @staticmethod
     def for_requested_layout(cluster: Cluster, profile: SoftwareProfile) -> MemoryBudget:
@@ -165,10 +171,7 @@ class ReplicaMemoryEstimator:
         for count in np.unique(each):
             here = np.flatnonzero(each == count)
             whole = replace(self.workload, batch_sequences=int(count) * len(assignment.sequences_per_replica))
-            if assignment.ranks > 1:
-                found[:, here] = bytes_per_rank(whole, taken.select(here), self.profile, assignment.stages_per_rank)
-            else:
-                found[0, here] = estimate_memory(whole, taken.select(here), self.profile).reserved
+            found[:, here] = bytes_per_rank(whole, taken.select(here), self.profile)
         return found
 
 
@@ -179,21 +182,8 @@ def cut_share(share: int, limit: Counts) -> tuple[Counts, Counts]:
 
 
 def memory_of_rank(
-    workload: Workload,
-    one: Candidates,
-    profile: SoftwareProfile,
-    assignment: WorkAssignment,
-    replicas: ReplicaMemory,
-    rank: int,
+    workload: Workload, one: Candidates, profile: SoftwareProfile, replicas: ReplicaMemory, rank: int
 ) -> MemoryEstimate:
     """The items of memory of a single candidate on one pipeline rank of these replicas."""
     batch, taken = replicas.batch(one)
-    whole = replace(workload, batch_sequences=int(batch[0]))
-    if assignment.ranks == 1:
-        return estimate_memory(whole, taken, profile)
-    last = rank == assignment.ranks - 1
-    return estimate_memory(
-        *workload_of_one_rank(whole, taken, assignment.stages_per_rank[rank], last=last),
-        profile,
-        end="last" if last else "first",
-    )
+    return estimate_memory(replace(workload, batch_sequences=int(batch[0])), taken, profile, rank=rank)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from plait.planner.calibration.constants import constant
-from plait.planner.memory.traced_peak import MEMORY_ITEMS, PipelineEnd, can_trace, resident_bytes, traced_peak
-from plait.planner.problem.candidates import RECOMPUTE_MODES, SHARDED_STATES, Candidates, Reals
-from plait.planner.problem.software_profile import SoftwareProfile
-from plait.planner.problem.stage_partition import (
-    layer_parameters,
-    micro_batches_in_flight,
-    micro_batches_per_step,
-    rank_layers,
+from plait.planner.memory.rank_loads import LOADS, grouped_loads
+from plait.planner.memory.traced_peak import (
+    MEMORY_ITEMS,
+    can_trace,
+    resident_bytes,
+    tensor_bytes,
+    traced_peak,
+    traced_ranks,
 )
+from plait.planner.problem.candidates import RECOMPUTE_MODES, SHARDED_STATES, Candidates, Counts, Reals
+from plait.planner.problem.software_profile import SoftwareProfile
+from plait.planner.problem.stage_partition import layer_parameters
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens, shard_group_size
 
@@ -38,50 +43,72 @@ class MemoryEstimate:
     fixed: Reals
     allocated: Reals
     reserved: Reals
-    stage: Reals
-    """Pipeline rank that these bytes are for: 0 the first, 1 the last."""
+    rank: Counts
+    """The rank of the pipeline whose devices these are, counted from 0."""
 
 
 def estimate_memory(
-    workload: Workload, candidates: Candidates, profile: SoftwareProfile, end: PipelineEnd = "fuller"
+    workload: Workload, candidates: Candidates, profile: SoftwareProfile, rank: int | Literal["fullest"] = "fullest"
 ) -> MemoryEstimate:
-    """Memory of every candidate: of its first or its last pipeline rank, or of the fuller of both."""
-    if profile.memory_model == "followed" and can_trace(workload):
-        return _followed(workload, candidates, profile, end)
-    none = np.zeros(len(candidates), dtype=bool)
-    fuller = none if end == "first" else ~none
-    items = _rank(workload, candidates, profile, last=fuller)
-    if end == "fuller":
-        first = _rank(workload, candidates, profile, last=none)
-        fuller = np.add.reduce(list(items.values())) > np.add.reduce(list(first.values()))
-        items = {name: np.where(fuller, items[name], first[name]) for name in items}
+    """Memory of every candidate: of one rank of its pipeline, or of the fullest of all."""
+    if _is_traced(workload, profile):
+        found = traced_peak(workload, candidates, keeps_ends=profile.keeps_tied_table_once, rank=rank)
+        reserved = resident_bytes(workload, candidates, found, profile.outside_bytes)
+        items = {name: found[name] for name in MEMORY_ITEMS}
+        return MemoryEstimate(
+            **items, allocated=tensor_bytes(found), reserved=reserved, rank=found["rank"].astype(np.int64)
+        )
+    rates = _bytes_per_load(workload, candidates, profile)
+    whole = _summed_over_items(rates)
+    amounts, fullest = np.zeros_like(whole), np.zeros(len(candidates), dtype=np.int64)
+    for rows, loads in grouped_loads(workload, candidates):
+        weighed = loads if rank == "fullest" else loads.of_rank(rank)
+        chosen = (weighed.amounts @ whole[:, rows]).argmax(axis=0)
+        amounts[:, rows], fullest[rows] = weighed.amounts[chosen].T, weighed.rank[chosen]
+    items = {item: np.zeros(len(candidates)) for item in MEMORY_ITEMS}
+    for (item, load), rate in rates.items():
+        items[item] += rate * amounts[LOADS.index(load)]
     allocated = np.add.reduce(list(items.values()))
-    return MemoryEstimate(
-        **items,
-        allocated=allocated,
-        reserved=ALLOCATOR_RESERVE * allocated + profile.outside_bytes,
-        stage=fuller.astype(np.float64),
-    )
+    return MemoryEstimate(**items, allocated=allocated, reserved=_reserved(allocated, profile), rank=fullest)
 
 
-def _followed(workload: Workload, candidates: Candidates, profile: SoftwareProfile, end: PipelineEnd) -> MemoryEstimate:
-    items = traced_peak(workload, candidates, keeps_ends=profile.keeps_tied_table_once, end=end)
-    allocated = np.add.reduce([items[name] for name in MEMORY_ITEMS])
-    return MemoryEstimate(
-        **items,
-        allocated=allocated,
-        reserved=resident_bytes(workload, candidates, allocated, profile.outside_bytes),
-    )
+def bytes_per_rank(workload: Workload, candidates: Candidates, profile: SoftwareProfile) -> Reals:
+    """Bytes of a device on each rank of pipelines of one degree: shape [ranks, candidates]."""
+    if _is_traced(workload, profile):
+        whole = (
+            resident_bytes(workload, candidates, found, profile.outside_bytes)
+            for found in traced_ranks(workload, candidates, keeps_ends=profile.keeps_tied_table_once)
+        )
+        return np.stack(list(whole))
+    needed = np.zeros((int(candidates.pipeline[0]), len(candidates)))
+    whole = _summed_over_items(_bytes_per_load(workload, candidates, profile))
+    for rows, loads in grouped_loads(workload, candidates):
+        first = np.searchsorted(loads.rank, np.arange(len(needed)))
+        needed[:, rows] = np.maximum.reduceat(loads.amounts @ whole[:, rows], first, axis=0)
+    return _reserved(needed, profile)
 
 
-def _rank(w: Workload, c: Candidates, profile: SoftwareProfile, last: Reals) -> dict[str, Reals]:
-    layers = np.where(last, rank_layers(w, c).last, rank_layers(w, c).first)
+def _is_traced(workload: Workload, profile: SoftwareProfile) -> bool:
+    return profile.memory_model == "followed" and can_trace(workload)
+
+
+def _reserved(allocated: Reals, profile: SoftwareProfile) -> Reals:
+    return ALLOCATOR_RESERVE * allocated + profile.outside_bytes
+
+
+def _summed_over_items(rates: Mapping[tuple[str, str], Reals]) -> Reals:
+    """Bytes that one of each load takes: shape [loads, candidates]."""
+    whole = np.zeros((len(LOADS), len(rates["fixed", "once"])))
+    for (_, load), rate in rates.items():
+        whole[LOADS.index(load)] += rate
+    return whole
+
+
+def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Mapping[tuple[str, str], Reals]:
+    """Bytes that one of a load takes, by item and load."""
     common, experts = layer_parameters(w, c)
-    alone = c.pipeline == 1
-    tables = np.where(alone, 1 if w.tied else 2, 1) * w.embedding_parameters / c.tensor
-    weights = layers * (common + experts) + tables
-    ranks = shard_group_size(c, profile)
-    rule = c.shard_what
+    table, tokens, ranks = w.embedding_parameters / c.tensor, local_tokens(w, c), shard_group_size(c, profile)
+    rule, number = c.shard_what, w.element_bytes
     split = {
         what: np.where(rule >= SHARDED_STATES.index(what), ranks, 1)
         for what in ("optimizer", "gradients", "parameters")
@@ -90,30 +117,33 @@ def _rank(w: Workload, c: Candidates, profile: SoftwareProfile, last: Reals) -> 
     own_experts = np.maximum(
         split["optimizer"] / np.where(c.expert > 1, c.expert / np.minimum(c.tensor, c.expert), 1), 1
     )
-    states = (layers * common + tables) / split["optimizer"] + layers * experts / own_experts
     fully = rule == SHARDED_STATES.index("parameters")
-    layer = common + experts
     # In 16 bits the optimizer keeps the parameters once more in 32; in float32 they are the same.
-    twice, number_bytes = w.element_bytes < 4, w.element_bytes
-    micros = micro_batches_per_step(w, c)
-    kept = np.where(
-        last & ~alone,
-        np.where(c.virtual > 1, micro_batches_in_flight(c, micros) - c.pipeline + 1, 1),
-        micro_batches_in_flight(c, micros),
-    )
-    tokens, ahead = local_tokens(w, c), number_bytes + profile.gradient_bytes / 2
+    twice = number < 4
+    weight = np.where(fully & twice, 0.0, number / split["parameters"])
+    gradient = (profile.gradients_held_bytes or profile.gradient_bytes) / split["gradients"]
+    state = (profile.state_bytes - (0 if twice else number)) * (1 - profile.offloaded)
+    ahead = profile.layers_ahead * (number + profile.gradient_bytes / 2)
+    kept, again = _activations(w, c, profile)
     return {
-        "parameters": np.where(fully & twice, 0.0, weights * number_bytes / split["parameters"]),
-        "gradients": weights * (profile.gradients_held_bytes or profile.gradient_bytes) / split["gradients"],
-        "optimizer": states * (profile.state_bytes - (0 if twice else number_bytes)) * (1 - profile.offloaded),
-        "gathered": np.where(fully, profile.layers_ahead * ahead * layer + number_bytes / 2 * tables, 0.0),
-        "activations": _activations(w, c, profile, layers, np.maximum(kept, 1)),
-        "logits": np.where(last | alone, tokens * w.vocabulary / c.tensor * profile.logit_copies_bytes, 0.0),
-        "fixed": profile.fixed_bytes + np.where(rule > 0, profile.bucket_bytes, 0.0),
+        ("parameters", "layers"): weight * (common + experts),
+        ("parameters", "tables"): weight * table,
+        ("gradients", "layers"): gradient * (common + experts),
+        ("gradients", "tables"): gradient * table,
+        ("optimizer", "layers"): state * (common / split["optimizer"] + experts / own_experts),
+        ("optimizer", "tables"): state * table / split["optimizer"],
+        ("gathered", "once"): np.where(fully, ahead * (common + experts), 0.0),
+        ("gathered", "tables"): np.where(fully, number / 2 * table, 0.0),
+        ("activations", "kept"): kept,
+        ("activations", "split"): split_activations(w, c),
+        ("activations", "once"): again,
+        ("logits", "head"): tokens * w.vocabulary / c.tensor * profile.logit_copies_bytes,
+        ("fixed", "once"): profile.fixed_bytes + np.where(rule > 0, profile.bucket_bytes, 0.0),
     }
 
 
-def _activations(w: Workload, c: Candidates, profile: SoftwareProfile, layers: Reals, kept: Reals) -> Reals:
+def _activations(w: Workload, c: Candidates, profile: SoftwareProfile) -> tuple[Reals, Reals]:
+    """Bytes that a layer keeps of a micro-batch, and what the one layer takes beside that is computed again."""
     tokens = local_tokens(w, c)
     stream = np.where(c.sequence_parallel > 0, c.tensor, 1)
     whole = layer_activations(w, c, profile)
@@ -123,7 +153,7 @@ def _activations(w: Workload, c: Candidates, profile: SoftwareProfile, layers: R
     selective = c.recompute == RECOMPUTE_MODES.index("selective")
     thinned = (whole - cores) * (profile.selective_kept * (1 - profile.offloaded) if w.attention == "flash" else 1.0)
     each = np.where(full, edge, np.where(selective, thinned, whole))
-    return layers * each * kept + np.where(full, whole, 0.0) + np.where(selective, whole - each, 0.0)
+    return each, np.where(full, whole, 0.0) + np.where(selective, whole - each, 0.0)
 
 
 def layer_activations(w: Workload, c: Candidates, profile: SoftwareProfile) -> Reals:
@@ -138,18 +168,33 @@ def layer_activations(w: Workload, c: Candidates, profile: SoftwareProfile) -> R
     keys = np.maximum(w.kv_heads / c.tensor, 1) * w.head_width
     heads = w.heads / c.tensor * w.head_width
     sparse = w.moe_layers / w.layers
-    ffn = w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
     # Products keep their inputs as they multiply them (8 bits in fp8, as TransformerEngine does), all else is 16 bits.
     less = 1.0 if w.precision in ("fp8", "fp4") else 0.0
-    inner = ((6.0 if w.gated else 4.0) - less) * ffn / c.tensor
+    inner = ((6.0 if w.gated else 4.0) - less) * _ffn_per_token(w) / c.tensor
     routed = sparse * (4.0 - less) * w.experts_per_token * w.routed_width / c.tensor
     streamed = (profile.stream_held_bytes - 2 * less) * w.width / stream
     held = streamed + (4 - less) * heads + 4 * keys + inner + routed
     return tokens * held * (w.element_bytes / 2) + scores_held(w, c)
 
 
+def split_activations(w: Workload, c: Candidates) -> Reals:
+    """Bytes that one layer keeps of one micro-batch between the halves of a split backward pass: the inputs of its
+    products, and the gradients of their results."""
+    stream = 4 * w.width / np.where(c.sequence_parallel > 0, c.tensor, 1)
+    heads = 2 * w.head_width * (w.heads / c.tensor + np.maximum(w.kv_heads / c.tensor, 1))
+    inner = w.feedforward_matrices * _ffn_per_token(w) / c.tensor
+    return w.element_bytes * local_tokens(w, c) * (stream + heads + inner)
+
+
+def _ffn_per_token(w: Workload) -> float:
+    """Width of the feedforward that a token passes, on average over the layers."""
+    sparse = w.moe_layers / w.layers
+    return w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
+
+
 def scores_held(w: Workload, c: Candidates) -> Reals:
-    """Bytes that attention keeps of one micro-batch: 5 per score where it is not fused, else one float a row."""
+    """Bytes that attention keeps of one micro-batch: where it is not fused, of each score the softmax before and after
+    dropout and dropout's mask of a byte (5 in 16 bits, 9 in 32), else one float a row."""
     tokens = local_tokens(w, c)
     heads = w.heads / c.tensor
-    return tokens * heads * (5.0 * w.sequence if w.attention == "unfused" else 4.0)
+    return tokens * heads * ((2.0 * w.element_bytes + 1) * w.sequence if w.attention == "unfused" else 4.0)

@@ -5,6 +5,7 @@ The peak counts live float32 tensors, in a step after the optimizer's state exis
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import product
 from typing import Literal
@@ -13,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.layout import Schedule
-from plait.partition.pipeline_schedule import Action, schedule_actions
+from plait.partition.pipeline_schedule import Action, ActionLists, schedule_actions
 from plait.planner.calibration.constants import constant
+from plait.planner.memory.rank_loads import grouped_loads
 from plait.planner.memory.schedule_walk import TENSOR_SIZES, PipelineStages, fullest_moments
 from plait.planner.memory.tensor_sizes import TensorSizes, tensor_sizes
 from plait.planner.problem.candidates import (
@@ -39,10 +41,10 @@ HELD_BACK, HELD_BACK_AGAIN = constant("held_back"), constant("held_back_again")
 for runs that allocate lasting tensors between the temporary ones of two micro-batches or recomputed layers. Readings:
 runs of 1, 11 and 50 million parameters with glibc, on one host and on two."""
 ALLOCATOR_GAP_STREAMS = constant("allocator_gap_streams")
-"""Memory that the heap cannot reuse with tensor parallelism, per layer, in units of the residual stream of a
-micro-batch: buffers were allocated between lasting tensors."""
-PipelineEnd = Literal["first", "last", "fuller"]
+"""Streams (all rows of a micro-batch) per layer whose memory is not found again with tensor parallelism: buffers lie
+between tensors that stay."""
 MEMORY_ITEMS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "fixed")
+_FOUND = (*MEMORY_ITEMS, "gaps", "rank")
 
 
 def can_trace(workload: Workload) -> bool:
@@ -51,50 +53,63 @@ def can_trace(workload: Workload) -> bool:
 
 
 def traced_peak(
-    workload: Workload, candidates: Candidates, *, keeps_ends: bool = True, end: PipelineEnd = "fuller"
+    workload: Workload, candidates: Candidates, *, keeps_ends: bool = True, rank: int | Literal["fullest"] = "fullest"
 ) -> dict[str, Reals]:
-    """The items of estimate.MemoryEstimate, arrays over candidates, of the first or the last pipeline rank.
+    """The items of estimate.MemoryEstimate, arrays over candidates, of one rank of the pipeline or of the fullest, and
+    "rank": which one that is; "gaps": bytes on it that are not found again.
 
     The arrays are cached and shared between callers that pass equal arguments, as searches for tipping points do many
     times; nobody may write into them. For `keeps_ends` see software_profile.py.
     """
-    return _followed(workload, CandidatesKey(candidates), keeps_ends, end)
+    return _traced(workload, CandidatesKey(candidates), keeps_ends, rank)
+
+
+def traced_ranks(workload: Workload, candidates: Candidates, *, keeps_ends: bool = True) -> list[dict[str, Reals]]:
+    """What traced_peak finds on each rank of pipelines of one degree."""
+    ranks = int(candidates.pipeline[0])
+    return [traced_peak(workload, candidates, keeps_ends=keeps_ends, rank=rank) for rank in range(ranks)]
 
 
 @lru_cache(maxsize=256)
-def _followed(workload: Workload, key: CandidatesKey, keeps_ends: bool, end: PipelineEnd) -> dict[str, Reals]:
+def _traced(
+    workload: Workload, key: CandidatesKey, keeps_ends: bool, rank: int | Literal["fullest"]
+) -> dict[str, Reals]:
     candidates = key.candidates
-    found = {name: np.zeros(len(candidates)) for name in (*MEMORY_ITEMS, "stage")}
+    found = {name: np.zeros(len(candidates)) for name in _FOUND}
     for are_equal in _groups_with_equal_actions(workload, candidates):
         few = candidates.select(are_equal)
         sizes = tensor_sizes(workload, few)
-        first, last = (_items(workload, few, sizes, rank, keeps_ends) for rank in ("first", "last"))
-        fuller = _fuller(first, last, end)
-        for name in MEMORY_ITEMS:
-            found[name][are_equal] = np.where(fuller, last[name], first[name])
-        found["stage"][are_equal] = fuller
+        ranks = _ranks_to_walk(workload, few) if rank == "fullest" else (rank,)
+        each = [_items(workload, few, sizes, one, keeps_ends) for one in ranks]
+        most = np.stack([_resident(workload, few, one) for one in each]).argmax(axis=0)
+        for name in _FOUND:
+            found[name][are_equal] = np.stack([one[name] for one in each])[most, np.arange(len(most))]
     return found
 
 
-def _fuller(first: dict[str, Reals], last: dict[str, Reals], end: PipelineEnd) -> NDArray[np.bool_]:
-    """Mask of candidates whose last rank needs more than its first."""
-    if end == "fuller":
-        return np.add.reduce(list(last.values())) > np.add.reduce(list(first.values()))
-    return np.full(np.shape(first["parameters"]), end == "last")
+def tensor_bytes(found: Mapping[str, Reals]) -> Reals:
+    """Bytes of live tensors, from what traced_peak found."""
+    return np.add.reduce([found[name] for name in MEMORY_ITEMS])
 
 
-def resident_bytes(workload: Workload, candidates: Candidates, tensor_bytes: Reals, process_bytes: float) -> Reals:
-    """Bytes of a worker's whole process at their highest as its operating system counts them."""
-    keeps = candidates.recompute != RECOMPUTE_MODES.index("full")
-    gaps = (
-        ALLOCATOR_GAP_STREAMS
-        * workload.layers
-        / candidates.pipeline
-        * keeps
-        * tensor_sizes(workload, candidates).gathered
-    )
-    again = ~keeps | ((micro_batches_per_step(workload, candidates) > 1) & (candidates.pipeline == 1))
-    return np.where(again, HELD_BACK_AGAIN, HELD_BACK) * tensor_bytes + gaps + process_bytes
+def resident_bytes(
+    workload: Workload, candidates: Candidates, found: Mapping[str, Reals], process_bytes: float
+) -> Reals:
+    """Bytes of a worker's whole process at their highest as its operating system counts them, from what traced_peak
+    found."""
+    return _resident(workload, candidates, found) + process_bytes
+
+
+def _resident(workload: Workload, c: Candidates, found: Mapping[str, Reals]) -> Reals:
+    again = c.recompute == RECOMPUTE_MODES.index("full")
+    again |= (micro_batches_per_step(workload, c) > 1) & (c.pipeline == 1)
+    return np.where(again, HELD_BACK_AGAIN, HELD_BACK) * tensor_bytes(found) + found["gaps"]
+
+
+def _ranks_to_walk(workload: Workload, alike: Candidates) -> tuple[int, ...]:
+    """The pipeline ranks that may be the fullest of candidates that `_groups_with_equal_actions` has put together."""
+    [(_, loads)] = grouped_loads(workload, alike.select(np.array([0])))
+    return loads.ranks_that_may_be_fullest
 
 
 def _groups_with_equal_actions(workload: Workload, c: Candidates) -> list[Counts]:
@@ -104,8 +119,8 @@ def _groups_with_equal_actions(workload: Workload, c: Candidates) -> list[Counts
     return group_equal_columns(np.stack([np.asarray(column, dtype=np.int64) for column in columns]))
 
 
-def _items(w: Workload, c: Candidates, p: TensorSizes, end: PipelineEnd, keeps_ends: bool) -> dict[str, Reals]:
-    """The items on the first or the last rank, for candidates that carry out equal lists of actions."""
+def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bool) -> dict[str, Reals]:
+    """What is found on a pipeline's rank, for candidates that `_groups_with_equal_actions` has put together."""
     pipeline, virtual, fully = int(c.pipeline[0]), int(c.virtual[0]), bool(_is_fully_sharded(c)[0])
     flat = int(_copies(c)[0]) > 1 and not fully
     unreplicated_tied_ends = w.tied and pipeline > 1 and not flat and not fully
@@ -115,7 +130,7 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, end: PipelineEnd, keeps_e
         flat_layers=flat,
         flat_tables=flat or (unreplicated_tied_ends and not keeps_ends),
     )
-    rank, schedule, micros = 0 if end == "first" else pipeline - 1, SCHEDULES[int(c.schedule[0])], int(_micros(w, c)[0])
+    schedule, micros = SCHEDULES[int(c.schedule[0])], int(_micros(w, c)[0])
     held = _fullest(_moments(schedule, pipeline, virtual, micros, rank, stages), p)
     layers = sum(stages.layers[rank::pipeline])
     tables = sum(stages.tables(stage) for stage in range(rank, pipeline * virtual, pipeline)) * p.table
@@ -128,11 +143,12 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, end: PipelineEnd, keeps_e
         min(LAYERS_GATHERED_AT_ONCE, layers) if pipeline == 1 else layers
     )  # a pipeline would gather for each micro-batch
     kept, travelling = np.zeros(len(c)), np.zeros(len(c))
-    if unreplicated_tied_ends and keeps_ends:  # the last rank keeps the table; both ranks hold the rows that are sent
-        kept = p.table * (end == "first")
+    if unreplicated_tied_ends and keeps_ends and rank in (0, pipeline - 1):
+        # The last one keeps the table, and each holds what rows travel.
+        kept = p.table * (rank == 0)
         rows = p.table * expected_distinct_tokens(w.batch_sequences * w.sequence, w.vocabulary) / w.vocabulary
-        travelling = rows if end == "first" else 2 * rows
-    # Sharded buckets: contributions of other ranks to the own shard are buffered until they are added.
+        travelling = rows if rank == 0 else 2 * rows
+    # Split buckets: what the others send of the own part waits beside it until it is added.
     received = 0.0 if fully else (c.shard - 1) * own
     return {
         "parameters": own if fully else weights,
@@ -142,6 +158,8 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, end: PipelineEnd, keeps_e
         "activations": held[1],
         "logits": held[2],
         "fixed": held[3],
+        "gaps": ALLOCATOR_GAP_STREAMS * layers * (c.recompute != RECOMPUTE_MODES.index("full")) * p.gathered,
+        "rank": np.full(len(c), float(rank)),
     }
 
 
@@ -157,9 +175,14 @@ def _moments(
     schedule: Schedule, pipeline: int, virtual: int, micros: int, rank: int, stages: PipelineStages
 ) -> NDArray[np.float64]:
     if pipeline > 1:
-        return fullest_moments(schedule_actions(schedule, ranks=pipeline, virtual=virtual, micros=micros)[rank], stages)
+        return fullest_moments(_actions(schedule, pipeline, virtual, micros)[rank], stages)
     in_turn = product(range(micros), ("forward", "backward"))
     return fullest_moments([Action(kind=kind, stage=0, micro=micro) for micro, kind in in_turn], stages)
+
+
+@lru_cache(maxsize=64)
+def _actions(schedule: Schedule, pipeline: int, virtual: int, micros: int) -> ActionLists:
+    return schedule_actions(schedule, ranks=pipeline, virtual=virtual, micros=micros)
 
 
 def _micros(workload: Workload, c: Candidates) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
-from plait.planner.problem.candidates import SCHEDULES, Candidates, Counts, LayerSplit, Reals
+from plait.planner.problem.candidates import Candidates, Counts, LayerSplit, Reals
 from plait.planner.problem.workload import Workload
 
 
@@ -118,14 +118,6 @@ def head_cost_in_layers(workload: Workload) -> float:
     """Cost of the head in average layers, by the weights that a token is multiplied with."""
     w = workload
     return w.embedding_parameters * w.layers / (w.active_parameters - w.embedding_parameters)
-
-
-def micro_batches_in_flight(candidates: Candidates, n_microbatches: Reals) -> Reals:
-    """Micro-batches whose activations the first stage keeps at once, in units of all its layers."""
-    p, v = candidates.pipeline, candidates.virtual
-    interleaved = p * (1 + (p - 1) / (p * v))
-    kept = np.where(v > 1, interleaved, p)
-    return np.minimum(np.where(candidates.schedule == SCHEDULES.index("gpipe"), n_microbatches, kept), n_microbatches)
 
 
 def micro_batches_per_step(workload: Workload, candidates: Candidates) -> Reals:

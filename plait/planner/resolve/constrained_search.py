@@ -56,7 +56,7 @@ def constrained_search(
         usual = replace(constraints, knobs={**knobs, **constraints.knobs})
         with suppress(DoesNotFit):
             found = search(workload, cluster, profile=profile, constraints=usual)
-            if found.bytes_per_device(found.chosen) <= found.capacity_bytes(found.chosen):
+            if found.fits_sparingly(found.chosen):
                 return with_best_host_order(found)
     try:
         return with_best_host_order(search(workload, cluster, profile=profile, constraints=constraints))

@@ -17,17 +17,22 @@ from plait.planner.problem.candidates import Candidates, Counts, Reals
 from plait.planner.problem.workload import Workload
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.layout_cost import bytes_of
+from plait.planner.search.model_error import memory_error
 from plait.units import format_bytes, format_count
 
 
 class DoesNotFit(PlaitError):
-    """No layout fits the devices; carries what is needed to suggest what would."""
+    """No layout fits the devices; carries what is needed to suggest what would.
+
+    `least_bytes` is what a device must have for the leanest layout, with what the forecast may be off by.
+    """
 
     def __init__(self, workload: Workload, cluster: Cluster, assigner: WorkAssigner, least_bytes: float) -> None:
         have = format_bytes(min(island.device.memory_bytes for island in cluster.islands))
         super().__init__(
             f"a model of {format_count(workload.parameters)} parameters fits no layout of {cluster.name}: the "
-            f"leanest needs {format_bytes(least_bytes)} a device, and {assigner.devices.smallest} has {have}"
+            f"leanest needs {format_bytes(least_bytes)} a device (with the {memory_error(workload, cluster):.1%} that "
+            f"such forecasts are off by in the median), and {assigner.devices.smallest} has {have}"
         )
         self.workload, self.cluster, self.least_bytes = workload, cluster, least_bytes
         self.profile, self.smallest = assigner.profile, assigner.devices.smallest
@@ -51,22 +56,28 @@ class FeasibleCandidates:
         return self.on_hosts & self.fits
 
 
+def sparing_budget(workload: Workload, cluster: Cluster) -> MemoryBudget:
+    """What a layout may fill of its devices that plait chooses by itself: the forecast's own error stays free."""
+    return MemoryBudget.for_chosen_layout(memory_error(workload, cluster))
+
+
 def feasible_candidates(
     assigner: WorkAssigner, cluster: Cluster, candidates: Candidates, constraints: Constraints
 ) -> FeasibleCandidates:
     """Judge every candidate; raises DoesNotFit where none fits.
 
-    What a person has named may fill a device to the last byte where nothing of it fits otherwise.
+    The forecast's own error stays free; what a person has named may fill a device to the last byte where nothing of it
+    fits otherwise.
     """
     anywhere = np.ones(len(candidates), dtype=bool)
     on_hosts = anywhere if constraints.degrees else ~crosses_hosts_needlessly(cluster, candidates)
-    budget = MemoryBudget()
+    budget = sparing_budget(assigner.workload, cluster)
     judged, fits, n_microbatches = _memory_of(assigner, candidates, budget)
     if constraints.degrees and not (on_hosts & fits).any():
         budget = MemoryBudget.for_requested_layout(cluster, assigner.profile)
         judged, fits, n_microbatches = _memory_of(assigner, candidates, budget)
     if not (on_hosts & fits).any():
-        least = judged[on_hosts].min() if on_hosts.any() else judged.min()
+        least = (judged[on_hosts] if on_hosts.any() else judged).min() / min(budget.share, 1.0)
         raise DoesNotFit(assigner.workload, cluster, assigner, float(least))
     return FeasibleCandidates(
         on_hosts=on_hosts, fits=fits, judged_bytes=judged, n_microbatches=n_microbatches, budget=budget

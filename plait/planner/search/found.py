@@ -18,6 +18,7 @@ from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import head_cost_in_layers, layers_of_stages
 from plait.planner.problem.workload import Workload
 from plait.planner.search.constraints import Constraints
+from plait.planner.search.feasibility import sparing_budget
 from plait.planner.search.layout_cost import batches_of_candidates, closed_form_step_time
 from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.step_time import StepTime
@@ -115,15 +116,19 @@ class Search:
         [part], [rank] = tightest_replica(held)
         return float(held[part].needed_bytes[rank, 0])
 
+    def fits_sparingly(self, index: int) -> bool:
+        """Whether one layout leaves the memory forecast's own error free on the device with least room left."""
+        usable = sparing_budget(self.workload, self.cluster).usable_bytes(np.array(self.capacity_bytes(index)))
+        return self.bytes_per_device(index) <= float(usable)
+
     def memory(self, index: int) -> MemoryEstimate:
         """The items of one layout's memory on the device with least room left."""
         one, held = self._held(index)
         if not held:
             [(_, whole)] = batches_of_candidates(self.workload, one.candidates)
             return estimate_memory(whole, one.candidates, self.profile)
-        assert one.assignment is not None
         [part], [rank] = tightest_replica(held)
-        return memory_of_rank(self.workload, one.candidates, self.profile, one.assignment, held[part], int(rank))
+        return memory_of_rank(self.workload, one.candidates, self.profile, held[part], int(rank))
 
     def capacity_bytes(self, index: int) -> float:
         """Memory of the device with least room left."""
@@ -141,8 +146,7 @@ class Search:
             return self.memory(index)
         places = [(replica, rank) for replica in held for rank in range(len(replica.capacity_bytes))]
         replica, rank = max(places, key=lambda place: place[0].needed_bytes[place[1], 0])
-        assert one.assignment is not None
-        return memory_of_rank(self.workload, one.candidates, self.profile, one.assignment, replica, rank)
+        return memory_of_rank(self.workload, one.candidates, self.profile, replica, rank)
 
     def micro_sequences(self, index: int) -> tuple[int, ...]:
         """Sequences of a micro-batch of each data-parallel rank, at most; a single number where all ranks have the

@@ -94,8 +94,8 @@ def _best(
 
 
 def _holds(found: Search) -> bool:
-    """Whether every device has room for the chosen layout."""
-    return found.bytes_per_device(found.chosen) <= found.capacity_bytes(found.chosen)
+    """Whether every device has room for the chosen layout, with the forecast's own error to spare."""
+    return found.fits_sparingly(found.chosen)
 
 
 def _rank(found: Search) -> tuple[bool, float]:

@@ -18,7 +18,7 @@ from plait.planner.problem.workload import Workload
 from plait.planner.search.complexity import complexity_of
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.enumeration import enumerate_layouts
-from plait.planner.search.feasibility import feasible_candidates
+from plait.planner.search.feasibility import feasible_candidates, sparing_budget
 from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import step_seconds
 from plait.planner.search.layout_kinds import kinds_that_never_fit, leanest_of_kinds
@@ -46,7 +46,13 @@ def search(
     profile, constraints = profile.for_cluster(cluster), constraints or Constraints()
     _check_constraints(workload, constraints)
     devices = device_speeds_of(workload, cluster, profile)
-    assigner = WorkAssigner(workload=workload, devices=devices, profile=profile, named_shares=constraints.shares)
+    assigner = WorkAssigner(
+        workload=workload,
+        devices=devices,
+        profile=profile,
+        named_shares=constraints.shares,
+        usable_memory=sparing_budget(workload, cluster).share,
+    )
     listed = enumerate_layouts(workload, cluster.n_devices, constraints, profile)
     fit = feasible_candidates(assigner, cluster, listed.candidates, constraints)
     needless = _needless(listed.candidates, fit.kept, fit.n_microbatches)
