@@ -9,6 +9,7 @@ import numpy as np
 
 from plait.errors import PlaitError
 from plait.planner.explain.confidence import certainty_lines, idle_machine_lines, layout_changes
+from plait.planner.explain.island_traffic import island_traffic_lines
 from plait.planner.explain.totals import run_totals
 from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_lines, unequal_reasons
 from plait.planner.problem.candidates import Counts
@@ -67,7 +68,8 @@ def short_reasons(found: Search) -> tuple[str, ...]:
         return tuple(_binds(found)[:1])
     first = _as_named(found) if found.constraints else _price_of_simplicity(found)
     changed = [] if found.constraints else [line for line in layout_changes(found) if "would be chosen" in line]
-    return (first, *unequal_lines(found, found.chosen), *unequal_reasons(found), *_binds(found)[:2], *changed[:2])
+    who = (*island_traffic_lines(found), *unequal_lines(found, found.chosen))
+    return (first, *who, *unequal_reasons(found), *_binds(found)[:2], *changed[:2])
 
 
 def runners_up(found: Search, top: int) -> list[int]:
@@ -90,7 +92,7 @@ def choice_reasons(found: Search) -> list[str]:
         reasons.append(
             f"{kind_text(found.candidates.row(int(index)))}: simpler, but it takes {why_not(found, int(index))}"
         )
-    return reasons + unequal_reasons(found) + idle_machine_lines(found)
+    return reasons + island_traffic_lines(found) + unequal_reasons(found) + idle_machine_lines(found)
 
 
 def runners_up_lines(found: Search, top: int) -> list[str]:
