@@ -52,8 +52,10 @@ def machine_peak_flops(machine: Machine) -> tuple[float | None, str]:
         rate = measure_matmul_flops(threads=machine.cores)
         return rate, f"float32 matrix products measured on {machine.cores} cores"
     known = find_device_by_driver_name(machine.name)
-    if known and (rate := known.peak_flops.get("bf16") or known.peak_flops.get("fp16")):
-        return rate * machine.devices, f"dense 16-bit peak of {known.name}"
+    # Without bf16 plait trains in float32 (planner/derive/training_job.py).
+    precision = "bf16" if known and "bf16" in known.peak_flops else "float32"
+    if known and precision in known.peak_flops:
+        return known.flops(precision) * machine.devices, f"dense {precision} peak of {known.name}"
     return None, f"the peak of {machine.name} is not in plait's catalogue, so MFU is unknown"
 
 

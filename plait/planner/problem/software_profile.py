@@ -50,7 +50,7 @@ class SoftwareProfile:
     inner_bytes: float = _DEFAULTS["inner_bytes"]
     """Memory traffic of the forward pass per token and unit of the feedforward's width: activation and gate."""
     score_bytes: float = _DEFAULTS["score_bytes"]
-    """Traffic per attention score of the forward pass where attention is not fused."""
+    """Traffic per attention score of the forward pass where attention is not fused, in 16 bits; in float32 twice it."""
     routed_bytes: float = _DEFAULTS["routed_bytes"]
     """Memory traffic of the forward pass per token, expert that it goes to and unit of width: sorting tokens by
     expert and back."""
