@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.published.programs import MEGATRON_DEEPSPEED
 from plait.cluster.cluster import read_cluster
 from plait.errors import PlaitError
 from plait.planner.derive.resources import on_paper
@@ -37,7 +38,7 @@ def planned_on(folder: Path, cluster: str, *asked: str) -> Plan:
 
 
 def layer_s(cluster: str, precision: PricedPrecision) -> float:
-    device = device_time_of(replace(OPT_350M, precision=precision), read_cluster(cluster), PLAIT_PROFILE)
+    device = device_time_of(replace(OPT_350M, precision=precision), read_cluster(cluster), MEGATRON_DEEPSPEED)
     layer = device.layer_time(Candidates.from_rows([{"micro_sequences": 4}]))
     return float((layer.forward + layer.backward)[0])
 

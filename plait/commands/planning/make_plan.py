@@ -35,6 +35,8 @@ class MachineSurvey:
 
     machine: Machine
     peak_flops: float | None
+    peak_doubt: str = ""
+    """What makes the peak doubtful, in a sentence; empty where nothing does."""
     others: tuple[Machine, ...] = ()
     """The machines of the run's other hosts."""
     probe: Probe | None = None
@@ -46,7 +48,8 @@ def look_around(workers: WorkerPool, cores: int) -> MachineSurvey:
     found = ask_rank_0(
         workers, Job(entry="plait.cluster.measure:rank", argument="", world_size=1, threads=cores), "machine"
     )
-    return MachineSurvey(machine=Machine.from_fingerprint(found["fingerprint"]), peak_flops=found["peak_flops"])
+    machine = Machine.from_fingerprint(found["fingerprint"])
+    return MachineSurvey(machine=machine, peak_flops=found["peak_flops"], peak_doubt=found["peak_doubt"])
 
 
 def make_plan(
@@ -126,6 +129,7 @@ def resources_of(site: MachineSurvey, workers: WorkerPool) -> Resources:
     return Resources(
         machine=site.machine,
         peak_flops=site.peak_flops,
+        peak_doubt=site.peak_doubt,
         fixed_workers=workers.fixed_workers,
         probe=site.probe,
         load_calibration=lambda precision, basis: load_calibration(calibration_key(machines, precision, basis)),

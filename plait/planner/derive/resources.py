@@ -49,6 +49,8 @@ class Resources:
     machine: Machine
     peak_flops: float | None
     """FLOP/s of all devices together: measured of processors, published of GPUs, None of unknown ones."""
+    peak_doubt: str = ""
+    """What makes the peak doubtful, in a sentence; empty where nothing does."""
     fixed_workers: FixedWorkers | None = None
     probe: Probe | None = None
     """Measures several hosts; None where there is one."""

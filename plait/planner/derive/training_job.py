@@ -30,6 +30,8 @@ class TrainingJob:
 
 def new_job(config: RunConfig, corpus: CorpusFacts, resources: Resources, why: list[str]) -> TrainingJob:
     """What a recipe comes to on a machine, each choice with its reason; raises PlaitError for what cannot work."""
+    if resources.peak_doubt:
+        why.append(resources.peak_doubt)
     precision_reasons: list[str] = []
     precision = _precision(config, resources, precision_reasons)
     scale = derive_run_size(config, corpus, resources.machine, resources.peak_flops, why)

@@ -25,6 +25,7 @@ from plait.planner.search.cost_breakdown import (
 from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import kind_text, kinds_of, layout_sentences, layout_text
 from plait.planner.search.search import search
+from plait.report.utilisation import utilisation_text
 from plait.units import Amount, format_bytes, format_count, format_duration
 
 SIMPLER_KINDS_NAMED = 4
@@ -121,9 +122,14 @@ def _step(found: Search) -> list[str]:
         f"{TIME_NAMES[name]} {spent / step_s:.0%}" for name, spent in items if spent >= LEAST_SHARE_MENTIONED * step_s
     ]
     tokens_per_s = found.workload.batch_tokens / step_s
+    used = (
+        f"{full:.1%} of the arithmetic peak (MFU) with all of attention counted, {causal:.1%} with the half that a "
+        "causal model uses"
+    )
+    if causal > 1:  # no device computes faster than its peak
+        used = f"arithmetic (MFU): {utilisation_text(causal)}"
     return [
-        f"{format_duration(step_s)}, {format_count(tokens_per_s)} tokens a second; {full:.1%} of the arithmetic peak"
-        f" (MFU) with all of attention counted, {causal:.1%} with the half that a causal model uses",
+        f"{format_duration(step_s)}, {format_count(tokens_per_s)} tokens a second; {used}",
         ", ".join(parts),
     ]
 

@@ -155,6 +155,7 @@ class SoftwareProfile:
             return here
         return replace(
             here,
+            product_share=_DEFAULTS["product_share"],
             flash_share=PROCESSOR_FLASH_SHARE,
             fixed_bytes=0.0,
             outside_bytes=PROCESS_BYTES,
@@ -167,5 +168,5 @@ class SoftwareProfile:
 
 
 # plait's own: no measurement of it went in yet but what its code does (loss in pieces, sums under the backward pass,
-# shards over their own axis alone).
+# shards over their own axis alone); its kernels are torch's, so it reaches with them what other torch programs do.
 PLAIT_PROFILE = SoftwareProfile(name="plait", shards_over="shard", **constant_fields("software_profile_plait"))
