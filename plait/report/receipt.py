@@ -14,7 +14,7 @@ from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.report.atomic import replace_file
 from plait.report.metrics import StepReport
-from plait.report.utilisation import utilisation_text
+from plait.report.utilisation import both_utilisations_text
 from plait.units import counted, format_bytes, format_count, format_duration
 
 RECEIPT_WARM_UP_STEPS = 3
@@ -175,14 +175,6 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
-def _utilisation(receipt: Receipt) -> str:
-    if receipt.mfu is not None and receipt.mfu_causal is not None and receipt.mfu_causal <= 1 < receipt.mfu:
-        return f"{receipt.mfu_causal:.1%} with causal attention"
-    if receipt.mfu is not None and receipt.mfu > 1:
-        return utilisation_text(receipt.mfu)
-    return _text(receipt.mfu, "{:.1%}") + _text(receipt.mfu_causal, " ({:.1%} with causal attention)")
-
-
 def _rows(receipt: Receipt) -> list[tuple[str, str]]:
     degrees: Mapping[str, Any] = receipt.layout
     layout, ranks = Layout(**degrees), receipt.world_size
@@ -199,7 +191,7 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         ("forecast", _forecast(receipt)),
         ("where it went", _items(receipt)),
         ("speed-up", _speedup(receipt)),
-        ("MFU", _utilisation(receipt)),
+        ("MFU", both_utilisations_text(receipt.mfu, receipt.mfu_causal)),
         ("peak of tensors", _peak(receipt.peak_tensor_bytes)),
         ("peak of memory", _peak(receipt.peak_rss_bytes) + _rss_forecast(receipt)),
         ("time", f"{format_duration(receipt.wall_s)}, {receipt.device_hours:.3g} device hours"),
