@@ -1,4 +1,4 @@
-"""The plan to go on with: a begun run's own, for a raised budget, other machines or other hosts."""
+"""The plan with which a begun run continues, also with a raised budget or on other machines."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def resumed_plan(
 
 
 def _has_other_workers(plan: Plan, workers: HostWorkers) -> bool:
-    """Whether a plan is for others than these: for another number of workers, or for hosts of another kind or order."""
+    """Whether a plan was made for another number of workers, or for hosts of another kind or order."""
     if workers.fixed_workers is None:
-        return bool(plan.hosts)  # it was made for several, and here is one
+        return bool(plan.hosts)  # made for several hosts, and now there is one
     return workers.fixed_workers.workers != plan.world_size or not same_hosts(
         workers.with_hosts(plan).hosts, plan.hosts
     )

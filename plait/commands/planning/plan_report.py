@@ -31,12 +31,12 @@ class PlanReport:
     plan: Plan
     search: Search
     notes: tuple[str, ...]
-    """What was derived or assumed."""
+    """Sentences about values that were derived or assumed."""
     sections: tuple[PlanSection, ...]
 
 
 def make_plan_report(config: RunConfig, resources: Resources, *, top: int) -> PlanReport:
-    """Plan a recipe on machines that need not be there; what hangs on text that was not prepared takes usual values."""
+    """Plan a recipe for machines that need not be there; usual values replace text that was not prepared."""
     corpus, assumed = corpus_facts_or_usual(config)
     drafted = draft(config, corpus, resources, recipe_hash="")
     chosen, notes = choose(drafted.layouts), [*assumed, *drafted.request.notes]
@@ -53,7 +53,7 @@ def make_plan_report(config: RunConfig, resources: Resources, *, top: int) -> Pl
 
 
 def plan_report_text(report: PlanReport) -> str:
-    """The whole answer for people."""
+    """The report as text for people."""
     cluster, w = report.search.cluster, report.search.workload
     lines = [
         f"plan     {format_count(parameter_count(report.plan.shape))} parameters on {cluster.name}: "
@@ -72,7 +72,7 @@ def _wrap(line: str) -> str:
 
 
 def comparison_table(reports: Sequence[PlanReport]) -> str:
-    """Several clusters in a table."""
+    """A table that compares the plans for several clusters."""
     rows = [("cluster", "step", "tokens/s", "layout")]
     for one in reports:
         step_s = float(one.search.step_s[one.search.chosen])

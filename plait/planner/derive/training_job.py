@@ -1,4 +1,4 @@
-"""What a run computes: the same whoever does it, and the same for a run that goes on."""
+"""What a run computes, independent of the layout and the machines; it stays the same when a run continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plait.units import Amount
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """What a run computes, whoever does it."""
+    """Model, batch, precision and budget of a run, independent of the layout and the machines."""
 
     budget: Amount
     shape: ModelShape

@@ -38,7 +38,7 @@ class WorkerOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A training job that is settled but for its layout, what is settled of that, and what may carry it out."""
+    """A training job, the constraints on its layout, and the machines and software that may run it."""
 
     job: TrainingJob
     workload: Workload
@@ -61,7 +61,7 @@ class Request:
 def request_of(config: RunConfig, corpus: CorpusFacts, resources: Resources, begun: Plan | None = None) -> Request:
     """The request of a recipe on these machines; probes several hosts. Raises PlaitError for what cannot work.
 
-    Of a run that is `begun` only the layout is open: the job is as its plan says.
+    For a `begun` run the job is taken from its plan, and only the layout is open.
     """
     notes: list[str] = []
     job = job_of_plan(begun) if begun else new_job(config, corpus, resources, notes)

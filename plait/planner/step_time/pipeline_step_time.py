@@ -24,7 +24,8 @@ ROUNDS_SIMULATED = 1
 """Rounds of micro-batches (multiples of the pipeline's ranks) that are simulated; each one beyond adds the busiest
 rank's time."""
 ROUNDS_SIMULATED_WITH_MESSAGES = 8
-"""The same where messages take time and the pipeline has at most FEW_RANKS: their waiting takes longer to settle."""
+"""Rounds simulated where messages take time and the pipeline has at most FEW_PIPELINE_RANKS ranks: the steady state
+is reached later."""
 FEW_PIPELINE_RANKS = 8
 
 

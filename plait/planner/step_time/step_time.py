@@ -40,7 +40,7 @@ class StepTime:
     gradients: Reals
     bubble: Reals
     waiting: Reals
-    """For the slowest node, beyond what its speed explains."""
+    """Waiting for stragglers: random delays of the slowest node, beyond its constant speed."""
     host: Reals
     optimizer: Reals
     stage_message: Reals
@@ -54,7 +54,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ExposedCommunication:
-    """One layer's and one micro-batch's communication that arithmetic does not hide, and what it does."""
+    """Exposed communication of one layer and one micro-batch, in seconds by axis; `hidden` is what arithmetic hides."""
 
     tensor: Reals
     context: Reals
@@ -120,7 +120,7 @@ def estimate_step_time(inputs: CostInputs) -> StepTime:
 
 
 def _recompute_s(inputs: CostInputs, layer: LayerTime) -> Reals:
-    """What is computed a second time for one layer and micro-batch."""
+    """Seconds of recomputation for one layer and micro-batch."""
     recompute = inputs.candidates.recompute
     # Without fused attention only its core is repeated; with it, norms and activations, and of the products a share.
     share = inputs.profile.selective_products
