@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from plait.cluster.catalog import find_device_by_driver_name
 from plait.cluster.topology import Machine, detect_cpu_machine
@@ -22,8 +23,8 @@ class MessageSender(Protocol):
 def rank(context: MessageSender, argument: str) -> None:
     """Entry of the worker that describes this host: sends the machine's fingerprint and its peak arithmetic rate."""
     machine = detect_machine()
-    flops, reason = machine_peak_flops(machine)
-    context.send("machine", fingerprint=machine.fingerprint(), peak_flops=flops, reason=reason)
+    flops, doubt = machine_peak_flops(machine)
+    context.send("machine", fingerprint=machine.fingerprint(), peak_flops=flops, peak_doubt=doubt)
 
 
 def detect_machine() -> Machine:
@@ -46,30 +47,71 @@ def detect_machine() -> Machine:
 
 
 def machine_peak_flops(machine: Machine) -> tuple[float | None, str]:
-    """Peak FLOP/s of all devices together, of which MFU is a share, and a sentence on where the figure comes from;
-    None where it is not known."""
+    """Peak FLOP/s of all devices together, of which MFU is a share, None where it is not known; and what makes it
+    doubtful, empty where nothing does."""
     if machine.device == "cpu":
-        rate = measure_matmul_flops(threads=machine.cores)
-        return rate, f"float32 matrix products measured on {machine.cores} cores"
+        found = measure_matmul_flops(threads=machine.cores)
+        return found.flops, found.doubt
     known = find_device_by_driver_name(machine.name)
-    if known and (rate := known.peak_flops.get("bf16") or known.peak_flops.get("fp16")):
-        return rate * machine.devices, f"dense 16-bit peak of {known.name}"
+    # Without bf16 plait trains in float32 (planner/derive/training_job.py).
+    precision = "bf16" if known and "bf16" in known.peak_flops else "float32"
+    if known and precision in known.peak_flops:
+        return known.flops(precision) * machine.devices, ""
     return None, f"the peak of {machine.name} is not in plait's catalogue, so MFU is unknown"
 
 
-def measure_matmul_flops(*, threads: int, size: int = 1024, seconds: float = 0.8) -> float:
-    """FLOP/s of float32 products of size × size matrices: the median of the fastest quarter of repeated runs,
-    because a peak is an upper limit."""
+UNDISTURBED_SHARE = 0.9
+"""Share of its cores' time from which a measurement counts as undisturbed."""
+MEASURED_S, DISTURBED_S = 0.8, 2.4
+"""Seconds of measuring; the second where none of the tries was undisturbed before."""
+TRY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulRate:
+    """A measured rate of products."""
+
+    flops: float
+    """FLOP/s in the fastest try."""
+    granted: float
+    """Share of the cores' time that the process had, at best in any try; the rest went to other programs, or a limit
+    withheld it."""
+
+    @property
+    def doubt(self) -> str:
+        """What to say of a rate that was measured while others worked; empty where nobody did."""
+        if self.granted >= UNDISTURBED_SHARE:
+            return ""
+        return (
+            f"the arithmetic peak was measured while this process had {self.granted:.0%} of its cores' time: it may be "
+            "higher, and the forecast faster, when other programs rest"
+        )
+
+
+def measure_matmul_flops(*, threads: int, size: int = 1024) -> MatmulRate:
+    """The rate of float32 products of size × size matrices in the best of several short tries, because a peak is an
+    upper limit; more tries where other programs took part of the cores in all of them."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     a, b = torch.randn(size, size), torch.randn(size, size)
     out = torch.empty(size, size)
+    began, tries = time.perf_counter(), [_short_try(a, b, out, threads)]
+    while (spent := time.perf_counter() - began) < DISTURBED_S:
+        if spent >= MEASURED_S and any(one.granted >= UNDISTURBED_SHARE for one in tries):
+            break
+        tries.append(_short_try(a, b, out, threads))
+    torch.set_num_threads(before)
+    return MatmulRate(flops=max(one.flops for one in tries), granted=max(one.granted for one in tries))
+
+
+def _short_try(a: Tensor, b: Tensor, out: Tensor, threads: int) -> MatmulRate:
+    """A tenth of a second of products: the median of the fastest quarter."""
     times: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < 8:
+    began, used = time.perf_counter(), time.process_time()
+    while time.perf_counter() < began + TRY_S:
         start = time.perf_counter()
         torch.mm(a, b, out=out)
         times.append(time.perf_counter() - start)
-    torch.set_num_threads(before)
+    granted = (time.process_time() - used) / ((time.perf_counter() - began) * threads)
     best = sorted(times)[: max(1, len(times) // 4)]
-    return 2 * size**3 / statistics.median(best)
+    return MatmulRate(flops=2 * a.shape[0] ** 3 / statistics.median(best), granted=min(granted, 1.0))

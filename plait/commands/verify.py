@@ -9,15 +9,16 @@ from typing import Literal
 
 from rich.console import Console as Screen
 
-from plait.cluster.topology import Machine, usable_cores
-from plait.commands.planning.make_plan import look_around
+from plait.cluster.topology import usable_cores
+from plait.commands.planning.make_plan import look_around, resources_of
 from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.planning.workers import WorkerPool, serve_under_torchrun, worker_pool
 from plait.commands.verifying.gradient_check import check_gradients, summation_order_noise
 from plait.commands.verifying.small_model import plan_for_device, requested_layout, requested_shares, shrunk_plan
 from plait.errors import PlaitError
 from plait.layout import Layout
-from plait.planner.derive.training_job import precision_of
+from plait.planner.derive.resources import Resources
+from plait.planner.derive.training_job import matmul_precision_of, precision_of
 from plait.planner.plan import Plan
 from plait.planner.search.validity import check_devices
 from plait.proof.verdict import BF16_TRANSFER_TOLERANCES, FLOAT32_TOLERANCES, Verdict
@@ -57,9 +58,9 @@ def verify(
             if verdict.ok and config.train.gradient_transfer == "bf16":
                 verdict = _check_rounded(config, plan, workers, screen)
         else:
-            machine = look_around(workers, usable_cores()).machine
-            check_devices(layout, machine)
-            verdict = _check_here(config, plan, machine, workers, screen)
+            resources = resources_of(look_around(workers, usable_cores()), workers)
+            check_devices(layout, resources.machine)
+            verdict = _check_here(config, plan, resources, workers, screen)
     _print_verdict(verdict, screen, "" if where == "here" else _rounding_text(config))
     if json_file is not None:
         write_output_file(json_file, verdict.to_json())
@@ -73,15 +74,18 @@ def _check_rounded(config: RunConfig, plan: Plan, workers: WorkerPool, screen: S
     return check_gradients(config, rounded, workers, scope="gradients", tolerances=BF16_TRANSFER_TOLERANCES)
 
 
-def _check_here(config: RunConfig, plan: Plan, machine: Machine, workers: WorkerPool, screen: Screen) -> Verdict:
+def _check_here(config: RunConfig, plan: Plan, resources: Resources, workers: WorkerPool, screen: Screen) -> Verdict:
     """The worse of two verdicts: in float32 without shortcuts, and as the run itself computes."""
+    machine = resources.machine
     single = plan_for_device(plan, machine.device, "float32")
     text = f"{plan.layout}{_shares_text(plan)} on {plan.world_size} × {machine.name}, in float32"
     screen.print(f"layout   {text}", highlight=False)
     strict = check_gradients(config, single, workers, scope="gradients", tolerances=FLOAT32_TOLERANCES)
-    precision = precision_of(config, machine.device)
+    precision = precision_of(config, resources, [])
     own = replace(
-        plan_for_device(plan, machine.device, precision), compile="blocks" if machine.device == "cuda" else "off"
+        plan_for_device(plan, machine.device, precision),
+        compile="blocks" if machine.device == "cuda" else "off",
+        matmul_precision=matmul_precision_of(precision, resources, []),
     )
     if not strict.ok or own == single:
         return strict

@@ -10,6 +10,9 @@ from plait.model.shape import ModelShape
 
 Precision = Literal["float32", "bf16", "float64"]
 """bf16 computes in bfloat16 from float32 weights; float64 is for proofs."""
+MatmulPrecision = Literal["float32", "tf32"]
+"""In what float32 matrices are multiplied on CUDA devices: TF32 rounds each factor to 10 bits of mantissa for the
+tensor cores; sums stay float32."""
 WorkerDevice = Literal["cpu", "cuda"]
 Compile = Literal["off", "blocks"]
 """Whether torch.compile compiles each layer."""
@@ -27,3 +30,4 @@ class Execution:
     precision: Precision
     compile: Compile
     gradient_transfer: GradientTransfer
+    matmul_precision: MatmulPrecision = "float32"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from plait.cluster.topology import strip_name_number
 from plait.layout import Layout, equal_share
 from plait.model.shape import ModelShape
-from plait.partition.execution import Compile, Execution, GradientTransfer, Precision, WorkerDevice
+from plait.partition.execution import Compile, Execution, GradientTransfer, MatmulPrecision, Precision, WorkerDevice
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration, ForecastBasis, StepItems
 from plait.units import Amount, Every
 
@@ -98,6 +98,8 @@ class Plan:
     balance_every_steps: int = 0
     """How often shares may change while the run goes on; 0: never."""
     gradient_transfer: GradientTransfer = "float32"
+    matmul_precision: MatmulPrecision = "float32"
+    """Where `precision` is float32: in what its matrices are multiplied."""
     budget: Amount
     """Budget of the run, from which `steps` follows."""
     steps: int
@@ -133,6 +135,7 @@ class Plan:
             precision=self.precision,
             compile=self.compile,
             gradient_transfer=self.gradient_transfer,
+            matmul_precision=self.matmul_precision,
         )
 
     @property

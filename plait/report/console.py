@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from plait.report.metrics import EvalReport, StepReport
-from plait.report.plausibility import mfu_progress_text
+from plait.report.plausibility import mfu_text
 from plait.units import format_count, format_duration
 
 LINE_EVERY_S = 10.0
@@ -90,7 +90,7 @@ class Console:
             f"ETA {format_duration(round(left_s))}",
             f"{format_count(self._smooth.tokens_per_s)} tokens/s",
         ]
-        return facts if report.mfu is None else [*facts, mfu_progress_text(report.mfu)]
+        return facts if report.mfu is None else [*facts, f"MFU {mfu_text(report.mfu)}"]
 
 
 def facts_width(columns: int) -> int:

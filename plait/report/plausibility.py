@@ -6,9 +6,9 @@ LEAST_EXCESS = 0.01
 """Efficiency above 1 that is noise: a step's median is not known better."""
 
 
-def mfu_progress_text(mfu: float) -> str:
-    """The MFU of a step in a line of progress, with its doubt in brackets."""
-    return f"MFU {mfu:.0%}" if mfu <= 1 else f"MFU {mfu:.0%} (more than the peak)"
+def mfu_text(mfu: float) -> str:
+    """An MFU in whole per cent, with its doubt in brackets where it is more than the peak."""
+    return f"{mfu:.0%}" if mfu <= 1 else f"{mfu:.0%} (more than the peak)"
 
 
 def mfu_doubt(mfu: float | None) -> str:

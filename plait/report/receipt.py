@@ -144,11 +144,8 @@ def median_speed(reports: Sequence[StepReport], starts: Collection[int] = (0,)) 
     if not kept:
         return Speed(step_s_median=nan, tokens_per_s=nan, mfu=None)
     mfus = [report.mfu for report in kept if report.mfu is not None]
-    return Speed(
-        step_s_median=median(report.step_s for report in kept),
-        tokens_per_s=median(report.tokens_per_s for report in kept),
-        mfu=median(mfus) if mfus else None,
-    )
+    step_s, tokens_per_s = median(one.step_s for one in kept), median(one.tokens_per_s for one in kept)
+    return Speed(step_s_median=step_s, tokens_per_s=tokens_per_s, mfu=median(mfus) if mfus else None)
 
 
 def _off(predicted: float | None, measured: float) -> float | None:

@@ -21,6 +21,7 @@ from plait.checkpoint.store import verify_checkpoint
 from plait.errors import RunFailed
 from plait.model.shape import training_flops_per_token
 from plait.parallel.mesh import Sums, make_mesh, open_store, world_sums
+from plait.partition.execution import MatmulPrecision
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
@@ -104,6 +105,7 @@ def process_group_for(context: WorkerContext, plan: Plan) -> Iterator[None]:
     if plan.device == "cuda":
         torch.cuda.set_device(context.local_rank)
         _same_bits_on_gpus()
+        select_matmul_precision(plan.execution.matmul_precision)
         backend = "cpu:gloo,cuda:nccl"
     store = open_store(context.rendezvous, context.rank, context.world_size)
     dist.init_process_group(
@@ -113,6 +115,11 @@ def process_group_for(context: WorkerContext, plan: Plan) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def select_matmul_precision(precision: MatmulPrecision) -> None:
+    """Multiply float32 matrices on CUDA devices so from now on, in this process; each choice undoes the other."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
 
 
 def _same_bits_on_gpus() -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from plait.cluster.measure import detect_machine
+from plait.cluster.measure import MatmulRate, detect_machine, measure_matmul_flops
 from plait.cluster.topology import Machine, detect_cpu_machine
 
 
@@ -36,3 +36,16 @@ def test_the_fingerprint_of_like_devices_is_what_it_always_was() -> None:
     here = detect_cpu_machine()
     assert "unlike" not in here.fingerprint()
     assert Machine.from_fingerprint(here.fingerprint()).unlike == ()
+
+
+def test_a_peak_that_was_measured_under_load_says_so() -> None:
+    quiet, busy = MatmulRate(flops=1e11, granted=0.97), MatmulRate(flops=1e11, granted=0.4)
+    assert quiet.doubt == ""
+    assert "this process had 40% of its cores' time: it may be higher" in busy.doubt
+
+
+def test_a_measured_peak_is_the_best_of_several_short_tries() -> None:
+    rate = measure_matmul_flops(threads=1, size=256)
+    assert rate.flops > 1e8
+    assert 0 < rate.granted <= 1
+    assert torch.get_num_threads() >= 1

@@ -328,7 +328,8 @@ def old_and_new(micro: int, size: str = "125M", **degrees: int) -> Search:
     workload = workload_of(shape, sequence=2048, batch_sequences=64)
     knobs = {"micro_sequences": micro, "recompute": "none", "shard_what": "parameters"}
     pins = Constraints(degrees=Layout(**degrees) if degrees else Layout(replicate=2), knobs=knobs)
-    return search(workload, read_cluster("1x4090+1x3080@10G"), constraints=pins)
+    best = replace(PLAIT_PROFILE, product_share=1.0, flash_share=0.6, flash_lag=0.0)
+    return search(workload, read_cluster("1x4090+1x3080@10G"), constraints=pins, profile=best)
 
 
 def test_a_small_device_takes_fewer_sequences_at_a_time_and_says_so() -> None:

@@ -36,6 +36,8 @@ class MachineSurvey:
 
     machine: Machine
     peak_flops: float | None
+    peak_doubt: str = ""
+    """What makes the peak doubtful, in a sentence; empty where nothing does."""
     others: tuple[Machine, ...] = ()
     """The machines of the run's other hosts."""
     probe: Probe | None = None
@@ -45,7 +47,8 @@ class MachineSurvey:
 def look_around(workers: WorkerPool, cores: int) -> MachineSurvey:
     """Describe this machine and measure its arithmetic peak, in a worker that uses all cores."""
     found = ask_rank_0(workers, Job(entry=MEASURE_ENTRY, argument="", world_size=1, threads=cores), "machine")
-    return MachineSurvey(machine=Machine.from_fingerprint(found["fingerprint"]), peak_flops=found["peak_flops"])
+    machine = Machine.from_fingerprint(found["fingerprint"])
+    return MachineSurvey(machine=machine, peak_flops=found["peak_flops"], peak_doubt=found["peak_doubt"])
 
 
 def make_plan(
@@ -133,6 +136,7 @@ def resources_of(site: MachineSurvey, workers: WorkerPool) -> Resources:
     return Resources(
         machine=site.machine,
         peak_flops=site.peak_flops,
+        peak_doubt=site.peak_doubt,
         fixed_workers=workers.fixed_workers,
         probe=site.probe,
         load_calibration=lambda precision, basis: load_calibration(calibration_key(machines, precision, basis)),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
-from plait.cluster.catalog import find_device_by_driver_name
+from plait.cluster.catalog import Device, find_device_by_driver_name
 from plait.cluster.cluster import Cluster, cluster_of_machine
 from plait.cluster.measured import measurements_json
 from plait.cluster.topology import Machine
@@ -49,6 +49,8 @@ class Resources:
     machine: Machine
     peak_flops: float | None
     """FLOP/s of all devices together: measured of processors, published of GPUs, None of unknown ones."""
+    peak_doubt: str = ""
+    """What makes the peak doubtful, in a sentence; empty where nothing does."""
     fixed_workers: FixedWorkers | None = None
     probe: Probe | None = None
     """Measures several hosts; None where there is one."""
@@ -66,6 +68,15 @@ class Resources:
             or self.machine.device == "cpu"
             or find_device_by_driver_name(self.machine.name) is not None
         )
+
+    @property
+    def known_devices(self) -> tuple[Device, ...]:
+        """The devices of the catalogue, or of a cluster.json, that there are; none on a processor that is not
+        described."""
+        if self.cluster:
+            return tuple(island.device for island in self.cluster.islands)
+        known = find_device_by_driver_name(self.machine.name)
+        return (known,) if known else ()
 
     def as_cluster(self, workers: int) -> Cluster:
         """The machines as a cluster of so many devices."""
@@ -96,7 +107,9 @@ class Resources:
 def on_paper(cluster: Cluster, load_calibration: LoadCalibration = lambda precision, basis: UNCALIBRATED) -> Resources:
     """A cluster that need not be there. One processor in it makes it a cluster of processors."""
     kinds = {island.device.kind for island in cluster.islands}
-    device, precision = ("cpu", "float32") if "cpu" in kinds else ("cuda", "bf16")
+    device = "cpu" if "cpu" in kinds else "cuda"
+    has_bf16 = all("bf16" in island.device.peak_flops for island in cluster.islands)
+    precision = "bf16" if device == "cuda" and has_bf16 else "float32"
     machine = Machine(device=device, name=cluster.name, devices=cluster.n_devices, cores=1, memory_bytes=1, versions=())
     return Resources(
         machine=machine,

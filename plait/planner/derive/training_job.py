@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from plait.errors import PlaitError
 from plait.model.shape import ModelShape, parameter_count
-from plait.partition.execution import Precision, WorkerDevice
+from plait.partition.execution import MatmulPrecision, Precision
 from plait.planner.derive.model_size import CorpusFacts, batch_sequences, derive_run_size
 from plait.planner.derive.resources import Resources
 from plait.planner.plan import Plan
@@ -23,17 +24,26 @@ class TrainingJob:
     """FLOPs of the whole run, about: 6 for each parameter and token."""
     batch_sequences: int
     precision: Precision
+    matmul_precision: MatmulPrecision = "float32"
+    """In what float32 matrices are multiplied."""
 
 
 def new_job(config: RunConfig, corpus: CorpusFacts, resources: Resources, why: list[str]) -> TrainingJob:
     """What a recipe comes to on a machine, each choice with its reason; raises PlaitError for what cannot work."""
+    if resources.peak_doubt:
+        why.append(resources.peak_doubt)
+    precision_reasons: list[str] = []
+    precision = precision_of(config, resources, precision_reasons)
     scale = derive_run_size(config, corpus, resources.machine, resources.peak_flops, why)
+    batch = batch_sequences(config, scale, why)
+    why += precision_reasons
     return TrainingJob(
         budget=scale.budget,
         shape=scale.shape,
         flops=scale.flops,
-        batch_sequences=batch_sequences(config, scale, why),
-        precision=_precision(config, resources.machine.device, why),
+        batch_sequences=batch,
+        precision=precision,
+        matmul_precision=matmul_precision_of(precision, resources, why),
     )
 
 
@@ -45,22 +55,44 @@ def job_of_plan(plan: Plan) -> TrainingJob:
         flops=6.0 * parameter_count(plan.shape) * plan.steps * plan.batch_tokens,
         batch_sequences=plan.batch_sequences,
         precision=plan.precision,
+        matmul_precision=plan.matmul_precision,
     )
 
 
-def precision_of(config: RunConfig, device: WorkerDevice) -> Precision:
-    """The precision that a recipe names, else the fast one of the device. Every command uses this rule."""
-    if config.train.precision != "auto":
-        return config.train.precision
-    return "bf16" if device == "cuda" else "float32"
+def precision_of(config: RunConfig, resources: Resources, why: list[str]) -> Precision:
+    """The arithmetic that a recipe names, else the fast one of the devices; raises PlaitError for bf16 on devices that
+    have none."""
+    named = config.train.precision
+    lacking = "" if resources.machine.device == "cpu" else _lacking(resources, "bf16")
+    if named == "bf16" and lacking:
+        raise PlaitError(f'{lacking} has no bf16 arithmetic; write train.precision = "float32"')
+    if named != "auto":
+        return named
+    if resources.machine.device == "cpu":
+        why.append("precision float32: the fastest arithmetic of most processors")
+        return "float32"
+    if lacking:
+        why.append(f"precision float32: {lacking} has no bf16 arithmetic, and plait does not train in fp16 yet")
+        return "float32"
+    why.append("precision bf16 with float32 master weights: these devices' fast arithmetic")
+    return "bf16"
 
 
-def _precision(config: RunConfig, device: WorkerDevice, why: list[str]) -> Precision:
-    chosen = precision_of(config, device)
-    if config.train.precision == "auto":
-        fast = {
-            "bf16": "precision bf16 with float32 master weights: these devices' fast arithmetic",
-            "float32": "precision float32: the fastest arithmetic of most processors",
-        }
-        why.append(fast[chosen])
-    return chosen
+def matmul_precision_of(precision: Precision, resources: Resources, why: list[str]) -> MatmulPrecision:
+    """TF32 for float32 products where all devices are NVIDIA's and have it."""
+    devices = resources.known_devices
+    if precision != "float32" or resources.machine.device == "cpu" or not devices or _lacking(resources, "tf32"):
+        return "float32"
+    if any(device.vendor != "NVIDIA" for device in devices):
+        return "float32"
+    gain = min(device.flops("tf32") / device.flops("float32") for device in devices)
+    why.append(
+        "products in TF32 (factors rounded to 10 bits of mantissa, all else in float32): "
+        f"{gain:.0f} times the peak of float32 products on these devices"
+    )
+    return "tf32"
+
+
+def _lacking(resources: Resources, precision: str) -> str:
+    """The name of the first known device that lacks a precision; empty where none does."""
+    return next((device.name for device in resources.known_devices if precision not in device.peak_flops), "")

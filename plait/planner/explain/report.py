@@ -9,6 +9,7 @@ import numpy as np
 
 from plait.errors import PlaitError
 from plait.planner.explain.confidence import certainty_lines, idle_machine_lines, layout_changes
+from plait.planner.explain.island_traffic import island_traffic_lines
 from plait.planner.explain.totals import run_totals
 from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_lines, unequal_reasons
 from plait.planner.problem.candidates import Counts
@@ -25,6 +26,7 @@ from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import kind_text, kinds_of, layout_sentences, layout_text
 from plait.planner.search.model_error import memory_error
 from plait.planner.search.search import search
+from plait.report.plausibility import mfu_text
 from plait.units import Amount, format_bytes, format_count, format_duration
 
 SIMPLER_KINDS_NAMED = 4
@@ -68,7 +70,8 @@ def short_reasons(found: Search) -> tuple[str, ...]:
         return tuple(_binds(found)[:1])
     first = _as_named(found) if found.constraints else _price_of_simplicity(found)
     changed = [] if found.constraints else [line for line in layout_changes(found) if "would be chosen" in line]
-    return (first, *unequal_lines(found, found.chosen), *unequal_reasons(found), *_binds(found)[:2], *changed[:2])
+    who = (*island_traffic_lines(found), *unequal_lines(found, found.chosen))
+    return (first, *who, *unequal_reasons(found), *_binds(found)[:2], *changed[:2])
 
 
 def runners_up(found: Search, top: int) -> list[int]:
@@ -96,7 +99,7 @@ def choice_reasons(found: Search) -> list[str]:
         reasons.append(
             f"{kind_text(found.candidates.row(int(index)))}: simpler, but it takes {why_not(found, int(index))}"
         )
-    return reasons + unequal_reasons(found) + idle_machine_lines(found)
+    return reasons + island_traffic_lines(found) + unequal_reasons(found) + idle_machine_lines(found)
 
 
 def runners_up_lines(found: Search, top: int) -> list[str]:
@@ -125,9 +128,14 @@ def _step(found: Search) -> list[str]:
         f"{TIME_NAMES[name]} {spent / step_s:.0%}" for name, spent in items if spent >= LEAST_SHARE_MENTIONED * step_s
     ]
     tokens_per_s = found.workload.batch_tokens / step_s
+    used = (
+        f"{full:.1%} of the arithmetic peak (MFU) with all of attention counted, {causal:.1%} with the half that a "
+        "causal model uses"
+    )
+    if causal > 1:  # no device computes faster than its peak
+        used = f"{mfu_text(causal)} of the arithmetic peak (MFU), which was measured while the machine was busy"
     return [
-        f"{format_duration(step_s)}, {format_count(tokens_per_s)} tokens a second; {full:.1%} of the arithmetic peak"
-        f" (MFU) with all of attention counted, {causal:.1%} with the half that a causal model uses",
+        f"{format_duration(step_s)}, {format_count(tokens_per_s)} tokens a second; {used}",
         ", ".join(parts),
     ]
 

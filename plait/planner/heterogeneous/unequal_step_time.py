@@ -16,6 +16,7 @@ from plait.planner.heterogeneous.assignment import WorkAssignment
 from plait.planner.problem.candidates import SCHEDULES, SHARDED_STATES, Candidates, Counts, Reals
 from plait.planner.problem.stage_partition import messages_each_way, rank_layers
 from plait.planner.step_time.cost_inputs import CostInputs
+from plait.planner.step_time.stage_messages import hop_shares
 from plait.planner.step_time.step_time import StepTime
 
 COMPUTE_ITEMS = ("products", "scores", "stream", "recompute")
@@ -59,7 +60,11 @@ class _MicroBatchTimes:
     head: Reals
     """The head and the loss."""
     sent: Reals
-    """One message to the next stage that travels while ranks compute."""
+    """One message to the next stage that travels while ranks compute, on average over the pipeline's hops."""
+    slowest_sent: Reals
+    """The same over the slowest hop."""
+    hop_shares: Reals
+    """Shape [pipeline, candidates]: what each rank waits for messages, as a share of the rank at the slowest hop."""
 
     def each(self, item: str) -> Reals:
         return getattr(self.times, item) / self.count
@@ -119,6 +124,8 @@ def _micro_batch_times(inputs: CostInputs, t: StepTime) -> _MicroBatchTimes:
         messages=messages,
         head=inputs.device_time.head_s(c) / profile.speed,
         sent=t.stage_message / profile.speed,
+        slowest_sent=t.slowest_stage_message / profile.speed,
+        hop_shares=hop_shares(inputs),
     )
 
 
@@ -155,7 +162,7 @@ def _replica_time(
     stages = (
         work / assignment.relative_speed[:, [replica]]
         + assignment.layers_per_rank[:, None] * micro.messages
-        + micro.each("passes")
+        + micro.hop_shares * micro.each("passes")
     )
     computed, gathers_each = (
         np.full(len(c), assignment.sequences_per_replica[replica]),
@@ -172,7 +179,7 @@ def _replica_time(
     micros = np.ceil(micros)
     slowest, whole, way = stages.max(axis=0), stages.sum(axis=0), 2 * (ranks - 1) * micro.sent
     wait = (whole - slowest) / c.virtual / np.where(c.schedule == SCHEDULES.index("zero-bubble"), 3, 1)
-    wire_s = messages_each_way(ranks, c.virtual) * micro.sent
+    wire_s = messages_each_way(ranks, c.virtual) * micro.slowest_sent
     settled = np.maximum(slowest, wire_s)
     at_once = (c.virtual == 1) & (c.schedule != SCHEDULES.index("gpipe"))  # as many under way as there are ranks
     settled = np.where(at_once, np.maximum(settled, (whole + way) / ranks), settled)
@@ -193,8 +200,9 @@ def _step_time_items(
     more = held[rank] / micro.layers * micros / micro.count
     items = {item: getattr(t, item) * more / speed for item in COMPUTE_ITEMS}
     items |= {item: getattr(t, item) * more for item in MESSAGE_ITEMS_PER_MICRO_BATCH}
+    passes = micro.hop_shares[rank, np.arange(len(c))] * micro.each("passes") * micros
     items["head"] = np.where(rank == assignment.ranks - 1, micro.head * micros / speed, 0.0)
-    items |= {"host": micro.each("host") * micros / speed, "passes": micro.each("passes") * micros}
+    items |= {"host": micro.each("host") * micros / speed, "passes": passes}
     items["bubble"] = piped_s - np.add.reduce(list(items.values()))
     # Sharded parameters are gathered in each micro-batch, and every rank has as many of them.
     gathers = np.where(c.shard_what == SHARDED_STATES.index("parameters"), n_microbatches / micro.count, 1.0)

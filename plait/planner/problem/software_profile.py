@@ -50,7 +50,7 @@ class SoftwareProfile:
     inner_bytes: float = _DEFAULTS["inner_bytes"]
     """Memory traffic of the forward pass per token and unit of the feedforward's width: activation and gate."""
     score_bytes: float = _DEFAULTS["score_bytes"]
-    """Traffic per attention score of the forward pass where attention is not fused."""
+    """Traffic per attention score of the forward pass where attention is not fused, in 16 bits; in float32 twice it."""
     routed_bytes: float = _DEFAULTS["routed_bytes"]
     """Memory traffic of the forward pass per token, expert that it goes to and unit of width: sorting tokens by
     expert and back."""
@@ -154,6 +154,7 @@ class SoftwareProfile:
             return here
         return replace(
             here,
+            product_share=_DEFAULTS["product_share"],
             flash_share=PROCESSOR_FLASH_SHARE,
             fixed_bytes=0.0,
             outside_bytes=PROCESS_BYTES,
@@ -166,5 +167,5 @@ class SoftwareProfile:
 
 
 # plait's own: no measurement of it went in yet but what its code does (loss in pieces, sums under the backward pass,
-# shards over their own axis alone).
+# shards over their own axis alone); its kernels are torch's, so it reaches with them what other torch programs do.
 PLAIT_PROFILE = SoftwareProfile(name="plait", shards_over="shard", **constant_fields("software_profile_plait"))

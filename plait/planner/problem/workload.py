@@ -10,7 +10,8 @@ import numpy as np
 
 from plait.model.shape import ModelShape
 
-PricedPrecision = Literal["float32", "fp16", "bf16", "fp8", "fp4"]
+PricedPrecision = Literal["float32", "tf32", "fp16", "bf16", "fp8", "fp4"]
+"""tf32: float32 throughout, but for products in TF32."""
 AttentionKernel = Literal["flash", "unfused"]
 
 
@@ -56,8 +57,8 @@ class Workload:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an activation or weight in computation, in memory and in messages: 4 in float32, else 2."""
-        return 4 if self.precision == "float32" else 2
+        """Of a number as it is multiplied, kept for the backward pass and sent: 2 but for float32."""
+        return 4 if self.precision in ("float32", "tf32") else 2
 
     @property
     def feedforward_matrices(self) -> int:

@@ -71,7 +71,9 @@ def request_of(config: RunConfig, corpus: CorpusFacts, resources: Resources, beg
     )
     workload = _workload(job)
     basis: ForecastBasis = "clock" if resources.cluster and was_measured(workload, resources.cluster) else "formulas"
-    calibration = resources.load_calibration(job.precision, basis)
+    # Steps with TF32 products say nothing about steps without.
+    arithmetic = job.precision if job.matmul_precision == "float32" else job.matmul_precision
+    calibration = resources.load_calibration(arithmetic, basis)
     return Request(
         job=job,
         workload=workload,
@@ -86,8 +88,8 @@ def request_of(config: RunConfig, corpus: CorpusFacts, resources: Resources, beg
 
 
 def _workload(job: TrainingJob) -> Workload:
-    """The job as the cost model sees it; float64 is priced as float32, because it is used only for proofs."""
-    precision = "float32" if job.precision == "float64" else job.precision
+    """What computes in float64 is priced as float32: nobody trains so for speed."""
+    precision = job.matmul_precision if job.precision in ("float32", "float64") else job.precision
     sequence, batch = job.shape.sequence, job.batch_sequences
     return workload_of(job.shape, sequence=sequence, batch_sequences=batch, precision=precision)
 

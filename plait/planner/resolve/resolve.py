@@ -78,6 +78,7 @@ def draft(
         host_order=first.host_order,
         balance_every_steps=_balance(config, resources, request, first, why),
         gradient_transfer=config.train.gradient_transfer,
+        matmul_precision=job.matmul_precision,
         budget=job.budget,
         steps=steps_in_budget(job.budget, batch * shape.sequence, step_s=None),
         optimizer=optimizer_plan(config, job.flops, batch * shape.sequence, why),

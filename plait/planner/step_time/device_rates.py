@@ -23,6 +23,7 @@ FALLBACK_PRECISIONS: Mapping[PricedPrecision, PricedPrecision] = {
     "fp8": "bf16",
     "bf16": "fp16",
     "fp16": "float32",
+    "tf32": "float32",
 }
 """Precision that replaces one that a device lacks."""
 
@@ -34,9 +35,12 @@ class DeviceRates:
     linear_flops: float
     """Rate of the largest linear layers' products."""
     high_precision_flops: float
-    """Rate of the largest products in 16 bits: the head, and attention that is not fused."""
+    """Rate of the largest products in 16 bits, or in float32 where all are: the head, and attention that is not
+    fused."""
     attention_flops: float
     """Rate that the shares of attention kernels refer to."""
+    operand_bytes: float
+    """Bytes of a number as products read and write it."""
     stream_bytes_per_s: float
     compute_units: int
     """Tiles of a result that are computed at once, where products are divided into tiles."""
@@ -65,6 +69,7 @@ def device_rates(
         linear_flops=linear,
         high_precision_flops=plain,
         attention_flops=peak * large * speed * lag * sustained_share(peak, device.watts),
+        operand_bytes=4.0 if precision in ("float32", "tf32") else 2.0,
         stream_bytes_per_s=device.memory_bytes_per_s * STREAM_SHARE,
         compute_units=device.units or 0,
         kernels=kernel_efficiency_of(device),

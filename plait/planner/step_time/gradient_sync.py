@@ -18,7 +18,11 @@ LAST_BUCKET_BYTES = 2**20
 def data_parallel_sync_s(
     inputs: CostInputs, layer: LayerTime, recompute_s: Reals, layers: Reals, n_microbatches: Reals
 ) -> tuple[Reals, Reals, Reals]:
-    """Exposed gathers of parameters, exposed gradient sums and what of both is hidden, per step."""
+    """Exposed gathers of parameters, exposed gradient sums and what of both is hidden, per step.
+
+    What runs under arithmetic slows it down: collectives compute, too, on units that the products then lack. That
+    counts with the gradient sums.
+    """
     c, profile = inputs.candidates, inputs.profile
     forward, backward = layers * layer.forward, layers * (layer.backward + recompute_s)
     common, experts = fullest_rank_parameters(inputs.workload, c)
@@ -56,7 +60,9 @@ def data_parallel_sync_s(
         halfway, gradients + (n_microbatches - 1) * np.maximum(scatter - window * backward, 0.0), gradients
     )
     total = np.where(fully, n_microbatches * (2 * gather + scatter) + summed, gather + scatter + summed)
-    return parameters, gradients, np.maximum(total - parameters - gradients, 0.0)
+    hidden = np.maximum(total - parameters - gradients, 0.0)
+    slowed = inputs.device_time.rates.kernels.message_units if inputs.network.measured is None else 0.0
+    return parameters, gradients + slowed * hidden, hidden
 
 
 def tied_embedding_sync_s(inputs: CostInputs, forward_s: Reals, n_microbatches: Reals) -> Reals:

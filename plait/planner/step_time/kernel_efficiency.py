@@ -22,6 +22,8 @@ class KernelEfficiency:
     """Sequence length at which fused attention reaches half of its rate."""
     attention_backward: float
     """Seconds of attention's backward pass over those of its forward pass."""
+    message_units: float
+    """Share of the device's units that collectives take from other kernels while they run beside them."""
     logit_flops: float
     """FLOPs of the loss for each logit, beside moving it."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plait.cluster.catalog import Link
 from plait.cluster.cluster import Cluster
@@ -27,14 +29,42 @@ class Network:
     """Rate of all-reduces inside a node; higher than `inside_bytes_per_s` where the switch adds up."""
     inside_latency_s: float
     between_bytes_per_s: float
+    """The slowest of all that lies between nodes, which groups with ranks on several islands wait for."""
     between_latency_s: float
+    island_bytes_per_s: float
+    """The slowest of the islands' own networks, for groups that do not leave their island."""
+    island_latency_s: float
+    one_card_per_node: bool = False
+    """Whether all devices of a node share one wire to other nodes; the rates are then those while all of them send."""
+    island_starts: tuple[int, ...] = ()
+    """The first rank of every island but the first."""
     measured: MeasuredNetwork | None = None
     """Measured times, which replace the formulas."""
 
+    def spans_islands(self, group_size: Any, stride: Any) -> NDArray[np.bool_]:
+        """Whether a group of so many ranks that are `stride` apart has some on two islands: such groups fill blocks of
+        group_size × stride ranks in a row."""
+        block = np.asarray(group_size, dtype=np.float64) * np.asarray(stride, dtype=np.float64)
+        found = np.zeros(block.shape, dtype=bool)
+        for start in self.island_starts:
+            found |= start % block != 0
+        return found
+
+    def between_rate_and_latency(self, crosses: NDArray[np.bool_]) -> tuple[Reals, Reals]:
+        """Bytes per second and device, and seconds, of the slowest network that is used between nodes."""
+        return (
+            np.where(crosses, self.between_bytes_per_s, self.island_bytes_per_s),
+            np.where(crosses, self.between_latency_s, self.island_latency_s),
+        )
+
 
 def network_of(cluster: Cluster) -> Network:
-    """The narrowest links of a cluster: a collective waits for the slowest."""
-    islands, networks = cluster.islands, _links_between_nodes(cluster)
+    """The narrowest links of a cluster: a collective waits for the slowest that it uses."""
+    islands, within = cluster.islands, _networks_of_islands(cluster)
+    joining = [(cluster.between, max(island.per_node for island in islands))] if len(islands) > 1 else []
+    networks = within + joining
+    rates = [achieved_bytes_per_s(network, many, network.reached) for network, many in networks]
+    latencies, own = [network.latency_s for network, _ in networks], len(within) or 1
     per_node = min(island.per_node for island in islands)
     return Network(
         devices_per_node=per_node,
@@ -45,8 +75,12 @@ def network_of(cluster: Cluster) -> Network:
             achieved_bytes_per_s(i.inside, i.per_node, i.inside.all_reduce_reached) for i in islands
         ),
         inside_latency_s=max(island.inside.latency_s for island in islands),
-        between_bytes_per_s=min(achieved_bytes_per_s(network, many, network.reached) for network, many in networks),
-        between_latency_s=max(network.latency_s for network, _ in networks),
+        between_bytes_per_s=min(rates),
+        between_latency_s=max(latencies),
+        island_bytes_per_s=min(rates[:own]),
+        island_latency_s=max(latencies[:own]),
+        one_card_per_node=all(network.shape == "shared" for network, _ in networks),
+        island_starts=tuple(accumulate(island.n_devices for island in islands[:-1])),
         measured=_measured_network(cluster, networks),
     )
 
@@ -60,16 +94,13 @@ def _measured_network(cluster: Cluster, networks: list[tuple[Link, int]]) -> Mea
     )
 
 
-def _links_between_nodes(cluster: Cluster) -> list[tuple[Link, int]]:
-    """What messages between nodes may pass, with the devices of a node that share it: within each island of several
-    nodes its own network, and what joins the islands."""
-    islands = cluster.islands
-    within = [
+def _networks_of_islands(cluster: Cluster) -> list[tuple[Link, int]]:
+    """The network of each island of several nodes, with the devices of a node that share it."""
+    return [
         (cluster.link_between_nodes(island), island.per_node)
-        for island in islands
-        if island.nodes > 1 or len(islands) == 1
+        for island in cluster.islands
+        if island.nodes > 1 or len(cluster.islands) == 1
     ]
-    return within + ([(cluster.between, max(island.per_node for island in islands))] if len(islands) > 1 else [])
 
 
 def achieved_bytes_per_s(link: Link, devices_per_node: int, achieved_share: float) -> float:
@@ -91,22 +122,20 @@ def collective_s(
     message_bytes, group_size, stride = (np.asarray(x, dtype=np.float64) for x in (message_bytes, group_size, stride))
     together = np.clip(np.floor(network.devices_per_node / stride), 1, np.maximum(group_size, 1))
     nodes = np.maximum(np.ceil(group_size / together), 1)
+    far_rate, far_latency_s = network.between_rate_and_latency(network.spans_islands(group_size, stride))
     whole = kind in ("reduce", "stream")
     rate = network.all_reduce_bytes_per_s if whole else network.inside_bytes_per_s
     inside = message_bytes * (together - 1) / together / rate
-    outside = (
-        message_bytes
-        * (group_size - 1)
-        / np.maximum(group_size, 1)
-        / together
-        / network.between_bytes_per_s
-        * (nodes > 1)
-    )
+    outside = message_bytes * (group_size - 1) / np.maximum(group_size, 1) / together / far_rate * (nodes > 1)
     carried = np.maximum(inside, outside)
     if whole:
-        spent = np.where(group_size > 1, 2 * (carried + pieces * _tree_latency_s(network, together, nodes)), 0.0)
+        spent = np.where(
+            group_size > 1, 2 * (carried + pieces * _tree_latency_s(network, together, nodes, far_latency_s)), 0.0
+        )
     else:
-        spent = np.where(group_size > 1, carried + pieces * _ring_latency_s(network, together, nodes), 0.0)
+        spent = np.where(
+            group_size > 1, carried + pieces * _ring_latency_s(network, together, nodes, far_latency_s), 0.0
+        )
     if network.measured is None:
         return spent
     message_bytes, group_size, stride, nodes, pieces, spent = np.broadcast_arrays(
@@ -129,19 +158,31 @@ def expert_all_to_all_s(
     nodes = np.maximum(np.ceil(group_size / together), 1)
     inside = tokens * token_bytes * experts_per_token * (together - 1) / together / network.inside_bytes_per_s
     met = nodes * (1 - (1 - 1 / nodes) ** experts_per_token)
-    outside = tokens * token_bytes * met * (nodes - 1) / nodes / network.between_bytes_per_s
+    far_rate, _ = network.between_rate_and_latency(network.spans_islands(group_size, stride))
+    outside = tokens * token_bytes * met * (nodes - 1) / nodes / far_rate
     latency = (together - 1) * network.inside_latency_s
     return np.where(group_size > 1, inside + latency, 0.0), np.where(group_size > 1, outside, 0.0)
 
 
 def stage_message_s(network: Network, message_bytes: Any, group_size: Any, stride: Any) -> Reals:
-    """Seconds of one message to the next of `group_size` ranks that are `stride` apart."""
-    far = np.asarray(stride) >= network.devices_per_node
-    rate = np.where(far, network.between_bytes_per_s, network.inside_bytes_per_s)
-    spent = np.asarray(message_bytes) / rate + np.where(far, network.between_latency_s, network.inside_latency_s)
+    """Seconds of one message to the next of `group_size` ranks that are `stride` apart, over the slowest hop between
+    two of them; the ends of the ranks' row are those of the cluster's."""
+    group_size, stride = np.asarray(group_size), np.asarray(stride)
+    far = (group_size - 1) * stride >= network.devices_per_node
+    return hop_message_s(network, message_bytes, (group_size, stride), far, far & bool(network.island_starts))
+
+
+def hop_message_s(network: Network, message_bytes: Any, rank_groups: tuple[Any, Any], far: Any, crosses: Any) -> Reals:
+    """Seconds of one message to the next of a group's ranks (their number and stride): to another node where it is
+    `far`, to another island where it `crosses`."""
+    far_rate, far_latency_s = network.between_rate_and_latency(crosses)
+    if network.one_card_per_node:  # of a node only the ranks of one stage send at once
+        far_rate = far_rate * network.devices_per_node / np.minimum(rank_groups[1], network.devices_per_node)
+    rate = np.where(far, far_rate, network.inside_bytes_per_s)
+    spent = np.asarray(message_bytes) / rate + np.where(far, far_latency_s, network.inside_latency_s)
     if network.measured is None:
         return spent
-    message_bytes, group_size, stride = (np.asarray(x, dtype=np.float64) for x in (message_bytes, group_size, stride))
+    message_bytes, group_size, stride = (np.asarray(x, dtype=np.float64) for x in (message_bytes, *rank_groups))
     message_bytes, group_size, stride, far, spent = np.broadcast_arrays(message_bytes, group_size, stride, far, spent)
     return network.measured.send_s(message_bytes, (group_size, stride), far, spent)
 
@@ -154,11 +195,11 @@ def cpu_overhead_s(network: Network, message_bytes: Any, stride: Any) -> Reals:
     return network.measured.cpu_overhead_s(message_bytes, far) if network.measured else np.zeros_like(message_bytes)
 
 
-def _ring_latency_s(network: Network, together: Reals, nodes: Reals) -> Reals:
+def _ring_latency_s(network: Network, together: Reals, nodes: Reals, far_latency_s: Reals) -> Reals:
     """Latency of passing once through all ranks."""
-    return nodes * (together - 1) * network.inside_latency_s + (nodes - 1) * network.between_latency_s
+    return nodes * (together - 1) * network.inside_latency_s + (nodes - 1) * far_latency_s
 
 
-def _tree_latency_s(network: Network, together: Reals, nodes: Reals) -> Reals:
+def _tree_latency_s(network: Network, together: Reals, nodes: Reals, far_latency_s: Reals) -> Reals:
     """Latency of a sum: a chain inside the node, a tree over the nodes, which the library takes for short messages."""
-    return (together - 1) * network.inside_latency_s + np.log2(np.maximum(nodes, 1)) * network.between_latency_s
+    return (together - 1) * network.inside_latency_s + np.log2(np.maximum(nodes, 1)) * far_latency_s

@@ -17,6 +17,7 @@ from plait.planner.problem.stage_partition import (
     micro_batches_per_step,
 )
 from plait.planner.step_time.cost_inputs import CostInputs
+from plait.planner.step_time.stage_messages import hop_shares
 from plait.planner.step_time.step_time import StepTime, estimate_step_time
 
 ROUNDS_SIMULATED = 1
@@ -52,16 +53,15 @@ def simulated_step_s(inputs: CostInputs, times: StepTime) -> Reals:
     for key in np.unique(keys[:, piped], axis=1).T:
         rows = np.flatnonzero((keys == key[:, None]).all(axis=0) & piped)
         schedule, ranks, virtual, simulated = (int(value) for value in key)
-        spent = _stage_action_times(
-            busy, rows, layers_of_stages(workload.layers, ranks * virtual, head, candidates.layer_split), virtual
-        )
+        layers = layers_of_stages(workload.layers, ranks * virtual, head, candidates.layer_split)
+        spent = _stage_action_times(inputs, busy, rows, layers)
         slowest = np.add.reduce(list(spent.values())).reshape(virtual, ranks, -1).sum(axis=0).max(axis=0)
         sent = busy.stage_message_s[rows]
         whole = durations_s(SCHEDULES[schedule], (ranks, virtual, simulated), spent, sent)
         # In the long run as many micro-batches are under way as there are ranks, and each waits for all work and all
         # messages there and back; two ranks have one wire each way for all chunks' results and gradients.
         round_s = np.add.reduce(list(spent.values())).sum(axis=0) + 2 * (ranks - 1) * sent
-        settled = np.maximum(slowest, messages_each_way(ranks, virtual) * sent)
+        settled = np.maximum(slowest, messages_each_way(ranks, virtual) * busy.slowest_message_s[rows])
         if virtual == 1 and SCHEDULES[schedule] != "gpipe":
             settled = np.maximum(settled, round_s / ranks)
         whole = whole + (micros[rows] - simulated) * settled
@@ -77,7 +77,7 @@ def stage_times_of(inputs: CostInputs) -> StageTimes:
     layers = layers_of_stages(
         w.layers, int(candidate.pipeline[0]) * virtual, head_cost_in_layers(w), candidate.layer_split
     )
-    spent = _stage_action_times(busy, np.array([0]), layers, virtual)
+    spent = _stage_action_times(inputs, busy, np.array([0]), layers)
     seconds = {kind: tuple(float(s) for s in values[:, 0] / profile.speed) for kind, values in spent.items()}
     return StageTimes(
         forward_s=seconds["forward"],
@@ -93,9 +93,13 @@ class _MicroBatchTimes:
     layer_s: Reals
     head_s: Reals
     overhead_s: Reals
-    """Time per rank outside layers and head: host launches, and exposed messages where they are priced by share."""
+    """What every rank spends beside: the host."""
+    exposed_s: Reals
+    """What the rank at the slowest hop waits for messages, where that is a share of them."""
     stage_message_s: Reals
-    """One message to a neighbour, where it travels while the next micro-batch is computed."""
+    """One message to a neighbour, where it travels while the next micro-batch is computed, on average over hops."""
+    slowest_message_s: Reals
+    """The same over the slowest hop."""
     forward_share: Reals
     """The forward pass' share of a layer's time."""
     weight_gradient_share: Reals
@@ -110,13 +114,15 @@ def _micro_batch_times(inputs: CostInputs, times: StepTime) -> _MicroBatchTimes:
     layers = times.products / micros / (layer.products + layer.products_backward)
     per_rank = times.products + times.scores + times.stream + times.recompute
     per_rank = per_rank + times.tensor + times.context + times.experts
-    other = times.host + (times.passes if profile.send_model == "by share" else 0.0)
+    exposed = times.passes if profile.send_model == "by share" else np.zeros(len(candidates))
     again = times.recompute / micros / layers
     return _MicroBatchTimes(
         layer_s=per_rank / micros / layers,
         head_s=inputs.device_time.head_s(candidates),
-        overhead_s=other / micros,
+        overhead_s=times.host / micros,
+        exposed_s=exposed / micros,
         stage_message_s=times.stage_message,
+        slowest_message_s=times.slowest_stage_message,
         forward_share=layer.forward / (layer.forward + layer.backward + again),
         weight_gradient_share=layer.products_backward / 2 / (layer.forward + layer.backward + again),
         closed_form_s=per_rank + times.head + times.host + times.passes + times.bubble,
@@ -124,10 +130,13 @@ def _micro_batch_times(inputs: CostInputs, times: StepTime) -> _MicroBatchTimes:
 
 
 def _stage_action_times(
-    times: _MicroBatchTimes, rows: Counts, layers: Sequence[int], virtual: int
+    inputs: CostInputs, times: _MicroBatchTimes, rows: Counts, layers: Sequence[int]
 ) -> dict[ActionKind, Reals]:
-    held = np.array(layers)[:, None]
-    whole = held * times.layer_s[rows] + times.overhead_s[rows] / virtual
+    """Seconds of each kind of action, shape [stages, rows]; `layers` are those of each stage."""
+    shares = hop_shares(inputs.with_candidates(inputs.candidates.select(rows)))
+    held, rank = np.array(layers)[:, None], np.arange(len(layers)) % len(shares)
+    beside = times.overhead_s[rows] + shares[rank] * times.exposed_s[rows]
+    whole = held * times.layer_s[rows] + beside * len(shares) / len(layers)
     whole[-1] += times.head_s[rows]
     forward, weight = whole * times.forward_share[rows], whole * times.weight_gradient_share[rows]
     return {"forward": forward, "backward-input": whole - forward - weight, "backward-weight": weight}

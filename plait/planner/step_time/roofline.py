@@ -20,13 +20,14 @@ TILE_RAMP_STEPS = constant("tile_ramp_steps")
 
 
 def product_s(rates: DeviceRates, rows: Any, inner: Any, columns: Any, *, flops: float, batch: Any = 1.0) -> Reals:
-    """Seconds of `batch` products of rows × inner by inner × columns, 16-bit operands, on one device.
+    """Seconds of `batch` products of rows × inner by inner × columns on one device.
 
     The device's units take one tile of the result each: a last wave that is not full costs as much as a full one, and
     every tile pays a beginning and an end. The best of the libraries' tiles counts; no product outruns its memory.
     """
     rows, inner, columns, batch = (np.asarray(x, dtype=np.float64) for x in (rows, inner, columns, batch))
-    moved = 2.0 * batch * (rows * inner + inner * columns + rows * columns) / rates.stream_bytes_per_s
+    numbers = batch * (rows * inner + inner * columns + rows * columns)
+    moved = rates.operand_bytes * numbers / rates.stream_bytes_per_s
     if not rates.kernels.tiles:
         block = rates.kernels.block
         padded = 2.0 * batch * np.ceil(rows / block) * block * inner * np.ceil(columns / block) * block
@@ -168,8 +169,10 @@ def _attention_times(
     there = there + product_s(
         rates, w.sequence, w.sequence, w.head_width, flops=rates.high_precision_flops, batch=batch
     )
-    ragged = 1.0 if w.head_width % 8 == 0 else UNALIGNED_SLOWDOWN
-    moved = batch * float(w.sequence) ** 2 * profile.score_bytes / rates.stream_bytes_per_s
+    # The tensor units' loads need 16 bytes; plain float32 products do not run there.
+    aligned = w.head_width * w.element_bytes % 16 == 0 or w.precision == "float32"
+    ragged = 1.0 if aligned else UNALIGNED_SLOWDOWN
+    moved = batch * float(w.sequence) ** 2 * profile.score_bytes * (w.element_bytes / 2) / rates.stream_bytes_per_s
     return there * ragged + moved, 2 * there * ragged + 1.3 * moved
 
 

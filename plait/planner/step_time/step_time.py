@@ -9,20 +9,15 @@ import numpy as np
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, Reals
 from plait.planner.problem.stage_partition import (
     fullest_rank_parameters,
-    messages_each_way,
     micro_batches_per_step,
     rank_layers,
 )
 from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.gradient_sync import data_parallel_sync_s, tied_embedding_sync_s
 from plait.planner.step_time.launch_overhead import launch_overhead_s
-from plait.planner.step_time.network_model import (
-    collective_s,
-    cpu_overhead_s,
-    expert_all_to_all_s,
-    stage_message_s,
-)
+from plait.planner.step_time.network_model import collective_s, expert_all_to_all_s
 from plait.planner.step_time.roofline import LayerTime, local_tokens, shard_group_size
+from plait.planner.step_time.stage_messages import message_cpu_s, stage_sends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +44,10 @@ class StepTime:
     host: Reals
     optimizer: Reals
     stage_message: Reals
-    """One message to the next stage of a pipeline, where it travels while the next micro-batch is computed."""
+    """One message to the next stage of a pipeline, where it travels while the next micro-batch is computed; the mean
+    over the pipeline's hops."""
+    slowest_stage_message: Reals
+    """The same over the slowest hop, which no micro-batch may take faster."""
     hidden: Reals
     step_s: Reals
 
@@ -80,16 +78,17 @@ def estimate_step_time(inputs: CostInputs) -> StepTime:
     )
     layers = np.where(busiest > held.fullest * per_layer, held.last, held.fullest)
     heads = np.where(busiest > held.fullest * per_layer, head, 0.0)
-    host = launch_overhead_s(inputs.device_time, candidates, held.fullest, busiest) + _message_cpu_s(inputs)
-    passes, sent = _stage_sends_s(inputs, busiest + host)
-    sent = sent * profile.calibration.messages
-    stage = busiest + host + passes
-    whole = np.where(alone, stage, (workload.layers * per_layer + head) + candidates.pipeline * (host + passes))
+    host = launch_overhead_s(inputs.device_time, candidates, held.fullest, busiest) + message_cpu_s(inputs)
+    sends = stage_sends(inputs, busiest + host)
+    stage = busiest + host + sends.exposed
+    through = workload.layers * per_layer + head + candidates.pipeline * (host + sends.mean_exposed)
+    whole = np.where(alone, stage, through)
     # Fuller stages in front set the pace only while those behind them neither fill nor drain.
     later = np.maximum(held.fullest_after * per_layer, held.last * per_layer + head)
     eased = np.maximum(busiest - later, 0.0) * np.minimum(held.ranks_after_fullest, micros - 1)
     bubble = np.maximum(_bubble_s(inputs, stage, whole) - np.where(alone, 0.0, eased), 0.0)
-    bubble = bubble + 2 * (candidates.pipeline - 1) * sent  # until the first comes through, and the last comes back
+    # Until the first micro-batch comes through, and the last comes back.
+    bubble = bubble + 2 * (candidates.pipeline - 1) * sends.mean_message
     parameters, gradients, hidden = data_parallel_sync_s(inputs, layer, again, layers, micros)
     gradients = gradients + tied_embedding_sync_s(inputs, held.fullest * layer.forward, micros)
     optimizer = _optimizer_s(inputs)
@@ -102,7 +101,7 @@ def estimate_step_time(inputs: CostInputs) -> StepTime:
         "tensor": layers * exposed.tensor,
         "context": layers * exposed.context,
         "experts": layers * exposed.experts,
-        "passes": passes,
+        "passes": sends.exposed,
         "host": host,
     }
     items = {name: micros * value / profile.speed for name, value in busy.items()}
@@ -113,7 +112,8 @@ def estimate_step_time(inputs: CostInputs) -> StepTime:
     items["waiting"] = sum(items.values()) * profile.straggler_share * np.log2(nodes)
     return StepTime(
         **items,
-        stage_message=sent,
+        stage_message=sends.mean_message,
+        slowest_stage_message=sends.slowest_message,
         hidden=hidden + micros * layers * exposed.hidden,
         step_s=np.add.reduce(list(items.values())),
     )
@@ -154,38 +154,6 @@ def _exposed_communication(inputs: CostInputs, layer: LayerTime) -> _ExposedComm
         experts=experts,
         hidden=tensor * profile.hides_tensor + (context - left) + times * np.maximum(inside, between) - experts,
     )
-
-
-def _stage_sends_s(inputs: CostInputs, busy: Reals) -> tuple[Reals, Reals]:
-    """Seconds of a micro-batch's exposed sends between stages, both directions; and seconds of one hidden message,
-    where messages are sent ahead."""
-    c, piped = inputs.candidates, inputs.candidates.pipeline > 1
-    once = stage_message_s(inputs.network, _stage_message_bytes(inputs), c.pipeline, c.devices // c.pipeline)
-    if inputs.profile.send_model == "by share":
-        return np.where(piped, 2 * c.virtual * once * (1 - inputs.profile.hides_pipeline), 0.0), np.zeros(len(c))
-    # At the least, what a wire takes longer for one micro-batch after the other than the ranks do.
-    left = np.maximum(messages_each_way(c.pipeline, c.virtual) * once - busy, 0.0)
-    return np.where(piped, left, 0.0), np.where(piped, once, 0.0)
-
-
-def _message_cpu_s(inputs: CostInputs) -> Reals:
-    """Processor seconds that a rank spends on the messages of one micro-batch.
-
-    Each stage receives two and sends two, the first and the last stage half as many; with two ranks each holds one of
-    these.
-    """
-    c = inputs.candidates
-    if not inputs.profile.cpu_carries_messages:
-        return np.zeros(len(c))
-    messages = np.where(c.pipeline == 2, 4 * c.virtual - 2, 4 * c.virtual) * (c.pipeline > 1)
-    return messages * cpu_overhead_s(inputs.network, _stage_message_bytes(inputs), c.devices // c.pipeline)
-
-
-def _stage_message_bytes(inputs: CostInputs) -> Reals:
-    """Bytes of the stream of one micro-batch that one rank sends to the next stage."""
-    w, c = inputs.workload, inputs.candidates
-    split = np.where(c.sequence_parallel > 0, c.tensor, 1)
-    return w.element_bytes * local_tokens(w, c) * w.width / split
 
 
 def _bubble_s(inputs: CostInputs, stage: Reals, whole: Reals) -> Reals:

@@ -1,0 +1,91 @@
+"""What the stages of a pipeline wait for each other's messages, hop by hop: inside a node, on an island's own network,
+or from one island to another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from plait.planner.problem.candidates import Reals
+from plait.planner.problem.stage_partition import messages_each_way
+from plait.planner.step_time.cost_inputs import CostInputs
+from plait.planner.step_time.network_model import cpu_overhead_s, hop_message_s, stage_message_s
+from plait.planner.step_time.roofline import local_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSends:
+    """Seconds of the messages between stages; arrays over candidates."""
+
+    exposed: Reals
+    """What the rank at the slowest hop waits for one micro-batch, there and back: it sets the pace."""
+    mean_exposed: Reals
+    """The mean over ranks: what a micro-batch meets on its way through all of them."""
+    slowest_message: Reals
+    """One message over the slowest hop, where it travels while the next micro-batch is computed; else 0."""
+    mean_message: Reals
+    """The same, averaged over hops."""
+
+
+def stage_sends(inputs: CostInputs, busy_s: Reals) -> StageSends:
+    """The messages of one micro-batch, whose ranks compute for `busy_s`."""
+    c, piped = inputs.candidates, inputs.candidates.pipeline > 1
+    once = stage_message_s(inputs.network, _message_bytes(inputs), c.pipeline, c.devices // c.pipeline)
+    mean = _mean_hop_shares(inputs)
+    if inputs.profile.send_model == "by share":
+        exposed = np.where(piped, 2 * c.virtual * once * (1 - inputs.profile.hides_pipeline), 0.0)
+        none = np.zeros(len(c))
+        return StageSends(exposed=exposed, mean_exposed=exposed * mean, slowest_message=none, mean_message=none)
+    # At the least, what a wire takes longer for one micro-batch after the other than the ranks do.
+    left = np.where(piped, np.maximum(messages_each_way(c.pipeline, c.virtual) * once - busy_s, 0.0), 0.0)
+    sent = np.where(piped, once, 0.0) * inputs.profile.calibration.messages
+    return StageSends(exposed=left, mean_exposed=left * mean, slowest_message=sent, mean_message=sent * mean)
+
+
+def hop_shares(inputs: CostInputs) -> Reals:
+    """Time of a message from each rank of a pipeline to the next as a share of that over the slowest hop; shape
+    [ranks, candidates], for candidates of one pipeline degree.
+
+    The last rank sends to the first where it holds a stage before the first's next one; else it counts as the rank
+    before it.
+    """
+    c, network = inputs.candidates, inputs.network
+    ranks, stride, per_node = int(c.pipeline[0]), c.devices // c.pipeline, network.devices_per_node
+    place = np.arange(ranks)[:, None]
+    back = (place == ranks - 1) & (c.virtual > 1)
+    first = np.minimum(place, max(ranks - 2, 0)) * stride
+    last = first + 2 * stride - 1  # of the ranks of both stages
+    far = (last // per_node > first // per_node) | (back & (c.devices > per_node))
+    crosses = back & bool(network.island_starts)
+    for start in network.island_starts:
+        crosses = crosses | ((first < start) & (start <= last))
+    hops = hop_message_s(network, _message_bytes(inputs), (c.pipeline, stride), far, crosses)
+    return hops / hops.max(axis=0)
+
+
+def message_cpu_s(inputs: CostInputs) -> Reals:
+    """What the messages of one micro-batch cost a rank's processor: two come and two go for each of its stages, but for
+    the first and the last of all, and of two ranks each has one of these."""
+    c = inputs.candidates
+    if not inputs.profile.cpu_carries_messages:
+        return np.zeros(len(c))
+    messages = np.where(c.pipeline == 2, 4 * c.virtual - 2, 4 * c.virtual) * (c.pipeline > 1)
+    return messages * cpu_overhead_s(inputs.network, _message_bytes(inputs), c.devices // c.pipeline)
+
+
+def _mean_hop_shares(inputs: CostInputs) -> Reals:
+    c, network = inputs.candidates, inputs.network
+    shares = np.ones(len(c))
+    unequal = (c.devices // c.pipeline < network.devices_per_node) | bool(network.island_starts)
+    for ranks in np.unique(c.pipeline[unequal & (c.pipeline > 1)]):
+        rows = np.flatnonzero(unequal & (c.pipeline == ranks))
+        shares[rows] = hop_shares(inputs.with_candidates(c.select(rows))).mean(axis=0)
+    return shares
+
+
+def _message_bytes(inputs: CostInputs) -> Reals:
+    """Of the stream of one micro-batch, as stages send it."""
+    w, c = inputs.workload, inputs.candidates
+    split = np.where(c.sequence_parallel > 0, c.tensor, 1)
+    return w.element_bytes * local_tokens(w, c) * w.width / split

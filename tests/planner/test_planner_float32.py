@@ -1,0 +1,105 @@
+"""Is float32 priced by the arithmetic that GPUs have for it, and does the plan say and carry what products run in?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.published.programs import MEGATRON_DEEPSPEED
+from plait.cluster.cluster import read_cluster
+from plait.errors import PlaitError
+from plait.planner.derive.resources import on_paper
+from plait.planner.plan import Plan
+from plait.planner.plan_file import plan_text, read_plan
+from plait.planner.problem.candidates import Candidates
+from plait.planner.problem.software_profile import PLAIT_PROFILE
+from plait.planner.problem.workload import PricedPrecision, Workload
+from plait.planner.resolve.resolve import draft
+from plait.planner.step_time.device_rates import device_rates
+from plait.planner.step_time.device_time import device_time_of
+from plait.planner.step_time.roofline import product_s
+from plait.trainer.worker import select_matmul_precision
+from tests.planner.machines import WEB, recipe
+
+SMALL = ("model.size=125M", "train.sequence=1024", "train.batch_tokens=65536", "train.budget=1000 steps")
+OPT_350M = Workload(
+    layers=24, width=1024, heads=16, kv_heads=16, head_width=64, ffn=4096, gated=False, vocabulary=50272, tied=True,
+    sequence=2048, batch_sequences=1024, attention="unfused",
+)  # fmt: skip
+
+
+def planned_on(folder: Path, cluster: str, *asked: str) -> Plan:
+    resources = on_paper(read_cluster(cluster))
+    return draft(recipe(folder, *SMALL, *asked), WEB, resources, recipe_hash="cafe").plan
+
+
+def layer_s(cluster: str, precision: PricedPrecision) -> float:
+    device = device_time_of(replace(OPT_350M, precision=precision), read_cluster(cluster), MEGATRON_DEEPSPEED)
+    layer = device.layer_time(Candidates.from_rows([{"micro_sequences": 4}]))
+    return float((layer.forward + layer.backward)[0])
+
+
+def test_float32_products_run_in_tf32_where_there_is_such_arithmetic(tmp_path: Path) -> None:
+    plan = planned_on(tmp_path, "8xA100", "train.precision=float32")
+    assert (plan.precision, plan.matmul_precision, plan.execution.matmul_precision) == ("float32", "tf32", "tf32")
+    assert any("products in TF32" in reason and "8 times the peak" in reason for reason in plan.reasons)
+    exact = replace(plan, matmul_precision="float32")
+    assert plan.forecast is not None and exact.execution.matmul_precision == "float32"
+
+
+@pytest.mark.parametrize("cluster", ["8xV100-32GB", "8xMI300X"])
+def test_where_there_is_none_they_stay_in_float32(tmp_path: Path, cluster: str) -> None:
+    assert planned_on(tmp_path, cluster, "train.precision=float32").matmul_precision == "float32"
+
+
+def test_a_device_without_bf16_trains_in_float32_and_says_so(tmp_path: Path) -> None:
+    plan = planned_on(tmp_path, "8xV100-32GB")
+    assert plan.precision == "float32"
+    assert any("V100 SXM2 32GB has no bf16 arithmetic" in reason for reason in plan.reasons)
+    assert plan.peak_flops == 8 * 15.7e12
+    with pytest.raises(PlaitError, match=r'V100 SXM2 32GB has no bf16 arithmetic; write train.precision = "float32"'):
+        planned_on(tmp_path, "8xV100-32GB", "train.precision=bf16")
+    assert planned_on(tmp_path, "8xA100").precision == "bf16"
+
+
+def test_a_layer_in_float32_costs_about_what_was_measured() -> None:
+    """Sailor's layer profiles: an A100 without TF32 takes 2.6 times as long as with it, a V100 3.2 times."""
+    fast, plain, old = layer_s("1xA100-40GB", "tf32"), layer_s("1xA100-40GB", "float32"), layer_s("1xV100", "float32")
+    assert 2.0 < plain / fast < 4.0
+    assert 2.5 < old / fast < 5.5  # float32 rates alone say 1.3
+
+
+def test_published_fp16_runs_keep_their_rate() -> None:
+    assert layer_s("1xV100", "fp16") < layer_s("1xV100", "float32") / 2
+
+
+def test_operands_and_scores_weigh_by_their_precision() -> None:
+    [island] = read_cluster("1xA100").islands
+    rates = {p: device_rates(island.device, p, PLAIT_PROFILE) for p in ("bf16", "tf32", "float32")}
+    thin = {p: float(product_s(rate, 16, 8192, 8192, flops=1e15)) for p, rate in rates.items()}
+    assert thin["tf32"] == thin["float32"] == pytest.approx(2 * thin["bf16"])
+
+
+def test_an_older_plan_multiplies_as_it_did(tmp_path: Path) -> None:
+    plan, path = planned_on(tmp_path, "8xA100", "train.precision=float32"), tmp_path / "plan.json"
+    values = json.loads(plan_text(plan))
+    path.write_text(json.dumps(values))
+    assert read_plan(path).matmul_precision == "tf32"
+    del values["matmul_precision"]
+    path.write_text(json.dumps(values))
+    assert read_plan(path).matmul_precision == "float32"
+
+
+def test_a_rank_multiplies_as_the_plan_says_whatever_came_before() -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        select_matmul_precision("tf32")
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        select_matmul_precision("float32")
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
