@@ -17,11 +17,17 @@ from plait.launch.remote.connectivity import ConnectivityListener
 from plait.launch.remote.secret import read_secret
 from plait.launch.values.job import StoppedBy
 
-ENDING_TEXTS = {"finished": "it is finished", "SIGINT": "it was stopped", "SIGTERM": "it was stopped"}
+ENDING_TEXTS = {
+    "finished": "the run has ended: it is finished",
+    "SIGINT": "the run has ended: it was stopped",
+    "SIGTERM": "the run has ended: it was stopped",
+    "not needed": "this host is not needed: the run leaves it out, because a step would take no less time with it",
+}
 
 
 def join(at: str, *, secret_file: Path | None, screen: Console) -> StoppedBy:
-    """Join the run that waits at HOST:PORT and serve it; blocks until it ends, and returns what ended it.
+    """Join the run that waits at HOST:PORT and serve it; blocks until it ends, and returns what ended it; "finished",
+    too, where the run does without this host.
 
     Raises PlaitError, with what to mend on this host, when it may not join or cannot keep the run's files; RunFailed
     when the run failed or its leading host is lost.
@@ -41,13 +47,13 @@ def join(at: str, *, secret_file: Path | None, screen: Console) -> StoppedBy:
     ):
         try:
             handlers = {**files.handlers, **door.handlers}
-            stopped_by = serve(wire, host_info=host_info, handlers=handlers, preload=PRELOADED_MODULES)
+            ended_by = serve(wire, host_info=host_info, handlers=handlers, preload=PRELOADED_MODULES)
         except PlaitError as error:
             if files.local_error is not None:  # the leader has only passed on what is to be mended here
                 raise files.local_error from error
             raise
-    screen.print(f"over     the run has ended: {ENDING_TEXTS[stopped_by]}")
-    return stopped_by
+    screen.print(f"over     {ENDING_TEXTS[ended_by]}", soft_wrap=True)
+    return "finished" if ended_by == "not needed" else ended_by
 
 
 def _parse_address(at: str) -> tuple[str, int]:

@@ -27,7 +27,8 @@ def print_run_summary(plan: Plan, survey: MachineSurvey, reasons: Sequence[str],
     screen.print(f"model    {plan_summary(plan)}")
     workers_text = f"{plan.world_size} worker{'s' if plan.world_size > 1 else ''}"
     split = layout_summary(plan.layout)
-    screen.print(f"layout   {split}: {workers_text} × {plan.threads} threads, {plan.precision}")
+    without = f", without {', '.join(host.name for host in plan.left_out)}" if plan.left_out else ""
+    screen.print(f"layout   {split}: {workers_text} × {plan.threads} threads{without}, {plan.precision}")
     useless = why_rebalancing_cannot_help(plan)
     for reason in [*reasons, *([useless] if useless else [])]:
         screen.print(f"         · {reason}", highlight=False, markup=False)

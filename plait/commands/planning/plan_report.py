@@ -12,6 +12,7 @@ from plait.errors import PlaitError
 from plait.model.shape import parameter_count
 from plait.planner.calibration.factors import calibration_text
 from plait.planner.derive.resources import Resources
+from plait.planner.explain.left_out import devices_text
 from plait.planner.explain.report import PlanSection, report_sections
 from plait.planner.page.page import Chapter
 from plait.planner.plan import Plan
@@ -54,10 +55,9 @@ def make_plan_report(config: RunConfig, resources: Resources, *, top: int) -> Pl
 
 def plan_report_text(report: PlanReport) -> str:
     """The whole answer for people."""
-    cluster, w = report.search.cluster, report.search.workload
+    w = report.search.workload
     lines = [
-        f"plan     {format_count(parameter_count(report.plan.shape))} parameters on {cluster.name}: "
-        f"{_devices_text(cluster)}",
+        f"plan     {format_count(parameter_count(report.plan.shape))} parameters on {_machines_text(report.search)}",
         f"batch    {w.batch_sequences:,} sequences of {w.sequence:,} tokens a step, {w.precision}",
         *(f"         · {note}" for note in report.notes),
     ]
@@ -84,6 +84,13 @@ def comparison_table(reports: Sequence[PlanReport]) -> str:
     )
 
 
+def _machines_text(found: Search) -> str:
+    """The machines by name and in full, and which of them are used where some are left out."""
+    if found.left_out is None:
+        return f"{found.cluster.name}: {_devices_text(found.cluster)}"
+    return f"{devices_text(found.cluster)} of {found.cluster.name}: {_devices_text(found.left_out.cluster)}"
+
+
 def _devices_text(cluster: Cluster) -> str:
     islands = [f"{i.nodes} × ({i.per_node} × {i.device.name})" for i in cluster.islands]
     joined = f", joined by {cluster.between.name}" if cluster.n_nodes > 1 else ""
@@ -95,7 +102,7 @@ def chapter_of(report: PlanReport) -> Chapter:
     return Chapter(
         found=report.search,
         parameters=parameter_count(report.plan.shape),
-        machines=_devices_text(report.search.cluster),
+        machines=_machines_text(report.search),
         notes=report.notes,
         sections=report.sections,
     )

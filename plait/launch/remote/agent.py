@@ -21,7 +21,7 @@ from plait.launch.remote.link import DEFAULT_PULSE, Handler, HostConnection, Pul
 from plait.launch.remote.listener import joined_text
 from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import Frame, Wire
-from plait.launch.values.job import StoppedBy, job_from
+from plait.launch.values.job import ReleasedBy, job_from
 
 _JOIN_AGAIN = "see what host 0 printed, start the run there again and join it"
 
@@ -57,8 +57,9 @@ def serve(
     handlers: Mapping[str, Handler],
     preload: tuple[str, ...] = (),
     pulse: Pulse = DEFAULT_PULSE,
-) -> StoppedBy:
-    """Take part in host 0's run until it ends; returns how its last job was stopped; main thread only.
+) -> ReleasedBy:
+    """Take part in host 0's run until it ends or does without this host; returns how its last job was stopped; main
+    thread only.
 
     `handlers` answer host 0's requests, one after another in a thread of their own, also while ranks run. The first
     Ctrl-C or SIGTERM while ranks run makes host 0 stop them all; any other one leaves. Raises PlaitError when host 0
@@ -83,9 +84,9 @@ class _Agent:
         self._site: LocalWorkerHost | None = None
         self._number = 0
         self._asked_to_stop = False
-        self._stopped_by: StoppedBy | None = None
+        self._stopped_by: ReleasedBy | None = None
 
-    def run(self) -> StoppedBy:
+    def run(self) -> ReleasedBy:
         with self._selector, self._part:
             self._selector.register(self._signals.wire, selectors.EVENT_READ, self._read_signals)
             self._selector.register(self._link, selectors.EVENT_READ, self._read_link)

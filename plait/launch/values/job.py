@@ -10,6 +10,8 @@ RANKS_AT_MOST = 250
 """One message carries every rank's channel to the fork server, and Linux passes at most 253 descriptors in one."""
 
 StoppedBy = Literal["finished", "SIGINT", "SIGTERM"]
+ReleasedBy = StoppedBy | Literal["not needed"]
+"""What ended a joined host's part in a run: its end, or that the layout leaves the host out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,12 @@ class Resources:
             or find_device_by_driver_name(self.machine.name) is not None
         )
 
+    @property
+    def may_leave_devices_out(self) -> bool:
+        """Whether a layout may use only some of the machines or GPUs. Those that torchrun started all take part; a
+        processor's workers are no devices of their own."""
+        return self.cluster is not None or (self.machine.device == "cuda" and self.fixed_workers is None)
+
     def as_cluster(self, workers: int) -> Cluster:
         """The machines as a cluster of so many devices."""
         if self.cluster:

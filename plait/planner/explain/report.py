@@ -9,6 +9,7 @@ import numpy as np
 
 from plait.errors import PlaitError
 from plait.planner.explain.confidence import certainty_lines, idle_machine_lines, layout_changes
+from plait.planner.explain.left_out import left_out_lines, left_out_text
 from plait.planner.explain.totals import run_totals
 from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_lines, unequal_reasons
 from plait.planner.problem.candidates import Counts
@@ -44,8 +45,12 @@ def report_sections(found: Search, budget: Amount, *, top: int) -> tuple[PlanSec
     """The whole report, section by section."""
     chosen = found.candidates.row(found.chosen)
     who = [*unequal_lines(found, found.chosen), *memory_limit_lines(found, found.chosen)]
+    without = f", leaving out {left_out_text(found)}" if found.left_out else ""
     sections = {
-        "layout": [layout_text(chosen), *_dots([*layout_sentences(chosen, found.workload.layers), *who])],
+        "layout": [
+            f"{layout_text(chosen)}{without}",
+            *_dots([*layout_sentences(chosen, found.workload.layers), *who]),
+        ],
         "step": _step(found),
         "memory": _memory(found),
         "why": _dots(choice_reasons(found)),
@@ -64,10 +69,17 @@ def report_sections(found: Search, budget: Amount, *, top: int) -> tuple[PlanSec
 def short_reasons(found: Search) -> tuple[str, ...]:
     """The choice in a few sentences, for the head of a run: why this layout, what binds, what would change it."""
     if found.cluster.n_devices == 1:
-        return tuple(_binds(found)[:1])
+        return (*left_out_lines(found), *_binds(found)[:1])
     first = _as_named(found) if found.constraints else _price_of_simplicity(found)
     changed = [] if found.constraints else [line for line in layout_changes(found) if "would be chosen" in line]
-    return (first, *unequal_lines(found, found.chosen), *unequal_reasons(found), *_binds(found)[:2], *changed[:2])
+    return (
+        first,
+        *left_out_lines(found),
+        *unequal_lines(found, found.chosen),
+        *unequal_reasons(found),
+        *_binds(found)[:2],
+        *changed[:2],
+    )
 
 
 def runners_up(found: Search, top: int) -> list[int]:
@@ -82,7 +94,7 @@ def runners_up(found: Search, top: int) -> list[int]:
 
 def choice_reasons(found: Search) -> list[str]:
     """Why this layout is enough, and what stands against simpler ones."""
-    reasons = [_as_named(found) if found.constraints else _price_of_simplicity(found)]
+    reasons = [_as_named(found) if found.constraints else _price_of_simplicity(found), *left_out_lines(found)]
     for words, bytes_ in _too_large(found):
         reasons.append(f"{words}: would be simpler, but {format_bytes(bytes_)} a device are more than there is")
     here, by_kind = int(found.complexity[found.chosen]), best_of_kinds(found)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 
 from plait.cluster.cluster import Cluster
+from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.planner.derive.micro_batch import (
     LARGER_MICRO_BATCH_COST,
@@ -20,10 +22,11 @@ from plait.planner.heterogeneous.batch_shares import equal_shares
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import Workload
-from plait.planner.resolve.request import Request
+from plait.planner.resolve.request import Request, WorkerOption
 from plait.planner.search.constraints import Constraints
+from plait.planner.search.device_subsets import search_subsets, simplest_subset
 from plait.planner.search.feasibility import DoesNotFit
-from plait.planner.search.found import Search
+from plait.planner.search.found import LeftOut, Search
 from plait.planner.search.host_order import search_host_orders_that_fit, with_best_host_order
 from plait.planner.search.search import search
 from plait.planner.search.validity import layout_of_candidate
@@ -65,6 +68,35 @@ def constrained_search(
             if reordered := search_host_orders_that_fit(workload, cluster, profile, tried):
                 return reordered
         raise error_with_suggestions(error, constraints, profile) from None
+
+
+def searched_devices(request: Request, option: WorkerOption) -> Search:
+    """The search over an option's devices, or over some of them where the others would not make a step shorter.
+
+    Raises PlaitError with the mend where nothing fits.
+    """
+    if option.devices == "all" or request.constraints.degrees or request.constraints.stage_layers:
+        return _all_devices(request, option)
+    refusal: PlaitError | None = None
+    whole: Search | None = None
+    try:
+        whole = _all_devices(request, option)
+    except PlaitError as error:
+        refusal = error
+    within_s = inf if whole is None else (1 + whole.tolerance) * whole.best_step_s
+    found = [whole] if whole else []
+    for subset, one in search_subsets(
+        request.workload, option.cluster, request.profile, request.constraints, within_s=within_s
+    ):
+        found.append(replace(one, left_out=LeftOut(cluster=option.cluster, nodes=subset.nodes, whole=whole)))
+    if not found:
+        assert refusal is not None
+        raise refusal
+    return found[simplest_subset(found)]
+
+
+def _all_devices(request: Request, option: WorkerOption) -> Search:
+    return constrained_search(request.workload, option.cluster, request.profile, request.constraints)
 
 
 def found_layout(request: Request, found: Search, index: int) -> FoundLayout:

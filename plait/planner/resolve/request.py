@@ -7,6 +7,7 @@ given the same recipe, text and machines therefore build equal requests, and get
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
@@ -34,6 +35,8 @@ class WorkerOption:
     """The workers as the devices of a cluster."""
     threads: int
     """Threads of each worker."""
+    devices: Literal["all", "some"] = "all"
+    """Whether a layout must use all of them, or may leave some out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +102,10 @@ def _options(resources: Resources, constraints: Constraints, notes: list[str]) -
     counts = resources.worker_counts()
     if constraints.degrees:
         counts = [_named_count(resources, constraints.degrees, notes)]
-    return tuple(WorkerOption(cluster=resources.as_cluster(n), threads=resources.threads(n)) for n in counts)
+    devices = "some" if resources.may_leave_devices_out else "all"
+    return tuple(
+        WorkerOption(cluster=resources.as_cluster(n), threads=resources.threads(n), devices=devices) for n in counts
+    )
 
 
 def _named_count(resources: Resources, named: Layout, notes: list[str]) -> int:

@@ -27,6 +27,7 @@ from plait.planner.plan import Plan
 from plait.planner.resolve.forecast_update import updated_forecast
 from plait.planner.resolve.request import Request, request_of
 from plait.planner.resolve.worker_layouts import MEASURED_TOLERANCE, WorkerLayout, choose, worker_layouts
+from plait.planner.search.cost_breakdown import cluster_peak_flops
 from plait.recipe.schema import RunConfig
 from plait.units import Every, format_count, format_duration, format_si
 
@@ -90,7 +91,7 @@ def draft(
         evaluate_every_steps=0,
         step_s=None,
         forecast=first.forecast,
-        peak_flops=resources.peak_flops,
+        peak_flops=_peak_flops(resources, first),
         fingerprint=machine.fingerprint(),
         recipe_hash=recipe_hash,
         reasons=tuple(why),
@@ -103,6 +104,15 @@ def draft(
         evaluations="auto" if evaluate == "auto" else parse_step_interval(evaluate),
         heldout_tokens=corpus.heldout_tokens,
     )
+
+
+def _peak_flops(resources: Resources, split: WorkerLayout) -> float | None:
+    """Arithmetic peak of the devices that a layout uses."""
+    found = split.search
+    if resources.peak_flops is None or found is None or found.left_out is None:
+        return resources.peak_flops
+    whole = cluster_peak_flops(found.left_out.cluster, found.workload.precision)
+    return resources.peak_flops * cluster_peak_flops(found.cluster, found.workload.precision) / whole
 
 
 def with_layout(plan: Plan, split: WorkerLayout) -> Plan:
@@ -155,7 +165,7 @@ def _without_effect(config: RunConfig, layouts: Sequence[WorkerLayout]) -> list[
 def _balance(config: RunConfig, resources: Resources, request: Request, split: WorkerLayout, why: list[str]) -> int:
     """Steps between changes of the shares while the run goes on, 0 for never."""
     here = resources.machine
-    several_hosts = any(option.cluster.n_nodes > 1 for option in request.options)
+    several_hosts = split.search is not None and split.search.cluster.n_nodes > 1
     every = balance_every_steps(config, "unequal" if several_hosts or split.shares or here.unlike else "alike")
     unequal = f"beside {here.name} it has {', '.join(here.unlike)}" if here.unlike else "they are not equal"
     reason = "machines of a run over several hosts may slow down" if several_hosts else unequal

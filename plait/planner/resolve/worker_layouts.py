@@ -15,7 +15,7 @@ from plait.planner.explain.report import runners_up, short_reasons
 from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_shares_of
 from plait.planner.heterogeneous.host_permutations import node_alone
 from plait.planner.plan import Forecast
-from plait.planner.resolve.constrained_search import constrained_search, found_layout
+from plait.planner.resolve.constrained_search import found_layout, searched_devices
 from plait.planner.resolve.request import Request, WorkerOption
 from plait.planner.search.cost_breakdown import time_items
 from plait.planner.search.found import Search
@@ -80,9 +80,9 @@ def best_layouts(request: Request, count: int) -> tuple[WorkerLayout, ...]:
     if request.constraints.degrees:
         return chosen
     others: list[WorkerLayout] = []
-    for option in (one for one in request.options if one.cluster.n_devices in {layout.workers for layout in chosen}):
-        found = constrained_search(request.workload, option.cluster, request.profile, request.constraints)
-        others += [_worker_layout(request, option, found, index) for index in runners_up(found, count)]
+    for option, found in ((option, searched_devices(request, option)) for option in request.options):
+        if found.cluster.n_devices in {layout.workers for layout in chosen}:
+            others += [_worker_layout(request, option, found, index) for index in runners_up(found, count)]
     known = [one.layout for one in chosen]
     fresh = [one for one in others if one.layout not in known]
     return (*_by_forecast(chosen), *_by_forecast(fresh))[:count]
@@ -113,7 +113,7 @@ def _by_forecast(layouts: Sequence[WorkerLayout]) -> list[WorkerLayout]:
 
 
 def _searched(request: Request, option: WorkerOption) -> WorkerLayout:
-    found = constrained_search(request.workload, option.cluster, request.profile, request.constraints)
+    found = searched_devices(request, option)
     chosen = _worker_layout(request, option, found, found.chosen)
     return replace(chosen, reasons=(*short_reasons(found), *chosen.reasons))
 
@@ -129,7 +129,7 @@ def _worker_layout(request: Request, option: WorkerOption, whole: Search, index:
         micro_sequences=max(limits),
         micro_limits=limits if len(limits) > 1 else (),
         shares=unequal_shares_of(found, index),
-        host_order=whole.host_order.hosts if whole.host_order else (),
+        host_order=whole.hosts_in_rank_order,
         complexity=int(found.complexity[index]),
         forecast=_forecast(request, option, found, index) if request.has_forecast else None,
         reasons=(*memory_limit_lines(found, index), *one.notes),
