@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from plait.model.shape import ModelShape, parameter_count
 from plait.partition.execution import Precision, WorkerDevice
-from plait.planner.derive.model_size import CorpusFacts, batch_sequences, derive_run_size
+from plait.planner.derive.model_size import CorpusFacts, TrainingRate, assumed_rate, batch_sequences, derive_run_size
 from plait.planner.derive.resources import Resources
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
@@ -25,9 +25,15 @@ class TrainingJob:
     precision: Precision
 
 
-def new_job(config: RunConfig, corpus: CorpusFacts, resources: Resources, why: list[str]) -> TrainingJob:
-    """What a recipe comes to on a machine, each choice with its reason; raises PlaitError for what cannot work."""
-    scale = derive_run_size(config, corpus, resources.machine, resources.peak_flops, why)
+def new_job(
+    config: RunConfig, corpus: CorpusFacts, resources: Resources, why: list[str], rate: TrainingRate | None = None
+) -> TrainingJob:
+    """What a recipe comes to on a machine, each choice with its reason; raises PlaitError for what cannot work.
+
+    `rate` is how fast the machine trains such a job; None where no layout has been priced yet.
+    """
+    rate = rate or assumed_rate(resources.machine, resources.peak_flops)
+    scale = derive_run_size(config, corpus, rate, why)
     return TrainingJob(
         budget=scale.budget,
         shape=scale.shape,

@@ -14,7 +14,7 @@ from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.planner.calibration.factors import ForecastBasis
 from plait.planner.derive.intervals import balance_every_steps
-from plait.planner.derive.model_size import CorpusFacts
+from plait.planner.derive.model_size import CorpusFacts, TrainingRate
 from plait.planner.derive.resources import STAND_IN, ProbeNeed, Resources
 from plait.planner.derive.training_job import TrainingJob, job_of_plan, new_job
 from plait.planner.plan import Plan
@@ -61,13 +61,19 @@ class Request:
     """What was derived, each with its reason."""
 
 
-def request_of(config: RunConfig, corpus: CorpusFacts, resources: Resources, begun: Plan | None = None) -> Request:
+def request_of(
+    config: RunConfig,
+    corpus: CorpusFacts,
+    resources: Resources,
+    begun: Plan | None = None,
+    rate: TrainingRate | None = None,
+) -> Request:
     """The request of a recipe on these machines; probes several hosts. Raises PlaitError for what cannot work.
 
-    Of a run that is `begun` only the layout is open: the job is as its plan says.
+    Of a run that is `begun` only the layout is open: the job is as its plan says. `rate` is as new_job takes it.
     """
     notes: list[str] = []
-    job = job_of_plan(begun) if begun else new_job(config, corpus, resources, notes)
+    job = job_of_plan(begun) if begun else new_job(config, corpus, resources, notes, rate)
     constraints = constraints_of(config, job.shape, job.batch_sequences)
     resources = resources.probed(
         ProbeNeed(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision)

@@ -21,7 +21,7 @@ from plait.planner.derive.intervals import (
     steps_in_budget,
 )
 from plait.planner.derive.micro_batch import usual_micro_sequences
-from plait.planner.derive.model_size import CorpusFacts
+from plait.planner.derive.model_size import CorpusFacts, TrainingRate
 from plait.planner.derive.resources import Resources
 from plait.planner.plan import Plan
 from plait.planner.resolve.forecast_update import updated_forecast
@@ -61,6 +61,9 @@ def draft(
     """
     request = request_of(config, corpus, resources, begun)
     layouts = worth_measuring(request)
+    if begun is None and (rate := _forecast_rate(request, resources, layouts)):
+        request = request_of(config, corpus, resources, rate=rate)
+        layouts = worth_measuring(request)
     why = [*request.notes, *_without_effect(config, layouts)]
     job, machine, first = request.job, resources.machine, layouts[0]
     shape, batch = job.shape, job.batch_sequences
@@ -104,6 +107,22 @@ def draft(
         evaluations="auto" if evaluate == "auto" else parse_step_interval(evaluate),
         heldout_tokens=corpus.heldout_tokens,
     )
+
+
+def _forecast_rate(request: Request, resources: Resources, layouts: Sequence[WorkerLayout]) -> TrainingRate | None:
+    """How fast a job of about this size trains by the forecast, from which a time budget is sized once more.
+
+    None where the budget is not a time, and where hosts were probed for the job as it is: for another one they would
+    have to be probed again.
+    """
+    forecast, job = choose(layouts).forecast, request.job
+    is_probed = resources.probe is not None or (
+        resources.cluster is not None and resources.cluster.measured is not None
+    )
+    if job.budget.unit != "seconds" or forecast is None or is_probed:
+        return None
+    flops = 6.0 * parameter_count(job.shape) * job.batch_sequences * job.shape.sequence
+    return TrainingRate(flops_per_s=flops / forecast.step_s, source="forecast")
 
 
 def _peak_flops(resources: Resources, split: WorkerLayout) -> float | None:
