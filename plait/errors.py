@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 
 
@@ -29,4 +30,4 @@ class Interrupted(BaseException):
 
 def installing(package: str) -> str:
     """The command that brings a missing package into the environment that plait runs in."""
-    return f"{sys.executable} -m pip install {package}"
+    return shlex.join([sys.executable, "-m", "pip", "install", package])

@@ -13,7 +13,13 @@ from plait.cluster.cluster import read_cluster
 from plait.cluster.topology import usable_cores
 from plait.commands.planning.make_plan import look_around, resources_of
 from plait.commands.planning.output_files import check_output_file, write_output_file
-from plait.commands.planning.plan_report import chapter_of, comparison_table, make_plan_report, plan_report_text
+from plait.commands.planning.plan_report import (
+    REPORT_COLUMNS,
+    chapter_of,
+    comparison_table,
+    make_plan_report,
+    plan_report_text,
+)
 from plait.commands.planning.workers import worker_pool
 from plait.errors import PlaitError
 from plait.planner.derive.resources import Resources, on_paper
@@ -51,10 +57,11 @@ def plan(
     gap = diagnose(answers[0].search, measured_s) if measured_s else None
     if gap:
         answers[0] = replace(answers[0], sections=(*answers[0].sections, diagnosis_section(gap)))
+    columns = min(REPORT_COLUMNS, screen.width) if screen.is_terminal else REPORT_COLUMNS
     for one in answers:
-        screen.print(plan_report_text(one), markup=False, soft_wrap=True)
+        screen.print(plan_report_text(one, columns), markup=False, soft_wrap=True)
     if len(answers) > 1:
-        screen.print(comparison_table(answers), markup=False, soft_wrap=True)
+        screen.print(comparison_table(answers, columns), markup=False, soft_wrap=True)
     if json_file:
         values = [plan_json(one.search, one.sections, top) for one in answers]
         values[0] |= {"measured": diagnosis_json(gap)} if gap else {}

@@ -14,7 +14,7 @@ from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.report.atomic import replace_file
 from plait.report.metrics import StepReport
-from plait.units import counted, format_bytes, format_count, format_duration
+from plait.units import counted, format_bytes, format_count, format_duration, more_or_less
 
 RECEIPT_WARM_UP_STEPS = 3
 DERIVED = ("step_error", "memory_error", "rss_error", "speedup_vs_one", "efficiency")
@@ -182,7 +182,7 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         receipt.eval_nats_per_byte, ", {:.4f} per byte"
     )
     return [
-        ("trained", f"{receipt.steps} steps, {format_count(receipt.tokens)} tokens"),
+        ("trained", f"{counted(receipt.steps, 'step')}, {format_count(receipt.tokens)} tokens"),
         ("on", f"{receipt.device}, {ranks} {'rank' if ranks == 1 else 'ranks'} ({layout})"),
         ("training loss", f"{receipt.train_loss:.4f} nats per token in the last step"),
         ("held-out loss", held_out),
@@ -234,7 +234,8 @@ def _rss_forecast(receipt: Receipt) -> str:
 
 
 def _apart(error: float) -> str:
-    return f"{error:+.1%} off"
+    """How a forecast differs from what was measured."""
+    return f"{more_or_less(error)} than measured"
 
 
 def _speedup(receipt: Receipt) -> str:

@@ -10,7 +10,7 @@ from plait.errors import PlaitError
 from plait.planner.derive.model_size import budget_of
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
-from plait.units import Amount, Every, parse_every
+from plait.units import Amount, Every, counted, parse_every
 
 DEFAULT_BALANCE_EVERY_STEPS = 50
 
@@ -26,7 +26,7 @@ def with_raised_budget(config: RunConfig, plan: Plan) -> Plan:
         steps = steps_in_budget(budget, plan.batch_tokens, step_s=plan.step_s)
     if steps < plan.steps or (budget.unit == old_budget.unit and budget.value < old_budget.value):
         raise PlaitError(
-            f"train.budget = {budget} is less than the {plan.steps} steps this run was begun with; "
+            f"train.budget = {budget} is less than the {counted(plan.steps, 'step')} this run was begun with; "
             "a begun run's budget may only grow (or take another run.name)"
         )
     return replace(plan, budget=budget, steps=steps)

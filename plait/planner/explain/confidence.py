@@ -16,7 +16,7 @@ from plait.planner.search.model_error import RunFamily, published_errors, run_fa
 from plait.planner.search.search import search
 from plait.planner.step_time.device_rates import USUAL_ACHIEVABLE_SHARE
 from plait.planner.step_time.device_time import was_measured
-from plait.units import format_bytes, format_duration
+from plait.units import counted, format_bytes, format_duration
 
 FEW_NODES = 8
 """Up to so many nodes it is worth a word whether one of them alone would be as fast."""
@@ -105,7 +105,7 @@ def _alone(found: Search, cluster: Cluster, place: int) -> str:
 
 def _flip_sentence(found: Search, flip: TippingPoint) -> str:
     condition, have = _condition(found, flip)
-    return f"{condition} this would be chosen: {kind_text(flip.winner)}; you have {have}"
+    return f"{condition} (here: {have}) another layout would be chosen: {kind_text(flip.winner)}"
 
 
 def _condition(found: Search, flip: TippingPoint) -> tuple[str, str]:
@@ -124,7 +124,7 @@ def _condition(found: Search, flip: TippingPoint) -> tuple[str, str]:
             return f"with about {format_bytes(memory * flip.factor)} a device or {than}", format_bytes(memory)
         case "batch":
             batch = found.workload.batch_sequences
-            return f"with {round(batch * flip.factor):,} sequences a step", f"{batch:,}"
+            return f"with {counted(round(batch * flip.factor), 'sequence', ',')} a step", f"{batch:,}"
 
 
 def link_rate_text(network: Link, factor: float = 1.0) -> str:

@@ -9,8 +9,10 @@ GLOSSARY: dict[str, str] = {
     "devices, and each group may take its part in several micro-batches, one after the other.",
     "replicate (DP, data parallel)": "Each group of devices has a full copy of the model and learns from other "
     "sequences. At the end of a step they add up what they found, so that all copies stay the same.",
-    "shard (FSDP, ZeRO)": "Devices that would hold the same numbers split them and gather them when they are needed. "
-    "It costs messages, and saves memory in proportion to the devices.",
+    "shard (FSDP, ZeRO-1)": "Devices that would hold the same numbers split them: the optimizer state alone "
+    "(ZeRO-1), or the "
+    "parameters as well (FSDP), which are gathered when they are needed. It costs messages, and saves memory in "
+    "proportion to the devices.",
     "tensor (TP)": "Several devices compute one matrix product together, each with a part of the matrix. They must add "
     "up their results twice in every layer, so it wants the fastest link there is.",
     "pipeline (PP)": "The layers are dealt to groups of devices, and portions of the batch pass from one group to the "

@@ -46,8 +46,6 @@ def left_out_lines(found: Search) -> list[str]:
     if (left := found.left_out) is None:
         return []
     text = left_out_text(found)
-    if left.whole is None:
-        return [f"left out: {text}; no layout over all devices holds this model and batch"]
     layout, all_s = layout_text(left.whole.candidates.row(left.whole.chosen)), left.whole.chosen_step_s
     return [f"left out: {text}; {_comparison(found, all_s)}: {layout}", *_joining_lines(found, left.whole)]
 

@@ -25,12 +25,16 @@ from plait.planner.search.cost_breakdown import (
 from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import kind_text, kinds_of, layout_sentences, layout_text
 from plait.planner.search.search import search
-from plait.units import Amount, format_bytes, format_count, format_duration
+from plait.units import Amount, counted, format_bytes, format_count, format_duration
 
 SIMPLER_KINDS_NAMED = 4
 """Kinds of simpler layouts that the report names, the fastest first."""
 LEAST_SHARE_MENTIONED = 0.01
 """Share of a step or of a device's memory from which an item is named."""
+
+
+HEADINGS = {"listed": "compared", "binds": "limits", "changes": "what if", "sure": "accuracy"}
+"""What a section is called in the text where it is not its title, which programs read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,10 +156,11 @@ def _price_of_simplicity(found: Search) -> str:
     chosen, fastest = found.step_s[found.chosen], found.step_s[found.fastest]
     if found.chosen == found.fastest:
         return (
-            f"the fastest of {len(found.candidates):,} layouts that fit; none within {found.tolerance:.0%} is simpler"
+            f"the fastest of {counted(len(found.candidates), 'layout', ',')} that fit; "
+            f"none within {found.tolerance:.0%} is simpler"
         )
     if found.complexity[found.chosen] == found.complexity[found.fastest]:
-        return f"as simple as the fastest of {len(found.candidates):,} layouts that fit, and as fast"
+        return f"as simple as the fastest of {counted(len(found.candidates), 'layout', ',')} that fit, and as fast"
     return (
         f"the simplest within {found.tolerance:.0%} of the fastest: {layout_text(found.candidates.row(found.fastest))} "
         f"would save {1 - fastest / chosen:.1%} of the step, which is less than this forecast can tell"
@@ -180,7 +185,7 @@ def _too_large(found: Search) -> list[tuple[str, float]]:
     """Ways to train on all devices that cut nothing of the model, and do not fit."""
     simple = {
         1: "plain copies of the model",
-        2: "copies that split the optimizer's state",
+        2: "copies that split the optimizer state",
         4: "parameters split, nothing else",
     }
     return [(words, found.leanest_bytes[kind]) for kind, words in simple.items() if kind in found.kinds_too_large]
@@ -191,7 +196,7 @@ def why_not(found: Search, index: int) -> str:
     factor = float(found.step_s[index] / found.step_s[found.chosen])
     time = format_duration(float(found.step_s[index]))
     more = int(found.complexity[index] - found.complexity[found.chosen])
-    points = f"{abs(more)} point{'s' if abs(more) > 1 else ''}"
+    points = counted(abs(more), "point")
     harder = f"{points} more complicated" if more > 0 else f"{points} simpler" if more else "as simple"
     if factor < 1 - 5e-4:
         return f"{time}, {1 - factor:.1%} faster, and {harder}"
@@ -216,7 +221,7 @@ def _worst_item(found: Search, index: int) -> str:
 def _counts(found: Search) -> str:
     refused = sorted(found.refused.items(), key=lambda item: -item[1])
     text = "; ".join(f"{reason} ({count:,})" for reason, count in refused)
-    return f"{len(found.candidates):,} layouts priced, {found.n_refused:,} refused: {text}"
+    return f"{counted(len(found.candidates), 'layout', ',')} priced, {found.n_refused:,} refused{text and ': '}{text}"
 
 
 def _binds(found: Search) -> list[str]:
@@ -225,12 +230,13 @@ def _binds(found: Search) -> list[str]:
     hidden, exposed = message_seconds(found, found.chosen)
     if hidden + exposed > LEAST_SHARE_MENTIONED * found.step_s[found.chosen]:
         lines.append(
-            f"messages between devices: {format_duration(hidden)} of a step run under arithmetic and cost nothing, "
-            f"{format_duration(exposed)} are waited for"
+            f"messages between devices: {format_duration(hidden)} of a step pass while devices compute and cost "
+            "no time, "
+            f"for {format_duration(exposed)} devices wait"
         )
     capacity = found.capacity_bytes(found.chosen)
     if found.bytes_per_device(found.chosen) > capacity:
         lines.append("memory is short: this layout fits only if the allocator and the driver waste nothing")
     elif found.bytes_per_device(found.chosen) > 0.85 * capacity or _too_large(found):
-        lines.append("memory binds: with more of it the choice would be wider")
+        lines.append("memory limits the choice: with more of it other layouts would fit, too")
     return lines

@@ -15,7 +15,7 @@ from plait.planner.heterogeneous.host_permutations import has_unequal_links
 from plait.planner.search.found import Search
 from plait.planner.search.host_order import may_reorder_hosts, with_better_first_host
 from plait.planner.search.layout_cost import step_seconds, step_time_of
-from plait.units import format_bytes, format_duration
+from plait.units import counted, format_bytes, format_duration
 
 OWNERS_NAMED = 6
 """Owners of devices up to which each one's share is named."""
@@ -94,7 +94,7 @@ def _shares(found: Search, assignment: WorkAssignment) -> str | None:
         slowest = max(owners, key=lambda owner: owner.slower)
         if count < 8 * len(assignment.sequences_per_replica) and slowest.slower > 1 + 1 / 8:
             return (
-                f"{count} sequences a step are too few to deal out by speed; {slowest.name} is "
+                f"{counted(count, 'sequence')} a step are too few to be shared by speed; {slowest.name} is "
                 f"{_times(slowest.slower)} slower and sets the pace: raise train.batch_tokens"
             )
         return None
@@ -146,7 +146,7 @@ def memory_limit_lines(found: Search, index: int) -> list[str]:
     lines = [f"{name} takes {limit}, it has {format_bytes(size)}" for name, (limit, size) in fewer.items()]
     if len(lines) > OWNERS_NAMED:
         lines = [*lines[: OWNERS_NAMED - 1], f"and {len(lines) - OWNERS_NAMED + 1} others fewer, too"]
-    return [f"{most} sequences at a time, and fewer where memory is short: {'; '.join(lines)}"]
+    return [f"{counted(most, 'sequence')} at a time, and fewer where memory is short: {'; '.join(lines)}"]
 
 
 def _stages(found: Search, assignment: WorkAssignment) -> list[str]:

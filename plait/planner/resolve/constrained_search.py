@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import inf
 
 from plait.cluster.cluster import Cluster
-from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.planner.derive.micro_batch import (
     LARGER_MICRO_BATCH_COST,
@@ -73,30 +71,19 @@ def constrained_search(
 def searched_devices(request: Request, option: WorkerOption) -> Search:
     """The search over an option's devices, or over some of them where the others would not make a step shorter.
 
-    Raises PlaitError with the mend where nothing fits.
+    Raises PlaitError with the mend where no layout of all devices fits.
     """
-    if option.devices == "all" or request.constraints.degrees or request.constraints.stage_layers:
-        return _all_devices(request, option)
-    refusal: PlaitError | None = None
-    whole: Search | None = None
-    try:
-        whole = _all_devices(request, option)
-    except PlaitError as error:
-        refusal = error
-    within_s = inf if whole is None else (1 + whole.tolerance) * whole.best_step_s
-    found = [whole] if whole else []
-    for subset, one in search_subsets(
-        request.workload, option.cluster, request.profile, request.constraints, within_s=within_s
-    ):
-        found.append(replace(one, left_out=LeftOut(cluster=option.cluster, nodes=subset.nodes, whole=whole)))
-    if not found:
-        assert refusal is not None
-        raise refusal
-    return found[simplest_subset(found)]
-
-
-def _all_devices(request: Request, option: WorkerOption) -> Search:
-    return constrained_search(request.workload, option.cluster, request.profile, request.constraints)
+    workload, profile, constraints = request.workload, request.profile, request.constraints
+    whole = constrained_search(workload, option.cluster, profile, constraints)
+    if option.devices == "all" or constraints.degrees:
+        return whole
+    within_s = (1 + whole.tolerance) * whole.best_step_s
+    subsets = search_subsets(workload, option.cluster, profile, constraints, within_s=within_s)
+    parts = [
+        replace(found, left_out=LeftOut(cluster=option.cluster, nodes=subset.nodes, whole=whole))
+        for subset, found in subsets
+    ]
+    return [whole, *parts][simplest_subset([whole, *parts])]
 
 
 def found_layout(request: Request, found: Search, index: int) -> FoundLayout:

@@ -25,6 +25,7 @@ from plait.planner.search.constraints import Constraints
 from plait.planner.search.validity import check_devices
 from plait.planner.step_time.device_time import was_measured
 from plait.recipe.schema import RunConfig
+from plait.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +119,13 @@ def _named_count(resources: Resources, named: Layout, notes: list[str]) -> int:
     machine, fixed, count = resources.machine, resources.fixed_workers, named.world_size
     if fixed and fixed.workers != count:
         raise PlaitError(
-            f"torchrun started {fixed.workers} workers and the layout needs {count}; "
+            f"torchrun started {counted(fixed.workers, 'worker')} and the layout needs {count}; "
             f"start torchrun with --nproc-per-node {count}"
         )
     if not fixed and resources.is_here:
         check_devices(named, machine)
         if machine.device == "cpu" and count > machine.cores:
-            notes.append(f"{count} workers on {machine.cores} cores: as asked, though they will take turns")
+            notes.append(
+                f"{counted(count, 'worker')} on {counted(machine.cores, 'core')}: as asked, though they will take turns"
+            )
     return count

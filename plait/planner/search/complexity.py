@@ -35,12 +35,12 @@ def _recompute(name: str) -> Callable[[Candidates, int], AppliesTo]:
 COMPLEXITY_TABLE: tuple[ComplexityRow, ...] = (
     ComplexityRow(
         points=1,
-        what="optimizer state split over copies",
+        what="optimizer state split over copies (ZeRO-1)",
         holds=lambda c, _: c.shard_what == SHARDED_STATES.index("optimizer"),
     ),
     ComplexityRow(
         points=2,
-        what="parameters split over copies",
+        what="parameters split over copies (FSDP)",
         holds=lambda c, _: c.shard_what == SHARDED_STATES.index("parameters"),
     ),
     ComplexityRow(

@@ -31,8 +31,8 @@ class LeftOut:
     """All devices."""
     nodes: tuple[int, ...]
     """Numbers of the nodes that are used, in the cluster's order."""
-    whole: Search | None
-    """The search over all devices; None where no layout of all of them holds the job."""
+    whole: Search
+    """The search over all devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
