@@ -234,7 +234,6 @@ def _rss_forecast(receipt: Receipt) -> str:
 
 
 def _apart(error: float) -> str:
-    """How a forecast differs from what was measured."""
     return f"{more_or_less(error)} than measured"
 
 

@@ -241,12 +241,12 @@ def test_a_receipt_holds_the_timed_step_against_the_run_and_tells_what_formulas_
     told = finished(here, None, [report(step, 1.0) for step in range(1, 30)], forecast=forecast, step_s=1.25)
     assert "as timed before it began" not in told, "said already"
     formulas = format_duration(plan.forecast.step_s)
-    assert f"1.25 s a step, +25.0% off, timed before it began; the formulas said {formulas};" in told
+    assert f"1.25 s a step, 25.0% more than measured, timed before it began; the formulas said {formulas};" in told
     receipt = read_receipt(here / "run" / "receipt.json")
     assert receipt.predicted_step_s == pytest.approx(1.25) and receipt.step_error == pytest.approx(0.25)
     assert receipt.untimed_step_s == pytest.approx(plan.forecast.step_s)
     told = finished(here, None, [report(step, 1.0) for step in range(1, 30)], step_s=1.25)
-    assert "; 1.25 s as timed before it began, +25.0% off" in told, "a probe's forecast stands beside it"
+    assert "; 1.25 s as timed before it began, 25.0% more than measured" in told, "a probe's forecast stands beside it"
     assert read_receipt(here / "run" / "receipt.json").untimed_step_s is None
 
 

@@ -90,7 +90,7 @@ def test_the_table_reads_like_this():
         "training loss    3.2110 nats per token in the last step",
         "held-out loss    3.9000 nats per token, 1.5123 per byte",
         "speed            9.93K tokens/s, 0.412 s a step (median)",
-        "forecast         0.4 s a step, -3.0% off; 153 MiB of tensors, +1.7% off",
+        "forecast         0.4 s a step, 3.0% less than measured; 153 MiB of tensors, 1.7% more than measured",
         "speed-up         1.60 times one device alone, as the plan expects that to be: 80% of 2",
         "MFU              60.1% (58.1% with causal attention)",
         "peak of tensors  150 MiB on the fullest device",

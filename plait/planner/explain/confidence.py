@@ -43,10 +43,10 @@ def certainty_lines(found: Search) -> list[str]:
         assert found.cluster.measured is not None
         return [
             f"arithmetic and messages were measured on these machines ({found.cluster.measured.date}): layouts within "
-            f"{found.tolerance:.0%} of each other count as equally fast; read {low} to {high}"
+            f"{found.tolerance:.0%} of each other count as equally fast; expect {low} to {high}"
         ]
     lines = [
-        f"nothing was measured on these machines: {_record(found)}, so read {low} to {high} at best; layouts within "
+        f"nothing was measured on these machines: {_record(found)}, so expect {low} to {high}; layouts within "
         f"{found.tolerance:.0%} of each other count as equally fast"
     ]
     guessed = [i.device.name for i in found.cluster.islands if i.device.achievable is None]

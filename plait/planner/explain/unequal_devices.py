@@ -89,7 +89,7 @@ def _shares(found: Search, assignment: WorkAssignment) -> str | None:
         return None
     if found.assigner.named_shares:
         shares = _numbers(assignment.sequences_per_replica)
-        return f"each batch is dealt out as layout.shares says: {shares} of {count} sequences"
+        return f"each batch is divided as layout.shares says: {shares} of {count} sequences"
     if assignment.sequences_per_replica == equal_shares(count, len(assignment.sequences_per_replica)):
         slowest = max(owners, key=lambda owner: owner.slower)
         if count < 8 * len(assignment.sequences_per_replica) and slowest.slower > 1 + 1 / 8:
@@ -117,7 +117,7 @@ def _by_owner(owners: Sequence[_Owner], several: bool) -> str:
         f"{owner.name} {owner.share:.0%}" + (f" ({_times(owner.slower)} slower)" if owner in slower else "")
         for owner in owners
     )
-    return f"of each batch do, by the speed of their devices: {text}"
+    return f"shares of each batch, by the speed of the devices: {text}"
 
 
 def micro_sequences_values(found: Search, index: int) -> dict[str, Any]:
@@ -198,10 +198,10 @@ def _order_words(found: Search) -> list[str]:
     names, before_s = ", ".join(found.assigner.devices.names), found.host_order.step_s_in_given_order
     if before_s is None:
         what = "what [layout] asks for would not fit" if found.constraints.degrees else "no layout would fit"
-        return [f"the machines stand in the order {names}: as they were given {what}"]
+        return [f"the machines are in the order {names}: as they were given {what}"]
     longer = before_s / float(found.step_s[found.chosen]) - 1
-    links = " (some roads between them are faster than others)" if has_unequal_links(found.cluster) else ""
-    return [f"the machines stand in the order {names}: as they were given a step would take {longer:.0%} longer{links}"]
+    links = " (some links between them are faster than others)" if has_unequal_links(found.cluster) else ""
+    return [f"the machines are in the order {names}: as they were given a step would take {longer:.0%} longer{links}"]
 
 
 def _start_words(found: Search) -> list[str]:

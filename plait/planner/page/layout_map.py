@@ -23,7 +23,7 @@ CUT_TEXTS = {
     1: "matrices cut (tensor)",
     2: "sequences cut (context)",
     4: "layers in stages (pipeline)",
-    8: "experts dealt (expert)",
+    8: "experts divided (expert)",
 }
 """What the axes that cut the model do, by their bit in a kind's number."""
 UNCUT_TEXT = "nothing cut: only copies and shards"

@@ -21,13 +21,19 @@ from plait.planner.derive.intervals import (
     steps_in_budget,
 )
 from plait.planner.derive.micro_batch import usual_micro_sequences
-from plait.planner.derive.model_size import CorpusFacts, TrainingRate
+from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.derive.resources import Resources
 from plait.planner.plan import Plan
 from plait.planner.resolve.forecast_update import updated_forecast
 from plait.planner.resolve.request import Request, request_of
-from plait.planner.resolve.worker_layouts import MEASURED_TOLERANCE, WorkerLayout, choose, worker_layouts
-from plait.planner.search.cost_breakdown import cluster_peak_flops
+from plait.planner.resolve.worker_layouts import (
+    MEASURED_TOLERANCE,
+    WorkerLayout,
+    choose,
+    forecast_rate,
+    used_peak_flops,
+    worker_layouts,
+)
 from plait.recipe.schema import RunConfig
 from plait.units import Every, counted, format_count, format_duration, format_si
 
@@ -61,7 +67,7 @@ def draft(
     """
     request = request_of(config, corpus, resources, begun)
     layouts = worth_measuring(request)
-    if begun is None and (rate := _forecast_rate(request, resources, layouts)):
+    if rate := None if begun else forecast_rate(request, resources, layouts):
         request = request_of(config, corpus, resources, rate=rate)
         layouts = worth_measuring(request)
     why = [*request.notes, *lines_without_effect(config, layouts)]
@@ -94,44 +100,20 @@ def draft(
         evaluate_every_steps=0,
         step_s=None,
         forecast=first.forecast,
-        peak_flops=_peak_flops(resources, first),
+        peak_flops=used_peak_flops(resources, first),
         fingerprint=machine.fingerprint(),
         recipe_hash=recipe_hash,
         reasons=tuple(why),
     )
-    evaluate = config.report.evaluate
+    asked = config.report.evaluate
+    evaluations = "auto" if asked == "auto" else parse_step_interval(asked)
     return Draft(
         request=request,
         plan=plan,
         layouts=layouts,
-        evaluations="auto" if evaluate == "auto" else parse_step_interval(evaluate),
+        evaluations=evaluations,
         heldout_tokens=corpus.heldout_tokens,
     )
-
-
-def _forecast_rate(request: Request, resources: Resources, layouts: Sequence[WorkerLayout]) -> TrainingRate | None:
-    """How fast a job of about this size trains by the forecast, from which a time budget is sized once more.
-
-    None where the budget is not a time, and where hosts were probed for the job as it is: for another one they would
-    have to be probed again.
-    """
-    forecast, job = choose(layouts).forecast, request.job
-    is_probed = resources.probe is not None or (
-        resources.cluster is not None and resources.cluster.measured is not None
-    )
-    if job.budget.unit != "seconds" or forecast is None or is_probed:
-        return None
-    flops = 6.0 * parameter_count(job.shape) * job.batch_sequences * job.shape.sequence
-    return TrainingRate(flops_per_s=flops / forecast.step_s, source="forecast")
-
-
-def _peak_flops(resources: Resources, split: WorkerLayout) -> float | None:
-    """Arithmetic peak of the devices that a layout uses."""
-    found = split.search
-    if resources.peak_flops is None or found is None or found.left_out is None:
-        return resources.peak_flops
-    whole = cluster_peak_flops(found.left_out.cluster, found.workload.precision)
-    return resources.peak_flops * cluster_peak_flops(found.cluster, found.workload.precision) / whole
 
 
 def with_layout(plan: Plan, split: WorkerLayout) -> Plan:
@@ -168,7 +150,9 @@ def _micro_batch_reasons(config: RunConfig, plan: Plan) -> list[str]:
     )
     if config.layout.micro_sequences != "auto" or plan.micro_limits or more or part <= plan.micro_sequences:
         return []
-    return [f"micro-batches of {plan.micro_sequences} of a worker's {part} sequences: what it holds comfortably"]
+    return [
+        f"micro-batches of {plan.micro_sequences} of a worker's {counted(part, 'sequence')}: what its memory holds well"
+    ]
 
 
 def lines_without_effect(config: RunConfig, layouts: Sequence[WorkerLayout]) -> list[str]:

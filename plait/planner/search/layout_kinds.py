@@ -26,7 +26,7 @@ _CUTS = {
     "tensor": "matrices cut across devices (tensor)",
     "context": "sequences cut across devices (context)",
     "pipeline": "layers in stages, one device after the other (pipeline)",
-    "expert": "experts dealt over devices (expert)",
+    "expert": "experts divided among devices (expert)",
 }
 
 
@@ -77,9 +77,8 @@ def layout_sentences(row: CandidateRow, layers: int) -> list[str]:
         lines.append(_shard_sentence(shard, str(row["shard_what"]), cuts))
     if pipeline > 1:
         lines.append(
-            f"pipeline (PP) {pipeline}: the {counted(layers, 'layer')} stand on {pipeline} groups of devices, "
-            "and portions of the "
-            f"batch pass through one group after the other (schedule {row['schedule']})"
+            f"pipeline (PP) {pipeline}: the {counted(layers, 'layer')} are divided among {pipeline} groups of devices, "
+            f"and micro-batches pass from one group to the next (schedule {row['schedule']})"
         )
     if int(row["context"]) > 1:
         lines.append(
