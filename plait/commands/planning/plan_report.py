@@ -14,7 +14,7 @@ from plait.model.shape import parameter_count
 from plait.planner.calibration.factors import calibration_text
 from plait.planner.derive.resources import Resources
 from plait.planner.explain.left_out import devices_text
-from plait.planner.explain.report import HEADINGS, PlanSection, report_sections
+from plait.planner.explain.report import TEXT_HEADINGS, PlanSection, report_sections
 from plait.planner.page.page import Chapter
 from plait.planner.plan import Plan
 from plait.planner.resolve.resolve import draft, lines_without_effect, settle
@@ -65,7 +65,7 @@ def plan_report_text(report: PlanReport, columns: int = REPORT_COLUMNS) -> str:
         *(f"         · {note}" for note in report.notes),
     ]
     for section in report.sections:
-        heading = HEADINGS.get(section.title, section.title)
+        heading = TEXT_HEADINGS.get(section.title, section.title)
         lines += [f"{heading if first == 0 else '':8} {line}" for first, line in enumerate(section.lines)]
     return "\n".join(_wrap(line, columns) for line in lines) + "\n"
 

@@ -33,7 +33,7 @@ LEAST_SHARE_MENTIONED = 0.01
 """Share of a step or of a device's memory from which an item is named."""
 
 
-HEADINGS = {"listed": "compared", "binds": "limits", "changes": "what if", "sure": "accuracy"}
+TEXT_HEADINGS = {"listed": "compared", "binds": "limits", "changes": "what if", "sure": "accuracy"}
 """What a section is called in the text where it is not its title, which programs read."""
 
 

@@ -18,7 +18,7 @@ from plait.planner.search.host_order import with_best_host_order
 from plait.planner.search.search import search
 from plait.planner.step_time.device_rates import device_rates
 
-FEW_NODES = 4
+MOST_NODES_COUNTED = 4
 """Up to so many nodes every number of them is tried, beyond powers of two and whole islands."""
 
 
@@ -83,7 +83,9 @@ def _node_sets(workload: Workload, cluster: Cluster, profile: SoftwareProfile) -
     speeds = _speeds_of_nodes(workload, cluster, profile)
     first_stays = cluster.measured is not None
     fastest_first = sorted(range(count), key=lambda node: (first_stays and node > 0, -speeds[node]))
-    sizes = range(1, count) if count <= FEW_NODES else [2**k for k in range(count.bit_length()) if 2**k < count]
+    sizes = (
+        range(1, count) if count <= MOST_NODES_COUNTED else [2**k for k in range(count.bit_length()) if 2**k < count]
+    )
     changes = [at for at in range(1, count) if speeds[fastest_first[at]] != speeds[fastest_first[at - 1]]]
     prefixes = [tuple(sorted(fastest_first[:size])) for size in sorted({*sizes, *changes})]
     alone = [tuple(row) for row in rows] + [(row[0],) for row in rows]
