@@ -105,7 +105,7 @@ def _shard_sentence(shard: int, what: str, cuts: int) -> str:
     kept = "the whole model" if cuts == 1 else f"the same part of the model (1/{cuts} of it)"
     return (
         f"shard ({shard_abbreviation(what)}) {shard}: each of {shard} devices keeps {kept}, but updates only 1/{shard} "
-        f"of {model}, and so keeps only 1/{shard} of its optimizer state"
+        f"of it, and so keeps only 1/{shard} of its optimizer state"
     )
 
 
