@@ -15,9 +15,9 @@ _HOMES = {"PlaitError": "plait.errors", "RunFailed": "plait.errors"}
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are handed on when they are first asked for, so that importing plait costs nothing.
+    """Import a public name at its first use, so that `import plait` itself stays cheap.
 
-    None of them is the name of a folder in here: importing `plait.train` would put the folder in the place of the name.
+    No public name equals the name of a folder in this package: importing that folder would replace the public name.
     """
     if name not in __all__:
         raise AttributeError(f"module 'plait' has no attribute {name!r}")

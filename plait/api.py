@@ -30,8 +30,8 @@ def train_recipe(
 ) -> Ending:
     """Train a recipe, or continue its run; blocks to the end.
 
-    Raises PlaitError, or RunFailed on the way. With several hosts it waits until the others called `join_run`; main
-    thread only.
+    Raises PlaitError before training starts, RunFailed after. With several hosts it first waits until the others
+    have called `join_run`. Call it from the main thread.
     """
     from rich.console import Console
 
@@ -56,7 +56,7 @@ def join_run(at: str, *, secret_file: str | Path | None = None) -> Ending:
 def sample(
     run: str, prompt: str = "", *, tokens: int = 200, temperature: float = 0.8, top_p: float = 0.95, seed: int = 1
 ) -> Iterator[str]:
-    """The prompt and what the run's model goes on with, piece by piece."""
+    """Yield the prompt and then the run's model's continuation of it, piece by piece."""
     from plait.commands.sample import sample as go_on
 
     return go_on(run, prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)

@@ -1,4 +1,4 @@
-"""The ways a run ends badly, each told in one sentence with its mend, and one in which nothing is bad."""
+"""Exceptions that end a run: errors, whose text is one sentence that says what to do, and `Interrupted`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 class PlaitError(Exception):
-    """Bad input or a world that does not allow what was asked; the text is one sentence with the mend.
+    """Bad input, or a machine that does not allow the request; the text is one sentence that says what to do.
 
     Raised where the wrong value is known. The command line prints the sentence alone and exits with `exit_code`.
     """
@@ -24,7 +24,7 @@ class RunFailed(PlaitError):
 class Interrupted(BaseException):
     """A signal came while nothing was lost by stopping at once; the text is its name.
 
-    Like KeyboardInterrupt no Exception: who mends what a library may raise is not to mend this.
+    Not an Exception, like KeyboardInterrupt: code that handles the exceptions of a library must not catch it.
     """
 
 

@@ -113,14 +113,14 @@ def layout_summary(layout: Layout) -> str:
 
 
 def equal_share(count: int, parts: int, index: int) -> tuple[int, int]:
-    """The part of `count` things that falls to one of `parts`, as (first, count); counts differ by one at most."""
+    """Range (first, count) of the share with this index, of `count` things in `parts` shares of about equal size."""
     each, more = divmod(count, parts)
     return index * each + min(index, more), each + (1 if index < more else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conflict:
-    """Two ways of splitting that do not go together, and what to do instead."""
+    """A combination of options that no layout may have, and what to do instead."""
 
     applies: Callable[[Layout], bool]
     reason: str
@@ -135,9 +135,9 @@ INCOMPATIBLE: tuple[Conflict, ...] = (
         'run; choose layout.shard_what = "optimizer" or layout.schedule = "1f1b"',
     ),
 )
-"""What cannot be combined, for everyone who lists or checks layouts."""
+"""All combinations that no layout may have; enumeration and checks of layouts both read this list."""
 
 
 def conflict_sentence(layout: Layout) -> str | None:
-    """Why a layout cannot be, as a sentence with the mend; None where it can."""
+    """Why this combination of options cannot run and what to change, as a sentence; None for a valid layout."""
     return next((row.reason for row in INCOMPATIBLE if row.applies(layout)), None)

@@ -30,7 +30,7 @@ _COUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMBT]?)\s*$", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """So much of something: seconds, optimizer steps or tokens."""
+    """A number of seconds, optimizer steps or tokens."""
 
     value: float
     unit: AmountUnit
@@ -116,7 +116,7 @@ def format_si(value: float, unit: str) -> str:
 def format_bytes(value: float) -> str:
     """1_572_864 -> "1.5 MiB"."""
     for suffix, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= 999.5 * size / 1024:  # from there on three digits of the smaller unit do not do
+        if value >= 999.5 * size / 1024:  # it would round to 1000 of the smaller unit
             return f"{value / size:.3g} {suffix}"
     return f"{value:.0f} B"
 

@@ -12,13 +12,13 @@ from plait.errors import RunFailed
 
 SILENCE_LIMIT_S = 60.0
 ARRIVAL_LIMIT_S = 540.0
-"""Less than the ten minutes after which the other ranks take rank 0, which waits here, for lost."""
+"""Below the ten minutes after which the other ranks consider rank 0, which waits here, lost."""
 
 _LOOK_EVERY_S = 0.02
 
 
 def part_files(rank: int) -> tuple[str, str]:
-    """The files that a rank leaves in the staging folder; the list comes last and says that all is there."""
+    """Names of a rank's two files in the staging folder: its tensors, and their list, which is written last."""
     return f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
 
 
@@ -53,7 +53,7 @@ def refuse_part(staging: Path, rank: int, sentence: str) -> None:
 
 
 def partial_name(name: str) -> str:
-    """Under which name a file arrives, until all of it is there."""
+    """Name of a file while it is incomplete."""
     return f".{name}.part"
 
 

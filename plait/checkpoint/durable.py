@@ -1,4 +1,4 @@
-"""Writing so that neither a crash nor a full disk hurts what was there before."""
+"""Durable writes: neither a crash nor a full disk damages earlier files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def clean_stop(staging: Path) -> Iterator[None]:
-    """Around all that writes into `staging`: turns a failure into RunFailed and removes the folder."""
+    """Context for everything that writes into `staging`: on an error it removes the folder and raises RunFailed."""
     try:
         yield
     except (OSError, ValueError, RunFailed) as error:

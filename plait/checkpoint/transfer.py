@@ -1,4 +1,4 @@
-"""Tensors out to a checkpoint and back in: every rank writes its own parts, anyone reads any rectangle."""
+"""Writes tensors to a checkpoint and reads them back: a rank writes its own parts and reads any rectangle."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ assert sys.byteorder == "little"  # the bytes that are hashed and stored are tho
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSlice:
-    """The rectangle that `tensor` is of a global tensor of shape `shape`: it begins at `offset`."""
+    """A rectangle of a global tensor: its values, the global tensor's `shape`, and its `offset` in that."""
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class TensorSlice:
 
 
 def whole_slice(tensor: torch.Tensor) -> TensorSlice:
-    """A tensor that this rank holds entirely."""
+    """The slice for a tensor that this rank holds entirely."""
     return TensorSlice(tensor=tensor, shape=tuple(tensor.shape), offset=(0,) * tensor.dim())
 
 
@@ -72,7 +72,7 @@ def write_rank(staging: Path, rank: int, tensors: Mapping[str, TensorSlice | Seq
     with clean_stop(staging):
         file = f"rank-{rank:05d}.safetensors"
         parted = [(_part(name, one, file), one) for name, some in tensors.items() for one in _listed(some)]
-        # By key, hence once only: a box given twice, such as an empty share, is one part.
+        # Keyed by name, so that a box that is passed twice, such as an empty share, is written once.
         parts_by_key, local = {part.key: part for part, _ in parted}, {part.key: one.tensor for part, one in parted}
         header, parts = safetensors_header(parts_by_key.values())
         staging.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def read_slice(
     assert len(offset) == len(extent) == len(shape)
     assert all(at >= 0 and at + size <= full for at, size, full in zip(offset, extent, shape, strict=True))
     result = torch.empty(tuple(extent), dtype=DTYPES[parts[0].dtype])
-    # numpy knows no bfloat16; bits are bits.
+    # numpy has no bfloat16, so the raw bits are copied.
     bits = result.view(_BITS[result.element_size()]).numpy()
     for part in parts:
         _copy_overlap(path, part, offset, bits)

@@ -21,8 +21,8 @@ _PRECISIONS = {
     "bf16": "bf16_dense_tflops", "fp16": "bf16_dense_tflops", "fp8": "fp8_dense_tflops", "fp4": "fp4_dense_tflops",
     "tf32": "tf32_dense_tflops", "float32": "float32_tflops",
 }  # fmt: skip
-# Words that people write around a device's name and that tell it from no other: makers, sockets, kinds of memory, and
-# the size of a TPU slice ("v3-256").
+# Words in a device's name that do not distinguish it from others: makers, sockets, kinds of memory, and the size of a
+# TPU slice ("v3-256").
 _NOISE = re.compile(
     r"\(.*?\)|\b(?:nvidia|geforce|rtx|tesla|amd|instinct|google|cloud|tpu|apple|gpu|processor|hgx|dgx|nvl72|sxm\d?"
     r"|hbm\d\w*|\d+w|[\d.]+\s*tb/s)\b|(?<=\bv\d)-\d+\b|(?<=\bv\d[a-z])-\d+\b"

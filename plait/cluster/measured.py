@@ -24,7 +24,7 @@ WorkKind = Literal[
     "head", "embedding", "accumulate", "update", "copy", "launch",
 ]  # fmt: skip
 WORK_SIZES: Mapping[WorkKind, tuple[str, ...]] = {
-    # Products as they are multiplied, rows × inner by inner × columns: forward, gradient of input, of weight.
+    # Matrix products, rows × inner by inner × columns: forward, gradient of input, of weight.
     "product": ("rows", "inner", "columns"),
     "product_input": ("rows", "inner", "columns"),
     "product_weight": ("rows", "inner", "columns"),

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from plait.cluster.measured import MeasuredDevice, Measurements, WorkKind
 
 EQUAL_HOSTS_TOLERANCE, EQUAL_HOSTS_TIME_SHARE = 0.15, 0.75
-"""What times of like hosts may stray from a common factor, in so much of all time; more is another make after all."""
+"""Hosts are equal if the times of work that makes up this share (second) of all time deviate by at most this tolerance
+(first), as a difference of logarithms, from one common factor."""
 POOLING_ROUNDS = 8
 """Rounds of fitting factors and common times in turn; it converges in two or three."""
 

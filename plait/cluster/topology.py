@@ -1,4 +1,5 @@
-"""What a machine has, as a value: found out once per start, then compared with the machine that a plan was made for."""
+"""A machine's devices, memory and software: detected once per start, then compared with those that a plan was made
+for."""
 
 from __future__ import annotations
 

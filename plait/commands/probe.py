@@ -135,7 +135,7 @@ def probe_hosts(
         need = ProbeNeed(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision)
         cluster = probe_cluster(workers, found, need, fresh="again")
     if cluster.measured is None:
-        raise RunFailed("the probe came to no end; give the same command again")
+        raise RunFailed("the probe ended without measurements; give the same command again")
     screen.print(measurements_table(cluster.measured), markup=False, soft_wrap=True)
     if cluster.measured.noise_warning:
         screen.print(f"unsteady {cluster.measured.noise_warning}; close them and give the same command again")

@@ -16,7 +16,7 @@ from plait.trainer.generate import generate
 from plait.trainer.persist import load_weights
 
 DECODE_CONTEXT_TOKENS = 8
-"""Tokens before a piece of text that decide how it is written."""
+"""Number of preceding tokens that are decoded with a piece of text, as they decide how it is written."""
 
 
 def sample(run: str, prompt: str, *, tokens: int, temperature: float, top_p: float, seed: int) -> Iterator[str]:

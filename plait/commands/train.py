@@ -52,7 +52,7 @@ def train(
     hosts: HostsRequest = ONE_HOST,
     screen: Screen,
 ) -> TrainOutcome:
-    """Run a recipe to its end, from where it stands; raises PlaitError (before) or RunFailed (during) with the mend.
+    """Train a recipe to its end, from its last checkpoint on; raises PlaitError before the start, RunFailed after.
 
     A run that is finished prints its receipt. A first SIGINT or SIGTERM saves and returns the signal's name. Over
     several hosts it first waits until the others have joined.
@@ -84,7 +84,7 @@ def train(
 def _open_workers(
     hosts: HostsRequest, config: RunConfig, folder: RunFolder, renew: ReplanScope, screen: Screen
 ) -> AbstractContextManager[HostWorkers]:
-    """The workers of this machine, or those of all hosts once they are in, in the places that they had in this run."""
+    """The workers of this machine, or of all hosts once they have joined, numbered as before in this run."""
     if hosts.n_hosts == 1:
         return worker_pool()
     refuse_torchrun()

@@ -55,7 +55,7 @@ class SampleSelection:
     documents: DocumentMode
     device: torch.device
     micro_limits: tuple[int, ...] = ()
-    """The same for each data-parallel rank where they differ; else empty."""
+    """`micro_sequences` of each data-parallel rank where they differ; else empty."""
     context_rank: int = 0
     """This rank's context-parallel rank: the part of each sequence that it holds."""
     context_degree: int = 1

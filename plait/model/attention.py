@@ -22,8 +22,8 @@ from plait.model.shape import ModelShape
 class Documents:
     """Lengths of the consecutive documents in the flattened rows of a batch; none crosses the end of a row.
 
-    The model adds `ends` and `longest`, once a forward, where its device's kernel wants them: how many tokens lie
-    before each document and before the end, and a length that none exceeds.
+    Where the device's kernel needs them, `GPT.forward` adds `ends`, shape [documents + 1], the cumulative lengths from
+    0, and `longest`, an upper bound of the lengths.
     """
 
     lengths: tuple[int, ...]
@@ -31,7 +31,7 @@ class Documents:
     longest: int = 0
 
     def on(self, device: torch.device) -> Documents:
-        """These documents as attention on a device takes them, without waiting for the device."""
+        """These documents in the form that the device's attention kernel needs; no synchronization with the device."""
         if device.type != "cuda":
             return self
         ends = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).pin_memory()
@@ -49,7 +49,7 @@ class Cache:
         self.length = 0
 
     def extend(self, layer: int, k_bthd: Tensor, v_bthd: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep a layer's new keys and values; answers all kept so far. `length` grows only after the last layer."""
+        """Append a layer's new keys and values; returns all that are kept. `length` grows only after the last layer."""
         end = self.length + k_bthd.shape[1]
         keys, values = self._kept[layer]
         keys[:, self.length : end] = k_bthd
@@ -70,7 +70,7 @@ class Rows:
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
-"""The core of attention: q_bthd, k_bthd, v_bthd and documents in, values mixed by the scores out, as q_bthd."""
+"""Attention between its projections: (q_bthd, k_bthd, v_bthd, documents) to the result, shaped as q_bthd."""
 
 
 class Attention(nn.Module):
@@ -142,7 +142,7 @@ def _attend_segments(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, lengths: tu
 
 def _attend_packed(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, ends: Tensor, longest: int) -> Tensor:
     """All documents in one call of the flash kernel for ragged lengths; it looks backward only: window (-1, 0)."""
-    from torch.nn.attention.varlen import varlen_attn  # a second of imports, which nobody needs but on a GPU
+    from torch.nn.attention.varlen import varlen_attn  # the import takes a second; only GPUs need it
 
     q_nhd, k_nhd, v_nhd = (x.flatten(0, 1) for x in (q_bthd, k_bthd, v_bthd))
     grouped = q_nhd.shape[1] != k_nhd.shape[1]

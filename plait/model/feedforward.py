@@ -10,7 +10,7 @@ from plait.model.shape import ModelShape
 
 
 class FeedForward(nn.Module):
-    """Widen, bend, narrow; with SwiGLU (Shazeer 2020) a second widening product gates the first."""
+    """Up projection, activation, down projection; with SwiGLU (Shazeer 2020) a second up projection is the gate."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The decoder: embedding, layers, final norm, head.
 
 Legend: b rows of the batch, t tokens of a row, n all tokens one row after the other, d numbers of the model's width.
-The stream between the parts is flat, [N, width]: whoever splits tokens over ranks need not know rows.
+The residual stream is flat, [N, width]: code that splits tokens over ranks need not know rows.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from plait.model.shape import ModelPart, ModelShape, whole_model
 
 
 class GPT(nn.Module):
-    """A language model of the given shape, or some layers of it; weights mean nothing until something fills them.
+    """A language model of the given shape, or a part of it; its weights are uninitialized (see init.py).
 
-    Layers live in a dict keyed by their global number, so whoever keeps a part of them keeps their names. `embed` is
-    None in a part that begins later, `norm` in one that ends earlier.
+    Layers are in a dict keyed by their global number, so that a part of the model keeps the weights' names. `embed` is
+    None in a part without the embedding, `norm` in a part without the head.
     """
 
     def __init__(self, shape: ModelShape, part: ModelPart | None = None) -> None:
@@ -90,7 +90,7 @@ class GPT(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embedding, plus a learned vector a position where the shape says so."""
+    """Token embedding, plus learned position embeddings if the shape has them."""
 
     def __init__(self, shape: ModelShape, part: ModelPart) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Embedding(nn.Module):
 class Layer(nn.Module):
     """Attention, then feed-forward, each on a normed copy and added to the stream.
 
-    `run` may be replaced by another way to the same result, one that keeps less of it for the backward pass.
+    `run` may be replaced by a function with the same result, for example one that recomputes in the backward pass.
     """
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
@@ -125,7 +125,7 @@ class Layer(nn.Module):
 
 
 RunLayer = Callable[[Layer, Tensor, Rows], Tensor]
-"""A layer, the stream before it and how its tokens lie in rows, to the stream after it."""
+"""(layer, stream_nd, rows) to the layer's output stream."""
 
 
 def run_layer(layer: Layer, stream_nd: Tensor, rows: Rows) -> Tensor:

@@ -1,4 +1,4 @@
-"""A linear layer whose product may be carried out in another way than at once."""
+"""A linear layer whose product can be replaced, for example to delay the weight's gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 class Linear(nn.Module):
     """A product with a weight [width_out, width_in], plus a bias if requested.
 
-    `multiply` may be replaced by another way to the same result: a pipeline puts the weight's gradient off.
+    `multiply` may be replaced by a function with the same result: a zero-bubble pipeline delays the weight's gradient.
     """
 
     def __init__(self, width_in: int, width_out: int, *, bias: bool) -> None:
@@ -29,6 +29,6 @@ class Linear(nn.Module):
 
 
 def to_compute_precision(x: Tensor) -> Tensor:
-    """In the precision that products take it in: under autocast half as much to send or to keep."""
+    """Cast to the dtype that products compute in: under autocast this halves the bytes to send or to keep."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

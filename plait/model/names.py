@@ -40,7 +40,7 @@ DIMS: dict[str, tuple[Dim, ...]] = {
 """Meaning of each dim, `*` standing for the layer's number. `heads` and `kv_heads` run over heads × head_width rows."""
 
 CUTTABLE: frozenset[Dim] = frozenset({"heads", "kv_heads", "ffn", "vocabulary"})
-"""Dims that tensor parallelism may share out; heads are cut only between heads, never inside one."""
+"""Dims that tensor parallelism may split; heads are split between heads, never inside one."""
 
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 

@@ -24,7 +24,7 @@ def make_head_norm(shape: ModelShape) -> nn.Module:
 
 
 class RMSNorm(nn.Module):
-    """Divide by the root of the mean square (Zhang and Sennrich 2019), then weigh."""
+    """Divide by the root of the mean square (Zhang and Sennrich 2019), then multiply by the weight."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # GPUs have a fused kernel; on CPUs torch strings ten operations together, and ours take a third of their time.
+        # GPUs have a fused kernel; on CPUs torch runs ten operations, and this class takes a third of their time.
         exact = x.dtype in (torch.float32, torch.float64)
         if x.device.type == "cpu" and exact and not torch.compiler.is_compiling():
             return _RMSNorm.apply(x, self.weight, self.eps)

@@ -15,7 +15,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Rotary(nn.Module):
-    """Answers each position's rotation; keeps one table a device and dtype, and no parameter."""
+    """Computes the rotation of each position; caches one table per device and dtype, and has no parameters."""
 
     def __init__(self, *, sequence: int, head_width: int, theta: float) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def rotate(x_bthd: Tensor, rotation: Rotation) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """A turn; its gradient is the turn back."""
+    """The rotation; its gradient is the inverse rotation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class ModelShape:
                 raise PlaitError(f"the model's {name} is {getattr(self, name)}; choose a number above 0")
 
     def size_of(self, dim: Dim) -> int:
-        """How long a dim of a weight is, by its meaning."""
+        """Size of a weight's dim, from the dim's meaning."""
         sizes: dict[Dim, int] = {
             "width": self.width,
             "heads": self.heads * self.head_width,
@@ -97,12 +97,12 @@ class ModelPart:
 
 
 def whole_model(shape: ModelShape) -> ModelPart:
-    """All of it."""
+    """The part that is the whole model."""
     return ModelPart(embeds=True, layers=tuple(range(shape.layers)), ends=True)
 
 
 def weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Every weight of the model in the order of the forward pass, with its size; a tied head has none of its own."""
+    """Shape of each weight by name, in the order of the forward pass; a tied head has no entry."""
     names = ["embed.tokens.weight"]
     names += ["embed.positions.weight"] if shape.positions == "learned" else []
     for layer in range(shape.layers):
@@ -121,7 +121,7 @@ def parameter_parts(shape: ModelShape) -> dict[str, int]:
 
 
 def parameter_count(shape: ModelShape) -> int:
-    """All trainable numbers, a tied head counted once."""
+    """Number of trainable parameters; a tied head counts once."""
     return sum(parameter_parts(shape).values())
 
 

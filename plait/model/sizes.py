@@ -64,7 +64,7 @@ MODEL_SIZES: dict[str, Size] = {
 def named_shape(size: str, *, vocabulary: int, sequence: int, **explicit: Any) -> ModelShape:
     """The shape of a named size for a vocabulary and a longest sequence; explicit fields win over the size's own.
 
-    Raises PlaitError for a name that is not there and for fields that do not fit together.
+    Raises PlaitError for an unknown name and for fields that contradict each other.
     """
     if size not in MODEL_SIZES:
         raise PlaitError(f'there is no model size "{size}"; choose one of {", ".join(MODEL_SIZES)}')
@@ -98,7 +98,7 @@ def default_ffn(width: int, activation: str) -> int:
 
 
 def _complete(size: Size, vocabulary: int, sequence: int, explicit: dict[str, Any]) -> ModelShape:
-    """Fill in what the explicit fields leave open; what hangs on an explicit field follows it."""
+    """Fill in the fields that are not explicit; those that depend on an explicit field follow from it."""
     width = explicit.get("width", size.width)
     heads = explicit.get("heads", size.heads if width == size.width else _heads_for(width))
     follows = width != size.width or explicit.get("activation", "swiglu") != "swiglu"

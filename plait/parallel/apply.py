@@ -23,7 +23,7 @@ from plait.partition.execution import Execution
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelStage:
-    """One thing done to the model, the mesh axis it works along, and why it stands where it does."""
+    """A step in parallelizing a model, the mesh axis that it works along, and the reason for its place in STAGES."""
 
     axis: str
     apply: Callable[[ShardedModel, DeviceMesh, Execution], ShardedModel]
@@ -31,16 +31,16 @@ class ParallelStage:
 
 
 STAGES: tuple[ParallelStage, ...] = (
-    ParallelStage(axis="pipeline", apply=pipeline, reason="first: what another rank has needs no further care here"),
+    ParallelStage(axis="pipeline", apply=pipeline, reason="first: drops the layers of other ranks before work on them"),
     ParallelStage(
-        axis="tensor", apply=tensor, reason="cuts the weights that are left, before anybody looks at their sizes"
+        axis="tensor", apply=tensor, reason="cuts the weights that are left, before another stage reads their sizes"
     ),
     ParallelStage(axis="context", apply=context, reason="replaces attention's core, whatever heads are left to it"),
     ParallelStage(axis="", apply=recompute, reason="wraps layers with all communication that they repeat"),
     ParallelStage(axis="", apply=compile_layers, reason="sees the layers' final code"),
     ParallelStage(axis="shard", apply=shard, reason="splits parameters before they take memory"),
     ParallelStage(axis="", apply=materialize, reason="real memory for what this rank holds, and no more"),
-    ParallelStage(axis="", apply=keep_at_one_end, reason="says which sums are not needed, before anybody makes them"),
+    ParallelStage(axis="", apply=keep_at_one_end, reason="says which sums are not needed, before `replicate` runs"),
     ParallelStage(
         axis="replicate",
         apply=replicate,

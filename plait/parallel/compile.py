@@ -8,7 +8,7 @@ from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
 
 COMPILED_SHAPES_LIMIT = 64
-"""Sizes of micro-batches for which a layer is compiled, at most. Shares that follow the devices bring new ones, and
+"""Largest number of micro-batch sizes for which a layer is compiled. Shares that follow the devices bring new ones, and
 beyond torch's own limit of eight a layer would run uncompiled without a word."""
 
 

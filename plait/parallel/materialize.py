@@ -10,7 +10,7 @@ from plait.partition.execution import Execution
 
 
 def materialize(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
-    """Allocate what was only described so far; the numbers come later, from the seed or a checkpoint."""
+    """Allocate the meta tensors' memory; their values come later, from the seed or a checkpoint."""
     on_gpu = execution.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     for chunk in sharded.chunks:

@@ -67,7 +67,7 @@ class LocalGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """By which a mesh finds it again; torch itself keeps the names of groups with a backend only."""
+        """The name by which a mesh finds the group again; torch only keeps the names of groups with a backend."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:
@@ -167,7 +167,7 @@ def world_sums() -> Sums:
 
 
 def make_groups(sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A process group for each set of several ranks; answers those that this rank is in.
+    """A process group for each set of several ranks; returns those that this rank is in.
 
     Every rank of the job must call it, with the same sets in the same order.
     """

@@ -62,12 +62,12 @@ def layer_runner(execution: Execution) -> RunLayer:
 
 
 def run_keeping_input(layer: Layer, stream_nd: Tensor, rows: Rows) -> Tensor:
-    """The layer, of which only the input is kept."""
+    """Run a layer and keep only its input for the backward pass."""
     return _checkpoint(noop_context_fn, layer, stream_nd, rows)
 
 
 def run_keeping(kept: tuple[Any, ...], layer: Layer, stream_nd: Tensor, rows: Rows) -> Tensor:
-    """The layer, of which the input and the results of the `kept` operations are kept."""
+    """Run a layer and keep its input and the results of the `kept` operations for the backward pass."""
     contexts = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
     return _checkpoint(contexts, layer, stream_nd, rows)
 

@@ -13,14 +13,14 @@ from plait.model.names import decays
 from plait.partition.boxes import Box, whole_box
 
 Forward = Callable[[GPT, Any, Tensor | None], Tensor]
-"""A micro-batch through a chunk: from the stream that the chunk before gave, if there is one, to the stream after."""
+"""Runs a micro-batch through a chunk: takes the previous chunk's stream, if there is one, and returns the next."""
 
 LossOf = Callable[[Tensor, GPT, Any], Tensor]
-"""From the stream after the final norm, the part of the model with the head and a micro-batch to its summed loss."""
+"""Maps the stream after the final norm, the chunk with the head, and a micro-batch to its summed loss."""
 
 
 UpdatedBy = Literal["this rank", "another rank"]
-"""Who updates a weight."""
+"""Whether this rank updates a weight that it holds."""
 
 
 class Gradients(Protocol):
@@ -64,16 +64,16 @@ class LocalGradients:
             parameter.grad = None
 
     def arm(self, chunk: int) -> None:
-        """Nobody waits for the last backward."""
+        """Does nothing: no other rank waits for the last backward."""
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: there are no transfers to wait for."""
 
     def publish(self) -> None:
-        """Nobody else computes with the weights."""
+        """Does nothing: no other rank computes with the weights."""
 
     def settle(self) -> None:
-        """The weights are where they were updated."""
+        """Does nothing: the weights are where they were updated."""
 
 
 class VocabularySplit(Protocol):
@@ -100,7 +100,7 @@ class VocabularySplit(Protocol):
 
 
 class WholeVocabulary:
-    """All entries are here."""
+    """A vocabulary whose entries are all on this rank."""
 
     first = 0
 
@@ -125,11 +125,11 @@ class PipelineRunner(Protocol):
         ...
 
     def evaluate(self, micros: Sequence[Any], *, forward: Forward, loss_of: LossOf) -> Tensor:
-        """Forward only, with the same answer."""
+        """Forward only, with the same result as `run`."""
         ...
 
     def settle(self) -> None:
-        """Block until what others keep of this rank's weights is here as well; forwards fetch what they need."""
+        """Block until this rank has current values of the weights that others update; forwards fetch what they need."""
         ...
 
 
@@ -178,7 +178,7 @@ class ShardedModel:
     single_owner: Mapping[str, UpdatedBy] = field(default_factory=dict)
     """Weights that several ranks hold and one of them alone updates: their gradients are not summed over ranks."""
     reports: bool = True
-    """Whether this rank's loss enters the global sum: one of those that compute the same one."""
+    """Whether this rank's loss enters the global sum: true on one of the ranks that compute the same loss."""
 
     def settle(self) -> None:
         """Block until every number of every weight on this rank is current. Every rank must call it."""

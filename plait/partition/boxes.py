@@ -18,7 +18,7 @@ from plait.model.names import cut_dim, dims_of, layer_of
 from plait.model.shape import ModelPart, ModelShape, weight_sizes, whole_model
 
 Range = tuple[int, int]
-"""First and length."""
+"""(first index, length) of a range along one dim."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,8 @@ def model_parts_of(shape: ModelShape, layout: Layout, pipeline: int) -> tuple[Mo
 
 
 def weight_boxes(shape: ModelShape, layout: Layout, coordinates: Mapping[str, int]) -> dict[str, Box]:
-    """Every weight that the model of a rank holds, as pipeline and tensor cut it, in the order of the model."""
+    """The box of each weight on the rank at these coordinates, as the pipeline and tensor axes split the model, in the
+    model's order."""
     parts = model_parts_of(shape, layout, coordinates["pipeline"])
     return {
         name: cut_box(name, shape, layout.tensor, coordinates["tensor"])
@@ -76,7 +77,7 @@ def holds_weight(part: ModelPart, name: str, shape: ModelShape) -> bool:
 
 
 def cut_box(name: str, shape: ModelShape, tensor: int, index: int) -> Box:
-    """What rank `index` of `tensor` holds of a weight. Head counts are cut between heads, other dims anywhere."""
+    """Box of a weight on rank `index` of the tensor axis. Dims of heads are cut between heads, other dims anywhere."""
     sizes = tuple(shape.size_of(dim) for dim in dims_of(name))
     dim = cut_dim(name)
     if dim is None or tensor == 1:
@@ -124,12 +125,12 @@ def ranks_holding(shape: ModelShape, layout: Layout, name: str, box: Box) -> tup
 
 
 def ranks_sharing(shape: ModelShape, layout: Layout, name: str, box: Box, shard: int) -> tuple[int, ...]:
-    """Those of the holders that update the same numbers: where `shard` splits, the ones with this coordinate on it."""
+    """The holders that update the same elements: those at coordinate `shard` of the shard axis."""
     return tuple(rank for rank in ranks_holding(shape, layout, name, box) if layout.coordinates(rank)["shard"] == shard)
 
 
 def all_sharing_sets(shape: ModelShape, layout: Layout) -> list[tuple[int, ...]]:
-    """Every set of ranks in the whole job that shares something, in order: all ranks must agree on groups to make."""
+    """Every set of ranks in the job that shares a weight, in the order in which all ranks create process groups."""
     found: set[tuple[int, ...]] = set()
     for pipeline, shard, tensor in product(range(layout.pipeline), range(layout.shard), range(layout.tensor)):
         here = {"pipeline": pipeline, "replicate": 0, "shard": shard, "context": 0, "tensor": tensor}
@@ -141,8 +142,8 @@ def all_sharing_sets(shape: ModelShape, layout: Layout) -> list[tuple[int, ...]]
 
 
 def boxes_of_range(box: Box, first: int, last: int) -> Iterator[tuple[Box, int]]:
-    """Elements `first` to `last` of a flattened box of one or two dims, as boxes of whole and partial rows. With
-    each comes its own first element, counted as `first` is."""
+    """Elements `first` to `last` of a flattened box of one or two dims, as boxes of whole and partial rows. Each box
+    comes with the flat index of its first element, in the numbering of `first`."""
     if first >= last:
         return
     width = box.extent[-1]

@@ -1,10 +1,9 @@
 """The schedule of a pipeline as data: what each rank computes, and in which order.
 
 The lists made here are what the planner simulates and prints (pipeline_simulation.py) and what the ranks of a pipeline
-carry out, action by action. Stage
-s of the model is on rank s % ranks. The orders are those of GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019),
-interleaved 1F1B (Narayanan et al. 2021) and ZB-H1 with virtual stages (Qi et al. 2024), for any number of
-micro-batches.
+execute, action by action. Stage s of the model is on rank s % ranks. The orders are those of GPipe (Huang et al. 2019),
+1F1B (Narayanan et al. 2019), interleaved 1F1B (Narayanan et al. 2021) and ZB-H1 with virtual stages (Qi et al. 2024),
+for any number of micro-batches.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Action:
 
 
 ActionLists = tuple[tuple[Action, ...], ...]
-"""For each rank of a pipeline its actions, in order."""
+"""One list per pipeline rank: its actions, in execution order."""
 
 
 def schedule_actions(schedule: Schedule, *, ranks: int, virtual: int, micros: int) -> ActionLists:
@@ -75,9 +74,9 @@ def _weights_of(action: Action) -> Action:
 
 
 def dependency_order(lists: ActionLists) -> list[tuple[int, Action]]:
-    """All actions with their ranks, each after those it waits for; a rank's own stay in the order of its list.
+    """All actions as (rank, action), in an order that respects dependencies and the order within each rank's list.
 
-    Raises ValueError where ranks wait for each other for ever.
+    Raises ValueError if the lists deadlock.
     """
     stages, done = stage_count(lists), set[Action]()
     following, order = [0] * len(lists), list[tuple[int, Action]]()
@@ -105,7 +104,7 @@ def stage_count(lists: ActionLists) -> int:
 
 
 def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
-    """What must be done before an action, on whatever rank."""
+    """The actions whose results this action needs, on this rank and on others."""
     stage, micro = action.stage, action.micro
     match action.kind:
         case "forward":
@@ -118,7 +117,7 @@ def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
 
 
 def receiving_stage(action: Action, stages: int) -> int | None:
-    """The stage that waits for an action's result; None where the result stays: losses, and gradients of weights."""
+    """The stage that receives an action's result; None if no stage does: for losses and for gradients of weights."""
     if action.kind == "backward-weight":
         return None
     stage = action.stage + (1 if action.kind == "forward" else -1)

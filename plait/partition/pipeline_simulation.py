@@ -1,4 +1,5 @@
-"""How long a pipeline's schedule takes: the one simulator, for prices, pictures and the order of transfers.
+"""Simulates a pipeline schedule: how long it takes and when each action runs. The cost model, the page's timeline and
+the order of transfers all use this one simulator.
 
 An action starts when its rank is free and what it waits for has arrived. A result for another rank travels while both
 compute on; two ranks have one wire each way, which carries one message after the other. Many pipelines with the same
@@ -28,7 +29,8 @@ from plait.partition.pipeline_schedule import (
 
 Seconds = NDArray[np.float64]
 ActionTimes = Mapping[ActionKind, Seconds]
-"""Seconds of each kind of action but the whole backward, which takes those of both its halves: (stages, pipelines)."""
+"""Seconds per kind of action, shape [stages, pipelines]. A whole "backward" has no entry: it takes the sum of both
+halves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class StageTimes:
 
     @property
     def by_kind(self) -> ActionTimes:
-        """The same for the simulator, as those of a single pipeline."""
+        """These times in the simulator's form, shape [stages, 1]."""
         named: dict[ActionKind, tuple[float, ...]] = {
             "forward": self.forward_s,
             "backward-input": self.backward_input_s,
@@ -66,7 +68,7 @@ class ActionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A schedule carried out: each rank's actions with their times, from the moment when the first rank began."""
+    """A simulated schedule: start and end of each rank's actions, in seconds since the first rank began."""
 
     ranks: tuple[tuple[ActionSpan, ...], ...]
 
@@ -76,13 +78,13 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which they only wait."""
+        """Share of all ranks' time that is waiting."""
         busy_s = sum(span.end_s - span.start_s for spans in self.ranks for span in spans)
         return 1 - busy_s / (len(self.ranks) * self.duration_s)
 
 
 def simulate(lists: ActionLists, times: StageTimes, message_s: float = 0.0) -> Timeline:
-    """Carry out a schedule on paper; raises ValueError where ranks wait for each other for ever."""
+    """Simulate one pipeline; raises ValueError if the lists deadlock."""
     steps = _steps(lists)
     started_s, ended_s = _run(steps, times.by_kind, message_s)
     spans: list[list[ActionSpan]] = [[] for _ in lists]
@@ -95,7 +97,7 @@ def simulate(lists: ActionLists, times: StageTimes, message_s: float = 0.0) -> T
 def durations_s(
     schedule: Schedule, counts: tuple[int, int, int], times: ActionTimes, message_s: Seconds | float = 0.0
 ) -> Seconds:
-    """How long pipelines of one schedule take, all at once; `counts` are ranks, stages on each, and micro-batches."""
+    """Seconds that each pipeline takes, shape [pipelines]; `counts` are (ranks, stages per rank, micro-batches)."""
     _, ended_s = _run(_steps_of(schedule, *counts), times, message_s)
     return ended_s.max(axis=0)
 
@@ -114,16 +116,16 @@ def transfers(lists: ActionLists) -> tuple[Action, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """An action and what its start waits for, by slot: its place among all actions, from 1 on; slot 0 is the start."""
+    """An action and the slots that it waits for; a slot is an index in dependency order, from 1, and 0 is the start."""
 
     rank: int
     action: Action
     before: tuple[int, ...]
-    """What comes before it on its own rank."""
+    """Slots on the same rank that must end first."""
     arriving: int
-    """What another rank sends it; 0 where nothing does."""
+    """Slot on another rank whose result it needs; 0 for none."""
     wire: tuple[int, int] | None
-    """The ranks between which its own result travels."""
+    """(sender, receiver) of its result; None if the result stays on this rank."""
 
 
 @lru_cache(maxsize=256)
@@ -153,7 +155,7 @@ def _run(steps: list[_Step], times: ActionTimes, message_s: Seconds | float) -> 
     started_s = np.zeros((len(steps) + 1, times["forward"].shape[1]))
     ended_s = np.zeros_like(started_s)
     arrived_s: dict[int, Seconds] = {}
-    free_s: dict[tuple[int, int], Seconds] = {}  # from when on the wire between two ranks is free
+    free_s: dict[tuple[int, int], Seconds] = {}  # when the wire between two ranks becomes free
     for slot, step in enumerate(steps, 1):
         np.maximum.reduce(ended_s[list(step.before)], axis=0, out=started_s[slot])
         if step.arriving:

@@ -65,14 +65,14 @@ class HostShare:
     threads: int
     """Per worker."""
     machine: str = ""
-    """Tells one kind of machine and software from another; empty where nobody knows."""
+    """Digest of the machine's hardware and software; empty where unknown."""
     mark: str = ""
-    """Tells this machine from others that may have the same name; empty where nobody knows."""
+    """Identifier of this machine among others that may have the same name; empty where unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What will be done. Only this tells the workers the layout; "auto" is gone."""
+    """Everything that a run will do, with no "auto" left. Workers read the layout from here and nowhere else."""
 
     layout: Layout
     threads: int
@@ -102,7 +102,7 @@ class Plan:
     """How often shares may change while the run goes on; 0: never."""
     gradient_transfer: GradientTransfer = "float32"
     budget: Amount
-    """What `steps` was made from."""
+    """Budget of the run, from which `steps` follows."""
     steps: int
     optimizer: OptimizerPlan
     corpus: str
@@ -115,7 +115,7 @@ class Plan:
     evaluate_every_steps: int
     """0: only at the end."""
     step_s: float | None
-    """Measured when the plan was made."""
+    """Seconds of a step, measured when the plan was made; None where none was timed."""
     forecast: Forecast | None
     """None where the device is not in the catalogue."""
     peak_flops: float | None
@@ -128,7 +128,7 @@ class Plan:
 
     @property
     def execution(self) -> Execution:
-        """What the parallel strands take of it."""
+        """The part of the plan that the parallel strands need."""
         return Execution(
             layout=self.layout,
             shape=self.shape,
@@ -154,7 +154,7 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        """What its hours are counted of: GPUs, or machines whose processors compute."""
+        """Number of devices for device-hours: GPUs, or machines that compute on their processor."""
         return self.world_size if self.device == "cuda" else max(1, len(self.hosts))
 
     def threads_of(self, rank: int) -> int:
@@ -173,7 +173,7 @@ class Plan:
 
 
 def same_hosts(some: Sequence[HostShare], others: Sequence[HostShare]) -> bool:
-    """Whether these are machines of the same kinds in the same order, whatever they are called."""
+    """Whether both lists have machines of the same kinds in the same order; names may differ."""
     pairs = list(zip(some, others, strict=False))
     like = all((one.workers, one.threads) == (other.workers, other.threads) for one, other in pairs)
     known = [(one.machine, other.machine) for one, other in pairs if one.machine and other.machine]
@@ -181,10 +181,10 @@ def same_hosts(some: Sequence[HostShare], others: Sequence[HostShare]) -> bool:
 
 
 def refreshed_hosts(previous: Sequence[HostShare], now: Sequence[HostShare]) -> tuple[HostShare, ...] | None:
-    """A plan's hosts with what is new about them; None where these are others.
+    """A plan's hosts with their present names and marks; None where `now` are other machines.
 
-    They are known by all but their marks, which a new network card changes; or by the marks alone. Then a name's number
-    is the plan's: machines of one name are numbered as they come.
+    Hosts are the same if everything but the marks is equal (a new network card changes a mark), or if all marks are
+    equal. In the second case names keep the plan's numbers, since hosts of one name are numbered in order of arrival.
     """
     if without_marks(previous) == without_marks(now):
         return tuple(now)
@@ -198,5 +198,5 @@ def refreshed_hosts(previous: Sequence[HostShare], now: Sequence[HostShare]) -> 
 
 
 def without_marks(hosts: Sequence[HostShare]) -> tuple[HostShare, ...]:
-    """Hosts by all but their marks."""
+    """The hosts with empty marks, for comparison."""
     return tuple(replace(host, mark="") for host in hosts)

@@ -1,6 +1,6 @@
 """plan.json: a plan on disk, written by the newest format and read by every format since the first release.
 
-Format 2 is that of the runs before 2026-11-24; it named three numbers of a forecast and the order of hosts otherwise.
+Runs before 2026-11-24 wrote format 2, in which three fields of a forecast and the host order have other names.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def plan_text(plan: Plan) -> str:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Put plan.json in place in one move, so that a reader sees all of it or none; raises PlaitError where the disk
-    does not take it, for nothing has begun then."""
+    """Write plan.json atomically: a reader sees all of it or none. Raises PlaitError where the disk refuses, because no
+    work has begun then."""
     replace_file(path, plan_text(plan).encode(), failure=PlaitError)
 
 
@@ -63,7 +63,7 @@ def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
 
 
 _OLDER: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {2: _from_format_2}
-"""From each older format to the one after it."""
+"""For each older format the function that converts its values to the next format."""
 
 
 def _plan(values: dict[str, Any]) -> Plan:

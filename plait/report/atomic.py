@@ -11,7 +11,7 @@ from plait.errors import PlaitError, RunFailed
 
 
 def replace_file(path: Path, data: bytes, *, failure: type[PlaitError] = RunFailed) -> None:
-    """Write aside, wait for the disk, rename; raises `failure`, with the old file untouched, where the disk says no."""
+    """Write aside, wait for the disk, rename; raises `failure`, with the old file untouched, on a disk error."""
     replace_files({path: data}, failure=failure)
 
 
@@ -21,7 +21,7 @@ def replace_files(
     *,
     failure: type[PlaitError] = RunFailed,
 ) -> None:
-    """The same for several: none is replaced before all are on the disk, nor before `before` has been called."""
+    """Replace several files: none before all are on the disk and `before` has been called."""
     asides = {path: path.with_name(f".{path.name}.{os.getpid()}.new") for path in files}
     path = next(iter(files))
     try:

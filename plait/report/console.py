@@ -80,7 +80,7 @@ class Console:
         return due
 
     def _facts(self, report: StepReport) -> list[str]:
-        """The most important first: a narrow screen shows only those that fit."""
+        """Facts about a step, the most important first: a narrow screen shows only those that fit."""
         left_s = (self._total - report.step) * self._smooth.step_s
         facts = [
             f"step {report.step}/{self._total}",

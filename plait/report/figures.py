@@ -14,7 +14,7 @@ from plait.units import format_duration
 BLUE, ORANGE, RED, TEAL, GREEN = "#4e79a7", "#f28e2b", "#e15759", "#59b3ad", "#59a14f"
 YELLOW, PURPLE, PINK, BROWN, GREY = "#d9b13b", "#b07aa1", "#f0829a", "#9c755f", "#8f8a87"
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL, YELLOW, PINK, BROWN, GREY)
-"""Readable on white and on dark (after Tableau's ten)."""
+"""Colours that are readable on white and on dark (after Tableau's ten)."""
 
 Values = dict[str, Any]
 GUIDED: Values = {"line": {"color": GREY, "width": 2, "dash": "dash"}}
@@ -110,5 +110,5 @@ def time_words(seconds: float) -> str:
 
 
 def five_digits(values: Sequence[float]) -> list[float]:
-    """Five digits: finer than a screen can show, and a third of the page's size."""
+    """Values rounded to five digits: finer than a screen can show, at a third of the page's size."""
     return [float(f"{value:.5g}") for value in values]

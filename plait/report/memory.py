@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveTensorPeak:
-    """Around one step of one process: the most bytes that live tensors on `device` had at the same time, in `.bytes`.
+    """Context around one step: `.bytes` is the peak size of this process's live tensors on `device`.
 
     On a CPU every operation is watched, backward included, which slows the step: measure one step, time others.
     `roots` are the tensors that exist already and matter: parameters, gradients, optimizer state, buckets. A storage
@@ -46,7 +46,7 @@ class LiveTensorPeak:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that the operating system ever gave this process, shared libraries included."""
+    """Peak resident memory of this process since it began, shared libraries included."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

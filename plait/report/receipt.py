@@ -57,13 +57,13 @@ class Receipt:
     wall_s: float
     device_hours: float
     one_device_step_s: float | None
-    """What the plan expects of one device (the first) alone with the same batch; never run."""
+    """Step time that the plan expects of the first device alone with the same batch; never run."""
     cost_usd: float | None
     energy_wh: float | None
     versions: Mapping[str, str]
     device: str
     one_device_from: Literal["measurement", "formulas"] | None = None
-    """Whether that was made from the times of a probe."""
+    """Basis of `one_device_step_s`: a probe's measurements, or formulas alone."""
     predicted_items: Mapping[str, float] | None = None
     """Predicted seconds of a step by item, as a clock can tell them apart, on the rank with most to compute: its
     waiting within a pipeline or tensor group counts as computing."""
@@ -75,13 +75,13 @@ class Receipt:
     taught_by_runs: int = 0
     """Number of earlier runs whose observations the forecast uses."""
     timed_step_s: float | None = None
-    """What a step took where the layout was timed before the run."""
+    """Step time measured before the run, where the layout was timed."""
     untimed_step_s: float | None = None
-    """What formulas and earlier runs had said, where the prediction is the step that was timed."""
+    """Step time by formulas and earlier runs, where the prediction is the step that was timed."""
 
     @property
     def step_error(self) -> float | None:
-        """How far the predicted step was off: predicted / measured - 1."""
+        """Relative error of the predicted step time: predicted / measured - 1."""
         return _off(self.predicted_step_s, self.step_s_median)
 
     @property
@@ -98,12 +98,12 @@ class Receipt:
 
     @property
     def memory_error(self) -> float | None:
-        """The same of the peak of tensors on the fullest device."""
+        """Relative error of the predicted tensor peak, on the fullest device: predicted / measured - 1."""
         return _off(self.predicted_peak_bytes_per_device, max(self.peak_tensor_bytes, default=0))
 
     @property
     def rss_error(self) -> float | None:
-        """The same of the largest worker's process."""
+        """Relative error of the predicted process size, of the largest worker: predicted / measured - 1."""
         return _off(self.predicted_rss_bytes, max(self.peak_rss_bytes, default=0))
 
     def write(self, path: Path) -> None:

@@ -97,7 +97,7 @@ def append_shares(path: Path, line: SharesLine) -> None:
 
 
 def _end(data: bytes) -> tuple[int, bytes]:
-    """Where the lines of a file end, and what it takes to begin another one: the last may lack its newline only."""
+    """Offset at which whole lines end, and the bytes to write before a new one: a newline if only that is missing."""
     last = data.rfind(b"\n") + 1
     try:
         json.loads(data[last:])

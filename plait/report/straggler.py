@@ -70,7 +70,7 @@ class _Case:
 
 @dataclass(slots=True)
 class _Rank:
-    """One rank's quantities and what is held against it."""
+    """One rank's series of times, and the evidence against it."""
 
     own: Series = field(default_factory=Series)
     beside_peers: Series = field(default_factory=Series)
@@ -103,7 +103,7 @@ class Watch:
 
     @property
     def asks_for_links(self) -> bool:
-        """Whether timed messages (`RankTimes.link_s`) would help now: a link is suspected, who knows which."""
+        """Whether timed messages (`RankTimes.link_s`) would help now: a link is suspected, but not yet which one."""
         return len(self._hosts) > 2 and self._link_case.above > 0 and not self._link_case.is_reported
 
     def observe(
@@ -162,29 +162,29 @@ class Watch:
         worst = max(suspects, key=lambda rank: self._ranks[rank].beside_peers.rise)
         ranks = [rank for rank in suspects if self._hosts[rank] == self._hosts[worst]]
         own = self._ranks[worst].own
-        return self._tell("device", ranks, own.since(), exp(own.rise))
+        return self._report("device", ranks, own.since(), exp(own.rise))
 
     def _data(self) -> StragglerFinding | None:
         suspects = self._confirmed(lambda one: one.data_case)
         if not suspects:
             return None
         data = max((self._ranks[rank].data for rank in suspects), key=lambda series: series.rise)
-        return self._tell("data", suspects, data.since(), 1 + data.rise / self._length.level)
+        return self._report("data", suspects, data.since(), 1 + data.rise / self._length.level)
 
     def _link(self) -> StragglerFinding | None:
         if self._link_case.is_reported or self._link_case.above < CONFIRMING_STEPS_LINK:
             return None
         messages = self._messages
         ranks = slow_link_ends([one.link_s for one in self._ranks], self._hosts)
-        return self._tell("link", ranks, messages.since(), 1 + messages.rise / self._length.level)
+        return self._report("link", ranks, messages.since(), 1 + messages.rise / self._length.level)
 
     def _confirmed(self, case_of: Callable[[_Rank], _Case]) -> list[int]:
-        """The ranks against which something shows that was not told yet, once it is sure of one of them."""
+        """The ranks with evidence that was not reported yet, once it is certain for one of them."""
         cases = {rank: case_of(one) for rank, one in enumerate(self._ranks)}
         found = [rank for rank, case in cases.items() if case.above and not case.is_reported]
         return found if any(cases[rank].above >= CONFIRMING_STEPS for rank in found) else []
 
-    def _tell(self, kind: FindingKind, ranks: Sequence[int], since: int, factor: float) -> StragglerFinding:
+    def _report(self, kind: FindingKind, ranks: Sequence[int], since: int, factor: float) -> StragglerFinding:
         least = self._shares in ("balanced", "fixed") and all(self._sequences[rank] == 1 for rank in ranks)
         others = any(begun.kind == "device" for begun, _ in self._open)
         shares = "least" if least else self._shares
@@ -210,7 +210,7 @@ class Watch:
         return end_words(begun, self._hosts, step)
 
     def _forget(self, begun: StragglerFinding) -> None:
-        """What was slow must not become usual."""
+        """Discard the recent values, so that what was slow does not become usual."""
         if begun.kind == "link":
             self._messages.forget_recent()
             for one in self._ranks:
@@ -220,13 +220,13 @@ class Watch:
         self._length.forget_recent()
 
     def _expect_other_messages(self) -> None:
-        """A device that has become slow or fast again is so with its messages too, and that is no news of a link."""
+        """Take the messages' level anew: a device that changes its speed changes theirs, which accuses no link."""
         if not self._link_case.is_reported:
             self._messages.change_expected("nothing")
 
 
 def _peers(hosts: Sequence[str], rank: int) -> list[int]:
-    """Whom a rank is compared with: the ranks of other hosts, or all others where there is one host."""
+    """The ranks that a rank is compared with: those of other hosts, or all others on a single host."""
     elsewhere = [other for other, host in enumerate(hosts) if host != hosts[rank]]
     return elsewhere or [other for other in range(len(hosts)) if other != rank]
 

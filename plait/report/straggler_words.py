@@ -1,4 +1,4 @@
-"""What a finding about a straggler is, and the sentence that it is told in: who, how much, since when, what to do."""
+"""A finding about a straggler, and the sentence that reports it: who, how much, since when, what to do."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ whether there are no stages either."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerFinding:
-    """That somebody began to hold the run up, or ceased to."""
+    """A device, link or data source that began to slow the run down, or ceased to."""
 
     kind: FindingKind
     phase: Literal["begins", "ends"]
     ranks: tuple[int, ...]
-    """Whose device or data; of a link those at both ends, of a host's cable that host's; empty: nobody knows which."""
+    """Ranks of the device or data; for a link those at its ends, for a host's cable that host's; empty: unknown."""
     host: str | None
-    """None where several are concerned, or nobody knows which."""
+    """The host concerned; None where there are several, or it is unknown which."""
     since_step: int
-    """The first slow step; of an end, the step at which that was sure."""
+    """The first slow step; for an end, the step at which the end was certain."""
     factor: float
     """device: times as long for a sequence as before; link, data: times as long for a step, had nothing hidden it."""
     sentence: str

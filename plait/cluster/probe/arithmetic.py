@@ -46,7 +46,7 @@ LEAST_REMAINDER_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOperations:
-    """What training does in packages above this one, and a probe must time as well."""
+    """Functions of training that a probe times but that are in packages above this one."""
 
     autocast: Callable[[], AbstractContextManager[object]]
     loss: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -201,7 +201,7 @@ def _head_runs(model: ProbedModel, device: torch.device, training: TrainingOpera
 
 
 def _update_runs(request: ProbeRequest, device: torch.device, training: TrainingOperations) -> PieceRuns:
-    # One scene a width: an update knows numbers and tensors only.
+    # One model per width: the time of an update depends only on its numbers of elements and of tensors.
     models = {model.shape.width: model for model in request.models}
     runs: PieceRuns = {}
     for model in models.values():

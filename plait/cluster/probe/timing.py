@@ -31,7 +31,7 @@ class Lockstep(Protocol):
 
 
 class SingleRank:
-    """A rank without others to wait for."""
+    """The lockstep of a single rank: never waits."""
 
     def barrier(self) -> None:
         """Return at once."""

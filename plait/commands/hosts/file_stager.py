@@ -41,7 +41,7 @@ class JobFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StagedFiles:
-    """What is to be on every host without the folder before a job can begin."""
+    """The files that a host needs before a job can begin, unless it shares the job's folder with host 0."""
 
     kind: StagedKind
     folder: Path
@@ -52,7 +52,7 @@ class _StagedFiles:
 
 
 class FileStager:
-    """The way of files between host 0, whose working folder is the current one, and the hosts that joined it."""
+    """Copies what a job needs from host 0 to every joined host, and the files that its ranks left back."""
 
     def __init__(self, members: Sequence[JoinedHost], run_folder: Path, log: Log) -> None:
         self._members, self._log = members, log
@@ -62,18 +62,18 @@ class FileStager:
         self._job_folders: tuple[JobFolder, ...] = ()
 
     def stage_job_files(self, folder: Path, kind: StagedKind, resume_from: str | None = None) -> tuple[JobFolder, ...]:
-        """Have what a job over all hosts needs on each: `folder` with its plan.json and recipe.toml, and the data.
+        """Copy what a job needs to every host: `folder` with its plan.json and recipe.toml, and the data.
 
-        A "run" has its folder runs/NAME on every host, a "job" one for its time alone. Hosts are served side by side;
-        the places are in the members' order.
+        A "run" uses runs/NAME on every host, a "job" a temporary folder. Hosts are served in parallel; the folders are
+        returned in the members' order.
         """
         apart = any(self._shared_job_folder(member, folder) is None for member in self._members)
-        load = self._files_to_stage(folder, kind, resume_from) if apart else None
-        self._job_folders = _run_on_all_hosts(self._members, lambda member: self._stage_on_host(member, folder, load))
+        staged = self._files_to_stage(folder, kind, resume_from) if apart else None
+        self._job_folders = _run_on_all_hosts(self._members, lambda member: self._stage_on_host(member, folder, staged))
         return self._job_folders
 
     def collect_job_files(self, folder: Path) -> None:
-        """After a job: bring here what its ranks left in its folder on other hosts, and have that taken away there.
+        """Fetch what a job's ranks left in its folder on other hosts, and delete it there; call it after the job.
 
         Raises PlaitError for a name that leads out of the folder.
         """
@@ -87,7 +87,7 @@ class FileStager:
             member.ask("release", {})
 
     def _find_shared_hosts(self) -> dict[int, bool]:
-        """Which hosts work in the folder that this one works in: they see what was just written, at the same place."""
+        """Whether each host works in the same folder as this one: it does if it finds a file just written here."""
         CACHE_FOLDER.mkdir(exist_ok=True)
         with ExitStack() as stack:
             nonces = [
@@ -127,30 +127,30 @@ class FileStager:
             self._entries_by_folder[folder] = file_entries_of(folder, final_name=last, known_hashes=known)
         return self._entries_by_folder[folder]
 
-    def _stage_on_host(self, member: JoinedHost, folder: Path, load: _StagedFiles | None) -> JobFolder:
+    def _stage_on_host(self, member: JoinedHost, folder: Path, staged: _StagedFiles | None) -> JobFolder:
         if shared := self._shared_job_folder(member, folder):
             return shared
-        assert load is not None
+        assert staged is not None
         recipe = RunFolder(folder).recipe.read_text(encoding="utf-8")
-        request = {"kind": load.kind, "name": folder.name, "recipe": recipe}
+        request = {"kind": staged.kind, "name": folder.name, "recipe": recipe}
         path = member.ask("open", request).values["folder"]
-        corpus = self._send_corpus(member, load)
-        if load.checkpoint:
-            place = {"root": "folder", "path": f"checkpoints/{load.checkpoint.name}"}
-            _, sent = send_folder(member, load.checkpoint, load.checkpoint_entries, place)
-            self._log_sent(sent, load.checkpoint.name, member)
+        corpus = self._send_corpus(member, staged)
+        if staged.checkpoint:
+            place = {"root": "folder", "path": f"checkpoints/{staged.checkpoint.name}"}
+            _, sent = send_folder(member, staged.checkpoint, staged.checkpoint_entries, place)
+            self._log_sent(sent, staged.checkpoint.name, member)
         plan = replace(read_plan(folder / "plan.json"), corpus=corpus)
         member.ask("put", {"name": "recipe.toml"}, recipe.encode())
         member.ask("put", {"name": "plan.json"}, plan_text(plan).encode())
         return JobFolder(path=path, is_shared=False)
 
-    def _send_corpus(self, member: JoinedHost, load: _StagedFiles) -> str:
-        """Where the prepared data lie on another host, once they are all there."""
-        inside = load.corpus.is_relative_to(load.folder.resolve())
-        place = {"root": "cache", "path": f"data/{load.corpus.name}"}
+    def _send_corpus(self, member: JoinedHost, staged: _StagedFiles) -> str:
+        """Send the prepared data that another host lacks; returns their path there."""
+        inside = staged.corpus.is_relative_to(staged.folder.resolve())
+        place = {"root": "cache", "path": f"data/{staged.corpus.name}"}
         if inside:  # made for this job alone
-            place = {"root": "folder", "path": load.corpus.name}
-        path, sent = send_folder(member, load.corpus, load.corpus_entries, place)
+            place = {"root": "folder", "path": staged.corpus.name}
+        path, sent = send_folder(member, staged.corpus, staged.corpus_entries, place)
         if not inside:
             self._log_sent(sent, "prepared data", member)
         return path

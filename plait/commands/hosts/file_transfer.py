@@ -1,4 +1,4 @@
-"""Files that travel between the hosts of a run: which are lacking, block by block, whole at the end or not there."""
+"""Copies files between the hosts of a run in blocks; a file gets its name only when it is complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.errors import PlaitError
 from plait.units import format_bytes
 
 TRANSFER_BLOCK_BYTES = 1 << 20
-"""Small enough that a slow link carries one between two heartbeats, and never a whole file in memory."""
+"""Small enough that a slow link carries a block between two heartbeats."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MAX_PATH_DEPTH = 3
@@ -118,7 +118,7 @@ def read_block(folder: Path, name: str, offset: int, nbytes: int) -> tuple[int, 
 
 
 def safe_path(folder: Path, name: str) -> Path:
-    """A path below a folder, from words of another host; raises PlaitError unless they are plain names."""
+    """The path below `folder` that another host named; raises PlaitError unless it consists of plain names."""
     parts = name.split("/")
     if len(parts) > _MAX_PATH_DEPTH or not all(_FILE_NAME.fullmatch(part) for part in parts):
         raise PlaitError(f"another host named the file {name[:80]!r}, which plait never does; is it one of yours?")
@@ -126,7 +126,7 @@ def safe_path(folder: Path, name: str) -> Path:
 
 
 class IncomingFolder:
-    """Takes the files that another host sends into one folder; those already there as they should be are not lacking.
+    """Receives the files that another host sends into one folder; those that are already there need not be sent.
 
     Raises PlaitError, before anything is written, where they do not fit on the disk.
     """
@@ -142,17 +142,17 @@ class IncomingFolder:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that was lacking is here."""
+        """Whether all missing files have arrived."""
         return not self._still_missing
 
     def discard_partial_file(self) -> None:
-        """Take away what came of a file whose rest will not come."""
+        """Delete the beginning of a file whose rest will not arrive."""
         if self._partial_path is not None:
             with suppress(OSError):
                 self._partial_path.unlink()
 
     def write_block(self, name: str, offset: int, data: bytes) -> None:
-        """The next bytes of a file; with its last ones it is checked and appears under its name."""
+        """Append the next bytes of a file; after the last ones its hash is checked and it gets its name."""
         if name not in self.missing:
             raise PlaitError(f"another host sent {name[:80]!r}, which nobody asked for; give the same command again")
         path, fact = safe_path(self.folder, name), self._expected[name]
@@ -167,17 +167,17 @@ class IncomingFolder:
 
 
 def file_entries_from(rows: Iterable[Mapping[str, Any]]) -> tuple[FileEntry, ...]:
-    """The inverse of `dataclasses.asdict` on what another host offers."""
+    """The file entries that another host offers; the inverse of `dataclasses.asdict`."""
     return tuple(FileEntry(**row) for row in rows)
 
 
 @contextmanager
 def convert_disk_errors(path: Path) -> Iterator[None]:
-    """Around what writes a file from another host: a disk that says no ends in a sentence, and the file is gone."""
+    """Context for writing a file from another host: an OSError deletes the file and becomes a PlaitError."""
     try:
         yield
     except (OSError, PlaitError) as error:
-        with suppress(OSError):  # what cannot be taken away is told of all the same
+        with suppress(OSError):  # the error is reported even if the file cannot be deleted
             path.unlink()
         if isinstance(error, PlaitError):
             raise
@@ -196,7 +196,7 @@ def _has_file(folder: Path, entry: FileEntry) -> bool:
 
 
 def _blocks(path: Path, nbytes: int) -> Iterator[tuple[int, bytes]]:
-    """A file piece by piece; one that has changed since its facts were taken would be refused at its end."""
+    """Offset and bytes of each block of a file; the receiver refuses a file that changed after it was hashed."""
     with path.open("rb") as file:
         offset = 0
         while offset < nbytes or offset == 0:

@@ -1,4 +1,4 @@
-"""What a host says of itself when it joins a run, and what the leading host objects to."""
+"""What a host reports about itself when it joins a run, and the reasons for the leading host to refuse it."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def why_host_cannot_join(host_info: Mapping[str, Any], leader_info: Mapping[str,
 
 @cache
 def hardware_id() -> str:
-    """A digest of this machine's own number and the addresses of its network cards, those that are hardware: machines
-    made from one image share their names, and often the first of these."""
+    """A digest of the machine id and of the addresses of the physical network cards: machines that were made from one
+    image share their host name, and often the machine id."""
     cards = [path for path in sorted(Path("/sys/class/net").glob("*")) if (path / "device").exists()]
     digest = sha256()
     for file in (Path("/etc/machine-id"), *(path / "address" for path in cards)):

@@ -16,8 +16,8 @@ from plait.launch.remote.secret import SECRET_VARIABLE, Secret, new_secret, read
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsRequest:
-    """How many hosts a run shall have and where this one listens; `port` 0 means any free one, no `address` the only
-    one that there is."""
+    """The number of hosts of a run and where this one listens; `port` 0 takes any free one, and without `address` the
+    machine must have only one."""
 
     n_hosts: int
     address: str | None = None
@@ -69,7 +69,7 @@ def choose_secret(file: Path | None) -> tuple[Secret, str]:
     if file is not None or SECRET_VARIABLE in os.environ:
         where = f"--secret-file and a copy of {file}" if file else f"the same secret in {SECRET_VARIABLE}"
         return read_secret(str(file) if file else None), f"with {where}"
-    if not sys.stdout.isatty():  # what is not a terminal is a file sooner or later
+    if not sys.stdout.isatty():  # such output may end up in a file that others can read
         raise PlaitError(
             f"there is no terminal to show the secret on; name a file for it by --secret-file, or set {SECRET_VARIABLE}"
         )

@@ -30,7 +30,7 @@ from plait.recipe.load import load_recipe, parse_config
 from plait.report.atomic import replace_file
 
 JOINED_MARKER_FILE = "joined.json"
-"""In a run's folder that only holds what another host sent."""
+"""Marks a run's folder that only holds what another host sent."""
 
 
 class JoinedHostFiles:
@@ -49,14 +49,14 @@ class JoinedHostFiles:
         self._run_folder: Path | None = None
         self._incoming: IncomingFolder | None = None
         self._logs_arrival = False
-        """Whether the intake is worth a line when it is complete."""
+        """Whether to log a line when all incoming files are complete."""
         self._received: set[Path] = set()
 
     def close(self) -> None:
-        """Let go of the run's folder, and take away what belonged to single jobs, to a checkpoint that was not saved,
-        or to a file of which the rest did not come.
+        """Unlock the run's folder, and delete what belongs to single jobs, to a checkpoint that was not saved, or to an
+        incomplete file.
 
-        No rank of this host may live any more.
+        Call it when no rank of this host is running any more.
         """
         if self._incoming is not None:
             self._incoming.discard_partial_file()
@@ -82,7 +82,7 @@ class JoinedHostFiles:
         return {kind: self._recording_error(answer) for kind, answer in answers.items()}
 
     def _recording_error(self, answer: Handler) -> Handler:
-        def noted(frame: Frame) -> Reply:
+        def recorded(frame: Frame) -> Reply:
             try:
                 return answer(frame)
             except PlaitError as error:
@@ -95,10 +95,10 @@ class JoinedHostFiles:
                 )
                 raise self.local_error from error
 
-        return noted
+        return recorded
 
     def _check_shared(self, frame: Frame) -> Reply:
-        """Whether the leader's working folder is this one: each nonce lies at its place below it."""
+        """Find out whether the leader works in the same folder: then every nonce lies at its path below this one."""
         found = [
             has_nonce(self._working_folder / one["folder"], one["name"], one["content"])
             for one in frame.values["nonces"]
@@ -109,7 +109,7 @@ class JoinedHostFiles:
         return Reply(values={"shared": self._shares_leader_folder})
 
     def _open(self, frame: Frame) -> Reply:
-        """Make this host's folder for a run, which stays, or for a single job."""
+        """Create this host's folder for a run, which is kept, or for a single job, which is temporary."""
         if not self._shares_leader_folder:
             self._lock_working_folder()
         if frame.values["kind"] == "job":
@@ -132,9 +132,9 @@ class JoinedHostFiles:
         return Reply(values={"folder": str(path)})
 
     def _lock_working_folder(self) -> None:
-        """Hold the working folder until the end: two hosts that are sent the same data would spoil them.
+        """Lock the working folder until `close`: two hosts that received the same data in it would damage them.
 
-        Raises PlaitError where another one has it. Where it is host 0's, all is there already and many may work in it.
+        Raises PlaitError where another host holds it. A folder shared with host 0 needs no lock: it has all files.
         """
         if self._holds_working_folder:
             return
@@ -151,7 +151,7 @@ class JoinedHostFiles:
         """Log which of the offered files are lacking here, and be ready for them."""
         root = self._working_folder / ".plait" if frame.values["root"] == "cache" else self._current_folder
         folder = safe_path(root, frame.values["path"])
-        if folder.parent.name == "checkpoints" and folder.parent.is_dir():  # only the one to go on from is of use here
+        if folder.parent.name == "checkpoints" and folder.parent.is_dir():  # only the one to resume from is needed
             for other in folder.parent.iterdir():
                 if other != folder:
                     shutil.rmtree(other, ignore_errors=True)
@@ -224,7 +224,7 @@ def _checked_staging_name(name: Any) -> str:
 
 
 def _remove_unless_begun(folder: RunFolder) -> None:
-    """Leave nothing of a run that ended before it was all here: a later one of that name may begin on this host."""
+    """Delete the folder of a run that ended before all its files had arrived, so that its name is free again."""
     if folder.has_begun:
         return
     for left in (folder.path / JOINED_MARKER_FILE, folder.recipe):

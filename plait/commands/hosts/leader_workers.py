@@ -46,7 +46,7 @@ class LeaderWorkers:
     def __init__(self, hosts: Hosts, *, folder: Path, config: RunConfig, log: Log) -> None:
         self._hosts, self._folder, self._config, self._log = hosts, folder, config, log
         self._host_order = tuple(range(1 + len(hosts.members)))
-        """For each place the number of the host, in the order of admission, that takes it."""
+        """For each host number, the index of that host in the order of admission."""
         self._file_stager: FileStager | None = None
 
     @property
@@ -130,7 +130,7 @@ class LeaderWorkers:
         return [HostPart(ranks=s.workers, threads=s.threads, argument=job.argument) for s in self.host_shares]
 
     def _renumber_hosts(self, host_order: tuple[int, ...]) -> None:
-        """Give every host its place; what is cached of the hosts keeps the order in which they were admitted."""
+        """Give every host its number; cached values about the hosts stay in the order of admission."""
         shares = self._host_shares_as_admitted  # read before any host moves
         assert set(host_order) <= set(self._host_order), "a host that was sent home does not come back"
         if host_order != self._host_order:
@@ -192,9 +192,9 @@ def leader_workers(
     screen: Console,
     previous_hosts: Sequence[HostIdentity] = (),
 ) -> Iterator[LeaderWorkers]:
-    """Invite other hosts, wait until all are in, and lead them; the block's end sends them home.
+    """Invite other hosts, wait until all have joined, and lead them; the end of the block releases them.
 
-    Those in `previous_hosts`, known by mark or name, keep their order; the others follow, by address.
+    Hosts in `previous_hosts`, matched by mark or name, keep their order; the others follow, sorted by address.
     Raises PlaitError where the address, the port or the secret cannot be used, or nobody came for an hour.
     """
     address = choose_address(request.address)
@@ -225,7 +225,7 @@ def leader_workers(
 
 
 def job_folder_of(argument: str) -> Path:
-    """The folder that a job is about: its argument, or "folder" in it."""
+    """The folder that a job's argument names: the whole argument, or its "folder" if it is JSON."""
     return Path(json.loads(argument)["folder"] if argument.startswith("{") else argument)
 
 

@@ -1,4 +1,4 @@
-"""Whether two hosts work in one folder: a nonce that one writes and the other finds, and can work beside."""
+"""Finds out whether two hosts work in the same folder: one writes a nonce, and the other looks for it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from plait.errors import PlaitError
 
 @contextmanager
 def write_nonce(folder: Path) -> Iterator[tuple[str, str]]:
-    """A file in `folder` that nobody can have seen elsewhere: its name and its content; gone after the block.
+    """Write a file of random name and content to `folder`, and yield both; the end of the block deletes it.
 
-    Only its writer's user can read it, as some that a run makes.
+    Only the user who wrote it can read it, which is true of some files of a run as well.
     """
     name, content = f"nonce-{secrets.token_hex(8)}", secrets.token_hex(16)
     path = folder / name

@@ -52,7 +52,7 @@ def finish_run(
     budget, wall_s = budget_of(config), receipt.wall_s
     if budget.unit == "seconds" and not 1 / BUDGET_TOLERANCE_FACTOR <= wall_s / budget.value <= BUDGET_TOLERANCE_FACTOR:
         screen.print(
-            f"the run took {format_duration(wall_s)}, not {budget}: steps took other times than when they were measured"
+            f"the run took {format_duration(wall_s)}, not {budget}: steps took longer or shorter than the timed ones"
         )
     if monitor is not None:
         screen.print(_record_observation(monitor), highlight=False, soft_wrap=True)
@@ -110,19 +110,19 @@ def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: Forec
 
 
 def _has_several_host_kinds(plan: Plan) -> bool:
-    """Whether its hosts differ: only the price of the first kind is known."""
+    """Whether the plan's hosts differ; a price is known for the first kind only."""
     return len({host.machine for host in plan.hosts}) > 1
 
 
 def _devices_text(plan: Plan) -> str:
-    """Its devices in words: the number of one kind, or the names of the hosts if they differ."""
+    """The plan's devices in words: the number of one kind, or the names of the hosts if they differ."""
     if _has_several_host_kinds(plan):
         return " + ".join(f"{host.name} ({counted(host.workers, 'worker')})" for host in plan.hosts)
     return f"{plan.devices} × {plan.fingerprint['name']}"
 
 
 def _untimed_step_s(forecast: Forecast | None) -> float | None:
-    """What formulas and runs had said, where the forecast is a step that was timed."""
+    """Step time by formulas and earlier runs, where the forecast is a timed step; else None."""
     if forecast is None or not forecast.calibration.is_measured:
         return None
     return forecast.step_s / forecast.calibration.timed
@@ -135,7 +135,7 @@ _SOURCE_OF_BASIS: Mapping[ForecastBasis, Literal["measurement", "formulas"]] = {
 
 
 def _steps_of_this_plan(folder: RunFolder, steps: Sequence[StepReport], steps_done: int) -> Sequence[StepReport]:
-    """The steps that may be held against the plan: an earlier one of the same run may have had another layout."""
+    """The steps that ran under this plan; earlier steps of the run may have had another layout."""
     own = [report for report in steps if report.step > steps_done + RECEIPT_WARM_UP_STEPS]
     return own if own and (folder.path / "plan-1.json").exists() else steps
 
@@ -154,7 +154,7 @@ def _record_observation(monitor: ForecastMonitor) -> str:
         observation_of_items(said, came.items, today) if came.items else observation_of_step(said, computed_s, today)
     )
     if observation is None:
-        return "the next plan here learns nothing from this run: computing could not be told from waiting"
+        return "the next plan here learns nothing from this run: computing and waiting could not be measured separately"
     try:
         add_observation(predicted.calibration.ground, observation)
     except RunFailed as error:  # the run itself is finished and safe

@@ -1,4 +1,4 @@
-"""One start of a run beside its plan: says once how close the first steps came, and knows the medians of all."""
+"""Compares one start of a run with its plan's forecast: logs once how close the first steps came."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANK_TIMES_WAIT_STEPS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What a plan says of a step, and its own error."""
+    """A plan's forecast of a step, and the error that it expects of itself."""
 
     items: StepItems
     """The step's items, corrected by earlier runs."""
@@ -39,7 +39,7 @@ class Predicted:
 
 
 LoadPerCore = Callable[[], float | None]
-"""Programs that want to run per core; None where that is not known, or says nothing of the run."""
+"""Returns the runnable programs per core; None where it is unknown or says nothing about the run."""
 
 
 class ForecastMonitor:
@@ -77,7 +77,7 @@ class ForecastMonitor:
                 self._report(self._observed_until(self._first_until))
 
     def finish(self) -> None:
-        """The start is over; says how close it came where that was still awaited."""
+        """End the comparison; logs how close the forecast came if it still waited for the ranks' times."""
         if not self._has_reported and self._reports:
             self._has_reported = True
             self._report(self._observed_until(self._first_until))
@@ -89,7 +89,7 @@ class ForecastMonitor:
             self._items[step] = _items_of_busiest_rank(known.step_s, times)
 
     def add_memory_peaks(self, peak_tensor_bytes: Sequence[int]) -> None:
-        """Take the peaks of all ranks; says so, once, where they are not what the plan said."""
+        """Add the memory peaks of all ranks; logs once where they differ from the plan's forecast."""
         if self._has_compared_memory or not peak_tensor_bytes:
             return
         self._has_compared_memory = True
@@ -154,7 +154,7 @@ def pass_to_monitor(monitor: ForecastMonitor, kind: str, values: Mapping[str, An
 
 
 def _unknown_load() -> None:
-    """A GPU's programs are not counted."""
+    """The load of a GPU: None, as its programs are not counted."""
 
 
 def _items_of_busiest_rank(step_s: float, times: Sequence[RankTimes]) -> StepItems:

@@ -42,12 +42,12 @@ class Session:
             self.update_totals()
 
     def close(self) -> None:
-        """No more messages will come."""
+        """Close the console and save the totals; call it after the last message."""
         self._console.close()
         self.update_totals()
 
     def update_totals(self, **peaks: Sequence[int]) -> None:
-        """Add the time since the last count, and memory peaks where they are news."""
+        """Add the time since the last call to the saved totals, and replace the memory peaks that are passed."""
         now, so_far = time.monotonic(), self._folder.totals
         took_s = now - self._totals_updated_at
         times = {"wall_s": so_far.wall_s + took_s, "device_s": so_far.device_s + took_s * self._devices}
@@ -74,5 +74,5 @@ def run_session(
 
 
 def _parse_floats(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo what JSON could not say: "nan" and "inf" came as words."""
+    """Turn the strings "nan" and "inf", for which JSON has no numbers, back into floats."""
     return {key: float(value) if isinstance(value, str) else value for key, value in values.items()}

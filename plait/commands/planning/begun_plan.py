@@ -1,4 +1,4 @@
-"""The plan to go on with: a begun run's own, for a raised budget, other machines or other hosts."""
+"""The plan with which a begun run continues, also with a raised budget or on other machines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def resumed_plan(
 
 
 def _has_other_workers(plan: Plan, workers: HostWorkers) -> bool:
-    """Whether a plan is for others than these: for another number of workers, or for hosts of another kind or order."""
+    """Whether a plan was made for another number of workers, or for hosts of another kind or order."""
     if workers.fixed_workers is None:
         return len(plan.hosts) > 1  # it was made for several, and here is one
     hosts = workers.with_hosts(plan).hosts  # from now on without those that the plan leaves out

@@ -36,7 +36,7 @@ def calibration_key(machines: Sequence[Machine], precision: str, basis: Forecast
 
 
 def load_calibration(key: str) -> Calibration:
-    """The calibration that all runs stored under a key give."""
+    """The calibration that follows from all observations stored under a key."""
     return calibration_from(key, read_observations(key))
 
 

@@ -16,7 +16,7 @@ from plait.units import counted, format_bytes, format_duration
 
 
 def print_run_summary(plan: Plan, survey: MachineSurvey, reasons: Sequence[str], screen: Screen) -> None:
-    """What was found and what will be done, in a few lines."""
+    """Print the machine that was found and the plan for it, in a few lines."""
     machine = survey.machine
     found = (
         f"{machine.devices} × {machine.name}"

@@ -54,18 +54,18 @@ def make_plan(
 ) -> Plan:
     """The plan for a recipe on a machine: the one that was made for both before, unless `fresh`."""
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
-    kept = _kept(key)
+    kept = _plan_path(key)
     if kept.exists() and not fresh:
         plan, site = _plan_if_probe_holds(read_plan(kept), site)
         if plan is not None:
             say("plan     as made before for this recipe on this machine (--replan makes a new one)")
             return _with_new_calibration(replace(plan, corpus=str(corpus.folder)))
-        say("plan     made anew: the last one for this recipe here is not of what the hosts were just found to do")
+        say("plan     made anew: a new probe of the hosts differs from the one that the stored plan was made with")
     outline = draft(config, corpus_facts(corpus), resources_of(site, workers), recipe_hash=key)
     measured = list(outline.layouts)
     if len(measured) > 1 or outline.plan.budget.unit == "seconds":
         measured = measure(config, outline.plan, workers, outline.layouts)
-    return _keep(settle(config, outline, measured), key)
+    return _store_plan(settle(config, outline, measured), key)
 
 
 def _plan_if_probe_holds(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, MachineSurvey]:
@@ -95,7 +95,7 @@ def proven_plan(
 ) -> tuple[Plan, list[WorkerLayout]]:
     """The best of `count` layouts by their measured steps, kept as the recipe's plan here, and all that were timed.
 
-    One that fails, for want of memory say, leaves the choice to the others; raises its RunFailed where all do.
+    A layout that fails, for lack of memory for example, drops out; raises RunFailed where all of them fail.
     """
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     outline = draft(
@@ -117,11 +117,11 @@ def proven_plan(
             on_timed(trials[-1])
     if failure and not trials:
         raise failure
-    return _keep(settle(config, outline, trials), key), trials
+    return _store_plan(settle(config, outline, trials), key), trials
 
 
 def resources_of(site: MachineSurvey, workers: WorkerPool) -> Resources:
-    """What a run is laid out on."""
+    """The surveyed machines and their workers as the planner's Resources."""
     machines = (site.machine, *site.others)
     return Resources(
         machine=site.machine,
@@ -142,18 +142,18 @@ def _with_new_calibration(plan: Plan) -> Plan:
     )
 
 
-def _kept(key: str) -> Path:
+def _plan_path(key: str) -> Path:
     return CACHE_FOLDER / "plans" / f"{key}.json"
 
 
-def _keep(plan: Plan, key: str) -> Plan:
-    _kept(key).parent.mkdir(parents=True, exist_ok=True)
-    write_plan(plan, _kept(key))
+def _store_plan(plan: Plan, key: str) -> Plan:
+    _plan_path(key).parent.mkdir(parents=True, exist_ok=True)
+    write_plan(plan, _plan_path(key))
     return plan
 
 
 def replan(config: RunConfig, plan: Plan, corpus: Corpus, site: MachineSurvey, workers: WorkerPool) -> Plan:
-    """A begun run's plan on what there is now: another split, the same steps and the same mathematics."""
+    """A begun run's plan for the present machines: another layout, the same steps and the same mathematics."""
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     outline = draft(config, corpus_facts(corpus), resources_of(site, workers), recipe_hash=key, begun=plan)
     moved = _moved(plan, outline.plan)
@@ -163,7 +163,7 @@ def replan(config: RunConfig, plan: Plan, corpus: Corpus, site: MachineSurvey, w
 
 
 def _moved(plan: Plan, here: Plan) -> Plan:
-    """What a begun run keeps, with what belongs to the machine and the reports taken from here."""
+    """A begun run's plan, with what depends on the machine, and the reports, taken from the plan `here`."""
     return replace(
         plan,
         device=here.device,
@@ -181,7 +181,7 @@ def _moved(plan: Plan, here: Plan) -> Plan:
 def measure(
     config: RunConfig, plan: Plan, workers: WorkerPool, layouts: tuple[WorkerLayout, ...]
 ) -> list[WorkerLayout]:
-    """Time real steps for each split."""
+    """Time real steps of each layout."""
     return [_measured(config, with_layout(plan, split), split, workers) for split in layouts]
 
 
@@ -215,7 +215,7 @@ def ask_rank_0(workers: WorkerPool, job: Job, kind: str) -> dict[str, Any]:
 def plan_key(
     config: RunConfig, content_hash: str, machine: Machine, workers: WorkerPool, others: Sequence[Machine] = ()
 ) -> str:
-    """What a plan was made for: the recipe but for its name and where its text lies, the text, and the machines."""
+    """Hash of a plan's inputs: the recipe but for its name and where its text lies, the text, and the machines."""
     requested = {key: value for key, value in flat_values(config).items() if key not in ("run.name", "data.files")}
     given = [requested, content_hash, machine.fingerprint(), workers.fixed_workers and workers.fixed_workers.workers]
     given += [other.fingerprint() for other in others]

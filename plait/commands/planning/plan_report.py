@@ -34,12 +34,12 @@ class PlanReport:
     plan: Plan
     search: Search
     notes: tuple[str, ...]
-    """What was derived or assumed."""
+    """Sentences about values that were derived or assumed."""
     sections: tuple[PlanSection, ...]
 
 
 def make_plan_report(config: RunConfig, resources: Resources, *, top: int) -> PlanReport:
-    """Plan a recipe on machines that need not be there; what hangs on text that was not prepared takes usual values."""
+    """Plan a recipe for machines that need not be there; usual values replace text that was not prepared."""
     corpus, assumed = corpus_facts_or_usual(config)
     drafted = draft(config, corpus, resources, recipe_hash="")
     chosen, notes = choose(drafted.layouts), [*assumed, *drafted.request.notes]

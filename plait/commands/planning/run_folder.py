@@ -121,12 +121,12 @@ class RunFolder:
 
     @property
     def totals(self) -> RunTotals:
-        """What all sessions of the run together come to."""
+        """The totals over all sessions of the run so far."""
         path = self.path / "so-far.json"
         return RunTotals(**json.loads(path.read_text())) if path.exists() else RunTotals()
 
     def write_totals(self, totals: RunTotals) -> None:
-        """Keep what the sessions come to by now, for the receipt of a later one."""
+        """Save the totals so far, for the receipt at the end of a later session."""
         replace_file(self.path / "so-far.json", json.dumps(asdict(totals)).encode())
 
 
@@ -161,9 +161,9 @@ def find_run(name_or_path: str) -> RunFolder:
 
 @contextmanager
 def lock_run_folder(folder: RunFolder) -> Iterator[None]:
-    """Hold the run's folder for this process; raises PlaitError when another one trains in it, or the disk says no.
+    """Lock the run's folder for this process; raises PlaitError when another one trains in it or on a disk error.
 
-    Of a run that did not begin nothing is left.
+    The end of the block deletes the folder of a run that did not begin.
     """
     path = folder.path / ".lock"
     try:
@@ -199,7 +199,7 @@ def _is_same_file(path: Path, file: TextIO) -> bool:
 
 
 def _remove_if_only_lock(path: Path) -> None:
-    """Take away the folder of a run that has nothing but its lock."""
+    """Delete a run's folder that holds nothing but its lock."""
     with suppress(OSError):
         if [held.name for held in path.iterdir()] == [".lock"]:
             (path / ".lock").unlink()
@@ -207,7 +207,7 @@ def _remove_if_only_lock(path: Path) -> None:
 
 
 def hold_lock(lock: TextIO, refusal: str) -> None:
-    """Lock an open file until it is closed, by whatever end; raises PlaitError with the refusal where it is taken."""
+    """Lock an open file until it is closed or the process ends; raises PlaitError(`refusal`) if it is locked."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

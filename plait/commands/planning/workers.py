@@ -38,7 +38,7 @@ class WorkerPool(Protocol):
 
     @property
     def fixed_workers(self) -> FixedWorkers | None:
-        """The workers and their threads where somebody else decided them; None where the plan may."""
+        """The number of workers and their threads where it is given from outside; None where the plan chooses it."""
         ...
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult: ...
@@ -52,11 +52,11 @@ class HostWorkers(WorkerPool, Protocol):
         ...
 
     def addresses(self) -> tuple[str, ...]:
-        """Where several hosts reach each other, host 0 first; none where there is one."""
+        """The addresses at which hosts reach each other, host 0 first; empty for a single host."""
         ...
 
     def host_machines(self) -> tuple[tuple[Machine, float | None, int], ...]:
-        """Of several hosts each one's machine, the rate of its processor and its workers; none where there is one."""
+        """Each host's machine, the rate of its processor and its number of workers; empty for a single host."""
         ...
 
 
@@ -113,13 +113,13 @@ class TorchrunWorkers:
         return JobResult(stopped_by=stopped, wall_s=time.monotonic() - began)
 
     def serve(self) -> None:
-        """What every rank but 0 does: carry out rank 0's orders until it has no more."""
+        """Run rank 0's jobs until it dismisses the workers; every rank but 0 calls this."""
         while (order := self._next_order()) is not None:
             if order["everybody"]:
                 self._call(order["entry"], order["argument"], self._context)
 
     def dismiss(self) -> None:
-        """Rank 0 has no more orders."""
+        """Tell the other ranks that no further job will come; rank 0 calls this."""
         self._send_order(None)
 
     def _call(self, entry: str, argument: str, context: RankContext) -> None:
@@ -156,7 +156,7 @@ def worker_pool() -> Iterator[HostWorkers]:
 
 
 def serve_under_torchrun() -> bool:
-    """Under torchrun, on any rank but 0: serve rank 0 until it is done, and say so."""
+    """Under torchrun, on any rank but 0, serve rank 0 until it is done and return True; else return False."""
     context = torchrun_context()
     if context is None or context.rank == 0:
         return False
@@ -165,7 +165,7 @@ def serve_under_torchrun() -> bool:
 
 
 def dismiss_torchrun_ranks() -> None:
-    """Under torchrun, on rank 0 and with nothing to do: send the other ranks home, which would wait for ever."""
+    """Under torchrun, on rank 0 and with nothing to do, dismiss the other ranks, which would wait for ever."""
     context = torchrun_context()
     if context is not None:
         TorchrunWorkers(context).dismiss()
@@ -179,7 +179,7 @@ def refuse_torchrun() -> None:
 
 
 def make_log_folder(folder: Path) -> str:
-    """Where the ranks of a run leave what they print and their tracebacks."""
+    """Create the folder for what a run's ranks print and for their tracebacks; returns its path."""
     path = folder / "logs"
     path.mkdir(parents=True, exist_ok=True)
     return str(path)

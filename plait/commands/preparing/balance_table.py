@@ -1,4 +1,4 @@
-"""`plait data --balance`: how the documents of a recipe's steps fall to the parts of the batch."""
+"""`plait data --balance`: how the documents of a recipe's steps are distributed over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class ReplicaStats:
     sequences: int
     tokens: int
     counted_share: float
-    """The part of the tokens that has a loss."""
+    """Fraction of the tokens that enter the loss."""
     pairs_unbalanced: float
     pairs_balanced: float
     median_piece_tokens: float
     """Median length of the pieces of documents in its sequences, in tokens."""
     p90_piece_tokens: float
-    """Nine of ten pieces are shorter."""
+    """90th percentile of the pieces' lengths, in tokens."""
     unigram_nats_per_token: float
     """Cross-entropy of the targets under a model that knows only how often each token occurs, in nats per token."""
 
@@ -56,7 +56,7 @@ class BalanceReport:
     ratios_balanced: tuple[float, ...]
 
     def table(self) -> str:
-        """For people."""
+        """The report as text for people."""
         batch = sum(part.sequences for part in self.replicas)
         usual = f"{np.median(self.ratios_unbalanced):.3f} as they come, {np.median(self.ratios_balanced):.3f} dealt"
         worst = f"{max(self.ratios_unbalanced):.3f} and {max(self.ratios_balanced):.3f}"
@@ -74,7 +74,7 @@ class BalanceReport:
 
 @dataclass(slots=True, kw_only=True)
 class _ReplicaTotals:
-    """What a part has had so far."""
+    """Sums over the steps so far for one data-parallel rank."""
 
     counted_targets: int = 0
     pairs_unbalanced: int = 0
@@ -154,7 +154,7 @@ def _max_to_min_pairs(pairs: IntArray, assignment: Sequence[IntArray]) -> float:
 
 
 def _unigram_nats(corpus: Corpus) -> np.ndarray[Any, Any]:
-    """Nats of each token by how often it occurs; each counts once more than seen, so that none is endless."""
+    """Nats of each token by its frequency; one is added to every count, so that none is infinite."""
     seen = np.ones(corpus.vocabulary)
     for shard in corpus.train:
         seen += np.bincount(shard.tokens[: _MAX_TOKENS_READ // len(corpus.train)], minlength=corpus.vocabulary)

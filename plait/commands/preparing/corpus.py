@@ -16,7 +16,7 @@ from plait.recipe.schema import RunConfig
 from plait.units import format_count
 
 CACHE_FOLDER = Path(".plait")
-"""Below the current folder: prepared data, trained tokenizers, plans that were measured."""
+"""Folder below the current one, for prepared data, trained tokenizers, measurements and plans."""
 
 
 def prepare_data(config: RunConfig, screen: Console) -> Corpus:
@@ -57,7 +57,7 @@ def data_request(config: RunConfig) -> DataRequest:
 
 
 def corpus_facts(corpus: Corpus) -> CorpusFacts:
-    """What a plan must know of the data."""
+    """The facts about the data that a plan depends on."""
     return CorpusFacts(
         folder=str(corpus.folder),
         content_hash=corpus.content_hash,

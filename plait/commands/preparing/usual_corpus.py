@@ -1,4 +1,4 @@
-"""What a plan takes for granted of text that nobody has prepared: a plan on paper needs none."""
+"""Usual facts about text that is not prepared, so that a plan on paper needs no text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ASSUMED_CORPUS_TOKENS = 10**15
 
 
 def corpus_facts_or_usual(config: RunConfig) -> tuple[CorpusFacts, list[str]]:
-    """The recipe's text where it was prepared before, else what is usual; and what was assumed, in words."""
+    """Facts about the recipe's text if it is prepared, else usual ones; and sentences that say what is assumed."""
     try:
         corpus = find_prepared_corpus(config)
     except PlaitError:  # it lies on the machines that are planned for
@@ -23,7 +23,7 @@ def corpus_facts_or_usual(config: RunConfig) -> tuple[CorpusFacts, list[str]]:
 
 
 def _usual_corpus_facts(config: RunConfig) -> tuple[CorpusFacts, list[str]]:
-    """Text enough, and the vocabulary that the recipe or the size usually has."""
+    """Enough text for any budget, and the vocabulary that the recipe names or that is usual for the size."""
     size, named, notes = config.model.size, config.model.vocabulary, list[str]()
     if named != "auto":
         vocabulary = named

@@ -1,4 +1,4 @@
-"""What devices and links were measured to do: measured now, or kept from before."""
+"""Measurements of devices and links: made now, or loaded from an earlier probe."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def measure_or_load(
     *,
     fresh: ProbeFreshness,
 ) -> Measurements:
-    """What was measured before on these hosts with this software for the same request, or is measured now."""
+    """Load the measurements of these hosts with this software for the same request, or make them now."""
     if fresh == "kept" and (known := load_measurements(machines, request, probe_workers)):
         return known
     key = _measurements_key(machines, request, probe_workers)
@@ -79,7 +79,7 @@ def load_measurements(
     try:
         return measurements_from_json(kept.read_text(encoding="utf-8"), str(kept)) if kept.exists() else None
     except PlaitError:
-        return None  # of another version, or torn: measured anew, and written over
+        return None  # another version's, or incomplete: measure again and overwrite it
 
 
 def was_checked_recently(
@@ -95,7 +95,7 @@ def was_checked_recently(
 def mark_checked(
     machines: Sequence[Machine], request: ProbeRequest, probe_workers: ProbeWorkers, addresses: Sequence[str]
 ) -> None:
-    """Keep that what is kept was measured, or found to hold, just now."""
+    """Record that the stored measurements were made or confirmed just now."""
     _checked_path(machines, request, probe_workers).write_text(json.dumps(addresses), encoding="utf-8")
 
 
@@ -110,7 +110,7 @@ def send_links_of(probe_result: Mapping[str, Any]) -> tuple[MeasuredLink, ...]:
 
 
 def timed_work_by_host(probe_result: Mapping[str, Any]) -> list[tuple[WorkTiming, ...]]:
-    """What the first rank of each host took for the pieces of arithmetic."""
+    """The timed pieces of arithmetic of each host's first rank."""
     return [_timed_from(probe_result["ranks"][host["ranks"][0]]["timed"]) for host in probe_result["hosts"]]
 
 

@@ -1,5 +1,5 @@
-"""The ranks of a probe: they time their links, their devices, and which work hides behind which; rank 0 sends all of
-it to the leader."""
+"""The ranks of a probe: they time links, devices, and how much communication hides behind arithmetic; rank 0 sends
+all of it to the leader."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from plait.launch.values.job import RankContext
 from plait.parallel.mesh import GroupSums, make_groups, open_store
 
 RENDEZVOUS_TIMEOUT_S = 60.0
-"""For a rank to appear, and for its links to open."""
+"""Time limit for a rank to appear, and for its links to open."""
 MESSAGE_TIMEOUT_S = 20.0
-"""For a message between two ranks; the largest takes a second on the slowest link that is measured with it."""
+"""Time limit for a message between two ranks; the largest takes a second on the slowest link that gets it."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""For another rank's part of the probe."""
+"""Time limit for another rank's part of the probe."""
 TIMING_ALONE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRank:
-    """A rank of a probe among the others."""
+    """A rank of a probe, and how it reaches the others and times its work."""
 
     rank: int
     hosts: tuple[ProbedHost, ...]
@@ -60,11 +60,11 @@ class ProbeRank:
         return host_with_rank(self.hosts, self.rank)
 
     def publish(self, key: str, values: Any) -> None:
-        """Leave JSON for the other ranks."""
+        """Store JSON values for the other ranks."""
         self.store.set(f"probe/{key}", json.dumps(values))
 
     def wait_for(self, key: str) -> Any:
-        """What a rank left; blocks until it is there."""
+        """The values that a rank published; blocks until they are there."""
         return json.loads(self.store.get(f"probe/{key}"))
 
 
@@ -154,9 +154,9 @@ def _join_probe(context: RankContext, request: ProbeRequest) -> ProbeRank:
 
 
 def _time_pairs(place: ProbeRank, request: ProbeRequest) -> list[PairTiming]:
-    """Messages between pairs, by schedule; rank 0 gets what all found, the others nothing.
+    """Time messages between pairs of ranks, by schedule; rank 0 gets all results, the others an empty list.
 
-    Speaks through the store until it is known that no link is dead: a collective would wait for ever.
+    Uses only the store until every link has proven to work: a collective over a dead link would wait for ever.
     """
     schedule = schedule_pairs([host.ranks for host in place.hosts])
     for pair in schedule:
@@ -177,7 +177,7 @@ def _time_pairs(place: ProbeRank, request: ProbeRequest) -> list[PairTiming]:
 
 
 def _time_one_pair(place: ProbeRank, ends: tuple[int, int], request: ProbeRequest) -> list[dict[str, Any]] | None:
-    """A pair's points as plain values; None where the link is dead."""
+    """The timings of one pair as JSON values; None where the link is dead."""
     try:
         points = time_pair(ends, request.messages, rank=place.rank, bench=place.bench, timeout_s=MESSAGE_TIMEOUT_S)
     except DeadLink:
@@ -186,7 +186,7 @@ def _time_one_pair(place: ProbeRank, ends: tuple[int, int], request: ProbeReques
 
 
 def _time_arithmetic(place: ProbeRank, request: ProbeRequest) -> dict[str, Any]:
-    """What this rank's device takes while all ranks work, and, on the first rank of a host, while it works alone."""
+    """Time this rank's device while all ranks work and, on the first rank of a host, while it works alone."""
     bench = place.bench
     place.publish(f"check/{place.rank}", device_failure(bench.device))
     ranks = range(sum(len(host.ranks) for host in place.hosts))
@@ -219,7 +219,7 @@ def _with_processor_clock(bench: TimingSetup, ranks: int) -> TimingSetup:
 
 
 def _time_groups(place: ProbeRank, request: ProbeRequest) -> None:
-    """Collectives and what hides of them: inside each host, all hosts at once, then between hosts."""
+    """Time collectives, alone and behind arithmetic: inside all hosts at once, then between hosts."""
     everybody = tuple(rank for host in place.hosts for rank in host.ranks)
     firsts = tuple(host.ranks[0] for host in place.hosts)
     inside = [ranks for host in place.hosts for ranks in {host.ranks[:2], host.ranks} if len(ranks) > 1]
@@ -245,7 +245,7 @@ def _time_groups(place: ProbeRank, request: ProbeRequest) -> None:
                 overlaps.append(time_overlap(start, sums, bench, scope=scope, ranks=len(ranks), seconds=seconds))
     place.bench.lockstep.barrier()
     if place.rank == place.host.ranks[0]:
-        # Between hosts all ranks agree on the figures: the first host tells them.
+        # Between hosts all ranks have the same figures, so only the first host reports them.
         own = [one for one in (*links, *overlaps) if one.scope == "inside" or place.rank == 0]
         place.publish(
             f"groups/{place.rank}",
@@ -257,4 +257,4 @@ def _time_groups(place: ProbeRank, request: ProbeRequest) -> None:
 
 
 def _no_wait() -> None:
-    """A processor has done what was called when the call returns."""
+    """Return at once: on a processor the work is done when its call returns."""

@@ -41,7 +41,7 @@ def measurements_still_hold(
     )
     probe_result = ask_rank_0(pool, job, "probed")
     if [host["name"] for host in probe_result["hosts"]] != [device.host for device in known.devices]:
-        return False  # they came in another order, or others came
+        return False  # the hosts have another order, or are others
     layers = zip([device.timed for device in known.devices], timed_work_by_host(probe_result), strict=False)
     return are_close(_send_rates(known.links), _send_rates(send_links_of(probe_result))) and all(
         are_close(*_common_product_seconds(*pair)) for pair in layers

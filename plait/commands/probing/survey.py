@@ -27,7 +27,7 @@ from plait.planner.step_time.measured_network import slowest_measured_link
 from plait.units import format_si
 
 HostMachine = tuple[Machine, float | None, int]
-"""A host's machine, the rate of its processor, and its workers."""
+"""A host's machine, the rate of its processor (None if unknown), and its number of workers."""
 
 
 def survey_machines(workers: HostWorkers, log: Log, fresh: ProbeFreshness) -> MachineSurvey:
@@ -76,7 +76,7 @@ def probe_cluster(
 ) -> Cluster:
     """Several hosts as a cluster, with a probe's measurements for a model.
 
-    With "kept", those of an earlier probe are used where machines and software are the same and the links still are.
+    With "kept", an earlier probe's are used if machines and software are the same and its links are as fast as then.
     """
     measured = pool_measurements(_probe_or_load(workers, [machine for machine, _, _ in hosts], need, fresh))
     return replace(cluster_of_hosts(hosts, slowest_measured_link(measured, "between")), measured=measured)

@@ -1,4 +1,4 @@
-"""A measurement as text for people."""
+"""Measurements as a text table for people."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LINK_KIND_TEXTS = {
 
 
 LEAST_UNDISTURBED_SHARE = 0.9
-"""A worker that had so much of its core's time was not disturbed."""
+"""Share of its core's time from which on a worker counts as undisturbed."""
 
 
 def measurements_table(measured: Measurements) -> str:
-    """Devices, links, and what hides behind arithmetic; complaints last."""
+    """The table of devices, links and communication behind arithmetic; warnings come last."""
     blocks = [_device_lines(measured, device) for device in measured.devices]
     blocks += [_link_lines(measured.links)] if measured.links else []
     blocks += [_overlap_lines(measured)] if measured.overlaps else []

@@ -1,4 +1,4 @@
-"""What a probe times of training's own code: its loss, its update, its messages between ranks."""
+"""Pieces of training's own code that a probe times: loss, optimizer update, and messages between ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _optimizer_update(probed_model: ProbedModel, device: torch.device) -> tuple[
 
 
 def _all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    """What a bucket of gradients goes through where every rank keeps all of it."""
+    """Sum a bucket of gradients as training does it where every rank keeps the whole bucket."""
     begin_all_reduce(buffer, group).wait()
 
 

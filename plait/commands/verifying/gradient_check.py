@@ -40,7 +40,7 @@ def check_gradients(
     scope: CheckScope = "all",
     tolerances: Tolerances = FLOAT64_TOLERANCES,
 ) -> Verdict:
-    """Run a small plan's ranks, and one plain process, and compare what they leave; side by side where cores serve."""
+    """Run a small plan's ranks and one plain process, at once if there are enough cores, and compare the tensors."""
     with _temporary_folder(workers) as folder:
         _write_inputs(folder, config, plan)
         if plan.device == "cpu" and workers.fixed_workers is None:
@@ -89,7 +89,7 @@ def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen:
 
 
 def summation_order_noise(config: RunConfig, plan: Plan, workers: WorkerPool) -> float:
-    """The largest error between two runs on one device that add in another order: all at once, one by one."""
+    """The largest error between two runs on one device that add samples in different orders: at once, one by one."""
     with _temporary_folder(workers) as parent:
         files = []
         for micro in (plan.batch_sequences, 1):
@@ -105,7 +105,7 @@ def summation_order_noise(config: RunConfig, plan: Plan, workers: WorkerPool) ->
 
 @contextmanager
 def _temporary_folder(workers: WorkerPool) -> Iterator[Path]:
-    """A folder for one proof, gone after it; other hosts, where torchrun has workers, see the current folder only."""
+    """A temporary folder for one proof; under torchrun below the current one, which other hosts may share."""
     if workers.fixed_workers is not None:
         CACHE_FOLDER.mkdir(exist_ok=True)
     with TemporaryDirectory(

@@ -1,4 +1,4 @@
-"""The processes of a proof: the ranks of a layout, and beside them a plain one that has never heard of a mesh.
+"""The processes of a proof: the ranks of a layout, and a plain process without a mesh to compare them with.
 
 Each takes the same steps through the same code and leaves its tensors in a file. Their names are kind/weight/first
 number along each dim/who: "own" on the one rank that answers for these numbers, "copy" on all others that have them.
@@ -61,7 +61,7 @@ def reference_tensors(config: RunConfig, plan: Plan, scope: ReferenceScope) -> d
 
 
 def collect_tensors(assembly: Assembly, scope: ReferenceScope) -> dict[str, Tensor]:
-    """Take the steps, and keep what is to be compared; every rank of the layout must call it."""
+    """Take the steps and return the tensors to compare; every rank of the layout must call it."""
     units = [unit.parameter for unit in assembly.model.units]
     plain = replace(assembly, optimizer=torch.optim.SGD(units, lr=assembly.plan.optimizer.lr, fused=True))
     try:
@@ -71,7 +71,7 @@ def collect_tensors(assembly: Assembly, scope: ReferenceScope) -> dict[str, Tens
             for _ in range(STEPS_PER_OPTIMIZER - 1):
                 state, _ = plain.step(state)
             found |= dict(_weights(assembly, "sgd"))
-            # A run may deal its batch out anew at any step.
+            # A run may change the data-parallel ranks' shares of the batch at any step.
             assembly.set_sequences_per_replica(assembly.plan.sequences_per_replica[::-1])
             for _ in range(STEPS_PER_OPTIMIZER):
                 state, _ = assembly.step(state)
@@ -83,11 +83,11 @@ def collect_tensors(assembly: Assembly, scope: ReferenceScope) -> dict[str, Tens
 
 
 def _gradients(assembly: Assembly) -> Iterator[tuple[str, Tensor]]:
-    """Those that the update has just used, by the weights that they belong to."""
+    """The gradients that the update has just used, each with its key."""
     for unit in assembly.model.units:
         grad = unit.parameter.grad
         if grad is None:
-            continue  # whoever compares misses it
+            continue  # the comparison reports it as missing
         who = "own" if unit.owned else "copy"
         for part in unit.parts:
             numbers = grad.reshape(-1)[part.first : part.first + part.box.numbers]
@@ -95,7 +95,7 @@ def _gradients(assembly: Assembly) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weights(assembly: Assembly, kind: str) -> Iterator[tuple[str, Tensor]]:
-    """All that this rank computes with, copies included."""
+    """All weights that this rank computes with, copies included, each with its key."""
     assembly.model.settle()
     for held in assembly.model.weights:
         yield f"{kind}/{held.name}/{_offset_text(held.box.offset)}/copy", held.tensor.detach().clone()

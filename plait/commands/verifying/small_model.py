@@ -1,4 +1,4 @@
-"""From a recipe's model and layout to a small run of the same kind, in which every way of going wrong is still there.
+"""Shrinks a recipe's model and layout to a small run that can go wrong in all the ways in which the large one can.
 
 Pure: values in, values out.
 """
@@ -21,7 +21,7 @@ from plait.recipe.schema import RunConfig
 from plait.units import Amount, Every
 
 STEPS_PER_OPTIMIZER = 5
-"""Updates by plain gradient descent, and then by AdamW."""
+"""Number of updates by plain gradient descent, and then of updates by AdamW."""
 CHECK_LR = 0.01
 CHECK_CLIP = 0.25
 """Below the norms of a small model's first gradients, so that clipping acts."""
@@ -30,7 +30,7 @@ CHECK_CLIP = 0.25
 def requested_layout(config: RunConfig) -> tuple[ModelShape, Layout]:
     """The model and the layout that a recipe names; raises PlaitError with the mend for what cannot be.
 
-    Without any named degree it is the layout of two copies.
+    Without any named degree the layout has two data-parallel replicas.
     """
     degrees = named_degrees(config) or Layout(replicate=2)
     shape = requested_shape(config, degrees)
@@ -43,7 +43,7 @@ def requested_layout(config: RunConfig) -> tuple[ModelShape, Layout]:
 
 
 def requested_shares(config: RunConfig) -> tuple[int, ...]:
-    """The shares that a recipe names; none are equal ones."""
+    """The shares that a recipe names; empty where they are equal."""
     return () if config.layout.shares == "auto" else config.layout.shares
 
 
@@ -115,7 +115,7 @@ def plan_for_device(plan: Plan, device: Literal["cpu", "cuda"], precision: Preci
 
 
 def _shrunk_heads(shape: ModelShape, tensor: int) -> tuple[int, int]:
-    """Query and key/value heads: as few as keep it true whether queries share keys, and whether ranks do."""
+    """The fewest query and key/value heads for which queries, and ranks, share keys if they do in the large model."""
     group = min(2, shape.heads // shape.kv_heads)
     if shape.kv_heads % tensor == 0:
         kv_heads = max(tensor, min(2, shape.kv_heads))
@@ -125,7 +125,7 @@ def _shrunk_heads(shape: ModelShape, tensor: int) -> tuple[int, int]:
 
 
 def shrunk_shares(shares: tuple[int, ...], batch_sequences: int) -> tuple[int, ...]:
-    """The same shares of a smaller batch, in which everybody still has a sequence."""
+    """The shares scaled to a smaller batch, in which every rank still has a sequence."""
     small = [1] * len(shares)
     for _ in range(batch_sequences - len(small) if shares else 0):
         neediest = max(range(len(small)), key=lambda part: shares[part] / (small[part] + 1))
@@ -134,7 +134,7 @@ def shrunk_shares(shares: tuple[int, ...], batch_sequences: int) -> tuple[int, .
 
 
 def shrunk_plan(config: RunConfig, shape: ModelShape, layout: Layout, shares: tuple[int, ...] = ()) -> Plan:
-    """A run of ten steps in float64 in one thread a rank: shares and micro-batches of unequal sizes in any case."""
+    """A plan of ten steps in float64, one thread per rank; its shares and micro-batches always have unequal sizes."""
     small = shrunk_layout(layout)
     tiny = shrunk_shape(shape, small)
     micros, parts = max(3, small.pipeline), small.data_parallel_degree

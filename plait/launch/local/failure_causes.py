@@ -20,15 +20,15 @@ class FailureCauses:
         return bool(self._failures)
 
     def add(self, failure: Failure, site: WorkerHost) -> None:
-        """Note one failure, in the order of hearing of them."""
+        """Add one failure; call it in the order in which failures become known."""
         self._failures.append((failure, site))
 
     def explains(self, rank: int) -> bool:
-        """Whether this rank has said itself why it ended."""
+        """Whether this rank itself has reported why it ended."""
         return any(isinstance(one, RankRaised) and one.rank == rank for one, _ in self._failures)
 
     def only_lost_peers(self) -> bool:
-        """Whether all that is known are broken connections, so that the reason for them is still to come."""
+        """Whether all failures so far are broken connections, so that their cause is still unknown."""
         return all(isinstance(one, RankRaised) and one.lost_peer for one, _ in self._failures)
 
     def error(self) -> PlaitError:

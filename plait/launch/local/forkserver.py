@@ -50,23 +50,23 @@ class _ForkServer:
         self._child_ended, self._wakeup = _wake_on_child_end()
 
     def serve(self) -> None:
-        """Obey requests and report deaths at once, until the supervisor has gone; then leave nobody behind."""
+        """Carry out requests and report ended processes until the supervisor is gone; then kill all that is left."""
         with selectors.DefaultSelector() as selector, contextlib.suppress(BrokenPipeError):
             selector.register(self._control, selectors.EVENT_READ)
             selector.register(self._child_ended, selectors.EVENT_READ)
             while not self._requests.ended:
                 selector.select()
                 for request in self._requests.read():
-                    self._obey(request)
+                    self._handle_request(request)
                 self._reap()
         end_children()
 
-    def _obey(self, request: Mapping[str, Any]) -> None:
+    def _handle_request(self, request: Mapping[str, Any]) -> None:
         if "run" in request:
             self._run(request)
         elif "signal" in request:
             for pid in self._ranks:
-                # No race with a reused pid: whom we have not reaped still has its number.
+                # No race with a reused pid: a process that was not reaped keeps its pid.
                 os.kill(pid, signal.Signals[request["signal"]])
 
     def _run(self, request: Mapping[str, Any]) -> None:
@@ -75,7 +75,7 @@ class _ForkServer:
         self._requests.descriptors.clear()
         try:
             _preload([*job.preload, job.module])
-            _ready_to_fork()
+            _prepare_to_fork()
             for local_rank in range(job.ranks):
                 self._ranks[self._fork(job, local_rank, sockets, request)] = job.first_rank + local_rank
         except Exception as error:
@@ -138,7 +138,7 @@ def _preload(modules: Sequence[str]) -> None:
         importlib.import_module(module)
 
 
-def _ready_to_fork() -> None:
+def _prepare_to_fork() -> None:
     threads = thread_count()
     if threads != 1:
         raise RuntimeError(

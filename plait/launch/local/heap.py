@@ -9,7 +9,7 @@ import os
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 _LARGEST = 32 << 20
-"""Bytes from which on a block is always borrowed from the system; older versions of glibc refuse more."""
+"""Size in bytes from which on a block is always mapped from the system; older glibc versions refuse more."""
 _OWN_WISHES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 

@@ -56,15 +56,15 @@ class RankPlacement:
     server_pid: int
 
 
-def live_as_rank(job: Job, place: RankPlacement, strangers: Iterable[socket.socket]) -> NoReturn:
+def live_as_rank(job: Job, place: RankPlacement, inherited: Iterable[socket.socket]) -> NoReturn:
     """Turn the freshly forked process into a rank, call the entry, report, and leave without unwinding the caller.
 
-    `strangers` are inherited sockets that belong to others. Leaves by os._exit: no atexit handler and no teardown of
+    `inherited` are open sockets of other processes. Leaves by os._exit: no atexit handler and no teardown of
     threads, which could make a finished rank fail.
     """
     code = 1
     try:
-        code = _work(job, place, strangers)
+        code = _work(job, place, inherited)
         _flush()
     finally:
         os._exit(code)
@@ -72,7 +72,7 @@ def live_as_rank(job: Job, place: RankPlacement, strangers: Iterable[socket.sock
 
 def _take_signals(stop: StopFlag) -> None:
     """Ctrl-C reaches every process of the terminal's group, but only the supervisor reacts to it."""
-    # The fork server's, which is among the strangers. From Python 3.12 on asyncio, which torch imports, has reset it.
+    # The fork server's, an inherited socket. From Python 3.12 on asyncio, which torch imports, has reset it.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -136,7 +136,7 @@ def _context(job: Job, place: RankPlacement, stop: StopFlag) -> RankContext:
     )
 
 
-def _work(job: Job, place: RankPlacement, strangers: Iterable[socket.socket]) -> int:
+def _work(job: Job, place: RankPlacement, inherited: Iterable[socket.socket]) -> int:
     """Call the entry between the two marks that bound a rank's life; answers the exit code.
 
     Whatever fails on the way there is reported like a failure of the entry itself.
@@ -148,8 +148,8 @@ def _work(job: Job, place: RankPlacement, strangers: Iterable[socket.socket]) ->
         log = _redirect(job, context.rank)
         keep_freed_memory()
         _take_signals(stop)
-        for stranger in strangers:
-            stranger.close()
+        for inherited_socket in inherited:
+            inherited_socket.close()
         _set_environment(job, place)
         faulthandler.enable(log)
         send_line(wire, {"started": os.getpid()})

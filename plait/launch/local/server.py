@@ -57,12 +57,12 @@ class ServerProcess:
         return f"the process that starts the workers {how}; {RESUME_ADVICE}"
 
     def kill(self) -> None:
-        """End it and, through the kernel, its ranks, at once."""
+        """Kill the server at once and, through the kernel, its ranks."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     def close(self) -> None:
-        """End it and wait until it is gone; between jobs it has nothing to put in order. May be called twice."""
+        """End the server and wait until it is gone; between jobs it has nothing to clean up. May be called twice."""
         self._control.close()
         self.kill()
         self._process.wait(_CLOSE_S)

@@ -63,4 +63,4 @@ def _posted(descriptor: int) -> Iterator[None]:
 
 
 def _nothing_more(number: int, frame: FrameType | None) -> None:
-    """Its number is posted already."""
+    """Do nothing: Python has already written the signal's number to the wakeup descriptor."""

@@ -32,7 +32,7 @@ class WorkerHost(Protocol):
 
     @property
     def host(self) -> str | None:
-        """As sentences name it; None for this machine."""
+        """The host's name for sentences; None for this machine."""
         ...
 
     def fileno(self) -> int: ...
@@ -69,11 +69,11 @@ class LocalWorkerHost:
         return self._selector.fileno()
 
     def close(self) -> None:
-        """Stop listening; ends nothing."""
+        """Close the wires to the ranks; ends no process."""
         self._selector.close()
 
     def read(self) -> list[RankEvent]:
-        """As in Site; waits a moment when all is over, for what the ranks left in their wires."""
+        """As in WorkerHost; at the end it waits a moment for what the ranks left in their wires."""
         events: list[RankEvent] = []
         for key, _ in self._selector.select(0):
             events += self._read_server() if key.data is None else self._read_rank(key.data)
@@ -86,10 +86,10 @@ class LocalWorkerHost:
         self._server.kill()
 
     def _read_rank(self, rank: int) -> Iterator[RankEvent]:
-        if rank not in self._readers:  # it has been buried a moment ago
+        if rank not in self._readers:  # its end was reported a moment ago
             return
         try:
-            yield from self._words(rank, self._readers[rank].read())
+            yield from self._events_from(rank, self._readers[rank].read())
         except RunFailed:  # garbled: nothing more can be understood
             self._forget(rank)
             raise
@@ -100,25 +100,25 @@ class LocalWorkerHost:
     def _read_server(self) -> Iterator[RankEvent]:
         answers = self._server.answers
         for value in answers.read():
-            if "died" in value and value["died"] in self._readers:  # its last words come before its death
-                yield from self._words(value["died"], self._readers[value["died"]].read_all())
+            if "died" in value and value["died"] in self._readers:  # its last messages come before its end
+                yield from self._events_from(value["died"], self._readers[value["died"]].read_all())
                 self._forget(value["died"])
             if "over" in value:
-                yield from self._what_is_left()
+                yield from self._remaining_events()
             yield value
         if answers.ended:
             self._selector.unregister(answers.wire)
-            yield from self._what_is_left()
+            yield from self._remaining_events()
             yield {"over": True, "obituary": self._server.exit_description()}
 
-    def _what_is_left(self) -> Iterator[RankEvent]:
+    def _remaining_events(self) -> Iterator[RankEvent]:
         """Take what the ranks left in their wires, until each is closed: then its rank is gone."""
         deadline = time.monotonic() + _SILENCE_S
         for rank, reader in self._readers.items():
             while not reader.ended and reader.wait(deadline - time.monotonic()):
-                yield from self._words(rank, reader.read())
+                yield from self._events_from(rank, reader.read())
 
-    def _words(self, rank: int, values: Sequence[Mapping[str, Any]]) -> Iterator[RankEvent]:
+    def _events_from(self, rank: int, values: Sequence[Mapping[str, Any]]) -> Iterator[RankEvent]:
         return ({"rank": rank, **value} for value in values)
 
     def _forget(self, rank: int) -> None:

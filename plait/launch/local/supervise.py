@@ -50,7 +50,7 @@ class Supervision:
         self._enter("starting", bounds.start_s)
 
     def run(self) -> StoppedBy:
-        """Block until every rank has ended; raises what ended the job when that was neither its work nor a stop."""
+        """Block until every rank has ended; raises the error that ended the job if it neither finished nor stopped."""
         with self._selector:
             self._selector.register(self._signals.wire, selectors.EVENT_READ, self._read_signals)
             for site in self._sites:
@@ -84,9 +84,9 @@ class Supervision:
 
     def _read_site(self, site: WorkerHost) -> None:
         for event in site.read():
-            self._hear(site, event)
+            self._handle_event(site, event)
 
-    def _hear(self, site: WorkerHost, event: RankEvent) -> None:
+    def _handle_event(self, site: WorkerHost, event: RankEvent) -> None:
         if "told" in event:
             self._on_message(Message(rank=event["rank"], kind=event["told"], values=event["values"]))
         elif "forked" in event:
@@ -102,7 +102,7 @@ class Supervision:
         elif "ended" in event:
             self._expect_report(event["rank"])
         elif "died" in event:
-            self._bury(RankDied(rank=event["died"], code=event["code"], at_s=event["at_s"]), site)
+            self._record_death(RankDied(rank=event["died"], code=event["code"], at_s=event["at_s"]), site)
         elif "over" in event:
             self._close(site, event.get("obituary"))
         elif "stop" in event and self._stopped_by == "finished":  # as in _read_signals
@@ -117,7 +117,7 @@ class Supervision:
         if self._phase == "running":
             self._deadline = min(self._deadline, self._report_due[rank])
 
-    def _bury(self, death: RankDied, site: WorkerHost) -> None:
+    def _record_death(self, death: RankDied, site: WorkerHost) -> None:
         self._alive.discard(death.rank)
         well = death.code == 0 and death.rank in self._returned
         if not well and not self._blame.explains(death.rank):
@@ -186,7 +186,7 @@ class Supervision:
             self._kill_servers()
 
     def _a_lost_host_may_explain(self) -> bool:
-        """Ranks that lost a peer know it at once, a host that froze or dropped off the network is missed later."""
+        """Whether to wait for one: ranks notice a lost peer at once, but a frozen or unplugged host comes later."""
         return self._waits_for_hosts and self._blame.only_lost_peers() and any(site.host for site in self._open)
 
     def _give_up_waiting(self) -> None:
@@ -214,7 +214,7 @@ class Supervision:
             site.kill()
 
     def _abandon(self) -> None:
-        """Kill all and wait for it, without another word to the caller."""
+        """Kill all ranks and wait for their end, without further messages to the caller."""
         self._on_message = lambda message: None
         self._kill()
         while self._open:

@@ -126,7 +126,7 @@ class _Agent:
         try:
             self._site = self._part.enter_context(self._server.start(job_from(values["job"]), meeting))
         except RunFailed as error:
-            self._tell({"over": True, "obituary": str(error)})
+            self._send_event({"over": True, "obituary": str(error)})
         else:
             self._selector.register(self._site, selectors.EVENT_READ, self._read_site)
 
@@ -138,13 +138,13 @@ class _Agent:
             self._site.kill()
             events = [{"over": True, "obituary": str(error)}]
         for event in events:
-            self._tell(event)
+            self._send_event(event)
         if any("over" in event for event in events):
             self._selector.unregister(self._site)
             self._site = None
             self._part.close()
 
-    def _tell(self, event: Mapping[str, Any]) -> None:
+    def _send_event(self, event: Mapping[str, Any]) -> None:
         self._link.send("event", {"number": self._number, "event": event, "sent_at_s": time.monotonic()})
 
     def _read_signals(self) -> None:
@@ -153,4 +153,4 @@ class _Agent:
                 self._link.leave(f"it was stopped there by {name}")
                 raise RunFailed(f"this host left the run by {name}; {_JOIN_AGAIN}")
             self._asked_to_stop = True
-            self._tell({"stop": name})
+            self._send_event({"stop": name})

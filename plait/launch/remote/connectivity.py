@@ -30,7 +30,7 @@ class Neighbour(Protocol):
 
 
 class ConnectivityListener:
-    """What a host opens at its own `address`, at any port, for the others to knock at; and its own knocks at theirs."""
+    """A host's listening socket at `address`, at any free port, and its attempts to connect to those of the others."""
 
     def __init__(self, name: str, address: str) -> None:
         self.name, self.address = name, address
@@ -42,11 +42,11 @@ class ConnectivityListener:
         return {"door": self._open, "knock": self._knock, "shut": self._shut}
 
     def ask(self, kind: str, values: Mapping[str, Any]) -> Reply:
-        """As if it were on another host."""
+        """Handle a request here, as `Member.ask` does on another host."""
         return self.handlers[kind](Frame(kind=kind, values=values))
 
     def close(self) -> None:
-        """Listen no more."""
+        """Close the listening socket."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -57,7 +57,7 @@ class ConnectivityListener:
         return Reply(values={"port": self._listener.getsockname()[1], "address": self.address})
 
     def _knock(self, frame: Frame) -> Reply:
-        """The kernel takes who comes, so that nobody needs to answer the door."""
+        """Try to connect to another host; its kernel completes the connection without an accept."""
         place, why = (frame.values["address"], frame.values["port"]), ""
         try:
             socket.create_connection(place, timeout=KNOCK_S, source_address=(self.address, 0)).close()

@@ -6,7 +6,7 @@
            ◄── verdict [, proof of host 0]    ◄──
 
 A proof is HMAC-SHA256 of the role and both nonces, keyed with the secret: recorded, it opens no other connection.
-Host 0 shows its own proof only to whom it has believed. Every part has a fixed size, and all must come in time.
+Host 0 sends its own proof only after the joiner's was right. Every part has a fixed size, and all must come in time.
 """
 
 from __future__ import annotations

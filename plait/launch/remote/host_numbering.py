@@ -1,4 +1,4 @@
-"""Which of the places that a run's hosts had belongs to whom, when it goes on."""
+"""Gives the hosts of a run that continues the numbers that they had before."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ipaddress import ip_address
 from plait.cluster.topology import strip_name_number
 
 HostIdentity = tuple[str, str]
-"""What a host is known by: its mark, empty where nobody knows it, and its name."""
+"""What identifies a host: its mark, empty where it is unknown, and its name."""
 
 
 def by_address(address: str) -> tuple[int, bytes, str]:
-    """What sorts hosts always in the same way, whoever was the first to join: what a probe found holds by place."""
+    """Sort key that gives hosts the same order whoever joins first, as a probe's results are stored by host number."""
     try:
         packed = ip_address(address.partition("%")[0]).packed
     except ValueError:

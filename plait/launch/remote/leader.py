@@ -108,7 +108,7 @@ class Hosts:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where all hosts reach each other, this one first."""
+        """The addresses at which the hosts reach each other, this one first."""
         return self._address, *(member.address for member in self.members)
 
     @property
@@ -178,7 +178,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def _started(self, jobs: Mapping[int, Job]) -> Iterator[list[WorkerHost]]:
-        """A site for each host that has ranks. Host 0's first: no error after it leaves ranks behind."""
+        """A WorkerHost for each host that has ranks, host 0's first, so that a later error leaves no ranks behind."""
         self._jobs += 1
         members = [self.members[host - 1] for host in jobs if host > 0]
         for member in members:
@@ -205,7 +205,7 @@ class Hosts:
             refuse_host(arrival.link, sentence)
 
     def _drop_the_lost(self, on_lost: Callable[[str], None]) -> None:
-        """A host that went away while it waited leaves its place to another."""
+        """Remove hosts that left while they waited, so that others can take their places."""
         for arrival in [one for one in self._admitted if one.link.lost is not None]:
             arrival.link.close()
             self._admitted.remove(arrival)

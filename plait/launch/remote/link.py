@@ -23,7 +23,7 @@ _PART_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What a handler answers to a question from the other host: JSON values, and bytes beside them."""
+    """A handler's reply to a request from the other host: JSON values, and bytes beside them."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     blob: bytes = b""
@@ -34,7 +34,7 @@ Handler = Callable[[Frame], Reply]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """How often each end says that it lives, and after how long a silence the other end counts as lost."""
+    """The period of heartbeats, and the length of silence after which the other end counts as lost."""
 
     period_s: float = 2.0
     lost_after_s: float = 10.0
@@ -107,7 +107,7 @@ class HostConnection:
         raise RunFailed(f"{host} was lost: {self._lost}; {RESUME_ADVICE}")
 
     def leave(self, why: str) -> None:
-        """Tell the other end why it is about to lose this one, as the end of a sentence, and close."""
+        """Tell the other end why this end leaves, as the end of a sentence, and close."""
         self.send("bye", {"why": why})
         self.close()
 
@@ -118,7 +118,7 @@ class HostConnection:
         self.close()
 
     def close(self) -> None:
-        """Hang up, and give back threads and sockets; may be called twice."""
+        """Close the connection and free its threads and sockets; may be called twice."""
         self._end("it was closed here")
         for thread in self._threads:
             if thread is not threading.current_thread():

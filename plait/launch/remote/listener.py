@@ -1,4 +1,4 @@
-"""The port of host 0 at which other hosts knock: who knows the secret comes through, nobody else costs anything."""
+"""The port of host 0 for hosts that join: those that know the secret get in, others cost next to nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FULL_SENTENCE = "the run has all its hosts; start it with a larger --hosts, or l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A host that knows the secret, and what it says of itself; it waits to be admitted."""
+    """A host that has proven to know the secret and waits to be admitted, with what it reports about itself."""
 
     link: HostConnection
     host_info: Mapping[str, Any]
@@ -61,7 +61,7 @@ class JoinListener:
             return None
 
     def shut(self, why: str) -> None:
-        """Listen no more; whoever has knocked and knows the secret is turned away with this sentence."""
+        """Stop listening; hosts that have connected and know the secret are refused with this sentence."""
         with self._lock:
             self._turned_away_because = self._turned_away_because or why
         self._shut.set()

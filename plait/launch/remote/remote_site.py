@@ -14,7 +14,7 @@ from plait.launch.values.job import Job
 
 
 class RemoteWorkerHost:
-    """One host's part of job `number`; `start` sends it there. A Site, whose orders and events travel over the link."""
+    """One host's part of job `number`; `start` sends it there. A WorkerHost whose events travel over the link."""
 
     def __init__(self, job: Job, link: HostConnection, *, host: str, number: int) -> None:
         self.job = job
@@ -49,7 +49,7 @@ class RemoteWorkerHost:
         self._link.send("kill", {"number": self._number})
 
     def _event(self, values: Mapping[str, Any]) -> RankEvent:
-        """The event as it was there, with moments of our clock; the journey's own time is left in them."""
+        """The event as it was there, its times converted to our clock; they include the message's travel time."""
         event = dict(values["event"])
         later_s = time.monotonic() - values["sent_at_s"]
         if "died" in event:

@@ -13,7 +13,7 @@ from pathlib import Path
 from plait.errors import PlaitError
 
 SECRET_VARIABLE = "PLAIT_SECRET"
-# Without I, L, O and U: what a person may take for another sign. 28 signs of 5 bits are 140 bits.
+# Without I, L, O and U, which people mistake for other characters. 28 characters of 5 bits are 140 bits.
 _SIGNS = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _MISREAD = str.maketrans("OIL", "011")
 _GROUP = 4
@@ -29,7 +29,7 @@ class Secret:
 
     @property
     def key(self) -> bytes:
-        """What the proofs are keyed with."""
+        """The HMAC key of the proofs."""
         return self.text.replace("-", "").encode()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""From the ways in which ranks can end badly to the one sentence that a person reads. Pure but for its clock."""
+"""Turns the failures of ranks into the one sentence that a person reads. Pure but for its clock."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def describe_exception(error: BaseException, rank: int | None) -> RankRaised:
 
 
 def rank_raised_from(values: dict[str, Any]) -> RankRaised:
-    """The inverse of `dataclasses.asdict` after a journey as JSON."""
+    """A RankRaised from its JSON values; the inverse of `dataclasses.asdict`."""
     return RankRaised(**{**values, "plait_classes": tuple(values["plait_classes"])})
 
 

@@ -68,7 +68,7 @@ class Job:
 
 
 def job_from(values: Mapping[str, Any]) -> Job:
-    """The inverse of `dataclasses.asdict` after a journey as JSON."""
+    """A Job from its JSON values; the inverse of `dataclasses.asdict`."""
     part = HostRanks(**values["part"]) if values["part"] else None
     return Job(**{**values, "preload": tuple(values["preload"]), "part": part})
 

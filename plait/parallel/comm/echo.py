@@ -13,7 +13,7 @@ ECHO_ROUNDS = 3
 
 
 def message_from_before_s(message_bytes: int = ECHO_BYTES, rounds: int = ECHO_ROUNDS) -> float:
-    """Seconds that a message takes from the rank before this one (the last one's, for the first) at best.
+    """Least seconds of a message to this rank from the previous one (to rank 0 from the last rank).
 
     All ranks send to the next one at the same time. Every rank of the job must call it; blocks. Takes CPU tensors, and
     so the way between hosts that gloo takes.

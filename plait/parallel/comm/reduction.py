@@ -1,6 +1,6 @@
-"""How a bucket's numbers travel: sums over a group, of which each rank gets all or its part.
+"""Sums a bucket of gradients over a group of ranks; each rank gets the whole sum or its part.
 
-A way is a course of transfers, each begun where the one before has ended. Gradients travel as they are, or rounded to
+An algorithm is a series of transfers; each begins after the one before. Gradients travel as they are, or rounded to
 bfloat16: half the bytes, and other numbers. Note [rounded sums]: from rank to rank (gloo) each number is rounded before
 it is sent, the addition is in full precision, and the sum is rounded once more where all are to have it; the rank that
 added keeps that rounded sum too, so that copies stay equal to the bit. A library's own sum of bfloat16 (NCCL) rounds
@@ -20,14 +20,14 @@ from torch import Tensor
 from plait.parallel.comm.collectives import expect_parts, reduce_scatter, send_parts, spread_own
 
 Transfer = Literal["float32", "bf16"]
-"""float32 stands for the weights' own precision."""
+"""Precision in which gradients travel; "float32" stands for the weights' own."""
 
 PendingWork = list[dist.Work]
 ReductionSteps = Iterator[PendingWork]
-"""Yields what it has begun, and goes on once that has ended; at its end the numbers are in their place."""
+"""Yields the transfers that it has begun, and continues once they have ended; after the last the sums are there."""
 
 REDUCE_TAG = 2**20
-"""Above those of a pipeline's messages, which may travel in the same group."""
+"""First tag of gradient sums: above those of a pipeline's messages, which may travel in the same group."""
 GATHER_TAG = 2**19
 """Tag of the first bucket's weights: receives for a step's sums may be posted while those of the last one are still
 in flight."""
@@ -37,11 +37,11 @@ class Algorithm(Protocol):
     """A sum over a group, again in each step."""
 
     transfers: int
-    """One after the other."""
+    """Number of transfers in a step."""
 
     @property
     def held(self) -> Sequence[Tensor]:
-        """What stays in memory for it beside the numbers themselves."""
+        """The buffers that it keeps in memory beside the gradients themselves."""
         ...
 
     def expect(self) -> None:
@@ -55,7 +55,7 @@ class Algorithm(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketTransfer:
-    """Where a bucket's numbers go: summed over `group`, after a scatter over `split` where there is one."""
+    """How a bucket is summed: over `group`, after a reduce-scatter over `split` where there is one."""
 
     group: dist.ProcessGroup | None
     tag: int
@@ -73,7 +73,7 @@ class BucketTransfer:
 
 
 def algorithms_for(flat: Tensor, own: Tensor, carried: BucketTransfer) -> list[Algorithm]:
-    """What must be done one after the other until `own`, the whole or a part of `flat`, holds the sums."""
+    """The algorithms to run one after the other until `own`, the whole or a part of `flat`, holds the sums."""
     found: list[Algorithm] = []
     if carried.split:
         found.append(_scatter(flat, carried.split, carried.number, carried.transfer))
@@ -107,7 +107,7 @@ def _sum_to_all(flat: Tensor, group: dist.ProcessGroup, tag: int, transfer: Tran
 
 
 class _ByLibrary:
-    """By the library's own operation, in one go: what a GPU's is for."""
+    """A sum by one operation of the communication library (NCCL or gloo)."""
 
     transfers = 1
 
@@ -117,36 +117,36 @@ class _ByLibrary:
 
     @property
     def held(self) -> Sequence[Tensor]:
-        """What the numbers travel in, where that is not themselves."""
-        return _apart(self._sent, self._flat)
+        """The buffer for rounded gradients, if they are rounded."""
+        return _extra_buffer(self._sent, self._flat)
 
     def expect(self) -> None:
-        """The library's own matter."""
+        """Nothing to do: the library posts its own receives."""
 
 
 class LibrarySum(_ByLibrary):
-    """A sum that all ranks get."""
+    """An all-reduce: every rank gets the whole sum."""
 
     def course(self) -> ReductionSteps:
-        """One sum of all."""
-        _put(self._sent, self._flat)
+        """One all-reduce of the bucket."""
+        _copy_if_rounded(self._sent, self._flat)
         yield [_begun(dist.all_reduce(self._sent, group=self._group, async_op=True))]
-        _put(self._flat, self._sent)
+        _copy_if_rounded(self._flat, self._sent)
 
 
 class LibraryScatter(_ByLibrary):
-    """A sum of which each rank gets its part."""
+    """A reduce-scatter: each rank gets its part of the sum."""
 
     def course(self) -> ReductionSteps:
-        """One sum, of which this rank gets its part."""
-        _put(self._sent, self._flat)
+        """One reduce-scatter of the bucket."""
+        _copy_if_rounded(self._sent, self._flat)
         own = own_slice(self._sent, self._group)
         yield [reduce_scatter(own, self._sent, group=self._group, async_op=True)]
-        _put(own_slice(self._flat, self._group), own)
+        _copy_if_rounded(own_slice(self._flat, self._group), own)
 
 
 class _SwappedScatter:
-    """From rank to rank: see swap_parts."""
+    """A reduce-scatter by messages from rank to rank: see swap_parts."""
 
     transfers = 1
 
@@ -159,13 +159,13 @@ class _SwappedScatter:
 
     @property
     def held(self) -> Sequence[Tensor]:
-        return [self._received, *_apart(self._sent, self._flat)]
+        return [self._received, *_extra_buffer(self._sent, self._flat)]
 
     def expect(self) -> None:
         self._expected = expect_parts(self._received, self._group, self._tag)
 
     def course(self) -> ReductionSteps:
-        _put(self._sent, self._flat)
+        _copy_if_rounded(self._sent, self._flat)
         yield [*self._expected, *send_parts(self._sent, self._group, self._tag)]
         own = own_slice(self._flat, self._group)
         for other in self._received:
@@ -201,11 +201,11 @@ def _carrier(flat: Tensor, transfer: Transfer) -> Tensor:
     return torch.empty_like(flat, dtype=torch.bfloat16) if transfer == "bf16" else flat
 
 
-def _apart(sent: Tensor, flat: Tensor) -> Sequence[Tensor]:
+def _extra_buffer(sent: Tensor, flat: Tensor) -> Sequence[Tensor]:
     return [] if sent is flat else [sent]
 
 
-def _put(there: Tensor, numbers: Tensor) -> None:
+def _copy_if_rounded(there: Tensor, numbers: Tensor) -> None:
     if there.dtype != numbers.dtype:
         there.copy_(numbers)
 

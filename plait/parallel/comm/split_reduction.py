@@ -20,7 +20,7 @@ NO_BUCKET_LIMIT = timedelta(0)
 
 
 class AllWork(dist.Work):
-    """Several transfers as one."""
+    """Several transfers as one torch Work."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         super().__init__()
@@ -33,14 +33,14 @@ class AllWork(dist.Work):
         return True
 
 
-class _InUsualMemory:
+class _OrdinaryMemory:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As torch's own ways do."""
+        """An ordinary tensor, as torch's own gather and scatter allocate it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class SpreadWeights(_InUsualMemory):
-    """A unit's weights from the parts of all ranks."""
+class SpreadWeights(_OrdinaryMemory):
+    """FSDP2's all-gather: a unit's weights from the parts of all ranks."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -52,8 +52,8 @@ class SpreadWeights(_InUsualMemory):
         return begun if async_op else None
 
 
-class SwapGradients(_InUsualMemory):
-    """This rank's part of the sum of a unit's gradients."""
+class SwapGradients(_OrdinaryMemory):
+    """FSDP2's reduce-scatter: this rank's part of the sum of a unit's gradients."""
 
     def __call__(
         self,

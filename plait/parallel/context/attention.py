@@ -60,7 +60,7 @@ class ContextAttend:
         return mixed
 
     def _cut(self, q_bthd: Tensor, documents: Documents | None) -> ContextCut:
-        """The same for all layers of a micro-batch, so the last one is kept."""
+        """The cut of a micro-batch's attention; it is the same for all its layers, so the last one is kept."""
         lengths = None if documents is None else documents.lengths
         key = (lengths, q_bthd.shape[:2])
         if self._last is None or self._last[0] != key:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
 TokenSpan = tuple[int, int]
-"""First and count."""
+"""(first, count) of consecutive tokens or rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +21,9 @@ class Rectangle:
 
     rows: TokenSpan
     queries: TokenSpan
-    """Among the row's tokens on this rank."""
+    """Span of the queries among the row's tokens on this rank."""
     keys: TokenSpan
-    """Among all tokens of the row."""
+    """Span of the keys among all tokens of the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class ContextCut:
     parts: int
     index: int
     segments: tuple[int, ...]
-    """Lengths, one after the other over this rank's tokens of all rows."""
+    """Lengths of the segments, in the order of this rank's tokens of all rows."""
     rectangles: tuple[Rectangle, ...]
     crosses: bool
     """Whether some document reaches over a chunk's border, on whatever rank: the same answer on all ranks."""
@@ -53,7 +53,7 @@ class ContextCut:
 
 
 def cut_attention(lengths: tuple[int, ...] | None, *, rows: int, sequence: int, parts: int, index: int) -> ContextCut:
-    """What rank `index` of `parts` computes.
+    """The attention that context rank `index` of `parts` computes.
 
     `lengths` are those of the documents in the whole rows; None: each row is one.
     """

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 TensorPairs = Mapping[tuple[int, int], Tensor]
-"""By peer and chunk: a tensor for its keys, and one for its values."""
+"""Maps (peer, chunk) to a tensor [2, …] of the chunk's keys and values."""
 
 
 class Exchange:
-    """One rank's place on the axis. All ranks of the group must make the same calls in the same order."""
+    """Transfers between one rank and the others of its group; all must make the same calls in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -35,7 +35,7 @@ class Exchange:
         ]
 
     def gather(self, k_btkd: Tensor, v_btkd: Tensor) -> PendingKeys:
-        """Begin to send keys and values; the answer waits for those of the others."""
+        """Begin to send keys and values; the result waits for those of the other ranks."""
         rows, tokens, *head = k_btkd.shape
         chunks = k_btkd.new_empty((2, 2 * self.parts, rows, tokens // 2, *head))
         for kind, x in enumerate((k_btkd, v_btkd)):
@@ -77,7 +77,7 @@ class Exchange:
 
 
 class PendingKeys:
-    """Keys and values on their way."""
+    """Keys and values whose transfer has begun."""
 
     def __init__(self, needed: Tensor, sent: Tensor, works: list[dist.Work]) -> None:
         self._needed = needed
@@ -85,7 +85,7 @@ class PendingKeys:
         self._works = works
 
     def wait(self) -> Tensor:
-        """[2, b, needed × m, k, d] in the order of the rows. Blocks."""
+        """Keys and values [2, b, needed × m, k, d], in the order of the rows. Blocks."""
         for work in self._works:
             work.wait()
         return self._needed.movedim(1, 2).flatten(2, 3)

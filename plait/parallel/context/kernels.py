@@ -23,7 +23,7 @@ from torch import Tensor
 from plait.parallel.context.cut import TokenSpan
 
 Mask = Literal["causal", "none"]
-"""Causal attention takes as many keys as queries."""
+"""Which keys a query attends to: "causal" needs as many keys as queries, "none" takes all keys."""
 
 AttentionResult = tuple[Tensor, Tensor]
 """The output, as the queries, and the logsumexp [b, t, h], in float32 at least."""
@@ -179,7 +179,7 @@ def _even_ends(x: Tensor) -> Tensor:
 
 
 def _ragged_ends(runs: SegmentRuns, device: torch.device) -> SegmentEnds:
-    """Made on the host and sent without waiting for the device."""
+    """The ends of the segments, made on the host and copied without waiting for the device."""
     lengths = [length for length, times in runs for _ in range(times)]
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).pin_memory().to(device, non_blocking=True)
     return ends, ends, max(lengths), max(lengths)
@@ -225,7 +225,7 @@ def _blocks(scores_at_once: int, q: Tensor, k: Tensor, mask: Mask) -> Iterator[t
 
 
 def _scores(q_bthd: Tensor, k_bskd: Tensor, block: slice, mask: Mask) -> Tensor:
-    """[b, k, g × t, s], in float32 at least."""
+    """Attention scores [b, k, g × t, s], in float32 at least."""
     scores = _grouped(q_bthd, k_bskd.shape[2]) @ k_bskd.permute(0, 2, 3, 1)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(q_bthd.shape[-1] ** -0.5)
     if mask == "causal":
@@ -242,6 +242,6 @@ def _grouped(x_bthd: Tensor, kv_heads: int) -> Tensor:
 
 
 def _ungrouped(x: Tensor, like_bthd: Tensor) -> Tensor:
-    """The way back of `_grouped`."""
+    """The inverse of `_grouped`."""
     tokens = like_bthd.shape[1]
     return x.unflatten(2, (-1, tokens)).permute(0, 3, 1, 2, 4).flatten(2, 3)

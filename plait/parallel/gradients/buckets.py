@@ -26,7 +26,7 @@ from plait.partition.boxes import Box, boxes_of_range
 
 BUCKET_BYTES = 8 * 2**20
 LAST_BYTES = 2**20
-"""See Note [smaller towards the end]."""
+"""Size below which the last buckets do not shrink: Note [smaller towards the end]."""
 
 RankSet = tuple[int, ...]
 
@@ -84,7 +84,7 @@ def flat_buffer_for(weights: Sequence[SharedWeight], split: int) -> Tensor:
 
 
 def views_of(flat: Tensor, weights: Sequence[SharedWeight]) -> list[Tensor]:
-    """One view a weight, shaped like it, one after the other."""
+    """Consecutive views of `flat`, one per weight and of its shape."""
     sizes = [weight.parameter.numel() for weight in weights]
     parts = flat.split([*sizes, len(flat) - sum(sizes)])
     return [part.view_as(weight.parameter) for part, weight in zip(parts[:-1], weights, strict=True)]

@@ -74,11 +74,11 @@ class GradientReducer:
 
     @property
     def buckets(self) -> list[Tensor]:
-        """The flat gradients and what their travel keeps beside them, for whoever counts memory."""
+        """The flat gradients and the buffers of their transfers, to count memory."""
         return [tensor for bucket in self._buckets for tensor in bucket.held]
 
     def split_units(self) -> list[OptimizerUnit]:
-        """What the optimizer updates on this rank where the buckets are split."""
+        """The units that the optimizer updates on this rank where the buckets are split."""
         return [bucket.unit() for bucket in self._buckets]
 
     def wait_in_forward(self, chunks: Sequence[GPT]) -> None:
@@ -184,7 +184,7 @@ class _Bucket:
 
     @property
     def held(self) -> list[Tensor]:
-        """What stays in memory for this bucket."""
+        """The tensors that this bucket keeps in memory."""
         return [self.flat, *(tensor for way in self._ways for tensor in way.held)]
 
     def unit(self) -> OptimizerUnit:
@@ -204,7 +204,7 @@ class _Bucket:
         self.begun, self._course = 0, chain.from_iterable(way.course() for way in self._ways)
 
     def take(self, k: int) -> None:
-        """Put what this rank has of a weight's gradient into the bucket."""
+        """Copy this rank's gradient of weight `k` into the bucket; zeros if there is none."""
         parameter, view = self.weights[k].parameter, self._views[k]
         if parameter.grad is None:
             view.zero_()

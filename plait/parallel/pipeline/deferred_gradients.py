@@ -1,7 +1,7 @@
 """Products whose weight gradient is made later, for schedules that split the backward pass.
 
 Backward through such a product gives the gradients of its input and bias at once, and puts input and gradient aside;
-`Deferred.settle` multiplies them when the pipeline has time. The sum of both halves is plain backward, product by
+`settle` multiplies them when the pipeline has time. The sum of both halves is plain backward, product by
 product.
 """
 
@@ -22,21 +22,21 @@ DeferredProduct = tuple[nn.Parameter, Tensor, Tensor]
 
 
 def defer_in(module: nn.Module, multiply: Multiply) -> None:
-    """Let every Linear in a module multiply in another way: that of a `Deferred`."""
+    """Let every Linear in a module multiply by `multiply`, that of a `DeferredGradients`."""
     for child in module.modules():
         if isinstance(child, Linear):
             child.multiply = multiply
 
 
 class DeferredGradients:
-    """What one rank has put off, in one queue for each backward pass; `collect` opens the queue of the next one."""
+    """One rank's deferred weight gradients, in a queue per backward pass; `collect` opens the next one's queue."""
 
     def __init__(self) -> None:
         self._queues: dict[Hashable, list[DeferredProduct]] = {}
         self._queue: list[DeferredProduct] | None = None
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """What F.linear answers, in autocast's dtype where autocast is on."""
+        """The product that F.linear returns, in autocast's dtype where autocast is on."""
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         # The cast stands outside, so that autograd casts the input's gradient back.
@@ -44,17 +44,17 @@ class DeferredGradients:
         return product
 
     def collect(self, key: Hashable) -> None:
-        """What backward puts off from now on is settled under this key."""
+        """Open a queue: what backward defers from now on is settled under this key."""
         self._queue = self._queues.setdefault(key, [])
 
     def put_off(self, weight: nn.Parameter, x: Tensor, grad: Tensor) -> None:
-        """Called by backward."""
+        """Defer the weight gradient of one product; called by its backward."""
         assert self._queue is not None, "a product with a deferred weight gradient needs a queue before its backward"
         self._queue.append((weight, x, grad))
 
     @torch.no_grad()
     def settle(self, key: Hashable) -> None:
-        """Add to each weight's `.grad` what was put off under the key, and forget it."""
+        """Add the gradients that were deferred under the key to each weight's `.grad`, and forget them."""
         queue = self._queues.pop(key)
         while queue:
             weight, x, grad = queue.pop(0)

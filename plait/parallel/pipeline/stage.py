@@ -59,7 +59,7 @@ def pipeline(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSchedule:
-    """What a rank does for a number of micro-batches."""
+    """One rank's actions in a step with a certain number of micro-batches."""
 
     own: tuple[Action, ...]
     transfers: tuple[Action, ...]
@@ -114,7 +114,7 @@ class StagePipe:
 
     @torch.no_grad()
     def evaluate(self, micros: Iterable[Micro], *, forward: Forward, loss_of: LossOf) -> Tensor:
-        """Forward only, with the same answer; there must be a micro-batch."""
+        """Forward only, with the same result as `run`; `micros` must not be empty."""
         micros = tuple(micros)
         script = self._script("forward", len(micros))
         trip = PipelineStep(self, micros, script, forward, loss_of)
@@ -124,7 +124,7 @@ class StagePipe:
         return trip.totals
 
     def settle(self) -> None:
-        """Block until this rank's weights that another one keeps are current, to the last row."""
+        """Block until every row of this rank's weights that another rank updates is current."""
         if self.ends is not None:
             self.ends.settle()
 
@@ -133,7 +133,7 @@ class StagePipe:
         return action.stage // self.layout.pipeline
 
     def room_for(self, micro: Micro) -> Tensor:
-        """Memory for what comes from another stage: this rank's rows of the stream [N, width]."""
+        """A receive buffer for another stage's result: this rank's rows of the stream [N, width]."""
         rows = stream_rows(micro.inputs.numel(), self.layout.tensor)
         return torch.empty(rows, self.width, dtype=self.dtype, device=micro.inputs.device)
 
@@ -150,7 +150,7 @@ class StagePipe:
 
 
 class PipelineStep:
-    """One step's way through a rank's list: what is kept between a forward and its backward."""
+    """Carries out a rank's actions of one step, and keeps what a backward needs from its forward."""
 
     def __init__(
         self, pipe: StagePipe, micros: Sequence[Micro], script: RankSchedule, forward: Forward, loss_of: LossOf

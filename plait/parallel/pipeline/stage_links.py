@@ -29,7 +29,7 @@ WaitFor = Callable[[dist.Work], object]
 
 
 def wait_for(work: dist.Work) -> None:
-    """Wait, and do nothing beside."""
+    """Wait until a transfer is over, without timing the wait."""
     work.wait()
 
 

@@ -21,7 +21,7 @@ from plait.parallel.gradients.buckets import SharedWeight
 from plait.parallel.pipeline.stage_links import WaitFor
 
 PendingRows = dict[int, tuple[dist.Work, Tensor]]
-"""Transfers and what they carry, by micro-batch."""
+"""Maps a micro-batch to the transfer of its rows and their buffer."""
 
 TIED_WEIGHT = "embed.tokens.weight"
 WHOLE, GRADIENTS, ROWS = 2**20, 2**21, 2**22
@@ -29,7 +29,7 @@ WHOLE, GRADIENTS, ROWS = 2**20, 2**21, 2**22
 
 
 def rows_first_used(tokens: Iterable[Tensor], first: int, rows: int) -> list[Tensor]:
-    """For each micro-batch's tokens the rows that none before it has, of a table that begins at entry `first`."""
+    """For each micro-batch, the rows that its tokens are the first to use; entry `first` is row 0 of the table."""
     seen = torch.zeros(rows, dtype=torch.bool)
     found = []
     for each in tokens:
@@ -49,7 +49,7 @@ class TiedStep(Protocol):
         ...
 
     def after_backward(self, micro: int) -> None:
-        """The first stage has the gradients of a micro-batch's rows."""
+        """Called when the first stage has the gradients of a micro-batch's rows."""
         ...
 
     def finish(self) -> None:
@@ -75,7 +75,7 @@ class TiedEmbeddingEnd:
         """Begin a step with the tokens of each micro-batch: forward alone, or, where it `learns`, there and back."""
         come = rows_first_used(tokens, self._first, self._rows)
         back = rows_first_used(reversed(tokens), self._first, self._rows)[::-1] if learns else []
-        return (_Looking if self._embeds else _Keeping)(self, come, back, wait)
+        return (_EmbeddingStep if self._embeds else _HeadStep)(self, come, back, wait)
 
     def expect(self, places: Sequence[Tensor], tag: int) -> PendingRows:
         """Post receives for each micro-batch's rows from the other end."""
@@ -95,8 +95,8 @@ class TiedEmbeddingEnd:
         return work
 
 
-class _Looking:
-    """At the first stage: rows come, gradients go."""
+class _EmbeddingStep:
+    """A step at the first stage, which receives rows and sends their gradients."""
 
     def __init__(self, ends: TiedEmbeddingEnd, come: Sequence[Tensor], back: Sequence[Tensor], wait: WaitFor) -> None:
         self._ends, self._come, self._back, self._wait = ends, come, back, wait
@@ -124,8 +124,8 @@ class _Looking:
         self._ends.parameter.grad = None
 
 
-class _Keeping:
-    """At the last stage: rows go, gradients come."""
+class _HeadStep:
+    """A step at the last stage, which sends rows and receives their gradients."""
 
     def __init__(self, ends: TiedEmbeddingEnd, come: Sequence[Tensor], back: Sequence[Tensor], wait: WaitFor) -> None:
         self._ends, self._back, self._wait = ends, back, wait
@@ -135,10 +135,10 @@ class _Keeping:
         self._going = {micro: (ends.send(values, ROWS + micro), values) for micro, values in rows.items()}
 
     def before_forward(self, micro: int) -> None:
-        """The other end's matter."""
+        """Does nothing: only the first stage looks tokens up."""
 
     def after_backward(self, micro: int) -> None:
-        """The other end's matter."""
+        """Does nothing: only the first stage sends gradients of rows."""
 
     def finish(self) -> None:
         parameter = self._ends.parameter

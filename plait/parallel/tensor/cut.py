@@ -66,7 +66,7 @@ def cut_weights(chunk: GPT, parts: int, index: int) -> None:
 
 
 def split_layers(chunk: GPT, stream: SequenceSplit) -> None:
-    """Put the ways from shared rows to all rows, and back, around what the ranks compute together."""
+    """Gather all rows before what the ranks compute together in a layer, and scatter the sum after it."""
     if chunk.embed is not None:
         chunk.add_module("embed", SharedEmbedding(chunk.embed, chunk.shape, stream))
     for layer in chunk.layers.values():
@@ -112,7 +112,7 @@ def with_all_reduce(product: Multiply, stream: SequenceSplit) -> Multiply:
 
 
 def with_repeated_heads(product: Multiply, places: Sequence[int], head_width: int) -> Multiply:
-    """A product of which only these heads go on, in this order; the same one may go on several times."""
+    """A product that returns the heads at `places`, in this order; a head may be repeated."""
 
     def multiply(x_nd: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         heads = product(x_nd, weight, bias).unflatten(1, (-1, head_width)).unbind(1)
@@ -172,7 +172,7 @@ class SharedVocabulary:
         self._stream, self._most_entries = stream, ceil(shape.vocabulary / stream.parts)
 
     def most_entries(self, own: int) -> int:
-        """Whatever this rank has: all must call for sums of the same sizes."""
+        """The largest number of any rank, whatever this one has: sums must have the same size on all ranks."""
         return self._most_entries
 
     def enter(self, hidden_nd: Tensor, tokens: int) -> Tensor:

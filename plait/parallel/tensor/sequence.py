@@ -29,7 +29,7 @@ def stream_rows(rows: int, parts: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSplit:
-    """The two ways between a rank's rows and all rows. Every rank of the group must go them in the same order."""
+    """Converts between a rank's rows and all rows. Every rank of the group must make the same calls in order."""
 
     group: dist.ProcessGroup
     parts: int
@@ -41,7 +41,7 @@ class SequenceSplit:
 
 
 def sequence_split(group: dist.ProcessGroup) -> SequenceSplit:
-    """The stream as the ranks of a group share it."""
+    """The SequenceSplit over the ranks of a group."""
 
     def gather(own_md: Tensor, rows: int) -> Tensor:
         every_nd: Tensor = _Gather.apply(own_md, rows, group)  # type: ignore[assignment]

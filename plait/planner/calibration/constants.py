@@ -22,7 +22,7 @@ def constant_rows(name: str) -> tuple[tuple[float, ...], ...]:
 
 
 def constant_fields(name: str) -> Mapping[str, Any]:
-    """The values of a group of constants, by the field that each is for."""
+    """The values of a group of constants, by the name of the dataclass field that each one sets."""
     return constant_table()[name]["value"]
 
 

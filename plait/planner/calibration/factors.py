@@ -29,13 +29,13 @@ WITHIN_GROUP_ITEMS = ("tensor", "context", "experts", "passes")
 BETWEEN_GROUP_ITEMS = ("parameters", "gradients")
 """Items of step_time.py that are messages between such groups."""
 MESSAGE_ITEMS = (*WITHIN_GROUP_ITEMS, *BETWEEN_GROUP_ITEMS)
-"""Of step_time.py's items, those that are messages: within a group of ranks that shares samples, and between groups."""
+"""All items of step_time.py that are messages."""
 OBSERVATIONS_USED = 5
 """How many of the newest observations count; their median is taken."""
 SHRINKAGE_EXPONENTS = {1: 0.5, 2: 0.75}
-"""With so few observations their median counts to this power; with more it counts in full."""
+"""Exponent of the observations' median, by their number; with more observations it is 1."""
 LARGEST_CORRECTION = 2.0
-"""No factor goes beyond this or its inverse: what is further off is another program, or an error of ours."""
+"""Largest factor, and its inverse the smallest: a larger deviation comes from another program or from a bug of ours."""
 LEAST_STEPS_TO_LEARN = 10
 LARGEST_STEP_TIME_SPREAD = 0.15
 """Interquartile range of a run's steps over their median above which the run teaches nothing."""
@@ -44,7 +44,7 @@ LARGEST_LOAD_PER_CORE = 1.15
 LEAST_MESSAGE_SHARE_TO_LEARN = 0.05
 """Share of a step that messages between groups must take to teach their factor."""
 LARGEST_SHARE_WITHIN_GROUPS = 0.25
-"""Share of a step that messages within groups may take, which are assumed to be as predicted."""
+"""Share of a step that messages within groups may take for a run to count; they are assumed to be as predicted."""
 LEAST_CHANGE_TO_MENTION = 0.01
 MEASURED_STEP_ERROR = 0.10
 """How far a run's steps may be from steps timed before it on the same machine, at most; on a processor shared with
@@ -53,14 +53,14 @@ others they were 3 to 8 % off."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepItems:
-    """Where the seconds of one step go, on the device that has most to do."""
+    """Seconds of one step by item, on the busiest device."""
 
     compute_s: float
     """Forward and backward passes."""
     messages_s: float
     """Waiting for gradients and parameters of other groups of ranks."""
     optimizer_s: float
-    """The update, and what a step does beside."""
+    """The optimizer's update, and other work once per step."""
     within_s: float = 0.0
     """Waiting for messages within the group that shares samples; measured, it is in `compute_s`."""
     bubble_s: float = 0.0
@@ -84,7 +84,7 @@ class StepItems:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Two factors that earlier runs on the same machines give to a forecast."""
+    """Factors that correct a forecast, learned from earlier runs on the same machines."""
 
     ground: str = ""
     """Key of the observations: machines, software, precision and basis; empty where nothing is learned."""
@@ -93,7 +93,7 @@ class Calibration:
     runs: int = 0
     """How many runs the factors come from."""
     timed: float = 1.0
-    """Timed step over what basis and factors say, where steps were timed before the run; else 1."""
+    """Seconds of a step timed before the run, divided by the forecast with both factors; 1 if none was timed."""
 
     @property
     def is_measured(self) -> bool:
@@ -111,8 +111,8 @@ UNCALIBRATED = Calibration()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Measured over predicted time of one run. `messages` is None where they were too few, or not told apart from
-    computing."""
+    """Measured over predicted time of one run. `messages` is None where messages took too little time, or cannot
+    be separated from computing."""
 
     date: str
     compute: float
@@ -216,7 +216,7 @@ def disturbance_text(steps_s: Sequence[float], load_per_core: float | None) -> s
 
 
 def observation_text(observation: Observation, basis: ForecastBasis) -> str:
-    """What a run taught, for its last lines."""
+    """The observation as a sentence for the run's last lines."""
     lines = [f"computing took {observation.compute:.2f}"]
     if observation.messages is not None:
         lines.append(f"messages {observation.messages:.2f}")

@@ -10,7 +10,7 @@ from plait.planner.calibration.factors import ForecastBasis, StepItems
 from plait.units import counted, format_bytes, format_duration
 
 ForecastSource = ForecastBasis | Literal["steps"]
-"""What a forecast comes from; "steps": real ones that were timed before the run."""
+"""What a forecast is based on; "steps" are real steps, timed before the run."""
 ITEM_TEXTS: Mapping[str, str] = {
     "compute_s": "computing",
     "waiting_s": "messages",
@@ -18,11 +18,11 @@ ITEM_TEXTS: Mapping[str, str] = {
     "data_s": "data",
 }
 LEAST_SHARE_TO_NAME = 0.005
-"""Share of a step from which on an item is named."""
+"""Smallest share of a step for an item to be named."""
 LEAST_SHARE_WITHIN_TO_NAME = 0.02
 """Share of a step above which waiting within a group of ranks is named together with its computing."""
 LEAST_MEMORY_ERROR_TO_MENTION = 0.05
-"""What the peak of tensors may differ by before it is worth a sentence."""
+"""Relative difference of the peak tensor memory from which on it gets a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,10 @@ class Observed:
 
 
 def comparison_text(predicted: StepItems, observed: Observed) -> str:
-    """Both in a line: "the plan said 1.61 s a step (1.45 s computing, …); 5 steps took 1.56 s (…): 3 % faster"."""
+    """Predicted and measured step in a line.
+
+    For example "the plan said 1.61 s a step (1.45 s computing, …); 5 steps took 1.56 s (…): 3 % faster".
+    """
     grouped = predicted.within_s + predicted.bubble_s > LEAST_SHARE_WITHIN_TO_NAME * predicted.step_s
     computing = "computing and waiting within groups" if grouped else ITEM_TEXTS["compute_s"]
     said = f"the plan said {format_duration(predicted.step_s)} a step{_items_in_brackets(predicted, computing)}"

@@ -33,7 +33,7 @@ def with_raised_budget(config: RunConfig, plan: Plan) -> Plan:
 
 
 def with_new_intervals(config: RunConfig, plan: Plan) -> Plan:
-    """A begun run's plan with what its recipe now says of checkpoints, reports and balance."""
+    """A begun run's plan with the intervals for checkpoints, reports and balance that its recipe now has."""
     every, evaluate = config.checkpoint.every, config.report.evaluate
     return replace(
         plan,

@@ -1,4 +1,4 @@
-"""How large: from a budget to a model's shape, a sequence, a batch and the training FLOPs they come to."""
+"""Derives the size of a run from its budget: the model's shape, sequence length, batch and training FLOPs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, 
 
 
 def _best_parameter_count(config: RunConfig, budget: Amount, rate: float, unique_tokens: int) -> float:
-    """The size that a budget is best spent on: what learns most in a time, or what so many tokens are enough for."""
+    """Number of parameters that suits the budget: for a time, the size that learns most in it; for tokens, the size
+    that they are enough to train."""
     if budget.unit == "seconds":
         return scaling_rules.compute_optimal_parameters(flops=rate * budget.value, unique_tokens=unique_tokens)
     parameters, flops = 1e6, 1e12

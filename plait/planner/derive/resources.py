@@ -16,7 +16,7 @@ from plait.planner.calibration.factors import UNCALIBRATED, Calibration, Forecas
 from plait.planner.step_time.device_rates import peak_flops
 
 STAND_IN = "A100"
-"""What a GPU that is not in the catalogue is laid out as, with its own memory."""
+"""Device that stands in for a GPU that is not in the catalogue; the GPU's own memory is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Resources:
     cluster: Cluster | None = None
     """What the probe found, or the cluster on paper."""
     is_here: bool = True
-    """Whether the machines are at hand; else they are only described."""
+    """Whether the machines exist and are reachable; False for a cluster that is only described."""
     load_calibration: LoadCalibration = field(default=lambda precision, basis: UNCALIBRATED)
 
     @property
@@ -82,7 +82,7 @@ class Resources:
         return cluster_of_machine(machine, self.peak_flops if machine.device == "cpu" else None, workers=workers)
 
     def probed(self, need: ProbeNeed) -> Resources:
-        """The same, several hosts with what a probe found of them."""
+        """These resources with the cluster that a probe of the hosts measured; unchanged for a single host."""
         return replace(self, cluster=self.probe(need)) if self.probe else self
 
     def threads(self, workers: int) -> int:
@@ -115,6 +115,6 @@ def on_paper(cluster: Cluster, load_calibration: LoadCalibration = lambda precis
 
 
 def probe_digest(cluster: Cluster | None) -> str:
-    """Tells one probe from another: what plans were made of; empty where nothing was probed."""
+    """Hash of the probe's results, which a plan records; empty where nothing was probed."""
     measured = cluster.measured if cluster else None
     return sha256(measurements_json(measured).encode()).hexdigest()[:16] if measured else ""

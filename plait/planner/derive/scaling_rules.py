@@ -56,7 +56,7 @@ def divisible_batch(sequences: float) -> int:
 def peak_lr(flops: float) -> float:
     """AdamW's peak learning rate from the whole run's training FLOPs (Bi et al. 2024: 0.3118 C^-0.1250).
 
-    Held below 4e-3: their fit starts at 1e17 FLOPs, and below that it climbs without end.
+    At most 4e-3: the fit starts at 1e17 FLOPs and grows without bound below that.
     """
     return min(4e-3, 0.3118 * flops**-0.1250)
 

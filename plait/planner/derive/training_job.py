@@ -1,4 +1,4 @@
-"""What a run computes: the same whoever does it, and the same for a run that goes on."""
+"""What a run computes, independent of the layout and the machines; it stays the same when a run continues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plait.units import Amount
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """What a run computes, whoever does it."""
+    """Model, batch, precision and budget of a run, independent of the layout and the machines."""
 
     budget: Amount
     shape: ModelShape
@@ -55,7 +55,7 @@ def job_of_plan(plan: Plan) -> TrainingJob:
 
 
 def precision_of(config: RunConfig, device: WorkerDevice) -> Precision:
-    """The arithmetic that a recipe names, else the fast one of the device: the one rule, whoever asks."""
+    """The precision that a recipe names, else the fast one of the device. Every command uses this rule."""
     if config.train.precision != "auto":
         return config.train.precision
     return "bf16" if device == "cuda" else "float32"

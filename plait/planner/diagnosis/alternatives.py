@@ -1,4 +1,4 @@
-"""Other ways in which a planned layout may have run unasked: recomputation, other micro-batches, another precision."""
+"""Settings that may differ from the plan by mistake: recomputation, micro-batches, schedule, precision, attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plait.units import counted, format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Something that may run in another way than was planned."""
+    """A setting that may have differed from the plan, and the cost inputs with it."""
 
     name: str
     inputs: CostInputs
@@ -21,7 +21,7 @@ class Alternative:
 
 
 def alternatives(inputs: CostInputs) -> Iterator[Alternative]:
-    """Other ways to run the layout that fit in memory, and each was seen to happen unasked."""
+    """Settings that fit in memory; each was once seen to be active by mistake."""
     capacity = min(island.device.memory_bytes for island in inputs.cluster.islands)
     for swap in _swaps(inputs):
         if layout_bytes(swap.inputs) <= capacity:

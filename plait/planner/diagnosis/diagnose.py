@@ -20,7 +20,7 @@ from plait.planner.step_time.cost_inputs import CostInputs
 from plait.units import format_duration, parse_amount
 
 LARGEST_STRAIN = 4.0
-"""Times its usual straying (as a power) that a figure may be off before it counts as no explanation."""
+"""Largest power of its usual error factor that a figure may be off by and still count as an explanation."""
 EXPLANATIONS_LISTED = 6
 """Explanations that are listed, at most."""
 NOTABLE_DIFFERENCE = 0.02
@@ -28,7 +28,7 @@ NOTABLE_DIFFERENCE = 0.02
 LEAST_RATIO_TO_TELL_APART = 1.05
 """How many times longer a step must be by one explanation than by another for a run to tell them apart."""
 CLOSE_ENOUGH = 0.002
-"""How exactly the step is met that an altered figure should explain."""
+"""Relative tolerance between the measured step and the step with an altered figure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Explanation:
     needs: str
     look: str
     strain: float
-    """How unusual it would be: 1 is a figure as far off as such figures often are."""
+    """Deviation of the figure in units of its usual one (logarithms): 1 is common, larger is less likely."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Diagnosis:
     error: float
     """The forecast's own error bar, as a share."""
     mfu: float
-    """Share of the arithmetic peak that the measured step makes of the devices, all of attention counted."""
+    """Model FLOPs utilisation of the measured step, all attention scores counted."""
     mfu_forecast: float
     verdict: Literal["as forecast", "slower", "faster"]
     explanations: tuple[Explanation, ...]
@@ -81,8 +81,8 @@ def diagnose(found: Search, measured_s: float) -> Diagnosis:
     excluded: list[Excluded] = []
     if abs(factor - 1) > found.tolerance:
         inputs = chosen_layout(found)
-        tried = [_pulled(inputs, lever, measured_s) for lever in sensitivities(inputs)]
-        tried += [_swapped(swap, measured_s, forecast_s, found.tolerance) for swap in alternatives(inputs)]
+        tried = [_explain_by_figure(inputs, lever, measured_s) for lever in sensitivities(inputs)]
+        tried += [_explain_by_setting(swap, measured_s, forecast_s, found.tolerance) for swap in alternatives(inputs)]
         excluded = [one for one in tried if isinstance(one, Excluded)]
         explained = sorted((one for one in tried if isinstance(one, tuple)), key=lambda one: one[0].strain)[
             :EXPLANATIONS_LISTED
@@ -104,14 +104,14 @@ def diagnose(found: Search, measured_s: float) -> Diagnosis:
 SolvedFactor = tuple[Explanation, CostInputs] | Excluded | None
 
 
-def _pulled(inputs: CostInputs, lever: Sensitivity, measured_s: float) -> SolvedFactor:
+def _explain_by_figure(inputs: CostInputs, lever: Sensitivity, measured_s: float) -> SolvedFactor:
     """How far a figure must be off for the step to be as measured."""
     before_s = layout_step_s(inputs)
     slower = measured_s > before_s
     farthest = lever.usual ** (LARGEST_STRAIN if slower else -LARGEST_STRAIN)
     most_s = layout_step_s(lever.altered(inputs, farthest))
     if abs(most_s / before_s - 1) < CLOSE_ENOUGH:
-        return None  # it plays no part at all
+        return None  # the step does not depend on this figure
     if (most_s < measured_s) if slower else (most_s > measured_s):
         return Excluded(name=lever.name, step_s=most_s, bound="at most" if slower else "at least")
     factor = _solved(lambda f: layout_step_s(lever.altered(inputs, f)), farthest, measured_s)
@@ -138,7 +138,7 @@ def _solved(step_s: Callable[[float], float], farthest: float, measured_s: float
         low, high = (middle, high) if now_s < measured_s else (low, middle)
 
 
-def _swapped(swap: Alternative, measured_s: float, forecast_s: float, error: float) -> SolvedFactor:
+def _explain_by_setting(swap: Alternative, measured_s: float, forecast_s: float, error: float) -> SolvedFactor:
     """Whether running in another way would take about as long as measured."""
     altered_s = layout_step_s(swap.inputs)
     if (altered_s > forecast_s) != (measured_s > forecast_s) or abs(altered_s / forecast_s - 1) < NOTABLE_DIFFERENCE:

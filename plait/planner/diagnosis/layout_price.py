@@ -1,4 +1,4 @@
-"""The price of one layout, asked for again and again with something altered.
+"""Time and memory of a single layout, for a diagnosis that alters one input after another.
 
 Everything here takes the CostInputs of a single candidate.
 """

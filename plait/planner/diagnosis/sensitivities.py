@@ -27,7 +27,7 @@ class Sensitivity:
     """How the figure would have to differ, in words, from the forecast's layout and the one that explains the
     measurement."""
     look: str
-    """What tells it from other explanations."""
+    """Advice on how to tell it apart from other explanations."""
 
 
 def sensitivities(inputs: CostInputs) -> Iterator[Sensitivity]:
@@ -38,15 +38,15 @@ def sensitivities(inputs: CostInputs) -> Iterator[Sensitivity]:
     if inputs.cluster.n_devices > 1:
         yield ONE_SLOW_DEVICE
         yield OVERLAP
-        yield from (lever for lever in (LINK_BETWEEN, LINK_INSIDE) if _carries(inputs, lever))
+        yield from (lever for lever in (LINK_BETWEEN, LINK_INSIDE) if _affects_messages(inputs, lever))
     yield TIME_OUTSIDE_STEPS
 
 
-def _carries(inputs: CostInputs, lever: Sensitivity) -> bool:
-    return _moved(inputs, lever.altered(inputs, 2.0)) != ""
+def _affects_messages(inputs: CostInputs, lever: Sensitivity) -> bool:
+    return _affected_messages(inputs, lever.altered(inputs, 2.0)) != ""
 
 
-def _moved(inputs: CostInputs, other: CostInputs) -> str:
+def _affected_messages(inputs: CostInputs, other: CostInputs) -> str:
     """The messages that take longer, or less long, with the other cost inputs, in words."""
     here, there = layout_items_s(inputs), layout_items_s(other)
     names = [name for name in BOTTLENECKS["links"] if abs(there[name] - here[name]) > 1e-3 * layout_step_s(inputs)]
@@ -199,7 +199,7 @@ LINK_BETWEEN = Sensitivity(
     altered=_with_between,
     needs=lambda here, there: (
         f"it would have to carry {_two_digits(there.network.between_bytes_per_s / 1e9)} GB/s a device, not "
-        f"{_two_digits(here.network.between_bytes_per_s / 1e9)} ({_moved(here, there)})"
+        f"{_two_digits(here.network.between_bytes_per_s / 1e9)} ({_affected_messages(here, there)})"
     ),
     look="measure it (plait probe), or train on one node alone: is that as fast as plait plan says for it?",
 )
@@ -209,7 +209,7 @@ LINK_INSIDE = Sensitivity(
     altered=lambda inputs, factor: _with_islands(inputs, lambda i: replace(i, inside=_link(i.inside, factor))),
     needs=lambda here, there: (
         f"it would have to carry {_two_digits(there.network.inside_bytes_per_s / 1e9)} GB/s a device, not "
-        f"{_two_digits(here.network.inside_bytes_per_s / 1e9)} ({_moved(here, there)})"
+        f"{_two_digits(here.network.inside_bytes_per_s / 1e9)} ({_affected_messages(here, there)})"
     ),
     look="measure it (plait probe): devices that do not see each other send their messages through the processor",
 )

@@ -1,4 +1,4 @@
-"""What would change the answer, how sure it is, and whether all machines are worth their part: in sentences."""
+"""Sentences on what would change the choice, how reliable the forecast is, and whether every machine is useful."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def layout_changes(found: Search) -> list[str]:
 
 
 def certainty_lines(found: Search) -> list[str]:
-    """How sure the forecast is, and what it takes on trust."""
+    """How reliable the forecast is, and what it assumes without measurement."""
     step_s = float(found.step_s[found.chosen])
     low, high = format_duration(step_s * (1 - found.tolerance)), format_duration(step_s * (1 + found.tolerance))
     if was_measured(found.workload, found.cluster):
@@ -109,7 +109,7 @@ def _flip_sentence(found: Search, flip: TippingPoint) -> str:
 
 
 def _condition(found: Search, flip: TippingPoint) -> tuple[str, str]:
-    """Where another layout takes over, and what there is."""
+    """(condition under which another layout wins, present value), as text."""
     cluster, island, side = found.cluster, found.cluster.islands[0], "below" if flip.factor < 1 else "above"
     match flip.what:
         case "between":

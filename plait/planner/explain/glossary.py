@@ -43,4 +43,4 @@ GLOSSARY: dict[str, str] = {
 
 def glossary_text() -> str:
     """All terms, for printing."""
-    return "\n\n".join(f"{term}\n    {told}" for term, told in GLOSSARY.items()) + "\n"
+    return "\n\n".join(f"{term}\n    {meaning}" for term, meaning in GLOSSARY.items()) + "\n"

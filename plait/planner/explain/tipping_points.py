@@ -24,12 +24,13 @@ LARGEST_FACTOR_TRIED = 256.0
 """How many times slower or faster a link is tried."""
 FINE_STEPS = 1.03
 MANY_LAYOUTS = 12_000
-"""Layouts beyond which thresholds of links come from representatives, and few other memories and batches are tried."""
+"""Number of layouts beyond which link thresholds are found with representatives, and fewer memory sizes and batches are
+tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TippingPoint:
-    """Where another kind of layout takes over: `factor` times what there is, and beyond."""
+    """The change of a quantity from which on another kind of layout wins: `factor` times its present value."""
 
     what: TippingQuantity
     factor: float
@@ -52,34 +53,35 @@ AlteredCluster = Callable[[Cluster, float], Cluster]
 
 
 def _of_link(found: Search, what: TippingQuantity, altered: AlteredCluster) -> list[TippingPoint]:
-    """The changes on either side: looked for among representatives, made exact by whole searches if that is quick."""
+    """Tipping points for slower and for faster links: found among representatives, then refined by full searches if
+    that is quick."""
     quick = _among_representatives(found, altered)
 
     def whole(factor: float) -> tuple[int, CandidateRow] | None:
-        return _winner(lambda f: _again(found, found.workload, altered(found.cluster, f)), factor)
+        return _winner(lambda f: _search_again(found, found.workload, altered(found.cluster, f)), factor)
 
     lines = []
     for step in (0.5, 2.0):
         limits = _crossing(found, quick, (1.0, step), step)
-        if limits and _listed(found) < MANY_LAYOUTS:
+        if limits and _n_layouts(found) < MANY_LAYOUTS:
             same, other = limits
             limits = _crossing(found, whole, (same**0.7, other), step**0.5)
-        if limits and (winner := (quick if _listed(found) >= MANY_LAYOUTS else whole)(limits[1])):
+        if limits and (winner := (quick if _n_layouts(found) >= MANY_LAYOUTS else whole)(limits[1])):
             lines.append(TippingPoint(what=what, factor=limits[1], winner=winner[1]))
     return lines
 
 
 ChooseAt = Callable[[float], tuple[int, CandidateRow] | None]
-"""The kind and the layout that would be chosen at so many times the present; None where nothing fits."""
+"""From a factor to the (kind, layout) chosen at that multiple of the present value; None where nothing fits."""
 
 
 def _among_representatives(found: Search, altered: AlteredCluster) -> ChooseAt:
     rows = representatives(found)
-    delta = found.step_s[rows] - _closed(found, rows, found.cluster)
+    delta = found.step_s[rows] - _closed_form_step_s(found, rows, found.cluster)
     names = kinds_of(found.candidates)
 
     def winner(factor: float) -> tuple[int, CandidateRow]:
-        step_s = _closed(found, rows, altered(found.cluster, factor)) + delta
+        step_s = _closed_form_step_s(found, rows, altered(found.cluster, factor)) + delta
         index = int(rows[simplest(step_s, found.complexity[rows], found.tolerance)])
         return int(names[index]), found.candidates.row(index)
 
@@ -121,7 +123,7 @@ def representatives(found: Search) -> Counts:
     return np.unique(np.concatenate([[found.chosen, found.fastest], order[first]]))
 
 
-def _closed(found: Search, rows: Counts, cluster: Cluster) -> Reals:
+def _closed_form_step_s(found: Search, rows: Counts, cluster: Cluster) -> Reals:
     step_s = np.empty(len(found.candidates))
     for some, inputs in filled_batches(replace(found.cost_inputs, cluster=cluster), rows):
         step_s[some] = estimate_step_time(inputs).step_s
@@ -142,15 +144,15 @@ def _faster(link: Link, factor: float) -> Link:
     return replace(link, bytes_per_s=link.bytes_per_s * factor)
 
 
-def _again(found: Search, workload: Workload, cluster: Cluster) -> Search:
+def _search_again(found: Search, workload: Workload, cluster: Cluster) -> Search:
     return search(workload, cluster, profile=found.profile, tolerance=found.tolerance)
 
 
 def _of_memory(found: Search) -> list[TippingPoint]:
     def again(factor: float) -> Search:
-        return _again(found, found.workload, with_memory(found.cluster, factor))
+        return _search_again(found, found.workload, with_memory(found.cluster, factor))
 
-    tried = ((0.8, 0.6), (1.5, 2.0, 4.0)) if _listed(found) < MANY_LAYOUTS else ((0.7,), (2.0,))
+    tried = ((0.8, 0.6), (1.5, 2.0, 4.0)) if _n_layouts(found) < MANY_LAYOUTS else ((0.7,), (2.0,))
     return [flip for factors in tried for flip in _first(found, "memory", factors, again)]
 
 
@@ -170,13 +172,13 @@ def _of_batch(found: Search) -> list[TippingPoint]:
         batch = round(found.workload.batch_sequences * factor)
         if batch < 1:
             raise PlaitError("no batch is less than one sequence; take one")
-        return _again(found, replace(found.workload, batch_sequences=batch), found.cluster)
+        return _search_again(found, replace(found.workload, batch_sequences=batch), found.cluster)
 
-    tried = ((0.5, 0.25), (2.0, 4.0, 8.0)) if _listed(found) < MANY_LAYOUTS else ((0.5,), (4.0,))
+    tried = ((0.5, 0.25), (2.0, 4.0, 8.0)) if _n_layouts(found) < MANY_LAYOUTS else ((0.5,), (4.0,))
     return [flip for factors in tried for flip in _first(found, "batch", factors, again)]
 
 
-def _listed(found: Search) -> int:
+def _n_layouts(found: Search) -> int:
     return len(found.candidates) + found.n_refused
 
 
@@ -185,7 +187,7 @@ def _first(
 ) -> list[TippingPoint]:
     """The first of the factors, going away from 1, at which another kind wins; for memory narrowed down."""
     here, same = kinds_of(found.candidates)[found.chosen], 1.0
-    narrow = what == "memory" and _listed(found) < MANY_LAYOUTS
+    narrow = what == "memory" and _n_layouts(found) < MANY_LAYOUTS
     for factor in factors:
         if not (other := _winner(again, factor)) or other[0] == here:
             same = factor

@@ -192,7 +192,7 @@ def _equal_words(found: Search, assignment: WorkAssignment) -> list[str]:
 
 
 def _order_words(found: Search) -> list[str]:
-    """In which order the machines stand, where that is not as they were given."""
+    """The host order with its reason, where it differs from the given order."""
     if found.host_order is None:
         return []
     names, before_s = ", ".join(found.assigner.devices.names), found.host_order.step_s_in_given_order
@@ -205,7 +205,7 @@ def _order_words(found: Search) -> list[str]:
 
 
 def _start_words(found: Search) -> list[str]:
-    """Whether another machine should be the first."""
+    """Advice to start the run on another host, where that is faster."""
     if not (other := with_better_first_host(found)):
         return []
     names, spent = other.assigner.devices.names, float(other.step_s[other.chosen])

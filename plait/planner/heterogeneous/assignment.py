@@ -113,7 +113,7 @@ class WorkAssigner:
         if c.layer_split == "published" or (plain and not devices.is_measured):
             return [CandidateGroup(indices=everyone, candidates=c, assignment=None)]
         keys = np.stack([c.pipeline, c.virtual, c.data_parallel_degree, c.context * c.tensor])
-        if plain:  # only stages are cut otherwise than by the weights of the head
+        if plain:  # the assignment differs only in how many layers each stage has
             keys = np.where(c.pipeline > 1, keys, 0)
         found = []
         for rows in group_equal_columns(keys):
@@ -139,7 +139,7 @@ class WorkAssigner:
 
     def _assignments(self, few: Candidates) -> list[tuple[WorkAssignment, Counts]]:
         """The assignments of candidates of one shape, each with the positions of the candidates that it is for."""
-        # What is kept decides how many layers a small device holds.
+        # Recomputation and the schedule decide how many layers a small device holds.
         knobs = np.stack([few.tensor, few.recompute, few.shard, few.shard_what, few.expert])
         if int(few.pipeline[0]) == 1 or self.devices.have_equal_memory:
             knobs = np.zeros_like(knobs)

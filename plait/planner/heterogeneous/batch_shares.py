@@ -63,7 +63,7 @@ def shares_by_speed(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 def _capped_shares(count: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
-    """The same with at most `most` sequences for each rank; their sum must be at least `count`."""
+    """Shares by speed, with at most `most` sequences for each rank; the sum of `most` must be at least `count`."""
     assert len(speeds) <= count <= sum(most) and min(speeds) > 0, (count, speeds, most)
     given = [min(one, limit) for one, limit in zip(_rounded_down_shares(count, speeds), most, strict=True)]
     queue = [((given[part] + 1) / speed, part) for part, speed in enumerate(speeds) if given[part] < most[part]]

@@ -87,18 +87,18 @@ def _measured_speeds(w: Workload, cluster: Cluster, slowest: DeviceTime) -> Devi
         own = unit_s / _model_s(replace(slowest, measured=host))
         each += [(own * rate / statistics.median(host.rates), place) for rate in host.rates]
     names = make_names_unique(tuple(host.host for host in measured.devices))
-    tolerance = EQUAL_SPEED_TOLERANCE + _doubt(measured)
+    tolerance = EQUAL_SPEED_TOLERANCE + _measurement_tolerance(measured)
     return _devices(cluster, each, names, tolerance)
 
 
-def _doubt(measured: Measurements) -> float:
-    """What a difference of speeds must exceed beside: half of the spread that timings of products had."""
+def _measurement_tolerance(measured: Measurements) -> float:
+    """Addition to EQUAL_SPEED_TOLERANCE: half of the median spread of the timed products, at most 0.1."""
     spreads = [one.spread for host in measured.devices for one in host.times_of("product")]
     return min(0.5 * statistics.median(spreads), 0.1) if spreads else 0.0
 
 
 def _catalogue_speeds(w: Workload, cluster: Cluster, slowest: DeviceTime) -> DeviceSpeeds:
-    """By the figures of each island's device, also where a probe timed other numbers of them."""
+    """Speeds from the catalogue's figures; also used where a probe timed another number of devices."""
     formulas = replace(slowest, measured=None)
     unit_s = _model_s(formulas)
 
@@ -150,7 +150,7 @@ def _parts_s(device: DeviceTime) -> tuple[float, float]:
 
 
 def _head_and_embedding_in_layers(device: DeviceTime, clock: MeasuredDevice) -> tuple[float, float]:
-    """What head and embedding cost in layers, as they were timed."""
+    """Measured time of the head and of the embedding, in units of an average layer."""
     w = device.workload
     tokens = max(1, min(w.batch_sequences, MEASURED_TOKENS // w.sequence)) * w.sequence
     layer, both = _parts_s(device)

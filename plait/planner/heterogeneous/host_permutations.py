@@ -1,4 +1,5 @@
-"""Which device takes which coordinate: ranks follow the machines, so it is their order, and the groups within them."""
+"""Permutations of the hosts. Ranks are numbered host by host, so the host order decides which device has which
+coordinate."""
 
 from __future__ import annotations
 
@@ -118,22 +119,21 @@ def _orders(blocks: Sequence[Island], *, first_stays: bool) -> Iterator[tuple[in
 
 
 def _blocks(cluster: Cluster) -> list[Island]:
-    """What can change its place by itself: each host where they are few or their links are unequal, else rows of
-    equal hosts."""
+    """The units to permute: single hosts where they are few or have unequal links, else rows of equal hosts."""
     if cluster.n_nodes > MOST_BLOCKS_PERMUTED and not has_unequal_links(cluster):
         return list(cluster.islands)
     return [replace(island, nodes=1) for island in cluster.islands for _ in range(island.nodes)]
 
 
 def _joined(blocks: Sequence[Island]) -> tuple[Island, ...]:
-    """Equal ones in a row as one island."""
+    """The islands, with neighbours of equal nodes merged into one."""
     kinds = [replace(block, nodes=1) for block in blocks]
     rows = [list(row) for _, row in groupby(range(len(blocks)), key=lambda at: kinds.index(kinds[at]))]
     return tuple(replace(blocks[row[0]], nodes=sum(blocks[at].nodes for at in row)) for row in rows)
 
 
 def _hosts(cluster: Cluster, blocks: Sequence[Island]) -> list[range] | None:
-    """The measured hosts of each block; None where they do not go together."""
+    """The measured hosts of each block; None where blocks and measured hosts do not match."""
     if cluster.measured is None:
         return None
     ends = list(accumulate((device.workers for device in cluster.measured.devices), initial=0))

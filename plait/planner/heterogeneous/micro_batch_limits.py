@@ -62,7 +62,7 @@ def _estimator(
         [cut_share(share, group.candidates.micro_sequences)[1] for share in set(assignment.sequences_per_replica)],
         axis=0,
     )
-    # One that all of a share goes into may have room for more, should the share grow.
+    # A requested micro-batch that is larger than every share stays: a share may grow into it.
     requested = np.maximum(
         requested,
         group.candidates.micro_sequences * (group.candidates.micro_sequences > max(assignment.sequences_per_replica)),

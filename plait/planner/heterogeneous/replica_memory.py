@@ -60,12 +60,12 @@ class LimitedReplicas:
     number: Counts
     """Micro-batches per step, ignoring collectives inside them."""
     size: Counts
-    """Sequences of the largest of them."""
+    """Sequences of the largest micro-batch."""
     most: Reals
     """Shape [pipeline, candidates]: bytes on each device at the limit and with several micro-batches, which a share
     that grows during the run may bring."""
     most_requested: Reals
-    """Shape [pipeline, candidates]: the same bytes if the limit were what is requested."""
+    """Shape [pipeline, candidates]: `most` if the limit were `requested`."""
     capacity_bytes: Reals
     """Shape [pipeline]: memory of those devices."""
 
@@ -77,7 +77,7 @@ class ReplicaMemory(LimitedReplicas):
     needed_bytes: Reals
     """Shape [pipeline, candidates]: bytes on each device."""
     limits: MicroBatches
-    """Equal micro-batches that fill as much memory."""
+    """Micro-batches of equal size that need `needed_bytes`."""
 
     def batch(self, candidates: Candidates) -> tuple[Counts, Candidates]:
         """Sequences of a step in which every rank had these micro-batches, and the candidates for it."""

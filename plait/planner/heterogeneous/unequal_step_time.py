@@ -34,7 +34,7 @@ class Bottleneck:
     stages_s: Reals
     """Shape [pipeline, candidates]: seconds of one micro-batch on each pipeline rank, forward and backward."""
     settled_s: Reals
-    """Seconds that one micro-batch more takes once the pipeline is full."""
+    """Seconds that one more micro-batch adds once the pipeline is full."""
     piped_s: Reals
     """Seconds from the first micro-batch to the end of the last, by a closed form."""
     share_of_rank_time: Reals

@@ -39,7 +39,7 @@ class MemoryEstimate:
     allocated: Reals
     reserved: Reals
     stage: Reals
-    """The pipeline rank that is fullest: 0 the first, 1 the last."""
+    """Pipeline rank that these bytes are for: 0 the first, 1 the last."""
 
 
 def estimate_memory(

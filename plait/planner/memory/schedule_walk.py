@@ -1,8 +1,8 @@
-"""The moments of a rank's step at which it may hold most, found by walking through the list of its actions.
+"""Finds the moments of a step at which a rank's memory may peak, by walking through its list of actions.
 
-What is counted is what trainer/step.py, parallel/pipeline/stage.py and parallel/pipeline/stage_links.py hold; the list
-is partition/pipeline_schedule.py's. A moment tells how many of each of memory_pieces.Pieces there are, so that one walk
-serves models of all sizes.
+The walk counts the tensors that trainer/step.py, parallel/pipeline/stage.py and parallel/pipeline/stage_links.py hold;
+the list is from partition/pipeline_schedule.py. A moment is a count of each tensor of tensor_sizes.TensorSizes, so one
+walk serves models of all sizes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from plait.partition.pipeline_schedule import Action
 
 MESSAGES_AT_ONCE = 4
-"""Buffers for results of other ranks before they are needed, and own results that are kept until they were sent
+"""Largest number of receive buffers posted in advance, and of own results kept until they are sent
 (parallel/pipeline/stage_links.py)."""
 
 WalkedItem = Literal["gradients", "activations", "logits", "buffers"]
-"""Gradients in memory of their own; what backward needs; the loss's logits and the gradients that it made; messages
-under way and what one operation hands to the next."""
+"""Items of memory. gradients: those in tensors of their own; activations: tensors kept for the backward pass; logits:
+those of the loss, and the gradients that it computes; buffers: messages in flight and temporary tensors."""
 TensorSize = Literal[
     "stream", "every", "gathered", "wide", "layer", "turned", "forward", "backward", "scores", "table", "widest",
     "layer_gradients", "table_gradients",
@@ -35,7 +35,7 @@ HeldTensors = Counter[tuple[WalkedItem, TensorSize]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineStages:
-    """What a walk must know of the pipeline beside a rank's list; one stage where there is none."""
+    """What a walk needs besides a rank's list of actions; a model without a pipeline is one stage."""
 
     layers: tuple[int, ...]
     """Layers of each stage, over all ranks."""
@@ -55,7 +55,7 @@ class PipelineStages:
 
 
 def fullest_moments(own: Sequence[Action], stages: PipelineStages) -> NDArray[np.float64]:
-    """[moments, items, pieces]: those of a rank's list that may be the fullest for some sizes of the pieces."""
+    """Shape [moments, items, tensors]: counts of tensors at each moment that may be the peak for some tensor sizes."""
     walk = _Walk(own, stages)
     for action in own:
         match action.kind:
@@ -65,8 +65,8 @@ def fullest_moments(own: Sequence[Action], stages: PipelineStages) -> NDArray[np
                 walk.weights(action)
             case _:
                 walk.backward(action)
-    found = np.zeros((len(walk.met), len(WALKED_ITEMS), len(TENSOR_SIZES)))
-    for number, moment in enumerate(walk.met):
+    found = np.zeros((len(walk.moments), len(WALKED_ITEMS), len(TENSOR_SIZES)))
+    for number, moment in enumerate(walk.moments):
         for (item, piece), count in moment:
             found[number, WALKED_ITEMS.index(item), TENSOR_SIZES.index(piece)] = count
     return found[_undominated(found.sum(axis=1))]
@@ -81,10 +81,10 @@ def _undominated(totals: NDArray[np.float64]) -> list[int]:
 
 
 class _Walk:
-    """What is held after the actions so far, and the moments that were met."""
+    """Tensors held after the actions so far, and all moments that were recorded."""
 
     def __init__(self, own: Sequence[Action], stages: PipelineStages) -> None:
-        self.met: set[frozenset[tuple[tuple[WalkedItem, TensorSize], float]]] = set()
+        self.moments: set[frozenset[tuple[tuple[WalkedItem, TensorSize], float]]] = set()
         self._stages = stages
         self._now: HeldTensors = Counter()
         self._grown: set[tuple[int, TensorSize]] = set()
@@ -93,58 +93,58 @@ class _Walk:
         self._sent = 0
 
     def forward(self, action: Action) -> None:
-        """Layers, and behind the last of them the loss."""
+        """Forward pass of a stage: its layers, and on the last stage the loss."""
         self._to_come -= self._is_received(action)
         self._now["activations", "layer"] += self._stages.layers[action.stage]
-        self._meet({("buffers", "forward"): 1, ("buffers", "stream"): 1})
+        self._record_moment({("buffers", "forward"): 1, ("buffers", "stream"): 1})
         if action.stage < self._stages.last:
             return self._send()
-        # The final norm keeps what it took; what it gave goes as soon as the loss made its gradient.
+        # The final norm keeps its input; its output is freed as soon as the loss has computed its gradient.
         self._now["activations", "stream"] += 1
         self._now["logits", "every"] += 1
         self._now["logits", "table"] += 1
-        return self._meet({("logits", "scores"): 1, ("buffers", "stream"): 1, ("buffers", "gathered"): 1})
+        return self._record_moment({("logits", "scores"): 1, ("buffers", "stream"): 1, ("buffers", "gathered"): 1})
 
     def backward(self, action: Action) -> None:
-        """The layers' way back, whole or, in a split backward pass, without the gradients of their weights."""
+        """Backward pass of a stage; in a split backward pass, without the gradients of the weights."""
         now, stages, stage = self._now, self._stages, action.stage
         layers, split = stages.layers[stage], action.kind == "backward-input"
         last = self._closing.get(stage) == action
         self._to_come -= self._is_received(action)
         if stage == stages.last:
-            self._meet({("buffers", "stream"): 3})
+            self._record_moment({("buffers", "stream"): 3})
             now["activations", "stream"] -= 1
             now["logits", "every"] -= 1
-        self._begin_of_way_back("split" if split else "whole")
+        self._start_of_backward("split" if split else "whole")
         now["activations", "layer"] -= layers
         now["activations", "turned"] += layers * split
         if not split:
             self._grow("layer_gradients", stage, layers, flat=stages.flat_layers and last)
-        # When the first of its layers is being left.
+        # The end of the backward pass of the stage's first layer.
         left: TensorSize = "turned" if split else "layer"
-        self._meet({("activations", "layer"): 1, ("activations", left): -split, ("buffers", "stream"): 1})
+        self._record_moment({("activations", "layer"): 1, ("activations", left): -split, ("buffers", "stream"): 1})
         if stage == 0:
-            self._meet({("buffers", "stream"): 1, ("buffers", "table"): 1})
+            self._record_moment({("buffers", "stream"): 1, ("buffers", "table"): 1})
         self._grow("table_gradients", stage, stages.tables(stage), flat=stages.flat_tables and last)
         now["logits", "table"] -= stage == stages.last
         if stage > 0:
             self._send()
 
     def weights(self, action: Action) -> None:
-        """The gradients of the weights that a split backward pass put off, product by product."""
+        """The delayed gradients of a stage's weights in a split backward pass, product by product."""
         layers = self._stages.layers[action.stage]
         self._grow("layer_gradients", action.stage, layers, flat=False)
         self._now["activations", "turned"] -= layers
-        self._meet({("activations", "turned"): 1})
+        self._record_moment({("activations", "turned"): 1})
 
-    def _begin_of_way_back(self, kind: Literal["whole", "split"]) -> None:
-        """Through the last of the layers: its feedforward's products are the widest of all that backward makes."""
-        self._meet({("buffers", "backward"): 1})
+    def _start_of_backward(self, kind: Literal["whole", "split"]) -> None:
+        """Backward pass of the stage's last layer, whose feedforward products are the widest tensors of all."""
+        self._record_moment({("buffers", "backward"): 1})
         if kind == "whole":
-            self._meet({("buffers", "backward"): 1, ("buffers", "wide"): -1, ("buffers", "widest"): 1})
+            self._record_moment({("buffers", "backward"): 1, ("buffers", "wide"): -1, ("buffers", "widest"): 1})
 
     def _grow(self, piece: TensorSize, stage: int, count: int, *, flat: bool) -> None:
-        """Gradients that were not there before; or, on the last way back, those that leave for their flat buckets."""
+        """Add gradients that did not exist yet; in the last backward pass, remove those that move to flat buckets."""
         fresh = (stage, piece) not in self._grown
         self._grown.add((stage, piece))
         self._now["gradients", piece] += (fresh - flat) * count
@@ -160,13 +160,13 @@ class _Walk:
 
     def _send(self) -> None:
         self._sent += 1
-        self._meet({})
+        self._record_moment({})
         self._sent = min(self._sent, MESSAGES_AT_ONCE)
 
-    def _meet(self, beside: dict[tuple[WalkedItem, TensorSize], int]) -> None:
-        """A moment at which so much is held beside what is kept."""
+    def _record_moment(self, beside: dict[tuple[WalkedItem, TensorSize], int]) -> None:
+        """Record a moment with these temporary tensors besides those that are kept."""
         moment = Counter(self._now)
         moment["buffers", "stream"] += self._sent + min(MESSAGES_AT_ONCE, self._to_come)
         for place, count in beside.items():
             moment[place] += count
-        self.met.add(frozenset((place, float(count)) for place, count in moment.items() if count))
+        self.moments.add(frozenset((place, float(count)) for place, count in moment.items() if count))

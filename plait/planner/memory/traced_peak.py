@@ -1,6 +1,6 @@
-"""How many bytes plait's own ranks hold on processors, found by following the lists that they carry out.
+"""Peak memory of plait's ranks on processors, found by tracing their lists of actions tensor by tensor.
 
-What is counted are live tensors in float32 of a step that has optimizer state, at its fullest moment.
+The peak counts live float32 tensors, in a step after the optimizer's state exists.
 """
 
 from __future__ import annotations
@@ -31,23 +31,22 @@ from plait.planner.problem.stage_partition import head_cost_in_layers, layers_of
 from plait.planner.problem.workload import Workload, expected_distinct_tokens
 
 ROUNDS_WALKED = 3
-"""Rounds of micro-batches through all ranks that are walked: they show all that a schedule other than gpipe ever
-holds."""
+"""Rounds of micro-batches through all ranks that are traced; for every schedule but gpipe the peak is within these."""
 LAYERS_GATHERED_AT_ONCE = 2
-"""Layers of which split parameters lie gathered at once: the one at work, and the next one."""
+"""Layers whose sharded parameters are gathered at a time: the current one and the next."""
 HELD_BACK, HELD_BACK_AGAIN = constant("held_back"), constant("held_back_again")
-"""What the C library's heap takes for all tensors together: it fills gaps late and gives little back; the more so where
-tensors that stay come between those of one micro-batch, or of one layer computed again, and the next (readings of runs
-of 1, 11 and 50 million parameters with glibc, on one host and on two)."""
+"""Heap memory of the C library over tensor bytes: the heap reuses gaps late and returns little. The second factor is
+for runs that allocate lasting tensors between the temporary ones of two micro-batches or recomputed layers. Readings:
+runs of 1, 11 and 50 million parameters with glibc, on one host and on two."""
 ALLOCATOR_GAP_STREAMS = constant("allocator_gap_streams")
-"""Streams (all rows of a micro-batch) per layer whose memory is not found again with tensor parallelism: buffers lie
-between tensors that stay."""
+"""Memory that the heap cannot reuse with tensor parallelism, per layer, in units of the residual stream of a
+micro-batch: buffers were allocated between lasting tensors."""
 PipelineEnd = Literal["first", "last", "fuller"]
 MEMORY_ITEMS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "fixed")
 
 
 def can_trace(workload: Workload) -> bool:
-    """Whether traced_peak knows what is trained."""
+    """Whether traced_peak supports the workload: dense and in float32."""
     return workload.precision == "float32" and not workload.experts
 
 
@@ -66,7 +65,7 @@ def traced_peak(
 def _followed(workload: Workload, key: CandidatesKey, keeps_ends: bool, end: PipelineEnd) -> dict[str, Reals]:
     candidates = key.candidates
     found = {name: np.zeros(len(candidates)) for name in (*MEMORY_ITEMS, "stage")}
-    for are_equal in _alike(workload, candidates):
+    for are_equal in _groups_with_equal_actions(workload, candidates):
         few = candidates.select(are_equal)
         sizes = tensor_sizes(workload, few)
         first, last = (_items(workload, few, sizes, rank, keeps_ends) for rank in ("first", "last"))
@@ -98,23 +97,23 @@ def resident_bytes(workload: Workload, candidates: Candidates, tensor_bytes: Rea
     return np.where(again, HELD_BACK_AGAIN, HELD_BACK) * tensor_bytes + gaps + process_bytes
 
 
-def _alike(workload: Workload, c: Candidates) -> list[Counts]:
+def _groups_with_equal_actions(workload: Workload, c: Candidates) -> list[Counts]:
     """Indices of candidates whose ranks carry out the same list of actions and sum gradients over ranks in the same
     way, together."""
-    columns = (c.pipeline, c.virtual, c.schedule, _micros(workload, c), _copies(c) > 1, _fully(c))
+    columns = (c.pipeline, c.virtual, c.schedule, _micros(workload, c), _copies(c) > 1, _is_fully_sharded(c))
     return group_equal_columns(np.stack([np.asarray(column, dtype=np.int64) for column in columns]))
 
 
 def _items(w: Workload, c: Candidates, p: TensorSizes, end: PipelineEnd, keeps_ends: bool) -> dict[str, Reals]:
-    """The items on the first or the last rank, for candidates that `_alike` has put together."""
-    pipeline, virtual, fully = int(c.pipeline[0]), int(c.virtual[0]), bool(_fully(c)[0])
+    """The items on the first or the last rank, for candidates that carry out equal lists of actions."""
+    pipeline, virtual, fully = int(c.pipeline[0]), int(c.virtual[0]), bool(_is_fully_sharded(c)[0])
     flat = int(_copies(c)[0]) > 1 and not fully
-    lone_ends = w.tied and pipeline > 1 and not flat and not fully
+    unreplicated_tied_ends = w.tied and pipeline > 1 and not flat and not fully
     stages = PipelineStages(
         layers=layers_of_stages(w.layers, pipeline * virtual, head_cost_in_layers(w), c.layer_split),
         tied=w.tied,
         flat_layers=flat,
-        flat_tables=flat or (lone_ends and not keeps_ends),
+        flat_tables=flat or (unreplicated_tied_ends and not keeps_ends),
     )
     rank, schedule, micros = 0 if end == "first" else pipeline - 1, SCHEDULES[int(c.schedule[0])], int(_micros(w, c)[0])
     held = _fullest(_moments(schedule, pipeline, virtual, micros, rank, stages), p)
@@ -129,11 +128,11 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, end: PipelineEnd, keeps_e
         min(LAYERS_GATHERED_AT_ONCE, layers) if pipeline == 1 else layers
     )  # a pipeline would gather for each micro-batch
     kept, travelling = np.zeros(len(c)), np.zeros(len(c))
-    if lone_ends and keeps_ends:  # the last one keeps the table, and each holds what rows travel
+    if unreplicated_tied_ends and keeps_ends:  # the last rank keeps the table; both ranks hold the rows that are sent
         kept = p.table * (end == "first")
         rows = p.table * expected_distinct_tokens(w.batch_sequences * w.sequence, w.vocabulary) / w.vocabulary
         travelling = rows if end == "first" else 2 * rows
-    # Split buckets: what the others send of the own part waits beside it until it is added.
+    # Sharded buckets: contributions of other ranks to the own shard are buffered until they are added.
     received = 0.0 if fully else (c.shard - 1) * own
     return {
         "parameters": own if fully else weights,
@@ -164,7 +163,7 @@ def _moments(
 
 
 def _micros(workload: Workload, c: Candidates) -> NDArray[np.int64]:
-    """Micro-batches to be followed: as many as there are, or so many that more of them would show nothing new."""
+    """Number of micro-batches to trace: all of a step, or as many as reach the peak."""
     micros = np.ceil(micro_batches_per_step(workload, c)).astype(np.int64)
     enough = np.where(c.pipeline > 1, ROUNDS_WALKED * c.pipeline + micros % c.pipeline, 2)
     return np.where(c.schedule == SCHEDULES.index("gpipe"), micros, np.minimum(micros, enough))
@@ -175,5 +174,5 @@ def _copies(c: Candidates) -> NDArray[np.int64]:
     return c.data_parallel_degree * c.context
 
 
-def _fully(c: Candidates) -> NDArray[np.bool_]:
+def _is_fully_sharded(c: Candidates) -> NDArray[np.bool_]:
     return (c.shard > 1) & (c.shard_what == SHARDED_STATES.index("parameters"))

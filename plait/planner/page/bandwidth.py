@@ -64,9 +64,9 @@ class _Tried:
     best_s: Reals
     """(kinds, factors)"""
     rows: Counts
-    """A layout of each kind, to speak of it."""
+    """Index of one layout per kind, for its text."""
     chosen: Counts
-    """Places in `names`, one for each factor."""
+    """Index in `names` of the kind that is chosen, one per factor."""
 
 
 def bandwidth_sweep(found: Search) -> Sweep | None:
@@ -116,21 +116,21 @@ def _try(found: Search, clusters: list[Cluster]) -> _Tried:
     """Choose again on each cluster: among all layouts, or among representatives where they are very many."""
     few = len(found.candidates) + found.n_refused < MANY_LAYOUTS
     rows = np.arange(len(found.candidates)) if few else representatives(found)
-    correction = 0.0 if few else found.step_s[rows] - _closed(found, rows, found.cluster)
+    correction = 0.0 if few else found.step_s[rows] - _closed_form_step_s(found, rows, found.cluster)
     names, place = np.unique(kinds_of(found.candidates)[rows], return_inverse=True)
     best_s, chosen = np.full((len(names), len(clusters)), np.inf), np.empty(len(clusters), dtype=np.int64)
     for number, cluster in enumerate(clusters):
         if few:
             step_s = step_seconds(replace(found.cost_inputs, cluster=cluster), n_microbatches=found.n_microbatches)
         else:
-            step_s = _closed(found, rows, cluster) + correction
+            step_s = _closed_form_step_s(found, rows, cluster) + correction
         np.minimum.at(best_s[:, number], place, step_s)
         chosen[number] = place[simplest(step_s, found.complexity[rows], found.tolerance)]
     speakers = np.array([rows[np.flatnonzero(place == kind)[0]] for kind in range(len(names))])
     return _Tried(names=names, best_s=best_s, rows=speakers, chosen=chosen)
 
 
-def _closed(found: Search, rows: Counts, cluster: Cluster) -> Reals:
+def _closed_form_step_s(found: Search, rows: Counts, cluster: Cluster) -> Reals:
     step_s = np.empty(len(found.candidates))
     for some, inputs in filled_batches(replace(found.cost_inputs, cluster=cluster), rows):
         step_s[some] = estimate_step_time(inputs).step_s
@@ -149,7 +149,7 @@ def _faster(link: Link, factor: float) -> Link:
 
 
 def _present(cluster: Cluster, where: LinkPlace) -> tuple[float, str]:
-    """What there is, as people name it: a network by its line rate in bits, a link inside by a device's bytes."""
+    """Present bandwidth and its unit: a network's line rate in Gbit/s, or GB/s per device inside a node."""
     if where == "inside the node":
         island = cluster.islands[0]
         return device_bytes_per_s(island.inside, island.per_node) / 1e9, "GB/s a device"

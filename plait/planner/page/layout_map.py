@@ -39,7 +39,7 @@ class Dot:
     """What cuts the model."""
     words: str
     why: str
-    """What it would cost, against the chosen one."""
+    """Why it was not chosen: its time and complexity compared with the chosen layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ class MemoryBars:
     capacities: tuple[tuple[str, float], ...]
     """Kinds of devices with their bytes, the smallest first."""
     held_by: float
-    """Bytes of the device that the chosen layout's bar shows."""
+    """Memory in bytes of the device that the chosen layout's bar is for."""
 
 
 def memory_bars(found: Search) -> MemoryBars:

@@ -25,7 +25,7 @@ from plait.report.figures import Drawing
 from plait.units import counted, format_bytes, format_count, format_duration
 
 CONTENT_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-"""The browser's own guard: whatever the page holds, it loads nothing from anywhere."""
+"""Content security policy: the browser loads nothing from the network, whatever the page contains."""
 HEADINGS = {
     "layout": "what was chosen",
     "step": "a step",
@@ -171,7 +171,7 @@ def _facts(found: Search) -> str:
         "points of complexity": str(int(found.complexity[found.chosen])),
         "layouts priced": f"{len(found.candidates):,}",
     }
-    cells = "".join(f"<div><dt>{what}</dt><dd>{told}</dd></div>" for what, told in facts.items())
+    cells = "".join(f"<div><dt>{what}</dt><dd>{value}</dd></div>" for what, value in facts.items())
     return f'<dl class="facts">{cells}</dl>'
 
 
@@ -203,7 +203,7 @@ def _lines(lines: Sequence[str]) -> str:
 
 
 def _terms() -> str:
-    rows = "".join(f"<dt>{escape(term)}</dt><dd>{escape(told)}</dd>" for term, told in GLOSSARY.items())
+    rows = "".join(f"<dt>{escape(term)}</dt><dd>{escape(meaning)}</dd>" for term, meaning in GLOSSARY.items())
     return (
         "<section><h2>The words, for someone new</h2><details open><summary>Each in two sentences</summary>"
         f'<dl class="terms">{rows}</dl></details></section>'

@@ -125,7 +125,7 @@ COLUMN_DEFAULTS: Mapping[str, int | str] = {
     "schedule": "1f1b",
     "sequence_parallel": 0,
 }
-"""What a row that names less than all columns means."""
+"""Values of the columns that a row leaves out."""
 
 
 def group_equal_columns(keys: np.ndarray) -> list[Counts]:

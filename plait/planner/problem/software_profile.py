@@ -36,7 +36,7 @@ class SoftwareProfile:
     """Factors of computing (device_time.py) and of messages (step_time.py) that earlier runs on the same machines
     taught."""
     speed: float = _DEFAULTS["speed"]
-    """How fast the software is against this model's expectation: the one scalar that a measurement sets."""
+    """Speed of the software relative to the cost model: the one scalar that is fitted to a measurement."""
     product_share: float = _DEFAULTS["product_share"]
     """Share of the rate of the largest single products that a long run with real data holds."""
     fp8_share: float = _DEFAULTS["fp8_share"]
@@ -73,7 +73,7 @@ class SoftwareProfile:
     step_s: float = _DEFAULTS["step_s"]
     """Time that each step costs whatever its size: the optimizer's launches, the norm, the data, the log."""
     straggler_share: float = _DEFAULTS["straggler_share"]
-    """What everyone loses to the slowest, for each doubling of the nodes."""
+    """Share of a step lost to stragglers, for each doubling of the number of nodes."""
     hides_tensor: float = _DEFAULTS["hides_tensor"]
     """Share of the tensor axis' communication that runs under arithmetic."""
     hides_context: float = _DEFAULTS["hides_context"]
@@ -88,14 +88,14 @@ class SoftwareProfile:
     cpu_carries_messages: bool = False
     """Whether the processor that computes also carries what stages send each other."""
     keeps_tied_table_once: bool = False
-    """Whether, of the two ends of a pipeline with a tied head, one alone keeps the table where no others hold it, and
-    sends the other the rows of a step's tokens."""
+    """Whether, in a pipeline with a tied head, only the last rank keeps the table and sends the first rank the rows of
+    a step's tokens. It applies only where no other rank holds the table."""
     all_reduces_shards: bool = False
     """Whether gradients are summed to everyone although each rank keeps a shard of them: twice the traffic."""
     hides_parameters: float = _DEFAULTS["hides_parameters"]
     """Share of the arithmetic that gathers of sharded parameters may run under."""
     hides_scatters: bool = True
-    """Whether sums of their gradients may, too."""
+    """Whether reduce-scatters of sharded parameters' gradients may run under arithmetic, too."""
     hides_experts: float = _DEFAULTS["hides_experts"]
     """Share of the tokens' way to experts on other nodes that runs under arithmetic."""
     selective_products: float = _DEFAULTS["selective_products"]
@@ -125,9 +125,9 @@ class SoftwareProfile:
     logit_copies_bytes: float = _DEFAULTS["logit_copies_bytes"]
     """Memory held per logit at the loss: 16-bit, float32 copy and its gradient; little where the loss is fused."""
     fixed_bytes: float = _DEFAULTS["fixed_bytes"]
-    """Memory that no tensor of the model explains: communication buffers, workspaces."""
+    """Memory of the allocator besides the model's tensors: communication buffers, workspaces."""
     outside_bytes: float = _DEFAULTS["outside_bytes"]
-    """What no allocator of the program sees: the device's context, kernels, communication buffers."""
+    """Memory outside the program's allocator: the device's context, kernels, communication buffers."""
     shards_over: Literal["shard", "shard and context"] = "shard and context"
     """The ranks among which sharded states are split."""
     memory_model: Literal["by share", "followed"] = "by share"
@@ -144,11 +144,10 @@ class SoftwareProfile:
         return 2 if self.gradient_transfer == "bf16" else self.gradient_bytes
 
     def for_cluster(self, cluster: Cluster) -> SoftwareProfile:
-        """The same program there.
+        """The profile of the same program on this cluster.
 
-        Processors have other kernels; they hold nothing for it beside its tensors but the process itself, and there
-        torch waits for its sums of split parameters' gradients. Where messages were timed, their waiting is followed
-        one by one.
+        On processors the kernels are others, memory outside the tensors is only the process itself, and torch waits
+        for the reduce-scatters of sharded parameters. Where a probe timed messages, each one is simulated.
         """
         here = replace(self, send_model="ahead") if cluster.measured else self
         if any(island.device.kind != "cpu" for island in cluster.islands):

@@ -21,9 +21,9 @@ class RankLayers:
     last: Reals
     fullest: Reals
     ranks_after_fullest: Reals
-    """How many ranks stand behind the last of the fullest."""
+    """Number of ranks after the last rank that has `fullest` layers."""
     fullest_after: Reals
-    """Layers on the fullest of those, the last rank aside; 0 where there is none."""
+    """Layers on the fullest of these ranks, the last rank excluded; 0 where there is none."""
 
 
 def rank_layers(workload: Workload, candidates: Candidates) -> RankLayers:
@@ -47,7 +47,7 @@ STAGE_KEY_RADIX = 1 << 20
 def _rank_layer_counts(
     layers: int, pipeline: int, virtual: int, head_cost: float, layer_split: LayerSplit
 ) -> tuple[int, ...]:
-    """The fields of StageLayers for one pipeline."""
+    """The fields of RankLayers for one pipeline."""
     each = layers_of_stages(layers, pipeline * virtual, head_cost, layer_split)
     ranks = [sum(each[rank::pipeline]) for rank in range(pipeline)]
     behind = ranks[::-1].index(max(ranks))
@@ -156,6 +156,9 @@ def fullest_rank_parameters(workload: Workload, candidates: Candidates) -> tuple
 
 
 def messages_each_way(ranks: Counts | int, virtual: Counts | int) -> Counts:
-    """Of one micro-batch, over the wire between two neighbours of a pipeline: two ranks have one for all their chunks'
-    results and gradients, in a ring of more ranks each way has either."""
+    """Messages per micro-batch in one direction between two neighbouring pipeline ranks.
+
+    With two ranks the same wire carries results of some chunks and gradients of others; in a ring of more ranks each
+    direction carries either results or gradients.
+    """
     return np.where(np.equal(ranks, 2), 2 * np.asarray(virtual) - 1, virtual)

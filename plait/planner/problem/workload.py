@@ -56,7 +56,7 @@ class Workload:
 
     @property
     def element_bytes(self) -> int:
-        """Of a number as it is multiplied, kept for the backward pass and sent: 2 but for float32."""
+        """Bytes of an activation or weight in computation, in memory and in messages: 4 in float32, else 2."""
         return 4 if self.precision == "float32" else 2
 
     @property
@@ -130,7 +130,7 @@ class Workload:
 
     @property
     def mean_keys_per_query(self) -> float:
-        """Keys that a token's query meets on average over the layers when nothing is masked out."""
+        """Number of keys per query without the causal mask, averaged over the layers."""
         attending = self.layers if self.attending_layers < 0 else self.attending_layers
         seen = min(self.window or self.sequence, self.sequence)
         return (self.sequence * (attending - self.local_layers) + 2 * seen * self.local_layers) / self.layers
@@ -168,9 +168,9 @@ def workload_of(
 
 
 def expected_distinct_tokens(tokens: Any, vocabulary: int) -> Any:
-    """How many different ones are expected among so many tokens, whose frequencies follow Zipf's law.
+    """Expected number of distinct tokens among so many, if their frequencies follow Zipf's law.
 
-    Of 256, 512 and 1,024 tokens of Shakespeare with 2,048 kinds it tells 144, 245 and 405, and there are 148, 251, 399.
+    For 256, 512 and 1,024 tokens of Shakespeare, vocabulary 2,048: 144, 245 and 405; counted: 148, 251 and 399.
     """
     some, place = np.unique(np.asarray(tokens, dtype=np.float64), return_inverse=True)
     return np.array([_expected_distinct_tokens(float(one), vocabulary) for one in some])[place].reshape(

@@ -21,17 +21,18 @@ from plait.planner.plan import Plan
 
 CONFIDENCE = 3.0
 LEAST_STEPS_OBSERVED = 20
-"""Steps that a decision looks at, at least."""
+"""Smallest number of steps for a decision."""
 
 _NORMAL_FROM_DEVIATION = 1.4826
 _NORMAL_MEDIAN = 1.2533
-"""A normal spread from the median absolute deviation, and the standard error of a median against that of a mean."""
-_ALIKE = 1.05
+"""Standard deviation of a normal distribution over its median absolute deviation; standard error of a median over that
+of a mean."""
+_EQUAL_SPEED_RATIO = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepObservation:
-    """One step: how long each part computed (its slowest rank did), and how long all of it took."""
+    """Times of one step; `compute_s` has one entry per data-parallel rank (its slowest device) or pipeline stage."""
 
     compute_s: tuple[float, ...]
     step_s: float
@@ -43,9 +44,9 @@ class ShareChange:
 
     shares: tuple[int, ...]
     speeds: tuple[float, ...]
-    """Sequences a second, of each part."""
+    """Sequences per second of each data-parallel rank."""
     gain: float
-    """The part of a step's time that is saved, by forecast."""
+    """Share of a step's time that the change is expected to save."""
     reason: str
 
 
@@ -75,15 +76,15 @@ def rebalance(
 def change_reason(
     old: Sequence[int], new: Sequence[int], speeds: Sequence[float], names: Sequence[str], what: str = "sequences"
 ) -> str:
-    """In words: the part whose share changes most, against the one that differs most from it in speed."""
+    """A sentence on the replica whose share changes most, compared with the one that differs most from it in speed."""
     about = max(range(len(old)), key=lambda part: abs(log(new[part] / old[part])))
     others = [part for part in range(len(old)) if part != about]
     fastest, slowest = max(others, key=lambda part: speeds[part]), min(others, key=lambda part: speeds[part])
-    if new[about] < old[about] and speeds[fastest] / speeds[about] >= _ALIKE:
+    if new[about] < old[about] and speeds[fastest] / speeds[about] >= _EQUAL_SPEED_RATIO:
         compared = f"{speeds[fastest] / speeds[about]:.1f} times slower than {names[fastest]}"
-    elif new[about] > old[about] and speeds[about] / speeds[slowest] >= _ALIKE:
+    elif new[about] > old[about] and speeds[about] / speeds[slowest] >= _EQUAL_SPEED_RATIO:
         compared = f"{speeds[about] / speeds[slowest]:.1f} times faster than {names[slowest]}"
-    elif speeds[fastest] / speeds[about] >= _ALIKE:
+    elif speeds[fastest] / speeds[about] >= _EQUAL_SPEED_RATIO:
         compared = f"now at {speeds[about] / speeds[fastest]:.0%} of the speed of {names[fastest]}"
     else:
         compared = f"now as fast as {names[fastest]}"
@@ -93,12 +94,12 @@ def change_reason(
 
 
 def replica_names(plan: Plan) -> tuple[str, ...]:
-    """What people call each part of the batch: the host that has it alone, else its ranks."""
+    """Name of each data-parallel replica for people: its host, if the host runs only this replica, else its ranks."""
     return host_names_of_ranks(plan, ranks_of_replicas(plan.layout))
 
 
 def host_names_of_ranks(plan: Plan, ranks: Sequence[Sequence[int]]) -> tuple[str, ...]:
-    """What people call groups of ranks: the host that is there alone, else the ranks."""
+    """Name of each group of ranks for people: its host, if the host runs only this group, else its ranks."""
     hosts = [host.name for host in plan.hosts for _ in range(host.workers)]
     homes = [{hosts[rank] for rank in some} if hosts else set[str]() for some in ranks]
     return tuple(
@@ -108,7 +109,7 @@ def host_names_of_ranks(plan: Plan, ranks: Sequence[Sequence[int]]) -> tuple[str
 
 
 def ranks_of_replicas(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """The ranks that work on each part of the batch."""
+    """For each data-parallel replica the ranks that work on it."""
     found: list[list[int]] = [[] for _ in range(layout.data_parallel_degree)]
     for rank in range(layout.world_size):
         found[layout.data_parallel_rank(rank)].append(rank)
@@ -116,7 +117,7 @@ def ranks_of_replicas(layout: Layout) -> tuple[tuple[int, ...], ...]:
 
 
 def shard_groups_of(plan: Plan) -> ShardGroups:
-    """Which parts of a plan's batch meet in every micro-batch, and what they take at a time."""
+    """The data-parallel ranks that communicate in every micro-batch, and their micro-batch limits."""
     parts = plan.layout.data_parallel_degree
     return ShardGroups(
         size=len(plan.layout.replicas_in_lockstep(0)), limits=plan.micro_limits or (plan.micro_sequences,) * parts
@@ -136,19 +137,19 @@ def why_rebalancing_cannot_help(plan: Plan) -> str | None:
 
 
 def is_confident(parts: int) -> float:
-    """Standard errors that a gain must be: among many parts one is the more often slow by mere chance."""
+    """Smallest gain in standard errors; it grows with the number of replicas: one of many is often slow by chance."""
     return sqrt(CONFIDENCE**2 + 2 * log(parts / 2))
 
 
 def _speeds(old: Sequence[int], steps: Sequence[StepObservation]) -> tuple[float, ...]:
-    """Sequences a second of each part."""
+    """Sequences per second of each replica."""
     seconds = [median(column) for column in _columns(steps)]
     return tuple(count / max(s, 1e-9) for count, s in zip(old, seconds, strict=True))
 
 
 def _gain(old: Sequence[int], new: Sequence[int], steps: Sequence[StepObservation]) -> tuple[float, float]:
-    """What of a step's time parts that compute `new` in place of `old` sequences would have saved in these steps, and
-    its standard error."""
+    """Share of a step's time that computing `new` in place of `old` sequences would have saved in these steps, and its
+    standard error."""
     columns = _columns(steps)
     now = [median(column) for column in columns]
     then = [s * after / before for s, before, after in zip(now, old, new, strict=True)]

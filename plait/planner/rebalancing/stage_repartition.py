@@ -34,16 +34,16 @@ class StageCosts:
     names: tuple[str, ...]
     """Host or ranks of each stage, as people call them."""
     ranks: tuple[tuple[int, ...], ...]
-    """Of each stage."""
+    """Ranks of each stage."""
     embedding_cost_in_layers: float
-    """What looking up the embedding costs the first stage, in layers."""
+    """Time of the embedding on the first stage, in units of an average layer."""
     head_cost_in_layers: float
-    """What the head and the loss cost the last stage, in layers."""
+    """Time of the head and the loss on the last stage, in units of an average layer."""
     micros: int
     """Micro-batches of a step."""
 
     def work(self, layers: Sequence[int]) -> list[float]:
-        """What each stage computes, in layers."""
+        """Work of each stage, in units of an average layer."""
         work = [float(held) for held in layers]
         work[0] += self.embedding_cost_in_layers
         work[-1] += self.head_cost_in_layers
@@ -53,7 +53,7 @@ class StageCosts:
 def stage_costs_of(plan: Plan) -> StageCosts | None:
     """The stages that can be cut anew: one on each rank, of a pipeline that works on whole batches; else None.
 
-    With several parts of the batch their shares follow the devices, and two answers to one question would fight.
+    With several data-parallel replicas the batch shares are rebalanced instead; both at once would interfere.
     """
     layout = plan.layout
     if layout.pipeline == 1 or layout.virtual_stages > 1 or layout.data_parallel_degree > 1:
@@ -63,7 +63,7 @@ def stage_costs_of(plan: Plan) -> StageCosts | None:
         ranks[layout.coordinates(rank)["pipeline"]].append(rank)
     forecast = plan.forecast
     head = forecast.head_cost_in_layers if forecast else None
-    if head is None:  # nobody priced it
+    if head is None:  # no forecast, or one of an earlier version
         head = head_cost_in_layers(
             workload_of(plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences)
         )
@@ -105,11 +105,11 @@ def repartition(
 
 
 def _gain(step: StepObservation, old: Sequence[float], new: Sequence[float], micros: int) -> float:
-    """What of a step's time it would have saved had its stages computed `new` in place of `old` layers."""
+    """Share of the step's time that `new` in place of `old` work per stage would have saved."""
     then = [s * after / before for s, before, after in zip(step.compute_s, old, new, strict=True)]
     return (_trip_s(step.compute_s, micros) - _trip_s(then, micros)) / step.step_s
 
 
 def _trip_s(seconds: Sequence[float], micros: int) -> float:
-    """From the first micro-batch to the last, of stages that compute for so long in all (Huang et al. 2019)."""
+    """Seconds of a pipeline whose stages compute for `seconds` in a step, without messages (Huang et al. 2019)."""
     return (sum(seconds) + (micros - 1) * max(seconds)) / micros

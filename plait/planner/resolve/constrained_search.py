@@ -36,7 +36,7 @@ class FoundLayout:
 
     layout: Layout
     search: Search
-    """All layouts beside it; on processors a search for this one alone, where its micro-batches have another size."""
+    """The search that it is from. On processors, if its micro-batches were resized, a search for this layout alone."""
     index: int
     """Index of the layout among the search's candidates."""
     notes: tuple[str, ...] = ()
@@ -48,8 +48,8 @@ def constrained_search(
 ) -> Search:
     """Search within constraints, on the hosts in their best order; raises PlaitError with the mend where nothing fits.
 
-    Beside named degrees nothing is computed again, and `shard` splits the optimizer's state alone, unless only more of
-    it fits: so that a name means the same on every machine that it can run on.
+    With named degrees the search uses no recomputation, and `shard` splits only the optimizer's state, unless nothing
+    fits that way: a named layout then means the same on every machine that can run it.
     """
     usual = constraints
     if constraints.degrees:

@@ -32,7 +32,7 @@ def updated_forecast(forecast: Forecast, runs: Calibration, step_s: float | None
     if measured is not None:
         now = replace(now, timed=measured / with_calibration(said, now).step_s)
     if math.isclose(now.timed, before.timed) and replace(now, timed=before.timed) == before:
-        return forecast  # a factor that was taken out and put in again is off by rounding, which is no news
+        return forecast  # removing and reapplying the same factor would only add rounding errors
     items, alone_s = with_calibration(said, now), forecast.one_device_step_s
     moved = now.compute / before.compute
     if items.messages_s + items.within_s + items.bubble_s <= LEAST_MESSAGE_SHARE_TO_LEARN * items.step_s:

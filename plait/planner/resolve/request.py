@@ -42,7 +42,7 @@ class WorkerOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A training job that is settled but for its layout, what is settled of that, and what may carry it out."""
+    """A training job, the constraints on its layout, and the machines and software that may run it."""
 
     job: TrainingJob
     workload: Workload
@@ -96,7 +96,7 @@ def request_of(
 
 
 def _workload(job: TrainingJob) -> Workload:
-    """What computes in float64 is priced as float32: nobody trains so for speed."""
+    """The job as the cost model sees it; float64 is priced as float32, because it is used only for proofs."""
     precision = "float32" if job.precision == "float64" else job.precision
     sequence, batch = job.shape.sequence, job.batch_sequences
     return workload_of(job.shape, sequence=sequence, batch_sequences=batch, precision=precision)

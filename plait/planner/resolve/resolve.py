@@ -63,7 +63,7 @@ def draft(
 ) -> Draft:
     """Everything that can be decided before a step is timed; raises PlaitError for what cannot work.
 
-    Of a run that is `begun` what it computes is as its plan says: only who does the work is open.
+    For a `begun` run the job is taken from its plan, and only the layout is open.
     """
     request = request_of(config, corpus, resources, begun)
     layouts = worth_measuring(request)
@@ -143,7 +143,7 @@ def settle(config: RunConfig, draft: Draft, measured: Sequence[WorkerLayout]) ->
 
 
 def _micro_batch_reasons(config: RunConfig, plan: Plan) -> list[str]:
-    """Why micro-batches are not larger, unless a person named them or the layout has said why they are not smaller."""
+    """Why micro-batches are not larger; empty if the recipe names their size or a reason about it exists already."""
     part, device = max(plan.sequences_per_replica), plan.device
     more = device == "cpu" and plan.micro_sequences > usual_micro_sequences(
         plan.batch_sequences, plan.layout, plan.sequence
@@ -226,7 +226,8 @@ def _steps_and_evaluations(draft: Draft, plan: Plan, why: list[str]) -> tuple[in
 
 
 def _evaluating(rough: int, every: int, evaluation_steps: float) -> float:
-    """What evaluations take of a time that holds so many steps: one at the end, and one each `every` steps unless 0."""
+    """Evaluation time in steps, within a time of `rough` steps: one evaluation at the end, and one each `every` steps
+    unless 0."""
     if not every:
         return evaluation_steps
     steps = (rough - evaluation_steps) / (1 + evaluation_steps / every)

@@ -51,7 +51,7 @@ class WorkerLayout:
     step_s: float | None = None
     """Seconds of a measured step; None where none was timed."""
     search: Search | None = field(default=None, compare=False, repr=False)
-    """All layouts beside it, this one chosen, for whoever explains it."""
+    """The search that it is from, with this layout as the chosen one; for explanations."""
 
     @property
     def workers(self) -> int:
@@ -61,7 +61,7 @@ class WorkerLayout:
 def worker_layouts(request: Request) -> tuple[WorkerLayout, ...]:
     """The layout that the search chooses for each worker option; raises the first option's PlaitError where none works.
 
-    What another one beats in simplicity and, as far as a forecast can tell, in speed is left out.
+    Layouts that another one beats in both simplicity and forecast speed are left out.
     """
     layouts: list[WorkerLayout] = []
     refusal: PlaitError | None = None

@@ -1,4 +1,4 @@
-"""How much there is to a layout: an ordered table of what makes it harder to understand, to debug and to tune."""
+"""Complexity points of a layout: a table of what makes it harder to understand, to debug and to tune."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ COMPLEXITY_TABLE: tuple[ComplexityRow, ...] = (
         holds=lambda c, per_node: c.tensor > per_node,
     ),
 )
-"""From the simplest on. Each axis that cuts the model itself weighs more than everything below it together."""
+"""Sources of complexity, the simplest first. Each axis that cuts the model has more points than all rows for sharding
+and recomputation together."""
 
 
 def complexity_of(candidates: Candidates, network: Network) -> Counts:

@@ -48,7 +48,7 @@ BOTTLENECKS = {
 
 
 def time_items(found: Search, index: int) -> dict[str, float]:
-    """Seconds by item; what the simulated pipeline differs from the closed form is in the bubble."""
+    """Seconds by item; the difference between the simulated pipeline and the closed form is added to the bubble."""
     priced = found.step_time(index)
     items = {name: float(getattr(priced, name)[0]) for name in TIME_NAMES}
     step_s = float(found.step_s[index])

@@ -22,9 +22,9 @@ from plait.units import counted
 LONGEST_MICRO_TOKENS = 65536
 """Tokens of a micro-batch on one device beyond which products become no faster."""
 SHORTEST_PIECE_TOKENS = 256
-"""Tokens of a sequence on one device below which its parts are not worth their exchange."""
+"""Tokens of a sequence per device below which context parallelism costs more in messages than it saves."""
 MOST_VIRTUAL_STAGES = 12
-"""Stages on one device beyond which an interleaving waits for its messages."""
+"""Virtual stages per rank beyond which an interleaved schedule waits for its messages."""
 
 TOO_FEW_LAYERS = "more pipeline stages than layers"
 HEADS_INDIVISIBLE = "the number of heads does not divide by the tensor axis"
@@ -93,7 +93,7 @@ def _degrees(devices: int, constraints: Constraints) -> Iterator[Layout]:
 
 
 def _against(w: Workload, degrees: Layout, least_piece_tokens: int) -> str | None:
-    """Why these degrees cannot carry the workload, or not usefully."""
+    """Why these degrees cannot run the workload, or why they would be useless; None for valid ones."""
     if degrees.pipeline > w.layers:
         return TOO_FEW_LAYERS
     if w.heads % degrees.tensor:
@@ -146,14 +146,14 @@ def _options(
 
 
 def _outgrows_caches(w: Workload, columns: Mapping[str, np.ndarray], profile: SoftwareProfile) -> np.ndarray:
-    """Where a micro-batch is larger than a processor's caches want it, unless each costs a gathering of parameters."""
+    """Mask of micro-batches that exceed a processor's caches; never where each micro-batch gathers parameters."""
     tokens = columns["micro_sequences"] * w.sequence
     gathers = (columns["shard_what"] == SHARDED_STATES.index("parameters")) & (columns["pipeline"] == 1)
     return (tokens > profile.cpu_cache_tokens * columns["context"]) & (columns["micro_sequences"] > 1) & ~gathers
 
 
 def _micros(w: Workload, degrees: Layout, constraints: Constraints, refused: Counter[str]) -> list[int]:
-    """Sequences at a time: what divides a group's part of the batch."""
+    """Micro-batch sizes to enumerate: the divisors of a replica's share of the batch."""
     part = ceil(w.batch_sequences / degrees.replicate)
     if constraints.micro_sequences_exactly:
         return [constraints.micro_sequences_exactly]
@@ -166,7 +166,7 @@ def _micros(w: Workload, degrees: Layout, constraints: Constraints, refused: Cou
 
 
 def _splits(degrees: Layout, constraints: Constraints) -> list[tuple[int, str]]:
-    """How many of the groups split what, the rest being copies."""
+    """Pairs (shard degree, what it splits); the remaining factor of the data-parallel degree is `replicate`."""
     requested = constraints.knobs.get("shard_what")
     whats = [str(requested)] if requested else ["optimizer", "parameters"]
     shards = [constraints.degrees.shard] if constraints.degrees else divisors(degrees.replicate)

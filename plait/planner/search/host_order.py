@@ -1,5 +1,4 @@
-"""The order of unequal hosts: which of them hold a model's first layers and which its last, priced like everything
-else."""
+"""Searches for the best order of unequal hosts, which decides which host holds which layers of a pipeline."""
 
 from __future__ import annotations
 

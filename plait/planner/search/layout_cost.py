@@ -37,7 +37,7 @@ def step_seconds(
     groups = assigner.grouped(candidates)
     if n_microbatches is not None:
         numbered = [replace(group, n_microbatches=n_microbatches[group.indices]) for group in groups]
-        groups = [some for group in numbered for some in _apart(group)]
+        groups = [some for group in numbered for some in _split_by_pricing(group)]
     step_s = np.empty(len(candidates))
     for group in groups:
         step_s[group.indices] = closed_form_step_time(inputs, group).step_s
@@ -61,19 +61,19 @@ def closed_form_step_time(inputs: CostInputs, group: CandidateGroup) -> StepTime
     """The items of time of a group's layouts (in place of those of `inputs`), pipelines by the closed form."""
     own = inputs.with_candidates(group.candidates)
     times = step_time_of(own)
-    if group.assignment is None or (group.assignment.is_even and not _often(group).any()):
+    if group.assignment is None or (group.assignment.is_even and not _needs_more_micro_batches(group).any()):
         return times
     return bottleneck(own, group.assignment, times, group.n_microbatches).times
 
 
-def _apart(group: CandidateGroup) -> list[CandidateGroup]:
+def _split_by_pricing(group: CandidateGroup) -> list[CandidateGroup]:
     """Split a group by how its layouts are priced: rank by rank, or all ranks as equal."""
-    often = _often(group)
+    often = _needs_more_micro_batches(group)
     return [group] if often.all() or not often.any() else [group.select(often), group.select(~often)]
 
 
-def _often(group: CandidateGroup) -> NDArray[np.bool_]:
-    """Where small devices make parts that split parameters meet more often than even micro-batches would."""
+def _needs_more_micro_batches(group: CandidateGroup) -> NDArray[np.bool_]:
+    """Mask of candidates with sharded parameters that need more micro-batches because some devices are small."""
     c = group.candidates
     if group.n_microbatches is None or group.assignment is None:
         return np.zeros(len(c), dtype=bool)
@@ -83,7 +83,7 @@ def _often(group: CandidateGroup) -> NDArray[np.bool_]:
 
 def _simulated(inputs: CostInputs, group: CandidateGroup) -> Reals:
     own = inputs.with_candidates(group.candidates)
-    if group.assignment is not None and (not group.assignment.is_even or _often(group).any()):
+    if group.assignment is not None and (not group.assignment.is_even or _needs_more_micro_batches(group).any()):
         return simulated_unequal_s(own, group.assignment, step_time_of(own), group.n_microbatches)
     step_s = np.empty(len(group.candidates))
     for rows, few in filled_batches(own):

@@ -15,7 +15,7 @@ from plait.planner.step_time.device_time import was_measured
 RunFamily = Literal["dense-gpu", "moe", "tpu", "cpu"]
 """Dense models on GPUs, models with experts on GPUs, anything on TPUs, anything where a processor takes part."""
 MEASURED_ERROR = 0.05
-"""What layouts may differ by on machines that were measured: a bar set beforehand, not a reading."""
+"""Tolerance between layouts on machines that were measured: a chosen value, not a fitted one."""
 FAMILIES: tuple[RunFamily, ...] = get_args(RunFamily)
 ERRORS_FILE = Path(__file__).parents[1] / "calibration" / "errors.toml"
 """Written by `python -m benchmarks.published --errors`, so that the figures are the scorer's own."""

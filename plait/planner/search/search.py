@@ -98,15 +98,15 @@ def _check_constraints(workload: Workload, constraints: Constraints) -> None:
 
 def simplest(step_s: Reals, points: Counts, tolerance: float, workers: Counts | int = 1) -> int:
     """Index of the simplest layout within the tolerance of the fastest: fewest points first, one worker before
-    several, then the fastest. The one rule of choice: by forecasts or by measured steps."""
+    several, then the fastest. Every choice uses this rule, whether times are forecast or measured."""
     enough = np.flatnonzero(step_s <= step_s.min() * (1 + tolerance))
     several = np.broadcast_to(np.asarray(workers) > 1, step_s.shape)
     return int(enough[np.lexsort((step_s[enough], several[enough], points[enough]))[0]])
 
 
 def _needless(candidates: Candidates, kept: np.ndarray, numbers: Counts) -> np.ndarray:
-    """Where more is computed again than in the row before, though that fits, in no more micro-batches, and differs in
-    nothing else."""
+    """Mask of candidates that recompute more than another row that fits, differs in nothing else and needs no more
+    micro-batches."""
     first = candidates.recompute[0]
     if len(np.unique(candidates.recompute)) == 1:
         return np.zeros(len(candidates), dtype=bool)

@@ -20,7 +20,7 @@ STAGES_WITHOUT_PIPELINE = (
 
 
 def balanced_stages(shape: ModelShape, stages: int) -> tuple[int, ...]:
-    """Layers of each stage so that the dearest stage is as cheap as can be, the head counted with the last one.
+    """Layers of each stage that minimize the cost of the most expensive stage; the head counts with the last stage.
 
     Costs are those of the matrix products: looking up the embedding is all but free, the head is a product with the
     whole vocabulary.

@@ -24,7 +24,7 @@ FALLBACK_PRECISIONS: Mapping[PricedPrecision, PricedPrecision] = {
     "bf16": "fp16",
     "fp16": "float32",
 }
-"""What a device that lacks a precision computes in."""
+"""Precision that replaces one that a device lacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

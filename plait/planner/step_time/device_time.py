@@ -1,6 +1,6 @@
-"""What a layer, the head and the update take on a cluster's slowest device.
+"""Times of a layer, the head and the update on a cluster's slowest device.
 
-By the clock where a probe has been, else by the formulas of roofline.py.
+They are measured where the cluster was probed, else computed by the formulas of roofline.py.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class DeviceTime:
     profile: SoftwareProfile
     rates: DeviceRates
     measured: MeasuredDevice | None
-    """What a probe measured on it."""
+    """Measurements of the slowest device; None where nothing was measured."""
 
     def layer_time(self, candidates: Candidates) -> LayerTime:
-        """An average layer and one micro-batch on one device."""
+        """Seconds of an average layer for one micro-batch."""
         if self.measured is None:
             once = layer_time(self.workload, self.rates, self.profile, candidates)
         else:
@@ -40,11 +40,11 @@ class DeviceTime:
         return LayerTime(**{field.name: getattr(once, field.name) * factor for field in fields(LayerTime)})
 
     def head_s(self, candidates: Candidates) -> Reals:
-        """The head and the loss, forward and backward, of one micro-batch."""
+        """Seconds of the head and the loss for one micro-batch, forward and backward."""
         return self._head_s(candidates) * self.profile.calibration.compute
 
     def update_s(self, weights: Reals) -> Reals:
-        """The optimizer's update of so many parameters, and what a step costs beside."""
+        """Seconds of the optimizer's update of `weights` parameters, and of other work once per step."""
         return self._update_s(weights) * self.profile.calibration.compute
 
     def _head_s(self, candidates: Candidates) -> Reals:

@@ -1,4 +1,4 @@
-"""What is waited for of weights and gradients that several ranks hold: gathers, scatters and sums, once a step."""
+"""Exposed synchronization of weights and gradients over ranks: all-gathers, reduce-scatters and all-reduces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plait.planner.step_time.network_model import Collective, collective_s, stag
 from plait.planner.step_time.roofline import LayerTime, local_tokens, shard_group_size
 
 LAST_BUCKET_BYTES = 2**20
-"""Bytes of the last bucket of gradients, at least (parallel/gradients/buckets.py)."""
+"""Smallest size in bytes of the last gradient bucket (parallel/gradients/buckets.py)."""
 
 
 def data_parallel_sync_s(
@@ -26,7 +26,7 @@ def data_parallel_sync_s(
     group = np.where(c.shard_what > 0, sharded, 1)
     one = common + experts
     pieces = layers * profile.layer_pieces
-    apart = stride * c.context // (sharded // c.shard)  # of two ranks that share the shards of a weight
+    apart = stride * c.context // (sharded // c.shard)  # distance between two ranks of a shard group
     fully = c.shard_what == SHARDED_STATES.index("parameters")
 
     def moved(kind: Collective, number_bytes: int) -> Reals:
@@ -102,7 +102,7 @@ def _all_reduce_s(inputs: CostInputs, common: Reals, experts: Reals, pieces: Rea
     summed += collective_s(
         inputs.network, "reduce", profile.gradient_message_bytes * experts, few, far * c.expert, pieces
     )
-    # The pieces of a sequence, where each holds whole what the others hold.
+    # Context ranks that hold the same weights or the same shard.
     near = np.where(split, c.shard * c.context // sharded, 1)
     return summed + collective_s(
         inputs.network, "reduce", profile.gradient_message_bytes * (common + experts), near, c.tensor, pieces

@@ -1,7 +1,7 @@
 """Which links between hosts a group of ranks uses, where a probe found some of them to be far slower than others.
 
-Two rooms with a narrow cable between them, a machine on the wireless network: what a message costs then depends on
-which hosts are neighbours, and so does the order that is best for them (search/host_order.py).
+Examples are two groups of machines joined by a slow cable, or one machine on Wi-Fi. The cost of a message then depends
+on which hosts are neighbours, and so does the best host order (search/host_order.py).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class KernelEfficiency:
     tiles: bool
     """Whether a product's result is computed in large tiles, one per unit of the device (roofline.py)."""
     block: int
-    """Where it is not: rows and columns are filled up to a multiple of this."""
+    """Without tiles: rows and columns are padded to a multiple of this."""
     head_power: float
     """Fused attention loses with heads narrower than 128: rate × (head width / 128) ** head_power."""
     few_keys: float

@@ -20,7 +20,7 @@ backward one: casts, scale, mask, copies. Fitted on the even half of vTrain's an
 
 
 def launch_overhead_s(device_time: DeviceTime, candidates: Candidates, layers: Reals, device_s: Reals) -> Reals:
-    """What a micro-batch takes longer than the device's work because the host cannot launch kernels any faster."""
+    """Additional seconds per micro-batch because the host launches kernels more slowly than the device runs them."""
     profile, workload, c = device_time.profile, device_time.workload, candidates
     passes = 3 + (c.recompute == RECOMPUTE_MODES.index("full"))
     sparse = workload.moe_layers / workload.layers
@@ -35,7 +35,7 @@ def launch_overhead_s(device_time: DeviceTime, candidates: Candidates, layers: R
 
 
 def _unfused_softmax_kernels(workload: Workload, candidates: Candidates) -> Reals:
-    """Kernels more for a layer's scores where they are not fused and the masked softmax's one kernel does not apply.
+    """Additional kernels per layer where attention is not fused and the fused masked softmax does not apply.
 
     It takes four matrices of scores at a time (Megatron-LM, `FusedScaleMaskSoftmax.is_kernel_available`).
     """

@@ -1,4 +1,4 @@
-"""What measured times lead one to expect of other sizes: the cost model's answers where a probe has been.
+"""Predicts times of arithmetic and messages from a probe's measurements of other sizes.
 
 Between measured sizes rates are averaged with weights that fall with the distance, sizes taken as logarithms; beyond
 them the nearest measured rate holds. So nothing is ever expected to run faster than the best that was measured.
@@ -29,10 +29,10 @@ _STREAM_WORK: dict[Direction, WorkKind] = {"forward": "stream", "backward": "str
 INVERSE_DISTANCE_POWER = constant("neighbour_weight")
 """Power of the distance, in factors of two, with which a measured rate loses weight."""
 _LIBRARY_OPERATION: dict[CommOperation, CommOperation] = {"swap_parts": "reduce_scatter", "spread_own": "all_gather"}
-"""On GPUs, where the library's own operations are measured alone."""
+"""For GPUs, where a probe measures only the library's own operations: the operation that stands for each of ours."""
 
 WorkAmount = Callable[[Any], Any]
-"""From sizes to the amount of work that time is about proportional to."""
+"""A function from sizes to an amount of work; time is about proportional to that amount."""
 
 
 def measured_product_s(

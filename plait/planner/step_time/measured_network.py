@@ -29,7 +29,7 @@ COLLECTIVE_OPERATIONS: Mapping[str, tuple[CommOperation, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredNetwork:
-    """What a probe measured of a cluster's links, and how much faster the links are that the question is about."""
+    """Measured times of a cluster's links, scaled to a cluster whose links may have other rates."""
 
     measured: Measurements
     rate_ratio: Mapping[LinkScope, float]
@@ -109,7 +109,7 @@ def measured_network_of(measured: Measurements, rates: Mapping[LinkScope, float]
 
 
 def largest_overlap(cluster: Cluster) -> float:
-    """Share of a sum over ranks that disappears behind arithmetic, at the best; 1 where nobody tried."""
+    """Largest share of an all-reduce that arithmetic can hide; 1 where it was not measured."""
     measured, scope = cluster.measured, _scope(cluster.n_nodes)
     if measured is None or all(overlap.scope != scope for overlap in measured.overlaps):
         return 1.0

@@ -13,8 +13,8 @@ from plait.planner.problem.candidates import Reals
 from plait.planner.step_time.measured_network import MeasuredNetwork, measured_network_of
 
 Collective = Literal["reduce", "stream", "gather", "scatter", "keys"]
-"""Sum to everyone, also as the two halves that sequence parallelism makes of it; gather and scatter, which are one half
-of it each; the exchange of keys between parts of a sequence."""
+"""reduce: all-reduce; stream: all-reduce, or its two halves in sequence parallelism; gather: all-gather; scatter:
+reduce-scatter; keys: exchange of keys and values between context ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +24,12 @@ class Network:
     devices_per_node: int
     inside_bytes_per_s: float
     all_reduce_bytes_per_s: float
-    """Inside a node for sums to everyone, which a switch may add up itself."""
+    """Rate of all-reduces inside a node; higher than `inside_bytes_per_s` where the switch adds up."""
     inside_latency_s: float
     between_bytes_per_s: float
     between_latency_s: float
     measured: MeasuredNetwork | None = None
-    """What a probe measured, which goes before the formulas."""
+    """Measured times, which replace the formulas."""
 
 
 def network_of(cluster: Cluster) -> Network:

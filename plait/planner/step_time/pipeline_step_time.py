@@ -23,7 +23,8 @@ ROUNDS_SIMULATED = 1
 """Rounds of micro-batches (multiples of the pipeline's ranks) that are simulated; each one beyond adds the busiest
 rank's time."""
 ROUNDS_SIMULATED_WITH_MESSAGES = 8
-"""The same where messages take time and the pipeline has at most FEW_RANKS: their waiting takes longer to settle."""
+"""Rounds simulated where messages take time and the pipeline has at most FEW_PIPELINE_RANKS ranks: the steady state
+is reached later."""
 FEW_PIPELINE_RANKS = 8
 
 
@@ -92,7 +93,7 @@ class _MicroBatchTimes:
     layer_s: Reals
     head_s: Reals
     overhead_s: Reals
-    """What every rank spends beside: the host, and what it waits for messages where that is a share of them."""
+    """Time per rank outside layers and head: host launches, and exposed messages where they are priced by share."""
     stage_message_s: Reals
     """One message to a neighbour, where it travels while the next micro-batch is computed."""
     forward_share: Reals

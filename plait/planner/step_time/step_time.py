@@ -45,7 +45,7 @@ class StepTime:
     gradients: Reals
     bubble: Reals
     waiting: Reals
-    """For the slowest node, beyond what its speed explains."""
+    """Waiting for stragglers: random delays of the slowest node, beyond its constant speed."""
     host: Reals
     optimizer: Reals
     stage_message: Reals
@@ -56,7 +56,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ExposedCommunication:
-    """One layer's and one micro-batch's communication that arithmetic does not hide, and what it does."""
+    """Exposed communication of one layer and one micro-batch, in seconds by axis; `hidden` is what arithmetic hides."""
 
     tensor: Reals
     context: Reals
@@ -120,7 +120,7 @@ def estimate_step_time(inputs: CostInputs) -> StepTime:
 
 
 def _recompute_s(inputs: CostInputs, layer: LayerTime) -> Reals:
-    """What is computed a second time for one layer and micro-batch."""
+    """Seconds of recomputation for one layer and micro-batch."""
     recompute = inputs.candidates.recompute
     # Without fused attention only its core is repeated; with it, norms and activations, and of the products a share.
     share = inputs.profile.selective_products
@@ -157,7 +157,8 @@ def _exposed_communication(inputs: CostInputs, layer: LayerTime) -> _ExposedComm
 
 
 def _stage_sends_s(inputs: CostInputs, busy: Reals) -> tuple[Reals, Reals]:
-    """Exposed sends between stages for one micro-batch, there and back; and one that is not, where it is sent ahead."""
+    """Seconds of a micro-batch's exposed sends between stages, both directions; and seconds of one hidden message,
+    where messages are sent ahead."""
     c, piped = inputs.candidates, inputs.candidates.pipeline > 1
     once = stage_message_s(inputs.network, _stage_message_bytes(inputs), c.pipeline, c.devices // c.pipeline)
     if inputs.profile.send_model == "by share":
@@ -168,8 +169,11 @@ def _stage_sends_s(inputs: CostInputs, busy: Reals) -> tuple[Reals, Reals]:
 
 
 def _message_cpu_s(inputs: CostInputs) -> Reals:
-    """What the messages of one micro-batch cost a rank's processor: two come and two go for each of its stages, but for
-    the first and the last of all, and of two ranks each has one of these."""
+    """Processor seconds that a rank spends on the messages of one micro-batch.
+
+    Each stage receives two and sends two, the first and the last stage half as many; with two ranks each holds one of
+    these.
+    """
     c = inputs.candidates
     if not inputs.profile.cpu_carries_messages:
         return np.zeros(len(c))
@@ -178,7 +182,7 @@ def _message_cpu_s(inputs: CostInputs) -> Reals:
 
 
 def _stage_message_bytes(inputs: CostInputs) -> Reals:
-    """Of the stream of one micro-batch, as stages send it."""
+    """Bytes of the stream of one micro-batch that one rank sends to the next stage."""
     w, c = inputs.workload, inputs.candidates
     split = np.where(c.sequence_parallel > 0, c.tensor, 1)
     return w.element_bytes * local_tokens(w, c) * w.width / split
