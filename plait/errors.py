@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import Literal
 
@@ -37,4 +38,4 @@ class Interrupted(BaseException):
 
 def installing(package: str) -> str:
     """The command that brings a missing package into the environment that plait runs in."""
-    return f"{sys.executable} -m pip install {package}"
+    return shlex.join([sys.executable, "-m", "pip", "install", package])

@@ -12,6 +12,9 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 ABBREVIATIONS = {"pipeline": "PP", "replicate": "DP", "shard": "FSDP", "context": "CP", "tensor": "TP"}
 
+SHARDED_TEXTS = {"optimizer": "optimizer state", "gradients": "gradients and optimizer state"}
+"""What `shard` splits, in words, where it is not the parameters."""
+
 ShardWhat = Literal["optimizer", "parameters"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Recompute = Literal["none", "selective", "full"]
@@ -27,7 +30,7 @@ class Layout:
     context: int = 1
     tensor: int = 1
     shard_what: ShardWhat = "optimizer"
-    """What `shard` splits: gradients and optimizer state, or the parameters as well (FSDP)."""
+    """What `shard` splits: optimizer state (ZeRO-1), or the parameters as well (FSDP)."""
     schedule: Schedule = "1f1b"
     """The order in which a pipeline works through its micro-batches."""
     stage_layers: tuple[int, ...] = ()
@@ -88,12 +91,18 @@ class Layout:
         return " × ".join(named) if named else "one device"
 
 
+def shard_abbreviation(shard_what: str) -> str:
+    """The field's name for what `shard` does: FSDP splits parameters, ZeRO-1 the optimizer state alone."""
+    return {"optimizer": "ZeRO-1", "gradients": "ZeRO-2"}.get(shard_what, "FSDP")
+
+
 def layout_summary(layout: Layout) -> str:
-    """A layout in words: degrees with the field's abbreviations, and each option that is not the default."""
-    named = [f"{axis} ({ABBREVIATIONS[axis]}) {degree}" for axis, degree in layout.degrees.items() if degree > 1]
+    """A layout as people read it, with the field's abbreviations and whatever is not as usual."""
+    names = {**ABBREVIATIONS, "shard": shard_abbreviation(layout.shard_what)}
+    named = [f"{axis} ({names[axis]}) {degree}" for axis, degree in layout.degrees.items() if degree > 1]
     parts = [" × ".join(named) if named else "one copy"]
     if layout.shard > 1:
-        parts.append("splitting optimizer state" if layout.shard_what == "optimizer" else "splitting parameters")
+        parts.append(f"splitting {SHARDED_TEXTS.get(layout.shard_what, layout.shard_what)}")
     if layout.pipeline > 1:
         parts.append(
             f"schedule {layout.schedule} with layers {' + '.join(str(count) for count in layout.stage_layers)}"

@@ -83,9 +83,18 @@ def parse_count(text: str) -> int:
     return round(float(match[1]) * _MULTIPLES[match[2].upper()])
 
 
-def counted(number: int, what: str) -> str:
-    """2, "core" -> "2 cores"."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def counted(number: int, what: str, form: str = "") -> str:
+    """2, "core" -> "2 cores", 1, "core" -> "1 core"; `form` is how the number is written: "," groups its digits."""
+    return f"{number:{form}} {what if number == 1 else _plural(what)}"
+
+
+def _plural(what: str) -> str:
+    return f"{what[:-1]}ies" if what.endswith("y") else f"{what}es" if what.endswith(("ch", "ss")) else f"{what}s"
+
+
+def more_or_less(difference: float, digits: int = 1) -> str:
+    """A relative difference in words: 0.647 -> "64.7% more", -0.03 -> "3.0% less"."""
+    return f"{abs(difference):.{digits}%} {'less' if difference < 0 else 'more'}"
 
 
 def format_count(value: float) -> str:

@@ -15,11 +15,12 @@ from plait.errors import PlaitError
 from plait.launch.remote.agent import connect, serve
 from plait.launch.remote.connectivity import ConnectivityListener
 from plait.launch.remote.secret import read_secret
-from plait.launch.values.job import StoppedBy
+from plait.launch.values.job import ReleasedBy, StoppedBy
 
 
 def join(at: str, *, secret_file: Path | None, screen: Console) -> StoppedBy:
-    """Join the run that waits at HOST:PORT and serve it; blocks until it ends, and returns what ended it.
+    """Join the run that waits at HOST:PORT and serve it; blocks until it ends, and returns what ended it; "finished",
+    too, where the run does without this host.
 
     Raises PlaitError, with what to mend on this host, when it may not join or cannot keep the run's files; RunFailed
     when the run failed or its leading host is lost.
@@ -39,14 +40,19 @@ def join(at: str, *, secret_file: Path | None, screen: Console) -> StoppedBy:
     ):
         try:
             handlers = {**files.handlers, **door.handlers}
-            stopped_by = serve(wire, host_info=host_info, handlers=handlers, entries=ENTRIES, check_job=files.check_job)
+            ended_by = serve(wire, host_info=host_info, handlers=handlers, entries=ENTRIES, check_job=files.check_job)
         except PlaitError as error:
             if files.local_error is not None:  # the leader has only passed on what is to be mended here
                 raise files.local_error from error
             raise
-    ending = "it is finished" if stopped_by == "finished" else f"it was stopped by {stopped_by}"
-    screen.print(f"over     the run has ended: {ending}")
-    return stopped_by
+    screen.print(f"over     {_ending(ended_by)}", soft_wrap=True)
+    return "finished" if ended_by == "not needed" else ended_by
+
+
+def _ending(ended_by: ReleasedBy) -> str:
+    if ended_by == "not needed":
+        return "this host is not needed: the run leaves it out, because a step would take no less time with it"
+    return f"the run has ended: {'it is finished' if ended_by == 'finished' else f'it was stopped by {ended_by}'}"
 
 
 def _parse_address(at: str) -> tuple[str, int]:

@@ -14,6 +14,7 @@ from plait.cluster.topology import usable_cores
 from plait.commands.planning.make_plan import kept_plan, look_around, resources_of
 from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.planning.plan_report import (
+    REPORT_COLUMNS,
     PlanReport,
     chapter_of,
     comparison_table,
@@ -60,10 +61,11 @@ def plan(
     gap = diagnose(answers[0].search, measured_s) if measured_s else None
     if gap:
         answers[0] = replace(answers[0], sections=(*answers[0].sections, diagnosis_section(gap)))
+    columns = min(REPORT_COLUMNS, screen.width) if screen.is_terminal else REPORT_COLUMNS
     for one in answers:
-        screen.print(plan_report_text(one), markup=False, soft_wrap=True)
+        screen.print(plan_report_text(one, columns), markup=False, soft_wrap=True)
     if len(answers) > 1:
-        screen.print(comparison_table(answers), markup=False, soft_wrap=True)
+        screen.print(comparison_table(answers, columns), markup=False, soft_wrap=True)
     if json_file:
         values = [plan_json(one.search, one.sections, top) for one in answers]
         values[0] |= {"measured": diagnosis_json(gap)} if gap else {}

@@ -18,7 +18,7 @@ from plait.errors import RunFailed
 from plait.layout import layout_summary
 from plait.planner.resolve.worker_layouts import MEASURED_TOLERANCE, WorkerLayout
 from plait.recipe.load import load_recipe
-from plait.units import format_duration
+from plait.units import counted, format_duration, more_or_less
 
 
 def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path | None, screen: Console) -> None:
@@ -53,9 +53,9 @@ def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path
 
 
 def _layout_text(split: WorkerLayout) -> str:
-    workers = f"{split.workers} worker{'s' if split.workers > 1 else ''} × {split.threads} threads"
+    workers = f"{counted(split.workers, 'worker')} × {counted(split.threads, 'thread')}"
     fewer = f" ({min(split.micro_limits)} where memory is short)" if split.micro_limits else ""
-    return f"{layout_summary(split.layout)}, {split.micro_sequences} sequences at a time{fewer}, {workers}"
+    return f"{layout_summary(split.layout)}, {counted(split.micro_sequences, 'sequence')} at a time{fewer}, {workers}"
 
 
 def _step_time_text(split: WorkerLayout) -> str:
@@ -64,7 +64,7 @@ def _step_time_text(split: WorkerLayout) -> str:
         return f"{measured} a step"
     return (
         f"{measured} a step, forecast {format_duration(split.forecast.step_s)} "
-        f"({split.forecast.step_s / split.step_s - 1:+.0%})"
+        f"({more_or_less(split.forecast.step_s / split.step_s - 1, digits=0)} than measured)"
     )
 
 

@@ -104,8 +104,8 @@ def _open_workers(
         return worker_pool()
     refuse_torchrun()
     prepare_data(config, screen)  # an error in it is shown before anybody is invited to join
-    begun = folder.saved_plan().hosts if folder.has_begun and renew != "all" else ()
-    previous = [(share.mark, share.name) for share in begun]
+    begun = folder.saved_plan() if folder.has_begun and renew != "all" else None
+    previous = [(share.mark, share.name) for share in (*begun.hosts, *begun.left_out)] if begun else []
     return leader_workers(hosts, config=config, folder=folder.path, screen=screen, previous_hosts=previous)
 
 

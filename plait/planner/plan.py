@@ -78,7 +78,9 @@ class Plan:
     threads: int
     """Per worker, where `hosts` does not say otherwise."""
     hosts: tuple[HostShare, ...] = ()
-    """The hosts in the order of their ranks; empty where all ranks are on one host."""
+    """The hosts in the order of their ranks; empty where the run never had more than one."""
+    left_out: tuple[HostShare, ...] = ()
+    """Hosts that joined and that the layout does not use; they have no ranks."""
     device: WorkerDevice
     precision: Precision
     compile: Compile
@@ -94,7 +96,8 @@ class Plan:
     shares: tuple[int, ...] = ()
     """Sequences per step of each data-parallel rank; empty where they are as equal as can be."""
     host_order: tuple[int, ...] = ()
-    """For each position in the order of ranks the number of the host that is to take it; empty: in the given order."""
+    """For each position in the order of ranks the number of the host that is to take it; a host that is not among them
+    is left out. Empty: all, in the given order."""
     balance_every_steps: int = 0
     """How often shares may change while the run goes on; 0: never."""
     gradient_transfer: GradientTransfer = "float32"

@@ -73,6 +73,7 @@ def _plan(values: dict[str, Any]) -> Plan:
             **values,
             "layout": Layout(**{**layout, "stage_layers": tuple(layout["stage_layers"])}),
             "hosts": tuple(HostShare(**host) for host in values["hosts"]),
+            "left_out": tuple(HostShare(**host) for host in values.get("left_out", ())),
             "shape": ModelShape(**values["shape"]),
             "optimizer": OptimizerPlan(**{**optimizer, "betas": tuple(optimizer["betas"])}),
             "budget": Amount(**values["budget"]),

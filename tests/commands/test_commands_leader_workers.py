@@ -220,6 +220,32 @@ def test_hosts_take_the_places_that_a_plan_gives_them(tmp_path: Path) -> None:
         crew.with_hosts(replace(plan, host_order=(0, 1)))
 
 
+def test_a_host_that_the_plan_leaves_out_is_released_and_left_out_again_when_the_run_goes_on(tmp_path: Path) -> None:
+    def lead(said: list[str]) -> tuple[Led, LeaderWorkers]:
+        guests = [Guest("/a"), Guest("/b")]
+        for guest, name in zip(guests, "ab", strict=True):
+            guest.name = name
+        hosts = Led(*guests)
+        return hosts, LeaderWorkers(
+            cast(Hosts, hosts), folder=tmp_path, config=recipe(tmp_path, "model.size=1M"), log=said.append
+        )
+
+    said: list[str] = []
+    hosts, crew = lead(said)
+    plan = planned(recipe(tmp_path, "layout.replicate=2", "model.size=1M"), PLAYS, LAPTOP)
+    placed = crew.with_hosts(replace(plan, host_order=(0, 1)))
+    own = own_host_info()["name"]
+    assert [share.name for share in placed.hosts] == [own, "a"] and placed.host_order == ()
+    assert [share.name for share in placed.left_out] == ["b"] and len(hosts.members) == 1
+    assert said[-1] == "released b: the layout does without; it may be used for something else"
+    assert crew.with_hosts(placed) == placed and crew.fixed_workers.workers == 2
+    write_plan(placed, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == placed
+
+    hosts, crew = lead(said)
+    assert crew.with_hosts(placed) == placed and len(hosts.members) == 1, "the same hosts joined again"
+
+
 def test_the_folder_of_a_job_is_its_argument_or_in_it() -> None:
     whole = read_job_argument(json.dumps({"folder": "/a/b", "resume": None}))
     assert read_job_argument("/a/b") == whole and whole.folder == "/a/b" and whole.resume is None

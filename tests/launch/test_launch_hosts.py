@@ -396,6 +396,17 @@ def test_the_end_is_told_to_the_others():
     assert agent.ended(0) == {"stopped_by": "finished"}
 
 
+def test_a_host_that_is_not_needed_is_sent_home_and_the_others_work_on():
+    with _crew(2) as crew:
+        first, second = crew.hosts.members
+        crew.hosts.renumber((0, 2))
+        assert crew.agents[0].ended(0) == {"stopped_by": "not needed"}
+        assert [(member.host, member.address) for member in crew.hosts.members] == [(1, second.address)]
+        assert crew.hosts.addresses == ("127.0.0.1", second.address) and first.link.lost is not None
+        record = Record()
+        assert crew.run(job("hello", 2), record).stopped_by == "finished"
+
+
 def test_a_signal_between_two_jobs_is_told_to_the_others():
     secret = new_secret()
     with (

@@ -87,7 +87,7 @@ def test_those_who_cut_matrices_together_stand_in_one_room() -> None:
     assert step_s(found) < 0.5 * step_s(here)
     assert step_s(found) == pytest.approx(step_s(search(WORK, rooms("xyxy", order=(0, 2, 1, 3)), constraints=TENSOR)))
     [line] = unequal_reasons(found)
-    assert line.startswith("the machines stand in the order a, c, b, d") and "some roads between them are" in line
+    assert line.startswith("the machines are in the order a, c, b, d") and "some links between them are" in line
     assert with_best_host_order(search(WORK, rooms("xxyy"), constraints=TENSOR)).host_order is None, (
         "they stand so already"
     )

@@ -135,7 +135,7 @@ def test_the_plan_carries_the_places_and_says_why(tmp_path: Path) -> None:
     assert plan.host_order == found.host_order.hosts and plan.layout.stage_layers == found.stage_layers(found.chosen)
     names, before_s = ", ".join("abcd"[host] for host in plan.host_order), found.host_order.step_s_in_given_order
     assert before_s is not None
-    [line] = [line for line in plan.reasons if line.startswith("the machines stand in the order ")]
+    [line] = [line for line in plan.reasons if line.startswith("the machines are in the order ")]
     assert line.endswith(f"{names}: as they were given a step would take {before_s / step_s(found) - 1:.0%} longer")
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan

@@ -257,7 +257,9 @@ def test_what_cannot_work_is_refused_with_its_mend(
 
 
 def test_gpus_take_one_worker_each(tmp_path: Path) -> None:
-    assert planned(recipe(tmp_path, *STEPS), STORIES, EIGHT_H100).layout.replicate == 8
+    large = recipe(tmp_path, *STEPS, "model.size=350M", "train.batch_tokens=524288")
+    assert planned(large, STORIES, EIGHT_H100).layout.data_parallel_degree == 8
+    assert planned(recipe(tmp_path, *STEPS), STORIES, EIGHT_H100).layout.world_size == 1, "seven would only wait"
     sentence = refused(tmp_path, *STEPS, "layout.replicate=3", machine=EIGHT_H100, facts=STORIES)
     assert "needs 3 GPUs, and this machine has 8" in sentence and "CUDA_VISIBLE_DEVICES" in sentence
     sentence = refused(tmp_path, *STEPS, "model.size=30B", machine=ONE_H100, facts=STORIES)

@@ -558,7 +558,9 @@ def test_what_unequal_shares_save_is_told() -> None:
     found = search(work(), probed(1.0, 0.4), constraints=copies(2))
     assert any("with equal shares the slowest device would set the pace" in line for line in unequal_reasons(found))
     few = search(work(2), probed(1.0, 0.4), constraints=copies(2))
-    assert any("too few to deal out by speed; b is 2.5 times slower" in line for line in unequal_lines(few, few.chosen))
+    assert any(
+        "too few to be shared by speed; b is 2.5 times slower" in line for line in unequal_lines(few, few.chosen)
+    )
 
 
 def test_a_dealers_answer_does_not_hang_on_which_layouts_are_asked_about() -> None:

@@ -9,6 +9,7 @@ from plait.errors import PlaitError
 from plait.planner.plan import HostShare
 from plait.planner.resolve.named_layout import named_degrees
 from plait.recipe.schema import RunConfig
+from plait.units import counted
 
 
 def default_host_shares(names: Sequence[str], machines: Sequence[Machine]) -> tuple[HostShare, ...]:
@@ -33,7 +34,7 @@ def default_host_shares(names: Sequence[str], machines: Sequence[Machine]) -> tu
 
 def host_shares_text(shares: Sequence[HostShare]) -> str:
     """Workers and threads of each host, on one line."""
-    each = [f"{s.name} {s.workers} worker{'s' * (s.workers > 1)} × {s.threads} threads" for s in shares]
+    each = [f"{s.name} {counted(s.workers, 'worker')} × {counted(s.threads, 'thread')}" for s in shares]
     return ", ".join(each)
 
 

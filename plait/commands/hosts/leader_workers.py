@@ -85,10 +85,13 @@ class LeaderWorkers:
         return self._hosts.addresses
 
     def with_hosts(self, plan: Plan) -> Plan:
-        """The plan with each host's share in it; first renumbers the hosts in the order that the plan names."""
-        if plan.host_order:
-            self._renumber_hosts(plan.host_order)
+        """The plan with each host's share in it, once the hosts stand in the order that it names and those that it
+        leaves out are sent home."""
+        if order := plan.host_order or self._order_without_left_out(plan):
+            self._renumber_hosts(order)
+            assert self.fixed_workers.workers == plan.world_size, order
             plan = replace(plan, host_order=())
+        plan = replace(plan, left_out=self._left_out)
         if hosts := refreshed_hosts(plan.hosts, self.host_shares):
             return replace(plan, hosts=hosts)
         peaks = [site.peak_flops for site in self.surveys() if site.peak_flops is not None]
@@ -100,14 +103,15 @@ class LeaderWorkers:
         if job.world_size == 1:
             idle = [HostPart(ranks=0, threads=1, argument="") for _ in self._hosts.members]
             return self._hosts.run(job, on_message=on_message, parts=[_own_part(job, 1, job.threads), *idle])
-        assert job.world_size == self.fixed_workers.workers, job
         if job.entry == PROBE_ENTRY:
+            assert job.world_size == self.fixed_workers.workers, job
             return self._hosts.run(job, on_message=_of_rank_0(on_message), parts=self._probe_parts(job))
         asked, training = read_job_argument(job.argument), job.entry == TRAINING_ENTRY
         folder = Path(asked.folder)
         if not training:  # made before anybody knew which host does what
             plan = self.with_hosts(read_plan(folder / "plan.json"))
             write_plan(replace(plan, corpus=portable_corpus_path(plan.corpus)), folder / "plan.json")
+        assert job.world_size == self.fixed_workers.workers, job
         self._file_stager = self._file_stager or FileStager(self._hosts.members, self._folder, self._log)
         places = self._file_stager.stage_job_files(folder, "run" if training else "job", asked.resume)
         first, *others = self.host_shares
@@ -128,11 +132,25 @@ class LeaderWorkers:
     def _renumber_hosts(self, host_order: tuple[int, ...]) -> None:
         """Give every host its number; cached values about the hosts stay in the order of admission."""
         shares = self._host_shares_as_admitted  # read before any host moves
-        assert len(shares) == len(host_order), host_order
+        assert set(host_order) <= set(self._host_order), "a host that was sent home does not come back"
         if host_order != self._host_order:
             assert self._file_stager is None, "somebody was served in another order"
             self._host_order = host_order
             self._hosts.renumber(host_order)
+            if names := ", ".join(share.name for host, share in enumerate(shares) if host not in host_order):
+                self._log(f"released {names}: the layout does without; it may be used for something else")
+
+    def _order_without_left_out(self, plan: Plan) -> tuple[int, ...]:
+        """The hosts that a begun run's plan uses, where those it leaves out have joined again; else nothing."""
+        everybody = (*plan.hosts, *plan.left_out)
+        if not plan.left_out or refreshed_hosts(everybody, self.host_shares) is None:
+            return ()
+        return tuple(range(len(plan.hosts)))
+
+    @property
+    def _left_out(self) -> tuple[HostShare, ...]:
+        shares = self._host_shares_as_admitted
+        return tuple(share for host, share in enumerate(shares) if host not in self._host_order)
 
     def _in_host_order(self, as_admitted: Sequence[_T]) -> tuple[_T, ...]:
         return tuple(as_admitted[host] for host in self._host_order)

@@ -27,7 +27,7 @@ def resumed_plan(
         log(f"budget   {before} → {plan.budget}: {plan.steps} steps in all")
     moved = survey.machine.fingerprint() != plan.fingerprint
     if moved or fresh or _has_other_workers(plan, workers):
-        plan = replace(plan, hosts=())
+        plan = replace(plan, hosts=(), left_out=())
         requested = "as asked" if fresh else "the hosts are not those it was made for"
         why = "this machine is not the one it was made for" if moved else requested
         plan = replan(config, plan, corpus, survey, workers)
@@ -46,7 +46,6 @@ def refuse_other_text(corpus: Corpus, plan: Plan) -> None:
 def _has_other_workers(plan: Plan, workers: HostWorkers) -> bool:
     """Whether a plan was made for another number of workers, or for hosts of another kind or order."""
     if workers.fixed_workers is None:
-        return bool(plan.hosts)  # made for several hosts, and now there is one
-    return workers.fixed_workers.workers != plan.world_size or not same_hosts(
-        workers.with_hosts(plan).hosts, plan.hosts
-    )
+        return len(plan.hosts) > 1  # it was made for several, and here is one
+    hosts = workers.with_hosts(plan).hosts  # from now on without those that the plan leaves out
+    return workers.fixed_workers.workers != plan.world_size or not same_hosts(hosts, plan.hosts)

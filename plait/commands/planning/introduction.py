@@ -25,9 +25,10 @@ def print_run_summary(plan: Plan, survey: MachineSurvey, reasons: Sequence[str],
     )
     screen.print(f"machine  {found}, {machine.memory_bytes / 2**30:.0f} GiB")
     screen.print(f"model    {plan_summary(plan)}")
-    workers_text = f"{plan.world_size} worker{'s' if plan.world_size > 1 else ''}"
+    workers_text = f"{counted(plan.world_size, 'worker')} × {counted(plan.threads, 'thread')}"
     split = layout_summary(plan.layout)
-    screen.print(f"layout   {split}: {workers_text} × {plan.threads} threads, {plan.precision}")
+    without = f", without {', '.join(host.name for host in plan.left_out)}" if plan.left_out else ""
+    screen.print(f"layout   {split}: {workers_text}{without}, {plan.precision}")
     useless = why_rebalancing_cannot_help(plan)
     for reason in [*reasons, *([useless] if useless else [])]:
         screen.print(f"         · {reason}", highlight=False, markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import fill
@@ -12,16 +13,18 @@ from plait.errors import PlaitError
 from plait.model.shape import parameter_count
 from plait.planner.calibration.factors import calibration_text
 from plait.planner.derive.resources import Resources
-from plait.planner.explain.report import PlanSection, report_sections
+from plait.planner.explain.left_out import devices_text
+from plait.planner.explain.report import TEXT_HEADINGS, PlanSection, report_sections
 from plait.planner.page.page import Chapter
 from plait.planner.plan import Plan
-from plait.planner.resolve.resolve import draft, settle
+from plait.planner.resolve.resolve import draft, lines_without_effect, settle
 from plait.planner.resolve.worker_layouts import WorkerLayout, choose
 from plait.planner.search.found import Search
 from plait.recipe.schema import RunConfig
-from plait.units import format_count
+from plait.units import counted, format_count
 
 REPORT_COLUMNS = 110
+_NUMBER_AND_UNIT = re.compile(r"(\d) ((?:s|ms|min|h|[KMGT]?i?B|[KMGT]bit/s|GB/s|[KMGTP]?FLOP/s|kWh)\b)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,7 @@ def make_plan_report(config: RunConfig, resources: Resources, *, top: int) -> Pl
     corpus, assumed = corpus_facts_or_usual(config)
     drafted = draft(config, corpus, resources, recipe_hash="")
     chosen, notes = choose(drafted.layouts), [*assumed, *drafted.request.notes]
+    notes += lines_without_effect(config, [chosen])
     found, forecast = chosen.search, chosen.forecast
     if found is None or forecast is None:
         raise PlaitError(
@@ -54,36 +58,54 @@ def make_plan_report(config: RunConfig, resources: Resources, *, top: int) -> Pl
     return PlanReport(plan=plan, search=found, notes=tuple(notes), sections=sections, layouts=drafted.layouts)
 
 
-def plan_report_text(report: PlanReport) -> str:
-    """The report as text for people."""
-    cluster, w = report.search.cluster, report.search.workload
+def plan_report_text(report: PlanReport, columns: int = REPORT_COLUMNS) -> str:
+    """The whole answer for people, in lines of so many columns at most."""
+    w = report.search.workload
     lines = [
-        f"plan     {format_count(parameter_count(report.plan.shape))} parameters on {cluster.name}: "
-        f"{_devices_text(cluster)}",
-        f"batch    {w.batch_sequences:,} sequences of {w.sequence:,} tokens a step, {w.precision}",
+        f"plan     {format_count(parameter_count(report.plan.shape))} parameters on {_machines_text(report.search)}",
+        f"batch    {counted(w.batch_sequences, 'sequence', ',')} of {w.sequence:,} tokens a step, {w.precision}",
         *(f"         · {note}" for note in report.notes),
     ]
     for section in report.sections:
-        lines += [f"{section.title if first == 0 else '':8} {line}" for first, line in enumerate(section.lines)]
-    return "\n".join(_wrap(line) for line in lines) + "\n"
+        heading = TEXT_HEADINGS.get(section.title, section.title)
+        lines += [f"{heading if first == 0 else '':8} {line}" for first, line in enumerate(section.lines)]
+    return "\n".join(_wrap(line, columns) for line in lines) + "\n"
 
 
-def _wrap(line: str) -> str:
+def _wrap(line: str, columns: int) -> str:
+    """The line in lines of so many columns at most, broken between words, never between a number and its unit."""
     indent = " " * (11 if line[9:10] == "·" else 9)
-    return fill(line, REPORT_COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    kept = _NUMBER_AND_UNIT.sub("\\1\u00a0\\2", line)
+    text = fill(kept, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return text.replace("\u00a0", " ")
 
 
-def comparison_table(reports: Sequence[PlanReport]) -> str:
-    """A table that compares the plans for several clusters."""
+def comparison_table(reports: Sequence[PlanReport], columns: int = REPORT_COLUMNS) -> str:
+    """Several clusters in a table of so many columns of text at most; a long layout goes on in the lines below it."""
     rows = [("cluster", "step", "tokens/s", "layout")]
     for one in reports:
         step_s = float(one.search.step_s[one.search.chosen])
         tokens = format_count(one.search.workload.batch_tokens / step_s)
         rows.append((one.search.cluster.name, f"{step_s:.3g} s", tokens, one.sections[0].lines[0]))
     wide = [max(len(row[column]) for row in rows) for column in range(3)]
+    start = min(sum(wide) + 2 * len(wide), columns // 2)
     return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, wide, strict=False)), row[3]]) for row in rows
+        fill(
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, wide, strict=False)), row[3]]),
+            columns,
+            subsequent_indent=" " * start,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for row in rows
     )
+
+
+def _machines_text(found: Search) -> str:
+    """The machines by name and in full, and which of them are used where some are left out."""
+    if found.left_out is None:
+        return f"{found.cluster.name}: {_devices_text(found.cluster)}"
+    return f"{devices_text(found.cluster)} of {found.cluster.name}: {_devices_text(found.left_out.cluster)}"
 
 
 def _devices_text(cluster: Cluster) -> str:
@@ -97,7 +119,7 @@ def chapter_of(report: PlanReport) -> Chapter:
     return Chapter(
         found=report.search,
         parameters=parameter_count(report.plan.shape),
-        machines=_devices_text(report.search.cluster),
+        machines=_machines_text(report.search),
         notes=report.notes,
         sections=report.sections,
     )

@@ -132,7 +132,10 @@ class RunFolder:
 
 
 def _is_same_plan(old: Plan, new: Plan) -> bool:
-    return replace(old, hosts=without_marks(old.hosts)) == replace(new, hosts=without_marks(new.hosts))
+    old, new = (
+        replace(one, hosts=without_marks(one.hosts), left_out=without_marks(one.left_out)) for one in (old, new)
+    )
+    return old == new
 
 
 def _splits_differently(old: Plan, new: Plan) -> bool:

@@ -79,7 +79,7 @@ class ForkedWorkers:
         self._server = server
 
     def with_hosts(self, plan: Plan) -> Plan:
-        return replace(plan, hosts=())
+        return replace(plan, hosts=(), host_order=(), left_out=())
 
     def host_machines(self) -> tuple[()]:
         return ()

@@ -31,7 +31,7 @@ from plait.launch.remote.messages import (
 from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import Frame, Wire
 from plait.launch.values.entries import EntryTable
-from plait.launch.values.job import Job, StoppedBy
+from plait.launch.values.job import Job, ReleasedBy
 
 _JOIN_AGAIN = "see what host 0 printed, start the run there again and join it"
 
@@ -68,8 +68,9 @@ def serve(
     entries: EntryTable,
     check_job: Callable[[Job], None] = lambda job: None,
     pulse: Pulse = DEFAULT_PULSE,
-) -> StoppedBy:
-    """Take part in host 0's run until it ends; returns how its last job was stopped; main thread only.
+) -> ReleasedBy:
+    """Take part in host 0's run until it ends or does without this host; returns how its last job was stopped; main
+    thread only.
 
     Ranks run nothing but `entries`, and no job for which `check_job` raises PlaitError. `handlers` answer host 0's
     requests, one after another in a thread of their own, also while ranks run. The first stop signal while ranks run
@@ -103,9 +104,9 @@ class _Agent:
         self._site: LocalWorkerHost | None = None
         self._number = 0
         self._asked_to_stop = False
-        self._stopped_by: StoppedBy | None = None
+        self._stopped_by: ReleasedBy | None = None
 
-    def run(self) -> StoppedBy:
+    def run(self) -> ReleasedBy:
         with self._selector, self._part:
             self._selector.register(self._signals.wire, selectors.EVENT_READ, self._read_signals)
             self._selector.register(self._link, selectors.EVENT_READ, self._read_link)

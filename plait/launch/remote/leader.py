@@ -154,9 +154,13 @@ class Hosts:
         return self.members
 
     def renumber(self, order: Sequence[int]) -> None:
-        """Renumber the hosts: host n is from now on the one that was admitted as order[n]; host 0 stays."""
-        assert order[0] == 0 and sorted(order) == list(range(1 + len(self._arrived))), order
-        self.members = tuple(replace(self._arrived[host - 1], host=place) for place, host in enumerate(order) if place)
+        """Make host n the one that was admitted as order[n]; host 0 stays, those not in `order` are sent home."""
+        assert order[0] == 0 and len(set(order)) == len(order), order
+        stay = [self._arrived[host - 1] for host in order[1:]]
+        for left in [one.link for one in self.members if all(one.link is not other.link for other in stay)]:
+            self._admitted = [arrival for arrival in self._admitted if arrival.link is not left]
+            left.part("end", {"stopped_by": "not needed"})
+        self.members = tuple(replace(member, host=host) for host, member in enumerate(stay, start=1))
 
     def run(
         self,

@@ -13,7 +13,7 @@ from plait.launch.local.signals import StopSignal
 from plait.launch.local.site import KillOrder, RankEvent
 from plait.launch.values.failure import RankRaised
 from plait.launch.values.from_json import SingleLine, from_json
-from plait.launch.values.job import Job, StoppedBy
+from plait.launch.values.job import Job, ReleasedBy
 
 _T = TypeVar("_T")
 _RENDEZVOUS = re.compile(r"tcp://(\[[0-9a-f:.]+\]|[0-9.]+):[0-9]{1,5}/job-[0-9]{1,9}")
@@ -63,7 +63,7 @@ class Refusal:
 class RunEnd:
     """Host 0: the run is over; `failed` says why, where it failed."""
 
-    stopped_by: StoppedBy = "finished"
+    stopped_by: ReleasedBy = "finished"
     failed: SingleLine | None = None
 
 

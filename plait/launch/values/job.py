@@ -18,6 +18,8 @@ THREADS_AT_MOST = 1 << 16
 """More than any machine has processors."""
 
 StoppedBy = Literal["finished"] | StopSignal
+ReleasedBy = StoppedBy | Literal["not needed"]
+"""What ended a joined host's part in a run: its end, or that the layout leaves the host out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plait.planner.calibration.factors import ForecastBasis, StepItems
-from plait.units import format_bytes, format_duration
+from plait.units import counted, format_bytes, format_duration
 
 ForecastSource = ForecastBasis | Literal["steps"]
 """What a forecast is based on; "steps" are real steps, timed before the run."""
@@ -45,7 +45,7 @@ def comparison_text(predicted: StepItems, observed: Observed) -> str:
     said = f"the plan said {format_duration(predicted.step_s)} a step{_items_in_brackets(predicted, computing)}"
     known = _items_in_brackets(observed.items, computing) if observed.items else ""
     return (
-        f"{said}; {observed.steps} steps took {format_duration(observed.step_s)}{known}: "
+        f"{said}; {counted(observed.steps, 'step')} took {format_duration(observed.step_s)}{known}: "
         f"{_difference_text(observed.step_s / predicted.step_s - 1, 'slower', 'faster')}"
     )
 

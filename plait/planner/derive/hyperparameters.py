@@ -8,7 +8,7 @@ from plait.planner.derive import scaling_rules
 from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.plan import OptimizerPlan
 from plait.recipe.schema import RunConfig
-from plait.units import format_count
+from plait.units import counted, format_count
 
 MOST_TIMES_PUBLISHED_LR = 10
 """A requested learning rate this many times above the published rules is warned of: runs end well at several times."""
@@ -45,7 +45,7 @@ def warmup_steps(config: RunConfig, steps: int, why: list[str]) -> int:
     if requested != "auto":
         return requested
     warmup = scaling_rules.usual_warmup_steps(steps)
-    why.append(f"warm-up {warmup} steps: a twentieth of the run, 10 to 2,000 steps (after Goyal 2017)")
+    why.append(f"warm-up {counted(warmup, 'step')}: a twentieth of the run, 10 to 2,000 steps (after Goyal 2017)")
     return warmup
 
 

@@ -8,6 +8,7 @@ from math import ceil
 from plait.layout import Layout
 from plait.planner.calibration.constants import constant
 from plait.planner.problem.software_profile import CPU_CACHE_TOKENS
+from plait.units import counted
 
 LARGER_MICRO_BATCH_COST = constant("larger_micro_batch_cost")
 """Share of a step that a micro-batch beyond the caches costs."""
@@ -51,5 +52,6 @@ def fewer_gathers_reason(usual: int, chosen: int, largest_share: int) -> list[st
     often, seldom = ceil(largest_share / usual), ceil(largest_share / chosen)
     times = "once a step" if seldom == 1 else f"{seldom} times a step"
     return [
-        f"up to {chosen} sequences at a time, not {usual}: split parameters are gathered {times} instead of {often}"
+        f"up to {counted(chosen, 'sequence')} at a time, not {usual}: split parameters are gathered {times} "
+        f"instead of {often}"
     ]

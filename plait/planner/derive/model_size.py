@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
@@ -12,7 +12,7 @@ from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import explicit_shape, named_shape, nearest_size
 from plait.planner.derive import scaling_rules
 from plait.recipe.schema import RunConfig
-from plait.units import Amount, format_count, parse_amount
+from plait.units import Amount, format_count, format_si, parse_amount
 
 GUESSED_PEAK_FLOPS = 100e12
 """Arithmetic peak, in FLOP/s, that an unknown GPU is assumed to have while the model is sized."""
@@ -29,6 +29,24 @@ class CorpusFacts:
     longest_sequence: int
     heldout_tokens: int
     documents: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRate:
+    """How fast a run of a time budget is expected to train."""
+
+    flops_per_s: float
+    """Training FLOPs (6 for each parameter and token) per second, all devices together."""
+    source: Literal["assumed", "forecast"]
+
+    def __str__(self) -> str:
+        return f"{format_si(self.flops_per_s, 'FLOP/s')} {'as forecast' if self.source == 'forecast' else 'assumed'}"
+
+
+def assumed_rate(machine: Machine, peak_flops: float | None) -> TrainingRate:
+    """A usual share of the arithmetic peak, before any layout was priced."""
+    peak = peak_flops or GUESSED_PEAK_FLOPS * machine.devices
+    return TrainingRate(flops_per_s=scaling_rules.EXPECTED_MFU * peak, source="assumed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,25 +72,25 @@ def budget_of(config: RunConfig) -> Amount:
     return Amount(600, "seconds")
 
 
-def derive_run_size(
-    config: RunConfig, corpus: CorpusFacts, machine: Machine, peak_flops: float | None, why: list[str]
-) -> RunSize:
+def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, why: list[str]) -> RunSize:
     """Settle budget and shape, and with them the size of the run."""
     budget = budget_of(config)
-    rate = scaling_rules.EXPECTED_MFU * (peak_flops or GUESSED_PEAK_FLOPS * machine.devices)
     vocabulary = _vocabulary(config, corpus)
     size, spelt_out = config.model.size, "auto" not in (config.model.layers, config.model.width)
     if config.train.budget == "auto":
         what = "20 tokens a parameter (Hoffmann 2022)" if size != "auto" else "no model size or budget was asked for"
         why.append(f"budget {budget}: {what}")
     if size == "auto" and not spelt_out:
-        size = nearest_size(_best_parameter_count(config, budget, rate, corpus.train_tokens), vocabulary)
+        best = _best_parameter_count(config, budget, rate.flops_per_s, corpus.train_tokens)
+        size = nearest_size(best, vocabulary)
     shape = _model_shape(config, size, vocabulary, corpus, why)
     if config.model.size == "auto" and not spelt_out:
-        rule = "20 tokens a parameter" + (", at most four passes over the text" if budget.unit == "seconds" else "")
+        rule = "20 tokens a parameter"
+        if budget.unit == "seconds":
+            rule += f", at most four passes over the text, {rate}"
         why.append(f"model {format_count(parameter_count(shape))} parameters: learns most within the budget ({rule})")
     per_token = 6 * parameter_count(shape)
-    tokens = _training_tokens(config, budget, rate / per_token, shape.sequence)
+    tokens = _training_tokens(config, budget, rate.flops_per_s / per_token, shape.sequence)
     return RunSize(budget=budget, shape=shape, tokens=tokens, flops=per_token * tokens)
 
 
@@ -158,9 +176,7 @@ def batch_sequences(config: RunConfig, run_size: RunSize, why: list[str]) -> int
         return requested // sequence
     usual = scaling_rules.usual_batch_tokens(flops)
     least = usual if run_size.budget.unit == "steps" else scaling_rules.short_run_batch_tokens(run_size.tokens)
-    sequences = max(1, round(min(usual, least) / sequence))
-    if sequences >= 8:
-        sequences = sequences // 8 * 8
+    sequences = scaling_rules.divisible_batch(min(usual, least) / sequence)
     reason = f"suits {flops:.1e} training FLOPs (DeepSeek LLM 2024)"
     if least < usual:
         reason = f"small, so that a short run has some {scaling_rules.LEAST_STEPS_OF_A_RUN:,} steps"

@@ -78,6 +78,12 @@ class Resources:
         known = find_device_by_driver_name(self.machine.name)
         return (known,) if known else ()
 
+    def may_leave_devices_out(self) -> bool:
+        """Whether a layout may use only some of the machines or GPUs. Those that torchrun started all take part; a
+        processor's workers are no devices of their own."""
+        has_gpus = self.machine.device == "cuda" and self.fixed_workers is None
+        return self.has_known_devices and (self.cluster is not None or has_gpus)
+
     def as_cluster(self, workers: int) -> Cluster:
         """The machines as a cluster of so many devices."""
         if self.cluster:

@@ -9,7 +9,7 @@ Bi et al. 2024 (DeepSeek LLM, 2401.02954, section 3.1: batch and learning rate f
 
 from __future__ import annotations
 
-from math import sqrt
+from math import floor, log2, sqrt
 
 TOKENS_PER_PARAMETER = 20
 USEFUL_EPOCHS = 4
@@ -44,6 +44,13 @@ def usual_batch_tokens(flops: float) -> float:
 def short_run_batch_tokens(tokens: float) -> float:
     """The largest batch of a run over so many tokens that leaves it its least number of steps; 1,024 tokens or more."""
     return max(1024.0, tokens / LEAST_STEPS_OF_A_RUN)
+
+
+def divisible_batch(sequences: float) -> int:
+    """A batch of about so many sequences that many numbers of devices divide: the nearest multiple of the largest power
+    of two in its half (1,024 for 912, 768 for 800), whatever the devices are; below four the nearest number."""
+    unit = 2 ** max(0, floor(log2(max(sequences, 1))) - 1)
+    return max(1, floor(sequences / unit + 0.5) * unit)
 
 
 def peak_lr(flops: float) -> float:

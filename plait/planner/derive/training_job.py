@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from plait.errors import PlaitError
 from plait.model.shape import ModelShape, parameter_count
 from plait.partition.execution import MatmulPrecision, Precision
-from plait.planner.derive.model_size import CorpusFacts, batch_sequences, derive_run_size
+from plait.planner.derive.model_size import CorpusFacts, TrainingRate, assumed_rate, batch_sequences, derive_run_size
 from plait.planner.derive.resources import Resources
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
@@ -28,13 +28,19 @@ class TrainingJob:
     """In what float32 matrices are multiplied."""
 
 
-def new_job(config: RunConfig, corpus: CorpusFacts, resources: Resources, why: list[str]) -> TrainingJob:
-    """What a recipe comes to on a machine, each choice with its reason; raises PlaitError for what cannot work."""
+def new_job(
+    config: RunConfig, corpus: CorpusFacts, resources: Resources, why: list[str], rate: TrainingRate | None = None
+) -> TrainingJob:
+    """What a recipe comes to on a machine, each choice with its reason; raises PlaitError for what cannot work.
+
+    `rate` is how fast the machine trains such a job; None where no layout has been priced yet.
+    """
     if resources.peak_doubt:
         why.append(resources.peak_doubt)
     precision_reasons: list[str] = []
     precision = precision_of(config, resources, precision_reasons)
-    scale = derive_run_size(config, corpus, resources.machine, resources.peak_flops, why)
+    rate = rate or assumed_rate(resources.machine, resources.peak_flops)
+    scale = derive_run_size(config, corpus, rate, why)
     batch = batch_sequences(config, scale, why)
     why += precision_reasons
     return TrainingJob(

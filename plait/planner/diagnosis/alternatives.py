@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from plait.planner.diagnosis.layout_price import layout_bytes
 from plait.planner.problem.candidates import RECOMPUTE_MODES, Candidates
 from plait.planner.step_time.cost_inputs import CostInputs
-from plait.units import format_bytes
+from plait.units import counted, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ def _swaps(inputs: CostInputs) -> Iterator[Alternative]:
     micro = int(row["micro_sequences"])
     for other in dict.fromkeys((1, micro // 2, 2 * micro)):
         if other not in (0, micro) and part % other == 0:
-            many = f"{other} sequence{'s' if other > 1 else ''} at a time in place of {micro}"
+            many = f"{counted(other, 'sequence')} at a time in place of {micro}"
             yield _by_memory(inputs, many, micro_sequences=other)
     if row["schedule"] in ("interleaved", "zero-bubble"):
         plain = inputs.with_candidates(Candidates.from_rows([{**row, "schedule": "1f1b", "virtual": 1}], "balanced"))

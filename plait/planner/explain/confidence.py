@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from plait.cluster.catalog import Link
-from plait.cluster.cluster import Cluster, device_bytes_per_s
+from plait.cluster.cluster import Cluster, Island, device_bytes_per_s
 from plait.errors import PlaitError
 from plait.planner.explain.tipping_points import LARGEST_FACTOR_TRIED, TippingPoint, tipping_points
 from plait.planner.heterogeneous.host_permutations import node_alone
@@ -16,7 +16,7 @@ from plait.planner.search.model_error import RunFamily, published_errors, run_fa
 from plait.planner.search.search import search
 from plait.planner.step_time.device_rates import USUAL_ACHIEVABLE_SHARE
 from plait.planner.step_time.device_time import was_measured
-from plait.units import format_bytes, format_duration
+from plait.units import counted, format_bytes, format_duration
 
 FEW_NODES = 8
 """Up to so many nodes it is worth a word whether one of them alone would be as fast."""
@@ -43,10 +43,10 @@ def certainty_lines(found: Search) -> list[str]:
         assert found.cluster.measured is not None
         return [
             f"arithmetic and messages were measured on these machines ({found.cluster.measured.date}): layouts within "
-            f"{found.tolerance:.0%} of each other count as equally fast; read {low} to {high}"
+            f"{found.tolerance:.0%} of each other count as equally fast; expect {low} to {high}"
         ]
     lines = [
-        f"nothing was measured on these machines: {_record(found)}, so read {low} to {high} at best; layouts within "
+        f"nothing was measured on these machines: {_record(found)}, so expect {low} to {high}; layouts within "
         f"{found.tolerance:.0%} of each other count as equally fast"
     ]
     guessed = [i.device.name for i in found.cluster.islands if i.device.achievable is None]
@@ -77,33 +77,35 @@ RUN_FAMILY_TEXTS: Mapping[RunFamily, str] = {
 
 
 def idle_machine_lines(found: Search) -> list[str]:
-    """Whether one machine alone would be as fast as all."""
-    cluster = found.cluster
+    """What a step would take on one machine of each kind alone, unless that is the layout."""
+    cluster = found.left_out.cluster if found.left_out else found.cluster
     if not 1 < cluster.n_nodes <= FEW_NODES:
         return []
-    return [line for place in range(len(cluster.islands)) if (line := _alone(found, place))]
+    places = [place for place, island in enumerate(cluster.islands) if replace(island, nodes=1) not in _used(found)]
+    return [_alone(found, cluster, place) for place in places]
 
 
-def _alone(found: Search, place: int) -> str | None:
-    island = found.cluster.islands[place]
+def _used(found: Search) -> tuple[Island, ...]:
+    return found.cluster.islands if found.cluster.n_nodes == 1 else ()
+
+
+def _alone(found: Search, cluster: Cluster, place: int) -> str:
+    island = cluster.islands[place]
     words = f"{island.per_node} × {island.device.name}" if island.per_node > 1 else f"one {island.device.name}"
-    one = replace(node_alone(found.cluster, place, island.per_node), name=words)
+    one = replace(node_alone(cluster, place, island.per_node), name=words)
     try:
         alone = search(found.workload, one, profile=found.profile, tolerance=found.tolerance)
     except PlaitError:
         return f"{words} alone does not hold this model"
-    alone_s, step_s = float(alone.step_s[alone.chosen]), float(found.step_s[found.chosen])
-    if alone_s <= step_s:
-        return (
-            f"{words} alone would take {format_duration(alone_s)} a step, no longer than all machines together: they "
-            "cost more waiting than they bring; leave them out, or join them by a faster link"
-        )
+    alone_s, step_s = alone.chosen_step_s, found.chosen_step_s
+    if alone_s < step_s:
+        return f"{words} alone would take {format_duration(alone_s)} a step, less than this: start the run there, alone"
     return f"{words} alone would take {format_duration(alone_s)} a step, {alone_s / step_s:.2g} times as long"
 
 
 def _flip_sentence(found: Search, flip: TippingPoint) -> str:
     condition, have = _condition(found, flip)
-    return f"{condition} this would be chosen: {kind_text(flip.winner)}; you have {have}"
+    return f"{condition} (here: {have}) another layout would be chosen: {kind_text(flip.winner)}"
 
 
 def _condition(found: Search, flip: TippingPoint) -> tuple[str, str]:
@@ -111,7 +113,7 @@ def _condition(found: Search, flip: TippingPoint) -> tuple[str, str]:
     cluster, island, side = found.cluster, found.cluster.islands[0], "below" if flip.factor < 1 else "above"
     match flip.what:
         case "between":
-            there, have = (_rate(cluster.between, factor) for factor in (flip.factor, 1.0))
+            there, have = (link_rate_text(cluster.between, factor) for factor in (flip.factor, 1.0))
             return f"{side} about {there} between the nodes", have
         case "inside":
             rate = device_bytes_per_s(island.inside, island.per_node) / 1e9
@@ -122,10 +124,11 @@ def _condition(found: Search, flip: TippingPoint) -> tuple[str, str]:
             return f"with about {format_bytes(memory * flip.factor)} a device or {than}", format_bytes(memory)
         case "batch":
             batch = found.workload.batch_sequences
-            return f"with {round(batch * flip.factor):,} sequences a step", f"{batch:,}"
+            return f"with {counted(round(batch * flip.factor), 'sequence', ',')} a step", f"{batch:,}"
 
 
-def _rate(network: Link, factor: float) -> str:
+def link_rate_text(network: Link, factor: float = 1.0) -> str:
+    """The bandwidth of a network, or so many times as much, and whose it is: "8.07 Gbit/s a machine"."""
     wires = 2 * network.axes if network.shape == "torus" else 1
     whose = "a machine" if network.shape == "shared" else "a device"
     return f"{network.bytes_per_s * wires * factor * 8 / 1e9:.3g} Gbit/s {whose}"

@@ -5,20 +5,22 @@ from __future__ import annotations
 GLOSSARY: dict[str, str] = {
     "step": "One update of the model: it reads one batch of text, finds out how each number should change, and changes "
     "it. A training run is some thousands of steps.",
-    "batch": "The sequences that one step learns from, over all devices together. They are dealt to the groups of "
+    "batch": "The sequences that one step learns from, over all devices together. They are divided among the groups of "
     "devices, and each group may take its part in several micro-batches, one after the other.",
     "replicate (DP, data parallel)": "Each group of devices has a full copy of the model and learns from other "
     "sequences. At the end of a step they add up what they found, so that all copies stay the same.",
-    "shard (FSDP, ZeRO)": "Devices that would hold the same numbers split them and gather them when they are needed. "
-    "It costs messages, and saves memory in proportion to the devices.",
+    "shard (FSDP, ZeRO-1)": "Devices that would hold the same numbers split them: the optimizer state alone "
+    "(ZeRO-1), or the "
+    "parameters as well (FSDP), which are gathered when they are needed. It costs messages, and saves memory in "
+    "proportion to the devices.",
     "tensor (TP)": "Several devices compute one matrix product together, each with a part of the matrix. They must add "
     "up their results twice in every layer, so it wants the fastest link there is.",
-    "pipeline (PP)": "The layers are dealt to groups of devices, and portions of the batch pass from one group to the "
+    "pipeline (PP)": "The layers are divided among groups of devices, and micro-batches pass from one group to the "
     "next. Little is sent, so that slow networks will do, but at the beginning and the end of a step some groups wait.",
     "context (CP)": "Each sequence is cut in parts, one on each device of the group. They exchange what attention "
     "needs to look back on, which pays for long sequences.",
     "expert (EP)": "In a mixture of experts each token passes only a few of many feedforward parts. The experts are "
-    "dealt over devices, and tokens travel to theirs and back.",
+    "divided among devices, and tokens travel to theirs and back.",
     "micro-batch": "The sequences that a device takes at a time. More of them at a time make products faster and need "
     "more memory.",
     "recompute": "The backward pass needs what the forward pass found on its way. Rather than keep it in memory, a "

@@ -10,6 +10,7 @@ import numpy as np
 from plait.errors import PlaitError
 from plait.planner.explain.confidence import certainty_lines, idle_machine_lines, layout_changes
 from plait.planner.explain.island_traffic import island_traffic_lines
+from plait.planner.explain.left_out import left_out_lines, left_out_text
 from plait.planner.explain.totals import run_totals
 from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_lines, unequal_reasons
 from plait.planner.problem.candidates import Counts
@@ -27,12 +28,16 @@ from plait.planner.search.layout_kinds import kind_text, kinds_of, layout_senten
 from plait.planner.search.model_error import memory_error
 from plait.planner.search.search import search
 from plait.report.plausibility import mfu_text
-from plait.units import Amount, format_bytes, format_count, format_duration
+from plait.units import Amount, counted, format_bytes, format_count, format_duration
 
 SIMPLER_KINDS_NAMED = 4
 """Kinds of simpler layouts that the report names, the fastest first."""
 LEAST_SHARE_MENTIONED = 0.01
 """Share of a step or of a device's memory from which an item is named."""
+
+
+TEXT_HEADINGS = {"listed": "compared", "binds": "limits", "changes": "what if", "sure": "accuracy"}
+"""What a section is called in the text where it is not its title, which programs read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +52,12 @@ def report_sections(found: Search, budget: Amount, *, top: int) -> tuple[PlanSec
     """The whole report, section by section."""
     chosen = found.candidates.row(found.chosen)
     who = [*unequal_lines(found, found.chosen), *memory_limit_lines(found, found.chosen)]
+    without = f", leaving out {left_out_text(found)}" if found.left_out else ""
     sections = {
-        "layout": [layout_text(chosen), *_dots([*layout_sentences(chosen, found.workload.layers), *who])],
+        "layout": [
+            f"{layout_text(chosen)}{without}",
+            *_dots([*layout_sentences(chosen, found.workload.layers), *who]),
+        ],
         "step": _step(found),
         "memory": _memory(found),
         "why": _dots(choice_reasons(found)),
@@ -67,10 +76,10 @@ def report_sections(found: Search, budget: Amount, *, top: int) -> tuple[PlanSec
 def short_reasons(found: Search) -> tuple[str, ...]:
     """The choice in a few sentences, for the head of a run: why this layout, what binds, what would change it."""
     if found.cluster.n_devices == 1:
-        return tuple(_binds(found)[:1])
+        return (*left_out_lines(found), *_binds(found)[:1])
     first = _as_named(found) if found.constraints else _price_of_simplicity(found)
     changed = [] if found.constraints else [line for line in layout_changes(found) if "would be chosen" in line]
-    who = (*island_traffic_lines(found), *unequal_lines(found, found.chosen))
+    who = (*left_out_lines(found), *island_traffic_lines(found), *unequal_lines(found, found.chosen))
     return (first, *who, *unequal_reasons(found), *_binds(found)[:2], *changed[:2])
 
 
@@ -86,7 +95,7 @@ def runners_up(found: Search, top: int) -> list[int]:
 
 def choice_reasons(found: Search) -> list[str]:
     """Why this layout is enough, and what stands against simpler ones."""
-    reasons = [_as_named(found) if found.constraints else _price_of_simplicity(found)]
+    reasons = [_as_named(found) if found.constraints else _price_of_simplicity(found), *left_out_lines(found)]
     for words, bytes_ in _too_large(found):
         much = (
             "are more than there is"
@@ -156,10 +165,11 @@ def _price_of_simplicity(found: Search) -> str:
     chosen, fastest = found.step_s[found.chosen], found.step_s[found.fastest]
     if found.chosen == found.fastest:
         return (
-            f"the fastest of {len(found.candidates):,} layouts that fit; none within {found.tolerance:.0%} is simpler"
+            f"the fastest of {counted(len(found.candidates), 'layout', ',')} that fit; "
+            f"none within {found.tolerance:.0%} is simpler"
         )
     if found.complexity[found.chosen] == found.complexity[found.fastest]:
-        return f"as simple as the fastest of {len(found.candidates):,} layouts that fit, and as fast"
+        return f"as simple as the fastest of {counted(len(found.candidates), 'layout', ',')} that fit, and as fast"
     return (
         f"the simplest within {found.tolerance:.0%} of the fastest: {layout_text(found.candidates.row(found.fastest))} "
         f"would save {1 - fastest / chosen:.1%} of the step, which is less than this forecast can tell"
@@ -184,7 +194,7 @@ def _too_large(found: Search) -> list[tuple[str, float]]:
     """Ways to train on all devices that cut nothing of the model, and do not fit."""
     simple = {
         1: "plain copies of the model",
-        2: "copies that split the optimizer's state",
+        2: "copies that split the optimizer state",
         4: "parameters split, nothing else",
     }
     return [(words, found.leanest_bytes[kind]) for kind, words in simple.items() if kind in found.kinds_too_large]
@@ -199,7 +209,7 @@ def why_not(found: Search, index: int) -> str:
     factor = float(found.step_s[index] / found.step_s[found.chosen])
     time = format_duration(float(found.step_s[index]))
     more = int(found.complexity[index] - found.complexity[found.chosen])
-    points = f"{abs(more)} point{'s' if abs(more) > 1 else ''}"
+    points = counted(abs(more), "point")
     harder = f"{points} more complicated" if more > 0 else f"{points} simpler" if more else "as simple"
     if factor < 1 - 5e-4:
         return f"{time}, {1 - factor:.1%} faster, and {harder}"
@@ -224,7 +234,7 @@ def _worst_item(found: Search, index: int) -> str:
 def _counts(found: Search) -> str:
     refused = sorted(found.refused.items(), key=lambda item: -item[1])
     text = "; ".join(f"{reason} ({count:,})" for reason, count in refused)
-    return f"{len(found.candidates):,} layouts priced, {found.n_refused:,} refused: {text}"
+    return f"{counted(len(found.candidates), 'layout', ',')} priced, {found.n_refused:,} refused{text and ': '}{text}"
 
 
 def _binds(found: Search) -> list[str]:
@@ -233,8 +243,9 @@ def _binds(found: Search) -> list[str]:
     hidden, exposed = message_seconds(found, found.chosen)
     if hidden + exposed > LEAST_SHARE_MENTIONED * found.step_s[found.chosen]:
         lines.append(
-            f"messages between devices: {format_duration(hidden)} of a step run under arithmetic and cost nothing, "
-            f"{format_duration(exposed)} are waited for"
+            f"messages between devices: {format_duration(hidden)} of a step pass while devices compute and cost "
+            "no time, "
+            f"for {format_duration(exposed)} devices wait"
         )
     capacity = found.capacity_bytes(found.chosen)
     if found.bytes_per_device(found.chosen) > capacity:
@@ -245,5 +256,5 @@ def _binds(found: Search) -> list[str]:
             f"memory is tight: {free} of {format_bytes(capacity)} stay free on a device, and {_memory_doubt(found)}"
         )
     elif found.bytes_per_device(found.chosen) > 0.85 * capacity or _too_large(found):
-        lines.append("memory binds: with more of it the choice would be wider")
+        lines.append("memory limits the choice: with more of it other layouts would fit, too")
     return lines

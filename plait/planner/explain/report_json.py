@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from plait.layout import AXES
+from plait.planner.explain.left_out import left_out_text
 from plait.planner.explain.report import PlanSection, runners_up, why_not
 from plait.planner.explain.unequal_devices import micro_sequences_values, unequal_shares_of
 from plait.planner.search.cost_breakdown import memory_items, model_flops_utilisation, time_items
@@ -27,7 +28,9 @@ def plan_json(found: Search, sections: Sequence[PlanSection], top: int) -> dict[
         "schedule": row["schedule"],
         "stage_layers": found.stage_layers(found.chosen) if int(row["pipeline"]) > 1 else (),
         "shares": unequal_shares_of(found, found.chosen),
-        "order": found.host_order.hosts if found.host_order else (),
+        "order": found.hosts_in_rank_order,
+        "n_devices": found.cluster.n_devices,
+        "left_out": left_out_text(found),
         "step_s": float(found.step_s[found.chosen]),
         "mfu": full,
         "mfu_causal": causal,

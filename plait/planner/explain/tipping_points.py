@@ -41,7 +41,7 @@ def tipping_points(found: Search) -> list[TippingPoint]:
     """Where another kind of layout would be chosen, the nearest change first; for a layout that nobody named."""
     lines: list[TippingPoint] = []
     if found.cluster.n_nodes > 1:
-        lines += _of_link(found, "between", _with_between)
+        lines += _of_link(found, "between", with_faster_network)
     if max(island.per_node for island in found.cluster.islands) > 1:
         lines += _of_link(found, "inside", _with_inside)
     lines += _of_memory(found)
@@ -130,7 +130,8 @@ def _closed_form_step_s(found: Search, rows: Counts, cluster: Cluster) -> Reals:
     return step_s[rows]
 
 
-def _with_between(cluster: Cluster, factor: float) -> Cluster:
+def with_faster_network(cluster: Cluster, factor: float) -> Cluster:
+    """The cluster with so many times the bandwidth between its machines."""
     return replace(cluster, between=_faster(cluster.between, factor))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plait.planner.derive.intervals import steps_in_budget
 from plait.planner.search.found import Search
-from plait.units import Amount, format_count, format_duration
+from plait.units import Amount, counted, format_count, format_duration
 
 JOULES_PER_KWH = 3.6e6
 
@@ -16,7 +16,8 @@ def run_totals(found: Search, budget: Amount) -> list[str]:
     seconds = steps * step_s
     hours = seconds / 3600
     lines = [
-        f"{steps:,} steps, {format_count(steps * found.workload.batch_tokens)} tokens, for a budget of {budget}: "
+        f"{counted(steps, 'step', ',')}, {format_count(steps * found.workload.batch_tokens)} tokens, for a "
+        f"budget of {budget}: "
         f"{_long(seconds)}, {format_count(hours * cluster.n_devices)} device-hours"
     ]
     if cluster.watts is None:

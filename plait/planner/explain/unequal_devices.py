@@ -15,7 +15,7 @@ from plait.planner.heterogeneous.host_permutations import has_unequal_links
 from plait.planner.search.found import Search
 from plait.planner.search.host_order import may_reorder_hosts, with_better_first_host
 from plait.planner.search.layout_cost import step_seconds, step_time_of
-from plait.units import format_bytes, format_duration
+from plait.units import counted, format_bytes, format_duration
 
 OWNERS_NAMED = 6
 """Owners of devices up to which each one's share is named."""
@@ -89,12 +89,12 @@ def _shares(found: Search, assignment: WorkAssignment) -> str | None:
         return None
     if found.assigner.named_shares:
         shares = _numbers(assignment.sequences_per_replica)
-        return f"each batch is dealt out as layout.shares says: {shares} of {count} sequences"
+        return f"each batch is divided as layout.shares says: {shares} of {count} sequences"
     if assignment.sequences_per_replica == equal_shares(count, len(assignment.sequences_per_replica)):
         slowest = max(owners, key=lambda owner: owner.slower)
         if count < 8 * len(assignment.sequences_per_replica) and slowest.slower > 1 + 1 / 8:
             return (
-                f"{count} sequences a step are too few to deal out by speed; {slowest.name} is "
+                f"{counted(count, 'sequence')} a step are too few to be shared by speed; {slowest.name} is "
                 f"{_times(slowest.slower)} slower and sets the pace: raise train.batch_tokens"
             )
         return None
@@ -117,7 +117,7 @@ def _by_owner(owners: Sequence[_Owner], several: bool) -> str:
         f"{owner.name} {owner.share:.0%}" + (f" ({_times(owner.slower)} slower)" if owner in slower else "")
         for owner in owners
     )
-    return f"of each batch do, by the speed of their devices: {text}"
+    return f"shares of each batch, by the speed of the devices: {text}"
 
 
 def micro_sequences_values(found: Search, index: int) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def memory_limit_lines(found: Search, index: int) -> list[str]:
     lines = [f"{name} takes {limit}, it has {format_bytes(size)}" for name, (limit, size) in fewer.items()]
     if len(lines) > OWNERS_NAMED:
         lines = [*lines[: OWNERS_NAMED - 1], f"and {len(lines) - OWNERS_NAMED + 1} others fewer, too"]
-    return [f"{most} sequences at a time, and fewer where memory is short: {'; '.join(lines)}"]
+    return [f"{counted(most, 'sequence')} at a time, and fewer where memory is short: {'; '.join(lines)}"]
 
 
 def _stages(found: Search, assignment: WorkAssignment) -> list[str]:
@@ -198,10 +198,10 @@ def _order_words(found: Search) -> list[str]:
     names, before_s = ", ".join(found.assigner.devices.names), found.host_order.step_s_in_given_order
     if before_s is None:
         what = "what [layout] asks for would not fit" if found.constraints.degrees else "no layout would fit"
-        return [f"the machines stand in the order {names}: as they were given {what}"]
+        return [f"the machines are in the order {names}: as they were given {what}"]
     longer = before_s / float(found.step_s[found.chosen]) - 1
-    links = " (some roads between them are faster than others)" if has_unequal_links(found.cluster) else ""
-    return [f"the machines stand in the order {names}: as they were given a step would take {longer:.0%} longer{links}"]
+    links = " (some links between them are faster than others)" if has_unequal_links(found.cluster) else ""
+    return [f"the machines are in the order {names}: as they were given a step would take {longer:.0%} longer{links}"]
 
 
 def _start_words(found: Search) -> list[str]:

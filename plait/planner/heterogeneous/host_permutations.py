@@ -56,6 +56,17 @@ def node_alone(cluster: Cluster, place: int, devices: int) -> Cluster:
     return replace(one, measured=replace(measured, devices=(host,), workers=devices))
 
 
+def cluster_of_nodes(cluster: Cluster, nodes: Sequence[int]) -> Cluster:
+    """The cluster of some nodes, given by their numbers, with what a probe measured on those hosts."""
+    blocks = [replace(island, nodes=1) for island in cluster.islands for _ in range(island.nodes)]
+    few, measured = replace(cluster, islands=_joined([blocks[node] for node in nodes])), cluster.measured
+    hosts = _hosts(cluster, blocks)
+    if measured is None or hosts is None:
+        return few
+    devices = tuple(measured.devices[host] for node in nodes for host in hosts[node])
+    return replace(few, measured=replace(measured, devices=devices, workers=few.n_devices))
+
+
 def other_orders(cluster: Cluster, *, first_stays: bool) -> list[tuple[tuple[int, ...], Cluster]]:
     """The hosts in every other order, or in those that keep the first host first; each with the permutation that leads
     to it.

@@ -14,6 +14,7 @@ from plait.planner.search.layout_cost import filled_batches
 from plait.planner.search.layout_kinds import kinds_of, layout_text
 from plait.planner.step_time.step_time import estimate_step_time
 from plait.report.figures import time_words
+from plait.units import counted
 
 DOTS_DRAWN = 500
 SLOWEST_DRAWN = 8.0
@@ -22,7 +23,7 @@ CUT_TEXTS = {
     1: "matrices cut (tensor)",
     2: "sequences cut (context)",
     4: "layers in stages (pipeline)",
-    8: "experts dealt (expert)",
+    8: "experts divided (expert)",
 }
 """What the axes that cut the model do, by their bit in a kind's number."""
 UNCUT_TEXT = "nothing cut: only copies and shards"
@@ -128,7 +129,7 @@ def _why(found: Search, row: int, more_s: Reals) -> str:
         return "chosen: the simplest of those that are fast enough"
     factor = float(found.step_s[row] / found.step_s[found.chosen])
     more = int(found.complexity[row] - found.complexity[found.chosen])
-    harder = f"{abs(more)} point{'s' if abs(more) > 1 else ''} {'more complicated' if more > 0 else 'simpler'}"
+    harder = f"{counted(abs(more), 'point')} {'more complicated' if more > 0 else 'simpler'}"
     harder = harder if more else "as simple"
     if factor < 1 + 5e-4:
         return f"{1 - factor:.1%} faster than the chosen, but {harder}" if factor < 1 - 5e-4 else f"as fast, {harder}"

@@ -22,7 +22,7 @@ from plait.planner.search.cost_breakdown import model_flops_utilisation
 from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import layout_text
 from plait.report.figures import Drawing
-from plait.units import format_bytes, format_count, format_duration
+from plait.units import counted, format_bytes, format_count, format_duration
 
 CONTENT_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """Content security policy: the browser loads nothing from the network, whatever the page contains."""
@@ -32,10 +32,10 @@ HEADINGS = {
     "memory": "memory",
     "why": "why that is enough",
     "others": "the next best",
-    "listed": "looked through",
-    "binds": "what binds",
-    "changes": "what would change it",
-    "sure": "how sure this is",
+    "listed": "layouts compared",
+    "binds": "what limits the speed",
+    "changes": "what would change the choice",
+    "sure": "how accurate this is",
     "run": "the whole run",
 }
 """Short titles of the report's sections, for the page."""
@@ -147,7 +147,7 @@ def _chapter(chapter: Chapter, number: int) -> str:
     found, first = chapter.found, ' class="first"' if number == 0 else ""
     w = found.workload
     model = f"{format_count(chapter.parameters)} parameters"
-    batch = f"{w.batch_sequences:,} sequences of {w.sequence:,} tokens a step, {w.precision}"
+    batch = f"{counted(w.batch_sequences, 'sequence', ',')} of {w.sequence:,} tokens a step, {w.precision}"
     lines = [
         f'<section>\n<h2 id="machines-{number}"{first}>{escape(found.cluster.name)}</h2>',
         f'<p class="soft">{model} on {escape(chapter.machines)}; {batch}.</p>',

@@ -60,7 +60,7 @@ def waterfall_caption(waterfall: Waterfall) -> str:
     longest = max(waterfall.falls, key=lambda fall: fall.spent_s)
     words = (
         f"A step takes {time_words(waterfall.step_s)}. The longest item is {longest.name} with "
-        f"{longest.spent_s / waterfall.step_s:.0%}; what binds most is {waterfall.binds}."
+        f"{longest.spent_s / waterfall.step_s:.0%}; what limits the speed most is {waterfall.binds}."
     )
     if waterfall.hidden_s + waterfall.exposed_s < LEAST_TIME_SHARE_SHOWN * waterfall.step_s:
         return f"{words} Messages between devices take next to nothing."

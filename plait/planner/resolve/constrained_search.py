@@ -20,10 +20,11 @@ from plait.planner.heterogeneous.batch_shares import equal_shares
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import Workload
-from plait.planner.resolve.request import Request
+from plait.planner.resolve.request import Request, WorkerOption
 from plait.planner.search.constraints import Constraints
+from plait.planner.search.device_subsets import search_subsets, simplest_subset
 from plait.planner.search.feasibility import DoesNotFit
-from plait.planner.search.found import Search
+from plait.planner.search.found import LeftOut, Search
 from plait.planner.search.host_order import search_host_orders_that_fit, with_best_host_order
 from plait.planner.search.search import search
 from plait.planner.search.validity import layout_of_candidate
@@ -65,6 +66,24 @@ def constrained_search(
             if reordered := search_host_orders_that_fit(workload, cluster, profile, tried):
                 return reordered
         raise error_with_suggestions(error, constraints, profile) from None
+
+
+def searched_devices(request: Request, option: WorkerOption) -> Search:
+    """The search over an option's devices, or over some of them where the others would not make a step shorter.
+
+    Raises PlaitError with the mend where no layout of all devices fits.
+    """
+    workload, profile, constraints = request.workload, request.profile, request.constraints
+    whole = constrained_search(workload, option.cluster, profile, constraints)
+    if option.devices == "all" or constraints.degrees:
+        return whole
+    within_s = (1 + whole.tolerance) * whole.best_step_s
+    subsets = search_subsets(workload, option.cluster, profile, constraints, within_s=within_s)
+    parts = [
+        replace(found, left_out=LeftOut(cluster=option.cluster, nodes=subset.nodes, whole=whole))
+        for subset, found in subsets
+    ]
+    return [whole, *parts][simplest_subset([whole, *parts])]
 
 
 def found_layout(request: Request, found: Search, index: int) -> FoundLayout:

@@ -11,6 +11,11 @@ from plait.planner.search.constraints import Constraints
 from plait.planner.search.validity import balanced_stages, check_layout, check_shares
 from plait.recipe.schema import RunConfig
 
+SCHEDULE_WITHOUT_PIPELINE = (
+    'layout.schedule = "{schedule}" is the order of work in a pipeline, and [layout] names none; set layout.pipeline '
+    "above 1, too, or leave the schedule out"
+)
+
 
 def named_degrees(config: RunConfig) -> Layout | None:
     """The degrees that the recipe names, as a layout of which only they count; None where it names none.
@@ -56,6 +61,8 @@ def constraints_of(config: RunConfig, shape: ModelShape, batch_sequences: int) -
     A pipeline that is named has its order named, too: "auto" is then what is usual.
     """
     constraints = open_constraints(config)
+    if config.layout.schedule != "auto" and (constraints.degrees or Layout(pipeline=2)).pipeline == 1:
+        raise PlaitError(SCHEDULE_WITHOUT_PIPELINE.format(schedule=config.layout.schedule))
     if not constraints.degrees and not constraints.stage_layers:
         return constraints
     layout = layout_of(config, shape, constraints.degrees or Layout())

@@ -7,13 +7,14 @@ given the same recipe, text and machines therefore build equal requests, and get
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.planner.calibration.factors import ForecastBasis
 from plait.planner.derive.intervals import balance_every_steps
-from plait.planner.derive.model_size import CorpusFacts
+from plait.planner.derive.model_size import CorpusFacts, TrainingRate
 from plait.planner.derive.resources import STAND_IN, ProbeNeed, Resources
 from plait.planner.derive.training_job import TrainingJob, job_of_plan, new_job
 from plait.planner.plan import Plan
@@ -24,6 +25,7 @@ from plait.planner.search.constraints import Constraints
 from plait.planner.search.validity import check_devices
 from plait.planner.step_time.device_time import was_measured
 from plait.recipe.schema import RunConfig
+from plait.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,8 @@ class WorkerOption:
     """The workers as the devices of a cluster."""
     threads: int
     """Threads of each worker."""
+    devices: Literal["all", "some"] = "all"
+    """Whether a layout must use all of them, or may leave some out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +62,19 @@ class Request:
     """What was derived, each with its reason."""
 
 
-def request_of(config: RunConfig, corpus: CorpusFacts, resources: Resources, begun: Plan | None = None) -> Request:
+def request_of(
+    config: RunConfig,
+    corpus: CorpusFacts,
+    resources: Resources,
+    begun: Plan | None = None,
+    rate: TrainingRate | None = None,
+) -> Request:
     """The request of a recipe on these machines; probes several hosts. Raises PlaitError for what cannot work.
 
-    For a `begun` run the job is taken from its plan, and only the layout is open.
+    Of a run that is `begun` only the layout is open: the job is as its plan says. `rate` is as new_job takes it.
     """
     notes: list[str] = []
-    job = job_of_plan(begun) if begun else new_job(config, corpus, resources, notes)
+    job = job_of_plan(begun) if begun else new_job(config, corpus, resources, notes, rate)
     constraints = constraints_of(config, job.shape, job.batch_sequences)
     resources = resources.probed(
         ProbeNeed(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision)
@@ -101,18 +111,23 @@ def _options(resources: Resources, constraints: Constraints, notes: list[str]) -
     counts = resources.worker_counts()
     if constraints.degrees:
         counts = [_named_count(resources, constraints.degrees, notes)]
-    return tuple(WorkerOption(cluster=resources.as_cluster(n), threads=resources.threads(n)) for n in counts)
+    devices = "some" if resources.may_leave_devices_out else "all"
+    return tuple(
+        WorkerOption(cluster=resources.as_cluster(n), threads=resources.threads(n), devices=devices) for n in counts
+    )
 
 
 def _named_count(resources: Resources, named: Layout, notes: list[str]) -> int:
     machine, fixed, count = resources.machine, resources.fixed_workers, named.world_size
     if fixed and fixed.workers != count:
         raise PlaitError(
-            f"torchrun started {fixed.workers} workers and the layout needs {count}; "
+            f"torchrun started {counted(fixed.workers, 'worker')} and the layout needs {count}; "
             f"start torchrun with --nproc-per-node {count}"
         )
     if not fixed and resources.is_here:
         check_devices(named, machine)
         if machine.device == "cpu" and count > machine.cores:
-            notes.append(f"{count} workers on {machine.cores} cores: as asked, though they will take turns")
+            notes.append(
+                f"{counted(count, 'worker')} on {counted(machine.cores, 'core')}: as asked, though they will take turns"
+            )
     return count

@@ -26,9 +26,16 @@ from plait.planner.derive.resources import Resources
 from plait.planner.plan import Plan
 from plait.planner.resolve.forecast_update import updated_forecast
 from plait.planner.resolve.request import Request, request_of
-from plait.planner.resolve.worker_layouts import MEASURED_TOLERANCE, WorkerLayout, choose, worker_layouts
+from plait.planner.resolve.worker_layouts import (
+    MEASURED_TOLERANCE,
+    WorkerLayout,
+    choose,
+    forecast_rate,
+    used_peak_flops,
+    worker_layouts,
+)
 from plait.recipe.schema import RunConfig
-from plait.units import Every, format_count, format_duration, format_si
+from plait.units import Every, counted, format_count, format_duration, format_si
 
 EVALUATION_SHARE = 0.06
 """Share of a run's work that is spent on evaluating the held-out text along the way, at most."""
@@ -60,7 +67,10 @@ def draft(
     """
     request = request_of(config, corpus, resources, begun)
     layouts = worth_measuring(request)
-    why = [*request.notes, *_without_effect(config, layouts)]
+    if rate := None if begun else forecast_rate(request, resources, layouts):
+        request = request_of(config, corpus, resources, rate=rate)
+        layouts = worth_measuring(request)
+    why = [*request.notes, *lines_without_effect(config, layouts)]
     job, machine, first = request.job, resources.machine, layouts[0]
     shape, batch = job.shape, job.batch_sequences
     plan = Plan(
@@ -91,17 +101,18 @@ def draft(
         evaluate_every_steps=0,
         step_s=None,
         forecast=first.forecast,
-        peak_flops=resources.peak_flops,
+        peak_flops=used_peak_flops(resources, first),
         fingerprint=machine.fingerprint(),
         recipe_hash=recipe_hash,
         reasons=tuple(why),
     )
-    evaluate = config.report.evaluate
+    asked = config.report.evaluate
+    evaluations = "auto" if asked == "auto" else parse_step_interval(asked)
     return Draft(
         request=request,
         plan=plan,
         layouts=layouts,
-        evaluations="auto" if evaluate == "auto" else parse_step_interval(evaluate),
+        evaluations=evaluations,
         heldout_tokens=corpus.heldout_tokens,
     )
 
@@ -140,11 +151,13 @@ def _micro_batch_reasons(config: RunConfig, plan: Plan) -> list[str]:
     )
     if config.layout.micro_sequences != "auto" or plan.micro_limits or more or part <= plan.micro_sequences:
         return []
-    return [f"micro-batches of {plan.micro_sequences} of a worker's {part} sequences: what it holds comfortably"]
+    return [
+        f"micro-batches of {plan.micro_sequences} of a worker's {counted(part, 'sequence')}: what its memory holds well"
+    ]
 
 
-def _without_effect(config: RunConfig, layouts: Sequence[WorkerLayout]) -> list[str]:
-    """A sentence for each named key of [layout] that has no effect because its axis has degree 1."""
+def lines_without_effect(config: RunConfig, layouts: Sequence[WorkerLayout]) -> list[str]:
+    """What of [layout] was named although no layout has the axis that it is about."""
     about = (("schedule", "pipeline"), ("virtual_stages", "pipeline"), ("shard_what", "shard"))
     return [
         f"layout.{key} changes nothing: layout.{axis} is 1"
@@ -156,15 +169,16 @@ def _without_effect(config: RunConfig, layouts: Sequence[WorkerLayout]) -> list[
 def _balance(config: RunConfig, resources: Resources, request: Request, split: WorkerLayout, why: list[str]) -> int:
     """Steps between changes of the shares while the run goes on, 0 for never."""
     here = resources.machine
-    several_hosts = any(option.cluster.n_nodes > 1 for option in request.options)
+    several_hosts = split.search is not None and split.search.cluster.n_nodes > 1
     every = balance_every_steps(config, "unequal" if several_hosts or split.shares or here.unlike else "alike")
     unequal = f"beside {here.name} it has {', '.join(here.unlike)}" if here.unlike else "they are not equal"
     reason = "machines of a run over several hosts may slow down" if several_hosts else unequal
     if every and config.balance.every == "auto" and split.layout.data_parallel_degree > 1:
-        why.append(f"shares of the batch may change every {every} steps: {reason} (balance.every)")
+        why.append(f"shares of the batch may change every {counted(every, 'step')}: {reason} (balance.every)")
     elif every and config.balance.every == "auto" and split.layout.pipeline > 1 and split.layout.virtual_stages == 1:
         why.append(
-            f"layers may move between stages every {every} steps: {reason}, or be faster than they were while "
+            f"layers may move between stages every {counted(every, 'step')}: {reason}, or be faster than they "
+            "were while "
             "they were measured (balance.every)"
         )
     return every
@@ -176,10 +190,10 @@ def _choice_reasons(measured: Sequence[WorkerLayout], best: WorkerLayout) -> lis
     are_equal = len({split.workers for split in measured}) < len(measured)
     words = [_layout_words(split) if are_equal else f"{split.workers}" for split in measured]
     text = ", ".join(
-        f"{name} × {split.threads} threads {format_duration(split.step_s or 0)}"
+        f"{name} × {counted(split.threads, 'thread')} {format_duration(split.step_s or 0)}"
         for split, name in sorted(zip(measured, words, strict=True), key=lambda pair: pair[0].workers)
     )
-    winner = _layout_words(best) if are_equal else f"{best.workers} worker{'s' if best.workers > 1 else ''}"
+    winner = _layout_words(best) if are_equal else counted(best.workers, "worker")
     if best.step_s == min(split.step_s or 0.0 for split in measured):
         return [f"{winner}: fastest step of those timed ({text})"]
     return [f"{winner}: the simplest within {MEASURED_TOLERANCE:.0%} of the fastest step of those timed ({text})"]
@@ -204,7 +218,9 @@ def _steps_and_evaluations(draft: Draft, plan: Plan, why: list[str]) -> tuple[in
         spent = rounds * evaluation_steps if requested is None else _evaluating(rough, requested, evaluation_steps)
         steps = max(1, round(rough - spent))
         known = "measured" if plan.step_s else "predicted"
-        why.append(f"{steps} steps: {budget} at {format_duration(step_s)} a step, as {known}, evaluations included")
+        why.append(
+            f"{counted(steps, 'step')}: {budget} at {format_duration(step_s)} a step, as {known}, evaluations included"
+        )
     if evaluation_steps > 0.2 * steps:
         why.append("looking at the held-out text takes long beside this run; a smaller data.holdout shortens it")
     return steps, (ceil(steps / rounds) if rounds > 1 else 0) if requested is None else requested
@@ -224,7 +240,8 @@ def plan_summary(plan: Plan) -> str:
     shape = plan.shape
     flops = training_flops_per_token(shape, plan.sequence, "full")
     return (
-        f"{format_count(parameter_count(shape))} parameters ({shape.layers} layers, width {shape.width}, {shape.heads} "
-        f"heads, vocabulary {shape.vocabulary}), {plan.steps} steps of {plan.batch_sequences} × {plan.sequence} "
+        f"{format_count(parameter_count(shape))} parameters ({counted(shape.layers, 'layer')}, width "
+        f"{shape.width}, {counted(shape.heads, 'head')}, vocabulary {shape.vocabulary}), "
+        f"{counted(plan.steps, 'step')} of {plan.batch_sequences} × {plan.sequence} "
         f"tokens, {format_si(flops, 'FLOP')} a token"
     )

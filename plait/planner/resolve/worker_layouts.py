@@ -9,15 +9,17 @@ import numpy as np
 
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.model.shape import parameter_count
 from plait.planner.calibration.factors import step_items
-from plait.planner.derive.resources import probe_digest
+from plait.planner.derive.model_size import TrainingRate
+from plait.planner.derive.resources import Resources, probe_digest
 from plait.planner.explain.report import runners_up, short_reasons
 from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_shares_of
 from plait.planner.heterogeneous.host_permutations import node_alone
 from plait.planner.plan import Forecast
-from plait.planner.resolve.constrained_search import constrained_search, found_layout
+from plait.planner.resolve.constrained_search import found_layout, searched_devices
 from plait.planner.resolve.request import Request, WorkerOption
-from plait.planner.search.cost_breakdown import time_items
+from plait.planner.search.cost_breakdown import cluster_peak_flops, time_items
 from plait.planner.search.found import Search
 from plait.planner.search.search import search, simplest
 
@@ -80,9 +82,9 @@ def best_layouts(request: Request, count: int) -> tuple[WorkerLayout, ...]:
     if request.constraints.degrees:
         return chosen
     others: list[WorkerLayout] = []
-    for option in (one for one in request.options if one.cluster.n_devices in {layout.workers for layout in chosen}):
-        found = constrained_search(request.workload, option.cluster, request.profile, request.constraints)
-        others += [_worker_layout(request, option, found, index) for index in runners_up(found, count)]
+    for option, found in ((option, searched_devices(request, option)) for option in request.options):
+        if found.cluster.n_devices in {layout.workers for layout in chosen}:
+            others += [_worker_layout(request, option, found, index) for index in runners_up(found, count)]
     known = [one.layout for one in chosen]
     fresh = [one for one in others if one.layout not in known]
     return (*_by_forecast(chosen), *_by_forecast(fresh))[:count]
@@ -101,6 +103,31 @@ def choose(layouts: Sequence[WorkerLayout]) -> WorkerLayout:
     return layouts[simplest(np.array(step_s), points, tolerance, workers)]
 
 
+def forecast_rate(request: Request, resources: Resources, layouts: Sequence[WorkerLayout]) -> TrainingRate | None:
+    """How fast a job of about this size trains by the forecast, from which a time budget is sized once more.
+
+    None where the budget is not a time, and where hosts were probed for the job as it is: for another one they would
+    have to be probed again.
+    """
+    forecast, job = choose(layouts).forecast, request.job
+    is_probed = resources.probe is not None or (
+        resources.cluster is not None and resources.cluster.measured is not None
+    )
+    if job.budget.unit != "seconds" or forecast is None or is_probed:
+        return None
+    flops = 6.0 * parameter_count(job.shape) * job.batch_sequences * job.shape.sequence
+    return TrainingRate(flops_per_s=flops / forecast.step_s, source="forecast")
+
+
+def used_peak_flops(resources: Resources, split: WorkerLayout) -> float | None:
+    """Arithmetic peak of the devices that a layout uses."""
+    found = split.search
+    if resources.peak_flops is None or found is None or found.left_out is None:
+        return resources.peak_flops
+    whole = cluster_peak_flops(found.left_out.cluster, found.workload.precision)
+    return resources.peak_flops * cluster_peak_flops(found.cluster, found.workload.precision) / whole
+
+
 def _is_beaten(one: WorkerLayout, other: WorkerLayout) -> bool:
     """Whether another layout is simpler and, as far as a forecast can tell, faster."""
     if one.forecast is None or other.forecast is None or other.complexity >= one.complexity:
@@ -113,7 +140,7 @@ def _by_forecast(layouts: Sequence[WorkerLayout]) -> list[WorkerLayout]:
 
 
 def _searched(request: Request, option: WorkerOption) -> WorkerLayout:
-    found = constrained_search(request.workload, option.cluster, request.profile, request.constraints)
+    found = searched_devices(request, option)
     chosen = _worker_layout(request, option, found, found.chosen)
     return replace(chosen, reasons=(*short_reasons(found), *chosen.reasons))
 
@@ -129,7 +156,7 @@ def _worker_layout(request: Request, option: WorkerOption, whole: Search, index:
         micro_sequences=max(limits),
         micro_limits=limits if len(limits) > 1 else (),
         shares=unequal_shares_of(found, index),
-        host_order=whole.host_order.hosts if whole.host_order else (),
+        host_order=whole.hosts_in_rank_order,
         complexity=int(found.complexity[index]),
         forecast=_forecast(request, option, found, index) if request.has_forecast else None,
         reasons=(*memory_limit_lines(found, index), *one.notes),

@@ -35,12 +35,12 @@ def _recompute(name: str) -> Callable[[Candidates, int], AppliesTo]:
 COMPLEXITY_TABLE: tuple[ComplexityRow, ...] = (
     ComplexityRow(
         points=1,
-        what="optimizer state split over copies",
+        what="optimizer state split over copies (ZeRO-1)",
         holds=lambda c, _: c.shard_what == SHARDED_STATES.index("optimizer"),
     ),
     ComplexityRow(
         points=2,
-        what="parameters split over copies",
+        what="parameters split over copies (FSDP)",
         holds=lambda c, _: c.shard_what == SHARDED_STATES.index("parameters"),
     ),
     ComplexityRow(
@@ -50,11 +50,11 @@ COMPLEXITY_TABLE: tuple[ComplexityRow, ...] = (
     ComplexityRow(points=2, what="whole layers computed again", holds=_recompute("full")),
     ComplexityRow(points=10, what="layers' matrices cut over devices (tensor)", holds=lambda c, _: c.tensor > 1),
     ComplexityRow(points=10, what="sequences cut over devices (context)", holds=lambda c, _: c.context > 1),
-    ComplexityRow(points=10, what="experts dealt over devices (expert)", holds=lambda c, _: c.expert > 1),
-    ComplexityRow(points=12, what="layers dealt over devices (pipeline)", holds=lambda c, _: c.pipeline > 1),
+    ComplexityRow(points=10, what="experts divided among devices (expert)", holds=lambda c, _: c.expert > 1),
+    ComplexityRow(points=12, what="layers divided among devices (pipeline)", holds=lambda c, _: c.pipeline > 1),
     ComplexityRow(points=3, what="several chunks of layers on a device in turn", holds=_schedule("interleaved")),
     ComplexityRow(
-        points=4, what="weight gradients put off to fill the pipeline's gaps", holds=_schedule("zero-bubble")
+        points=4, what="weight gradients computed later to fill the pipeline's gaps", holds=_schedule("zero-bubble")
     ),
     ComplexityRow(
         points=5,

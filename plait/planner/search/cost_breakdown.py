@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from math import fsum
 
+from plait.cluster.cluster import Cluster
+from plait.planner.problem.workload import PricedPrecision
 from plait.planner.search.found import Search
 from plait.planner.step_time.device_rates import peak_flops
 
@@ -80,10 +82,11 @@ def message_seconds(found: Search, index: int) -> tuple[float, float]:
 def model_flops_utilisation(found: Search, index: int) -> tuple[float, float]:
     """Model FLOPs utilisation: with all of attention's scores counted, and with the half that causal models use."""
     w = found.workload
-    peak = sum(island.n_devices * _peak(found, place) for place, island in enumerate(found.cluster.islands))
+    peak = cluster_peak_flops(found.cluster, w.precision)
     per_s = w.batch_tokens / float(found.step_s[index]) / peak
     return w.flops_per_token("full") * per_s, w.flops_per_token("causal") * per_s
 
 
-def _peak(found: Search, place: int) -> float:
-    return peak_flops(found.cluster.islands[place].device, found.workload.precision)
+def cluster_peak_flops(cluster: Cluster, precision: PricedPrecision) -> float:
+    """Arithmetic peak of all devices of a cluster together, in FLOP/s."""
+    return sum(island.n_devices * peak_flops(island.device, precision) for island in cluster.islands)

@@ -17,6 +17,7 @@ from plait.planner.problem.candidates import CANDIDATE_COLUMNS, RECOMPUTE_MODES,
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SendModel, SoftwareProfile
 from plait.planner.problem.workload import Workload
 from plait.planner.search.constraints import Constraints
+from plait.units import counted
 
 LONGEST_MICRO_TOKENS = 65536
 """Tokens of a micro-batch on one device beyond which products become no faster."""
@@ -78,7 +79,8 @@ def _degrees(devices: int, constraints: Constraints) -> Iterator[Layout]:
     if named := constraints.degrees:
         if named.world_size != devices:
             raise PlaitError(
-                f"[layout] names {named}, and the cluster has {devices} devices; name degrees whose product is "
+                f"[layout] names {named}, and the cluster has {counted(devices, 'device')}; name degrees whose "
+                "product is "
                 f"{devices}"
             )
         yield replace(named, replicate=named.data_parallel_degree, shard=1)
@@ -239,6 +241,7 @@ def _nothing_left(w: Workload, devices: int, constraints: Constraints, refused: 
         )
         return f"the layout named under [layout] cannot carry this model and batch ({reason}); change it"
     return (
-        f"no layout of {devices} devices carries {w.batch_sequences} sequences a step, {w.layers} layers and {w.heads} "
-        f"heads; raise train.batch_tokens to {devices * w.sequence} or more, or take fewer devices"
+        f"no layout of {counted(devices, 'device')} carries {counted(w.batch_sequences, 'sequence')} a step, "
+        f"{counted(w.layers, 'layer')} and {counted(w.heads, 'head')}; raise train.batch_tokens to "
+        f"{devices * w.sequence} or more, or take fewer devices"
     )

@@ -25,6 +25,18 @@ from plait.planner.step_time.step_time import StepTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """The devices of a cluster that a layout does not use, seen from the cluster."""
+
+    cluster: Cluster
+    """All devices."""
+    nodes: tuple[int, ...]
+    """Numbers of the nodes that are used, in the cluster's order."""
+    whole: Search
+    """The search over all devices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
     """All layouts of a workload on a cluster with their costs; arrays have one entry per priced layout."""
 
@@ -59,6 +71,27 @@ class Search:
     memory_budget: MemoryBudget
     host_order: HostOrder | None = None
     """The permutation of hosts where `cluster` has them in a better order than they were given in; else None."""
+    left_out: LeftOut | None = None
+    """Where `cluster` is only a part of the machines: the rest, which would not make a step shorter; else None."""
+
+    @property
+    def chosen_step_s(self) -> float:
+        """Seconds of a step with the chosen layout."""
+        return float(self.step_s[self.chosen])
+
+    @property
+    def best_step_s(self) -> float:
+        """Seconds of a step with the fastest layout."""
+        return float(self.step_s[self.fastest])
+
+    @property
+    def hosts_in_rank_order(self) -> tuple[int, ...]:
+        """For each place in the order of ranks the number of the host that takes it, those left out not among them;
+        empty where all hosts stand in the order that they were given in."""
+        order = self.host_order.hosts if self.host_order else ()
+        if self.left_out is None or len(self.left_out.nodes) == self.left_out.cluster.n_nodes:
+            return order
+        return tuple(self.left_out.nodes[at] for at in order) or self.left_out.nodes
 
     @property
     def n_refused(self) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.layout import ABBREVIATIONS, AXES
+from plait.layout import ABBREVIATIONS, AXES, SHARDED_TEXTS, shard_abbreviation
 from plait.planner.problem.candidates import SHARDED_STATES, Candidates, Counts, Reals
+from plait.units import counted
 
 CandidateRow = Mapping[str, int | str]
 """One candidate as `Candidates.row` gives it."""
@@ -17,15 +18,15 @@ AXIS_ABBREVIATIONS = {**ABBREVIATIONS, "expert": "EP"}
 _DATA = {
     "alone": "one copy of the model",
     "nothing": "plain copies of the model",
-    "optimizer": "copies that split the optimizer's state",
-    "gradients": "copies that split gradients and the optimizer's state",
-    "parameters": "parameters split and gathered layer by layer",
+    "optimizer": "copies that split the optimizer state (ZeRO-1)",
+    "gradients": "copies that split gradients and optimizer state (ZeRO-2)",
+    "parameters": "parameters split and gathered layer by layer (FSDP)",
 }
 _CUTS = {
     "tensor": "matrices cut across devices (tensor)",
     "context": "sequences cut across devices (context)",
     "pipeline": "layers in stages, one device after the other (pipeline)",
-    "expert": "experts dealt over devices (expert)",
+    "expert": "experts divided among devices (expert)",
 }
 
 
@@ -46,18 +47,19 @@ def kind_text(row: CandidateRow) -> str:
 
 def layout_text(row: CandidateRow) -> str:
     """Axes and degrees, and what is not as usual: "pipeline (PP) 4 × tensor (TP) 8, recompute full"."""
-    names = {**AXIS_ABBREVIATIONS, "shard": "FSDP" if row["shard_what"] == "parameters" else "ZeRO"}
+    what = str(row["shard_what"])
+    names = {**AXIS_ABBREVIATIONS, "shard": shard_abbreviation(what)}
     degrees = [f"{axis} ({names[axis]}) {row[axis]}" for axis in (*AXES, "expert") if int(row[axis]) > 1]
     parts = [" × ".join(degrees) or "one device"]
     if int(row["shard"]) > 1:
-        parts.append(f"splitting {'the optimizer' if row['shard_what'] == 'optimizer' else row['shard_what']}")
+        parts.append(f"splitting {SHARDED_TEXTS.get(what, what)}")
     if int(row["pipeline"]) > 1:
         parts.append(
             f"schedule {row['schedule']}" + (f" of {row['virtual']} chunks" if int(row["virtual"]) > 1 else "")
         )
     if row["recompute"] != "none":
         parts.append(f"recompute {row['recompute']}")
-    parts.append(f"{row['micro_sequences']} sequence{'s' if int(row['micro_sequences']) > 1 else ''} at a time")
+    parts.append(f"{counted(int(row['micro_sequences']), 'sequence')} at a time")
     return ", ".join(parts)
 
 
@@ -71,11 +73,12 @@ def layout_sentences(row: CandidateRow, layers: int) -> list[str]:
             "sequences and add up their gradients at the end of each step"
         )
     if shard > 1:
-        lines.append(_shard_sentence(shard, str(row["shard_what"])))
+        cuts = pipeline * int(row["tensor"]) * int(row["expert"])
+        lines.append(_shard_sentence(shard, str(row["shard_what"]), cuts))
     if pipeline > 1:
         lines.append(
-            f"pipeline (PP) {pipeline}: the {layers} layers stand on {pipeline} groups of devices, and portions of the "
-            f"batch pass through one group after the other (schedule {row['schedule']})"
+            f"pipeline (PP) {pipeline}: the {counted(layers, 'layer')} are divided among {pipeline} groups of devices, "
+            f"and micro-batches pass from one group to the next (schedule {row['schedule']})"
         )
     if int(row["context"]) > 1:
         lines.append(
@@ -91,15 +94,18 @@ def layout_sentences(row: CandidateRow, layers: int) -> list[str]:
     return lines or ["one device does everything"]
 
 
-def _shard_sentence(shard: int, what: str) -> str:
+def _shard_sentence(shard: int, what: str, cuts: int) -> str:
+    """What `shard` does where the other axes cut the model into so many parts, of which a device has one."""
+    model = "the model" if cuts == 1 else f"their part (1/{cuts}) of the model"
     if what == SHARDED_STATES[3]:
         return (
-            f"shard (FSDP, fully sharded data parallel) {shard}: each of {shard} devices keeps 1/{shard} of "
-            "parameters, gradients and optimizer state, and gathers a layer when it computes it"
+            f"shard (FSDP, fully sharded data parallel) {shard}: each of {shard} devices keeps 1/{shard} of the "
+            f"parameters, gradients and optimizer state of {model}, and gathers a layer when it computes it"
         )
+    kept = "the whole model" if cuts == 1 else f"the same part of the model (1/{cuts} of it)"
     return (
-        f"shard (ZeRO) {shard}: each of {shard} devices keeps the whole model, but updates 1/{shard} of it, and "
-        f"so keeps only 1/{shard} of the optimizer's state"
+        f"shard ({shard_abbreviation(what)}) {shard}: each of {shard} devices keeps {kept}, but updates only 1/{shard} "
+        f"of it, and so keeps only 1/{shard} of its optimizer state"
     )
 
 

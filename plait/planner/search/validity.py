@@ -11,6 +11,7 @@ from plait.layout import Layout, conflict_sentence
 from plait.model.shape import ModelShape, weight_sizes
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES, Candidates
 from plait.planner.problem.stage_partition import balanced_stages_by_cost
+from plait.units import counted
 
 STAGES_WITHOUT_PIPELINE = (
     "layout.stage_layers and layout.virtual_stages cut a pipeline; set layout.pipeline above 1, too"
@@ -48,7 +49,7 @@ def check_layout(layout: Layout, shape: ModelShape, *, sequence: int, batch_sequ
     _check_stages(layout, shape)
     if (parallel := layout.data_parallel_degree) > batch_sequences:
         raise PlaitError(
-            f"{parallel} workers cannot share {batch_sequences} sequences a step: each needs one; raise "
+            f"{parallel} workers cannot share {counted(batch_sequences, 'sequence')} a step: each needs one; raise "
             f"train.batch_tokens to {parallel} sequences or lower layout.replicate or layout.shard"
         )
 
@@ -61,7 +62,7 @@ def check_shares(shares: tuple[int, ...], layout: Layout, batch_sequences: int) 
     parts = layout.data_parallel_degree
     if len(shares) != parts:
         raise PlaitError(
-            f"layout.shares = {list(shares)} should be {parts} number{'s' if parts > 1 else ''}, one for each of "
+            f"layout.shares = {list(shares)} should be {counted(parts, 'number')}, one for each of "
             f"replicate {layout.replicate} × shard {layout.shard}; change the shares or the degrees, or leave the "
             "shares out"
         )
@@ -69,8 +70,9 @@ def check_shares(shares: tuple[int, ...], layout: Layout, batch_sequences: int) 
         raise PlaitError(f"layout.shares = {list(shares)} leave a worker nothing to do; give each at least 1 sequence")
     if sum(shares) != batch_sequences:
         raise PlaitError(
-            f"layout.shares add up to {sum(shares)}, and a step has {batch_sequences} sequences (train.batch_tokens / "
-            f"train.sequence); change a share, or set train.batch_tokens to {sum(shares)} sequences"
+            f"layout.shares add up to {sum(shares)}, and a step has {counted(batch_sequences, 'sequence')} "
+            "(train.batch_tokens / "
+            f"train.sequence); change a share, or set train.batch_tokens to {counted(sum(shares), 'sequence')}"
         )
 
 
@@ -78,7 +80,8 @@ def check_devices(layout: Layout, machine: Machine) -> None:
     """Raise PlaitError where GPUs would be left over or missing; workers on processors may be as many as are named."""
     if machine.device == "cuda" and layout.world_size != machine.devices:
         raise PlaitError(
-            f"the layout {layout} needs {layout.world_size} GPUs, and this machine has {machine.devices}; name degrees "
+            f"the layout {layout} needs {counted(layout.world_size, 'GPU')}, and this machine has "
+            f"{machine.devices}; name degrees "
             f"whose product is {machine.devices}, or hide GPUs with CUDA_VISIBLE_DEVICES"
         )
 
@@ -87,7 +90,8 @@ def _check_tensor(tensor: int, shape: ModelShape) -> None:
     if shape.heads % tensor:
         fitting = [str(number) for number in range(1, shape.heads + 1) if shape.heads % number == 0]
         raise PlaitError(
-            f"layout.tensor = {tensor} does not divide {shape.heads} heads; choose one of {', '.join(fitting)}"
+            f"layout.tensor = {tensor} does not divide {counted(shape.heads, 'head')}; choose one of "
+            f"{', '.join(fitting)}"
         )
     for dim in ("ffn", "vocabulary"):
         if shape.size_of(dim) < tensor:
@@ -106,7 +110,7 @@ def _check_stages(layout: Layout, shape: ModelShape) -> None:
     if len(stages) % layout.pipeline or sum(stages) != shape.layers:
         raise PlaitError(
             f"layout.stage_layers = {list(stages)} should be {layout.pipeline} numbers (or a multiple of it) that add "
-            f"up to the model's {shape.layers} layers; change them or leave them out"
+            f"up to the model's {counted(shape.layers, 'layer')}; change them or leave them out"
         )
     if layout.virtual_stages > 1 and layout.schedule != "interleaved":
         raise PlaitError(

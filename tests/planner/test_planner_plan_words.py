@@ -1,0 +1,132 @@
+"""The words of a plan are true, counted rightly, and read well on a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plait.cluster.cluster import read_cluster
+from plait.commands.planning.plan_report import comparison_table, make_plan_report, plan_report_text
+from plait.errors import PlaitError, installing
+from plait.layout import Layout, layout_summary
+from plait.planner.derive.resources import on_paper
+from plait.planner.problem.candidates import SHARDED_STATES, Candidates
+from plait.planner.search.layout_kinds import layout_sentences, layout_text
+from plait.units import counted, more_or_less
+from tests.planner.machines import recipe
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("model.size=11M", "train.sequence=256", "train.batch_tokens=16384", "train.budget=500 steps")
+
+
+def row(**columns: int) -> dict[str, int | str]:
+    whole = {"micro_sequences": 1, **columns}
+    return dict(Candidates.from_rows([whole]).row(0))
+
+
+def test_a_count_of_one_is_singular() -> None:
+    assert [counted(number, "thread") for number in (0, 1, 2)] == ["0 threads", "1 thread", "2 threads"]
+    assert counted(3, "copy") == "3 copies" and counted(1200, "batch", ",") == "1,200 batches"
+    assert "1 sequence at a time" in layout_text(row()) and "2 sequences at a time" in layout_text(
+        row(micro_sequences=2)
+    )
+
+
+def test_what_shard_splits_has_one_name_everywhere() -> None:
+    optimizer, parameters = (SHARDED_STATES.index(what) for what in ("optimizer", "parameters"))
+    for what, name, words in (
+        (optimizer, "ZeRO-1", "splitting optimizer state"),
+        (parameters, "FSDP", "splitting parameters"),
+    ):
+        told = layout_text(row(shard=2, shard_what=what))
+        ours = layout_summary(Layout(shard=2, shard_what="optimizer" if what == optimizer else "parameters"))
+        assert f"shard ({name}) 2, {words}" == ours and f"shard ({name}) 2, {words}" in told
+
+
+def test_devices_of_a_cut_model_are_not_said_to_keep_all_of_it() -> None:
+    shard = {"shard": 128, "shard_what": SHARDED_STATES.index("optimizer")}
+    [whole] = layout_sentences(row(**shard), 48)
+    assert "each of 128 devices keeps the whole model" in whole
+    part = layout_sentences(row(**shard, pipeline=16, tensor=8), 48)[0]
+    assert "keeps the same part of the model (1/128 of it)" in part and "whole model" not in part
+
+
+def test_a_difference_says_which_way() -> None:
+    assert (more_or_less(0.647), more_or_less(-0.03)) == ("64.7% more", "3.0% less")
+
+
+def test_a_schedule_without_a_pipeline_is_refused(tmp_path: Path) -> None:
+    config = recipe(tmp_path, *SMALL, "layout.schedule=gpipe", "layout.replicate=2")
+    with pytest.raises(PlaitError, match=r"set layout\.pipeline above 1, too, or leave the schedule out"):
+        make_plan_report(config, on_paper(read_cluster("2x4090")), top=0)
+    free = recipe(tmp_path, *SMALL, "layout.schedule=gpipe")
+    report = make_plan_report(free, on_paper(read_cluster("1x4090")), top=0)
+    assert "layout.schedule changes nothing: layout.pipeline is 1" in report.notes
+
+
+def test_headings_are_plain(tmp_path: Path) -> None:
+    text = plan_report_text(make_plan_report(recipe(tmp_path, *SMALL), on_paper(read_cluster("8x4090")), top=3))
+    headings = re.findall(r"^(\w[\w ]{7}) ", text, re.MULTILINE)
+    assert [heading.strip() for heading in headings] == [
+        *("plan", "batch", "layout", "step", "memory", "why", "others", "compared", "limits", "what if", "accuracy"),
+        "run",
+    ]
+
+
+def test_the_command_that_installs_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/home/me/my folder/bin/python")
+    assert installing("plotly") == "'/home/me/my folder/bin/python' -m pip install plotly"
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_lines_break_between_words_and_never_inside_an_amount(tmp_path: Path, columns: int) -> None:
+    config = recipe(tmp_path, *SMALL)
+    reports = [make_plan_report(config, on_paper(read_cluster(text)), top=8) for text in ("8x4090", "2x(8xA100)+400G")]
+    wide = " ".join(" ".join(plan_report_text(reports[1]).split()).split())
+    for text in (plan_report_text(reports[1], columns), comparison_table(reports, columns)):
+        assert max(map(len, text.splitlines())) <= columns
+    narrow = plan_report_text(reports[1], columns)
+    assert " ".join(narrow.split()) == wide
+    amounts = set(re.findall(r"\d[\d.,]* (?:s|[KMG]iB|Gbit/s)\b", wide))
+    assert amounts and all(amount in narrow for amount in amounts)
+
+
+def test_a_terminal_of_80_columns_shows_whole_words(tmp_path: Path) -> None:
+    recipe(tmp_path, *SMALL)
+    (tmp_path / "recipe.toml").write_text('[data]\nfiles = "text.txt"\n')
+    leader, follower = pty.openpty()
+    command = [
+        sys.executable,
+        "-m",
+        "plait",
+        "plan",
+        "recipe.toml",
+        *SMALL,
+        "--cluster",
+        "8x4090",
+        "--cluster",
+        "8xH100",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "TERM": "xterm", "NO_COLOR": "1"}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=follower, stderr=follower) as process:
+        os.close(follower)
+        shown = b""
+        while chunk := _read(leader):
+            shown += chunk
+    os.close(leader)
+    lines = shown.decode().splitlines()
+    assert process.returncode == 0 and max(map(len, lines)) <= 80, shown.decode()
+    assert not [line for line in lines if line.endswith(" a pa")]
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 1 << 16)
+    except OSError:  # the other end is closed
+        return b""
