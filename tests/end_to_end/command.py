@@ -13,9 +13,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 MARK = "PLAIT_TEST_PLACE"
@@ -87,12 +88,18 @@ class Place:
         (folder / "play.txt").write_text(some_text(400))
         (folder / "tiny.toml").write_text(recipe)
 
-    def start(self, *arguments: str, module: Sequence[str] = ("-m", "plait"), **more: Any) -> subprocess.Popen[str]:
+    def start(
+        self,
+        *arguments: str,
+        module: Sequence[str] = ("-m", "plait"),
+        environment: Mapping[str, str] = MappingProxyType({}),
+        **more: Any,
+    ) -> subprocess.Popen[str]:
         """Start `plait` in a process group of its own."""
         return subprocess.Popen(
             [sys.executable, *module, *arguments],
             cwd=self.folder,
-            env={**os.environ, **CALM, MARK: self._mark, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={**os.environ, **CALM, **environment, MARK: self._mark, "PYTHONPATH": str(Path(__file__).parents[2])},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
