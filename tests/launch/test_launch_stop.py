@@ -21,14 +21,6 @@ from tests.launch.processes import Record, is_running, job, running, wait_until
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def sigint_is_not_ignored() -> Iterator[None]:
-    """As it would be when the tests are started in the background of a script."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def _send_self(*numbers: signal.Signals) -> Callable[[Record], None]:
     def send(record: Record) -> None:
         for number in numbers:
@@ -73,7 +65,6 @@ def starting(tmp_path) -> Iterator[tuple[subprocess.Popen[str], int]]:
         f"import os, pathlib\npathlib.Path({str(reached)!r}).symlink_to(str(os.getpid()))\nopen({str(pipe)!r}).read()\n"
     )
     code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from plait.launch.values.job import Job; from plait.launch.local.run import run_job\n"
         "job = Job(entry='slow_to_import:main', argument='', world_size=2, threads=1)\n"
         "print(run_job(job, on_message=print).stopped_by)"
