@@ -10,8 +10,10 @@ TORCH_INDEX ?=
 
 install: env  ## plait in .venv, and no more
 
+SETTINGS ?=
+
 train: env  ## learn Shakespeare on this machine, then write a little
-	$(BIN)/plait train recipes/01-shakespeare.toml
+	$(BIN)/plait train recipes/01-shakespeare.toml $(SETTINGS)
 	@echo
 	$(BIN)/plait sample shakespeare --prompt "KING HENRY." --tokens 160
 
@@ -38,8 +40,10 @@ test-all: env-dev  ## the long suites as well
 test-gpu: env-dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest tests -m gpu
 
-test-newest:  ## the tests on the newest Debian and its Python, in a chroot that is kept (14 GB); needs root and debootstrap
-	tests/newest/run.sh
+test-newest:  ## on the oldest and the newest Debian that are supported, in chroots that are kept (25 GB); needs root and debootstrap
+	tests/newest/run.sh train bookworm
+	tests/newest/run.sh train stable
+	tests/newest/run.sh suite stable
 
 check: env-dev  ## style and types
 	$(BIN)/ruff format --check .

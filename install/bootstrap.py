@@ -93,7 +93,7 @@ def venv_problem(venv: Path) -> Optional[str]:
 
 def _venv_config(venv: Path) -> "dict[str, str]":
     file = venv / "pyvenv.cfg"
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return {key.strip(): value.strip() for key, _, value in (line.partition("=") for line in lines)}
 
 
@@ -190,7 +190,7 @@ def install_plait(suite: str) -> None:
     """plait, editable, with what it needs: one line for each file that is downloaded."""
     _say(f"installing plait and the packages that it needs: up to {MEGABYTES[suite]} MB to download")
     command = [*PIP, "install", *_tested_versions(), "--editable", str(ROOT) if suite == "run" else f"{ROOT}[{suite}]"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, universal_newlines=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, errors="replace") as process:
         for line in process.stdout or ():
             if line.strip().startswith("Downloading"):
                 print("  " + line.strip(), flush=True)
@@ -218,7 +218,8 @@ def _answer(command: "list[str]", timeout_s: Optional[int] = None) -> Optional[s
 
 
 def _say(line: str) -> None:
-    print(f"plait: {line}", flush=True)
+    encoding = sys.stdout.encoding  # a folder's name may have letters that it has not
+    print(f"plait: {line}".encode(encoding, "replace").decode(encoding), flush=True)
 
 
 def _complain(sentence: str, code: int = 2) -> int:
