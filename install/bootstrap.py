@@ -19,7 +19,7 @@ from typing import Optional
 from torch_build import OLDEST_TORCH, Choice, choose_torch, is_new_enough, numbers
 
 OLDEST_PYTHON = (3, 11)
-MEGABYTES = {"run": 60, "dev": 250, "bench": 250}
+MEGABYTES = {"run": 100, "dev": 280, "bench": 280}
 """What there is to install, each with all that stands before it; the size of the download, without torch."""
 SUITES = tuple(MEGABYTES)
 ROOT = Path(__file__).resolve().parents[1]

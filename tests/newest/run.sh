@@ -86,7 +86,8 @@ pip_folders() {
 
 release_mounts() {
     local place
-    for place in $(awk '{print $2}' /proc/mounts | grep "^$root/" | sort -r); do umount -l "$place" 2>/dev/null || true; done
+    # The last one first: one may lie above another.
+    for place in $(tac /proc/mounts | awk '{print $2}' | grep "^$root/"); do umount -l "$place" 2>/dev/null || true; done
 }
 
 # An environment that an earlier run made in the folder stays, runs do not.
