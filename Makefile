@@ -1,19 +1,19 @@
 # Two commands set everything up on a fresh machine: `make train` and `make test`.
-# An environment with torch 2.11 or newer is kept; else torch comes with it: the CPU build where there is no NVIDIA
-# driver. TORCH_INDEX names the package index with CPU builds where the usual one has none.
+# install/bootstrap.py makes .venv, says what it downloads, and keeps a torch 2.11 or newer that is there already. Without
+# an NVIDIA driver torch's CPU build comes; TORCH_INDEX names the package index to take torch from instead.
 
 PYTHON ?= python3
-VENV := .venv
-BIN := $(VENV)/bin
+BIN := .venv/bin
 TORCH_INDEX ?=
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install train test test-commands test-pieces test-all test-gpu test-newest check bench bench-strands bench-gpu lab clean
+.PHONY: python env env-dev env-bench install train test test-commands test-pieces test-all test-gpu test-newest check bench bench-strands bench-gpu lab clean
 
-install: $(VENV)/.plait  ## plait in .venv, and no more
+install: env  ## plait in .venv, and no more
 
-train: $(VENV)/.plait  ## learn Shakespeare on this machine, then write a little
-	$(BIN)/plait train recipes/01-shakespeare.toml
+SETTINGS ?=
+
+train: env  ## learn Shakespeare on this machine, then write a little
+	$(BIN)/plait train recipes/01-shakespeare.toml $(SETTINGS)
 	@echo
 	$(BIN)/plait sample shakespeare --prompt "KING HENRY." --tokens 160
 
@@ -22,68 +22,62 @@ PARTS := $(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)
 COMMANDS := tests/end_to_end tests/launch tests/data
 MARKED := not slow and not gpu
 
-test: $(VENV)/.dev  ## what CI runs
+test: env-dev  ## what CI runs
 	$(BIN)/python -m pytest tests/architecture
 	@echo "the other tests, in two parts: ten to fifteen minutes on two cores"
 	+@$(PARTS)
 
-test-commands: $(VENV)/.dev
+test-commands: env-dev
 	$(BIN)/python -m pytest -m "$(MARKED)" $(COMMANDS)
 
-test-pieces: $(VENV)/.dev
+test-pieces: env-dev
 	$(BIN)/python -m pytest -m "$(MARKED)" tests --ignore tests/architecture $(COMMANDS:%=--ignore %)
 
-test-all: $(VENV)/.dev  ## the long suites as well
+test-all: env-dev  ## the long suites as well
 	$(BIN)/python -m pytest tests/architecture
 	+@$(PARTS) MARKED="not gpu"
 
-test-gpu: $(VENV)/.dev  ## on a machine with an NVIDIA GPU
+test-gpu: env-dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest tests -m gpu
 
-test-newest:  ## the tests on the newest Debian and its Python, in a chroot that is kept (14 GB); needs root and debootstrap
-	tests/newest/run.sh
+test-newest:  ## on the oldest and the newest Debian that are supported, in chroots that are kept (25 GB); needs root and debootstrap
+	tests/newest/run.sh train bookworm
+	tests/newest/run.sh train stable
+	tests/newest/run.sh suite stable
 
-check: $(VENV)/.dev  ## style and types
+check: env-dev  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-bench: $(VENV)/.bench  ## speed, side by side with the peers
+bench: env-bench  ## speed, side by side with the peers
 	$(BIN)/python -m benchmarks.first_run
 
-bench-strands: $(VENV)/.bench  ## each strand beside torch's own means for it
+bench-strands: env-bench  ## each strand beside torch's own means for it
 	$(BIN)/python -m benchmarks.strands
 
-bench-gpu: $(VENV)/.bench  ## speed on one NVIDIA GPU
+bench-gpu: env-bench  ## speed on one NVIDIA GPU
 	$(BIN)/python -m benchmarks.one_gpu
 
 LAB_OUT ?= benchmarks/results/lab.jsonl
 
-lab: $(VENV)/.bench  ## every layout on real links between hosts made on this machine, about two hours; needs root
+lab: env-bench  ## every layout on real links between hosts made on this machine, about two hours; needs root
 	$(BIN)/python -m benchmarks.lab --json $(LAB_OUT)
 
 clean:  ## forget the environment, keep the runs
-	rm -rf $(VENV)
+	rm -rf .venv
 
-HAS_TORCH = $(PYTHON) -c "import torch; assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 11)" 2>/dev/null
+# Each time, and quick where everything is there: .venv may be of another Python or another folder by now.
+BOOTSTRAP = TORCH_INDEX="$(TORCH_INDEX)" PYTHON_ORIGIN="$(origin PYTHON)" $(PYTHON) install/bootstrap.py
 
-$(VENV)/.python:
-	@if $(HAS_TORCH); then $(PYTHON) -m venv --system-site-packages $(VENV); else $(PYTHON) -m venv $(VENV); fi
-	@if ! $(BIN)/python -c "import torch; assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 11)" 2>/dev/null; then \
-	  if [ -n "$(TORCH_INDEX)" ]; then $(PIP) "torch>=2.11" --index-url "$(TORCH_INDEX)"; \
-	  elif [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null; then $(PIP) "torch>=2.11"; \
-	  else $(PIP) torch==2.13.0; fi; \
-	fi
-	@touch $@
+python:
+	@command -v $(PYTHON) >/dev/null || { echo "plait: there is no $(PYTHON) here; install Python 3.11 or newer, or name it: make PYTHON=python3.12 train" >&2; exit 2; }
 
-$(VENV)/.plait: $(VENV)/.python pyproject.toml
-	@$(PIP) --editable .
-	@touch $@
+env: python
+	@$(BOOTSTRAP) run
 
-$(VENV)/.dev: $(VENV)/.plait
-	@$(PIP) --editable '.[dev]'
-	@touch $@
+env-dev: python
+	@$(BOOTSTRAP) dev
 
-$(VENV)/.bench: $(VENV)/.dev
-	@$(PIP) --editable '.[bench]'
-	@touch $@
+env-bench: python
+	@$(BOOTSTRAP) bench

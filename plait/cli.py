@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from pathlib import Path
@@ -17,14 +18,12 @@ from plait.launch.local.signals import interrupting_signals
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 Recipe = Annotated[Path, typer.Argument(help="A recipe file (.toml).")]
-Overrides = Annotated[list[str] | None, typer.Argument(help='Changes, as section.key=value: train.budget="60 steps".')]
-Run = Annotated[str, typer.Argument(help="A run: its folder or its name.")]
-HostCount = Annotated[int, typer.Option("--hosts", help="Over so many machines, this one included.", min=1)]
-Address = Annotated[str | None, typer.Option("--address", help="This machine's address that the other hosts reach.")]
-Port = Annotated[int, typer.Option("--port", help="Where they join; any free one else.", min=0, max=65535)]
-SecretFile = Annotated[
-    Path | None, typer.Option("--secret-file", help="A file, private to you, that holds the hosts' secret.")
-]
+Overrides = Annotated[list[str] | None, typer.Argument(help='Settings to change: train.budget="60 steps" and so on.')]
+Run = Annotated[str, typer.Argument(help="A run: its name or its folder.")]
+HostCount = Annotated[int, typer.Option("--hosts", help="Number of machines, this one included.", min=1)]
+Address = Annotated[str | None, typer.Option("--address", help="Address at which other hosts reach this machine.")]
+Port = Annotated[int, typer.Option("--port", help="Port where they join; 0 takes a free one.", min=0, max=65535)]
+SecretFile = Annotated[Path | None, typer.Option("--secret-file", help="File with the hosts' secret, private to you.")]
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # click's UsageError, wherever this version of typer keeps its click
 EXIT_OF_SIGNAL = {"finished": 0, "SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
 
@@ -35,14 +34,14 @@ def train(
     overrides: Overrides = None,
     replan: Annotated[bool, typer.Option("--replan", help="Measure again and make a new plan.")] = False,
     no_check: Annotated[
-        bool, typer.Option("--no-check", help="Do not prove a layout's gradients that is new to this machine.")
+        bool, typer.Option("--no-check", help="Skip the gradient check (it runs once for each new layout).")
     ] = False,
     hosts: HostCount = 1,
     address: Address = None,
     port: Port = 0,
     secret_file: SecretFile = None,
 ) -> None:
-    """Train what a recipe asks for; the same command goes on with a run that was stopped."""
+    """Train a model as a recipe says. The same command continues a run that was stopped."""
     from plait.commands.hosts.invitation import HostsRequest
     from plait.commands.train import train
 
@@ -54,10 +53,10 @@ def train(
 
 @app.command()
 def join(
-    at: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where plait train --hosts waits.")],
+    at: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address where plait train --hosts waits.")],
     secret_file: SecretFile = None,
 ) -> None:
-    """Lend this machine to a run that another one leads; the secret is asked for, or read from PLAIT_SECRET."""
+    """Lend this machine to a run that another machine leads. The secret is read from PLAIT_SECRET or asked for."""
     from plait.commands.join import join
 
     raise typer.Exit(EXIT_OF_SIGNAL[join(at, secret_file=secret_file, screen=_screen())])
@@ -71,18 +70,18 @@ def plan(
         list[str] | None,
         typer.Option("--cluster", help='Machines: 8xH100, "2x(8xA100)+400G", "macbook+4090@1G", a cluster.json.'),
     ] = None,
-    top: Annotated[int, typer.Option("--top", help="How many other layouts to tell of.", min=0)] = 10,
-    json: Annotated[Path | None, typer.Option("--json", help="Also write the result here, as JSON.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with pictures here.")] = None,
+    top: Annotated[int, typer.Option("--top", help="Number of other layouts to list.", min=0)] = 10,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file, as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with figures to this file.")] = None,
     measured: Annotated[
-        str | None, typer.Option("--measured", help="What a step really takes (412ms); says what can explain it.")
+        str | None, typer.Option("--measured", help="Measured step time (412ms): say what explains the difference.")
     ] = None,
     prove: Annotated[
-        int | None, typer.Option("--prove", help="Run so many of the best layouts here for a few steps each.", min=1)
+        int | None, typer.Option("--prove", help="Run this many of the best layouts here for a few steps each.", min=1)
     ] = None,
-    terms: Annotated[bool, typer.Option("--terms", help="Explain the words, for someone new.")] = False,
+    terms: Annotated[bool, typer.Option("--terms", help="Explain the technical terms.")] = False,
 ) -> None:
-    """Choose the simplest fast layout for machines that need not be there, and say why."""
+    """Choose a fast, simple layout for any machines, and say why. Those of --cluster need not exist."""
     from plait.commands import plan as command
 
     if prove and recipe:
@@ -110,10 +109,10 @@ def data(
     recipe: Recipe,
     overrides: Overrides = None,
     balance: Annotated[
-        int | None, typer.Option("--balance", help="Also show how a step's documents fall to so many parts.", min=2)
+        int | None, typer.Option("--balance", help="Also show how a step's documents divide among ranks.", min=2)
     ] = None,
 ) -> None:
-    """Prepare a recipe's text: tokens on disk, once."""
+    """Turn a recipe's text into tokens on disk, once."""
     from plait.commands.preparing.corpus import corpus_summary, prepare_data
     from plait.recipe.load import load_recipe
 
@@ -131,12 +130,12 @@ def data(
 def verify(
     recipe: Recipe,
     overrides: Overrides = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Also write the result here, as JSON.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file, as JSON.")] = None,
     here: Annotated[
-        bool, typer.Option("--here", help="On this machine's devices, in the run's own precision and kernels.")
+        bool, typer.Option("--here", help="Use this machine's devices, and the run's own precision and kernels.")
     ] = False,
 ) -> None:
-    """Prove that a layout (layout.tensor=2 …) computes what one plain process computes."""
+    """Prove that a layout computes what one plain process computes. Settings name it: layout.tensor=2."""
     from plait.commands.verify import verify
 
     proven = verify(recipe, overrides or [], where="here" if here else "anywhere", json_file=json, screen=_screen())
@@ -147,18 +146,18 @@ def verify(
 def probe(
     recipe: Annotated[Path | None, typer.Argument(help="A recipe file (.toml): measure what its model needs.")] = None,
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Also write a cluster.json with the figures here.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Also write the figures to this file, as JSON.")] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Workers side by side; one a GPU or core if left out.", min=1)
+        int | None, typer.Option(help="Workers that run at the same time; one for each GPU or core if left out.", min=1)
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each worker.", min=1)] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure anew, also what was measured before.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure again what was measured before.")] = False,
     hosts: HostCount = 1,
     address: Address = None,
     port: Port = 0,
     secret_file: SecretFile = None,
 ) -> None:
-    """Measure this machine: arithmetic, memory, links, and how much communication hides behind arithmetic."""
+    """Measure this machine: arithmetic, memory and links. Also how much communication overlaps with arithmetic."""
     from plait.commands.hosts.invitation import HostsRequest
     from plait.commands.probe import probe
 
@@ -179,13 +178,13 @@ def probe(
 @app.command()
 def sample(
     run: Run,
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "",
-    tokens: Annotated[int, typer.Option(help="How many tokens to add.", min=1)] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.", min=0)] = 0.8,
-    top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens of this much probability.")] = 0.95,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
+    tokens: Annotated[int, typer.Option(help="Number of tokens to add.", min=1)] = 200,
+    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.", min=0)] = 0.8,
+    top_p: Annotated[float, typer.Option(help="Choose among the most likely tokens of this total probability.")] = 0.95,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 1,
 ) -> None:
-    """Let a trained run go on with a text."""
+    """Let a trained model continue a text."""
     from plait.commands.sample import sample
 
     output = OptionalOutput(sys.stdout)
@@ -199,10 +198,10 @@ def sample(
 def evaluate(
     run: Run,
     files: Annotated[
-        list[str] | None, typer.Option("--files", help="Text to measure instead of the held-out part.")
+        list[str] | None, typer.Option("--files", help="Text files to measure instead of the held-out text.")
     ] = None,
 ) -> None:
-    """Measure a run's loss on its held-out text, or on other files; prints one line of JSON."""
+    """Measure a run's loss on its held-out text or on other files. Prints one line of JSON."""
     from plait.commands.evaluate import evaluate
 
     OptionalOutput(sys.stdout).write(evaluate(run, files or []) + "\n")
@@ -211,6 +210,19 @@ def evaluate(
 def _screen() -> Console:
     output: Any = OptionalOutput(sys.stdout)
     return Console(file=output, highlight=False, soft_wrap=True)
+
+
+def _print_any_character() -> None:
+    """A terminal or a pipe that cannot encode a character gets a question mark in its place, never an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None, or a program's own, where Python is embedded
+            stream.reconfigure(errors="replace")
+
+
+def _usage_sentence(error: Any) -> str:
+    """What is wrong with the options and arguments, and which help to read."""
+    told = error.format_message().rstrip(".").partition(", unable to parse")[0]
+    return f"{told} (see {error.ctx.command_path if error.ctx else 'plait'} --help)"
 
 
 def main() -> None:
@@ -222,12 +234,13 @@ def main() -> None:
 def _run_command() -> None:
     errors = OptionalOutput(sys.stderr)
     try:
-        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0)
+        _print_any_character()
+        sys.exit(app(sys.argv[1:] or ["--help"], prog_name="plait", standalone_mode=False) or 0)
     except PlaitError as error:
         errors.write(f"plait: {error}\n")
         sys.exit(error.exit_code)
     except USAGE_ERROR as error:
-        errors.write(f"plait: {error.format_message().rstrip('.')}; plait --help tells what there is\n")
+        errors.write(f"plait: {_usage_sentence(error)}\n")
         sys.exit(PlaitError.exit_code)
     except Interrupted as stopped:
         errors.write(f"plait: stopped by {stopped.signal}\n")

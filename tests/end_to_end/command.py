@@ -15,9 +15,10 @@ import termios
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 MARK = "PLAIT_TEST_PLACE"
@@ -90,13 +91,18 @@ class Place:
         (folder / "tiny.toml").write_text(recipe)
 
     def start(
-        self, *arguments: str, module: Sequence[str] = ("-m", "plait"), terminal: int | None = None, **more: Any
+        self,
+        *arguments: str,
+        module: Sequence[str] = ("-m", "plait"),
+        terminal: int | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        **more: Any,
     ) -> subprocess.Popen[str]:
         """Start `plait` in a session of its own, which `terminal`, an open one, controls if it is given."""
         return subprocess.Popen(
             [sys.executable, *module, *arguments],
             cwd=self.folder,
-            env={**os.environ, **CALM, MARK: self._mark, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={**os.environ, **CALM, **environment, MARK: self._mark, "PYTHONPATH": str(Path(__file__).parents[2])},
             stdin=subprocess.DEVNULL if terminal is None else terminal,
             stdout=subprocess.PIPE if terminal is None else terminal,
             stderr=subprocess.PIPE if terminal is None else terminal,

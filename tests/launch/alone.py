@@ -6,7 +6,6 @@ Called as `python -m tests.launch.alone ENTRY WORLD_SIZE`; the last line says ho
 from __future__ import annotations
 
 import json
-import signal
 import sys
 
 from plait.errors import PlaitError
@@ -16,8 +15,6 @@ from tests.launch.processes import ENTRIES
 
 
 def main(entry: str, world_size: str) -> None:
-    # A shell without job control starts background processes with SIGINT ignored; the test is about one that is not.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     job = Job(entry=entry, argument="", world_size=int(world_size), threads=1)
     try:
         result = run_job(job, ENTRIES, on_message=_print)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -22,7 +21,6 @@ PULSE = Pulse(period_s=0.3, lost_after_s=3.0)
 
 
 def main(join_address: str, local_address: str, torch: str = "") -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     address, _, port = join_address.rpartition(":")
     try:
         wire = connect(address, int(port), read_secret(None), local_address=local_address)

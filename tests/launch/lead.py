@@ -6,7 +6,6 @@ Called as `python -m tests.launch.lead ENTRY`, with the secret of one other host
 from __future__ import annotations
 
 import json
-import signal
 import sys
 
 from plait.errors import PlaitError
@@ -18,7 +17,6 @@ from tests.launch.processes import ENTRIES
 
 
 def main(entry: str) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     job = Job(entry=entry, argument="", world_size=2, threads=1)
     part = HostPart(ranks=1, threads=1, argument="")
     try:

@@ -41,14 +41,6 @@ ROOT = Path(__file__).parents[2]
 SOON_S = 6.0
 
 
-@pytest.fixture(autouse=True)
-def sigint_is_not_ignored() -> Iterator[None]:
-    """As it would be when the tests are started in the background of a script."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 class _Process:
     """A host in a process of its own, in its own group as if it had its own terminal."""
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import select
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +57,17 @@ def test_what_repeats_a_request_to_stop_is_none_of_its_own(
     for name, now in signals:  # noqa: B007 the clock reads it
         found.append(requests.is_new(name))
     assert found == new
+
+
+def test_a_program_that_a_test_starts_heeds_signals() -> None:
+    code = "import signal; print(signal.SIG_IGN in map(signal.getsignal, (signal.SIGINT, signal.SIGHUP)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"
+
+
+def test_so_it_does_where_the_tests_themselves_were_started_with_signals_ignored() -> None:
+    """As in `make test &` in a script, and under nohup."""
+    test = f"{__file__}::{test_a_program_that_a_test_starts_heeds_signals.__name__}"
+    command = ["sh", "-c", 'trap "" INT HUP; exec "$@"', "sh", sys.executable, "-m", "pytest", test]
+    run = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout

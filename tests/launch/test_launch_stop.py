@@ -21,14 +21,6 @@ from tests.launch.processes import ENTRIES, Record, is_running, job, running, wa
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def sigint_is_not_ignored() -> Iterator[None]:
-    """As it would be when the tests are started in the background of a script."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def _send_self(*numbers: signal.Signals) -> Callable[[Record], None]:
     def send(record: Record) -> None:
         for number in numbers:
@@ -75,7 +67,6 @@ def starting(tmp_path) -> Iterator[tuple[subprocess.Popen[str], int]]:
         f"import os, pathlib\npathlib.Path({str(reached)!r}).symlink_to(str(os.getpid()))\nopen({str(pipe)!r}).read()\n"
     )
     code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from plait.launch.values.job import Job; from plait.launch.values.entries import EntryTable\n"
         "from plait.launch.local.run import run_job\n"
         "job = Job(entry='slow', argument='', world_size=2, threads=1)\n"

@@ -232,7 +232,7 @@ def calibration_text(calibration: Calibration, items: StepItems | None, basis: F
     if abs(calibration.timed - 1) >= LEAST_CHANGE_TO_MENTION:
         text = f"the formulas and {runs} here said" if calibration.runs else "the formulas said"
         without = format_duration(items.step_s / calibration.timed)
-        return f"so long took the steps that were timed here when this was planned; {text} {without}"
+        return f"the step time was measured on this machine when this was planned; {text} {without}"
     moved = items.step_s / without_calibration(items, calibration).step_s - 1
     if not calibration.runs or abs(moved) < LEAST_CHANGE_TO_MENTION:
         return None

@@ -1,0 +1,77 @@
+"""`plait --help` and all other output on any terminal: 80 columns, and characters that an encoding does not have."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.end_to_end.command import Ended, Place, ended
+
+COMMANDS = ("train", "join", "plan", "data", "verify", "probe", "sample", "eval")
+POOR = {
+    "ASCII": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    "ISO-8859-1": {"PYTHONIOENCODING": "iso-8859-1"},
+    "strict ASCII": {"LC_ALL": "POSIX", "PYTHONIOENCODING": "ascii:strict"},
+}
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("narrow"))
+
+
+def run(place: Place, *arguments: str, **environment: str) -> Ended:
+    return ended(place.start(*arguments, environment={"COLUMNS": "80", **environment}, errors="replace"))
+
+
+def test_the_help_of_all_commands_fits_80_columns_and_is_whole(narrow: Place) -> None:
+    told = run(narrow, "--help")
+    assert told.code == 0 and not told.err
+    lines = told.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    listed = {line.split()[0]: line for line in lines[lines.index("Commands:") + 1 :]}
+    assert tuple(listed) == COMMANDS
+    assert all(line.endswith(".") and not line.endswith("...") for line in listed.values()), told.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_fits_80_columns(narrow: Place, command: str) -> None:
+    told = run(narrow, command, "--help")
+    assert told.code == 0 and not told.err and told.out.startswith(f"Usage: plait {command} ")
+    assert max(map(len, told.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("encoding", POOR)
+def test_a_character_that_cannot_be_encoded_is_no_error(narrow: Place, encoding: str) -> None:
+    (narrow.folder / "quoted.txt").write_text("a “quoted” text …\n" * 400, encoding="utf-8")
+    for arguments in (
+        ("--help",),
+        ("plan", "--terms"),
+        ("plan", "tiny.toml", "--cluster", "2xH100"),
+        ("data", "tiny.toml", "data.files=quoted.txt"),
+    ):
+        told = run(narrow, *arguments, **POOR[encoding])
+        assert told.code == 0 and "Traceback" not in told.err, (arguments, told)
+    told = run(narrow, "train", "…✓.toml", **POOR[encoding])
+    assert told.code == 2 and "there is no recipe" in told.sentence()
+
+
+def test_a_training_whose_text_the_terminal_cannot_show_ends_well(narrow: Place) -> None:
+    trained = run(narrow, "train", "tiny.toml", "run.name=poor", "train.budget=2 steps", **POOR["strict ASCII"])
+    assert trained.code == 0 and "Traceback" not in trained.err, trained
+    told = run(narrow, "sample", "poor", "--prompt", "é…✓", "--tokens", "8", **POOR["strict ASCII"])
+    assert told.code == 0 and told.out.startswith("???"), told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("trian",), "No such command 'trian'. Did you mean 'train'? (see plait --help)"),
+        (("train",), "Missing argument 'recipe' (see plait train --help)"),
+        (("train", "tiny.toml", "--hosst", "2"), "No such option: --hosst"),
+        (("sample", "x", "--tokens", "many"), "--tokens"),
+    ],
+)
+def test_a_wrong_command_says_where_its_help_is(narrow: Place, arguments: tuple[str, ...], sentence: str) -> None:
+    told = run(narrow, *arguments)
+    assert told.code == 2 and sentence in told.sentence()
+    assert "unable to parse" not in told.err and told.err.rstrip().endswith("--help)")

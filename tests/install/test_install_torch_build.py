@@ -1,0 +1,47 @@
+"""Which build of torch a machine gets."""
+
+from __future__ import annotations
+
+import pytest
+from torch_build import build_for_driver, choose_torch
+
+OWN = "https://own"
+PYPI = ["2.15.0", "2.13.0", "2.11.0", "2.10.0"]
+WITH_CPU = ["2.15.0", "2.13.0+cpu", "2.13.0", "2.10.0+cpu"]
+
+
+def choose(pip: list[str], driver: str | None, named: str = "", **own: list[str]) -> tuple[str, str | None] | None:
+    """Version and index, where pip's own index has the versions `pip`, and PyTorch's have `own`."""
+    indexes = {None: pip, **{f"{OWN}/{name}": versions for name, versions in own.items()}}
+    choice = choose_torch(lambda index: indexes.get(index, []), driver, OWN, named)
+    return (choice.version, choice.address) if choice else None
+
+
+def test_without_a_driver_the_cpu_build_comes_from_pip_or_else_from_pytorch() -> None:
+    assert choose(WITH_CPU, None) == ("2.13.0+cpu", None)
+    assert choose(PYPI, None, cpu=["2.14.0+cpu", "2.13.0+cpu"]) == ("2.13.0+cpu", f"{OWN}/cpu")
+
+
+def test_the_newest_comes_where_the_tested_version_is_missing() -> None:
+    assert choose(PYPI, None, cpu=["2.15.0+cpu", "2.14.1+cpu"]) == ("2.15.0+cpu", f"{OWN}/cpu")
+
+
+def test_the_usual_build_is_the_last_resort_and_nothing_older_than_the_oldest_is_taken() -> None:
+    assert choose(PYPI, None) == ("2.13.0", None)
+    assert choose(["2.10.0"], None, cpu=["2.10.0+cpu"]) is None
+
+
+def test_a_driver_decides_which_cuda() -> None:
+    assert choose(WITH_CPU, "580.65.06") == ("2.13.0", None)
+    assert choose(WITH_CPU, "550.54.15", cu126=["2.13.0+cu126"]) == ("2.13.0+cu126", f"{OWN}/cu126")
+    assert choose(WITH_CPU, "470.82.01") == ("2.13.0+cpu", None)
+
+
+def test_an_index_that_is_named_decides_alone() -> None:
+    assert choose(WITH_CPU, None, "https://own/rocm", rocm=["2.13.0+rocm7.1"]) == ("2.13.0+rocm7.1", "https://own/rocm")
+    assert choose(WITH_CPU, None, "https://own/rocm") is None
+
+
+@pytest.mark.parametrize(("driver", "index"), [(None, "cpu"), ("580", "cu130"), ("579.99", "cu126"), ("524.9", "cpu")])
+def test_each_driver_has_its_build(driver: str | None, index: str) -> None:
+    assert build_for_driver(driver)[0].own_index == index
