@@ -16,7 +16,7 @@ import plait
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "plait"
 FLOORS = {
-    "errors": 0, "units": 0, "layout": 0,
+    "errors": 0, "units": 0, "layout": 0, "complaints": 0, "checked_json": 0,
     "model": 1,
     "partition": 2,
     "recipe": 3, "cluster": 3, "data": 3, "checkpoint": 3, "report": 3,
