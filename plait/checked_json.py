@@ -17,6 +17,8 @@ SEAL = "sha256"
 """The last key of a sealed object: the hash of the others. Who edits such a file by hand takes this line out."""
 LONGEST_NUMBER = 30
 """Most digits of a whole number: Python's float has room for ten times as many."""
+DEEPEST = 40
+"""Most lists and objects inside each other: above every file of plait's, and far below where Python's own limit is."""
 
 
 def sealed_text(values: Mapping[str, Any]) -> str:
@@ -25,23 +27,32 @@ def sealed_text(values: Mapping[str, Any]) -> str:
 
 
 def parse_object(data: bytes | str) -> dict[str, Any]:
-    """The object of a file, without its hash; raises ValueError, in words, for damage and for all that is no object.
+    """The object of a file that `sealed_text` wrote, without its hash; raises ValueError, in words, for damage and for
+    all that is no object.
 
     A file without a hash is taken as it is: earlier versions wrote none.
     """
+    values = parse_json(data, parse_constant=_refuse)
+    if not isinstance(values, dict):
+        raise ValueError("it is not a table of keys and values")
+    seal = values.pop(SEAL, None)
+    if seal is not None and seal != _digest(values):
+        raise ValueError(f'it was changed or damaged: its "{SEAL}" is that of other values')
+    return values
+
+
+def parse_json(data: bytes | str, **hooks: Any) -> Any:
+    """Any JSON value whose numbers and nesting stay within bounds; raises ValueError, in words, for all else."""
     try:
-        values = json.loads(data, parse_constant=_refuse, parse_int=_bounded_int, parse_float=_finite_float)
+        values = json.loads(data, parse_int=_bounded_int, parse_float=_finite_float, **hooks)
     except UnicodeDecodeError:
         raise ValueError("it is not text") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"it is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError("it is not a table of keys and values")
-    seal = values.pop(SEAL, None)
-    if seal is not None and seal != _digest(values):
-        raise ValueError(f'it was changed or damaged: its "{SEAL}" is that of other values')
+    if _depth(values) > DEEPEST:
+        raise ValueError("it is nested too deeply")
     return values
 
 
@@ -55,8 +66,6 @@ def typed_value(kind: type[Any], values: Mapping[str, Any]) -> Any:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"{where or 'it'} should be {wanted_value(first)}") from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
     if unknown := next(_unknown_keys(values, adapter.dump_python(value)), None):
         raise ValueError(f"{unknown} is not known")
     return value
@@ -80,12 +89,13 @@ def _unknown_keys(given: Any, known: Any, where: str = "") -> Iterator[str]:
             yield from _unknown_keys(value, there, f"{where}{place}.")
 
 
+def _depth(values: Any, so_far: int = 0) -> int:
+    inner = values.values() if isinstance(values, dict) else values if isinstance(values, list) else ()
+    return max((_depth(one, so_far + 1) for one in inner), default=so_far) if so_far <= DEEPEST else so_far
+
+
 def _digest(values: Mapping[str, Any]) -> str:
-    try:
-        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    return sha256(text.encode()).hexdigest()
+    return sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _bounded_int(digits: str) -> int:

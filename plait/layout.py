@@ -12,6 +12,9 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 ABBREVIATIONS = {"pipeline": "PP", "replicate": "DP", "shard": "FSDP", "context": "CP", "tensor": "TP"}
 
+LARGEST_CLUSTER = 1_000_000
+"""Devices, at most: more than anybody has joined, and few enough for a search to end."""
+
 ShardWhat = Literal["optimizer", "parameters"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Recompute = Literal["none", "selective", "full"]
