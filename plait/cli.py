@@ -6,7 +6,7 @@ import io
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -237,10 +237,17 @@ def _run_command() -> None:
         _print_any_character()
         sys.exit(app(sys.argv[1:] or ["--help"], prog_name="plait", standalone_mode=False) or 0)
     except PlaitError as error:
-        errors.write(f"plait: {error}\n")
+        errors.write(f"plait: {_printable(str(error))}\n")
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.filename is None:
+            _report_bug(errors)
+        errors.write(
+            f"plait: {_printable(str(error.filename))}: {error.strerror}; check the path, its rights and its disk\n"
+        )
+        sys.exit(PlaitError.exit_code)
     except USAGE_ERROR as error:
-        errors.write(f"plait: {_usage_sentence(error)}\n")
+        errors.write(f"plait: {_printable(_usage_sentence(error))}\n")
         sys.exit(PlaitError.exit_code)
     except Interrupted as stopped:
         errors.write(f"plait: stopped by {stopped.signal}\n")
@@ -248,6 +255,15 @@ def _run_command() -> None:
     except (KeyboardInterrupt, typer.Abort):  # click turns the first into the second
         sys.exit(EXIT_OF_SIGNAL["SIGINT"])
     except Exception:
-        traceback.print_exc()
-        errors.write("plait: this is a bug in plait, not in what you asked; please report it with the lines above\n")
-        sys.exit(1)
+        _report_bug(errors)
+
+
+def _report_bug(errors: OptionalOutput) -> NoReturn:
+    errors.write(traceback.format_exc())
+    errors.write("plait: this is a bug in plait, not in what you asked; please report it with the lines above\n")
+    sys.exit(1)
+
+
+def _printable(text: str) -> str:
+    """The text in one line, without signs that a terminal would obey: files and names of others may hold some."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)

@@ -14,6 +14,8 @@ ABBREVIATIONS = {"pipeline": "PP", "replicate": "DP", "shard": "FSDP", "context"
 
 SHARDED_TEXTS = {"optimizer": "optimizer state", "gradients": "gradients and optimizer state"}
 """What `shard` splits, in words, where it is not the parameters."""
+LARGEST_CLUSTER = 1_000_000
+"""Devices, at most: more than anybody has joined, and few enough for a search to end."""
 
 ShardWhat = Literal["optimizer", "parameters"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]

@@ -24,6 +24,8 @@ _SECONDS = {
     "day": 86400,
 }
 _MULTIPLES = {"": 1, "K": 1_000, "M": 1_000_000, "B": 1_000_000_000, "T": 1_000_000_000_000}
+LARGEST_AMOUNT = 1e18
+"""A million times the tokens of the largest published run."""
 _AMOUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMBT]?)\s*([a-z]+)\s*$")
 _COUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMBT]?)\s*$", re.IGNORECASE)
 
@@ -56,10 +58,10 @@ def parse_amount(text: str) -> Amount:
     """Read "10 minutes", "500 steps" or "20M tokens"; raises PlaitError on anything else."""
     match = _AMOUNT.match(text)
     if match:
-        number, multiple, word = float(match[1]), _MULTIPLES[match[2]], match[3]
+        number, word = _product(match[1], _MULTIPLES[match[2]]), match[3]
         singular = word if word in _SECONDS else word.removesuffix("s")  # "ms" is no plural
         if number > 0 and singular in ("step", "token"):
-            return Amount(number * multiple, "steps" if singular == "step" else "tokens")
+            return Amount(number, "steps" if singular == "step" else "tokens")
         if number > 0 and not match[2] and singular in _SECONDS:
             return Amount(number * _SECONDS[singular], "seconds")
     raise PlaitError(f'"{text}" is not an amount; write for example "10 minutes", "500 steps" or "20M tokens"')
@@ -80,7 +82,13 @@ def parse_count(text: str) -> int:
     match = _COUNT.match(text)
     if not match:
         raise PlaitError(f'"{text}" is not a number; write for example 4096, "125M" or "1.5B"')
-    return round(float(match[1]) * _MULTIPLES[match[2].upper()])
+    return round(_product(match[1], _MULTIPLES[match[2].upper()]))
+
+
+def _product(digits: str, multiple: int) -> float:
+    if (product := float(digits) * multiple) > LARGEST_AMOUNT:
+        raise PlaitError(f"{digits[:12]}{'…' * (len(digits) > 12)} is too large; write at most {LARGEST_AMOUNT:.0e}")
+    return product
 
 
 def counted(number: int, what: str, form: str = "") -> str:

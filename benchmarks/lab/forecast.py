@@ -13,7 +13,8 @@ import tomli_w
 from benchmarks.lab.grid import Case
 from benchmarks.lab.paper_request import paper_request
 from plait.cluster.catalog import link_at_rate
-from plait.cluster.cluster import Cluster, Island, cluster_of_machine
+from plait.cluster.cluster import Cluster, Island
+from plait.cluster.machine_cluster import cluster_of_machine
 from plait.cluster.topology import detect_cpu_machine
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout

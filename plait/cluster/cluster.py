@@ -1,4 +1,4 @@
-"""Clusters as values: islands of equal nodes and what joins them; from short forms, from cluster.json, from a machine.
+"""Clusters as values: islands of equal nodes and what joins them; from short forms and from cluster.json.
 
 A cluster.json is an object with the keys of `Cluster`, each island one with those of `Island`:
 
@@ -16,22 +16,17 @@ writes one with what it measured under "measured".
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from plait.cluster.catalog import Device, Link, find_device, find_device_by_driver_name, find_link
+from plait.checked_json import parse_json
+from plait.cluster.catalog import Device, Link, find_link
 from plait.cluster.described import check_keys, check_value, device_from_json, link_from_json, name_or_values
 from plait.cluster.measured import Measurements, measurements_as_values, measurements_from_values
 from plait.cluster.short import parse_short_form
-from plait.cluster.topology import Machine
 from plait.errors import PlaitError
-
-PRODUCTS_REACH = 0.9
-"""Share of the probed products' rate that other matrix products reach on a processor (readings:
-planner/step_time/kernel_efficiency.py)."""
+from plait.layout import LARGEST_CLUSTER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +68,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.islands:
             raise PlaitError(f"the cluster {self.name} has no islands; name at least one device")
+        if self.n_devices > LARGEST_CLUSTER:
+            raise PlaitError(f"the cluster {self.name} has {self.n_devices} devices; name {LARGEST_CLUSTER} or fewer")
 
     @property
     def n_devices(self) -> int:
@@ -114,7 +111,7 @@ def read_cluster(text: str | Path) -> Cluster:
     """Read a short form ("512xH100") or a cluster.json; raises PlaitError that says what to write instead."""
     path = Path(text)
     if path.suffix.lower() == ".json":
-        return cluster_from_json(_file_text(path), str(path))
+        return cluster_from_json(_file_bytes(path), str(path))
     said = parse_short_form(str(text))
     islands = [
         Island(device=part.device, per_node=part.per_node, nodes=part.nodes, inside=find_link(part.device.inside))
@@ -122,55 +119,6 @@ def read_cluster(text: str | Path) -> Cluster:
     ]
     between = said.network or _usual_between(islands)
     return Cluster(name=str(text).strip(), islands=tuple(islands), between=between)
-
-
-def cluster_of_machine(machine: Machine, measured_flops: float | None = None, *, workers: int = 1) -> Cluster:
-    """This machine as a cluster of one node; `measured_flops` is the FLOP/s of float32 products measured on its
-    processor; None takes a typical one's.
-
-    A processor is one device, or `workers` devices that share its cores, memory and memory bandwidth equally. Raises
-    PlaitError for a GPU that the catalogue lacks.
-    """
-    if machine.device == "cpu":
-        whole = _processor(machine, measured_flops)
-        known = _part_of(replace(whole, memory_bytes=machine.memory_bytes), workers)
-        per_node = workers
-    else:
-        known, per_node = find_device_by_driver_name(machine.name), machine.devices
-    if known is None:
-        raise PlaitError(
-            f"{machine.name} is not in plait's catalogue; describe it in a cluster.json and pass --cluster"
-        )
-    memory = machine.memory_bytes if machine.device == "cuda" else known.memory_bytes
-    here = replace(known, name=machine.name, memory_bytes=memory)
-    island = Island(device=here, per_node=per_node, nodes=1, inside=find_link(known.inside))
-    return Cluster(name="this machine", islands=(island,), between=find_link(known.between))
-
-
-def cluster_of_hosts(hosts: Sequence[tuple[Machine, float | None, int]], between: Link) -> Cluster:
-    """Several hosts as one cluster. `hosts` holds each host's machine, the measured FLOP/s of its processor (or None)
-    and its number of workers.
-
-    Equal hosts in a row form one island.
-    """
-    islands: list[Island] = []
-    for machine, flops, workers in hosts:
-        [one] = cluster_of_machine(machine, flops, workers=workers).islands
-        if islands and replace(islands[-1], nodes=1) == one:
-            islands[-1] = replace(islands[-1], nodes=islands[-1].nodes + 1)
-        else:
-            islands.append(one)
-    return Cluster(name=f"{len(hosts)} hosts", islands=tuple(islands), between=between)
-
-
-def _part_of(processor: Device, workers: int) -> Device:
-    return replace(
-        processor,
-        peak_flops={precision: rate / workers for precision, rate in processor.peak_flops.items()},
-        memory_bytes=processor.memory_bytes // workers,
-        memory_bytes_per_s=processor.memory_bytes_per_s / workers,
-        units=max(1, (processor.units or 1) // workers),
-    )
 
 
 def cluster_json(cluster: Cluster) -> str:
@@ -192,12 +140,12 @@ def cluster_json(cluster: Cluster) -> str:
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
-def cluster_from_json(text: str, where: str) -> Cluster:
+def cluster_from_json(text: str | bytes, where: str) -> Cluster:
     """Read the text of a cluster.json; `where` names it in errors."""
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except ValueError as error:
-        raise PlaitError(f"{where} is not JSON ({error}); docs/guide-plan.md has an example") from error
+        raise PlaitError(f"{where} is not a cluster: {error}; docs/guide-plan.md has an example") from error
     check_keys(values, {"islands"}, {"name", "between", "measured"}, where)
     if not isinstance(values["islands"], list) or not values["islands"]:
         raise PlaitError(
@@ -232,27 +180,15 @@ def _usual_between(islands: list[Island]) -> Link:
     return min(usual, key=lambda pair: device_bytes_per_s(*pair))[0]
 
 
-def _processor(machine: Machine, flops: float | None) -> Device:
-    """This machine's processor as a device: the typical one nearest in cores, its FLOP/s scaled by cores unless they
-    were measured."""
-    typical = min(
-        (find_device(name) for name in ("laptop", "desktop", "server")),
-        key=lambda known: abs(math.log((known.units or 1) / machine.cores)),
-    )
-    rate = flops or typical.flops("float32") * machine.cores / (typical.units or 1)
-    source = f"{'measured' if flops else 'arithmetic of a typical processor'}; memory speed of a {typical.name}"
-    rates, reached = dict.fromkeys(typical.peak_flops, rate), PRODUCTS_REACH if flops else None
-    return replace(typical, peak_flops=rates, achievable=reached, units=machine.cores, watts=None, source=source)
-
-
 def _sum_of(parts: list[tuple[int, float | None]]) -> float | None:
     known = [count * amount for count, amount in parts if amount is not None]
     return sum(known) if len(known) == len(parts) else None
 
 
-def _file_text(path: Path) -> str:
+def _file_bytes(path: Path) -> bytes:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise PlaitError(f"cannot read the cluster {path}: {reason}; name a cluster.json that exists") from error
+        return path.read_bytes()
+    except OSError as error:
+        raise PlaitError(
+            f"cannot read the cluster {path}: {error.strerror}; name a cluster.json that exists"
+        ) from error

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from plait.checked_json import parse_json
 from plait.cluster.described import check_keys
 from plait.errors import PlaitError
 
@@ -210,9 +211,9 @@ def measurements_json(measured: Measurements) -> str:
 def measurements_from_json(text: str, where: str) -> Measurements:
     """Read the text of a measurement; `where` names it in errors."""
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except ValueError as error:
-        raise PlaitError(f"{where} is not JSON ({error}); probe again with plait probe --again") from error
+        raise PlaitError(f"{where} is not a measurement: {error}; probe again with plait probe --again") from error
     return measurements_from_values(values, where)
 
 

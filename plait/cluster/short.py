@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from plait.cluster.catalog import Device, Link, find_device, find_link, link_at_rate, link_names
 from plait.errors import PlaitError
+from plait.layout import LARGEST_CLUSTER
 
 # Note [the grammar of short forms]
 #   cluster := part {"+" part} [network]
@@ -82,22 +83,26 @@ def _is_network(piece: str) -> bool:
 
 def _part(piece: str) -> ShortFormPart:
     counted = _COUNTED.fullmatch(piece)
-    count, rest = (int(counted[1]), counted[2].strip()) if counted else (1, piece)
-    if count < 1:
-        raise PlaitError(f'"{piece}" has no devices; write a count of 1 or more')
+    count, rest = (_count(counted[1], piece), counted[2].strip()) if counted else (1, piece)
     if not (rest.startswith("(") and rest.endswith(")")):
         return _full_nodes(find_device(rest), count)
     node = _COUNTED.fullmatch(rest[1:-1].strip())
-    per_node, name = (int(node[1]), node[2]) if node else (1, rest[1:-1])
+    per_node, name = (_count(node[1], piece), node[2]) if node else (1, rest[1:-1])
     known = find_device(name)
-    if per_node < 1:
-        raise PlaitError(f'"{piece}" has no devices; write a count of 1 or more')
     if per_node > known.per_node:
         raise PlaitError(
             f'"{piece}" has {per_node} {known.name} in a node, but {known.inside} joins {known.per_node} at most; '
             f"write {math.ceil(count * per_node / known.per_node)}x({known.per_node}x{name}), or a cluster.json"
         )
     return ShortFormPart(device=known, per_node=per_node, nodes=count)
+
+
+def _count(digits: str, piece: str) -> int:
+    if len(digits) > len(str(LARGEST_CLUSTER)) or (count := int(digits)) > LARGEST_CLUSTER:
+        raise PlaitError(f'"{piece[:20]}…" has too many devices; write a count of {LARGEST_CLUSTER} or fewer')
+    if count < 1:
+        raise PlaitError(f'"{piece}" has no devices; write a count of 1 or more')
+    return count
 
 
 def _full_nodes(device: Device, count: int) -> ShortFormPart:

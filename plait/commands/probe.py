@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from plait.cluster.catalog import link_at_rate
-from plait.cluster.cluster import cluster_json, cluster_of_hosts, cluster_of_machine
+from plait.cluster.cluster import cluster_json
+from plait.cluster.machine_cluster import cluster_of_hosts, cluster_of_machine
 from plait.cluster.measured import (
     Measurements,
 )

@@ -5,19 +5,16 @@ Runs before 2026-11-24 wrote format 2, in which three fields of a forecast and t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from plait.checked_json import parse_object, sealed_text, typed_value
 from plait.errors import PlaitError
-from plait.layout import Layout
-from plait.model.shape import ModelShape
-from plait.planner.calibration.factors import Calibration, StepItems
-from plait.planner.plan import Forecast, HostShare, OptimizerPlan, Plan
+from plait.planner.plan import Plan
 from plait.report.atomic import replace_file
-from plait.units import Amount, Every
 
 PLAN_FORMAT = 3
 _AGAIN = "start the run under a new run.name"
@@ -25,7 +22,7 @@ _AGAIN = "start the run under a new run.name"
 
 def plan_text(plan: Plan) -> str:
     """The text of plan.json."""
-    return json.dumps({"format": PLAN_FORMAT, **asdict(plan)}, indent=2) + "\n"
+    return sealed_text({"format": PLAN_FORMAT, **asdict(plan)})
 
 
 def write_plan(plan: Plan, path: Path) -> None:
@@ -37,15 +34,44 @@ def write_plan(plan: Plan, path: Path) -> None:
 def read_plan(path: Path) -> Plan:
     """Read plan.json of this format or an earlier one; raises PlaitError when it is not one."""
     try:
-        values = json.loads(path.read_text())
-        written = values.pop("format")
-        if written != PLAN_FORMAT and written not in _OLDER:
+        values = parse_object(path.read_bytes())
+        written = values.pop("format", None)
+        if not isinstance(written, int) or (written != PLAN_FORMAT and written not in _OLDER):
             raise PlaitError(f'"{path}" was written by another version of plait; {_AGAIN}')
         for older in range(written, PLAN_FORMAT):
             values = _OLDER[older](values)
-        return _plan(values)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise PlaitError(f'"{path}" is not a usable plan ({error}); {_AGAIN}') from None
+        return _checked(typed_value(Plan, values))
+    except OSError as error:
+        raise PlaitError(f'"{path}" cannot be read ({error.strerror}); bring it back, or {_AGAIN}') from None
+    except ValueError as error:
+        raise PlaitError(f'"{path}" is not a usable plan ({error}); bring it back, or {_AGAIN}') from None
+
+
+def _checked(plan: Plan) -> Plan:
+    """Raise ValueError for numbers that no run can have."""
+    optimizer, layout = plan.optimizer, plan.layout
+    counts = {
+        **{f"layout.{axis}": degree for axis, degree in layout.degrees.items()},
+        **{name: getattr(plan, name) for name in _COUNTS},
+        **{f"layout.stage_layers {stage}": layers for stage, layers in enumerate(layout.stage_layers, 1)},
+        **{f"shares {part}": share for part, share in enumerate(plan.shares, 1)},
+        **{f"micro_limits {part}": most for part, most in enumerate(plan.micro_limits, 1)},
+        **{
+            f"hosts {number}: {name}": getattr(host, name)
+            for number, host in enumerate(plan.hosts, 1)
+            for name in ("workers", "threads")
+        },
+    }
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name} is {count} and must be 1 or more")
+    for name, amount in {"optimizer.lr": optimizer.lr, "optimizer.weight_decay": optimizer.weight_decay}.items():
+        if not (isfinite(amount) and amount >= 0):
+            raise ValueError(f"{name} is {amount:g} and must be 0 or more")
+    return plan
+
+
+_COUNTS = ("threads", "sequence", "batch_sequences", "micro_sequences", "steps", "checkpoint_keep")
 
 
 def _from_format_2(values: dict[str, Any]) -> dict[str, Any]:
@@ -54,8 +80,8 @@ def _from_format_2(values: dict[str, Any]) -> dict[str, Any]:
         "lookup_layers": "embedding_cost_in_layers",
         "head_layers": "head_cost_in_layers",
     }
-    renamed = _renamed(values, {"seats": "host_order"})
-    return renamed | {"forecast": values["forecast"] and _renamed(values["forecast"], forecast)}
+    renamed, written = _renamed(values, {"seats": "host_order"}), values.get("forecast")
+    return renamed | {"forecast": _renamed(written, forecast) if isinstance(written, dict) else written}
 
 
 def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -64,29 +90,3 @@ def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
 
 _OLDER: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {2: _from_format_2}
 """For each older format the function that converts its values to the next format."""
-
-
-def _plan(values: dict[str, Any]) -> Plan:
-    optimizer, layout = values["optimizer"], values["layout"]
-    return Plan(
-        **{
-            **values,
-            "layout": Layout(**{**layout, "stage_layers": tuple(layout["stage_layers"])}),
-            "hosts": tuple(HostShare(**host) for host in values["hosts"]),
-            "left_out": tuple(HostShare(**host) for host in values.get("left_out", ())),
-            "shape": ModelShape(**values["shape"]),
-            "optimizer": OptimizerPlan(**{**optimizer, "betas": tuple(optimizer["betas"])}),
-            "budget": Amount(**values["budget"]),
-            "forecast": _forecast(values["forecast"]) if values["forecast"] else None,
-            "checkpoint_every": Every(**values["checkpoint_every"]),
-            "reasons": tuple(values["reasons"]),
-            "shares": tuple(values.get("shares", ())),
-            "host_order": tuple(values.get("host_order", ())),
-            "micro_limits": tuple(values.get("micro_limits", ())),
-        }
-    )
-
-
-def _forecast(values: dict[str, Any]) -> Forecast:
-    items, learned = values.get("items"), values.get("calibration", {})
-    return Forecast(**{**values, "items": StepItems(**items) if items else None, "calibration": Calibration(**learned)})

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import difflib
 import glob
+import re
 import tomllib
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from plait.errors import PlaitError
-from plait.recipe.schema import RESERVED, RunConfig, SourceSection
+from plait.recipe.refusal import refusal_sentence
+from plait.recipe.schema import LONGEST_NAME, RESERVED, RunConfig
 
 _NAMED_TOKENIZERS = ("auto", "bpe", "gpt2")
 
@@ -33,8 +36,15 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         _merge(requested, override)
     run = requested.setdefault("run", {})
     if isinstance(run, dict) and run.get("name", "auto") == "auto":
-        run["name"] = path.stem.lower()
+        run["name"] = run_name_of(path)
     return parse_config(requested)
+
+
+def run_name_of(recipe: Path) -> str:
+    """The name of a run after its recipe's file: small letters and digits without accents, "-" for all else."""
+    letters = unicodedata.normalize("NFKD", recipe.stem.lower())
+    plain = "".join(letter for letter in letters if not unicodedata.combining(letter))
+    return re.sub(r"[^a-z0-9._-]+", "-", plain).strip("._-")[:LONGEST_NAME].rstrip("._-") or "run"
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
@@ -45,7 +55,7 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        raise PlaitError(_sentence(error)) from None
+        raise PlaitError(refusal_sentence(error)) from None
 
 
 def recipe_text(config: RunConfig) -> str:
@@ -73,7 +83,9 @@ def parse_override(text: str) -> dict[str, Any]:
         raise PlaitError(f'"{text}" is not an override; write section.key=value, for example train.budget="60 steps"')
     try:
         parsed: Any = tomllib.loads(f"value = {value.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
+    except RecursionError:
+        raise PlaitError(f"{key.strip()} is nested too deeply; a value of a recipe is one list deep") from None
+    except ValueError:
         parsed = value.strip()
     for part in reversed(parts):
         parsed = {part: parsed}
@@ -84,17 +96,25 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in sorted(path.parent.glob("*.toml"))], n=1)
-        hint = f'; did you mean "{path.parent / near[0]}"?' if near else "; give the path of a .toml file"
-        raise PlaitError(f'there is no recipe "{path}"{hint}') from None
+        raise PlaitError(f'there is no recipe "{path}"{_near_recipe(path)}') from None
     except IsADirectoryError:
         raise PlaitError(f'"{path}" is a folder; give the path of a recipe file in it') from None
     except UnicodeDecodeError:
         raise PlaitError(f'the recipe "{path}" is not UTF-8 text; save it as UTF-8') from None
     except OSError as error:
-        raise PlaitError(f'the recipe "{path}" cannot be read ({error.strerror}); check its permissions') from None
-    except tomllib.TOMLDecodeError as error:
+        raise PlaitError(f'the recipe "{path}" cannot be read ({error.strerror}); check its path and rights') from None
+    except RecursionError:
+        raise PlaitError(f'the recipe "{path}" is nested too deeply; a value of a recipe is one list deep') from None
+    except ValueError as error:  # TOMLDecodeError, and numbers of thousands of digits
         raise PlaitError(f'the recipe "{path}" is not valid TOML: {error}; mend that line') from None
+
+
+def _near_recipe(path: Path) -> str:
+    try:
+        near = difflib.get_close_matches(path.name, [p.name for p in sorted(path.parent.glob("*.toml"))], n=1)
+    except OSError:  # a folder that this user may not look into
+        near = []
+    return f'; did you mean "{path.parent / near[0]}"?' if near else "; give the path of a .toml file"
 
 
 def _merge(base: dict[str, Any], change: Mapping[str, Any]) -> None:
@@ -133,76 +153,25 @@ def _absolute(text: str, bases: Sequence[Path]) -> str:
     """
     prefix = "hf:" if text.startswith("hf:") else ""
     bare, colon, parts = text.removeprefix("hf:").partition(":") if prefix else (text, "", "")
-    places = [str(base / Path(bare).expanduser()) for base in bases]
-    found = next(
-        (place for place in places if (glob.has_magic(place) and _matches(place)) or Path(place).exists()), None
-    )
+    try:
+        places = [str(base / Path(bare).expanduser()) for base in bases]
+    except RuntimeError:
+        raise PlaitError(f'"{text}" names the home of a user who is not here; write the whole path') from None
+    found = next((place for place in places if _matches(place)), None)
     return f"{prefix}{found}{colon}{parts}" if found else (text if prefix else places[0])
 
 
-def _matches(pattern: str) -> bool:
-    return next(glob.iglob(pattern, recursive=True), None) is not None  # noqa: PTH207  Path.glob takes no absolute one
+def _matches(place: str) -> bool:
+    """Whether there is such a file or folder, or one that fits such a pattern, which this user may see."""
+    try:
+        if Path(place).exists():
+            return True
+        return glob.has_magic(place) and next(glob.iglob(place, recursive=True), None) is not None  # noqa: PTH207  Path.glob takes no absolute one
+    except (OSError, ValueError, re.error):
+        return False
 
 
 def _keys(values: Mapping[str, Any]) -> Iterator[str]:
     for section, keys in values.items():
         if isinstance(keys, Mapping):
             yield from (f"{section}.{key}" for key in keys)
-
-
-def _sentence(error: ValidationError) -> str:
-    """The first validation error as one sentence with its correction; an unknown key comes before all other errors."""
-    complaints = error.errors(include_url=False)
-    first = next((c for c in complaints if c["type"] == "extra_forbidden"), complaints[0])
-    location = _names(first["loc"])
-    section, name = _section(location)
-    if first["type"] == "extra_forbidden":
-        inside = SourceSection if location[:2] == ["data", "files"] else section
-        return _unknown(".".join(location), location[-1], inside)
-    if first["type"] == "missing" and len(first["loc"]) <= 2:
-        return f'the recipe does not say {".".join(location)}; add for example files = "my-text.txt" under [data]'
-    key = ".".join(location[: 2 if name else 1])
-    why = [_complaint(c["type"], c["msg"]) for c in complaints if _names(c["loc"])[:2] == location[:2]]
-    complaint = next((text.removeprefix("Value error, ") for text in why if text.startswith("Value error, ")), None)
-    wanted = " or ".join(dict.fromkeys(text.removeprefix("Input should be ") for text in why))
-    return f"{key} is not usable: {complaint or f'it should be {wanted}'}{_describe(section, name)}"
-
-
-def _complaint(kind: str, text: str) -> str:
-    return "given in full" if kind == "missing" else text
-
-
-def _names(loc: Sequence[int | str]) -> list[str]:
-    """The keys in a pydantic location, without list positions and the names of union members."""
-    return [part for part in loc if isinstance(part, str) and part.islower() and "[" not in part]
-
-
-def _section(location: Sequence[str]) -> tuple[type[BaseModel], str | None]:
-    """The schema section that contains a location, and the name of its field at that location, or None."""
-    field = RunConfig.model_fields.get(location[0])
-    if field is None or not isinstance(field.annotation, type):
-        return RunConfig, None
-    known = field.annotation
-    name = location[1] if len(location) > 1 and location[1] in known.model_fields else None
-    return known, name
-
-
-def _unknown(key: str, word: str, section: type[BaseModel]) -> str:
-    names = list(section.model_fields)
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    everywhere = [f"{top}.{word}" for top, f in RunConfig.model_fields.items() if word in _fields(f.annotation)]
-    if everywhere:
-        return f"{key} is not a key of the recipe; did you mean {everywhere[0]}?"
-    if near:
-        path = key.rpartition(".")[0]
-        return f"{key} is not a key of the recipe; did you mean {f'{path}.' if path else ''}{near[0]}?"
-    return f"{key} is not a key of the recipe; known here are {', '.join(names)}"
-
-
-def _fields(annotation: object) -> Mapping[str, object]:
-    return getattr(annotation, "model_fields", {})
-
-
-def _describe(section: type[BaseModel], name: str | None) -> str:
-    text = section.model_fields[name].description if name else None
-    return f" ({text.rstrip('.')})" if text else ""

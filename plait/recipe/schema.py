@@ -12,9 +12,13 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from plait.errors import PlaitError
+from plait.layout import LARGEST_CLUSTER
 from plait.units import parse_amount, parse_count, parse_every
 
 Auto = Literal["auto"]
+LONGEST_NAME = 63
+LARGEST_COUNT = 10**12
+"""Above every batch, budget and degree of a run that anybody has published, and far below what an integer overflows."""
 
 
 def _valid(parse: Callable[[str], object]) -> AfterValidator:
@@ -32,15 +36,22 @@ def _valid(parse: Callable[[str], object]) -> AfterValidator:
 
 
 def _check_name(text: str) -> None:
-    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,62}", text):
-        raise PlaitError(f'"{text}" is not a name; write small letters, digits, ".", "_" and "-", at most 63')
+    if not re.fullmatch(rf"[a-z0-9][a-z0-9._-]{{0,{LONGEST_NAME - 1}}}", text):
+        raise PlaitError(
+            f'"{text}" is not a name; write small letters, digits, ".", "_" and "-", at most {LONGEST_NAME}'
+        )
 
 
 AmountText = Annotated[str, _valid(parse_amount)]
 EveryText = Annotated[str, _valid(parse_every)]
 SizeText = Annotated[str, _valid(parse_count)]
 Name = Annotated[str, _valid(_check_name)]
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, le=LARGEST_COUNT)]
+Layers = Annotated[int, Field(gt=0, le=10_000)]
+Width = Annotated[int, Field(gt=0, le=10_000_000)]
+"""Of a model, its heads, its inner parts and its vocabulary."""
+Degree = Annotated[int, Field(gt=0, le=LARGEST_CLUSTER)]
+Steps = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 Fraction = Annotated[float, Field(ge=0, le=0.5)]
 
 
@@ -64,21 +75,21 @@ class ModelSection(RecipeSection):
 
     size: SizeText | Auto = "auto"
     """A named size such as "5M" or "7B"; "auto" takes the size that learns most within the budget."""
-    layers: Positive | Auto = "auto"
-    width: Positive | Auto = "auto"
-    heads: Positive | Auto = "auto"
-    kv_heads: Positive | Auto = "auto"
+    layers: Layers | Auto = "auto"
+    width: Width | Auto = "auto"
+    heads: Width | Auto = "auto"
+    kv_heads: Width | Auto = "auto"
     """Fewer than `heads` is grouped-query attention."""
-    head_width: Positive | Auto = "auto"
+    head_width: Width | Auto = "auto"
     """Width of one head; "auto" is width / heads."""
-    ffn: Positive | Auto = "auto"
+    ffn: Width | Auto = "auto"
     """Inner width of the feed-forward part."""
-    vocabulary: Positive | Auto = "auto"
+    vocabulary: Width | Auto = "auto"
     """Rows of the embedding; also the size of a tokenizer trained on first use."""
     norm: Literal["layernorm", "rmsnorm"] | Auto = "auto"
     activation: Literal["gelu", "swiglu", "relu2"] | Auto = "auto"
     positions: Literal["learned", "rope"] | Auto = "auto"
-    rope_theta: Annotated[float, Field(gt=1)] | Auto = "auto"
+    rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] | Auto = "auto"
     bias: Literal["none", "qkv", "all"] | Auto = "auto"
     """Which linear layers (with "all" also LayerNorms) have a bias."""
     qk_norm: bool | Auto = "auto"
@@ -91,7 +102,7 @@ class SourceSection(RecipeSection):
 
     path: str
     """File, glob, or "hf:NAME" for a Hugging Face data set."""
-    weight: Annotated[float, Field(gt=0)] | None = None
+    weight: Annotated[float, Field(gt=0, le=1e12)] | None = None
     """Share of this source in the mix; all or none of the sources have one."""
     field: str = "text"
     """The field or column that holds the text in JSONL, Parquet and Hugging Face rows."""
@@ -115,7 +126,7 @@ class TrainSection(RecipeSection):
 
     budget: AmountText | Auto = "auto"
     """How long: "10 minutes", "500 steps", "20M tokens"."""
-    sequence: Annotated[int, Field(ge=2)] | Auto = "auto"
+    sequence: Annotated[int, Field(ge=2, le=1_000_000_000)] | Auto = "auto"
     """Tokens of a training window."""
     batch_tokens: Positive | Auto = "auto"
     """Tokens of one optimizer step over all devices."""
@@ -128,13 +139,13 @@ class TrainSection(RecipeSection):
 class OptimizerSection(RecipeSection):
     """[optimizer]: AdamW and the course of its learning rate."""
 
-    lr: Annotated[float, Field(gt=0)] | Auto = "auto"
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = "auto"
     """Peak learning rate of AdamW."""
-    warmup_steps: Annotated[int, Field(ge=0)] | Auto = "auto"
-    weight_decay: Annotated[float, Field(ge=0)] | Auto = "auto"
+    warmup_steps: Steps | Auto = "auto"
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Auto = "auto"
     """On matrices only."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] | Auto = "auto"
-    clip: Annotated[float, Field(gt=0)] | Literal["never"] | Auto = "auto"
+    clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["never"] | Auto = "auto"
     """Largest global norm of the gradient."""
     schedule: Literal["cosine", "wsd", "constant"] | Auto = "auto"
     """How the learning rate falls; "wsd" is warm-up, stable, decay."""
@@ -143,21 +154,21 @@ class OptimizerSection(RecipeSection):
 class LayoutSection(RecipeSection):
     """[layout]: how the work is split over devices."""
 
-    pipeline: Positive | Auto = "auto"
+    pipeline: Degree | Auto = "auto"
     """Groups of layers one after the other, each on workers of its own (PP). A degree named, those not named are 1."""
-    replicate: Positive | Auto = "auto"
+    replicate: Degree | Auto = "auto"
     """Full copies of the model, each with its part of every batch (DP)."""
-    shard: Positive | Auto = "auto"
+    shard: Degree | Auto = "auto"
     """Workers that split what `shard_what` says, each with its part of every batch (ZeRO, FSDP)."""
-    context: Positive | Auto = "auto"
+    context: Degree | Auto = "auto"
     """Parts of every sequence (CP)."""
-    tensor: Positive | Auto = "auto"
+    tensor: Degree | Auto = "auto"
     """Parts of every matrix (TP)."""
     shard_what: Literal["optimizer", "parameters"] | Auto = "auto"
     """Split gradients and optimizer state, or the parameters as well (FSDP2)."""
-    stage_layers: tuple[Positive, ...] | Auto = "auto"
+    stage_layers: tuple[Layers, ...] | Auto = "auto"
     """Layers of each pipeline stage: [4, 2]; "auto" balances their cost, the head included."""
-    virtual_stages: Positive | Auto = "auto"
+    virtual_stages: Layers | Auto = "auto"
     """Stages on each pipeline worker, for the interleaved schedule."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] | Auto = "auto"
     """Order in which a pipeline works through the micro-batches."""

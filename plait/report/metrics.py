@@ -1,15 +1,19 @@
-"""The two kinds of lines in metrics.jsonl, steps and evaluations: written, read and trimmed."""
+"""The two kinds of lines in metrics.jsonl, steps and evaluations: written, read, trimmed, and their typical speed."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from math import isfinite, nan
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from plait.errors import PlaitError
 from plait.report.atomic import replace_file
+
+RECEIPT_WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,15 @@ class EvalReport:
         return _line(self)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Medians over the steps of a run."""
+
+    step_s_median: float
+    tokens_per_s: float
+    mfu: float | None
+
+
 def read_metrics(path: Path) -> tuple[list[StepReport], list[EvalReport]]:
     """All lines of a metrics.jsonl, empty where there is none; raises PlaitError naming a line that is neither kind.
 
@@ -65,6 +78,23 @@ def read_metrics(path: Path) -> tuple[list[StepReport], list[EvalReport]]:
         else:
             evaluations.append(report)
     return steps, evaluations
+
+
+def median_speed(reports: Sequence[StepReport], starts: Collection[int] = (0,)) -> Speed:
+    """The run's typical speed; `starts` are the numbers of steps done at which a process started or went on.
+
+    The first steps of each start are left out, for they also warm caches up, unless nothing else is there.
+    """
+    warming = {start + offset for start in starts for offset in range(1, RECEIPT_WARM_UP_STEPS + 1)}
+    kept = [report for report in reports if report.step not in warming] or list(reports)
+    if not kept:
+        return Speed(step_s_median=nan, tokens_per_s=nan, mfu=None)
+    mfus = [report.mfu for report in kept if report.mfu is not None]
+    return Speed(
+        step_s_median=median(report.step_s for report in kept),
+        tokens_per_s=median(report.tokens_per_s for report in kept),
+        mfu=median(mfus) if mfus else None,
+    )
 
 
 def trim_metrics(path: Path, last_step: int) -> None:

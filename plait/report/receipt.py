@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from math import isfinite, nan
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
+from plait.checked_json import parse_object, sealed_text, typed_value
 from plait.errors import PlaitError
+from plait.layout import AXES
 from plait.report.atomic import replace_file
-from plait.report.metrics import StepReport
 
-RECEIPT_WARM_UP_STEPS = 3
 DERIVED = ("step_error", "memory_error", "rss_error", "speedup_vs_one", "efficiency")
 """Keys that are written for people who read the file, and computed again when it is read."""
+NULL_IF_NAN = ("train_loss", "step_s_median", "tokens_per_s")
+"""Keys that are null in the file where the run has no such number; other keys are null where there is none."""
+ITEM_NAMES = {
+    "compute_s": "computing",
+    "waiting_s": "messages and other ranks",
+    "optimizer_s": "optimizer and the rest",
+    "data_s": "data",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,46 +112,30 @@ class Receipt:
         values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
         for name in DERIVED:
             values[name] = _plain(getattr(self, name))
-        replace_file(path, (json.dumps(values, indent=2, allow_nan=False) + "\n").encode())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
-    """Medians over the steps of a run."""
-
-    step_s_median: float
-    tokens_per_s: float
-    mfu: float | None
+        replace_file(path, sealed_text(values).encode())
 
 
 def read_receipt(path: Path) -> Receipt:
     """Read receipt.json; raises PlaitError where it is missing or is not one."""
-    known = fields(Receipt)
     try:
-        values: Any = json.loads(path.read_bytes())
-        # What has a default came later than the first receipts.
-        found = {f.name: values[f.name] for f in known if f.default is MISSING or f.name in values}
+        values = parse_object(path.read_bytes())
+        lost = {name: nan for name in NULL_IF_NAN if values.get(name, 0.0) is None}
+        kept = {name: value for name, value in values.items() if name not in DERIVED}
+        return _checked(replace(typed_value(Receipt, kept | dict.fromkeys(lost, 0.0)), **lost))
     except FileNotFoundError:
         raise PlaitError(f"{path} is missing: the run has not finished; give its command again") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise PlaitError(f"{path} is not a receipt; delete it and give the run's command again") from None
-    for name in ("train_loss", "step_s_median", "tokens_per_s"):
-        found[name] = nan if found[name] is None else found[name]
-    return Receipt(**found)
+    except (OSError, ValueError) as error:
+        raise PlaitError(f"{path} is not a receipt ({error}); delete it and give the run's command again") from None
 
 
-def median_speed(reports: Sequence[StepReport], starts: Collection[int] = (0,)) -> Speed:
-    """The run's typical speed; `starts` are the numbers of steps done at which a process started or went on.
-
-    The first steps of each start are left out, for they also warm caches up, unless nothing else is there.
-    """
-    warming = {start + offset for start in starts for offset in range(1, RECEIPT_WARM_UP_STEPS + 1)}
-    kept = [report for report in reports if report.step not in warming] or list(reports)
-    if not kept:
-        return Speed(step_s_median=nan, tokens_per_s=nan, mfu=None)
-    mfus = [report.mfu for report in kept if report.mfu is not None]
-    step_s, tokens_per_s = median(one.step_s for one in kept), median(one.tokens_per_s for one in kept)
-    return Speed(step_s_median=step_s, tokens_per_s=tokens_per_s, mfu=median(mfus) if mfus else None)
+def _checked(receipt: Receipt) -> Receipt:
+    """Raise ValueError for keys that no layout or step has, and for a run of no ranks."""
+    items = [items.keys() for items in (receipt.predicted_items, receipt.measured_items) if items is not None]
+    if receipt.layout.keys() - set(AXES) or any(keys != ITEM_NAMES.keys() for keys in items):
+        raise ValueError("its layout or its items have other keys than plait writes")
+    if receipt.world_size < 1 or min(receipt.layout.values(), default=1) < 1:
+        raise ValueError("its layout has fewer than one rank")
+    return receipt
 
 
 def _off(predicted: float | None, measured: float) -> float | None:

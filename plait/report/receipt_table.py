@@ -7,15 +7,9 @@ from typing import Any
 
 from plait.layout import Layout
 from plait.report.plausibility import efficiency_doubt, mfu_doubt
-from plait.report.receipt import Receipt
+from plait.report.receipt import ITEM_NAMES, Receipt
 from plait.units import counted, format_bytes, format_count, format_duration
 
-ITEM_NAMES = {
-    "compute_s": "computing",
-    "waiting_s": "messages and other ranks",
-    "optimizer_s": "optimizer and the rest",
-    "data_s": "data",
-}
 WORTH_NAMING = 0.005
 """Share of a step from which on an item is printed."""
 

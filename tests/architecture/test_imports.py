@@ -16,7 +16,7 @@ import plait
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "plait"
 FLOORS = {
-    "errors": 0, "units": 0, "layout": 0, "private_folder": 0,
+    "errors": 0, "units": 0, "layout": 0, "private_folder": 0, "complaints": 0, "checked_json": 0,
     "model": 1,
     "partition": 2,
     "recipe": 3, "cluster": 3, "data": 3, "checkpoint": 3, "report": 3,
@@ -28,7 +28,7 @@ FLOORS = {
 # Inside a folder with sub-folders: modules at its root count as rooms of their own.
 INNER_FLOORS = {
     "cluster": {"catalog": 0, "topology": 0, "short": 1, "measure": 1, "described": 2, "measured": 3, "cluster": 4,
-                "pooled": 4, "probe": 4},
+                "machine_cluster": 5, "pooled": 4, "probe": 4},
     "commands": {"preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "hosts": 2, "probing": 3,
                  "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "prove": 4, "sample": 3, "train": 5,
                  "verify": 4},

@@ -11,15 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from plait.cluster.catalog import device_names, find_device, find_link
-from plait.cluster.cluster import (
-    Cluster,
-    Island,
-    cluster_from_json,
-    cluster_json,
-    cluster_of_machine,
-    device_bytes_per_s,
-    read_cluster,
-)
+from plait.cluster.cluster import Cluster, Island, cluster_from_json, cluster_json, device_bytes_per_s, read_cluster
+from plait.cluster.machine_cluster import cluster_of_machine
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 

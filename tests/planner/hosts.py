@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from plait.cluster.cluster import Cluster, cluster_of_hosts
+from plait.cluster.cluster import Cluster
+from plait.cluster.machine_cluster import cluster_of_hosts
 from plait.cluster.measured import CommOperation, MeasuredDevice, Measurements
 from plait.cluster.topology import Machine
 from plait.planner.step_time.measured_network import slowest_measured_link

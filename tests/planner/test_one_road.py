@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from plait.cluster.cluster import Cluster, cluster_of_machine, read_cluster
+from plait.cluster.cluster import Cluster, read_cluster
+from plait.cluster.machine_cluster import cluster_of_machine
 from plait.cluster.topology import Machine, usable_cores
 from plait.commands.planning.make_plan import look_around, resources_of
 from plait.commands.planning.plan_report import make_plan_report

@@ -149,6 +149,26 @@ def test_exactly_the_settled_names_are_reserved() -> None:
         ("run=3", ['"run=3" is not an override']),
         ("run.=3", ["is not an override"]),
         ("train.budget", ["is not an override", 'train.budget="60 steps"']),
+        ("train.budget=60", ["it should be text", 'did you mean "60 steps"?']),
+        ("checkpoint.every=10", ['did you mean "10 steps"?']),
+        ("train.budget=true", ["train.budget is not usable: it should be text or 'auto'"]),
+        ("train.batch_tokens=many", ["train.batch_tokens is not usable: it should be a whole number or 'auto'"]),
+        ("model.tied=perhaps", ["model.tied is not usable: it should be true or false or 'auto'"]),
+        ("optimizer.betas=3", ["optimizer.betas is not usable: it should be a list or 'auto'"]),
+        ("model.layers=1000000000", ["model.layers is not usable", "less than or equal to 10000"]),
+        ("model.vocabulary=1000000000", ["model.vocabulary is not usable", "less than or equal to 10000000"]),
+        (
+            f"train.batch_tokens=1{'0' * 30}",
+            ["train.batch_tokens is not usable", "less than or equal to 1000000000000"],
+        ),
+        (f"model.width={'9' * 400}", ["model.width is not usable"]),
+        (f"model.width={'9' * 5000}", ["model.width is not usable"]),
+        (f"train.budget={'9' * 400} steps", ["999999999999… is too large"]),
+        ("optimizer.lr=inf", ["optimizer.lr is not usable"]),
+        ("optimizer.lr=nan", ["optimizer.lr is not usable"]),
+        ("Train.budget=3", ["Train is not a key of the recipe; did you mean"]),
+        ("data.files=~nosuchuser/x", ["names the home of a user who is not here"]),
+        (f"model.layers={'[' * 5000}", ["model.layers is nested too deeply"]),
         ("model.layers.x=3", ["model.layers is not usable"]),
     ],
 )
@@ -165,6 +185,10 @@ def test_mistakes_are_told_in_one_sentence_with_the_key(recipe: Path, override: 
         ("[data\n", "is not valid TOML"),
         ("data = 3\n", "data is not usable"),
         ('run = "x"\n' + MINIMAL, "run is not usable"),
+        ('"" = 1\n' + MINIMAL, '"" is not a key of the recipe'),
+        (MINIMAL + '"\\u001b[31m" = 1\n', r'data."\u001b[31m" is not a key of the recipe'),
+        (MINIMAL + "x = " + "[" * 5000 + "\n", "is nested too deeply"),
+        (MINIMAL + f"x = {'9' * 5000}\n", "is not valid TOML"),
         (MINIMAL + "[extra]\nkey = 1\n", "extra is not a key of the recipe"),
         (MINIMAL + "[model]\nfrom = 'x'\n", "model.from comes with a later version"),
     ],
@@ -198,3 +222,27 @@ def test_the_shipped_recipes_load() -> None:
         config = load_recipe(path)
         assert parse_config(config.model_dump(exclude_none=True)) == config
         assert isinstance(config.data.files, str) and Path(config.data.files).exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("My Recipe.toml", "my-recipe"),
+        ("Müller's Größe.toml", "muller-s-gro-e"),
+        ("日本.toml", "run"),
+        ("-x-.toml", "x"),
+        ("a" * 200 + ".toml", "a" * 63),
+    ],
+)
+def test_a_run_is_named_after_any_file(tmp_path: Path, file: str, name: str) -> None:
+    recipe = tmp_path / file
+    recipe.write_text(MINIMAL)
+    assert load_recipe(recipe).run.name == name
+
+
+@pytest.mark.parametrize("path", ["a/b.toml", "x" * 5000 + ".toml", "loop.toml"])
+def test_a_path_that_cannot_be_followed_is_a_sentence(tmp_path: Path, path: str) -> None:
+    (tmp_path / "a").write_text("")
+    (tmp_path / "loop.toml").symlink_to("loop.toml")
+    with pytest.raises(PlaitError, match="cannot be read"):
+        load_recipe(tmp_path / path)

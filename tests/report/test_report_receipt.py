@@ -11,8 +11,8 @@ import pytest
 
 from plait.errors import PlaitError, RunFailed
 from plait.layout import Layout
-from plait.report.metrics import StepReport
-from plait.report.receipt import Receipt, Speed, median_speed, read_receipt
+from plait.report.metrics import Speed, StepReport, median_speed
+from plait.report.receipt import Receipt, read_receipt
 from plait.report.receipt_table import receipt_table
 
 RECEIPT = Receipt(
@@ -52,7 +52,7 @@ def test_a_receipt_comes_back_as_it_was(tmp_path):
     RECEIPT.write(path)
     assert read_receipt(path) == RECEIPT
     assert list(json.loads(path.read_text())) == [
-        *Receipt.__slots__, "step_error", "memory_error", "rss_error", "speedup_vs_one", "efficiency",
+        *Receipt.__slots__, "step_error", "memory_error", "rss_error", "speedup_vs_one", "efficiency", "sha256",
     ]  # fmt: skip
     assert [file.name for file in tmp_path.iterdir()] == ["receipt.json"]
 

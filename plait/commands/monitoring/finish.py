@@ -24,8 +24,8 @@ from plait.planner.calibration.factors import (
 from plait.planner.derive.model_size import budget_of
 from plait.planner.plan import Forecast, Plan
 from plait.recipe.schema import RunConfig
-from plait.report.metrics import StepReport, read_metrics
-from plait.report.receipt import RECEIPT_WARM_UP_STEPS, Receipt, median_speed, read_receipt
+from plait.report.metrics import RECEIPT_WARM_UP_STEPS, StepReport, median_speed, read_metrics
+from plait.report.receipt import Receipt, read_receipt
 from plait.report.receipt_table import receipt_table
 from plait.units import counted, format_duration
 

@@ -17,8 +17,7 @@ from plait.planner.calibration.predicted_vs_measured import (
     memory_comparison_text,
 )
 from plait.planner.plan import Plan
-from plait.report.metrics import StepReport
-from plait.report.receipt import RECEIPT_WARM_UP_STEPS
+from plait.report.metrics import RECEIPT_WARM_UP_STEPS, StepReport
 from plait.report.straggler import RankTimes
 
 FIRST_STEPS_COMPARED = 5

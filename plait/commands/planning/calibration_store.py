@@ -4,14 +4,14 @@ the cache. Deleting `.plait/calibration` forgets all of them."""
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from plait.checked_json import parse_object, typed_value
 from plait.cluster.topology import Machine, usable_cores
 from plait.commands.preparing.corpus import CACHE_FOLDER
 from plait.planner.calibration.factors import Calibration, ForecastBasis, Observation, calibration_from
@@ -53,11 +53,11 @@ def add_observation(key: str, observation: Observation) -> None:
 def read_observations(key: str) -> tuple[Observation, ...]:
     """All observations under a key, the oldest first; a file that is not ours counts as missing."""
     try:
-        values: Any = json.loads(_observations_path(key).read_bytes())
+        values = parse_object(_observations_path(key).read_bytes())
         if values["format"] != OBSERVATIONS_FORMAT:
             return ()
         return tuple(_observation_from(one) for one in values["lessons"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return ()
 
 
@@ -78,8 +78,8 @@ def _observations_path(key: str) -> Path:
 
 
 def _observation_from(values: dict[str, Any]) -> Observation:
-    names = [field.name for field in fields(Observation)]
-    factors = [values[name] for name in ("compute", "messages") if values[name] is not None]
-    if not all(isinstance(factor, int | float) and math.isfinite(factor) and factor > 0 for factor in factors):
+    observation = typed_value(Observation, values)
+    factors = [factor for factor in (observation.compute, observation.messages) if factor is not None]
+    if not all(factor > 0 for factor in factors):
         raise ValueError("a factor that is no factor")
-    return Observation(**{name: values[name] for name in names})
+    return observation

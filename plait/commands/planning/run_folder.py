@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import fcntl
 import json
@@ -12,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from plait.checked_json import parse_object, sealed_text, typed_value
 from plait.checkpoint.store import FoundCheckpoint, clean_staging, newest_good
 from plait.errors import PlaitError, RunFailed
 from plait.planner.plan import Plan, same_hosts, without_marks
@@ -74,6 +76,10 @@ class RunFolder:
         return self.path / "shares.jsonl"
 
     @property
+    def _totals(self) -> Path:
+        return self.path / "so-far.json"
+
+    @property
     def has_begun(self) -> bool:
         return self.plan.exists() and self.recipe.exists()
 
@@ -95,7 +101,7 @@ class RunFolder:
         while any((self.path / name).exists() for name in (f"plan-{number}.json", f"shares-{number}.jsonl")):
             number += 1
         if self.plan.exists() and not _is_same_plan(self.saved_plan(), plan):
-            (self.path / f"plan-{number}.json").write_text(self.plan.read_text())
+            (self.path / f"plan-{number}.json").write_bytes(self.plan.read_bytes())
         other = self.plan.exists() and (is_replanned or _splits_differently(self.saved_plan(), plan))
         files = {self.plan: plan_text(plan).encode(), self.recipe: recipe_text(config).encode()}
         if not (self.shares.exists() and other):  # one that was there before the run is to be obeyed
@@ -123,12 +129,17 @@ class RunFolder:
     @property
     def totals(self) -> RunTotals:
         """The totals over all sessions of the run so far."""
-        path = self.path / "so-far.json"
-        return RunTotals(**json.loads(path.read_text())) if path.exists() else RunTotals()
+        path = self._totals
+        try:
+            return typed_value(RunTotals, parse_object(path.read_bytes())) if path.exists() else RunTotals()
+        except (OSError, ValueError) as error:
+            raise PlaitError(
+                f'"{path}" is not usable ({error}); delete it: the receipt then lacks earlier sessions'
+            ) from None
 
     def write_totals(self, totals: RunTotals) -> None:
         """Save the totals so far, for the receipt at the end of a later session."""
-        replace_file(self.path / "so-far.json", json.dumps(asdict(totals)).encode())
+        replace_file(self._totals, sealed_text(asdict(totals)).encode())
 
 
 def _is_same_plan(old: Plan, new: Plan) -> bool:
@@ -153,11 +164,23 @@ def find_run(name_or_path: str) -> RunFolder:
     """The folder of a run given by path or name, for commands that read it; raises PlaitError where there is none."""
     for path in (Path(name_or_path), Path("runs") / name_or_path):
         folder = RunFolder(path)
-        if folder.has_begun:
+        if _is_file(folder.plan) and _is_file(folder.recipe):
             return folder
-    known = sorted(path.parent.name for path in Path("runs").glob("*/plan.json"))
-    hint = f"; there are {', '.join(known)}" if known else "; train one with: plait train RECIPE"
-    raise PlaitError(f'there is no run "{name_or_path}"{hint}')
+    runs = Path("runs").absolute()
+    known = sorted(path.parent.name for path in runs.glob("*/plan.json"))
+    near = difflib.get_close_matches(name_or_path, known, n=3) or known[:10]
+    hint = (
+        f"there are {', '.join(near)}" if near else "go to where it was trained, or train one with: plait train RECIPE"
+    )
+    raise PlaitError(f'there is no run "{name_or_path}" in {runs}; {hint}')
+
+
+def _is_file(path: Path) -> bool:
+    """Whether it is a file that this user may see."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait.cluster.cluster import Cluster, cluster_of_hosts
+from plait.cluster.cluster import Cluster
+from plait.cluster.machine_cluster import cluster_of_hosts
 from plait.cluster.measured import Measurements
 from plait.cluster.pooled import pool_measurements
 from plait.cluster.probe.request import MAX_CPU_MICROBATCH_TOKENS, model_probe_request

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 from plait.cluster.catalog import Device, find_device_by_driver_name
-from plait.cluster.cluster import Cluster, cluster_of_machine
+from plait.cluster.cluster import Cluster
+from plait.cluster.machine_cluster import cluster_of_machine
 from plait.cluster.measured import measurements_json
 from plait.cluster.topology import Machine
 from plait.model.shape import ModelShape
