@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import io
 import sys
-import traceback
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from plait.errors import Interrupted, PlaitError
+from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import interrupting_signals
+from plait.process_exit import EXIT_OF_SIGNAL, exit_with_sentence
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -24,8 +24,6 @@ HostCount = Annotated[int, typer.Option("--hosts", help="Number of machines, thi
 Address = Annotated[str | None, typer.Option("--address", help="Address at which other hosts reach this machine.")]
 Port = Annotated[int, typer.Option("--port", help="Port where they join; 0 takes a free one.", min=0, max=65535)]
 SecretFile = Annotated[Path | None, typer.Option("--secret-file", help="File with the hosts' secret, private to you.")]
-USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # click's UsageError, wherever this version of typer keeps its click
-EXIT_OF_SIGNAL = {"finished": 0, "SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
 
 
 @app.command()
@@ -219,51 +217,8 @@ def _print_any_character() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _usage_sentence(error: Any) -> str:
-    """What is wrong with the options and arguments, and which help to read."""
-    told = error.format_message().rstrip(".").partition(", unable to parse")[0]
-    return f"{told} (see {error.ctx.command_path if error.ctx else 'plait'} --help)"
-
-
 def main() -> None:
     """The `plait` command: one sentence and an exit code for what the user can mend; a traceback only for our bugs."""
     with interrupting_signals():  # jobs have their own way with them
-        _run_command()
-
-
-def _run_command() -> None:
-    errors = OptionalOutput(sys.stderr)
-    try:
         _print_any_character()
-        sys.exit(app(sys.argv[1:] or ["--help"], prog_name="plait", standalone_mode=False) or 0)
-    except PlaitError as error:
-        errors.write(f"plait: {_printable(str(error))}\n")
-        sys.exit(error.exit_code)
-    except OSError as error:
-        if error.filename is None:
-            _report_bug(errors)
-        errors.write(
-            f"plait: {_printable(str(error.filename))}: {error.strerror}; check the path, its rights and its disk\n"
-        )
-        sys.exit(PlaitError.exit_code)
-    except USAGE_ERROR as error:
-        errors.write(f"plait: {_printable(_usage_sentence(error))}\n")
-        sys.exit(PlaitError.exit_code)
-    except Interrupted as stopped:
-        errors.write(f"plait: stopped by {stopped.signal}\n")
-        sys.exit(EXIT_OF_SIGNAL[stopped.signal])
-    except (KeyboardInterrupt, typer.Abort):  # click turns the first into the second
-        sys.exit(EXIT_OF_SIGNAL["SIGINT"])
-    except Exception:
-        _report_bug(errors)
-
-
-def _report_bug(errors: OptionalOutput) -> NoReturn:
-    errors.write(traceback.format_exc())
-    errors.write("plait: this is a bug in plait, not in what you asked; please report it with the lines above\n")
-    sys.exit(1)
-
-
-def _printable(text: str) -> str:
-    """The text in one line, without signs that a terminal would obey: files and names of others may hold some."""
-    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+        exit_with_sentence(lambda: app(sys.argv[1:] or ["--help"], prog_name="plait", standalone_mode=False) or 0)

@@ -12,12 +12,13 @@ from rich.console import Console as Screen
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
 from plait.commands.hosts.joined_run import refuse_joined_folder
 from plait.commands.hosts.leader_workers import leader_workers
-from plait.commands.monitoring.finish import is_finished
+from plait.commands.monitoring.finish import is_finished, table_of_finished
 from plait.commands.monitoring.training import run_training
 from plait.commands.planning.begun_plan import refuse_other_text, resumed_plan
+from plait.commands.planning.folder_lock import lock_run_folder
 from plait.commands.planning.introduction import print_run_summary
 from plait.commands.planning.make_plan import make_plan
-from plait.commands.planning.run_folder import RunFolder, check_changes, lock_run_folder, run_folder
+from plait.commands.planning.run_folder import RunFolder, check_changes, run_folder
 from plait.commands.planning.workers import (
     HostWorkers,
     dismiss_torchrun_ranks,
@@ -33,8 +34,6 @@ from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
-from plait.report.receipt import read_receipt
-from plait.report.receipt_table import receipt_table
 
 CheckMode = Literal["new layouts", "never"]
 ReplanScope = Literal["all", "plan", "nothing"]
@@ -65,7 +64,7 @@ def train(
         if folder.has_begun and "train.budget" not in changed and is_finished(folder):
             refuse_other_text(prepare_data(config, screen), folder.saved_plan())
             screen.print(f"{folder.path} is finished; a larger train.budget continues it")
-            screen.print(receipt_table(read_receipt(folder.receipt)))
+            screen.print(table_of_finished(folder))
             dismiss_torchrun_ranks()
             return "finished"
         layout_changed = any(key.startswith("layout.") for key in changed)

@@ -6,9 +6,8 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,8 +25,7 @@ from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.report.memory import LiveTensorPeak, peak_rss_bytes
-from plait.report.metrics import EvalReport, StepReport
-from plait.report.sinks import MetricsFile, Several, Sink, TensorBoard
+from plait.report.metrics import EvalReport
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.actions import Rebalancer, watch_every_steps
 from plait.trainer.balance.meter import Meter, attach_meter, clock_of
@@ -35,6 +33,7 @@ from plait.trainer.balance.move_layers import move_layers
 from plait.trainer.loop import LoopActions, LoopIntervals, run_loop
 from plait.trainer.optim import learning_rate
 from plait.trainer.persist import restore, save
+from plait.trainer.rank_sinks import sinks_of_rank
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
 
@@ -74,7 +73,7 @@ def main(context: WorkerContext, argument: str) -> None:
         if requested["resume"]:
             path = folder / "checkpoints" / requested["resume"]
             state = restore(assembly, path, verify_checkpoint(path), world)
-        sink = _sinks(context, folder, state.step)
+        sink = sinks_of_rank(context.rank, context.send, folder, state.step)
         memory = _FirstStep(assembly, world, context)
         try:
             _verify_data(context, assembly)
@@ -226,41 +225,3 @@ class _FirstStep:
         if self._context.rank == 0:
             tensor_bytes, rss_bytes = zip(*[peak.tolist() for peak in peaks], strict=True)
             self._context.send("memory", peak_tensor_bytes=tensor_bytes, peak_rss_bytes=rss_bytes)
-
-
-def _sinks(context: WorkerContext, folder: Path, steps_done: int) -> Sink:
-    """Rank 0 writes the files and reports to the supervisor, which owns the terminal; the other ranks report
-    nothing."""
-    if context.rank != 0:
-        return Several([])
-    return Several(
-        [
-            MetricsFile(folder / "metrics.jsonl"),
-            TensorBoard(folder / "tensorboard", steps_done),
-            _SupervisorSink(context),
-        ]
-    )
-
-
-class _SupervisorSink:
-    """A sink that passes reports on to the supervisor."""
-
-    def __init__(self, context: WorkerContext) -> None:
-        self._context = context
-
-    def step(self, report: StepReport) -> None:
-        self._context.send("step", **_plain(asdict(report)))
-
-    def evaluation(self, report: EvalReport) -> None:
-        self._context.send("evaluation", **_plain(asdict(report)))
-
-    def note(self, text: str) -> None:
-        self._context.send("note", text=text)
-
-    def close(self) -> None:
-        """Does nothing: the sink holds no resources."""
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with every infinity or NaN as a string, since JSON cannot express them."""
-    return {k: v if not isinstance(v, float) or abs(v) < float("inf") else str(v) for k, v in values.items()}

@@ -22,7 +22,7 @@ FLOORS = {
     "recipe": 3, "cluster": 3, "data": 3, "checkpoint": 3, "report": 3,
     "planner": 4, "parallel": 4, "launch": 4, "proof": 4,
     "trainer": 5,
-    "commands": 6,
+    "commands": 6, "process_exit": 6,
     "api": 7, "cli": 7, "__main__": 8,
 }  # fmt: skip
 # Inside a folder with sub-folders: modules at its root count as rooms of their own.
@@ -41,7 +41,7 @@ INNER_FLOORS = {
                 "heterogeneous": 4, "search": 5, "rebalancing": 5, "explain": 6, "diagnosis": 7, "page": 7,
                 "resolve": 7},
     "trainer": {"state": 0, "optim": 0, "loss": 0, "divergence": 0, "step": 1, "assemble": 2, "loop": 2,
-                "persist": 3, "balance": 4, "worker": 5, "time_steps": 6},
+                "rank_sinks": 2, "persist": 3, "balance": 4, "worker": 5, "time_steps": 6},
 }  # fmt: skip
 MODULES_OF_A_FOLDER = 14
 FAN_OUT = 20

@@ -11,14 +11,8 @@ from typing import TextIO
 
 import pytest
 
-from plait.commands.planning.run_folder import (
-    CHANGEABLE_KEYS,
-    RunFolder,
-    check_changes,
-    find_run,
-    lock_run_folder,
-    run_folder,
-)
+from plait.commands.planning.folder_lock import lock_run_folder
+from plait.commands.planning.run_folder import CHANGEABLE_KEYS, RunFolder, check_changes, find_run, run_folder
 from plait.errors import PlaitError, RunFailed
 from plait.layout import Layout
 from plait.planner.derive.intervals import balance_every_steps, with_new_intervals

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from plait.launch.remote.json_text import DEPTH_AT_MOST, parse_json
+from plait.launch.remote.json_text import DEPTH_AT_MOST, parse_frame_text
 from plait.launch.remote.listener import listener_at
 from plait.launch.remote.messages import (
     Answer,
@@ -170,7 +170,7 @@ def test_a_frame_in_order_is_accepted() -> None:
     assert received(sealed(body + b"blob", text_bytes=len(body))) == Frame(
         kind="a", values={"a": [1, 2.5, None, "é"]}, blob=b"blob"
     )
-    assert parse_json(b"[" * DEPTH_AT_MOST + b"]" * DEPTH_AT_MOST)
+    assert parse_frame_text(b"[" * DEPTH_AT_MOST + b"]" * DEPTH_AT_MOST)
 
 
 def test_a_frame_of_ours_can_hold_no_number_that_is_not_finite() -> None:

@@ -23,8 +23,9 @@ from plait.commands.hosts.requests import (
     parse_request,
 )
 from plait.commands.hosts.shared_folder import has_nonce
+from plait.commands.planning.folder_lock import hold_lock, lock_run_folder
 from plait.commands.planning.make_plan import Log
-from plait.commands.planning.run_folder import RunFolder, hold_lock, lock_run_folder
+from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.workers import MEASURE_ENTRY, PROBE_ENTRY
 from plait.errors import PlaitError
 from plait.launch.remote.link import Handler, Reply

@@ -64,6 +64,11 @@ def is_finished(folder: RunFolder) -> bool:
     return folder.receipt.exists() and read_receipt(folder.receipt).steps >= folder.saved_plan().steps
 
 
+def table_of_finished(folder: RunFolder) -> str:
+    """The receipt of a finished run, for people."""
+    return receipt_table(read_receipt(folder.receipt))
+
+
 def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: ForecastMonitor | None) -> Receipt:
     steps, evaluations = read_metrics(folder.metrics)
     speed = median_speed(_steps_of_this_plan(folder, steps, steps_done), (0, steps_done))

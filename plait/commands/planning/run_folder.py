@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import errno
-import fcntl
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from plait.checked_json import parse_object, sealed_text, typed_value
 from plait.checkpoint.store import FoundCheckpoint, clean_staging, newest_good
-from plait.errors import PlaitError, RunFailed
+from plait.errors import PlaitError
 from plait.planner.plan import Plan, same_hosts, without_marks
 from plait.planner.plan_file import plan_text, read_plan
 from plait.planner.rebalancing.stage_repartition import stage_costs_of
-from plait.private_folder import make_private_folder
 from plait.recipe.load import flat_values, load_recipe, recipe_text
 from plait.recipe.schema import RunConfig
 from plait.report.atomic import replace_file, replace_files
@@ -40,9 +35,6 @@ class RunTotals:
     """Seconds of training times the number of devices, summed over sessions."""
     peak_tensor_bytes: Sequence[int] = ()
     peak_rss_bytes: Sequence[int] = ()
-
-
-_DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,72 +173,6 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:
         return False
-
-
-@contextmanager
-def lock_run_folder(folder: RunFolder) -> Iterator[Callable[[], None]]:
-    """Hold the run's folder for this process; raises PlaitError when another one trains in it, or the disk says no.
-
-    Yields a function that raises RunFailed if the folder was moved, deleted or replaced since; so does the block where
-    it fails for that reason. Of a run that did not begin nothing is left.
-    """
-    path = folder.path / ".lock"
-    try:
-        make_private_folder(folder.path)
-        lock = path.open("w")
-    except OSError as error:
-        raise PlaitError(f'"{folder.path}" cannot be written ({error.strerror}); choose another place') from None
-    with lock:
-        taken = f'another plait is training in "{folder.path}"; wait for it, or choose another run.name'
-        hold_lock(lock, taken)
-        if not _is_same_file(path, lock):
-            raise PlaitError(taken)  # its holder took the file away after we had opened it
-        for left in folder.path.glob(".*.new"):  # by a plait that was killed
-            left.unlink(missing_ok=True)
-
-        def require_present() -> None:
-            if not _is_same_file(path, lock):
-                raise RunFailed(
-                    f'"{folder.path}" was moved or deleted while its run worked, which was therefore ended; move it '
-                    "back to go on from its newest checkpoint, or give the same command again to begin anew"
-                )
-
-        try:
-            yield require_present
-        except (OSError, PlaitError) as error:
-            require_present()
-            if isinstance(error, PlaitError) or error.errno not in _DISK_ERRNOS:
-                raise
-            raise PlaitError(
-                f"{error.filename or folder.path}: {error.strerror}; "
-                "free some space or mend its rights, then give the same command again"
-            ) from error
-        finally:
-            if _is_same_file(path, lock):
-                _remove_if_only_lock(folder.path)
-
-
-def _is_same_file(path: Path, file: TextIO) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-
-
-def _remove_if_only_lock(path: Path) -> None:
-    """Delete a run's folder that holds nothing but its lock."""
-    with suppress(OSError):
-        if [held.name for held in path.iterdir()] == [".lock"]:
-            (path / ".lock").unlink()
-            path.rmdir()
-
-
-def hold_lock(lock: TextIO, refusal: str) -> None:
-    """Lock an open file until it is closed or the process ends; raises PlaitError(`refusal`) if it is locked."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise PlaitError(refusal) from None
 
 
 def check_changes(old: RunConfig, new: RunConfig) -> list[str]:

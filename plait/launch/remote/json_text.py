@@ -16,7 +16,7 @@ _REORDERING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\
 _KEPT = frozenset("\n\t")
 
 
-def parse_json(text: bytes) -> Any:
+def parse_frame_text(text: bytes) -> Any:
     """The value of a JSON text; raises ValueError unless it is UTF-8, of bounded depth and has finite numbers alone.
 
     Its strings come without control characters other than line breaks and tabs: an escape sequence would be obeyed by

@@ -255,8 +255,6 @@ def _require_alive(member: Member) -> None:
 
 
 def _as_sentence(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt):
-        return "stopped by Ctrl-C there"
-    return (
-        str(error) if isinstance(error, PlaitError) else f"ended by {type(error).__name__} there; see what it printed"
-    )
+    if isinstance(error, PlaitError | KeyboardInterrupt):
+        return str(error) or "stopped by Ctrl-C there"
+    return f"ended by {type(error).__name__} there; see what it printed"

@@ -106,13 +106,11 @@ def draft(
         recipe_hash=recipe_hash,
         reasons=tuple(why),
     )
-    asked = config.report.evaluate
-    evaluations = "auto" if asked == "auto" else parse_step_interval(asked)
     return Draft(
         request=request,
         plan=plan,
         layouts=layouts,
-        evaluations=evaluations,
+        evaluations="auto" if config.report.evaluate == "auto" else parse_step_interval(config.report.evaluate),
         heldout_tokens=corpus.heldout_tokens,
     )
 

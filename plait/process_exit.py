@@ -1,0 +1,60 @@
+"""How the `plait` command ends: exit codes, and one sentence on stderr for all that the user can mend."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import typer
+
+from plait.errors import Interrupted, PlaitError
+from plait.launch.local.output import OptionalOutput
+
+EXIT_OF_SIGNAL = {"finished": 0, "SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # click's UsageError, wherever this version of typer keeps its click
+
+
+def exit_with_sentence(command: Callable[[], int]) -> NoReturn:
+    """Carry out a command and end this process with its exit code; errors become sentences on stderr."""
+    errors = OptionalOutput(sys.stderr)
+    try:
+        sys.exit(command())
+    except PlaitError as error:
+        _refuse(errors, str(error), error.exit_code)
+    except _USAGE_ERROR as error:
+        _refuse(errors, _usage_sentence(error), PlaitError.exit_code)
+    except Interrupted as stopped:
+        _refuse(errors, f"stopped by {stopped.signal}", EXIT_OF_SIGNAL[stopped.signal])
+    except (KeyboardInterrupt, typer.Abort):  # click turns the first into the second
+        sys.exit(EXIT_OF_SIGNAL["SIGINT"])
+    except OSError as error:
+        if error.filename is None:
+            _report_bug(errors)
+        what = f"{error.filename}: {error.strerror}; check that path, its rights and the room on its disk"
+        _refuse(errors, what, PlaitError.exit_code)
+    except Exception:
+        _report_bug(errors)
+
+
+def _refuse(errors: OptionalOutput, sentence: str, code: int) -> NoReturn:
+    errors.write(f"plait: {_printable(sentence)}\n")
+    sys.exit(code)
+
+
+def _report_bug(errors: OptionalOutput) -> NoReturn:
+    errors.write(traceback.format_exc())
+    errors.write("plait: this is a bug in plait, not in what you asked; please report it with the lines above\n")
+    sys.exit(1)
+
+
+def _usage_sentence(error: Any) -> str:
+    """What is wrong with the options and arguments, and which help to read."""
+    told = error.format_message().rstrip(".").partition(", unable to parse")[0]
+    return f"{told} (see {error.ctx.command_path if error.ctx else 'plait'} --help)"
+
+
+def _printable(text: str) -> str:
+    """The text in one line, without signs that a terminal would obey: files and names of others may hold some."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
