@@ -50,7 +50,7 @@ OTHER_VALUES = {
     "train.precision": "bf16",
     "train.gradient_transfer": "bf16",
     "balance.every": "10 steps",
-    "layout.shares": "[10, 6]",
+    "layout.shares": "[14, 10]",
     "optimizer.lr": "0.0123",
     "optimizer.warmup_steps": "1",
     "optimizer.weight_decay": "0.3",

@@ -20,7 +20,7 @@ RECEIPT = {
     "steps", "tokens", "world_size", "layout", "train_loss", "eval_loss", "eval_nats_per_byte", "step_s_median",
     "tokens_per_s", "mfu", "mfu_causal", "peak_tensor_bytes", "peak_rss_bytes", "wall_s", "device_hours", "versions",
     "device", "predicted_step_s", "predicted_peak_bytes_per_device", "step_error", "memory_error", "cost_usd",
-    "energy_wh", "one_device_step_s", "speedup_vs_one", "efficiency", "one_device_from", "predicted_items",
+    "energy_wh", "sha256", "one_device_step_s", "speedup_vs_one", "efficiency", "one_device_from", "predicted_items",
     "measured_items", "predicted_rss_bytes", "rss_error", "taught_by_runs", "timed_step_s", "untimed_step_s",
 }  # fmt: skip
 STEP_LINE = {"step", "tokens", "loss", "grad_norm", "lr", "step_s", "tokens_per_s", "mfu", "data_wait_s"}

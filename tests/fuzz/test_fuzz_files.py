@@ -40,7 +40,12 @@ class Subject:
 
 SUBJECTS = {
     "recipe": Subject(pattern="tiny.toml", command=(*ON_PAPER, "1x4090"), mutate=toml_mutant, seen=False),
-    "cluster": Subject(pattern="cluster.json", command=(*ON_PAPER, "cluster.json"), mutate=json_mutant, seen=False),
+    "cluster": Subject(
+        pattern="cluster.json",
+        command=(*ON_PAPER, "cluster.json", "layout.replicate=auto"),
+        mutate=json_mutant,
+        seen=False,
+    ),
     "plan": Subject(pattern="runs/fuzzed/plan.json", command=TRAIN, mutate=json_mutant, seen=True),
     "receipt": Subject(pattern="runs/fuzzed/receipt.json", command=TRAIN, mutate=json_mutant, seen=True),
     "begun recipe": Subject(pattern="runs/fuzzed/recipe.toml", command=TRAIN, mutate=toml_mutant, seen=False),

@@ -58,6 +58,7 @@ class HostInfo:
 class _MachineReport:
     fingerprint: Mapping[str, Any]
     peak_flops: float | None
+    peak_doubt: SingleLine = ""
     reason: str | None = None
 
 
@@ -147,4 +148,4 @@ def machine_survey(values: Mapping[str, Any] | None, host: str) -> MachineSurvey
             f"{host} does not say what machine it is ({one_line(str(error))}); install the same commit on both"
         ) from None
     machine = replace(machine, versions=tuple(sorted(machine.versions)))
-    return MachineSurvey(machine=machine, peak_flops=report.peak_flops)
+    return MachineSurvey(machine=machine, peak_flops=report.peak_flops, peak_doubt=report.peak_doubt)

@@ -17,8 +17,8 @@ _ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 THREADS_AT_MOST = 1 << 16
 """More than any machine has processors."""
 
-StoppedBy = Literal["finished"] | StopSignal
-ReleasedBy = StoppedBy | Literal["not needed"]
+StoppedBy = Literal["finished", StopSignal]
+ReleasedBy = Literal[StoppedBy, "not needed"]
 """What ended a joined host's part in a run: its end, or that the layout leaves the host out."""
 
 
