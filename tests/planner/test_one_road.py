@@ -157,7 +157,7 @@ def test_a_degree_stands_in_three_types_before_the_plan() -> None:
 
 def _counts(node: ast.ClassDef) -> set[str]:
     """The annotated fields of a class that hold numbers of ranks, not seconds."""
-    whole = ("int", "Positive", "Counts")
+    whole = ("int", "Positive", "Degree", "Counts")
     return {
         item.target.id
         for item in node.body

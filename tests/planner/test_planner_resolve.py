@@ -357,7 +357,9 @@ def test_named_stages_decide_how_many_a_worker_has(tmp_path: Path) -> None:
 
 
 def test_a_key_for_a_strand_that_is_not_there_is_said_to_change_nothing(tmp_path: Path) -> None:
-    told = planned(recipe(tmp_path, *STEPS, "layout.replicate=2", "layout.schedule=gpipe"), PLAYS, LAPTOP).reasons
+    with pytest.raises(PlaitError, match=r'layout.schedule = "gpipe" is the order of work in a pipeline, and'):
+        planned(recipe(tmp_path, *STEPS, "layout.replicate=2", "layout.schedule=gpipe"), PLAYS, LAPTOP)
+    told = planned(recipe(tmp_path, *STEPS, *TINY, "layout.schedule=gpipe"), PLAYS, LAPTOP).reasons
     assert "layout.schedule changes nothing: layout.pipeline is 1" in told
     told = planned(recipe(tmp_path, *STEPS, *TINY, "layout.virtual_stages=2"), PLAYS, LAPTOP).reasons
     assert "layout.virtual_stages changes nothing: layout.pipeline is 1" in told

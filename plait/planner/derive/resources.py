@@ -79,6 +79,7 @@ class Resources:
         known = find_device_by_driver_name(self.machine.name)
         return (known,) if known else ()
 
+    @property
     def may_leave_devices_out(self) -> bool:
         """Whether a layout may use only some of the machines or GPUs. Those that torchrun started all take part; a
         processor's workers are no devices of their own."""

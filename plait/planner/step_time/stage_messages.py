@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plait.planner.problem.candidates import Reals
-from plait.planner.problem.stage_partition import messages_each_way
+from plait.planner.problem.stage_partition import head_cost_in_layers, layers_of_stages, messages_each_way
 from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.network_model import cpu_overhead_s, hop_message_s, stage_message_s
 from plait.planner.step_time.roofline import local_tokens
@@ -19,7 +20,8 @@ class StageSends:
     """Seconds of the messages between stages; arrays over candidates."""
 
     exposed: Reals
-    """What the rank at the slowest hop waits for one micro-batch, there and back: it sets the pace."""
+    """What a micro-batch takes longer on the rank that sets the pace: its wait, there and back, or, where a slower hop
+    is at a rank with less to compute, what that rank's wait exceeds its spare time by."""
     mean_exposed: Reals
     """The mean over ranks: what a micro-batch meets on its way through all of them."""
     slowest_message: Reals
@@ -28,15 +30,16 @@ class StageSends:
     """The same, averaged over hops."""
 
 
-def stage_sends(inputs: CostInputs, busy_s: Reals) -> StageSends:
-    """The messages of one micro-batch, whose ranks compute for `busy_s`."""
+def stage_sends(inputs: CostInputs, busy_s: Reals, layer_s: Reals, head_s: Reals) -> StageSends:
+    """The messages of one micro-batch: its busiest rank computes for `busy_s`, a layer takes `layer_s`, and the head,
+    on the last rank, `head_s`."""
     c, piped = inputs.candidates, inputs.candidates.pipeline > 1
     once = stage_message_s(inputs.network, _message_bytes(inputs), c.pipeline, c.devices // c.pipeline)
     mean = _mean_hop_shares(inputs)
     if inputs.profile.send_model == "by share":
         exposed = np.where(piped, 2 * c.virtual * once * (1 - inputs.profile.hides_pipeline), 0.0)
-        none = np.zeros(len(c))
-        return StageSends(exposed=exposed, mean_exposed=exposed * mean, slowest_message=none, mean_message=none)
+        none, pace = np.zeros(len(c)), _added_to_pace(inputs, exposed, layer_s, head_s)
+        return StageSends(exposed=pace, mean_exposed=exposed * mean, slowest_message=none, mean_message=none)
     # At the least, what a wire takes longer for one micro-batch after the other than the ranks do.
     left = np.where(piped, np.maximum(messages_each_way(c.pipeline, c.virtual) * once - busy_s, 0.0), 0.0)
     sent = np.where(piped, once, 0.0) * inputs.profile.calibration.messages
@@ -75,13 +78,33 @@ def message_cpu_s(inputs: CostInputs) -> Reals:
 
 
 def _mean_hop_shares(inputs: CostInputs) -> Reals:
-    c, network = inputs.candidates, inputs.network
-    shares = np.ones(len(c))
-    unequal = (c.devices // c.pipeline < network.devices_per_node) | bool(network.island_starts)
-    for ranks in np.unique(c.pipeline[unequal & (c.pipeline > 1)]):
+    c, shares = inputs.candidates, np.ones(len(inputs.candidates))
+    unequal = _has_unequal_hops(inputs)
+    for ranks in np.unique(c.pipeline[unequal]):
         rows = np.flatnonzero(unequal & (c.pipeline == ranks))
         shares[rows] = hop_shares(inputs.with_candidates(c.select(rows))).mean(axis=0)
     return shares
+
+
+def _added_to_pace(inputs: CostInputs, exposed: Reals, layer_s: Reals, head_s: Reals) -> Reals:
+    """What the wait `exposed` at the slowest hop, and less at the others, adds to the busiest rank's micro-batch."""
+    w, c, added = inputs.workload, inputs.candidates, exposed.copy()
+    unequal = _has_unequal_hops(inputs) & (exposed > 0)
+    for ranks, virtual in np.unique(np.stack([c.pipeline, c.virtual])[:, unequal], axis=1).T:
+        rows = np.flatnonzero(unequal & (c.pipeline == ranks) & (c.virtual == virtual))
+        layers = layers_of_stages(w.layers, int(ranks * virtual), head_cost_in_layers(w), c.layer_split)
+        busy = np.array([sum(layers[rank::ranks]) for rank in range(ranks)])[:, None] * layer_s[rows]
+        busy[-1] += head_s[rows]
+        waits = hop_shares(inputs.with_candidates(c.select(rows))) * exposed[rows]
+        added[rows] = (busy + waits).max(axis=0) - busy.max(axis=0)
+    return added
+
+
+def _has_unequal_hops(inputs: CostInputs) -> NDArray[np.bool_]:
+    """Mask of pipelines whose hops may differ: several stages in a node, or several islands."""
+    c, network = inputs.candidates, inputs.network
+    inside = c.devices // c.pipeline < network.devices_per_node
+    return (inside | bool(network.island_starts)) & (c.pipeline > 1)
 
 
 def _message_bytes(inputs: CostInputs) -> Reals:

@@ -79,7 +79,7 @@ def estimate_step_time(inputs: CostInputs) -> StepTime:
     layers = np.where(busiest > held.fullest * per_layer, held.last, held.fullest)
     heads = np.where(busiest > held.fullest * per_layer, head, 0.0)
     host = launch_overhead_s(inputs.device_time, candidates, held.fullest, busiest) + message_cpu_s(inputs)
-    sends = stage_sends(inputs, busiest + host)
+    sends = stage_sends(inputs, busiest + host, per_layer, head)
     stage = busiest + host + sends.exposed
     through = workload.layers * per_layer + head + candidates.pipeline * (host + sends.mean_exposed)
     whole = np.where(alone, stage, through)
