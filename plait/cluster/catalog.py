@@ -30,6 +30,10 @@ _NOISE = re.compile(
 _MEMORY = re.compile(r"\b(\d+)\s*gi?b\b")
 
 
+SMALLEST_AMOUNT, LARGEST_AMOUNT = 1e-9, 1e24
+"""Of a device's or a link's figures: beyond any machine, and within what step times can be computed from."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One accelerator or processor as programs see it: a GPU, a TPU chip, all cores of a machine."""
@@ -68,7 +72,7 @@ class Device:
             **{f"peak_flops of {precision}": rate for precision, rate in self.peak_flops.items()},
         }
         for what, amount in amounts.items():
-            _must_be_positive(self.name, what, amount)
+            _must_be_amount(self.name, what, amount)
 
     def flops(self, precision: str) -> float:
         """Peak FLOP/s in this precision; raises PlaitError where the device has none or none was published."""
@@ -100,7 +104,7 @@ class Link:
     def __post_init__(self) -> None:
         amounts = {"bytes_per_s": self.bytes_per_s, "reached": self.reached, "axes": self.axes}
         for what, amount in amounts.items():
-            _must_be_positive(self.name, what, amount)
+            _must_be_amount(self.name, what, amount)
         if self.latency_s < 0:
             raise PlaitError(f"{self.name}: latency_s = {self.latency_s:g} is before it was sent; write 0 or more")
 
@@ -174,9 +178,11 @@ def link_names() -> tuple[str, ...]:
     return tuple(_catalog()["link"])
 
 
-def _must_be_positive(name: str, what: str, amount: float) -> None:
-    if not amount > 0:
-        raise PlaitError(f"{name}: {what} = {amount:g} cannot be; write more than 0")
+def _must_be_amount(name: str, what: str, amount: float) -> None:
+    if not SMALLEST_AMOUNT <= amount <= LARGEST_AMOUNT:
+        raise PlaitError(
+            f"{name}: {what} = {amount:g} cannot be; write a number from {SMALLEST_AMOUNT:g} to {LARGEST_AMOUNT:g}"
+        )
 
 
 def _device(entry: Mapping[str, Any]) -> Device:

@@ -28,6 +28,9 @@ from plait.cluster.short import parse_short_form
 from plait.errors import PlaitError
 from plait.layout import LARGEST_CLUSTER
 
+FASTEST = 1000.0
+"""Largest speed of a device relative to the catalogue's, and its inverse the smallest."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Island:
@@ -47,6 +50,8 @@ class Island:
         for what, amount in (("per_node", self.per_node), ("nodes", self.nodes), ("speed", self.speed)):
             if not amount > 0:
                 raise PlaitError(f"an island of {self.device.name} has {what} = {amount:g}; write more than 0")
+        if not 1 / FASTEST <= self.speed <= FASTEST:
+            raise PlaitError(f"an island of {self.device.name} has speed = {self.speed:g}; write {FASTEST:g} at most")
 
     @property
     def n_devices(self) -> int:

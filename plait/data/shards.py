@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,8 @@ def _open_shard(folder: Path, entry: ShardEntry, dtype: np.dtype[Any]) -> Shard:
 def _mapped_starts(folder: Path, entry: ShardEntry) -> np.ndarray[Any, Any]:
     path = folder / f"{entry.name}.starts.npy"
     try:
-        starts = np.load(path, mmap_mode="r", allow_pickle=False)
+        with warnings.catch_warnings(action="error"):  # a header that numpy has to guess is none that plait wrote
+            starts = np.load(path, mmap_mode="r", allow_pickle=False)
         whole = starts.offset + starts.nbytes
     except OSError:
         raise

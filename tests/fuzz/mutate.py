@@ -94,7 +94,7 @@ def _near(draw: random.Random, value: Any) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
-        return draw.choice((value + 1, value * 1000, -value, value / 7))
+        return draw.choice((value + 1, value * 1000, -value, value // 7 if isinstance(value, int) else value / 7))
     if isinstance(value, str):
         return draw.choice((value + "x", value[1:], value.upper()))
     return draw.choice(ODD_VALUES)
