@@ -20,7 +20,7 @@ def clean_stop(staging: Path) -> Iterator[None]:
     """Context for everything that writes into `staging`: on an error it removes the folder and raises RunFailed."""
     try:
         yield
-    except (OSError, ValueError, RunFailed) as error:
+    except (OSError, ValueError, RecursionError, RunFailed) as error:
         shutil.rmtree(staging, ignore_errors=True)
         if isinstance(error, RunFailed):
             raise

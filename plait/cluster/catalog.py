@@ -179,10 +179,10 @@ def link_names() -> tuple[str, ...]:
 
 
 def _must_be_amount(name: str, what: str, amount: float) -> None:
+    if not amount > 0:
+        raise PlaitError(f"{name}: {what} = {amount:g} cannot be; write more than 0")
     if not SMALLEST_AMOUNT <= amount <= LARGEST_AMOUNT:
-        raise PlaitError(
-            f"{name}: {what} = {amount:g} cannot be; write a number from {SMALLEST_AMOUNT:g} to {LARGEST_AMOUNT:g}"
-        )
+        raise PlaitError(f"{name}: {what} = {amount:g} cannot be; write {SMALLEST_AMOUNT:g} to {LARGEST_AMOUNT:g}")
 
 
 def _device(entry: Mapping[str, Any]) -> Device:

@@ -32,7 +32,7 @@ from plait.commands.verifying.gradient_check import check_new_layout
 from plait.errors import Interrupted, StopSignal
 from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
-from plait.recipe.load import load_recipe
+from plait.recipe.load import load_recipe, run_name_of
 from plait.recipe.schema import RunConfig
 
 CheckMode = Literal["new layouts", "never"]
@@ -58,6 +58,8 @@ def train(
         return "finished"
     config = load_recipe(recipe, overrides)
     folder = run_folder(config.run.name)
+    if config.run.name == run_name_of(recipe) != recipe.stem.lower():
+        screen.print(f"name     {config.run.name}, made from {recipe.name} (run.name)", markup=False)
     refuse_joined_folder(folder)
     with lock_run_folder(folder) as require_present:
         changed = check_changes(folder.saved_config(), config) if folder.has_begun else []

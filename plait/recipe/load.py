@@ -8,6 +8,7 @@ import re
 import tomllib
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,12 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def run_name_of(recipe: Path) -> str:
-    """The name of a run after its recipe's file: small letters and digits without accents, "-" for all else."""
+    """The name of a run after its recipe's file: small letters and digits without accents, "-" for all else;
+    where that leaves nothing, a name of its own for each file name."""
     letters = unicodedata.normalize("NFKD", recipe.stem.lower())
     plain = "".join(letter for letter in letters if not unicodedata.combining(letter))
-    return re.sub(r"[^a-z0-9._-]+", "-", plain).strip("._-")[:LONGEST_NAME].rstrip("._-") or "run"
+    name = re.sub(r"[^a-z0-9._-]+", "-", plain).strip("._-")[:LONGEST_NAME].rstrip("._-")
+    return name or f"run-{sha256(recipe.stem.encode()).hexdigest()[:8]}"
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
@@ -56,6 +59,11 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         raise PlaitError(refusal_sentence(error)) from None
+
+
+def parse_recipe(text: str, where: str) -> RunConfig:
+    """The recipe that `recipe_text` wrote; `where` names it in errors. Raises PlaitError."""
+    return parse_config(_parse_toml(text, where))
 
 
 def recipe_text(config: RunConfig) -> str:
@@ -94,7 +102,7 @@ def parse_override(text: str) -> dict[str, Any]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return _parse_toml(path.read_text(encoding="utf-8"), f'the recipe "{path}"')
     except FileNotFoundError:
         raise PlaitError(f'there is no recipe "{path}"{_near_recipe(path)}') from None
     except IsADirectoryError:
@@ -103,10 +111,15 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise PlaitError(f'the recipe "{path}" is not UTF-8 text; save it as UTF-8') from None
     except OSError as error:
         raise PlaitError(f'the recipe "{path}" cannot be read ({error.strerror}); check its path and rights') from None
+
+
+def _parse_toml(text: str, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
     except RecursionError:
-        raise PlaitError(f'the recipe "{path}" is nested too deeply; a value of a recipe is one list deep') from None
+        raise PlaitError(f"{where} is nested too deeply; a value of a recipe is one list deep") from None
     except ValueError as error:  # TOMLDecodeError, and numbers of thousands of digits
-        raise PlaitError(f'the recipe "{path}" is not valid TOML: {error}; mend that line') from None
+        raise PlaitError(f"{where} is not valid TOML: {error}; mend that line") from None
 
 
 def _near_recipe(path: Path) -> str:

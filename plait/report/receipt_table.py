@@ -29,8 +29,8 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         receipt.eval_nats_per_byte, ", {:.4f} per byte"
     )
     return [
-        ("trained", f"{receipt.steps} steps, {format_count(receipt.tokens)} tokens"),
-        ("on", f"{receipt.device}, {ranks} {'rank' if ranks == 1 else 'ranks'} ({layout})"),
+        ("trained", f"{counted(receipt.steps, 'step')}, {format_count(receipt.tokens)} tokens"),
+        ("on", f"{receipt.device}, {counted(ranks, 'rank')} ({layout})"),
         ("training loss", f"{receipt.train_loss:.4f} nats per token in the last step"),
         ("held-out loss", held_out),
         ("speed", speed),

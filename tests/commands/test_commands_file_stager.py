@@ -119,7 +119,7 @@ def test_another_host_gets_the_run_into_its_own_folder(here: Path, other: Neighb
     corpus = open_corpus(Path(sent.corpus))
     corpus.verify()
     assert corpus.content_hash == open_corpus(Path(mine.corpus)).content_hash
-    assert Path(sent.corpus).parent == other.folder / ".plait" / "data"
+    assert Path(sent.corpus).parent == other.folder / ".plait" / "received" / "data"
     assert (theirs / "logs").is_dir() and len(told) == 1 and "of prepared data to host-1" in told[0]
 
 

@@ -126,7 +126,8 @@ def test_nothing_is_read_outside_and_no_link_followed(victim: Neighbour, values:
 
 
 def test_data_do_not_arrive_behind_a_link(victim: Neighbour) -> None:
-    (victim.folder / ".plait" / "data" / "linked").symlink_to(victim.folder.parent / "outside")
+    (victim.folder / ".plait" / "received" / "data").mkdir(parents=True)
+    (victim.folder / ".plait" / "received" / "data" / "linked").symlink_to(victim.folder.parent / "outside")
     open_run(victim)
     files = [{"name": "file", "nbytes": 4, "sha256": sha256(b"evil").hexdigest()}]
     refused(victim, "take", {"root": "cache", "path": "data/linked", "files": files})

@@ -58,7 +58,7 @@ def test_who_opened_a_lock_that_its_holder_then_took_away_is_refused(made, monke
     def taken_away(lock: TextIO, refusal: str) -> None:
         Path("runs/x/.lock").unlink()
 
-    monkeypatch.setattr("plait.commands.planning.run_folder.hold_lock", taken_away)
+    monkeypatch.setattr("plait.commands.planning.folder_lock.hold_lock", taken_away)
     with pytest.raises(PlaitError, match="another plait is training in"), lock_run_folder(run_folder("x")):
         pass
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 
 from plait.errors import PlaitError
@@ -44,6 +45,16 @@ def read_block(folder: Path, name: str, offset: int, nbytes: int) -> tuple[int, 
     """A file's size and some of its bytes, for a host that fetches it; raises PlaitError for a name that leads out."""
     # Not what a link leads to, should the file have become one, nor a wait for a pipe's writer.
     descriptor = os.open(safe_path(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise PlaitError(
+                f"{name!r} is no file, and only files are fetched; install the same commit of plait on both"
+            )
+        file = os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    with file:
         file.seek(offset)
-        return os.fstat(file.fileno()).st_size, file.read(min(nbytes, TRANSFER_BLOCK_BYTES))
+        return status.st_size, file.read(min(nbytes, TRANSFER_BLOCK_BYTES))

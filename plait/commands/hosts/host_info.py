@@ -22,6 +22,7 @@ from plait.launch.values.job import RANKS_AT_MOST, THREADS_AT_MOST
 from plait.units import format_duration
 
 MAX_CLOCK_SKEW_S = 60.0
+_LATEST_CLOCK_S = 1e11  # some three thousand years after 1970
 # What travels as a name is printed on other hosts: no brackets, which rich takes for markup.
 _HOST_NAME, _DEVICE_NAME = re.compile(r"[\w.-][\w .-]{0,63}"), re.compile(r"[^\[\]\n]{0,200}")
 _HEXADECIMAL = re.compile(r"[0-9a-f]{0,64}")
@@ -48,6 +49,7 @@ class HostInfo:
             _HOST_NAME.fullmatch(self.name)
             and _HEXADECIMAL.fullmatch(self.mark)
             and 1 <= self.cores <= THREADS_AT_MOST
+            and 0 <= self.clock_s < _LATEST_CLOCK_S
             and Path(self.folder).is_absolute()
         )
         if not is_right:

@@ -182,7 +182,9 @@ class JoinedHostFiles:
         offer = parse_request(Offer, frame.values)
         in_cache = offer.root == "cache"
         root = self._working_folder / ".plait" if in_cache else self._current_folder
-        folder = root / offer.path
+        # Apart from what this host itself prepared: nobody's own data are replaced by what somebody else sends.
+        received = "received" if in_cache and not self._shares_leader_folder else ""
+        folder = root / received / offer.path
         refuse_links(root, folder)
         if offer.checkpoint and self._run is not None and root == self._run.path:
             self._run.make_room_for(offer.checkpoint)

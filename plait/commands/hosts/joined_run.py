@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tomllib
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -14,7 +13,7 @@ from plait.commands.hosts.file_names import refuse_links
 from plait.commands.hosts.requests import CHECKPOINT_NAME
 from plait.commands.planning.run_folder import RunFolder, check_changes
 from plait.errors import PlaitError
-from plait.recipe.load import load_recipe, parse_config
+from plait.recipe.load import load_recipe, parse_recipe
 from plait.report.atomic import replace_file
 
 _MARKER_FILE = "joined.json"
@@ -100,7 +99,7 @@ def _check_same_run(folder: RunFolder, recipe: str) -> None:
     if not folder.has_begun:
         return
     try:
-        check_changes(load_recipe(folder.recipe), parse_config(tomllib.loads(recipe)))
+        check_changes(load_recipe(folder.recipe), parse_recipe(recipe, "the recipe that host 0 sent"))
     except PlaitError as error:
         why = str(error).partition(";")[0]
         raise PlaitError(

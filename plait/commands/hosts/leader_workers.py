@@ -203,11 +203,14 @@ def leader_workers(
         screen.print(f"         {told}", highlight=False)
 
         def check(host_info: Mapping[str, Any]) -> str | None:
-            sentence, name = why_host_cannot_join(host_info, own_host_info()), str(host_info.get("name"))[:80]
+            sentence, name = (
+                why_host_cannot_join(host_info, own_host_info()),
+                " ".join(str(host_info.get("name")).split())[:80],
+            )
             if sentence is None:
                 screen.print(f"joined   {name}: {counted(host_info['cores'], 'core')}", markup=False)
             else:
-                screen.print(f"refused  {name}: {sentence}", markup=False)
+                screen.print(f"refused  {name}: {' '.join(sentence.split())}", markup=False)
             return sentence
 
         arrived = hosts.admit(

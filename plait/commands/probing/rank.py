@@ -4,7 +4,6 @@ all of it to the leader."""
 from __future__ import annotations
 
 import json
-import socket
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from plait.checked_json import parse_json
 from plait.cluster.measure import detect_machine
 from plait.cluster.measured import LinkScope, MeasuredLink, MeasuredOverlap, MessageTiming, WorkTiming
 from plait.cluster.probe.arithmetic import arithmetic_runs, select_comparison_runs, timed_pieces
@@ -32,6 +32,7 @@ from plait.cluster.probe.verdict import (
     group_ranks_by_host,
     host_with_rank,
 )
+from plait.commands.probing.rank_places import exchange_rank_places
 from plait.commands.probing.training_pieces import begin_all_reduce, collective_operations, training_operations_for
 from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
@@ -65,7 +66,10 @@ class ProbeRank:
 
     def wait_for(self, key: str) -> Any:
         """The values that a rank published; blocks until they are there."""
-        return json.loads(self.store.get(f"probe/{key}"))
+        try:
+            return parse_json(self.store.get(f"probe/{key}"))
+        except ValueError as error:
+            raise RunFailed(f"another worker's measurements are not readable ({error}); probe again") from None
 
 
 class GroupBarrier:
@@ -120,15 +124,7 @@ def _join_probe(context: RankContext, request: ProbeRequest) -> ProbeRank:
     """Find the other ranks and open the links to them; raises RunFailed with the names of those that did not come."""
     store = open_store(context.rendezvous, context.rank, context.world_size)
     store.set_timeout(timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
-    store.set(f"probe/here/{context.rank}", json.dumps([socket.gethostname(), context.local_rank]))
-    ranks = []
-    for rank in range(context.world_size):
-        try:
-            ranks.append(tuple(json.loads(store.get(f"probe/here/{rank}"))))
-        except RuntimeError as error:
-            raise RunFailed(
-                f"worker {rank} did not come within {RENDEZVOUS_TIMEOUT_S:.0f} s; look what its host says"
-            ) from error
+    ranks = exchange_rank_places(store, context, within_s=RENDEZVOUS_TIMEOUT_S)
     hosts = group_ranks_by_host(ranks)
     backend, wait = "gloo", _no_wait
     if request.device == "cuda":

@@ -15,7 +15,7 @@ from plait.model.sizes import MODEL_SIZES, explicit_shape, named_shape
 from plait.partition.execution import Precision
 from plait.planner.derive import scaling_rules
 from plait.planner.plan import OptimizerPlan, Plan
-from plait.planner.resolve.named_layout import layout_of, named_degrees
+from plait.planner.resolve.named_layout import check_schedule, layout_of, named_degrees
 from plait.planner.search.validity import check_layout, check_shares
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, Every
@@ -33,6 +33,7 @@ def requested_layout(config: RunConfig) -> tuple[ModelShape, Layout]:
     Without any named degree the layout has two data-parallel replicas.
     """
     degrees = named_degrees(config) or Layout(replicate=2)
+    check_schedule(config, degrees)
     shape = requested_shape(config, degrees)
     layout = layout_of(config, shape, degrees)
     requested, shares = config.train.batch_tokens, requested_shares(config)

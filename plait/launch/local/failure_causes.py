@@ -9,6 +9,8 @@ from plait.errors import PlaitError
 from plait.launch.local.site import WorkerHost
 from plait.launch.values.failure import Failure, HostLost, RankRaised, error_for_caller, root_cause
 
+LINES_OF_ANOTHER_HOST = 100
+
 
 class FailureCauses:
     """The failures of one job, each with the site it came from."""
@@ -39,5 +41,12 @@ class FailureCauses:
         if log_dir is not None and not isinstance(cause, HostLost) and cause.rank is not None:
             return error_for_caller(cause, f"in {Path(log_dir) / f'rank-{cause.rank}.log'}", host=site.host)
         if isinstance(cause, RankRaised) and not cause.plait_classes:
-            print(cause.traceback, file=sys.stderr, flush=True)
+            print(_traceback_text(cause.traceback, site.host), file=sys.stderr, flush=True)
         return error_for_caller(cause, "above", host=site.host)
+
+
+def _traceback_text(traceback: str, host: str | None) -> str:
+    """A rank's traceback; from another host its last lines, each with the host's name before it."""
+    if host is None:
+        return traceback
+    return "\n".join(f"{host}| {line}" for line in traceback.splitlines()[-LINES_OF_ANOTHER_HOST:])

@@ -193,12 +193,6 @@ def _class_name(kind: type) -> str:
 
 
 def _known_class(names: Sequence[str]) -> type[PlaitError]:
-    """The nearest class that this process knows; nothing is imported on a rank's word."""
-    known = {_class_name(kind): kind for kind in _family(PlaitError)}
+    """The nearest of the classes that are made of one sentence; nothing is imported on a rank's word."""
+    known = {_class_name(kind): kind for kind in (RunFailed, PlaitError)}
     return next((known[name] for name in names if name in known), PlaitError)
-
-
-def _family(kind: type[PlaitError]) -> Iterator[type[PlaitError]]:
-    yield kind
-    for child in kind.__subclasses__():
-        yield from _family(child)

@@ -14,6 +14,7 @@ RANKS_AT_MOST = 250
 
 _ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
+LONGEST_ARGUMENT = 1 << 19
 THREADS_AT_MOST = 1 << 16
 """More than any machine has processors."""
 
@@ -52,6 +53,8 @@ class Job:
             raise ValueError(f"entry {self.entry!r} is not a name of small letters, digits and underscores")
         if not 0 <= self.first_rank <= self.first_rank + self.ranks <= self.world_size:
             raise ValueError(f"{self.part} is no part of {self.world_size} ranks")
+        if len(self.argument) > LONGEST_ARGUMENT:
+            raise ValueError(f"an argument of {len(self.argument)} characters; a job has {LONGEST_ARGUMENT} at most")
         if not 1 <= self.threads <= THREADS_AT_MOST:
             raise ValueError(f"threads = {self.threads}: a rank needs 1 to {THREADS_AT_MOST}")
 

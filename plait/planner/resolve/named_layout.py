@@ -55,14 +55,20 @@ def layout_of(config: RunConfig, shape: ModelShape, degrees: Layout) -> Layout:
     )
 
 
+def check_schedule(config: RunConfig, degrees: Layout) -> None:
+    """Raise PlaitError for a named schedule where the degrees have no pipeline that it could order."""
+    if config.layout.schedule != "auto" and degrees.pipeline == 1:
+        raise PlaitError(SCHEDULE_WITHOUT_PIPELINE.format(schedule=config.layout.schedule))
+
+
 def constraints_of(config: RunConfig, shape: ModelShape, batch_sequences: int) -> Constraints:
     """What the recipe settles of the layout; raises PlaitError where a named one cannot carry the model and its batch.
 
     A pipeline that is named has its order named, too: "auto" is then what is usual.
     """
     constraints = open_constraints(config)
-    if config.layout.schedule != "auto" and (constraints.degrees or Layout(pipeline=2)).pipeline == 1:
-        raise PlaitError(SCHEDULE_WITHOUT_PIPELINE.format(schedule=config.layout.schedule))
+    if constraints.degrees:
+        check_schedule(config, constraints.degrees)
     if not constraints.degrees and not constraints.stage_layers:
         return constraints
     layout = layout_of(config, shape, constraints.degrees or Layout())
