@@ -54,7 +54,8 @@ def _comparison(found: Search, all_s: float) -> str:
     """How long a step over all devices would take."""
     here = found.chosen_step_s
     if all_s >= here:
-        return f"a step over all devices would take {format_duration(all_s)}, {all_s / here:.2g} times as long"
+        longer = f"{all_s / here:.2g} times as long" if all_s > 1.05 * here else "about as long"
+        return f"a step over all devices would take {format_duration(all_s)}, {longer}"
     saved = f"{1 - all_s / here:.1%} less, which is less than this forecast can tell"
     return f"a step over all devices would take {format_duration(all_s)}, {saved}"
 

@@ -116,7 +116,7 @@ def runners_up_lines(found: Search, top: int) -> list[str]:
     lines = []
     for index in runners_up(found, top):
         lines.append(f"{layout_text(found.candidates.row(index))}: {why_not(found, index)}")
-    return lines or ["there is no other layout of these devices that fits"]
+    return lines or ["these devices have no other kind of layout that fits"]
 
 
 def best_of_kinds(found: Search) -> Counts:
