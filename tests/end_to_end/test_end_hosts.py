@@ -84,7 +84,7 @@ def test_two_hosts_in_folders_of_their_own_give_the_bits_of_one(
     assert late.code == 2 and "nobody waits" in late.sentence()
     first, second = ended(lead), ended(guest)
     assert (first.code, second.code) == (0, 0) and not first.err + second.err, (first, second)
-    assert second.out.count("received") == 1 and "here already" not in second.out
+    assert second.out.count("\nreceived ") == 1 and "here already" not in second.out
     assert_same_end(pair.lead, name, reference(2))
     pair.assert_nothing_left()
     assert not list((pair.other.path(name) / "checkpoints").glob("step-*"))
