@@ -59,10 +59,10 @@ SUBJECTS = {
         pattern=".plait/data/*/index.json", command=("eval", "fuzzed"), mutate=json_mutant, seen=True, many=0.5
     ),
     "shards": Subject(
-        pattern=".plait/data/*/*.bin", command=("eval", "fuzzed"), mutate=byte_mutant, seen=False, many=0.25
+        pattern=".plait/data/*/*.bin", command=("eval", "fuzzed"), mutate=byte_mutant, seen=True, many=0.25
     ),
     "starts": Subject(
-        pattern=".plait/data/*/*.npy", command=("eval", "fuzzed"), mutate=byte_mutant, seen=False, many=0.25
+        pattern=".plait/data/*/*.npy", command=("eval", "fuzzed"), mutate=byte_mutant, seen=True, many=0.25
     ),
 }
 FEW, MANY = 60, 900
