@@ -39,10 +39,11 @@ def train_recipe(
 
     from plait.commands.hosts.invitation import HostsRequest
     from plait.commands.train import train as run
+    from plait.screen.terminal import TerminalScreen
 
     secret = Path(secret_file) if secret_file else None
     requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret)
-    return run(Path(recipe), overrides, hosts=requested, screen=Console(highlight=False, soft_wrap=True))
+    return run(Path(recipe), overrides, hosts=requested, screen=TerminalScreen(Console()))
 
 
 def join_run(at: str, *, secret_file: str | Path | None = None) -> Ending:
@@ -50,9 +51,10 @@ def join_run(at: str, *, secret_file: str | Path | None = None) -> Ending:
     from rich.console import Console
 
     from plait.commands.join import join
+    from plait.screen.terminal import TerminalScreen
 
     secret = Path(secret_file) if secret_file else None
-    return join(at, secret_file=secret, screen=Console(highlight=False, soft_wrap=True))
+    return join(at, secret_file=secret, screen=TerminalScreen(Console()))
 
 
 def sample(
@@ -69,5 +71,6 @@ def evaluate(run: str, files: Sequence[str] = ()) -> dict[str, Any]:
     import json
 
     from plait.commands.evaluate import evaluate as measure
+    from plait.screen.screen import SilentScreen
 
-    return json.loads(measure(run, files))
+    return json.loads(measure(run, files, screen=SilentScreen()))

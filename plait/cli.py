@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -14,6 +14,7 @@ from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import interrupting_signals
 from plait.process_exit import EXIT_OF_SIGNAL, exit_with_sentence
+from plait.screen.terminal import TerminalScreen
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -38,6 +39,8 @@ def train(
     address: Address = None,
     port: Port = 0,
     secret_file: SecretFile = None,
+    why: Annotated[bool, typer.Option("--why", help="Also print the reason of each automatic choice.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="At the end, also print the whole receipt.")] = False,
 ) -> None:
     """Train a model as a recipe says. The same command continues a run that was stopped."""
     from plait.commands.hosts.invitation import HostsRequest
@@ -45,7 +48,9 @@ def train(
 
     check = "never" if no_check else "new layouts"
     requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
-    outcome = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=requested, screen=_screen())
+    details = [name for name, asked in (("reasons", why), ("receipt", verbose)) if asked]
+    shown: Any = {"details": details, "screen": _screen()}
+    outcome = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=requested, **shown)
     raise typer.Exit(EXIT_OF_SIGNAL[outcome])
 
 
@@ -86,7 +91,7 @@ def plan(
         _prove(recipe, overrides or [], prove, json, elsewhere=bool(cluster or html or measured))
         return
     if terms:
-        _screen().print(command.terms(), markup=False)
+        _screen().print(command.terms())
     if recipe:
         options = {"json_file": json, "html_file": html, "measured": measured}
         command.plan(recipe, overrides or [], clusters=cluster or [], top=top, **options, screen=_screen())
@@ -117,11 +122,11 @@ def data(
     config = load_recipe(recipe, overrides or [])
     corpus = prepare_data(config, _screen())
     _screen().print(corpus_summary(corpus))
-    _screen().print(f"ready    {corpus.folder}", soft_wrap=True)
+    _screen().print(f"ready    {corpus.folder}")
     if balance:
         from plait.commands.preparing.balance_table import balance_report
 
-        _screen().print(balance_report(config, corpus, balance).table(), markup=False)
+        _screen().print(balance_report(config, corpus, balance).table())
 
 
 @app.command()
@@ -202,12 +207,12 @@ def evaluate(
     """Measure a run's loss on its held-out text or on other files. Prints one line of JSON."""
     from plait.commands.evaluate import evaluate
 
-    OptionalOutput(sys.stdout).write(evaluate(run, files or []) + "\n")
+    OptionalOutput(sys.stdout).write(evaluate(run, files or [], screen=_screen(sys.stderr)) + "\n")
 
 
-def _screen() -> Console:
-    output: Any = OptionalOutput(sys.stdout)
-    return Console(file=output, highlight=False, soft_wrap=True)
+def _screen(stream: TextIO | None = None) -> TerminalScreen:
+    output: Any = OptionalOutput(stream or sys.stdout)
+    return TerminalScreen(Console(file=output))
 
 
 def _print_any_character() -> None:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from plait.cluster.catalog import link_at_rate
 from plait.cluster.cluster import cluster_json
 from plait.cluster.machine_cluster import cluster_of_hosts, cluster_of_machine
@@ -34,6 +32,7 @@ from plait.errors import PlaitError, RunFailed
 from plait.planner.derive.resources import ProbeNeed, on_paper
 from plait.planner.resolve.request import request_of
 from plait.recipe.load import load_recipe
+from plait.screen.screen import Screen
 
 
 def probe(
@@ -44,7 +43,7 @@ def probe(
     threads: int | None,
     fresh: ProbeFreshness,
     out: Path | None,
-    screen: Console,
+    screen: Screen,
 ) -> None:
     """Measure this machine for a recipe's model, or for typical ones; print a table, and write a cluster.json if
     requested.
@@ -59,12 +58,12 @@ def probe(
         extent = choose_probe_workers(site.machine, workers, threads, pool)
         requested = probe_request_for(recipe, overrides, site, extent)
         measured = measure_or_load(pool, [site.machine], requested, extent, fresh=fresh)
-    screen.print(measurements_table(measured), markup=False, soft_wrap=True)
+    screen.print(measurements_table(measured))
     if measured.noise_warning:
         screen.print(f"unsteady {measured.noise_warning}; close them and give plait probe --again")
     if out is not None:
         write_output_file(out, measured_cluster_json(measured, site, extent))
-        screen.print(f"wrote    {out}", soft_wrap=True)
+        screen.print(f"wrote    {out}")
 
 
 def choose_probe_workers(machine: Machine, workers: int | None, threads: int | None, pool: WorkerPool) -> ProbeWorkers:
@@ -120,7 +119,7 @@ def measured_cluster_json(measured: Measurements, survey: MachineSurvey, probe_w
 
 
 def probe_hosts(
-    recipe: Path, overrides: Sequence[str], *, hosts: HostsRequest, out: Path | None, screen: Console
+    recipe: Path, overrides: Sequence[str], *, hosts: HostsRequest, out: Path | None, screen: Screen
 ) -> None:
     """Wait for the other hosts, measure on all of them at once what the recipe's model needs, print it, write
     cluster.json.
@@ -137,9 +136,9 @@ def probe_hosts(
         cluster = probe_cluster(workers, found, need, fresh="again")
     if cluster.measured is None:
         raise RunFailed("the probe ended without measurements; give the same command again")
-    screen.print(measurements_table(cluster.measured), markup=False, soft_wrap=True)
+    screen.print(measurements_table(cluster.measured))
     if cluster.measured.noise_warning:
         screen.print(f"unsteady {cluster.measured.noise_warning}; close them and give the same command again")
     if out is not None:
         write_output_file(out, cluster_json(cluster))
-        screen.print(f"wrote    {out}", soft_wrap=True)
+        screen.print(f"wrote    {out}")

@@ -7,16 +7,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console as Screen
-
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
 from plait.commands.hosts.joined_run import refuse_joined_folder
 from plait.commands.hosts.leader_workers import leader_workers
-from plait.commands.monitoring.finish import is_finished, table_of_finished
+from plait.commands.monitoring.finish import is_finished, print_finished
 from plait.commands.monitoring.training import run_training
 from plait.commands.planning.begun_plan import refuse_other_text, resumed_plan
 from plait.commands.planning.folder_lock import lock_run_folder
-from plait.commands.planning.introduction import print_run_summary
+from plait.commands.planning.introduction import Details, print_run_start
 from plait.commands.planning.make_plan import make_plan
 from plait.commands.planning.run_folder import RunFolder, check_changes, run_folder
 from plait.commands.planning.workers import (
@@ -34,6 +32,7 @@ from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
 from plait.recipe.load import load_recipe, run_name_of
 from plait.recipe.schema import RunConfig
+from plait.screen.screen import Screen
 
 CheckMode = Literal["new layouts", "never"]
 ReplanScope = Literal["all", "plan", "nothing"]
@@ -47,6 +46,7 @@ def train(
     fresh_plan: bool = False,
     check: CheckMode = "new layouts",
     hosts: HostsRequest = ONE_HOST,
+    details: Details = (),
     screen: Screen,
 ) -> StoppedBy:
     """Run a recipe to its end, from where it stands; raises PlaitError (before) or RunFailed (during) with the mend.
@@ -59,14 +59,14 @@ def train(
     config = load_recipe(recipe, overrides)
     folder = run_folder(config.run.name)
     if config.run.name == run_name_of(recipe) != recipe.stem.lower():
-        screen.print(f"name     {config.run.name}, made from {recipe.name} (run.name)", markup=False)
+        screen.print(f"name     {config.run.name}, made from {recipe.name} (run.name)")
     refuse_joined_folder(folder)
     with lock_run_folder(folder) as require_present:
         changed = check_changes(folder.saved_config(), config) if folder.has_begun else []
         if folder.has_begun and "train.budget" not in changed and is_finished(folder):
             refuse_other_text(prepare_data(config, screen), folder.saved_plan())
             screen.print(f"{folder.path} is finished; a larger train.budget continues it")
-            screen.print(table_of_finished(folder))
+            print_finished(folder, screen, details)
             dismiss_torchrun_ranks()
             return "finished"
         layout_changed = any(key.startswith("layout.") for key in changed)
@@ -74,6 +74,7 @@ def train(
         try:
             with _open_workers(hosts, config, folder, renew, screen) as workers:
                 plan = workers.with_hosts(_prepare_plan(config, folder, workers, renew=renew, screen=screen))
+                print_run_start(plan, folder.path, details, screen)
                 if check == "new layouts":
                     check_new_layout(config, plan, workers, screen)
                 return run_training(
@@ -82,6 +83,7 @@ def train(
                     workers,
                     plan,
                     screen,
+                    details=details,
                     is_replanned=renew != "nothing",
                     require_present=require_present,
                 )
@@ -113,13 +115,13 @@ def _open_workers(
 def _prepare_plan(
     config: RunConfig, folder: RunFolder, workers: HostWorkers, *, renew: ReplanScope, screen: Screen
 ) -> Plan:
-    """Prepare the data, survey the machines, make or load the plan, and print it."""
+    """Prepare the data, survey the machines, and make or load the plan."""
     corpus = prepare_data(config, screen)
     screen.print(corpus_summary(corpus))
-    site, fresh = survey_machines(workers, screen.print, "again" if renew == "all" else "kept"), renew != "nothing"
-    if folder.has_begun:
-        plan = resumed_plan(config, folder.saved_plan(), corpus, site, workers, fresh=fresh, log=screen.print)
-    else:
-        plan = make_plan(config, corpus, site, workers, fresh=fresh, say=screen.print)
-    print_run_summary(plan, site, () if folder.has_begun else plan.reasons, screen)
-    return plan
+    fresh = renew != "nothing"
+    with screen.progress() as show:
+        show(0, 0, "looking at the machine")
+        site = survey_machines(workers, screen.print, "again" if renew == "all" else "kept")
+        if folder.has_begun:
+            return resumed_plan(config, folder.saved_plan(), corpus, site, workers, fresh=fresh, log=screen.print)
+        return make_plan(config, corpus, site, workers, fresh=fresh, say=screen.print, show=show)

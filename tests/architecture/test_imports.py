@@ -20,7 +20,7 @@ FLOORS = {
     "model": 1,
     "partition": 2,
     "recipe": 3, "cluster": 3, "data": 3, "checkpoint": 3, "report": 3,
-    "planner": 4, "parallel": 4, "launch": 4, "proof": 4,
+    "planner": 4, "screen": 4, "parallel": 4, "launch": 4, "proof": 4,
     "trainer": 5,
     "commands": 6, "process_exit": 6,
     "api": 7, "cli": 7, "__main__": 8,

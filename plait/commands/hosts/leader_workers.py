@@ -6,11 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
-
-from rich.console import Console
 
 from plait.checkpoint.arrival import ARRIVAL_LIMIT_S
 from plait.cluster.topology import Machine, make_names_unique, usable_cores
@@ -31,6 +29,7 @@ from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import HostShare, Plan, refreshed_hosts
 from plait.planner.plan_file import read_plan, write_plan
 from plait.recipe.schema import RunConfig
+from plait.screen.screen import Screen
 from plait.units import counted
 
 JOIN_TIMEOUT_S, STOP_GRACE_S = 3600.0, 120.0
@@ -185,7 +184,7 @@ def leader_workers(
     *,
     config: RunConfig,
     folder: Path,
-    screen: Console,
+    screen: Screen,
     previous_hosts: Sequence[HostIdentity] = (),
 ) -> Iterator[LeaderWorkers]:
     """Invite other hosts, wait until all have joined, and lead them; the end of the block releases them.
@@ -199,8 +198,8 @@ def leader_workers(
     with Hosts(address=address, port=request.port, secret=secret, members=members, entries=ENTRIES) as hosts:
         others = "the other host" if members == 1 else f"each of the {members} other hosts"
         screen.print(f"hosts    {request.n_hosts}; on {others}, in the folder to work in, type:")
-        screen.print(f"             plait join {hosts.join_address}", highlight=False)
-        screen.print(f"         {told}", highlight=False)
+        screen.print(f"             plait join {hosts.join_address}")
+        screen.print(f"         {told}")
 
         def check(host_info: Mapping[str, Any]) -> str | None:
             sentence, name = (
@@ -208,20 +207,20 @@ def leader_workers(
                 " ".join(str(host_info.get("name")).split())[:80],
             )
             if sentence is None:
-                screen.print(f"joined   {name}: {counted(host_info['cores'], 'core')}", markup=False)
+                screen.print(f"joined   {name}: {counted(host_info['cores'], 'core')}")
             else:
-                screen.print(f"refused  {name}: {' '.join(sentence.split())}", markup=False)
+                screen.print(f"refused  {name}: {' '.join(sentence.split())}")
             return sentence
 
         arrived = hosts.admit(
             check,
             JOIN_TIMEOUT_S,
             order=previous_hosts,
-            on_lost=lambda name: screen.print(f"lost     {name}", markup=False),
+            on_lost=lambda name: screen.print(f"lost     {name}"),
             on_failed=lambda count: screen.print(f"refused  {counted(count, 'attempt')}: a wrong secret, or not plait"),
         )
         check_connectivity(ConnectivityListener(own_host_info()["name"], address), arrived)
-        yield LeaderWorkers(hosts, folder=folder, config=config, log=partial(screen.print, markup=False))
+        yield LeaderWorkers(hosts, folder=folder, config=config, log=screen.print)
 
 
 def _of_rank_0(on_message: OnMessage) -> OnMessage:
