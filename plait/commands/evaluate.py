@@ -39,7 +39,7 @@ def evaluate(run: str, files: Sequence[str]) -> str:
         total, tokens = _loss_and_tokens(model, text, plan)
     if not isfinite(total):
         raise PlaitError(
-            f"{found.path} gives a loss of {total / tokens}: its run diverged; delete it if there is an older checkpoint, "
+            f"{found.path} gives a loss of {total / tokens}: its run diverged; delete it if there is an older one, "
             "or train again with a lower optimizer.lr and another run.name"
         )
     nbytes = text.heldout_bytes

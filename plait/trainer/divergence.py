@@ -33,7 +33,7 @@ class DivergenceWatch:
     def add(self, report: StepReport) -> None:
         """Take the report of the next step."""
         self._last = report
-        if isfinite(report.loss) and isfinite(report.grad_norm):
+        if report.is_finite:
             self._bad.clear()
             self._proven_step = report.step - 1  # updates of the bad steps before it were skipped
         else:
