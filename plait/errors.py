@@ -36,6 +36,17 @@ class Interrupted(BaseException):
         self.signal: StopSignal = signal
 
 
+def check_utf8(text: str) -> None:
+    """Raise PlaitError for a text that no recipe and no JSON file can hold: a path or an argument whose bytes are not
+    UTF-8, which Python reads with stand-ins (surrogates) for those bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PlaitError(
+            f'"{text}" is not UTF-8 text; rename that file or folder, or type the value in UTF-8'
+        ) from None
+
+
 def installing(package: str) -> str:
     """The command that brings a missing package into the environment that plait runs in."""
     return shlex.join([sys.executable, "-m", "pip", "install", package])

@@ -40,7 +40,8 @@ def evaluate(run: str, files: Sequence[str], *, screen: Screen) -> str:
         total, tokens = _loss_and_tokens(model, text, plan, show)
     if not isfinite(total):
         raise PlaitError(
-            f"{found.path} gives a loss of {total / tokens}: its run diverged; train one with a lower optimizer.lr"
+            f"{found.path} gives a loss of {total / tokens}: its run diverged; delete it if there is an older one, "
+            "or train again with a lower optimizer.lr and another run.name"
         )
     nbytes = text.heldout_bytes
     result = {"step": found.manifest.step, "eval_loss": total / tokens, "eval_nats_per_byte": total / nbytes}

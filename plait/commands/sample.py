@@ -11,8 +11,9 @@ from plait.checkpoint.store import FoundCheckpoint, newest_good
 from plait.commands.planning.run_folder import RunFolder, find_run
 from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer
 from plait.data.shards import open_corpus
-from plait.errors import PlaitError
+from plait.errors import PlaitError, check_utf8
 from plait.model.gpt import GPT
+from plait.report.metrics import read_metrics
 from plait.trainer.generate import generate
 from plait.trainer.persist import load_weights
 
@@ -22,6 +23,7 @@ DECODE_CONTEXT_TOKENS = 8
 
 def sample(run: str, prompt: str, *, tokens: int, temperature: float, top_p: float, seed: int) -> Iterator[str]:
     """The prompt and then the model's words, piece by piece as they come; the same seed gives the same text."""
+    check_utf8(prompt)
     folder = find_run(run)
     model, _ = load_model(folder)
     tokenizer = corpus_tokenizer(open_corpus(Path(folder.saved_plan().corpus)))
@@ -37,11 +39,18 @@ def load_model(folder: RunFolder) -> tuple[GPT, FoundCheckpoint]:
     """The run's model with the weights of its newest checkpoint that verifies, on the CPU or the first GPU."""
     found = newest_good(folder.checkpoints)
     if found is None:
-        raise PlaitError(f'"{folder.path}" has no checkpoint yet; train it for a while first')
+        raise PlaitError(f'"{folder.path}" {_why_no_checkpoint(folder)}')
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = GPT(folder.saved_plan().shape)
     load_weights(model, found.path, found.manifest)
     return model.to(device).eval(), found
+
+
+def _why_no_checkpoint(folder: RunFolder) -> str:
+    steps, _ = read_metrics(folder.metrics)
+    if steps and not steps[-1].is_finite:
+        return "diverged before its first checkpoint; train again with a lower optimizer.lr and another run.name"
+    return "has no checkpoint yet; train it for a while first"
 
 
 def decode_incrementally(tokenizer: Tokenizer, prompt_ids: Sequence[int], new_ids: Iterator[int]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from plait.data.documents import (
     text_document,
 )
 from plait.data.folders import RECORD_SUFFIXES, TEXT_SUFFIXES, find_text_files
-from plait.errors import PlaitError, installing
+from plait.errors import PlaitError, check_utf8, installing
 
 _HUGGING_FACE = "hf:"
 
@@ -71,6 +71,7 @@ def _matching_files(pattern: str) -> tuple[Path, ...]:
 
 
 def _check_kind(file: Path) -> None:
+    check_utf8(str(file))
     if file.suffix == ".parquet":
         import_parquet()
     elif file.suffix not in (*TEXT_SUFFIXES, *RECORD_SUFFIXES):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import os
 import re
 import tomllib
 import unicodedata
@@ -15,7 +16,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
-from plait.errors import PlaitError
+from plait.errors import PlaitError, check_utf8
 from plait.recipe.refusal import refusal_sentence
 from plait.recipe.schema import LONGEST_NAME, RESERVED, RunConfig
 
@@ -47,7 +48,7 @@ def run_name_of(recipe: Path) -> str:
     letters = unicodedata.normalize("NFKD", recipe.stem.lower())
     plain = "".join(letter for letter in letters if not unicodedata.combining(letter))
     name = re.sub(r"[^a-z0-9._-]+", "-", plain).strip("._-")[:LONGEST_NAME].rstrip("._-")
-    return name or f"run-{sha256(recipe.stem.encode()).hexdigest()[:8]}"
+    return name or f"run-{sha256(os.fsencode(recipe.stem)).hexdigest()[:8]}"
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
@@ -55,6 +56,8 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
     for key in _keys(values):
         if key in RESERVED:
             raise PlaitError(f"{key} comes with a later version of plait; remove it from the recipe for now")
+    for text in _texts(values):
+        check_utf8(text)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -182,6 +185,19 @@ def _matches(place: str) -> bool:
         return glob.has_magic(place) and next(glob.iglob(place, recursive=True), None) is not None  # noqa: PTH207  Path.glob takes no absolute one
     except (OSError, ValueError, re.error):
         return False
+
+
+def _texts(values: object) -> Iterator[str]:
+    """Every text of nested values, keys included."""
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, Mapping):
+        for key, value in values.items():
+            yield key
+            yield from _texts(value)
+    elif isinstance(values, Sequence):
+        for value in values:
+            yield from _texts(value)
 
 
 def _keys(values: Mapping[str, Any]) -> Iterator[str]:

@@ -33,6 +33,11 @@ class StepReport:
     mfu: float | None
     data_wait_s: float
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether both loss and gradient were finite."""
+        return isfinite(self.loss) and isfinite(self.grad_norm)
+
     def to_line(self) -> str:
         """The JSON line, newline included; what is not finite becomes null, for JSON has no word for it."""
         return _line(self)

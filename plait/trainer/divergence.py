@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 
 from plait.errors import RunFailed
-from plait.report.metrics import StepReport
+from plait.report.metrics import EvalReport, StepReport
 
 BAD_STEPS_AT_MOST = 10
 """Steps in a row without a finite loss and gradient after which a run has diverged: single ones happen, and their
@@ -15,25 +15,53 @@ updates are skipped."""
 class DivergenceWatch:
     """Follows the reports of one start, from `saved_step` on (0: no checkpoint).
 
-    Reports hold sums over all ranks, so every rank comes to the same answers at the same step.
+    Reports hold sums over all ranks, so every rank comes to the same answers at the same step. A checkpoint holds the
+    weights after its step, whose loss nobody has seen yet: it is proven by a later step or evaluation with a finite
+    result, and until then the checkpoints before it stay.
     """
 
     def __init__(self, saved_step: int) -> None:
         self._saved_step = saved_step
+        self._proven_step = 0
+        """The last step whose weights gave finite results."""
+        self._good_step = 0
+        """The newest proven checkpoint before `saved_step`; 0: none was written in this start."""
+        self._old_ones_stay = saved_step > 0
         self._bad: list[StepReport] = []
         self._last: StepReport | None = None
 
     def add(self, report: StepReport) -> None:
         """Take the report of the next step."""
         self._last = report
-        if isfinite(report.loss) and isfinite(report.grad_norm):
+        if report.is_finite:
             self._bad.clear()
+            self._proven_step = report.step - 1  # updates of the bad steps before it were skipped
         else:
             self._bad.append(report)
 
+    def evaluated(self, report: EvalReport) -> None:
+        """Take the held-out loss of the newest weights."""
+        if isfinite(report.eval_loss):
+            self._proven_step = report.step
+
     def saved(self, step: int) -> None:
         """A checkpoint was written after this step."""
-        self._saved_step = step
+        if self._is_newest_proven:
+            self._good_step = self._saved_step
+        self._saved_step, self._old_ones_stay = step, True
+
+    def pruned(self) -> None:
+        """Old checkpoints were deleted."""
+        self._old_ones_stay = False
+
+    @property
+    def may_prune(self) -> bool:
+        """Whether old checkpoints are there that the newest one, now proven, replaces."""
+        return self._old_ones_stay and self._is_newest_proven
+
+    @property
+    def _is_newest_proven(self) -> bool:
+        return 0 < self._saved_step <= self._proven_step
 
     @property
     def loss_is_finite(self) -> bool:
@@ -60,4 +88,5 @@ class DivergenceWatch:
             return "there is no checkpoint yet"
         if self._saved_step + 1 < first_bad_step:
             return f"the last good checkpoint is step-{self._saved_step}"
-        return f"the newest checkpoint, step-{self._saved_step}, already leads to it, an older one may not"
+        newest = f"the newest checkpoint, step-{self._saved_step}, already leads to it"
+        return f"{newest}: delete it to use step-{self._good_step}, the last good one" if self._good_step else newest

@@ -42,6 +42,8 @@ class LoopActions:
     step: Callable[[TrainState], tuple[TrainState, Scalars]]
     evaluate: Callable[[TrainState], EvalReport | None]
     save: Callable[[TrainState], None]
+    prune: Callable[[], None]
+    """Deletes old checkpoints, once the newest one is known to give a finite loss."""
     agree: Callable[[bool, bool], tuple[bool, bool]]
     """Maps (stop requested here?, save due here?) to (stop, save), with the same result on every rank."""
     rebalance_if_due: Callable[[TrainState], Sequence[str]]
@@ -94,12 +96,21 @@ def run_loop(
             sink.note(sentence)
         if evaluate and (report := actions.evaluate(state)):
             sink.evaluation(report)
+            divergence.evaluated(report)
+        _prune_if_proven(actions, divergence)  # before the next one is written, so that the disk need not hold both
         if (save or stop or last) and divergence.loss_is_finite:
             actions.save(state)
             divergence.saved(state.step)
+            _prune_if_proven(actions, divergence)
             saved_step, saved_at = state.step, time.monotonic()
         began = time.perf_counter()
     return state, "stopped" if state.step < intervals.steps else "done"
+
+
+def _prune_if_proven(actions: LoopActions, divergence: DivergenceWatch) -> None:
+    if divergence.may_prune:
+        actions.prune()
+        divergence.pruned()
 
 
 def _divides(every_steps: int, step: int) -> bool:

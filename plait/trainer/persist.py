@@ -61,16 +61,22 @@ def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums, *, se
                 needs=[f"{kind}/{name}" for kind in ("model", *_MOMENTS) for name in weight_sizes(shape)],
             )
 
-    def prune_old() -> None:
-        if world.index == 0:
-            prune(folder, assembly.plan.checkpoint_keep)
-
     _run_on_all_ranks(world, write_own, staging if clears else None)
     _run_on_all_ranks(world, publish_all, staging if clears else None)
-    _run_on_all_ranks(world, prune_old, None)  # a vote of its own: it reads old ones again, which may take minutes
     if send is not None:
         shutil.rmtree(staging, ignore_errors=True)
     return final
+
+
+def prune_old(folder: Path, keep: int, world: Sums) -> None:
+    """Delete all but the `keep` newest checkpoints. Every rank must call it; blocks while rank 0 reads those that stay
+    again, which may take minutes."""
+
+    def prune_here() -> None:
+        if world.index == 0:
+            prune(folder, keep)
+
+    _run_on_all_ranks(world, prune_here, None)
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ from plait.trainer.balance.meter import Meter, attach_meter, clock_of
 from plait.trainer.balance.move_layers import move_layers
 from plait.trainer.loop import LoopActions, LoopIntervals, run_loop
 from plait.trainer.optim import learning_rate
-from plait.trainer.persist import restore, save
+from plait.trainer.persist import prune_old, restore, save
 from plait.trainer.rank_sinks import sinks_of_rank
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
@@ -87,8 +87,10 @@ def main(context: WorkerContext, argument: str) -> None:
 
             tell = partial(context.send, "times")
             balance = Rebalancer(assembly, meter, folder / "shares.jsonl", world, tell, restage)
-            keep = _checkpoint_saver(context, assembly, folder / "checkpoints", world, requested["parts"])
-            run_loop(state, _pace(plan), _actions(context, assembly, keep, balance, memory), sink)
+            checkpoints = folder / "checkpoints"
+            keep = _checkpoint_saver(context, assembly, checkpoints, world, requested["parts"])
+            prune = partial(prune_old, checkpoints, plan.checkpoint_keep, world)
+            run_loop(state, _pace(plan), _actions(context, assembly, keep, prune, balance, memory), sink)
         finally:
             sink.close()
             assembly.loader.close()
@@ -158,7 +160,12 @@ def _checkpoint_saver(context: WorkerContext, assembly: Assembly, folder: Path, 
 
 
 def _actions(
-    context: WorkerContext, assembly: Assembly, keep: SaveState, balance: Rebalancer, memory: _FirstStep
+    context: WorkerContext,
+    assembly: Assembly,
+    keep: SaveState,
+    prune: Callable[[], None],
+    balance: Rebalancer,
+    memory: _FirstStep,
 ) -> LoopActions:
     plan, world = assembly.plan, assembly.sums
     flops_per_token = training_flops_per_token(plan.shape, plan.sequence, "full")
@@ -178,6 +185,7 @@ def _actions(
         step=lambda state: balance.step(memory.watched, state),
         evaluate=lambda state: evaluate_held_out(assembly, state.step),
         save=save_here,
+        prune=prune,
         agree=agree,
         rebalance_if_due=balance.rebalance_if_due,
         stop_requested=context.stop_requested,

@@ -163,6 +163,21 @@ def test_runs_are_found_by_name_and_by_path(made) -> None:
         find_run("z")
 
 
+def test_a_run_in_a_closed_folder_is_not_said_to_be_missing(made) -> None:
+    closed = Path("closed")
+    (closed / "runs" / "x").mkdir(parents=True)
+    closed.chmod(0)
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)  # nobody: root may read everything
+        with pytest.raises(PlaitError, match=r"^closed/runs/x cannot be read \(Permission denied\); mend the rights"):
+            find_run("closed/runs/x")
+    finally:
+        os.seteuid(user)
+        closed.chmod(0o700)
+
+
 @pytest.mark.parametrize("key", sorted(OTHER_VALUES))
 def test_only_what_is_promised_may_change_of_a_begun_run(tmp_path: Path, key: str) -> None:
     old, new = base_recipe(tmp_path), changed_recipe(tmp_path, key)

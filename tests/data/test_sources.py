@@ -100,6 +100,14 @@ def test_a_bad_file_is_told_in_one_sentence_with_the_mend(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("pattern", ["", "/*.txt"])
+def test_a_file_in_a_folder_whose_name_is_not_utf_8_is_refused(tmp_path: Path, pattern: str) -> None:
+    write(tmp_path / "a.txt", "a")
+    write(tmp_path / os.fsdecode(b"b\xff.txt"), "b")
+    with pytest.raises(PlaitError, match=r"b\udcff.txt\" is not UTF-8 text; rename that file"):
+        open_source(Source(f"{tmp_path}{pattern}"))
+
+
 def test_a_pattern_without_a_file_and_a_folder_without_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlaitError, match=r'no file matches ".*none\*\.txt" \(looked in .*\); mend the path'):
         open_source(Source(f"{tmp_path}/none*.txt"))

@@ -57,6 +57,9 @@ def test_a_diverged_run_ends_with_a_sentence_on_every_rank(
     assert "no finite loss and gradient since step 2 (loss nan), so it was ended after step 11" in run.sentence()
     assert place.checkpoints(name) == [] and place.lines(name)[-1]["step"] == 11
     place.assert_nobody_left()
+    for command in ("eval", "sample"):
+        refused = place.run(command, name)
+        assert refused.code == 2 and "diverged before its first checkpoint; train again with" in refused.sentence()
 
 
 @pytest.mark.slow

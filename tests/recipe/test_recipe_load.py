@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -232,12 +233,28 @@ def test_the_shipped_recipes_load() -> None:
         ("日本.toml", "run-cf2abf0c"),
         ("-x-.toml", "x"),
         ("a" * 200 + ".toml", "a" * 63),
+        (os.fsdecode(b"a\xff.toml"), "a"),
+        (os.fsdecode(b"\xff.toml"), "run-a8100ae6"),
     ],
 )
 def test_a_run_is_named_after_any_file(tmp_path: Path, file: str, name: str) -> None:
     recipe = tmp_path / file
     recipe.write_text(MINIMAL)
     assert load_recipe(recipe).run.name == name
+
+
+@pytest.mark.parametrize("override", [b"data.files=a\xff.txt", b"run.name=\xff", b"train.budget=\xff", b"mod\xff.x=1"])
+def test_what_is_not_utf_8_is_refused_with_the_mend(recipe: Path, override: bytes) -> None:
+    with pytest.raises(PlaitError, match="is not UTF-8 text; rename that file or folder, or type the value in UTF-8"):
+        load_recipe(recipe, [os.fsdecode(override)])
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_refused_where_the_recipe_would_have_to_hold_it(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"in\xff")
+    folder.mkdir()
+    (folder / "r.toml").write_text(MINIMAL)
+    with pytest.raises(PlaitError, match="is not UTF-8 text; rename that file or folder"):
+        load_recipe(folder / "r.toml")
 
 
 @pytest.mark.parametrize("path", ["a/b.toml", "x" * 5000 + ".toml", "loop.toml"])

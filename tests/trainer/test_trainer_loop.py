@@ -29,6 +29,7 @@ class Diary:
     changes_at: int = NEVER
     loses: Mapping[int, float] = field(default_factory=dict)
     """Steps whose loss is another one."""
+    eval_loss: float = 1.0
     entries: list[str] = field(default_factory=list)
     reports: list[StepReport] = field(default_factory=list)
     now: int = 0
@@ -38,6 +39,7 @@ class Diary:
             step=self.take_step,
             evaluate=self.evaluate,
             save=lambda state: self.entries.append(f"save {state.step} after {state.tokens} tokens"),
+            prune=lambda: self.entries.append("prune"),
             agree=lambda stop, save: (stop or self.now >= self.peer_stops_at, save),
             rebalance_if_due=self.reckon,
             stop_requested=lambda: self.now >= self.stop_at,
@@ -53,7 +55,7 @@ class Diary:
         return replace(state, step=self.now, position=state.position + 4), scalars
 
     def evaluate(self, state: TrainState) -> EvalReport | None:
-        return EvalReport(step=state.step, eval_loss=1.0, eval_nats_per_byte=0.5)
+        return EvalReport(step=state.step, eval_loss=self.eval_loss, eval_nats_per_byte=0.5)
 
     def reckon(self, state: TrainState) -> list[str]:
         return [f"from step {state.step + 1} on"] if state.step == self.changes_at else []
@@ -89,8 +91,8 @@ def test_every_step_is_told_once_with_its_own_numbers_however_late_they_are_fetc
 def test_the_end_is_evaluated_and_saved_after_its_lines_were_told() -> None:
     diary = Diary()
     state, _ = run(diary, PACE)
-    assert diary.entries[-3:] == ["step 10", "evaluation 10", "save 10 after 1000 tokens"]
-    assert len(diary.entries) == 12 and state == TrainState(step=10, position=40, tokens=1000)
+    assert diary.entries[-3:] == ["evaluation 10", "save 10 after 1000 tokens", "prune"]
+    assert len(diary.entries) == 13 and state == TrainState(step=10, position=40, tokens=1000)
 
 
 def test_saves_and_evaluations_come_when_due_and_once_at_the_end() -> None:
@@ -98,8 +100,8 @@ def test_saves_and_evaluations_come_when_due_and_once_at_the_end() -> None:
     run(diary, replace(PACE, report_every_steps=100, evaluate_every_steps=5, checkpoint_every=Every(4, "steps")))
     told = [entry for entry in diary.entries if not entry.startswith("step")]
     assert told == [
-        "save 4 after 400 tokens", "evaluation 5", "save 8 after 800 tokens", "evaluation 10",
-        "save 10 after 1000 tokens",
+        "save 4 after 400 tokens", "evaluation 5", "prune", "save 8 after 800 tokens", "evaluation 10", "prune",
+        "save 10 after 1000 tokens", "prune",
     ]  # fmt: skip
     for position, entry in enumerate(diary.entries):  # what is on the disk has all its lines on the disk before
         if entry.startswith("save"):
@@ -122,7 +124,7 @@ def test_a_stop_saves_where_it_is_also_when_only_a_peer_was_asked() -> None:
 def test_a_stop_in_the_last_step_is_an_end() -> None:
     diary = Diary(stop_at=10)
     assert run(diary, PACE)[1] == "done"
-    assert diary.entries[-2:] == ["evaluation 10", "save 10 after 1000 tokens"]
+    assert diary.entries[-2:] == ["save 10 after 1000 tokens", "prune"]
 
 
 def test_going_on_counts_on_and_a_finished_run_does_nothing() -> None:
@@ -175,6 +177,29 @@ def test_a_checkpoint_that_leads_to_bad_steps_is_not_called_good() -> None:
     diary = Diary(loses=bad_from(5))
     with pytest.raises(RunFailed, match="the newest checkpoint, step-4, already leads to it"):
         run(diary, replace(PACE, steps=60, checkpoint_every=Every(4, "steps")))
+
+
+def test_old_checkpoints_stay_until_the_newest_one_gave_a_finite_loss() -> None:
+    diary = Diary(loses=bad_from(9, 11))
+    run(diary, replace(PACE, steps=14, checkpoint_every=Every(4, "steps")))
+    told = [entry.partition(" after")[0] for entry in diary.entries if not entry.startswith("evaluation")]
+    assert told[4:6] == ["save 4", "step 5"] and told[6] == "prune"
+    kept = told[told.index("save 8") :]
+    assert kept == ["save 8", "step 9", "step 10", "step 11", "step 12", "prune", "save 12", "step 13", "prune",
+                    "step 14", "save 14", "prune"]  # fmt: skip
+
+
+def test_a_divergence_leaves_the_checkpoint_before_the_one_that_leads_to_it() -> None:
+    diary = Diary(loses=bad_from(9))
+    with pytest.raises(RunFailed, match="step-8, already leads to it: delete it to use step-4, the last good one"):
+        run(diary, replace(PACE, steps=60, checkpoint_every=Every(4, "steps")))
+    assert "prune" not in diary.entries[diary.entries.index("save 8 after 800 tokens") :]
+
+
+def test_the_last_checkpoint_replaces_older_ones_only_if_its_held_out_loss_is_finite() -> None:
+    diary = Diary(eval_loss=nan)
+    run(diary, PACE)
+    assert "prune" not in diary.entries
 
 
 def test_gradients_that_are_never_finite_end_a_run_that_no_longer_learns() -> None:

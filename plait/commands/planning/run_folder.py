@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from plait.checked_json import parse_object, sealed_text, typed_value
@@ -153,7 +154,8 @@ def run_folder(name: str) -> RunFolder:
 
 
 def find_run(name_or_path: str) -> RunFolder:
-    """The folder of a run given by path or name, for commands that read it; raises PlaitError where there is none."""
+    """The folder of a run given by path or name, for commands that read it; raises PlaitError where there is none, or
+    where this user may not read it."""
     for path in (Path(name_or_path), Path("runs") / name_or_path):
         folder = RunFolder(path)
         if _is_file(folder.plan) and _is_file(folder.recipe):
@@ -168,9 +170,12 @@ def find_run(name_or_path: str) -> RunFolder:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether it is a file that this user may see."""
     try:
-        return path.is_file()
+        return S_ISREG(path.stat().st_mode)  # Path.is_file of newer Pythons hides that it may not look
+    except PermissionError as error:
+        raise PlaitError(
+            f"{path.parent} cannot be read ({error.strerror}); mend the rights of that folder and of those above it"
+        ) from None
     except OSError:
         return False
 
