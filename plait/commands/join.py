@@ -39,7 +39,7 @@ def join(at: str, *, secret_file: Path | None, screen: Screen) -> StoppedBy:
     ):
         try:
             handlers = {**files.handlers, **door.handlers}
-            ended_by = serve(wire, host_info=host_info, handlers=handlers, entries=ENTRIES, check_job=files.check_job)
+            ended_by = serve(wire, host_info=host_info, handlers=handlers, entries=ENTRIES, while_running=files.running)
         except PlaitError as error:
             if files.local_error is not None:  # the leader has only passed on what is to be mended here
                 raise files.local_error from error

@@ -164,8 +164,8 @@ def test_ranks_work_in_the_folder_of_the_run_alone(victim: Neighbour) -> None:
     orders += [order(PROBE_ENTRY, "{}", own), order(MEASURE_ENTRY, "", own), order(TIMING_ENTRY, sent, own)]
     orders += [order(TRAINING_ENTRY, json.dumps({"folder": f"{sent}/../own", "resume": None}))]
     for one in orders:
-        with pytest.raises(PlaitError):
-            victim.depot.check_job(one)
+        with pytest.raises(PlaitError), victim.depot.running(one):
+            pass
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,11 @@ class IncomingFolder:
         _check_free_space(folder, sum(self._expected[name].nbytes for name in self.missing))
 
     @property
+    def hashes(self) -> Mapping[str, str]:
+        """The SHA-256 of each file that was offered, by name."""
+        return {name: fact.sha256 for name, fact in self._expected.items()}
+
+    @property
     def is_complete(self) -> bool:
         """Whether all missing files have arrived."""
         return not self._still_missing

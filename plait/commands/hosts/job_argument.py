@@ -1,11 +1,17 @@
-"""What a job's argument says of files: its folder, and the checkpoint that it goes on from."""
+"""What a job's argument says of files (its folder, and the checkpoint that it goes on from), and whether a joined host
+lets the job use them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from plait.commands.hosts.requests import CHECKPOINT_NAME, MEND_ODD_REQUEST
+from plait.commands.planning.workers import MEASURE_ENTRY, PROBE_ENTRY
 from plait.errors import PlaitError
+from plait.launch.values.job import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,3 +32,16 @@ def read_job_argument(argument: str) -> JobArgument:
     if found is None or not isinstance(found.folder, str) or not isinstance(found.resume, str | None):
         raise PlaitError("a job names no folder; install the same commit of plait on all hosts")
     return found
+
+
+def check_job(job: Job, may_use: Callable[[Path], bool]) -> None:
+    """Raise PlaitError for a job that would read or write outside of the folders that it may use."""
+    if job.entry in (MEASURE_ENTRY, PROBE_ENTRY):  # without files
+        if job.log_dir is not None:
+            raise PlaitError(f"{job.entry} has no logs, and {MEND_ODD_REQUEST}")
+        return
+    asked = read_job_argument(job.argument)
+    if asked.resume is not None and not CHECKPOINT_NAME.fullmatch(asked.resume):
+        raise PlaitError(f"{asked.resume[:80]!r} is no checkpoint, and {MEND_ODD_REQUEST}")
+    if job.log_dir not in (None, asked.folder, f"{asked.folder}/logs") or not may_use(Path(asked.folder)):
+        raise PlaitError(f"{asked.folder[:200]} is no folder of this run on this host, and {MEND_ODD_REQUEST}")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from plait.commands.hosts.file_names import read_block, refuse_links, safe_path
 from plait.commands.hosts.file_transfer import IncomingFolder, convert_disk_errors
-from plait.commands.hosts.job_argument import read_job_argument
+from plait.commands.hosts.job_argument import check_job
 from plait.commands.hosts.joined_run import JoinedRun
 from plait.commands.hosts.requests import (
-    CHECKPOINT_NAME,
+    MEND_ODD_REQUEST,
     BlockHeader,
     Offer,
     OpenRequest,
@@ -22,11 +23,11 @@ from plait.commands.hosts.requests import (
     SmallFile,
     parse_request,
 )
-from plait.commands.hosts.shared_folder import has_nonce
-from plait.commands.planning.folder_lock import hold_lock, lock_run_folder
+from plait.commands.hosts.shared_folder import has_nonce, working_folder_held
+from plait.commands.planning.folder_lock import lock_run_folder
 from plait.commands.planning.make_plan import Log
 from plait.commands.planning.run_folder import RunFolder
-from plait.commands.planning.workers import MEASURE_ENTRY, PROBE_ENTRY
+from plait.data.shards import open_corpus
 from plait.errors import PlaitError
 from plait.launch.remote.link import Handler, Reply
 from plait.launch.remote.wire import Frame
@@ -35,19 +36,19 @@ from plait.planner.plan_file import read_plan
 from plait.private_folder import make_private_folder
 from plait.report.atomic import replace_file
 
-_LEADER_ASKS_ODDLY = "the host that leads asks for it; install the same commit of plait on both"
-
 
 class JoinedHostFiles:
     """The files of one joined host, all below its working folder; close it when the run is over.
 
-    Its handlers run one after another. An error that this host's user must mend is kept in `local_error` and sent to
-    the leader.
+    Its handlers run one after another, and while a job runs those that change a file refuse to. An error that this
+    host's user must mend is kept in `local_error` and sent to the leader.
     """
 
     def __init__(self, working_folder: Path, log: Log) -> None:
         self.local_error: PlaitError | None = None
         self._working_folder, self._log = working_folder, log
+        self._changes = threading.Lock()
+        """Held by a job for as long as it runs, and by each request that changes something here."""
         self._locks = ExitStack()
         self._shares_leader_folder = self._holds_working_folder = False
         self._folder: Path | None = None
@@ -57,7 +58,7 @@ class JoinedHostFiles:
         """Whether to log a line when all incoming files are complete."""
         self._received: set[Path] = set()
         self._corpora: set[Path] = set()
-        """Prepared data that host 0 offered, and so has itself."""
+        """Prepared data that host 0 has itself: all their files were offered, and are here as it has them."""
 
     def close(self) -> None:
         """Unlock the run's folder, and delete what belongs to single jobs, to a checkpoint that was not saved, or to an
@@ -75,32 +76,45 @@ class JoinedHostFiles:
     @property
     def handlers(self) -> Mapping[str, Handler]:
         """Handlers of the leader's requests, by kind."""
-        answers = {
+        changes = {
             "see": self._check_shared,
             "open": self._open,
             "take": self._accept_offer,
             "block": self._write_block,
             "put": self._write_file,
-            "read": self._read,
-            "list": self._list,
             "release": self._release,
         }
+        answers = {"read": self._read, "list": self._list}
+        answers |= {kind: self._between_jobs(change) for kind, change in changes.items()}
         return {kind: self._recording_error(answer) for kind, answer in answers.items()}
 
-    def check_job(self, job: Job) -> None:
-        """Raise PlaitError for a job that would read or write outside of what this run has on this host.
+    @contextmanager
+    def running(self, job: Job) -> Iterator[None]:
+        """Context for a job of host 0: until it ends nothing here changes, so that its ranks find what was checked.
 
-        Its argument comes from host 0, and its ranks have all the rights of this host's user.
+        Raises PlaitError for a job that would read or write outside of what this run has on this host: its argument
+        comes from host 0, and its ranks have all the rights of this host's user.
         """
-        if job.entry in (MEASURE_ENTRY, PROBE_ENTRY):  # without files
-            if job.log_dir is not None:
-                raise PlaitError(f"{job.entry} has no logs, and {_LEADER_ASKS_ODDLY}")
-            return
-        asked = read_job_argument(job.argument)
-        if asked.resume is not None and not CHECKPOINT_NAME.fullmatch(asked.resume):
-            raise PlaitError(f"{asked.resume[:80]!r} is no checkpoint, and {_LEADER_ASKS_ODDLY}")
-        if job.log_dir not in (None, asked.folder, f"{asked.folder}/logs") or not self._may_use(Path(asked.folder)):
-            raise PlaitError(f"{asked.folder[:200]} is no folder of this run on this host, and {_LEADER_ASKS_ODDLY}")
+        with self._changing():
+            check_job(job, self._may_use)
+            yield
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Never waits: host 0 has its answer before it starts a job, and asks again when it has heard of the end."""
+        if not self._changes.acquire(blocking=False):
+            raise PlaitError(f"the files of a job change while it runs on this host, and {MEND_ODD_REQUEST}")
+        try:
+            yield
+        finally:
+            self._changes.release()
+
+    def _between_jobs(self, change: Handler) -> Handler:
+        def guarded(frame: Frame) -> Reply:
+            with self._changing():
+                return change(frame)
+
+        return guarded
 
     def _may_use(self, folder: Path) -> bool:
         """Whether a job may work in a folder: the one opened for it, on data that were sent; or any that this host and
@@ -138,8 +152,9 @@ class JoinedHostFiles:
     def _open(self, frame: Frame) -> Reply:
         """Make this host's folder for a run, which stays, or for a single job."""
         request = parse_request(OpenRequest, frame.values)
-        if not self._shares_leader_folder:
-            self._lock_working_folder()
+        if not (self._shares_leader_folder or self._holds_working_folder):  # shared, it has all its files already
+            self._locks.enter_context(working_folder_held(self._working_folder))
+            self._holds_working_folder = True
         if request.kind == "job":
             cache = self._working_folder / ".plait"
             with convert_disk_errors(cache / "joined"):
@@ -161,22 +176,6 @@ class JoinedHostFiles:
             raise PlaitError(f"the host that leads named a second run, {request.name!r}; join again")
         return path
 
-    def _lock_working_folder(self) -> None:
-        """Lock the working folder until `close`: two hosts that received the same data in it would damage them.
-
-        Raises PlaitError where another host holds it. A folder shared with host 0 needs no lock: it has all files.
-        """
-        if self._holds_working_folder:
-            return
-        cache = self._working_folder / ".plait"
-        with convert_disk_errors(cache / "joined"):
-            make_private_folder(cache)
-            lock = self._locks.enter_context((cache / "joined.lock").open("w"))
-        hold_lock(
-            lock, f"another host that joined a run works in {self._working_folder}, too; join from another folder"
-        )
-        self._holds_working_folder = True
-
     def _accept_offer(self, frame: Frame) -> Reply:
         """Log which of the offered files are lacking here, and be ready for them."""
         offer = parse_request(Offer, frame.values)
@@ -188,9 +187,9 @@ class JoinedHostFiles:
         refuse_links(root, folder)
         if offer.checkpoint and self._run is not None and root == self._run.path:
             self._run.make_room_for(offer.checkpoint)
+        self._corpora.discard(folder)
         self._incoming = IncomingFolder(folder, offer.files)
-        if any(entry.name == "index.json" for entry in offer.files):
-            self._corpora.add(folder)
+        self._admit_corpus(self._incoming)
         self._logs_arrival = in_cache or self._in_run_folder
         if not self._incoming.missing and in_cache and folder not in self._received:
             self._log(f"data     {folder}, here already")
@@ -202,10 +201,21 @@ class JoinedHostFiles:
             raise PlaitError("the host that leads sent a piece of no file; give the same command again")
         header = parse_request(BlockHeader, frame.values)
         self._incoming.write_block(header.name, header.offset, frame.blob)
+        self._admit_corpus(self._incoming)
         if self._incoming.is_complete and self._logs_arrival:
             self._received.add(self._incoming.folder)
             self._log(f"received {self._incoming.folder}")
         return Reply()
+
+    def _admit_corpus(self, incoming: IncomingFolder) -> None:
+        """Let jobs use prepared data as soon as they are complete. Raises PlaitError where their index names files that
+        were not offered: host 0 may not know them, as those of another run on this host."""
+        if not incoming.is_complete or "index.json" not in incoming.hashes:
+            return
+        for entry in open_corpus(incoming.folder).entries:
+            if not entry.files.items() <= incoming.hashes.items():
+                raise PlaitError(f"the data offered lack files of {entry.name}, and {MEND_ODD_REQUEST}")
+        self._corpora.add(incoming.folder)
 
     def _write_file(self, frame: Frame) -> Reply:
         """A small file as a whole."""

@@ -17,6 +17,9 @@ CHECKPOINT_NAME = re.compile(r"step-[0-9]{1,12}")
 STAGING_NAME = re.compile(r"\.step-[0-9]{1,12}\.staging")
 """The folder in which ranks write a checkpoint before it is published."""
 
+MEND_ODD_REQUEST = "the host that leads asks for it; install the same commit of plait on both"
+"""The end of a sentence about what host 0 asked, and plait never does."""
+
 StagedKind = Literal["run", "job"]
 _NONCE_NAME, _NONCE = re.compile(r"nonce-[0-9a-f]{16}"), re.compile(r"[0-9a-f]{32}")
 _OWN_FOLDERS = ("checkpoints", "logs")

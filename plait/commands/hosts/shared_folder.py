@@ -1,4 +1,5 @@
-"""Finds out whether two hosts work in the same folder: one writes a nonce, and the other looks for it."""
+"""A working folder of several hosts: whether two work in the same one (one writes a nonce, the other looks for it), and
+its lock."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from pathlib import Path
 
 from plait.commands.hosts.file_names import safe_path
 from plait.commands.hosts.file_transfer import convert_disk_errors
+from plait.commands.planning.folder_lock import hold_lock
 from plait.errors import PlaitError
+from plait.private_folder import make_private_folder
 
 
 @contextmanager
@@ -50,3 +53,18 @@ def has_nonce(folder: Path, name: str, content: str) -> bool:
         own.write_bytes(b"")
         own.unlink()
     return True
+
+
+@contextmanager
+def working_folder_held(folder: Path) -> Iterator[None]:
+    """Context in which no other joined host receives files in this working folder: two would damage each other's.
+
+    Raises PlaitError where another holds it.
+    """
+    cache = folder / ".plait"
+    with convert_disk_errors(cache / "joined"):
+        make_private_folder(cache)
+        lock = (cache / "joined.lock").open("w")
+    with lock:
+        hold_lock(lock, f"another host that joined a run works in {folder}, too; join from another folder")
+        yield

@@ -8,7 +8,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from plait.errors import PlaitError, RunFailed
@@ -66,13 +66,14 @@ def serve(
     host_info: Mapping[str, Any],
     handlers: Mapping[str, Handler],
     entries: EntryTable,
-    check_job: Callable[[Job], None] = lambda job: None,
+    while_running: Callable[[Job], AbstractContextManager[None]] = lambda job: nullcontext(),
     pulse: Pulse = DEFAULT_PULSE,
 ) -> ReleasedBy:
     """Take part in host 0's run until it ends or does without this host; returns how its last job was stopped; main
     thread only.
 
-    Ranks run nothing but `entries`, and no job for which `check_job` raises PlaitError. `handlers` answer host 0's
+    Ranks run nothing but `entries`. `while_running` is the context of each job: it begins before the first rank starts,
+    refuses the job by a PlaitError, and has ended when host 0 hears that the job is over. `handlers` answer host 0's
     requests, one after another in a thread of their own, also while ranks run. The first stop signal while ranks run
     makes host 0 stop them all; any other one leaves. Raises PlaitError when host 0 does not admit this host; RunFailed
     when the run failed, host 0 is lost, or this host leaves. No rank outlives it.
@@ -81,7 +82,7 @@ def serve(
         wire.send("hello", host_info)
         link = HostConnection(wire, handlers=handlers, pulse=pulse)
         with contextlib.closing(link):
-            return _Agent(link, server, signals, wire, check_job).run()
+            return _Agent(link, server, signals, wire, while_running).run()
 
 
 class _Agent:
@@ -91,13 +92,13 @@ class _Agent:
         server: ForkServer,
         signals: SignalMailbox,
         wire: Wire,
-        check_job: Callable[[Job], None],
+        while_running: Callable[[Job], AbstractContextManager[None]],
     ) -> None:
         self._link = link
         self._server = server
         self._signals = signals
         self._leader = wire.peer
-        self._check_job = check_job
+        self._while_running = while_running
         self._local_address = wire.local_address
         self._selector = selectors.DefaultSelector()
         self._part = ExitStack()
@@ -158,9 +159,10 @@ class _Agent:
         if order.rendezvous is not None:
             meeting = Rendezvous(rendezvous=order.rendezvous, interface=interface_of(self._local_address))
         try:
-            self._check_job(order.job)
+            self._part.enter_context(self._while_running(order.job))
             self._site = self._part.enter_context(self._server.start(order.job, meeting))
         except PlaitError as error:
+            self._part.close()
             self._send_event({"over": True, "obituary": str(error)})
         else:
             self._selector.register(self._site, selectors.EVENT_READ, self._read_site)
@@ -172,12 +174,12 @@ class _Agent:
         except RunFailed as error:  # a rank's wire is garbled: better none than one that nobody understands
             self._site.kill()
             events = [{"over": True, "obituary": str(error)}]
-        for event in events:
-            self._send_event(event)
         if any("over" in event for event in events):
             self._selector.unregister(self._site)
             self._site = None
-            self._part.close()
+            self._part.close()  # before host 0 hears of it, and sends what the next job needs
+        for event in events:
+            self._send_event(event)
 
     def _send_event(self, event: Mapping[str, Any]) -> None:
         self._link.send("event", {"number": self._number, "event": event, "sent_at_s": time.monotonic()})

@@ -1,0 +1,50 @@
+"""A host that joins with the files of the working folder, in a process of its own; its ranks tell what plan they read.
+
+Called as `python -m tests.commands.joined_process HOST:PORT`, with the secret in the environment.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+
+from plait.commands.hosts.joined_host import JoinedHostFiles
+from plait.launch.remote.agent import connect, serve
+from plait.launch.remote.link import Pulse
+from plait.launch.remote.secret import read_secret
+from plait.launch.values.job import RankContext
+from plait.planner.plan_file import read_plan
+from tests.entry_tables import entries_of
+
+
+def tell_data(context: RankContext, argument: str) -> None:
+    """Tell which prepared data this rank would read."""
+    context.send("data", path=read_plan(Path(argument) / "plan.json").corpus)
+
+
+def tell_data_later(context: RankContext, argument: str) -> None:
+    """The same, once the file `go` lies beside the run's folder."""
+    context.send("waits")
+    while not (Path(argument) / "logs" / "go").exists():
+        threading.Event().wait(0.005)
+    tell_data(context, argument)
+
+
+def main(join_address: str) -> None:
+    address, _, port = join_address.rpartition(":")
+    wire = connect(address, int(port), read_secret(None))
+    with closing(JoinedHostFiles(Path.cwd(), lambda line: None)) as files:
+        serve(
+            wire,
+            host_info={"name": "victim"},
+            handlers=files.handlers,
+            entries=entries_of("tests.commands.joined_process"),
+            while_running=files.running,
+            pulse=Pulse(period_s=0.3, lost_after_s=10.0),
+        )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,202 @@
+"""An attacker who plays host 0, on real sockets, and changes files between a job's check and its ranks' start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.data.shards import open_corpus
+from plait.errors import PlaitError
+from plait.launch.remote.link import HostConnection, Pulse
+from plait.launch.remote.listener import JoinListener
+from plait.launch.remote.secret import new_secret
+from plait.launch.values.job import HostRanks, Job
+from plait.planner.plan_file import plan_text
+from plait.recipe.load import recipe_text
+from tests.commands.neighbour import Neighbour
+from tests.launch.processes import wait_until
+from tests.trainer.tiny import make_tiny
+
+ROOT = Path(__file__).parents[2]
+RACES = 25
+
+
+class Attacker:
+    """Host 0 with prepared data of its own, and a joined host that has data of another run."""
+
+    def __init__(self, folder: Path, joined: Path) -> None:
+        config, plan = make_tiny(folder)
+        self.data = next(path for path in (folder / "cache" / "data").iterdir() if path.is_dir())
+        self.recipe = recipe_text(config)
+        self.received = joined / ".plait" / "received" / "data" / "x"
+        self.honest = plan_text(replace(plan, corpus=str(self.received))).encode()
+        self.evil = plan_text(replace(plan, corpus=str(joined / ".plait" / "data" / "private"))).encode()
+        self.run = joined / "runs" / "x"
+
+    def names(self) -> list[str]:
+        """The files of its prepared data, the index last."""
+        names = sorted(path.name for path in self.data.iterdir() if path.is_file())
+        return sorted(names, key=lambda name: name == "index.json")
+
+    def offer(self, *names: str) -> dict[str, Any]:
+        """What host 0 asks before it sends these files."""
+        files = [(name, (self.data / name).read_bytes()) for name in names]
+        entries = [{"name": name, "nbytes": len(data), "sha256": sha256(data).hexdigest()} for name, data in files]
+        return {"root": "cache", "path": "data/x", "files": entries}
+
+    def order(self, entry: str) -> Job:
+        """One rank of a job of the run that the joined host has a folder for."""
+        part = HostRanks(first_rank=0, ranks=1)
+        return Job(entry=entry, argument=str(self.run), world_size=1, threads=1, part=part)
+
+
+class Peer:
+    """The link to a host that joined, which is asked as host 0 asks it."""
+
+    name = "victim"
+
+    def __init__(self, link: HostConnection) -> None:
+        self.link = link
+
+    def ask(self, kind: str, values: dict[str, Any], blob: bytes = b"") -> Any:
+        return self.link.ask(kind, values, blob, host=self.name)
+
+    def start(self, number: int, job: Job) -> None:
+        self.link.send("run", {"number": number, "job": asdict(job), "rendezvous": None})
+
+    def events_until(self, key: str, value: Any = True) -> list[dict[str, Any]]:
+        """What is heard of the job, up to the event that says so."""
+        found: list[dict[str, Any]] = []
+
+        def has_come() -> bool:
+            found.extend(frame.values["event"] for frame in self.link.read())
+            assert self.link.lost is None, self.link.lost
+            return any(event.get(key) == value for event in found)
+
+        wait_until(has_come, within_s=30)
+        return found
+
+
+@contextmanager
+def joined(folder: Path) -> Iterator[Peer]:
+    """A process that joins the run of this test and works in a folder."""
+    secret = new_secret()
+    listener = JoinListener(address="127.0.0.1", port=0, secret=secret, pulse=Pulse(period_s=0.3, lost_after_s=10))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.commands.joined_process", f"127.0.0.1:{listener.port}"],
+        cwd=folder,
+        env={**os.environ, "PLAIT_SECRET": secret.text, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        arrival = listener.next(60)
+        assert arrival is not None
+        yield Peer(arrival.link)
+        arrival.link.close()
+    finally:
+        listener.close("the test is over")
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def attacker(tmp_path: Path) -> Attacker:
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "attacker").mkdir()
+    return Attacker(tmp_path / "attacker", tmp_path / "victim")
+
+
+def send_all(attacker: Attacker, peer: Any) -> None:
+    """All that an honest job needs."""
+    peer.ask("open", {"kind": "run", "name": "x", "recipe": attacker.recipe})
+    peer.ask("take", attacker.offer(*attacker.names()))
+    for name in attacker.names():
+        peer.ask("block", {"name": name, "offset": 0}, (attacker.data / name).read_bytes())
+    peer.ask("put", {"name": "recipe.toml"}, attacker.recipe.encode())
+    peer.ask("put", {"name": "plan.json"}, attacker.honest)
+
+
+def test_a_plan_cannot_be_changed_once_its_job_was_checked(attacker: Attacker, tmp_path: Path) -> None:
+    with joined(tmp_path / "victim") as peer:
+        send_all(attacker, peer)
+        peer.start(1, attacker.order("tell_data_later"))
+        peer.events_until("told", "waits")
+        for kind, values in [
+            ("put", {"name": "plan.json"}),
+            ("take", attacker.offer("index.json")),
+            ("block", {"name": "index.json", "offset": 0}),
+            ("open", {"kind": "job", "name": "x", "recipe": attacker.recipe}),
+            ("see", {"nonces": []}),
+            ("release", {}),
+        ]:
+            with pytest.raises(PlaitError, match="the files of a job change while it runs"):
+                peer.ask(kind, values, attacker.evil)
+        assert "plan.json" in peer.ask("list", {}).values["names"]  # what changes nothing is still answered
+        (attacker.run / "logs" / "go").touch()
+        told = [event for event in peer.events_until("over") if event.get("told") == "data"]
+        assert told[0]["values"]["path"] == str(attacker.received)
+        peer.ask("put", {"name": "plan.json"}, attacker.evil)  # between jobs it may come, and is checked
+        peer.start(2, attacker.order("tell_data"))
+        assert "is no folder of this run" in peer.events_until("over")[-1]["obituary"]
+
+
+def test_no_race_lets_a_rank_read_another_plan(attacker: Attacker, tmp_path: Path) -> None:
+    with joined(tmp_path / "victim") as peer:
+        send_all(attacker, peer)
+        for number in range(1, RACES + 1):
+            peer.ask("put", {"name": "plan.json"}, attacker.honest)
+            peer.start(number, attacker.order("tell_data"))
+            try:  # whichever is first: the other is refused, or comes before the check
+                peer.ask("put", {"name": "plan.json"}, attacker.evil)
+            except PlaitError as error:
+                assert "while it runs" in str(error)
+            read = [event["values"]["path"] for event in peer.events_until("over") if event.get("told") == "data"]
+            assert read in ([], [str(attacker.received)])
+
+
+def is_admitted(attacker: Attacker, host: Neighbour) -> bool:
+    try:
+        with host.depot.running(attacker.order("tell_data")):
+            return True
+    except PlaitError:
+        return False
+
+
+def test_prepared_data_are_used_only_when_all_that_was_offered_is_there(attacker: Attacker, tmp_path: Path) -> None:
+    host, names = Neighbour(tmp_path / "victim"), attacker.names()
+    host.ask("open", {"kind": "run", "name": "x", "recipe": attacker.recipe})
+    host.ask("put", {"name": "plan.json"}, attacker.honest)
+    host.ask("take", attacker.offer(*names))
+    for name in names:
+        assert not is_admitted(attacker, host)
+        host.ask("block", {"name": name, "offset": 0}, (attacker.data / name).read_bytes())
+    assert is_admitted(attacker, host) and len(open_corpus(attacker.received).entries) > 0
+    # Whoever offers something else for them has to send it first.
+    changed = attacker.offer(*names)
+    changed["files"][0]["sha256"] = "0" * 64
+    host.ask("take", changed)
+    assert not is_admitted(attacker, host)
+    host.ask("take", attacker.offer(*names))
+    assert is_admitted(attacker, host)
+    host.depot.close()
+
+
+def test_files_of_another_run_are_not_used_by_an_index_that_names_them(attacker: Attacker, tmp_path: Path) -> None:
+    host, names = Neighbour(tmp_path / "victim"), attacker.names()
+    attacker.received.mkdir(parents=True)
+    for name in names:  # of an earlier run, whose host 0 was another one
+        (attacker.received / name).write_bytes((attacker.data / name).read_bytes())
+    host.ask("open", {"kind": "run", "name": "x", "recipe": attacker.recipe})
+    host.ask("put", {"name": "plan.json"}, attacker.honest)
+    with pytest.raises(PlaitError, match="the data offered lack files of"):
+        host.ask("take", attacker.offer("index.json"))
+    assert not is_admitted(attacker, host)
+    host.depot.close()
