@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from plait.errors import PlaitError
 from plait.layout import LARGEST_CLUSTER
@@ -35,6 +35,21 @@ def _valid(parse: Callable[[str], object]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _number_of(value: object) -> object:
+    """The number that "512K" or "16M" stands for; whatever is no text stays as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_count(value)
+    except PlaitError as error:
+        raise ValueError(str(error)) from None
+
+
+def _check_size(text: str) -> None:
+    if parse_count(text) < 1:
+        raise PlaitError(f'a model of {text} parameters learns nothing; write for example "5M" or "2.6B"')
+
+
 def _check_name(text: str) -> None:
     if not re.fullmatch(rf"[a-z0-9][a-z0-9._-]{{0,{LONGEST_NAME - 1}}}", text):
         raise PlaitError(
@@ -44,9 +59,10 @@ def _check_name(text: str) -> None:
 
 AmountText = Annotated[str, _valid(parse_amount)]
 EveryText = Annotated[str, _valid(parse_every)]
-SizeText = Annotated[str, _valid(parse_count)]
+SizeText = Annotated[str, _valid(_check_size)]
 Name = Annotated[str, _valid(_check_name)]
 Positive = Annotated[int, Field(gt=0, le=LARGEST_COUNT)]
+TokenCount = Annotated[Positive, BeforeValidator(_number_of)]
 Layers = Annotated[int, Field(gt=0, le=10_000)]
 Width = Annotated[int, Field(gt=0, le=10_000_000)]
 """Of a model, its heads, its inner parts and its vocabulary."""
@@ -74,7 +90,7 @@ class ModelSection(RecipeSection):
     """[model]: the shape of the decoder; a size by name, or its numbers."""
 
     size: SizeText | Auto = "auto"
-    """A named size such as "5M" or "7B"; "auto" takes the size that learns most within the budget."""
+    """Parameters, embeddings included: "5M", "2.6B"; "auto" takes the size that learns most within the budget."""
     layers: Layers | Auto = "auto"
     width: Width | Auto = "auto"
     heads: Width | Auto = "auto"
@@ -128,8 +144,8 @@ class TrainSection(RecipeSection):
     """How long: "10 minutes", "500 steps", "20M tokens"."""
     sequence: Annotated[int, Field(ge=2, le=1_000_000_000)] | Auto = "auto"
     """Tokens of a training window."""
-    batch_tokens: Positive | Auto = "auto"
-    """Tokens of one optimizer step over all devices."""
+    batch_tokens: TokenCount | Auto = "auto"
+    """Tokens of one optimizer step over all devices: 16384, "512K", "16M"; K is 1,000 and M 1,000,000."""
     precision: Literal["float32", "bf16"] | Auto = "auto"
     """bf16 computes in bfloat16 with float32 master weights."""
     gradient_transfer: Literal["float32", "bf16"] = "float32"

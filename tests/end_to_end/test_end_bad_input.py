@@ -67,7 +67,7 @@ def test_one_sentence_before_anything_begins(bad: Place, case: str) -> None:
     run = bad.run(*arguments)
     assert run.code == 2, run
     assert all(text in run.sentence() for text in told), run.err
-    assert not list(bad.folder.glob("runs/*/plan.json"))
+    assert not bad.path("x").parent.exists()
 
 
 def test_a_sequence_longer_than_the_data(bad: Place) -> None:
@@ -75,7 +75,14 @@ def test_a_sequence_longer_than_the_data(bad: Place) -> None:
     assert run.code == 2
     assert "train.sequence = 9000 is longer than the data allow" in run.sentence()
     assert "choose at most" in run.err
-    assert not (bad.path("long") / "plan.json").exists()
+    assert not bad.path("long").parent.exists()
+
+
+def test_a_refused_run_leaves_the_folder_of_other_runs(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.path("x").parent.mkdir()
+    assert place.train("long", "train.sequence=9000", "train.batch_tokens=9000").code == 2
+    assert not list(place.path("x").parent.iterdir())
 
 
 def test_ctrl_c_while_looking_at_the_world_leaves_no_traceback(bad: Place) -> None:

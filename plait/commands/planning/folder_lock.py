@@ -25,6 +25,7 @@ def lock_run_folder(folder: RunFolder) -> Iterator[Callable[[], None]]:
     it fails for that reason. Of a run that did not begin nothing is left.
     """
     path = folder.path / ".lock"
+    is_first = not folder.path.parent.exists()
     try:
         make_private_folder(folder.path)
         lock = path.open("w")
@@ -58,6 +59,9 @@ def lock_run_folder(folder: RunFolder) -> Iterator[Callable[[], None]]:
         finally:
             if _is_same_file(path, lock):
                 _remove_if_only_lock(folder.path)
+                if is_first:
+                    with suppress(OSError):  # with a run in it, it stays
+                        folder.path.parent.rmdir()
 
 
 def _is_same_file(path: Path, file: TextIO) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from plait.commands.preparing.corpus import corpus_facts, find_prepared_corpus
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
+from plait.model.requested_size import named_size
 from plait.model.sizes import MODEL_SIZES
 from plait.planner.derive.model_size import CorpusFacts
 from plait.recipe.schema import RunConfig
@@ -36,7 +37,8 @@ def _usual_corpus_facts(config: RunConfig) -> tuple[CorpusFacts, list[str]]:
     elif config.data.tokenizer == "gpt2":
         vocabulary = GPT2_VOCABULARY
     else:
-        vocabulary = MODEL_SIZES[size].vocabulary if size in MODEL_SIZES else USUAL_VOCABULARY
+        name = "" if size == "auto" else named_size(size)
+        vocabulary = MODEL_SIZES[name].vocabulary if name else USUAL_VOCABULARY
         notes.append(f"vocabulary {vocabulary}: usual for this size; the text was not looked at")
     facts = CorpusFacts(
         folder="",

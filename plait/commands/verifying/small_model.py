@@ -10,8 +10,9 @@ from math import lcm
 from typing import Literal
 
 from plait.layout import Layout
+from plait.model.requested_size import shape_of_size
 from plait.model.shape import ModelShape, parameter_count
-from plait.model.sizes import MODEL_SIZES, explicit_shape, named_shape
+from plait.model.sizes import MODEL_SIZES, explicit_shape
 from plait.partition.execution import Precision
 from plait.planner.derive import scaling_rules
 from plait.planner.plan import OptimizerPlan, Plan
@@ -58,7 +59,7 @@ def requested_shape(config: RunConfig, degrees: Layout) -> ModelShape:
         shape = explicit_shape(vocabulary=vocabulary, sequence=sequence, **explicit)
     else:
         size = _fitting_size(degrees) if model.size == "auto" else model.size
-        shape = named_shape(size, vocabulary=vocabulary, sequence=sequence, **explicit)
+        shape = shape_of_size(size, vocabulary=vocabulary, sequence=sequence, **explicit)
     if train.sequence == "auto":
         shape = replace(shape, sequence=scaling_rules.usual_sequence_length(parameter_count(shape)))
     return shape

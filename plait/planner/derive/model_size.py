@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
+from plait.model.requested_size import named_size, parameters_of_size, shape_of_size
 from plait.model.shape import ModelShape, parameter_count
-from plait.model.sizes import explicit_shape, named_shape, nearest_size
+from plait.model.sizes import explicit_shape, nearest_size
 from plait.planner.derive import scaling_rules
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, format_count, format_si, parse_amount
@@ -67,7 +68,7 @@ def budget_of(config: RunConfig) -> Amount:
     if config.train.budget != "auto":
         return parse_amount(config.train.budget)
     if config.model.size != "auto":
-        parameters = parameter_count(named_shape(config.model.size, vocabulary=32768, sequence=1024))
+        parameters = parameters_of_size(config.model.size, vocabulary=32768)
         return Amount(scaling_rules.TOKENS_PER_PARAMETER * parameters, "tokens")
     return Amount(600, "seconds")
 
@@ -140,7 +141,12 @@ def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFa
     if size == "auto":
         provisional = explicit_shape(vocabulary=vocabulary, sequence=1024, **explicit)
     else:
-        provisional = named_shape(size, vocabulary=vocabulary, sequence=1024, **explicit)
+        provisional = shape_of_size(size, vocabulary=vocabulary, sequence=1024, **explicit)
+        if not named_size(size):
+            why.append(
+                f"model {format_count(parameter_count(provisional))} parameters, {provisional.layers} layers of width "
+                f"{provisional.width}: as wide for its depth as published models of its size (GPT-3, Llama)"
+            )
     sequence = _sequence(config, parameter_count(provisional), corpus, why)
     return replace(provisional, sequence=sequence)
 
