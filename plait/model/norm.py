@@ -14,13 +14,34 @@ from plait.model.shape import ModelShape, has_norm_bias
 def make_norm(shape: ModelShape) -> nn.Module:
     """A norm over the model's width."""
     if shape.norm == "layernorm":
-        return nn.LayerNorm(shape.width, eps=shape.norm_eps, bias=has_norm_bias(shape))
+        return LayerNorm(shape.width, shape.norm_eps, bias=has_norm_bias(shape))
     return RMSNorm(shape.width, shape.norm_eps)
 
 
 def make_head_norm(shape: ModelShape) -> nn.Module:
     """A norm over one head's queries or keys (Qwen 3): always RMSNorm."""
     return RMSNorm(shape.head_width, shape.norm_eps)
+
+
+# Note [norms of wider streams]: where weights are gathered in bfloat16 (parallel/sharding), the stream stays float32,
+# and torch's kernels on processors take both only in one dtype.
+
+
+class LayerNorm(nn.Module):
+    """Subtract the mean, divide by the standard deviation (Ba et al. 2016), then multiply by the weight and add the
+    bias, if there is one."""
+
+    def __init__(self, width: int, eps: float, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
+        if x.dtype == torch.float32:  # Note [norms of wider streams]
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        return F.layer_norm(x, self.weight.shape, weight, bias, self.eps)
 
 
 class RMSNorm(nn.Module):
@@ -34,9 +55,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # GPUs have a fused kernel; on CPUs torch runs ten operations, and this class takes a third of their time.
         exact = x.dtype in (torch.float32, torch.float64)
+        weight = self.weight.to(x.dtype) if exact else self.weight  # Note [norms of wider streams]
         if x.device.type == "cpu" and exact and not torch.compiler.is_compiling():
-            return _RMSNorm.apply(x, self.weight, self.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            return _RMSNorm.apply(x, weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, weight, self.eps)
 
 
 class _RMSNorm(torch.autograd.Function):

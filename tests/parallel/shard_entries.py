@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
@@ -25,9 +27,10 @@ from plait.partition.boxes import Box
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
-from plait.trainer.assemble import Assembly, assemble
+from plait.trainer.assemble import Assembly, assemble, make_autocast
 from plait.trainer.persist import restore, save
 from plait.trainer.state import TrainState
+from plait.trainer.step import make_forward
 from plait.trainer.worker import process_group_for
 
 GATHERS = ("all_gather_into_tensor", "all_gather_single")
@@ -45,6 +48,28 @@ def take_steps(context: RankContext, argument: str) -> None:
             with assembled(case) as assembly:
                 found = steps_taken(assembly, case["steps"])
             save_file(found, Path(case["folder"]) / f"{case['name']}-{number}-rank-{context.rank}.safetensors")
+
+
+def keep_for_backward(context: RankContext, argument: str) -> None:
+    """Run a forward, and tell the bytes of what it keeps in 16 bits for the backward that is as large as a layer's
+    weight, and of all that it keeps."""
+    case = json.loads(argument)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with process_group_for(context, plan_of(case)), assembled(case) as assembly:
+        (model,) = assembly.model.chunks
+        sizes = {math.prod(p.shape) for p in model.layers.parameters() if p.dim() == 2}
+        micro, forward = assembly.loader.micros(0)[0], make_forward(make_autocast("bf16", assembly.device))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden_nd = forward(model, micro, None)
+        alive = [each for each in kept if each.untyped_storage().nbytes()]
+        rounded = sum(each.nbytes for each in alive if each.dtype == torch.bfloat16 and each.numel() in sizes)
+        context.send("kept", rounded=rounded, kept=sum(each.nbytes for each in alive))
+        hidden_nd.sum().backward()  # whoever goes before a gathered weight's backward leaves others waiting
 
 
 def look_ahead(context: RankContext, argument: str) -> None:

@@ -26,7 +26,7 @@ STEPS = 3
 BAR = 1e-10
 LR = 0.01
 Case = dict[str, Any]
-Launch = Callable[[str, Any, int], None]
+Launch = Callable[[str, Any, int], dict[int, dict[str, Any]]]
 
 SHAPES = {
     # Rows that no number of ranks divides, and for four ranks a norm of 6 rows: 2, 2, 2 and none.
@@ -44,10 +44,11 @@ def launch() -> Iterator[Launch]:
     preload = ("torch._dynamo", "plait.trainer.worker", "torch.distributed.fsdp", "tests.parallel.shard_entries")
     with ForkServer(entries_of("tests.parallel.shard_entries", preload=preload), threads=1) as server:
 
-        def run(entry: str, argument: Any, world_size: int) -> None:
-            text = json.dumps(argument)
-            job = Job(entry=entry, argument=text, world_size=world_size, threads=1)
-            server.run(job, on_message=lambda message: None)
+        def run(entry: str, argument: Any, world_size: int) -> dict[int, dict[str, Any]]:
+            told: dict[int, dict[str, Any]] = {}
+            job = Job(entry=entry, argument=json.dumps(argument), world_size=world_size, threads=1)
+            server.run(job, on_message=lambda message: told.__setitem__(message.rank, dict(message.values)))
+            return told
 
         yield run
 
@@ -109,6 +110,46 @@ def test_split_parameters_travel_from_rank_to_rank_and_find_room(launch: Launch,
         assert noted, "nothing travelled"
         bursts = [noted[at : at + 4] for at in range(0, len(noted), 4)]
         assert all(burst == ["irecv", "irecv", "isend", "isend"] for burst in bursts), bursts
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rounded_weights_do_not_outlive_their_layer(launch: Launch, folders, shape: str) -> None:
+    # With 48 and 8 tokens no activation is as large as a weight.
+    case = {"folder": str(folders[shape]), "name": "kept", "layout": {"shard": 2, "shard_what": "parameters"}}
+    told = launch(
+        "keep_for_backward", {**case, "plan": {"micro_sequences": 7, "shares": [6, 1], "precision": "bf16"}}, 2
+    )
+    for rank in range(2):
+        assert told[rank]["rounded"] == 0 < told[rank]["kept"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=["shard", "hybrid"])
+def test_16_bit_shards_are_as_near_to_float64_as_one_16_bit_process(
+    launch: Launch, folders, shape: str, layout: dict[str, Any]
+) -> None:
+    """The norms' weights are rounded in addition, which is why it may be a little farther."""
+    bf16 = {"micro_sequences": 2, "precision": "bf16"}
+    shared = {"folder": str(folders[shape]), "steps": 1, "layout": {}}
+    wanted = alone_with({**shared, "plan": {"micro_sequences": 2}})
+    plain = alone_with({**shared, "plan": bf16})
+    case = {**shared, "name": f"bf16-{len(layout)}", "plan": bf16, "layout": {**layout, "shard_what": "parameters"}}
+    launch("take_steps", [case], world := 2 ** len(layout))
+    gradients = {key.split("|")[1]: key for key in wanted if key.startswith("gradient|")}
+    errors: dict[str, float] = defaultdict(float)
+    for rank in range(world):
+        found = load_file(folders[shape] / f"{case['name']}-0-rank-{rank}.safetensors")
+        for key, value in found.items():
+            kind, name, offset, owner = key.split("|") if "|" in key else ("", key, "", "")
+            if kind == "gradient" and owner == "owned":
+                part = wanted[gradients[name]]
+                for dim, first in enumerate(map(int, offset.split(","))):
+                    part = part.narrow(dim, first, value.shape[dim])
+                errors[name] += float((value - part).square().sum())
+                assert value.dtype == torch.float32
+    own = {name: float((plain[key] - wanted[key]).square().sum()) for name, key in gradients.items()}
+    assert errors.keys() == own.keys()
+    assert 0 < sum(errors.values()) < 2 * sum(own.values())
 
 
 def check(case: Case, number: int, world_size: int, wanted: dict[str, Tensor]) -> None:

@@ -43,9 +43,9 @@ class GradientReducer:
     """Gives every weight the sum of its gradients over all ranks that hold it, SUM and never mean.
 
     A step calls `open`, runs its micro-batches, calls `arm` before a chunk's last backward, then `close`; in between
-    `.grad` collects this rank's own sum. With a `split` group each of its ranks ends up with an equal part of every
-    bucket and updates that alone (the units of `split_units`); `publish` then gathers the weights, and the forward of
-    each layer waits for its own. Every rank must do the same in the same order.
+    `.grad`, a view of its bucket, collects this rank's own sum. With a `split` group each of its ranks ends up with an
+    equal part of every bucket and updates that alone (the units of `split_units`); `publish` then gathers the weights,
+    and the forward of each layer waits for its own. Every rank must do the same in the same order.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class GradientReducer:
                 module.register_forward_pre_hook(lambda *_, numbers=numbers: self._wait(numbers))
 
     def open(self) -> None:
-        """Begin a step: no gradient yet."""
+        """Begin a step: no gradient yet, and room for each where its bucket is."""
         for weight in self._weights:
             weight.parameter.grad = None
         for bucket in self._buckets:
@@ -105,7 +105,7 @@ class GradientReducer:
         self._armed.clear()
         for bucket in self._buckets:
             for k in sorted(bucket.missing):
-                bucket.take(k)
+                bucket.arrive(k)
         # By turns, so that no bucket's second transfer waits for the end of another one's.
         for count in range(1, 1 + max((bucket.transfers for bucket in self._buckets), default=0)):
             for bucket in self._buckets:
@@ -132,7 +132,7 @@ class GradientReducer:
         if self._weights[index].chunk not in self._armed:
             return
         bucket, k = self._place[index]
-        self._buckets[bucket].take(k)
+        self._buckets[bucket].arrive(k)
         self._begin_what_can()
 
     def _begin_what_can(self) -> None:
@@ -197,20 +197,19 @@ class _Bucket:
         return unit
 
     def open(self) -> None:
-        """Begin a step: every gradient is missing."""
+        """Begin a step: every gradient is zero and missing."""
         for way in self._ways:
             way.expect()
+        # Autograd adds to a `.grad` that is there, so that no gradient exists a second time beside the buckets.
+        self.flat.zero_()
+        for weight, view in zip(self.weights, self._views, strict=True):
+            weight.parameter.grad = view
         self.missing = set(range(len(self.weights)))
         self.begun, self._course = 0, chain.from_iterable(way.course() for way in self._ways)
 
-    def take(self, k: int) -> None:
-        """Copy this rank's gradient of weight `k` into the bucket; zeros if there is none."""
-        parameter, view = self.weights[k].parameter, self._views[k]
-        if parameter.grad is None:
-            view.zero_()
-        else:
-            view.copy_(parameter.grad)
-        parameter.grad = view
+    def arrive(self, k: int) -> None:
+        """This rank's gradient of weight `k` is complete; it is zero where backward never reached it."""
+        assert self.weights[k].parameter.grad is self._views[k], "a gradient was put outside of its bucket"
         self.missing.discard(k)
 
     def ready(self) -> bool:

@@ -23,15 +23,16 @@ from plait.partition.execution import Execution
 
 def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> None:
     """Hand each layer, and what lies outside of the layers, to FSDP2."""
-    # FSDP2 rounds before its library's sum, which for bfloat16 rounds after every addition.
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if execution.gradient_transfer == "bf16" else None)
+    policy = _policy(execution)
     for chunk in sharded.chunks:
         # In a pipeline several micro-batches are under way, and each would gather the weights anew.
         again = execution.layout.pipeline == 1
         for layer in chunk.layers.values():
             fully_shard(layer, mesh=mesh["shard"], reshard_after_forward=again, mp_policy=policy)
-        # What is outside of the layers stays gathered until its backward: the loss uses the head after the forward.
-        fully_shard(chunk, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=policy)
+        # What is outside of the layers stays gathered until its backward: the loss uses the head after the forward. It
+        # is gathered as it is kept: a table in bfloat16 would round the stream, and each addition to a row's gradient.
+        outside = replace(policy, param_dtype=None)
+        fully_shard(chunk, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=outside)
         if execution.device == "cpu" and again:
             _gather_ahead(chunk)
         for module in _sharded_modules(chunk):
@@ -41,6 +42,21 @@ def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Executi
             if execution.device == "cpu":
                 module.set_custom_all_gather(SpreadWeights())  # pyright: ignore[reportArgumentType]
                 module.set_custom_reduce_scatter(SwapGradients())  # pyright: ignore[reportArgumentType]
+
+
+def _policy(execution: Execution) -> MixedPrecisionPolicy:
+    """In what numbers weights are gathered and gradients summed; the shards themselves and their sums stay float32.
+
+    Under autocast a bfloat16 run would keep a rounded copy of each weight from the forward to the backward, on every
+    rank; gathered in bfloat16, weights are their own rounded copies and are freed together with the gathered layer.
+    """
+    rounds = execution.precision == "bf16"
+    # FSDP2 rounds before its library's sum, which for bfloat16 rounds after every addition.
+    summed = torch.bfloat16 if execution.gradient_transfer == "bf16" else torch.float32 if rounds else None
+    # The stream between layers stays float32, as in every other layout.
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if rounds else None, reduce_dtype=summed, cast_forward_inputs=False
+    )
 
 
 def _gather_ahead(chunk: GPT) -> None:
@@ -95,7 +111,8 @@ class ShardedGradients:
         self._reducer.open()
         self.publish()
         for one in self._rows:
-            one.sharded.grad = None
+            room = one.local.parameter.grad  # a bucket's, where others keep the same rows
+            one.sharded.grad = None if room is None else _as_rows(room, one.sharded)
 
     def arm(self, chunk: int) -> None:
         """Nothing to do before a last backward: each micro-batch's gradients are summed over `shard` by its own."""
@@ -103,9 +120,9 @@ class ShardedGradients:
     def close(self) -> None:
         """Wait until the gradient of every rank's rows is the global sum."""
         for one in self._rows:
-            if one.sharded.grad is not None:
+            if one.sharded.grad is not None and one.local.parameter.grad is None:
                 one.local.parameter.grad = _local(one.sharded.grad)
-                one.sharded.grad = None
+            one.sharded.grad = None
         self._reducer.close()
 
     def publish(self) -> None:
@@ -135,6 +152,14 @@ def _first_row(parameter: nn.Parameter) -> int:
 def _local(tensor: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor)
     return tensor.to_local()
+
+
+def _as_rows(local: Tensor, like: Tensor) -> Tensor:
+    """A rank's rows as the sharded tensor that torch adds gradients to."""
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def _sharded_modules(chunk: GPT) -> list[FSDPModule]:
