@@ -44,8 +44,13 @@ def evaluate(run: str, files: Sequence[str], *, screen: Screen) -> str:
             "or train again with a lower optimizer.lr and another run.name"
         )
     nbytes = text.heldout_bytes
-    result = {"step": found.manifest.step, "eval_loss": total / tokens, "eval_nats_per_byte": total / nbytes}
-    return json.dumps({**result, "tokens": int(tokens), "bytes": nbytes})
+    return evaluation_line(found.manifest.step, total, int(tokens), nbytes)
+
+
+def evaluation_line(step: int, loss_sum: float, tokens: int, nbytes: int) -> str:
+    """The result as one line of JSON; `loss_sum` is in nats."""
+    result = {"step": step, "eval_loss": loss_sum / tokens, "eval_nats_per_byte": loss_sum / nbytes}
+    return json.dumps({**result, "tokens": tokens, "bytes": nbytes})
 
 
 def _prepare_files(files: Sequence[str], corpus: Corpus, cache: Path, show: ShowProgress) -> Corpus:
