@@ -36,7 +36,7 @@ def run_training(
     folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
     if point:
         for sentence in point.skipped:
-            screen.print(f"[yellow]passed over[/yellow] {sentence}", highlight=False)
+            screen.print(f"[yellow]skipped[/yellow]  {sentence}", highlight=False)
         screen.print(f"resume   from {point.path.name}")
     done = point.manifest.step if point else 0
     bar = Console(plan.steps, done, screen=screen)
