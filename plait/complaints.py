@@ -26,7 +26,7 @@ _WANTED: Mapping[str, str | Callable[[Mapping[str, Any]], str]] = {
     "mapping_type": "a table of keys and values",
     "model_type": "a table of keys and values",
     "dataclass_type": "a table of keys and values",
-    "missing": "given in full",
+    "missing": "given",
     "too_short": lambda context: f"{context['min_length']} values or more",
     "too_long": lambda context: f"{context['max_length']} values or fewer",
     "literal_error": lambda context: context["expected"],

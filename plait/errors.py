@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shlex
 import sys
 from typing import Literal
@@ -45,6 +46,13 @@ def check_utf8(text: str) -> None:
         raise PlaitError(
             f'"{text}" is not UTF-8 text; rename that file or folder, or type the value in UTF-8'
         ) from None
+
+
+def disk_advice(error: OSError) -> str:
+    """What to do about a file that could not be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space"
+    return "mend its rights" if error.errno in (errno.EACCES, errno.EPERM) else "mend its folder or disk"
 
 
 def installing(package: str) -> str:

@@ -91,6 +91,11 @@ def _product(digits: str, multiple: int) -> float:
     return product
 
 
+def times_text(factor: float) -> str:
+    """2.46 -> "2.5 times", 16147 -> "16,147 times"."""
+    return f"{factor:.2g} times" if factor < 10 else f"{factor:,.0f} times"
+
+
 def counted(number: int, what: str, form: str = "") -> str:
     """2, "core" -> "2 cores", 1, "core" -> "1 core"; `form` is how the number is written: "," groups its digits."""
     return f"{number:{form}} {what if number == 1 else _plural(what)}"

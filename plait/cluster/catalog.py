@@ -138,7 +138,7 @@ def find_link(name: str) -> Link:
     """The catalogue's link of this name; raises PlaitError with the nearest names."""
     entry = _catalog()["link"].get(name.lower())
     if entry is None:
-        near = difflib.get_close_matches(name.lower(), list(_catalog()["link"]), n=3, cutoff=0.4)
+        near = difflib.get_close_matches(name.lower(), list(_catalog()["link"]), n=3, cutoff=0.6)
         nearest = f"the nearest names are {', '.join(near)}" if near else "write for example infiniband-ndr"
         raise PlaitError(f'"{name}" is not a link of the catalogue; {nearest}')
     return Link(
@@ -235,8 +235,8 @@ def _word(text: str) -> str:
 
 def _nearest_devices(word: str) -> str:
     names = {_word(alias): entry["name"] for entry in _entries().values() for alias in entry["aliases"]}
-    near = dict.fromkeys(names[match] for match in difflib.get_close_matches(word, list(names), n=3, cutoff=0.4))
-    return f"the nearest are {', '.join(near)}" if near else "name one of them, or describe yours in a cluster.json"
+    near = dict.fromkeys(names[match] for match in difflib.get_close_matches(word, list(names), n=3, cutoff=0.6))
+    return f"the nearest are {', '.join(near)}" if near else "describe yours in a cluster.json"
 
 
 def _entries() -> dict[str, dict[str, Any]]:

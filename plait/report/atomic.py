@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from plait.errors import PlaitError, RunFailed
+from plait.errors import PlaitError, RunFailed, disk_advice
 
 
 def replace_file(path: Path, data: bytes, *, failure: type[PlaitError] = RunFailed) -> None:
@@ -44,7 +44,4 @@ def replace_files(
 
 def cannot_write(path: Path, error: OSError, failure: type[PlaitError] = RunFailed) -> PlaitError:
     """The sentence for a file that the disk does not take; where nothing has begun the failure is a PlaitError."""
-    return failure(
-        f"could not write {path} ({error.strerror}); "
-        "free some space or mend the folder's rights, then give the same command again"
-    )
+    return failure(f"could not write {path} ({error.strerror}); {disk_advice(error)}, then give the same command again")

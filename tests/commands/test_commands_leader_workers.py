@@ -162,7 +162,7 @@ def test_hosts_of_one_name_are_told_apart() -> None:
 
 
 def test_gpus_and_processors_do_not_mix() -> None:
-    with pytest.raises(PlaitError, match=r"^b has GPUs and a has none that torch sees, .*; leave the odd host out"):
+    with pytest.raises(PlaitError, match=r"^b has GPUs and a has none that torch sees, .*; leave out one of the two"):
         default_host_shares(["a", "b"], [LAPTOP, EIGHT_H100])
 
 

@@ -153,7 +153,7 @@ def test_a_step_as_foretold_is_one_line() -> None:
         ),
         (
             StepItems(compute_s=1.5, messages_s=0.1, optimizer_s=0.5),
-            "the optimizer and what a step does beside take 0.5",
+            "the optimizer and the rest of a step take 0.5",
         ),
         (StepItems(compute_s=1.5, messages_s=0.1, optimizer_s=0.1, data_s=0.4), "waiting for samples takes 0.4 s"),
         (

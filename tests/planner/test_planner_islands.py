@@ -60,6 +60,19 @@ def test_groups_that_straddle_islands_of_unequal_size_cross() -> None:
     assert collective_s(network, "gather", 1e9, 16, 1) > 10 * collective_s(network, "gather", 1e9, 8, 1)
 
 
+def test_a_stage_of_a_pipeline_that_holds_ranks_of_two_islands_sums_over_the_link_between_them() -> None:
+    """Of 16 and 12 devices: halves of 14 straddle the border, seven stages of 4 do not."""
+    [fours] = read_cluster("3x(4xH100)+400G").islands
+    eights, fours = (
+        replace(island, network=find_link("infiniband-ndr")) for island in (replace(NODES, nodes=2), fours)
+    )
+    unequal = [replace(zones(gbit, 1), islands=(eights, fours)) for gbit in (48, 0.8)]
+    halves = [priced(c, pipeline=2, shard=14, shard_what="optimizer").gradients for c in unequal]
+    sevenths = [priced(c, pipeline=7, shard=4, shard_what="optimizer").gradients for c in unequal]
+    assert halves[1] > 10 * halves[0]
+    assert sevenths[1] == pytest.approx(sevenths[0])
+
+
 def test_one_hop_of_a_pipeline_crosses_and_the_others_do_not() -> None:
     def shares(cluster: Cluster, virtual: int = 1) -> list[float]:
         table = Candidates.from_rows([{"pipeline": 4, "virtual": virtual, "shard": 8}])

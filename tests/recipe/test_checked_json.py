@@ -89,5 +89,5 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], complaint: str) -> N
 
 
 def test_what_is_missing_is_named() -> None:
-    with pytest.raises(ValueError, match="counts should be given in full"):
+    with pytest.raises(ValueError, match="counts should be given"):
         typed_value(Whole, {key: value for key, value in VALUES.items() if key != "counts"})

@@ -16,7 +16,7 @@ from plait.commands.hosts.file_transfer import fetch_file
 from plait.commands.hosts.replies import Peer
 from plait.commands.hosts.requests import STAGING_NAME
 from plait.commands.planning.workers import OnMessage
-from plait.errors import PlaitError
+from plait.errors import PlaitError, disk_advice
 from plait.launch.values.job import Message
 
 _CONCURRENT_FETCHES = 8
@@ -69,7 +69,7 @@ def _refusal_text(peer: Peer, error: OSError | PlaitError, folder: Path) -> str:
     if isinstance(error, PlaitError):
         why, mend = str(error).partition(";")[0], "mend that"
     else:
-        why, mend = f"{error.strerror}: {error.filename}", "free some space or mend its rights"
+        why, mend = f"{error.strerror}: {error.filename}", disk_advice(error)
     return (
         f"could not save the checkpoint: the part from {peer.name} did not arrive ({why}); "
         f"{earlier_checkpoints(folder)}: {mend} and give the same command again"

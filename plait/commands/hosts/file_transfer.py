@@ -13,7 +13,7 @@ from plait.checkpoint.arrival import partial_name
 from plait.commands.hosts.file_names import TRANSFER_BLOCK_BYTES, check_file_name, safe_path
 from plait.commands.hosts.replies import OfferReply, Peer, ReadReply, parse_reply
 from plait.data.index import file_sha256
-from plait.errors import PlaitError
+from plait.errors import PlaitError, disk_advice
 from plait.private_folder import make_private_folder
 from plait.units import format_bytes
 
@@ -167,8 +167,7 @@ def convert_disk_errors(path: Path) -> Iterator[None]:
         if isinstance(error, PlaitError):
             raise
         raise PlaitError(
-            f"this host cannot write {path.parent} ({error.strerror}); free some space or mend its rights, "
-            "then join again"
+            f"this host cannot write {path.parent} ({error.strerror}); {disk_advice(error)}, then join again"
         ) from error
 
 

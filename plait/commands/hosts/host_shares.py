@@ -19,7 +19,7 @@ def default_host_shares(names: Sequence[str], machines: Sequence[Machine]) -> tu
         by_kind = {machine.device: name for name, machine in zip(names, machines, strict=True)}
         raise PlaitError(
             f"{by_kind['cuda']} has GPUs and {by_kind['cpu']} has none that torch sees, and a run takes one kind; "
-            "leave the odd host out, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+            "leave out one of the two, or hide the GPUs with CUDA_VISIBLE_DEVICES="
         )
     return tuple(
         HostShare(

@@ -178,7 +178,7 @@ def _record_observation(monitor: ForecastMonitor) -> tuple[bool, str]:
     predicted, came = monitor.predicted, monitor.observed
     why = monitor.why_not_to_learn()
     if came is None or why:
-        return False, f"later forecasts here stay as they were: {why}"
+        return False, f"this run does not change later forecasts here: {why}"
     today = datetime.now(UTC).date().isoformat()
     said = without_calibration(predicted.items, predicted.calibration)
     computed_s = came.step_s - came.data_s
@@ -186,7 +186,10 @@ def _record_observation(monitor: ForecastMonitor) -> tuple[bool, str]:
         observation_of_items(said, came.items, today) if came.items else observation_of_step(said, computed_s, today)
     )
     if observation is None:
-        return False, "later forecasts here stay as they were: computing and waiting could not be measured separately"
+        return (
+            False,
+            "this run does not change later forecasts here: computing and waiting could not be measured separately",
+        )
     try:
         add_observation(predicted.calibration.ground, observation)
     except RunFailed as error:  # the run itself is finished and safe

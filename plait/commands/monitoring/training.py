@@ -36,7 +36,7 @@ def run_training(
     folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
     if point:
         for sentence in point.skipped:
-            screen.print(f"passed over {sentence}")
+            screen.print(f"skipped  {sentence}")
         screen.print(resumed_text(point.manifest.step, plan))
     done = point.manifest.step if point else 0
     bar = screen.steps(plan.steps, done)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from plait.commands.planning.run_folder import RunFolder
-from plait.errors import PlaitError, RunFailed
+from plait.errors import PlaitError, RunFailed, disk_advice
 from plait.private_folder import make_private_folder
 
 _DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
@@ -54,7 +54,7 @@ def lock_run_folder(folder: RunFolder) -> Iterator[Callable[[], None]]:
                 raise
             raise PlaitError(
                 f"{error.filename or folder.path}: {error.strerror}; "
-                "free some space or mend its rights, then give the same command again"
+                f"{disk_advice(error)}, then give the same command again"
             ) from error
         finally:
             if _is_same_file(path, lock):

@@ -15,12 +15,13 @@ from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.layout import equal_share
 from plait.recipe.schema import RunConfig
+from plait.units import counted
 
 MAX_STEPS_BALANCED = 20
 _MAX_TOKENS_READ = 1 << 24
-_JOINED_REMARK = "documents are joined, so all sequences weigh the same and stay as they come"
+_JOINED_REMARK = "documents are joined, so all sequences cost the same and keep their order"
 _AUTO_REMARK = (
-    "this is with data.mask_documents = true; joined documents weigh the same in all sequences and stay as they come"
+    "this is with data.mask_documents = true; if documents are joined, all sequences cost the same and keep their order"
 )
 
 
@@ -58,15 +59,16 @@ class BalanceReport:
     def table(self) -> str:
         """The report as text for people."""
         batch = sum(part.sequences for part in self.replicas)
-        usual = f"{np.median(self.ratios_unbalanced):.3f} as they come, {np.median(self.ratios_balanced):.3f} dealt"
+        usual = f"{np.median(self.ratios_unbalanced):.3f} unbalanced, {np.median(self.ratios_balanced):.3f} balanced"
         worst = f"{max(self.ratios_unbalanced):.3f} and {max(self.ratios_balanced):.3f}"
         lines = [
-            f"deal     {self.steps} steps of {batch} sequences of {self.sequence} tokens to {len(self.replicas)} parts",
-            "part  sequences     tokens  with loss         pairs a token    pieces of documents    surprise",
-            "         a step                        as they come   dealt    median   90 % below  of targets",
+            f"balance  {counted(self.steps, 'step')} of {batch} sequences of {self.sequence} tokens on "
+            f"{counted(len(self.replicas), 'rank')}",
+            "rank  sequences     tokens  with loss   attention pairs per token  document pieces     entropy",
+            "         a step                         unbalanced     balanced    median     90th %  of targets",
             *(f"{number:4}{_row(part)}" for number, part in enumerate(self.replicas)),
-            f"pairs a token, the most by the least of a step: {usual} (in the worst step {worst})",
-            "surprise: in nats a token, to somebody who only knows how often each token occurs",
+            f"attention pairs, most loaded rank / least loaded rank: median {usual}; worst step {worst}",
+            "entropy of targets: nats per token, from how often each token occurs",
             *([self.remark] if self.remark else []),
         ]
         return "\n         ".join(lines)
@@ -189,6 +191,6 @@ def _replica_stats(totals: _ReplicaTotals, sequences: int, tokens: int) -> Repli
 
 def _row(part: ReplicaStats) -> str:
     return (
-        f"{part.sequences:11}{part.tokens:11,}{part.counted_share:11.1%}{part.pairs_unbalanced:15.1f}{part.pairs_balanced:8.1f}"
+        f"{part.sequences:11}{part.tokens:11,}{part.counted_share:11.1%}{part.pairs_unbalanced:16.1f}{part.pairs_balanced:13.1f}"
         f"{part.median_piece_tokens:10.0f}{part.p90_piece_tokens:13.0f}{part.unigram_nats_per_token:12.2f}"
     )

@@ -106,7 +106,7 @@ def _trained(work: BuildRequest, rule: HoldoutRule, total: int) -> Tokenizer:
                 yield piece.text
 
     def wait() -> None:
-        work.on_progress(0, 0, "learning the tokenizer's entries")
+        work.on_progress(0, 0, "building the tokenizer's vocabulary")
 
     return train_bpe_apart(_sample(training_texts(), total), work.vocabulary or bpe_vocabulary(total), wait)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
-from plait.errors import RunFailed
+from plait.errors import RunFailed, disk_advice
 from plait.launch.local.channel import send_line
 from plait.launch.local.guard import die_with_parent
 from plait.launch.local.heap import keep_freed_memory
@@ -93,8 +93,7 @@ def _redirect(job: Job, rank: int) -> TextIO:
         log = path.open("a", buffering=1, encoding="utf-8")
     except OSError as error:
         raise RunFailed(
-            f"rank {rank} cannot write {path} ({error.strerror}); free some space or mend the folder's rights, then "
-            f"{RESUME_ADVICE}"
+            f"rank {rank} cannot write {path} ({error.strerror}); {disk_advice(error)}, then {RESUME_ADVICE}"
         ) from error
     if rank > 0:
         os.dup2(log.fileno(), 1)

@@ -47,7 +47,7 @@ def parse_secret(text: str) -> Secret:
     if len(signs) != _LENGTH or set(signs) - set(_SIGNS):
         raise PlaitError(
             f"the secret has {_LENGTH // _GROUP} groups of {_GROUP} letters and digits, and this is not of that form; "
-            "take the one that plait train printed on host 0 (with none in PLAIT_SECRET or a file it makes one)"
+            "take the one that plait train printed on host 0 (it makes one if you give it none)"
         )
     return _grouped(signs)
 

@@ -209,7 +209,7 @@ def disturbance_text(steps_s: Sequence[float], load_per_core: float | None) -> s
         return f"it had fewer than {LEAST_STEPS_TO_LEARN} steps after the first ones"
     first, middle, last = quantiles(steps_s, n=4)
     if last - first > LARGEST_STEP_TIME_SPREAD * middle:
-        return f"its steps differed by {(last - first) / middle:.0%}"
+        return f"the times of its steps differed by {(last - first) / middle:.0%}"
     if load_per_core is not None and load_per_core > LARGEST_LOAD_PER_CORE:
         return "other programs were running"
     return None

@@ -84,7 +84,7 @@ _ITEM_SUBJECTS: Mapping[str, str] = {
     "step_s": "a step takes",
     "compute_s": "computing takes",
     "waiting_s": "waiting for messages and other ranks takes",
-    "optimizer_s": "the optimizer and what a step does beside take",
+    "optimizer_s": "the optimizer and the rest of a step take",
     "data_s": "waiting for samples takes",
 }
 

@@ -8,10 +8,13 @@ from plait.planner.derive import scaling_rules
 from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.plan import WARNING, OptimizerPlan
 from plait.recipe.schema import RunConfig
-from plait.units import counted, format_count
+from plait.units import counted, format_count, times_text
 
 MOST_TIMES_PUBLISHED_LR = 10
 """A requested learning rate this many times above the published rules is warned of: runs end well at several times."""
+
+MOST_TIMES_SHOWN = 10_000
+"""Beyond this factor its exact size tells nobody anything."""
 
 
 def optimizer_plan(config: RunConfig, flops: float, batch_tokens: int, why: list[str]) -> OptimizerPlan:
@@ -24,9 +27,10 @@ def optimizer_plan(config: RunConfig, flops: float, batch_tokens: int, why: list
         lr = float(f"{published:.3g}")
         why.append(f"peak learning rate {lr:g}: for {flops:.1e} FLOPs and this batch (DeepSeek LLM 2024, Malladi 2022)")
     elif lr > MOST_TIMES_PUBLISHED_LR * published:
+        times = times_text(lr / published) if lr < MOST_TIMES_SHOWN * published else f"over {MOST_TIMES_SHOWN:,} times"
         why.append(
-            f"{WARNING}optimizer.lr = {lr:g} is {format_count(lr / published)} times what published rules give for "
-            f"this run ({published:.2g}); it will probably diverge"
+            f"{WARNING}optimizer.lr = {lr:g} is {times} what published rules give for this run ({published:.2g}); "
+            "it will probably diverge"
         )
     clip = 1.0 if requested.clip == "auto" else requested.clip
     return OptimizerPlan(
@@ -45,7 +49,9 @@ def warmup_steps(config: RunConfig, steps: int, why: list[str]) -> int:
     if requested != "auto":
         return requested
     warmup = scaling_rules.usual_warmup_steps(steps)
-    why.append(f"warm-up {counted(warmup, 'step')}: a twentieth of the run, 10 to 2,000 steps (after Goyal 2017)")
+    rule = "half of this short run" if warmup == steps // 2 else "a twentieth of the run, 10 to 2,000 steps"
+    if warmup:
+        why.append(f"warm-up {counted(warmup, 'step')}: {rule} (after Goyal 2017)")
     return warmup
 
 

@@ -29,7 +29,7 @@ from plait.planner.search.layout_kinds import kind_text, kinds_of, layout_senten
 from plait.planner.search.model_error import memory_error
 from plait.planner.search.search import search
 from plait.report.plausibility import mfu_text
-from plait.units import Amount, counted, format_bytes, format_count, format_duration
+from plait.units import Amount, counted, format_bytes, format_count, format_duration, times_text
 
 SIMPLER_KINDS_NAMED = 4
 """Kinds of simpler layouts that the report names, the fastest first."""
@@ -97,13 +97,12 @@ def runners_up(found: Search, top: int) -> list[int]:
 def choice_reasons(found: Search) -> list[str]:
     """Why this layout is enough, and what stands against simpler ones."""
     reasons = [_as_named(found) if found.constraints else _price_of_simplicity(found), *left_out_lines(found)]
+    there = found.capacity_bytes(found.chosen)
     for words, bytes_ in _too_large(found):
-        much = (
-            "are more than there is"
-            if bytes_ > found.capacity_bytes(found.chosen)
-            else f"leave too little free: {_memory_doubt(found)}"
+        much = "" if bytes_ > there else f", which leaves too little free ({_memory_doubt(found)})"
+        reasons.append(
+            f"{words}: simpler, but each device would need {format_bytes(bytes_)} of {format_bytes(there)}{much}"
         )
-        reasons.append(f"{words}: would be simpler, but {format_bytes(bytes_)} a device {much}")
     here, by_kind = int(found.complexity[found.chosen]), best_of_kinds(found)
     for index in by_kind[found.complexity[by_kind] < here][:SIMPLER_KINDS_NAMED]:
         reasons.append(
@@ -183,12 +182,14 @@ def _as_named(found: Search) -> str:
         free = search(found.workload, found.cluster, profile=found.profile)
     except PlaitError as error:
         return f"as [layout] of the recipe says; left open, plait would choose nothing: {error}"
+    if free.candidates.row(free.chosen) == found.candidates.row(found.chosen):
+        return "the layout that plait would also choose without [layout] of the recipe"
     factor = float(found.step_s[found.chosen] / free.step_s[free.chosen])
     own = layout_text(free.candidates.row(free.chosen))
     if factor <= 1 + free.tolerance:
         return f"as [layout] of the recipe says; plait would choose {own}, which is about as fast"
     there = format_duration(float(free.step_s[free.chosen]))
-    return f"as [layout] of the recipe says, though {_slower(factor)} than what plait would choose: {own}, {there}"
+    return f"as [layout] of the recipe says; plait would choose {own}, {there}: yours is {_slower(factor)}"
 
 
 def _too_large(found: Search) -> list[tuple[str, float]]:
@@ -211,7 +212,7 @@ def why_not(found: Search, index: int) -> str:
     time = format_duration(float(found.step_s[index]))
     more = int(found.complexity[index] - found.complexity[found.chosen])
     points = counted(abs(more), "point")
-    harder = f"{points} more complicated" if more > 0 else f"{points} simpler" if more else "as simple"
+    harder = f"{'more complicated' if more > 0 else 'simpler'} by {points}" if more else "as simple"
     if factor < 1 - 5e-4:
         return f"{time}, {1 - factor:.1%} faster, and {harder}"
     if factor < 1 + 5e-4:
@@ -221,7 +222,7 @@ def why_not(found: Search, index: int) -> str:
 
 
 def _slower(factor: float) -> str:
-    return f"{factor - 1:.1%} slower" if factor < 2 else f"{factor:.2g} times slower"
+    return f"{factor - 1:.1%} slower" if factor < 2 else f"{times_text(factor)} as slow"
 
 
 def _worst_item(found: Search, index: int) -> str:
@@ -243,10 +244,8 @@ def _binds(found: Search) -> list[str]:
     lines = ["what the step's time goes into: " + ", ".join(f"{what} {share:.0%}" for what, share in parts)]
     hidden, exposed = message_seconds(found, found.chosen)
     if hidden + exposed > LEAST_SHARE_MENTIONED * found.step_s[found.chosen]:
-        lines.append(
-            f"messages between devices: {format_duration(hidden)} of a step pass while devices compute and cost "
-            f"no time, for {format_duration(exposed)} devices wait"
-        )
+        more = f"; another {format_duration(hidden)} pass while they compute" if hidden > 0 else ""
+        lines.append(f"messages between devices: devices wait {format_duration(exposed)} of a step for them{more}")
     capacity = found.capacity_bytes(found.chosen)
     if found.bytes_per_device(found.chosen) > capacity:
         lines.append(f"{WARNING}memory is short: this layout fits only if the allocator and the driver waste nothing")

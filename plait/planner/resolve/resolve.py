@@ -220,7 +220,9 @@ def _steps_and_evaluations(draft: Draft, plan: Plan, why: list[str]) -> tuple[in
             f"{counted(steps, 'step')}: {budget} at {format_duration(step_s)} a step, as {known}, evaluations included"
         )
     if evaluation_steps > 0.2 * steps:
-        why.append("looking at the held-out text takes long beside this run; a smaller data.holdout shortens it")
+        why.append(
+            "measuring the held-out loss adds over a fifth to the training time; a smaller data.holdout is faster"
+        )
     return steps, (ceil(steps / rounds) if rounds > 1 else 0) if requested is None else requested
 
 

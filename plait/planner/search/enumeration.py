@@ -35,7 +35,7 @@ BATCH_TOO_SMALL = "more groups of devices than sequences in a step"
 CHUNKS_UNEVEN = "layers do not divide evenly over the chunks of an interleaved pipeline"
 GPIPE_NEEDLESS = "gpipe keeps every micro-batch in memory and is no faster than 1f1b"
 INCOMPATIBLE_SPLITS = "ways of splitting that exclude each other"
-MICRO_BATCH_TOO_LONG = "a micro-batch of more tokens than make a device any faster"
+MICRO_BATCH_TOO_LONG = "micro-batches larger than they need to be for full speed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
