@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
-from plait.launch.local.signals import interrupting_signals
+from plait.launch.local.signals import ignore_stop_signals, interrupting_signals
 from plait.process_exit import EXIT_OF_SIGNAL, exit_with_sentence
 from plait.screen.terminal import TerminalScreen
 
@@ -224,6 +225,14 @@ def _print_any_character() -> None:
 
 def main() -> None:
     """The `plait` command: one sentence and an exit code for what the user can mend; a traceback only for our bugs."""
-    with interrupting_signals():  # jobs have their own way with them
+    atexit.register(ignore_stop_signals)  # of two in a row, the second may come when this process has all but ended
+    with interrupting_signals() as command_is_over:  # jobs have their own way with them
+
+        def carry_out() -> int:
+            try:
+                return app(sys.argv[1:] or ["--help"], prog_name="plait", standalone_mode=False) or 0
+            finally:
+                command_is_over()
+
         _print_any_character()
-        exit_with_sentence(lambda: app(sys.argv[1:] or ["--help"], prog_name="plait", standalone_mode=False) or 0)
+        exit_with_sentence(carry_out)

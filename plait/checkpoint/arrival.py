@@ -6,9 +6,11 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from json import loads
 from pathlib import Path
 
 from plait.checkpoint.durable import earlier_checkpoints
+from plait.checkpoint.manifest import StoredPart, parse_parts
 from plait.errors import RunFailed
 
 SILENCE_LIMIT_S = 60.0
@@ -21,6 +23,14 @@ _LOOK_EVERY_S = 0.02
 def part_files(rank: int) -> tuple[str, str]:
     """Names of a rank's two files in the staging folder: its tensors, and their list, which is written last."""
     return f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
+
+
+def parse_list(rank: int, data: bytes) -> tuple[StoredPart, ...]:
+    """The parts that a rank says it has written; raises ValueError for what is no list, or names another's file."""
+    parts, own = parse_parts(loads(data)), part_files(rank)[0]
+    if odd := next((part.file for part in parts if part.file != own), None):
+        raise ValueError(f"rank {rank} lists parts in {odd[:80]!r}, where it writes {own} alone")
+    return parts
 
 
 def await_parts(

@@ -11,16 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
-from json import loads
 from pathlib import Path
 
+from plait.checkpoint.arrival import parse_list, part_files
 from plait.checkpoint.durable import clean_stop, sync_folder, write_durably
 from plait.checkpoint.manifest import (
     Manifest,
     StoredPart,
     manifest_text,
     parse_manifest,
-    parse_parts,
     safetensors_header,
     sort_parts,
 )
@@ -69,8 +68,8 @@ def publish(
     where nobody wrote one of the tensors that it `needs`.
     """
     with clean_stop(staging):
-        lists = [staging / f"rank-{rank:05d}.json" for rank in range(world_size)]
-        parts = sort_parts(part for path in lists for part in parse_parts(loads(path.read_bytes())))
+        lists = [(rank, (staging / part_files(rank)[1]).read_bytes()) for rank in range(world_size)]
+        parts = sort_parts(part for rank, data in lists for part in parse_list(rank, data))
         missing = sorted(set(needs) - {part.tensor for part in parts})
         if missing:
             raise RunFailed(
@@ -96,7 +95,7 @@ def verify_checkpoint(path: Path) -> Manifest:
         # hashlib lets go of the interpreter lock, so threads hash (and read from the disk) side by side.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for file, parts in by_file:
-                _check_file(path / file, list(parts), pool)
+                check_file(path / file, list(parts), pool)
     except OSError as error:
         raise PlaitError(
             f"{error.filename or path} cannot be read ({error.strerror}); mend its rights or disk, or move {path} away"
@@ -174,7 +173,8 @@ def _read_manifest(path: Path) -> Manifest:
         raise _damaged(path, str(error)) from None
 
 
-def _check_file(path: Path, parts: Sequence[StoredPart], pool: ThreadPoolExecutor) -> None:
+def check_file(path: Path, parts: Sequence[StoredPart], pool: ThreadPoolExecutor) -> None:
+    """Hash all parts of one file, the threads of `pool` side by side; raises PlaitError that says what is wrong."""
     header, expected = safetensors_header(parts)
     if set(parts) != set(expected) or len({part.key for part in parts}) < len(parts):
         raise _damaged(path.parent / MANIFEST, f"it misplaces the parts of {path.name}")

@@ -28,6 +28,7 @@ from plait.commands.probing.measurements import (
     timed_work_by_host,
     was_checked_recently,
 )
+from plait.commands.probing.result import parse_result
 from plait.commands.probing.revalidate import measurements_still_hold
 from plait.commands.probing.table import measurements_table
 from plait.errors import Interrupted, PlaitError
@@ -84,7 +85,7 @@ def test_a_layers_time_holds_no_finding_of_pages(server: ForkServer) -> None:
 
 
 def test_two_ranks_measure_every_kind_of_work_and_message(told: dict[str, Any]) -> None:
-    measured = measurements_from(told, small_request(), "key")
+    measured = measurements_from(parse_result(told), small_request(), "key")
     (device,) = measured.devices
     assert {one.work for one in device.timed} == set(WORK_SIZES)
     assert device.workers == 2 and len(device.rates) == 2 and max(device.rates) == 1
@@ -105,14 +106,14 @@ def test_two_ranks_measure_every_kind_of_work_and_message(told: dict[str, Any]) 
 
 
 def test_products_run_at_a_speed_that_processors_have(told: dict[str, Any]) -> None:
-    (device,) = measurements_from(told, small_request(), "key").devices
+    (device,) = measurements_from(parse_result(told), small_request(), "key").devices
     for work in ("product", "product_input", "product_weight"):
         rates = [2 * one.sizes[0] * one.sizes[1] * one.sizes[2] / one.seconds for one in device.times_of(work)]
         assert 1e8 < max(rates) < 1e13
 
 
 def test_the_table_tells_it_to_people(told: dict[str, Any]) -> None:
-    text = measurements_table(measurements_from(told, small_request(), "key"))
+    text = measurements_table(measurements_from(parse_result(told), small_request(), "key"))
     for words in ("matrix products", "side by side", "all-reduce", "is hidden", "GFLOP/s", "CPU s a GiB"):
         assert words in text
     assert all(len(line) < 200 for line in text.splitlines())
@@ -124,7 +125,7 @@ def test_two_hosts_are_measured_inside_and_between(server: ForkServer) -> None:
     server.run(
         Job(entry="on_two_hosts", argument=request.to_json(), world_size=3, threads=1), on_message=messages.append
     )
-    measured = measurements_from(messages[0].values, request, "key")
+    measured = measurements_from(parse_result(messages[0].values), request, "key")
     first, second = measured.devices
     assert (first.workers, second.workers) == (2, 1) and first.host != second.host
     assert first.beside and not second.beside and len(first.rates + second.rates) == 3
@@ -194,8 +195,8 @@ def test_what_was_found_to_hold_a_moment_ago_is_believed_without_a_look(
 
 
 def test_old_figures_hold_while_a_short_look_finds_about_the_same(told: dict[str, Any]) -> None:
-    whole, extent = measurements_from(told, small_request(), "key"), ProbeWorkers(workers=2, threads=1)
-    (timed,) = timed_work_by_host(told)
+    whole, extent = measurements_from(parse_result(told), small_request(), "key"), ProbeWorkers(workers=2, threads=1)
+    (timed,) = timed_work_by_host(parse_result(told))
     known = replace(whole, devices=(replace(whole.devices[0], timed=timed),))
     assert measurements_still_hold(Remembered(told), known, small_request(), extent)
     slower_road = {**told, "pairs": [slowed(pair, "points") for pair in told["pairs"]]}
@@ -215,7 +216,7 @@ def test_a_signal_in_the_midst_of_a_probe_ends_the_command_and_keeps_nothing(
     with pytest.raises(Interrupted, match="SIGINT"):
         measure_or_load(stopped, [detect_cpu_machine()], asked, extent, fresh="kept")
     with pytest.raises(Interrupted, match="SIGINT"):
-        measurements_still_hold(stopped, measurements_from(told, asked, "key"), asked, extent)
+        measurements_still_hold(stopped, measurements_from(parse_result(told), asked, "key"), asked, extent)
     assert not (tmp_path / ".plait").exists()
 
 

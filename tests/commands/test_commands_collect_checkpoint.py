@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,19 @@ class Host:
             raise RunFailed("host-1 was lost: its cable was pulled; run the same command again")
         size, data = read_block(self.folder / BELOW / values["staging"], values["name"], values["offset"], 1000)
         return Reply(values={"size": size}, blob=data)
+
+
+class EvilHost(Host):
+    """A host that gives away another part than its rank wrote."""
+
+    def __init__(self, folder: Path, change: Callable[[str, bytes], bytes]) -> None:
+        super().__init__(folder)
+        self.change = change
+
+    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
+        path = self.folder / BELOW / values["staging"] / values["name"]
+        data = self.change(path.name, path.read_bytes())
+        return Reply(values={"size": len(data)}, blob=data[values["offset"] :][:1000])
 
 
 class SlowHost:
@@ -114,6 +127,52 @@ def test_a_part_that_cannot_be_fetched_ends_the_save(
     ):
         save(server, home, [here, there], host)
     assert not list((here / BELOW).iterdir()) and not list((there / BELOW).iterdir())
+
+
+def flip_a_bit(name: str, data: bytes) -> bytes:
+    """The last byte of the tensors is another one."""
+    return data[:-1] + bytes([data[-1] ^ 1]) if name.endswith(".safetensors") else data
+
+
+def cut_the_tensors(name: str, data: bytes) -> bytes:
+    return data[:-4] if name.endswith(".safetensors") else data
+
+
+def name_another_file(name: str, data: bytes) -> bytes:
+    """The list claims to be of what rank 0 has written."""
+    return data.replace(b"rank-00001.safetensors", b"rank-00000.safetensors") if name.endswith(".json") else data
+
+
+def send_no_list(name: str, data: bytes) -> bytes:
+    return b"[" * 10**5 if name.endswith(".json") else data
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (flip_a_bit, "the bytes of .* do not match"), (cut_the_tensors, "it has .* bytes instead of"),
+        (name_another_file, "rank 1 lists parts in 'rank-00000.safetensors'"),
+        (send_no_list, "its list of tensors is damaged"),
+    ],
+)  # fmt: skip
+def test_a_part_that_is_not_what_its_list_says_ends_the_save(
+    server: ForkServer, home: Path, tmp_path: Path, change: Callable[[str, bytes], bytes], why: str
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    with pytest.raises(RunFailed, match=rf"the part from host-1 did not arrive \(.*{why}") as caught:
+        save(server, home, [here, there], EvilHost(there, change))
+    assert "\n" not in str(caught.value)
+    assert not list((here / BELOW).iterdir()) and not list((there / BELOW).iterdir())
+
+
+def test_a_part_that_was_found_whole_is_not_replaced(tmp_path: Path) -> None:
+    staging = tmp_path / ".step-1.staging"
+    staging.mkdir()
+    (staging / "rank-00001.json").write_text("[]")
+    host = SlowHost()
+    with CheckpointCollector(lambda rank: host, tmp_path, lambda message: None) as gathering:
+        gathering.handle_message(Message(rank=1, kind="wrote", values={"staging": staging.name}))
+    assert host.blocks == 0
 
 
 def test_only_staging_folders_are_fetched_into(tmp_path: Path) -> None:

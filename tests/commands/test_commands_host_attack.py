@@ -133,6 +133,15 @@ def test_data_do_not_arrive_behind_a_link(victim: Neighbour) -> None:
     refused(victim, "take", {"root": "cache", "path": "data/linked", "files": files})
 
 
+@pytest.mark.parametrize("name", ["logs", "checkpoints", "logs/rank-0.log"])
+def test_a_folder_that_ranks_write_into_does_not_lead_outside(victim: Neighbour, name: str) -> None:
+    link = victim.folder / "runs" / "x" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(victim.folder.parent / "outside")
+    refused(victim, "open", {"kind": "run", "name": "x", "recipe": RECIPE})
+    assert link.is_symlink()
+
+
 @pytest.mark.parametrize(
     ("folder", "name", "content"),
     [

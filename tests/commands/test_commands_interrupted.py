@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal as signals
+import subprocess
+import sys
 
 import pytest
 
@@ -51,3 +53,28 @@ def test_a_signal_in_the_midst_of_a_command_closes_what_is_open_and_goes(
         assert signals.getsignal(number) is usual
     finally:
         signals.signal(number, before)
+
+
+ENDS_UNDER_FIRE = """
+import atexit, os, signal, sys
+from plait import cli
+
+class Errors:
+    def write(self, text):
+        os.kill(os.getpid(), signal.SIGINT)  # another request, while the sentence is written
+        return sys.__stderr__.write(text)
+    def flush(self):
+        sys.__stderr__.flush()
+
+def stopped(*_, **__):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+sys.stderr, cli.app = Errors(), stopped
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)  # a repetition, in the last moments of the process
+cli.main()
+"""
+
+
+def test_signals_at_the_very_end_of_a_command_change_neither_its_sentence_nor_its_code() -> None:
+    run = subprocess.run([sys.executable, "-c", ENDS_UNDER_FIRE], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (143, "", "plait: stopped by SIGTERM\n")

@@ -205,6 +205,34 @@ def test_a_frame_for_the_connection_itself_must_be_one(
     assert "it sent what plait does not send" in error and "\n" not in error
 
 
+def test_attempts_in_vain_are_said_when_the_last_host_is_in() -> None:
+    secret, counts, links = new_secret(), list[int](), list[HostConnection]()
+
+    def knock(place: str) -> None:
+        address, _, port = place.rpartition(":")
+        for _ in range(3):
+            with pytest.raises(PlaitError, match="secret"):
+                connect(address, int(port), new_secret())
+            wait_until(lambda: bool(counts), within_s=10)  # the first is said at once, others within the minute are not
+        wire = connect(address, int(port), secret, local_address="127.0.0.2")
+        wire.send("hello", {"name": "honest"})
+        links.append(HostConnection(wire, handlers={}, pulse=PULSE))
+
+    with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, pulse=PULSE) as hosts:
+        thread = threading.Thread(target=knock, args=(hosts.join_address,))
+        thread.start()
+        hosts.admit(lambda info: None, within_s=30, on_failed=counts.append)
+        thread.join(30)
+        links[0].close()
+    assert counts == [1, 2]
+
+
+def test_a_nul_in_a_name_is_refused_not_taken_out(victim: tuple[HostConnection, _Process]) -> None:
+    link, agent = victim
+    link.send("ask", {"number": 1, "kind": "read", "values": {"path": "/tmp/own\0/x"}})
+    assert "NUL" in agent.ended(1)["error"]
+
+
 def test_host_0_answers_no_question(capfd: pytest.CaptureFixture[str]) -> None:
     with attacked([{"over": True, "obituary": "gone"}]) as hosts:
         failure_of(hosts)

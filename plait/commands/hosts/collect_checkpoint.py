@@ -7,11 +7,13 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from plait.checkpoint.arrival import part_files, refuse_part
+from plait.checkpoint.arrival import parse_list, part_files, refuse_part
 from plait.checkpoint.durable import earlier_checkpoints
+from plait.checkpoint.store import check_file
 from plait.commands.hosts.file_transfer import fetch_file
 from plait.commands.hosts.replies import Peer
 from plait.commands.hosts.requests import STAGING_NAME
@@ -31,6 +33,8 @@ class CheckpointCollector:
         self._peer_of, self._checkpoints, self._on_message = peer_of, checkpoints, on_message
         self._pool = ThreadPoolExecutor(_CONCURRENT_FETCHES, thread_name_prefix="gather")
         self._staging_folders: set[Path] = set()
+        self._on_the_way: set[tuple[int, Path]] = set()
+        """The ranks whose parts are being fetched, each with the staging folder."""
         self._cancelled = threading.Event()
 
     def __enter__(self) -> CheckpointCollector:
@@ -50,19 +54,37 @@ class CheckpointCollector:
         elif STAGING_NAME.fullmatch(str(message.values.get("staging"))):
             staging = self._checkpoints / message.values["staging"]
             self._staging_folders.add(staging)
-            self._pool.submit(self._fetch, message.rank, staging)
+            if (message.rank, staging) not in self._on_the_way:
+                self._on_the_way.add((message.rank, staging))
+                self._pool.submit(self._fetch, message.rank, staging)
 
     def _fetch(self, rank: int, staging: Path) -> None:
-        """Copy a rank's files into the staging folder, its index last; on failure leave a note there for rank 0."""
+        """Copy a rank's files into the staging folder, its list last; on failure leave a note there for rank 0."""
         peer = self._peer_of(rank)
+        tensors, their_list = (staging / name for name in part_files(rank))
         try:
             staging.mkdir(exist_ok=True)
-            for name in part_files(rank):
-                place = {"name": name, "staging": staging.name}
-                fetch_file(peer, place, staging / name, is_cancelled=self._cancelled.is_set)
+            if not their_list.exists():  # else it was found whole, and is not replaced
+                self._fetch_file(peer, tensors, lambda path: None)
+                self._fetch_file(peer, their_list, partial(_check_part, rank, tensors))
         except (OSError, PlaitError) as error:
             with contextlib.suppress(OSError):  # then rank 0 finds by itself that nothing comes
                 refuse_part(staging, rank, _refusal_text(peer, error, staging.parent))
+        finally:
+            self._on_the_way.discard((rank, staging))
+
+    def _fetch_file(self, peer: Peer, path: Path, check: Callable[[Path], None]) -> None:
+        source = {"name": path.name, "staging": path.parent.name}
+        fetch_file(peer, source, path, is_cancelled=self._cancelled.is_set, check=check)
+
+
+def _check_part(rank: int, tensors: Path, their_list: Path) -> None:
+    """Raise PlaitError unless the tensors that have arrived are, bit for bit, those that the list names."""
+    try:
+        with ThreadPoolExecutor(1) as pool:  # the cores train meanwhile
+            check_file(tensors, parse_list(rank, their_list.read_bytes()), pool)
+    except (ValueError, RecursionError) as error:
+        raise PlaitError(f"its list of tensors is damaged: {error or 'it is nested too deeply'}") from None
 
 
 def _refusal_text(peer: Peer, error: OSError | PlaitError, folder: Path) -> str:

@@ -73,12 +73,18 @@ def send_folder(
 
 
 def fetch_file(
-    peer: Peer, source: Mapping[str, str], target: Path, *, is_cancelled: Callable[[], bool] = lambda: False
+    peer: Peer,
+    source: Mapping[str, str],
+    target: Path,
+    *,
+    is_cancelled: Callable[[], bool] = lambda: False,
+    check: Callable[[Path], None] = lambda path: None,
 ) -> None:
     """Copy a file from the other host; it appears as `target` only when all of it is on the disk.
 
     `source` holds its "name" in that host's current folder, and "staging" if it belongs to a checkpoint. `is_cancelled`
-    is called before each block; raises PlaitError as soon as it returns True.
+    is called before each block; raises PlaitError as soon as it returns True. `check` looks at the file before it gets
+    its name, and raises where it may not.
     """
     part = target.with_name(partial_name(target.name))
     with part.open("wb") as file:
@@ -98,6 +104,7 @@ def fetch_file(
             file.write(answer.blob)
         file.flush()
         os.fsync(file.fileno())
+    check(part)
     part.rename(target)
 
 

@@ -31,9 +31,11 @@ class JoinedRun:
         _check_same_run(self._folder, recipe)
         self.recipe_digest = sha256(recipe.encode()).hexdigest()
         self._checkpoints = _listed_checkpoints(path / _MARKER_FILE)
-        (path / "logs").mkdir(exist_ok=True)
-        refuse_links(path, path / "checkpoints")
-        clean_staging(path / "checkpoints")
+        logs, checkpoints = path / "logs", path / "checkpoints"
+        for inner in (logs, *logs.glob("*"), checkpoints):  # where ranks write
+            refuse_links(path, inner)
+        logs.mkdir(exist_ok=True)
+        clean_staging(checkpoints)
         self._write_marker()
 
     def make_room_for(self, checkpoint: str) -> None:

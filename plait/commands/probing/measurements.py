@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from plait.cluster.measured import (
     MeasuredLink,
-    MeasuredOverlap,
     Measurements,
-    MessageTiming,
     WorkTiming,
     measurements_from_json,
     measurements_json,
 )
 from plait.cluster.probe.request import ProbeRequest
 from plait.cluster.probe.verdict import (
-    PairTiming,
-    ProbedHost,
     find_slow_parts,
     measured_device,
     pair_links,
@@ -33,6 +29,7 @@ from plait.cluster.topology import Machine
 from plait.commands.planning.make_plan import ask_rank_0
 from plait.commands.planning.workers import PROBE_ENTRY, WorkerPool
 from plait.commands.preparing.corpus import CACHE_FOLDER
+from plait.commands.probing.result import ProbeResult, parse_result, require_all_work
 from plait.errors import PlaitError
 from plait.launch.values.job import Job
 from plait.private_folder import make_private_folder
@@ -66,7 +63,10 @@ def measure_or_load(
     job = Job(
         entry=PROBE_ENTRY, argument=request.to_json(), world_size=probe_workers.workers, threads=probe_workers.threads
     )
-    measured, kept = measurements_from(ask_rank_0(pool, job, "probed"), request, key), _measurements_path(key)
+    measured, kept = (
+        measurements_from(parse_result(ask_rank_0(pool, job, "probed")), request, key),
+        _measurements_path(key),
+    )
     make_private_folder(kept.parent)
     kept.write_text(measurements_json(measured), encoding="utf-8")
     return measured
@@ -104,45 +104,42 @@ def _checked_path(machines: Sequence[Machine], request: ProbeRequest, probe_work
     return _measurements_path(_measurements_key(machines, request, probe_workers)).with_suffix(".seen")
 
 
-def send_links_of(probe_result: Mapping[str, Any]) -> tuple[MeasuredLink, ...]:
-    """The point-to-point links in the result that rank 0 of a probe sent."""
-    hosts = [ProbedHost(name=one["name"], ranks=tuple(one["ranks"])) for one in probe_result["hosts"]]
-    return pair_links(hosts, _pair_readings(probe_result))
+def send_links_of(result: ProbeResult) -> tuple[MeasuredLink, ...]:
+    """The point-to-point links in a probe's result."""
+    return pair_links(result.hosts, result.pairs)
 
 
-def timed_work_by_host(probe_result: Mapping[str, Any]) -> list[tuple[WorkTiming, ...]]:
+def timed_work_by_host(result: ProbeResult) -> list[tuple[WorkTiming, ...]]:
     """The timed pieces of arithmetic of each host's first rank."""
-    return [_timed_from(probe_result["ranks"][host["ranks"][0]]["timed"]) for host in probe_result["hosts"]]
+    return [result.ranks[host.ranks[0]].timed for host in result.hosts]
 
 
-def measurements_from(probe_result: Mapping[str, Any], request: ProbeRequest, key: str) -> Measurements:
-    """Measurements from the result that rank 0 of a probe sent."""
-    hosts = [ProbedHost(name=one["name"], ranks=tuple(one["ranks"])) for one in probe_result["hosts"]]
-    pairs = _pair_readings(probe_result)
-    timed = {rank: _timed_from(one["timed"]) for rank, one in enumerate(probe_result["ranks"])}
+def measurements_from(result: ProbeResult, request: ProbeRequest, key: str) -> Measurements:
+    """Measurements from the result of a whole probe; raises RunFailed where a part of it is missing."""
+    require_all_work(result)
+    timed = {rank: one.timed for rank, one in enumerate(result.ranks)}
     devices = []
-    for host in hosts:
-        first = probe_result["ranks"][host.ranks[0]]
+    for host in result.hosts:
+        first = result.ranks[host.ranks[0]]
         device = measured_device(
             host,
-            first["name"],
+            first.name,
             timed,
-            _timed_from(first["alone"]),
-            granted=min(probe_result["ranks"][rank]["granted"] for rank in host.ranks),
-            threads=first["threads"],
-            memory_bytes=first["memory_bytes"],
+            first.alone,
+            granted=min(result.ranks[rank].granted for rank in host.ranks),
+            threads=first.threads,
+            memory_bytes=first.memory_bytes,
         )
         devices.append(device)
-    links = [_link_from(one) for one in probe_result["links"]]
     return Measurements(
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         precision=request.precision,
         workers=len(timed),
         fingerprint=key,
         devices=tuple(devices),
-        links=(*pair_links(hosts, pairs), *links),
-        overlaps=tuple(MeasuredOverlap(**one) for one in probe_result["overlaps"]),
-        complaints=find_slow_parts(hosts, relative_speeds(timed), pairs),
+        links=(*send_links_of(result), *result.links),
+        overlaps=result.overlaps,
+        complaints=find_slow_parts(result.hosts, relative_speeds(timed), result.pairs),
     )
 
 
@@ -158,22 +155,3 @@ def _measurements_key(machines: Sequence[Machine], request: ProbeRequest, probe_
 
 def _measurements_path(key: str) -> Path:
     return CACHE_FOLDER / "probes" / f"{key}.json"
-
-
-def _pair_readings(probe_result: Mapping[str, Any]) -> list[PairTiming]:
-    return [
-        PairTiming(first=p["first"], second=p["second"], points=_points_from(p["points"]))
-        for p in probe_result["pairs"]
-    ]
-
-
-def _points_from(values: Sequence[Mapping[str, Any]]) -> tuple[MessageTiming, ...]:
-    return tuple(MessageTiming(**one) for one in values)
-
-
-def _timed_from(values: Sequence[Mapping[str, Any]]) -> tuple[WorkTiming, ...]:
-    return tuple(WorkTiming(**{**one, "sizes": tuple(one["sizes"])}) for one in values)
-
-
-def _link_from(values: Mapping[str, Any]) -> MeasuredLink:
-    return MeasuredLink(**{**values, "hosts": tuple(values["hosts"]), "points": _points_from(values["points"])})

@@ -8,15 +8,14 @@ import time
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from plait.checked_json import parse_json
 from plait.cluster.measure import detect_machine
-from plait.cluster.measured import LinkScope, MeasuredLink, MeasuredOverlap, MessageTiming, WorkTiming
+from plait.cluster.measured import LinkScope, MeasuredLink, MeasuredOverlap, WorkTiming
 from plait.cluster.probe.arithmetic import arithmetic_runs, select_comparison_runs, timed_pieces
 from plait.cluster.probe.limits import core_share
 from plait.cluster.probe.links import DeadLink, schedule_pairs, time_collectives, time_pair
@@ -33,11 +32,26 @@ from plait.cluster.probe.verdict import (
     host_with_rank,
 )
 from plait.commands.probing.rank_places import exchange_rank_places
-from plait.commands.probing.training_pieces import begin_all_reduce, collective_operations, training_operations_for
+from plait.commands.probing.result import (
+    DeadPair,
+    DeviceCheck,
+    GroupReport,
+    PairReport,
+    ProbeResult,
+    RankReport,
+    read_report,
+)
+from plait.commands.probing.training_pieces import (
+    GroupBarrier,
+    begin_all_reduce,
+    collective_operations,
+    training_operations_for,
+)
 from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
-from plait.parallel.mesh import GroupSums, make_groups, open_store
+from plait.parallel.mesh import make_groups, open_store
 
+_T = TypeVar("_T")
 RENDEZVOUS_TIMEOUT_S = 60.0
 """Time limit for a rank to appear, and for its links to open."""
 MESSAGE_TIMEOUT_S = 20.0
@@ -64,25 +78,11 @@ class ProbeRank:
         """Store JSON values for the other ranks."""
         self.store.set(f"probe/{key}", json.dumps(values))
 
-    def wait_for(self, key: str) -> Any:
-        """The values that a rank published; blocks until they are there."""
-        try:
-            return parse_json(self.store.get(f"probe/{key}"))
-        except ValueError as error:
-            raise RunFailed(f"another worker's measurements are not readable ({error}); probe again") from None
-
-
-class GroupBarrier:
-    """Keeps the ranks of a process group in step."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._sums = GroupSums(group)
-
-    def barrier(self) -> None:
-        self._sums(torch.zeros(1))
-
-    def largest(self, value: float) -> float:
-        return self._sums.largest(torch.tensor([value], dtype=torch.float64)).item()
+    def wait_for(self, key: str, kind: type[_T], rank: int) -> _T:
+        """What a rank published under a key; blocks until it is there. Raises RunFailed where it is nothing of that
+        kind."""
+        where = f"worker {rank} on {host_with_rank(self.hosts, rank).name}"
+        return read_report(kind, self.store.get(f"probe/{key}"), where)
 
 
 def run_probe_rank(context: RankContext, argument: str) -> None:
@@ -105,16 +105,16 @@ def run_probe_rank(context: RankContext, argument: str) -> None:
             f"rank/{place.rank}", {**figures, "name": name, "memory_bytes": memory, "threads": context.threads}
         )
         if context.rank == 0:
-            results = [place.wait_for(f"rank/{one}") for one in range(context.world_size)]
-            shared = [place.wait_for(f"groups/{host.ranks[0]}") for host in place.hosts]
-            context.send(
-                "probed",
-                hosts=[asdict(host) for host in place.hosts],
-                pairs=[asdict(pair) for pair in pairs],
-                ranks=results,
-                links=[link for one in shared for link in one["links"]],
-                overlaps=[overlap for one in shared for overlap in one["overlaps"]],
+            firsts = [host.ranks[0] for host in place.hosts]
+            shared = [place.wait_for(f"groups/{first}", GroupReport, first) for first in firsts]
+            result = ProbeResult(
+                hosts=place.hosts,
+                pairs=tuple(pairs),
+                ranks=tuple(place.wait_for(f"rank/{one}", RankReport, one) for one in range(context.world_size)),
+                links=tuple(link for one in shared for link in one.links),
+                overlaps=tuple(overlap for one in shared for overlap in one.overlaps),
             )
+            context.send("probed", **asdict(result))
         place.bench.lockstep.barrier()
     finally:
         dist.destroy_process_group()
@@ -159,16 +159,18 @@ def _time_pairs(place: ProbeRank, request: ProbeRequest) -> list[PairTiming]:
         if place.rank in (pair.first, pair.second):
             reading = _time_one_pair(place, (pair.first, pair.second), request)
             if place.rank == pair.first or reading is None:
-                place.publish(f"pair/{pair.first}/{pair.second}", reading)
-    found: dict[tuple[int, int], Any] = {}
+                place.publish(f"pair/{pair.first}/{pair.second}", {"points": reading})
+    found: list[PairReport] = []
     if place.rank == 0:
-        found = {(pair.first, pair.second): place.wait_for(f"pair/{pair.first}/{pair.second}") for pair in schedule}
-        place.publish("dead", next((list(ends) for ends, points in found.items() if points is None), None))
-    if dead := place.wait_for("dead"):
-        raise RunFailed(dead_link_sentence(place.hosts, *dead))
+        found = [place.wait_for(f"pair/{pair.first}/{pair.second}", PairReport, pair.first) for pair in schedule]
+        dead = [place for place, report in enumerate(found) if report.points is None]
+        place.publish("dead", {"pair": dead[0] if dead else None})
+    pair = place.wait_for("dead", DeadPair, 0).pair
+    if pair is not None:
+        raise RunFailed(dead_link_sentence(place.hosts, schedule[pair].first, schedule[pair].second))
     return [
-        PairTiming(first=a, second=b, points=tuple(MessageTiming(**p) for p in points))
-        for (a, b), points in found.items()
+        PairTiming(first=pair.first, second=pair.second, points=report.points or ())
+        for pair, report in zip(schedule, found, strict=False)
     ]
 
 
@@ -184,10 +186,10 @@ def _time_one_pair(place: ProbeRank, ends: tuple[int, int], request: ProbeReques
 def _time_arithmetic(place: ProbeRank, request: ProbeRequest) -> dict[str, Any]:
     """Time this rank's device while all ranks work and, on the first rank of a host, while it works alone."""
     bench = place.bench
-    place.publish(f"check/{place.rank}", device_failure(bench.device))
+    place.publish(f"check/{place.rank}", {"failure": device_failure(bench.device)})
     ranks = range(sum(len(host.ranks) for host in place.hosts))
     for other in ranks:
-        if reason := place.wait_for(f"check/{other}"):
+        if reason := place.wait_for(f"check/{other}", DeviceCheck, other).failure:
             raise RunFailed(dead_device_sentence(place.hosts, other, reason))
     runs = arithmetic_runs(request, bench.device, training_operations_for(request))
     bench = _with_processor_clock(bench, len(place.host.ranks))

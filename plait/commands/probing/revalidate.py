@@ -10,6 +10,7 @@ from plait.cluster.probe.request import ProbeRequest, layer_products
 from plait.commands.planning.make_plan import ask_rank_0
 from plait.commands.planning.workers import PROBE_ENTRY, WorkerPool
 from plait.commands.probing.measurements import ProbeWorkers, send_links_of, timed_work_by_host
+from plait.commands.probing.result import parse_result
 from plait.launch.values.job import Job
 
 RECHECK_MESSAGE_BYTES = 2**20
@@ -39,11 +40,11 @@ def measurements_still_hold(
     job = Job(
         entry=PROBE_ENTRY, argument=short.to_json(), world_size=probe_workers.workers, threads=probe_workers.threads
     )
-    probe_result = ask_rank_0(pool, job, "probed")
-    if [host["name"] for host in probe_result["hosts"]] != [device.host for device in known.devices]:
+    result = parse_result(ask_rank_0(pool, job, "probed"))
+    if [host.name for host in result.hosts] != [device.host for device in known.devices]:
         return False  # the hosts have another order, or are others
-    layers = zip([device.timed for device in known.devices], timed_work_by_host(probe_result), strict=False)
-    return are_close(_send_rates(known.links), _send_rates(send_links_of(probe_result))) and all(
+    layers = zip([device.timed for device in known.devices], timed_work_by_host(result), strict=False)
+    return are_close(_send_rates(known.links), _send_rates(send_links_of(result))) and all(
         are_close(*_common_product_seconds(*pair)) for pair in layers
     )
 

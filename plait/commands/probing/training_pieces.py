@@ -15,6 +15,7 @@ from plait.cluster.probe.request import ProbedModel, ProbeRequest
 from plait.model.gpt import GPT
 from plait.model.shape import ModelPart
 from plait.parallel.comm.collectives import all_gather, reduce_scatter, spread_own, swap_parts
+from plait.parallel.mesh import GroupSums
 from plait.parallel.sharded_model import unsharded
 from plait.planner.plan import OptimizerPlan
 from plait.trainer.assemble import make_autocast
@@ -27,6 +28,19 @@ LAYERS_UPDATED = 2
 PROBED_OPTIMIZER = OptimizerPlan(
     lr=1e-4, warmup_steps=0, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0, schedule="constant"
 )
+
+
+class GroupBarrier:
+    """Keeps the ranks of a process group in step."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._sums = GroupSums(group)
+
+    def barrier(self) -> None:
+        self._sums(torch.zeros(1))
+
+    def largest(self, value: float) -> float:
+        return self._sums.largest(torch.tensor([value], dtype=torch.float64)).item()
 
 
 def training_operations_for(request: ProbeRequest) -> TrainingOperations:

@@ -73,25 +73,36 @@ def collected_signals(clock: Callable[[], float] = time.monotonic) -> Iterator[S
 
 
 @contextlib.contextmanager
-def interrupting_signals() -> Iterator[None]:
+def interrupting_signals() -> Iterator[Callable[[], None]]:
     """Within the block a stop signal raises Interrupted, so that what is open is closed and other hosts are notified.
 
+    Yields a function after whose call it raises no more: the command is over, and how it ended is being said.
     Handlers that are not the usual ones stay: a caller has its own way with them, or wants the signal ignored.
     """
-    requests = StopRequests()
+    requests, over = StopRequests(), threading.Event()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if requests.is_new(_NAMES[number]):
+        if requests.is_new(_NAMES[number]) and not over.is_set():
             raise Interrupted(_NAMES[number])
 
-    usual = (signal.SIG_DFL, signal.default_int_handler)
-    on_main_thread = threading.current_thread() is threading.main_thread()
-    heeded = [each for each in STOP_SIGNALS if on_main_thread and signal.getsignal(each) in usual]
-    before = {number: signal.signal(number, interrupt) for number in heeded}
+    before = {number: signal.signal(number, interrupt) for number in _signals_left_to_python()}
     try:
-        yield
+        yield over.set
     finally:
         _restore(before)
+
+
+def ignore_stop_signals() -> None:
+    """For the last moments of a process: a signal that repeats an earlier one must not change its exit code."""
+    for number in _signals_left_to_python():
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _signals_left_to_python() -> list[signal.Signals]:
+    """The stop signals that nobody has a handler of their own for, and that this thread can set one for."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    return [each for each in STOP_SIGNALS if signal.getsignal(each) in (signal.SIG_DFL, signal.default_int_handler)]
 
 
 @contextlib.contextmanager

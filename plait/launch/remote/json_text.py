@@ -17,7 +17,8 @@ _KEPT = frozenset("\n\t")
 
 
 def parse_frame_text(text: bytes) -> Any:
-    """The value of a JSON text; raises ValueError unless it is UTF-8, of bounded depth and has finite numbers alone.
+    """The value of a JSON text; raises ValueError unless it is UTF-8 without NUL, of bounded depth and with finite
+    numbers alone.
 
     Its strings come without control characters other than line breaks and tabs: an escape sequence would be obeyed by
     the terminal that shows it.
@@ -42,14 +43,20 @@ def _is_harmful(sign: str) -> bool:
 
 def _plain(value: Any, depth: int) -> Any:
     if isinstance(value, str):
-        return printable(value)
+        return _checked_text(value)
     if not isinstance(value, list | dict):
         return value
     if depth == 0:
         raise ValueError("its values are nested too deeply")
     if isinstance(value, list):
         return [_plain(item, depth - 1) for item in value]
-    return {printable(key): _plain(item, depth - 1) for key, item in value.items()}
+    return {_checked_text(key): _plain(item, depth - 1) for key, item in value.items()}
+
+
+def _checked_text(text: str) -> str:
+    if "\0" in text:  # ends a name for the system, and so would make it another one
+        raise ValueError("its text has a NUL")
+    return printable(text)
 
 
 def _finite(text: str) -> float:

@@ -130,9 +130,8 @@ class Hosts:
 
         Hosts are numbered by their addresses, except that those in `order`, host 0 first, come before all others in
         that order: each known by its "mark", or else by its "name". `check_host_info` is called with each host's info
-        in turn, in this thread; a sentence that it returns sends that host away, where it is shown. `on_lost` gets the
-        name of a host that was in and left while others were awaited; `on_failed`, once a minute, how many tried in
-        vain to prove themselves. Raises PlaitError when the time is up.
+        in turn, here; a sentence from it is shown there and sends the host away. `on_lost` gets the name of a host that
+        left; `on_failed`, each minute and when all are in, how many came in vain. Raises PlaitError when time is up.
         """
         gate, deadline = self._opened(), time.monotonic() + within_s
         while len(self._admitted) < self._wanted:
@@ -144,7 +143,8 @@ class Hosts:
             elif arrival is not None:
                 self._admitted.append(arrival)
             self._drop_the_lost(on_lost)
-            if failed := gate.failed_attempts.due(time.monotonic()):
+            now_s = time.monotonic() if len(self._admitted) < self._wanted else float("inf")  # all in: said at once
+            if failed := gate.failed_attempts.due(now_s):
                 on_failed(failed)
         gate.shut(FULL_SENTENCE)
         came = sorted(self._admitted, key=lambda one: by_address(one.link.address))
