@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.model.linear import Linear
+from plait.model.linear import Linear, to_compute_precision
 from plait.model.norm import make_head_norm
 from plait.model.rotary import Rotation, rotate
 from plait.model.shape import ModelShape
@@ -96,6 +96,7 @@ class Attention(nn.Module):
 
     def forward(self, x_nd: Tensor, rows: Rows) -> Tensor:
         heads = (rows.rows, rows.tokens, -1, self.head_width)
+        x_nd = to_compute_precision(x_nd)  # once: autocast would keep a copy for each product
         v_bthd = self.v(x_nd).view(heads)
         # On GPUs autocast has norms answer in float32, which attention's fast kernels do not take.
         q_bthd = self.q_norm(self.q(x_nd).view(heads)).to(v_bthd.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.model.linear import Linear
+from plait.model.linear import Linear, to_compute_precision
 from plait.model.shape import ModelShape
 
 
@@ -22,6 +22,7 @@ class FeedForward(nn.Module):
         self.down = Linear(shape.ffn, shape.width, bias=bias)
 
     def forward(self, x_nd: Tensor) -> Tensor:
+        x_nd = to_compute_precision(x_nd)  # once: autocast would keep a copy for each product
         if self.activation == "swiglu":
             return self.down(F.silu(self.gate(x_nd)) * self.up(x_nd))
         if self.activation == "relu2":

@@ -118,11 +118,12 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
         split["optimizer"] / np.where(c.expert > 1, c.expert / np.minimum(c.tensor, c.expert), 1), 1
     )
     fully = rule == SHARDED_STATES.index("parameters")
-    # In 16 bits the optimizer keeps the parameters once more in 32; in float32 they are the same.
-    twice = number < 4
-    weight = np.where(fully & twice, 0.0, number / split["parameters"])
+    # Where parameters have 16 bits the optimizer keeps them once more in 32; in float32 they are the same.
+    each = max(profile.weight_bytes, number)
+    twice = each < 4
+    weight = np.where(fully & twice, 0.0, each / split["parameters"])
     gradient = (profile.gradients_held_bytes or profile.gradient_bytes) / split["gradients"]
-    state = (profile.state_bytes - (0 if twice else number)) * (1 - profile.offloaded)
+    state = (profile.state_bytes - (0 if twice else each)) * (1 - profile.offloaded)
     ahead = profile.layers_ahead * (number + profile.gradient_bytes / 2)
     kept, again = _activations(w, c, profile)
     return {
@@ -133,13 +134,31 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
         ("optimizer", "layers"): state * (common / split["optimizer"] + experts / own_experts),
         ("optimizer", "tables"): state * table / split["optimizer"],
         ("gathered", "once"): np.where(fully, ahead * (common + experts), 0.0),
-        ("gathered", "tables"): np.where(fully, number / 2 * table, 0.0),
-        ("activations", "kept"): kept,
+        ("gathered", "tables"): np.where(fully, (profile.gathered_table_bytes or number / 2) * table, 0.0),
+        ("activations", "kept"): kept + _rounded_weights(w, c, profile) * (common + experts),
         ("activations", "split"): split_activations(w, c),
         ("activations", "once"): again,
-        ("logits", "head"): tokens * w.vocabulary / c.tensor * profile.logit_copies_bytes,
+        ("logits", "head"): tokens * w.vocabulary / c.tensor * profile.logit_copies_bytes
+        + _head_copies(w, profile) * table,
         ("fixed", "once"): profile.fixed_bytes + np.where(rule > 0, profile.bucket_bytes, 0.0),
     }
+
+
+def _rounded_weights(w: Workload, c: Candidates, profile: SoftwareProfile) -> Reals:
+    """Bytes per weight of the 16-bit copies that each micro-batch keeps for its backward pass. Gathered weights are
+    such copies themselves, and a layer that is computed again rounds its weights again."""
+    fully = (c.shard > 1) & (c.shard_what == SHARDED_STATES.index("parameters"))
+    again = c.recompute != RECOMPUTE_MODES.index("none")
+    keeps = profile.rounded_weights == "of all layers" and w.element_bytes < profile.weight_bytes
+    return np.where(fully | again, 0.0, w.element_bytes * keeps)
+
+
+def _head_copies(w: Workload, profile: SoftwareProfile) -> float:
+    """Bytes per weight of the head that the loss holds: the gradient in float32, and in 16 bits the rounded weight and
+    the rounded product that is added to the gradient."""
+    if profile.head_gradient == "among the others":
+        return 0.0
+    return 4.0 + (2.0 * w.element_bytes if w.element_bytes < 4 else 0.0)
 
 
 def _activations(w: Workload, c: Candidates, profile: SoftwareProfile) -> tuple[Reals, Reals]:

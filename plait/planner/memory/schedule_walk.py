@@ -25,8 +25,8 @@ WalkedItem = Literal["gradients", "activations", "logits", "buffers"]
 """Items of memory. gradients: those in tensors of their own; activations: tensors kept for the backward pass; logits:
 those of the loss, and the gradients that it computes; buffers: messages in flight and temporary tensors."""
 TensorSize = Literal[
-    "stream", "every", "gathered", "wide", "layer", "turned", "forward", "backward", "scores", "table", "widest",
-    "layer_gradients", "table_gradients",
+    "stream", "product", "gathered", "wide", "layer", "turned", "forward", "backward", "scores", "loss_copies",
+    "rounded_once", "table", "widest", "fresh_layer", "layer_gradients", "table_gradients",
 ]  # fmt: skip
 WALKED_ITEMS: tuple[WalkedItem, ...] = ("gradients", "activations", "logits", "buffers")
 TENSOR_SIZES: tuple[TensorSize, ...] = TensorSize.__args__  # type: ignore[attr-defined]
@@ -41,9 +41,9 @@ class PipelineStages:
     """Layers of each stage, over all ranks."""
     tied: bool
     flat_layers: bool
-    """Whether gradients of layers are summed over ranks, and so move into flat buckets at the end."""
+    """Whether gradients of layers are summed over ranks, and so add up in flat buckets."""
     flat_tables: bool
-    """Whether gradients of vocabulary tables are summed over ranks, and so move into flat buckets at the end."""
+    """Whether gradients of vocabulary tables are summed over ranks, and so add up in flat buckets."""
 
     @property
     def last(self) -> int:
@@ -88,44 +88,52 @@ class _Walk:
         self._stages = stages
         self._now: HeldTensors = Counter()
         self._grown: set[tuple[int, TensorSize]] = set()
-        self._closing = {action.stage: action for action in own if action.kind == "backward"}
         self._to_come = sum(self._is_received(action) for action in own)
         self._sent = 0
 
     def forward(self, action: Action) -> None:
         """Forward pass of a stage: its layers, and on the last stage the loss."""
         self._to_come -= self._is_received(action)
-        self._now["activations", "layer"] += self._stages.layers[action.stage]
-        self._record_moment({("buffers", "forward"): 1, ("buffers", "stream"): 1})
+        layers = self._stages.layers[action.stage]
+        self._now["activations", "layer"] += layers
+        self._record_moment({("buffers", "forward"): 1, ("buffers", "stream"): 1, ("buffers", "rounded_once"): layers})
         if action.stage < self._stages.last:
             return self._send()
         # The final norm keeps its input; its output is freed as soon as the loss has computed its gradient.
         self._now["activations", "stream"] += 1
-        self._now["logits", "every"] += 1
+        self._now["logits", "product"] += 1
         self._now["logits", "table"] += 1
-        return self._record_moment({("logits", "scores"): 1, ("buffers", "stream"): 1, ("buffers", "gathered"): 1})
+        return self._record_moment(
+            {
+                ("logits", "scores"): 1,
+                ("logits", "loss_copies"): 1,
+                ("buffers", "stream"): 1,
+                ("buffers", "gathered"): 1,
+            }
+        )
 
     def backward(self, action: Action) -> None:
         """Backward pass of a stage; in a split backward pass, without the gradients of the weights."""
         now, stages, stage = self._now, self._stages, action.stage
         layers, split = stages.layers[stage], action.kind == "backward-input"
-        last = self._closing.get(stage) == action
         self._to_come -= self._is_received(action)
         if stage == stages.last:
             self._record_moment({("buffers", "stream"): 3})
             now["activations", "stream"] -= 1
-            now["logits", "every"] -= 1
+            now["logits", "product"] -= 1
         self._start_of_backward("split" if split else "whole")
         now["activations", "layer"] -= layers
         now["activations", "turned"] += layers * split
         if not split:
-            self._grow("layer_gradients", stage, layers, flat=stages.flat_layers and last)
+            self._grow("layer_gradients", stage, layers)
         # The end of the backward pass of the stage's first layer.
         left: TensorSize = "turned" if split else "layer"
         self._record_moment({("activations", "layer"): 1, ("activations", left): -split, ("buffers", "stream"): 1})
         if stage == 0:
-            self._record_moment({("buffers", "stream"): 1, ("buffers", "table"): 1})
-        self._grow("table_gradients", stage, stages.tables(stage), flat=stages.flat_tables and last)
+            # Where one table has both uses, autograd adds the head's and the embedding's gradients in a third tensor.
+            tables = 1 + (stages.tied and not stages.last)
+            self._record_moment({("buffers", "stream"): 1, ("buffers", "table"): tables})
+        self._grow("table_gradients", stage, stages.tables(stage))
         now["logits", "table"] -= stage == stages.last
         if stage > 0:
             self._send()
@@ -133,7 +141,7 @@ class _Walk:
     def weights(self, action: Action) -> None:
         """The delayed gradients of a stage's weights in a split backward pass, product by product."""
         layers = self._stages.layers[action.stage]
-        self._grow("layer_gradients", action.stage, layers, flat=False)
+        self._grow("layer_gradients", action.stage, layers)
         self._now["activations", "turned"] -= layers
         self._record_moment({("activations", "turned"): 1})
 
@@ -142,12 +150,14 @@ class _Walk:
         self._record_moment({("buffers", "backward"): 1})
         if kind == "whole":
             self._record_moment({("buffers", "backward"): 1, ("buffers", "wide"): -1, ("buffers", "widest"): 1})
+            self._record_moment({("buffers", "stream"): 2, ("buffers", "fresh_layer"): 1, ("activations", "layer"): -1})
 
-    def _grow(self, piece: TensorSize, stage: int, count: int, *, flat: bool) -> None:
-        """Add gradients that did not exist yet; in the last backward pass, remove those that move to flat buckets."""
-        fresh = (stage, piece) not in self._grown
-        self._grown.add((stage, piece))
-        self._now["gradients", piece] += (fresh - flat) * count
+    def _grow(self, piece: Literal["layer_gradients", "table_gradients"], stage: int, count: int) -> None:
+        """Add gradients that did not exist yet; those that are summed over ranks have their place in flat buckets."""
+        flat = self._stages.flat_layers if piece == "layer_gradients" else self._stages.flat_tables
+        if not flat and (stage, piece) not in self._grown:
+            self._grown.add((stage, piece))
+            self._now["gradients", piece] += count
 
     def _is_received(self, action: Action) -> bool:
         match action.kind:

@@ -1,7 +1,8 @@
-"""Bytes of each tensor that a plait rank on a processor holds for one micro-batch, in float32.
+"""Bytes of each tensor that a plait rank on a processor holds for one micro-batch, in float32 or in bfloat16.
 
 The sizes follow from the code that allocates the tensors: model/ (what autograd saves), trainer/loss.py,
-parallel/pipeline/deferred_gradients.py, recompute.py.
+parallel/pipeline/deferred_gradients.py, recompute.py. In bfloat16 the products' inputs and results take two bytes a
+number, and so do copies of weights; the residual stream, weights and gradients stay float32.
 
 Legend: n tokens of a micro-batch on one rank, t degree of the axis `tensor`; arrays over candidates.
 """
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.planner.problem.candidates import RECOMPUTE_MODES, SHARDED_STATES, Candidates, Reals
+from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES, Candidates, Counts, Reals
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens
 
@@ -27,14 +28,14 @@ class TensorSizes:
 
     stream: Reals
     """The residual stream on one rank; with tensor parallelism a rank has only its share of the tokens."""
-    every: Reals
-    """The residual stream with all tokens; equal to `stream` without tensor parallelism."""
+    product: Reals
+    """The input or the result of a product of the model's width, with all tokens."""
     gathered: Reals
-    """`every` where tensor parallelism gathers the stream into a second tensor; else 0."""
+    """`product` where tensor parallelism gathers the stream into a second tensor; else 0."""
     wide: Reals
     """The result of one product with the feedforward's width."""
     layer: Reals
-    """Activations that a layer keeps for its backward pass, its input included."""
+    """Activations that a layer keeps for its backward pass, its input and rounded copies of its weights included."""
     turned: Reals
     """Tensors that a layer keeps between the two halves of a split backward pass."""
     forward: Reals
@@ -43,54 +44,82 @@ class TensorSizes:
     """Temporary tensors at the start of a layer's backward pass, at most."""
     scores: Reals
     """Logits in memory at a time: the loss works in pieces."""
+    loss_copies: Reals
+    """Rounded copies beside the logits: of the hidden states, of the head, and a piece's gradient of the head."""
+    rounded_once: Reals
+    """Rounded copies of a layer's weights that autocast remembers until the forward pass ends, where the layer does not
+    keep them for its backward pass; else 0."""
     table: Reals
     """One vocabulary table (embedding or head), or its gradient."""
     widest: Reals
-    """A layer's largest weight."""
+    """A layer's largest weight's gradient when it is made, with its rounded copy."""
+    fresh_layer: Reals
+    """All gradients of a layer while they are scattered, where parameters are sharded; else 0."""
     layer_gradients: Reals
     """Gradients of one layer on this rank; divided by `shard` where parameters are sharded."""
     table_gradients: Reals
     layer_weights: Reals
+    gathered_weights: Reals
+    """A layer's weights as they are gathered where parameters are sharded."""
 
 
 def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     """The pieces of a dense model's micro-batch."""
-    t, number = c.tensor, FLOAT32_BYTES * local_tokens(w, c)
-    stream, every = number * w.width / t, number * w.width
-    gathered, wide = np.where(t > 1, every, 0.0), number * w.ffn / t
+    t, number = c.tensor, w.element_bytes * local_tokens(w, c)
+    stream, every = FLOAT32_BYTES * local_tokens(w, c) * w.width / t, FLOAT32_BYTES * local_tokens(w, c) * w.width
+    product, narrow = number * w.width, w.element_bytes < FLOAT32_BYTES
+    gathered, wide = np.where(t > 1, product, 0.0), number * w.ffn / t
     attention = number * w.head_width * 2 * (w.heads / t + np.maximum(w.kv_heads / t, 1))
-    sums = number * (w.heads / t + 2 / t)  # attention's logsumexp, the norms' scales
+    # Attention's logsumexp, the norms' scales.
+    sums = FLOAT32_BYTES * local_tokens(w, c) * (w.heads / t + 2 / t)
     wide_kept = 4 if w.gated else 2  # SwiGLU: gate, up, silu(gate) and their product; else up and its activation
-    # The streams before attention and before the feedforward; the normed inputs of their products; attention.
-    whole = 2 * stream + 2 * every + attention + sums + wide_kept * wide
-    # "selective" keeps the stream, what products give, and attention's outcome.
-    kept = {"none": whole, "selective": whole - stream - wide_kept / 2 * wide, "full": stream}
-    layer = np.choose(c.recompute, [kept[way] for way in RECOMPUTE_MODES])
-    full = c.recompute == RECOMPUTE_MODES.index("full")
-    split = np.where((c.shard > 1) & (c.shard_what == SHARDED_STATES.index("parameters")), c.shard, 1)
     weights = FLOAT32_BYTES * (w.attention_parameters + w.dense_feedforward_parameters) / t
     table = FLOAT32_BYTES * w.embedding_parameters / t
+    fully = (c.shard > 1) & (c.shard_what == SHARDED_STATES.index("parameters"))
+    # Gathered weights are rounded already, and a deferred product rounds its weight for itself alone.
+    deferred = c.schedule == SCHEDULES.index("zero-bubble")
+    rounded = np.where(fully | deferred | (not narrow), 0.0, weights / 2)
+    # The streams before attention and before the feedforward; the normed inputs of their products; attention.
+    whole = 2 * stream + 2 * product + attention + sums + wide_kept * wide
+    # "selective" keeps the stream, what products give, and attention's outcome.
+    kept = {"none": whole + rounded, "selective": whole - stream - wide_kept / 2 * wide, "full": stream}
+    layer = np.choose(c.recompute, [kept[way] for way in RECOMPUTE_MODES])
+    none, full = (c.recompute == RECOMPUTE_MODES.index(way) for way in ("none", "full"))
+    # A norm's result is in memory beside its rounded copy as long as the products run.
+    unrounded = every / t if narrow else 0.0
+    split = np.where(fully, c.shard, 1)
+    widest = w.width * max(w.ffn, w.heads * w.head_width) / t
     return TensorSizes(
         stream=stream,
-        every=every,
+        product=product,
         gathered=gathered,
         wide=wide,
         layer=layer,
         # Inputs of products (two normed streams, attention's result, the feedforward's), and gradients of results.
-        turned=4 * every + attention + (wide_kept / 2 + 1) * wide,
+        turned=4 * product + attention + (wide_kept / 2 + 1) * wide,
         # `gathered`: a product's result before the ranks' addends are summed.
-        forward=np.where(full, 2 * every + (wide_kept - 1) * wide, stream + 2 * gathered),
-        backward=stream + gathered + wide_kept / 2 * wide + whole - layer,
-        scores=_scores(w.vocabulary / t, local_tokens(w, c)),
+        forward=np.where(full, 2 * product + (wide_kept - 1) * wide, (product if narrow else stream) + 2 * gathered)
+        + unrounded,
+        backward=stream + gathered + wide_kept / 2 * wide + whole + rounded - layer + product * narrow,
+        scores=_scores(w, t, local_tokens(w, c)),
+        loss_copies=(product + table) * narrow,
+        rounded_once=np.where(none, 0.0, rounded),
         table=table,
-        widest=FLOAT32_BYTES * w.width * max(w.ffn, w.heads * w.head_width) / t,
+        widest=(FLOAT32_BYTES + w.element_bytes * narrow) * widest,
+        fresh_layer=np.where(fully, weights * (1 + w.element_bytes / FLOAT32_BYTES), 0.0),
         layer_gradients=weights / split,
         table_gradients=table / split,
         layer_weights=weights,
+        gathered_weights=weights * w.element_bytes / FLOAT32_BYTES,
     )
 
 
-def _scores(entries: Reals, tokens: Reals) -> Reals:
-    """Bytes of the logits in memory: the loss works in pieces, and frees one only after the next one is computed."""
+def _scores(w: Workload, t: Counts, tokens: Reals) -> Reals:
+    """Bytes of the logits in memory: the loss works in pieces, and frees one only after the next one is computed.
+
+    In bfloat16 each piece is there as the product gave it, in float32, and as its rounded gradient.
+    """
+    entries = w.vocabulary / t
     first = np.minimum(np.maximum(1.0, LOGITS_AT_ONCE // entries), tokens)
-    return FLOAT32_BYTES * entries * (first + np.minimum(first, tokens - first))
+    narrow = w.element_bytes if w.element_bytes < FLOAT32_BYTES else 0
+    return (FLOAT32_BYTES + narrow) * entries * (first + np.minimum(first, tokens - first))

@@ -1,6 +1,6 @@
 """Peak memory of plait's ranks on processors, found by tracing their lists of actions tensor by tensor.
 
-The peak counts live float32 tensors, in a step after the optimizer's state exists.
+The peak counts live tensors, in a step after the optimizer's state exists.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _FOUND = (*MEMORY_ITEMS, "gaps", "rank")
 
 
 def can_trace(workload: Workload) -> bool:
-    """Whether traced_peak supports the workload: dense and in float32."""
-    return workload.precision == "float32" and not workload.experts
+    """Whether traced_peak supports the workload: dense, and in float32 or bfloat16."""
+    return workload.precision in ("float32", "bf16") and not workload.experts
 
 
 def traced_peak(
@@ -154,7 +154,7 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
         "parameters": own if fully else weights,
         "gradients": held[0] + in_buckets + received + travelling,
         "optimizer": 2 * (own - kept),
-        "gathered": fully * (tables + gathered * p.layer_weights),
+        "gathered": fully * (tables + gathered * p.gathered_weights),
         "activations": held[1],
         "logits": held[2],
         "fixed": held[3],

@@ -118,6 +118,16 @@ class SoftwareProfile:
     """Bytes that a parameter's gradients take where they are held more than once; 0: as `gradient_bytes`."""
     gradient_transfer: Literal["float32", "bf16"] = "float32"
     """The numbers in which gradients travel; float32 stands for those in which they are kept."""
+    weight_bytes: int = _DEFAULTS["weight_bytes"]
+    """Bytes of a weight as a rank keeps it to compute with; 0: as it is multiplied. In 4 bytes it is the optimizer's
+    own, which else keeps another one."""
+    gathered_table_bytes: float = _DEFAULTS["gathered_table_bytes"]
+    """Bytes of a gathered weight of a vocabulary table where parameters are sharded; 0: half of one that is multiplied,
+    as where tables are gathered one at a time and for a part of the step."""
+    rounded_weights: Literal["of no layer", "of all layers"] = "of no layer"
+    """Of which layers rounded copies of the weights are kept from the forward to the backward pass."""
+    head_gradient: Literal["among the others", "in the loss"] = "among the others"
+    """Where the head's gradient is made: with the other gradients, or in the loss, beside those."""
     update_bytes: float = _DEFAULTS["update_bytes"]
     """Memory traffic of the optimizer per parameter that a rank updates."""
     state_bytes: int = _DEFAULTS["state_bytes"]
@@ -168,4 +178,10 @@ class SoftwareProfile:
 
 # plait's own: no measurement of it went in yet but what its code does (loss in pieces, sums under the backward pass,
 # shards over their own axis alone); its kernels are torch's, so it reaches with them what other torch programs do.
-PLAIT_PROFILE = SoftwareProfile(name="plait", shards_over="shard", **constant_fields("software_profile_plait"))
+PLAIT_PROFILE = SoftwareProfile(
+    name="plait",
+    shards_over="shard",
+    head_gradient="in the loss",
+    rounded_weights="of all layers",
+    **constant_fields("software_profile_plait"),
+)
