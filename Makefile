@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train test test-commands test-pieces test-all test-gpu test-newest check bench bench-strands bench-gpu lab clean
+.PHONY: python env env-dev env-bench install train test test-commands test-pieces test-all test-gpu test-newest check bench bench-strands bench-gpu lab wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -63,6 +63,10 @@ LAB_OUT ?= benchmarks/results/lab.jsonl
 
 lab: env-bench  ## every layout on real links between hosts made on this machine, about two hours; needs root
 	$(BIN)/python -m benchmarks.lab --json $(LAB_OUT)
+
+wheel: env  ## dist/plait-….whl: plait in one file, for machines without this checkout
+	rm -rf build dist  # setuptools would pack what an earlier build left there
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
 clean:  ## forget the environment, keep the runs
 	rm -rf .venv

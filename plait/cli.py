@@ -11,21 +11,35 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
+from plait.cli_arguments import Address, HostCount, Overrides, Port, Recipe, Run, SecretFile, Version
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals
 from plait.process_exit import EXIT_OF_SIGNAL, exit_with_sentence
 from plait.screen.terminal import TerminalScreen
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
-Recipe = Annotated[Path, typer.Argument(help="A recipe file (.toml).")]
-Overrides = Annotated[list[str] | None, typer.Argument(help='Settings to change: train.budget="60 steps" and so on.')]
-Run = Annotated[str, typer.Argument(help="A run: its name or its folder.")]
-HostCount = Annotated[int, typer.Option("--hosts", help="Number of machines, this one included.", min=1)]
-Address = Annotated[str | None, typer.Option("--address", help="Address at which other hosts reach this machine.")]
-Port = Annotated[int, typer.Option("--port", help="Port where they join; 0 takes a free one.", min=0, max=65535)]
-SecretFile = Annotated[Path | None, typer.Option("--secret-file", help="File with the hosts' secret, private to you.")]
+
+@app.callback()
+def options(version: Version = False) -> None:
+    """Plan, prove and run the training of language models on the machines that you have."""
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="The run's name: the recipe is NAME.toml, in this folder.")],
+    text: Annotated[
+        list[str] | None,
+        typer.Option("--text", metavar="FILE...", help="The texts; all of this folder's, if left out."),
+    ] = None,
+    more: Annotated[list[str] | None, typer.Argument(metavar="FILE", hidden=True)] = None,
+) -> None:
+    """Write a commented recipe for your text. Where there is no text, a sample text comes with it."""
+    from plait.commands.new import write_recipe
+
+    lines = write_recipe(name, [*(text or []), *(more or [])])
+    OptionalOutput(sys.stdout).write("\n".join(lines) + "\n")
 
 
 @app.command()

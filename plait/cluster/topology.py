@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from plait.version import __version__
+
 MachineDevice = Literal["cpu", "cuda"]
 
 
@@ -69,8 +71,8 @@ def detect_cpu_machine() -> Machine:
 
 def software_versions() -> tuple[tuple[str, str], ...]:
     """Versions of Python, plait and the packages that a run's numerical results depend on."""
-    found = {"python": platform.python_version()}
-    for package in ("plait", "torch", "numpy", "tokenizers"):
+    found = {"python": platform.python_version(), "plait": __version__}
+    for package in ("torch", "numpy", "tokenizers"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

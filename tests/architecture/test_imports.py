@@ -17,13 +17,14 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "plait"
 FLOORS = {
     "errors": 0, "units": 0, "layout": 0, "private_folder": 0, "complaints": 0, "checked_json": 0,
+    "version": 0,
     "model": 1,
     "partition": 2,
     "recipe": 3, "cluster": 3, "data": 3, "checkpoint": 3, "report": 3,
     "planner": 4, "screen": 4, "parallel": 4, "launch": 4, "proof": 4,
     "trainer": 5,
     "commands": 6, "process_exit": 6,
-    "api": 7, "cli": 7, "__main__": 8,
+    "api": 7, "cli_arguments": 7, "cli": 8, "__main__": 9,
 }  # fmt: skip
 # Inside a folder with sub-folders: modules at its root count as rooms of their own.
 INNER_FLOORS = {
@@ -31,7 +32,7 @@ INNER_FLOORS = {
                 "machine_cluster": 5, "pooled": 4, "probe": 4},
     "commands": {"preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "hosts": 2, "probing": 3,
                  "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "prove": 4, "sample": 3, "train": 5,
-                 "verify": 4},
+                 "verify": 4, "new": 4},
     "data": {"documents": 0, "folders": 0, "micro_sizes": 0, "sources": 1, "holdout": 2, "index": 3, "shards": 4,
              "preparation": 5, "balance": 5, "integrity": 5, "order": 5, "packing": 5, "rows": 5, "loader": 6},
     "launch": {"values": 0, "local": 1, "remote": 2},
@@ -180,6 +181,14 @@ def test_nothing_of_ours_imports_benchmarks_or_tests() -> None:
 def test_starts_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_import_and_dir_import_no_more_than_the_version() -> None:
+    code = "import sys, plait; dir(plait); print(*[m for m in sys.modules if m.startswith('plait')])"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert told.stdout.split() == ["plait", "plait.version"] or told.stdout.split() == ["plait.version", "plait"]
+    assert {*plait.__all__, "__version__"} <= set(dir(plait))
+    assert all(hasattr(plait, name) for name in dir(plait))
 
 
 def test_no_pickle() -> None:

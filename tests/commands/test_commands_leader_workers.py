@@ -107,6 +107,12 @@ def test_what_must_be_mended_is_told_to_the_host_that_joins(other: dict[str, Any
     assert sentence in (told(**other) or "")
 
 
+@pytest.mark.parametrize("other", [{"plait": "0.3.9"}, {"torch": "2.12.1+cpu"}, {"code": "other"}, {"more": 1}])
+def test_a_host_with_other_software_is_told_the_line_that_installs_ours(other: dict[str, Any]) -> None:
+    line = "uv tool install --force --torch-backend auto --with torch==2.13.0 ./plait-0.4.0-py3-none-any.whl"
+    assert (told(**other) or "").endswith(f"; copy the wheel of its plait here and type: {line}")
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -14,7 +14,12 @@ DOCUMENTS = (
     *sorted(ROOT.glob("benchmarks/**/README.md")),
     *sorted(ROOT.glob("plait/**/README.md")),
 )
-GUIDES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/guide-*.md")))
+GUIDES = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "docs" / "speed.md",
+    *sorted(ROOT.glob("docs/guide-*.md")),
+)
 
 
 def name_of(path: Path) -> str:

@@ -21,6 +21,7 @@ CITED: list[tuple[str, str, str]] = [
 ]
 CITING = (
     "README.md",
+    "docs/speed.md",
     "benchmarks/published/README.md",
     *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/guide-*.md")),
 )

@@ -8,16 +8,22 @@ from pathlib import Path
 import pytest
 import typer
 
+import plait
 from plait.cli import app
 from plait.cluster.cluster import read_cluster
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
+from plait.version import wheel_install_line
 from tests.docs.documents import DOCUMENTS, GUIDES, ROOT, code_lines, inline_code, name_of, plait_commands
 
 SECTIONS = {name: set(field.annotation.model_fields) for name, field in RunConfig.model_fields.items()}  # type: ignore
+TESTED_TORCH = re.findall(r'^TESTED_TORCH = "(.+)"$', (ROOT / "install" / "torch_build.py").read_text(), re.MULTILINE)[
+    0
+]
 RESERVED = {"model.from"}
 """Keys that the documents name as those of a later version."""
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+PLAIT = typer.main.get_command(app)
+COMMANDS = PLAIT.commands  # type: ignore[attr-defined]
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 TYPED = [
     (path, words)
@@ -64,6 +70,18 @@ def test_a_command_in_a_code_block_parses(path: Path, words: list[str]) -> None:
         assert cluster.endswith(".json") or read_cluster(cluster)
 
 
+@pytest.mark.parametrize("path", GUIDES, ids=name_of)
+def test_a_wheel_is_named_by_the_version_that_make_wheel_gives_it(path: Path) -> None:
+    named = set(re.findall(r"plait-([\w.]+)-py3-none-any\.whl", path.read_text(encoding="utf-8")))
+    assert named <= {plait.__version__}
+
+
+def test_the_readme_has_the_line_that_a_joining_host_is_told_and_can_be_read_at_once() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert wheel_install_line(plait.__version__, torch=TESTED_TORCH) in text
+    assert len(text.splitlines()) <= 150
+
+
 def test_commands_are_found_in_code_blocks() -> None:
     assert len(TYPED) >= 30
     named = {code.split()[1] for _, code in NAMED if code.startswith("plait ")}
@@ -74,8 +92,9 @@ def test_commands_are_found_in_code_blocks() -> None:
 def test_commands_named_in_a_sentence_exist(path: Path) -> None:
     for code in (code for where, code in NAMED if where == path):
         words = re.sub(r"[][]", " ", code).split()
-        if words[0] == "plait" and len(words) > 1 and words[1] != "--help":
-            options = {name for parameter in COMMANDS[words[1]].params for name in parameter.opts}
+        if words[0] == "plait" and len(words) > 1:
+            command = PLAIT if words[1].startswith("--") else COMMANDS[words[1]]
+            options = {name for parameter in command.params for name in parameter.opts}
             assert {word for word in words if word.startswith("--")} <= options | {"--help"}, code
         if words[0] == "make" and words[1:]:
             assert words[1] in TARGETS, code

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+import plait
+from plait.cluster.topology import software_versions
 from tests.end_to_end.command import Ended, Place, ended
 
-COMMANDS = ("train", "join", "plan", "data", "verify", "probe", "sample", "eval")
+COMMANDS = ("new", "train", "join", "plan", "data", "verify", "probe", "sample", "eval")
 POOR = {
     "ASCII": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     "ISO-8859-1": {"PYTHONIOENCODING": "iso-8859-1"},
@@ -31,6 +33,30 @@ def test_the_help_of_all_commands_fits_80_columns_and_is_whole(narrow: Place) ->
     listed = {line.split()[0]: line for line in lines[lines.index("Commands:") + 1 :]}
     assert tuple(listed) == COMMANDS
     assert all(line.endswith(".") and not line.endswith("...") for line in listed.values()), told.out
+
+
+def test_the_version_is_one_everywhere(narrow: Place) -> None:
+    assert run(narrow, "--version").out == f"plait {plait.__version__}\n"
+    assert dict(software_versions())["plait"] == plait.__version__
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("plait tr", ["train"]), ("plait train --re", ["--replan"]), ("plait sample sha", ["shakespeare", "shapes"])],
+)
+def test_the_shell_completes_commands_options_and_runs(narrow: Place, typed: str, offered: list[str]) -> None:
+    for name in ("shakespeare", "shapes", "other"):
+        narrow.path(name).mkdir(parents=True, exist_ok=True)
+        (narrow.path(name) / "plan.json").touch()
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_PLAIT_COMPLETE": "complete_bash"}
+    assert run(narrow, **words).out.split() == offered
+
+
+def test_completion_can_be_installed(narrow: Place) -> None:
+    home = {"HOME": str(narrow.folder), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    told = run(narrow, "--install-completion", "bash", **home)
+    assert told.code == 0 and "bash completion installed" in told.out, told
+    assert "_PLAIT_COMPLETE" in (narrow.folder / ".bash_completions" / "plait.sh").read_text()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

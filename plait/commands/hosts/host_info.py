@@ -20,6 +20,7 @@ from plait.errors import PlaitError
 from plait.launch.values.from_json import SingleLine, from_json, one_line
 from plait.launch.values.job import RANKS_AT_MOST, THREADS_AT_MOST
 from plait.units import format_duration
+from plait.version import wheel_install_line
 
 MAX_CLOCK_SKEW_S = 60.0
 _LATEST_CLOCK_S = 1e11  # some three thousand years after 1970
@@ -87,18 +88,22 @@ def why_host_cannot_join(host_info: Mapping[str, Any], leader_info: Mapping[str,
     is) may differ.
     """
     lead = leader_info["name"]
+    install = f"copy the wheel of its plait here and type: {_install_line(leader_info)}"
     try:
         from_json(HostInfo, host_info)
     except ValueError:
-        return f"{lead} does not understand this host's greeting; install plait {leader_info['plait']} here, too"
+        lacking = f"install plait {leader_info['plait']} here, too"
+        return f"{lead} does not understand this host's greeting; {lacking}; {install}"
     for package in ("plait", "torch"):
         here, there = (str(one[package]).partition("+")[0] for one in (host_info, leader_info))
         if here != there:
-            return f"this host has {package} {here} and {lead} has {there}; install {package} {there} here, too"
+            return (
+                f"this host has {package} {here} and {lead} has {there}; install {package} {there} here, too; {install}"
+            )
     if host_info["code"] != leader_info["code"]:
         return (
             f"this host's plait is of the same version as {lead}'s, {leader_info['plait']}, but its files differ; "
-            "install the same commit on both"
+            f"install the same commit on both; {install}"
         )
     ahead_s = host_info["clock_s"] - leader_info["clock_s"]
     if abs(ahead_s) > MAX_CLOCK_SKEW_S:
@@ -107,6 +112,10 @@ def why_host_cannot_join(host_info: Mapping[str, Any], leader_info: Mapping[str,
             "set it right (for example: timedatectl set-ntp true) and join again"
         )
     return None
+
+
+def _install_line(leader_info: Mapping[str, Any]) -> str:
+    return wheel_install_line(str(leader_info["plait"]), torch=str(leader_info["torch"]).partition("+")[0])
 
 
 @cache
@@ -123,11 +132,12 @@ def hardware_id() -> str:
 
 @cache
 def code_hash() -> str:
-    """A digest of plait's own files: two checkouts of one version number can still differ."""
+    """A digest of plait's own files: two checkouts of one version number can still differ. The same for a checkout and
+    for the wheel that was built from it; examples are no code."""
     package = Path(__file__).parents[2]
     digest = sha256()
     for path in sorted(package.rglob("*")):
-        if path.suffix in (".py", ".toml"):
+        if path.suffix in (".py", ".toml") and path.parent.name != "examples":
             digest.update(os.fsencode(path.relative_to(package)) + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

@@ -161,12 +161,17 @@ def find_run(name_or_path: str) -> RunFolder:
         if _is_file(folder.plan) and _is_file(folder.recipe):
             return folder
     runs = Path("runs").absolute()
-    known = sorted(path.parent.name for path in runs.glob("*/plan.json"))
+    known = known_runs(runs)
     near = difflib.get_close_matches(name_or_path, known, n=3) or known[:10]
     hint = (
         f"there are {', '.join(near)}" if near else "go to where it was trained, or train one with: plait train RECIPE"
     )
     raise PlaitError(f'there is no run "{name_or_path}" in {runs}; {hint}')
+
+
+def known_runs(runs: Path) -> list[str]:
+    """Names of the runs below a folder `runs`, sorted."""
+    return sorted(path.parent.name for path in runs.glob("*/plan.json"))
 
 
 def _is_file(path: Path) -> bool:

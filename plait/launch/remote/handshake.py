@@ -23,6 +23,7 @@ from typing import Literal
 from plait.errors import PlaitError
 from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import SessionKeys, Wire
+from plait.version import wheel_install_line
 
 PROTOCOL = 2
 JOINER_S = 10.0
@@ -83,7 +84,8 @@ def _prove(connection: socket.socket, secret: Secret, address: str) -> Wire:
     if protocol != PROTOCOL:
         raise PlaitError(
             f"host 0 at {address} speaks protocol {protocol} and this plait protocol {PROTOCOL}; "
-            "install the same version of plait on both"
+            "install the same version of plait on both: copy the newer one's wheel to the other and type there: "
+            + wheel_install_line("VERSION")
         )
     nonces = ours + theirs
     proof = _keyed(secret, "proof", "joiner", nonces)
