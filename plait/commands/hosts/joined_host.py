@@ -26,7 +26,7 @@ from plait.commands.hosts.shared_folder import has_nonce
 from plait.commands.planning.folder_lock import hold_lock, lock_run_folder
 from plait.commands.planning.make_plan import Log
 from plait.commands.planning.run_folder import RunFolder
-from plait.commands.planning.workers import MEASURE_ENTRY, PROBE_ENTRY
+from plait.commands.planning.workers import MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY
 from plait.errors import PlaitError
 from plait.launch.remote.link import Handler, Reply
 from plait.launch.remote.wire import Frame
@@ -92,7 +92,7 @@ class JoinedHostFiles:
 
         Its argument comes from host 0, and its ranks have all the rights of this host's user.
         """
-        if job.entry in (MEASURE_ENTRY, PROBE_ENTRY):  # without files
+        if job.entry in (MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY):  # without files
             if job.log_dir is not None:
                 raise PlaitError(f"{job.entry} has no logs, and {_LEADER_ASKS_ODDLY}")
             return
