@@ -19,6 +19,7 @@ from plait.data.sources import Source
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.model.gpt import GPT
+from plait.model.matmul import select_matmul_library
 from plait.parallel.sharded_model import unsharded
 from plait.planner.plan import Plan
 from plait.screen.screen import Screen, ShowProgress
@@ -68,6 +69,7 @@ def _prepare_files(files: Sequence[str], corpus: Corpus, cache: Path, show: Show
 
 def _loss_and_tokens(model: GPT, corpus: Corpus, plan: Plan, show: ShowProgress) -> tuple[float, float]:
     """The summed loss and the number of tokens, by one process."""
+    select_matmul_library(plan.matmul_backend)
     device = next(model.parameters()).device
     _, evaluate_micros = make_runners(unsharded(model), make_autocast(plan.precision, device))
     lean = replace(plan, micro_sequences=min(plan.micro_limits or (plan.micro_sequences,)))

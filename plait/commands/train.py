@@ -68,8 +68,8 @@ def train(
             print_finished(folder, screen, details)
             dismiss_torchrun_ranks()
             return "finished"
-        layout_changed = any(key.startswith("layout.") for key in changed)
-        renew: ReplanScope = "all" if fresh_plan else "plan" if layout_changed else "nothing"
+        split_changed = any(key.startswith(("layout.", "train.matmul_backend")) for key in changed)
+        renew: ReplanScope = "all" if fresh_plan else "plan" if split_changed else "nothing"
         try:
             with _open_workers(hosts, config, folder, renew, screen) as workers:
                 plan = workers.with_hosts(_prepare_plan(config, folder, workers, renew=renew, screen=screen))

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.model.linear import Linear, to_compute_precision
+from plait.model.matmul import attend_by_default_library
 from plait.model.norm import make_head_norm
 from plait.model.rotary import Rotation, rotate
 from plait.model.shape import ModelShape
@@ -155,4 +157,5 @@ def _attend_packed(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, ends: Tensor,
 def _sdpa(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, *, causal: bool) -> Tensor:
     q_bhtd, k_bhtd, v_bhtd = (x.transpose(1, 2) for x in (q_bthd, k_bthd, v_bthd))
     grouped = q_bhtd.shape[1] != k_bhtd.shape[1]
-    return F.scaled_dot_product_attention(q_bhtd, k_bhtd, v_bhtd, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+    core = partial(F.scaled_dot_product_attention, is_causal=causal, enable_gqa=grouped)
+    return attend_by_default_library(core, q_bhtd, k_bhtd, v_bhtd).transpose(1, 2)

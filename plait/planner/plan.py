@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from plait.cluster.topology import strip_name_number
 from plait.layout import Layout, equal_share
 from plait.model.shape import ModelShape
-from plait.partition.execution import Compile, Execution, GradientTransfer, MatmulPrecision, Precision, WorkerDevice
+from plait.partition.execution import (
+    Compile,
+    Execution,
+    GradientTransfer,
+    MatmulBackend,
+    MatmulPrecision,
+    Precision,
+    WorkerDevice,
+)
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration, ForecastBasis, StepItems
 from plait.units import Amount, Every
 
@@ -105,6 +113,14 @@ class Plan:
     gradient_transfer: GradientTransfer = "float32"
     matmul_precision: MatmulPrecision = "float32"
     """Where `precision` is float32: in what its matrices are multiplied."""
+    matmul_backend: MatmulBackend = "default"
+    """The library by which processors multiply float32 matrices; chosen by measurement, kept when a run resumes."""
+    host_backends: Mapping[str, MatmulBackend] = field(default_factory=dict[str, MatmulBackend])
+    """The library of hosts that take another one than `matmul_backend`, by the digest of their machine."""
+    matmul_flops: float | None = None
+    """FLOP/s of the run's matrix products on one device, as measured in its arithmetic; None where not measured."""
+    matmul_error: float | None = None
+    """Largest relative error of those products against float64; None where not measured."""
     budget: Amount
     """Budget of the run, from which `steps` follows."""
     steps: int
@@ -175,6 +191,11 @@ class Plan:
             if rank < last:
                 return host.threads
         return self.threads
+
+    def matmul_backend_of(self, rank: int) -> MatmulBackend:
+        """The library by which one rank multiplies float32 matrices."""
+        hosts = [host for host in self.hosts for _ in range(host.workers)]
+        return self.host_backends.get(hosts[rank].machine, self.matmul_backend) if hosts else self.matmul_backend
 
     def workers_beside(self, rank: int) -> int:
         """Workers on the host of one rank, itself included."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from plait.checked_json import parse_object, sealed_text, typed_value
 from plait.errors import PlaitError
 from plait.layout import AXES
+from plait.partition.execution import MatmulBackend
 from plait.report.atomic import replace_file
 
 DERIVED = ("step_error", "memory_error", "rss_error", "speedup_vs_one", "efficiency")
@@ -72,6 +73,12 @@ class Receipt:
     """Number of earlier runs whose observations the forecast uses."""
     timed_step_s: float | None = None
     """Step time measured before the run, where the layout was timed."""
+    matmul_backend: MatmulBackend = "default"
+    """The library by which processors multiplied float32 matrices."""
+    matmul_flops: float | None = None
+    """FLOP/s of the run's matrix products on one device, as measured before it; None on GPUs."""
+    matmul_error: float | None = None
+    """Largest relative error of those products against float64."""
     untimed_step_s: float | None = None
     """Step time by formulas and earlier runs, where the prediction is the step that was timed."""
 

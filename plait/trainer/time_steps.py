@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from pathlib import Path
@@ -17,25 +18,25 @@ from plait.trainer.worker import WorkerContext, process_group_for
 
 WARM_UP_STEPS = 2
 LEAST_TIMED_STEPS = 4
-LEAST_S = 4.0
 
 
 def rank(context: WorkerContext, argument: str) -> None:
-    """Entry point of each rank of a measurement; `argument` is a folder with plan.json and recipe.toml. Rank 0 sends
-    the median seconds of a step."""
-    folder = Path(argument)
+    """Entry point of each rank of a measurement; `argument` is JSON: a folder with plan.json and recipe.toml, and the
+    least seconds of timed steps. Rank 0 sends the median seconds of a step."""
+    requested = json.loads(argument)
+    folder = Path(requested["folder"])
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
     with process_group_for(context, plan):
         mesh = make_mesh(plan.layout, plan.device)
         world = world_sums()
         assembly = assemble(config, plan, sums=world, mesh=mesh)
-        step_s = _time_steps(assembly, world)
+        step_s = _time_steps(assembly, world, requested["least_s"])
         assembly.loader.close()
         if context.rank == 0:
             context.send("measured", step_s=step_s)
 
 
-def _time_steps(assembly: Assembly, world: Sums) -> float:
+def _time_steps(assembly: Assembly, world: Sums, least_s: float) -> float:
     """Median seconds of a step on this rank. All ranks take the same number of steps: rank 0's clock decides when
     they are enough."""
     state, times = TrainState(), []
@@ -46,6 +47,6 @@ def _time_steps(assembly: Assembly, world: Sums) -> float:
         scalars.totals.tolist()  # waits for the device
         times.append(time.perf_counter() - began)
         timed = times[WARM_UP_STEPS:]
-        here = len(timed) >= LEAST_TIMED_STEPS and sum(timed) >= LEAST_S
+        here = len(timed) >= LEAST_TIMED_STEPS and sum(timed) >= least_s
         enough = bool(world.largest(torch.tensor([int(here and world.index == 0)]))[0])
     return statistics.median(times[WARM_UP_STEPS:])

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from plait.checkpoint.store import verify_checkpoint
 from plait.errors import RunFailed
+from plait.model.matmul import select_matmul_library, select_matmul_precision
 from plait.model.shape import training_flops_per_token
 from plait.parallel.mesh import Sums, make_mesh, open_store, world_sums
-from plait.partition.execution import MatmulPrecision
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
@@ -103,6 +103,7 @@ def process_group_for(context: WorkerContext, plan: Plan) -> Iterator[None]:
     # Moments of embedding rows that stay without a gradient decay into denormal numbers, which CPUs compute slowly.
     torch.set_flush_denormal(True)
     backend = "gloo"
+    select_matmul_library(plan.matmul_backend_of(context.rank) if plan.device == "cpu" else "default")
     if plan.device == "cuda":
         torch.cuda.set_device(context.local_rank)
         _same_bits_on_gpus()
@@ -116,11 +117,6 @@ def process_group_for(context: WorkerContext, plan: Plan) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def select_matmul_precision(precision: MatmulPrecision) -> None:
-    """Multiply float32 matrices on CUDA devices so from now on, in this process; each choice undoes the other."""
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
 
 
 def _same_bits_on_gpus() -> None:

@@ -100,7 +100,7 @@ def model_probe_request(
 ) -> ProbeRequest:
     """The request for one model with at most `sequences` sequences at a time, including the products that remain
     when its matrices are split over 2 and 4 workers."""
-    largest = _limited(shape, sequence, sequences, LAYER_FLOPS[device] * (threads if device == "cpu" else 1))
+    largest = probed_sequences(shape, sequence, sequences, device=device, threads=threads)
     # A single sequence too: few tokens take longer each, and pipelines take few at a time.
     counts = sorted({1, max(1, largest // 4), largest})
     models = [ProbedModel(shape=shape, sequence=sequence, sequences=some) for some in counts]
@@ -147,7 +147,10 @@ def _cut_products(model: ProbedModel) -> list[tuple[int, int, int]]:
     return found
 
 
-def _limited(shape: ModelShape, sequence: int, sequences: int, flops: float) -> int:
-    """The given number of sequences, or as many as keep one layer's training step within `flops`; at least 1."""
+def probed_sequences(
+    shape: ModelShape, sequence: int, sequences: int, *, device: Literal["cpu", "cuda"], threads: int
+) -> int:
+    """The given number of sequences, or as many as keep one layer's training step within LAYER_FLOPS; at least 1."""
+    flops = LAYER_FLOPS[device] * (threads if device == "cpu" else 1)
     each = training_flops_per_token(shape, sequence, "causal") / shape.layers * sequence
     return max(1, min(sequences, int(flops / each)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.commands.hosts.requests import CHECKPOINT_NAME, MEND_ODD_REQUEST
-from plait.commands.planning.workers import MEASURE_ENTRY, PROBE_ENTRY
+from plait.commands.planning.workers import MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY
 from plait.errors import PlaitError
 from plait.launch.values.job import Job
 
@@ -36,7 +36,7 @@ def read_job_argument(argument: str) -> JobArgument:
 
 def check_job(job: Job, may_use: Callable[[Path], bool]) -> None:
     """Raise PlaitError for a job that would read or write outside of the folders that it may use."""
-    if job.entry in (MEASURE_ENTRY, PROBE_ENTRY):  # without files
+    if job.entry in (MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY):  # without files
         if job.log_dir is not None:
             raise PlaitError(f"{job.entry} has no logs, and {MEND_ODD_REQUEST}")
         return

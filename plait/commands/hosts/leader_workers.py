@@ -19,7 +19,14 @@ from plait.commands.hosts.host_shares import check_worker_count, default_host_sh
 from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret, invitation_text
 from plait.commands.hosts.job_argument import read_job_argument
 from plait.commands.planning.make_plan import Log, MachineSurvey
-from plait.commands.planning.workers import ENTRIES, MEASURE_ENTRY, PROBE_ENTRY, TRAINING_ENTRY, OnMessage
+from plait.commands.planning.workers import (
+    ENTRIES,
+    MEASURE_ENTRY,
+    PROBE_ENTRY,
+    PRODUCTS_ENTRY,
+    TRAINING_ENTRY,
+    OnMessage,
+)
 from plait.errors import Interrupted
 from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
 from plait.launch.remote.host_numbering import HostIdentity
@@ -101,7 +108,7 @@ class LeaderWorkers:
         if job.world_size == 1:
             idle = [HostPart(ranks=0, threads=1, argument="") for _ in self._hosts.members]
             return self._hosts.run(job, on_message=on_message, parts=[_own_part(job, 1, job.threads), *idle])
-        if job.entry == PROBE_ENTRY:
+        if job.entry in (PROBE_ENTRY, PRODUCTS_ENTRY):
             assert job.world_size == self.fixed_workers.workers, job
             return self._hosts.run(job, on_message=_of_rank_0(on_message), parts=self._probe_parts(job))
         asked, training = read_job_argument(job.argument), job.entry == TRAINING_ENTRY

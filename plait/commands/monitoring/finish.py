@@ -131,6 +131,9 @@ def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: Forec
         measured_items=came.items.measurable_items() if came and came.items else None,
         predicted_rss_bytes=forecast.bytes_per_device if forecast and plan.device == "cpu" else None,
         taught_by_runs=predicted.calibration.runs if predicted else 0,
+        matmul_backend=plan.matmul_backend,
+        matmul_flops=plan.matmul_flops,
+        matmul_error=plan.matmul_error,
     )
 
 

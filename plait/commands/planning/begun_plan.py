@@ -30,7 +30,7 @@ def resumed_plan(
         plan = replace(plan, hosts=(), left_out=())
         requested = "as asked" if fresh else "the hosts are not those it was made for"
         why = "this machine is not the one it was made for" if moved else requested
-        plan = replan(config, plan, corpus, survey, workers)
+        plan = replan(config, plan, corpus, survey, workers, log)
         log(f"plan     a new one for the remaining steps ({why}); {plan.steps} steps in all, as before")
     return with_new_intervals(config, plan)
 

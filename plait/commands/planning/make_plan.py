@@ -7,24 +7,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 from plait.cluster.topology import Machine
+from plait.commands.planning.arithmetic import begun_with_arithmetic, draft_with_arithmetic
 from plait.commands.planning.calibration_store import calibration_key, load_calibration
-from plait.commands.planning.workers import MEASURE_ENTRY, TIMING_ENTRY, WorkerPool
+from plait.commands.planning.timing import ask_rank_0, measure
+from plait.commands.planning.workers import MEASURE_ENTRY, WorkerPool
 from plait.commands.preparing.corpus import CACHE_FOLDER, corpus_facts
 from plait.data.shards import Corpus
-from plait.errors import Interrupted, PlaitError, RunFailed
-from plait.launch.values.job import Job, Message
+from plait.errors import RunFailed
+from plait.launch.values.job import Job
 from plait.planner.derive.resources import Probe, ProbeNeed, Resources, probe_digest
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan, write_plan
 from plait.planner.resolve.forecast_update import updated_forecast
-from plait.planner.resolve.resolve import draft, settle, with_layout
-from plait.planner.resolve.worker_layouts import WorkerLayout, best_layouts, choose
+from plait.planner.resolve.request import Request
+from plait.planner.resolve.resolve import Draft, draft, settle, with_layout
+from plait.planner.resolve.worker_layouts import WorkerLayout, best_layouts, choose, worker_layouts
 from plait.private_folder import make_private_folder
-from plait.recipe.load import flat_values, recipe_text
+from plait.recipe.load import flat_values
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import ShowProgress, ignore_progress
 
@@ -71,7 +72,7 @@ def make_plan(
             return plan
         say("plan     made anew: a new probe of the hosts differs from the one that the stored plan was made with")
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
-    outline = draft(config, corpus_facts(corpus), resources_of(site, workers), recipe_hash=key)
+    outline = _new_draft(config, corpus, resources_of(site, workers), workers, recipe_hash=key)
     measured = list(outline.layouts)
     if len(measured) > 1 or outline.plan.budget.unit == "seconds":
         measured = measure(config, outline.plan, workers, outline.layouts, show)
@@ -95,7 +96,12 @@ def _plan_if_probe_holds(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, 
     if site.probe is None:
         return plan, site
     probe = site.probe
-    plans_need = ProbeNeed(shape=plan.shape, batch_sequences=plan.batch_sequences, precision=plan.precision)
+    plans_need = ProbeNeed(
+        shape=plan.shape,
+        batch_sequences=plan.batch_sequences,
+        precision=plan.precision,
+        matmul_backend=plan.matmul_backend,
+    )
     probed = probe(plans_need)
     holds = plan.forecast is not None and plan.forecast.probe_digest == probe_digest(probed)
     return plan if holds else None, replace(site, probe=lambda need: probed if need == plans_need else probe(need))
@@ -116,10 +122,11 @@ def proven_plan(
     A layout that fails, for lack of memory for example, drops out; raises RunFailed where all of them fail.
     """
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
-    outline = draft(
+    outline = _new_draft(
         config,
-        corpus_facts(corpus),
+        corpus,
         resources_of(site, workers),
+        workers,
         recipe_hash=key,
         worth_measuring=lambda request: best_layouts(request, count),
     )
@@ -136,6 +143,26 @@ def proven_plan(
     if failure and not trials:
         raise failure
     return _store_plan(settle(config, outline, trials), key), trials
+
+
+def _new_draft(
+    config: RunConfig,
+    corpus: Corpus,
+    resources: Resources,
+    workers: WorkerPool,
+    *,
+    recipe_hash: str,
+    worth_measuring: Callable[[Request], tuple[WorkerLayout, ...]] = worker_layouts,
+) -> Draft:
+    """The draft of a new run's plan, in the arithmetic that its processors are best at."""
+    facts = corpus_facts(corpus)
+    return draft_with_arithmetic(
+        config,
+        facts,
+        resources,
+        workers,
+        lambda found: draft(config, facts, found, recipe_hash=recipe_hash, worth_measuring=worth_measuring),
+    )
 
 
 def resources_of(site: MachineSurvey, workers: WorkerPool) -> Resources:
@@ -171,17 +198,24 @@ def _store_plan(plan: Plan, key: str) -> Plan:
     return plan
 
 
-def replan(config: RunConfig, plan: Plan, corpus: Corpus, site: MachineSurvey, workers: WorkerPool) -> Plan:
-    """A begun run's plan for the present machines: another layout, the same steps and the same mathematics."""
+def replan(config: RunConfig, plan: Plan, corpus: Corpus, site: MachineSurvey, workers: WorkerPool, say: Log) -> Plan:
+    """A begun run's plan for the present machines: another layout, the same steps and the same mathematics.
+
+    On other machines the library of their processors' products is chosen anew, and `say` gets the reason.
+    """
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
-    outline = draft(config, corpus_facts(corpus), resources_of(site, workers), recipe_hash=key, begun=plan)
-    moved = _moved(plan, outline.plan)
+    moved = bool(site.others) or site.machine.fingerprint() != plan.fingerprint
+    resources = begun_with_arithmetic(config, plan, resources_of(site, workers), workers, moved=moved)
+    for reason in resources.arithmetic.reasons if moved and resources.arithmetic else ():
+        say(f"         · {reason}")
+    outline = draft(config, corpus_facts(corpus), resources, recipe_hash=key, begun=plan)
+    plan = _on_machine(plan, outline.plan)
     again = plan.step_s is not None and site.probe is None  # over several hosts a probe has told how long steps take
     timing = len(outline.layouts) > 1 or again
-    return with_layout(moved, choose(measure(config, moved, workers, outline.layouts) if timing else outline.layouts))
+    return with_layout(plan, choose(measure(config, plan, workers, outline.layouts) if timing else outline.layouts))
 
 
-def _moved(plan: Plan, here: Plan) -> Plan:
+def _on_machine(plan: Plan, here: Plan) -> Plan:
     """A begun run's plan, with what depends on the machine, and the reports, taken from the plan `here`."""
     return replace(
         plan,
@@ -190,53 +224,15 @@ def _moved(plan: Plan, here: Plan) -> Plan:
         layout=here.layout,
         threads=here.threads,
         balance_every_steps=here.balance_every_steps,
+        matmul_backend=here.matmul_backend,
+        host_backends=here.host_backends,
+        matmul_flops=here.matmul_flops,
+        matmul_error=here.matmul_error,
         corpus=here.corpus,
         peak_flops=here.peak_flops,
         fingerprint=here.fingerprint,
         recipe_hash=here.recipe_hash,
     )
-
-
-def measure(
-    config: RunConfig,
-    plan: Plan,
-    workers: WorkerPool,
-    layouts: tuple[WorkerLayout, ...],
-    show: ShowProgress = ignore_progress,
-) -> list[WorkerLayout]:
-    """Time real steps of each layout."""
-    measured = []
-    for number, split in enumerate(layouts):
-        show(number, len(layouts), f"timing steps of layout {number + 1} of {len(layouts)}")
-        measured.append(_measured(config, with_layout(plan, split), split, workers))
-    return measured
-
-
-def _measured(config: RunConfig, plan: Plan, split: WorkerLayout, workers: WorkerPool) -> WorkerLayout:
-    with TemporaryDirectory(prefix="plait-measure-") as name:
-        write_plan(plan, Path(name) / "plan.json")
-        (Path(name) / "recipe.toml").write_text(recipe_text(config))
-        job = Job(
-            entry=TIMING_ENTRY,
-            argument=name,
-            world_size=plan.world_size,
-            threads=plan.threads,
-            log_dir=name,
-        )
-        found = ask_rank_0(workers, job, "measured")
-    return replace(split, step_s=found["step_s"])
-
-
-def ask_rank_0(workers: WorkerPool, job: Job, kind: str) -> dict[str, Any]:
-    """Run a job whose rank 0 sends one message of this kind, and return its values; raises Interrupted where a
-    signal came."""
-    answers: list[Message] = []
-    result = workers.run(job, lambda message: answers.append(message) if message.kind == kind else None)
-    if result.stopped_by != "finished":
-        raise Interrupted(result.stopped_by)
-    if not answers:
-        raise PlaitError(f"a worker ended without an answer ({job.entry}); this is a bug in plait, please report it")
-    return dict(answers[0].values)
 
 
 def plan_key(

@@ -20,7 +20,7 @@ from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import Plan
 
 TRAINING_ENTRY, TIMING_ENTRY, CHECK_ENTRY = "train", "time_steps", "check_gradients"
-MEASURE_ENTRY, PROBE_ENTRY = "measure_machine", "probe"
+MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY = "measure_machine", "probe", "measure_products"
 ENTRIES = EntryTable(
     functions={
         TRAINING_ENTRY: "plait.trainer.worker:main",
@@ -28,6 +28,7 @@ ENTRIES = EntryTable(
         CHECK_ENTRY: "plait.commands.verifying.reference:run_check_rank",
         MEASURE_ENTRY: "plait.cluster.measure:rank",
         PROBE_ENTRY: "plait.commands.probing.rank:run_probe_rank",
+        PRODUCTS_ENTRY: "plait.commands.probing.products:run_products_rank",
     },
     # torch's optimizers import torch._dynamo when the first is made, a second for each rank: so once for all of them.
     preload=(
@@ -37,6 +38,7 @@ ENTRIES = EntryTable(
         "plait.cluster.measure",
         "plait.commands.verifying.reference",
         "plait.commands.probing.rank",
+        "plait.commands.probing.products",
     ),
 )
 """All that a worker of plait's commands can do, on whichever host."""

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from plait.model.matmul import matmul_library
 from plait.parallel.context.cut import TokenSpan
 
 Mask = Literal["causal", "none"]
@@ -119,13 +120,15 @@ def _flat(parts: tuple[Tensor, ...]) -> Tensor:
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> AttentionResult:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, total = flash(*_swapped((q, k, v)), 0.0, mask == "causal")
+    with matmul_library("default"):  # see note [attention keeps the default library] in model/matmul.py
+        out, total = flash(*_swapped((q, k, v)), 0.0, mask == "causal")
     return out.transpose(1, 2), total.transpose(1, 2)
 
 
 def _cpu_backward(tensors: tuple[Tensor, ...], mask: Mask) -> Grads:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    grad_q, grad_k, grad_v = _swapped(flash(*_swapped(tensors), 0.0, mask == "causal"))
+    with matmul_library("default"):
+        grad_q, grad_k, grad_v = _swapped(flash(*_swapped(tensors), 0.0, mask == "causal"))
     return grad_q, grad_k, grad_v
 
 

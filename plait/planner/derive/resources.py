@@ -12,8 +12,9 @@ from plait.cluster.machine_cluster import cluster_of_machine
 from plait.cluster.measured import measurements_json
 from plait.cluster.topology import Machine
 from plait.model.shape import ModelShape
-from plait.partition.execution import Precision
+from plait.partition.execution import MatmulBackend, Precision
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration, ForecastBasis
+from plait.planner.derive.arithmetic import ProcessorArithmetic
 from plait.planner.step_time.device_rates import peak_flops
 
 STAND_IN = "A100"
@@ -35,6 +36,7 @@ class ProbeNeed:
     shape: ModelShape
     batch_sequences: int
     precision: Precision
+    matmul_backend: MatmulBackend = "default"
 
 
 Probe = Callable[[ProbeNeed], Cluster]
@@ -59,6 +61,8 @@ class Resources:
     """What the probe found, or the cluster on paper."""
     is_here: bool = True
     """Whether the machines exist and are reachable; False for a cluster that is only described."""
+    arithmetic: ProcessorArithmetic | None = None
+    """How the processors multiply, where it was measured for this run; None elsewhere, and on GPUs."""
     load_calibration: LoadCalibration = field(default=lambda precision, basis: UNCALIBRATED)
 
     @property
@@ -96,6 +100,12 @@ class Resources:
     def probed(self, need: ProbeNeed) -> Resources:
         """These resources with the cluster that a probe of the hosts measured; unchanged for a single host."""
         return replace(self, cluster=self.probe(need)) if self.probe else self
+
+    def with_arithmetic(self, arithmetic: ProcessorArithmetic) -> Resources:
+        """These resources with the arithmetic that was chosen for their processors, and its peak."""
+        gain = arithmetic.gain / (self.arithmetic.gain if self.arithmetic else 1.0)
+        peak = None if self.peak_flops is None else self.peak_flops * gain
+        return replace(self, arithmetic=arithmetic, peak_flops=peak)
 
     def threads(self, workers: int) -> int:
         """Threads of each of so many workers."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from plait.errors import PlaitError
 from plait.model.shape import ModelShape, parameter_count
-from plait.partition.execution import MatmulPrecision, Precision
+from plait.partition.execution import MatmulBackend, MatmulPrecision, Precision
 from plait.planner.derive.model_size import CorpusFacts, TrainingRate, assumed_rate, batch_sequences, derive_run_size
 from plait.planner.derive.resources import Resources
 from plait.planner.plan import WARNING, Plan
@@ -26,6 +26,8 @@ class TrainingJob:
     precision: Precision
     matmul_precision: MatmulPrecision = "float32"
     """In what float32 matrices are multiplied."""
+    matmul_backend: MatmulBackend = "default"
+    """The library by which processors multiply them."""
 
 
 def new_job(
@@ -42,7 +44,7 @@ def new_job(
     rate = rate or assumed_rate(resources.machine, resources.peak_flops)
     scale = derive_run_size(config, corpus, rate, why)
     batch = batch_sequences(config, scale, why)
-    why += precision_reasons
+    why += [*precision_reasons, *(resources.arithmetic.reasons if resources.arithmetic else ())]
     return TrainingJob(
         budget=scale.budget,
         shape=scale.shape,
@@ -50,6 +52,7 @@ def new_job(
         batch_sequences=batch,
         precision=precision,
         matmul_precision=matmul_precision_of(precision, resources, why),
+        matmul_backend=matmul_backend_of(config, resources),
     )
 
 
@@ -62,6 +65,7 @@ def job_of_plan(plan: Plan) -> TrainingJob:
         batch_sequences=plan.batch_sequences,
         precision=plan.precision,
         matmul_precision=plan.matmul_precision,
+        matmul_backend=plan.matmul_backend,
     )
 
 
@@ -75,13 +79,23 @@ def precision_of(config: RunConfig, resources: Resources, why: list[str]) -> Pre
     if named != "auto":
         return named
     if resources.machine.device == "cpu":
-        why.append("precision float32: the fastest arithmetic of most processors")
+        if resources.arithmetic:
+            return resources.arithmetic.precision
+        why.append("precision float32, unless plait train finds a step much faster in bf16 on the processor")
         return "float32"
     if lacking:
         why.append(f"precision float32: {lacking} has no bf16 arithmetic, and plait does not train in fp16 yet")
         return "float32"
     why.append("precision bf16 with float32 master weights: these devices' fast arithmetic")
     return "bf16"
+
+
+def matmul_backend_of(config: RunConfig, resources: Resources) -> MatmulBackend:
+    """The library of a processor's products: as measured, else as the recipe names it."""
+    if resources.arithmetic:
+        return resources.arithmetic.backend
+    named = config.train.matmul_backend
+    return "default" if named == "auto" or resources.machine.device != "cpu" else named
 
 
 def matmul_precision_of(precision: Precision, resources: Resources, why: list[str]) -> MatmulPrecision:

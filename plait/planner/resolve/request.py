@@ -13,6 +13,7 @@ from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.planner.calibration.factors import ForecastBasis
+from plait.planner.derive.arithmetic import arithmetic_name
 from plait.planner.derive.intervals import balance_every_steps
 from plait.planner.derive.model_size import CorpusFacts, TrainingRate
 from plait.planner.derive.resources import STAND_IN, ProbeNeed, Resources
@@ -75,15 +76,22 @@ def request_of(
     """
     notes: list[str] = []
     job = job_of_plan(begun) if begun else new_job(config, corpus, resources, notes, rate)
+    if resources.arithmetic:  # also of a begun run: its processors may be others now
+        job = replace(job, matmul_backend=resources.arithmetic.backend)
     constraints = constraints_of(config, job.shape, job.batch_sequences)
     resources = resources.probed(
-        ProbeNeed(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision)
+        ProbeNeed(
+            shape=job.shape,
+            batch_sequences=job.batch_sequences,
+            precision=job.precision,
+            matmul_backend=job.matmul_backend,
+        )
     )
     workload = _workload(job)
     basis: ForecastBasis = "clock" if resources.cluster and was_measured(workload, resources.cluster) else "formulas"
-    # Steps with TF32 products say nothing about steps without.
-    arithmetic = job.precision if job.matmul_precision == "float32" else job.matmul_precision
-    calibration = resources.load_calibration(arithmetic, basis)
+    # Steps with TF32 products, or by another library, say nothing about steps without.
+    precision = job.precision if job.matmul_precision == "float32" else job.matmul_precision
+    calibration = resources.load_calibration(arithmetic_name(precision, job.matmul_backend), basis)
     return Request(
         job=job,
         workload=workload,

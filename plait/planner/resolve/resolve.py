@@ -23,6 +23,7 @@ from plait.planner.derive.intervals import (
 from plait.planner.derive.micro_batch import usual_micro_sequences
 from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.derive.resources import Resources
+from plait.planner.derive.training_job import TrainingJob
 from plait.planner.plan import Plan
 from plait.planner.resolve.forecast_update import updated_forecast
 from plait.planner.resolve.request import Request, request_of
@@ -108,10 +109,20 @@ def draft(
     )
     return Draft(
         request=request,
-        plan=plan,
+        plan=_with_products(plan, job, resources),
         layouts=layouts,
         evaluations="auto" if config.report.evaluate == "auto" else parse_step_interval(config.report.evaluate),
         heldout_tokens=corpus.heldout_tokens,
+    )
+
+
+def _with_products(plan: Plan, job: TrainingJob, resources: Resources) -> Plan:
+    """The plan with the library of processors' products, and what was measured of them."""
+    measured, chosen = resources.arithmetic, replace(plan, matmul_backend=job.matmul_backend)
+    if measured is None:
+        return chosen
+    return replace(
+        chosen, host_backends=measured.host_backends, matmul_flops=measured.flops, matmul_error=measured.error
     )
 
 

@@ -1,0 +1,133 @@
+"""Measures a model's matrix products in each arithmetic that a processor has: how fast, and how far from float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+
+from plait.cluster.probe.request import ProbedModel, layer_products
+from plait.cluster.probe.timing import TimingSetup, time_in_rounds
+from plait.cluster.product_rates import Arithmetic, ProductRate
+from plait.model.matmul import has_onednn, matmul_library
+
+HEAD_ROWS = 256
+"""Tokens of which the head's products are measured; each further token costs the same."""
+HOPELESS = 4.0
+"""An arithmetic that is so many times slower on one product is slower on all."""
+LEAST_ERROR = 1e-8
+"""Errors below count as this one: a product may be exact by chance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArithmeticUnit:
+    """One way in which products are computed: what selects it, and the numbers that are multiplied."""
+
+    select: Callable[[], AbstractContextManager[object]]
+    dtype: torch.dtype
+
+
+def arithmetic_units() -> dict[Arithmetic, ArithmeticUnit]:
+    """The arithmetics of this process's torch and processor."""
+    found: dict[Arithmetic, ArithmeticUnit] = {
+        "default": ArithmeticUnit(select=partial(matmul_library, "default"), dtype=torch.float32),
+        "bf16": ArithmeticUnit(select=nullcontext, dtype=torch.bfloat16),
+    }
+    if has_onednn():
+        found["onednn"] = ArithmeticUnit(select=partial(matmul_library, "onednn"), dtype=torch.float32)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Product:
+    """One product of a step, its factors in float32, and how often it occurs."""
+
+    left: Tensor
+    right: Tensor
+    times: float
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.times * prod(self.left.shape) * self.right.shape[1]
+
+    def run(self, unit: ArithmeticUnit) -> Callable[[], Tensor]:
+        """A function that computes the product in a unit."""
+        left, right = self.left.to(unit.dtype), self.right.to(unit.dtype)
+
+        def multiply() -> Tensor:
+            with unit.select():
+                return torch.mm(left, right)
+
+        return multiply
+
+    def errors(self, units: Mapping[Arithmetic, ArithmeticUnit]) -> dict[Arithmetic, float]:
+        """Relative error of the product in each unit against that of float64, in the Frobenius norm."""
+        exact = torch.mm(self.left.double(), self.right.double())
+        found = {name: float((self.run(unit)() - exact).norm() / exact.norm()) for name, unit in units.items()}
+        return {name: max(LEAST_ERROR, found[name]) for name in units}
+
+
+def measure_product_rates(
+    model: ProbedModel, units: Mapping[Arithmetic, ArithmeticUnit], bench: TimingSetup, *, seconds: float
+) -> dict[Arithmetic, ProductRate]:
+    """Time a model's products in all units, in rounds, and compare their results with float64's.
+
+    `model` has the sequences of one micro-batch. A unit that is far slower than the default on one product, as where a
+    processor only emulates bf16, is not measured on the others: its rate is the default's in that proportion.
+    """
+    products = list(_products_of(model))
+    first = min(products, key=lambda product: product.flops / product.times)
+    trial = _rates([first], units, bench, seconds=0.0)
+    usual: dict[Arithmetic, ArithmeticUnit] = {
+        name: unit for name, unit in units.items() if trial[name].flops * HOPELESS > trial["default"].flops
+    }
+    found = _rates(products, usual, bench, seconds=seconds)
+    scale = found["default"].flops / trial["default"].flops
+    slow: dict[Arithmetic, ProductRate] = {
+        name: replace(trial[name], flops=trial[name].flops * scale) for name in units if name not in usual
+    }
+    return found | slow
+
+
+def _rates(
+    products: Sequence[_Product], units: Mapping[Arithmetic, ArithmeticUnit], bench: TimingSetup, *, seconds: float
+) -> dict[Arithmetic, ProductRate]:
+    runs = {(name, index): product.run(unit) for index, product in enumerate(products) for name, unit in units.items()}
+    timings = time_in_rounds(runs, bench, seconds=seconds)
+    errors = [product.errors(units) for product in products]
+    flops = sum(product.flops for product in products)
+    return {
+        name: ProductRate(
+            flops=flops / sum(one.times * timings[name, index].seconds for index, one in enumerate(products)),
+            error=max(one[name] for one in errors),
+            error_ratio=max(one[name] / one["default"] for one in errors),
+        )
+        for name in units
+    }
+
+
+def _products_of(model: ProbedModel) -> Iterator[_Product]:
+    """Those of a training micro-batch forward and backward; of a single sequence forward, as in an evaluation; and of
+    an odd number of tokens both ways, as the ends of documents and of shares leave it."""
+    single = replace(model, sequences=1)
+    ragged = replace(single, sequence=max(1, 5 * model.sequence // 8) | 1)
+    passes = ((model, 3), (single, 1), (ragged, 3))
+    for some, kinds in passes:
+        for sizes in dict.fromkeys(layer_products(some)):
+            times = layer_products(some).count(sizes) * some.shape.layers
+            yield from _linear(sizes, times)[:kinds]
+    rows = min(HEAD_ROWS, model.tokens)
+    yield from _linear((rows, model.shape.width, model.shape.vocabulary), model.tokens / rows)
+
+
+def _linear(sizes: tuple[int, int, int], times: float) -> Sequence[_Product]:
+    """A linear layer's product and the gradients of its input and of its weight, as autograd multiplies them."""
+    rows, inner, columns = sizes
+    x, weight, grad = (torch.randn(two) for two in ((rows, inner), (columns, inner), (rows, columns)))
+    factors = ((x, weight.t()), (grad, weight), (grad.t(), x))
+    return [_Product(left=left, right=right, times=times) for left, right in factors]

@@ -1,0 +1,123 @@
+"""Chooses by measurement how processors multiply: the library of float32 products, and float32 or bf16."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Literal
+
+from plait.cluster.probe.request import ProbedModel
+from plait.cluster.product_rates import ProductRates
+from plait.commands.planning.timing import ARITHMETIC_S, ask_rank_0, time_plan
+from plait.commands.planning.workers import PRODUCTS_ENTRY, WorkerPool
+from plait.launch.values.job import Job
+from plait.planner.derive.arithmetic import (
+    LEAST_STEP_GAIN,
+    BackendName,
+    ProcessorArithmetic,
+    bf16_price,
+    choose_backends,
+    choose_precision,
+    speed_text,
+)
+from plait.planner.derive.model_size import CorpusFacts
+from plait.planner.derive.resources import FixedWorkers, Resources
+from plait.planner.derive.training_job import TrainingJob, job_of_plan, new_job
+from plait.planner.plan import Plan
+from plait.planner.resolve.resolve import Draft
+from plait.recipe.schema import RunConfig
+
+LEAST_RUN_S = 60.0
+"""A run must last so long that timing a step in both precisions, some ten seconds, is worth it."""
+ROUNDS = 2
+MOST_WORKERS = 8
+"""Workers that are measured side by side, where their number is not given."""
+MOST_TOKENS = 512
+"""Rows of the largest products that are measured: more change a processor's rate by little, and take longer."""
+MakeDraft = Callable[[Resources], Draft]
+
+
+def draft_with_arithmetic(
+    config: RunConfig, corpus: CorpusFacts, resources: Resources, workers: WorkerPool, make_draft: MakeDraft
+) -> Draft:
+    """The draft of a new run in the arithmetic that suits its processors best; GPUs have theirs from the catalogue."""
+    if resources.machine.device != "cpu":
+        return make_draft(resources)
+    job = new_job(config, corpus, resources, [])
+    resources = _with_backends(config.train.matmul_backend, job, resources, workers)
+    drafted = make_draft(resources)
+    if config.train.precision != "auto":
+        return drafted
+    chosen = resources.with_arithmetic(_with_precision(config, drafted.plan, resources, workers))
+    return make_draft(chosen)
+
+
+def begun_with_arithmetic(
+    config: RunConfig, plan: Plan, resources: Resources, workers: WorkerPool, *, moved: Literal[True, False]
+) -> Resources:
+    """The resources of a begun run's processors: its precision stays, and the library unless it `moved` to others or
+    the recipe names one."""
+    if resources.machine.device != "cpu":
+        return resources
+    named = config.train.matmul_backend
+    kept = plan.matmul_backend if named == "auto" and not moved else named
+    return _with_backends(kept, job_of_plan(plan), resources, workers)
+
+
+def _with_backends(named: BackendName, job: TrainingJob, resources: Resources, workers: WorkerPool) -> Resources:
+    """The resources with the library chosen for each processor, and the price of bf16 where that is settled."""
+    found = choose_backends(named, job.precision, _measured_products(job, resources, workers))
+    if job.precision == "bf16":
+        found = found.with_precision("bf16", bf16_price(found.bf16_gain))
+    return resources.with_arithmetic(found)
+
+
+def _measured_products(job: TrainingJob, resources: Resources, workers: WorkerPool) -> list[ProductRates]:
+    """Speed and error of a job's products on each worker: those given, else one a core.
+
+    Of a worker with one thread processor time is measured, which other programs do not lengthen.
+    """
+    sequence = job.shape.sequence
+    given = resources.fixed_workers or FixedWorkers(workers=min(resources.machine.cores, MOST_WORKERS), threads=1)
+    most = min(job.batch_sequences, max(1, MOST_TOKENS // sequence))
+    model = ProbedModel(shape=job.shape, sequence=sequence, sequences=most)
+    answer = ask_rank_0(
+        workers,
+        Job(
+            entry=PRODUCTS_ENTRY,
+            argument=json.dumps(asdict(model)),
+            world_size=given.workers,
+            threads=given.threads,
+        ),
+        "products",
+    )
+    return [ProductRates.from_values(values) for values in answer["ranks"]]
+
+
+def _with_precision(config: RunConfig, plan: Plan, resources: Resources, workers: WorkerPool) -> ProcessorArithmetic:
+    """The precision for a run's processors: bf16 where a whole step is much faster, with the reason."""
+    found = resources.arithmetic
+    assert found is not None
+    if found.bf16_gain < LEAST_STEP_GAIN:
+        return found.with_precision(
+            "float32", f"precision float32: bf16 products are {speed_text(found.bf16_gain)} its own on this processor"
+        )
+    if _expected_s(plan) < LEAST_RUN_S:
+        return found.with_precision("float32", "precision float32: the run is too short to time steps in bf16 as well")
+    return found.with_precision(*choose_precision(_timed_gain(config, plan, workers)))
+
+
+def _expected_s(plan: Plan) -> float:
+    """About how long a run will take; as good as for ever where there is no forecast."""
+    if plan.budget.unit == "seconds":
+        return plan.budget.value
+    return plan.steps * plan.forecast.step_s if plan.forecast else LEAST_RUN_S
+
+
+def _timed_gain(config: RunConfig, plan: Plan, workers: WorkerPool) -> float:
+    """How many times as fast a step is in bf16: of rounds in which both are timed in turn, the fastest each."""
+    both = replace(plan, precision="float32"), replace(plan, precision="bf16")
+    rounds = [[time_plan(config, one, workers, least_s=ARITHMETIC_S) for one in both] for _ in range(ROUNDS)]
+    single, half = (min(times) for times in zip(*rounds, strict=True))
+    return single / half

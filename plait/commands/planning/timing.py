@@ -1,0 +1,66 @@
+"""Jobs of a few seconds that measure a plan on the machine itself: whole steps, and whatever rank 0 answers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from plait.commands.planning.workers import TIMING_ENTRY, WorkerPool
+from plait.errors import Interrupted, PlaitError
+from plait.launch.values.job import Job, Message
+from plait.planner.plan import Plan
+from plait.planner.plan_file import write_plan
+from plait.planner.resolve.resolve import with_layout
+from plait.planner.resolve.worker_layouts import WorkerLayout
+from plait.recipe.load import recipe_text
+from plait.recipe.schema import RunConfig
+from plait.screen.screen import ShowProgress, ignore_progress
+
+LAYOUT_S, ARITHMETIC_S = 4.0, 1.5
+"""Least seconds of timed steps: to choose among layouts, or in each round between two precisions."""
+
+
+def measure(
+    config: RunConfig,
+    plan: Plan,
+    workers: WorkerPool,
+    layouts: tuple[WorkerLayout, ...],
+    show: ShowProgress = ignore_progress,
+) -> list[WorkerLayout]:
+    """Time real steps of each layout."""
+    measured = []
+    for number, split in enumerate(layouts):
+        show(number, len(layouts), f"timing steps of layout {number + 1} of {len(layouts)}")
+        step_s = time_plan(config, with_layout(plan, split), workers, least_s=LAYOUT_S)
+        measured.append(replace(split, step_s=step_s))
+    return measured
+
+
+def time_plan(config: RunConfig, plan: Plan, workers: WorkerPool, *, least_s: float) -> float:
+    """Median seconds of a plan's steps, of which at least `least_s` are timed."""
+    with TemporaryDirectory(prefix="plait-measure-") as name:
+        write_plan(plan, Path(name) / "plan.json")
+        (Path(name) / "recipe.toml").write_text(recipe_text(config))
+        job = Job(
+            entry=TIMING_ENTRY,
+            argument=json.dumps({"folder": name, "least_s": least_s}),
+            world_size=plan.world_size,
+            threads=plan.threads,
+            log_dir=name,
+        )
+        return ask_rank_0(workers, job, "measured")["step_s"]
+
+
+def ask_rank_0(workers: WorkerPool, job: Job, kind: str) -> dict[str, Any]:
+    """Run a job whose rank 0 sends one message of this kind, and return its values; raises Interrupted where a
+    signal came."""
+    answers: list[Message] = []
+    result = workers.run(job, lambda message: answers.append(message) if message.kind == kind else None)
+    if result.stopped_by != "finished":
+        raise Interrupted(result.stopped_by)
+    if not answers:
+        raise PlaitError(f"a worker ended without an answer ({job.entry}); this is a bug in plait, please report it")
+    return dict(answers[0].values)

@@ -1,0 +1,96 @@
+"""How float32 matrices are multiplied: on processors by torch's default library (MKL on x86) or by oneDNN, on CUDA
+devices in float32 or TF32. Neither setting touches the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+MatmulLibrary = Literal["default", "onednn"]
+_SWITCH: dict[str, MatmulLibrary] = {"none": "default", "bf16": "onednn"}
+"""torch's values of the switch. "bf16" allows oneDNN to round to bfloat16 where that is faster on a processor; where it
+is not, oneDNN multiplies in true float32, and only there a plan takes it (planner/derive/arithmetic.py)."""
+
+
+def select_matmul_library(library: MatmulLibrary) -> None:
+    """Multiply float32 matrices by this library from now on, in this process."""
+    _switch().fp32_precision = next(value for value, name in _SWITCH.items() if name == library)
+
+
+def select_matmul_precision(precision: Literal["float32", "tf32"]) -> None:
+    """Multiply float32 matrices on CUDA devices so from now on, in this process; each choice undoes the other."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+
+
+def selected_matmul_library() -> MatmulLibrary:
+    """The library that multiplies float32 matrices in this process."""
+    return _SWITCH.get(_switch().fp32_precision, "default")
+
+
+def _switch() -> Any:
+    return torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # set by the module's own class
+
+
+@contextmanager
+def matmul_library(library: MatmulLibrary) -> Iterator[None]:
+    """Multiply by this library within the block."""
+    before = selected_matmul_library()
+    select_matmul_library(library)
+    try:
+        yield
+    finally:
+        select_matmul_library(before)
+
+
+def default_library_name() -> str:
+    """What people call torch's default library on this machine."""
+    return "MKL" if torch.backends.mkl.is_available() else "torch's own products"
+
+
+def has_onednn() -> bool:
+    """Whether this torch was built with oneDNN, and the processor is one that it runs on."""
+    return torch.backends.mkldnn.is_available()
+
+
+# Note [attention keeps the default library]: torch's attention on processors multiplies blocks of some 32 numbers, for
+# which oneDNN makes a program each; it took 1.1 to 1.7 times as long forward, and up to 3 times as long backward.
+def attend_by_default_library(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """attend(q, k, v), whose products and whose gradient's products are the default library's, whichever is
+    selected."""
+    if q.device.type != "cpu" or selected_matmul_library() == "default":
+        return attend(q, k, v)
+    with matmul_library("default"):
+        mixed = attend(*_AfterBackward.apply(q, k, v))  # type: ignore[misc]
+    return _BeforeBackward.apply(mixed)  # type: ignore[return-value]
+
+
+class _BeforeBackward(torch.autograd.Function):
+    """The identity behind attention: its gradient comes just before that of attention."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor) -> Tensor:
+        return mixed.view_as(mixed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        select_matmul_library("default")
+        return grads[0]
+
+
+class _AfterBackward(torch.autograd.Function):
+    """The identity in front of attention: its gradient comes just after that of attention."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return q.view_as(q), k.view_as(k), v.view_as(v)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        select_matmul_library("onednn")
+        return grads
