@@ -20,7 +20,7 @@ from plait.commands.hosts.host_info import machine_survey, own_host_info, why_ho
 from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
 from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret
 from plait.commands.hosts.job_argument import read_job_argument
-from plait.commands.planning.make_plan import Log, MachineSurvey
+from plait.commands.planning.make_plan import Log, MachineSurvey, say_that_it_stops
 from plait.commands.planning.workers import ENTRIES, MEASURE_ENTRY, PROBE_ENTRY, TRAINING_ENTRY, OnMessage
 from plait.errors import Interrupted
 from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
@@ -163,6 +163,7 @@ class LeaderWorkers:
         found: dict[int, Mapping[str, Any]] = {}
 
         def collect(message: Message) -> None:
+            say_that_it_stops(message)
             if message.kind == "machine":
                 found[message.rank] = message.values
 
