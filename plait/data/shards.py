@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,20 +129,25 @@ def _open_shard(folder: Path, entry: ShardEntry, dtype: np.dtype[Any]) -> Shard:
 
 
 def _mapped_starts(folder: Path, entry: ShardEntry) -> np.ndarray[Any, Any]:
-    path = folder / f"{entry.name}.starts.npy"
-    try:
-        with warnings.catch_warnings(action="error"):  # a header that numpy has to guess is none that plait wrote
-            starts = np.load(path, mmap_mode="r", allow_pickle=False)
-        whole = starts.offset + starts.nbytes
-    except OSError:
-        raise
-    except Exception:  # numpy reads a header as Python's source, and whatever that can raise comes out
-        raise damaged(folder, f"{path.name} is no list of numbers") from None
-    if starts.dtype.str != "<i8" or starts.shape != (entry.documents,) or path.stat().st_size != whole:
+    """The positions at which documents begin. The header is compared and never interpreted: numpy reads one as Python's
+    source, and whatever that can raise would come out."""
+    path, header = folder / f"{entry.name}.starts.npy", _starts_header(entry.documents)
+    with path.open("rb") as file:
+        found = file.read(len(header))
+    if found != header or path.stat().st_size != len(header) + 8 * entry.documents:
         raise damaged(folder, f"{path.name} does not list {entry.documents} documents")
+    starts = np.memmap(path, dtype="<i8", mode="r", offset=len(header), shape=(entry.documents,))
     if not _are_starts(starts, entry.tokens):
         raise damaged(folder, f"{path.name} is not what was written")
     return starts.view(np.ndarray)
+
+
+def _starts_header(documents: int) -> bytes:
+    """What `np.save` writes before so many 64-bit numbers."""
+    header = io.BytesIO()
+    values = {"descr": "<i8", "fortran_order": False, "shape": (documents,)}
+    np.lib.format.write_array_header_1_0(header, values)
+    return header.getvalue()
 
 
 def _are_starts(starts: np.ndarray[Any, Any], tokens: int) -> bool:

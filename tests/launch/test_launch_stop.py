@@ -16,6 +16,7 @@ import pytest
 
 from plait.errors import RunFailed
 from plait.launch.local.run import run_job
+from plait.launch.values.job import STOPPING
 from tests.launch.processes import ENTRIES, Record, is_running, job, running, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,7 @@ def test_the_first_signal_lets_the_ranks_save_and_return(number: signal.Signals,
     result = run_job(job("wait_for_stop", 3), ENTRIES, on_message=record)
     assert result.stopped_by == number.name
     assert record.values("saved") == {rank: {"rank": rank} for rank in range(3)}
+    assert [message.values for message in record.messages if message.kind == STOPPING] == [{"signal": number.name}]
     assert running(record.all_pids) == []
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
 
@@ -67,7 +69,7 @@ def starting(tmp_path) -> Iterator[tuple[subprocess.Popen[str], int]]:
         f"import os, pathlib\npathlib.Path({str(reached)!r}).symlink_to(str(os.getpid()))\nopen({str(pipe)!r}).read()\n"
     )
     code = (
-        "from plait.launch.values.job import Job; from plait.launch.values.entries import EntryTable\n"
+        "from plait.launch.values.job import STOPPING,  Job; from plait.launch.values.entries import EntryTable\n"
         "from plait.launch.local.run import run_job\n"
         "job = Job(entry='slow', argument='', world_size=2, threads=1)\n"
         "table = EntryTable(functions={'slow': 'slow_to_import:main'})\n"
@@ -144,10 +146,11 @@ def test_a_signal_to_the_whole_group_still_saves(alone: Callable[[str, int], _Al
     """As Ctrl-C in a terminal does, and some schedulers."""
     supervisor = alone("wait_for_stop", 3)
     os.killpg(supervisor.process.pid, number)
-    lines = [supervisor.next_line() for _ in range(4)]
-    assert sorted(line["rank"] for line in lines[:3]) == [0, 1, 2]
-    assert {line["kind"] for line in lines[:3]} == {"saved"}
-    assert lines[3] == {"stopped_by": number.name}
+    *lines, last = [supervisor.next_line() for _ in range(5)]
+    saved = [line for line in lines if line != {"kind": STOPPING, "rank": 0, "signal": number.name}]
+    assert sorted(line["rank"] for line in saved) == [0, 1, 2]
+    assert {line["kind"] for line in saved} == {"saved"}
+    assert last == {"stopped_by": number.name}
     assert supervisor.process.wait(10) == 0
     assert running(supervisor.pids) == []
 

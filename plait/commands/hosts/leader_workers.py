@@ -19,6 +19,7 @@ from plait.commands.hosts.host_shares import check_worker_count, default_host_sh
 from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret, invitation_text
 from plait.commands.hosts.job_argument import read_job_argument
 from plait.commands.planning.make_plan import Log, MachineSurvey
+from plait.commands.planning.timing import say_that_it_stops
 from plait.commands.planning.workers import (
     ENTRIES,
     MEASURE_ENTRY,
@@ -168,6 +169,7 @@ class LeaderWorkers:
         found: dict[int, Mapping[str, Any]] = {}
 
         def collect(message: Message) -> None:
+            say_that_it_stops(message)
             if message.kind == "machine":
                 found[message.rank] = message.values
 

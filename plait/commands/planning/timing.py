@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +11,8 @@ from typing import Any
 
 from plait.commands.planning.workers import TIMING_ENTRY, WorkerPool
 from plait.errors import Interrupted, PlaitError
-from plait.launch.values.job import Job, Message
+from plait.launch.local.output import OptionalOutput
+from plait.launch.values.job import STOPPING, Job, Message
 from plait.planner.plan import Plan
 from plait.planner.plan_file import write_plan
 from plait.planner.resolve.resolve import with_layout
@@ -58,9 +60,21 @@ def ask_rank_0(workers: WorkerPool, job: Job, kind: str) -> dict[str, Any]:
     """Run a job whose rank 0 sends one message of this kind, and return its values; raises Interrupted where a
     signal came."""
     answers: list[Message] = []
-    result = workers.run(job, lambda message: answers.append(message) if message.kind == kind else None)
+
+    def collect(message: Message) -> None:
+        say_that_it_stops(message)
+        if message.kind == kind:
+            answers.append(message)
+
+    result = workers.run(job, collect)
     if result.stopped_by != "finished":
         raise Interrupted(result.stopped_by)
     if not answers:
         raise PlaitError(f"a worker ended without an answer ({job.entry}); this is a bug in plait, please report it")
     return dict(answers[0].values)
+
+
+def say_that_it_stops(message: Message) -> None:
+    """Where this is the message that says so, show it: workers end only with the piece that they measure."""
+    if message.kind == STOPPING:
+        OptionalOutput(sys.stderr).write("plait: stopping as soon as what is being measured now has ended\n")

@@ -14,7 +14,7 @@ from plait.launch.local.failure_causes import FailureCauses
 from plait.launch.local.signals import SignalMailbox
 from plait.launch.local.site import KillOrder, RankEvent, WorkerHost
 from plait.launch.values.failure import RESUME_ADVICE, Failure, HostLost, RankDied, rank_raised_from
-from plait.launch.values.job import Message, StoppedBy
+from plait.launch.values.job import STOPPING, Message, StoppedBy
 from plait.launch.values.phase import Bounds, Phase
 
 
@@ -155,6 +155,7 @@ class Supervision:
         elif self._phase in ("starting", "running"):
             self._order("SIGTERM")
             self._enter("stopping", self._bounds.grace_s)
+            self._on_message(Message(rank=0, kind=STOPPING, values={"signal": name}))
 
     def _fail(self, failure: Failure, site: WorkerHost) -> None:
         if self._phase in ("ending", "killed"):  # by ourselves

@@ -18,6 +18,9 @@ LONGEST_ARGUMENT = 1 << 19
 THREADS_AT_MOST = 1 << 16
 """More than any machine has processors."""
 
+STOPPING = "stopping"
+"""Kind of the message, as if of rank 0, by which a supervisor says that the ranks have been asked to end."""
+
 StoppedBy = Literal["finished", StopSignal]
 ReleasedBy = Literal[StoppedBy, "not needed"]
 """What ended a joined host's part in a run: its end, or that the layout leaves the host out."""
