@@ -123,7 +123,10 @@ def test_from_an_empty_folder_to_a_text_without_a_checkout(installed: Installed,
     receipt = json.loads((tmp_path / "runs" / "first" / "receipt.json").read_text())
     assert receipt["versions"]["plait"] == plait.__version__
     assert run("sample", "first", "--prompt", "KING", "--tokens", "4").startswith("KING")
-    assert json.loads(run("eval", "first"))
+    (tmp_path / "other.txt").write_text(
+        "Once more unto the breach, dear friends.\n" * 20
+    )  # the held-out text takes minutes
+    assert json.loads(run("eval", "first", "--files", "other.txt"))
     assert not installed.opened.exists(), installed.opened.read_text()
 
 
