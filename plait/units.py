@@ -96,6 +96,11 @@ def times_text(factor: float) -> str:
     return f"{factor:.2g} times" if factor < 10 else f"{factor:,.0f} times"
 
 
+def slower_text(factor: float) -> str:
+    """1.05 -> "5.0% slower", 3.4 -> "3.4 times as slow"."""
+    return f"{factor - 1:.1%} slower" if factor < 2 else f"{times_text(factor)} as slow"
+
+
 def counted(number: int, what: str, form: str = "") -> str:
     """2, "core" -> "2 cores", 1, "core" -> "1 core"; `form` is how the number is written: "," groups its digits."""
     return f"{number:{form}} {what if number == 1 else _plural(what)}"

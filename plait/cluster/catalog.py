@@ -236,7 +236,9 @@ def _word(text: str) -> str:
 def _nearest_devices(word: str) -> str:
     names = {_word(alias): entry["name"] for entry in _entries().values() for alias in entry["aliases"]}
     near = dict.fromkeys(names[match] for match in difflib.get_close_matches(word, list(names), n=3, cutoff=0.6))
-    return f"the nearest are {', '.join(near)}" if near else "describe yours in a cluster.json"
+    if not near:
+        return "describe yours in a cluster.json"
+    return f"the nearest {'are' if len(near) > 1 else 'is'} {', '.join(near)}"
 
 
 def _entries() -> dict[str, dict[str, Any]]:

@@ -143,7 +143,8 @@ def test_pinned_degrees_are_obeyed_and_their_price_is_told(tmp_path: Path) -> No
     one = make_plan_report(config, on_paper(read_cluster("8x4090")), top=3)
     values = plan_json(one.search, one.sections, 3)
     assert values["layout"] == {"pipeline": 1, "replicate": 1, "shard": 1, "context": 1, "tensor": 8}
-    assert "as [layout] of the recipe says, though" in values["why"][0] and "plait would choose" in values["why"][0]
+    assert "as [layout] of the recipe says; plait would choose" in values["why"][0]
+    assert values["why"][0].endswith("times as slow")
 
 
 def test_what_runs_here_taught_is_in_the_plan_and_said(tmp_path: Path) -> None:
@@ -156,6 +157,14 @@ def test_what_runs_here_taught_is_in_the_plan_and_said(tmp_path: Path) -> None:
     assert 1.2 < spent[1] / spent[0] <= 1.5
     said = "longer than the formulas say: the last 3 runs here taught it"
     assert said in plan_report_text(learnt) and said not in plan_report_text(plain)
+
+
+def test_a_schedule_without_a_pipeline_is_not_said_to_have_decided_the_layout(tmp_path: Path) -> None:
+    config = recipe(tmp_path, "350M", 1024, 256, "1B tokens", "layout.schedule=1f1b")
+    told = " ".join(plan_report_text(make_plan_report(config, on_paper(read_cluster("8xH100")), top=1)).split())
+    assert "layout.schedule changes nothing: layout.pipeline is 1" in told
+    assert "the layout that plait would also choose without [layout] of the recipe" in told
+    assert "as [layout] of the recipe says" not in told and "whatever the machines" not in told
 
 
 def test_a_layout_for_which_memory_is_short_is_explained_although_nothing_fits_freely(tmp_path: Path) -> None:

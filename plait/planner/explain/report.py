@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.errors import PlaitError
 from plait.planner.explain.confidence import certainty_lines, idle_machine_lines, layout_changes
 from plait.planner.explain.island_traffic import island_traffic_lines
 from plait.planner.explain.left_out import left_out_lines, left_out_text
+from plait.planner.explain.recipe_layout import recipe_layout_changes, recipe_layout_reason
 from plait.planner.explain.totals import run_totals
 from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_lines, unequal_reasons
 from plait.planner.plan import WARNING
@@ -27,9 +27,8 @@ from plait.planner.search.cost_breakdown import (
 from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import kind_text, kinds_of, layout_sentences, layout_text
 from plait.planner.search.model_error import memory_error
-from plait.planner.search.search import search
 from plait.report.plausibility import mfu_text
-from plait.units import Amount, counted, format_bytes, format_count, format_duration, times_text
+from plait.units import Amount, counted, format_bytes, format_count, format_duration, slower_text
 
 SIMPLER_KINDS_NAMED = 4
 """Kinds of simpler layouts that the report names, the fastest first."""
@@ -65,9 +64,7 @@ def report_sections(found: Search, budget: Amount, *, top: int) -> tuple[PlanSec
         "others": _dots(runners_up_lines(found, top)),
         "listed": [_counts(found)],
         "binds": _dots(_binds(found)),
-        "changes": _dots(
-            ["the layout is as the recipe says, whatever the machines"] if found.constraints else layout_changes(found)
-        ),
+        "changes": _dots([recipe_layout_changes(found)] if found.constraints else layout_changes(found)),
         "sure": _dots(certainty_lines(found)),
         "run": _dots(run_totals(found, budget)),
     }
@@ -78,7 +75,7 @@ def short_reasons(found: Search) -> tuple[str, ...]:
     """The choice in a few sentences, for the head of a run: why this layout, what binds, what would change it."""
     if found.cluster.n_devices == 1:
         return (*left_out_lines(found), *_binds(found)[:1])
-    first = _as_named(found) if found.constraints else _price_of_simplicity(found)
+    first = recipe_layout_reason(found) if found.constraints else _price_of_simplicity(found)
     changed = [] if found.constraints else [line for line in layout_changes(found) if "would be chosen" in line]
     who = (*left_out_lines(found), *island_traffic_lines(found), *unequal_lines(found, found.chosen))
     return (first, *who, *unequal_reasons(found), *_binds(found)[:2], *changed[:2])
@@ -96,13 +93,18 @@ def runners_up(found: Search, top: int) -> list[int]:
 
 def choice_reasons(found: Search) -> list[str]:
     """Why this layout is enough, and what stands against simpler ones."""
-    reasons = [_as_named(found) if found.constraints else _price_of_simplicity(found), *left_out_lines(found)]
+    reasons = [
+        recipe_layout_reason(found) if found.constraints else _price_of_simplicity(found),
+        *left_out_lines(found),
+    ]
     there = found.capacity_bytes(found.chosen)
     for words, bytes_ in _too_large(found):
-        much = "" if bytes_ > there else f", which leaves too little free ({_memory_doubt(found)})"
-        reasons.append(
-            f"{words}: simpler, but each device would need {format_bytes(bytes_)} of {format_bytes(there)}{much}"
+        much = (
+            f"a device, which has {format_bytes(there)}"
+            if bytes_ > there
+            else f"of {format_bytes(there)} a device, which leaves too little free ({_memory_doubt(found)})"
         )
+        reasons.append(f"{words}: simpler, but this needs {format_bytes(bytes_)} {much}")
     here, by_kind = int(found.complexity[found.chosen]), best_of_kinds(found)
     for index in by_kind[found.complexity[by_kind] < here][:SIMPLER_KINDS_NAMED]:
         reasons.append(
@@ -176,22 +178,6 @@ def _price_of_simplicity(found: Search) -> str:
     )
 
 
-def _as_named(found: Search) -> str:
-    """The layout that a person named against what the same search chooses without it."""
-    try:
-        free = search(found.workload, found.cluster, profile=found.profile)
-    except PlaitError as error:
-        return f"as [layout] of the recipe says; left open, plait would choose nothing: {error}"
-    if free.candidates.row(free.chosen) == found.candidates.row(found.chosen):
-        return "the layout that plait would also choose without [layout] of the recipe"
-    factor = float(found.step_s[found.chosen] / free.step_s[free.chosen])
-    own = layout_text(free.candidates.row(free.chosen))
-    if factor <= 1 + free.tolerance:
-        return f"as [layout] of the recipe says; plait would choose {own}, which is about as fast"
-    there = format_duration(float(free.step_s[free.chosen]))
-    return f"as [layout] of the recipe says; plait would choose {own}, {there}: yours is {_slower(factor)}"
-
-
 def _too_large(found: Search) -> list[tuple[str, float]]:
     """Ways to train on all devices that cut nothing of the model, and do not fit."""
     simple = {
@@ -218,11 +204,7 @@ def why_not(found: Search, index: int) -> str:
     if factor < 1 + 5e-4:
         return f"{time}, no faster, and {harder}"
     worse = _worst_item(found, index)
-    return f"{time}, {_slower(factor)} ({worse}), {harder}"
-
-
-def _slower(factor: float) -> str:
-    return f"{factor - 1:.1%} slower" if factor < 2 else f"{times_text(factor)} as slow"
+    return f"{time}, {slower_text(factor)} ({worse}), {harder}"
 
 
 def _worst_item(found: Search, index: int) -> str:

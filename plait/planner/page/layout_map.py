@@ -14,7 +14,7 @@ from plait.planner.search.layout_cost import filled_batches
 from plait.planner.search.layout_kinds import kinds_of, layout_text
 from plait.planner.step_time.step_time import estimate_step_time
 from plait.report.figures import time_words
-from plait.units import counted, times_text
+from plait.units import counted, slower_text
 
 DOTS_DRAWN = 500
 SLOWEST_DRAWN = 8.0
@@ -135,8 +135,7 @@ def _why(found: Search, row: int, more_s: Reals) -> str:
         return f"{1 - factor:.1%} faster than the chosen, but {harder}" if factor < 1 - 5e-4 else f"as fast, {harder}"
     worst = int(more_s.argmax())
     name = list(TIME_NAMES.values())[worst]
-    slower = f"{factor - 1:.1%} slower" if factor < 2 else f"{times_text(factor)} as slow"
-    return f"{slower}, with {time_words(float(more_s[worst]))} more for {name}, {harder}"
+    return f"{slower_text(factor)}, with {time_words(float(more_s[worst]))} more for {name}, {harder}"
 
 
 def _family(kind: int) -> str:
