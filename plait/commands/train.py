@@ -18,7 +18,7 @@ from plait.commands.planning.begun_plan import refuse_other_text, resumed_plan
 from plait.commands.planning.folder_lock import lock_run_folder
 from plait.commands.planning.introduction import print_run_summary
 from plait.commands.planning.make_plan import make_plan
-from plait.commands.planning.run_folder import RunFolder, check_changes, run_folder
+from plait.commands.planning.run_folder import WORKER_KEYS, RunFolder, check_changes, run_folder
 from plait.commands.planning.workers import (
     HostWorkers,
     dismiss_torchrun_ranks,
@@ -32,6 +32,7 @@ from plait.commands.verifying.gradient_check import check_new_layout
 from plait.errors import Interrupted, StopSignal
 from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
+from plait.planner.resolve.named_workers import named_workers
 from plait.recipe.load import load_recipe, run_name_of
 from plait.recipe.schema import RunConfig
 
@@ -69,7 +70,7 @@ def train(
             screen.print(table_of_finished(folder))
             dismiss_torchrun_ranks()
             return "finished"
-        layout_changed = any(key.startswith("layout.") for key in changed)
+        layout_changed = any(key.startswith(("layout.", *WORKER_KEYS)) for key in changed)
         renew: ReplanScope = "all" if fresh_plan else "plan" if layout_changed else "nothing"
         try:
             with _open_workers(hosts, config, folder, renew, screen) as workers:
@@ -116,7 +117,8 @@ def _prepare_plan(
     """Prepare the data, survey the machines, make or load the plan, and print it."""
     corpus = prepare_data(config, screen)
     screen.print(corpus_summary(corpus))
-    site, fresh = survey_machines(workers, screen.print, "again" if renew == "all" else "kept"), renew != "nothing"
+    probe = "again" if renew == "all" else "kept"
+    site, fresh = survey_machines(workers, screen.print, probe, named_workers(config)), renew != "nothing"
     if folder.has_begun:
         plan = resumed_plan(config, folder.saved_plan(), corpus, site, workers, fresh=fresh, log=screen.print)
     else:

@@ -82,6 +82,8 @@ class Plan:
     left_out: tuple[HostShare, ...] = ()
     """Hosts that joined and that the layout does not use; they have no ranks."""
     device: WorkerDevice
+    gpus: tuple[int, ...] = ()
+    """torch's numbers of the GPUs that a host's workers use, in the order of their local ranks; empty: all."""
     precision: Precision
     compile: Compile
     shape: ModelShape
@@ -168,6 +170,10 @@ class Plan:
             if rank < last:
                 return host.threads
         return self.threads
+
+    def gpu_of(self, local_rank: int) -> int:
+        """torch's number of the GPU of a rank on its host."""
+        return self.gpus[local_rank] if self.gpus else local_rank
 
     def workers_beside(self, rank: int) -> int:
         """Workers on the host of one rank, itself included."""

@@ -21,7 +21,8 @@ from plait.report.atomic import replace_file, replace_files
 from plait.report.metrics import trim_metrics
 from plait.report.shares_file import check_lines
 
-CHANGEABLE_KEYS = ("train.budget", "layout.", "balance.", "checkpoint.", "report.")
+WORKER_KEYS = ("run.devices", "run.workers", "run.threads")
+CHANGEABLE_KEYS = ("train.budget", *WORKER_KEYS, "layout.", "balance.", "checkpoint.", "report.")
 """Recipe keys that may differ when a begun run continues; `data.files` may move, too, as long as the text is the
 same."""
 

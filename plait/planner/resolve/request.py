@@ -21,6 +21,7 @@ from plait.planner.plan import Plan
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SoftwareProfile
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.resolve.named_layout import constraints_of
+from plait.planner.resolve.named_workers import check_named_workers, named_workers_lines, with_named_workers
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.validity import check_devices
 from plait.planner.step_time.device_time import was_measured
@@ -74,8 +75,11 @@ def request_of(
     Of a run that is `begun` only the layout is open: the job is as its plan says. `rate` is as new_job takes it.
     """
     notes: list[str] = []
+    resources = with_named_workers(config, resources)
     job = job_of_plan(begun) if begun else new_job(config, corpus, resources, notes, rate)
     constraints = constraints_of(config, job.shape, job.batch_sequences)
+    check_named_workers(resources, constraints.degrees)
+    notes += named_workers_lines(resources)
     resources = resources.probed(
         ProbeNeed(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision)
     )
