@@ -16,7 +16,7 @@ from plait.commands.monitoring.finish import is_finished, table_of_finished
 from plait.commands.monitoring.training import run_training
 from plait.commands.planning.begun_plan import refuse_other_text, resumed_plan
 from plait.commands.planning.folder_lock import lock_run_folder
-from plait.commands.planning.introduction import print_run_summary
+from plait.commands.planning.introduction import lines_about_running_runs, print_run_summary
 from plait.commands.planning.make_plan import make_plan
 from plait.commands.planning.run_folder import WORKER_KEYS, RunFolder, check_changes, run_folder
 from plait.commands.planning.workers import (
@@ -123,5 +123,6 @@ def _prepare_plan(
         plan = resumed_plan(config, folder.saved_plan(), corpus, site, workers, fresh=fresh, log=screen.print)
     else:
         plan = make_plan(config, corpus, site, workers, fresh=fresh, say=screen.print)
-    print_run_summary(plan, site, () if folder.has_begun else plan.reasons, screen)
+    others = lines_about_running_runs(plan, folder)
+    print_run_summary(plan, site, [*([] if folder.has_begun else plan.reasons), *others], screen)
     return plan

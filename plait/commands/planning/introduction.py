@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 from rich.console import Console as Screen
 
+from plait.cluster.topology import usable_cores
 from plait.commands.planning.make_plan import MachineSurvey
+from plait.commands.planning.run_folder import RunFolder
+from plait.commands.planning.running_runs import registry_folder, run_on_this_machine, running_runs, sharing_lines
 from plait.layout import layout_summary
 from plait.planner.calibration.factors import calibration_text
 from plait.planner.plan import Plan
@@ -34,6 +37,12 @@ def print_run_summary(plan: Plan, survey: MachineSurvey, reasons: Sequence[str],
         screen.print(f"         · {reason}", highlight=False, markup=False)
     for line in _time_lines(plan):
         screen.print(line, highlight=False)
+
+
+def lines_about_running_runs(plan: Plan, folder: RunFolder) -> list[str]:
+    """What other runs on this machine mean for a run that is about to start; empty where there are none."""
+    own = run_on_this_machine(plan, folder.path)
+    return sharing_lines(own, running_runs(registry_folder()), usable_cores())
 
 
 def _time_lines(plan: Plan) -> list[str]:
