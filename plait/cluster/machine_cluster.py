@@ -39,6 +39,15 @@ def cluster_of_machine(machine: Machine, measured_flops: float | None = None, *,
     return Cluster(name="this machine", islands=(island,), between=find_link(known.between))
 
 
+def with_share_of_cores(cluster: Cluster, share: float) -> Cluster:
+    """A processor's cluster whose workers together use this share of its cores."""
+    if share == 1:
+        return cluster
+    (island,) = cluster.islands
+    rates = {precision: rate * share for precision, rate in island.device.peak_flops.items()}
+    return replace(cluster, islands=(replace(island, device=replace(island.device, peak_flops=rates)),))
+
+
 def cluster_of_hosts(hosts: Sequence[tuple[Machine, float | None, int]], between: Link) -> Cluster:
     """Several hosts as one cluster. `hosts` holds each host's machine, the measured FLOP/s of its processor (or None)
     and its number of workers.

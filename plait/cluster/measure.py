@@ -10,7 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from plait.checked_json import parse_object, typed_value
 from plait.cluster.catalog import find_device_by_driver_name
+from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers, chosen_gpus
 from plait.cluster.topology import Machine, detect_cpu_machine
 
 
@@ -21,28 +23,33 @@ class MessageSender(Protocol):
 
 
 def rank(context: MessageSender, argument: str) -> None:
-    """Entry of the worker that describes this host: sends the machine's fingerprint and its peak arithmetic rate."""
-    machine = detect_machine()
+    """Entry of the worker that describes this host: sends the machine's fingerprint and its peak arithmetic rate.
+
+    `argument` is RequestedWorkers as JSON. Raises PlaitError for GPUs that are not there.
+    """
+    machine = detect_machine(typed_value(RequestedWorkers, parse_object(argument)))
     flops, doubt = machine_peak_flops(machine)
     context.send("machine", fingerprint=machine.fingerprint(), peak_flops=flops, peak_doubt=doubt)
 
 
-def detect_machine() -> Machine:
-    """This host with its GPUs, if torch sees any; where the GPUs differ, the one with the least memory stands for
-    all."""
+def detect_machine(requested: RequestedWorkers = ANY_WORKERS) -> Machine:
+    """This host with the GPUs that are requested, if torch sees any; where these differ, the one with the least memory
+    stands for all. Raises PlaitError for GPUs that are not there."""
     host = detect_cpu_machine()
-    if not torch.cuda.is_available():
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = chosen_gpus(requested, present)
+    if not gpus:
         return host
-    devices = torch.cuda.device_count()
-    properties = [torch.cuda.get_device_properties(index) for index in range(devices)]
+    properties = [torch.cuda.get_device_properties(index) for index in gpus]
     least = min(properties, key=lambda one: one.total_memory)
     return replace(
         host,
         device="cuda",
         name=least.name,
-        devices=devices,
+        devices=len(gpus),
         memory_bytes=least.total_memory,
         unlike=tuple(dict.fromkeys(one.name for one in properties if one.name != least.name)),
+        gpus=() if gpus == tuple(range(present)) else gpus,
     )
 
 

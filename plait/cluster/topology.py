@@ -35,6 +35,8 @@ class Machine:
     """(package, version) of the software that determines numerical results and speed."""
     unlike: tuple[str, ...] = ()
     """Names of the machine's other GPUs, where not all have the name in `name`."""
+    gpus: tuple[int, ...] = ()
+    """torch's numbers of the GPUs to use, where these are not all of them."""
 
     def fingerprint(self) -> dict[str, Any]:
         """The values that must be equal for a plan, its speed and its bit-exact results to hold again."""
@@ -42,6 +44,8 @@ class Machine:
         values["versions"] = dict(self.versions)
         others = values.pop("unlike")
         values |= {"unlike": list(others)} if others else {}
+        gpus = values.pop("gpus")
+        values |= {"gpus": list(gpus)} if gpus else {}
         # Memory as the kernel reports it moves by a few pages from boot to boot.
         values["memory_bytes"] = round(self.memory_bytes / 2**30) * 2**30
         return values
@@ -53,8 +57,9 @@ class Machine:
     @staticmethod
     def from_fingerprint(values: Mapping[str, Any]) -> Machine:
         """The machine that a stored fingerprint describes."""
-        pairs = {"versions": tuple(sorted(values["versions"].items())), "unlike": tuple(values.get("unlike", ()))}
-        return Machine(**{**values, **pairs})
+        pairs = {"versions": tuple(sorted(values["versions"].items()))}
+        lists = {key: tuple(values.get(key, ())) for key in ("unlike", "gpus")}
+        return Machine(**{**values, **pairs, **lists})
 
 
 def detect_cpu_machine() -> Machine:

@@ -28,6 +28,7 @@ from plait.planner.diagnosis.diagnose import diagnose, diagnosis_json, diagnosis
 from plait.planner.explain.glossary import glossary_text
 from plait.planner.explain.report_json import plan_json
 from plait.planner.page.page import page_html, plotly_script
+from plait.planner.resolve.named_workers import named_workers
 from plait.planner.search.complexity import complexity_table
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
@@ -81,7 +82,7 @@ def terms() -> str:
 def _report_for_this_machine(config: RunConfig, top: int) -> PlanReport:
     """The report, and before it what `plait train` will do here: there a kept plan counts for more than a forecast."""
     with worker_pool() as workers:
-        survey, corpus = look_around(workers, usable_cores()), corpus_if_prepared(config)
+        survey, corpus = look_around(workers, usable_cores(), named_workers(config)), corpus_if_prepared(config)
         report = make_plan_report(config, resources_of(survey, workers), top=top)
         kept = kept_plan(config, corpus, survey, workers) if corpus else None
     first = training_section(kept, report.layouts, report.plan.layout)

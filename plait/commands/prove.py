@@ -14,6 +14,7 @@ from plait.commands.planning.workers import worker_pool
 from plait.commands.preparing.corpus import prepare_data
 from plait.errors import RunFailed
 from plait.layout import layout_summary
+from plait.planner.resolve.named_workers import named_workers
 from plait.planner.resolve.worker_layouts import MEASURED_TOLERANCE, WorkerLayout
 from plait.recipe.load import load_recipe
 from plait.screen.screen import Screen
@@ -29,7 +30,7 @@ def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path
     config = load_recipe(recipe, overrides)
     corpus = prepare_data(config, screen)
     with worker_pool() as workers:
-        site = look_around(workers, usable_cores())
+        site = look_around(workers, usable_cores(), named_workers(config))
 
         def show(split: WorkerLayout) -> None:
             screen.print(f"timed    {_layout_text(split)}: {_step_time_text(split)}")

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from plait.checkpoint.store import FoundCheckpoint, newest_good
+from plait.cluster.requested_workers import RequestedDevices
 from plait.commands.planning.run_folder import RunFolder, find_run
 from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer
 from plait.data.shards import open_corpus
@@ -36,11 +37,12 @@ def sample(run: str, prompt: str, *, tokens: int, temperature: float, top_p: flo
 
 
 def load_model(folder: RunFolder) -> tuple[GPT, FoundCheckpoint]:
-    """The run's model with the weights of its newest checkpoint that verifies, on the CPU or the first GPU."""
+    """The run's model with the weights of its newest checkpoint that verifies, on the first GPU that the run may use,
+    else on the processor."""
     found = newest_good(folder.checkpoints)
     if found is None:
         raise PlaitError(f'"{folder.path}" {_why_no_checkpoint(folder)}')
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_to_sample_on(folder.saved_config().run.devices, torch.cuda.device_count())
     model = GPT(folder.saved_plan().shape)
     load_weights(model, found.path, found.manifest)
     return model.to(device).eval(), found
@@ -51,6 +53,15 @@ def _why_no_checkpoint(folder: RunFolder) -> str:
     if steps and not steps[-1].is_finite:
         return "diverged before its first checkpoint; train again with a lower optimizer.lr and another run.name"
     return "has no checkpoint yet; train it for a while first"
+
+
+def device_to_sample_on(requested: RequestedDevices, present: int) -> torch.device:
+    """The first of a run's devices; where the run was brought to another machine, that one's first GPU, or its
+    processor."""
+    if requested == "cpu" or not present:
+        return torch.device("cpu")
+    first = 0 if requested == "auto" else requested[0]
+    return torch.device("cuda", first if first < present else 0)
 
 
 def decode_incrementally(tokenizer: Tokenizer, prompt_ids: Sequence[int], new_ids: Iterator[int]) -> Iterator[str]:

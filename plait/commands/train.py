@@ -14,9 +14,9 @@ from plait.commands.monitoring.finish import is_finished, print_finished
 from plait.commands.monitoring.training import run_training
 from plait.commands.planning.begun_plan import refuse_other_text, resumed_plan
 from plait.commands.planning.folder_lock import lock_run_folder
-from plait.commands.planning.introduction import Details, run_start
+from plait.commands.planning.introduction import Details, run_start, running_runs_text
 from plait.commands.planning.make_plan import make_plan
-from plait.commands.planning.run_folder import RunFolder, check_changes, run_folder
+from plait.commands.planning.run_folder import NEW_PLAN_KEYS, RunFolder, check_changes, run_folder
 from plait.commands.planning.workers import (
     HostWorkers,
     dismiss_torchrun_ranks,
@@ -30,6 +30,7 @@ from plait.commands.verifying.gradient_check import check_new_layout
 from plait.errors import Interrupted, StopSignal
 from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
+from plait.planner.resolve.named_workers import named_workers
 from plait.recipe.load import load_recipe, run_name_of
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
@@ -68,12 +69,14 @@ def train(
             print_finished(folder, screen, details)
             dismiss_torchrun_ranks()
             return "finished"
-        split_changed = any(key.startswith(("layout.", "train.matmul_backend")) for key in changed)
-        renew: ReplanScope = "all" if fresh_plan else "plan" if split_changed else "nothing"
+        plan_changed = any(key.startswith(NEW_PLAN_KEYS) for key in changed)
+        renew: ReplanScope = "all" if fresh_plan else "plan" if plan_changed else "nothing"
         try:
             with _open_workers(hosts, config, folder, renew, screen) as workers:
                 plan = workers.with_hosts(_prepare_plan(config, folder, workers, renew=renew, screen=screen))
                 screen.print(run_start(plan, folder.path, details))
+                if sharing := running_runs_text(plan, folder):
+                    screen.print(sharing)
                 if check == "new layouts":
                     check_new_layout(config, plan, workers, screen)
                 return run_training(
@@ -117,10 +120,10 @@ def _prepare_plan(
     """Prepare the data, survey the machines, and make or load the plan."""
     corpus = prepare_data(config, screen)
     screen.print(corpus_summary(corpus_facts(corpus)))
-    fresh = renew != "nothing"
+    fresh, probe = renew != "nothing", "again" if renew == "all" else "kept"
     with screen.progress() as show:
         show(0, 0, "looking at the machine")
-        site = survey_machines(workers, screen.print, "again" if renew == "all" else "kept")
+        site = survey_machines(workers, screen.print, probe, named_workers(config))
         if folder.has_begun:
             return resumed_plan(config, folder.saved_plan(), corpus, site, workers, fresh=fresh, log=screen.print)
         return make_plan(config, corpus, site, workers, fresh=fresh, say=screen.print, show=show)

@@ -18,6 +18,7 @@ from plait.layout import Layout
 from plait.planner.derive.resources import Resources
 from plait.planner.derive.training_job import matmul_precision_of, precision_of
 from plait.planner.plan import Plan
+from plait.planner.resolve.named_workers import named_workers
 from plait.planner.search.validity import check_devices
 from plait.proof.verdict import BF16_TRANSFER_TOLERANCES, FLOAT32_TOLERANCES, Verdict
 from plait.recipe.load import load_recipe
@@ -57,7 +58,7 @@ def verify(
             if verdict.ok and config.train.gradient_transfer == "bf16":
                 verdict = _check_rounded(config, plan, workers, screen)
         else:
-            resources = resources_of(look_around(workers, usable_cores()), workers)
+            resources = resources_of(look_around(workers, usable_cores(), named_workers(config)), workers)
             check_devices(layout, resources.machine)
             verdict = _check_here(config, plan, resources, workers, screen)
     screen.print(verdict_text(verdict, "" if where == "here" else _rounding_text(config)))
@@ -76,6 +77,7 @@ def _check_rounded(config: RunConfig, plan: Plan, workers: WorkerPool, screen: S
 def _check_here(config: RunConfig, plan: Plan, resources: Resources, workers: WorkerPool, screen: Screen) -> Verdict:
     """The worse of two verdicts: in float32 without shortcuts, and as the run itself computes."""
     machine = resources.machine
+    plan = replace(plan, gpus=machine.gpus)
     single = plan_for_device(plan, machine.device, "float32")
     text = f"{plan.layout}{_shares_text(plan)} on {plan.world_size} × {machine.name}, in float32"
     screen.print(f"layout   {text}")

@@ -92,6 +92,8 @@ class Plan:
     left_out: tuple[HostShare, ...] = ()
     """Hosts that joined and that the layout does not use; they have no ranks."""
     device: WorkerDevice
+    gpus: tuple[int, ...] = ()
+    """torch's numbers of the GPUs that a host's workers use, in the order of their local ranks; empty: all."""
     precision: Precision
     compile: Compile
     shape: ModelShape
@@ -196,6 +198,10 @@ class Plan:
         """The library by which one rank multiplies float32 matrices."""
         hosts = [host for host in self.hosts for _ in range(host.workers)]
         return self.host_backends.get(hosts[rank].machine, self.matmul_backend) if hosts else self.matmul_backend
+
+    def gpu_of(self, local_rank: int) -> int:
+        """torch's number of the GPU of a rank on its host."""
+        return self.gpus[local_rank] if self.gpus else local_rank
 
     def workers_beside(self, rank: int) -> int:
         """Workers on the host of one rank, itself included."""

@@ -18,7 +18,8 @@ from pydantic import ValidationError
 
 from plait.errors import PlaitError, check_utf8
 from plait.recipe.refusal import refusal_sentence
-from plait.recipe.schema import LONGEST_NAME, RESERVED, RunConfig
+from plait.recipe.schema import RESERVED, RunConfig
+from plait.recipe.values import LONGEST_NAME
 
 _NAMED_TOKENIZERS = ("auto", "bpe", "gpt2")
 

@@ -10,7 +10,8 @@ from math import inf
 from pydantic import BaseModel, ValidationError
 
 from plait.complaints import Found, own_sentence, wanted_value
-from plait.recipe.schema import LONGEST_NAME, RunConfig, SourceSection
+from plait.recipe.schema import RunConfig, SourceSection
+from plait.recipe.values import LONGEST_NAME
 
 
 def refusal_sentence(error: ValidationError) -> str:

@@ -5,70 +5,25 @@ Only `data.files` is required. Every `"auto"` is derived in planner/resolve/reso
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from plait.errors import PlaitError
-from plait.layout import LARGEST_CLUSTER
-from plait.units import parse_amount, parse_count, parse_every
-
-Auto = Literal["auto"]
-LONGEST_NAME = 63
-LARGEST_COUNT = 10**12
-"""Above every batch, budget and degree of a run that anybody has published, and far below what an integer overflows."""
-
-
-def _valid(parse: Callable[[str], object]) -> AfterValidator:
-    """A validator that calls `parse` on the text and keeps the text as the person wrote it."""
-
-    def check(text: str) -> str:
-        if text != "auto":
-            try:
-                parse(text)
-            except PlaitError as error:
-                raise ValueError(str(error)) from None  # so that pydantic adds which key it was
-        return text
-
-    return AfterValidator(check)
-
-
-def _number_of(value: object) -> object:
-    """The number that "512K" or "16M" stands for; whatever is no text stays as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_count(value)
-    except PlaitError as error:
-        raise ValueError(str(error)) from None
-
-
-def _check_size(text: str) -> None:
-    if parse_count(text) < 1:
-        raise PlaitError(f'a model of {text} parameters learns nothing; write for example "5M" or "2.6B"')
-
-
-def _check_name(text: str) -> None:
-    if not re.fullmatch(rf"[a-z0-9][a-z0-9._-]{{0,{LONGEST_NAME - 1}}}", text):
-        raise PlaitError(
-            f'"{text}" is not a name; write small letters, digits, ".", "_" and "-", at most {LONGEST_NAME}'
-        )
-
-
-AmountText = Annotated[str, _valid(parse_amount)]
-EveryText = Annotated[str, _valid(parse_every)]
-SizeText = Annotated[str, _valid(_check_size)]
-Name = Annotated[str, _valid(_check_name)]
-Positive = Annotated[int, Field(gt=0, le=LARGEST_COUNT)]
-TokenCount = Annotated[Positive, BeforeValidator(_number_of)]
-Layers = Annotated[int, Field(gt=0, le=10_000)]
-Width = Annotated[int, Field(gt=0, le=10_000_000)]
-"""Of a model, its heads, its inner parts and its vocabulary."""
-Degree = Annotated[int, Field(gt=0, le=LARGEST_CLUSTER)]
-Steps = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
-Fraction = Annotated[float, Field(ge=0, le=0.5)]
+from plait.recipe.values import (
+    AmountText,
+    Auto,
+    Degree,
+    DeviceNumbers,
+    EveryText,
+    Fraction,
+    Layers,
+    Name,
+    Positive,
+    SizeText,
+    Steps,
+    TokenCount,
+    Width,
+)  # fmt: skip
 
 
 class RecipeSection(BaseModel):
@@ -78,12 +33,18 @@ class RecipeSection(BaseModel):
 
 
 class RunSection(RecipeSection):
-    """[run]: what the run is called, and its seed."""
+    """[run]: what the run is called, its seed, and what of this machine it may use."""
 
     name: Name | Auto = "auto"
     """Folder under runs/; "auto" takes the recipe file's name."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     """Decides the first weights and the order of the data, nothing else."""
+    devices: Literal["cpu"] | DeviceNumbers | Auto = "auto"
+    """"cpu", or GPUs by torch's numbers: "0,2"; "auto" takes all GPUs, else the processor."""
+    workers: Degree | Auto = "auto"
+    """Worker processes on this machine; on GPUs one for each GPU."""
+    threads: Degree | Auto = "auto"
+    """Threads of each worker."""
 
 
 class ModelSection(RecipeSection):

@@ -105,7 +105,7 @@ def process_group_for(context: WorkerContext, plan: Plan) -> Iterator[None]:
     backend = "gloo"
     select_matmul_library(plan.matmul_backend_of(context.rank) if plan.device == "cpu" else "default")
     if plan.device == "cuda":
-        torch.cuda.set_device(context.local_rank)
+        torch.cuda.set_device(plan.gpu_of(context.local_rank))
         _same_bits_on_gpus()
         select_matmul_precision(plan.execution.matmul_precision)
         backend = "cpu:gloo,cuda:nccl"

@@ -25,6 +25,9 @@ shard = 2
 OTHER_VALUES = {
     "run.name": "another",
     "run.seed": "2",
+    "run.devices": "[1]",
+    "run.workers": "4",
+    "run.threads": "1",
     "model.size": "3M",
     "model.layers": "3",
     "model.width": "256",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+import torch
 
-from plait.commands.sample import decode_incrementally
+from plait.cluster.requested_workers import RequestedDevices
+from plait.commands.sample import decode_incrementally, device_to_sample_on
 
 
 class Words:
@@ -23,3 +25,11 @@ class Words:
 def test_words_keep_the_spaces_between_them(before: list[int], text: str) -> None:
     told = list(decode_incrementally(cast(Any, Words()), before, iter([3, 4, 5, 1, 0, 2])))
     assert "".join(told) == text and len(told) == 4
+
+
+@pytest.mark.parametrize(
+    ("requested", "present", "device"),
+    [("auto", 2, "cuda:0"), ("auto", 0, "cpu"), ("cpu", 2, "cpu"), ((1, 0), 2, "cuda:1"), ((3,), 2, "cuda:0")],
+)
+def test_a_model_speaks_on_the_devices_of_its_run(requested: RequestedDevices, present: int, device: str) -> None:
+    assert device_to_sample_on(requested, present) == torch.device(device)

@@ -10,12 +10,14 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from plait.cluster.requested_workers import chosen_gpus
 from plait.commands.planning.run_folder import run_folder
 from plait.commands.preparing.corpus import data_request
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
 from plait.planner.plan import Plan
+from plait.planner.resolve.named_workers import named_workers
 from plait.recipe.schema import RunConfig, SourceSection
 from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recipe
 from tests.planner.machines import LAPTOP, corpus, planned
@@ -46,8 +48,15 @@ EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "the data": data_request,
     "the folder": lambda config: run_folder(config.run.name),
     "the first weights": first_weights,
+    "the GPUs": lambda config: chosen_gpus(named_workers(config), present=8),
 }
-ELSEWHERE = {"run.name": "the folder", "run.seed": "the first weights", "data.": "the data"}
+ELSEWHERE = {
+    "run.devices": "the GPUs",
+    "run.workers": "the GPUs",
+    "run.name": "the folder",
+    "run.seed": "the first weights",
+    "data.": "the data",
+}
 NOT_JUST_THERE = {"data.mask_documents": "the plan"}
 
 

@@ -19,7 +19,7 @@ from plait.commands.planning.make_plan import MachineSurvey
 from plait.errors import PlaitError
 from plait.launch.values.from_json import SingleLine, from_json, one_line
 from plait.launch.values.job import RANKS_AT_MOST, THREADS_AT_MOST
-from plait.units import format_duration
+from plait.units import counted, format_duration
 from plait.version import wheel_install_line
 
 MAX_CLOCK_SKEW_S = 60.0
@@ -116,6 +116,16 @@ def why_host_cannot_join(host_info: Mapping[str, Any], leader_info: Mapping[str,
 
 def _install_line(leader_info: Mapping[str, Any]) -> str:
     return wheel_install_line(str(leader_info["plait"]), torch=str(leader_info["torch"]).partition("+")[0])
+
+
+def joined_host_text(name: str, host_info: Mapping[str, Any]) -> str:
+    """A host that joined, in words."""
+    return f"{name}: {counted(host_info['cores'], 'core')}"
+
+
+def failed_attempts_text(count: int) -> str:
+    """Attempts to join that failed, in words."""
+    return f"{counted(count, 'attempt')}: a wrong secret, or not plait"
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers, check_requested_workers
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 from plait.planner.plan import HostShare
@@ -12,23 +13,29 @@ from plait.recipe.schema import RunConfig
 from plait.units import counted
 
 
-def default_host_shares(names: Sequence[str], machines: Sequence[Machine]) -> tuple[HostShare, ...]:
-    """One worker for each GPU of a host, or one with all its cores; raises PlaitError where only some have GPUs."""
+def default_host_shares(
+    names: Sequence[str], machines: Sequence[Machine], requested: RequestedWorkers = ANY_WORKERS
+) -> tuple[HostShare, ...]:
+    """One worker for each GPU of a host, or one with all its cores, unless the recipe names workers and threads of each
+    host; raises PlaitError where only some have GPUs, or one has too few cores."""
     kinds = {machine.device for machine in machines}
     if len(kinds) > 1:
         by_kind = {machine.device: name for name, machine in zip(names, machines, strict=True)}
         raise PlaitError(
             f"{by_kind['cuda']} has GPUs and {by_kind['cpu']} has none that torch sees, and a run takes one kind; "
-            "leave out one of the two, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+            'leave out one of the two, or write run.devices = "cpu"'
         )
+    for name, machine in zip(names, machines, strict=True):
+        check_requested_workers(requested, machine, name)
+    counts = [machine.devices if requested.workers == "auto" else requested.workers for machine in machines]
     return tuple(
         HostShare(
             name=name,
-            workers=machine.devices,
-            threads=max(1, machine.cores // machine.devices),
+            workers=workers,
+            threads=requested.threads_of_each(machine, workers),
             machine=machine.digest(),
         )
-        for name, machine in zip(names, machines, strict=True)
+        for name, machine, workers in zip(names, machines, counts, strict=True)
     )
 
 

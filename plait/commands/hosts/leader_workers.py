@@ -14,7 +14,13 @@ from plait.checkpoint.arrival import ARRIVAL_LIMIT_S
 from plait.cluster.topology import Machine, make_names_unique, usable_cores
 from plait.commands.hosts.collect_checkpoint import CheckpointCollector
 from plait.commands.hosts.file_stager import FileStager, JobFolder, portable_corpus_path
-from plait.commands.hosts.host_info import machine_survey, own_host_info, why_host_cannot_join
+from plait.commands.hosts.host_info import (
+    failed_attempts_text,
+    joined_host_text,
+    machine_survey,
+    own_host_info,
+    why_host_cannot_join,
+)
 from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
 from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret, invitation_text
 from plait.commands.hosts.job_argument import read_job_argument
@@ -36,8 +42,8 @@ from plait.launch.values.job import Job, JobResult, Message
 from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import HostShare, Plan, refreshed_hosts
 from plait.planner.plan_file import read_plan, write_plan
+from plait.planner.resolve.named_workers import named_workers
 from plait.recipe.schema import RunConfig
-from plait.units import counted
 
 JOIN_TIMEOUT_S, STOP_GRACE_S = 3600.0, 120.0
 _T = TypeVar("_T")
@@ -64,7 +70,8 @@ class LeaderWorkers:
     def _host_shares_as_admitted(self) -> tuple[HostShare, ...]:
         infos = [own_host_info(), *(member.host_info for member in self._hosts.members)]
         names = [own_host_info()["name"], *(member.name for member in self._hosts.members)]
-        bare = default_host_shares(make_names_unique(names), [site.machine for site in self._surveys_as_admitted])
+        machines = [site.machine for site in self._surveys_as_admitted]
+        bare = default_host_shares(make_names_unique(names), machines, named_workers(self._config))
         shares = tuple(replace(share, mark=info["mark"]) for share, info in zip(bare, infos, strict=True))
         check_worker_count(self._config, shares)
         self._log(f"hosts    {host_shares_text(shares)}")
@@ -165,7 +172,8 @@ class LeaderWorkers:
     def _surveys_as_admitted(self) -> tuple[MachineSurvey, ...]:
         """Measure all hosts side by side, each in a worker that uses all its cores."""
         cores = [usable_cores(), *(member.host_info["cores"] for member in self._hosts.members)]
-        job = Job(entry=MEASURE_ENTRY, argument="", world_size=len(cores), threads=1)
+        argument = named_workers(self._config).to_json()
+        job = Job(entry=MEASURE_ENTRY, argument=argument, world_size=len(cores), threads=1)
         found: dict[int, Mapping[str, Any]] = {}
 
         def collect(message: Message) -> None:
@@ -173,7 +181,7 @@ class LeaderWorkers:
             if message.kind == "machine":
                 found[message.rank] = message.values
 
-        parts = [HostPart(ranks=1, threads=number, argument="") for number in cores]
+        parts = [HostPart(ranks=1, threads=number, argument=argument) for number in cores]
         result = self._hosts.run(job, on_message=collect, parts=parts)
         if result.stopped_by != "finished":
             raise Interrupted(result.stopped_by)
@@ -212,7 +220,7 @@ def leader_workers(
                 " ".join(str(host_info.get("name")).split())[:80],
             )
             if sentence is None:
-                log(f"joined   {name}: {counted(host_info['cores'], 'core')}")
+                log(f"joined   {joined_host_text(name, host_info)}")
             else:
                 log(f"refused  {name}: {' '.join(sentence.split())}")
             return sentence
@@ -222,7 +230,7 @@ def leader_workers(
             JOIN_TIMEOUT_S,
             order=previous_hosts,
             on_lost=lambda name: log(f"lost     {name}"),
-            on_failed=lambda count: log(f"refused  {counted(count, 'attempt')}: a wrong secret, or not plait"),
+            on_failed=lambda count: log(f"refused  {failed_attempts_text(count)}"),
         )
         check_connectivity(ConnectivityListener(own_host_info()["name"], address), arrived)
         yield LeaderWorkers(hosts, folder=folder, config=config, log=log)

@@ -9,6 +9,7 @@ from plait.commands.monitoring.forecast_monitor import monitor_of
 from plait.commands.monitoring.session import Session, run_session
 from plait.commands.planning.introduction import Details, time_left_text
 from plait.commands.planning.run_folder import RunFolder
+from plait.commands.planning.running_runs import listed_as_running, registry_folder, run_on_this_machine
 from plait.commands.planning.workers import WorkerPool
 from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
@@ -42,7 +43,8 @@ def run_training(
     bar = screen.steps(plan.steps, done)
     compared = monitor_of(plan, done, bar.note, "always" if "receipt" in details else "when off")
     session = Session(folder, bar, compared, plan.devices, require_present=require_present)
-    result, step = run_session(plan, folder, workers, done, point.path.name if point else None, session)
+    with listed_as_running(run_on_this_machine(plan, folder.path), registry_folder()):
+        result, step = run_session(plan, folder, workers, done, point.path.name if point else None, session)
     if step < plan.steps:
         screen.print(stopped_text(step, done, plan))
         return result.stopped_by

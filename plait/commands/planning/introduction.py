@@ -7,6 +7,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
+from plait.cluster.topology import usable_cores
+from plait.commands.planning.run_folder import RunFolder
+from plait.commands.planning.running_runs import registry_folder, run_on_this_machine, running_runs, sharing_lines
 from plait.layout import Layout
 from plait.model.shape import parameter_count
 from plait.planner.calibration.factors import calibration_text
@@ -40,6 +43,13 @@ def run_start(plan: Plan, folder: Path, details: Details = ()) -> str:
     )
     reasons = reason_lines(plan) if "reasons" in details else plan.warnings
     return "\n".join([*lines, *(f"         · {reason}" for reason in reasons)])
+
+
+def running_runs_text(plan: Plan, folder: RunFolder) -> str:
+    """What other runs on this machine mean for a run that is about to start; empty where there are none."""
+    own = run_on_this_machine(plan, folder.path)
+    lines = sharing_lines(own, running_runs(registry_folder()), usable_cores())
+    return "\n".join(f"         · {line}" for line in lines)
 
 
 def reason_lines(plan: Plan) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
+from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers
 from plait.cluster.topology import Machine
 from plait.commands.planning.arithmetic import begun_with_arithmetic, draft_with_arithmetic
 from plait.commands.planning.calibration_store import calibration_key, load_calibration
@@ -46,9 +47,11 @@ class MachineSurvey:
     """Measures all hosts and the links between them."""
 
 
-def look_around(workers: WorkerPool, cores: int) -> MachineSurvey:
-    """Describe this machine and measure its arithmetic peak, in a worker that uses all cores."""
-    found = ask_rank_0(workers, Job(entry=MEASURE_ENTRY, argument="", world_size=1, threads=cores), "machine")
+def look_around(workers: WorkerPool, cores: int, requested: RequestedWorkers = ANY_WORKERS) -> MachineSurvey:
+    """Describe this machine with the requested devices and measure its arithmetic peak, in a worker that uses all
+    cores."""
+    job = Job(entry=MEASURE_ENTRY, argument=requested.to_json(), world_size=1, threads=cores)
+    found = ask_rank_0(workers, job, "machine")
     machine = Machine.from_fingerprint(found["fingerprint"])
     return MachineSurvey(machine=machine, peak_flops=found["peak_flops"], peak_doubt=found["peak_doubt"])
 
@@ -220,6 +223,7 @@ def _on_machine(plan: Plan, here: Plan) -> Plan:
     return replace(
         plan,
         device=here.device,
+        gpus=here.gpus,
         compile=here.compile,
         layout=here.layout,
         threads=here.threads,

@@ -22,7 +22,10 @@ from plait.report.atomic import replace_file, replace_files
 from plait.report.metrics import trim_metrics
 from plait.report.shares_file import check_lines
 
-CHANGEABLE_KEYS = ("train.budget", "train.matmul_backend", "layout.", "balance.", "checkpoint.", "report.")
+WORKER_KEYS = ("run.devices", "run.workers", "run.threads")
+NEW_PLAN_KEYS = ("layout.", "train.matmul_backend", *WORKER_KEYS)
+"""Recipe keys that may change how a begun run is carried out: it is planned anew."""
+CHANGEABLE_KEYS = ("train.budget", *NEW_PLAN_KEYS, "balance.", "checkpoint.", "report.")
 """Recipe keys that may differ when a begun run continues; `data.files` may move, too, as long as the text is the
 same."""
 

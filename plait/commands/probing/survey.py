@@ -10,6 +10,7 @@ from plait.cluster.machine_cluster import cluster_of_hosts
 from plait.cluster.measured import Measurements
 from plait.cluster.pooled import pool_measurements
 from plait.cluster.probe.request import MAX_CPU_MICROBATCH_TOKENS, model_probe_request
+from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers
 from plait.cluster.topology import Machine, usable_cores
 from plait.commands.planning.make_plan import Log, MachineSurvey, look_around
 from plait.commands.planning.workers import HostWorkers
@@ -31,7 +32,9 @@ HostMachine = tuple[Machine, float | None, int]
 """A host's machine, the rate of its processor (None if unknown), and its number of workers."""
 
 
-def survey_machines(workers: HostWorkers, log: Log, fresh: ProbeFreshness) -> MachineSurvey:
+def survey_machines(
+    workers: HostWorkers, log: Log, fresh: ProbeFreshness, requested: RequestedWorkers = ANY_WORKERS
+) -> MachineSurvey:
     """This machine; over several hosts host 0's, with a function that probes all of them once the model is known.
 
     `fresh` "again" probes them in any case; "kept" takes the stored measurements of an earlier probe as long as a short
@@ -39,7 +42,7 @@ def survey_machines(workers: HostWorkers, log: Log, fresh: ProbeFreshness) -> Ma
     """
     hosts = workers.host_machines()
     if not hosts:
-        return look_around(workers, usable_cores())
+        return look_around(workers, usable_cores(), requested)
     machines = tuple(machine for machine, _, _ in hosts)
     rates = [flops for _, flops, _ in hosts if flops is not None]
     return MachineSurvey(

@@ -61,7 +61,7 @@ def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen:
         return
     small = shrunk_plan(config, plan.shape, plan.layout, plan.shares)
     if plan.device == "cuda":
-        small = plan_for_device(small, "cuda", "float32")
+        small = replace(plan_for_device(small, "cuda", "float32"), gpus=plan.gpus)
     what = [asdict(small.layout), small.sequences_per_replica, asdict(small.shape), plan.device, dict(plan.fingerprint)]
     key = sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
     kept = CACHE_FOLDER / "verified" / f"{key}.json"

@@ -8,8 +8,9 @@ from hashlib import sha256
 
 from plait.cluster.catalog import Device, find_device_by_driver_name
 from plait.cluster.cluster import Cluster
-from plait.cluster.machine_cluster import cluster_of_machine
+from plait.cluster.machine_cluster import cluster_of_machine, with_share_of_cores
 from plait.cluster.measured import measurements_json
+from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers
 from plait.cluster.topology import Machine
 from plait.model.shape import ModelShape
 from plait.partition.execution import MatmulBackend, Precision
@@ -55,6 +56,8 @@ class Resources:
     peak_doubt: str = ""
     """What makes the peak doubtful, in a sentence; empty where nothing does."""
     fixed_workers: FixedWorkers | None = None
+    requested: RequestedWorkers = ANY_WORKERS
+    """What the recipe names of workers and threads."""
     probe: Probe | None = None
     """Measures several hosts; None where there is one."""
     cluster: Cluster | None = None
@@ -95,7 +98,8 @@ class Resources:
         if self.cluster:
             return self.cluster
         machine = self.machine if self.has_known_devices else replace(self.machine, name=STAND_IN)
-        return cluster_of_machine(machine, self.peak_flops if machine.device == "cpu" else None, workers=workers)
+        here = cluster_of_machine(machine, self.peak_flops if machine.device == "cpu" else None, workers=workers)
+        return with_share_of_cores(here, self.requested.share_of(machine, workers))
 
     def probed(self, need: ProbeNeed) -> Resources:
         """These resources with the cluster that a probe of the hosts measured; unchanged for a single host."""
@@ -109,17 +113,16 @@ class Resources:
 
     def threads(self, workers: int) -> int:
         """Threads of each of so many workers."""
-        return self.fixed_workers.threads if self.fixed_workers else max(1, self.machine.cores // workers)
+        if self.fixed_workers and self.requested.threads == "auto":
+            return self.fixed_workers.threads
+        return self.requested.threads_of_each(self.machine, workers)
 
     def worker_counts(self) -> list[int]:
         """How many workers there can be: the GPUs, or a processor's cores divided in several ways."""
         machine = self.machine
         if self.fixed_workers:
             return [self.fixed_workers.workers]
-        if self.cluster or machine.device == "cuda":
-            return [machine.devices]
-        powers = [2**k for k in range(machine.cores.bit_length()) if 2**k <= machine.cores]
-        return sorted({*powers, machine.cores})
+        return [machine.devices] if self.cluster else self.requested.worker_counts(machine)
 
 
 def on_paper(cluster: Cluster, load_calibration: LoadCalibration = lambda precision, basis: UNCALIBRATED) -> Resources:

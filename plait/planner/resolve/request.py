@@ -22,6 +22,7 @@ from plait.planner.plan import Plan
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SoftwareProfile
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.resolve.named_layout import constraints_of
+from plait.planner.resolve.named_workers import check_named_workers, named_workers_lines, with_named_workers
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.validity import check_devices
 from plait.planner.step_time.device_time import was_measured
@@ -75,10 +76,13 @@ def request_of(
     Of a run that is `begun` only the layout is open: the job is as its plan says. `rate` is as new_job takes it.
     """
     notes: list[str] = []
+    resources = with_named_workers(config, resources)
     job = job_of_plan(begun) if begun else new_job(config, corpus, resources, notes, rate)
     if resources.arithmetic:  # also of a begun run: its processors may be others now
         job = replace(job, matmul_backend=resources.arithmetic.backend)
     constraints = constraints_of(config, job.shape, job.batch_sequences)
+    check_named_workers(resources, constraints.degrees)
+    notes += named_workers_lines(resources)
     resources = resources.probed(
         ProbeNeed(
             shape=job.shape,

@@ -26,6 +26,7 @@ from plait.planner.derive.resources import Resources
 from plait.planner.derive.training_job import TrainingJob
 from plait.planner.plan import Plan
 from plait.planner.resolve.forecast_update import updated_forecast
+from plait.planner.resolve.named_workers import with_named_workers
 from plait.planner.resolve.request import Request, request_of
 from plait.planner.resolve.worker_layouts import (
     MEASURED_TOLERANCE,
@@ -66,7 +67,7 @@ def draft(
 
     For a `begun` run the job is taken from its plan, and only the layout is open.
     """
-    request = request_of(config, corpus, resources, begun)
+    request = request_of(config, corpus, resources := with_named_workers(config, resources), begun)
     layouts = worth_measuring(request)
     if rate := None if begun else forecast_rate(request, resources, layouts):
         request = request_of(config, corpus, resources, rate=rate)
@@ -103,6 +104,7 @@ def draft(
         step_s=None,
         forecast=first.forecast,
         peak_flops=used_peak_flops(resources, first),
+        gpus=machine.gpus,
         fingerprint=machine.fingerprint(),
         recipe_hash=recipe_hash,
         reasons=tuple(why),

@@ -122,10 +122,13 @@ def forecast_rate(request: Request, resources: Resources, layouts: Sequence[Work
 def used_peak_flops(resources: Resources, split: WorkerLayout) -> float | None:
     """Arithmetic peak of the devices that a layout uses."""
     found = split.search
-    if resources.peak_flops is None or found is None or found.left_out is None:
-        return resources.peak_flops
+    if resources.peak_flops is None:
+        return None
+    present = resources.peak_flops * resources.requested.share_of(resources.machine, split.workers)
+    if found is None or found.left_out is None:
+        return present
     whole = cluster_peak_flops(found.left_out.cluster, found.workload.precision)
-    return resources.peak_flops * cluster_peak_flops(found.cluster, found.workload.precision) / whole
+    return present * cluster_peak_flops(found.cluster, found.workload.precision) / whole
 
 
 def _is_beaten(one: WorkerLayout, other: WorkerLayout) -> bool:

@@ -82,7 +82,7 @@ def check_devices(layout: Layout, machine: Machine) -> None:
         raise PlaitError(
             f"the layout {layout} needs {counted(layout.world_size, 'GPU')}, and this machine has "
             f"{machine.devices}; name degrees "
-            f"whose product is {machine.devices}, or hide GPUs with CUDA_VISIBLE_DEVICES"
+            f"whose product is {machine.devices}, or choose GPUs with run.devices"
         )
 
 
