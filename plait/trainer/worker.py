@@ -119,8 +119,12 @@ def process_group_for(context: WorkerContext, plan: Plan) -> Iterator[None]:
 
 
 def select_matmul_precision(precision: MatmulPrecision) -> None:
-    """Multiply float32 matrices on CUDA devices so from now on, in this process; each choice undoes the other."""
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    """Multiply float32 matrices on CUDA devices so from now on, in this process; each choice undoes the other, and what
+    a container's TORCH_ALLOW_TF32_CUBLAS_OVERRIDE says.
+
+    By the call that sets torch's old switch and its new one: where they disagree each product raises an error.
+    """
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
 
 
 def _same_bits_on_gpus() -> None:
