@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,14 +34,29 @@ class Documents:
     ends: Tensor | None = None
     longest: int = 0
 
-    def on(self, device: torch.device) -> Documents:
-        """These documents in the form that the device's attention kernel needs; no synchronization with the device."""
+    def on(self, device: torch.device, *, longest: int) -> Documents:
+        """These documents in the form that the device's attention kernel needs; no synchronization with the device.
+
+        `longest` is the length of the longest possible row, not of this batch's longest document: compiled layers
+        specialise on the number.
+        """
         if device.type != "cuda":
             return self
-        ends = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).pin_memory()
-        # A power of two: compiled layers specialise on the number, and few values mean few compilations.
-        longest = 1 << (max(self.lengths) - 1).bit_length()
-        return Documents(self.lengths, ends.to(device, non_blocking=True), longest)
+        ends = cumulative_lengths(self.lengths).pin_memory()
+        return Documents(self.lengths, of_any_length(ends.to(device, non_blocking=True)), longest)
+
+
+def cumulative_lengths(lengths: tuple[int, ...]) -> Tensor:
+    """Where documents begin and end: shape [documents + 1], int32, from 0 on."""
+    return torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def of_any_length(ends: Tensor) -> Tensor:
+    """The same tensor, for which a compiled layer does not compile anew at each number of documents."""
+    import torch._dynamo  # more than a second of imports; only GPUs need it, where layers are compiled
+
+    torch._dynamo.mark_dynamic(ends, 0)
+    return ends
 
 
 class Cache:
@@ -147,9 +164,21 @@ def _attend_packed(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, ends: Tensor,
     """All documents in one call of the flash kernel for ragged lengths; it looks backward only: window (-1, 0)."""
     from torch.nn.attention.varlen import varlen_attn  # the import takes a second; only GPUs need it
 
+    return attend_ragged(varlen_attn, q_bthd, k_bthd, v_bthd, ends, longest)
+
+
+def attend_ragged(
+    kernel: Callable[..., Any], q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, ends: Tensor, longest: int
+) -> Tensor:
+    """What `kernel`, torch's varlen_attn of any version, makes of all documents."""
     q_nhd, k_nhd, v_nhd = (x.flatten(0, 1) for x in (q_bthd, k_bthd, v_bthd))
-    grouped = q_nhd.shape[1] != k_nhd.shape[1]
-    mixed = varlen_attn(q_nhd, k_nhd, v_nhd, ends, ends, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
+    sharing = q_nhd.shape[1] // k_nhd.shape[1]
+    grouped: dict[str, Any] = {}
+    if sharing > 1 and "enable_gqa" in signature(kernel).parameters:
+        grouped = {"enable_gqa": True}
+    elif sharing > 1:  # torch 2.11
+        k_nhd, v_nhd = (x.repeat_interleave(sharing, dim=1) for x in (k_nhd, v_nhd))
+    mixed = kernel(q_nhd, k_nhd, v_nhd, ends, ends, longest, longest, window_size=(-1, 0), **grouped)
     assert isinstance(mixed, Tensor)
     return mixed.view(q_bthd.shape)
 

@@ -64,7 +64,7 @@ class GPT(nn.Module):
             rows=tokens_bt.shape[0],
             tokens=tokens_bt.shape[1],
             rotation=self.rotary(positions_bt, hidden_nd.dtype) if self.rotary is not None else None,
-            documents=documents.on(hidden_nd.device) if documents is not None else None,
+            documents=documents.on(hidden_nd.device, longest=self.shape.sequence) if documents is not None else None,
             cache=cache,
         )
         for layer in self.layers.values():

@@ -1,5 +1,5 @@
 """How float32 matrices are multiplied: on processors by torch's default library (MKL on x86) or by oneDNN, on CUDA
-devices in float32 or TF32. Neither setting touches the other."""
+devices in float32 or TF32. A process selects one of the two, for its own device."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ def select_matmul_library(library: MatmulLibrary) -> None:
 
 
 def select_matmul_precision(precision: Literal["float32", "tf32"]) -> None:
-    """Multiply float32 matrices on CUDA devices so from now on, in this process; each choice undoes the other."""
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    """Multiply float32 matrices on CUDA devices so from now on, in this process; each choice undoes the other, and what
+    a container's TORCH_ALLOW_TF32_CUBLAS_OVERRIDE says.
+
+    By the call that sets torch's old switch and its new one: where they disagree each product raises an error.
+    """
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
 
 
 def selected_matmul_library() -> MatmulLibrary:

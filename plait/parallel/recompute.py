@@ -18,7 +18,6 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from plait.model.attention import Rows
@@ -63,20 +62,19 @@ def layer_runner(execution: Execution) -> RunLayer:
 
 def run_keeping_input(layer: Layer, stream_nd: Tensor, rows: Rows) -> Tensor:
     """Run a layer and keep only its input for the backward pass."""
-    return _checkpoint(noop_context_fn, layer, stream_nd, rows)
+    return _checkpoint(layer, stream_nd, rows)
 
 
 def run_keeping(kept: tuple[Any, ...], layer: Layer, stream_nd: Tensor, rows: Rows) -> Tensor:
     """Run a layer and keep its input and the results of the `kept` operations for the backward pass."""
     contexts = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
-    return _checkpoint(contexts, layer, stream_nd, rows)
+    return _checkpoint(layer, stream_nd, rows, context_fn=contexts)
 
 
-def _checkpoint(contexts: Callable[..., Any], layer: Layer, stream_nd: Tensor, rows: Rows) -> Tensor:
-    # A layer draws no random number, so no generator's state is worth keeping.
-    result = checkpoint(
-        run_layer, layer, stream_nd, rows, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-    )
+def _checkpoint(layer: Layer, stream_nd: Tensor, rows: Rows, **contexts: Callable[..., Any]) -> Tensor:
+    # A layer draws no random number, so no generator's state is worth keeping. Where no contexts are wanted none may be
+    # given: a compiler takes even torch's own empty ones for a selection of operations, and fails.
+    result = checkpoint(run_layer, layer, stream_nd, rows, use_reentrant=False, preserve_rng_state=False, **contexts)
     assert isinstance(result, Tensor)
     return result
 

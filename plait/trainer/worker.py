@@ -98,7 +98,11 @@ def main(context: WorkerContext, argument: str) -> None:
 
 @contextmanager
 def process_group_for(context: WorkerContext, plan: Plan) -> Iterator[None]:
-    """Join the process group of all ranks, with the plan's threads and device, and leave it at the end of the block."""
+    """Join the process group of all ranks, with the plan's threads and device, and leave it at the end of the block.
+
+    After a failure the rank stays in it until its process ends: leaving may wait for peers that wait for this rank's
+    messages, and nobody would hear of the failure meanwhile.
+    """
     torch.set_num_threads(plan.threads_of(context.rank))
     # Moments of embedding rows that stay without a gradient decay into denormal numbers, which CPUs compute slowly.
     torch.set_flush_denormal(True)
@@ -113,10 +117,8 @@ def process_group_for(context: WorkerContext, plan: Plan) -> Iterator[None]:
     dist.init_process_group(
         backend, store=store, rank=context.rank, world_size=context.world_size, timeout=PEER_TIMEOUT
     )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
 
 
 def _same_bits_on_gpus() -> None:

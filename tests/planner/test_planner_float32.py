@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,3 +107,19 @@ def test_a_rank_multiplies_as_the_plan_says_whatever_came_before() -> None:
         assert torch.backends.cuda.matmul.fp32_precision == "ieee"
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("override", ["0", "1"])
+def test_the_plan_s_choice_wins_over_a_container_s(override: str) -> None:
+    """NVIDIA's containers switch TF32 on by a variable that torch reads when it is loaded."""
+    script = """
+import torch
+from plait.trainer.worker import select_matmul_precision
+for precision in ("float32", "tf32", "float32"):
+    select_matmul_precision(precision)
+    # What each product on a GPU asks; an error where torch's two switches disagree.
+    print(precision, torch._C._get_cublas_allow_tf32(), torch.backends.cuda.matmul.fp32_precision)
+"""
+    environment = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": override}
+    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == ["float32 False ieee", "tf32 True tf32", "float32 False ieee"]

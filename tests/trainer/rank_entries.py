@@ -9,12 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
 from plait.checkpoint.store import verify_checkpoint
 from plait.data.loader import Micro
+from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
 from plait.layout import Layout
 from plait.parallel.mesh import make_mesh, world_sums
@@ -61,6 +64,22 @@ def meet_a_bad_gradient(context: RankContext, argument: str) -> None:
         context.send("norms", finite=[torch.isfinite(torch.tensor(norm)).item() for norm in norms], counts=counts)
         for number, tensors in enumerate(taken):
             save_file(tensors, folder / f"after-{number}-rank-{context.rank}.safetensors")
+
+
+def fail_among_others(context: RankContext, argument: str) -> None:
+    """Rank 1 fails while the others wait for its message; whoever leaves the group says so."""
+    plan = read_plan(Path(argument) / "plan.json")
+    leave = dist.destroy_process_group
+
+    def leave_aloud() -> None:
+        context.send("left")
+        leave()
+
+    with pytest.MonkeyPatch.context() as patch, process_group_for(context, plan):
+        patch.setattr(dist, "destroy_process_group", leave_aloud)
+        if context.rank == 1:
+            raise RunFailed("rank 1 has lost its data")
+        dist.recv(torch.zeros(1), src=1)
 
 
 def lose(context: RankContext, argument: str) -> None:

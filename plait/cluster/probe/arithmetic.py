@@ -148,7 +148,7 @@ def _layer_runs(
         rows=model.sequences,
         tokens=model.sequence,
         rotation=rotary(positions, torch.float32) if shape.positions == "rope" else None,
-        documents=Documents(lengths=(model.sequence,) * model.sequences).on(device),
+        documents=Documents(lengths=(model.sequence,) * model.sequences).on(device, longest=model.sequence),
         cache=None,
     )
     x_nd = random_tensor((model.tokens, shape.width), device, torch.float32).requires_grad_()

@@ -64,7 +64,7 @@ def product_runs(sizes: tuple[int, int, int], device: torch.device, dtype: torch
 def attention_runs(sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> PieceRuns:
     """The model's attention over sequences of equal length, forward and backward."""
     sequences, length, heads, kv_heads, head_width = sizes
-    documents = Documents(lengths=(length,) * sequences).on(device)
+    documents = Documents(lengths=(length,) * sequences).on(device, longest=length)
     q_bthd, k_bthd, v_bthd = (
         random_tensor((sequences, length, some, head_width), device, dtype).requires_grad_()
         for some in (heads, kv_heads, kv_heads)

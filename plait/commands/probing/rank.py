@@ -95,29 +95,26 @@ def run_probe_rank(context: RankContext, argument: str) -> None:
     torch.set_num_threads(context.threads)
     torch.set_flush_denormal(True)  # as training does
     place = _join_probe(context, request)
-    try:
-        pairs = _time_pairs(place, request)
-        figures = _time_arithmetic(place, request)
-        _time_groups(place, request)
-        machine = detect_machine()
-        name, memory = machine.name, machine.memory_bytes
-        place.publish(
-            f"rank/{place.rank}", {**figures, "name": name, "memory_bytes": memory, "threads": context.threads}
+    pairs = _time_pairs(place, request)
+    figures = _time_arithmetic(place, request)
+    _time_groups(place, request)
+    machine = detect_machine()
+    name, memory = machine.name, machine.memory_bytes
+    place.publish(f"rank/{place.rank}", {**figures, "name": name, "memory_bytes": memory, "threads": context.threads})
+    if context.rank == 0:
+        firsts = [host.ranks[0] for host in place.hosts]
+        shared = [place.wait_for(f"groups/{first}", GroupReport, first) for first in firsts]
+        result = ProbeResult(
+            hosts=place.hosts,
+            pairs=tuple(pairs),
+            ranks=tuple(place.wait_for(f"rank/{one}", RankReport, one) for one in range(context.world_size)),
+            links=tuple(link for one in shared for link in one.links),
+            overlaps=tuple(overlap for one in shared for overlap in one.overlaps),
         )
-        if context.rank == 0:
-            firsts = [host.ranks[0] for host in place.hosts]
-            shared = [place.wait_for(f"groups/{first}", GroupReport, first) for first in firsts]
-            result = ProbeResult(
-                hosts=place.hosts,
-                pairs=tuple(pairs),
-                ranks=tuple(place.wait_for(f"rank/{one}", RankReport, one) for one in range(context.world_size)),
-                links=tuple(link for one in shared for link in one.links),
-                overlaps=tuple(overlap for one in shared for overlap in one.overlaps),
-            )
-            context.send("probed", **asdict(result))
-        place.bench.lockstep.barrier()
-    finally:
-        dist.destroy_process_group()
+        context.send("probed", **asdict(result))
+    place.bench.lockstep.barrier()
+    # Not after a failure, which must be told first: leaving may wait for peers.
+    dist.destroy_process_group()
 
 
 def _join_probe(context: RankContext, request: ProbeRequest) -> ProbeRank:
