@@ -19,7 +19,7 @@ from plait.commands.planning.make_plan import (
     resources_of,
 )
 from plait.commands.planning.training_choice import training_section
-from plait.commands.planning.workers import OnMessage
+from plait.commands.planning.workers import PRODUCTS_ENTRY, OnMessage
 from plait.commands.preparing.corpus import corpus_facts
 from plait.data.preparation.synthetic import write_synthetic
 from plait.data.shards import Corpus, open_corpus
@@ -32,18 +32,23 @@ from plait.planner.plan import Forecast, Plan
 from plait.planner.resolve.resolve import draft
 from plait.planner.resolve.worker_layouts import WorkerLayout
 from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recipe
+from tests.commands.product_answers import product_message, rates_of
 from tests.planner.hosts import HOST, probed
 from tests.planner.machines import LAPTOP, recipe
 
+SLOW_BF16 = rates_of(LAPTOP, {"onednn": 0.7, "bf16": 0.5})
+
 
 class NobodyYet:
-    """A crew that runs nothing."""
+    """A crew that only measures its products."""
 
     def __init__(self, given: FixedWorkers | None = None) -> None:
         self.fixed_workers = given
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
-        raise AssertionError("neither a key nor a named layout needs a worker")
+        assert job.entry == PRODUCTS_ENTRY, "neither a key nor a named layout needs a worker"
+        on_message(product_message(job, SLOW_BF16))
+        return JobResult(stopped_by="finished", wall_s=1.0)
 
 
 @pytest.mark.parametrize("key", sorted(OTHER_VALUES))
@@ -86,6 +91,9 @@ class OneTooMany:
         self.failing = failing
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
+        if job.entry == PRODUCTS_ENTRY:
+            on_message(product_message(job, SLOW_BF16))
+            return JobResult(stopped_by="finished", wall_s=1.0)
         if job.world_size in self.failing:
             raise RunFailed("rank 1 was killed by SIGKILL; memory may be short")
         on_message(Message(rank=0, kind="measured", values={"step_s": 1.0}))
@@ -168,7 +176,7 @@ def test_a_begun_run_whose_step_was_timed_has_it_timed_again_elsewhere(tmp_path:
     for budget, step_s in (("2 minutes", 1.0), ("9 steps", None)):
         config = recipe(tmp_path, *named, f"train.budget={budget}")
         begun = make_plan(config, corpus, site, OneTooMany(), fresh=False, say=said.append)
-        again = replan(config, begun, corpus, site, OneTooMany())
+        again = replan(config, begun, corpus, site, OneTooMany(), said.append)
         assert begun.step_s == step_s == again.step_s
         assert again.forecast is not None and again.forecast.calibration.is_measured == (step_s is not None)
 

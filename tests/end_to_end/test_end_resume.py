@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import signal
@@ -63,6 +64,23 @@ def test_kill_9_at_several_moments_changes_nothing(
     assert last.code == 0 and not last.err and "resume   from step-" in last.out
     assert_same_end(place, name, whole)
     assert not list((folder / "checkpoints").glob(".*"))
+
+
+def test_a_run_by_onednn_goes_on_to_the_bit_and_its_receipt_says_so(place: Place) -> None:
+    by_onednn = ("layout.replicate=2", "train.matmul_backend=onednn")
+    whole = place.train("whole-onednn", *by_onednn)
+    assert whole.code == 0 and "matrix products by oneDNN, as asked" in " ".join(whole.out.split())
+    process = place.start_training("killed-onednn", *by_onednn)
+    wait_while_running(lambda: bool(place.checkpoints("killed-onednn")), process)
+    kill_group(process, signal.SIGKILL)
+    assert ended(process).code == -signal.SIGKILL
+    assert place.train("killed-onednn", *by_onednn).code == 0
+    assert_same_end(place, "killed-onednn", "whole-onednn")
+    plan, receipt = (
+        json.loads((place.path("killed-onednn") / name).read_text()) for name in ("plan.json", "receipt.json")
+    )
+    assert plan["matmul_backend"] == receipt["matmul_backend"] == "onednn"
+    assert receipt["matmul_flops"] > 1e8 and 0 < receipt["matmul_error"] < 1e-5
 
 
 def newest(place: Place, name: str) -> int:

@@ -12,6 +12,7 @@ from plait.cluster.product_rates import ProductRates
 from plait.commands.planning.timing import ARITHMETIC_S, ask_rank_0, time_plan
 from plait.commands.planning.workers import PRODUCTS_ENTRY, WorkerPool
 from plait.launch.values.job import Job
+from plait.partition.execution import Precision
 from plait.planner.derive.arithmetic import (
     LEAST_STEP_GAIN,
     BackendName,
@@ -46,11 +47,13 @@ def draft_with_arithmetic(
         return make_draft(resources)
     job = new_job(config, corpus, resources, [])
     resources = _with_backends(config.train.matmul_backend, job, resources, workers)
-    drafted = make_draft(resources)
-    if config.train.precision != "auto":
+    drafted, found = make_draft(resources), resources.arithmetic
+    if config.train.precision != "auto" or found is None:
         return drafted
-    chosen = resources.with_arithmetic(_with_precision(config, drafted.plan, resources, workers))
-    return make_draft(chosen)
+    precision, reason = _precision(config, drafted.plan, found, workers)
+    if precision == found.precision:  # a second draft would probe several hosts again
+        return replace(drafted, plan=replace(drafted.plan, reasons=(*drafted.plan.reasons, reason)))
+    return make_draft(resources.with_arithmetic(found.with_precision(precision, reason)))
 
 
 def begun_with_arithmetic(
@@ -95,17 +98,14 @@ def _measured_products(job: TrainingJob, resources: Resources, workers: WorkerPo
     return [ProductRates.from_values(values) for values in answer["ranks"]]
 
 
-def _with_precision(config: RunConfig, plan: Plan, resources: Resources, workers: WorkerPool) -> ProcessorArithmetic:
-    """The precision for a run's processors: bf16 where a whole step is much faster, with the reason."""
-    found = resources.arithmetic
-    assert found is not None
+def _precision(config: RunConfig, plan: Plan, found: ProcessorArithmetic, workers: WorkerPool) -> tuple[Precision, str]:
+    """The precision for a run's processors, with the reason: bf16 where a whole step is much faster."""
     if found.bf16_gain < LEAST_STEP_GAIN:
-        return found.with_precision(
-            "float32", f"precision float32: bf16 products are {speed_text(found.bf16_gain)} its own on this processor"
-        )
+        speed = speed_text(found.bf16_gain)
+        return "float32", f"precision float32: bf16 products are {speed} its own on this processor"
     if _expected_s(plan) < LEAST_RUN_S:
-        return found.with_precision("float32", "precision float32: the run is too short to time steps in bf16 as well")
-    return found.with_precision(*choose_precision(_timed_gain(config, plan, workers)))
+        return "float32", "precision float32: the run is too short to time steps in bf16 as well"
+    return choose_precision(_timed_gain(config, plan, workers))
 
 
 def _expected_s(plan: Plan) -> float:

@@ -45,17 +45,22 @@ class ProcessorArithmetic:
     @property
     def gain(self) -> float:
         """How many times as fast products are as float32 ones by the default library; of all machines the least."""
-        return min(one.gain(self._measured) for one in self.machines)
+        if self.precision == "bf16":
+            return min(one.gain("bf16") for one in self.machines)
+        return min(one.gain(self._backend_of(one)) for one in self.machines)
 
     @property
     def bf16_gain(self) -> float:
         """How many times as fast products of bf16 are as float32 ones by the chosen library; of all machines the
         least."""
-        return min(one.gain("bf16", over=self.host_backends.get(one.machine, self.backend)) for one in self.machines)
+        return min(one.gain("bf16", over=self._backend_of(one)) for one in self.machines)
 
     def with_precision(self, precision: Precision, reason: str) -> ProcessorArithmetic:
         """The same processors in another precision, with the reason for it."""
         return replace(self, precision=precision, reasons=(*self.reasons, reason))
+
+    def _backend_of(self, machine: ProductRates) -> MatmulBackend:
+        return self.host_backends.get(machine.machine, self.backend)
 
     @property
     def _measured(self) -> Arithmetic:

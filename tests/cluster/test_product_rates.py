@@ -1,0 +1,102 @@
+"""Products are measured in each arithmetic: one that is slow, or inexact, is seen to be so and is not chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.cluster.probe.products import ArithmeticUnit, arithmetic_units, measure_product_rates
+from plait.cluster.probe.request import ProbedModel
+from plait.cluster.probe.timing import ProcessorClock, SingleRank, TimingSetup
+from plait.cluster.product_rates import Arithmetic, ProductRates
+from plait.model.shape import ModelShape
+from plait.planner.derive.arithmetic import choose_backend
+
+MODEL = ProbedModel(
+    shape=ModelShape(layers=2, width=128, heads=4, kv_heads=4, head_width=32, ffn=256, vocabulary=512, sequence=64),
+    sequence=64,
+    sequences=2,
+)
+BENCH = TimingSetup(device=torch.device("cpu"), clock=ProcessorClock(share=1.0), lockstep=SingleRank())
+
+
+class OtherProducts(TorchDispatchMode):
+    """A library whose products are computed by a function of one's own."""
+
+    def __init__(self, multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.multiply = multiply
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            return self.multiply(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def in_pieces(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The product one column after the other: as exact as float32 is, and very slow."""
+    return torch.stack([left @ column for column in right.unbind(1)], dim=1)
+
+
+def rounded(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The product of factors with 8 bits, which takes no time to speak of beside a product of columns."""
+    return torch.matmul(left.bfloat16().float(), right.bfloat16().float())
+
+
+def unit(select: Callable[[], AbstractContextManager[object]]) -> ArithmeticUnit:
+    return ArithmeticUnit(select=select, dtype=torch.float32)
+
+
+PLAIN, SLOW, INEXACT = unit(nullcontext), unit(lambda: OtherProducts(in_pieces)), unit(lambda: OtherProducts(rounded))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def measured(**units: ArithmeticUnit) -> ProductRates:
+    rates = measure_product_rates(MODEL, units, BENCH, seconds=0.0)  # type: ignore[arg-type]
+    return ProductRates(machine="one", workers=1, library="MKL", rates=rates)
+
+
+@pytest.mark.parametrize(
+    ("default", "onednn", "choice"),
+    [(SLOW, PLAIN, "onednn"), (PLAIN, SLOW, "default"), (SLOW, INEXACT, "default"), (PLAIN, INEXACT, "default")],
+)
+def test_a_library_made_slow_or_inexact_flips_the_choice(
+    default: ArithmeticUnit, onednn: ArithmeticUnit, choice: str
+) -> None:
+    backend, reason = choose_backend("auto", measured(default=default, onednn=onednn))
+    assert backend == choice, reason
+    assert ("less exact" in reason) == (onednn is INEXACT)
+
+
+def test_a_hopeless_arithmetic_is_not_measured_in_full_and_keeps_its_proportion() -> None:
+    calls = 0
+
+    def counted(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return in_pieces(left, right)
+
+    found = measured(default=PLAIN, bf16=unit(lambda: OtherProducts(counted)))
+    assert found.gain("bf16") < 0.25 and calls < 20
+    assert found.gain("onednn") == 0.0
+
+
+def test_this_processor_has_float32_products_and_errors_of_float32() -> None:
+    rates = measure_product_rates(MODEL, arithmetic_units(), BENCH, seconds=0.0)
+    default: Arithmetic = "default"
+    assert rates[default].error < 2e-6 and rates[default].error_ratio == 1.0 and rates[default].flops > 0
+    assert rates["bf16"].error > 100 * rates[default].error
+    values = ProductRates(machine="one", workers=1, library="MKL", rates=rates).to_values()
+    assert ProductRates.from_values(values).rates == rates
