@@ -14,12 +14,13 @@ from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import interrupting_signals
 from plait.process_exit import EXIT_OF_SIGNAL, exit_with_sentence
+from plait.working_folder import CURRENT_FOLDER
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 Recipe = Annotated[Path, typer.Argument(help="A recipe file (.toml).")]
 Overrides = Annotated[list[str] | None, typer.Argument(help='Settings to change: train.budget="60 steps" and so on.')]
-Run = Annotated[str, typer.Argument(help="A run: its name or its folder.")]
+RunName = Annotated[str, typer.Argument(help="A run: its name or its folder.")]
 HostCount = Annotated[int, typer.Option("--hosts", help="Number of machines, this one included.", min=1)]
 Address = Annotated[str | None, typer.Option("--address", help="Address at which other hosts reach this machine.")]
 Port = Annotated[int, typer.Option("--port", help="Port where they join; 0 takes a free one.", min=0, max=65535)]
@@ -45,8 +46,8 @@ def train(
 
     check = "never" if no_check else "new layouts"
     requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
-    outcome = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=requested, screen=_screen())
-    raise typer.Exit(EXIT_OF_SIGNAL[outcome])
+    end = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=requested, screen=_screen())
+    raise typer.Exit(EXIT_OF_SIGNAL[end.stopped_by])
 
 
 @app.command()
@@ -111,11 +112,11 @@ def data(
     ] = None,
 ) -> None:
     """Turn a recipe's text into tokens on disk, once."""
-    from plait.commands.preparing.corpus import corpus_summary, prepare_data
+    from plait.commands.preparing.corpus import corpus_summary, prepared_corpus
     from plait.recipe.load import load_recipe
 
     config = load_recipe(recipe, overrides or [])
-    corpus = prepare_data(config, _screen())
+    corpus = prepared_corpus(config, CURRENT_FOLDER, _screen())
     _screen().print(corpus_summary(corpus))
     _screen().print(f"ready    {corpus.folder}", soft_wrap=True)
     if balance:
@@ -136,8 +137,8 @@ def verify(
     """Prove that a layout computes what one plain process computes. Settings name it: layout.tensor=2."""
     from plait.commands.verify import verify
 
-    proven = verify(recipe, overrides or [], where="here" if here else "anywhere", json_file=json, screen=_screen())
-    raise typer.Exit(0 if proven else 1)
+    verdict = verify(recipe, overrides or [], where="here" if here else "anywhere", json_file=json, screen=_screen())
+    raise typer.Exit(0 if verdict is None or verdict.ok else 1)
 
 
 @app.command()
@@ -169,13 +170,16 @@ def probe(
             raise PlaitError("over several hosts every probe is new and uses all workers; leave the other options out")
         probe_hosts(recipe, overrides or [], hosts=requested, out=out, screen=_screen())
         return
+    from plait.recipe.load import load_recipe
+
+    config = load_recipe(recipe, overrides or []) if recipe else None
     fresh = "again" if again else "kept"
-    probe(recipe, overrides or [], workers=workers, threads=threads, fresh=fresh, out=out, screen=_screen())
+    probe(config, workers=workers, threads=threads, fresh=fresh, out=out, screen=_screen())
 
 
 @app.command()
 def sample(
-    run: Run,
+    run: RunName,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     tokens: Annotated[int, typer.Option(help="Number of tokens to add.", min=1)] = 200,
     temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.", min=0)] = 0.8,
@@ -194,15 +198,17 @@ def sample(
 
 @app.command(name="eval")
 def evaluate(
-    run: Run,
+    run: RunName,
     files: Annotated[
         list[str] | None, typer.Option("--files", help="Text files to measure instead of the held-out text.")
     ] = None,
 ) -> None:
     """Measure a run's loss on its held-out text or on other files. Prints one line of JSON."""
+    from json import dumps
+
     from plait.commands.evaluate import evaluate
 
-    OptionalOutput(sys.stdout).write(evaluate(run, files or []) + "\n")
+    OptionalOutput(sys.stdout).write(dumps(evaluate(run, files or [])) + "\n")
 
 
 def _screen() -> Console:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
@@ -22,13 +21,14 @@ from plait.model.gpt import GPT
 from plait.parallel.sharded_model import unsharded
 from plait.planner.plan import Plan
 from plait.trainer.assemble import make_autocast, make_runners, select_samples
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 
-def evaluate(run: str, files: Sequence[str]) -> str:
-    """One line of JSON: step, eval_loss, eval_nats_per_byte, tokens, bytes; raises PlaitError where nothing can be."""
-    folder = find_run(run)
+def evaluate(run: str, files: Sequence[str], working: WorkingFolder = CURRENT_FOLDER) -> dict[str, float]:
+    """The keys step, eval_loss, eval_nats_per_byte, tokens, bytes; raises PlaitError where nothing can be measured."""
+    folder = find_run(run, working)
     plan = folder.saved_plan()
-    corpus = open_corpus(Path(plan.corpus))
+    corpus = open_corpus(working.path / plan.corpus)
     if not files and not corpus.heldout_tokens:
         raise PlaitError("this run held out no text (data.holdout = 0); name a file with --files")
     if not files:
@@ -43,7 +43,7 @@ def evaluate(run: str, files: Sequence[str]) -> str:
         )
     nbytes = text.heldout_bytes
     result = {"step": found.manifest.step, "eval_loss": total / tokens, "eval_nats_per_byte": total / nbytes}
-    return json.dumps({**result, "tokens": int(tokens), "bytes": nbytes})
+    return {**result, "tokens": int(tokens), "bytes": nbytes}
 
 
 def _prepare_files(files: Sequence[str], corpus: Corpus, cache: Path) -> Corpus:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "plait"
 FLOORS = {
     "errors": 0, "units": 0, "layout": 0, "private_folder": 0, "complaints": 0, "checked_json": 0,
+    "arguments": 1, "working_folder": 2,
     "model": 1,
     "partition": 2,
     "recipe": 3, "cluster": 3, "data": 3, "checkpoint": 3, "report": 3,
@@ -29,9 +30,9 @@ FLOORS = {
 INNER_FLOORS = {
     "cluster": {"catalog": 0, "topology": 0, "short": 1, "measure": 1, "described": 2, "measured": 3, "cluster": 4,
                 "machine_cluster": 5, "pooled": 4, "probe": 4},
-    "commands": {"preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "hosts": 2, "probing": 3,
-                 "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "prove": 4, "sample": 3, "train": 5,
-                 "verify": 4},
+    "commands": {"python_call": 0, "preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "hosts": 2, "probing": 3,
+                 "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "prove": 4, "runs": 4, "sample": 3,
+                 "train": 5, "verify": 4},
     "data": {"documents": 0, "folders": 0, "micro_sizes": 0, "sources": 1, "holdout": 2, "index": 3, "shards": 4,
              "preparation": 5, "balance": 5, "integrity": 5, "order": 5, "packing": 5, "rows": 5, "loader": 6},
     "launch": {"values": 0, "local": 1, "remote": 2},

@@ -31,6 +31,7 @@ from plait.planner.derive.resources import FixedWorkers, ProbeNeed
 from plait.planner.plan import Forecast, Plan
 from plait.planner.resolve.resolve import draft
 from plait.planner.resolve.worker_layouts import WorkerLayout
+from plait.working_folder import CURRENT_FOLDER
 from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recipe
 from tests.planner.hosts import HOST, probed
 from tests.planner.machines import LAPTOP, recipe
@@ -38,6 +39,8 @@ from tests.planner.machines import LAPTOP, recipe
 
 class NobodyYet:
     """A crew that runs nothing."""
+
+    working_folder = CURRENT_FOLDER
 
     def __init__(self, given: FixedWorkers | None = None) -> None:
         self.fixed_workers = given
@@ -81,6 +84,7 @@ class OneTooMany:
     """A crew in which whatever takes so many workers fails, and the others take a second a step."""
 
     fixed_workers = None
+    working_folder = CURRENT_FOLDER
 
     def __init__(self, *failing: int) -> None:
         self.failing = failing

@@ -15,14 +15,13 @@ from rich.console import Console
 from plait.checkpoint.arrival import ARRIVAL_LIMIT_S
 from plait.cluster.topology import Machine, make_names_unique, usable_cores
 from plait.commands.hosts.collect_checkpoint import CheckpointCollector
-from plait.commands.hosts.file_stager import FileStager, JobFolder, portable_corpus_path
+from plait.commands.hosts.file_stager import FileStager, JobFolder
 from plait.commands.hosts.host_info import machine_survey, own_host_info, why_host_cannot_join
 from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
 from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret
 from plait.commands.hosts.job_argument import read_job_argument
 from plait.commands.planning.make_plan import Log, MachineSurvey
 from plait.commands.planning.workers import ENTRIES, MEASURE_ENTRY, PROBE_ENTRY, TRAINING_ENTRY, OnMessage
-from plait.errors import Interrupted
 from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
 from plait.launch.remote.host_numbering import HostIdentity
 from plait.launch.remote.leader import HostPart, Hosts, Member
@@ -32,6 +31,7 @@ from plait.planner.plan import HostShare, Plan, refreshed_hosts
 from plait.planner.plan_file import read_plan, write_plan
 from plait.recipe.schema import RunConfig
 from plait.units import counted
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 JOIN_TIMEOUT_S, STOP_GRACE_S = 3600.0, 120.0
 _T = TypeVar("_T")
@@ -43,8 +43,11 @@ class LeaderWorkers:
     `hosts` must have admitted its members; `folder` is the run's.
     """
 
-    def __init__(self, hosts: Hosts, *, folder: Path, config: RunConfig, log: Log) -> None:
+    def __init__(
+        self, hosts: Hosts, *, folder: Path, config: RunConfig, log: Log, working: WorkingFolder = CURRENT_FOLDER
+    ) -> None:
         self._hosts, self._folder, self._config, self._log = hosts, folder, config, log
+        self.working_folder = working
         self._host_order = tuple(range(1 + len(hosts.members)))
         """For each host number, the index of that host in the order of admission."""
         self._file_stager: FileStager | None = None
@@ -110,9 +113,11 @@ class LeaderWorkers:
         folder = Path(asked.folder)
         if not training:  # made before anybody knew which host does what
             plan = self.with_hosts(read_plan(folder / "plan.json"))
-            write_plan(replace(plan, corpus=portable_corpus_path(plan.corpus)), folder / "plan.json")
+            write_plan(replace(plan, corpus=self.working_folder.relative(plan.corpus)), folder / "plan.json")
         assert job.world_size == self.fixed_workers.workers, job
-        self._file_stager = self._file_stager or FileStager(self._hosts.members, self._folder, self._log)
+        self._file_stager = self._file_stager or FileStager(
+            self._hosts.members, self._folder, self._log, self.working_folder
+        )
         places = self._file_stager.stage_job_files(folder, "run" if training else "job", asked.resume)
         first, *others = self.host_shares
         parts = [_own_part(job, first.workers, first.threads)]
@@ -168,8 +173,7 @@ class LeaderWorkers:
 
         parts = [HostPart(ranks=1, threads=number, argument="") for number in cores]
         result = self._hosts.run(job, on_message=collect, parts=parts)
-        if result.stopped_by != "finished":
-            raise Interrupted(result.stopped_by)
+        result.require_finished()
         names = ["this host", *map(str, self._hosts.members)]
         return tuple(machine_survey(found.get(host), name) for host, name in enumerate(names))
 
@@ -187,6 +191,7 @@ def leader_workers(
     folder: Path,
     screen: Console,
     previous_hosts: Sequence[HostIdentity] = (),
+    working: WorkingFolder = CURRENT_FOLDER,
 ) -> Iterator[LeaderWorkers]:
     """Invite other hosts, wait until all have joined, and lead them; the end of the block releases them.
 
@@ -196,7 +201,14 @@ def leader_workers(
     address = choose_address(request.address)
     secret, told = choose_secret(request.secret_file)
     members = request.n_hosts - 1
-    with Hosts(address=address, port=request.port, secret=secret, members=members, entries=ENTRIES) as hosts:
+    with Hosts(
+        address=address,
+        port=request.port,
+        secret=secret,
+        members=members,
+        entries=ENTRIES,
+        working_folder=working.path,
+    ) as hosts:
         others = "the other host" if members == 1 else f"each of the {members} other hosts"
         screen.print(f"hosts    {request.n_hosts}; on {others}, in the folder to work in, type:")
         screen.print(f"             plait join {hosts.join_address}", highlight=False)
@@ -221,7 +233,8 @@ def leader_workers(
             on_failed=lambda count: screen.print(f"refused  {counted(count, 'attempt')}: a wrong secret, or not plait"),
         )
         check_connectivity(ConnectivityListener(own_host_info()["name"], address), arrived)
-        yield LeaderWorkers(hosts, folder=folder, config=config, log=partial(screen.print, markup=False))
+        log = partial(screen.print, markup=False)
+        yield LeaderWorkers(hosts, folder=folder, config=config, log=log, working=working)
 
 
 def _of_rank_0(on_message: OnMessage) -> OnMessage:

@@ -28,6 +28,7 @@ from plait.report.metrics import RECEIPT_WARM_UP_STEPS, StepReport, median_speed
 from plait.report.receipt import Receipt, read_receipt
 from plait.report.receipt_table import receipt_table
 from plait.units import counted, format_duration
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 BUDGET_TOLERANCE_FACTOR = 1.15
 
@@ -39,9 +40,10 @@ def finish_run(
     steps_done: int,
     screen: Screen,
     monitor: ForecastMonitor | None = None,
-) -> None:
-    """Write and print the receipt of a finished run, store its observation for later forecasts, and say so if a time
-    budget was missed.
+    working: WorkingFolder = CURRENT_FOLDER,
+) -> Receipt:
+    """Write, print and return the receipt of a finished run, store its observation for later forecasts, and say so if a
+    time budget was missed.
 
     `monitor` compared the last start with the forecast; None where the plan had none.
     """
@@ -56,17 +58,13 @@ def finish_run(
             f"the run took {format_duration(wall_s)}, not {budget}: steps took longer or shorter than the timed ones"
         )
     if monitor is not None:
-        screen.print(_record_observation(monitor), highlight=False, soft_wrap=True)
+        screen.print(_record_observation(monitor, working), highlight=False, soft_wrap=True)
+    return receipt
 
 
 def is_finished(folder: RunFolder) -> bool:
     """Whether the run did all the steps that its plan has now."""
     return folder.receipt.exists() and read_receipt(folder.receipt).steps >= folder.saved_plan().steps
-
-
-def table_of_finished(folder: RunFolder) -> str:
-    """The receipt of a finished run, for people."""
-    return receipt_table(read_receipt(folder.receipt))
 
 
 def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: ForecastMonitor | None) -> Receipt:
@@ -146,7 +144,7 @@ def _steps_of_this_plan(folder: RunFolder, steps: Sequence[StepReport], steps_do
     return own if own and (folder.path / "plan-1.json").exists() else steps
 
 
-def _record_observation(monitor: ForecastMonitor) -> str:
+def _record_observation(monitor: ForecastMonitor, working: WorkingFolder) -> str:
     """Store the run's observation for the next forecast on these machines; returns the sentence that says what was
     learned, or why nothing."""
     predicted, came = monitor.predicted, monitor.observed
@@ -162,7 +160,7 @@ def _record_observation(monitor: ForecastMonitor) -> str:
     if observation is None:
         return "later forecasts here stay as they were: computing and waiting could not be measured separately"
     try:
-        add_observation(predicted.calibration.ground, observation)
+        add_observation(predicted.calibration.ground, observation, working)
     except RunFailed as error:  # the run itself is finished and safe
         return f"the times of this run are not used for later forecasts: {error}"
     return observation_text(observation, predicted.basis)

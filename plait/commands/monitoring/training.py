@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from rich.console import Console as Screen
 
@@ -15,6 +16,18 @@ from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.report.console import Console
+from plait.report.receipt import Receipt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingEnd:
+    """How one start of a run ended."""
+
+    stopped_by: StoppedBy
+    sentence: str = ""
+    """Where the run stands after a stop, and how it goes on; empty where it is finished."""
+    receipt: Receipt | None = None
+    """The receipt of a run that is finished; None also on all ranks but 0 under torchrun."""
 
 
 def run_training(
@@ -26,12 +39,13 @@ def run_training(
     *,
     is_replanned: bool,
     require_present: Callable[[], None],
-) -> StoppedBy:
-    """Start the workers where the run stands, wait for their end, and say how it ended; returns what ended it.
+) -> TrainingEnd:
+    """Start the workers where the run stands, wait for their end, and say how it ended.
 
     `require_present` raises RunFailed where the run's folder is no longer there.
     """
     require_present()
+    plan = replace(plan, corpus=workers.working_folder.relative(plan.corpus))
     point = folder.prepare_resume()
     folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
     if point:
@@ -44,10 +58,11 @@ def run_training(
     session = Session(folder, bar, compared, plan.devices, require_present=require_present)
     result, step = run_session(plan, folder, workers, done, point.path.name if point else None, session)
     if step < plan.steps:
-        screen.print(_stopped_in_training(step, done, plan))
-        return result.stopped_by
-    finish_run(config, folder, plan, done, screen, compared)
-    return "finished"
+        sentence = _stopped_in_training(step, done, plan)
+        screen.print(sentence)
+        return TrainingEnd(stopped_by=result.stopped_by, sentence=sentence)
+    receipt = finish_run(config, folder, plan, done, screen, compared, workers.working_folder)
+    return TrainingEnd(stopped_by="finished", receipt=receipt)
 
 
 def _stopped_in_training(saved_step: int, resumed_step: int, plan: Plan) -> str:

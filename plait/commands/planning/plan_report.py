@@ -22,6 +22,7 @@ from plait.planner.resolve.worker_layouts import WorkerLayout, choose
 from plait.planner.search.found import Search
 from plait.recipe.schema import RunConfig
 from plait.units import counted, format_count
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 REPORT_COLUMNS = 110
 _NUMBER_AND_UNIT = re.compile(r"(\d) ((?:s|ms|min|h|[KMGT]?i?B|[KMGT]bit/s|GB/s|[KMGTP]?FLOP/s|kWh)\b)")
@@ -40,9 +41,11 @@ class PlanReport:
     """The layouts that a run would time on the machine itself, before it chooses one of them."""
 
 
-def make_plan_report(config: RunConfig, resources: Resources, *, top: int) -> PlanReport:
+def make_plan_report(
+    config: RunConfig, resources: Resources, *, top: int, working: WorkingFolder = CURRENT_FOLDER
+) -> PlanReport:
     """Plan a recipe for machines that need not be there; usual values replace text that was not prepared."""
-    corpus, assumed = corpus_facts_or_usual(config)
+    corpus, assumed = corpus_facts_or_usual(config, working)
     drafted = draft(config, corpus, resources, recipe_hash="")
     chosen, notes = choose(drafted.layouts), [*assumed, *drafted.request.notes]
     notes += lines_without_effect(config, [chosen])

@@ -19,13 +19,12 @@ from plait.data.sources import Source
 from plait.planner.derive.model_size import CorpusFacts
 from plait.recipe.schema import RunConfig
 from plait.units import format_count
+from plait.working_folder import WorkingFolder
 
-CACHE_FOLDER = Path(".plait")
-"""Below the current folder: prepared data, trained tokenizers, plans that were measured."""
 _LINE_EVERY_S = 10.0
 
 
-def prepare_data(config: RunConfig, screen: Console) -> Corpus:
+def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Console) -> Corpus:
     """Prepare the recipe's data, or find it prepared; raises PlaitError in one sentence."""
     for source in data_request(config).sources:
         if Path(source.path).is_dir():
@@ -40,7 +39,7 @@ def prepare_data(config: RunConfig, screen: Console) -> Corpus:
             if not screen.is_terminal:  # where the bar draws nothing
                 lines(done, total, stage)
 
-        folder = prepare_corpus(data_request(config), CACHE_FOLDER, show)
+        folder = prepare_corpus(data_request(config), working.cache, show)
         corpus = open_corpus(folder)
         show(0, 0, "comparing hashes")
         verify_at_start(corpus)
@@ -61,9 +60,9 @@ def _progress_lines(screen: Console) -> Progress:
     return show
 
 
-def find_prepared_corpus(config: RunConfig) -> Corpus | None:
+def find_prepared_corpus(config: RunConfig, working: WorkingFolder) -> Corpus | None:
     """The recipe's data if it was prepared before; looks at nothing but files' sizes and times."""
-    folder = find_prepared(data_request(config), CACHE_FOLDER)
+    folder = find_prepared(data_request(config), working.cache)
     return open_corpus(folder) if folder else None
 
 
