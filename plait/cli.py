@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -14,6 +14,7 @@ from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import interrupting_signals
 from plait.process_exit import EXIT_OF_SIGNAL, exit_with_sentence
+from plait.screen.terminal import TerminalScreen
 from plait.working_folder import CURRENT_FOLDER
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -39,6 +40,8 @@ def train(
     address: Address = None,
     port: Port = 0,
     secret_file: SecretFile = None,
+    why: Annotated[bool, typer.Option("--why", help="Also print the reason of each automatic choice.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="At the end, also print the whole receipt.")] = False,
 ) -> None:
     """Train a model as a recipe says. The same command continues a run that was stopped."""
     from plait.commands.hosts.invitation import HostsRequest
@@ -46,7 +49,9 @@ def train(
 
     check = "never" if no_check else "new layouts"
     requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
-    end = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=requested, screen=_screen())
+    details = [name for name, asked in (("reasons", why), ("receipt", verbose)) if asked]
+    shown: Any = {"details": details, "screen": _screen()}
+    end = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=requested, **shown)
     raise typer.Exit(EXIT_OF_SIGNAL[end.stopped_by])
 
 
@@ -87,7 +92,7 @@ def plan(
         _prove(recipe, overrides or [], prove, json, elsewhere=bool(cluster or html or measured))
         return
     if terms:
-        _screen().print(command.terms(), markup=False)
+        _screen().print(command.terms())
     if recipe:
         options = {"json_file": json, "html_file": html, "measured": measured}
         command.plan(recipe, overrides or [], clusters=cluster or [], top=top, **options, screen=_screen())
@@ -118,11 +123,11 @@ def data(
     config = load_recipe(recipe, overrides or [])
     corpus = prepared_corpus(config, CURRENT_FOLDER, _screen())
     _screen().print(corpus_summary(corpus))
-    _screen().print(f"ready    {corpus.folder}", soft_wrap=True)
+    _screen().print(f"ready    {corpus.folder}")
     if balance:
         from plait.commands.preparing.balance_table import balance_report
 
-        _screen().print(balance_report(config, corpus, balance).table(), markup=False)
+        _screen().print(balance_report(config, corpus, balance).table())
 
 
 @app.command()
@@ -162,7 +167,7 @@ def probe(
 
     requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
     if hosts > 1:
-        from plait.commands.probe import probe_hosts
+        from plait.commands.probe_hosts import probe_hosts
 
         if recipe is None:
             raise PlaitError("over several hosts a probe measures what one model needs; name its recipe")
@@ -208,12 +213,13 @@ def evaluate(
 
     from plait.commands.evaluate import evaluate
 
-    OptionalOutput(sys.stdout).write(dumps(evaluate(run, files or [])) + "\n")
+    values = evaluate(run, files or [], screen=_screen(sys.stderr))
+    OptionalOutput(sys.stdout).write(dumps(values) + "\n")
 
 
-def _screen() -> Console:
-    output: Any = OptionalOutput(sys.stdout)
-    return Console(file=output, highlight=False, soft_wrap=True)
+def _screen(stream: TextIO | None = None) -> TerminalScreen:
+    output: Any = OptionalOutput(stream or sys.stdout)
+    return TerminalScreen(Console(file=output))
 
 
 def _print_any_character() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
+from shutil import get_terminal_size
 from typing import Any, NoReturn
 
 import typer
 
 from plait.errors import Interrupted, PlaitError, file_error_sentence
 from plait.launch.local.output import OptionalOutput
+from plait.screen.wrapping import wrapped
 
 EXIT_OF_SIGNAL = {"finished": 0, "SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # click's UsageError, wherever this version of typer keeps its click
@@ -38,7 +40,8 @@ def exit_with_sentence(command: Callable[[], int]) -> NoReturn:
 
 
 def _refuse(errors: OptionalOutput, sentence: str, code: int) -> NoReturn:
-    errors.write(f"plait: {_printable(sentence)}\n")
+    columns = get_terminal_size().columns if errors.isatty() else None
+    errors.write(f"{wrapped(f'plait: {_printable(sentence)}', columns)}\n")
     sys.exit(code)
 
 

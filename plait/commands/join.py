@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from rich.console import Console
-
 from plait.commands.hosts.host_info import own_host_info
 from plait.commands.hosts.invitation import check_first_address
 from plait.commands.hosts.joined_host import JoinedHostFiles
@@ -16,10 +14,11 @@ from plait.launch.remote.agent import connect, serve
 from plait.launch.remote.connectivity import ConnectivityListener
 from plait.launch.remote.secret import read_secret
 from plait.launch.values.job import ReleasedBy, StoppedBy
+from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 
-def join(at: str, *, secret_file: Path | None, screen: Console, working: WorkingFolder = CURRENT_FOLDER) -> StoppedBy:
+def join(at: str, *, secret_file: Path | None, screen: Screen, working: WorkingFolder = CURRENT_FOLDER) -> StoppedBy:
     """Join the run that waits at HOST:PORT and serve it; blocks until it ends, and returns what ended it; "finished",
     too, where the run does without this host.
 
@@ -29,10 +28,10 @@ def join(at: str, *, secret_file: Path | None, screen: Console, working: Working
     address, port = _parse_address(at)
     wire = connect(address, port, read_secret(str(secret_file) if secret_file else None))
     check_first_address(wire.local_address, "join by an address of host 0 that leads over it")
-    screen.print(f"found    a run at {at}", markup=False)
+    screen.print(f"found    a run at {at}")
 
     def say(line: str) -> None:
-        screen.print(line, markup=False, soft_wrap=True)
+        screen.print(line)
 
     host_info = own_host_info(working)
     with (
@@ -53,7 +52,7 @@ def join(at: str, *, secret_file: Path | None, screen: Console, working: Working
             if files.local_error is not None:  # the leader has only passed on what is to be mended here
                 raise files.local_error from error
             raise
-    screen.print(f"over     {_ending(ended_by)}", soft_wrap=True)
+    screen.print(f"over     {_ending(ended_by)}")
     return "finished" if ended_by == "not needed" else ended_by
 
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from plait.cluster.cluster import Cluster, read_cluster
 from plait.cluster.topology import usable_cores
 from plait.commands.planning.make_plan import kept_plan, look_around, resources_of
@@ -33,6 +31,7 @@ from plait.planner.page.page import page_html, plotly_script
 from plait.planner.search.complexity import complexity_table
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
+from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 OTHERS_LISTED = 10
@@ -48,7 +47,7 @@ def plan(
     json_file: Path | None,
     html_file: Path | None = None,
     measured: str | None = None,
-    screen: Console,
+    screen: Screen,
 ) -> None:
     """Print the plan for each cluster, or for this machine where none is named; raises PlaitError in one sentence."""
     if measured is not None and len(clusters) > 1:
@@ -62,11 +61,11 @@ def plan(
     gap = diagnose(answers[0].search, measured_s) if measured_s else None
     if gap:
         answers[0] = replace(answers[0], sections=(*answers[0].sections, diagnosis_section(gap)))
-    columns = min(REPORT_COLUMNS, screen.width) if screen.is_terminal else REPORT_COLUMNS
+    columns = screen.columns or REPORT_COLUMNS
     for one in answers:
-        screen.print(plan_report_text(one, columns), markup=False, soft_wrap=True)
+        screen.print(plan_report_text(one, columns))
     if len(answers) > 1:
-        screen.print(comparison_table(answers, columns), markup=False, soft_wrap=True)
+        screen.print(comparison_table(answers, columns))
     if json_file:
         values = [plan_json(one.search, one.sections, top) for one in answers]
         values[0] |= {"measured": diagnosis_json(gap)} if gap else {}

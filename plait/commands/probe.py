@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
-from plait.cluster.catalog import link_at_rate
 from plait.cluster.cluster import Cluster, cluster_json
-from plait.cluster.machine_cluster import cluster_of_hosts, cluster_of_machine
+from plait.cluster.machine_cluster import cluster_of_machine
 from plait.cluster.measured import (
     Measurements,
 )
@@ -21,20 +17,17 @@ from plait.cluster.probe.request import (
     typical_probe_request,
 )
 from plait.cluster.topology import Machine, usable_cores
-from plait.commands.hosts.invitation import HostsRequest
-from plait.commands.hosts.leader_workers import leader_workers
 from plait.commands.planning.make_plan import MachineSurvey, look_around
 from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.planning.workers import WorkerPool, serve_under_torchrun, worker_pool
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.commands.probing.measurements import ProbeFreshness, ProbeWorkers, measure_or_load
-from plait.commands.probing.survey import probe_cluster
 from plait.commands.probing.table import measurements_table
-from plait.errors import PlaitError, RunFailed
-from plait.planner.derive.resources import ProbeNeed, on_paper
+from plait.errors import PlaitError
+from plait.planner.derive.resources import on_paper
 from plait.planner.resolve.request import request_of
-from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
+from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 
@@ -45,7 +38,7 @@ def probe(
     threads: int | None,
     fresh: ProbeFreshness,
     out: Path | None,
-    screen: Console,
+    screen: Screen,
     working: WorkingFolder = CURRENT_FOLDER,
 ) -> Cluster | None:
     """Measure this machine for a recipe's model, or for typical ones; print a table, write a cluster.json if requested,
@@ -61,13 +54,13 @@ def probe(
         extent = choose_probe_workers(site.machine, workers, threads, pool)
         requested = probe_request_for(config, site, extent, working)
         measured = measure_or_load(pool, [site.machine], requested, extent, fresh=fresh)
-    screen.print(measurements_table(measured), markup=False, soft_wrap=True)
+    screen.print(measurements_table(measured))
     if measured.noise_warning:
         screen.print(f"unsteady {measured.noise_warning}; close them and give plait probe --again")
     cluster = measured_cluster(measured, site, extent)
     if out is not None:
         write_output_file(out, cluster_json(cluster))
-        screen.print(f"wrote    {out}", soft_wrap=True)
+        screen.print(f"wrote    {out}")
     return cluster
 
 
@@ -120,29 +113,3 @@ def measured_cluster(measured: Measurements, survey: MachineSurvey, probe_worker
     else:
         cluster = cluster_of_machine(replace(machine, devices=probe_workers.workers))
     return replace(cluster, measured=measured)
-
-
-def probe_hosts(
-    recipe: Path, overrides: Sequence[str], *, hosts: HostsRequest, out: Path | None, screen: Console
-) -> None:
-    """Wait for the other hosts, measure on all of them at once what the recipe's model needs, print it, write
-    cluster.json.
-
-    Blocks until all have joined (`plait join`). Raises PlaitError or RunFailed in one sentence.
-    """
-    check_output_file(out)
-    config = load_recipe(recipe, overrides)
-    with leader_workers(hosts, config=config, folder=Path("runs") / config.run.name, screen=screen) as workers:
-        found = workers.host_machines()
-        corpus, _ = corpus_facts_or_usual(config)
-        job = request_of(config, corpus, on_paper(cluster_of_hosts(found, link_at_rate(1, "machine")))).job
-        need = ProbeNeed(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision)
-        cluster = probe_cluster(workers, found, need, fresh="again")
-    if cluster.measured is None:
-        raise RunFailed("the probe ended without measurements; give the same command again")
-    screen.print(measurements_table(cluster.measured), markup=False, soft_wrap=True)
-    if cluster.measured.noise_warning:
-        screen.print(f"unsteady {cluster.measured.noise_warning}; close them and give the same command again")
-    if out is not None:
-        write_output_file(out, cluster_json(cluster))
-        screen.print(f"wrote    {out}", soft_wrap=True)

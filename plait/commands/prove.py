@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from plait.cluster.topology import usable_cores
 from plait.commands.planning.make_plan import look_around, proven_plan
 from plait.commands.planning.output_files import check_output_file, write_output_file
@@ -18,11 +16,12 @@ from plait.errors import RunFailed
 from plait.layout import layout_summary
 from plait.planner.resolve.worker_layouts import MEASURED_TOLERANCE, WorkerLayout
 from plait.recipe.load import load_recipe
+from plait.screen.screen import Screen
 from plait.units import counted, format_duration, more_or_less
 from plait.working_folder import CURRENT_FOLDER
 
 
-def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path | None, screen: Console) -> None:
+def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path | None, screen: Screen) -> None:
     """Time the `count` layouts with the best forecasts, print how they compare, and store the choice.
 
     Raises PlaitError in one sentence.
@@ -34,17 +33,15 @@ def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path
         site = look_around(workers, usable_cores())
 
         def show(split: WorkerLayout) -> None:
-            screen.print(f"timed    {_layout_text(split)}: {_step_time_text(split)}", highlight=False, soft_wrap=True)
+            screen.print(f"timed    {_layout_text(split)}: {_step_time_text(split)}")
 
         def show_failed(split: WorkerLayout, error: RunFailed) -> None:
-            screen.print(f"failed   {_layout_text(split)}: {error}", highlight=False, markup=False, soft_wrap=True)
+            screen.print(f"failed   {_layout_text(split)}: {error}")
 
         plan, trials = proven_plan(config, corpus, site, workers, count=count, on_timed=show, on_failed=show_failed)
     screen.print(
         f"chosen   {layout_summary(plan.layout)}: the simplest within {MEASURED_TOLERANCE:.0%} of the fastest; "
         "a new run of this recipe takes this plan",
-        highlight=False,
-        soft_wrap=True,
     )
     if json_file:
         layouts = [

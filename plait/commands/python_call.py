@@ -5,11 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
+
+from rich.console import Console
 
 from plait.errors import PlaitError, file_error_sentence
 from plait.launch.local.signals import interrupting_signals
 from plait.launch.local.torchrun import torchrun_context
+from plait.screen.notebook import NotebookScreen, notebook_output
+from plait.screen.screen import Screen, SilentScreen
+from plait.screen.terminal import TerminalScreen
 
 ProgressDisplay = Literal["auto", "lines", "off"]
 """What is shown while work goes on: "auto" draws a bar in a notebook or on a terminal, "lines" prints what the command
@@ -33,8 +38,12 @@ def as_command() -> Iterator[None]:
         raise PlaitError(file_error_sentence(error)) from error
 
 
-def screen_for(progress: ProgressDisplay) -> Any:
+def screen_for(progress: ProgressDisplay) -> Screen:
     """The screen that a call shows its progress on."""
-    from rich.console import Console
-
-    return Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=progress == "off")
+    if progress == "off":
+        return SilentScreen()
+    if progress == "lines":
+        return TerminalScreen(Console(file=sys.stdout))
+    if show_html := notebook_output():
+        return NotebookScreen(show_html)
+    return TerminalScreen(Console()) if sys.stdout.isatty() else SilentScreen()

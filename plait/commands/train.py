@@ -7,16 +7,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console as Screen
-
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
 from plait.commands.hosts.joined_run import refuse_joined_folder
 from plait.commands.hosts.leader_workers import leader_workers
-from plait.commands.monitoring.finish import is_finished
+from plait.commands.monitoring.finish import is_finished, print_finished
 from plait.commands.monitoring.training import TrainingEnd, run_training
 from plait.commands.planning.begun_plan import refuse_other_text, resumed_plan
 from plait.commands.planning.folder_lock import lock_run_folder
-from plait.commands.planning.introduction import print_run_summary
+from plait.commands.planning.introduction import Details, print_run_start
 from plait.commands.planning.make_plan import make_plan
 from plait.commands.planning.run_folder import RunFolder, check_changes, run_folder
 from plait.commands.planning.workers import (
@@ -33,8 +31,7 @@ from plait.errors import Interrupted, StopSignal
 from plait.planner.plan import Plan
 from plait.recipe.load import RecipeSource, load_recipe, run_name_of
 from plait.recipe.schema import RunConfig
-from plait.report.receipt import read_receipt
-from plait.report.receipt_table import receipt_table
+from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 CheckMode = Literal["new layouts", "never"]
@@ -49,6 +46,7 @@ def train(
     fresh_plan: bool = False,
     check: CheckMode = "new layouts",
     hosts: HostsRequest = ONE_HOST,
+    details: Details = (),
     screen: Screen,
     working: WorkingFolder = CURRENT_FOLDER,
 ) -> TrainingEnd:
@@ -62,15 +60,14 @@ def train(
     config = load_recipe(recipe, overrides)
     folder = run_folder(config.run.name, working)
     if isinstance(recipe, Path) and config.run.name == run_name_of(recipe) != recipe.stem.lower():
-        screen.print(f"name     {config.run.name}, made from {recipe.name} (run.name)", markup=False)
+        screen.print(f"name     {config.run.name}, made from {recipe.name} (run.name)")
     refuse_joined_folder(folder)
     with lock_run_folder(folder) as require_present:
         changed = check_changes(folder.saved_config(), config) if folder.has_begun else []
         if folder.has_begun and "train.budget" not in changed and is_finished(folder):
             refuse_other_text(prepared_corpus(config, working, screen), folder.saved_plan())
             screen.print(f"{folder.path} is finished; a larger train.budget continues it")
-            receipt = read_receipt(folder.receipt)
-            screen.print(receipt_table(receipt))
+            receipt = print_finished(folder, screen, details)
             dismiss_torchrun_ranks()
             return TrainingEnd(stopped_by="finished", receipt=receipt)
         layout_changed = any(key.startswith("layout.") for key in changed)
@@ -78,6 +75,7 @@ def train(
         try:
             with _open_workers(hosts, config, working, renew, screen) as workers:
                 plan = workers.with_hosts(_prepare_plan(config, folder, workers, renew=renew, screen=screen))
+                print_run_start(plan, folder.path, details, screen)
                 if check == "new layouts":
                     check_new_layout(config, plan, workers, screen)
                 return run_training(
@@ -86,6 +84,7 @@ def train(
                     workers,
                     plan,
                     screen,
+                    details=details,
                     is_replanned=renew != "nothing",
                     require_present=require_present,
                 )
@@ -121,13 +120,13 @@ def _open_workers(
 def _prepare_plan(
     config: RunConfig, folder: RunFolder, workers: HostWorkers, *, renew: ReplanScope, screen: Screen
 ) -> Plan:
-    """Prepare the data, survey the machines, make or load the plan, and print it."""
+    """Prepare the data, survey the machines, and make or load the plan."""
     corpus = prepared_corpus(config, workers.working_folder, screen)
     screen.print(corpus_summary(corpus))
-    site, fresh = survey_machines(workers, screen.print, "again" if renew == "all" else "kept"), renew != "nothing"
-    if folder.has_begun:
-        plan = resumed_plan(config, folder.saved_plan(), corpus, site, workers, fresh=fresh, log=screen.print)
-    else:
-        plan = make_plan(config, corpus, site, workers, fresh=fresh, say=screen.print)
-    print_run_summary(plan, site, () if folder.has_begun else plan.reasons, screen)
-    return plan
+    fresh = renew != "nothing"
+    with screen.progress() as show:
+        show(0, 0, "looking at the machine")
+        site = survey_machines(workers, screen.print, "again" if renew == "all" else "kept")
+        if folder.has_begun:
+            return resumed_plan(config, folder.saved_plan(), corpus, site, workers, fresh=fresh, log=screen.print)
+        return make_plan(config, corpus, site, workers, fresh=fresh, say=screen.print, show=show)

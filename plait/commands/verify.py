@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console as Screen
-
 from plait.cluster.topology import usable_cores
 from plait.commands.planning.make_plan import look_around, resources_of
 from plait.commands.planning.output_files import check_output_file, write_output_file
@@ -24,6 +22,7 @@ from plait.planner.search.validity import check_devices
 from plait.proof.verdict import BF16_TRANSFER_TOLERANCES, FLOAT32_TOLERANCES, Verdict
 from plait.recipe.load import RecipeSource, load_recipe
 from plait.recipe.schema import RunConfig
+from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 NOISE_FACTOR = 4.0
@@ -55,7 +54,7 @@ def verify(
         _check_torchrun_workers(layout, workers)
         if where == "anywhere":
             text = f"{layout}{_shares_text(plan)}: {_gloo_text(layout)} in float64, beside one plain process"
-            screen.print(f"layout   {text}", highlight=False)
+            screen.print(f"layout   {text}")
             verdict = check_gradients(config, plan, workers)
             if verdict.ok and config.train.gradient_transfer == "bf16":
                 verdict = _check_rounded(config, plan, workers, screen)
@@ -81,7 +80,7 @@ def _check_here(config: RunConfig, plan: Plan, resources: Resources, workers: Wo
     machine = resources.machine
     single = plan_for_device(plan, machine.device, "float32")
     text = f"{plan.layout}{_shares_text(plan)} on {plan.world_size} × {machine.name}, in float32"
-    screen.print(f"layout   {text}", highlight=False)
+    screen.print(f"layout   {text}")
     strict = check_gradients(config, single, workers, scope="gradients", tolerances=FLOAT32_TOLERANCES)
     precision = precision_of(config, resources, [])
     own = replace(
@@ -93,11 +92,10 @@ def _check_here(config: RunConfig, plan: Plan, resources: Resources, workers: Wo
         return strict
     noise = summation_order_noise(config, own, workers)
     compiled = ", compiled" if own.compile == "blocks" else ""
-    screen.print(f"         float32 agrees to {strict.largest('gradient', 'sums'):.0e}", highlight=False)
+    screen.print(f"         float32 agrees to {strict.largest('gradient', 'sums'):.0e}")
     screen.print(
         f"         in {precision}{compiled} two runs on one device differ by {noise:.0e}; "
         f"the layout may differ by {NOISE_FACTOR * noise:.0e}",
-        highlight=False,
     )
     allowed = replace(FLOAT32_TOLERANCES, gradient=max(FLOAT32_TOLERANCES.gradient, NOISE_FACTOR * noise))
     return check_gradients(config, own, workers, scope="gradients", tolerances=allowed)
@@ -126,10 +124,8 @@ def _rounding_text(config: RunConfig) -> str:
 
 
 def _print_verdict(verdict: Verdict, screen: Screen, but: str) -> None:
-    screen.print(verdict.table(), highlight=False)
+    screen.print(verdict.table())
     if verdict.ok:
-        screen.print(f"proven   the layout computes what one plain process computes{but}", soft_wrap=True)
+        screen.print(f"proven   the layout computes what one plain process computes{but}")
     else:
-        screen.print(
-            "[red]differs[/red]  this layout does not compute what one plain process computes: a bug, so report it"
-        )
+        screen.print("differs  this layout does not compute what one plain process computes: a bug, so report it")

@@ -14,6 +14,8 @@ from plait.planner.calibration.factors import UNCALIBRATED, Calibration, Forecas
 from plait.units import Amount, Every
 
 LearningRateSchedule = Literal["cosine", "wsd", "constant"]
+WARNING = "warning: "
+"""How a reason begins that is a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +129,11 @@ class Plan:
     recipe_hash: str
     reasons: tuple[str, ...]
     """One sentence for each thing that plait chose."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Those of the reasons that a person must see before a run, whatever else is shown."""
+        return tuple(reason for reason in self.reasons if reason.startswith(WARNING))
 
     @property
     def execution(self) -> Execution:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 from safetensors.numpy import load_file
 
 from plait.layout import Layout
@@ -133,16 +132,16 @@ class Verdict:
         }
         return json.dumps(values, indent=2, allow_nan=False) + "\n"
 
-    def table(self) -> Table:
-        """The worst findings as a table for people."""
-        table = Table(box=None, header_style="", pad_edge=False)
-        for title in ("the largest differences", "error", "allowed", ""):
-            table.add_column(title, justify="left" if title.startswith("the") else "right")
-        for one in self.worst:
-            table.add_row(
-                str(one), f"{one.error:.1e}", f"{one.tolerance:.0e}", "" if one.passes else "[red]differs[/red]"
-            )
-        return table
+    def table(self) -> str:
+        """The worst findings as aligned lines for people, each with its error and the error that is allowed."""
+        rows = [("largest differences", "error", "allowed", "")]
+        rows += [
+            (str(one), f"{one.error:.1e}", f"{one.tolerance:.0e}", "" if one.passes else "differs")
+            for one in self.worst
+        ]
+        width = max(len(name) for name, *_ in rows)
+        lines = [f"{name:{width}}  {error:>7}  {allowed:>7}  {remark}" for name, error, allowed, remark in rows]
+        return "\n".join(line.rstrip() for line in lines)
 
 
 def compare_runs(

@@ -9,7 +9,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console as Screen
+from rich.console import Console
 
 from plait.commands.monitoring.finish import finish_run
 from plait.commands.monitoring.forecast_monitor import ForecastMonitor, Predicted
@@ -26,6 +26,7 @@ from plait.planner.resolve.forecast_update import updated_forecast
 from plait.report.metrics import StepReport
 from plait.report.receipt import read_receipt
 from plait.report.straggler import RankTimes
+from plait.screen.terminal import TerminalScreen
 from plait.units import format_duration
 from tests.planner.machines import LAPTOP, PLAYS, planned, recipe
 
@@ -206,7 +207,8 @@ def finished(
     folder.metrics.write_text("".join(one.to_line() for one in steps))
     folder.write_totals(RunTotals(wall_s=30.0, device_s=60.0, peak_tensor_bytes=(10**8,), peak_rss_bytes=(5 * 10**8,)))
     screen = StringIO()
-    finish_run(recipe(here, "train.budget=20 steps"), folder, plan, 0, Screen(file=screen, width=400), watch)
+    shown = TerminalScreen(Console(file=screen, width=400))
+    finish_run(recipe(here, "train.budget=20 steps"), folder, plan, 0, shown, watch, details=["receipt"])
     return screen.getvalue()
 
 

@@ -11,6 +11,7 @@ from plait.commands.planning.output_files import check_output_file, write_output
 from plait.commands.probe import probe
 from plait.commands.prove import prove
 from plait.errors import PlaitError
+from plait.screen.terminal import TerminalScreen
 
 
 def test_what_can_be_written_is_written(tmp_path: Path) -> None:
@@ -35,7 +36,7 @@ def test_a_full_disk_is_one_sentence() -> None:
 
 def test_long_commands_refuse_before_they_begin(tmp_path: Path) -> None:
     """The recipe does not even exist: were it looked at first, that would be the sentence."""
-    nowhere, recipe, screen = tmp_path / "nowhere" / "out.json", tmp_path / "missing.toml", Console()
+    nowhere, recipe, screen = tmp_path / "nowhere" / "out.json", tmp_path / "missing.toml", TerminalScreen(Console())
     with pytest.raises(PlaitError, match="cannot write"):
         prove(recipe, [], count=2, json_file=nowhere, screen=screen)
     with pytest.raises(PlaitError, match="cannot write"):

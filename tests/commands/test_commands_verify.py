@@ -38,6 +38,7 @@ from plait.planner.search.validity import check_shares
 from plait.proof.verdict import FLOAT64_TOLERANCES, Verdict, compare_runs, weight_text
 from plait.recipe.load import parse_config
 from plait.recipe.schema import RunConfig
+from plait.screen.terminal import TerminalScreen
 from plait.working_folder import CURRENT_FOLDER
 
 LARGE = ModelShape(
@@ -91,8 +92,8 @@ def workers() -> Iterator[ForkedWorkers]:
         yield ForkedWorkers(server)
 
 
-def screen() -> Console:
-    return Console(file=io.StringIO(), width=200)
+def screen(out: io.StringIO | None = None) -> TerminalScreen:
+    return TerminalScreen(Console(file=out or io.StringIO(), width=200))
 
 
 def asked(**layout: object) -> RunConfig:
@@ -265,9 +266,11 @@ def test_degrees_that_are_not_named_are_one() -> None:
 
 def test_here_compares_in_float32(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(RECIPE)
-    show = screen()
-    assert verify(tmp_path / "small.toml", ["layout.tensor=2", "train.precision=bf16"], where="here", screen=show)
-    told = show.file.getvalue()  # type: ignore[attr-defined]
+    out = io.StringIO()
+    assert verify(
+        tmp_path / "small.toml", ["layout.tensor=2", "train.precision=bf16"], where="here", screen=screen(out)
+    )
+    told = out.getvalue()
     assert (
         "tensor 2 on 2 × " in told
         and "in float32" in told
@@ -283,9 +286,9 @@ def a_plan(layout: Layout) -> Plan:
 
 def test_a_new_layout_is_checked_once(tmp_path: Path, workers: ForkedWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    show, plan = screen(), a_plan(Layout(shard=2))
-    check_new_layout(CONFIG, plan, workers, show)
-    assert "checked  the layout's gradients" in show.file.getvalue()  # type: ignore[attr-defined]
+    out, plan = io.StringIO(), a_plan(Layout(shard=2))
+    check_new_layout(CONFIG, plan, workers, screen(out))
+    assert "checked  the layout's gradients" in out.getvalue()
     assert len(list((tmp_path / ".plait" / "verified").iterdir())) == 1
     check_new_layout(CONFIG, plan, Nobody(), screen())
     check_new_layout(CONFIG, a_plan(Layout()), Nobody(), screen())

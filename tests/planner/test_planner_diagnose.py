@@ -27,6 +27,7 @@ from plait.planner.search.constraints import Constraints
 from plait.planner.search.found import Search
 from plait.planner.search.search import search
 from plait.planner.step_time.cost_inputs import CostInputs
+from plait.screen.terminal import TerminalScreen
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -208,7 +209,7 @@ def measured_plan(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
     asked = (f"model.size={size}", f"train.sequence={sequence}", f"train.batch_tokens={sequence * batch}", *layout)
     with (folder / "out.txt").open("w") as out:
         plan(folder / "recipe.toml", asked, clusters=[cluster], top=0, json_file=folder / "o.json", measured=measured,
-             screen=Console(file=out, width=200))  # fmt: skip
+             screen=TerminalScreen(Console(file=out, width=200)))  # fmt: skip
     text = (folder / "out.txt").read_text()
     return text[text.index("\nmeasured ") + 1 :], json.loads((folder / "o.json").read_text())
 
@@ -217,7 +218,7 @@ def test_several_clusters_and_a_measurement_are_one_sentence(tmp_path: Path) -> 
     (tmp_path / "recipe.toml").write_text('[data]\nfiles = "text.txt"\n')
     with pytest.raises(PlaitError, match="name a single --cluster") as caught:
         plan(tmp_path / "recipe.toml", [], clusters=["8xH100", "8x4090"], top=0, json_file=None, measured="412ms",
-             screen=Console())  # fmt: skip
+             screen=TerminalScreen(Console()))  # fmt: skip
     assert caught.value.exit_code == 2
 
 

@@ -24,6 +24,7 @@ from plait.planner.page.page import Chapter, Picture, page_html, pictures
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.search import search
 from plait.report.figures import Drawing, ratio_axis, seconds_unit, time_words, wrapped_text
+from plait.screen.terminal import TerminalScreen
 from plait.units import format_bytes
 from tests.planner.test_planner_page import piped, workload
 
@@ -201,7 +202,7 @@ def command(folder: Path, *, html: Path) -> None:
             top=2,
             json_file=None,
             html_file=html,
-            screen=Console(file=out, width=200),
+            screen=TerminalScreen(Console(file=out, width=200)),
         )
 
 

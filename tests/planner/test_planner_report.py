@@ -32,6 +32,7 @@ from plait.planner.search.layout_kinds import kinds_of
 from plait.planner.search.search import search
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
+from plait.screen.terminal import TerminalScreen
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = {
@@ -237,7 +238,7 @@ def test_the_command_compares_clusters_writes_json_and_loads_no_torch(tmp_path: 
 def test_one_cluster_is_one_object(tmp_path: Path) -> None:
     recipe(tmp_path, "1B", 1024, 64, "1B tokens")
     with (tmp_path / "out.txt").open("w") as out:
-        screen = Console(file=out, width=200)
+        screen = TerminalScreen(Console(file=out, width=200))
         plan(tmp_path / "recipe.toml", ["model.size=1B"], clusters=["8xH100"], top=0, json_file=tmp_path / "o.json",
              screen=screen)  # fmt: skip
     values = json.loads((tmp_path / "o.json").read_text())

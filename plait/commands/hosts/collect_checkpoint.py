@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
-from plait.checkpoint.arrival import part_files, refuse_part
+from plait.checkpoint.arrival import ARRIVAL_LIMIT_S, part_files, refuse_part
 from plait.checkpoint.durable import earlier_checkpoints
 from plait.commands.hosts.file_transfer import fetch_file
 from plait.commands.hosts.replies import Peer
@@ -20,6 +20,8 @@ from plait.errors import PlaitError
 from plait.launch.values.job import Message
 
 _CONCURRENT_FETCHES = 8
+TRAVEL_GRACE_S = ARRIVAL_LIMIT_S
+"""Time for the parts of a last checkpoint to arrive, besides that for saving it."""
 
 
 class CheckpointCollector:

@@ -6,15 +6,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
-
-from plait.checkpoint.arrival import ARRIVAL_LIMIT_S
 from plait.cluster.topology import Machine, make_names_unique, usable_cores
-from plait.commands.hosts.collect_checkpoint import CheckpointCollector
+from plait.commands.hosts.collect_checkpoint import TRAVEL_GRACE_S, CheckpointCollector
 from plait.commands.hosts.file_stager import FileStager, JobFolder
 from plait.commands.hosts.host_info import machine_survey, own_host_info, why_host_cannot_join
 from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
@@ -30,6 +27,7 @@ from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import HostShare, Plan, refreshed_hosts
 from plait.planner.plan_file import read_plan, write_plan
 from plait.recipe.schema import RunConfig
+from plait.screen.screen import Screen
 from plait.units import counted
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -123,7 +121,7 @@ class LeaderWorkers:
         parts = [_own_part(job, first.workers, first.threads)]
         parts += [_joined_host_part(job, share, place) for share, place in zip(others, places, strict=True)]
         # At the end parts of a checkpoint travel, too, unless all hosts share the folder.
-        grace_s = STOP_GRACE_S + (0.0 if all(place.is_shared for place in places) else ARRIVAL_LIMIT_S)
+        grace_s = STOP_GRACE_S + (0.0 if all(place.is_shared for place in places) else TRAVEL_GRACE_S)
         with CheckpointCollector(self._member_of, folder / "checkpoints", _of_rank_0(on_message)) as gathering:
             result = self._hosts.run(job, on_message=gathering.handle_message, parts=parts, grace_s=grace_s)
         if not training:
@@ -189,7 +187,7 @@ def leader_workers(
     *,
     config: RunConfig,
     folder: Path,
-    screen: Console,
+    screen: Screen,
     previous_hosts: Sequence[HostIdentity] = (),
     working: WorkingFolder = CURRENT_FOLDER,
 ) -> Iterator[LeaderWorkers]:
@@ -211,8 +209,8 @@ def leader_workers(
     ) as hosts:
         others = "the other host" if members == 1 else f"each of the {members} other hosts"
         screen.print(f"hosts    {request.n_hosts}; on {others}, in the folder to work in, type:")
-        screen.print(f"             plait join {hosts.join_address}", highlight=False)
-        screen.print(f"         {told}", highlight=False)
+        screen.print(f"             plait join {hosts.join_address}")
+        screen.print(f"         {told}")
 
         def check(host_info: Mapping[str, Any]) -> str | None:
             sentence, name = (
@@ -220,21 +218,20 @@ def leader_workers(
                 " ".join(str(host_info.get("name")).split())[:80],
             )
             if sentence is None:
-                screen.print(f"joined   {name}: {counted(host_info['cores'], 'core')}", markup=False)
+                screen.print(f"joined   {name}: {counted(host_info['cores'], 'core')}")
             else:
-                screen.print(f"refused  {name}: {' '.join(sentence.split())}", markup=False)
+                screen.print(f"refused  {name}: {' '.join(sentence.split())}")
             return sentence
 
         arrived = hosts.admit(
             check,
             JOIN_TIMEOUT_S,
             order=previous_hosts,
-            on_lost=lambda name: screen.print(f"lost     {name}", markup=False),
+            on_lost=lambda name: screen.print(f"lost     {name}"),
             on_failed=lambda count: screen.print(f"refused  {counted(count, 'attempt')}: a wrong secret, or not plait"),
         )
         check_connectivity(ConnectivityListener(own_host_info()["name"], address), arrived)
-        log = partial(screen.print, markup=False)
-        yield LeaderWorkers(hosts, folder=folder, config=config, log=log, working=working)
+        yield LeaderWorkers(hosts, folder=folder, config=config, log=screen.print, working=working)
 
 
 def _of_rank_0(on_message: OnMessage) -> OnMessage:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal
 
-from rich.console import Console as Screen
-
 from plait.cluster.catalog import find_device_by_driver_name
 from plait.commands.monitoring.forecast_monitor import ForecastMonitor
+from plait.commands.monitoring.run_end import run_end
 from plait.commands.planning.calibration_store import add_observation
+from plait.commands.planning.introduction import Details, reason_lines
 from plait.commands.planning.run_folder import RunFolder
 from plait.errors import RunFailed
 from plait.model.shape import training_flops_per_token
@@ -27,6 +27,7 @@ from plait.recipe.schema import RunConfig
 from plait.report.metrics import RECEIPT_WARM_UP_STEPS, StepReport, median_speed, read_metrics
 from plait.report.receipt import Receipt, read_receipt
 from plait.report.receipt_table import receipt_table
+from plait.screen.screen import Screen
 from plait.units import counted, format_duration
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -40,6 +41,8 @@ def finish_run(
     steps_done: int,
     screen: Screen,
     monitor: ForecastMonitor | None = None,
+    *,
+    details: Details = (),
     working: WorkingFolder = CURRENT_FOLDER,
 ) -> Receipt:
     """Write, print and return the receipt of a finished run, store its observation for later forecasts, and say so if a
@@ -51,20 +54,36 @@ def finish_run(
         monitor.finish()
     receipt = _make_receipt(folder, plan, steps_done, monitor)
     receipt.write(folder.receipt)
-    screen.print(receipt_table(receipt), highlight=False)
+    _print_end(folder, receipt, screen, details)
     budget, wall_s = budget_of(config), receipt.wall_s
     if budget.unit == "seconds" and not 1 / BUDGET_TOLERANCE_FACTOR <= wall_s / budget.value <= BUDGET_TOLERANCE_FACTOR:
         screen.print(
             f"the run took {format_duration(wall_s)}, not {budget}: steps took longer or shorter than the timed ones"
         )
     if monitor is not None:
-        screen.print(_record_observation(monitor, working), highlight=False, soft_wrap=True)
+        _print_observation(monitor, screen, details, working)
     return receipt
 
 
 def is_finished(folder: RunFolder) -> bool:
     """Whether the run did all the steps that its plan has now."""
     return folder.receipt.exists() and read_receipt(folder.receipt).steps >= folder.saved_plan().steps
+
+
+def print_finished(folder: RunFolder, screen: Screen, details: Details) -> Receipt:
+    """Print the end of a run that was finished before, and its plan's reasons where they are asked for."""
+    for reason in reason_lines(folder.saved_plan()) if "reasons" in details else ():
+        screen.print(f"         · {reason}")
+    receipt = read_receipt(folder.receipt)
+    _print_end(folder, receipt, screen, details)
+    return receipt
+
+
+def _print_end(folder: RunFolder, receipt: Receipt, screen: Screen, details: Details) -> None:
+    losses = [report.loss for report in read_metrics(folder.metrics)[0]]
+    if "receipt" in details:
+        screen.print(receipt_table(receipt))
+    screen.print(run_end(receipt, folder.path, losses, screen.encoding))
 
 
 def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: ForecastMonitor | None) -> Receipt:
@@ -144,13 +163,20 @@ def _steps_of_this_plan(folder: RunFolder, steps: Sequence[StepReport], steps_do
     return own if own and (folder.path / "plan-1.json").exists() else steps
 
 
-def _record_observation(monitor: ForecastMonitor, working: WorkingFolder) -> str:
-    """Store the run's observation for the next forecast on these machines; returns the sentence that says what was
-    learned, or why nothing."""
+def _print_observation(monitor: ForecastMonitor, screen: Screen, details: Details, working: WorkingFolder) -> None:
+    """Store the run's observation, and print why nothing was learned; what was learned, where all is asked for."""
+    learned, sentence = _record_observation(monitor, working)
+    if not learned or "receipt" in details:
+        screen.print(sentence)
+
+
+def _record_observation(monitor: ForecastMonitor, working: WorkingFolder) -> tuple[bool, str]:
+    """Store the run's observation for the next forecast on these machines; returns whether it was, and the sentence
+    that says what was learned, or why nothing."""
     predicted, came = monitor.predicted, monitor.observed
     why = monitor.why_not_to_learn()
     if came is None or why:
-        return f"later forecasts here stay as they were: {why}"
+        return False, f"later forecasts here stay as they were: {why}"
     today = datetime.now(UTC).date().isoformat()
     said = without_calibration(predicted.items, predicted.calibration)
     computed_s = came.step_s - came.data_s
@@ -158,12 +184,12 @@ def _record_observation(monitor: ForecastMonitor, working: WorkingFolder) -> str
         observation_of_items(said, came.items, today) if came.items else observation_of_step(said, computed_s, today)
     )
     if observation is None:
-        return "later forecasts here stay as they were: computing and waiting could not be measured separately"
+        return False, "later forecasts here stay as they were: computing and waiting could not be measured separately"
     try:
         add_observation(predicted.calibration.ground, observation, working)
     except RunFailed as error:  # the run itself is finished and safe
-        return f"the times of this run are not used for later forecasts: {error}"
-    return observation_text(observation, predicted.basis)
+        return False, f"the times of this run are not used for later forecasts: {error}"
+    return True, observation_text(observation, predicted.basis)
 
 
 def _total_or_none(device_hours: float, each: float | None) -> float | None:

@@ -13,8 +13,8 @@ from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.workers import TRAINING_ENTRY, WorkerPool, make_log_folder
 from plait.launch.values.job import Job, JobResult, Message
 from plait.planner.plan import Plan
-from plait.report.console import Console
 from plait.report.metrics import EvalReport, StepReport
+from plait.screen.screen import StepDisplay
 
 
 class Session:
@@ -26,7 +26,7 @@ class Session:
     def __init__(
         self,
         folder: RunFolder,
-        console: Console,
+        display: StepDisplay,
         monitor: ForecastMonitor | None,
         devices: int,
         *,
@@ -34,7 +34,7 @@ class Session:
     ) -> None:
         self.saved_step = 0
         self._require_present = require_present
-        self._folder, self._console, self._monitor, self._devices = folder, console, monitor, devices
+        self._folder, self._display, self._monitor, self._devices = folder, display, monitor, devices
         self._totals_updated_at = time.monotonic()
 
     def on_message(self, message: Message) -> None:
@@ -43,11 +43,11 @@ class Session:
             pass_to_monitor(self._monitor, message.kind, values)
         if message.kind == "step":
             self._require_present()
-            self._console.step(StepReport(**_parse_floats(values)))
+            self._display.step(StepReport(**_parse_floats(values)))
         elif message.kind == "evaluation":
-            self._console.evaluation(EvalReport(**_parse_floats(values)))
+            self._display.evaluation(EvalReport(**_parse_floats(values)))
         elif message.kind == "note":
-            self._console.note(values["text"])
+            self._display.note(values["text"])
         elif message.kind == "memory":
             self.update_totals(**{key: tuple(value) for key, value in values.items()})
         elif message.kind == "saved":
@@ -55,8 +55,8 @@ class Session:
             self.update_totals()
 
     def close(self) -> None:
-        """Close the console and save the totals; call it after the last message."""
-        self._console.close()
+        """Close the display and save the totals; call it after the last message."""
+        self._display.close()
         self.update_totals()
 
     def update_totals(self, **peaks: Sequence[int]) -> None:

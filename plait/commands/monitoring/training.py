@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from rich.console import Console as Screen
-
+from plait.checkpoint.store import FoundCheckpoint
 from plait.commands.monitoring.finish import finish_run
 from plait.commands.monitoring.forecast_monitor import monitor_of
 from plait.commands.monitoring.session import Session, run_session
+from plait.commands.planning.introduction import Details, time_left_text
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.workers import WorkerPool
 from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
-from plait.report.console import Console
 from plait.report.receipt import Receipt
+from plait.screen.screen import Screen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,7 @@ def run_training(
     plan: Plan,
     screen: Screen,
     *,
+    details: Details = (),
     is_replanned: bool,
     require_present: Callable[[], None],
 ) -> TrainingEnd:
@@ -50,10 +51,10 @@ def run_training(
     folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
     if point:
         for sentence in point.skipped:
-            screen.print(f"[yellow]passed over[/yellow] {sentence}", highlight=False)
-        screen.print(f"resume   from {point.path.name}")
+            screen.print(f"passed over {sentence}")
+        screen.print(_resumed_from(point, plan))
     done = point.manifest.step if point else 0
-    bar = Console(plan.steps, done, screen=screen)
+    bar = screen.steps(plan.steps, done)
     compared = monitor_of(plan, done, bar.note)
     session = Session(folder, bar, compared, plan.devices, require_present=require_present)
     result, step = run_session(plan, folder, workers, done, point.path.name if point else None, session)
@@ -61,8 +62,14 @@ def run_training(
         sentence = _stopped_in_training(step, done, plan)
         screen.print(sentence)
         return TrainingEnd(stopped_by=result.stopped_by, sentence=sentence)
-    receipt = finish_run(config, folder, plan, done, screen, compared, workers.working_folder)
+    receipt = finish_run(config, folder, plan, done, screen, compared, details=details, working=workers.working_folder)
     return TrainingEnd(stopped_by="finished", receipt=receipt)
+
+
+def _resumed_from(point: FoundCheckpoint, plan: Plan) -> str:
+    """From which checkpoint a run goes on, and how long that takes."""
+    left = time_left_text(plan, point.manifest.step)
+    return f"resume   from {point.path.name} of {plan.steps}{left and f', {left} more'}"
 
 
 def _stopped_in_training(saved_step: int, resumed_step: int, plan: Plan) -> str:

@@ -1,52 +1,103 @@
-"""What a run prints before its first step: machine, model, layout, reasons, and how long it will take."""
+"""The start of a run on the screen: model, devices, time and folder, a line each; the reasons where they are asked
+for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
+from pathlib import Path
+from typing import Literal
 
-from rich.console import Console as Screen
-
-from plait.commands.planning.make_plan import MachineSurvey
-from plait.layout import layout_summary
+from plait.layout import Layout
+from plait.model.shape import parameter_count
 from plait.planner.calibration.factors import calibration_text
 from plait.planner.plan import Plan
 from plait.planner.rebalancing.batch_rebalance import why_rebalancing_cannot_help
 from plait.planner.resolve.resolve import plan_summary
-from plait.units import counted, format_bytes, format_duration
+from plait.screen.screen import Screen
+from plait.units import counted, format_bytes, format_count, format_duration
+
+Details = Collection[Literal["reasons", "receipt"]]
+"""What is printed beside the short start and end: the reasons of the plan (--why), the whole receipt (--verbose)."""
+PARTS_IN_WORDS = {
+    "pipeline": "{} groups of layers",
+    "replicate": "{} copies of the model",
+    "shard": "state split in {} parts",
+    "context": "sequences in {} parts",
+    "tensor": "matrices in {} parts",
+    "expert": "experts in {} groups",
+}
 
 
-def print_run_summary(plan: Plan, survey: MachineSurvey, reasons: Sequence[str], screen: Screen) -> None:
-    """Print the machine that was found and the plan for it, in a few lines."""
-    machine = survey.machine
-    found = (
-        f"{machine.devices} × {machine.name}"
-        if machine.device == "cuda"
-        else f"{machine.name}, {counted(machine.cores, 'core')}"
+def print_run_start(plan: Plan, folder: Path, details: Details, screen: Screen) -> None:
+    """Print the start of a run; the line about its text comes before, as soon as that is prepared."""
+    screen.print(run_start(plan, folder))
+    for reason in reason_lines(plan) if "reasons" in details else plan.warnings:
+        screen.print(f"         · {reason}")
+
+
+def run_start(plan: Plan, folder: Path) -> str:
+    """Four lines: the model and the run's name, the devices and their work, how long it takes, where it is."""
+    shape, name = plan.shape, folder.name
+    size = f"{format_count(parameter_count(shape))} parameters in {counted(shape.layers, 'layer')}"
+    lines = (
+        f"model    {size}, width {shape.width}; the run is called {name}",
+        f"devices  {_devices_text(plan)}: {layout_in_words(plan.layout)}, {_workers_text(plan)}",
+        f"time     {_time_text(plan)}",
+        f"run      {folder}, {_saved_text(plan)}; plait train --why gives the reasons",
     )
-    screen.print(f"machine  {found}, {machine.memory_bytes / 2**30:.0f} GiB")
-    screen.print(f"model    {plan_summary(plan)}")
-    workers_text = f"{counted(plan.world_size, 'worker')} × {counted(plan.threads, 'thread')}"
-    split = layout_summary(plan.layout)
-    without = f", without {', '.join(host.name for host in plan.left_out)}" if plan.left_out else ""
-    screen.print(f"layout   {split}: {workers_text}{without}, {plan.precision}")
+    return "\n".join(lines)
+
+
+def reason_lines(plan: Plan) -> list[str]:
+    """The reasons of all that was chosen, and what the forecast says."""
     useless = why_rebalancing_cannot_help(plan)
-    for reason in [*reasons, *([useless] if useless else [])]:
-        screen.print(f"         · {reason}", highlight=False, markup=False)
-    for line in _time_lines(plan):
-        screen.print(line, highlight=False)
+    return [plan_summary(plan), *plan.reasons, *([useless] if useless else []), *_forecast_lines(plan)]
 
 
-def _time_lines(plan: Plan) -> list[str]:
-    """What a step takes by the forecast, and by the clock where one was timed."""
-    lines = []
-    if plan.forecast:
-        lines.append(
-            f"forecast {format_duration(plan.forecast.step_s)} a step, give or take {plan.forecast.error:.0%}, and "
-            f"{format_bytes(plan.forecast.bytes_per_device)} a device"
-        )
-        calibration = calibration_text(plan.forecast.calibration, plan.forecast.items, plan.forecast.basis)
-        lines += [f"         · {calibration}"] if calibration else []
-    if plan.step_s:
-        whole = format_duration(plan.steps * plan.step_s)
-        lines.append(f"time     about {whole} at {format_duration(plan.step_s)} a step, as timed here")
-    return lines
+def layout_in_words(layout: Layout) -> str:
+    """What each axis does, for someone who knows none of their names."""
+    parts = [PARTS_IN_WORDS[axis].format(degree) for axis, degree in layout.degrees.items() if degree > 1]
+    return " × ".join(parts) if parts else "one copy"
+
+
+def time_left_text(plan: Plan, steps_done: int) -> str:
+    """About how long the steps that are left take; empty where nobody knows a step's time."""
+    step_s = plan.step_s or (plan.forecast.step_s if plan.forecast else None)
+    return f"about {format_duration((plan.steps - steps_done) * step_s)}" if step_s else ""
+
+
+def _devices_text(plan: Plan) -> str:
+    if len(plan.hosts) > 1:
+        without = f", without {', '.join(host.name for host in plan.left_out)}" if plan.left_out else ""
+        return " + ".join(host.name for host in plan.hosts) + without
+    found = plan.fingerprint
+    if plan.device == "cuda":
+        return f"{plan.world_size} × {found['name']}"
+    return f"{found['name']}, {counted(found['cores'], 'core')}"
+
+
+def _workers_text(plan: Plan) -> str:
+    workers = counted(plan.world_size, "worker")
+    return workers if plan.device == "cuda" else f"{workers} × {counted(plan.threads, 'thread')}"
+
+
+def _time_text(plan: Plan) -> str:
+    steps = f"{counted(plan.steps, 'step')} of {format_count(plan.batch_tokens)} tokens"
+    known = f"{left} {'as timed here' if plan.step_s else 'by forecast'}: " if (left := time_left_text(plan, 0)) else ""
+    return f"{known}{steps}, for a budget of {plan.budget}"
+
+
+def _saved_text(plan: Plan) -> str:
+    every = plan.checkpoint_every
+    return f"saved every {every}" if every.value else "saved at the end"
+
+
+def _forecast_lines(plan: Plan) -> list[str]:
+    """What a step takes by the forecast, with its error, its memory and what earlier runs taught."""
+    if plan.forecast is None:
+        return []
+    step_s, error = format_duration(plan.forecast.step_s), plan.forecast.error
+    memory = format_bytes(plan.forecast.bytes_per_device)
+    calibration = calibration_text(plan.forecast.calibration, plan.forecast.items, plan.forecast.basis)
+    first = f"forecast: {step_s} a step, give or take {error:.0%}, and {memory} a device"
+    return [first, *([calibration] if calibration else [])]

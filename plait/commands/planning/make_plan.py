@@ -26,6 +26,7 @@ from plait.planner.resolve.worker_layouts import WorkerLayout, best_layouts, cho
 from plait.private_folder import make_private_folder
 from plait.recipe.load import flat_values, recipe_text
 from plait.recipe.schema import RunConfig
+from plait.screen.screen import ShowProgress, ignore_progress
 from plait.working_folder import WorkingFolder
 
 Log = Callable[[str], None]
@@ -53,7 +54,14 @@ def look_around(workers: WorkerPool, cores: int) -> MachineSurvey:
 
 
 def make_plan(
-    config: RunConfig, corpus: Corpus, site: MachineSurvey, workers: WorkerPool, *, fresh: bool, say: Log
+    config: RunConfig,
+    corpus: Corpus,
+    site: MachineSurvey,
+    workers: WorkerPool,
+    *,
+    fresh: bool,
+    say: Log,
+    show: ShowProgress = ignore_progress,
 ) -> Plan:
     """The plan for a recipe on a machine: the one that was made for both before, unless `fresh`."""
     kept = None if fresh else kept_plan(config, corpus, site, workers)
@@ -67,7 +75,7 @@ def make_plan(
     outline = draft(config, corpus_facts(corpus), resources_of(site, workers), recipe_hash=key)
     measured = list(outline.layouts)
     if len(measured) > 1 or outline.plan.budget.unit == "seconds":
-        measured = measure(config, outline.plan, workers, outline.layouts)
+        measured = measure(config, outline.plan, workers, outline.layouts, show)
     return _store_plan(settle(config, outline, measured), key, workers.working_folder)
 
 
@@ -194,10 +202,18 @@ def _moved(plan: Plan, here: Plan) -> Plan:
 
 
 def measure(
-    config: RunConfig, plan: Plan, workers: WorkerPool, layouts: tuple[WorkerLayout, ...]
+    config: RunConfig,
+    plan: Plan,
+    workers: WorkerPool,
+    layouts: tuple[WorkerLayout, ...],
+    show: ShowProgress = ignore_progress,
 ) -> list[WorkerLayout]:
     """Time real steps of each layout."""
-    return [_measured(config, with_layout(plan, split), split, workers) for split in layouts]
+    measured = []
+    for number, split in enumerate(layouts):
+        show(number, len(layouts), f"timing steps of layout {number + 1} of {len(layouts)}")
+        measured.append(_measured(config, with_layout(plan, split), split, workers))
+    return measured
 
 
 def _measured(config: RunConfig, plan: Plan, split: WorkerLayout, workers: WorkerPool) -> WorkerLayout:

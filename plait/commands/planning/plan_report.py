@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import fill
@@ -21,11 +20,11 @@ from plait.planner.resolve.resolve import draft, lines_without_effect, settle
 from plait.planner.resolve.worker_layouts import WorkerLayout, choose
 from plait.planner.search.found import Search
 from plait.recipe.schema import RunConfig
+from plait.screen.wrapping import wrapped
 from plait.units import counted, format_count
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 REPORT_COLUMNS = 110
-_NUMBER_AND_UNIT = re.compile(r"(\d) ((?:s|ms|min|h|[KMGT]?i?B|[KMGT]bit/s|GB/s|[KMGTP]?FLOP/s|kWh)\b)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +71,7 @@ def plan_report_text(report: PlanReport, columns: int = REPORT_COLUMNS) -> str:
     for section in report.sections:
         heading = TEXT_HEADINGS.get(section.title, section.title)
         lines += [f"{heading if first == 0 else '':8} {line}" for first, line in enumerate(section.lines)]
-    return "\n".join(_wrap(line, columns) for line in lines) + "\n"
-
-
-def _wrap(line: str, columns: int) -> str:
-    """The line in lines of so many columns at most, broken between words, never between a number and its unit."""
-    indent = " " * (11 if line[9:10] == "·" else 9)
-    kept = _NUMBER_AND_UNIT.sub("\\1\u00a0\\2", line)
-    text = fill(kept, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return text.replace("\u00a0", " ")
+    return "\n".join(wrapped(line, columns) for line in lines) + "\n"
 
 
 def comparison_table(reports: Sequence[PlanReport], columns: int = REPORT_COLUMNS) -> str:

@@ -2,62 +2,32 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as ProgressBar
 
 from plait.data.folders import find_text_files
 from plait.data.integrity import verify_at_start
 from plait.data.order import longest_window
-from plait.data.preparation.build import Progress
 from plait.data.preparation.prepare import DataRequest, find_prepared, prepare_corpus
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
 from plait.planner.derive.model_size import CorpusFacts
 from plait.recipe.schema import RunConfig
-from plait.units import format_count
+from plait.screen.screen import Screen
+from plait.units import counted, format_count
 from plait.working_folder import WorkingFolder
 
-_LINE_EVERY_S = 10.0
 
-
-def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Console) -> Corpus:
+def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -> Corpus:
     """Prepare the recipe's data, or find it prepared; raises PlaitError in one sentence."""
     for source in data_request(config).sources:
         if Path(source.path).is_dir():
-            screen.print(f"data     {find_text_files(Path(source.path)).summary()}", markup=False)
-    lines = _progress_lines(screen)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    with ProgressBar(*columns, TimeRemainingColumn(), console=screen, transient=True) as bar:
-        task = bar.add_task("data", total=None)
-
-        def show(done: int, total: int, stage: str) -> None:
-            bar.update(task, completed=done, total=total or None, description=stage)
-            if not screen.is_terminal:  # where the bar draws nothing
-                lines(done, total, stage)
-
+            screen.print(f"data     {find_text_files(Path(source.path)).summary()}")
+    with screen.progress() as show:
         folder = prepare_corpus(data_request(config), working.cache, show)
         corpus = open_corpus(folder)
         show(0, 0, "comparing hashes")
         verify_at_start(corpus)
     return corpus
-
-
-def _progress_lines(screen: Console) -> Progress:
-    """Prints a line of progress at most every _LINE_EVERY_S, and none in the first."""
-    last = time.monotonic()
-
-    def show(done: int, total: int, stage: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _LINE_EVERY_S:
-            last = time.monotonic()
-            share = f", {done / total:.0%}" if total else ""
-            screen.print(f"data     {stage}{share}", markup=False)
-
-    return show
 
 
 def find_prepared_corpus(config: RunConfig, working: WorkingFolder) -> Corpus | None:
@@ -101,6 +71,6 @@ def corpus_summary(corpus: Corpus) -> str:
     """One line about prepared data, for people."""
     facts = corpus_facts(corpus)
     return (
-        f"data     {format_count(facts.train_tokens)} training tokens, {format_count(facts.heldout_tokens)} held out, "
-        f"{facts.documents} document{'s' if facts.documents != 1 else ''}, {facts.vocabulary} entries in the tokenizer"
+        f"data     {format_count(facts.train_tokens)} training tokens, {format_count(facts.heldout_tokens)} held out; "
+        f"{counted(facts.documents, 'document')}, vocabulary {facts.vocabulary}"
     )

@@ -11,8 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
-from rich.console import Console as Screen
-
 from plait.commands.planning.workers import CHECK_ENTRY, WorkerPool
 from plait.commands.verifying.small_model import plan_for_device, shrunk_plan
 from plait.data.preparation.synthetic import write_synthetic
@@ -25,6 +23,7 @@ from plait.private_folder import make_private_folder
 from plait.proof.verdict import FLOAT32_TOLERANCES, FLOAT64_TOLERANCES, Tolerances, Verdict, compare_runs
 from plait.recipe.load import recipe_text
 from plait.recipe.schema import RunConfig
+from plait.screen.screen import Screen
 
 CheckScope = Literal["all", "gradients"]
 CheckProcesses = Literal["everybody", "layout", "reference"]
@@ -83,7 +82,7 @@ def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen:
     make_private_folder(kept.parent)
     kept.write_text(verdict.to_json())
     error = verdict.largest("gradient", "sums")
-    screen.print(f"checked  the layout's gradients against one plain process: equal to {error:.0e}", highlight=False)
+    screen.print(f"checked  the layout's gradients against one plain process: equal to {error:.0e}")
 
 
 def summation_order_noise(config: RunConfig, plan: Plan, workers: WorkerPool) -> float:

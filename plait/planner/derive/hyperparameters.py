@@ -6,7 +6,7 @@ from typing import Literal
 
 from plait.planner.derive import scaling_rules
 from plait.planner.derive.model_size import CorpusFacts
-from plait.planner.plan import OptimizerPlan
+from plait.planner.plan import WARNING, OptimizerPlan
 from plait.recipe.schema import RunConfig
 from plait.units import counted, format_count
 
@@ -25,7 +25,7 @@ def optimizer_plan(config: RunConfig, flops: float, batch_tokens: int, why: list
         why.append(f"peak learning rate {lr:g}: for {flops:.1e} FLOPs and this batch (DeepSeek LLM 2024, Malladi 2022)")
     elif lr > MOST_TIMES_PUBLISHED_LR * published:
         why.append(
-            f"warning: optimizer.lr = {lr:g} is {format_count(lr / published)} times what published rules give for "
+            f"{WARNING}optimizer.lr = {lr:g} is {format_count(lr / published)} times what published rules give for "
             f"this run ({published:.2g}); it will probably diverge"
         )
     clip = 1.0 if requested.clip == "auto" else requested.clip

@@ -9,7 +9,7 @@ from plait.model.shape import ModelShape, parameter_count
 from plait.partition.execution import MatmulPrecision, Precision
 from plait.planner.derive.model_size import CorpusFacts, TrainingRate, assumed_rate, batch_sequences, derive_run_size
 from plait.planner.derive.resources import Resources
-from plait.planner.plan import Plan
+from plait.planner.plan import WARNING, Plan
 from plait.recipe.schema import RunConfig
 from plait.units import Amount
 
@@ -36,7 +36,7 @@ def new_job(
     `rate` is how fast the machine trains such a job; None where no layout has been priced yet.
     """
     if resources.peak_doubt:
-        why.append(resources.peak_doubt)
+        why.append(f"{WARNING}{resources.peak_doubt}")
     precision_reasons: list[str] = []
     precision = precision_of(config, resources, precision_reasons)
     rate = rate or assumed_rate(resources.machine, resources.peak_flops)

@@ -13,6 +13,7 @@ from plait.planner.explain.island_traffic import island_traffic_lines
 from plait.planner.explain.left_out import left_out_lines, left_out_text
 from plait.planner.explain.totals import run_totals
 from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_lines, unequal_reasons
+from plait.planner.plan import WARNING
 from plait.planner.problem.candidates import Counts
 from plait.planner.search.cost_breakdown import (
     MEMORY_NAMES,
@@ -249,7 +250,7 @@ def _binds(found: Search) -> list[str]:
         )
     capacity = found.capacity_bytes(found.chosen)
     if found.bytes_per_device(found.chosen) > capacity:
-        lines.append("memory is short: this layout fits only if the allocator and the driver waste nothing")
+        lines.append(f"{WARNING}memory is short: this layout fits only if the allocator and the driver waste nothing")
     elif not found.fits_sparingly(found.chosen):
         free = format_bytes(capacity - found.bytes_per_device(found.chosen))
         lines.append(

@@ -8,8 +8,8 @@ import re
 import pytest
 from rich.console import Console as Screen
 
-from plait.report.console import Console, facts_that_fit
 from plait.report.metrics import EvalReport, StepReport
+from plait.screen.console import Console, facts_that_fit
 
 
 class Clock:
@@ -41,13 +41,14 @@ def log(total: int, steps: range, seconds_a_step: float, steps_done: int = 0) ->
 def test_a_log_gets_a_line_each_five_percent_when_that_is_sooner():
     lines = log(total=1000, steps=range(1, 1001), seconds_a_step=0.001)
     assert len(lines) == 20
-    assert lines[0] == "step 50/1000 · loss 3.000 · ETA 7 min 55 s · 12.3K tokens/s · MFU 61%"
-    assert lines[-1].startswith("step 1000/1000 · loss 3.000 · ETA 0 s")
+    assert lines[0] == "step 50/1000   · loss 3.000  · ETA 7 min 55 s  · 12.3K tokens/s · MFU 61%"
+    assert lines[-1] == "step 1000/1000 · loss 3.000  · ETA 0 s         · 12.3K tokens/s · MFU 61%"
+    assert max(map(len, lines)) <= 80
 
 
-def test_a_log_gets_a_line_each_ten_seconds_when_that_is_sooner():
-    lines = log(total=100_000, steps=range(1, 61), seconds_a_step=1.0)
-    assert [line.split(" ")[1] for line in lines] == [f"{step}/100000" for step in range(10, 61, 10)]
+def test_a_log_gets_its_first_line_after_ten_seconds_and_one_each_thirty_when_that_is_sooner():
+    lines = log(total=100_000, steps=range(1, 111), seconds_a_step=1.0)
+    assert [line.split(" ")[1] for line in lines] == [f"{step}/100000" for step in (10, 40, 70, 100)]
 
 
 def test_a_resumed_run_goes_on_with_its_shares():

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a progress bar on a terminal, a line now and then in a log."""
+"""A run's steps for people: a progress bar on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from rich.table import Column
 
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.plausibility import mfu_text
+from plait.screen.wrapping import wrapped
 from plait.units import format_count, format_duration
 
-LINE_EVERY_S = 10.0
+FIRST_LINE_AFTER_S = 10.0
+LINE_EVERY_S = 30.0
 LINE_EVERY_SHARE = 0.05
 REFRESH_EVERY_S = 0.1
 BAR_FROM_COLUMNS = 100
 SMOOTHING_STEPS = 20
+FACT_COLUMNS = (len("loss 12.345"), len("ETA 59 min 59 s"), len("12.3K tokens/s"))
 
 
 class Console:
     """A sink for people; `steps_done` is where this start goes on from, out of `total_steps`.
 
     On a terminal it draws one line in place and prints notes above it; it starts no thread. Elsewhere it prints a
-    line each 10 seconds and each 5 % of the steps, whichever comes first.
+    line after 10 seconds, then each 30 seconds and each 5 % of the steps, whichever comes first.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Console:
         self._smooth = _Smooth()
         self._last_told_s = clock()
         self._last_told_step = steps_done
+        self._line_every_s = FIRST_LINE_AFTER_S
         self._progress = _progress(self._screen) if self._screen.is_terminal else None
         if self._progress is not None:
             self._task = self._progress.add_task("", total=total_steps, completed=steps_done, facts="starting")
@@ -54,8 +58,9 @@ class Console:
             self._progress.update(self._task, completed=report.step, facts=facts)
             if self._due(report.step, REFRESH_EVERY_S, share=1.0):
                 self._progress.refresh()
-        elif self._due(report.step, LINE_EVERY_S, LINE_EVERY_SHARE):
-            self._print(" · ".join(self._facts(report)))
+        elif self._due(report.step, self._line_every_s, LINE_EVERY_SHARE):
+            self._line_every_s = LINE_EVERY_S
+            self._print(aligned_facts(self._facts(report), self._total))
 
     def evaluation(self, report: EvalReport) -> None:
         per_byte = f"{report.eval_nats_per_byte:.3g} nats per byte"
@@ -70,7 +75,8 @@ class Console:
             self._progress.stop()
 
     def _print(self, text: str) -> None:
-        self._screen.print(text, markup=False, highlight=False, soft_wrap=True)
+        columns = self._screen.width if self._screen.is_terminal else None
+        self._screen.print(wrapped(text, columns), markup=False, highlight=False, soft_wrap=True)
 
     def _due(self, step: int, every_s: float, share: float) -> bool:
         """Whether to print this step: enough time or enough steps went by, or it is the last one."""
@@ -91,6 +97,13 @@ class Console:
             f"{format_count(self._smooth.tokens_per_s)} tokens/s",
         ]
         return facts if report.mfu is None else [*facts, f"MFU {mfu_text(report.mfu)}"]
+
+
+def aligned_facts(facts: list[str], total_steps: int) -> str:
+    """The facts of a step in a line whose columns stand below those of the lines before."""
+    widths = (len(f"step {total_steps}/{total_steps}"), *FACT_COLUMNS, 0)
+    padded = [fact.ljust(width) for fact, width in zip(facts, widths, strict=False)]
+    return " · ".join(padded).rstrip()
 
 
 def facts_width(columns: int) -> int:

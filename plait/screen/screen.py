@@ -1,0 +1,76 @@
+"""Where a command's words go: a terminal, a log, a notebook, or nowhere. Commands know nothing else of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from plait.report.metrics import EvalReport, StepReport
+
+ShowProgress = Callable[[int, int, str], None]
+"""Takes how much is done, of how much (0: unknown), and the stage in words."""
+
+
+class StepDisplay(Protocol):
+    """What a person sees of a run's steps, as they come."""
+
+    def step(self, report: StepReport) -> None: ...
+    def evaluation(self, report: EvalReport) -> None: ...
+    def note(self, text: str) -> None: ...
+    def close(self) -> None:
+        """No further report comes; a second call does nothing."""
+        ...
+
+
+class Screen(Protocol):
+    """The one door through which commands speak."""
+
+    @property
+    def columns(self) -> int | None:
+        """Width that lines are wrapped to; None: lines stay whole, as in a log."""
+        ...
+
+    @property
+    def encoding(self) -> str:
+        """In which the text is shown; a curve is drawn in characters that it has."""
+        ...
+
+    def print(self, text: str) -> None:
+        """Show one or several lines of plain text."""
+        ...
+
+    def progress(self) -> AbstractContextManager[ShowProgress]:
+        """While the block lasts, calls of what it gives show how far something is."""
+        ...
+
+    def steps(self, total_steps: int, steps_done: int = 0) -> StepDisplay:
+        """A display of a run that goes on from `steps_done`; the caller closes it."""
+        ...
+
+
+class SilentScreen:
+    """Shows nothing: for callers from Python who only want values."""
+
+    columns = None
+    encoding = "utf-8"
+
+    def print(self, text: str) -> None: ...
+
+    @contextmanager
+    def progress(self) -> Iterator[ShowProgress]:
+        yield ignore_progress
+
+    def steps(self, total_steps: int, steps_done: int = 0) -> StepDisplay:
+        return _SilentSteps()
+
+
+def ignore_progress(done: int, total: int, stage: str) -> None:
+    """A ShowProgress that shows nothing."""
+
+
+class _SilentSteps:
+    def step(self, report: StepReport) -> None: ...
+    def evaluation(self, report: EvalReport) -> None: ...
+    def note(self, text: str) -> None: ...
+    def close(self) -> None: ...
