@@ -8,12 +8,60 @@ from typing import TYPE_CHECKING, Any
 from plait.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from plait.api import evaluate, join_run, load_recipe, sample, train_recipe
-    from plait.errors import PlaitError, RunFailed
+    from plait.api import (
+        evaluate,
+        join,
+        join_run,
+        load_recipe,
+        plan,
+        prepare_data,
+        probe,
+        sample,
+        train,
+        train_recipe,
+        verify,
+    )
+    from plait.cluster.cluster import Cluster
+    from plait.commands.planning.planned_run import PlannedRun
+    from plait.commands.runs import Run, runs
+    from plait.errors import Interrupted, PlaitError, RunFailed
+    from plait.proof.verdict import Verdict
+    from plait.report.receipt import Receipt
 
-__all__ = ["PlaitError", "RunFailed", "evaluate", "join_run", "load_recipe", "sample", "train_recipe"]
+__all__ = [
+    "Cluster",
+    "Interrupted",
+    "PlaitError",
+    "PlannedRun",
+    "Receipt",
+    "Run",
+    "RunFailed",
+    "Verdict",
+    "evaluate",
+    "join",
+    "join_run",
+    "load_recipe",
+    "plan",
+    "prepare_data",
+    "probe",
+    "runs",
+    "sample",
+    "train",
+    "train_recipe",
+    "verify",
+]
 
-_HOMES = {"PlaitError": "plait.errors", "RunFailed": "plait.errors"}
+_HOMES = {
+    "Cluster": "plait.cluster.cluster",
+    "Interrupted": "plait.errors",
+    "PlaitError": "plait.errors",
+    "PlannedRun": "plait.commands.planning.planned_run",
+    "Receipt": "plait.report.receipt",
+    "Run": "plait.commands.runs",
+    "RunFailed": "plait.errors",
+    "Verdict": "plait.proof.verdict",
+    "runs": "plait.commands.runs",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -28,4 +76,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """The public names and the version: what completion in a notebook offers, without importing any of it."""
-    return sorted([*__all__, "__doc__", "__version__"])
+    return sorted({*globals(), *__all__})

@@ -1,76 +1,221 @@
-"""plait from Python: the same functions that the command line calls."""
+"""plait from Python: the functions that the command line calls, with values in and values out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from warnings import warn
 
-from plait.errors import StopSignal
+from plait.arguments import check_arguments, texts_of
+from plait.commands.python_call import ProgressDisplay, as_command, screen_for
+from plait.errors import Interrupted, PlaitError, StopSignal
+from plait.working_folder import named_folder
 
 if TYPE_CHECKING:
+    from plait.cluster.cluster import Cluster
+    from plait.commands.planning.planned_run import PlannedRun
+    from plait.planner.derive.model_size import CorpusFacts
+    from plait.proof.verdict import Verdict
     from plait.recipe.schema import RunConfig
+    from plait.report.receipt import Receipt
 
-Ending = Literal["finished"] | StopSignal
+    AnyRecipe = str | Path | Mapping[str, Any] | RunConfig
+    """A recipe's file, its sections as a dict, or what `load_recipe` returned."""
+
+Place = str | Path | None
+"""The folder that runs/ and .plait/ lie in; None is the current one."""
 
 
-def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a recipe, with `section.key=value` overrides; raises PlaitError in one sentence."""
+def load_recipe(recipe: AnyRecipe, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a recipe, with `section.key=value` overrides; raises PlaitError in one sentence.
+
+    Without `run.name` a run has the name of its recipe's file; that of a dict has the name of its first text.
+    """
     from plait.recipe.load import load_recipe as load
+    from plait.recipe.schema import RunConfig as Loaded
 
-    return load(Path(recipe), overrides)
+    if not isinstance(recipe, str | Path | Mapping | Loaded):
+        raise PlaitError(f"recipe = {recipe!r:.80} is not usable; give a path, a dict, or what load_recipe returned")
+    return load(Path(recipe) if isinstance(recipe, str) else recipe, texts_of("overrides", overrides))
 
 
-def train_recipe(
-    recipe: str | Path,
+def plan(
+    recipe: AnyRecipe,
+    overrides: Sequence[str] = (),
+    *,
+    cluster: str | Path | Cluster | None = None,
+    folder: Place = None,
+) -> PlannedRun:
+    """Choose a layout for a cluster ("8xH100", a cluster.json, what `probe` returned), or for this machine.
+
+    Raises PlaitError where there is none, or the cluster is not one.
+    """
+    from plait.cluster.cluster import Cluster as Described
+    from plait.cluster.cluster import read_cluster
+    from plait.commands.plan import OTHERS_LISTED, plan_report
+    from plait.commands.planning.planned_run import planned_run
+
+    config, working = load_recipe(recipe, overrides), named_folder(folder)
+    if isinstance(cluster, str | Path):
+        cluster = read_cluster(cluster)
+    if not isinstance(cluster, Described | None):
+        raise PlaitError(f'cluster = {cluster!r:.80} is not usable; give a text such as "8xH100", or a Cluster')
+    with as_command():
+        return planned_run(plan_report(config, cluster, top=OTHERS_LISTED, working=working), OTHERS_LISTED)
+
+
+def train(
+    recipe: AnyRecipe,
     overrides: Sequence[str] = (),
     *,
     hosts: int = 1,
     address: str | None = None,
     port: int = 0,
     secret_file: str | Path | None = None,
-) -> Ending:
-    """Train a recipe, or continue its run; blocks to the end.
+    progress: ProgressDisplay = "auto",
+    folder: Place = None,
+) -> Receipt:
+    """Train a recipe, or continue its run; blocks to the end. A finished run's receipt comes at once.
 
-    Raises PlaitError before training starts, RunFailed after. With several hosts it first waits until the others
-    have called `join_run`. Call it from the main thread.
+    Raises PlaitError before training starts, RunFailed after, and Interrupted where a signal (a notebook's stop button)
+    came and the state is saved. With several hosts it first waits until the others have joined. Call it from the main
+    thread.
     """
-    from rich.console import Console
-
     from plait.commands.hosts.invitation import HostsRequest
     from plait.commands.train import train as run
-    from plait.screen.terminal import TerminalScreen
 
+    check_arguments(hosts=hosts, address=address, port=port, secret_file=secret_file, progress=progress)
+    config, working = load_recipe(recipe, overrides), named_folder(folder)
     secret = Path(secret_file) if secret_file else None
     requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret)
-    return run(Path(recipe), overrides, hosts=requested, screen=TerminalScreen(Console()))
+    with as_command():
+        end = run(config, hosts=requested, screen=screen_for(progress), working=working)
+    if end.stopped_by != "finished":
+        raise Interrupted(end.stopped_by, end.sentence)
+    assert end.receipt is not None, "only torchrun's other ranks have none"
+    return end.receipt
 
 
-def join_run(at: str, *, secret_file: str | Path | None = None) -> Ending:
-    """Lend this host to the run that waits at HOST:PORT, until it ends; main thread only."""
-    from rich.console import Console
+def join(
+    at: str, *, secret_file: str | Path | None = None, progress: ProgressDisplay = "auto", folder: Place = None
+) -> None:
+    """Lend this host to the run that waits at HOST:PORT, and return when that run is finished; main thread only.
 
-    from plait.commands.join import join
-    from plait.screen.terminal import TerminalScreen
+    Raises Interrupted where the run was stopped, RunFailed where it failed.
+    """
+    from plait.commands.join import join as lend
 
-    secret = Path(secret_file) if secret_file else None
-    return join(at, secret_file=secret, screen=TerminalScreen(Console()))
+    check_arguments(at=at, secret_file=secret_file, progress=progress)
+    secret, working = Path(secret_file) if secret_file else None, named_folder(folder)
+    with as_command():
+        ended_by = lend(at, secret_file=secret, screen=screen_for(progress), working=working)
+    if ended_by != "finished":
+        raise Interrupted(ended_by)
+
+
+def verify(
+    recipe: AnyRecipe,
+    overrides: Sequence[str] = (),
+    *,
+    where: Literal["anywhere", "here"] = "anywhere",
+    folder: Place = None,
+) -> Verdict:
+    """Prove that a recipe's layout computes what one plain process computes: "anywhere" in float64 on the processor,
+    "here" on this machine's devices.
+
+    Raises PlaitError for an impossible layout; gradients that differ are a Verdict that is not `ok`.
+    """
+    from plait.commands.verify import verify as prove
+
+    check_arguments(where=where)
+    config, working = load_recipe(recipe, overrides), named_folder(folder)
+    with as_command():
+        verdict = prove(config, where=where, screen=screen_for("off"), working=working)
+    assert verdict is not None, "only torchrun's other ranks have none"
+    return verdict
+
+
+def probe(
+    recipe: AnyRecipe | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    workers: int | None = None,
+    threads: int | None = None,
+    again: bool = False,
+    folder: Place = None,
+) -> Cluster:
+    """Measure what a recipe's model, or a typical one, needs of this machine; `again` also what was measured before.
+
+    Raises RunFailed with the name of a dead device or link, PlaitError for what cannot be measured.
+    """
+    from plait.commands.probe import probe as measure
+
+    check_arguments(workers=workers, threads=threads, again=again)
+    config, working = load_recipe(recipe, overrides) if recipe is not None else None, named_folder(folder)
+    options: dict[str, Any] = {"workers": workers, "threads": threads, "fresh": "again" if again else "kept"}
+    with as_command():
+        cluster = measure(config, **options, out=None, screen=screen_for("off"), working=working)
+    assert cluster is not None, "only torchrun's other ranks have none"
+    return cluster
+
+
+def prepare_data(
+    recipe: AnyRecipe, overrides: Sequence[str] = (), *, progress: ProgressDisplay = "auto", folder: Place = None
+) -> CorpusFacts:
+    """Turn a recipe's text into tokens on disk, once; returns how many, and where they are."""
+    from plait.commands.preparing.corpus import corpus_facts, prepared_corpus
+
+    check_arguments(progress=progress)
+    config, working = load_recipe(recipe, overrides), named_folder(folder)
+    with as_command():
+        return corpus_facts(prepared_corpus(config, working, screen_for(progress)))
 
 
 def sample(
-    run: str, prompt: str = "", *, tokens: int = 200, temperature: float = 0.8, top_p: float = 0.95, seed: int = 1
+    run: str | Path,
+    prompt: str = "",
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int = 1,
+    folder: Place = None,
 ) -> Iterator[str]:
-    """Yield the prompt and then the run's model's continuation of it, piece by piece."""
+    """The prompt and then the run's model's continuation of it, piece by piece; the same seed gives the same text."""
+    check_arguments(run=run, prompt=prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
     from plait.commands.sample import sample as go_on
 
-    return go_on(run, prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
+    options: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    with as_command():
+        return go_on(str(run), prompt, **options, working=named_folder(folder))
 
 
-def evaluate(run: str, files: Sequence[str] = ()) -> dict[str, Any]:
-    """The run's exact loss on its held-out text or on other files, as `plait eval` prints it."""
-    import json
-
+def evaluate(run: str | Path, files: Sequence[str] = (), *, folder: Place = None) -> dict[str, float]:
+    """The run's exact loss on its held-out text or on other files: the keys that `plait eval` prints."""
+    check_arguments(run=run)
+    paths = texts_of("files", files)
     from plait.commands.evaluate import evaluate as measure
-    from plait.screen.screen import SilentScreen
 
-    return json.loads(measure(run, files, screen=SilentScreen()))
+    with as_command():
+        return measure(str(run), paths, screen=screen_for("off"), working=named_folder(folder))
+
+
+def train_recipe(recipe: str | Path, overrides: Sequence[str] = (), **options: Any) -> Literal["finished"] | StopSignal:
+    """The name of `train` before version 0.2: prints as the command does, and returns what ended the run."""
+    warn("plait.train_recipe is now plait.train, which returns the receipt", DeprecationWarning, stacklevel=2)
+    try:
+        train(recipe, overrides, progress="lines", **options)
+    except Interrupted as stopped:
+        return stopped.signal
+    return "finished"
+
+
+def join_run(at: str, *, secret_file: str | Path | None = None) -> Literal["finished"] | StopSignal:
+    """The name of `join` before version 0.2: prints as the command does, and returns what ended the run."""
+    warn("plait.join_run is now plait.join", DeprecationWarning, stacklevel=2)
+    try:
+        join(at, secret_file=secret_file, progress="lines")
+    except Interrupted as stopped:
+        return stopped.signal
+    return "finished"

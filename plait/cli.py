@@ -17,6 +17,7 @@ from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals
 from plait.process_exit import EXIT_OF_SIGNAL, exit_with_sentence
 from plait.screen.terminal import TerminalScreen
+from plait.working_folder import CURRENT_FOLDER
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -65,8 +66,8 @@ def train(
     requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
     details = [name for name, asked in (("reasons", why), ("receipt", verbose)) if asked]
     shown: Any = {"details": details, "screen": _screen()}
-    outcome = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=requested, **shown)
-    raise typer.Exit(EXIT_OF_SIGNAL[outcome])
+    end = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=requested, **shown)
+    raise typer.Exit(EXIT_OF_SIGNAL[end.stopped_by])
 
 
 @app.command()
@@ -131,11 +132,11 @@ def data(
     ] = None,
 ) -> None:
     """Turn a recipe's text into tokens on disk, once."""
-    from plait.commands.preparing.corpus import corpus_facts, corpus_summary, prepare_data
+    from plait.commands.preparing.corpus import corpus_facts, corpus_summary, prepared_corpus
     from plait.recipe.load import load_recipe
 
     config = load_recipe(recipe, overrides or [])
-    corpus = prepare_data(config, _screen())
+    corpus = prepared_corpus(config, CURRENT_FOLDER, _screen())
     _screen().print(corpus_summary(corpus_facts(corpus)))
     _screen().print(f"ready    {corpus.folder}")
     if balance:
@@ -156,8 +157,8 @@ def verify(
     """Prove that a layout computes what one plain process computes. Settings name it: layout.tensor=2."""
     from plait.commands.verify import verify
 
-    proven = verify(recipe, overrides or [], where="here" if here else "anywhere", json_file=json, screen=_screen())
-    raise typer.Exit(0 if proven else 1)
+    verdict = verify(recipe, overrides or [], where="here" if here else "anywhere", json_file=json, screen=_screen())
+    raise typer.Exit(0 if verdict is None or verdict.ok else 1)
 
 
 @app.command()
@@ -181,7 +182,7 @@ def probe(
 
     requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
     if hosts > 1:
-        from plait.commands.probe import probe_hosts
+        from plait.commands.probe_hosts import probe_hosts
 
         if recipe is None:
             raise PlaitError("over several hosts a probe measures what one model needs; name its recipe")
@@ -189,8 +190,11 @@ def probe(
             raise PlaitError("over several hosts every probe is new and uses all workers; leave the other options out")
         probe_hosts(recipe, overrides or [], hosts=requested, out=out, screen=_screen())
         return
+    from plait.recipe.load import load_recipe
+
+    config = load_recipe(recipe, overrides or []) if recipe else None
     fresh = "again" if again else "kept"
-    probe(recipe, overrides or [], workers=workers, threads=threads, fresh=fresh, out=out, screen=_screen())
+    probe(config, workers=workers, threads=threads, fresh=fresh, out=out, screen=_screen())
 
 
 @app.command()
@@ -220,9 +224,12 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a run's loss on its held-out text or on other files. Prints one line of JSON."""
+    from json import dumps
+
     from plait.commands.evaluate import evaluate
 
-    OptionalOutput(sys.stdout).write(evaluate(run, files or [], screen=_screen(sys.stderr)) + "\n")
+    values = evaluate(run, files or [], screen=_screen(sys.stderr))
+    OptionalOutput(sys.stdout).write(dumps(values) + "\n")
 
 
 def _screen(stream: TextIO | None = None) -> TerminalScreen:

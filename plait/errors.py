@@ -19,6 +19,10 @@ class PlaitError(Exception):
 
     exit_code = 2
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback."""
+        return [f"plait: {self}"]
+
 
 class RunFailed(PlaitError):
     """A run that had begun came to a clean stop: a worker died, the disk filled up, a peer was lost."""
@@ -27,14 +31,23 @@ class RunFailed(PlaitError):
 
 
 class Interrupted(BaseException):
-    """A signal came while nothing was lost by stopping at once; the text is its name.
+    """A signal ended what was going on, and nothing is lost; the text says which, and how a run goes on.
 
     Not an Exception, like KeyboardInterrupt: code that handles the exceptions of a library must not catch it.
     """
 
-    def __init__(self, signal: StopSignal) -> None:
-        super().__init__(signal)
+    def __init__(self, signal: StopSignal, sentence: str = "") -> None:
+        super().__init__(sentence or f"stopped by {signal}")
         self.signal: StopSignal = signal
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback."""
+        return [f"plait: {self}"]
+
+
+def file_error_sentence(error: OSError) -> str:
+    """What is wrong with a file that the file system refused, and what to look at."""
+    return f"{error.filename}: {error.strerror}; check that path, its rights and the room on its disk"
 
 
 def check_utf8(text: str) -> None:

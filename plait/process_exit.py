@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from plait.errors import Interrupted, PlaitError
+from plait.errors import Interrupted, PlaitError, file_error_sentence
 from plait.launch.local.output import OptionalOutput
 from plait.screen.wrapping import wrapped
 
@@ -28,14 +28,13 @@ def exit_with_sentence(command: Callable[[], int]) -> NoReturn:
     except _USAGE_ERROR as error:
         _refuse(errors, _usage_sentence(error), PlaitError.exit_code)
     except Interrupted as stopped:
-        _refuse(errors, f"stopped by {stopped.signal}", EXIT_OF_SIGNAL[stopped.signal])
+        _refuse(errors, str(stopped), EXIT_OF_SIGNAL[stopped.signal])
     except (KeyboardInterrupt, typer.Abort):  # click turns the first into the second
         sys.exit(EXIT_OF_SIGNAL["SIGINT"])
     except OSError as error:
         if error.filename is None:
             _report_bug(errors)
-        what = f"{error.filename}: {error.strerror}; check that path, its rights and the room on its disk"
-        _refuse(errors, what, PlaitError.exit_code)
+        _refuse(errors, file_error_sentence(error), PlaitError.exit_code)
     except Exception:
         _report_bug(errors)
 

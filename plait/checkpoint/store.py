@@ -127,6 +127,11 @@ def newest_good(folder: Path) -> FoundCheckpoint | None:
     return None
 
 
+def published_checkpoints(folder: Path) -> tuple[Path, ...]:
+    """The folders of all checkpoints that were saved whole, oldest first; none of them is verified."""
+    return tuple(path for _, path in sorted(_published(folder).items()))
+
+
 def prune(folder: Path, keep: int) -> None:
     """Delete all checkpoints older than the `keep` newest ones that verify; one process at a time may call this."""
     assert keep >= 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import isfinite
@@ -24,13 +23,16 @@ from plait.parallel.sharded_model import unsharded
 from plait.planner.plan import Plan
 from plait.screen.screen import Screen, ShowProgress
 from plait.trainer.assemble import make_autocast, make_runners, select_samples
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 
-def evaluate(run: str, files: Sequence[str], *, screen: Screen) -> str:
-    """One line of JSON: step, eval_loss, eval_nats_per_byte, tokens, bytes; raises PlaitError where nothing can be."""
-    folder = find_run(run)
+def evaluate(
+    run: str, files: Sequence[str], *, screen: Screen, working: WorkingFolder = CURRENT_FOLDER
+) -> dict[str, float]:
+    """The keys step, eval_loss, eval_nats_per_byte, tokens, bytes; raises PlaitError where nothing can be measured."""
+    folder = find_run(run, working)
     plan = folder.saved_plan()
-    corpus = open_corpus(Path(plan.corpus))
+    corpus = open_corpus(working.path / plan.corpus)
     if not files and not corpus.heldout_tokens:
         raise PlaitError("this run held out no text (data.holdout = 0); name a file with --files")
     if not files:
@@ -45,13 +47,8 @@ def evaluate(run: str, files: Sequence[str], *, screen: Screen) -> str:
             "or train again with a lower optimizer.lr and another run.name"
         )
     nbytes = text.heldout_bytes
-    return evaluation_line(found.manifest.step, total, int(tokens), nbytes)
-
-
-def evaluation_line(step: int, loss_sum: float, tokens: int, nbytes: int) -> str:
-    """The result as one line of JSON; `loss_sum` is in nats."""
-    result = {"step": step, "eval_loss": loss_sum / tokens, "eval_nats_per_byte": loss_sum / nbytes}
-    return json.dumps({**result, "tokens": tokens, "bytes": nbytes})
+    result = {"step": found.manifest.step, "eval_loss": total / tokens, "eval_nats_per_byte": total / nbytes}
+    return {**result, "tokens": int(tokens), "bytes": nbytes}
 
 
 def _prepare_files(files: Sequence[str], corpus: Corpus, cache: Path, show: ShowProgress) -> Corpus:

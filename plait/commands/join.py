@@ -15,9 +15,10 @@ from plait.launch.remote.connectivity import ConnectivityListener
 from plait.launch.remote.secret import read_secret
 from plait.launch.values.job import ReleasedBy, StoppedBy
 from plait.screen.screen import Screen
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 
-def join(at: str, *, secret_file: Path | None, screen: Screen) -> StoppedBy:
+def join(at: str, *, secret_file: Path | None, screen: Screen, working: WorkingFolder = CURRENT_FOLDER) -> StoppedBy:
     """Join the run that waits at HOST:PORT and serve it; blocks until it ends, and returns what ended it; "finished",
     too, where the run does without this host.
 
@@ -32,14 +33,21 @@ def join(at: str, *, secret_file: Path | None, screen: Screen) -> StoppedBy:
     def say(line: str) -> None:
         screen.print(line)
 
-    host_info = own_host_info()
+    host_info = own_host_info(working)
     with (
-        closing(JoinedHostFiles(Path.cwd(), say)) as files,
+        closing(JoinedHostFiles(working.path.absolute(), say)) as files,
         closing(ConnectivityListener(host_info["name"], wire.local_address)) as door,
     ):
         try:
             handlers = {**files.handlers, **door.handlers}
-            ended_by = serve(wire, host_info=host_info, handlers=handlers, entries=ENTRIES, while_running=files.running)
+            ended_by = serve(
+                wire,
+                host_info=host_info,
+                handlers=handlers,
+                entries=ENTRIES,
+                while_running=files.running,
+                working_folder=working.path,
+            )
         except PlaitError as error:
             if files.local_error is not None:  # the leader has only passed on what is to be mended here
                 raise files.local_error from error

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from plait.cluster.cluster import read_cluster
+from plait.cluster.cluster import Cluster, read_cluster
 from plait.cluster.topology import usable_cores
 from plait.commands.planning.make_plan import kept_plan, look_around, resources_of
 from plait.commands.planning.output_files import check_output_file, write_output_file
@@ -33,6 +33,10 @@ from plait.planner.search.complexity import complexity_table
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
+
+OTHERS_LISTED = 10
+"""Number of other layouts in a report where nobody asks for another number."""
 
 
 def plan(
@@ -52,12 +56,9 @@ def plan(
     check_output_file(json_file)
     check_output_file(html_file)
     measured_s = None if measured is None else seconds_of(measured)
-    config = load_recipe(recipe, overrides)
     script = plotly_script() if html_file else ""
-    if clusters:
-        answers = [make_plan_report(config, on_paper(read_cluster(text)), top=top) for text in clusters]
-    else:
-        answers = [_report_for_this_machine(config, top)]
+    config = load_recipe(recipe, overrides)
+    answers = [plan_report(config, read_cluster(text), top=top) for text in clusters] or [plan_report(config, top=top)]
     gap = diagnose(answers[0].search, measured_s) if measured_s else None
     if gap:
         answers[0] = replace(answers[0], sections=(*answers[0].sections, diagnosis_section(gap)))
@@ -79,11 +80,25 @@ def terms() -> str:
     return f"{glossary_text()}\nPoints of complexity, added up:\n{complexity_table()}"
 
 
-def _report_for_this_machine(config: RunConfig, top: int) -> PlanReport:
+def plan_report(
+    config: RunConfig,
+    cluster: Cluster | None = None,
+    *,
+    top: int = OTHERS_LISTED,
+    working: WorkingFolder = CURRENT_FOLDER,
+) -> PlanReport:
+    """The plan for a cluster, or for this machine, with `top` other layouts; raises PlaitError in one sentence."""
+    if cluster is None:
+        return _report_for_this_machine(config, top, working)
+    return make_plan_report(config, on_paper(cluster), top=top, working=working)
+
+
+def _report_for_this_machine(config: RunConfig, top: int, working: WorkingFolder) -> PlanReport:
     """The report, and before it what `plait train` will do here: there a kept plan counts for more than a forecast."""
-    with worker_pool() as workers:
-        survey, corpus = look_around(workers, usable_cores(), named_workers(config)), corpus_if_prepared(config)
-        report = make_plan_report(config, resources_of(survey, workers), top=top)
+    with worker_pool(working) as workers:
+        survey = look_around(workers, usable_cores(), named_workers(config))
+        corpus = corpus_if_prepared(config, working)
+        report = make_plan_report(config, resources_of(survey, workers), top=top, working=working)
         kept = kept_plan(config, corpus, survey, workers) if corpus else None
     first = training_section(kept, report.layouts, report.plan.layout)
     return replace(report, sections=(first, *report.sections))

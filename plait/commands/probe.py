@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from plait.cluster.catalog import link_at_rate
-from plait.cluster.cluster import cluster_json
-from plait.cluster.machine_cluster import cluster_of_hosts, cluster_of_machine
+from plait.cluster.cluster import Cluster, cluster_json
+from plait.cluster.machine_cluster import cluster_of_machine
 from plait.cluster.measured import (
     Measurements,
 )
@@ -19,51 +17,51 @@ from plait.cluster.probe.request import (
     typical_probe_request,
 )
 from plait.cluster.topology import Machine, usable_cores
-from plait.commands.hosts.invitation import HostsRequest
-from plait.commands.hosts.leader_workers import leader_workers
 from plait.commands.planning.make_plan import MachineSurvey, look_around
 from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.planning.workers import WorkerPool, serve_under_torchrun, worker_pool
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.commands.probing.measurements import ProbeFreshness, ProbeWorkers, measure_or_load
-from plait.commands.probing.survey import probe_cluster
 from plait.commands.probing.table import measurements_table
-from plait.errors import PlaitError, RunFailed
-from plait.planner.derive.resources import ProbeNeed, on_paper
+from plait.errors import PlaitError
+from plait.planner.derive.resources import on_paper
 from plait.planner.resolve.request import request_of
-from plait.recipe.load import load_recipe
+from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 
 def probe(
-    recipe: Path | None,
-    overrides: Sequence[str],
+    config: RunConfig | None,
     *,
     workers: int | None,
     threads: int | None,
     fresh: ProbeFreshness,
     out: Path | None,
     screen: Screen,
-) -> None:
-    """Measure this machine for a recipe's model, or for typical ones; print a table, and write a cluster.json if
-    requested.
+    working: WorkingFolder = CURRENT_FOLDER,
+) -> Cluster | None:
+    """Measure this machine for a recipe's model, or for typical ones; print a table, write a cluster.json if requested,
+    and return that cluster; None under torchrun on all ranks but 0.
 
     Raises RunFailed with the name of a dead device or link, PlaitError for what cannot be measured.
     """
     if serve_under_torchrun():
-        return
+        return None
     check_output_file(out)
-    with worker_pool() as pool:
+    with worker_pool(working) as pool:
         site = look_around(pool, usable_cores())
         extent = choose_probe_workers(site.machine, workers, threads, pool)
-        requested = probe_request_for(recipe, overrides, site, extent)
+        requested = probe_request_for(config, site, extent, working)
         measured = measure_or_load(pool, [site.machine], requested, extent, fresh=fresh)
     screen.print(measurements_table(measured))
     if measured.noise_warning:
         screen.print(f"unsteady {measured.noise_warning}; close them and give plait probe --again")
+    cluster = measured_cluster(measured, site, extent)
     if out is not None:
-        write_output_file(out, measured_cluster_json(measured, site, extent))
+        write_output_file(out, cluster_json(cluster))
         screen.print(f"wrote    {out}")
+    return cluster
 
 
 def choose_probe_workers(machine: Machine, workers: int | None, threads: int | None, pool: WorkerPool) -> ProbeWorkers:
@@ -83,15 +81,14 @@ def choose_probe_workers(machine: Machine, workers: int | None, threads: int | N
 
 
 def probe_request_for(
-    recipe: Path | None, overrides: Sequence[str], survey: MachineSurvey, probe_workers: ProbeWorkers
+    config: RunConfig | None, survey: MachineSurvey, probe_workers: ProbeWorkers, working: WorkingFolder
 ) -> ProbeRequest:
     """What a recipe's model needs measured, or usual models without one."""
     device = survey.machine.device
-    if recipe is None:
+    if config is None:
         return typical_probe_request(device, probe_workers.threads)
-    config = load_recipe(recipe, overrides)
     cluster = cluster_of_machine(survey.machine, survey.peak_flops if device == "cpu" else None)
-    corpus, _ = corpus_facts_or_usual(config)
+    corpus, _ = corpus_facts_or_usual(config, working)
     job = request_of(config, corpus, on_paper(cluster)).job
     sequence = job.shape.sequence
     sequences = config.layout.micro_sequences
@@ -108,37 +105,11 @@ def probe_request_for(
     )
 
 
-def measured_cluster_json(measured: Measurements, survey: MachineSurvey, probe_workers: ProbeWorkers) -> str:
-    """The text of a cluster.json: this machine, with what was measured under "measured"."""
+def measured_cluster(measured: Measurements, survey: MachineSurvey, probe_workers: ProbeWorkers) -> Cluster:
+    """This machine as a cluster, with what was measured on it."""
     machine = survey.machine
     if machine.device == "cpu":
         cluster = cluster_of_machine(machine, survey.peak_flops, workers=probe_workers.workers)
     else:
         cluster = cluster_of_machine(replace(machine, devices=probe_workers.workers))
-    return cluster_json(replace(cluster, measured=measured))
-
-
-def probe_hosts(
-    recipe: Path, overrides: Sequence[str], *, hosts: HostsRequest, out: Path | None, screen: Screen
-) -> None:
-    """Wait for the other hosts, measure on all of them at once what the recipe's model needs, print it, write
-    cluster.json.
-
-    Blocks until all have joined (`plait join`). Raises PlaitError or RunFailed in one sentence.
-    """
-    check_output_file(out)
-    config = load_recipe(recipe, overrides)
-    with leader_workers(hosts, config=config, folder=Path("runs") / config.run.name, log=screen.print) as workers:
-        found = workers.host_machines()
-        corpus, _ = corpus_facts_or_usual(config)
-        job = request_of(config, corpus, on_paper(cluster_of_hosts(found, link_at_rate(1, "machine")))).job
-        need = ProbeNeed(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision)
-        cluster = probe_cluster(workers, found, need, fresh="again")
-    if cluster.measured is None:
-        raise RunFailed("the probe ended without measurements; give the same command again")
-    screen.print(measurements_table(cluster.measured))
-    if cluster.measured.noise_warning:
-        screen.print(f"unsteady {cluster.measured.noise_warning}; close them and give the same command again")
-    if out is not None:
-        write_output_file(out, cluster_json(cluster))
-        screen.print(f"wrote    {out}")
+    return replace(cluster, measured=measured)

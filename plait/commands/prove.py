@@ -11,7 +11,7 @@ from plait.cluster.topology import usable_cores
 from plait.commands.planning.make_plan import look_around, proven_plan
 from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.planning.workers import worker_pool
-from plait.commands.preparing.corpus import prepare_data
+from plait.commands.preparing.corpus import prepared_corpus
 from plait.errors import RunFailed
 from plait.layout import layout_summary
 from plait.planner.resolve.named_workers import named_workers
@@ -19,6 +19,7 @@ from plait.planner.resolve.worker_layouts import MEASURED_TOLERANCE, WorkerLayou
 from plait.recipe.load import load_recipe
 from plait.screen.screen import Screen
 from plait.units import counted, format_duration, more_or_less
+from plait.working_folder import CURRENT_FOLDER
 
 
 def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path | None, screen: Screen) -> None:
@@ -28,7 +29,7 @@ def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path
     """
     check_output_file(json_file)
     config = load_recipe(recipe, overrides)
-    corpus = prepare_data(config, screen)
+    corpus = prepared_corpus(config, CURRENT_FOLDER, screen)
     with worker_pool() as workers:
         site = look_around(workers, usable_cores(), named_workers(config))
 

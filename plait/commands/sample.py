@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from itertools import chain
 
 import torch
 
@@ -17,23 +17,35 @@ from plait.model.gpt import GPT
 from plait.report.metrics import read_metrics
 from plait.trainer.generate import generate
 from plait.trainer.persist import load_weights
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 DECODE_CONTEXT_TOKENS = 8
 """Number of preceding tokens that are decoded with a piece of text, as they decide how it is written."""
 
 
-def sample(run: str, prompt: str, *, tokens: int, temperature: float, top_p: float, seed: int) -> Iterator[str]:
-    """The prompt and then the model's words, piece by piece as they come; the same seed gives the same text."""
+def sample(
+    run: str,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    working: WorkingFolder = CURRENT_FOLDER,
+) -> Iterator[str]:
+    """The prompt and then the model's words, piece by piece as they come; the same seed gives the same text.
+
+    Raises PlaitError before the first piece where the run has no model.
+    """
     check_utf8(prompt)
-    folder = find_run(run)
+    folder = find_run(run, working)
     model, _ = load_model(folder)
-    tokenizer = corpus_tokenizer(open_corpus(Path(folder.saved_plan().corpus)))
+    tokenizer = corpus_tokenizer(open_corpus(working.path / folder.saved_plan().corpus))
     ids = [tokenizer.eot, *tokenizer.encode(prompt)]
-    yield prompt
     new = generate(
         model, ids, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed, stop=frozenset({tokenizer.eot})
     )
-    yield from decode_incrementally(tokenizer, ids[1:], new)
+    return chain([prompt], decode_incrementally(tokenizer, ids[1:], new))
 
 
 def load_model(folder: RunFolder) -> tuple[GPT, FoundCheckpoint]:

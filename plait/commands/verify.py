@@ -21,9 +21,10 @@ from plait.planner.plan import Plan
 from plait.planner.resolve.named_workers import named_workers
 from plait.planner.search.validity import check_devices
 from plait.proof.verdict import BF16_TRANSFER_TOLERANCES, FLOAT32_TOLERANCES, Verdict
-from plait.recipe.load import load_recipe
+from plait.recipe.load import RecipeSource, load_recipe
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 NOISE_FACTOR = 4.0
 """A layout's gradients may differ by this many times the difference between two runs on one device that only add in
@@ -31,25 +32,26 @@ another order."""
 
 
 def verify(
-    recipe: Path,
+    recipe: RecipeSource,
     overrides: Sequence[str] = (),
     *,
     where: Literal["anywhere", "here"] = "anywhere",
     json_file: Path | None = None,
     screen: Screen,
-) -> bool:
-    """Prove a recipe's layout and print the verdict; returns False where gradients differ.
+    working: WorkingFolder = CURRENT_FOLDER,
+) -> Verdict | None:
+    """Prove a recipe's layout, print the verdict and return it; None under torchrun on all ranks but 0.
 
     "anywhere": in float64 on as many gloo ranks as it needs. "here": on this machine's devices, first in float32, then
     in the run's own precision. Raises PlaitError, before a worker computes, for an impossible layout.
     """
     if serve_under_torchrun():
-        return True
+        return None
     check_output_file(json_file)
     config = load_recipe(recipe, overrides)
     shape, layout = requested_layout(config)
     plan = shrunk_plan(config, shape, layout, requested_shares(config))
-    with worker_pool() as workers:
+    with worker_pool(working) as workers:
         _check_torchrun_workers(layout, workers)
         if where == "anywhere":
             text = f"{layout}{_shares_text(plan)}: {_gloo_text(layout)} in float64, beside one plain process"
@@ -64,7 +66,7 @@ def verify(
     screen.print(verdict_text(verdict, "" if where == "here" else _rounding_text(config)))
     if json_file is not None:
         write_output_file(json_file, verdict.to_json())
-    return verdict.ok
+    return verdict
 
 
 def _check_rounded(config: RunConfig, plan: Plan, workers: WorkerPool, screen: Screen) -> Verdict:

@@ -99,6 +99,16 @@ class Verdict:
         return bool(self.findings) and all(finding.passes for finding in self.findings)
 
     @property
+    def max_grad_rel_err(self) -> float:
+        """The largest relative error of a gradient, or of a sum over ranks."""
+        return self.largest("gradient", "sums")
+
+    @property
+    def max_param_rel_err(self) -> float:
+        """The largest relative error of a parameter after a step of either optimizer; 0 where none was taken."""
+        return self.largest("sgd", "adamw")
+
+    @property
     def worst(self) -> tuple[Finding, ...]:
         return self.findings[:ERRORS_NAMED]
 
@@ -116,8 +126,8 @@ class Verdict:
             "ok": self.ok,
             "layout": asdict(self.layout),
             "world_size": self.layout.world_size,
-            "max_grad_rel_err": _finite(self.largest("gradient", "sums")),
-            "max_param_rel_err": _finite(self.largest("sgd", "adamw")),
+            "max_grad_rel_err": _finite(self.max_grad_rel_err),
+            "max_param_rel_err": _finite(self.max_param_rel_err),
             "worst": worst,
         }
         return json.dumps(values, indent=2, allow_nan=False) + "\n"

@@ -23,24 +23,51 @@ from plait.recipe.values import LONGEST_NAME
 
 _NAMED_TOKENIZERS = ("auto", "bpe", "gpt2")
 
+RecipeSource = Path | Mapping[str, Any] | RunConfig
+"""A recipe's file, its sections as nested mappings, or a recipe that was loaded before."""
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+
+def load_recipe(recipe: RecipeSource, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe and apply `section.key=value` overrides; relative paths become absolute.
 
     A path in the file is searched beside the recipe, then in the current folder; a path on the command line in the
-    current folder first. Raises PlaitError in one sentence.
+    current folder first. A run without a name gets that of its recipe's file; without a file, that of the first text
+    that it learns from. Raises PlaitError in one sentence.
     """
-    requested = _read_toml(path)
-    beside, here = path.resolve().parent, Path.cwd()
+    requested, here = _nested_values(recipe), Path.cwd()
+    beside = recipe.resolve().parent if isinstance(recipe, Path) else here
     _resolve_paths(requested, (beside, here))
     for text in overrides:
         override = parse_override(text)
         _resolve_paths(override, (here, beside))
         _merge(requested, override)
-    run = requested.setdefault("run", {})
-    if isinstance(run, dict) and run.get("name", "auto") == "auto":
-        run["name"] = run_name_of(path)
-    return parse_config(requested)
+    config = parse_config(requested)
+    if config.run.name != "auto":
+        return config
+    name = run_name_of(recipe if isinstance(recipe, Path) else Path(_first_text(config)))
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
+def _nested_values(recipe: RecipeSource) -> dict[str, Any]:
+    """The recipe as nested dicts of our own, which may be changed."""
+    if isinstance(recipe, Path):
+        return _read_toml(recipe)
+    values = requested_values(recipe) if isinstance(recipe, RunConfig) else recipe
+    return {key: _own_copy(value) for key, value in values.items()}
+
+
+def _own_copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _own_copy(inner) for key, inner in value.items()}
+    if isinstance(value, Path):
+        return str(value)
+    return [_own_copy(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _first_text(config: RunConfig) -> str:
+    files = config.data.files
+    first = files if isinstance(files, str) else files[0] if files else ""
+    return first if isinstance(first, str) else first.path
 
 
 def run_name_of(recipe: Path) -> str:

@@ -36,6 +36,7 @@ from plait.launch.local.run import ForkServer
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import STOPPING, Job, JobResult, Message, StoppedBy
 from plait.model.sizes import explicit_shape
+from plait.working_folder import CURRENT_FOLDER
 from tests.entry_tables import entries_of
 
 SHAPE = explicit_shape(layers=2, width=64, vocabulary=256, sequence=32)
@@ -152,6 +153,7 @@ class Remembered:
     """Workers that tell what others told, and count how often they were asked."""
 
     fixed_workers = None
+    working_folder = CURRENT_FOLDER
 
     def __init__(self, told: dict[str, Any], stopped_by: StoppedBy = "finished") -> None:
         self.told, self.stopped_by, self.jobs = told, stopped_by, 0

@@ -31,6 +31,7 @@ from plait.planner.derive.resources import FixedWorkers, ProbeNeed
 from plait.planner.plan import Forecast, Plan
 from plait.planner.resolve.resolve import draft
 from plait.planner.resolve.worker_layouts import WorkerLayout
+from plait.working_folder import CURRENT_FOLDER
 from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recipe
 from tests.commands.product_answers import product_message, rates_of
 from tests.planner.hosts import HOST, probed
@@ -41,6 +42,8 @@ SLOW_BF16 = rates_of(LAPTOP, {"onednn": 0.7, "bf16": 0.5})
 
 class NobodyYet:
     """A crew that only measures its products."""
+
+    working_folder = CURRENT_FOLDER
 
     def __init__(self, given: FixedWorkers | None = None) -> None:
         self.fixed_workers = given
@@ -86,6 +89,7 @@ class OneTooMany:
     """A crew in which whatever takes so many workers fails, and the others take a second a step."""
 
     fixed_workers = None
+    working_folder = CURRENT_FOLDER
 
     def __init__(self, *failing: int) -> None:
         self.failing = failing

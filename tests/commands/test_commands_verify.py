@@ -39,6 +39,7 @@ from plait.proof.verdict import FLOAT64_TOLERANCES, Verdict, compare_runs, weigh
 from plait.recipe.load import parse_config
 from plait.recipe.schema import RunConfig
 from plait.screen.terminal import TerminalScreen
+from plait.working_folder import CURRENT_FOLDER
 
 LARGE = ModelShape(
     layers=32, width=4096, heads=32, kv_heads=8, head_width=128, ffn=14336, vocabulary=128256, sequence=8192
@@ -61,6 +62,7 @@ class Nobody:
     """A crew whose workers must not be needed."""
 
     fixed_workers = None
+    working_folder = CURRENT_FOLDER
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
         raise AssertionError(f"{job.entry} was started")
@@ -70,6 +72,7 @@ class Tampering:
     """A crew whose rank 1 comes to other numbers."""
 
     fixed_workers = None
+    working_folder = CURRENT_FOLDER
 
     def __init__(self, workers: ForkedWorkers) -> None:
         self._workers = workers

@@ -24,6 +24,7 @@ from plait.planner.derive.resources import FixedWorkers, Resources, on_paper
 from plait.planner.plan import Plan
 from plait.planner.resolve.request import request_of
 from plait.planner.resolve.resolve import draft, settle
+from plait.working_folder import CURRENT_FOLDER
 from tests.planner.hosts import probed
 from tests.planner.machines import EIGHT_H100, LAPTOP, ONE_H100, PEAK_FLOPS, SERVER, recipe
 
@@ -65,6 +66,7 @@ class OneHost:
     """The workers of one machine, which answer what it is and can do."""
 
     fixed_workers = None
+    working_folder = CURRENT_FOLDER
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from plait.checkpoint.arrival import parse_list, part_files, refuse_part
+from plait.checkpoint.arrival import ARRIVAL_LIMIT_S, parse_list, part_files, refuse_part
 from plait.checkpoint.durable import earlier_checkpoints
 from plait.checkpoint.store import check_file
 from plait.commands.hosts.file_transfer import fetch_file
@@ -22,6 +22,8 @@ from plait.errors import PlaitError, disk_advice
 from plait.launch.values.job import Message
 
 _CONCURRENT_FETCHES = 8
+TRAVEL_GRACE_S = ARRIVAL_LIMIT_S
+"""Time for the parts of a last checkpoint to arrive, besides that for saving it."""
 
 
 class CheckpointCollector:

@@ -16,11 +16,11 @@ from plait.commands.hosts.requests import StagedKind
 from plait.commands.hosts.shared_folder import write_nonce
 from plait.commands.planning.make_plan import Log
 from plait.commands.planning.run_folder import RunFolder
-from plait.commands.preparing.corpus import CACHE_FOLDER
 from plait.data.shards import open_corpus
 from plait.planner.plan_file import plan_text, read_plan
 from plait.private_folder import make_private_folder
 from plait.units import format_bytes
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 _T = TypeVar("_T")
 
@@ -57,8 +57,14 @@ class _StagedFiles:
 class FileStager:
     """Copies what a job needs from host 0 to every joined host, and the files that its ranks left back."""
 
-    def __init__(self, members: Sequence[JoinedHost], run_folder: Path, log: Log) -> None:
-        self._members, self._log = members, log
+    def __init__(
+        self,
+        members: Sequence[JoinedHost],
+        run_folder: Path,
+        log: Log,
+        working: WorkingFolder = CURRENT_FOLDER,
+    ) -> None:
+        self._members, self._log, self._working = members, log, working
         self._run_folder = run_folder
         self._entries_by_folder: dict[Path, tuple[FileEntry, ...]] = {}
         self._is_shared_by_host = self._find_shared_hosts()
@@ -91,11 +97,11 @@ class FileStager:
 
     def _find_shared_hosts(self) -> dict[int, bool]:
         """Which hosts work in the folder that this one works in: they see what was just written, at the same place."""
-        make_private_folder(CACHE_FOLDER)
+        make_private_folder(self._working.cache)
         with ExitStack() as stack:
             nonces = [
-                {"folder": str(folder), "name": name, "content": content}
-                for folder in (self._run_folder, CACHE_FOLDER)
+                {"folder": str(folder.relative_to(self._working.path)), "name": name, "content": content}
+                for folder in (self._run_folder, self._working.cache)
                 for name, content in [stack.enter_context(write_nonce(folder))]
             ]
             replies = [
@@ -105,14 +111,14 @@ class FileStager:
 
     def _shared_job_folder(self, member: JoinedHost, folder: Path) -> JobFolder | None:
         """Where a folder is on a host that shares the run's folder and the cache; None where it is in neither."""
-        for top in (self._run_folder, CACHE_FOLDER):  # as they are named here: either may be a link to another disk
+        for top in (self._run_folder, self._working.cache):  # as they are named here: either may be a link elsewhere
             if self._is_shared_by_host[member.host] and folder.resolve().is_relative_to(top.resolve()):
-                below = top / folder.resolve().relative_to(top.resolve())
+                below = top.relative_to(self._working.path) / folder.resolve().relative_to(top.resolve())
                 return JobFolder(path=str(Path(member.host_info["folder"]) / below), is_shared=True)
         return None
 
     def _files_to_stage(self, folder: Path, kind: StagedKind, resume: str | None) -> _StagedFiles:
-        corpus = Path(read_plan(folder / "plan.json").corpus).resolve()
+        corpus = (self._working.path / read_plan(folder / "plan.json").corpus).resolve()
         checkpoint = folder / "checkpoints" / resume if resume else None
         return _StagedFiles(
             kind=kind,
@@ -163,12 +169,6 @@ class FileStager:
     def _log_sent(self, nbytes: int, what: str, member: JoinedHost) -> None:
         if nbytes:
             self._log(f"sent     {format_bytes(nbytes)} of {what} to {member.name}")
-
-
-def portable_corpus_path(corpus: str) -> str:
-    """The corpus by a path that holds on every host: a shared folder may be mounted elsewhere on each."""
-    here, cache = Path(corpus).resolve(), CACHE_FOLDER.resolve()
-    return str(CACHE_FOLDER / here.relative_to(cache)) if here.is_relative_to(cache) else corpus
 
 
 def _run_on_all_hosts(members: Sequence[JoinedHost], act: Callable[[JoinedHost], _T]) -> tuple[_T, ...]:

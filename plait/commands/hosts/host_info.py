@@ -21,6 +21,7 @@ from plait.launch.values.from_json import SingleLine, from_json, one_line
 from plait.launch.values.job import RANKS_AT_MOST, THREADS_AT_MOST
 from plait.units import counted, format_duration
 from plait.version import wheel_install_line
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 MAX_CLOCK_SKEW_S = 60.0
 _LATEST_CLOCK_S = 1e11  # some three thousand years after 1970
@@ -65,7 +66,7 @@ class _MachineReport:
     reason: str | None = None
 
 
-def own_host_info() -> dict[str, Any]:
+def own_host_info(working: WorkingFolder = CURRENT_FOLDER) -> dict[str, Any]:
     """This host's name, software, clock, cores and working folder, as a HostInfo's values."""
     versions = dict(software_versions())
     return {
@@ -77,7 +78,7 @@ def own_host_info() -> dict[str, Any]:
         "python": versions["python"],
         "clock_s": time.time(),
         "cores": usable_cores(),
-        "folder": str(Path.cwd()),
+        "folder": str(working.path.absolute()),
     }
 
 

@@ -10,10 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from plait.checkpoint.arrival import ARRIVAL_LIMIT_S
 from plait.cluster.topology import Machine, make_names_unique, usable_cores
-from plait.commands.hosts.collect_checkpoint import CheckpointCollector
-from plait.commands.hosts.file_stager import FileStager, JobFolder, portable_corpus_path
+from plait.commands.hosts.collect_checkpoint import TRAVEL_GRACE_S, CheckpointCollector
+from plait.commands.hosts.file_stager import FileStager, JobFolder
 from plait.commands.hosts.host_info import (
     failed_attempts_text,
     joined_host_text,
@@ -34,7 +33,6 @@ from plait.commands.planning.workers import (
     TRAINING_ENTRY,
     OnMessage,
 )
-from plait.errors import Interrupted
 from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
 from plait.launch.remote.host_numbering import HostIdentity
 from plait.launch.remote.leader import HostPart, Hosts, Member
@@ -44,6 +42,7 @@ from plait.planner.plan import HostShare, Plan, refreshed_hosts
 from plait.planner.plan_file import read_plan, write_plan
 from plait.planner.resolve.named_workers import named_workers
 from plait.recipe.schema import RunConfig
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 JOIN_TIMEOUT_S, STOP_GRACE_S = 3600.0, 120.0
 _T = TypeVar("_T")
@@ -55,8 +54,11 @@ class LeaderWorkers:
     `hosts` must have admitted its members; `folder` is the run's.
     """
 
-    def __init__(self, hosts: Hosts, *, folder: Path, config: RunConfig, log: Log) -> None:
+    def __init__(
+        self, hosts: Hosts, *, folder: Path, config: RunConfig, log: Log, working: WorkingFolder = CURRENT_FOLDER
+    ) -> None:
         self._hosts, self._folder, self._config, self._log = hosts, folder, config, log
+        self.working_folder = working
         self._host_order = tuple(range(1 + len(hosts.members)))
         """For each host number, the index of that host in the order of admission."""
         self._file_stager: FileStager | None = None
@@ -123,15 +125,17 @@ class LeaderWorkers:
         folder = Path(asked.folder)
         if not training:  # made before anybody knew which host does what
             plan = self.with_hosts(read_plan(folder / "plan.json"))
-            write_plan(replace(plan, corpus=portable_corpus_path(plan.corpus)), folder / "plan.json")
+            write_plan(replace(plan, corpus=self.working_folder.relative(plan.corpus)), folder / "plan.json")
         assert job.world_size == self.fixed_workers.workers, job
-        self._file_stager = self._file_stager or FileStager(self._hosts.members, self._folder, self._log)
+        self._file_stager = self._file_stager or FileStager(
+            self._hosts.members, self._folder, self._log, self.working_folder
+        )
         places = self._file_stager.stage_job_files(folder, "run" if training else "job", asked.resume)
         first, *others = self.host_shares
         parts = [_own_part(job, first.workers, first.threads)]
         parts += [_joined_host_part(job, share, place) for share, place in zip(others, places, strict=True)]
         # At the end parts of a checkpoint travel, too, unless all hosts share the folder.
-        grace_s = STOP_GRACE_S + (0.0 if all(place.is_shared for place in places) else ARRIVAL_LIMIT_S)
+        grace_s = STOP_GRACE_S + (0.0 if all(place.is_shared for place in places) else TRAVEL_GRACE_S)
         with CheckpointCollector(self._member_of, folder / "checkpoints", _of_rank_0(on_message)) as gathering:
             result = self._hosts.run(job, on_message=gathering.handle_message, parts=parts, grace_s=grace_s)
         if not training:
@@ -183,8 +187,7 @@ class LeaderWorkers:
 
         parts = [HostPart(ranks=1, threads=number, argument=argument) for number in cores]
         result = self._hosts.run(job, on_message=collect, parts=parts)
-        if result.stopped_by != "finished":
-            raise Interrupted(result.stopped_by)
+        result.require_finished()
         names = ["this host", *map(str, self._hosts.members)]
         return tuple(machine_survey(found.get(host), name) for host, name in enumerate(names))
 
@@ -202,6 +205,7 @@ def leader_workers(
     folder: Path,
     log: Log,
     previous_hosts: Sequence[HostIdentity] = (),
+    working: WorkingFolder = CURRENT_FOLDER,
 ) -> Iterator[LeaderWorkers]:
     """Invite other hosts, wait until all have joined, and lead them; the end of the block releases them.
 
@@ -211,7 +215,14 @@ def leader_workers(
     address = choose_address(request.address)
     secret, told = choose_secret(request.secret_file)
     members = request.n_hosts - 1
-    with Hosts(address=address, port=request.port, secret=secret, members=members, entries=ENTRIES) as hosts:
+    with Hosts(
+        address=address,
+        port=request.port,
+        secret=secret,
+        members=members,
+        entries=ENTRIES,
+        working_folder=working.path,
+    ) as hosts:
         log(invitation_text(members, hosts.join_address, told))
 
         def check(host_info: Mapping[str, Any]) -> str | None:
@@ -233,7 +244,7 @@ def leader_workers(
             on_failed=lambda count: log(f"refused  {failed_attempts_text(count)}"),
         )
         check_connectivity(ConnectivityListener(own_host_info()["name"], address), arrived)
-        yield LeaderWorkers(hosts, folder=folder, config=config, log=log)
+        yield LeaderWorkers(hosts, folder=folder, config=config, log=log, working=working)
 
 
 def _of_rank_0(on_message: OnMessage) -> OnMessage:

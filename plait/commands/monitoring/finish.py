@@ -30,6 +30,7 @@ from plait.report.receipt import Receipt, read_receipt
 from plait.report.receipt_table import receipt_table
 from plait.screen.screen import Screen
 from plait.units import counted, format_duration
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 BUDGET_TOLERANCE_FACTOR = 1.15
 
@@ -43,9 +44,10 @@ def finish_run(
     monitor: ForecastMonitor | None = None,
     *,
     details: Details = (),
-) -> None:
-    """Write and print the receipt of a finished run, store its observation for later forecasts, and say so if a time
-    budget was missed.
+    working: WorkingFolder = CURRENT_FOLDER,
+) -> Receipt:
+    """Write, print and return the receipt of a finished run, store its observation for later forecasts, and say so if a
+    time budget was missed.
 
     `monitor` compared the last start with the forecast; None where the plan had none.
     """
@@ -60,7 +62,8 @@ def finish_run(
             f"the run took {format_duration(wall_s)}, not {budget}: steps took longer or shorter than the timed ones"
         )
     if monitor is not None:
-        _print_observation(monitor, screen, details)
+        _print_observation(monitor, screen, details, working)
+    return receipt
 
 
 def is_finished(folder: RunFolder) -> bool:
@@ -68,12 +71,14 @@ def is_finished(folder: RunFolder) -> bool:
     return folder.receipt.exists() and read_receipt(folder.receipt).steps >= folder.saved_plan().steps
 
 
-def print_finished(folder: RunFolder, screen: Screen, details: Details) -> None:
+def print_finished(folder: RunFolder, screen: Screen, details: Details) -> Receipt:
     """Print the end of a run that was finished before, and the reasons of its plan where they are asked for."""
     screen.print(finished_text(folder.path))
     for reason in reason_lines(folder.saved_plan()) if "reasons" in details else ():
         screen.print(f"         · {reason}")
-    _print_end(folder, read_receipt(folder.receipt), screen, details)
+    receipt = read_receipt(folder.receipt)
+    _print_end(folder, receipt, screen, details)
+    return receipt
 
 
 def finished_text(folder: Path) -> str:
@@ -168,14 +173,14 @@ def _steps_of_this_plan(folder: RunFolder, steps: Sequence[StepReport], steps_do
     return own if own and (folder.path / "plan-1.json").exists() else steps
 
 
-def _print_observation(monitor: ForecastMonitor, screen: Screen, details: Details) -> None:
+def _print_observation(monitor: ForecastMonitor, screen: Screen, details: Details, working: WorkingFolder) -> None:
     """Store the run's observation, and print why nothing was learned; what was learned, where all is asked for."""
-    learned, sentence = _record_observation(monitor)
+    learned, sentence = _record_observation(monitor, working)
     if not learned or "receipt" in details:
         screen.print(sentence)
 
 
-def _record_observation(monitor: ForecastMonitor) -> tuple[bool, str]:
+def _record_observation(monitor: ForecastMonitor, working: WorkingFolder) -> tuple[bool, str]:
     """Store the run's observation for the next forecast on these machines; returns whether it was, and the sentence
     that says what was learned, or why nothing."""
     predicted, came = monitor.predicted, monitor.observed
@@ -194,7 +199,7 @@ def _record_observation(monitor: ForecastMonitor) -> tuple[bool, str]:
             "this run does not change later forecasts here: computing and waiting could not be measured separately",
         )
     try:
-        add_observation(predicted.calibration.ground, observation)
+        add_observation(predicted.calibration.ground, observation, working)
     except RunFailed as error:  # the run itself is finished and safe
         return False, f"the times of this run are not used for later forecasts: {error}"
     return True, observation_text(observation, predicted.basis)

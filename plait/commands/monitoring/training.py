@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from plait.commands.monitoring.finish import finish_run
 from plait.commands.monitoring.forecast_monitor import monitor_of
@@ -14,7 +15,19 @@ from plait.commands.planning.workers import WorkerPool
 from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
+from plait.report.receipt import Receipt
 from plait.screen.screen import Screen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingEnd:
+    """How one start of a run ended."""
+
+    stopped_by: StoppedBy
+    sentence: str = ""
+    """Where the run stands after a stop, and how it goes on; empty where it is finished."""
+    receipt: Receipt | None = None
+    """The receipt of a run that is finished; None also on all ranks but 0 under torchrun."""
 
 
 def run_training(
@@ -27,12 +40,13 @@ def run_training(
     details: Details = (),
     is_replanned: bool,
     require_present: Callable[[], None],
-) -> StoppedBy:
-    """Start the workers where the run stands, wait for their end, and say how it ended; returns what ended it.
+) -> TrainingEnd:
+    """Start the workers where the run stands, wait for their end, and say how it ended.
 
     `require_present` raises RunFailed where the run's folder is no longer there.
     """
     require_present()
+    plan = replace(plan, corpus=workers.working_folder.relative(plan.corpus))
     point = folder.prepare_resume()
     folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
     if point:
@@ -46,10 +60,11 @@ def run_training(
     with listed_as_running(run_on_this_machine(plan, folder.path), registry_folder()):
         result, step = run_session(plan, folder, workers, done, point.path.name if point else None, session)
     if step < plan.steps:
-        screen.print(stopped_text(step, done, plan))
-        return result.stopped_by
-    finish_run(config, folder, plan, done, screen, compared, details=details)
-    return "finished"
+        sentence = stopped_text(step, done, plan)
+        screen.print(sentence)
+        return TrainingEnd(stopped_by=result.stopped_by, sentence=sentence)
+    receipt = finish_run(config, folder, plan, done, screen, compared, details=details, working=workers.working_folder)
+    return TrainingEnd(stopped_by="finished", receipt=receipt)
 
 
 def resumed_text(step: int, plan: Plan) -> str:

@@ -13,10 +13,10 @@ from typing import Any
 
 from plait.checked_json import parse_object, typed_value
 from plait.cluster.topology import Machine, usable_cores
-from plait.commands.preparing.corpus import CACHE_FOLDER
 from plait.planner.calibration.factors import Calibration, ForecastBasis, Observation, calibration_from
 from plait.private_folder import make_private_folder
 from plait.report.atomic import replace_file
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 OBSERVATIONS_FORMAT = 1
 FORMULA_VERSION = 2
@@ -36,24 +36,24 @@ def calibration_key(machines: Sequence[Machine], precision: str, basis: Forecast
     return f"{precision}-{basis}-{sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]}"
 
 
-def load_calibration(key: str) -> Calibration:
+def load_calibration(key: str, working: WorkingFolder = CURRENT_FOLDER) -> Calibration:
     """The calibration that follows from all observations stored under a key."""
-    return calibration_from(key, read_observations(key))
+    return calibration_from(key, read_observations(key, working))
 
 
-def add_observation(key: str, observation: Observation) -> None:
+def add_observation(key: str, observation: Observation, working: WorkingFolder = CURRENT_FOLDER) -> None:
     """Add a run's observation; raises RunFailed where the disk refuses it."""
-    kept = [*read_observations(key), observation][-OBSERVATIONS_KEPT_ON_DISK:]
-    path = _observations_path(key)
+    kept = [*read_observations(key, working), observation][-OBSERVATIONS_KEPT_ON_DISK:]
+    path = _observations_path(key, working)
     make_private_folder(path.parent)
     values = {"format": OBSERVATIONS_FORMAT, "lessons": [asdict(one) for one in kept]}
     replace_file(path, (json.dumps(values, indent=1) + "\n").encode())
 
 
-def read_observations(key: str) -> tuple[Observation, ...]:
+def read_observations(key: str, working: WorkingFolder = CURRENT_FOLDER) -> tuple[Observation, ...]:
     """All observations under a key, the oldest first; a file that is not ours counts as missing."""
     try:
-        values = parse_object(_observations_path(key).read_bytes())
+        values = parse_object(_observations_path(key, working).read_bytes())
         if values["format"] != OBSERVATIONS_FORMAT:
             return ()
         return tuple(_observation_from(one) for one in values["lessons"])
@@ -73,8 +73,8 @@ def load_per_core() -> float | None:
         return None
 
 
-def _observations_path(key: str) -> Path:
-    return CACHE_FOLDER / "calibration" / f"{key}.json"
+def _observations_path(key: str, working: WorkingFolder) -> Path:
+    return working.cache / "calibration" / f"{key}.json"
 
 
 def _observation_from(values: dict[str, Any]) -> Observation:

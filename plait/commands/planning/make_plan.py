@@ -14,7 +14,7 @@ from plait.commands.planning.arithmetic import begun_with_arithmetic, draft_with
 from plait.commands.planning.calibration_store import calibration_key, load_calibration
 from plait.commands.planning.timing import ask_rank_0, measure
 from plait.commands.planning.workers import MEASURE_ENTRY, WorkerPool
-from plait.commands.preparing.corpus import CACHE_FOLDER, corpus_facts
+from plait.commands.preparing.corpus import corpus_facts
 from plait.data.shards import Corpus
 from plait.errors import RunFailed
 from plait.launch.values.job import Job
@@ -29,6 +29,7 @@ from plait.private_folder import make_private_folder
 from plait.recipe.load import flat_values
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import ShowProgress, ignore_progress
+from plait.working_folder import WorkingFolder
 
 Log = Callable[[str], None]
 
@@ -79,15 +80,16 @@ def make_plan(
     measured = list(outline.layouts)
     if len(measured) > 1 or outline.plan.budget.unit == "seconds":
         measured = measure(config, outline.plan, workers, outline.layouts, show)
-    return _store_plan(settle(config, outline, measured), key)
+    return _store_plan(settle(config, outline, measured), key, workers.working_folder)
 
 
 def kept_plan(config: RunConfig, corpus: Corpus, site: MachineSurvey, workers: WorkerPool) -> Plan | None:
     """The plan that a run or `plait plan --prove` made before for this recipe, text and machine, calibrated anew."""
-    path = _plan_path(plan_key(config, corpus.content_hash, site.machine, workers, site.others))
+    working = workers.working_folder
+    path = _plan_path(plan_key(config, corpus.content_hash, site.machine, workers, site.others), working)
     if not path.exists():
         return None
-    return _with_new_calibration(replace(read_plan(path), corpus=str(corpus.folder)))
+    return _with_new_calibration(replace(read_plan(path), corpus=str(corpus.folder)), working)
 
 
 def _plan_if_probe_holds(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, MachineSurvey]:
@@ -145,7 +147,7 @@ def proven_plan(
             on_timed(trials[-1])
     if failure and not trials:
         raise failure
-    return _store_plan(settle(config, outline, trials), key), trials
+    return _store_plan(settle(config, outline, trials), key, workers.working_folder), trials
 
 
 def _new_draft(
@@ -170,34 +172,36 @@ def _new_draft(
 
 def resources_of(site: MachineSurvey, workers: WorkerPool) -> Resources:
     """The surveyed machines and their workers as the planner's Resources."""
-    machines = (site.machine, *site.others)
+    machines, working = (site.machine, *site.others), workers.working_folder
     return Resources(
         machine=site.machine,
         peak_flops=site.peak_flops,
         peak_doubt=site.peak_doubt,
         fixed_workers=workers.fixed_workers,
         probe=site.probe,
-        load_calibration=lambda precision, basis: load_calibration(calibration_key(machines, precision, basis)),
+        load_calibration=lambda precision, basis: load_calibration(
+            calibration_key(machines, precision, basis), working
+        ),
     )
 
 
-def _with_new_calibration(plan: Plan) -> Plan:
+def _with_new_calibration(plan: Plan, working: WorkingFolder) -> Plan:
     """An earlier plan, with its forecast corrected by what runs have measured since."""
     forecast = plan.forecast
     if forecast is None or not forecast.calibration.ground:
         return plan
-    return replace(
-        plan, forecast=updated_forecast(forecast, load_calibration(forecast.calibration.ground), plan.step_s)
-    )
+    calibration = load_calibration(forecast.calibration.ground, working)
+    return replace(plan, forecast=updated_forecast(forecast, calibration, plan.step_s))
 
 
-def _plan_path(key: str) -> Path:
-    return CACHE_FOLDER / "plans" / f"{key}.json"
+def _plan_path(key: str, working: WorkingFolder) -> Path:
+    return working.cache / "plans" / f"{key}.json"
 
 
-def _store_plan(plan: Plan, key: str) -> Plan:
-    make_private_folder(_plan_path(key).parent)
-    write_plan(plan, _plan_path(key))
+def _store_plan(plan: Plan, key: str, working: WorkingFolder) -> Plan:
+    path = _plan_path(key, working)
+    make_private_folder(path.parent)
+    write_plan(plan, path)
     return plan
 
 

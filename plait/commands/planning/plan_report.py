@@ -22,6 +22,7 @@ from plait.planner.search.found import Search
 from plait.recipe.schema import RunConfig
 from plait.screen.wrapping import wrapped
 from plait.units import counted, format_count
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 REPORT_COLUMNS = 110
 
@@ -39,9 +40,11 @@ class PlanReport:
     """The layouts that a run would time on the machine itself, before it chooses one of them."""
 
 
-def make_plan_report(config: RunConfig, resources: Resources, *, top: int) -> PlanReport:
+def make_plan_report(
+    config: RunConfig, resources: Resources, *, top: int, working: WorkingFolder = CURRENT_FOLDER
+) -> PlanReport:
     """Plan a recipe for machines that need not be there; usual values replace text that was not prepared."""
-    corpus, assumed = corpus_facts_or_usual(config)
+    corpus, assumed = corpus_facts_or_usual(config, working)
     drafted = draft(config, corpus, resources, recipe_hash="")
     chosen, notes = choose(drafted.layouts), [*assumed, *drafted.request.notes]
     notes += lines_without_effect(config, [chosen])

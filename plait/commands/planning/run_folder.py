@@ -21,6 +21,7 @@ from plait.recipe.schema import RunConfig
 from plait.report.atomic import replace_file, replace_files
 from plait.report.metrics import trim_metrics
 from plait.report.shares_file import check_lines
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 WORKER_KEYS = ("run.devices", "run.workers", "run.threads")
 NEW_PLAN_KEYS = ("layout.", "train.matmul_backend", *WORKER_KEYS)
@@ -151,20 +152,20 @@ def _splits_differently(old: Plan, new: Plan) -> bool:
     )
 
 
-def run_folder(name: str) -> RunFolder:
-    """The folder of the run of that name, below the current folder."""
-    return RunFolder(Path("runs") / name)
+def run_folder(name: str, working: WorkingFolder = CURRENT_FOLDER) -> RunFolder:
+    """The folder of the run of that name."""
+    return RunFolder(working.runs / name)
 
 
-def find_run(name_or_path: str) -> RunFolder:
+def find_run(name_or_path: str, working: WorkingFolder = CURRENT_FOLDER) -> RunFolder:
     """The folder of a run given by path or name, for commands that read it; raises PlaitError where there is none, or
     where this user may not read it."""
-    for path in (Path(name_or_path), Path("runs") / name_or_path):
+    for path in (working.path / name_or_path, working.runs / name_or_path):
         folder = RunFolder(path)
-        if _is_file(folder.plan) and _is_file(folder.recipe):
+        if _holds_run(folder):
             return folder
-    runs = Path("runs").absolute()
-    known = known_runs(runs)
+    runs = working.runs.absolute()
+    known = run_names(working)
     near = difflib.get_close_matches(name_or_path, known, n=3) or known[:10]
     hint = (
         f"there are {', '.join(near)}" if near else "go to where it was trained, or train one with: plait train RECIPE"
@@ -172,9 +173,13 @@ def find_run(name_or_path: str) -> RunFolder:
     raise PlaitError(f'there is no run "{name_or_path}" in {runs}; {hint}')
 
 
-def known_runs(runs: Path) -> list[str]:
-    """Names of the runs below a folder `runs`, sorted."""
-    return sorted(path.parent.name for path in runs.glob("*/plan.json"))
+def run_names(working: WorkingFolder) -> list[str]:
+    """The names of all runs that have begun, sorted."""
+    return sorted(path.name for path in working.runs.glob("*") if _holds_run(RunFolder(path)))
+
+
+def _holds_run(folder: RunFolder) -> bool:
+    return _is_file(folder.plan) and _is_file(folder.recipe)
 
 
 def _is_file(path: Path) -> bool:

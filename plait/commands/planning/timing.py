@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from plait.commands.planning.workers import TIMING_ENTRY, WorkerPool
-from plait.errors import Interrupted, PlaitError
+from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.values.job import STOPPING, Job, Message
 from plait.planner.plan import Plan
@@ -67,8 +67,7 @@ def ask_rank_0(workers: WorkerPool, job: Job, kind: str) -> dict[str, Any]:
             answers.append(message)
 
     result = workers.run(job, collect)
-    if result.stopped_by != "finished":
-        raise Interrupted(result.stopped_by)
+    result.require_finished()
     if not answers:
         raise PlaitError(f"a worker ended without an answer ({job.entry}); this is a bug in plait, please report it")
     return dict(answers[0].values)

@@ -18,6 +18,7 @@ from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import Job, JobResult, Message, RankContext
 from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import Plan
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 TRAINING_ENTRY, TIMING_ENTRY, CHECK_ENTRY = "train", "time_steps", "check_gradients"
 MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY = "measure_machine", "probe", "measure_products"
@@ -49,6 +50,11 @@ class WorkerPool(Protocol):
     """Runs a job's ranks and blocks until all of them returned; raises PlaitError when one could not."""
 
     @property
+    def working_folder(self) -> WorkingFolder:
+        """The ranks' current folder, in which the command keeps its plans and measurements."""
+        ...
+
+    @property
     def fixed_workers(self) -> FixedWorkers | None:
         """The number of workers and their threads where it is given from outside; None where the plan chooses it."""
         ...
@@ -77,8 +83,9 @@ class ForkedWorkers:
 
     fixed_workers = None
 
-    def __init__(self, server: ForkServer) -> None:
+    def __init__(self, server: ForkServer, working_folder: WorkingFolder = CURRENT_FOLDER) -> None:
         self._server = server
+        self.working_folder = working_folder
 
     def with_hosts(self, plan: Plan) -> Plan:
         return replace(plan, hosts=(), host_order=(), left_out=())
@@ -95,6 +102,8 @@ class ForkedWorkers:
 
 class TorchrunWorkers:
     """The processes that torchrun started: rank 0 decides, and sends the others each job through torchrun's store."""
+
+    working_folder = CURRENT_FOLDER
 
     def __init__(self, context: RankContext) -> None:
         from plait.parallel.mesh import open_store  # torch: only here, where it is needed anyway
@@ -152,12 +161,12 @@ class TorchrunWorkers:
 
 
 @contextmanager
-def worker_pool() -> Iterator[HostWorkers]:
+def worker_pool(working: WorkingFolder = CURRENT_FOLDER) -> Iterator[HostWorkers]:
     """The workers at hand; under torchrun the block runs on rank 0 alone, and the others leave when it ends."""
     context = torchrun_context()
     if context is None:
-        with ForkServer(ENTRIES) as server:
-            yield ForkedWorkers(server)
+        with ForkServer(ENTRIES, working_folder=working.path) as server:
+            yield ForkedWorkers(server, working)
         return
     workers = TorchrunWorkers(context)
     try:

@@ -14,27 +14,25 @@ from plait.planner.derive.model_size import CorpusFacts
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
 from plait.units import format_count
-
-CACHE_FOLDER = Path(".plait")
-"""Below the current folder: prepared data, trained tokenizers, plans that were measured."""
+from plait.working_folder import WorkingFolder
 
 
-def prepare_data(config: RunConfig, screen: Screen) -> Corpus:
+def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -> Corpus:
     """Prepare the recipe's data, or find it prepared; raises PlaitError in one sentence."""
     for source in data_request(config).sources:
         if Path(source.path).is_dir():
             screen.print(f"data     {find_text_files(Path(source.path)).summary()}")
     with screen.progress() as show:
-        folder = prepare_corpus(data_request(config), CACHE_FOLDER, show)
+        folder = prepare_corpus(data_request(config), working.cache, show)
         corpus = open_corpus(folder)
         show(0, 0, "comparing hashes")
         verify_at_start(corpus)
     return corpus
 
 
-def find_prepared_corpus(config: RunConfig) -> Corpus | None:
+def find_prepared_corpus(config: RunConfig, working: WorkingFolder) -> Corpus | None:
     """The recipe's data if it was prepared before; looks at nothing but files' sizes and times."""
-    folder = find_prepared(data_request(config), CACHE_FOLDER)
+    folder = find_prepared(data_request(config), working.cache)
     return open_corpus(folder) if folder else None
 
 

@@ -9,22 +9,23 @@ from plait.model.requested_size import named_size
 from plait.model.sizes import MODEL_SIZES
 from plait.planner.derive.model_size import CorpusFacts
 from plait.recipe.schema import RunConfig
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 GPT2_VOCABULARY = 50257
 USUAL_VOCABULARY = 32768
 ASSUMED_CORPUS_TOKENS = 10**15
 
 
-def corpus_facts_or_usual(config: RunConfig) -> tuple[CorpusFacts, list[str]]:
+def corpus_facts_or_usual(config: RunConfig, working: WorkingFolder = CURRENT_FOLDER) -> tuple[CorpusFacts, list[str]]:
     """Facts about the recipe's text if it is prepared, else usual ones; and sentences that say what is assumed."""
-    corpus = corpus_if_prepared(config)
+    corpus = corpus_if_prepared(config, working)
     return (corpus_facts(corpus), []) if corpus else _usual_corpus_facts(config)
 
 
-def corpus_if_prepared(config: RunConfig) -> Corpus | None:
+def corpus_if_prepared(config: RunConfig, working: WorkingFolder) -> Corpus | None:
     """The recipe's prepared text; None also where its files are not here but on the machines that are planned for."""
     try:
-        return find_prepared_corpus(config)
+        return find_prepared_corpus(config, working)
     except PlaitError:
         return None
 

@@ -28,11 +28,11 @@ from plait.cluster.probe.verdict import (
 from plait.cluster.topology import Machine
 from plait.commands.planning.timing import ask_rank_0
 from plait.commands.planning.workers import PROBE_ENTRY, WorkerPool
-from plait.commands.preparing.corpus import CACHE_FOLDER
 from plait.commands.probing.result import ProbeResult, parse_result, require_all_work
 from plait.errors import PlaitError
 from plait.launch.values.job import Job
 from plait.private_folder import make_private_folder
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 RECHECK_AFTER_S = 900.0
 """Measurements that were made or confirmed within this time are used without another check."""
@@ -57,26 +57,28 @@ def measure_or_load(
     fresh: ProbeFreshness,
 ) -> Measurements:
     """Load the measurements of these hosts with this software for the same request, or make them now."""
-    if fresh == "kept" and (known := load_measurements(machines, request, probe_workers)):
+    working = pool.working_folder
+    if fresh == "kept" and (known := load_measurements(machines, request, probe_workers, working)):
         return known
     key = _measurements_key(machines, request, probe_workers)
     job = Job(
         entry=PROBE_ENTRY, argument=request.to_json(), world_size=probe_workers.workers, threads=probe_workers.threads
     )
-    measured, kept = (
-        measurements_from(parse_result(ask_rank_0(pool, job, "probed")), request, key),
-        _measurements_path(key),
-    )
+    result = parse_result(ask_rank_0(pool, job, "probed"))
+    measured, kept = measurements_from(result, request, key), _measurements_path(key, working)
     make_private_folder(kept.parent)
     kept.write_text(measurements_json(measured), encoding="utf-8")
     return measured
 
 
 def load_measurements(
-    machines: Sequence[Machine], request: ProbeRequest, probe_workers: ProbeWorkers
+    machines: Sequence[Machine],
+    request: ProbeRequest,
+    probe_workers: ProbeWorkers,
+    working: WorkingFolder = CURRENT_FOLDER,
 ) -> Measurements | None:
     """What was measured before on machines and software like these; None where there is nothing, or nothing usable."""
-    kept = _measurements_path(_measurements_key(machines, request, probe_workers))
+    kept = _measurements_path(_measurements_key(machines, request, probe_workers), working)
     try:
         return measurements_from_json(kept.read_text(encoding="utf-8"), str(kept)) if kept.exists() else None
     except PlaitError:
@@ -84,24 +86,34 @@ def load_measurements(
 
 
 def was_checked_recently(
-    machines: Sequence[Machine], request: ProbeRequest, probe_workers: ProbeWorkers, addresses: Sequence[str]
+    machines: Sequence[Machine],
+    request: ProbeRequest,
+    probe_workers: ProbeWorkers,
+    addresses: Sequence[str],
+    working: WorkingFolder = CURRENT_FOLDER,
 ) -> bool:
     """Whether the stored measurements were confirmed between these addresses so recently that they need no check."""
-    seen = _checked_path(machines, request, probe_workers)
+    seen = _checked_path(machines, request, probe_workers, working)
     if not seen.exists() or not 0 <= time.time() - seen.stat().st_mtime < RECHECK_AFTER_S:
         return False
     return seen.read_text(encoding="utf-8") == json.dumps(addresses)
 
 
 def mark_checked(
-    machines: Sequence[Machine], request: ProbeRequest, probe_workers: ProbeWorkers, addresses: Sequence[str]
+    machines: Sequence[Machine],
+    request: ProbeRequest,
+    probe_workers: ProbeWorkers,
+    addresses: Sequence[str],
+    working: WorkingFolder = CURRENT_FOLDER,
 ) -> None:
     """Record that the stored measurements were made or confirmed just now."""
-    _checked_path(machines, request, probe_workers).write_text(json.dumps(addresses), encoding="utf-8")
+    _checked_path(machines, request, probe_workers, working).write_text(json.dumps(addresses), encoding="utf-8")
 
 
-def _checked_path(machines: Sequence[Machine], request: ProbeRequest, probe_workers: ProbeWorkers) -> Path:
-    return _measurements_path(_measurements_key(machines, request, probe_workers)).with_suffix(".seen")
+def _checked_path(
+    machines: Sequence[Machine], request: ProbeRequest, probe_workers: ProbeWorkers, working: WorkingFolder
+) -> Path:
+    return _measurements_path(_measurements_key(machines, request, probe_workers), working).with_suffix(".seen")
 
 
 def send_links_of(result: ProbeResult) -> tuple[MeasuredLink, ...]:
@@ -153,5 +165,5 @@ def _measurements_key(machines: Sequence[Machine], request: ProbeRequest, probe_
     return sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _measurements_path(key: str) -> Path:
-    return CACHE_FOLDER / "probes" / f"{key}.json"
+def _measurements_path(key: str, working: WorkingFolder) -> Path:
+    return working.cache / "probes" / f"{key}.json"

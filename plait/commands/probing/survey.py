@@ -102,10 +102,11 @@ def _probe_or_load(
         threads=given.threads,
     )
     extent, addresses = ProbeWorkers(workers=given.workers, threads=given.threads), workers.addresses()
-    known = load_measurements(machines, requested, extent) if fresh == "kept" else None
-    if known is not None and was_checked_recently(machines, requested, extent, addresses):
+    working = workers.working_folder
+    known = load_measurements(machines, requested, extent, working) if fresh == "kept" else None
+    if known is not None and was_checked_recently(machines, requested, extent, addresses, working):
         return known
     if known is None or not measurements_still_hold(workers, known, requested, extent):
         known = measure_or_load(workers, machines, requested, extent, fresh="again")
-    mark_checked(machines, requested, extent, addresses)
+    mark_checked(machines, requested, extent, addresses, working)
     return known

@@ -12,10 +12,9 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from plait.commands.planning.workers import CHECK_ENTRY, WorkerPool
-from plait.commands.preparing.corpus import CACHE_FOLDER
 from plait.commands.verifying.small_model import plan_for_device, shrunk_plan
 from plait.data.preparation.synthetic import write_synthetic
-from plait.errors import Interrupted, PlaitError
+from plait.errors import PlaitError
 from plait.launch.values.job import Job
 from plait.layout import Layout
 from plait.planner.plan import Plan
@@ -64,7 +63,7 @@ def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen:
         small = replace(plan_for_device(small, "cuda", "float32"), gpus=plan.gpus)
     what = [asdict(small.layout), small.sequences_per_replica, asdict(small.shape), plan.device, dict(plan.fingerprint)]
     key = sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
-    kept = CACHE_FOLDER / "verified" / f"{key}.json"
+    kept = workers.working_folder.cache / "verified" / f"{key}.json"
     if kept.exists():
         return
     verdict = check_gradients(
@@ -103,12 +102,11 @@ def summation_order_noise(config: RunConfig, plan: Plan, workers: WorkerPool) ->
 
 @contextmanager
 def _temporary_folder(workers: WorkerPool) -> Iterator[Path]:
-    """A temporary folder for one proof; under torchrun below the current one, which other hosts may share."""
+    """A temporary folder for one proof; under torchrun below the working one, which other hosts may share."""
+    cache = workers.working_folder.cache
     if workers.fixed_workers is not None:
-        make_private_folder(CACHE_FOLDER)
-    with TemporaryDirectory(
-        prefix="plait-verify-", dir=CACHE_FOLDER.resolve() if workers.fixed_workers else None
-    ) as name:
+        make_private_folder(cache)
+    with TemporaryDirectory(prefix="plait-verify-", dir=cache.resolve() if workers.fixed_workers else None) as name:
         yield Path(name)
 
 
@@ -130,5 +128,4 @@ def _run_processes(folder: Path, plan: Plan, workers: WorkerPool, scope: CheckSc
         log_dir=str(folder),
     )
     result = workers.run(job, lambda message: None)
-    if result.stopped_by != "finished":
-        raise Interrupted(result.stopped_by)
+    result.require_finished()

@@ -50,16 +50,18 @@ class ForkServer:
     """A process that has imported what `entries` preloads, and starts the ranks of job after job within milliseconds.
 
     The thread that enters the block must outlive it: the kernel ties the server's life to that thread. `threads` is
-    what OpenMP reads when the server loads it; each job's own count replaces it in the ranks.
+    what OpenMP reads when the server loads it; each job's own count replaces it in the ranks. `working_folder` is the
+    current folder of the ranks: this process's own if left out.
     """
 
-    def __init__(self, entries: EntryTable, *, threads: int = 1) -> None:
+    def __init__(self, entries: EntryTable, *, threads: int = 1, working_folder: Path | None = None) -> None:
         self._entries = entries
         self._threads = threads
+        self._working_folder = working_folder
         self._process: ServerProcess | None = None
 
     def __enter__(self) -> ForkServer:
-        self._process = ServerProcess(entries=self._entries, threads=self._threads)
+        self._process = ServerProcess(entries=self._entries, threads=self._threads, working_folder=self._working_folder)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -29,7 +29,7 @@ _CLOSE_S = 5
 class ServerProcess:
     """A running `plait.launch.local.forkserver` and the socket to it; close() ends it and all that it started."""
 
-    def __init__(self, *, entries: EntryTable, threads: int) -> None:
+    def __init__(self, *, entries: EntryTable, threads: int, working_folder: Path | None) -> None:
         require_linux()
         ours, theirs = socket.socketpair()
         # Bounds a request to a server that has stopped reading; what it tells is read without blocking anyway.
@@ -37,7 +37,7 @@ class ServerProcess:
         self._control = ours
         self.answers = LineReader(ours, sender="the fork server")
         with theirs:
-            self._process = _start(theirs, entries, threads)
+            self._process = _start(theirs, entries, threads, working_folder)
 
     @property
     def pid(self) -> int:
@@ -71,7 +71,9 @@ class ServerProcess:
         self._process.wait(_CLOSE_S)
 
 
-def _start(control: socket.socket, entries: EntryTable, threads: int) -> subprocess.Popen[bytes]:
+def _start(
+    control: socket.socket, entries: EntryTable, threads: int, working_folder: Path | None
+) -> subprocess.Popen[bytes]:
     configuration = {
         "control": control.fileno(),
         "supervisor_pid": os.getpid(),
@@ -82,12 +84,16 @@ def _start(control: socket.socket, entries: EntryTable, threads: int) -> subproc
     command = [sys.executable, "-P", "-m", "plait.launch.local.forkserver", json.dumps(configuration)]
     with _stop_signals_blocked():
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[control.fileno()], env=_environment(threads)
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[control.fileno()],
+            env=_environment(threads),
+            cwd=working_folder,
         )
 
 
 def _environment(threads: int) -> dict[str, str]:
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)  # the server may have another folder
     # OpenBLAS, which comes with numpy, starts its threads when it is loaded: before the fork.
     single = {"OPENBLAS_NUM_THREADS": "1"}
     return {**os.environ, **thread_environment(threads), **single, "PYTHONPATH": path}

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 from plait.errors import PlaitError, RunFailed
@@ -68,6 +69,7 @@ def serve(
     entries: EntryTable,
     while_running: Callable[[Job], AbstractContextManager[None]] = lambda job: nullcontext(),
     pulse: Pulse = DEFAULT_PULSE,
+    working_folder: Path | None = None,
 ) -> ReleasedBy:
     """Take part in host 0's run until it ends or does without this host; returns how its last job was stopped; main
     thread only.
@@ -78,7 +80,7 @@ def serve(
     makes host 0 stop them all; any other one leaves. Raises PlaitError when host 0 does not admit this host; RunFailed
     when the run failed, host 0 is lost, or this host leaves. No rank outlives it.
     """
-    with collected_signals() as signals, ForkServer(entries) as server:
+    with collected_signals() as signals, ForkServer(entries, working_folder=working_folder) as server:
         wire.send("hello", host_info)
         link = HostConnection(wire, handlers=handlers, pulse=pulse)
         with contextlib.closing(link):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -78,16 +79,15 @@ class Hosts:
         entries: EntryTable,
         port: int = 0,
         pulse: Pulse = DEFAULT_PULSE,
+        working_folder: Path | None = None,
     ) -> None:
         self.members: tuple[Member, ...] = ()
         self._arrived: tuple[Member, ...] = ()
         self._address = address
         self._interface = interface_of(address)
-        self._port = port
-        self._secret = secret
-        self._wanted = members
-        self._pulse = pulse
-        self._server = ForkServer(entries)
+        self._port, self._secret = port, secret
+        self._wanted, self._pulse = members, pulse
+        self._server = ForkServer(entries, working_folder=working_folder)
         self._gate: JoinListener | None = None
         self._admitted: list[Arrival] = []
         self._jobs = 0

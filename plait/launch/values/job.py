@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from plait.errors import StopSignal
+from plait.errors import Interrupted, StopSignal
 
 RANKS_AT_MOST = 250
 """One message carries every rank's channel to the fork server, and Linux passes at most 253 descriptors in one."""
@@ -118,3 +118,8 @@ class JobResult:
 
     stopped_by: StoppedBy
     wall_s: float
+
+    def require_finished(self) -> None:
+        """Raise Interrupted where a signal stopped the job."""
+        if self.stopped_by != "finished":
+            raise Interrupted(self.stopped_by)

@@ -1,0 +1,70 @@
+"""The arguments of Python callers, checked by name: one sentence for a wrong one, before anything begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from plait.errors import PlaitError
+
+_Types = tuple[type, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """What an argument may be: its types in words, and the least number or the words that are allowed."""
+
+    text: str
+    types: _Types
+    least: float | None = None
+    words: Sequence[str] = field(default=())
+
+
+_TEXT = _Wanted(text="a text", types=(str,))
+_OPTIONAL_TEXT = _Wanted(text="a text", types=(str, type(None)))
+_PATH = _Wanted(text="a path", types=(str, Path))
+_OPTIONAL_PATH = _Wanted(text="a path", types=(str, Path, type(None)))
+_COUNT = _Wanted(text="a whole number", types=(int,), least=1)
+_OPTIONAL_COUNT = _Wanted(text="a whole number", types=(int, type(None)), least=1)
+_NATURAL = _Wanted(text="a whole number", types=(int,), least=0)
+_REAL = _Wanted(text="a number", types=(int, float), least=0)
+_YES_OR_NO = _Wanted(text="True or False", types=(bool,))
+_WANTED: Mapping[str, _Wanted] = {
+    "address": _OPTIONAL_TEXT,
+    "again": _YES_OR_NO,
+    "at": _TEXT,
+    "folder": _OPTIONAL_PATH,
+    "form": _Wanted(text='"auto", "list" or "frame"', types=(str,), words=("auto", "list", "frame")),
+    "hosts": _COUNT,
+    "port": _NATURAL,
+    "progress": _Wanted(text='"auto", "lines" or "off"', types=(str,), words=("auto", "lines", "off")),
+    "prompt": _TEXT,
+    "run": _PATH,
+    "secret_file": _OPTIONAL_PATH,
+    "seed": _Wanted(text="a whole number", types=(int,)),
+    "temperature": _REAL,
+    "threads": _OPTIONAL_COUNT,
+    "tokens": _COUNT,
+    "top_p": _REAL,
+    "where": _Wanted(text='"anywhere" or "here"', types=(str,), words=("anywhere", "here")),
+    "workers": _OPTIONAL_COUNT,
+}
+
+
+def check_arguments(**arguments: object) -> None:
+    """Raise PlaitError for the first argument that is not what its name wants."""
+    for name, value in arguments.items():
+        wanted = _WANTED[name]
+        is_bool = isinstance(value, bool) and bool not in wanted.types
+        if is_bool or not isinstance(value, wanted.types) or (wanted.words and value not in wanted.words):
+            raise PlaitError(f"{name} = {value!r:.80} is not usable; give {wanted.text}")
+        if isinstance(value, int | float) and wanted.least is not None and not value >= wanted.least:
+            raise PlaitError(f"{name} = {value!r} is too small; give {wanted.least:g} or more")
+
+
+def texts_of(name: str, values: object) -> Sequence[str]:
+    """A list of texts; raises PlaitError for anything else, a single text included."""
+    if not isinstance(values, list | tuple) or not all(isinstance(value, str) for value in values):
+        raise PlaitError(f"{name} = {values!r:.80} is not usable; give a list of texts")
+    return values

@@ -1,0 +1,47 @@
+"""`plait probe --hosts`: measures several hosts and the links between them, for one recipe's model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from plait.cluster.catalog import link_at_rate
+from plait.cluster.cluster import cluster_json
+from plait.cluster.machine_cluster import cluster_of_hosts
+from plait.commands.hosts.invitation import HostsRequest
+from plait.commands.hosts.leader_workers import leader_workers
+from plait.commands.planning.output_files import check_output_file, write_output_file
+from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
+from plait.commands.probing.survey import probe_cluster
+from plait.commands.probing.table import measurements_table
+from plait.errors import RunFailed
+from plait.planner.derive.resources import ProbeNeed, on_paper
+from plait.planner.resolve.request import request_of
+from plait.recipe.load import load_recipe
+from plait.screen.screen import Screen
+
+
+def probe_hosts(
+    recipe: Path, overrides: Sequence[str], *, hosts: HostsRequest, out: Path | None, screen: Screen
+) -> None:
+    """Wait for the other hosts, measure on all of them at once what the recipe's model needs, print it, write
+    cluster.json.
+
+    Blocks until all have joined (`plait join`). Raises PlaitError or RunFailed in one sentence.
+    """
+    check_output_file(out)
+    config = load_recipe(recipe, overrides)
+    with leader_workers(hosts, config=config, folder=Path("runs") / config.run.name, log=screen.print) as workers:
+        found = workers.host_machines()
+        corpus, _ = corpus_facts_or_usual(config)
+        job = request_of(config, corpus, on_paper(cluster_of_hosts(found, link_at_rate(1, "machine")))).job
+        need = ProbeNeed(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision)
+        cluster = probe_cluster(workers, found, need, fresh="again")
+    if cluster.measured is None:
+        raise RunFailed("the probe ended without measurements; give the same command again")
+    screen.print(measurements_table(cluster.measured))
+    if cluster.measured.noise_warning:
+        screen.print(f"unsteady {cluster.measured.noise_warning}; close them and give the same command again")
+    if out is not None:
+        write_output_file(out, cluster_json(cluster))
+        screen.print(f"wrote    {out}")

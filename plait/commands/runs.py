@@ -1,0 +1,95 @@
+"""Runs that have begun, to look at from Python: what each was asked for, how it went, what it left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from plait.arguments import check_arguments
+from plait.checkpoint.store import published_checkpoints
+from plait.commands.planning.run_folder import find_run, run_names
+from plait.errors import PlaitError, installing
+from plait.planner.plan import Plan
+from plait.recipe.schema import RunConfig
+from plait.report.metrics import read_metrics
+from plait.report.receipt import Receipt, read_receipt
+from plait.working_folder import named_folder
+
+MetricsForm = Literal["auto", "list", "frame"]
+"""A list of dicts, a pandas DataFrame, or "auto": a DataFrame where pandas is installed."""
+
+
+class Run:
+    """A run by its name or its folder; `folder` holds runs/, and is the current one if left out.
+
+    Every property reads the run's files anew, also while it trains.
+
+    Raises PlaitError where there is no such run, or a file of it is damaged.
+    """
+
+    def __init__(self, run: str | Path, *, folder: str | Path | None = None) -> None:
+        check_arguments(run=run)
+        self._folder = find_run(str(run), named_folder(folder))
+
+    @property
+    def name(self) -> str:
+        return self._folder.path.resolve().name
+
+    @property
+    def path(self) -> Path:
+        """The folder with the run's files."""
+        return self._folder.path
+
+    @property
+    def recipe(self) -> RunConfig:
+        """The recipe with every key, as the run was begun or last changed."""
+        return self._folder.saved_config()
+
+    @property
+    def plan(self) -> Plan:
+        """What the run does: layout, steps, batch, forecast."""
+        return self._folder.saved_plan()
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """What the run came to; None until it is finished."""
+        return read_receipt(self._folder.receipt) if self._folder.receipt.exists() else None
+
+    @property
+    def checkpoints(self) -> Sequence[Path]:
+        """The folders of the saved checkpoints, oldest first."""
+        return published_checkpoints(self._folder.checkpoints)
+
+    def metrics(self, form: MetricsForm = "auto") -> Any:
+        """One row a step, with the keys of metrics.jsonl; those of an evaluation are there where one was made.
+
+        A list of dicts, or a pandas DataFrame: see MetricsForm.
+        """
+        steps, evaluations = read_metrics(self._folder.metrics)
+        rows = {report.step: asdict(report) for report in steps}
+        for evaluation in evaluations:
+            rows.setdefault(evaluation.step, {}).update(asdict(evaluation))
+        return _in_form(list(rows.values()), form)
+
+    def __repr__(self) -> str:
+        return f"Run({self.name!r})"
+
+
+def runs(*, folder: str | Path | None = None) -> list[Run]:
+    """All runs below `folder`/runs that have begun, sorted by name."""
+    return [Run(name, folder=folder) for name in run_names(named_folder(folder))]
+
+
+def _in_form(rows: list[dict[str, Any]], form: MetricsForm) -> Any:
+    check_arguments(form=form)
+    if form == "list":
+        return rows
+    try:
+        from pandas import DataFrame
+    except ImportError:
+        if form == "auto":
+            return rows
+        raise PlaitError(f"metrics as a frame need pandas; {installing('pandas')}") from None
+    return DataFrame(rows)

@@ -1,0 +1,46 @@
+"""Where a command works: the folder that holds runs/ and .plait/."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from plait.arguments import check_arguments
+from plait.errors import PlaitError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkingFolder:
+    """The folder that a command's runs and its cache lie in; the current one where nobody names another."""
+
+    path: Path = Path()
+
+    @property
+    def runs(self) -> Path:
+        """The folder with a folder for each run."""
+        return self.path / "runs"
+
+    @property
+    def cache(self) -> Path:
+        """Prepared data, trained tokenizers, plans and measurements."""
+        return self.path / ".plait"
+
+    def relative(self, path: str) -> str:
+        """A path below the cache as it reads from this folder, so that it holds where the folder is moved or mounted;
+        any other path unchanged."""
+        inside, cache = (self.path / path).resolve(), self.cache.resolve()
+        return str(Path(self.cache.name) / inside.relative_to(cache)) if inside.is_relative_to(cache) else path
+
+
+CURRENT_FOLDER = WorkingFolder()
+
+
+def named_folder(folder: str | Path | None) -> WorkingFolder:
+    """The working folder that a caller names, or the current one; raises PlaitError where there is none."""
+    check_arguments(folder=folder)
+    if folder is None:
+        return CURRENT_FOLDER
+    path = Path(folder).absolute()
+    if not path.is_dir():
+        raise PlaitError(f'folder = "{folder}" is no folder; make it first, or name another')
+    return WorkingFolder(path)

@@ -1,0 +1,160 @@
+"""plait from Python: the command's values, one sentence for wrong arguments, nothing in the current folder."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import plait
+from plait.cli import app
+from plait.cluster.cluster import cluster_from_json
+from plait.errors import PlaitError
+from plait.units import format_count
+from tests.end_to_end.command import some_text
+
+RECIPE: Mapping[str, Any] = {
+    "data": {"files": "play.txt"},
+    "model": {"layers": 2, "width": 32, "heads": 2, "vocabulary": 300},
+    "train": {"sequence": 16, "batch_tokens": 112, "budget": "12 steps"},
+    "layout": {"replicate": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A current folder with a text, and in "work" a run of two workers that was trained from another place."""
+    folder = tmp_path_factory.mktemp("api")
+    (folder / "play.txt").write_text(some_text(400))
+    (folder / "work").mkdir()
+    recipe = {**RECIPE, "data": {"files": folder / "play.txt"}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plait.train(recipe, folder=folder / "work", progress="off")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+
+
+def command(*arguments: str) -> str:
+    """What the command prints, run in the folder of the runs."""
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_values_are_those_of_the_commands(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = place / "work"
+    run, recipe = plait.Run("play", folder="work"), plait.load_recipe(RECIPE)
+    one = ["layout.replicate=1", "layout.tensor=2"]
+    plan, verdict = plait.plan(recipe, cluster="2xH100", folder=work), plait.verify(recipe, one, folder=work)
+    facts, cluster = plait.prepare_data(recipe, folder=work), plait.probe(workers=1, threads=1, folder=work)
+    losses, text = plait.evaluate("play", folder=work), "".join(plait.sample("play", "Ka", tokens=8, folder=work))
+    monkeypatch.chdir(work)
+    file = str(run.path / "recipe.toml")
+    assert command("plan", file, "--cluster", "2xH100", "--json", "plan.json") == str(plan) + "\n"
+    assert json.loads(Path("plan.json").read_text()) == json.loads(json.dumps(plan.values))
+    assert (plan.layout, plan.step_s, plan.mfu) == tuple(plan.values[key] for key in ("layout", "step_s", "mfu"))
+    command("verify", file, *one, "--json", "verify.json")
+    told = json.loads(Path("verify.json").read_text())
+    assert told["ok"] is verdict.ok is True and max(told["max_grad_rel_err"], verdict.max_grad_rel_err) < 1e-10
+    command("probe", "--workers", "1", "--threads", "1", "--out", "cluster.json")
+    told_cluster = cluster_from_json(Path("cluster.json").read_text(), "cluster.json")
+    assert told_cluster.measured == cluster.measured and told_cluster.name == cluster.name
+    assert f"{format_count(facts.train_tokens)} training tokens" in command("data", file)
+    assert json.loads(command("eval", "play")) == losses
+    assert command("sample", "play", "--prompt", "Ka", "--tokens", "8") == text + "\n"
+    receipt = plait.train(file)
+    assert receipt == run.receipt and plait.runs()[0].name == run.name == "play"
+    values = json.loads((run.path / "receipt.json").read_text())
+    values.pop("sha256", None)
+    assert {key: getattr(receipt, key) for key in values if hasattr(receipt, key)}.keys() >= asdict(receipt).keys()
+
+
+def test_a_run_shows_its_files(place: Path) -> None:
+    run = plait.Run("play", folder="work")
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    rows = run.metrics("list")
+    assert [row["loss"] for row in rows] == [line["loss"] for line in lines if "loss" in line]
+    assert rows[-1]["eval_loss"] == run.receipt.eval_loss  # type: ignore[union-attr]
+    assert list(run.metrics("frame")["loss"]) == [row["loss"] for row in rows]
+    assert [path.name for path in run.checkpoints] == ["step-12"]
+    assert run.recipe.train.budget == "12 steps" and run.plan.steps == 12
+    assert run.plan.corpus.startswith(".plait/data/"), "it holds where the folder is moved"
+
+
+def test_nothing_lies_in_the_current_folder(place: Path) -> None:
+    assert sorted(path.name for path in place.iterdir()) == ["play.txt", "work"]
+
+
+def test_a_plan_shows_itself_in_a_notebook_and_on_a_page(tmp_path: Path) -> None:
+    plan = plait.plan(RECIPE, cluster="2xH100")
+    html = plan._repr_html_()
+    assert "2xH100" in html and plan.why[0].split("<")[0][:20] in html and "<script" not in html
+    assert plan.to_html(tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+
+
+WRONG: tuple[tuple[Callable[[], object], str], ...] = (
+    (lambda: plait.load_recipe(3), r"recipe = 3 is not usable"),  # type: ignore[arg-type]
+    (lambda: plait.load_recipe({1: {}}), r"not"),  # type: ignore[dict-item]
+    (lambda: plait.load_recipe({**RECIPE, "trian": {}}), r"trian is not a key of the recipe; did you mean train\?"),
+    (lambda: plait.load_recipe(RECIPE, "train.budget=1 step"), r"overrides = .* give a list of texts"),
+    (lambda: plait.load_recipe({**RECIPE, "model": {"layers": object()}}), r"model.layers is not usable"),
+    (lambda: plait.plan(RECIPE, cluster=8), r"cluster = 8 is not usable"),  # type: ignore[arg-type]
+    (lambda: plait.plan(RECIPE, cluster="8xH1000"), r"H1000"),
+    (lambda: plait.plan(RECIPE, cluster="2xH100", folder="nowhere"), r'folder = "nowhere" is no folder'),
+    (lambda: plait.train(RECIPE, hosts="2"), r"hosts = '2' is not usable; give a whole number"),  # type: ignore[arg-type]
+    (lambda: plait.train(RECIPE, hosts=0), r"hosts = 0 is too small"),
+    (lambda: plait.train(RECIPE, progress="bar"), r'give "auto", "lines" or "off"'),  # type: ignore[arg-type]
+    (lambda: plait.train(RECIPE, ["optimizer.lr=3.0"], folder="work"), r"optimizer.lr was"),
+    (lambda: plait.join("nowhere"), r'"nowhere" is no HOST:PORT'),
+    (lambda: plait.sample("play", tokens=0, folder="work"), r"tokens = 0 is too small"),
+    (lambda: plait.sample("nobody", folder="work"), r'there is no run "nobody"'),
+    (lambda: plait.evaluate("play", "play.txt", folder="work"), r"files = .* give a list of texts"),
+    (lambda: plait.Run("work"), r'there is no run "work"'),
+    (lambda: plait.probe(workers=True), r"workers = True is not usable"),
+)
+
+
+@pytest.mark.parametrize(("call", "sentence"), WRONG, ids=[str(number) for number in range(len(WRONG))])
+def test_a_wrong_argument_is_one_sentence(place: Path, call: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(PlaitError, match=sentence) as refused:
+        call()
+    assert refused.value._render_traceback_() == [f"plait: {refused.value}"]
+    assert sorted(path.name for path in place.iterdir()) == ["play.txt", "work"]
+
+
+def test_a_run_at_work_is_refused(place: Path) -> None:
+    import fcntl
+
+    with (place / "work" / "runs" / "play" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(PlaitError, match="another plait is training in"):
+            plait.train(RECIPE, folder="work")
+
+
+def test_the_name_of_a_dict_is_that_of_its_first_text() -> None:
+    assert plait.load_recipe(RECIPE).run.name == "play"
+    assert plait.load_recipe({"data": {"files": ["hf:someone/Tiny Texts", "play.txt"]}}).run.name == "tiny-texts"
+    assert plait.load_recipe({**RECIPE, "run": {"name": "own"}}, ["run.name=other"]).run.name == "other"
+
+
+def test_the_old_names_warn() -> None:
+    with pytest.warns(DeprecationWarning, match=r"now plait.train"):
+        assert plait.train_recipe("work/runs/play/recipe.toml", folder="work") == "finished"
+
+
+def test_every_public_name_is_there_and_in_the_guide() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guide-python.md").read_text()
+    types = {"Cluster", "PlannedRun", "Receipt", "Verdict"}
+    assert all(getattr(plait, name) is not None and name in dir(plait) for name in plait.__all__)
+    assert [name for name in plait.__all__ if f"plait.{name}" not in guide and name not in types] == []
