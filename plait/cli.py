@@ -117,12 +117,12 @@ def data(
     ] = None,
 ) -> None:
     """Turn a recipe's text into tokens on disk, once."""
-    from plait.commands.preparing.corpus import corpus_summary, prepared_corpus
+    from plait.commands.preparing.corpus import corpus_facts, corpus_summary, prepared_corpus
     from plait.recipe.load import load_recipe
 
     config = load_recipe(recipe, overrides or [])
     corpus = prepared_corpus(config, CURRENT_FOLDER, _screen())
-    _screen().print(corpus_summary(corpus))
+    _screen().print(corpus_summary(corpus_facts(corpus)))
     _screen().print(f"ready    {corpus.folder}")
     if balance:
         from plait.commands.preparing.balance_table import balance_report

@@ -52,14 +52,16 @@ def join(at: str, *, secret_file: Path | None, screen: Screen, working: WorkingF
             if files.local_error is not None:  # the leader has only passed on what is to be mended here
                 raise files.local_error from error
             raise
-    screen.print(f"over     {_ending(ended_by)}")
+    screen.print(ending_text(ended_by))
     return "finished" if ended_by == "not needed" else ended_by
 
 
-def _ending(ended_by: ReleasedBy) -> str:
+def ending_text(ended_by: ReleasedBy) -> str:
+    """What the end of a run means for a host that had joined it."""
     if ended_by == "not needed":
-        return "this host is not needed: the run leaves it out, because a step would take no less time with it"
-    return f"the run has ended: {'it is finished' if ended_by == 'finished' else f'it was stopped by {ended_by}'}"
+        return "over     this host is not needed: the run leaves it out, because a step would take no less time with it"
+    how = "it is finished" if ended_by == "finished" else f"it was stopped by {ended_by}"
+    return f"over     the run has ended: {how}"
 
 
 def _parse_address(at: str) -> tuple[str, int]:

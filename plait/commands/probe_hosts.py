@@ -31,7 +31,7 @@ def probe_hosts(
     """
     check_output_file(out)
     config = load_recipe(recipe, overrides)
-    with leader_workers(hosts, config=config, folder=Path("runs") / config.run.name, screen=screen) as workers:
+    with leader_workers(hosts, config=config, folder=Path("runs") / config.run.name, log=screen.print) as workers:
         found = workers.host_machines()
         corpus, _ = corpus_facts_or_usual(config)
         job = request_of(config, corpus, on_paper(cluster_of_hosts(found, link_at_rate(1, "machine")))).job

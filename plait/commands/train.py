@@ -14,7 +14,7 @@ from plait.commands.monitoring.finish import is_finished, print_finished
 from plait.commands.monitoring.training import TrainingEnd, run_training
 from plait.commands.planning.begun_plan import refuse_other_text, resumed_plan
 from plait.commands.planning.folder_lock import lock_run_folder
-from plait.commands.planning.introduction import Details, print_run_start
+from plait.commands.planning.introduction import Details, run_start
 from plait.commands.planning.make_plan import make_plan
 from plait.commands.planning.run_folder import RunFolder, check_changes, run_folder
 from plait.commands.planning.workers import (
@@ -24,7 +24,7 @@ from plait.commands.planning.workers import (
     serve_under_torchrun,
     worker_pool,
 )
-from plait.commands.preparing.corpus import corpus_summary, prepared_corpus
+from plait.commands.preparing.corpus import corpus_facts, corpus_summary, prepared_corpus
 from plait.commands.probing.survey import survey_machines
 from plait.commands.verifying.gradient_check import check_new_layout
 from plait.errors import Interrupted, StopSignal
@@ -66,7 +66,6 @@ def train(
         changed = check_changes(folder.saved_config(), config) if folder.has_begun else []
         if folder.has_begun and "train.budget" not in changed and is_finished(folder):
             refuse_other_text(prepared_corpus(config, working, screen), folder.saved_plan())
-            screen.print(f"{folder.path} is finished; a larger train.budget continues it")
             receipt = print_finished(folder, screen, details)
             dismiss_torchrun_ranks()
             return TrainingEnd(stopped_by="finished", receipt=receipt)
@@ -75,7 +74,7 @@ def train(
         try:
             with _open_workers(hosts, config, working, renew, screen) as workers:
                 plan = workers.with_hosts(_prepare_plan(config, folder, workers, renew=renew, screen=screen))
-                print_run_start(plan, folder.path, details, screen)
+                screen.print(run_start(plan, folder.path, details))
                 if check == "new layouts":
                     check_new_layout(config, plan, workers, screen)
                 return run_training(
@@ -89,14 +88,14 @@ def train(
                     require_present=require_present,
                 )
         except Interrupted as interrupted:
-            sentence = _stopped_outside_training(interrupted.signal, folder)
+            sentence = stopped_early_text(interrupted.signal, has_begun=folder.has_begun)
             screen.print(sentence)
             return TrainingEnd(stopped_by=interrupted.signal, sentence=sentence)
 
 
-def _stopped_outside_training(signal: StopSignal, folder: RunFolder) -> str:
+def stopped_early_text(signal: StopSignal, *, has_begun: bool) -> str:
     """What a stop means that came while text was prepared, the machine measured, or other hosts awaited."""
-    if folder.has_begun:
+    if has_begun:
         return f"stopped by {signal} while no worker trained; the same command goes on with the run as it was saved"
     return f"stopped by {signal} before training began; the same command starts it again"
 
@@ -113,7 +112,7 @@ def _open_workers(
     begun = folder.saved_plan() if folder.has_begun and renew != "all" else None
     previous = [(share.mark, share.name) for share in (*begun.hosts, *begun.left_out)] if begun else []
     return leader_workers(
-        hosts, config=config, folder=folder.path, screen=screen, previous_hosts=previous, working=working
+        hosts, config=config, folder=folder.path, log=screen.print, previous_hosts=previous, working=working
     )
 
 
@@ -122,7 +121,7 @@ def _prepare_plan(
 ) -> Plan:
     """Prepare the data, survey the machines, and make or load the plan."""
     corpus = prepared_corpus(config, workers.working_folder, screen)
-    screen.print(corpus_summary(corpus))
+    screen.print(corpus_summary(corpus_facts(corpus)))
     fresh = renew != "nothing"
     with screen.progress() as show:
         show(0, 0, "looking at the machine")

@@ -62,7 +62,7 @@ def verify(
             resources = resources_of(look_around(workers, usable_cores()), workers)
             check_devices(layout, resources.machine)
             verdict = _check_here(config, plan, resources, workers, screen)
-    _print_verdict(verdict, screen, "" if where == "here" else _rounding_text(config))
+    screen.print(verdict_text(verdict, "" if where == "here" else _rounding_text(config)))
     if json_file is not None:
         write_output_file(json_file, verdict.to_json())
     return verdict
@@ -123,9 +123,10 @@ def _rounding_text(config: RunConfig) -> str:
     return ", but for the rounding of gradients on their way" if rounded else ""
 
 
-def _print_verdict(verdict: Verdict, screen: Screen, but: str) -> None:
-    screen.print(verdict.table())
+def verdict_text(verdict: Verdict, but: str) -> str:
+    """The largest differences, and what they prove; `but` is what the proof leaves out."""
     if verdict.ok:
-        screen.print(f"proven   the layout computes what one plain process computes{but}")
+        last = f"proven   the layout computes what one plain process computes{but}"
     else:
-        screen.print("differs  this layout does not compute what one plain process computes: a bug, so report it")
+        last = "differs  this layout does not compute what one plain process computes: a bug, so report it"
+    return f"{verdict.table()}\n{last}"

@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from plait.screen.console import Console
+from plait.screen.console import REFRESH_EVERY_S, Console
 from plait.screen.screen import ShowProgress
 from plait.screen.wrapping import wrapped
 
 WIDEST_COLUMNS = 110
 """Longer lines are hard to read, however wide a terminal is."""
 PROGRESS_LINE_EVERY_S = 10.0
-REFRESH_EVERY_S = 0.1
 
 
 class TerminalScreen:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Callable
+from io import StringIO
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console as RichConsole
 
 import plait
 from plait.checkpoint.manifest import tensor_names
 from plait.checkpoint.store import publish, staging_for, verify_checkpoint
 from plait.checkpoint.transfer import read_tensor, whole_slice, write_rank
+from plait.commands.evaluate import evaluate
+from plait.screen.terminal import TerminalScreen
 from tests.end_to_end.command import STEPS, Place, some_text
 
 RECEIPT = {
@@ -102,9 +107,12 @@ def test_a_finished_run_asked_again_prints_its_receipt_and_writes_nothing(place:
         return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
     before = state()
-    again = place.train(name, "layout.replicate=2")
+    again = place.train(name, "layout.replicate=2", "--verbose")
     assert again.code == 0 and not again.err
     assert "is finished" in again.out and f"{STEPS} steps" in again.out and "nats per token" in again.out
+    short, reasons = place.train(name, "layout.replicate=2"), place.train(name, "layout.replicate=2", "--why")
+    assert len(short.out.splitlines()) < 12 and "nats per byte held out" in short.out
+    assert all(reason in reasons.out and reason not in short.out for reason in place.plan(name)["reasons"])
     assert state() == before
 
 
@@ -151,6 +159,12 @@ def test_eval_says_what_training_said(place: Place, name: str, folder: Path) -> 
     assert told["step"] == STEPS == last["step"]
     assert told["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
     assert told["eval_nats_per_byte"] == pytest.approx(last["eval_nats_per_byte"], rel=1e-6)
+
+
+def test_eval_shows_how_far_it_is(name: str, folder: Path) -> None:
+    out, clock = StringIO(), count(0.0, 10.0)  # each look at the clock finds it ten seconds later
+    evaluate(name, [], screen=TerminalScreen(RichConsole(file=out), clock=lambda: next(clock)))
+    assert out.getvalue().startswith("working  measuring the loss, 0%\n")
 
 
 def test_eval_of_the_held_out_bytes_as_a_file_is_the_same(place: Place, name: str, folder: Path) -> None:

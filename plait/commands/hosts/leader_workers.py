@@ -15,7 +15,7 @@ from plait.commands.hosts.collect_checkpoint import TRAVEL_GRACE_S, CheckpointCo
 from plait.commands.hosts.file_stager import FileStager, JobFolder
 from plait.commands.hosts.host_info import machine_survey, own_host_info, why_host_cannot_join
 from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
-from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret
+from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret, invitation_text
 from plait.commands.hosts.job_argument import read_job_argument
 from plait.commands.planning.make_plan import Log, MachineSurvey
 from plait.commands.planning.workers import ENTRIES, MEASURE_ENTRY, PROBE_ENTRY, TRAINING_ENTRY, OnMessage
@@ -27,7 +27,6 @@ from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import HostShare, Plan, refreshed_hosts
 from plait.planner.plan_file import read_plan, write_plan
 from plait.recipe.schema import RunConfig
-from plait.screen.screen import Screen
 from plait.units import counted
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -187,7 +186,7 @@ def leader_workers(
     *,
     config: RunConfig,
     folder: Path,
-    screen: Screen,
+    log: Log,
     previous_hosts: Sequence[HostIdentity] = (),
     working: WorkingFolder = CURRENT_FOLDER,
 ) -> Iterator[LeaderWorkers]:
@@ -207,10 +206,7 @@ def leader_workers(
         entries=ENTRIES,
         working_folder=working.path,
     ) as hosts:
-        others = "the other host" if members == 1 else f"each of the {members} other hosts"
-        screen.print(f"hosts    {request.n_hosts}; on {others}, in the folder to work in, type:")
-        screen.print(f"             plait join {hosts.join_address}")
-        screen.print(f"         {told}")
+        log(invitation_text(members, hosts.join_address, told))
 
         def check(host_info: Mapping[str, Any]) -> str | None:
             sentence, name = (
@@ -218,20 +214,20 @@ def leader_workers(
                 " ".join(str(host_info.get("name")).split())[:80],
             )
             if sentence is None:
-                screen.print(f"joined   {name}: {counted(host_info['cores'], 'core')}")
+                log(f"joined   {name}: {counted(host_info['cores'], 'core')}")
             else:
-                screen.print(f"refused  {name}: {' '.join(sentence.split())}")
+                log(f"refused  {name}: {' '.join(sentence.split())}")
             return sentence
 
         arrived = hosts.admit(
             check,
             JOIN_TIMEOUT_S,
             order=previous_hosts,
-            on_lost=lambda name: screen.print(f"lost     {name}"),
-            on_failed=lambda count: screen.print(f"refused  {counted(count, 'attempt')}: a wrong secret, or not plait"),
+            on_lost=lambda name: log(f"lost     {name}"),
+            on_failed=lambda count: log(f"refused  {counted(count, 'attempt')}: a wrong secret, or not plait"),
         )
         check_connectivity(ConnectivityListener(own_host_info()["name"], address), arrived)
-        yield LeaderWorkers(hosts, folder=folder, config=config, log=screen.print, working=working)
+        yield LeaderWorkers(hosts, folder=folder, config=config, log=log, working=working)
 
 
 def _of_rank_0(on_message: OnMessage) -> OnMessage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Literal
 
 from plait.cluster.catalog import find_device_by_driver_name
@@ -72,11 +73,17 @@ def is_finished(folder: RunFolder) -> bool:
 
 def print_finished(folder: RunFolder, screen: Screen, details: Details) -> Receipt:
     """Print the end of a run that was finished before, and its plan's reasons where they are asked for."""
+    screen.print(finished_text(folder.path))
     for reason in reason_lines(folder.saved_plan()) if "reasons" in details else ():
         screen.print(f"         · {reason}")
     receipt = read_receipt(folder.receipt)
     _print_end(folder, receipt, screen, details)
     return receipt
+
+
+def finished_text(folder: Path) -> str:
+    """What a run's command says that has nothing left to do."""
+    return f"{folder} is finished; a larger train.budget continues it"
 
 
 def _print_end(folder: RunFolder, receipt: Receipt, screen: Screen, details: Details) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from plait.commands.planning.calibration_store import load_per_core
 from plait.planner.calibration.factors import Calibration, ForecastBasis, StepItems, disturbance_text
@@ -37,6 +37,8 @@ class Predicted:
     tensor_bytes: float
 
 
+CompareWhen = Literal["always", "when off"]
+"""When the first steps are logged beside the forecast: once in any case, or only beyond the forecast's error."""
 LoadPerCore = Callable[[], float | None]
 """Returns the runnable programs per core; None where it is unknown or says nothing about the run."""
 
@@ -56,7 +58,9 @@ class ForecastMonitor:
         *,
         log: Callable[[str], None],
         load_per_core: LoadPerCore,
+        compare: CompareWhen = "always",
     ) -> None:
+        self._compare = compare
         self.predicted, self._log, self._load_per_core = predicted, log, load_per_core
         self._warm_until = ceil((steps_done + RECEIPT_WARM_UP_STEPS) / report_every_steps) * report_every_steps
         self._first_until = self._warm_until + ceil(FIRST_STEPS_COMPARED / report_every_steps) * report_every_steps
@@ -116,13 +120,17 @@ class ForecastMonitor:
 
     def _report(self, observed: Observed) -> None:
         predicted = self.predicted
-        self._log(comparison_text(predicted.items, observed))
         source = "steps" if predicted.calibration.is_measured else predicted.basis
-        if off := deviation_text(predicted.items, observed, predicted.error, source):
+        off = deviation_text(predicted.items, observed, predicted.error, source)
+        if off or self._compare == "always":
+            self._log(comparison_text(predicted.items, observed))
+        if off:
             self._log(off)
 
 
-def monitor_of(plan: Plan, steps_done: int, log: Callable[[str], None]) -> ForecastMonitor | None:
+def monitor_of(
+    plan: Plan, steps_done: int, log: Callable[[str], None], compare: CompareWhen = "always"
+) -> ForecastMonitor | None:
     """The monitor of a start that continues from `steps_done`; None where the plan has no forecast items."""
     forecast = plan.forecast
     if forecast is None or forecast.items is None:
@@ -135,7 +143,9 @@ def monitor_of(plan: Plan, steps_done: int, log: Callable[[str], None]) -> Forec
         tensor_bytes=forecast.tensor_bytes,
     )
     others = load_per_core if plan.device == "cpu" else _unknown_load
-    return ForecastMonitor(predicted, steps_done, plan.report_every_steps, log=log, load_per_core=others)
+    return ForecastMonitor(
+        predicted, steps_done, plan.report_every_steps, log=log, load_per_core=others, compare=compare
+    )
 
 
 def pass_to_monitor(monitor: ForecastMonitor, kind: str, values: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from plait.checkpoint.store import FoundCheckpoint
 from plait.commands.monitoring.finish import finish_run
 from plait.commands.monitoring.forecast_monitor import monitor_of
 from plait.commands.monitoring.session import Session, run_session
@@ -52,27 +51,27 @@ def run_training(
     if point:
         for sentence in point.skipped:
             screen.print(f"passed over {sentence}")
-        screen.print(_resumed_from(point, plan))
+        screen.print(resumed_text(point.manifest.step, plan))
     done = point.manifest.step if point else 0
     bar = screen.steps(plan.steps, done)
-    compared = monitor_of(plan, done, bar.note)
+    compared = monitor_of(plan, done, bar.note, "always" if "receipt" in details else "when off")
     session = Session(folder, bar, compared, plan.devices, require_present=require_present)
     result, step = run_session(plan, folder, workers, done, point.path.name if point else None, session)
     if step < plan.steps:
-        sentence = _stopped_in_training(step, done, plan)
+        sentence = stopped_text(step, done, plan)
         screen.print(sentence)
         return TrainingEnd(stopped_by=result.stopped_by, sentence=sentence)
     receipt = finish_run(config, folder, plan, done, screen, compared, details=details, working=workers.working_folder)
     return TrainingEnd(stopped_by="finished", receipt=receipt)
 
 
-def _resumed_from(point: FoundCheckpoint, plan: Plan) -> str:
+def resumed_text(step: int, plan: Plan) -> str:
     """From which checkpoint a run goes on, and how long that takes."""
-    left = time_left_text(plan, point.manifest.step)
-    return f"resume   from {point.path.name} of {plan.steps}{left and f', {left} more'}"
+    left = time_left_text(plan, step)
+    return f"resume   from step-{step} of {plan.steps}{left and f', {left} more'}"
 
 
-def _stopped_in_training(saved_step: int, resumed_step: int, plan: Plan) -> str:
+def stopped_text(saved_step: int, resumed_step: int, plan: Plan) -> str:
     """Where the run stands after a stop: at a checkpoint, an older one than this start's, or none yet."""
     if saved_step > resumed_step:
         return f"stopped after step {saved_step} of {plan.steps}, saved; the same command goes on from there"

@@ -13,39 +13,33 @@ from plait.planner.calibration.factors import calibration_text
 from plait.planner.plan import Plan
 from plait.planner.rebalancing.batch_rebalance import why_rebalancing_cannot_help
 from plait.planner.resolve.resolve import plan_summary
-from plait.screen.screen import Screen
 from plait.units import counted, format_bytes, format_count, format_duration
 
 Details = Collection[Literal["reasons", "receipt"]]
 """What is printed beside the short start and end: the reasons of the plan (--why), the whole receipt (--verbose)."""
 PARTS_IN_WORDS = {
     "pipeline": "{} groups of layers",
-    "replicate": "{} copies of the model",
-    "shard": "state split in {} parts",
+    "replicate": "{} copies",
+    "shard": "state in {} parts",
     "context": "sequences in {} parts",
     "tensor": "matrices in {} parts",
     "expert": "experts in {} groups",
 }
 
 
-def print_run_start(plan: Plan, folder: Path, details: Details, screen: Screen) -> None:
-    """Print the start of a run; the line about its text comes before, as soon as that is prepared."""
-    screen.print(run_start(plan, folder))
-    for reason in reason_lines(plan) if "reasons" in details else plan.warnings:
-        screen.print(f"         · {reason}")
-
-
-def run_start(plan: Plan, folder: Path) -> str:
-    """Four lines: the model and the run's name, the devices and their work, how long it takes, where it is."""
-    shape, name = plan.shape, folder.name
+def run_start(plan: Plan, folder: Path, details: Details = ()) -> str:
+    """Four lines: the model and the run's name, the devices and their work, how long it takes, where it is; then all
+    reasons, or those alone that are warnings. The line about the run's text comes before, once that is prepared."""
+    shape = plan.shape
     size = f"{format_count(parameter_count(shape))} parameters in {counted(shape.layers, 'layer')}"
     lines = (
-        f"model    {size}, width {shape.width}; the run is called {name}",
+        f"model    {folder.name}: {size}, width {shape.width}",
         f"devices  {_devices_text(plan)}: {layout_in_words(plan.layout)}, {_workers_text(plan)}",
         f"time     {_time_text(plan)}",
-        f"run      {folder}, {_saved_text(plan)}; plait train --why gives the reasons",
+        f"run      {folder}, {_saved_text(plan)}; --why gives the reasons",
     )
-    return "\n".join(lines)
+    reasons = reason_lines(plan) if "reasons" in details else plan.warnings
+    return "\n".join([*lines, *(f"         · {reason}" for reason in reasons)])
 
 
 def reason_lines(plan: Plan) -> list[str]:
@@ -82,9 +76,13 @@ def _workers_text(plan: Plan) -> str:
 
 
 def _time_text(plan: Plan) -> str:
-    steps = f"{counted(plan.steps, 'step')} of {format_count(plan.batch_tokens)} tokens"
-    known = f"{left} {'as timed here' if plan.step_s else 'by forecast'}: " if (left := time_left_text(plan, 0)) else ""
-    return f"{known}{steps}, for a budget of {plan.budget}"
+    """How long the run will take, by which knowledge, and until when it trains."""
+    steps, budget = counted(plan.steps, "step"), plan.budget
+    batch = format_count(plan.batch_tokens)
+    until = f"{budget} in {steps}" if budget.unit == "tokens" else f"{steps} of {batch} tokens"
+    asked = f", budget {budget}" if budget.unit == "seconds" else ""
+    known = f"{left} ({'timed' if plan.step_s else 'forecast'}): " if (left := time_left_text(plan, 0)) else ""
+    return f"{known}{until}{asked}"
 
 
 def _saved_text(plan: Plan) -> str:

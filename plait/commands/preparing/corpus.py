@@ -13,7 +13,7 @@ from plait.data.sources import Source
 from plait.planner.derive.model_size import CorpusFacts
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
-from plait.units import counted, format_count
+from plait.units import format_count
 from plait.working_folder import WorkingFolder
 
 
@@ -67,10 +67,9 @@ def corpus_facts(corpus: Corpus) -> CorpusFacts:
     )
 
 
-def corpus_summary(corpus: Corpus) -> str:
+def corpus_summary(facts: CorpusFacts) -> str:
     """One line about prepared data, for people."""
-    facts = corpus_facts(corpus)
     return (
         f"data     {format_count(facts.train_tokens)} training tokens, {format_count(facts.heldout_tokens)} held out; "
-        f"{counted(facts.documents, 'document')}, vocabulary {facts.vocabulary}"
+        f"{format_count(facts.documents)} document{'s' if facts.documents != 1 else ''}, vocabulary {facts.vocabulary}"
     )

@@ -245,8 +245,7 @@ def _binds(found: Search) -> list[str]:
     if hidden + exposed > LEAST_SHARE_MENTIONED * found.step_s[found.chosen]:
         lines.append(
             f"messages between devices: {format_duration(hidden)} of a step pass while devices compute and cost "
-            "no time, "
-            f"for {format_duration(exposed)} devices wait"
+            f"no time, for {format_duration(exposed)} devices wait"
         )
     capacity = found.capacity_bytes(found.chosen)
     if found.bytes_per_device(found.chosen) > capacity:
