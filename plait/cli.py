@@ -11,13 +11,12 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from plait.cli_arguments import Address, HostCount, Overrides, Port, Recipe, Run, SecretFile, Version
+from plait.cli_arguments import Address, HostCount, Overrides, Port, Recipe, RunName, SecretFile, Version
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals
 from plait.process_exit import EXIT_OF_SIGNAL, exit_with_sentence
 from plait.screen.terminal import TerminalScreen
-from plait.working_folder import CURRENT_FOLDER
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -132,17 +131,9 @@ def data(
     ] = None,
 ) -> None:
     """Turn a recipe's text into tokens on disk, once."""
-    from plait.commands.preparing.corpus import corpus_facts, corpus_summary, prepared_corpus
-    from plait.recipe.load import load_recipe
+    from plait.commands.data import data
 
-    config = load_recipe(recipe, overrides or [])
-    corpus = prepared_corpus(config, CURRENT_FOLDER, _screen())
-    _screen().print(corpus_summary(corpus_facts(corpus)))
-    _screen().print(f"ready    {corpus.folder}")
-    if balance:
-        from plait.commands.preparing.balance_table import balance_report
-
-        _screen().print(balance_report(config, corpus, balance).table())
+    data(recipe, overrides or [], balance_ranks=balance, screen=_screen())
 
 
 @app.command()
@@ -199,7 +190,7 @@ def probe(
 
 @app.command()
 def sample(
-    run: Run,
+    run: RunName,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     tokens: Annotated[int, typer.Option(help="Number of tokens to add.", min=1)] = 200,
     temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.", min=0)] = 0.8,
@@ -218,7 +209,7 @@ def sample(
 
 @app.command(name="eval")
 def evaluate(
-    run: Run,
+    run: RunName,
     files: Annotated[
         list[str] | None, typer.Option("--files", help="Text files to measure instead of the held-out text.")
     ] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import isfinite
@@ -47,8 +48,18 @@ def evaluate(
             "or train again with a lower optimizer.lr and another run.name"
         )
     nbytes = text.heldout_bytes
-    result = {"step": found.manifest.step, "eval_loss": total / tokens, "eval_nats_per_byte": total / nbytes}
-    return {**result, "tokens": int(tokens), "bytes": nbytes}
+    return evaluation_values(found.manifest.step, total, int(tokens), nbytes)
+
+
+def evaluation_values(step: int, loss_sum: float, tokens: int, nbytes: int) -> dict[str, float]:
+    """The result as plain values; `loss_sum` is in nats."""
+    result = {"step": step, "eval_loss": loss_sum / tokens, "eval_nats_per_byte": loss_sum / nbytes}
+    return {**result, "tokens": tokens, "bytes": nbytes}
+
+
+def evaluation_line(step: int, loss_sum: float, tokens: int, nbytes: int) -> str:
+    """The result as one line of JSON."""
+    return json.dumps(evaluation_values(step, loss_sum, tokens, nbytes))
 
 
 def _prepare_files(files: Sequence[str], corpus: Corpus, cache: Path, show: ShowProgress) -> Corpus:

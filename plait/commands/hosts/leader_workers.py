@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 
 from plait.cluster.topology import Machine, make_names_unique, usable_cores
 from plait.commands.hosts.collect_checkpoint import TRAVEL_GRACE_S, CheckpointCollector
-from plait.commands.hosts.file_stager import FileStager, JobFolder
+from plait.commands.hosts.file_stager import FileStager
 from plait.commands.hosts.host_info import (
     failed_attempts_text,
     joined_host_text,
@@ -22,7 +21,7 @@ from plait.commands.hosts.host_info import (
 )
 from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
 from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret, invitation_text
-from plait.commands.hosts.job_argument import read_job_argument
+from plait.commands.hosts.job_argument import joined_host_part, own_part, read_job_argument
 from plait.commands.planning.make_plan import Log, MachineSurvey
 from plait.commands.planning.timing import say_that_it_stops
 from plait.commands.planning.workers import (
@@ -117,7 +116,7 @@ class LeaderWorkers:
         """Run a job: a single rank on this host, or all workers on all hosts, each host in its own folder."""
         if job.world_size == 1:
             idle = [HostPart(ranks=0, threads=1, argument="") for _ in self._hosts.members]
-            return self._hosts.run(job, on_message=on_message, parts=[_own_part(job, 1, job.threads), *idle])
+            return self._hosts.run(job, on_message=on_message, parts=[own_part(job, 1, job.threads), *idle])
         if job.entry in (PROBE_ENTRY, PRODUCTS_ENTRY):
             assert job.world_size == self.fixed_workers.workers, job
             return self._hosts.run(job, on_message=_of_rank_0(on_message), parts=self._probe_parts(job))
@@ -132,8 +131,8 @@ class LeaderWorkers:
         )
         places = self._file_stager.stage_job_files(folder, "run" if training else "job", asked.resume)
         first, *others = self.host_shares
-        parts = [_own_part(job, first.workers, first.threads)]
-        parts += [_joined_host_part(job, share, place) for share, place in zip(others, places, strict=True)]
+        parts = [own_part(job, first.workers, first.threads)]
+        parts += [joined_host_part(job, share, place) for share, place in zip(others, places, strict=True)]
         # At the end parts of a checkpoint travel, too, unless all hosts share the folder.
         grace_s = STOP_GRACE_S + (0.0 if all(place.is_shared for place in places) else TRAVEL_GRACE_S)
         with CheckpointCollector(self._member_of, folder / "checkpoints", _of_rank_0(on_message)) as gathering:
@@ -250,17 +249,3 @@ def leader_workers(
 def _of_rank_0(on_message: OnMessage) -> OnMessage:
     """What the caller hears: rank 0's messages, which is on this host. Others have nothing to say to it."""
     return lambda message: on_message(message) if message.rank == 0 else None
-
-
-def _own_part(job: Job, ranks: int, threads: int) -> HostPart:
-    return HostPart(ranks=ranks, threads=threads, argument=job.argument, log_dir=job.log_dir)
-
-
-def _joined_host_part(job: Job, share: HostShare, job_folder: JobFolder) -> HostPart:
-    """A joined host's part of a job: the same argument, with the folder that this host has for it."""
-    argument, training = job_folder.path, job.entry == TRAINING_ENTRY
-    if job.argument.startswith("{"):
-        sent = {"parts": "sent"} if training and not job_folder.is_shared else {}
-        argument = json.dumps({**json.loads(job.argument), "folder": job_folder.path, **sent})
-    log_dir = f"{job_folder.path}/logs" if training else job_folder.path
-    return HostPart(ranks=share.workers, threads=share.threads, argument=argument, log_dir=log_dir)
