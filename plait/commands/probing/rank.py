@@ -36,6 +36,7 @@ from plait.commands.probing.rank_places import exchange_rank_places
 from plait.commands.probing.training_pieces import begin_all_reduce, collective_operations, training_operations_for
 from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
+from plait.model.matmul import select_matmul_library
 from plait.parallel.mesh import GroupSums, make_groups, open_store
 
 RENDEZVOUS_TIMEOUT_S = 60.0
@@ -94,6 +95,8 @@ def run_probe_rank(context: RankContext, argument: str) -> None:
     request = ProbeRequest.from_json(argument)
     torch.set_num_threads(context.threads)
     torch.set_flush_denormal(True)  # as training does
+    if request.device == "cpu":
+        select_matmul_library(request.host_backends.get(detect_machine().digest(), request.matmul_backend))
     place = _join_probe(context, request)
     try:
         pairs = _time_pairs(place, request)
