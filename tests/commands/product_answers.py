@@ -14,14 +14,15 @@ FLOAT32, ROUNDED = 2e-7, 2e-3
 
 def rates_of(machine: Machine, gains: Mapping[Arithmetic, float], error: float = FLOAT32) -> ProductRates:
     """Rates of a worker with one of the machine's cores, by `gains` over 1e11 FLOP/s; oneDNN makes this `error`."""
-    errors = {"default": FLOAT32, "onednn": error, "bf16": ROUNDED}
+    errors: dict[Arithmetic, float] = {"default": FLOAT32, "onednn": error, "bf16": ROUNDED}
+    speeds: dict[Arithmetic, float] = {"default": 1.0, **gains}
     return ProductRates(
         machine=machine.digest(),
         workers=machine.cores,
         library="MKL",
         rates={
             name: ProductRate(flops=1e11 * gain, error=errors[name], error_ratio=errors[name] / FLOAT32)
-            for name, gain in {"default": 1.0, **gains}.items()
+            for name, gain in speeds.items()
         },
     )
 

@@ -12,6 +12,7 @@ from plait.planner.derive.arithmetic import (
     ProcessorArithmetic,
     arithmetic_name,
     bf16_price,
+    bf16_refusal,
     choose_backend,
     choose_backends,
     choose_precision,
@@ -45,8 +46,13 @@ def test_one_that_rounds_its_factors_is_not_however_fast() -> None:
 
 def test_a_library_that_is_not_there_is_not_taken_and_refused_by_name() -> None:
     nothing = rates_of(LAPTOP, {"bf16": 1.0})
-    assert choose_backend("auto", nothing) == ("default", "matrix products by MKL: this torch has no oneDNN")
-    with pytest.raises(PlaitError, match='"onednn", and this torch has no oneDNN; write "auto" or "default"'):
+    assert choose_backend("auto", nothing) == (
+        "default",
+        "matrix products by MKL: this torch has no oneDNN for this processor",
+    )
+    with pytest.raises(
+        PlaitError, match='"onednn", and this torch has no oneDNN for this processor; write "auto" or "default"'
+    ):
         choose_backend("onednn", nothing)
     with pytest.raises(PlaitError, match="less exact"):
         choose_backend("onednn", rates_of(LAPTOP, {"onednn": 8.0}, error=ROUNDED))
@@ -73,6 +79,15 @@ def test_bf16_is_for_whole_steps_that_gain_a_quarter() -> None:
         '1.6 times as fast as in float32, as timed here; train.precision = "float32" keeps float32'
     )
     assert bf16_price(0.5) == "precision bf16, whose products take 2.0 times as long as float32's on this processor"
+
+
+def test_a_processor_without_bf16_stays_in_float32_and_refuses_bf16_by_name() -> None:
+    assert bf16_refusal(2.0) == ""
+    assert bf16_refusal(0.5).endswith("bf16 products are 2.0 times slower than its own on this processor")
+    found = choose_backends("auto", "float32", [rates_of(LAPTOP, {"onednn": 2.0})])
+    assert bf16_refusal(found.bf16_gain) == "precision float32: this processor has no bf16 arithmetic"
+    with pytest.raises(PlaitError, match=r'no bf16 arithmetic; write train.precision = "float32"'):
+        bf16_price(found.bf16_gain)
 
 
 @pytest.mark.parametrize(

@@ -33,14 +33,27 @@ class ArithmeticUnit:
 
 
 def arithmetic_units() -> dict[Arithmetic, ArithmeticUnit]:
-    """The arithmetics of this process's torch and processor."""
+    """The arithmetics of this process's torch and processor; one that does not run is not there."""
     found: dict[Arithmetic, ArithmeticUnit] = {
-        "default": ArithmeticUnit(select=partial(matmul_library, "default"), dtype=torch.float32),
-        "bf16": ArithmeticUnit(select=nullcontext, dtype=torch.bfloat16),
+        "default": ArithmeticUnit(select=partial(matmul_library, "default"), dtype=torch.float32)
     }
-    if has_onednn():
-        found["onednn"] = ArithmeticUnit(select=partial(matmul_library, "onednn"), dtype=torch.float32)
+    bf16 = ArithmeticUnit(select=nullcontext, dtype=torch.bfloat16)
+    if runs(bf16):
+        found["bf16"] = bf16
+    onednn = ArithmeticUnit(select=partial(matmul_library, "onednn"), dtype=torch.float32)
+    if has_onednn() and runs(onednn):
+        found["onednn"] = onednn
     return found
+
+
+def runs(unit: ArithmeticUnit) -> bool:
+    """Whether a product can be computed in a unit."""
+    two = torch.ones(16, 16, dtype=unit.dtype)
+    try:
+        with unit.select():
+            return bool(torch.mm(two, two).float().sum() == 16**3)
+    except RuntimeError:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +110,8 @@ def measure_product_rates(
 def _rates(
     products: Sequence[_Product], units: Mapping[Arithmetic, ArithmeticUnit], bench: TimingSetup, *, seconds: float
 ) -> dict[Arithmetic, ProductRate]:
-    runs = {(name, index): product.run(unit) for index, product in enumerate(products) for name, unit in units.items()}
-    timings = time_in_rounds(runs, bench, seconds=seconds)
+    timed = {(name, index): product.run(unit) for index, product in enumerate(products) for name, unit in units.items()}
+    timings = time_in_rounds(timed, bench, seconds=seconds)
     errors = [product.errors(units) for product in products]
     flops = sum(product.flops for product in products)
     return {

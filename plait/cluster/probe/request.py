@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from plait.model.shape import ModelShape, training_flops_per_token
 from plait.model.sizes import named_shape
+from plait.partition.execution import MatmulBackend
 
 TYPICAL: Mapping[str, tuple[tuple[str, int, int], ...]] = {
     # Size, tokens of a sequence, sequences at a time. On a processor core these take some 2 s a round.
@@ -68,6 +69,10 @@ class ProbeRequest:
     """Message sizes in bytes, growing."""
     seconds: float
     """Approximate time for the arithmetic; each measurement of overlap takes another quarter of it."""
+    matmul_backend: MatmulBackend = "default"
+    """The library by which processors multiply float32 matrices."""
+    host_backends: Mapping[str, MatmulBackend] = field(default_factory=dict[str, MatmulBackend])
+    """The library of hosts that take another one, by the digest of their machine."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -110,6 +110,7 @@ class LeaderWorkers:
             return replace(plan, hosts=hosts)
         peaks = [site.peak_flops for site in self.surveys() if site.peak_flops is not None]
         peak = sum(peaks) if len(peaks) == len(self.host_shares) else None
+        peak = plan.peak_flops if plan.matmul_flops else peak  # the first is that of the run's own arithmetic
         return replace(plan, hosts=self.host_shares, threads=self.fixed_workers.threads, peak_flops=peak)
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:

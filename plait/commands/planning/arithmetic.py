@@ -14,13 +14,12 @@ from plait.commands.planning.workers import PRODUCTS_ENTRY, WorkerPool
 from plait.launch.values.job import Job
 from plait.partition.execution import Precision
 from plait.planner.derive.arithmetic import (
-    LEAST_STEP_GAIN,
     BackendName,
     ProcessorArithmetic,
     bf16_price,
+    bf16_refusal,
     choose_backends,
     choose_precision,
-    speed_text,
 )
 from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.derive.resources import FixedWorkers, Resources
@@ -100,9 +99,8 @@ def _measured_products(job: TrainingJob, resources: Resources, workers: WorkerPo
 
 def _precision(config: RunConfig, plan: Plan, found: ProcessorArithmetic, workers: WorkerPool) -> tuple[Precision, str]:
     """The precision for a run's processors, with the reason: bf16 where a whole step is much faster."""
-    if found.bf16_gain < LEAST_STEP_GAIN:
-        speed = speed_text(found.bf16_gain)
-        return "float32", f"precision float32: bf16 products are {speed} its own on this processor"
+    if refusal := bf16_refusal(found.bf16_gain):
+        return "float32", refusal
     if _expected_s(plan) < LEAST_RUN_S:
         return "float32", "precision float32: the run is too short to time steps in bf16 as well"
     return choose_precision(_timed_gain(config, plan, workers))

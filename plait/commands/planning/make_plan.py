@@ -106,6 +106,7 @@ def _plan_if_probe_holds(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, 
         batch_sequences=plan.batch_sequences,
         precision=plan.precision,
         matmul_backend=plan.matmul_backend,
+        host_backends=plan.host_backends,
     )
     probed = probe(plans_need)
     holds = plan.forecast is not None and plan.forecast.probe_digest == probe_digest(probed)

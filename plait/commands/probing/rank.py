@@ -49,6 +49,7 @@ from plait.commands.probing.training_pieces import (
 )
 from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
+from plait.model.matmul import select_matmul_library
 from plait.parallel.mesh import make_groups, open_store
 
 _T = TypeVar("_T")
@@ -94,6 +95,8 @@ def run_probe_rank(context: RankContext, argument: str) -> None:
     request = ProbeRequest.from_json(argument)
     torch.set_num_threads(context.threads)
     torch.set_flush_denormal(True)  # as training does
+    if request.device == "cpu":
+        select_matmul_library(request.host_backends.get(detect_machine().digest(), request.matmul_backend))
     place = _join_probe(context, request)
     pairs = _time_pairs(place, request)
     figures = _time_arithmetic(place, request)

@@ -111,7 +111,7 @@ def choose_backend(named: BackendName, found: ProductRates) -> tuple[MatmulBacke
     if named == "default":
         return "default", ""
     if not gain:
-        return _refused(named, found, "this torch has no oneDNN")
+        return _refused(named, found, "this torch has no oneDNN for this processor")
     one, default = found.rates["onednn"], found.rates["default"]
     if one.error_ratio > MAX_ERROR_RATIO:
         why = f"oneDNN is less exact on this processor (error {one.error:.0e}, {library} {default.error:.0e})"
@@ -130,10 +130,22 @@ def _refused(named: BackendName, found: ProductRates, why: str) -> tuple[MatmulB
 
 
 def bf16_price(gain: float) -> str:
-    """What bf16 products cost on the processors of a run whose precision is settled."""
+    """What bf16 products cost on the processors of a run whose precision is settled; raises PlaitError where they have
+    none."""
+    if not gain:
+        raise PlaitError('this processor has no bf16 arithmetic; write train.precision = "float32"')
     if gain < 1:
         return f"precision bf16, whose products take {1 / gain:.1f} times as long as float32's on this processor"
     return f"precision bf16, whose products are {speed_text(gain)} float32's on this processor"
+
+
+def bf16_refusal(gain: float) -> str:
+    """Why a step need not be timed in bf16, which gains less than its products do; empty where they gain enough."""
+    if gain >= LEAST_STEP_GAIN:
+        return ""
+    if not gain:
+        return "precision float32: this processor has no bf16 arithmetic"
+    return f"precision float32: bf16 products are {speed_text(gain)} its own on this processor"
 
 
 def choose_precision(step_gain: float) -> tuple[Precision, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
@@ -38,6 +38,8 @@ class ProbeNeed:
     batch_sequences: int
     precision: Precision
     matmul_backend: MatmulBackend = "default"
+    host_backends: Mapping[str, MatmulBackend] = field(default_factory=dict[str, MatmulBackend])
+    """The library of hosts that take another one, by the digest of their machine."""
 
 
 Probe = Callable[[ProbeNeed], Cluster]

@@ -89,6 +89,7 @@ def request_of(
             batch_sequences=job.batch_sequences,
             precision=job.precision,
             matmul_backend=job.matmul_backend,
+            host_backends=resources.arithmetic.host_backends if resources.arithmetic else {},
         )
     )
     workload = _workload(job)
