@@ -7,7 +7,6 @@ operations on the same numbers, so gradients are the same bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -71,7 +70,7 @@ def run_keeping(kept: tuple[Any, ...], layer: Layer, stream_nd: Tensor, rows: Ro
     return _checkpoint(layer, stream_nd, rows, context_fn=contexts)
 
 
-def _checkpoint(layer: Layer, stream_nd: Tensor, rows: Rows, **contexts: Callable[..., Any]) -> Tensor:
+def _checkpoint(layer: Layer, stream_nd: Tensor, rows: Rows, **contexts: Any) -> Tensor:
     # A layer draws no random number, so no generator's state is worth keeping. Where no contexts are wanted none may be
     # given: a compiler takes even torch's own empty ones for a selection of operations, and fails.
     result = checkpoint(run_layer, layer, stream_nd, rows, use_reentrant=False, preserve_rng_state=False, **contexts)
