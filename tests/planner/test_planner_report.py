@@ -168,9 +168,9 @@ def test_a_schedule_without_a_pipeline_is_not_said_to_have_decided_the_layout(tm
 
 
 def test_a_layout_for_which_memory_is_short_is_explained_although_nothing_fits_freely(tmp_path: Path) -> None:
-    config = recipe(tmp_path, "1B", 1024, 64, "1B tokens", "layout.shard=2")
+    config = recipe(tmp_path, "1B", 1024, 64, "1B tokens", "layout.tensor=2")
     cluster = read_cluster("2x(1x4090)@10G")
-    pins = Constraints(degrees=Layout(shard=2))
+    pins = Constraints(degrees=Layout(tensor=2))
     roomy = search(make_plan_report(config, on_paper(cluster), top=0).search.workload, cluster, constraints=pins)
     tight = with_memory(cluster, 0.99 * min(roomy.leanest_bytes.values()) / cluster.islands[0].device.memory_bytes)
     with pytest.raises(DoesNotFit):
