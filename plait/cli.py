@@ -131,9 +131,9 @@ def data(
     ] = None,
 ) -> None:
     """Turn a recipe's text into tokens on disk, once."""
-    from plait.commands.data import data
+    from plait.commands.data import prepare_text
 
-    data(recipe, overrides or [], balance_ranks=balance, screen=_screen())
+    prepare_text(recipe, overrides or [], balance_ranks=balance, screen=_screen())
 
 
 @app.command()

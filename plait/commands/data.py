@@ -12,7 +12,7 @@ from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER
 
 
-def data(recipe: Path, overrides: Sequence[str], *, balance_ranks: int | None, screen: Screen) -> None:
+def prepare_text(recipe: Path, overrides: Sequence[str], *, balance_ranks: int | None, screen: Screen) -> None:
     """Prepare the text, or find it prepared, and print what there is; for `balance_ranks` ranks, also how a step's
     documents divide among them. Raises PlaitError in one sentence."""
     config = load_recipe(recipe, overrides)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from plait.cluster.cluster import Cluster, read_cluster
-from plait.cluster.topology import usable_cores
-from plait.commands.planning.make_plan import kept_plan, look_around, resources_of
+from plait.commands.planning.make_plan import kept_plan
+from plait.commands.planning.measuring import resources_of, survey_machine
 from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.planning.plan_report import (
     REPORT_COLUMNS,
@@ -96,7 +96,7 @@ def plan_report(
 def _report_for_this_machine(config: RunConfig, top: int, working: WorkingFolder) -> PlanReport:
     """The report, and before it what `plait train` will do here: there a kept plan counts for more than a forecast."""
     with worker_pool(working) as workers:
-        survey = look_around(workers, usable_cores(), named_workers(config))
+        survey = survey_machine(workers, named_workers(config))
         corpus = corpus_if_prepared(config, working)
         report = make_plan_report(config, resources_of(survey, workers), top=top, working=working)
         kept = kept_plan(config, corpus, survey, workers) if corpus else None

@@ -16,8 +16,8 @@ from plait.cluster.probe.request import (
     model_probe_request,
     typical_probe_request,
 )
-from plait.cluster.topology import Machine, usable_cores
-from plait.commands.planning.make_plan import MachineSurvey, look_around
+from plait.cluster.topology import Machine
+from plait.commands.planning.measuring import MachineSurvey, survey_machine
 from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.planning.workers import WorkerPool, serve_under_torchrun, worker_pool
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
@@ -50,7 +50,7 @@ def probe(
         return None
     check_output_file(out)
     with worker_pool(working) as pool:
-        site = look_around(pool, usable_cores())
+        site = survey_machine(pool)
         extent = choose_probe_workers(site.machine, workers, threads, pool)
         requested = probe_request_for(config, site, extent, working)
         measured = measure_or_load(pool, [site.machine], requested, extent, fresh=fresh)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from plait.cluster.topology import usable_cores
-from plait.commands.planning.make_plan import look_around, proven_plan
+from plait.commands.planning.make_plan import proven_plan
+from plait.commands.planning.measuring import survey_machine
 from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.planning.workers import worker_pool
 from plait.commands.preparing.corpus import prepared_corpus
@@ -31,7 +31,7 @@ def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path
     config = load_recipe(recipe, overrides)
     corpus = prepared_corpus(config, CURRENT_FOLDER, screen)
     with worker_pool() as workers:
-        site = look_around(workers, usable_cores(), named_workers(config))
+        site = survey_machine(workers, named_workers(config))
 
         def show(split: WorkerLayout) -> None:
             screen.print(f"timed    {_layout_text(split)}: {_step_time_text(split)}")

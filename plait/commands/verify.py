@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from plait.cluster.topology import usable_cores
-from plait.commands.planning.make_plan import look_around, resources_of
+from plait.commands.planning.measuring import resources_of, survey_machine
 from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.planning.workers import WorkerPool, serve_under_torchrun, worker_pool
 from plait.commands.verifying.gradient_check import check_gradients, summation_order_noise
@@ -60,7 +60,7 @@ def verify(
             if verdict.ok and config.train.gradient_transfer == "bf16":
                 verdict = _check_rounded(config, plan, workers, screen)
         else:
-            resources = resources_of(look_around(workers, usable_cores(), named_workers(config)), workers)
+            resources = resources_of(survey_machine(workers, named_workers(config)), workers)
             check_devices(layout, resources.machine)
             verdict = _check_here(config, plan, resources, workers, screen)
     screen.print(verdict_text(verdict, "" if where == "here" else _rounding_text(config)))

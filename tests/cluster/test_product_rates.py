@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.cluster.probe.products import ArithmeticUnit, arithmetic_units, measure_product_rates, runs
+from plait.cluster.probe.products import ArithmeticUnit, arithmetic_units, computes, measure_product_rates
 from plait.cluster.probe.request import ProbedModel
 from plait.cluster.probe.timing import ProcessorClock, SingleRank, TimingSetup
 from plait.cluster.product_rates import Arithmetic, ProductRates
@@ -99,7 +99,7 @@ def refusing(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def test_an_arithmetic_that_fails_or_computes_nonsense_is_not_there() -> None:
     wrong = unit(lambda: OtherProducts(lambda left, right: torch.zeros(left.shape[0], right.shape[1])))
-    assert runs(PLAIN) and not runs(unit(lambda: OtherProducts(refusing))) and not runs(wrong)
+    assert computes(PLAIN) and not computes(unit(lambda: OtherProducts(refusing))) and not computes(wrong)
 
 
 def test_this_processor_has_float32_products_and_errors_of_float32() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from plait.cluster.product_rates import Arithmetic
 from plait.cluster.topology import Machine
-from plait.commands.planning.make_plan import MachineSurvey, make_plan, replan
+from plait.commands.planning.make_plan import make_plan, replan
+from plait.commands.planning.measuring import MachineSurvey
 from plait.commands.planning.workers import PRODUCTS_ENTRY, TIMING_ENTRY, OnMessage
 from plait.data.preparation.synthetic import write_synthetic
 from plait.data.shards import Corpus, open_corpus

@@ -12,8 +12,8 @@ import pytest
 
 from plait.cluster.cluster import Cluster, read_cluster
 from plait.cluster.machine_cluster import cluster_of_machine
-from plait.cluster.topology import Machine, usable_cores
-from plait.commands.planning.make_plan import look_around, resources_of
+from plait.cluster.topology import Machine
+from plait.commands.planning.measuring import resources_of, survey_machine
 from plait.commands.planning.plan_report import make_plan_report
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.commands.probing.survey import survey_machines
@@ -91,7 +91,7 @@ def test_plan_and_train_ask_for_the_same(machine: str, overrides: tuple[str, ...
     config = recipe(tmp_path, *overrides)
     corpus, _ = corpus_facts_or_usual(config)
     surveyed = survey_machines(workers, lambda line: None, "kept")
-    by_plan = request_of(config, corpus, resources_of(look_around(workers, usable_cores()), workers))
+    by_plan = request_of(config, corpus, resources_of(survey_machine(workers), workers))
     by_train = request_of(config, corpus, resources_of(surveyed, workers))
     assert by_plan == by_train
 

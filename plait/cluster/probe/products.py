@@ -38,15 +38,15 @@ def arithmetic_units() -> dict[Arithmetic, ArithmeticUnit]:
         "default": ArithmeticUnit(select=partial(matmul_library, "default"), dtype=torch.float32)
     }
     bf16 = ArithmeticUnit(select=nullcontext, dtype=torch.bfloat16)
-    if runs(bf16):
+    if computes(bf16):
         found["bf16"] = bf16
     onednn = ArithmeticUnit(select=partial(matmul_library, "onednn"), dtype=torch.float32)
-    if has_onednn() and runs(onednn):
+    if has_onednn() and computes(onednn):
         found["onednn"] = onednn
     return found
 
 
-def runs(unit: ArithmeticUnit) -> bool:
+def computes(unit: ArithmeticUnit) -> bool:
     """Whether a product can be computed in a unit."""
     two = torch.ones(16, 16, dtype=unit.dtype)
     try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.cluster.topology import Machine, software_versions, usable_cores
-from plait.commands.planning.make_plan import MachineSurvey
+from plait.commands.planning.measuring import MachineSurvey
 from plait.errors import PlaitError
 from plait.launch.values.from_json import SingleLine, from_json, one_line
 from plait.launch.values.job import RANKS_AT_MOST, THREADS_AT_MOST

@@ -22,8 +22,8 @@ from plait.commands.hosts.host_info import (
 from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
 from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret, invitation_text
 from plait.commands.hosts.job_argument import joined_host_part, own_part, read_job_argument
-from plait.commands.planning.make_plan import Log, MachineSurvey
-from plait.commands.planning.timing import say_that_it_stops
+from plait.commands.planning.make_plan import Log
+from plait.commands.planning.measuring import MachineSurvey, say_that_it_stops
 from plait.commands.planning.workers import (
     ENTRIES,
     MEASURE_ENTRY,

@@ -9,7 +9,7 @@ from typing import Literal
 
 from plait.cluster.probe.request import ProbedModel
 from plait.cluster.product_rates import ProductRates
-from plait.commands.planning.timing import ARITHMETIC_S, ask_rank_0, time_plan
+from plait.commands.planning.measuring import ARITHMETIC_S, ask_rank_0, time_plan
 from plait.commands.planning.workers import PRODUCTS_ENTRY, WorkerPool
 from plait.launch.values.job import Job
 from plait.partition.execution import Precision

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait.commands.planning.make_plan import Log, MachineSurvey, replan
+from plait.commands.planning.make_plan import Log, replan
+from plait.commands.planning.measuring import MachineSurvey
 from plait.commands.planning.workers import HostWorkers
 from plait.data.shards import Corpus
 from plait.errors import PlaitError

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
-from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers
 from plait.cluster.topology import Machine
 from plait.commands.planning.arithmetic import begun_with_arithmetic, draft_with_arithmetic
-from plait.commands.planning.calibration_store import calibration_key, load_calibration
-from plait.commands.planning.timing import ask_rank_0, measure
-from plait.commands.planning.workers import MEASURE_ENTRY, WorkerPool
+from plait.commands.planning.calibration_store import load_calibration
+from plait.commands.planning.measuring import MachineSurvey, measure, resources_of
+from plait.commands.planning.workers import WorkerPool
 from plait.commands.preparing.corpus import corpus_facts
 from plait.data.shards import Corpus
 from plait.errors import RunFailed
-from plait.launch.values.job import Job
-from plait.planner.derive.resources import Probe, ProbeNeed, Resources, probe_digest
+from plait.planner.derive.resources import ProbeNeed, Resources, probe_digest
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan, write_plan
 from plait.planner.resolve.forecast_update import updated_forecast
@@ -32,29 +30,6 @@ from plait.screen.screen import ShowProgress, ignore_progress
 from plait.working_folder import WorkingFolder
 
 Log = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineSurvey:
-    """The machine that a run finds, and the arithmetic peak that MFU is a share of."""
-
-    machine: Machine
-    peak_flops: float | None
-    peak_doubt: str = ""
-    """What makes the peak doubtful, in a sentence; empty where nothing does."""
-    others: tuple[Machine, ...] = ()
-    """The machines of the run's other hosts."""
-    probe: Probe | None = None
-    """Measures all hosts and the links between them."""
-
-
-def look_around(workers: WorkerPool, cores: int, requested: RequestedWorkers = ANY_WORKERS) -> MachineSurvey:
-    """Describe this machine with the requested devices and measure its arithmetic peak, in a worker that uses all
-    cores."""
-    job = Job(entry=MEASURE_ENTRY, argument=requested.to_json(), world_size=1, threads=cores)
-    found = ask_rank_0(workers, job, "machine")
-    machine = Machine.from_fingerprint(found["fingerprint"])
-    return MachineSurvey(machine=machine, peak_flops=found["peak_flops"], peak_doubt=found["peak_doubt"])
 
 
 def make_plan(
@@ -168,21 +143,6 @@ def _new_draft(
         resources,
         workers,
         lambda found: draft(config, facts, found, recipe_hash=recipe_hash, worth_measuring=worth_measuring),
-    )
-
-
-def resources_of(site: MachineSurvey, workers: WorkerPool) -> Resources:
-    """The surveyed machines and their workers as the planner's Resources."""
-    machines, working = (site.machine, *site.others), workers.working_folder
-    return Resources(
-        machine=site.machine,
-        peak_flops=site.peak_flops,
-        peak_doubt=site.peak_doubt,
-        fixed_workers=workers.fixed_workers,
-        probe=site.probe,
-        load_calibration=lambda precision, basis: load_calibration(
-            calibration_key(machines, precision, basis), working
-        ),
     )
 
 

@@ -26,7 +26,7 @@ from plait.cluster.probe.verdict import (
     relative_speeds,
 )
 from plait.cluster.topology import Machine
-from plait.commands.planning.timing import ask_rank_0
+from plait.commands.planning.measuring import ask_rank_0
 from plait.commands.planning.workers import PROBE_ENTRY, WorkerPool
 from plait.commands.probing.result import ProbeResult, parse_result, require_all_work
 from plait.errors import PlaitError

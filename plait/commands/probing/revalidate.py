@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from plait.cluster.measured import MeasuredLink, Measurements, WorkTiming
 from plait.cluster.probe.request import ProbeRequest, layer_products
-from plait.commands.planning.timing import ask_rank_0
+from plait.commands.planning.measuring import ask_rank_0
 from plait.commands.planning.workers import PROBE_ENTRY, WorkerPool
 from plait.commands.probing.measurements import ProbeWorkers, send_links_of, timed_work_by_host
 from plait.commands.probing.result import parse_result

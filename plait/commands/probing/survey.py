@@ -11,8 +11,9 @@ from plait.cluster.measured import Measurements
 from plait.cluster.pooled import pool_measurements
 from plait.cluster.probe.request import MAX_CPU_MICROBATCH_TOKENS, model_probe_request
 from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers
-from plait.cluster.topology import Machine, usable_cores
-from plait.commands.planning.make_plan import Log, MachineSurvey, look_around
+from plait.cluster.topology import Machine
+from plait.commands.planning.make_plan import Log
+from plait.commands.planning.measuring import MachineSurvey, survey_machine
 from plait.commands.planning.workers import HostWorkers
 from plait.commands.probing.measurements import (
     ProbeFreshness,
@@ -42,7 +43,7 @@ def survey_machines(
     """
     hosts = workers.host_machines()
     if not hosts:
-        return look_around(workers, usable_cores(), requested)
+        return survey_machine(workers, requested)
     machines = tuple(machine for machine, _, _ in hosts)
     rates = [flops for _, flops, _ in hosts if flops is not None]
     return MachineSurvey(

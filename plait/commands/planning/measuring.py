@@ -1,18 +1,22 @@
-"""Jobs of a few seconds that measure a plan on the machine itself: whole steps, and whatever rank 0 answers."""
+"""What is measured on the machine before a plan is made: the machine itself, and whole steps of a layout."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from plait.commands.planning.workers import TIMING_ENTRY, WorkerPool
+from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers
+from plait.cluster.topology import Machine, usable_cores
+from plait.commands.planning.calibration_store import calibration_key, load_calibration
+from plait.commands.planning.workers import MEASURE_ENTRY, TIMING_ENTRY, WorkerPool
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.values.job import STOPPING, Job, Message
+from plait.planner.derive.resources import Probe, Resources
 from plait.planner.plan import Plan
 from plait.planner.plan_file import write_plan
 from plait.planner.resolve.resolve import with_layout
@@ -23,6 +27,44 @@ from plait.screen.screen import ShowProgress, ignore_progress
 
 LAYOUT_S, ARITHMETIC_S = 4.0, 1.5
 """Least seconds of timed steps: to choose among layouts, or in each round between two precisions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineSurvey:
+    """The machine that a run finds, and the arithmetic peak that MFU is a share of."""
+
+    machine: Machine
+    peak_flops: float | None
+    peak_doubt: str = ""
+    """What makes the peak doubtful, in a sentence; empty where nothing does."""
+    others: tuple[Machine, ...] = ()
+    """The machines of the run's other hosts."""
+    probe: Probe | None = None
+    """Measures all hosts and the links between them."""
+
+
+def survey_machine(workers: WorkerPool, requested: RequestedWorkers = ANY_WORKERS) -> MachineSurvey:
+    """Describe this machine with the requested devices and measure its arithmetic peak, in a worker that uses all
+    cores."""
+    job = Job(entry=MEASURE_ENTRY, argument=requested.to_json(), world_size=1, threads=usable_cores())
+    found = ask_rank_0(workers, job, "machine")
+    machine = Machine.from_fingerprint(found["fingerprint"])
+    return MachineSurvey(machine=machine, peak_flops=found["peak_flops"], peak_doubt=found["peak_doubt"])
+
+
+def resources_of(site: MachineSurvey, workers: WorkerPool) -> Resources:
+    """The surveyed machines and their workers as the planner's Resources."""
+    machines, working = (site.machine, *site.others), workers.working_folder
+    return Resources(
+        machine=site.machine,
+        peak_flops=site.peak_flops,
+        peak_doubt=site.peak_doubt,
+        fixed_workers=workers.fixed_workers,
+        probe=site.probe,
+        load_calibration=lambda precision, basis: load_calibration(
+            calibration_key(machines, precision, basis), working
+        ),
+    )
 
 
 def measure(
