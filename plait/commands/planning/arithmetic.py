@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from statistics import median
 from typing import Literal
 
 from plait.cluster.probe.request import ProbedModel
@@ -31,7 +32,7 @@ from plait.recipe.schema import RunConfig
 
 LEAST_RUN_S = 60.0
 """A run must last so long that timing a step in both precisions, some ten seconds, is worth it."""
-ROUNDS = 2
+ROUNDS = 3
 MOST_WORKERS = 8
 """Workers that are measured side by side, where their number is not given."""
 MOST_TOKENS = 512
@@ -124,8 +125,8 @@ def _expected_s(plan: Plan) -> float:
 
 
 def _timed_gain(config: RunConfig, plan: Plan, workers: WorkerPool) -> float:
-    """How many times as fast a step is in bf16: of rounds in which both are timed in turn, the fastest each."""
+    """How many times as fast a step is in bf16: the median of rounds in which both are timed one after the other, so
+    that another program's work spoils one round and not the answer."""
     both = replace(plan, precision="float32"), replace(plan, precision="bf16")
     rounds = [[time_plan(config, one, workers, least_s=ARITHMETIC_S) for one in both] for _ in range(ROUNDS)]
-    single, half = (min(times) for times in zip(*rounds, strict=True))
-    return single / half
+    return median(single / half for single, half in rounds)
