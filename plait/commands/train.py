@@ -29,7 +29,6 @@ from plait.commands.probing.survey import survey_machines
 from plait.commands.verifying.gradient_check import check_new_layout
 from plait.errors import Interrupted, StopSignal
 from plait.planner.plan import Plan
-from plait.planner.resolve.named_workers import named_workers
 from plait.recipe.load import RecipeSource, load_recipe, run_name_of
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
@@ -128,7 +127,7 @@ def _prepare_plan(
     fresh, probe = renew != "nothing", "again" if renew == "all" else "kept"
     with screen.progress() as show:
         show(0, 0, "looking at the machine")
-        site = survey_machines(workers, screen.print, probe, named_workers(config))
+        site = survey_machines(config, workers, screen.print, probe)
         if folder.has_begun:
             return resumed_plan(config, folder.saved_plan(), corpus, site, workers, fresh=fresh, log=screen.print)
         return make_plan(config, corpus, site, workers, fresh=fresh, say=screen.print, show=show)

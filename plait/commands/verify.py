@@ -16,7 +16,7 @@ from plait.commands.verifying.small_model import plan_for_device, requested_layo
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.planner.derive.resources import Resources
-from plait.planner.derive.training_job import matmul_precision_of, precision_of
+from plait.planner.derive.training_job import matmul_backend_of, matmul_precision_of, precision_of
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_workers import named_workers
 from plait.planner.search.validity import check_devices
@@ -89,6 +89,7 @@ def _check_here(config: RunConfig, plan: Plan, resources: Resources, workers: Wo
         plan_for_device(plan, machine.device, precision),
         compile="blocks" if machine.device == "cuda" else "off",
         matmul_precision=matmul_precision_of(precision, resources, []),
+        matmul_backend=matmul_backend_of(config, resources),
     )
     if not strict.ok or own == single:
         return strict

@@ -29,7 +29,8 @@ NAMED = ("model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "layou
 
 
 class Processor:
-    """Workers of one machine: their products have these gains, and a step in bf16 takes its share of a second."""
+    """Workers of one machine: their products have these gains; a step in bf16 takes its share of a second, and one
+    worker alone four times as long."""
 
     fixed_workers = None
 
@@ -40,6 +41,8 @@ class Processor:
         self.rates = rates_of(machine, gains, error)
         self.bf16_s = bf16_s
         self.timed: list[Plan] = []
+        self.slowed: dict[int, float] = {}
+        """How much longer the steps of the n-th job take, for another program's sake."""
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
         if job.entry == PRODUCTS_ENTRY:
@@ -48,7 +51,8 @@ class Processor:
             assert job.entry == TIMING_ENTRY
             plan = read_plan(Path(json.loads(job.argument)["folder"]) / "plan.json")
             self.timed.append(plan)
-            step_s = self.bf16_s if plan.precision == "bf16" else 1.0
+            step_s = (self.bf16_s if plan.precision == "bf16" else 1.0) * (4.0 if plan.world_size == 1 else 1.0)
+            step_s *= self.slowed.get(len(self.timed), 1.0)
             on_message(Message(rank=0, kind="measured", values={"step_s": step_s}))
         return JobResult(stopped_by="finished", wall_s=1.0)
 
@@ -76,6 +80,24 @@ def test_bf16_is_taken_where_a_whole_step_gains_a_quarter(
     assert plan.precision == precision and plan.matmul_backend == "onednn"
     assert [reason for reason in plan.reasons if "as timed here" in reason and precision in reason]
     assert plan.step_s == (bf16_s if precision == "bf16" else 1.0), "the forecast is that of the chosen precision"
+
+
+def test_bf16_is_timed_with_the_layout_that_was_fastest(tmp_path: Path, corpus: Corpus) -> None:
+    crew = Processor(LAPTOP)
+    config = recipe(tmp_path, "model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "train.budget=5 minutes")
+    plan = planned(config, corpus, crew)
+    first = next(index for index, one in enumerate(crew.timed) if one.precision == "bf16")
+    assert len({one.world_size for one in crew.timed[:first]}) > 1 and plan.precision == "bf16"
+    assert crew.timed[first].world_size == crew.timed[first + 2].world_size > 1
+    assert plan.step_s == 0.5 and plan.world_size > 1
+
+
+@pytest.mark.parametrize("spoilt", [{2: 3.0}, {3: 3.0}, {2: 0.3}, {3: 0.3}])
+def test_a_disturbed_round_does_not_decide(tmp_path: Path, corpus: Corpus, spoilt: dict[int, float]) -> None:
+    for bf16_s, precision in ((0.7, "bf16"), (0.9, "float32")):
+        crew = Processor(LAPTOP, bf16_s=bf16_s)
+        crew.slowed = spoilt
+        assert planned(asked(tmp_path), corpus, crew).precision == precision
 
 
 def test_nothing_is_timed_for_bf16_where_its_products_promise_too_little_or_the_run_is_short(

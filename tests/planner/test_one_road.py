@@ -90,7 +90,7 @@ def test_plan_and_train_ask_for_the_same(machine: str, overrides: tuple[str, ...
     workers: Any = OneHost(MACHINES[machine])
     config = recipe(tmp_path, *overrides)
     corpus, _ = corpus_facts_or_usual(config)
-    surveyed = survey_machines(workers, lambda line: None, "kept")
+    surveyed = survey_machines(config, workers, lambda line: None, "kept")
     by_plan = request_of(config, corpus, resources_of(survey_machine(workers), workers))
     by_train = request_of(config, corpus, resources_of(surveyed, workers))
     assert by_plan == by_train

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from statistics import median
 from typing import Literal
 
 from plait.cluster.probe.request import ProbedModel
@@ -25,12 +26,13 @@ from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.derive.resources import FixedWorkers, Resources
 from plait.planner.derive.training_job import TrainingJob, job_of_plan, new_job
 from plait.planner.plan import Plan
-from plait.planner.resolve.resolve import Draft
+from plait.planner.resolve.resolve import Draft, with_layout
+from plait.planner.resolve.worker_layouts import WorkerLayout
 from plait.recipe.schema import RunConfig
 
 LEAST_RUN_S = 60.0
 """A run must last so long that timing a step in both precisions, some ten seconds, is worth it."""
-ROUNDS = 2
+ROUNDS = 3
 MOST_WORKERS = 8
 """Workers that are measured side by side, where their number is not given."""
 MOST_TOKENS = 512
@@ -38,18 +40,27 @@ MOST_TOKENS = 512
 MakeDraft = Callable[[Resources], Draft]
 
 
-def draft_with_arithmetic(
-    config: RunConfig, corpus: CorpusFacts, resources: Resources, workers: WorkerPool, make_draft: MakeDraft
-) -> Draft:
-    """The draft of a new run in the arithmetic that suits its processors best; GPUs have theirs from the catalogue."""
+def new_with_arithmetic(config: RunConfig, corpus: CorpusFacts, resources: Resources, workers: WorkerPool) -> Resources:
+    """The resources of a new run, with the library that suits its processors best; GPUs have none to choose."""
     if resources.machine.device != "cpu":
-        return make_draft(resources)
-    job = new_job(config, corpus, resources, [])
-    resources = _with_backends(config.train.matmul_backend, job, resources, workers)
-    drafted, found = make_draft(resources), resources.arithmetic
+        return resources
+    return _with_backends(config.train.matmul_backend, new_job(config, corpus, resources, []), resources, workers)
+
+
+def draft_in_best_precision(
+    config: RunConfig,
+    drafted: Draft,
+    split: WorkerLayout,
+    resources: Resources,
+    workers: WorkerPool,
+    make_draft: MakeDraft,
+) -> Draft:
+    """A new run's draft with the reason for its precision, or another draft in a precision in which steps of the layout
+    `split` are much faster on its processors."""
+    found = resources.arithmetic
     if config.train.precision != "auto" or found is None:
         return drafted
-    precision, reason = _precision(config, drafted.plan, found, workers)
+    precision, reason = _precision(config, with_layout(drafted.plan, split), found, workers)
     if precision == found.precision:  # a second draft would probe several hosts again
         return replace(drafted, plan=replace(drafted.plan, reasons=(*drafted.plan.reasons, reason)))
     return make_draft(resources.with_arithmetic(found.with_precision(precision, reason)))
@@ -114,8 +125,8 @@ def _expected_s(plan: Plan) -> float:
 
 
 def _timed_gain(config: RunConfig, plan: Plan, workers: WorkerPool) -> float:
-    """How many times as fast a step is in bf16: of rounds in which both are timed in turn, the fastest each."""
+    """How many times as fast a step is in bf16: the median of rounds in which both are timed one after the other, so
+    that another program's work spoils one round and not the answer."""
     both = replace(plan, precision="float32"), replace(plan, precision="bf16")
     rounds = [[time_plan(config, one, workers, least_s=ARITHMETIC_S) for one in both] for _ in range(ROUNDS)]
-    single, half = (min(times) for times in zip(*rounds, strict=True))
-    return single / half
+    return median(single / half for single, half in rounds)

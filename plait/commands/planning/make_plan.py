@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 from plait.cluster.topology import Machine
-from plait.commands.planning.arithmetic import begun_with_arithmetic, draft_with_arithmetic
+from plait.commands.planning.arithmetic import (
+    begun_with_arithmetic,
+    draft_in_best_precision,
+    new_with_arithmetic,
+)
 from plait.commands.planning.calibration_store import load_calibration
 from plait.commands.planning.measuring import MachineSurvey, measure, resources_of
 from plait.commands.planning.workers import WorkerPool
 from plait.commands.preparing.corpus import corpus_facts
 from plait.data.shards import Corpus
 from plait.errors import RunFailed
-from plait.planner.derive.resources import ProbeNeed, Resources, probe_digest
+from plait.planner.derive.resources import ProbeNeed, probe_digest
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan, write_plan
 from plait.planner.resolve.forecast_update import updated_forecast
-from plait.planner.resolve.request import Request
 from plait.planner.resolve.resolve import Draft, draft, settle, with_layout
-from plait.planner.resolve.worker_layouts import WorkerLayout, best_layouts, choose, worker_layouts
+from plait.planner.resolve.worker_layouts import WorkerLayout, best_layouts, choose
 from plait.private_folder import make_private_folder
 from plait.recipe.load import flat_values
 from plait.recipe.schema import RunConfig
@@ -51,11 +55,22 @@ def make_plan(
             return plan
         say("plan     made anew: a new probe of the hosts differs from the one that the stored plan was made with")
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
-    outline = _new_draft(config, corpus, resources_of(site, workers), workers, recipe_hash=key)
-    measured = list(outline.layouts)
-    if len(measured) > 1 or outline.plan.budget.unit == "seconds":
-        measured = measure(config, outline.plan, workers, outline.layouts, show)
-    return _store_plan(settle(config, outline, measured), key, workers.working_folder)
+    facts = corpus_facts(corpus)
+    make_draft = partial(draft, config, facts, recipe_hash=key)
+    resources = new_with_arithmetic(config, facts, resources_of(site, workers), workers)
+    outline = make_draft(resources)
+    measured = _timed_layouts(config, outline, workers, show)
+    best = draft_in_best_precision(config, outline, choose(measured), resources, workers, make_draft)
+    if best.plan.precision != outline.plan.precision:
+        measured = _timed_layouts(config, best, workers, show)
+    return _store_plan(settle(config, best, measured), key, workers.working_folder)
+
+
+def _timed_layouts(config: RunConfig, outline: Draft, workers: WorkerPool, show: ShowProgress) -> list[WorkerLayout]:
+    """A draft's layouts, with timed steps where a choice or a time budget depends on them."""
+    if len(outline.layouts) > 1 or outline.plan.budget.unit == "seconds":
+        return measure(config, outline.plan, workers, outline.layouts, show)
+    return list(outline.layouts)
 
 
 def kept_plan(config: RunConfig, corpus: Corpus, site: MachineSurvey, workers: WorkerPool) -> Plan | None:
@@ -103,14 +118,13 @@ def proven_plan(
     A layout that fails, for lack of memory for example, drops out; raises RunFailed where all of them fail.
     """
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
-    outline = _new_draft(
-        config,
-        corpus,
-        resources_of(site, workers),
-        workers,
-        recipe_hash=key,
-        worth_measuring=lambda request: best_layouts(request, count),
+    facts = corpus_facts(corpus)
+    make_draft = partial(
+        draft, config, facts, recipe_hash=key, worth_measuring=lambda request: best_layouts(request, count)
     )
+    resources = new_with_arithmetic(config, facts, resources_of(site, workers), workers)
+    outline = make_draft(resources)
+    outline = draft_in_best_precision(config, outline, outline.layouts[0], resources, workers, make_draft)
     trials: list[WorkerLayout] = []
     failure: RunFailed | None = None
     for split in outline.layouts:
@@ -124,26 +138,6 @@ def proven_plan(
     if failure and not trials:
         raise failure
     return _store_plan(settle(config, outline, trials), key, workers.working_folder), trials
-
-
-def _new_draft(
-    config: RunConfig,
-    corpus: Corpus,
-    resources: Resources,
-    workers: WorkerPool,
-    *,
-    recipe_hash: str,
-    worth_measuring: Callable[[Request], tuple[WorkerLayout, ...]] = worker_layouts,
-) -> Draft:
-    """The draft of a new run's plan, in the arithmetic that its processors are best at."""
-    facts = corpus_facts(corpus)
-    return draft_with_arithmetic(
-        config,
-        facts,
-        resources,
-        workers,
-        lambda found: draft(config, facts, found, recipe_hash=recipe_hash, worth_measuring=worth_measuring),
-    )
 
 
 def _with_new_calibration(plan: Plan, working: WorkingFolder) -> Plan:

@@ -10,7 +10,6 @@ from plait.cluster.machine_cluster import cluster_of_hosts
 from plait.cluster.measured import Measurements
 from plait.cluster.pooled import pool_measurements
 from plait.cluster.probe.request import MAX_CPU_MICROBATCH_TOKENS, model_probe_request
-from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers
 from plait.cluster.topology import Machine
 from plait.commands.planning.make_plan import Log
 from plait.commands.planning.measuring import MachineSurvey, survey_machine
@@ -26,16 +25,16 @@ from plait.commands.probing.measurements import (
 from plait.commands.probing.revalidate import measurements_still_hold
 from plait.commands.probing.table import LEAST_UNDISTURBED_SHARE
 from plait.planner.derive.resources import Probe, ProbeNeed
+from plait.planner.resolve.named_workers import named_workers
 from plait.planner.step_time.measured_network import slowest_measured_link
+from plait.recipe.schema import RunConfig
 from plait.units import format_si
 
 HostMachine = tuple[Machine, float | None, int]
 """A host's machine, the rate of its processor (None if unknown), and its number of workers."""
 
 
-def survey_machines(
-    workers: HostWorkers, log: Log, fresh: ProbeFreshness, requested: RequestedWorkers = ANY_WORKERS
-) -> MachineSurvey:
+def survey_machines(config: RunConfig, workers: HostWorkers, log: Log, fresh: ProbeFreshness) -> MachineSurvey:
     """This machine; over several hosts host 0's, with a function that probes all of them once the model is known.
 
     `fresh` "again" probes them in any case; "kept" takes the stored measurements of an earlier probe as long as a short
@@ -43,7 +42,7 @@ def survey_machines(
     """
     hosts = workers.host_machines()
     if not hosts:
-        return survey_machine(workers, requested)
+        return survey_machine(workers, named_workers(config))
     machines = tuple(machine for machine, _, _ in hosts)
     rates = [flops for _, flops, _ in hosts if flops is not None]
     return MachineSurvey(
