@@ -53,11 +53,13 @@ def _nested_values(recipe: RecipeSource) -> dict[str, Any]:
     if isinstance(recipe, Path):
         return _read_toml(recipe)
     values = requested_values(recipe) if isinstance(recipe, RunConfig) else recipe
-    return {key: _own_copy(value) for key, value in values.items()}
+    return _own_copy(values)
 
 
 def _own_copy(value: Any) -> Any:
     if isinstance(value, Mapping):
+        if unnamed := [key for key in value if not isinstance(key, str)]:
+            raise PlaitError(f"{unnamed[0]!r} is not the name of a key: write the keys of a recipe as texts")
         return {key: _own_copy(inner) for key, inner in value.items()}
     if isinstance(value, Path):
         return str(value)

@@ -21,6 +21,7 @@ from plait.launch.values.job import Job, JobResult, Message
 from plait.planner.plan import HostShare, Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.schema import RunConfig
+from plait.working_folder import CURRENT_FOLDER
 from tests.commands.product_answers import FLOAT32, ROUNDED, product_message, rates_of
 from tests.planner.machines import LAPTOP, SERVER, recipe
 
@@ -33,6 +34,7 @@ class Processor:
     worker alone four times as long."""
 
     fixed_workers = None
+    working_folder = CURRENT_FOLDER
 
     def __init__(
         self, machine: Machine, gains: Mapping[Arithmetic, float] = FAST, bf16_s: float = 0.5, error: float = FLOAT32

@@ -204,7 +204,7 @@ def test_a_shared_folder_in_which_this_host_cannot_work_is_told(
     with write_nonce(tmp_path) as (name, content):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
         (tmp_path / f"{name}.seen").mkdir()
-        with pytest.raises(PlaitError, match=r"this host cannot write .*; free some space or mend its rights"):
+        with pytest.raises(PlaitError, match=r"this host cannot write .*; mend its folder or disk, then join again"):
             has_nonce(tmp_path, name, content)
 
         def refuse(*_: object, **__: object) -> str:

@@ -65,6 +65,8 @@ class Errors:
         return sys.__stderr__.write(text)
     def flush(self):
         sys.__stderr__.flush()
+    def isatty(self):
+        return False
 
 def stopped(*_, **__):
     os.kill(os.getpid(), signal.SIGTERM)

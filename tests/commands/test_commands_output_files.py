@@ -40,4 +40,4 @@ def test_long_commands_refuse_before_they_begin(tmp_path: Path) -> None:
     with pytest.raises(PlaitError, match="cannot write"):
         prove(recipe, [], count=2, json_file=nowhere, screen=screen)
     with pytest.raises(PlaitError, match="cannot write"):
-        probe(recipe, [], workers=None, threads=None, fresh="again", out=nowhere, screen=screen)
+        probe(None, workers=None, threads=None, fresh="again", out=nowhere, screen=screen)

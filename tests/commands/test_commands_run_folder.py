@@ -85,6 +85,7 @@ def test_a_disk_that_says_no_is_told_in_a_sentence_and_our_bugs_are_not(made) ->
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
     with pytest.raises(FileNotFoundError), lock_run_folder(run_folder("x")):
         Path("nothing").read_text()
+    Path("runs").mkdir(exist_ok=True)
     Path("runs/y").write_text("a file where the folder should be")
     with pytest.raises(PlaitError, match=r"cannot be written"), lock_run_folder(run_folder("y")):
         pass
@@ -118,7 +119,7 @@ def test_a_plan_that_the_disk_does_not_take_is_refused_before_anything_begins(ma
         lambda: write_plan(plan, tmp_path / "none" / "plan.json"),
         lambda: inside_a_file.save_config_and_plan(config, plan),
     ):
-        with pytest.raises(PlaitError, match=r"could not write .*free some space") as told:
+        with pytest.raises(PlaitError, match=r"could not write .*; mend its folder or disk") as told:
             write()
         assert told.value.exit_code == 2
 
