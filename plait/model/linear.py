@@ -31,4 +31,6 @@ class Linear(nn.Module):
 def to_compute_precision(x: Tensor) -> Tensor:
     """Cast to the dtype that products compute in: under autocast this halves the bytes to send or to keep."""
     kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # numbers that are only counted have no autocast
+        return x
+    return x.to(torch.get_autocast_dtype(kind))

@@ -116,7 +116,7 @@ def test_only_quiet_runs_teach() -> None:
     assert disturbance_text(quiet[:9], None) == "it had fewer than 10 steps after the first ones"
     assert disturbance_text(quiet, 1.8) == "other programs were running"
     unsteady = [draw.lognormvariate(0, 0.3) for _ in range(50)]
-    assert (disturbance_text(unsteady, None) or "").startswith("its steps differed by ")
+    assert (disturbance_text(unsteady, None) or "").startswith("the times of its steps differed by ")
 
 
 def test_the_words_for_what_was_learnt() -> None:

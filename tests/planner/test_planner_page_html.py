@@ -155,7 +155,7 @@ def test_the_memory_told_is_of_the_device_that_has_least_room_left() -> None:
 @pytest.fixture(scope="module")
 def drawings() -> list[Drawing]:
     """Of a layout without a pipeline, of one with halves of backward passes, and of a simple pipeline."""
-    found = [search(workload("1.3B", 2048, 256), read_cluster("8x4090")), piped("zero-bubble", 1), piped("gpipe", 1)]
+    found = [search(workload("125M", 1024, 64), read_cluster("8x4090")), piped("zero-bubble", 1), piped("gpipe", 1)]
     shown: list[Picture] = [picture for each in found for picture in pictures(each)]
     return [picture.drawing for picture in shown if picture.drawing]
 
