@@ -40,6 +40,7 @@ vocabulary = 300
 sequence = 16
 batch_tokens = 112
 budget = "{STEPS} steps"
+matmul_backend = "default"
 
 [layout]
 replicate = 2
@@ -51,7 +52,8 @@ every = "10 steps"
 [report]
 evaluate = "30 steps"
 """
-"""Seven sequences a step: no number of workers but one shares them evenly, and the last micro-batch is short."""
+"""Seven sequences a step: no number of workers but one shares them evenly, and the last micro-batch is short. The
+library of products is named: runs of one recipe are compared to the bit, and "auto" measures it for each anew."""
 
 COUNTED = ("step", "tokens", "loss", "grad_norm", "lr")
 EVALUATED = ("step", "eval_loss", "eval_nats_per_byte")

@@ -27,6 +27,7 @@ RECEIPT = {
     "device", "predicted_step_s", "predicted_peak_bytes_per_device", "step_error", "memory_error", "cost_usd",
     "energy_wh", "sha256", "one_device_step_s", "speedup_vs_one", "efficiency", "one_device_from", "predicted_items",
     "measured_items", "predicted_rss_bytes", "rss_error", "taught_by_runs", "timed_step_s", "untimed_step_s",
+    "matmul_backend", "matmul_flops", "matmul_error",
 }  # fmt: skip
 STEP_LINE = {"step", "tokens", "loss", "grad_norm", "lr", "step_s", "tokens_per_s", "mfu", "data_wait_s"}
 EVALUATION_LINE = {"step", "eval_loss", "eval_nats_per_byte"}
@@ -52,6 +53,8 @@ def test_the_receipt_says_everything_and_agrees_with_the_lines(place: Place, nam
     assert receipt["tokens"] == steps[-1]["tokens"] == STEPS * 112
     assert receipt["step_error"] == receipt["predicted_step_s"] / receipt["step_s_median"] - 1
     assert receipt["world_size"] == 2 and receipt["layout"]["replicate"] == 2
+    assert receipt["matmul_backend"] in ("default", "onednn")
+    assert receipt["matmul_flops"] > 1e6 and 0 < receipt["matmul_error"] < 1e-5
     assert receipt["train_loss"] == steps[-1]["loss"] < steps[0]["loss"] - 1
     assert receipt["eval_loss"] == evaluations[-1]["eval_loss"]
     assert receipt["eval_nats_per_byte"] == evaluations[-1]["eval_nats_per_byte"]

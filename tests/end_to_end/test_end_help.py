@@ -47,7 +47,9 @@ def test_the_version_is_one_everywhere(narrow: Place) -> None:
 def test_the_shell_completes_commands_options_and_runs(narrow: Place, typed: str, offered: list[str]) -> None:
     for name in ("shakespeare", "shapes", "other"):
         narrow.path(name).mkdir(parents=True, exist_ok=True)
-        (narrow.path(name) / "plan.json").touch()
+        for file in ("plan.json", "recipe.toml"):
+            (narrow.path(name) / file).touch()
+    narrow.path("shapeless").mkdir(exist_ok=True)  # a folder that holds no run
     words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_PLAIT_COMPLETE": "complete_bash"}
     assert run(narrow, **words).out.split() == offered
 

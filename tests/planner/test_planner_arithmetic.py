@@ -94,7 +94,7 @@ def test_a_processor_without_bf16_stays_in_float32_and_refuses_bf16_by_name() ->
     ("gain", "words"),
     [
         (2.3, "2.3 times as fast as"),
-        (1.1, "10 % faster than"),
+        (1.1, "10% faster than"),
         (1.0, "about as fast as"),
         (0.9, "1.1 times slower than"),
     ],

@@ -161,5 +161,5 @@ def choose_precision(step_gain: float) -> tuple[Precision, str]:
 def speed_text(gain: float) -> str:
     """How much faster or slower, in words that stand before what it is compared with."""
     if gain >= 1.05:
-        return f"{gain:.1f} times as fast as" if gain >= 1.15 else f"{100 * (gain - 1):.0f} % faster than"
+        return f"{gain:.1f} times as fast as" if gain >= 1.15 else f"{100 * (gain - 1):.0f}% faster than"
     return "about as fast as" if gain > 0.95 else f"{1 / gain:.1f} times slower than"
