@@ -21,6 +21,7 @@ from plait.partition.execution import (
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration, ForecastBasis, StepItems
 from plait.units import Amount, Every
 
+OptimizerKind = Literal["adamw", "sgd"]
 LearningRateSchedule = Literal["cosine", "wsd", "constant"]
 WARNING = "warning: "
 """How a reason begins that is a warning."""
@@ -28,14 +29,29 @@ WARNING = "warning: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerPlan:
-    """AdamW's numbers; `lr` is the peak of `schedule`, `clip` the largest global gradient norm (None: no clipping)."""
+    """The optimizer's numbers; `lr` is the peak of `schedule`, `clip` the largest global gradient norm (None: no
+    clipping)."""
 
     lr: float
     warmup_steps: int
     weight_decay: float
     betas: tuple[float, float]
+    """AdamW's; SGD does not read them."""
     clip: float | None
     schedule: LearningRateSchedule
+    kind: OptimizerKind = "adamw"
+    momentum: float = 0.0
+    """SGD's; AdamW does not read it."""
+
+    @property
+    def moments(self) -> int:
+        """Tensors of optimizer state for each weight."""
+        return moments_of(self.kind, self.momentum)
+
+
+def moments_of(kind: OptimizerKind, momentum: float) -> int:
+    """Tensors of optimizer state for each weight: AdamW's two moments, or SGD's one momentum unless that is 0."""
+    return 2 if kind == "adamw" else int(momentum > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

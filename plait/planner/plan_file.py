@@ -68,6 +68,8 @@ def _checked(plan: Plan) -> Plan:
     for name, amount in {"optimizer.lr": optimizer.lr, "optimizer.weight_decay": optimizer.weight_decay}.items():
         if not (isfinite(amount) and amount >= 0):
             raise ValueError(f"{name} is {amount:g} and must be 0 or more")
+    if not 0 <= optimizer.momentum < 1:
+        raise ValueError(f"optimizer.momentum is {optimizer.momentum:g} and must be from 0 to below 1")
     return plan
 
 

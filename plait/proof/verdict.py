@@ -20,7 +20,13 @@ Array = np.ndarray[Any, Any]
 
 ERRORS_NAMED = 5
 
-_KINDS = {"gradient": "gradient", "sgd": "after plain steps", "adamw": "after AdamW steps", "sums": "sum over ranks"}
+_KINDS = {
+    "gradient": "gradient",
+    "sgd": "after plain steps",
+    "adamw": "after AdamW steps",
+    "momentum": "after SGD steps",
+    "sums": "sum over ranks",
+}
 _PARTS = {
     "attention_norm": "attention norm",
     "attention.q": "attention query",
@@ -106,7 +112,7 @@ class Verdict:
     @property
     def max_param_rel_err(self) -> float:
         """The largest relative error of a parameter after a step of either optimizer; 0 where none was taken."""
-        return self.largest("sgd", "adamw")
+        return self.largest("sgd", "adamw", "momentum")
 
     @property
     def worst(self) -> tuple[Finding, ...]:

@@ -5,9 +5,9 @@ Only `data.files` is required. Every `"auto"` is derived in planner/resolve/reso
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from plait.recipe.values import (
     AmountText,
@@ -116,18 +116,35 @@ class TrainSection(RecipeSection):
 
 
 class OptimizerSection(RecipeSection):
-    """[optimizer]: AdamW and the course of its learning rate."""
+    """[optimizer]: AdamW or SGD, and the course of the learning rate."""
 
+    kind: Literal["adamw", "sgd"] = "adamw"
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = "auto"
-    """Peak learning rate of AdamW."""
+    """Peak learning rate; SGD needs one named."""
     warmup_steps: Steps | Auto = "auto"
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Auto = "auto"
     """On matrices only."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] | Auto = "auto"
+    """AdamW's."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | Auto = "auto"
+    """SGD's; 0 for none."""
     clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["never"] | Auto = "auto"
     """Largest global norm of the gradient."""
     schedule: Literal["cosine", "wsd", "constant"] | Auto = "auto"
     """How the learning rate falls; "wsd" is warm-up, stable, decay."""
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if self.kind == "adamw" and self.momentum != "auto":
+            raise ValueError('momentum is SGD\'s; remove it, or write optimizer.kind = "sgd"')
+        if self.kind == "sgd" and self.betas != "auto":
+            raise ValueError("betas are AdamW's; remove them, SGD has optimizer.momentum")
+        if self.kind == "sgd" and self.lr == "auto":
+            raise ValueError(
+                'kind = "sgd" needs a learning rate: plait knows no published rule for SGD with language models; '
+                "write for example optimizer.lr = 0.1"
+            )
+        return self
 
 
 class LayoutSection(RecipeSection):

@@ -1,8 +1,8 @@
-"""AdamW's parameter groups, the learning-rate schedule, and this rank's contribution to the gradient's norm."""
+"""The optimizer's groups and state, the learning-rate schedule, and this rank's contribution to the gradient's norm."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import cos, pi
 from typing import Any
 
@@ -18,19 +18,48 @@ DECAY_FRACTION = 0.2
 """Fraction of the steps over which "wsd" falls to zero (Hägele et al. 2024)."""
 
 
-def make_optimizer(units: Sequence[OptimizerUnit], plan: OptimizerPlan) -> torch.optim.AdamW:
-    """AdamW over this rank's units, with weight decay on matrices only."""
+# Note [SGD's weight decay is classical]: it is added to the gradient after clipping, and so runs through the momentum.
+# Published values for SGD are meant so (He et al. 2015, Goyal et al. 2017), and the fused kernel adds it on its way.
+# AdamW decouples it because it divides the gradient by its size (Loshchilov & Hutter 2019); SGD divides by nothing.
+
+
+def make_optimizer(units: Sequence[OptimizerUnit], plan: OptimizerPlan) -> torch.optim.Optimizer:
+    """The plan's optimizer over this rank's units, with weight decay on matrices only."""
     groups = [
         {"params": [unit.parameter for unit in units if unit.decays], "weight_decay": plan.weight_decay},
         {"params": [unit.parameter for unit in units if not unit.decays], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=plan.lr, betas=plan.betas, eps=1e-8, fused=True)
-    # As AdamW makes it in its first step, but from the beginning: the first step then holds what every step holds.
+    if plan.kind == "sgd":  # see Note [SGD's weight decay is classical]
+        optimizer = torch.optim.SGD(groups, lr=plan.lr, momentum=plan.momentum, fused=True)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=plan.lr, betas=plan.betas, eps=1e-8, fused=True)
+    # As torch makes it in its first step, but from the beginning: the first step then holds what every step holds.
     for parameter in (unit.parameter for unit in units):
-        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+        moments = {name: torch.zeros_like(parameter) for name in moment_names(plan).values()}
+        set_state(optimizer, parameter, moments, torch.zeros(()) if plan.kind == "adamw" else None)
     return optimizer
+
+
+def moment_names(plan: OptimizerPlan) -> Mapping[str, str]:
+    """The names of the moments in a checkpoint, each with its name in torch's optimizer."""
+    if plan.kind == "adamw":
+        return {"adam_m": "exp_avg", "adam_v": "exp_avg_sq"}
+    return {"sgd_momentum": "momentum_buffer"} if plan.moments else {}
+
+
+def set_state(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, moments: Mapping[str, Tensor], updates: Tensor | None
+) -> None:
+    """Give a parameter's optimizer state these moments and, where the optimizer counts them, the number of updates."""
+    # A copy each: AdamW counts in place, and one tensor for all would count a step once for every parameter.
+    count = {} if updates is None else {"step": updates.to(parameter.device, torch.float32, copy=True)}
+    optimizer.state[parameter] = {**count, **moments}
+
+
+def updates_counted(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """AdamW's number of updates done, shape []; None for SGD, which counts none."""
+    return next(iter(optimizer.state.values())).get("step")
 
 
 def learning_rate(plan: OptimizerPlan, step: int, steps: int) -> float:
@@ -76,8 +105,8 @@ def update(optimizer: torch.optim.Optimizer, units: Sequence[OptimizerUnit], *, 
     """Take one optimizer step with the gradients times `factor`; it is skipped where the norm is not finite. The
     `.grad` tensors hold the scaled gradients afterwards.
 
-    Fused AdamW reads every gradient anyway and divides it on the way: in float32 that saves a pass through memory. Its
-    divisor is a float32, so exact runs in float64 multiply beforehand.
+    A fused optimizer reads every gradient anyway and divides it on the way: in float32 that saves a pass through
+    memory. Its divisor is a float32, so exact runs in float64 multiply beforehand.
     """
     gradients = [unit.parameter.grad for unit in units if unit.parameter.grad is not None]
     fused: Any = optimizer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.arrival import await_parts
-from plait.checkpoint.manifest import Manifest, check_model, tensor_names
+from plait.checkpoint.manifest import Manifest, check_model, check_optimizer, tensor_names
 from plait.checkpoint.store import checkpoint_for, prune, publish, staging_for
 from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whole_slice, write_rank
 from plait.errors import PlaitError, RunFailed
@@ -19,10 +19,8 @@ from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import OptimizerUnitPart
 from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
+from plait.trainer.optim import moment_names, set_state, updates_counted
 from plait.trainer.state import TrainState
-
-_MOMENTS = {"adam_m": "exp_avg", "adam_v": "exp_avg_sq"}
-"""Names of the moments in a checkpoint, and their names in torch's AdamW."""
 
 _SENTENCE_BYTES = 2_000
 
@@ -50,7 +48,7 @@ def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums, *, se
     def publish_all() -> None:
         if world.index == 0:
             await_parts(staging, world.size)
-            shape = assembly.plan.shape
+            shape, kinds = assembly.plan.shape, ("model", *moment_names(assembly.plan.optimizer))
             publish(
                 staging,
                 final,
@@ -58,7 +56,7 @@ def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums, *, se
                 cursor=state.position,
                 model=shape.to_dict(),
                 world_size=world.size,
-                needs=[f"{kind}/{name}" for kind in ("model", *_MOMENTS) for name in weight_sizes(shape)],
+                needs=[f"{kind}/{name}" for kind in kinds for name in weight_sizes(shape)],
             )
 
     _run_on_all_ranks(world, write_own, staging if clears else None)
@@ -82,13 +80,15 @@ def prune_old(folder: Path, keep: int, world: Sums) -> None:
 @torch.no_grad()
 def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Sums) -> TrainState:
     """Load a checkpoint written under any layout into this rank, and return the state of training at it; raises
-    PlaitError where it is of another model."""
+    PlaitError where it is of another model or optimizer."""
     check_model(manifest, assembly.plan.shape.to_dict())
+    check_optimizer(manifest, moment_names(assembly.plan.optimizer))
 
     def read(key: str, box: Box) -> Tensor:
         return read_slice(path, manifest, key, box.offset, box.extent)
 
-    load_state(assembly, read, read_tensor(path, manifest, "adam_step")[0])
+    counts = assembly.plan.optimizer.kind == "adamw"
+    load_state(assembly, read, read_tensor(path, manifest, "adam_step")[0] if counts else None)
     assembly.model.gradients.publish()
     random = f"rng/rank-{world.index}"
     if random in tensor_names(manifest):
@@ -98,29 +98,29 @@ def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Sums) -> 
 
 
 @torch.no_grad()
-def load_state(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: Tensor) -> None:
+def load_state(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: Tensor | None) -> None:
     """Fill a rank's weights and moments with what `read` returns for a key and a box; `updates` is the number of
-    optimizer steps done.
+    optimizer steps done, None where the optimizer counts none.
 
     Reads come in the order of `state_boxes`. The gradients must `publish` before the first forward.
     """
     for held in assembly.model.weights:
         held.tensor.copy_(read(f"model/{held.name}", held.box))
+    names = moment_names(assembly.plan.optimizer)
     for unit in assembly.model.units:
-        moments = {key: torch.zeros_like(unit.parameter) for key in _MOMENTS.values()}
+        moments = {key: torch.zeros_like(unit.parameter) for key in names.values()}
         for part in unit.parts:
-            for kind, key in _MOMENTS.items():
+            for kind, key in names.items():
                 unit_part_view(moments[key], part).copy_(read(f"{kind}/{part.name}", part.box))
-        # A copy each: AdamW counts in place, and one tensor for all would count a step once for every parameter.
-        step = updates.to(unit.parameter.device, torch.float32, copy=True)
-        assembly.optimizer.state[unit.parameter] = {"step": step, **moments}
+        set_state(assembly.optimizer, unit.parameter, moments, updates)
 
 
 def state_boxes(assembly: Assembly) -> Iterator[tuple[str, Box]]:
     """The keys and boxes that `load_state` reads, in order."""
     yield from ((f"model/{held.name}", held.box) for held in assembly.model.weights)
     for unit in assembly.model.units:
-        yield from ((f"{kind}/{part.name}", part.box) for part in unit.parts for kind in _MOMENTS)
+        kinds = moment_names(assembly.plan.optimizer)
+        yield from ((f"{kind}/{part.name}", part.box) for part in unit.parts for kind in kinds)
 
 
 def owned_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
@@ -128,8 +128,8 @@ def owned_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
     assembly.model.gradients.settle()
     for unit in assembly.model.units:
         if unit.owned:
-            moments = assembly.optimizer.state[unit.parameter]
-            kinds = {"model": unit.parameter.detach(), **{kind: moments[key] for kind, key in _MOMENTS.items()}}
+            state, names = assembly.optimizer.state[unit.parameter], moment_names(assembly.plan.optimizer)
+            kinds = {"model": unit.parameter.detach(), **{kind: state[key] for kind, key in names.items()}}
             for kind, tensor in kinds.items():
                 for part in unit.parts:
                     yield f"{kind}/{part.name}", part.box, unit_part_view(tensor, part)
@@ -147,9 +147,9 @@ def _own_part(assembly: Assembly, state: TrainState, world: Sums) -> dict[str, l
     global."""
     slices: dict[str, list[TensorSlice]] = {f"rng/rank-{world.index}": [whole_slice(torch.get_rng_state())]}
     if world.index == 0:
-        moments = next(iter(assembly.optimizer.state.values()))
         slices["tokens"] = [whole_slice(torch.tensor([state.tokens]))]
-        slices["adam_step"] = [whole_slice(moments["step"].reshape(1))]
+        if (updates := updates_counted(assembly.optimizer)) is not None:
+            slices["adam_step"] = [whole_slice(updates.reshape(1))]
     for key, box, numbers in owned_state(assembly):
         if not bool(torch.isfinite(numbers).all()):
             raise RunFailed(

@@ -55,10 +55,12 @@ OTHER_VALUES = {
     "train.gradient_transfer": "bf16",
     "balance.every": "10 steps",
     "layout.shares": "[14, 10]",
+    "optimizer.kind": "sgd",
     "optimizer.lr": "0.0123",
     "optimizer.warmup_steps": "1",
     "optimizer.weight_decay": "0.3",
     "optimizer.betas": "[0.8, 0.9]",
+    "optimizer.momentum": "0.8",
     "optimizer.clip": "never",
     "optimizer.schedule": "wsd",
     "layout.pipeline": "3",
@@ -78,14 +80,24 @@ OTHER_VALUES = {
     "report.evaluate": "13 steps",
 }
 
+BESIDE = {
+    "optimizer.kind": ("optimizer.lr=0.1",),
+    "optimizer.momentum": ("optimizer.kind=sgd", "optimizer.lr=0.1"),
+}
+"""What the base recipe must have, too, for a key to have its other value."""
 
-def base_recipe(folder: Path) -> RunConfig:
-    """The recipe that all others differ from in one key."""
-    return changed_recipe(folder, None)
+
+def base_recipe(folder: Path, key: str | None = None) -> RunConfig:
+    """The recipe that the one of `changed_recipe` differs from in one key."""
+    return _recipe(folder, *BESIDE.get(key or "", ()))
 
 
-def changed_recipe(folder: Path, key: str | None) -> RunConfig:
+def changed_recipe(folder: Path, key: str) -> RunConfig:
+    return _recipe(folder, *BESIDE.get(key, ()), f"{key}={OTHER_VALUES[key]}")
+
+
+def _recipe(folder: Path, *overrides: str) -> RunConfig:
     (folder / "base.toml").write_text(BASE)
     for name in ("text.txt", "more.jsonl"):
         (folder / name).write_text("text")
-    return load_recipe(folder / "base.toml", [f"{key}={OTHER_VALUES[key]}"] if key else [])
+    return load_recipe(folder / "base.toml", overrides)

@@ -58,7 +58,7 @@ class NobodyYet:
 def test_name_and_place_do_not_count_and_all_else_does(tmp_path: Path, key: str) -> None:
     base, other = (
         plan_key(config, "text", LAPTOP, NobodyYet())
-        for config in (base_recipe(tmp_path), changed_recipe(tmp_path, key))
+        for config in (base_recipe(tmp_path, key), changed_recipe(tmp_path, key))
     )
     assert (base == other) == (key in ("run.name", "data.files"))
 

@@ -181,7 +181,7 @@ def test_a_run_in_a_closed_folder_is_not_said_to_be_missing(made) -> None:
 
 @pytest.mark.parametrize("key", sorted(OTHER_VALUES))
 def test_only_what_is_promised_may_change_of_a_begun_run(tmp_path: Path, key: str) -> None:
-    old, new = base_recipe(tmp_path), changed_recipe(tmp_path, key)
+    old, new = base_recipe(tmp_path, key), changed_recipe(tmp_path, key)
     may = key == "data.files" or key.startswith(CHANGEABLE_KEYS)
     if may:
         assert check_changes(old, new) == [key]

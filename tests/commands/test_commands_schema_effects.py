@@ -67,7 +67,7 @@ def test_the_table_of_other_values_is_complete() -> None:
 
 @pytest.mark.parametrize("key", sorted(OTHER_VALUES))
 def test_every_key_changes_what_it_is_about(tmp_path: Path, key: str) -> None:
-    base, other = base_recipe(tmp_path), changed_recipe(tmp_path, key)
+    base, other = base_recipe(tmp_path, key), changed_recipe(tmp_path, key)
     assert other != base, f"the table's value for {key} is that of the base recipe"
     changed = {name for name, effect in EFFECTS.items() if effect(base) != effect(other)}
     expected = next((what for start, what in ELSEWHERE.items() if key.startswith(start)), "the plan")

@@ -216,6 +216,18 @@ def test_other_layouts_restore_every_bit(launch: Launch, folders, first: str) ->
         assert all(torch.equal(mine[key], theirs[key]) for key in mine), name
 
 
+def test_sgd_s_momentum_goes_on_under_any_layout(launch: Launch, tmp_path: Path) -> None:
+    make_tiny(tmp_path, *SHAPES["plain"], "optimizer.kind=sgd", "optimizer.lr=0.1", precision="float64")
+    whole = tensors(saved(launch, tmp_path, {}, old=None, new="whole", steps=5))
+    assert {name.partition("/")[0] for name in whole} == {"model", "sgd_momentum", "tokens"}
+    half = saved(launch, tmp_path, OTHERS["split-optimizer"], old=None, new="half", steps=2)
+    for name, layout in {**OTHERS, "tensor": {"tensor": 2}}.items():
+        rest = tensors(saved(launch, tmp_path, layout, old=half, new=f"rest-{name}", steps=3))
+        assert rest.keys() == whole.keys()
+        for key, value in whole.items():
+            torch.testing.assert_close(rest[key], value, rtol=BAR, atol=BAR, msg=lambda text, key=key: f"{key}: {text}")
+
+
 @pytest.mark.parametrize("name", ["split-optimizer", "hybrid"])
 def test_going_on_gives_the_bits_of_never_having_stopped(launch: Launch, folders, name: str) -> None:
     folder, layout = folders["plain"], OTHERS[name]

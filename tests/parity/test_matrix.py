@@ -13,15 +13,30 @@ from plait.layout import Layout, conflict_sentence
 from plait.model.shape import weight_sizes
 from plait.planner.search.validity import check_layout, check_shares
 from plait.recipe.load import parse_config
+from plait.recipe.schema import RunConfig
 from tests.parity.cases import EVERY_DAY, FAMILIES, LONG, UNEQUAL, UNEQUAL_LONG, pairs
 
 CONFIG = parse_config({"data": {"files": "none"}, "run": {"name": "matrix"}})
+SGD = parse_config({"data": {"files": "none"}, "run": {"name": "matrix"}, "optimizer": {"kind": "sgd", "lr": 0.1}})
 
 
 @pytest.mark.parametrize("name", EVERY_DAY)
 def test_layout_computes_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
     family, layout = EVERY_DAY[name]
     check(family, layout, workers)
+
+
+@pytest.mark.parametrize("name", ["shard", "shard parameters", "tensor", "interleaved"])
+def test_sgd_computes_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
+    family, layout = EVERY_DAY[name]
+    check(family, layout, workers, config=SGD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY_DAY)
+def test_sgd_of_any_strand_computes_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
+    family, layout = EVERY_DAY[name]
+    check(family, layout, workers, config=SGD)
 
 
 @pytest.mark.parametrize("name", UNEQUAL)
@@ -49,15 +64,18 @@ def test_any_mix_with_unequal_shares_does(layout: Layout, shares: tuple[int, ...
     check("gpt2", layout, workers, shares)
 
 
-def check(family: str, layout: Layout, workers: ForkedWorkers, shares: tuple[int, ...] = ()) -> None:
-    plan = shrunk_plan(CONFIG, FAMILIES[family], layout, shares)
+def check(
+    family: str, layout: Layout, workers: ForkedWorkers, shares: tuple[int, ...] = (), config: RunConfig = CONFIG
+) -> None:
+    plan = shrunk_plan(config, FAMILIES[family], layout, shares)
     check_layout(plan.layout, plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences)
     check_shares(plan.shares, plan.layout, plan.batch_sequences)
     assert len(set(plan.sequences_per_replica)) > 1 or layout.data_parallel_degree == 1
-    verdict = check_gradients(CONFIG, plan, workers)
+    verdict = check_gradients(config, plan, workers)
     assert verdict.ok, "\n".join(f"{one}: {one.error:.1e}" for one in verdict.worst)
     compared = {(one.kind, one.name) for one in verdict.findings}
-    weights = product(("gradient", "sgd", "adamw"), weight_sizes(plan.shape))
+    own = "momentum" if plan.optimizer.kind == "sgd" else "adamw"
+    weights = product(("gradient", "sgd", own), weight_sizes(plan.shape))
     assert compared == {*weights, *(("sums", name) for name in ("norm", "loss", "evaluation"))}
 
 

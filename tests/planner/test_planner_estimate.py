@@ -176,6 +176,15 @@ def test_a_processor_s_process_is_about_as_large_as_it_was_read(
     assert found.reserved[0] / 2**20 == pytest.approx(process_mib, rel=0.06)
 
 
+@pytest.mark.parametrize(("moments", "numbers"), [(2, 3), (1, 2), (0, 1)])
+def test_the_optimizer_s_state_is_a_master_weight_and_its_moments(moments: int, numbers: int) -> None:
+    table, work = Candidates.from_rows([{}]), replace(GPT_22B, moments=moments)
+    alone = replace(PLAIT_PROFILE, weight_bytes=2)
+    assert estimate_memory(work, table, alone).optimizer[0] == pytest.approx(4 * numbers * work.parameters)
+    beside = estimate_memory(work, table, PLAIT_PROFILE).optimizer[0]  # the weights are the master weights
+    assert beside == pytest.approx(4 * moments * work.parameters)
+
+
 def test_products_in_8_bits_keep_their_inputs_in_8_bits():
     work, table = replace(GPT_22B, attention="flash"), Candidates.from_rows([{"micro_sequences": 4}])
     wide, narrow = (layer_activations(replace(work, precision=p), table, PLAIT_PROFILE)[0] for p in ("bf16", "fp8"))
@@ -217,13 +226,16 @@ def server() -> Iterator[ForkServer]:
         ["pipeline=2", "schedule=gpipe", "micro_sequences=2"],
         ["pipeline=2", "schedule=interleaved", "virtual_stages=4", "micro_sequences=2"],
         ["pipeline=2", "schedule=zero-bubble", "micro_sequences=1"],
+        ["shard=2", "shard_what=optimizer", "micro_sequences=2", "kind=sgd", "lr=0.1"],
+        ["pipeline=2", "schedule=1f1b", "micro_sequences=2", "kind=sgd", "lr=0.1", "momentum=0"],
     ],
     ids=" ".join,
 )
 def test_ranks_on_processors_hold_what_was_foretold(
     layout: list[str], precision: Any, server: ForkServer, tmp_path: Path
 ):
-    keys = [f"{'model' if one.startswith('vocabulary') else 'layout'}.{one}" for one in layout]
+    elsewhere = {"vocabulary": "model", "kind": "optimizer", "lr": "optimizer", "momentum": "optimizer"}
+    keys = [f"{elsewhere.get(one.partition('=')[0], 'layout')}.{one}" for one in layout]
     _, plan = make_tiny(tmp_path, *SMALL, "layout.replicate=1", "model.vocabulary=300", *keys, precision=precision)
     held: dict[int, int] = {}
 
@@ -231,7 +243,8 @@ def test_ranks_on_processors_hold_what_was_foretold(
         held[message.values["rank"]] = message.values["bytes"]
 
     server.run(Job(entry="watched_step", argument=str(tmp_path), world_size=2, threads=1), on_message=hear)
-    work = workload_of(plan.shape, sequence=64, batch_sequences=16, precision=precision)
+    moments = plan.optimizer.moments
+    work = workload_of(plan.shape, sequence=64, batch_sequences=16, precision=precision, moments=moments)
     knobs: dict[str, Any] = {"schedule": plan.layout.schedule, "virtual": plan.layout.virtual_stages}
     knobs["shard_what"] = plan.layout.shard_what
     row = {**plan.layout.degrees, **knobs, "recompute": plan.layout.recompute, "sequence_parallel": 1}

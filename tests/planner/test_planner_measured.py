@@ -58,6 +58,17 @@ def priced(found: Measurements, **row: int | str) -> StepTime:
     return estimate_step_time(inputs(work(), cluster(found), asked, PLAIT_PROFILE.for_cluster(cluster(found))))
 
 
+def test_an_update_with_fewer_moments_moves_less_memory_on_measured_and_known_devices() -> None:
+    row = Candidates.from_rows([{"micro_sequences": 4, "replicate": 2}], "balanced")
+    for where in (cluster(told()), read_cluster("2xH100")):
+        profile = replace(PLAIT_PROFILE, step_s=0.0).for_cluster(where)
+        adamw, momentum, plain = (
+            estimate_step_time(inputs(replace(work(), moments=moments), where, row, profile)).optimizer[0]
+            for moments in (2, 1, 0)
+        )
+        assert momentum / adamw == pytest.approx(22 / 30) and plain / adamw == pytest.approx(14 / 30)
+
+
 def test_products_take_what_the_probe_timed() -> None:
     one, two = priced(told(0.01), replicate=2), priced(told(0.02), replicate=2)
     assert two.products[0] == pytest.approx(2 * one.products[0])

@@ -74,6 +74,20 @@ def test_what_is_said_is_done_and_has_no_reason(tmp_path: Path) -> None:
     assert not any(word in told for word in ("learning rate", "warm-up", "precision", "budget", "sequence "))
 
 
+def test_sgd_has_published_numbers_and_the_plan_counts_its_one_moment(tmp_path: Path) -> None:
+    sgd = ("optimizer.kind=sgd", "optimizer.lr=0.1")
+    config = recipe(tmp_path, *STEPS, *TINY, *sgd)
+    one, two = planned(config, PLAYS, LAPTOP), planned(recipe(tmp_path, *STEPS, *TINY), PLAYS, LAPTOP)
+    optimizer = one.optimizer
+    assert (optimizer.kind, optimizer.lr, optimizer.momentum, optimizer.weight_decay) == ("sgd", 0.1, 0.9, 1e-4)
+    assert (optimizer.moments, two.optimizer.moments) == (1, 2)
+    assert any(reason.startswith("SGD with momentum 0.9, weight decay 0.0001") for reason in one.reasons)
+    assert not any("published rules" in reason for reason in one.reasons)
+    none = planned(recipe(tmp_path, *STEPS, *TINY, *sgd, "optimizer.momentum=0"), PLAYS, LAPTOP)
+    sizes = [plan.forecast.tensor_bytes for plan in (two, one, none) if plan.forecast]
+    assert sizes[0] - sizes[1] == pytest.approx(sizes[1] - sizes[2]) and sizes[1] > sizes[2]
+
+
 def test_a_time_budget_becomes_as_many_steps_as_were_measured_to_fit(tmp_path: Path) -> None:
     config = recipe(tmp_path, "train.budget=10 minutes", "report.evaluate=never")
     fast, slow = (planned(config, PLAYS, LAPTOP, whole_s) for whole_s in (2.0, 8.0))

@@ -13,13 +13,14 @@ from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import plain_unit, unsharded
 from plait.partition.boxes import whole_box
 from plait.planner.plan import OptimizerPlan
-from plait.trainer.optim import clip_factor, learning_rate, make_optimizer, owned_squares, set_learning_rate
+from plait.trainer.optim import clip_factor, learning_rate, make_optimizer, owned_squares, set_learning_rate, update
 
 SHAPE = ModelShape(
     layers=2, width=16, heads=2, kv_heads=2, head_width=8, ffn=32, vocabulary=50, sequence=8,
     norm="layernorm", positions="learned", bias="all", qk_norm=True,
 )  # fmt: skip
 PLAN = OptimizerPlan(lr=0.01, warmup_steps=10, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0, schedule="cosine")
+SGD = replace(PLAN, kind="sgd", momentum=0.9)
 
 
 def test_weight_decay_is_for_the_matrices_of_linear_layers_alone() -> None:
@@ -61,6 +62,41 @@ def test_an_update_is_adamw_s_by_hand() -> None:
         value = value * (1 - 0.01 * step * 0.1)
         value -= 0.01 * step * (mean / (1 - 0.9**step)) / ((square / (1 - 0.95**step)).sqrt() + 1e-8)
         torch.testing.assert_close(weight.detach(), value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_an_update_is_sgd_s_by_hand_with_decay_after_clipping(dtype: torch.dtype, momentum: float) -> None:
+    torch.manual_seed(1)
+    weight = torch.nn.Parameter(torch.randn(3, 4, dtype=dtype))
+    units = [plain_unit("head.weight", weight, whole_box(weight.shape), owned=True)]
+    optimizer = make_optimizer(units, replace(SGD, momentum=momentum))
+    buffer, value = torch.zeros(3, 4, dtype=dtype), weight.detach().clone()
+    for step in range(1, 4):
+        grad = torch.randn(3, 4, dtype=dtype)
+        weight.grad = grad.clone()
+        set_learning_rate(optimizer, 0.01 * step)
+        factor = torch.tensor([0.25], dtype=torch.float64)
+        update(optimizer, units, factor=factor[0], norm=torch.tensor(4.0))
+        buffer = momentum * buffer + 0.25 * grad + 0.1 * value
+        value = value - 0.01 * step * buffer
+        tight = 1e-5 if dtype == torch.float32 else 1e-13
+        torch.testing.assert_close(weight.detach(), value, rtol=tight, atol=tight)
+    kept = [list(state) for state in optimizer.state.values()]
+    assert kept == [["momentum_buffer"] if momentum else []]
+
+
+def test_sgd_skips_a_step_whose_norm_is_not_finite() -> None:
+    weight = torch.nn.Parameter(torch.ones(3, 4))
+    units = [plain_unit("head.weight", weight, whole_box(weight.shape), owned=True)]
+    optimizer = make_optimizer(units, SGD)
+    taken: list[list[torch.Tensor]] = []
+    for norm in (1.0, float("nan"), float("inf")):
+        weight.grad = torch.full((3, 4), norm)
+        update(optimizer, units, factor=torch.tensor(1.0), norm=torch.tensor(norm))
+        taken.append([weight.detach().clone(), optimizer.state[weight]["momentum_buffer"].clone()])
+    assert all(torch.equal(one, other) for later in taken[1:] for one, other in zip(taken[0], later, strict=True))
+    assert float(taken[0][0][0, 0]) == pytest.approx(1 - 0.01 * 1.1)
 
 
 def course(schedule: str, steps: int = 100, warmup: int = 10) -> list[float]:

@@ -60,6 +60,24 @@ def test_going_on_gives_the_bits_of_never_having_stopped(run_ranks, folder: Path
     assert int(tensors(rest)["adam_step"][0]) == 7
 
 
+@pytest.fixture(scope="module")
+def sgd_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sgd")
+    make_tiny(folder, "optimizer.kind=sgd", "optimizer.lr=0.1", precision="float64")
+    return folder
+
+
+def test_sgd_s_momentum_is_its_only_state_and_is_carried_to_other_numbers_of_ranks(run_ranks, sgd_folder: Path) -> None:
+    whole = tensors(saved(run_ranks, sgd_folder, 1, old=None, new="whole", steps=7))
+    half = saved(run_ranks, sgd_folder, 2, old=None, new="half", steps=3)
+    assert {name.partition("/")[0] for name in tensors(half)} == {"model", "sgd_momentum", "tokens"}
+    rest = tensors(saved(run_ranks, sgd_folder, 3, old=half, new="rest", steps=4))
+    assert whole.keys() == rest.keys()
+    assert any(name.startswith("sgd_momentum/") and bool(value.any()) for name, value in whole.items())
+    for name, value in whole.items():
+        torch.testing.assert_close(rest[name], value, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_whichever_rank_cannot_write_its_reason_is_told(run_ranks, folder: Path, tmp_path: Path, rank: int) -> None:
     staging = staging_for(tmp_path, 1)
@@ -88,3 +106,22 @@ def test_a_checkpoint_of_another_shape_is_refused(run_ranks, folder: Path, tmp_p
     wider = assemble(config, plan, sums=ONE_PROCESS, stages=())
     with pytest.raises(PlaitError, match=r"has width 16, the recipe asks 32; take the recipe that the run began with"):
         restore(wider, checkpoint, verify_checkpoint(checkpoint), ONE_PROCESS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "momentum", "wanted"),
+    [("adamw", "auto", "adam_m, adam_v"), ("sgd", "0", "no moments"), ("sgd", "0.9", None)],
+)
+def test_a_checkpoint_of_another_optimizer_is_refused(
+    run_ranks, sgd_folder: Path, tmp_path: Path, kind: str, momentum: str, wanted: str | None
+) -> None:
+    checkpoint = saved(run_ranks, sgd_folder, 1, old=None, new=f"once-{kind}-{momentum}", steps=1)
+    config, plan = make_tiny(
+        tmp_path, f"optimizer.kind={kind}", "optimizer.lr=0.1", f"optimizer.momentum={momentum}", precision="float64"
+    )
+    other = assemble(config, plan, sums=ONE_PROCESS, stages=())
+    if wanted is None:
+        assert restore(other, checkpoint, verify_checkpoint(checkpoint), ONE_PROCESS).step == 1
+        return
+    with pytest.raises(PlaitError, match=f"has sgd_momentum, the recipe's optimizer keeps {wanted}; take the recipe"):
+        restore(other, checkpoint, verify_checkpoint(checkpoint), ONE_PROCESS)

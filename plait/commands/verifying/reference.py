@@ -7,7 +7,7 @@ number along each dim/who: "own" on the one rank that answers for these numbers,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from plait.commands.verifying.small_model import STEPS_PER_OPTIMIZER
 from plait.launch.values.job import RankContext
 from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
 from plait.parallel.sharded_model import LocalGradients
-from plait.planner.plan import Plan
+from plait.planner.plan import OptimizerKind, Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
@@ -30,6 +30,10 @@ from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for
 
 ReferenceScope = Literal["all", "gradients"]
+
+
+_KINDS: Mapping[OptimizerKind, str] = {"adamw": "adamw", "sgd": "momentum"}
+"""The kind of tensors that are weights after steps of the run's optimizer; "sgd" are those after plain steps."""
 
 
 def run_check_rank(context: RankContext, argument: str) -> None:
@@ -75,7 +79,7 @@ def collect_tensors(assembly: Assembly, scope: ReferenceScope) -> dict[str, Tens
             assembly.set_sequences_per_replica(assembly.plan.sequences_per_replica[::-1])
             for _ in range(STEPS_PER_OPTIMIZER):
                 state, _ = assembly.step(state)
-            found |= dict(_weights(assembly, "adamw"))
+            found |= dict(_weights(assembly, _KINDS[assembly.plan.optimizer.kind]))
             found["sums/evaluation"] = assembly.evaluate()
     finally:
         assembly.loader.close()

@@ -15,14 +15,15 @@ from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import MODEL_SIZES, explicit_shape
 from plait.partition.execution import Precision
 from plait.planner.derive import scaling_rules
-from plait.planner.plan import OptimizerPlan, Plan
+from plait.planner.derive.hyperparameters import with_usual_numbers
+from plait.planner.plan import Plan
 from plait.planner.resolve.named_layout import check_schedule, layout_of, named_degrees
 from plait.planner.search.validity import check_layout, check_shares
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, Every
 
 STEPS_PER_OPTIMIZER = 5
-"""Number of updates by plain gradient descent, and then of updates by AdamW."""
+"""Number of updates by plain gradient descent, and then of updates by the run's optimizer."""
 CHECK_LR = 0.01
 CHECK_CLIP = 0.25
 """Below the norms of a small model's first gradients, so that clipping acts."""
@@ -156,7 +157,12 @@ def shrunk_plan(config: RunConfig, shape: ModelShape, layout: Layout, shares: tu
         shares=shrunk_shares(shares, batch_sequences),
         budget=Amount(2 * STEPS_PER_OPTIMIZER, "steps"),
         steps=2 * STEPS_PER_OPTIMIZER,
-        optimizer=_optimizer(config),
+        optimizer=with_usual_numbers(
+            config.optimizer,
+            lr=CHECK_LR,
+            clip=None if config.optimizer.clip == "never" else CHECK_CLIP,
+            warmup_steps=2,
+        ),
         corpus="",
         corpus_hash="",
         documents="mask",
@@ -170,16 +176,4 @@ def shrunk_plan(config: RunConfig, shape: ModelShape, layout: Layout, shares: tu
         fingerprint={},
         recipe_hash="",
         reasons=(),
-    )
-
-
-def _optimizer(config: RunConfig) -> OptimizerPlan:
-    requested = config.optimizer
-    return OptimizerPlan(
-        lr=CHECK_LR,
-        warmup_steps=2,
-        weight_decay=0.1 if requested.weight_decay == "auto" else requested.weight_decay,
-        betas=(0.9, 0.95) if requested.betas == "auto" else requested.betas,
-        clip=None if requested.clip == "never" else CHECK_CLIP,
-        schedule="cosine" if requested.schedule == "auto" else requested.schedule,
     )

@@ -1,4 +1,4 @@
-"""The numbers of training that a recipe leaves open: AdamW's, the warm-up, and whether documents are masked."""
+"""The numbers of training that a recipe leaves open: the optimizer's, the warm-up, and whether documents are masked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 from plait.planner.derive import scaling_rules
 from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.plan import WARNING, OptimizerPlan
-from plait.recipe.schema import RunConfig
+from plait.recipe.schema import OptimizerSection, RunConfig
 from plait.units import counted, format_count, times_text
 
 MOST_TIMES_PUBLISHED_LR = 10
@@ -16,31 +16,66 @@ MOST_TIMES_PUBLISHED_LR = 10
 MOST_TIMES_SHOWN = 10_000
 """Beyond this factor its exact size tells nobody anything."""
 
+SGD_MOMENTUM = 0.9
+SGD_WEIGHT_DECAY = 1e-4
+"""SGD's usual numbers (He et al. 2015; Goyal et al. 2017), for weight decay that is part of the gradient."""
+
 
 def optimizer_plan(config: RunConfig, flops: float, batch_tokens: int, why: list[str]) -> OptimizerPlan:
-    """AdamW's numbers for a run of so many training FLOPs, its warm-up still open."""
+    """The optimizer's numbers for a run of so many training FLOPs, its warm-up still open."""
     requested = config.optimizer
-    usual = scaling_rules.usual_batch_tokens(flops)
-    published = scaling_rules.lr_for_batch(scaling_rules.peak_lr(flops), batch=batch_tokens, usual_batch=usual)
     lr = requested.lr
-    if lr == "auto":
-        lr = float(f"{published:.3g}")
-        why.append(f"peak learning rate {lr:g}: for {flops:.1e} FLOPs and this batch (DeepSeek LLM 2024, Malladi 2022)")
-    elif lr > MOST_TIMES_PUBLISHED_LR * published:
-        times = times_text(lr / published) if lr < MOST_TIMES_SHOWN * published else f"over {MOST_TIMES_SHOWN:,} times"
-        why.append(
-            f"{WARNING}optimizer.lr = {lr:g} is {times} what published rules give for this run ({published:.2g}); "
-            "it will probably diverge"
-        )
+    if requested.kind == "adamw":
+        lr = _adamw_lr(requested.lr, flops, batch_tokens, why)
+    assert lr != "auto"  # the schema refuses SGD without one
     clip = 1.0 if requested.clip == "auto" else requested.clip
+    plan = with_usual_numbers(requested, lr=lr, clip=None if clip == "never" else clip)
+    if requested.kind == "sgd" and "auto" in (requested.momentum, requested.weight_decay):
+        why.append(
+            f"SGD with momentum {plan.momentum:g}, weight decay {plan.weight_decay:g} as part of the gradient "
+            "(He 2015, Goyal 2017)"
+        )
+    return plan
+
+
+def with_usual_numbers(
+    requested: OptimizerSection, *, lr: float, clip: float | None, warmup_steps: int = 0
+) -> OptimizerPlan:
+    """A recipe's optimizer with this learning rate, clipping and warm-up; what else it leaves open is as published."""
+    usual_decay = 0.1 if requested.kind == "adamw" else SGD_WEIGHT_DECAY
     return OptimizerPlan(
         lr=lr,
-        warmup_steps=0,
-        weight_decay=0.1 if requested.weight_decay == "auto" else requested.weight_decay,
+        warmup_steps=warmup_steps,
+        weight_decay=usual_decay if requested.weight_decay == "auto" else requested.weight_decay,
         betas=(0.9, 0.95) if requested.betas == "auto" else requested.betas,
-        clip=None if clip == "never" else clip,
+        clip=clip,
         schedule="cosine" if requested.schedule == "auto" else requested.schedule,
+        kind=requested.kind,
+        momentum=momentum_of(requested),
     )
+
+
+def momentum_of(requested: OptimizerSection) -> float:
+    """SGD's momentum; 0 for AdamW, which has betas."""
+    usual = SGD_MOMENTUM if requested.kind == "sgd" else 0.0
+    return usual if requested.momentum == "auto" else requested.momentum
+
+
+def _adamw_lr(requested: float | Literal["auto"], flops: float, batch_tokens: int, why: list[str]) -> float:
+    usual = scaling_rules.usual_batch_tokens(flops)
+    published = scaling_rules.lr_for_batch(scaling_rules.peak_lr(flops), batch=batch_tokens, usual_batch=usual)
+    if requested == "auto":
+        lr = float(f"{published:.3g}")
+        why.append(f"peak learning rate {lr:g}: for {flops:.1e} FLOPs and this batch (DeepSeek LLM 2024, Malladi 2022)")
+        return lr
+    if requested > MOST_TIMES_PUBLISHED_LR * published:
+        known = requested < MOST_TIMES_SHOWN * published
+        times = times_text(requested / published) if known else f"over {MOST_TIMES_SHOWN:,} times"
+        why.append(
+            f"{WARNING}optimizer.lr = {requested:g} is {times} what published rules give for this run "
+            f"({published:.2g}); it will probably diverge"
+        )
+    return requested
 
 
 def warmup_steps(config: RunConfig, steps: int, why: list[str]) -> int:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from plait.errors import PlaitError
 from plait.model.shape import ModelShape, parameter_count
 from plait.partition.execution import MatmulBackend, MatmulPrecision, Precision
+from plait.planner.derive.hyperparameters import momentum_of
 from plait.planner.derive.model_size import CorpusFacts, TrainingRate, assumed_rate, batch_sequences, derive_run_size
 from plait.planner.derive.resources import Resources
-from plait.planner.plan import WARNING, Plan
+from plait.planner.plan import WARNING, Plan, moments_of
 from plait.recipe.schema import RunConfig
 from plait.units import Amount
 
@@ -28,6 +29,8 @@ class TrainingJob:
     """In what float32 matrices are multiplied."""
     matmul_backend: MatmulBackend = "default"
     """The library by which processors multiply them."""
+    moments: int = 2
+    """Tensors of optimizer state for each weight."""
 
 
 def new_job(
@@ -53,6 +56,7 @@ def new_job(
         precision=precision,
         matmul_precision=matmul_precision_of(precision, resources, why),
         matmul_backend=matmul_backend_of(config, resources),
+        moments=moments_of(config.optimizer.kind, momentum_of(config.optimizer)),
     )
 
 
@@ -66,6 +70,7 @@ def job_of_plan(plan: Plan) -> TrainingJob:
         precision=plan.precision,
         matmul_precision=plan.matmul_precision,
         matmul_backend=plan.matmul_backend,
+        moments=plan.optimizer.moments,
     )
 
 

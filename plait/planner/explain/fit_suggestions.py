@@ -94,6 +94,7 @@ def _smaller(workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> 
             batch_sequences=workload.batch_sequences,
             precision=workload.precision,
             attention=workload.attention,
+            moments=workload.moments,
         )
         if smaller.parameters < workload.parameters and _fits(smaller, cluster, profile):
             yield f'model.size = "{size}" ({format_count(smaller.parameters)} parameters)'

@@ -123,7 +123,7 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
     twice = each < 4
     weight = np.where(fully & twice, 0.0, each / split["parameters"])
     gradient = (profile.gradients_held_bytes or profile.gradient_bytes) / split["gradients"]
-    state = (profile.state_bytes - (0 if twice else each)) * (1 - profile.offloaded)
+    state = (profile.state_bytes_with(w.moments) - (0 if twice else each)) * (1 - profile.offloaded)
     ahead = profile.layers_ahead * (number + profile.gradient_bytes / 2)
     kept, again = _activations(w, c, profile)
     return {

@@ -153,7 +153,7 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
     return {
         "parameters": own if fully else weights,
         "gradients": held[0] + in_buckets + received + travelling,
-        "optimizer": 2 * (own - kept),
+        "optimizer": w.moments * (own - kept),
         "gathered": fully * (tables + gathered * p.gathered_weights),
         "activations": held[1],
         "logits": held[2],

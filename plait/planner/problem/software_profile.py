@@ -129,9 +129,9 @@ class SoftwareProfile:
     head_gradient: Literal["among the others", "in the loss"] = "among the others"
     """Where the head's gradient is made: with the other gradients, or in the loss, beside those."""
     update_bytes: float = _DEFAULTS["update_bytes"]
-    """Memory traffic of the optimizer per parameter that a rank updates."""
+    """Memory traffic of AdamW per parameter that a rank updates."""
     state_bytes: int = _DEFAULTS["state_bytes"]
-    """Bytes of optimizer state per parameter: float32 master weight and two moments."""
+    """Bytes of AdamW's state per parameter: float32 master weight and two moments."""
     logit_copies_bytes: float = _DEFAULTS["logit_copies_bytes"]
     """Memory held per logit at the loss: 16-bit, float32 copy and its gradient; little where the loss is fused."""
     fixed_bytes: float = _DEFAULTS["fixed_bytes"]
@@ -152,6 +152,14 @@ class SoftwareProfile:
     def gradient_message_bytes(self) -> int:
         """Bytes of one gradient on its way."""
         return 2 if self.gradient_transfer == "bf16" else self.gradient_bytes
+
+    def state_bytes_with(self, moments: int) -> int:
+        """Bytes of optimizer state per parameter with so many float32 moments, AdamW having two."""
+        return self.state_bytes - 4 * (2 - moments)
+
+    def update_bytes_with(self, moments: int) -> float:
+        """Memory traffic of an update per parameter: each moment is read and written in float32."""
+        return self.update_bytes - 8 * (2 - moments)
 
     def for_cluster(self, cluster: Cluster) -> SoftwareProfile:
         """The profile of the same program on this cluster.

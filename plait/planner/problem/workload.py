@@ -37,6 +37,8 @@ class Workload:
     batch_sequences: int
     precision: PricedPrecision = "bf16"
     attention: AttentionKernel = "flash"
+    moments: int = 2
+    """Tensors of optimizer state for each weight: AdamW has 2, SGD 1, and none without momentum."""
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
@@ -149,6 +151,7 @@ def workload_of(
     batch_sequences: int,
     precision: PricedPrecision = "bf16",
     attention: AttentionKernel = "flash",
+    moments: int = 2,
 ) -> Workload:
     """The workload of a model that plait trains."""
     return Workload(
@@ -165,6 +168,7 @@ def workload_of(
         batch_sequences=batch_sequences,
         precision=precision,
         attention=attention,
+        moments=moments,
     )
 
 

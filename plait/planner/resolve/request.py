@@ -114,7 +114,7 @@ def _workload(job: TrainingJob) -> Workload:
     """What computes in float64 is priced as float32: nobody trains so for speed."""
     precision = job.matmul_precision if job.precision in ("float32", "float64") else job.precision
     sequence, batch = job.shape.sequence, job.batch_sequences
-    return workload_of(job.shape, sequence=sequence, batch_sequences=batch, precision=precision)
+    return workload_of(job.shape, sequence=sequence, batch_sequences=batch, precision=precision, moments=job.moments)
 
 
 def _options(resources: Resources, constraints: Constraints, notes: list[str]) -> tuple[WorkerOption, ...]:

@@ -59,9 +59,11 @@ class DeviceTime:
         )
 
     def _update_s(self, weights: Reals) -> Reals:
+        traffic = self.profile.update_bytes_with(self.workload.moments)
         if self.measured is None:
-            return weights * self.profile.update_bytes / self.rates.stream_bytes_per_s + self.profile.step_s
-        return measured_compute.update_s(self.measured, weights)
+            return weights * traffic / self.rates.stream_bytes_per_s + self.profile.step_s
+        # A probe times AdamW; SGD's update is limited by memory traffic as well, and has less of it.
+        return measured_compute.update_s(self.measured, weights) * (traffic / self.profile.update_bytes)
 
 
 def device_time_of(workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> DeviceTime:

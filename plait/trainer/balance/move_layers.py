@@ -17,6 +17,7 @@ from plait.partition.boxes import Box
 from plait.planner.plan import Plan
 from plait.report.memory import peak_rss_bytes
 from plait.trainer.assemble import Assembly
+from plait.trainer.optim import updates_counted
 from plait.trainer.persist import load_state, owned_state, state_boxes
 
 SPARE_MEMORY = 0.9
@@ -83,7 +84,7 @@ def _move(old: Assembly, new: Assembly, world: Sums) -> None:
 
     for rank, places in enumerate(wants[0]):
         if rank == world.index:
-            load_state(new, read, next(iter(old.optimizer.state.values()))["step"])
+            load_state(new, read, updates_counted(old.optimizer))
             continue
         for place in places:
             if home[place] == world.index:
