@@ -12,7 +12,8 @@ from torch import Tensor
 
 from plait.checked_json import parse_object, typed_value
 from plait.cluster.catalog import find_device_by_driver_name
-from plait.cluster.gpus import GpuLibrary, TorchGpus, check_gpus_are_seen, check_gpus_are_usable
+from plait.cluster.compile_preflight import CompileTools, find_compile_tools, why_not_compiled
+from plait.cluster.gpus import BF16_CAPABILITY, GpuLibrary, TorchGpus, check_gpus_are_seen, check_gpus_are_usable
 from plait.cluster.nvidia_driver import Host, ThisHost
 from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers, chosen_gpus
 from plait.cluster.topology import Machine, detect_cpu_machine
@@ -35,12 +36,16 @@ def rank(context: MessageSender, argument: str) -> None:
 
 
 def detect_machine(
-    requested: RequestedWorkers = ANY_WORKERS, library: GpuLibrary | None = None, here: Host | None = None
+    requested: RequestedWorkers = ANY_WORKERS,
+    library: GpuLibrary | None = None,
+    here: Host | None = None,
+    tools: CompileTools | None = None,
 ) -> Machine:
     """This host with the GPUs that are requested, if torch sees any; where these differ, the one with the least memory
     stands for all. Raises PlaitError for GPUs that are not there or cannot be used.
 
-    `library` is what finds the GPUs, torch where none is given; `here` the host to ask about its driver, else this one.
+    `library` is what finds the GPUs, torch where none is given; `here` the host to ask about its driver, and `tools`
+    what it compiles with, else those of this host.
     """
     library, host = library or TorchGpus(), detect_cpu_machine()
     if requested.devices != "cpu":
@@ -52,6 +57,7 @@ def detect_machine(
     check_gpus_are_usable(library, numbers)
     gpus = [library.gpu(number) for number in numbers]
     least = min(gpus, key=lambda one: one.memory_bytes)
+    oldest = min(one.capability for one in gpus)
     return replace(
         host,
         device="cuda",
@@ -60,6 +66,8 @@ def detect_machine(
         memory_bytes=least.memory_bytes,
         unlike=tuple(dict.fromkeys(one.name for one in gpus if one.name != least.name)),
         gpus=() if numbers == tuple(range(present)) else numbers,
+        without=("bf16",) if oldest < BF16_CAPABILITY and library.build().cuda else (),
+        uncompiled=why_not_compiled(tools or find_compile_tools(), oldest) if library.build().cuda else "",
     )
 
 

@@ -153,6 +153,11 @@ class SoftwareProfile:
         """Bytes of one gradient on its way."""
         return 2 if self.gradient_transfer == "bf16" else self.gradient_bytes
 
+    @property
+    def uncompiled(self) -> SoftwareProfile:
+        """The same program where nothing compiles its layers: each operation is a kernel and passes over memory."""
+        return replace(self, **constant_fields("software_profile_uncompiled"))
+
     def for_cluster(self, cluster: Cluster) -> SoftwareProfile:
         """The profile of the same program on this cluster.
 

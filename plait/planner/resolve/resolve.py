@@ -80,7 +80,7 @@ def draft(
         threads=first.threads,
         device=machine.device,
         precision=job.precision,
-        compile="blocks" if machine.device == "cuda" else "off",
+        compile=request.compile,
         shape=shape,
         sequence=shape.sequence,
         batch_sequences=batch,
