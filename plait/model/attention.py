@@ -137,8 +137,13 @@ def attend(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents 
         return _attend_packed(q_bthd, k_bthd, v_bthd, documents.ends, documents.longest)
     core: Attend = _attend_documents
     if documents.ends is not None:  # else a graph would be compiled for each set of lengths
-        core = torch.compiler.disable(core)
+        core = _outside_graphs(core)
     return core(q_bthd, k_bthd, v_bthd, documents)
+
+
+def _outside_graphs(core: Attend) -> Attend:
+    apart: Any = torch.compiler.disable(core)
+    return apart
 
 
 def _attend_documents(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None) -> Tensor:
