@@ -111,6 +111,8 @@ class TrainSection(RecipeSection):
     """bf16 computes in bfloat16 with float32 master weights."""
     compile: Literal["on", "off"] | Auto = "auto"
     """Whether layers are compiled on GPUs; "auto" where a C compiler, Triton and Python's headers are there."""
+    deterministic: bool = False
+    """Whether GPUs use only kernels that give the same bits each time, slower ones; processors always do."""
     matmul_backend: Literal["default", "onednn"] | Auto = "auto"
     """The library that multiplies float32 matrices on processors; "auto" measures which is faster, and as exact."""
     gradient_transfer: Literal["float32", "bf16"] = "float32"

@@ -52,6 +52,7 @@ OTHER_VALUES = {
     "train.batch_tokens": "65536",
     "train.precision": "bf16",
     "train.compile": "off",
+    "train.deterministic": "true",
     "train.matmul_backend": "onednn",
     "train.gradient_transfer": "bf16",
     "balance.every": "10 steps",

@@ -24,6 +24,7 @@ from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recip
 from tests.planner.machines import LAPTOP, ONE_H100, corpus, planned
 
 FACTS = corpus(1_500_000, 1)
+FOUR_H100 = replace(ONE_H100, devices=4)
 SMALL = ModelShape(layers=1, width=8, heads=1, kv_heads=1, head_width=8, ffn=8, vocabulary=8, sequence=8)
 
 
@@ -50,12 +51,14 @@ EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "the folder": lambda config: run_folder(config.run.name),
     "the first weights": first_weights,
     "compiled layers": lambda config: compile_of(config, ONE_H100, []),
+    "kernels of GPUs": lambda config: planned(config, FACTS, FOUR_H100).deterministic,
     "the GPUs": lambda config: chosen_gpus(named_workers(config), present=8),
 }
 ELSEWHERE = {
     "run.devices": "the GPUs",
     "run.workers": "the GPUs",
     "train.compile": "compiled layers",
+    "train.deterministic": "kernels of GPUs",
     "run.name": "the folder",
     "run.seed": "the first weights",
     "data.": "the data",

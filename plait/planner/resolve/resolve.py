@@ -91,6 +91,7 @@ def draft(
         balance_every_steps=_balance(config, resources, request, first, why),
         gradient_transfer=config.train.gradient_transfer,
         matmul_precision=job.matmul_precision,
+        deterministic=config.train.deterministic or machine.device == "cpu",
         budget=job.budget,
         steps=steps_in_budget(job.budget, batch * shape.sequence, step_s=None),
         optimizer=optimizer_plan(config, job.flops, batch * shape.sequence, why),
@@ -156,10 +157,11 @@ def settle(config: RunConfig, draft: Draft, measured: Sequence[WorkerLayout]) ->
 
 def _micro_batch_reasons(config: RunConfig, plan: Plan) -> list[str]:
     """Why micro-batches are not larger; empty if the recipe names their size or a reason about it exists already."""
-    part, device = max(plan.sequences_per_replica), plan.device
-    more = device == "cpu" and plan.micro_sequences > usual_micro_sequences(
-        plan.batch_sequences, plan.layout, plan.sequence
+    part, usual = (
+        max(plan.sequences_per_replica),
+        usual_micro_sequences(plan.batch_sequences, plan.layout, plan.sequence),
     )
+    more = plan.device == "cpu" and plan.micro_sequences > usual
     if config.layout.micro_sequences != "auto" or plan.micro_limits or more or part <= plan.micro_sequences:
         return []
     return [
