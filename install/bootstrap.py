@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Optional
 
-from torch_build import OLDEST_TORCH, Choice, choose_torch, is_new_enough, numbers
+from torch_build import OLDEST_TORCH, Choice, choose_torch, is_new_enough, numbers, suits_driver
 
 OLDEST_PYTHON = (3, 11)
 MEGABYTES = {"run": 100, "dev": 280, "bench": 280}
@@ -53,7 +53,7 @@ def make_environment(suite: str) -> None:
         return
     if problem is not None:
         create_venv(problem)
-    if not is_new_enough(torch_version(VENV_PYTHON)):
+    if not is_kept(torch_version(VENV_PYTHON)):
         install_torch()
     install_plait(suite)
     RECORD.write_text(_record(suite))
@@ -103,7 +103,7 @@ def _is_python_named() -> bool:
 
 
 def create_venv(reason: str) -> None:
-    """Make `.venv` anew; a torch that the Python outside has, and that is new enough, is kept."""
+    """Make `.venv` anew; a torch that the Python outside has, and that is new enough and can use the GPUs, is kept."""
     python = getattr(sys, "_base_executable", None) or sys.executable  # not .venv's own, where that is activated
     check_python(sys.version_info[:3], python)
     if importlib.util.find_spec("ensurepip") is None:
@@ -113,7 +113,7 @@ def create_venv(reason: str) -> None:
             f"apt install {package} (as root), then give the same command again"
         )
     torch = torch_version(python)
-    kept = ["--system-site-packages"] if is_new_enough(torch) else []
+    kept = ["--system-site-packages"] if is_kept(torch) else []
     _say(f"making .venv: {reason}" + (f"; it uses torch {torch} of {python}" if kept else ""))
     subprocess.check_call([python, "-m", "venv", "--clear", *kept, str(VENV)])
 
@@ -137,6 +137,11 @@ def check_python(version: "tuple[int, ...]", path: str) -> None:
 def torch_version(python: str) -> Optional[str]:
     """Version of the torch that a Python can import; None where there is none."""
     return _answer([python, "-c", "import torch; print(torch.__version__)"])
+
+
+def is_kept(torch: Optional[str]) -> bool:
+    """Whether a torch that is here already will do."""
+    return torch is not None and is_new_enough(torch) and suits_driver(torch, driver_version())
 
 
 def install_torch() -> None:

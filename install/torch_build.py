@@ -24,6 +24,9 @@ CPU = Build("the CPU build", "cpu.*", "cpu")
 CUDA_12 = Build("the CUDA 12 build", "cu12.*", "cu126")
 CUDA_13 = Build("the CUDA 13 build", "|cu13.*", "cu130")
 ANY_LABEL = ".*"
+OLDEST_DRIVERS = ((580, CUDA_13), (525, CUDA_12))
+"""The oldest driver that runs a build, newest build first: NVIDIA, CUDA Compatibility, "minor version compatibility",
+https://docs.nvidia.com/deploy/cuda-compatibility/ ."""
 
 
 class Choice(NamedTuple):
@@ -62,14 +65,25 @@ def choose_torch(
 
 
 def build_for_driver(driver: Optional[str]) -> "tuple[Build, str]":
-    """The build that a driver can run, and why. CUDA 13 needs driver 580 or newer, CUDA 12 needs 525."""
+    """The newest build that a driver can run, and why."""
     if driver is None:
         return CPU, "no NVIDIA driver was found"
-    if numbers(driver) >= (580,):
-        return CUDA_13, f"the NVIDIA driver is {driver}"
-    if numbers(driver) >= (525,):
-        return CUDA_12, f"the NVIDIA driver is {driver}, and CUDA 13 needs 580"
+    too_new = ""
+    for oldest, build in OLDEST_DRIVERS:
+        if numbers(driver) >= (oldest,):
+            return build, f"the NVIDIA driver is {driver}{too_new}"
+        too_new = f", and CUDA 13 needs {oldest}"
     return CPU, f"the NVIDIA driver is {driver}, and torch needs 525, better 580"
+
+
+def suits_driver(version: str, driver: Optional[str]) -> bool:
+    """Whether a torch that is installed can use the GPUs of a driver, as far as its version tells: a build for
+    processors cannot, nor can one for a CUDA that is newer than the driver. Without a driver any will do."""
+    best = build_for_driver(driver)[0]
+    if best is CPU:
+        return True
+    unusable = [CPU] + [build for oldest, build in OLDEST_DRIVERS if numbers(driver or "") < (oldest,)]
+    return not any(re.fullmatch(build.labels, _label(version)) for build in unusable)
 
 
 def _pick(versions: "list[str]", address: Optional[str], labels: str, reason: str) -> Optional[Choice]:

@@ -27,6 +27,7 @@ _NOISE = re.compile(
     r"\(.*?\)|\b(?:nvidia|geforce|rtx|tesla|amd|instinct|google|cloud|tpu|apple|gpu|processor|hgx|dgx|nvl72|sxm\d?"
     r"|hbm\d\w*|\d+w|[\d.]+\s*tb/s)\b|(?<=\bv\d)-\d+\b|(?<=\bv\d[a-z])-\d+\b"
 )
+_MIG_SLICE = re.compile(r"\bmig (\d)g\.(\d+)gb")
 _MEMORY = re.compile(r"\b(\d+)\s*gi?b\b")
 
 
@@ -65,14 +66,9 @@ class Device:
     source: str
 
     def __post_init__(self) -> None:
-        amounts = {
-            "memory_bytes": self.memory_bytes,
-            "memory_bytes_per_s": self.memory_bytes_per_s,
-            "per_node": self.per_node,
-            **{f"peak_flops of {precision}": rate for precision, rate in self.peak_flops.items()},
-        }
-        for what, amount in amounts.items():
-            _must_be_amount(self.name, what, amount)
+        rates = {f"peak_flops of {precision}": rate for precision, rate in self.peak_flops.items()}
+        fields = ("memory_bytes", "memory_bytes_per_s", "per_node")
+        _must_be_amounts(self.name, {key: getattr(self, key) for key in fields} | rates)
 
     def flops(self, precision: str) -> float:
         """Peak FLOP/s in this precision; raises PlaitError where the device has none or none was published."""
@@ -102,9 +98,7 @@ class Link:
     source: str
 
     def __post_init__(self) -> None:
-        amounts = {"bytes_per_s": self.bytes_per_s, "reached": self.reached, "axes": self.axes}
-        for what, amount in amounts.items():
-            _must_be_amount(self.name, what, amount)
+        _must_be_amounts(self.name, {key: getattr(self, key) for key in ("bytes_per_s", "reached", "axes")})
         if self.latency_s < 0:
             raise PlaitError(f"{self.name}: latency_s = {self.latency_s:g} is before it was sent; write 0 or more")
 
@@ -127,11 +121,26 @@ def find_device_by_driver_name(name: str) -> Device | None:
     """The device whose driver reports this name, such as "NVIDIA A100-SXM4-80GB"; None if it is not in the
     catalogue."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    found = next((entry for key, entry in _entries().items() if words.issuperset(key.split())), None)
+    fits = (entry for key, entry in _entries().items() if words.issuperset(key.split()))
+    found = next((entry for entry in fits if ("laptop" in words) == ("laptop" in entry["key"])), None)
     if found is None:
         return None
-    size = _MEMORY.search(name.lower())
-    return _device_of_size([found], int(size[1])) if size and int(size[1]) in _sizes(found) else _device(found)
+    size, part = _MEMORY.search(name.lower()), _MIG_SLICE.search(name.lower())
+    whole = _device_of_size([found], int(size[1])) if size and int(size[1]) in _sizes(found) else _device(found)
+    return _slice_of(whole, int(part[1]) / 8, int(part[2])) if part else whole
+
+
+def _slice_of(whole: Device, share: float, memory_gb: int) -> Device:
+    """A MIG slice: its eighths of the units, and of the memory and its speed what its name says."""
+    memory = min(1.0, memory_gb * 2**30 / whole.memory_bytes)
+    return replace(
+        whole,
+        peak_flops={precision: rate * share for precision, rate in whole.peak_flops.items()},
+        memory_bytes=round(whole.memory_bytes * memory),
+        memory_bytes_per_s=whole.memory_bytes_per_s * memory,
+        units=whole.units and round(whole.units * share),
+        price_per_hour=None,
+    )
 
 
 def find_link(name: str) -> Link:
@@ -178,11 +187,12 @@ def link_names() -> tuple[str, ...]:
     return tuple(_catalog()["link"])
 
 
-def _must_be_amount(name: str, what: str, amount: float) -> None:
-    if not amount > 0:
-        raise PlaitError(f"{name}: {what} = {amount:g} cannot be; write more than 0")
-    if not SMALLEST_AMOUNT <= amount <= LARGEST_AMOUNT:
-        raise PlaitError(f"{name}: {what} = {amount:g} cannot be; write {SMALLEST_AMOUNT:g} to {LARGEST_AMOUNT:g}")
+def _must_be_amounts(name: str, amounts: Mapping[str, float]) -> None:
+    for what, amount in amounts.items():
+        if not amount > 0:
+            raise PlaitError(f"{name}: {what} = {amount:g} cannot be; write more than 0")
+        if not SMALLEST_AMOUNT <= amount <= LARGEST_AMOUNT:
+            raise PlaitError(f"{name}: {what} = {amount:g} cannot be; write {SMALLEST_AMOUNT:g} to {LARGEST_AMOUNT:g}")
 
 
 def _device(entry: Mapping[str, Any]) -> Device:

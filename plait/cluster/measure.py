@@ -12,6 +12,9 @@ from torch import Tensor
 
 from plait.checked_json import parse_object, typed_value
 from plait.cluster.catalog import find_device_by_driver_name
+from plait.cluster.compile_preflight import CompileTools, find_compile_tools, why_not_compiled
+from plait.cluster.gpus import BF16_CAPABILITY, GpuLibrary, TorchGpus, check_gpus_are_seen, check_gpus_are_usable
+from plait.cluster.nvidia_driver import Host, ThisHost
 from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers, chosen_gpus
 from plait.cluster.topology import Machine, detect_cpu_machine
 
@@ -32,24 +35,39 @@ def rank(context: MessageSender, argument: str) -> None:
     context.send("machine", fingerprint=machine.fingerprint(), peak_flops=flops, peak_doubt=doubt)
 
 
-def detect_machine(requested: RequestedWorkers = ANY_WORKERS) -> Machine:
+def detect_machine(
+    requested: RequestedWorkers = ANY_WORKERS,
+    library: GpuLibrary | None = None,
+    here: Host | None = None,
+    tools: CompileTools | None = None,
+) -> Machine:
     """This host with the GPUs that are requested, if torch sees any; where these differ, the one with the least memory
-    stands for all. Raises PlaitError for GPUs that are not there."""
-    host = detect_cpu_machine()
-    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = chosen_gpus(requested, present)
-    if not gpus:
+    stands for all. Raises PlaitError for GPUs that are not there or cannot be used.
+
+    `library` is what finds the GPUs, torch where none is given; `here` the host to ask about its driver, and `tools`
+    what it compiles with, else those of this host.
+    """
+    library, host = library or TorchGpus(), detect_cpu_machine()
+    if requested.devices != "cpu":
+        check_gpus_are_seen(library, here or ThisHost())
+    present = library.count()
+    numbers = chosen_gpus(requested, present)
+    if not numbers:
         return host
-    properties = [torch.cuda.get_device_properties(index) for index in gpus]
-    least = min(properties, key=lambda one: one.total_memory)
+    check_gpus_are_usable(library, numbers)
+    gpus = [library.gpu(number) for number in numbers]
+    least = min(gpus, key=lambda one: one.memory_bytes)
+    oldest = min(one.capability for one in gpus)
     return replace(
         host,
         device="cuda",
         name=least.name,
         devices=len(gpus),
-        memory_bytes=least.total_memory,
-        unlike=tuple(dict.fromkeys(one.name for one in properties if one.name != least.name)),
-        gpus=() if gpus == tuple(range(present)) else gpus,
+        memory_bytes=least.memory_bytes,
+        unlike=tuple(dict.fromkeys(one.name for one in gpus if one.name != least.name)),
+        gpus=() if numbers == tuple(range(present)) else numbers,
+        without=("bf16",) if oldest < BF16_CAPABILITY and library.build().cuda else (),
+        uncompiled=why_not_compiled(tools or find_compile_tools(), oldest) if library.build().cuda else "",
     )
 
 

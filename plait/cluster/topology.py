@@ -37,15 +37,20 @@ class Machine:
     """Names of the machine's other GPUs, where not all have the name in `name`."""
     gpus: tuple[int, ...] = ()
     """torch's numbers of the GPUs to use, where these are not all of them."""
+    without: tuple[str, ...] = ()
+    """Arithmetic that one of the GPUs lacks: "bf16"."""
+    uncompiled: str = ""
+    """Why layers cannot be compiled for the GPUs, with the mend; empty where they can."""
 
     def fingerprint(self) -> dict[str, Any]:
         """The values that must be equal for a plan, its speed and its bit-exact results to hold again."""
         values = asdict(self)
         values["versions"] = dict(self.versions)
-        others = values.pop("unlike")
-        values |= {"unlike": list(others)} if others else {}
-        gpus = values.pop("gpus")
-        values |= {"gpus": list(gpus)} if gpus else {}
+        for key in ("unlike", "gpus", "without"):
+            found = values.pop(key)
+            values |= {key: list(found)} if found else {}
+        if not self.uncompiled:
+            del values["uncompiled"]
         # Memory as the kernel reports it moves by a few pages from boot to boot.
         values["memory_bytes"] = round(self.memory_bytes / 2**30) * 2**30
         return values
@@ -58,7 +63,7 @@ class Machine:
     def from_fingerprint(values: Mapping[str, Any]) -> Machine:
         """The machine that a stored fingerprint describes."""
         pairs = {"versions": tuple(sorted(values["versions"].items()))}
-        lists = {key: tuple(values.get(key, ())) for key in ("unlike", "gpus")}
+        lists = {key: tuple(values.get(key, ())) for key in ("unlike", "gpus", "without")}
         return Machine(**{**values, **pairs, **lists})
 
 

@@ -15,6 +15,7 @@ from plait.commands.verifying.gradient_check import check_gradients, summation_o
 from plait.commands.verifying.small_model import plan_for_device, requested_layout, requested_shares, shrunk_plan
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.planner.derive.compile_mode import compile_of
 from plait.planner.derive.resources import Resources
 from plait.planner.derive.training_job import matmul_backend_of, matmul_precision_of, precision_of
 from plait.planner.plan import Plan
@@ -87,7 +88,7 @@ def _check_here(config: RunConfig, plan: Plan, resources: Resources, workers: Wo
     precision = precision_of(config, resources, [])
     own = replace(
         plan_for_device(plan, machine.device, precision),
-        compile="blocks" if machine.device == "cuda" else "off",
+        compile=compile_of(config, machine, []),
         matmul_precision=matmul_precision_of(precision, resources, []),
         matmul_backend=matmul_backend_of(config, resources),
     )

@@ -135,6 +135,20 @@ def attend(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents 
         return _attend_rows(q_bthd, k_bthd, v_bthd)
     if documents.ends is not None and q_bthd.dtype in (torch.bfloat16, torch.float16):
         return _attend_packed(q_bthd, k_bthd, v_bthd, documents.ends, documents.longest)
+    core: Attend = _attend_documents
+    if documents.ends is not None:  # else a graph would be compiled for each set of lengths
+        core = _outside_graphs(core)
+    return core(q_bthd, k_bthd, v_bthd, documents)
+
+
+def _outside_graphs(core: Attend) -> Attend:
+    apart: Any = torch.compiler.disable(core)
+    return apart
+
+
+def _attend_documents(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None) -> Tensor:
+    """Documents without a kernel for ragged lengths: processors, and GPUs in float32."""
+    assert documents is not None
     length = documents.lengths[0]
     if all(other == length for other in documents.lengths):
         q, k, v = (x.reshape(-1, length, *x.shape[2:]) for x in (q_bthd, k_bthd, v_bthd))

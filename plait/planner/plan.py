@@ -129,6 +129,8 @@ class Plan:
     balance_every_steps: int = 0
     """How often shares may change while the run goes on; 0: never."""
     gradient_transfer: GradientTransfer = "float32"
+    deterministic: bool = True
+    """Whether GPUs use only kernels that give the same bits each time; all did in plans without this field."""
     matmul_precision: MatmulPrecision = "float32"
     """Where `precision` is float32: in what its matrices are multiplied."""
     matmul_backend: MatmulBackend = "default"

@@ -109,6 +109,10 @@ class TrainSection(RecipeSection):
     """Tokens of one optimizer step over all devices: 16384, "512K", "16M"; K is 1,000 and M 1,000,000."""
     precision: Literal["float32", "bf16"] | Auto = "auto"
     """bf16 computes in bfloat16 with float32 master weights."""
+    compile: Literal["on", "off"] | Auto = "auto"
+    """Whether layers are compiled on GPUs; "auto" where a C compiler, Triton and Python's headers are there."""
+    deterministic: bool = False
+    """Whether GPUs use only kernels that give the same bits each time, slower ones; processors always do."""
     matmul_backend: Literal["default", "onednn"] | Auto = "auto"
     """The library that multiplies float32 matrices on processors; "auto" measures which is faster, and as exact."""
     gradient_transfer: Literal["float32", "bf16"] = "float32"

@@ -110,7 +110,7 @@ def process_group_for(context: WorkerContext, plan: Plan) -> Iterator[None]:
     select_matmul_library(plan.matmul_backend_of(context.rank) if plan.device == "cpu" else "default")
     if plan.device == "cuda":
         torch.cuda.set_device(plan.gpu_of(context.local_rank))
-        _same_bits_on_gpus()
+        select_deterministic_kernels(plan)
         select_matmul_precision(plan.execution.matmul_precision)
         backend = "cpu:gloo,cuda:nccl"
     store = open_store(context.rendezvous, context.rank, context.world_size)
@@ -121,9 +121,10 @@ def process_group_for(context: WorkerContext, plan: Plan) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _same_bits_on_gpus() -> None:
-    """Select deterministic kernels on GPUs; those of a CPU are deterministic already at a fixed number of threads."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+def select_deterministic_kernels(plan: Plan) -> None:
+    """Allow GPUs only deterministic kernels where the plan says so; attention's backward has none, and warns. A CPU's
+    are deterministic already at a fixed number of threads."""
+    torch.use_deterministic_algorithms(plan.deterministic, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

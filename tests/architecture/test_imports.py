@@ -29,8 +29,8 @@ FLOORS = {
 }  # fmt: skip
 # Inside a folder with sub-folders: modules at its root count as rooms of their own.
 INNER_FLOORS = {
-    "cluster": {"catalog": 0, "topology": 0, "product_rates": 0, "requested_workers": 1, "short": 1, "measure": 2,
-                "described": 2,
+    "cluster": {"catalog": 0, "topology": 0, "nvidia_driver": 0, "compile_preflight": 0,
+                "product_rates": 0, "gpus": 1, "requested_workers": 1, "short": 1, "measure": 2, "described": 2,
                 "measured": 3, "cluster": 4, "machine_cluster": 5, "pooled": 4, "probe": 4},
     "commands": {"python_call": 0, "preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "hosts": 2,
                  "probing": 3, "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "probe_hosts": 4, "prove": 4,

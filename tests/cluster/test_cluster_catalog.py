@@ -100,11 +100,46 @@ def test_every_device_is_found_again_by_its_own_name(known: Device) -> None:
         ("NVIDIA GeForce RTX 3080 Ti", "RTX 3080 Ti"),
         ("NVIDIA GeForce RTX 3080", "RTX 3080"),
         ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA H200", "H200 SXM"),
+        ("NVIDIA H200 NVL", "H200 NVL"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 D", "RTX 4090 D"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 Laptop"),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", "RTX 4060 Laptop"),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", "RTX 5090 Laptop"),
+        ("NVIDIA GeForce RTX 2080 Ti", "RTX 2080 Ti"),
+        ("NVIDIA TITAN RTX", "Titan RTX"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA B200", "B200 SXM"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "H100 SXM"),
     ],
 )
 def test_a_driver_s_name_finds_its_device(driver: str, meant: str) -> None:
     known = find_device_by_driver_name(driver)
     assert known is not None and known.name == meant
+
+
+def test_a_laptop_s_gpu_is_not_the_desktop_s_of_the_same_number() -> None:
+    assert find_device_by_driver_name("NVIDIA GeForce RTX 3080 Laptop GPU") is None
+    small, large = find_device("4090 laptop"), find_device("4090")
+    assert small.flops("bf16") < 0.5 * large.flops("bf16") and small.memory_bytes < large.memory_bytes
+
+
+def test_a_mig_slice_is_a_part_of_its_gpu() -> None:
+    whole, part = (find_device_by_driver_name(f"NVIDIA A100-SXM4-40GB{mig}") for mig in ("", " MIG 2g.10gb"))
+    assert whole and part and whole.units and part.units == whole.units / 4
+    assert part.flops("bf16") == whole.flops("bf16") / 4
+    assert part.memory_bytes == pytest.approx(10 * 2**30, rel=0.01)
+    assert part.memory_bytes_per_s == pytest.approx(whole.memory_bytes_per_s / 4, rel=0.02)
+
+
+def test_h200_nvl_is_slower_than_h200() -> None:
+    assert find_device("H200 NVL").flops("bf16") == 835e12
 
 
 def test_a_device_that_no_driver_entry_fits_is_none() -> None:

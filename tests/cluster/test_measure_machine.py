@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from plait.cluster.measure import MatmulRate, detect_machine, measure_matmul_flops
 from plait.cluster.topology import Machine, detect_cpu_machine
+from tests.cluster.described_gpus import DescribedHost, described_gpus
 
 
 @pytest.mark.parametrize(
@@ -20,13 +19,9 @@ from plait.cluster.topology import Machine, detect_cpu_machine
     ],
 )
 def test_a_host_goes_by_its_smallest_gpu_and_names_those_unlike_it(
-    monkeypatch: pytest.MonkeyPatch, gpus: tuple[tuple[str, int], ...], name: str, unlike: tuple[str, ...]
+    gpus: tuple[tuple[str, int], ...], name: str, unlike: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
-    properties = [SimpleNamespace(name=kind, total_memory=memory * 2**30) for kind, memory in gpus]
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties[index])
-    found = detect_machine()
+    found = detect_machine(library=described_gpus(*gpus), here=DescribedHost())
     least = min(memory for _, memory in gpus) * 2**30
     assert (found.name, found.devices, found.memory_bytes, found.unlike) == (name, len(gpus), least, unlike)
     assert Machine.from_fingerprint(found.fingerprint()) == found

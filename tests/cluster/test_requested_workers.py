@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from plait.checked_json import parse_object, typed_value
 from plait.cluster.measure import detect_machine
 from plait.cluster.requested_workers import RequestedWorkers, check_requested_workers, chosen_gpus
 from plait.cluster.topology import Machine, detect_cpu_machine
 from plait.errors import PlaitError
+from tests.cluster.described_gpus import DescribedHost, described_gpus
 
 EIGHT_CORES = replace(detect_cpu_machine(), cores=8)
 
@@ -100,14 +100,11 @@ def test_a_processors_arithmetic_is_that_of_the_cores_in_use() -> None:
 MIXED = (("A", 24), ("B", 10), ("A", 24))
 
 
-def test_a_machine_is_known_by_the_gpus_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = [SimpleNamespace(name=name, total_memory=memory * 2**30) for name, memory in MIXED]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: kinds[index])
-    some = detect_machine(RequestedWorkers(devices=(2, 0)))
+def test_a_machine_is_known_by_the_gpus_that_are_used() -> None:
+    detect = partial(detect_machine, library=described_gpus(*MIXED), here=DescribedHost())
+    some = detect(RequestedWorkers(devices=(2, 0)))
     assert (some.name, some.devices, some.unlike, some.gpus) == ("A", 2, (), (2, 0))
     assert Machine.from_fingerprint(some.fingerprint()) == some
-    assert some.fingerprint() != detect_machine(RequestedWorkers(devices=(0, 2))).fingerprint()
-    assert detect_machine(RequestedWorkers(devices=(0, 1, 2))) == detect_machine()
-    assert detect_machine(RequestedWorkers(devices="cpu")) == detect_cpu_machine()
+    assert some.fingerprint() != detect(RequestedWorkers(devices=(0, 2))).fingerprint()
+    assert detect(RequestedWorkers(devices=(0, 1, 2))) == detect()
+    assert detect(RequestedWorkers(devices="cpu")) == detect_cpu_machine()

@@ -51,6 +51,8 @@ OTHER_VALUES = {
     "train.sequence": "64",
     "train.batch_tokens": "65536",
     "train.precision": "bf16",
+    "train.compile": "off",
+    "train.deterministic": "true",
     "train.matmul_backend": "onednn",
     "train.gradient_transfer": "bf16",
     "balance.every": "10 steps",

@@ -16,13 +16,15 @@ from plait.commands.preparing.corpus import data_request
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
+from plait.planner.derive.compile_mode import compile_of
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_workers import named_workers
 from plait.recipe.schema import RunConfig, SourceSection
 from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recipe
-from tests.planner.machines import LAPTOP, corpus, planned
+from tests.planner.machines import LAPTOP, ONE_H100, corpus, planned
 
 FACTS = corpus(1_500_000, 1)
+FOUR_H100 = replace(ONE_H100, devices=4)
 SMALL = ModelShape(layers=1, width=8, heads=1, kv_heads=1, head_width=8, ffn=8, vocabulary=8, sequence=8)
 
 
@@ -48,11 +50,15 @@ EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "the data": data_request,
     "the folder": lambda config: run_folder(config.run.name),
     "the first weights": first_weights,
+    "compiled layers": lambda config: compile_of(config, ONE_H100, []),
+    "kernels of GPUs": lambda config: planned(config, FACTS, FOUR_H100).deterministic,
     "the GPUs": lambda config: chosen_gpus(named_workers(config), present=8),
 }
 ELSEWHERE = {
     "run.devices": "the GPUs",
     "run.workers": "the GPUs",
+    "train.compile": "compiled layers",
+    "train.deterministic": "kernels of GPUs",
     "run.name": "the folder",
     "run.seed": "the first weights",
     "data.": "the data",

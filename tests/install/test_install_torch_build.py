@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from torch_build import build_for_driver, choose_torch
+from torch_build import build_for_driver, choose_torch, suits_driver
 
 OWN = "https://own"
 PYPI = ["2.15.0", "2.13.0", "2.11.0", "2.10.0"]
@@ -45,3 +45,22 @@ def test_an_index_that_is_named_decides_alone() -> None:
 @pytest.mark.parametrize(("driver", "index"), [(None, "cpu"), ("580", "cu130"), ("579.99", "cu126"), ("524.9", "cpu")])
 def test_each_driver_has_its_build(driver: str | None, index: str) -> None:
     assert build_for_driver(driver)[0].own_index == index
+
+
+@pytest.mark.parametrize(
+    ("version", "driver", "suits"),
+    [
+        ("2.13.0+cpu", None, True),
+        ("2.13.0+cpu", "580.65", False),
+        ("2.13.0", "580.65", True),
+        ("2.13.0", "550.54", False),
+        ("2.13.0+cu126", "550.54", True),
+        ("2.13.0+cu126", "580.65", True),
+        ("2.13.0+cpu", "470.82", True),
+        ("2.13.0+rocm7.1", "550.54", True),
+    ],
+)
+def test_a_torch_that_is_here_is_kept_only_where_it_can_use_the_gpus(
+    version: str, driver: str | None, suits: bool
+) -> None:
+    assert suits_driver(version, driver) is suits

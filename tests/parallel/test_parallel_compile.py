@@ -153,3 +153,20 @@ def test_a_compiled_layer_keeps_rounded_copies_of_its_weights(plan: Plan) -> Non
         step_of(model, 0)
     sizes = [each.numel() for each in kept if each.dtype == torch.bfloat16]
     assert {p.numel() for p in layer.parameters() if p.dim() == 2} <= set(sizes)
+
+
+def test_float32_documents_on_gpus_are_no_reason_to_compile_anew(plan: Plan) -> None:
+    """Without 16 bits there is no kernel for lengths: each document is attended to alone, outside the graphs."""
+    graphs, model, plain = Graphs(), GPT(SHAPE), GPT(SHAPE)
+    for each in (model, plain):
+        initialize(each, 1)
+    for layer in model.layers.values():
+        layer.compile(dynamic=False, backend=graphs)
+    counts = []
+    for step in range(STEPS):
+        documents = with_ends(lengths_of(step))
+        tokens = torch.randint(0, 50, (ROWS, SHAPE.sequence), generator=torch.Generator().manual_seed(step))
+        positions = torch.arange(SHAPE.sequence).expand(ROWS, -1)
+        torch.testing.assert_close(model(tokens, positions, documents), plain(tokens, positions, documents))
+        counts.append(graphs.count)
+    assert counts[-1] <= 6 and counts[-1] == counts[2]

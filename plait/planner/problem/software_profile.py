@@ -161,6 +161,11 @@ class SoftwareProfile:
         """Memory traffic of an update per parameter: each moment is read and written in float32."""
         return self.update_bytes - 8 * (2 - moments)
 
+    @property
+    def uncompiled(self) -> SoftwareProfile:
+        """The same program where nothing compiles its layers: each operation is a kernel and passes over memory."""
+        return replace(self, **constant_fields("software_profile_uncompiled"))
+
     def for_cluster(self, cluster: Cluster) -> SoftwareProfile:
         """The profile of the same program on this cluster.
 

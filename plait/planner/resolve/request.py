@@ -14,6 +14,7 @@ from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.planner.calibration.factors import ForecastBasis
 from plait.planner.derive.arithmetic import arithmetic_name
+from plait.planner.derive.compile_mode import Compile, compile_of
 from plait.planner.derive.intervals import balance_every_steps
 from plait.planner.derive.model_size import CorpusFacts, TrainingRate
 from plait.planner.derive.resources import STAND_IN, ProbeNeed, Resources
@@ -52,6 +53,8 @@ class Request:
     constraints: Constraints
     options: tuple[WorkerOption, ...]
     """The ways to use the machines, fewest workers first; several only on processors."""
+    compile: Compile
+    """Whether layers are compiled."""
     profile: SoftwareProfile
     """plait's own software profile, with the factors that earlier runs on these machines taught."""
     basis: ForecastBasis
@@ -93,6 +96,8 @@ def request_of(
         )
     )
     workload = _workload(job)
+    compiled = compile_of(config, resources.machine, notes)
+    program = PLAIT_PROFILE.uncompiled if (resources.machine.device, compiled) == ("cuda", "off") else PLAIT_PROFILE
     basis: ForecastBasis = "clock" if resources.cluster and was_measured(workload, resources.cluster) else "formulas"
     # Steps with TF32 products, or by another library, say nothing about steps without.
     precision = job.precision if job.matmul_precision == "float32" else job.matmul_precision
@@ -102,7 +107,8 @@ def request_of(
         workload=workload,
         constraints=constraints,
         options=_options(resources, constraints, notes),
-        profile=replace(PLAIT_PROFILE, calibration=calibration, gradient_transfer=config.train.gradient_transfer),
+        compile=compiled,
+        profile=replace(program, calibration=calibration, gradient_transfer=config.train.gradient_transfer),
         basis=basis,
         shares_may_change=balance_every_steps(config, "unequal") > 0,
         has_forecast=resources.has_known_devices,

@@ -80,7 +80,7 @@ def draft(
         threads=first.threads,
         device=machine.device,
         precision=job.precision,
-        compile="blocks" if machine.device == "cuda" else "off",
+        compile=request.compile,
         shape=shape,
         sequence=shape.sequence,
         batch_sequences=batch,
@@ -111,16 +111,17 @@ def draft(
     )
     return Draft(
         request=request,
-        plan=_with_products(plan, job, resources),
+        plan=_with_arithmetic(plan, config, job, resources),
         layouts=layouts,
         evaluations="auto" if config.report.evaluate == "auto" else parse_step_interval(config.report.evaluate),
         heldout_tokens=corpus.heldout_tokens,
     )
 
 
-def _with_products(plan: Plan, job: TrainingJob, resources: Resources) -> Plan:
-    """The plan with the library of processors' products, and what was measured of them."""
-    measured, chosen = resources.arithmetic, replace(plan, matmul_backend=job.matmul_backend)
+def _with_arithmetic(plan: Plan, config: RunConfig, job: TrainingJob, resources: Resources) -> Plan:
+    """The plan with its kinds of kernels, the library of processors' products, and what was measured of them."""
+    same_bits = config.train.deterministic or plan.device == "cpu"
+    measured, chosen = resources.arithmetic, replace(plan, matmul_backend=job.matmul_backend, deterministic=same_bits)
     if measured is None:
         return chosen
     return replace(
@@ -156,10 +157,9 @@ def settle(config: RunConfig, draft: Draft, measured: Sequence[WorkerLayout]) ->
 
 def _micro_batch_reasons(config: RunConfig, plan: Plan) -> list[str]:
     """Why micro-batches are not larger; empty if the recipe names their size or a reason about it exists already."""
-    part, device = max(plan.sequences_per_replica), plan.device
-    more = device == "cpu" and plan.micro_sequences > usual_micro_sequences(
-        plan.batch_sequences, plan.layout, plan.sequence
-    )
+    part = max(plan.sequences_per_replica)
+    usual = usual_micro_sequences(plan.batch_sequences, plan.layout, plan.sequence)
+    more = plan.device == "cpu" and plan.micro_sequences > usual
     if config.layout.micro_sequences != "auto" or plan.micro_limits or more or part <= plan.micro_sequences:
         return []
     return [
@@ -251,10 +251,9 @@ def _evaluating(rough: int, every: int, evaluation_steps: float) -> float:
 def plan_summary(plan: Plan) -> str:
     """One line on what will be trained, for people."""
     shape = plan.shape
-    flops = training_flops_per_token(shape, plan.sequence, "full")
     return (
         f"{format_count(parameter_count(shape))} parameters ({counted(shape.layers, 'layer')}, width "
         f"{shape.width}, {counted(shape.heads, 'head')}, vocabulary {shape.vocabulary}), "
         f"{counted(plan.steps, 'step')} of {plan.batch_sequences} × {plan.sequence} "
-        f"tokens, {format_si(flops, 'FLOP')} a token"
+        f"tokens, {format_si(training_flops_per_token(shape, plan.sequence, 'full'), 'FLOP')} a token"
     )

@@ -1,0 +1,94 @@
+"""Whether layers are compiled follows the recipe and the machine, is said, and is priced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.errors import PlaitError
+from plait.model.gpt import GPT
+from plait.model.init import initialize
+from plait.model.shape import ModelShape, parameter_count
+from plait.planner.calibration.constants import constant_fields
+from tests.planner.machines import LAPTOP, ONE_H100, WEB, planned, recipe
+
+NO_COMPILER = replace(ONE_H100, uncompiled="there is no C compiler; install gcc, or name one in CC")
+SIZE = ("model.size=1B", "train.budget=100 steps")
+
+
+def test_compiled_where_it_can_work_and_eager_with_its_price_where_it_cannot(tmp_path: Path) -> None:
+    config = recipe(tmp_path, *SIZE)
+    compiled, eager = planned(config, WEB, ONE_H100), planned(config, WEB, NO_COMPILER)
+    off = planned(recipe(tmp_path, *SIZE, "train.compile=off"), WEB, ONE_H100)
+    assert (compiled.compile, eager.compile, off.compile) == ("blocks", "off", "off")
+    assert compiled.forecast and eager.forecast and off.forecast
+    assert eager.forecast.step_s == off.forecast.step_s > 1.02 * compiled.forecast.step_s
+    assert any("layers are not compiled, and steps take longer: there is no C" in why for why in eager.reasons)
+    assert planned(recipe(tmp_path, *SIZE, "train.compile=on"), WEB, ONE_H100).compile == "blocks"
+
+
+def test_what_is_asked_for_and_cannot_be_is_refused(tmp_path: Path) -> None:
+    config = recipe(tmp_path, *SIZE, "train.compile=on")
+    with pytest.raises(PlaitError, match="layers cannot be compiled here: there is no C compiler; install gcc"):
+        planned(config, WEB, NO_COMPILER)
+    with pytest.raises(PlaitError, match='"on" is for GPUs, and this run is on the processor'):
+        planned(config, WEB, LAPTOP)
+
+
+def test_gpus_without_bf16_train_in_float32_also_where_the_catalogue_lacks_them(tmp_path: Path) -> None:
+    old = replace(ONE_H100, name="an old card", without=("bf16",))
+    assert planned(recipe(tmp_path, *SIZE), WEB, old).precision == "float32"
+    with pytest.raises(PlaitError, match=r'an old card has no bf16 arithmetic; write train.precision = "float32"'):
+        planned(recipe(tmp_path, *SIZE, "train.precision=bf16"), WEB, old)
+
+
+class MemoryTraffic(TorchDispatchMode):
+    """Bytes that operations read and write, products and attention aside; views move nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.kernels = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        read, made = ([x for x in pytree.tree_leaves(of) if isinstance(x, torch.Tensor)] for of in (args, results))
+        shared = {tensor.untyped_storage().data_ptr() for tensor in read}
+        is_view = all(x.untyped_storage().data_ptr() in shared for x in made) and not name.endswith("_")
+        if not is_view and not name.startswith("empty"):
+            self.kernels += 1
+            if name not in ("mm", "addmm") and "attention" not in name:
+                self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in (*read, *made))
+        return results
+
+
+def layer_traffic(width: int, ffn: int, tokens: int = 256) -> tuple[float, int]:
+    """Bytes for each token and kernels of one layer's forward pass; casts of weights are counted by micro-batch."""
+
+    def measured(layers: int) -> tuple[MemoryTraffic, int]:
+        shape = ModelShape(layers=layers, width=width, heads=width // 64, kv_heads=width // 64, head_width=64, ffn=ffn,
+                           vocabulary=64, sequence=tokens)  # fmt: skip
+        model = GPT(shape)
+        initialize(model, 1)
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), MemoryTraffic() as traffic:
+            model(torch.zeros(1, tokens, dtype=torch.long), torch.arange(tokens)[None], None)
+        return traffic, parameter_count(shape)
+
+    (one, fewer), (two, more) = measured(1), measured(2)
+    return (two.bytes - one.bytes - 6 * (more - fewer)) / tokens, two.kernels - one.kernels
+
+
+def test_the_price_of_uncompiled_layers_is_what_their_operations_move() -> None:
+    constants: dict[str, float] = dict(constant_fields("software_profile_uncompiled"))
+    (narrow, kernels), (wide, _), (inner, _) = (
+        layer_traffic(*sizes) for sizes in ((256, 512), (512, 512), (256, 1024))
+    )
+    assert (inner - narrow) / 512 == pytest.approx(constants["inner_bytes"], rel=0.05)
+    assert (wide - narrow) / 256 == pytest.approx(constants["stream_bytes"], rel=0.05)
+    assert kernels == constants["layer_kernels"]
