@@ -4,6 +4,7 @@ from pathlib import Path
 
 from benchmarks.lab.startup import share_for
 from plait.commands.hosts import leader_workers
+from plait.commands.hosts.host_info import joined_host_text
 from plait.commands.probing import survey
 
 PLAIT = Path(leader_workers.__file__).read_text(), Path(survey.__file__).read_text()
@@ -23,5 +24,5 @@ def test_hosts_are_measured_at_their_own_share() -> None:
 
 
 def test_plait_still_says_so() -> None:
-    assert 'f"joined   {name}:' in PLAIT[0]
+    assert 'f"joined   {joined_host_text(' in PLAIT[0] and joined_host_text("b", {"cores": 1}) == "b: 1 core"
     assert "f\"probe    {format_si(rate, 'bit/s')} between the hosts" in PLAIT[1]

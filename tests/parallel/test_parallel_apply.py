@@ -49,12 +49,12 @@ def test_alone_every_sum_is_global_already() -> None:
     )
 
 
-def test_compiled_layers_may_know_as_many_sizes_as_shares_may_bring(tmp_path, monkeypatch) -> None:
+def test_compiled_layers_may_know_as_many_sizes_as_shares_may_bring(tmp_path) -> None:
     """Behind torch's own limit they would run uncompiled without a word."""
-    monkeypatch.setattr(dynamo, "recompile_limit", 8)
     _, plan = make_tiny(tmp_path)
     nowhere = cast(DeviceMesh, None)  # each layer for itself
-    compile_layers(unsharded(GPT(SHAPE)), nowhere, replace(plan, compile="off"))
-    assert dynamo.recompile_limit == 8
-    compile_layers(unsharded(GPT(SHAPE)), nowhere, replace(plan, compile="blocks"))
-    assert dynamo.recompile_limit == COMPILED_SHAPES_LIMIT >= 64
+    with dynamo.patch(recompile_limit=8):
+        compile_layers(unsharded(GPT(SHAPE)), nowhere, replace(plan, compile="off"))
+        assert dynamo.recompile_limit == 8
+        compile_layers(unsharded(GPT(SHAPE)), nowhere, replace(plan, compile="blocks"))
+        assert dynamo.recompile_limit == COMPILED_SHAPES_LIMIT >= 64
