@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from plait.cluster.catalog import link_at_rate
-from plait.cluster.cluster import Cluster, cluster_from_json, cluster_json
+from plait.cluster.cluster import Cluster, cluster_from_json, cluster_json, read_cluster
 from plait.cluster.machine_cluster import cluster_of_hosts
 from plait.cluster.measured import CommOperation, MeasuredOverlap, Measurements
 from plait.cluster.topology import Machine
