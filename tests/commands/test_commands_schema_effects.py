@@ -24,7 +24,6 @@ from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recip
 from tests.planner.machines import LAPTOP, ONE_H100, corpus, planned
 
 FACTS = corpus(1_500_000, 1)
-FOUR_H100 = replace(ONE_H100, devices=4)
 SMALL = ModelShape(layers=1, width=8, heads=1, kv_heads=1, head_width=8, ffn=8, vocabulary=8, sequence=8)
 
 
@@ -39,6 +38,11 @@ def plan_of(config: RunConfig) -> Plan:
     return replace(planned(config, FACTS, LAPTOP), recipe_hash="", reasons=())
 
 
+def gpu_kernels(config: RunConfig) -> bool:
+    """Whether a GPU is held to deterministic kernels, whatever else the recipe says of layouts and workers."""
+    return planned(RunConfig(data=config.data, train=config.train), FACTS, ONE_H100).deterministic
+
+
 def first_weights(config: RunConfig) -> list[float]:
     model = GPT(SMALL)
     initialize(model, config.run.seed)
@@ -51,7 +55,7 @@ EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "the folder": lambda config: run_folder(config.run.name),
     "the first weights": first_weights,
     "compiled layers": lambda config: compile_of(config, ONE_H100, []),
-    "kernels of GPUs": lambda config: planned(config, FACTS, FOUR_H100).deterministic,
+    "kernels of GPUs": gpu_kernels,
     "the GPUs": lambda config: chosen_gpus(named_workers(config), present=8),
 }
 ELSEWHERE = {
