@@ -41,6 +41,10 @@ def named_folder(folder: str | Path | None) -> WorkingFolder:
     if folder is None:
         return CURRENT_FOLDER
     path = Path(folder).absolute()
-    if not path.is_dir():
-        raise PlaitError(f'folder = "{folder}" is no folder; make it first, or name another')
+    try:
+        is_folder = path.is_dir()
+    except (OSError, ValueError):  # too long a name, or a NUL
+        is_folder = False
+    if not is_folder:
+        raise PlaitError(f'folder = "{str(folder)[:200]}" is no folder; make it first, or name another')
     return WorkingFolder(path)

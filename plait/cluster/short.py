@@ -23,6 +23,7 @@ from plait.layout import LARGEST_CLUSTER
 # "@1G" is what offices and homes have: one network card of 1 Gbit/s for each *machine*, shared by its devices.
 
 _COUNTED = re.compile(r"(-?\d+)\s*[x×*]\s*(.+)", re.IGNORECASE)
+_MOST_GBIT_PER_S = 1e6
 _RATE = re.compile(r"(-?\d+(?:\.\d+)?)\s*([MGTmgt])(?:(b|bit)?(?:/s|ps)?|(B(?:/s|ps)))")
 _GBIT = {"m": 1e-3, "g": 1.0, "t": 1e3}
 
@@ -74,6 +75,8 @@ def parse_network(text: str, mark: str) -> Link:
     gbit_per_s = float(rate[1]) * _GBIT[rate[2].lower()] * (8 if rate[4] else 1)
     if gbit_per_s <= 0:
         raise PlaitError(f'a link of "{text}" carries nothing; write a rate above zero, for example 1G')
+    if gbit_per_s > _MOST_GBIT_PER_S:
+        raise PlaitError(f'no link is as fast as "{text[:40]}"; write a rate such as 400G')
     return link_at_rate(gbit_per_s, "machine" if mark == "@" else "device")
 
 

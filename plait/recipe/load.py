@@ -9,6 +9,7 @@ import re
 import tomllib
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,30 @@ def load_recipe(recipe: RecipeSource, overrides: Sequence[str] = ()) -> RunConfi
     current folder first. A run without a name gets that of its recipe's file; without a file, that of the first text
     that it learns from. Raises PlaitError in one sentence.
     """
+    with _refusing_depth():
+        config = parse_config(_requested(recipe, overrides))
+    if config.run.name != "auto":
+        return config
+    name = run_name_of(recipe if isinstance(recipe, Path) else Path(_first_text(config)))
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
+def read_saved_recipe(path: Path) -> RunConfig:
+    """The recipe that `recipe_text` wrote to a file: its paths are taken as they stand, and nothing is looked for on
+    this machine. Raises PlaitError."""
+    return parse_config(_read_toml(path))
+
+
+@contextmanager
+def _refusing_depth() -> Iterator[None]:
+    try:
+        yield
+    except RecursionError:
+        raise PlaitError("the recipe is nested too deeply; a value of a recipe is one list deep") from None
+
+
+def _requested(recipe: RecipeSource, overrides: Sequence[str]) -> dict[str, Any]:
+    """The recipe with its overrides as nested values with absolute paths."""
     requested, here = _nested_values(recipe), Path.cwd()
     beside = recipe.resolve().parent if isinstance(recipe, Path) else here
     _resolve_paths(requested, (beside, here))
@@ -41,11 +66,7 @@ def load_recipe(recipe: RecipeSource, overrides: Sequence[str] = ()) -> RunConfi
         override = parse_override(text)
         _resolve_paths(override, (here, beside))
         _merge(requested, override)
-    config = parse_config(requested)
-    if config.run.name != "auto":
-        return config
-    name = run_name_of(recipe if isinstance(recipe, Path) else Path(_first_text(config)))
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+    return requested
 
 
 def _nested_values(recipe: RecipeSource) -> dict[str, Any]:
@@ -86,8 +107,9 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
     for key in _keys(values):
         if key in RESERVED:
             raise PlaitError(f"{key} comes with a later version of plait; remove it from the recipe for now")
-    for text in _texts(values):
-        check_utf8(text)
+    with _refusing_depth():
+        for text in _texts(values):
+            check_utf8(text)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -142,6 +164,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise PlaitError(f'"{path}" is a folder; give the path of a recipe file in it') from None
     except UnicodeDecodeError:
         raise PlaitError(f'the recipe "{path}" is not UTF-8 text; save it as UTF-8') from None
+    except ValueError:  # a NUL, or a character that no path can hold
+        raise PlaitError(f"{str(path)!r} is no path; give the path of a .toml file") from None
     except OSError as error:
         raise PlaitError(f'the recipe "{path}" cannot be read ({error.strerror}); check its path and rights') from None
 

@@ -11,7 +11,7 @@ import torch
 
 from plait.parallel.mesh import Sums, make_mesh, world_sums
 from plait.planner.plan_file import read_plan
-from plait.recipe.load import load_recipe
+from plait.recipe.load import read_saved_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.state import TrainState
 from plait.trainer.worker import WorkerContext, process_group_for
@@ -25,7 +25,7 @@ def rank(context: WorkerContext, argument: str) -> None:
     least seconds of timed steps. Rank 0 sends the median seconds of a step."""
     requested = json.loads(argument)
     folder = Path(requested["folder"])
-    plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
+    plan, config = read_plan(folder / "plan.json"), read_saved_recipe(folder / "recipe.toml")
     with process_group_for(context, plan):
         mesh = make_mesh(plan.layout, plan.device)
         world = world_sums()

@@ -23,7 +23,7 @@ from plait.model.shape import training_flops_per_token
 from plait.parallel.mesh import Sums, make_mesh, open_store, world_sums
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
-from plait.recipe.load import load_recipe
+from plait.recipe.load import read_saved_recipe
 from plait.report.memory import LiveTensorPeak, peak_rss_bytes
 from plait.report.metrics import EvalReport
 from plait.trainer.assemble import Assembly, assemble
@@ -61,7 +61,7 @@ def main(context: WorkerContext, argument: str) -> None:
     requested = json.loads(argument)
     folder = Path(requested["folder"])
     plan = read_plan(folder / "plan.json")
-    config = load_recipe(folder / "recipe.toml")
+    config = read_saved_recipe(folder / "recipe.toml")
     with process_group_for(context, plan):
         world = world_sums()
         mesh = make_mesh(plan.layout, plan.device)

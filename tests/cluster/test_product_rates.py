@@ -109,3 +109,18 @@ def test_this_processor_has_float32_products_and_errors_of_float32() -> None:
     assert rates["bf16"].error > 100 * rates[default].error
     values = ProductRates(machine="one", workers=1, library="MKL", rates=rates).to_values()
     assert ProductRates.from_values(values).rates == rates
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rates": {}}, {"workers": -5}, {"flops": 0.0}, {"flops": -1.0}, {"flops": 8e307}, {"error": -1.0}, {"x": 5}],
+    ids=str,
+)
+def test_rates_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
+    """They may come from another host."""
+    rate = {"flops": 1e11, "error": 1e-7, "error_ratio": 1.0}
+    whole = {"machine": "a", "workers": 2, "library": "MKL", "rates": {"default": rate}}
+    assert ProductRates.from_values(whole).rates["default"].flops == 1e11
+    given = whole | {"rates": {"default": rate | change}} if change.keys() <= rate.keys() else whole | change
+    with pytest.raises(ValueError):
+        ProductRates.from_values(given)

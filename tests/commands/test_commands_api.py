@@ -103,9 +103,17 @@ def test_a_plan_shows_itself_in_a_notebook_and_on_a_page(tmp_path: Path) -> None
     assert plan.to_html(tmp_path / "plan.html").read_text().startswith("<!doctype html>")
 
 
+DEEP: dict[str, Any] = {}
+DEEP["data"] = DEEP
 WRONG: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: plait.load_recipe(3), r"recipe = 3 is not usable"),  # type: ignore[arg-type]
     (lambda: plait.load_recipe({1: {}}), r"not"),  # type: ignore[dict-item]
+    (lambda: plait.load_recipe(DEEP), r"nested too deeply"),
+    (lambda: plait.load_recipe("\0.toml"), r"is no path"),
+    (lambda: plait.plan(RECIPE, ["a." * 5000 + "b=1"]), r"nested too deeply"),
+    (lambda: plait.plan(RECIPE, cluster="2xH100@" + "9" * 500 + "G"), r"no link is as fast"),
+    (lambda: plait.plan(RECIPE, folder="a" * 5000), r"is no folder"),
+    (lambda: plait.Run("\0"), r"there is no run"),
     (lambda: plait.load_recipe({**RECIPE, "trian": {}}), r"trian is not a key of the recipe; did you mean train\?"),
     (lambda: plait.load_recipe(RECIPE, "train.budget=1 step"), r"overrides = .* give a list of texts"),
     (lambda: plait.load_recipe({**RECIPE, "model": {"layers": object()}}), r"model.layers is not usable"),

@@ -130,6 +130,8 @@ def test_pieces_out_of_order_and_files_that_nobody_asked_for_are_refused(tmp_pat
     intake = IncomingFolder(tmp_path / "there", [FileEntry(name="a", nbytes=9, sha256="0" * 64)])
     with pytest.raises(PlaitError, match="which nobody asked for"):
         intake.write_block("b", 0, b"x")
+    with pytest.raises(PlaitError, match="sent more of 'a' than it offered"):
+        intake.write_block("a", 0, b"0123456789")
     intake.write_block("a", 0, b"abc")
     with pytest.raises(PlaitError, match=r"a piece of .* is missing"):
         intake.write_block("a", 6, b"xyz")

@@ -38,6 +38,14 @@ def test_what_a_killed_run_left_counts_for_nothing(tmp_path: Path) -> None:
     assert running_runs(tmp_path) == [] and not list(tmp_path.iterdir())
 
 
+def test_files_of_others_there_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "cluster.json").write_text("{}")
+    os.mkfifo(tmp_path / "7.json")
+    (tmp_path / "8.json").symlink_to(tmp_path / "cluster.json")
+    assert running_runs(tmp_path) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["7.json", "8.json", "cluster.json"]
+
+
 def test_a_registry_that_others_may_write_is_not_believed(tmp_path: Path) -> None:
     with listed_as_running(ONE, tmp_path):
         tmp_path.chmod(0o777)

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from plait.errors import PlaitError
-from plait.recipe.load import flat_values, load_recipe, parse_config, parse_override, recipe_text
+from plait.recipe.load import flat_values, load_recipe, parse_config, parse_override, read_saved_recipe, recipe_text
 from plait.recipe.schema import RESERVED, RunConfig
 
 MINIMAL = '[data]\nfiles = "a.txt"\n'
@@ -275,3 +275,14 @@ def test_a_path_that_cannot_be_followed_is_a_sentence(tmp_path: Path, path: str)
     (tmp_path / "loop.toml").symlink_to("loop.toml")
     with pytest.raises(PlaitError, match="cannot be read"):
         load_recipe(tmp_path / path)
+
+
+def test_a_saved_recipe_is_read_without_looking_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a joined host it comes from host 0, which must not learn what files are there."""
+    (tmp_path / "private").mkdir()
+    (tmp_path / "recipe.toml").write_text(
+        '[data]\nfiles = ["~nobody-here/x", "pri*"]\ntokenizer = "../private"\n[run]\nname = "x"\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    found = read_saved_recipe(tmp_path / "recipe.toml").data
+    assert (found.files, found.tokenizer) == (("~nobody-here/x", "pri*"), "../private")

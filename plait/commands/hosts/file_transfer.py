@@ -153,6 +153,8 @@ class IncomingFolder:
         if name not in self.missing:
             raise PlaitError(f"another host sent {name[:80]!r}, which nobody asked for; give the same command again")
         path, fact = safe_path(self.folder, name), self._expected[name]
+        if offset + len(data) > fact.nbytes:
+            raise PlaitError(f"another host sent more of {name[:80]!r} than it offered; give the same command again")
         self._partial_path = part = path.with_name(partial_name(path.name))
         with convert_disk_errors(part):
             _write_at(part, offset, data)

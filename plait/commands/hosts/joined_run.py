@@ -13,7 +13,7 @@ from plait.commands.hosts.file_names import refuse_links
 from plait.commands.hosts.requests import CHECKPOINT_NAME
 from plait.commands.planning.run_folder import RunFolder, check_changes
 from plait.errors import PlaitError
-from plait.recipe.load import load_recipe, parse_recipe
+from plait.recipe.load import parse_recipe, read_saved_recipe
 from plait.report.atomic import replace_file
 
 _MARKER_FILE = "joined.json"
@@ -101,7 +101,7 @@ def _check_same_run(folder: RunFolder, recipe: str) -> None:
     if not folder.has_begun:
         return
     try:
-        check_changes(load_recipe(folder.recipe), parse_recipe(recipe, "the recipe that host 0 sent"))
+        check_changes(read_saved_recipe(folder.recipe), parse_recipe(recipe, "the recipe that host 0 sent"))
     except PlaitError as error:
         why = str(error).partition(";")[0]
         raise PlaitError(

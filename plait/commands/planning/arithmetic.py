@@ -12,6 +12,7 @@ from plait.cluster.probe.request import ProbedModel
 from plait.cluster.product_rates import ProductRates
 from plait.commands.planning.measuring import ARITHMETIC_S, ask_rank_0, time_plan
 from plait.commands.planning.workers import PRODUCTS_ENTRY, WorkerPool
+from plait.errors import RunFailed
 from plait.launch.values.job import Job
 from plait.partition.execution import Precision
 from plait.planner.derive.arithmetic import (
@@ -105,7 +106,12 @@ def _measured_products(job: TrainingJob, resources: Resources, workers: WorkerPo
         ),
         "products",
     )
-    return [ProductRates.from_values(values) for values in answer["ranks"]]
+    try:
+        return [ProductRates.from_values(values) for values in answer["ranks"]]
+    except ValueError:
+        raise RunFailed(
+            "a host reported speeds of matrix products that cannot be; install the same commit of plait on all hosts"
+        ) from None
 
 
 def _precision(config: RunConfig, plan: Plan, found: ProcessorArithmetic, workers: WorkerPool) -> tuple[Precision, str]:

@@ -16,7 +16,7 @@ from plait.errors import PlaitError
 from plait.planner.plan import Plan, same_hosts, without_marks
 from plait.planner.plan_file import plan_text, read_plan
 from plait.planner.rebalancing.stage_repartition import stage_costs_of
-from plait.recipe.load import flat_values, load_recipe, recipe_text
+from plait.recipe.load import flat_values, read_saved_recipe, recipe_text
 from plait.recipe.schema import RunConfig
 from plait.report.atomic import replace_file, replace_files
 from plait.report.metrics import trim_metrics
@@ -82,7 +82,7 @@ class RunFolder:
 
     def saved_config(self) -> RunConfig:
         """The recipe that the run was begun with, as last changed."""
-        return load_recipe(self.recipe)
+        return read_saved_recipe(self.recipe)
 
     def saved_plan(self) -> Plan:
         return read_plan(self.plan)
@@ -189,7 +189,7 @@ def _is_file(path: Path) -> bool:
         raise PlaitError(
             f"{path.parent} cannot be read ({error.strerror}); mend the rights of that folder and of those above it"
         ) from None
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no path at all
         return False
 
 

@@ -33,6 +33,10 @@ class RunningRun:
     gpus: tuple[int, ...]
     """torch's numbers of the GPUs in use; none on the processor."""
 
+    def __post_init__(self) -> None:
+        if min(self.workers, self.threads) < 1 or any(gpu < 0 for gpu in self.gpus):
+            raise ValueError("a run has workers with threads, and GPUs are counted from 0")
+
     def __str__(self) -> str:
         what = f"GPU {', '.join(map(str, self.gpus))}" if self.gpus else counted(self.threads, "thread") + " each"
         return f"{self.folder} ({counted(self.workers, 'worker')}, {what})"
@@ -78,13 +82,16 @@ def running_runs(registry: Path) -> list[RunningRun]:
     """The listed runs whose processes live; what others left behind is deleted."""
     if not _is_own(registry):
         return []
-    found = (_running_run(path) for path in sorted(registry.glob("*.json")))
+    found = (_running_run(path) for path in sorted(registry.glob("*.json")) if path.stem.isdecimal())
     return [run for run in found if run is not None]
 
 
 def _running_run(path: Path) -> RunningRun | None:
     try:
-        with path.open("rb") as file:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return None
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:

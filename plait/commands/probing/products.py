@@ -48,9 +48,15 @@ def run_products_rank(context: RankContext, argument: str) -> None:
     store.set_timeout(RANK_TIMEOUT)
     store.set(f"products/{context.rank}", json.dumps(values))
     if context.rank == 0:
-        context.send(
-            "products", ranks=[parse_object(store.get(f"products/{one}")) for one in range(context.world_size)]
-        )
+        context.send("products", ranks=[_reported(store.get(f"products/{one}")) for one in range(context.world_size)])
+
+
+def _reported(sent: bytes) -> dict[str, Any]:
+    """What another rank reported, an object or nothing: the leader looks at its values."""
+    try:
+        return parse_object(sent)
+    except ValueError:
+        return {}
 
 
 def _bench(context: RankContext) -> TimingSetup:

@@ -23,7 +23,7 @@ from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
 from plait.parallel.sharded_model import LocalGradients
 from plait.planner.plan import OptimizerKind, Plan
 from plait.planner.plan_file import read_plan
-from plait.recipe.load import load_recipe
+from plait.recipe.load import read_saved_recipe
 from plait.recipe.schema import RunConfig
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.state import TrainState
@@ -44,7 +44,7 @@ def run_check_rank(context: RankContext, argument: str) -> None:
     """
     requested = json.loads(argument)
     folder, extent, who = Path(requested["folder"]), requested["extent"], requested["who"]
-    plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
+    plan, config = read_plan(folder / "plan.json"), read_saved_recipe(folder / "recipe.toml")
     if who == "reference" or context.rank == plan.world_size:
         save_file(reference_tensors(config, plan, extent), folder / "reference.safetensors")
         return
