@@ -85,7 +85,7 @@ def new_recipe_text(name: str, texts: Sequence[str]) -> str:
 
 def _put_sample_text() -> str:
     _write_new(Path(SAMPLE_TEXT), files("plait").joinpath("examples", SAMPLE_TEXT).read_bytes())
-    return f"wrote    {SAMPLE_TEXT}, because no text was here: Shakespeare's plays and poems, 5 MB"
+    return f"wrote    {SAMPLE_TEXT}, because no text was here: Shakespeare, 5 MB"
 
 
 def _write_new(path: Path, data: bytes) -> None:

@@ -160,7 +160,7 @@ def test_runs_are_found_by_name_and_by_path(made) -> None:
         folder.save_config_and_plan(*made)
     assert find_run("x") == folder and find_run("runs/x") == folder
     assert find_run(str(folder.path.resolve())) == RunFolder(folder.path.resolve())
-    with pytest.raises(PlaitError, match=r'there is no run "z" in /.*/runs; there are x'):
+    with pytest.raises(PlaitError, match=r'there is no run "z" in /.*/runs; the runs there: x'):
         find_run("z")
 
 
