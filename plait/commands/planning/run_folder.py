@@ -168,7 +168,9 @@ def find_run(name_or_path: str, working: WorkingFolder = CURRENT_FOLDER) -> RunF
     known = run_names(working)
     near = difflib.get_close_matches(name_or_path, known, n=3) or known[:10]
     hint = (
-        f"the runs there: {', '.join(near)}" if near else "go to where it was trained, or train one with: plait train RECIPE"
+        f"the runs there: {', '.join(near)}"
+        if near
+        else "go to where it was trained, or train one with: plait train RECIPE"
     )
     raise PlaitError(f'there is no run "{name_or_path}" in {runs}; {hint}')
 
