@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train test test-commands test-pieces test-all test-gpu test-newest check bench bench-strands bench-gpu lab wheel clean
+.PHONY: python env env-dev env-bench install train test test-commands test-pieces test-all test-gpu test-newest check bench bench-strands bench-gpu lab lab-quick wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -63,6 +63,9 @@ LAB_OUT ?= benchmarks/results/lab.jsonl
 
 lab: env-bench  ## every layout on real links between hosts made on this machine, about two hours; needs root
 	$(BIN)/python -m benchmarks.lab --json $(LAB_OUT)
+
+lab-quick: env-bench  ## ten cases and the likeliest layouts, at most half an hour; needs root
+	$(BIN)/python -m benchmarks.lab --grid benchmarks/lab/grid-quick.toml --json $(basename $(LAB_OUT))-quick.jsonl
 
 wheel: env  ## dist/plait-….whl: plait in one file, for machines without this checkout
 	rm -rf build dist  # setuptools would pack what an earlier build left there

@@ -32,6 +32,7 @@ from plait.trainer.step import (
     Autocast,
     RunMicros,
     Scalars,
+    WeightCasts,
     evaluate_in_turn,
     make_forward,
     make_loss,
@@ -129,7 +130,7 @@ def assemble(
     corpus = open_corpus(Path(plan.corpus))
     samples = select_samples(plan, layout, sums.index, device)
     loader = Loader(corpus, make_order(corpus, config.run.seed, plan.sequence), samples)
-    run_micros, evaluate_micros = make_runners(sharded, make_autocast(plan.precision, device))
+    run_micros, evaluate_micros = make_runners(sharded, make_autocast(plan.precision, device), weight_casts(plan))
     return Assembly(
         plan=plan,
         device=device,
@@ -175,14 +176,16 @@ def select_samples(plan: Plan, layout: Layout, rank: int, device: torch.device) 
     )
 
 
-def make_runners(sharded: ShardedModel, autocast: Autocast) -> tuple[RunMicros, EvaluateMicros]:
+def make_runners(
+    sharded: ShardedModel, autocast: Autocast, casts: WeightCasts = "each micro-batch"
+) -> tuple[RunMicros, EvaluateMicros]:
     """Functions that run micro-batches through the sharded model in training and in evaluation: one micro-batch
-    after another, or through a pipeline."""
+    after another, or through a pipeline, which casts weights for each micro-batch."""
     forward, loss_of = make_forward(autocast), make_loss(autocast, sharded.vocabulary)
     pipe = sharded.pipe
     if pipe is None:
         return (
-            partial(run_micros_in_turn, sharded=sharded, forward=forward, loss_of=loss_of),
+            partial(run_micros_in_turn, sharded=sharded, forward=forward, loss_of=loss_of, casts=casts),
             partial(evaluate_in_turn, sharded=sharded, forward=forward, loss_of=loss_of),
         )
     return (
@@ -191,6 +194,16 @@ def make_runners(sharded: ShardedModel, autocast: Autocast) -> tuple[RunMicros, 
         ),
         lambda micros: pipe.evaluate(list(micros), forward=forward, loss_of=loss_of) * sharded.reports,
     )
+
+
+def weight_casts(plan: Plan) -> WeightCasts:
+    """How often a plan's steps cast weights: once where the copies are there until the end of backward in any case.
+
+    GPUs cast within compiled layers.
+    """
+    gathered = plan.layout.shard > 1 and plan.layout.shard_what == "parameters"
+    held = plan.device == "cpu" and plan.layout.recompute == "none" and not gathered
+    return "each step" if held and plan.precision == "bf16" else "each micro-batch"
 
 
 def make_autocast(precision: Precision, device: torch.device) -> Autocast:

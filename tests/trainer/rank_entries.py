@@ -20,6 +20,7 @@ from plait.data.loader import Micro
 from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
 from plait.layout import Layout
+from plait.model.matmul import selected_matmul_library
 from plait.parallel.mesh import make_mesh, world_sums
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
@@ -41,6 +42,12 @@ def take_steps(context: RankContext, argument: str) -> None:
                 assembly = replace(assembly, run_micros=MeanOfMeans(assembly))
             results = steps_taken(assembly, case["steps"])
             save_file(results, folder / f"case-{number}-rank-{context.rank}.safetensors")
+
+
+def take_mixed_steps(context: RankContext, argument: str) -> None:
+    """As take_steps; then each rank says by which library it multiplied."""
+    take_steps(context, argument)
+    context.send("library", library=selected_matmul_library())
 
 
 def meet_a_bad_gradient(context: RankContext, argument: str) -> None:

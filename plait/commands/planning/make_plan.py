@@ -57,7 +57,8 @@ def make_plan(
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     facts = corpus_facts(corpus)
     make_draft = partial(draft, config, facts, recipe_hash=key)
-    resources = new_with_arithmetic(config, facts, resources_of(site, workers), workers)
+    rates = "again" if fresh else "kept"
+    resources = new_with_arithmetic(config, facts, resources_of(site, workers), workers, rates=rates)
     outline = make_draft(resources)
     measured = _timed_layouts(config, outline, workers, show)
     best = draft_in_best_precision(config, outline, choose(measured), resources, workers, make_draft)
@@ -122,7 +123,7 @@ def proven_plan(
     make_draft = partial(
         draft, config, facts, recipe_hash=key, worth_measuring=lambda request: best_layouts(request, count)
     )
-    resources = new_with_arithmetic(config, facts, resources_of(site, workers), workers)
+    resources = new_with_arithmetic(config, facts, resources_of(site, workers), workers, rates="kept")
     outline = make_draft(resources)
     outline = draft_in_best_precision(config, outline, outline.layouts[0], resources, workers, make_draft)
     trials: list[WorkerLayout] = []
@@ -167,7 +168,9 @@ def replan(config: RunConfig, plan: Plan, corpus: Corpus, site: MachineSurvey, w
     """
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     moved = bool(site.others) or site.machine.fingerprint() != plan.fingerprint
-    resources = begun_with_arithmetic(config, plan, resources_of(site, workers), workers, moved=moved)
+    resources = begun_with_arithmetic(
+        config, plan, resources_of(site, workers), workers, processors="other" if moved else "same"
+    )
     for reason in resources.arithmetic.reasons if moved and resources.arithmetic else ():
         say(f"         · {reason}")
     outline = draft(config, corpus_facts(corpus), resources, recipe_hash=key, begun=plan)
