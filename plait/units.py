@@ -49,6 +49,8 @@ class Every:
 
     value: float
     unit: Literal["seconds", "steps"]
+    cost_share: float | None = None
+    """Largest share of the time that it may take, for which it recurs less often; None: it recurs as often as said."""
 
     def __str__(self) -> str:
         return "never" if self.value == 0 else str(Amount(self.value, self.unit))
