@@ -103,6 +103,7 @@ def _measured_products(job: TrainingJob, resources: Resources, workers: WorkerPo
             argument=json.dumps(asdict(model)),
             world_size=given.workers,
             threads=given.threads,
+            at_stop="abandon",
         ),
         "products",
     )
