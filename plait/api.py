@@ -198,7 +198,7 @@ def evaluate(run: str | Path, files: Sequence[str] = (), *, folder: Place = None
     from plait.commands.evaluate import evaluate as measure
 
     with as_command():
-        return measure(str(run), paths, screen=screen_for("off"), working=named_folder(folder))
+        return measure(str(run), paths, screen=screen_for("off"), working=named_folder(folder), given_as="files")
 
 
 def train_recipe(recipe: str | Path, overrides: Sequence[str] = (), **options: Any) -> Literal["finished"] | StopSignal:

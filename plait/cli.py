@@ -11,7 +11,20 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from plait.cli_arguments import Address, HostCount, Overrides, Port, Recipe, RunName, SecretFile, Version
+from plait.cli_arguments import (
+    Address,
+    HostCount,
+    MoreTexts,
+    Overrides,
+    Port,
+    Recipe,
+    RunName,
+    SecretFile,
+    Temperature,
+    Texts,
+    TopP,
+    Version,
+)
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals
@@ -29,11 +42,8 @@ def options(version: Version = False) -> None:
 @app.command()
 def new(
     name: Annotated[str, typer.Argument(help="The run's name: the recipe is NAME.toml, in this folder.")],
-    text: Annotated[
-        list[str] | None,
-        typer.Option("--text", metavar="FILE...", help="The texts; all of this folder's, if left out."),
-    ] = None,
-    more: Annotated[list[str] | None, typer.Argument(metavar="FILE", hidden=True)] = None,
+    text: Texts = None,
+    more: MoreTexts = None,
 ) -> None:
     """Write a commented recipe for your text. Where there is no text, a sample text comes with it."""
     from plait.commands.new import write_recipe
@@ -193,8 +203,8 @@ def sample(
     run: RunName,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     tokens: Annotated[int, typer.Option(help="Number of tokens to add.", min=1)] = 200,
-    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.", min=0)] = 0.8,
-    top_p: Annotated[float, typer.Option(help="Choose among the most likely tokens of this total probability.")] = 0.95,
+    temperature: Temperature = 0.8,
+    top_p: TopP = 0.95,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 1,
 ) -> None:
     """Let a trained model continue a text."""

@@ -9,7 +9,8 @@ from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from plait.commands.planning.run_folder import find_run
+from plait.commands.planning.run_folder import RunFolder, find_run
+from plait.commands.preparing.corpus import data_request
 from plait.commands.sample import load_model
 from plait.data.loader import Micro, heldout_micros
 from plait.data.preparation.prepare import DataRequest, prepare_corpus
@@ -28,9 +29,17 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 
 def evaluate(
-    run: str, files: Sequence[str], *, screen: Screen, working: WorkingFolder = CURRENT_FOLDER
+    run: str,
+    files: Sequence[str],
+    *,
+    screen: Screen,
+    working: WorkingFolder = CURRENT_FOLDER,
+    given_as: str = "--files",
 ) -> dict[str, float]:
-    """The keys step, eval_loss, eval_nats_per_byte, tokens, bytes; raises PlaitError where nothing can be measured."""
+    """The keys step, eval_loss, eval_nats_per_byte, tokens, bytes; raises PlaitError where nothing can be measured.
+
+    `given_as` is what its caller calls the files, for sentences about them.
+    """
     folder = find_run(run, working)
     plan = folder.saved_plan()
     corpus = open_corpus(working.path / plan.corpus)
@@ -40,7 +49,8 @@ def evaluate(
         corpus.verify("heldout")
     model, found = load_model(folder)
     with TemporaryDirectory(prefix="plait-eval-") as name, screen.progress() as show:
-        text = _prepare_files(files, corpus, Path(name), show) if files else corpus
+        sources = tuple(Source(path, field=_usual_field(folder), given_as=given_as) for path in files)
+        text = _prepare_files(sources, corpus, Path(name), show) if files else corpus
         total, tokens = _loss_and_tokens(model, text, plan, show)
     if not isfinite(total):
         raise PlaitError(
@@ -62,11 +72,17 @@ def evaluation_line(step: int, loss_sum: float, tokens: int, nbytes: int) -> str
     return json.dumps(evaluation_values(step, loss_sum, tokens, nbytes))
 
 
-def _prepare_files(files: Sequence[str], corpus: Corpus, cache: Path, show: ShowProgress) -> Corpus:
+def _usual_field(folder: RunFolder) -> str:
+    """The field or column of the run's own text, where all its sources have the same one."""
+    fields = {source.field for source in data_request(folder.saved_config()).sources}
+    return fields.pop() if len(fields) == 1 else "text"
+
+
+def _prepare_files(sources: tuple[Source, ...], corpus: Corpus, cache: Path, show: ShowProgress) -> Corpus:
     """Other text, all of it as held-out text, in the run's own tokens."""
     corpus_tokenizer(corpus)  # raises where it is not the run's
     request = DataRequest(
-        sources=tuple(Source(path=path) for path in files),
+        sources=sources,
         tokenizer=str(corpus.tokenizer_path.parent),
         vocabulary=None,
         holdout=0.0,

@@ -46,6 +46,7 @@ def join(at: str, *, secret_file: Path | None, screen: Screen, working: WorkingF
                 handlers=handlers,
                 entries=ENTRIES,
                 while_running=files.running,
+                say=lambda sentence: say(f"stop     {sentence}"),
                 working_folder=working.path,
             )
         except PlaitError as error:

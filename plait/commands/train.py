@@ -12,7 +12,7 @@ from plait.commands.hosts.joined_run import refuse_joined_folder
 from plait.commands.hosts.leader_workers import leader_workers
 from plait.commands.monitoring.finish import is_finished, print_finished
 from plait.commands.monitoring.training import TrainingEnd, run_training
-from plait.commands.planning.begun_plan import refuse_other_text, resumed_plan
+from plait.commands.planning.begun_plan import refuse_lowered_budget, refuse_other_text, resumed_plan
 from plait.commands.planning.folder_lock import lock_run_folder
 from plait.commands.planning.introduction import Details, run_start, running_runs_text
 from plait.commands.planning.make_plan import make_plan
@@ -64,6 +64,8 @@ def train(
     refuse_joined_folder(folder)
     with lock_run_folder(folder) as require_present:
         changed = check_changes(folder.saved_config(), config) if folder.has_begun else []
+        if folder.has_begun:
+            refuse_lowered_budget(config, folder.saved_plan())
         if folder.has_begun and "train.budget" not in changed and is_finished(folder):
             refuse_other_text(prepared_corpus(config, working, screen), folder.saved_plan())
             receipt = print_finished(folder, screen, details)

@@ -8,7 +8,7 @@ from typing import Any
 from plait.layout import Layout
 from plait.report.plausibility import efficiency_doubt, mfu_doubt
 from plait.report.receipt import ITEM_NAMES, Receipt
-from plait.units import counted, format_bytes, format_count, format_duration
+from plait.units import compared_text, counted, format_bytes, format_count, format_duration, plain_number
 
 WORTH_NAMING = 0.005
 """Share of a step from which on an item is printed."""
@@ -40,7 +40,7 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         ("MFU", _mfu(receipt)),
         ("peak of tensors", _peak(receipt.peak_tensor_bytes)),
         ("peak of memory", _peak(receipt.peak_rss_bytes) + _rss_forecast(receipt)),
-        ("time", f"{format_duration(receipt.wall_s)}, {receipt.device_hours:.3g} device hours"),
+        ("time", f"{format_duration(receipt.wall_s)}, {plain_number(receipt.device_hours)} device hours"),
         ("cost", _costs(receipt)),
         ("versions", ", ".join(f"{name} {version}" for name, version in receipt.versions.items())),
     ]
@@ -89,8 +89,8 @@ def _rss_forecast(receipt: Receipt) -> str:
 
 def _difference(error: float, above: str, below: str, *, than: str = "forecast") -> str:
     """How measured compares with predicted, from predicted / measured - 1."""
-    more = 1 / (1 + error) - 1
-    return f"as {than}" if abs(more) < 0.0005 else f"{abs(more):.1%} {above if more > 0 else below} than {than}"
+    ratio = 1 / (1 + error)
+    return f"as {than}" if abs(ratio - 1) < 0.0005 else compared_text(ratio, above, below, digits=1, than=than)
 
 
 def _mfu(receipt: Receipt) -> str:
@@ -110,7 +110,11 @@ def _speedup(receipt: Receipt) -> str:
 
 
 def _costs(receipt: Receipt) -> str:
-    parts = [_text(receipt.cost_usd, "${:.2f}"), _text(receipt.energy_wh, "{:.3g} Wh of the devices")]
+    watts_h = receipt.energy_wh
+    parts = [
+        _text(receipt.cost_usd, "${:,.2f}"),
+        "" if watts_h is None else f"{plain_number(watts_h)} Wh of the devices",
+    ]
     return ", ".join(part for part in parts if part)
 
 

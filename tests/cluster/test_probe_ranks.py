@@ -34,7 +34,7 @@ from plait.commands.probing.table import measurements_table
 from plait.errors import Interrupted, PlaitError
 from plait.launch.local.run import ForkServer
 from plait.launch.values.entries import EntryTable
-from plait.launch.values.job import STOPPING, Job, JobResult, Message, StoppedBy
+from plait.launch.values.job import Job, JobResult, Message, StoppedBy
 from plait.model.sizes import explicit_shape
 from plait.working_folder import CURRENT_FOLDER
 from tests.entry_tables import entries_of
@@ -160,8 +160,7 @@ class Remembered:
 
     def run(self, job: Job, on_message: Callable[[Message], None]) -> JobResult:
         self.jobs += 1
-        if self.stopped_by != "finished":
-            on_message(Message(rank=0, kind=STOPPING, values={"signal": self.stopped_by}))
+        assert job.at_stop == "abandon"
         on_message(Message(rank=0, kind="probed", values=self.told))
         return JobResult(stopped_by=self.stopped_by, wall_s=0.0)
 
@@ -212,14 +211,13 @@ def test_old_figures_hold_while_a_short_look_finds_about_the_same(told: dict[str
 
 
 def test_a_signal_in_the_midst_of_a_probe_ends_the_command_and_keeps_nothing(
-    told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     asked, extent = small_request(), ProbeWorkers(workers=2, threads=1)
     stopped = Remembered(told, stopped_by="SIGINT")
     with pytest.raises(Interrupted, match="SIGINT"):
         measure_or_load(stopped, [detect_cpu_machine()], asked, extent, fresh="kept")
-    assert capsys.readouterr().err == "plait: stopping as soon as what is being measured now has ended\n"
     with pytest.raises(Interrupted, match="SIGINT"):
         measurements_still_hold(stopped, measurements_from(parse_result(told), asked, "key"), asked, extent)
     assert not (tmp_path / ".plait").exists()

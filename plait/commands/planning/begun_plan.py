@@ -36,6 +36,12 @@ def resumed_plan(
     return with_new_intervals(config, plan)
 
 
+def refuse_lowered_budget(config: RunConfig, plan: Plan) -> None:
+    """Raise PlaitError where a begun run's budget would become smaller: known before text and machine are looked at."""
+    if budget_of(config) != plan.budget:
+        with_raised_budget(config, plan)
+
+
 def refuse_other_text(corpus: Corpus, plan: Plan) -> None:
     """Raise PlaitError where the text, or its tokenizer, is not that of the run's plan; `data.files` may have moved."""
     if corpus.content_hash != plan.corpus_hash:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,8 +13,7 @@ from plait.cluster.topology import Machine, usable_cores
 from plait.commands.planning.calibration_store import calibration_key, load_calibration
 from plait.commands.planning.workers import MEASURE_ENTRY, TIMING_ENTRY, WorkerPool
 from plait.errors import PlaitError
-from plait.launch.local.output import OptionalOutput
-from plait.launch.values.job import STOPPING, Job, Message
+from plait.launch.values.job import Job, Message
 from plait.planner.derive.resources import Probe, Resources
 from plait.planner.plan import Plan
 from plait.planner.plan_file import write_plan
@@ -46,7 +44,9 @@ class MachineSurvey:
 def survey_machine(workers: WorkerPool, requested: RequestedWorkers = ANY_WORKERS) -> MachineSurvey:
     """Describe this machine with the requested devices and measure its arithmetic peak, in a worker that uses all
     cores."""
-    job = Job(entry=MEASURE_ENTRY, argument=requested.to_json(), world_size=1, threads=usable_cores())
+    job = Job(
+        entry=MEASURE_ENTRY, argument=requested.to_json(), world_size=1, threads=usable_cores(), at_stop="abandon"
+    )
     found = ask_rank_0(workers, job, "machine")
     machine = Machine.from_fingerprint(found["fingerprint"])
     return MachineSurvey(machine=machine, peak_flops=found["peak_flops"], peak_doubt=found["peak_doubt"])
@@ -94,6 +94,7 @@ def time_plan(config: RunConfig, plan: Plan, workers: WorkerPool, *, least_s: fl
             world_size=plan.world_size,
             threads=plan.threads,
             log_dir=name,
+            at_stop="abandon",
         )
         return ask_rank_0(workers, job, "measured")["step_s"]
 
@@ -104,7 +105,6 @@ def ask_rank_0(workers: WorkerPool, job: Job, kind: str) -> dict[str, Any]:
     answers: list[Message] = []
 
     def collect(message: Message) -> None:
-        say_that_it_stops(message)
         if message.kind == kind:
             answers.append(message)
 
@@ -113,9 +113,3 @@ def ask_rank_0(workers: WorkerPool, job: Job, kind: str) -> dict[str, Any]:
     if not answers:
         raise PlaitError(f"a worker ended without an answer ({job.entry}); this is a bug in plait, please report it")
     return dict(answers[0].values)
-
-
-def say_that_it_stops(message: Message) -> None:
-    """Where this is the message that says so, show it: workers end only with the piece that they measure."""
-    if message.kind == STOPPING:
-        OptionalOutput(sys.stderr).write("plait: stopping as soon as what is being measured now has ended\n")

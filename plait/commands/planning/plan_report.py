@@ -21,7 +21,7 @@ from plait.planner.resolve.worker_layouts import WorkerLayout, choose
 from plait.planner.search.found import Search
 from plait.recipe.schema import RunConfig
 from plait.screen.wrapping import wrapped
-from plait.units import counted, format_count
+from plait.units import counted, format_count, format_duration
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 REPORT_COLUMNS = 110
@@ -80,7 +80,7 @@ def comparison_table(reports: Sequence[PlanReport], columns: int = REPORT_COLUMN
     for one in reports:
         step_s = float(one.search.step_s[one.search.chosen])
         tokens = format_count(one.search.workload.batch_tokens / step_s)
-        rows.append((one.search.cluster.name, f"{step_s:.3g} s", tokens, one.sections[0].lines[0]))
+        rows.append((one.search.cluster.name, format_duration(step_s), tokens, one.sections[0].lines[0]))
     wide = [max(len(row[column]) for row in rows) for column in range(3)]
     start = min(sum(wide) + 2 * len(wide), columns // 2)
     return "\n".join(

@@ -62,7 +62,11 @@ def measure_or_load(
         return known
     key = _measurements_key(machines, request, probe_workers)
     job = Job(
-        entry=PROBE_ENTRY, argument=request.to_json(), world_size=probe_workers.workers, threads=probe_workers.threads
+        entry=PROBE_ENTRY,
+        argument=request.to_json(),
+        world_size=probe_workers.workers,
+        threads=probe_workers.threads,
+        at_stop="abandon",
     )
     result = parse_result(ask_rank_0(pool, job, "probed"))
     measured, kept = measurements_from(result, request, key), _measurements_path(key, working)

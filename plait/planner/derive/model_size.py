@@ -13,7 +13,7 @@ from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import explicit_shape, nearest_size
 from plait.planner.derive import scaling_rules
 from plait.recipe.schema import RunConfig
-from plait.units import Amount, format_count, format_si, parse_amount
+from plait.units import Amount, format_count, format_si, parse_amount, power_of_ten
 
 GUESSED_PEAK_FLOPS = 100e12
 """Arithmetic peak, in FLOP/s, that an unknown GPU is assumed to have while the model is sized."""
@@ -183,7 +183,7 @@ def batch_sequences(config: RunConfig, run_size: RunSize, why: list[str]) -> int
     usual = scaling_rules.usual_batch_tokens(flops)
     least = usual if run_size.budget.unit == "steps" else scaling_rules.short_run_batch_tokens(run_size.tokens)
     sequences = scaling_rules.divisible_batch(min(usual, least) / sequence)
-    reason = f"suits {flops:.1e} training FLOPs (DeepSeek LLM 2024)"
+    reason = f"suits {power_of_ten(flops)} training FLOPs (DeepSeek LLM 2024)"
     if least < usual:
         reason = f"small, so that a short run has some {scaling_rules.LEAST_STEPS_OF_A_RUN:,} steps"
     why.append(f"batch {sequences * sequence} tokens: {reason}")
