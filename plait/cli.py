@@ -11,7 +11,7 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from plait.cli_arguments import Address, HostCount, Overrides, Port, Recipe, RunName, SecretFile, Version
+from plait.cli_arguments import Address, HostCount, Overrides, Port, Recipe, RecipeIfAny, RunName, SecretFile, Version
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals
@@ -82,7 +82,7 @@ def join(
 
 @app.command()
 def plan(
-    recipe: Annotated[Path | None, typer.Argument(help="A recipe file (.toml).")] = None,
+    recipe: RecipeIfAny = None,
     overrides: Overrides = None,
     cluster: Annotated[
         list[str] | None,
@@ -154,7 +154,7 @@ def verify(
 
 @app.command()
 def probe(
-    recipe: Annotated[Path | None, typer.Argument(help="A recipe file (.toml): measure what its model needs.")] = None,
+    recipe: RecipeIfAny = None,
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", help="Also write the figures to this file, as JSON.")] = None,
     workers: Annotated[
@@ -215,12 +215,9 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a run's loss on its held-out text or on other files. Prints one line of JSON."""
-    from json import dumps
-
     from plait.commands.evaluate import evaluate
 
-    values = evaluate(run, files or [], screen=_screen(sys.stderr))
-    OptionalOutput(sys.stdout).write(dumps(values) + "\n")
+    OptionalOutput(sys.stdout).write(f"{evaluate(run, files or [], screen=_screen(sys.stderr))}\n")
 
 
 def _screen(stream: TextIO | None = None) -> TerminalScreen:
