@@ -18,6 +18,7 @@ from plait.cli_arguments import (
     Overrides,
     Port,
     Recipe,
+    RecipeIfAny,
     RunName,
     SecretFile,
     Temperature,
@@ -92,7 +93,7 @@ def join(
 
 @app.command()
 def plan(
-    recipe: Annotated[Path | None, typer.Argument(help="A recipe file (.toml).")] = None,
+    recipe: RecipeIfAny = None,
     overrides: Overrides = None,
     cluster: Annotated[
         list[str] | None,
@@ -164,7 +165,7 @@ def verify(
 
 @app.command()
 def probe(
-    recipe: Annotated[Path | None, typer.Argument(help="A recipe file (.toml): measure what its model needs.")] = None,
+    recipe: RecipeIfAny = None,
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", help="Also write the figures to this file, as JSON.")] = None,
     workers: Annotated[
@@ -225,12 +226,9 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a run's loss on its held-out text or on other files. Prints one line of JSON."""
-    from json import dumps
-
     from plait.commands.evaluate import evaluate
 
-    values = evaluate(run, files or [], screen=_screen(sys.stderr))
-    OptionalOutput(sys.stdout).write(dumps(values) + "\n")
+    OptionalOutput(sys.stdout).write(f"{evaluate(run, files or [], screen=_screen(sys.stderr))}\n")
 
 
 def _screen(stream: TextIO | None = None) -> TerminalScreen:

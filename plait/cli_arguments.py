@@ -22,6 +22,20 @@ def _run_names() -> list[str]:
     return run_names(CURRENT_FOLDER)
 
 
+def _recipe_files(incomplete: str) -> list[str]:
+    """Recipes in the folder that was typed so far, and in the folders in it. The shell itself offers all files where
+    this finds none."""
+    typed, slash, name = incomplete.rpartition("/")
+    where = Path(f"{typed}/" if slash else ".").expanduser()
+    try:
+        found = sorted((*where.glob("*.toml"), *where.glob("*/*.toml")))
+    except OSError:
+        return []
+    names = [path.relative_to(where) for path in found if path.is_file()]
+    shown = [path for path in names if name.startswith(".") or not str(path).startswith(".")]
+    return [f"{typed}{slash}{path}" for path in shown]
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         OptionalOutput(sys.stdout).write(f"plait {__version__}\n")
@@ -40,7 +54,8 @@ def _finite_temperature(value: float) -> float:
     return value
 
 
-Recipe = Annotated[Path, typer.Argument(help="A recipe file (.toml).")]
+Recipe = Annotated[Path, typer.Argument(help="A recipe file (.toml).", autocompletion=_recipe_files)]
+RecipeIfAny = Annotated[Path | None, typer.Argument(help="A recipe file (.toml).", autocompletion=_recipe_files)]
 Overrides = Annotated[list[str] | None, typer.Argument(help='Settings to change: train.budget="60 steps" and so on.')]
 RunName = Annotated[str, typer.Argument(help="A run: its name or its folder.", autocompletion=_run_names)]
 HostCount = Annotated[int, typer.Option("--hosts", help="Number of machines, this one included.", min=1)]

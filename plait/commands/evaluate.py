@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from html import escape
 from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +29,19 @@ from plait.trainer.assemble import make_autocast, make_runners, select_samples
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 
+class Evaluation(dict[str, float]):
+    """A run's loss, with the keys step, eval_loss and eval_nats_per_byte (in nats), tokens, bytes."""
+
+    def __str__(self) -> str:
+        """One line of JSON, as `plait eval` prints it."""
+        return json.dumps(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        rows = "".join(f"<tr><th>{escape(key)}</th><td>{value:.6g}</td></tr>" for key, value in self.items())
+        return f"<table>{rows}</table>"
+
+
 def evaluate(
     run: str,
     files: Sequence[str],
@@ -35,8 +49,8 @@ def evaluate(
     screen: Screen,
     working: WorkingFolder = CURRENT_FOLDER,
     given_as: str = "--files",
-) -> dict[str, float]:
-    """The keys step, eval_loss, eval_nats_per_byte, tokens, bytes; raises PlaitError where nothing can be measured.
+) -> Evaluation:
+    """The loss of the run's newest checkpoint; raises PlaitError where nothing can be measured.
 
     `given_as` is what its caller calls the files, for sentences about them.
     """
@@ -58,18 +72,13 @@ def evaluate(
             "or train again with a lower optimizer.lr and another run.name"
         )
     nbytes = text.heldout_bytes
-    return evaluation_values(found.manifest.step, total, int(tokens), nbytes)
+    return evaluation_of(found.manifest.step, total, int(tokens), nbytes)
 
 
-def evaluation_values(step: int, loss_sum: float, tokens: int, nbytes: int) -> dict[str, float]:
-    """The result as plain values; `loss_sum` is in nats."""
+def evaluation_of(step: int, loss_sum: float, tokens: int, nbytes: int) -> Evaluation:
+    """The result for a sum of losses in nats over so many tokens, which are so many bytes of text."""
     result = {"step": step, "eval_loss": loss_sum / tokens, "eval_nats_per_byte": loss_sum / nbytes}
-    return {**result, "tokens": tokens, "bytes": nbytes}
-
-
-def evaluation_line(step: int, loss_sum: float, tokens: int, nbytes: int) -> str:
-    """The result as one line of JSON."""
-    return json.dumps(evaluation_values(step, loss_sum, tokens, nbytes))
+    return Evaluation(**result, tokens=tokens, bytes=nbytes)
 
 
 def _usual_field(folder: RunFolder) -> str:

@@ -24,7 +24,7 @@ from plait.commands.planning.workers import (
     serve_under_torchrun,
     worker_pool,
 )
-from plait.commands.preparing.corpus import corpus_facts, corpus_summary, prepared_corpus
+from plait.commands.preparing.corpus import corpus_facts, prepared_corpus
 from plait.commands.probing.survey import survey_machines
 from plait.commands.verifying.gradient_check import check_new_layout
 from plait.errors import Interrupted, StopSignal
@@ -125,11 +125,12 @@ def _prepare_plan(
 ) -> Plan:
     """Prepare the data, survey the machines, and make or load the plan."""
     corpus = prepared_corpus(config, workers.working_folder, screen)
-    screen.print(corpus_summary(corpus_facts(corpus)))
+    screen.print(str(corpus_facts(corpus)))
     fresh, probe = renew != "nothing", "again" if renew == "all" else "kept"
     with screen.progress() as show:
         show(0, 0, "looking at the machine")
-        site = survey_machines(config, workers, screen.print, probe)
+        site = survey_machines(config, workers, screen.print, probe, show)
         if folder.has_begun:
-            return resumed_plan(config, folder.saved_plan(), corpus, site, workers, fresh=fresh, log=screen.print)
+            begun = folder.saved_plan()
+            return resumed_plan(config, begun, corpus, site, workers, fresh=fresh, log=screen.print, show=show)
         return make_plan(config, corpus, site, workers, fresh=fresh, say=screen.print, show=show)

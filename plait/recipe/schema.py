@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from plait.recipe.values import (
@@ -218,6 +219,10 @@ class RunConfig(RecipeSection):
     balance: BalanceSection = BalanceSection()
     checkpoint: CheckpointSection = CheckpointSection()
     report: ReportSection = ReportSection()
+
+    def __str__(self) -> str:
+        """TOML with every key written out, as it is saved with a run; keys that are None are left out."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
 RESERVED = frozenset({"model.from"})

@@ -31,7 +31,7 @@ FLOORS = {
 INNER_FLOORS = {
     "cluster": {"catalog": 0, "topology": 0, "nvidia_driver": 0, "compile_preflight": 0,
                 "product_rates": 0, "gpus": 1, "requested_workers": 1, "short": 1, "measure": 2, "described": 2,
-                "measured": 3, "cluster": 4, "machine_cluster": 5, "pooled": 4, "probe": 4},
+                "measured": 3, "probe": 4, "pooled": 4, "cluster": 5, "machine_cluster": 6},
     "commands": {"python_call": 0, "preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "hosts": 2,
                  "probing": 3, "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "probe_hosts": 4, "prove": 4,
                  "runs": 4, "sample": 3, "train": 5, "verify": 4, "new": 4},

@@ -73,6 +73,8 @@ class ProbeRequest:
     """The library by which processors multiply float32 matrices."""
     host_backends: Mapping[str, MatmulBackend] = field(default_factory=dict[str, MatmulBackend])
     """The library of hosts that take another one, by the digest of their machine."""
+    gpus: tuple[int, ...] = ()
+    """torch's numbers of the GPUs to measure, where these are not all of them."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -82,7 +84,8 @@ class ProbeRequest:
         values = json.loads(text)
         models = [ProbedModel(**{**one, "shape": ModelShape.from_dict(one["shape"])}) for one in values["models"]]
         shapes = {key: tuple(map(tuple, values[key])) for key in ("products", "attentions")}
-        return ProbeRequest(**{**values, **shapes, "models": tuple(models), "messages": tuple(values["messages"])})
+        lists = {key: tuple(values[key]) for key in ("messages", "gpus")}
+        return ProbeRequest(**{**values, **shapes, "models": tuple(models), **lists})
 
 
 def typical_probe_request(device: Literal["cpu", "cuda"], threads: int) -> ProbeRequest:

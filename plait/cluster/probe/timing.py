@@ -73,14 +73,20 @@ class WallClock:
         return (time.perf_counter() - began) / times, (time.process_time() - cpu) / times
 
 
+def tell_nobody(share: float) -> None:
+    """Where nobody wants to know how far the timing is."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingSetup:
-    """How a rank is timed: device, clock and lockstep."""
+    """How a rank is timed: device, clock, lockstep, and who is told how far it is."""
 
     device: Any
     """A torch.device."""
     clock: Clock
     lockstep: Lockstep
+    tell: Callable[[float], None] = tell_nobody
+    """Takes, between two readings, the share of the seconds given to `time_in_rounds` that went by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +117,12 @@ def time_in_rounds(
     clock, together = bench.clock, bench.lockstep
     times = {name: runs_per_reading(run, bench) for name, run in runs.items()}
     readings: dict[RunKey, list[tuple[float, float]]] = {name: [] for name in runs}
-    end = time.perf_counter() + seconds
+    began = time.perf_counter()
+    end = began + seconds
     for done in range(1, MOST_ROUNDS + 1):
         together.barrier()
         for name, run in runs.items():
+            bench.tell(min(1.0, (time.perf_counter() - began) / max(seconds, 1e-9)))
             readings[name].append(clock.time(run, times[name]))
         unsteady = (
             done < LEAST_ROUNDS

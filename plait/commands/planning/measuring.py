@@ -23,6 +23,8 @@ from plait.recipe.load import recipe_text
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import ShowProgress, ignore_progress
 
+PROGRESS = "progress"
+"""Kind of the message by which rank 0 of a job says how far it is, with the arguments of a ShowProgress."""
 LAYOUT_S, ARITHMETIC_S = 4.0, 1.5
 """Least seconds of timed steps: to choose among layouts, or in each round between two precisions."""
 
@@ -99,12 +101,14 @@ def time_plan(config: RunConfig, plan: Plan, workers: WorkerPool, *, least_s: fl
         return ask_rank_0(workers, job, "measured")["step_s"]
 
 
-def ask_rank_0(workers: WorkerPool, job: Job, kind: str) -> dict[str, Any]:
+def ask_rank_0(workers: WorkerPool, job: Job, kind: str, show: ShowProgress = ignore_progress) -> dict[str, Any]:
     """Run a job whose rank 0 sends one message of this kind, and return its values; raises Interrupted where a
-    signal came."""
+    signal came. `show` gets the job's progress where rank 0 tells it."""
     answers: list[Message] = []
 
     def collect(message: Message) -> None:
+        if message.kind == PROGRESS:
+            show(*(message.values[key] for key in ("done", "total", "stage")))
         if message.kind == kind:
             answers.append(message)
 

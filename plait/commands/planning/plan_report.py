@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import fill
 
-from plait.cluster.cluster import Cluster
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.errors import PlaitError
 from plait.model.shape import parameter_count
@@ -98,14 +97,8 @@ def comparison_table(reports: Sequence[PlanReport], columns: int = REPORT_COLUMN
 def _machines_text(found: Search) -> str:
     """The machines by name and in full, and which of them are used where some are left out."""
     if found.left_out is None:
-        return f"{found.cluster.name}: {_devices_text(found.cluster)}"
-    return f"{devices_text(found.cluster)} of {found.cluster.name}: {_devices_text(found.left_out.cluster)}"
-
-
-def _devices_text(cluster: Cluster) -> str:
-    islands = [f"{i.nodes} × ({i.per_node} × {i.device.name})" for i in cluster.islands]
-    joined = f", joined by {cluster.between.name}" if cluster.n_nodes > 1 else ""
-    return " + ".join(islands) + joined
+        return f"{found.cluster.name}: {found.cluster.hardware}"
+    return f"{devices_text(found.cluster)} of {found.cluster.name}: {found.left_out.cluster.hardware}"
 
 
 def chapter_of(report: PlanReport) -> Chapter:

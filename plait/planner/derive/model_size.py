@@ -31,6 +31,12 @@ class CorpusFacts:
     heldout_tokens: int
     documents: int
 
+    def __str__(self) -> str:
+        """One line, as `plait data` prints it."""
+        held_out = f"{format_count(self.train_tokens)} training tokens, {format_count(self.heldout_tokens)} held out"
+        documents = f"{format_count(self.documents)} document{'s' if self.documents != 1 else ''}"
+        return f"data     {held_out}; {documents}, vocabulary {self.vocabulary}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRate:
