@@ -5,7 +5,7 @@ Only `data.files` is required. Every `"auto"` is derived in planner/resolve/reso
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -30,7 +30,9 @@ from plait.recipe.values import (
 class RecipeSection(BaseModel):
     """Base of all sections of the recipe: frozen; unknown keys are an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True
+    )
 
 
 class RunSection(RecipeSection):

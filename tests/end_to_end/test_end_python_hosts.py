@@ -53,10 +53,11 @@ def start_both(place: Place, budget: str) -> tuple[subprocess.Popen[str], subpro
 def test_two_programs_train_in_folders_of_their_own(programs: Place) -> None:
     lead, guest = (ended(process) for process in start_both(programs, "20 steps"))
     assert (lead.code, guest.code, guest.out) == (0, 0, "None\n"), (lead, guest)
-    assert json.loads(lead.out) == [20, 2, ["lead/runs/both/checkpoints/step-10", "lead/runs/both/checkpoints/step-20"]]
+    checkpoints = programs.folder / "lead" / "runs" / "both" / "checkpoints"
+    assert json.loads(lead.out) == [20, 2, [str(checkpoints / f"step-{step}") for step in (10, 20)]]
     guests = programs.folder / "guest" / "runs" / "both"
     assert (guests / "joined.json").exists() and not list((guests / "checkpoints").glob("step-*"))
-    assert list((programs.folder / "guest" / ".plait").glob("data/*"))
+    assert list((programs.folder / "guest" / ".plait").glob("received/data/*"))
     named = sorted(path.name for path in programs.folder.iterdir())
     assert named == ["guest", "lead", "play.txt", "secret", "tiny.toml"], "nothing beside the two folders"
     programs.assert_nobody_left()
