@@ -15,7 +15,10 @@ from plait.errors import PlaitError
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape, parameter_count
+from plait.parallel.sharded_model import WHOLE_VOCABULARY
 from plait.planner.calibration.constants import constant_fields
+from plait.trainer import loss
+from plait.trainer.score_passes import FusedPasses, InPlacePasses, LocalTargets, ScorePasses
 from tests.planner.machines import LAPTOP, ONE_H100, WEB, planned, recipe
 
 NO_COMPILER = replace(ONE_H100, uncompiled="there is no C compiler; install gcc, or name one in CC")
@@ -92,3 +95,46 @@ def test_the_price_of_uncompiled_layers_is_what_their_operations_move() -> None:
     assert (inner - narrow) / 512 == pytest.approx(constants["inner_bytes"], rel=0.05)
     assert (wide - narrow) / 256 == pytest.approx(constants["stream_bytes"], rel=0.05)
     assert kernels == constants["layer_kernels"]
+
+
+TOKENS, ENTRIES = 8, 4096
+
+
+def go_over(passes: ScorePasses) -> None:
+    """Losses and gradient of a piece of 16-bit scores."""
+    targets = LocalTargets(torch.arange(TOKENS), 0, ENTRIES)
+    _, kept = passes.losses(torch.randn(TOKENS, ENTRIES, dtype=torch.bfloat16), targets, WHOLE_VOCABULARY)
+    passes.gradient(kept, targets, torch.bfloat16)
+
+
+class LogitTraffic(MemoryTraffic):
+    """Without the picking of one logit a token, of which the mode would count the whole piece."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("gather", "scatter_add_", "randn"):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_the_price_of_an_uncompiled_loss_is_what_its_operations_move() -> None:
+    with LogitTraffic() as traffic:
+        go_over(InPlacePasses())
+    wanted = dict(constant_fields("software_profile_uncompiled"))["logit_bytes"]
+    assert traffic.bytes / (TOKENS * ENTRIES) == pytest.approx(wanted, rel=0.02)
+
+
+def test_the_price_of_a_compiled_loss_is_what_goes_into_its_kernels_and_comes_out() -> None:
+    moved = []
+
+    def kernel(function: Any) -> Any:
+        def run(*tensors: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = function(*tensors)
+            moved.append(sum(tensor.nbytes for tensor in (*tensors, result)))
+            return result
+
+        return run
+
+    go_over(FusedPasses(kernel))
+    constants: dict[str, float] = dict(constant_fields("software_profile_plait"))
+    assert sum(moved) / (TOKENS * ENTRIES) == pytest.approx(constants["logit_bytes"], rel=0.02)
+    assert constants["logits_at_once"] == loss._PIECE_NUMBERS["cuda"]  # pyright: ignore[reportPrivateUsage]
