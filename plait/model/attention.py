@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plait.model.blocked_attention import attend_in_blocks, suits_blocks
 from plait.model.linear import Linear, to_compute_precision
 from plait.model.matmul import attend_by_default_library
 from plait.model.norm import make_head_norm
@@ -199,6 +200,8 @@ def attend_ragged(
 
 def _sdpa(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, *, causal: bool) -> Tensor:
     q_bhtd, k_bhtd, v_bhtd = (x.transpose(1, 2) for x in (q_bthd, k_bthd, v_bthd))
+    if causal and suits_blocks(q_bhtd):
+        return attend_in_blocks(q_bhtd, k_bhtd, v_bhtd).transpose(1, 2)
     grouped = q_bhtd.shape[1] != k_bhtd.shape[1]
     core = partial(F.scaled_dot_product_attention, is_causal=causal, enable_gqa=grouped)
     return attend_by_default_library(core, q_bhtd, k_bhtd, v_bhtd).transpose(1, 2)

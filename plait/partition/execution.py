@@ -14,8 +14,8 @@ MatmulPrecision = Literal["float32", "tf32"]
 """In what float32 matrices are multiplied on CUDA devices: TF32 rounds each factor to 10 bits of mantissa for the
 tensor cores; sums stay float32."""
 MatmulBackend = Literal["default", "onednn"]
-"""The library by which processors multiply float32 matrices: torch's default (MKL on x86), or oneDNN; attention keeps
-the default."""
+"""The library by which processors multiply float32 matrices: torch's default (MKL on x86), or oneDNN; attention of
+short rows keeps the default."""
 WorkerDevice = Literal["cpu", "cuda"]
 Compile = Literal["off", "blocks"]
 """Whether torch.compile compiles each layer."""
