@@ -24,6 +24,7 @@ from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.commands.probing.measurements import ProbeFreshness, ProbeWorkers, measure_or_load
 from plait.commands.probing.table import measurements_table
 from plait.errors import PlaitError
+from plait.planner.derive.compile_mode import compile_of
 from plait.planner.derive.resources import on_paper
 from plait.planner.resolve.request import request_of
 from plait.recipe.schema import RunConfig
@@ -86,7 +87,10 @@ def probe_request_for(
     """What a recipe's model needs measured, or usual models without one."""
     device = survey.machine.device
     if config is None:
-        return typical_probe_request(device, probe_workers.threads)
+        usual = typical_probe_request(
+            device, probe_workers.threads, "float32" if "bf16" in survey.machine.without else None
+        )
+        return replace(usual, compile="off" if device == "cpu" or survey.machine.uncompiled else "blocks")
     cluster = cluster_of_machine(survey.machine, survey.peak_flops if device == "cpu" else None)
     corpus, _ = corpus_facts_or_usual(config, working)
     job = request_of(config, corpus, on_paper(cluster)).job
@@ -95,7 +99,7 @@ def probe_request_for(
     if sequences == "auto":
         most = max(1, MAX_CPU_MICROBATCH_TOKENS // sequence) if device == "cpu" else job.batch_sequences
         sequences = min(most, job.batch_sequences)
-    return model_probe_request(
+    requested = model_probe_request(
         job.shape,
         sequence=sequence,
         sequences=sequences,
@@ -103,6 +107,7 @@ def probe_request_for(
         precision="bf16" if job.precision == "bf16" else "float32",
         threads=probe_workers.threads,
     )
+    return replace(requested, compile=compile_of(config, [survey.machine], []))
 
 
 def measured_cluster(measured: Measurements, survey: MachineSurvey, probe_workers: ProbeWorkers) -> Cluster:
