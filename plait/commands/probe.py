@@ -23,6 +23,7 @@ from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.commands.probing.ending import end_probe
 from plait.commands.probing.measurements import ProbeFreshness, ProbeWorkers, measure_or_load
 from plait.errors import PlaitError
+from plait.planner.derive.compile_mode import compile_of
 from plait.planner.derive.resources import on_paper
 from plait.planner.resolve.named_workers import named_workers
 from plait.planner.resolve.request import request_of
@@ -112,7 +113,10 @@ def probe_request_for(
     """What a recipe's model needs measured, or usual models without one."""
     device, gpus = survey.machine.device, survey.machine.gpus
     if config is None:
-        return replace(typical_probe_request(device, probe_workers.threads), gpus=gpus)
+        with_float32 = "float32" if "bf16" in survey.machine.without else None
+        usual = typical_probe_request(device, probe_workers.threads, with_float32)
+        compile = "off" if device == "cpu" or survey.machine.uncompiled else "blocks"
+        return replace(usual, gpus=gpus, compile=compile)
     cluster = cluster_of_machine(survey.machine, survey.peak_flops if device == "cpu" else None)
     corpus, _ = corpus_facts_or_usual(config, working)
     job = request_of(config, corpus, on_paper(cluster)).job
@@ -129,7 +133,7 @@ def probe_request_for(
         precision="bf16" if job.precision == "bf16" else "float32",
         threads=probe_workers.threads,
     )
-    return replace(requested, gpus=gpus)
+    return replace(requested, gpus=gpus, compile=compile_of(config, [survey.machine], []))
 
 
 def measured_cluster(measured: Measurements, survey: MachineSurvey, probe_workers: ProbeWorkers) -> Cluster:

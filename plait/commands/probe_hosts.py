@@ -14,6 +14,7 @@ from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.commands.probing.ending import end_probe
 from plait.commands.probing.survey import probe_cluster
 from plait.errors import RunFailed
+from plait.planner.derive.compile_mode import compile_of
 from plait.planner.derive.resources import ProbeNeed, on_paper
 from plait.planner.resolve.request import request_of
 from plait.recipe.load import load_recipe
@@ -34,7 +35,12 @@ def probe_hosts(
         found = workers.host_machines()
         corpus, _ = corpus_facts_or_usual(config)
         job = request_of(config, corpus, on_paper(cluster_of_hosts(found, link_at_rate(1, "machine")))).job
-        need = ProbeNeed(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision)
+        need = ProbeNeed(
+            shape=job.shape,
+            batch_sequences=job.batch_sequences,
+            precision=job.precision,
+            compile=compile_of(config, [machine for machine, _, _ in found], []),
+        )
         with screen.progress() as show:
             cluster = probe_cluster(workers, found, need, fresh="again", show=show)
     if cluster.measured is None:

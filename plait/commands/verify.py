@@ -97,7 +97,7 @@ def _check_here(config: RunConfig, plan: Plan, resources: Resources, workers: Wo
     precision = precision_of(config, resources, [])
     own = replace(
         plan_for_device(plan, machine.device, precision),
-        compile=compile_of(config, machine, []),
+        compile=compile_of(config, resources.machines, []),
         matmul_precision=matmul_precision_of(precision, resources, []),
         matmul_backend=matmul_backend_of(config, resources),
     )

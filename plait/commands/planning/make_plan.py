@@ -103,6 +103,7 @@ def _plan_if_probe_holds(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, 
         precision=plan.precision,
         matmul_backend=plan.matmul_backend,
         host_backends=plan.host_backends,
+        compile=plan.compile,
     )
     probed = probe(plans_need)
     holds = plan.forecast is not None and plan.forecast.probe_digest == probe_digest(probed)

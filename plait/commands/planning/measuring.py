@@ -60,6 +60,7 @@ def resources_of(site: MachineSurvey, workers: WorkerPool) -> Resources:
     return Resources(
         machine=site.machine,
         peak_flops=site.peak_flops,
+        others=site.others,
         peak_doubt=site.peak_doubt,
         fixed_workers=workers.fixed_workers,
         probe=site.probe,

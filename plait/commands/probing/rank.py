@@ -20,7 +20,7 @@ from plait.cluster.probe.links import DeadLink, schedule_pairs, time_collectives
 from plait.cluster.probe.overlap import time_overlap
 from plait.cluster.probe.pieces import device_failure
 from plait.cluster.probe.request import ProbeRequest
-from plait.cluster.probe.timing import ProcessorClock, SingleRank, TimingSetup, WallClock, time_in_rounds
+from plait.cluster.probe.timing import Clock, ProcessorClock, SingleRank, TimingSetup, WallClock, time_in_rounds
 from plait.cluster.probe.verdict import (
     PairTiming,
     dead_device_sentence,
@@ -41,6 +41,7 @@ from plait.commands.probing.training_pieces import (
     GroupBarrier,
     begin_all_reduce,
     collective_operations,
+    gpu_clock,
     training_operations_for,
 )
 from plait.errors import RunFailed
@@ -97,10 +98,11 @@ def _join_probe(context: RankContext, request: ProbeRequest) -> ProbeRank:
     store.set_timeout(timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
     ranks = exchange_rank_places(store, context, within_s=RENDEZVOUS_TIMEOUT_S)
     hosts = group_ranks_by_host(ranks)
-    backend, wait = "gloo", _no_wait
+    backend = "gloo"
+    clock: Clock = WallClock(synchronize=_no_wait)
     if request.device == "cuda":
         torch.cuda.set_device(request.gpus[context.local_rank] if request.gpus else context.local_rank)
-        backend, wait = "cpu:gloo,cuda:nccl", torch.cuda.synchronize
+        backend, clock = "cpu:gloo,cuda:nccl", gpu_clock(COLLECTIVE_TIMEOUT.total_seconds())
     try:
         dist.init_process_group(
             backend, store=store, rank=context.rank, world_size=context.world_size, timeout=COLLECTIVE_TIMEOUT
@@ -114,9 +116,7 @@ def _join_probe(context: RankContext, request: ProbeRequest) -> ProbeRank:
     store.set_timeout(COLLECTIVE_TIMEOUT)
     assert dist.group.WORLD is not None
     device = torch.device(request.device, torch.cuda.current_device()) if request.device == "cuda" else "cpu"
-    bench = TimingSetup(
-        device=torch.device(device), clock=WallClock(synchronize=wait), lockstep=GroupBarrier(dist.group.WORLD)
-    )
+    bench = TimingSetup(device=torch.device(device), clock=clock, lockstep=GroupBarrier(dist.group.WORLD))
     return ProbeRank(rank=context.rank, hosts=hosts, store=store, bench=bench, tell=teller_of(context))
 
 
@@ -148,8 +148,10 @@ def _time_pairs(place: ProbeRank, request: ProbeRequest) -> list[PairTiming]:
 
 def _time_one_pair(place: ProbeRank, ends: tuple[int, int], request: ProbeRequest) -> list[dict[str, Any]] | None:
     """The timings of one pair as JSON values; None where the link is dead."""
+    clock = gpu_clock(MESSAGE_TIMEOUT_S) if place.bench.device.type == "cuda" else place.bench.clock
+    bench = replace(place.bench, clock=clock)
     try:
-        points = time_pair(ends, request.messages, rank=place.rank, bench=place.bench, timeout_s=MESSAGE_TIMEOUT_S)
+        points = time_pair(ends, request.messages, rank=place.rank, bench=bench, timeout_s=MESSAGE_TIMEOUT_S)
     except DeadLink:
         return None
     return [asdict(point) for point in points]

@@ -116,8 +116,13 @@ def _probe_or_load(
         precision="bf16" if need.precision == "bf16" else "float32",
         threads=given.threads,
     )
-    requested = replace(requested, matmul_backend=need.matmul_backend, host_backends=need.host_backends)
-    requested = replace(requested, gpus=machines[0].gpus)
+    requested = replace(
+        requested,
+        matmul_backend=need.matmul_backend,
+        host_backends=need.host_backends,
+        compile=need.compile,
+        gpus=machines[0].gpus,
+    )
     extent, addresses = ProbeWorkers(workers=given.workers, threads=given.threads), workers.addresses()
     working = workers.working_folder
     known = load_measurements(machines, requested, extent, working) if fresh == "kept" else None
