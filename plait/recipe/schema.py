@@ -48,8 +48,10 @@ class RunSection(RecipeSection):
 
 
 class ModelSection(RecipeSection):
-    """[model]: the shape of the decoder; a size by name, or its numbers."""
+    """[model]: a model to go on from, or the shape of the decoder: a size by name, or its numbers."""
 
+    from_: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
+    """A model to go on from: a folder in Hugging Face's format. It brings its shape, its weights and its tokenizer."""
     size: SizeText | Auto = "auto"
     """Parameters, embeddings included: "5M", "2.6B"; "auto" takes the size that learns most within the budget."""
     layers: Layers | Auto = "auto"
@@ -67,11 +69,18 @@ class ModelSection(RecipeSection):
     activation: Literal["gelu", "swiglu", "relu2"] | Auto = "auto"
     positions: Literal["learned", "rope"] | Auto = "auto"
     rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] | Auto = "auto"
-    bias: Literal["none", "qkv", "all"] | Auto = "auto"
+    bias: Literal["none", "qkv", "attention", "feedforward", "all"] | Auto = "auto"
     """Which linear layers (with "all" also LayerNorms) have a bias."""
     qk_norm: bool | Auto = "auto"
     tied: bool | Auto = "auto"
     """Whether the head shares the embedding's weight."""
+
+    @model_validator(mode="after")
+    def _check_from(self) -> Self:
+        named = [key for key in type(self).model_fields if key != "from_" and getattr(self, key) != "auto"]
+        if self.from_ is not None and named:
+            raise ValueError(f"{named[0]} comes from the model in model.from; take {named[0]} out, or model.from")
+        return self
 
 
 class SourceSection(RecipeSection):
@@ -217,7 +226,3 @@ class RunConfig(RecipeSection):
     balance: BalanceSection = BalanceSection()
     checkpoint: CheckpointSection = CheckpointSection()
     report: ReportSection = ReportSection()
-
-
-RESERVED = frozenset({"model.from"})
-"""Keys whose names are decided but which this version does not support yet."""

@@ -154,5 +154,8 @@ def test_warnings_are_in_the_short_start_and_other_reasons_are_not(tmp_path: Pat
 
 
 def test_an_evaluation_is_one_line_of_json() -> None:
-    line = '{"step": 800, "eval_loss": 3.9, "eval_nats_per_byte": 1.5, "tokens": 1000, "bytes": 2600}'
+    line = (
+        '{"step": 800, "eval_loss": 3.9, "eval_nats_per_byte": 1.5, "nats_per_token": 3.9, "nats_per_byte": 1.5, '
+        '"tokens": 1000, "bytes": 2600}'
+    )
     assert evaluation_line(800, 3900.0, 1000, 2600) == line
