@@ -28,6 +28,7 @@ from plait.planner.derive.resources import on_paper
 from plait.planner.resolve.request import request_of
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
+from plait.units import counted
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 
@@ -74,8 +75,9 @@ def choose_probe_workers(machine: Machine, workers: int | None, threads: int | N
         raise PlaitError(f"--workers {count} are more than this machine's {machine.devices} GPUs; choose fewer")
     if machine.device == "cpu" and count * (threads or 1) > machine.cores:
         raise PlaitError(
-            f"{count} workers of {threads or 1} threads want more than this machine's {machine.cores} cores, and would "
-            "only measure how they take turns; choose fewer --workers or --threads"
+            f"{counted(count, 'worker')} of {counted(threads or 1, 'thread')} want more than this machine's "
+            f"{counted(machine.cores, 'core')}, and would only measure how they take turns; choose fewer "
+            "--workers or --threads"
         )
     return ProbeWorkers(workers=count, threads=threads or max(1, machine.cores // count))
 
