@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -13,8 +14,12 @@ from rich.console import Console
 
 from plait.cli_arguments import (
     Address,
+    BalanceRanks,
     HostCount,
+    LayoutsToProve,
+    MeasuredStep,
     MoreTexts,
+    OtherTexts,
     Overrides,
     Port,
     Recipe,
@@ -102,12 +107,8 @@ def plan(
     top: Annotated[int, typer.Option("--top", help="Number of other layouts to list.", min=0)] = 10,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file, as JSON.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page with figures to this file.")] = None,
-    measured: Annotated[
-        str | None, typer.Option("--measured", help="Measured step time (412ms): say what explains the difference.")
-    ] = None,
-    prove: Annotated[
-        int | None, typer.Option("--prove", help="Run this many of the best layouts here for a few steps each.", min=1)
-    ] = None,
+    measured: MeasuredStep = None,
+    prove: LayoutsToProve = None,
     terms: Annotated[bool, typer.Option("--terms", help="Explain the technical terms.")] = False,
 ) -> None:
     """Choose a fast, simple layout for any machines, and say why. Those of --cluster need not exist."""
@@ -137,9 +138,7 @@ def _prove(recipe: Path, overrides: list[str], count: int, json_file: Path | Non
 def data(
     recipe: Recipe,
     overrides: Overrides = None,
-    balance: Annotated[
-        int | None, typer.Option("--balance", help="Also show how a step's documents divide among ranks.", min=2)
-    ] = None,
+    balance: BalanceRanks = None,
 ) -> None:
     """Turn a recipe's text into tokens on disk, once."""
     from plait.commands.data import prepare_text
@@ -206,7 +205,7 @@ def sample(
     tokens: Annotated[int, typer.Option(help="Number of tokens to add.", min=1)] = 200,
     temperature: Temperature = 0.8,
     top_p: TopP = 0.95,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 1,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.", min=0, max=2**63 - 1)] = 1,
 ) -> None:
     """Let a trained model continue a text."""
     from plait.commands.sample import sample
@@ -221,15 +220,16 @@ def sample(
 @app.command(name="eval")
 def evaluate(
     run: RunName,
-    files: Annotated[
-        list[str] | None, typer.Option("--files", help="Text files to measure instead of the held-out text.")
-    ] = None,
+    files: OtherTexts = None,
+    more: MoreTexts = None,
     sequence: Annotated[int | None, typer.Option(help="Tokens of a window; as in training if left out.", min=2)] = None,
 ) -> None:
     """Measure the loss of a run or a model on its held-out text or on other files. Prints one line of JSON."""
     from plait.commands.evaluate import evaluate
 
-    found = evaluate(run, files or [], sequence=sequence, screen=_screen(sys.stderr))
+    if more and not files:
+        raise PlaitError(f"{shlex.quote(more[0])} comes after the run; name text files with --files")
+    found = evaluate(run, [*(files or []), *(more or [])], sequence=sequence, screen=_screen(sys.stderr))
     OptionalOutput(sys.stdout).write(f"{found}\n")
 
 

@@ -69,6 +69,18 @@ Texts = Annotated[
     typer.Option("--text", metavar="FILE...", help="The texts; all of this folder's, if left out."),
 ]
 MoreTexts = Annotated[list[str] | None, typer.Argument(metavar="FILE", hidden=True)]
+OtherTexts = Annotated[
+    list[str] | None, typer.Option("--files", help="Text files to measure instead of the held-out text.")
+]
+MeasuredStep = Annotated[
+    str | None, typer.Option("--measured", help="Measured step time (412ms): say what explains the difference.")
+]
+LayoutsToProve = Annotated[
+    int | None, typer.Option("--prove", help="Run this many of the best layouts here for a few steps each.", min=1)
+]
+BalanceRanks = Annotated[
+    int | None, typer.Option("--balance", help="Also show how a step's documents divide among ranks.", min=2)
+]
 TopP = Annotated[
     float,
     typer.Option(

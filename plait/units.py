@@ -74,8 +74,11 @@ def parse_every(text: str) -> Every:
     """Read "10 steps", "5 minutes" or "never"; raises PlaitError on anything else."""
     if text.strip() == "never":
         return Every(0, "steps")
-    amount = parse_amount(text)
-    if amount.unit == "tokens":
+    try:
+        amount = parse_amount(text)
+    except PlaitError:
+        amount = None
+    if amount is None or amount.unit == "tokens":
         raise PlaitError(f'"{text}" is not an interval; write for example "10 steps", "5 minutes" or "never"')
     return Every(amount.value, amount.unit)
 

@@ -93,8 +93,9 @@ def choose_probe_workers(
         raise PlaitError(f"--workers {count} are more than this machine's {machine.devices} GPUs; choose fewer")
     if machine.device == "cpu" and count * (threads or 1) > machine.cores:
         raise PlaitError(
-            f"{count} workers of {threads or 1} threads want more than this machine's {machine.cores} cores, and would "
-            "only measure how they take turns; choose fewer --workers or --threads"
+            f"{counted(count, 'worker')} of {counted(threads or 1, 'thread')} want more than this machine's "
+            f"{counted(machine.cores, 'core')}, and would only measure how they take turns; choose fewer "
+            "--workers or --threads"
         )
     return ProbeWorkers(workers=count, threads=threads or max(1, machine.cores // count))
 

@@ -60,6 +60,8 @@ class OpenSource:
 
 def open_source(source: Source) -> OpenSource:
     """Find the files of a source, sorted by name; raises PlaitError before any text is read."""
+    if not source.path.strip():  # as a path it would mean the current folder
+        raise PlaitError(f"{source.given_as} has an empty name; name a file, a folder or a data set")
     if source.path.startswith(_HUGGING_FACE):
         return _open_hugging_face(source)
     files = _matching_files(source)

@@ -244,7 +244,7 @@ def test_a_host_that_the_plan_leaves_out_is_released_and_left_out_again_when_the
     own = own_host_info()["name"]
     assert [share.name for share in placed.hosts] == [own, "a"] and placed.host_order == ()
     assert [share.name for share in placed.left_out] == ["b"] and len(hosts.members) == 1
-    assert said[-1] == "released b: the layout does without; it may be used for something else"
+    assert said[-1] == "left out b: a step takes no less time with it; it may be used for something else"
     assert crew.with_hosts(placed) == placed and crew.fixed_workers.workers == 2
     write_plan(placed, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == placed

@@ -130,6 +130,7 @@ def test_a_mend_names_what_the_user_typed(tmp_path: Path) -> None:
         ),
         (Source(str(tmp_path)), f"or move it out of the folder {tmp_path}"),
         (Source(str(empty), given_as="--text"), "b.txt is empty; fill it or take it out of --text"),
+        (Source(" ", given_as="--text"), "--text has an empty name; name a file, a folder or a data set"),
         (Source("lost.txt", given_as="--files"), "correct the path in --files"),
     ):
         with pytest.raises(PlaitError, match=f"{sentence}$"):

@@ -65,6 +65,9 @@ CASES = {
     "a run that is not there": (("sample", "nobody"), ['there is no run "nobody"']),
     "a bad number for an option": (("sample", "x", "--temperature", "-1"), ["--temperature"]),
     "a number that is no number for an option": (("sample", "x", "--temperature", "nan"), ["--temperature nan"]),
+    "a seed of many digits": (("sample", "x", "--seed", "9" * 30), ["--seed", "it should be at most"]),
+    "an option that is no whole number": (("sample", "x", "--tokens", "1e3"), ["it should be a whole number"]),
+    "a file without its option": (("eval", "x", "other.txt"), ["other.txt comes after the run", "--files"]),
     "a share above all": (("sample", "x", "--top-p", "2"), ["--top-p 2 is no share", "at most 1"]),
 }
 

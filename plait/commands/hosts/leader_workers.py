@@ -155,7 +155,7 @@ class LeaderWorkers:
             self._host_order = host_order
             self._hosts.renumber(host_order)
             if names := ", ".join(share.name for host, share in enumerate(shares) if host not in host_order):
-                self._log(f"released {names}: the layout does without; it may be used for something else")
+                self._log(f"left out {names}: a step takes no less time with it; it may be used for something else")
 
     def _order_without_left_out(self, plan: Plan) -> tuple[int, ...]:
         """The hosts that a begun run's plan uses, where those it leaves out have joined again; else nothing."""

@@ -212,4 +212,4 @@ def check_changes(old: RunConfig, new: RunConfig) -> list[str]:
 
 
 def _value_text(value: Any) -> str:
-    return "not given" if value is None else json.dumps(value)
+    return "not given" if value is None else json.dumps(value, ensure_ascii=False)

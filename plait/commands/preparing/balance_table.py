@@ -125,6 +125,11 @@ def balance_report(config: RunConfig, corpus: Corpus, replicas: int) -> BalanceR
     )
 
 
+def check_balance_request(config: RunConfig, replicas: int) -> None:
+    """Raise PlaitError where a recipe's steps cannot be divided among so many ranks; needs no text."""
+    _sequences_per_replica(config, replicas)
+
+
 def _tokens_per_sequence(config: RunConfig) -> int:
     if config.train.sequence == "auto":
         raise PlaitError("--balance needs the size of a step; name it: train.sequence=512, for example")
