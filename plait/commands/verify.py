@@ -123,8 +123,10 @@ def _gloo_text(layout: Layout) -> str:
 
 
 def _rounding_text(config: RunConfig) -> str:
-    rounded = config.train.gradient_transfer == "bf16"
-    return ", but for the rounding of gradients on their way" if rounded else ""
+    train = config.train
+    rounded = {"gradients": train.gradient_transfer, "the stream between stages": train.stage_transfer}
+    what = " and of ".join(name for name, numbers in rounded.items() if numbers == "bf16")
+    return f", but for the rounding of {what} on their way" if what else ""
 
 
 def verdict_text(verdict: Verdict, but: str) -> str:

@@ -117,6 +117,8 @@ class TrainSection(RecipeSection):
     """The library that multiplies float32 matrices on processors; "auto" measures which is faster, and as exact."""
     gradient_transfer: Literal["float32", "bf16"] = "float32"
     """bf16 halves what travels where gradients are summed, and changes the numbers: each sum is rounded to 8 bits."""
+    stage_transfer: Literal["float32", "bf16"] = "float32"
+    """bf16 halves what the stages of a pipeline send each other, and rounds it to 8 bits at each passage."""
 
 
 class OptimizerSection(RecipeSection):
