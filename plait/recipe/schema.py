@@ -193,8 +193,7 @@ class CheckpointSection(RecipeSection):
     """[checkpoint]: how often the run is saved."""
 
     every: EveryText | Auto = "auto"
-    """How often to save: "10 steps", "5 minutes", "never" (then only at the end); "auto": each minute, or less often
-    where saving would take more than 2 % of the time."""
+    """How often to save: "10 steps", "5 minutes", "never" (then only at the end); "auto": for 2 % of the time at most."""
     keep: Positive = 2
     """How many of the newest checkpoints stay."""
 
