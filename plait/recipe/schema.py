@@ -193,7 +193,7 @@ class CheckpointSection(RecipeSection):
     """[checkpoint]: how often the run is saved."""
 
     every: EveryText | Auto = "auto"
-    """How often to save: "10 steps", "5 minutes", "never" (then only at the end); "auto": for 2 % of the time at most."""
+    """How often to save: "10 steps", "5 minutes", "never" (then only at the end); "auto": at most 2 % of the time."""
     keep: Positive = 2
     """How many of the newest checkpoints stay."""
 
