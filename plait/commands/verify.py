@@ -56,6 +56,7 @@ def verify(
             verdict = check_gradients(config, plan, workers)
             if verdict.ok and config.train.gradient_transfer == "bf16":
                 verdict = _check_rounded(config, plan, workers, screen)
+            verdict = replace(verdict, exception=_left_out(config))
         else:
             resources = resources_of(survey_machine(workers, named_workers(config)), workers)
             check_devices(layout, resources.machine)
@@ -78,8 +79,15 @@ def _check_rounded(config: RunConfig, plan: Plan, workers: WorkerPool, screen: S
     """The proof once more with gradients that travel in the recipe's precision; exact but for their rounding."""
     screen.print("         exact where gradients travel whole; now as bfloat16, which changes the numbers")
     rounded = replace(plan, gradient_transfer="bf16")
-    verdict = check_gradients(config, rounded, workers, scope="gradients", tolerances=BF16_TRANSFER_TOLERANCES)
-    return replace(verdict, exception="but for the rounding of gradients on their way")
+    return check_gradients(config, rounded, workers, scope="gradients", tolerances=BF16_TRANSFER_TOLERANCES)
+
+
+def _left_out(config: RunConfig) -> str:
+    """What a proof with exact messages leaves out: the rounding of what a recipe sends in 16 bits."""
+    train = config.train
+    sent = {"gradients": train.gradient_transfer, "the stream between stages": train.stage_transfer}
+    rounded = " and of ".join(name for name, numbers in sent.items() if numbers == "bf16")
+    return f"but for the rounding of {rounded} on their way" if rounded else ""
 
 
 def _check_torchrun_workers(layout: Layout, workers: WorkerPool) -> None:

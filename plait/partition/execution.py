@@ -21,6 +21,9 @@ Compile = Literal["off", "blocks"]
 """Whether torch.compile compiles each layer."""
 GradientTransfer = Literal["float32", "bf16"]
 """The numbers in which gradients travel between ranks that sum them."""
+StageTransfer = Literal["float32", "bf16"]
+"""The numbers in which the stream and its gradients travel between a pipeline's stages; "float32" stands for the
+stream's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,3 +37,4 @@ class Execution:
     compile: Compile
     gradient_transfer: GradientTransfer
     matmul_precision: MatmulPrecision = "float32"
+    stage_transfer: StageTransfer = "float32"

@@ -16,6 +16,7 @@ from plait.partition.execution import (
     MatmulBackend,
     MatmulPrecision,
     Precision,
+    StageTransfer,
     WorkerDevice,
 )
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration, ForecastBasis, StepItems
@@ -129,6 +130,7 @@ class Plan:
     balance_every_steps: int = 0
     """How often shares may change while the run goes on; 0: never."""
     gradient_transfer: GradientTransfer = "float32"
+    stage_transfer: StageTransfer = "float32"
     deterministic: bool = True
     """Whether GPUs use only kernels that give the same bits each time; all did in plans without this field."""
     matmul_precision: MatmulPrecision = "float32"
@@ -184,6 +186,7 @@ class Plan:
             compile=self.compile,
             gradient_transfer=self.gradient_transfer,
             matmul_precision=self.matmul_precision,
+            stage_transfer=self.stage_transfer,
         )
 
     @property

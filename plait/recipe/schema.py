@@ -129,6 +129,8 @@ class TrainSection(RecipeSection):
     """The library that multiplies float32 matrices on processors; "auto" measures which is faster, and as exact."""
     gradient_transfer: Literal["float32", "bf16"] = "float32"
     """bf16 halves what travels where gradients are summed, and changes the numbers: each sum is rounded to 8 bits."""
+    stage_transfer: Literal["float32", "bf16"] = "float32"
+    """bf16 halves what the stages of a pipeline send each other, and rounds it to 8 bits at each passage."""
 
 
 class OptimizerSection(RecipeSection):
@@ -203,8 +205,7 @@ class CheckpointSection(RecipeSection):
     """[checkpoint]: how often the run is saved."""
 
     every: EveryText | Auto = "auto"
-    """How often to save: "10 steps", "5 minutes", "never" (then only at the end); "auto": each minute, or less often
-    where saving would take more than 2 % of the time."""
+    """How often to save: "10 steps", "5 minutes", "never" (then only at the end); "auto": at most 2 % of the time."""
     keep: Positive = 2
     """How many of the newest checkpoints stay."""
 

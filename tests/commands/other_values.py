@@ -56,6 +56,7 @@ OTHER_VALUES = {
     "train.deterministic": "true",
     "train.matmul_backend": "onednn",
     "train.gradient_transfer": "bf16",
+    "train.stage_transfer": "bf16",
     "balance.every": "10 steps",
     "layout.shares": "[14, 10]",
     "optimizer.kind": "sgd",

@@ -118,6 +118,8 @@ class SoftwareProfile:
     """Bytes that a parameter's gradients take where they are held more than once; 0: as `gradient_bytes`."""
     gradient_transfer: Literal["float32", "bf16"] = "float32"
     """The numbers in which gradients travel; float32 stands for those in which they are kept."""
+    stage_transfer: Literal["float32", "bf16", "as multiplied"] = "as multiplied"
+    """The numbers that the stages of a pipeline send each other."""
     weight_bytes: int = _DEFAULTS["weight_bytes"]
     """Bytes of a weight as a rank keeps it to compute with; 0: as it is multiplied. In 4 bytes it is the optimizer's
     own, which else keeps another one."""
@@ -154,6 +156,10 @@ class SoftwareProfile:
     def gradient_message_bytes(self) -> int:
         """Bytes of one gradient on its way."""
         return 2 if self.gradient_transfer == "bf16" else self.gradient_bytes
+
+    def stage_message_bytes(self, multiplied: int) -> int:
+        """Bytes of one number between stages, where products multiply numbers of so many."""
+        return {"float32": 4, "bf16": 2}.get(self.stage_transfer, multiplied)
 
     def state_bytes_with(self, moments: int) -> int:
         """Bytes of optimizer state per parameter with so many float32 moments, AdamW having two."""
@@ -199,5 +205,6 @@ PLAIT_PROFILE = SoftwareProfile(
     shards_over="shard",
     head_gradient="in the loss",
     rounded_weights="of all layers",
+    stage_transfer="float32",
     **constant_fields("software_profile_plait"),
 )

@@ -109,7 +109,12 @@ def request_of(
         constraints=constraints,
         options=_options(resources, constraints, notes),
         compile=compiled,
-        profile=replace(program, calibration=calibration, gradient_transfer=config.train.gradient_transfer),
+        profile=replace(
+            program,
+            calibration=calibration,
+            gradient_transfer=config.train.gradient_transfer,
+            stage_transfer=config.train.stage_transfer,
+        ),
         basis=basis,
         shares_may_change=balance_every_steps(config, "unequal") > 0,
         has_forecast=resources.has_known_devices,

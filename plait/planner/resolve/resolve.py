@@ -118,10 +118,10 @@ def draft(
 
 
 def _with_arithmetic(plan: Plan, config: RunConfig, job: TrainingJob, resources: Resources) -> Plan:
-    """The plan with its kinds of kernels, the library of processors' products, and what was measured of them."""
-    same_bits = config.train.deterministic or plan.device == "cpu"
-    measured, chosen = resources.arithmetic, replace(plan, matmul_backend=job.matmul_backend, deterministic=same_bits)
-    if measured is None:
+    """The plan with its kinds of kernels and messages, the library of processors' products, and what was measured."""
+    chosen = replace(plan, matmul_backend=job.matmul_backend, stage_transfer=config.train.stage_transfer)
+    chosen = replace(chosen, deterministic=config.train.deterministic or plan.device == "cpu")
+    if (measured := resources.arithmetic) is None:
         return chosen
     return replace(
         chosen, host_backends=measured.host_backends, matmul_flops=measured.flops, matmul_error=measured.error
