@@ -43,7 +43,9 @@ def environment(version: str) -> Path:
     folder = ENVIRONMENTS / version
     python, record = folder / "bin" / "python", folder / "plait-installed"
     if not record.exists():
-        print(f"torch {version}: installing it with CUDA into {folder}: about 3 GB to download, 6 GB on disk", flush=True)
+        print(
+            f"torch {version}: installing it with CUDA into {folder}: about 3 GB to download, 6 GB on disk", flush=True
+        )
         subprocess.check_call([sys.executable, "-m", "venv", "--clear", folder])
         install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         subprocess.check_call([*install, f"torch==={version}"])  # three equal signs: not 2.13.0+cpu
