@@ -1,7 +1,7 @@
 """`make bench-gpu`: plait and its peers on one GPU, in turns, in bf16: 125M at 1,024 tokens and 1B at 4,096.
 
-All may use the same attention kernels (`--attention`). plait runs as users get it, with its loader and documents masked,
-and once more with documents joined, which is the peers' work: they read random tokens that lie on the device already.
+All may use the same attention kernels (`--attention`). plait runs as users get it, with its loader and documents
+masked, and once more with documents joined, which is the peers' work: they read random tokens that lie on the device.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ def train(flags: argparse.Namespace, work: Workload, folder: Path) -> Measured:
             totals.append(scalars.totals)
             marks.append(mark(device))
     assembly.loader.close()
-    first, last = (float(total[0] / total[1]) for total in (totals[0], totals[-1]))
+    # Some of the synthetic documents are never learned: a tiny step may have no token that counts.
+    first, last = (float(total[0] / total[1].clamp(min=1)) for total in (totals[0], totals[-1]))
     flops = training_flops_per_token(plan.shape, plan.sequence, "full")
     return figures(flags, work, marks, flops=round(flops), parameters=parameter_count(plan.shape), losses=(first, last))
 

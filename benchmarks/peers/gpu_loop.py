@@ -1,7 +1,8 @@
 """A plain torch loop on one GPU, to stand beside plait there: 125M at 1,024 tokens to 7B at 2,048, bfloat16 autocast.
 
 torch.compile over the whole model, fused AdamW, clipping; float32 master weights; no host sync in the loop. Attention
-by the kernel that torch chooses, or by flash alone, as for all contenders. `--tiny --device cpu` runs the same code in seconds anywhere, so that it is known to work before a GPU is at hand.
+by the kernel that torch chooses, or by flash alone, as for all contenders. `--tiny --device cpu` runs the same code in
+seconds anywhere, so that it is known to work before a GPU is at hand.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on one GPU: its own GPT-2 or Llama, bf16, compiled, fused AdamW; sizes and flags of gpu_loop."""
+"""Hugging Face's Trainer on one GPU: its own GPT-2 or Llama, in bf16, compiled; sizes and flags of gpu_loop."""
 
 from __future__ import annotations
 
