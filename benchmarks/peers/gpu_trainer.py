@@ -61,15 +61,16 @@ def build(size: str, shape: Workload) -> tuple[torch.nn.Module, int]:
         config = GPT2Config(
             vocab_size=shape.vocabulary, n_positions=shape.sequence, n_embd=shape.width, n_layer=shape.layers,
             n_head=shape.heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-            activation_function="gelu_pytorch_tanh", attn_implementation="sdpa",
+            activation_function="gelu_pytorch_tanh",
         )  # fmt: skip
+        config._attn_implementation = "sdpa"
         return GPT2LMHeadModel(config), shape.flops_per_token
     ffn = FFN[shape.width]
     config = LlamaConfig(
         vocab_size=shape.vocabulary, hidden_size=shape.width, intermediate_size=ffn, num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads, max_position_embeddings=shape.sequence, tie_word_embeddings=False,
-        attn_implementation="sdpa",
     )  # fmt: skip
+    config._attn_implementation = "sdpa"
     matrices = shape.layers * (4 * shape.width**2 + 3 * shape.width * ffn) + shape.width * shape.vocabulary
     return LlamaForCausalLM(config), 6 * matrices + attention_flops(shape)
 

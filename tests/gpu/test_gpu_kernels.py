@@ -49,13 +49,10 @@ def test_documents_are_attended_to_apart(device: torch.device) -> None:
     heads = (4, 2, 2)
     q, k, v = (drawn(device, ROWS, 64, some, 16, seed=some + n).requires_grad_() for n, some in enumerate(heads))
     documents = Documents(LENGTHS).on(device, longest=64)
-    found = attend(*(x.bfloat16() for x in (q, k, v)), documents)
-    parts = [x.flatten(0, 1).split(list(LENGTHS)) for x in (q, k, v)]
+    found = attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), documents)
+    parts = (x.flatten(0, 1).split(list(LENGTHS)) for x in (q, k, v))
     alone = [
-        F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None].double() for x in each), is_causal=True, enable_gqa=True
-        )[0].transpose(0, 1)
-        for each in zip(*parts, strict=True)
+        attend(a[None].double(), b[None].double(), c[None].double(), None)[0] for a, b, c in zip(*parts, strict=True)
     ]
     wanted = torch.cat(alone).view(found.shape)
     assert relative_error(found, wanted) < BF16_ERROR
@@ -74,7 +71,7 @@ def test_pieces_of_keys_join_to_the_whole(device: torch.device, dtype: torch.dty
     allowed = BF16_ERROR if dtype == torch.bfloat16 else 1e-5
     q, k, v, grad = (drawn(device, ROWS, 64, heads, 16, seed=n).to(dtype) for n, heads in enumerate((4, 2, 2, 4)))
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    wanted = attend(*leaves, None)
+    wanted = attend(leaves[0], leaves[1], leaves[2], None)
     wanted_grads = torch.autograd.grad(wanted, leaves, grad.double())
     kernel, half = kernel_for(q), 32
     out, total = kernel.forward(q[:, half:], k[:, half:], v[:, half:], "causal")
