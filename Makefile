@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train test test-commands test-pieces test-all test-gpu test-newest check bench bench-strands bench-gpu lab lab-quick wheel clean
+.PHONY: python env env-dev env-bench install train test test-commands test-pieces test-all test-gpu test-cuda-build test-newest check bench bench-strands bench-gpu lab lab-quick wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -39,6 +39,12 @@ test-all: env-dev  ## the long suites as well
 
 test-gpu: env-dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest tests -m gpu
+
+# Some 3 GB to download for each version, kept in .cuda-builds; part of no other target.
+CUDA_BUILDS ?= 2.11.0 2.14.1
+
+test-cuda-build: python  ## forward, backward and compilation with CUDA builds of torch, without a card; needs gcc
+	$(PYTHON) tests/cuda_build/build.py $(CUDA_BUILDS)
 
 test-newest:  ## on the oldest and the newest Debian that are supported, in chroots that are kept (25 GB); needs root and debootstrap
 	tests/newest/run.sh train bookworm

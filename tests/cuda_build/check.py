@@ -14,13 +14,13 @@ from itertools import product
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plait.cluster.gpus import TorchGpus
 from plait.layout import Layout, Recompute
-from plait.model.attention import Documents, cumulative_lengths, of_any_length
+from plait.model.attention import Documents, Rows, cumulative_lengths, of_any_length
 from plait.model.gpt import GPT, Layer
 from plait.model.shape import ModelShape
 from plait.parallel.recompute import layer_runner
@@ -69,7 +69,38 @@ def main() -> int:
             is_right = False
             print(f"{recompute}, {packed}: {traceback.format_exc()}")
         failures += not is_right
+    kept = {what: kept_bytes(what) for what in ("none", "selective", "full")}
+    print("bytes that a compiled layer keeps: " + ", ".join(f"{what} {size}" for what, size in kept.items()))
+    failures += not kept["none"] > 1.3 * kept["selective"] > 4 * kept["full"]
     return int(failures > 0)
+
+
+def kept_bytes(recompute: Recompute) -> int:
+    """What one compiled layer saves for backward, beside its weights."""
+    torch._dynamo.reset()
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with FakeTensorMode():
+        with torch.device("cuda"):
+            model = GPT(SHAPE)
+            stream_nd = torch.zeros(ROWS * SHAPE.sequence, SHAPE.width, requires_grad=True)
+            rotation = (
+                model.rotary(torch.zeros(1, SHAPE.sequence, dtype=torch.int64), torch.float32) if model.rotary else None
+            )
+        layer = model.layers["0"]
+        compile_layer_into(layer, recompute, Graphs())
+        documents = placed_documents(lengths_of(3))
+        rows = Rows(rows=ROWS, tokens=SHAPE.sequence, rotation=rotation, documents=documents, cache=None)
+        here = {tensor.untyped_storage()._cdata for tensor in (stream_nd, *layer.parameters())}
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, torch.autocast("cuda", dtype=torch.bfloat16):
+            layer(stream_nd, rows)
+        return sum(size for place, size in kept.items() if place not in here)
 
 
 def graphs_of_steps(recompute: Recompute, packed: Literal["documents", "rows"]) -> list[int]:
@@ -79,14 +110,22 @@ def graphs_of_steps(recompute: Recompute, packed: Literal["documents", "rows"]) 
         with torch.device("cuda"):
             model = GPT(SHAPE)
         for layer in model.layers.values():
-            assert isinstance(layer, Layer)
-            if recompute != "none":
-                layer.run = layer_runner(execution_of(recompute))
-            layer.compile(dynamic=False, fullgraph=True, backend=graphs)
+            compile_layer_into(layer, recompute, graphs)
         for step in range(STEPS):
             take_step(model, lengths_of(step) if packed == "documents" else None)
             counts.append(graphs.count)
     return counts
+
+
+def compile_layer_into(layer: nn.Module, recompute: Recompute, graphs: Graphs) -> None:
+    assert isinstance(layer, Layer)
+    if recompute != "none":
+        layer.run = layer_runner(execution_of(recompute))
+    layer.compile(dynamic=False, fullgraph=True, backend=graphs)
+
+
+def placed_documents(lengths: tuple[int, ...]) -> PlacedDocuments:
+    return PlacedDocuments(lengths, of_any_length(cumulative_lengths(lengths).to("cuda")), SHAPE.sequence)
 
 
 def execution_of(recompute: Recompute) -> Execution:
@@ -108,8 +147,7 @@ def take_step(model: GPT, lengths: tuple[int, ...] | None) -> None:
     documents = positions = None
     if lengths:
         positions = torch.zeros(ROWS, SHAPE.sequence, dtype=torch.int64, device="cuda")
-        ends = of_any_length(cumulative_lengths(lengths).to("cuda"))
-        documents = PlacedDocuments(lengths, ends, SHAPE.sequence)
+        documents = placed_documents(lengths)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         hidden_nd = model(tokens, positions, documents)
         loss = sum_of_losses(hidden_nd, model.head_weight(), tokens.flatten())
