@@ -59,7 +59,7 @@ def main() -> None:
     decay_all_matrices(optimizer, workload.weight_decay)
     world = world_sums()
     loader = make_loader(orders, workload, plan)
-    run_micros, _ = make_runners(sharded, make_autocast(plan.precision, torch.device("cpu")), weight_casts(plan))
+    run_micros, _ = make_runners(sharded, make_autocast(plan.precision, torch.device("cpu")), casts=weight_casts(plan))
 
     journal = Journal(flags)
     journal.begin()

@@ -11,7 +11,21 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from plait.cli_arguments import Address, HostCount, Overrides, Port, Recipe, RunName, SecretFile, Version
+from plait.cli_arguments import (
+    Address,
+    HostCount,
+    MoreTexts,
+    Overrides,
+    Port,
+    Recipe,
+    RecipeIfAny,
+    RunName,
+    SecretFile,
+    Temperature,
+    Texts,
+    TopP,
+    Version,
+)
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals
@@ -29,11 +43,8 @@ def options(version: Version = False) -> None:
 @app.command()
 def new(
     name: Annotated[str, typer.Argument(help="The run's name: the recipe is NAME.toml, in this folder.")],
-    text: Annotated[
-        list[str] | None,
-        typer.Option("--text", metavar="FILE...", help="The texts; all of this folder's, if left out."),
-    ] = None,
-    more: Annotated[list[str] | None, typer.Argument(metavar="FILE", hidden=True)] = None,
+    text: Texts = None,
+    more: MoreTexts = None,
 ) -> None:
     """Write a commented recipe for your text. Where there is no text, a sample text comes with it."""
     from plait.commands.new import write_recipe
@@ -82,7 +93,7 @@ def join(
 
 @app.command()
 def plan(
-    recipe: Annotated[Path | None, typer.Argument(help="A recipe file (.toml).")] = None,
+    recipe: RecipeIfAny = None,
     overrides: Overrides = None,
     cluster: Annotated[
         list[str] | None,
@@ -154,7 +165,7 @@ def verify(
 
 @app.command()
 def probe(
-    recipe: Annotated[Path | None, typer.Argument(help="A recipe file (.toml): measure what its model needs.")] = None,
+    recipe: RecipeIfAny = None,
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", help="Also write the figures to this file, as JSON.")] = None,
     workers: Annotated[
@@ -193,8 +204,8 @@ def sample(
     run: RunName,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     tokens: Annotated[int, typer.Option(help="Number of tokens to add.", min=1)] = 200,
-    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.", min=0)] = 0.8,
-    top_p: Annotated[float, typer.Option(help="Choose among the most likely tokens of this total probability.")] = 0.95,
+    temperature: Temperature = 0.8,
+    top_p: TopP = 0.95,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 1,
 ) -> None:
     """Let a trained model continue a text."""
@@ -215,12 +226,9 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a run's loss on its held-out text or on other files. Prints one line of JSON."""
-    from json import dumps
-
     from plait.commands.evaluate import evaluate
 
-    values = evaluate(run, files or [], screen=_screen(sys.stderr))
-    OptionalOutput(sys.stdout).write(dumps(values) + "\n")
+    OptionalOutput(sys.stdout).write(f"{evaluate(run, files or [], screen=_screen(sys.stderr))}\n")
 
 
 def _screen(stream: TextIO | None = None) -> TerminalScreen:

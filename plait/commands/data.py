@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plait.commands.preparing.balance_table import balance_report
-from plait.commands.preparing.corpus import corpus_facts, corpus_summary, prepared_corpus
+from plait.commands.preparing.corpus import corpus_facts, prepared_corpus
 from plait.recipe.load import load_recipe
 from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER
@@ -17,7 +17,7 @@ def prepare_text(recipe: Path, overrides: Sequence[str], *, balance_ranks: int |
     documents divide among them. Raises PlaitError in one sentence."""
     config = load_recipe(recipe, overrides)
     corpus = prepared_corpus(config, CURRENT_FOLDER, screen)
-    screen.print(corpus_summary(corpus_facts(corpus)))
+    screen.print(str(corpus_facts(corpus)))
     screen.print(f"ready    {corpus.folder}")
     if balance_ranks:
         screen.print(balance_report(config, corpus, balance_ranks).table())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from html import escape
 from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from plait.commands.planning.run_folder import find_run
+from plait.commands.planning.run_folder import RunFolder, find_run
+from plait.commands.preparing.corpus import data_request
 from plait.commands.sample import load_model
 from plait.data.loader import Micro, heldout_micros
 from plait.data.preparation.prepare import DataRequest, prepare_corpus
@@ -27,10 +29,31 @@ from plait.trainer.assemble import make_autocast, make_runners, select_samples
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 
+class Evaluation(dict[str, float]):
+    """A run's loss, with the keys step, eval_loss and eval_nats_per_byte (in nats), tokens, bytes."""
+
+    def __str__(self) -> str:
+        """One line of JSON, as `plait eval` prints it."""
+        return json.dumps(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        rows = "".join(f"<tr><th>{escape(key)}</th><td>{value:.6g}</td></tr>" for key, value in self.items())
+        return f"<table>{rows}</table>"
+
+
 def evaluate(
-    run: str, files: Sequence[str], *, screen: Screen, working: WorkingFolder = CURRENT_FOLDER
-) -> dict[str, float]:
-    """The keys step, eval_loss, eval_nats_per_byte, tokens, bytes; raises PlaitError where nothing can be measured."""
+    run: str,
+    files: Sequence[str],
+    *,
+    screen: Screen,
+    working: WorkingFolder = CURRENT_FOLDER,
+    given_as: str = "--files",
+) -> Evaluation:
+    """The loss of the run's newest checkpoint; raises PlaitError where nothing can be measured.
+
+    `given_as` is what its caller calls the files, for sentences about them.
+    """
     folder = find_run(run, working)
     plan = folder.saved_plan()
     corpus = open_corpus(working.path / plan.corpus)
@@ -40,7 +63,8 @@ def evaluate(
         corpus.verify("heldout")
     model, found = load_model(folder)
     with TemporaryDirectory(prefix="plait-eval-") as name, screen.progress() as show:
-        text = _prepare_files(files, corpus, Path(name), show) if files else corpus
+        sources = tuple(Source(path, field=_usual_field(folder), given_as=given_as) for path in files)
+        text = _prepare_files(sources, corpus, Path(name), show) if files else corpus
         total, tokens = _loss_and_tokens(model, text, plan, show)
     if not isfinite(total):
         raise PlaitError(
@@ -48,25 +72,26 @@ def evaluate(
             "or train again with a lower optimizer.lr and another run.name"
         )
     nbytes = text.heldout_bytes
-    return evaluation_values(found.manifest.step, total, int(tokens), nbytes)
+    return evaluation_of(found.manifest.step, total, int(tokens), nbytes)
 
 
-def evaluation_values(step: int, loss_sum: float, tokens: int, nbytes: int) -> dict[str, float]:
-    """The result as plain values; `loss_sum` is in nats."""
+def evaluation_of(step: int, loss_sum: float, tokens: int, nbytes: int) -> Evaluation:
+    """The result for a sum of losses in nats over so many tokens, which are so many bytes of text."""
     result = {"step": step, "eval_loss": loss_sum / tokens, "eval_nats_per_byte": loss_sum / nbytes}
-    return {**result, "tokens": tokens, "bytes": nbytes}
+    return Evaluation(**result, tokens=tokens, bytes=nbytes)
 
 
-def evaluation_line(step: int, loss_sum: float, tokens: int, nbytes: int) -> str:
-    """The result as one line of JSON."""
-    return json.dumps(evaluation_values(step, loss_sum, tokens, nbytes))
+def _usual_field(folder: RunFolder) -> str:
+    """The field or column of the run's own text, where all its sources have the same one."""
+    fields = {source.field for source in data_request(folder.saved_config()).sources}
+    return fields.pop() if len(fields) == 1 else "text"
 
 
-def _prepare_files(files: Sequence[str], corpus: Corpus, cache: Path, show: ShowProgress) -> Corpus:
+def _prepare_files(sources: tuple[Source, ...], corpus: Corpus, cache: Path, show: ShowProgress) -> Corpus:
     """Other text, all of it as held-out text, in the run's own tokens."""
     corpus_tokenizer(corpus)  # raises where it is not the run's
     request = DataRequest(
-        sources=tuple(Source(path=path) for path in files),
+        sources=sources,
         tokenizer=str(corpus.tokenizer_path.parent),
         vocabulary=None,
         holdout=0.0,

@@ -63,7 +63,7 @@ def write_recipe(name: str, texts: Sequence[str]) -> list[str]:
     chosen = list(texts) or texts_here(Path())
     for text in chosen:
         if not text.startswith("hf:"):
-            open_source(Source(text))
+            open_source(Source(text, given_as="--text"))
     lines = [] if chosen else [_put_sample_text()]
     _write_new(recipe, new_recipe_text(name, chosen or [SAMPLE_TEXT]).encode())
     return [*lines, f"wrote    {recipe}, a recipe with comments", f"next     plait plan {recipe}, plait train {recipe}"]

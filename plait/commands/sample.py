@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from html import escape
 from itertools import chain
 
 import torch
@@ -23,6 +24,28 @@ DECODE_CONTEXT_TOKENS = 8
 """Number of preceding tokens that are decoded with a piece of text, as they decide how it is written."""
 
 
+class SampledText(Iterator[str]):
+    """A text whose pieces come as a model finds them; `str()` waits for the rest, and is the whole text from its
+    beginning on, as `plait sample` prints it."""
+
+    def __init__(self, pieces: Iterator[str]) -> None:
+        self._pieces, self._so_far = pieces, list[str]()
+
+    def __next__(self) -> str:
+        piece = next(self._pieces)
+        self._so_far.append(piece)
+        return piece
+
+    def __str__(self) -> str:
+        for _ in self:
+            pass
+        return "".join(self._so_far)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return f"<pre>{escape(str(self))}</pre>"
+
+
 def sample(
     run: str,
     prompt: str,
@@ -32,7 +55,7 @@ def sample(
     top_p: float,
     seed: int,
     working: WorkingFolder = CURRENT_FOLDER,
-) -> Iterator[str]:
+) -> SampledText:
     """The prompt and then the model's words, piece by piece as they come; the same seed gives the same text.
 
     Raises PlaitError before the first piece where the run has no model.
@@ -45,7 +68,7 @@ def sample(
     new = generate(
         model, ids, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed, stop=frozenset({tokenizer.eot})
     )
-    return chain([prompt], decode_incrementally(tokenizer, ids[1:], new))
+    return SampledText(chain([prompt], decode_incrementally(tokenizer, ids[1:], new)))
 
 
 def load_model(folder: RunFolder) -> tuple[GPT, FoundCheckpoint]:

@@ -25,6 +25,7 @@ from plait.proof.verdict import BF16_TRANSFER_TOLERANCES, FLOAT32_TOLERANCES, Ve
 from plait.recipe.load import RecipeSource, load_recipe
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
+from plait.units import counted
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 NOISE_FACTOR = 4.0
@@ -55,8 +56,7 @@ def verify(
     with worker_pool(working) as workers:
         _check_torchrun_workers(layout, workers)
         if where == "anywhere":
-            text = f"{layout}{_shares_text(plan)}: {_gloo_text(layout)} in float64, beside one plain process"
-            screen.print(f"layout   {text}")
+            screen.print(verification_start(plan, usable_cores()))
             verdict = check_gradients(config, plan, workers)
             if verdict.ok and config.train.gradient_transfer == "bf16":
                 verdict = _check_rounded(config, plan, workers, screen)
@@ -64,17 +64,26 @@ def verify(
             resources = resources_of(survey_machine(workers, named_workers(config)), workers)
             check_devices(layout, resources.machine)
             verdict = _check_here(config, plan, resources, workers, screen)
-    screen.print(verdict_text(verdict, "" if where == "here" else _rounding_text(config)))
+    screen.print(str(verdict))
     if json_file is not None:
         write_output_file(json_file, verdict.to_json())
     return verdict
+
+
+def verification_start(plan: Plan, cores: int) -> str:
+    """What is about to be compared, on a machine with so many cores."""
+    workers = plan.layout.world_size
+    turns = f" taking turns on {counted(cores, 'core')}" if workers > cores else ""
+    doing = f"{counted(workers, 'gloo worker')}{turns} in float64, beside one plain process"
+    return f"layout   {plan.layout}{_shares_text(plan)}: {doing}"
 
 
 def _check_rounded(config: RunConfig, plan: Plan, workers: WorkerPool, screen: Screen) -> Verdict:
     """The proof once more with gradients that travel in the recipe's precision; exact but for their rounding."""
     screen.print("         exact where gradients travel whole; now as bfloat16, which changes the numbers")
     rounded = replace(plan, gradient_transfer="bf16")
-    return check_gradients(config, rounded, workers, scope="gradients", tolerances=BF16_TRANSFER_TOLERANCES)
+    verdict = check_gradients(config, rounded, workers, scope="gradients", tolerances=BF16_TRANSFER_TOLERANCES)
+    return replace(verdict, exception="but for the rounding of gradients on their way")
 
 
 def _check_here(config: RunConfig, plan: Plan, resources: Resources, workers: WorkerPool, screen: Screen) -> Verdict:
@@ -88,7 +97,7 @@ def _check_here(config: RunConfig, plan: Plan, resources: Resources, workers: Wo
     precision = precision_of(config, resources, [])
     own = replace(
         plan_for_device(plan, machine.device, precision),
-        compile=compile_of(config, machine, []),
+        compile=compile_of(config, resources.machines, []),
         matmul_precision=matmul_precision_of(precision, resources, []),
         matmul_backend=matmul_backend_of(config, resources),
     )
@@ -115,22 +124,3 @@ def _check_torchrun_workers(layout: Layout, workers: WorkerPool) -> None:
 
 def _shares_text(plan: Plan) -> str:
     return f" with shares of {' + '.join(map(str, plan.shares))} sequences" if plan.shares else ""
-
-
-def _gloo_text(layout: Layout) -> str:
-    workers, cores = layout.world_size, usable_cores()
-    return f"{workers} gloo workers" + (f" taking turns on {cores} cores" if workers > cores else "")
-
-
-def _rounding_text(config: RunConfig) -> str:
-    rounded = config.train.gradient_transfer == "bf16"
-    return ", but for the rounding of gradients on their way" if rounded else ""
-
-
-def verdict_text(verdict: Verdict, but: str) -> str:
-    """The largest differences, and what they prove; `but` is what the proof leaves out."""
-    if verdict.ok:
-        last = f"proven   the layout computes what one plain process computes{but}"
-    else:
-        last = "differs  this layout does not compute what one plain process computes: a bug, so report it"
-    return f"{verdict.table()}\n{last}"

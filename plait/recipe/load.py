@@ -14,7 +14,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 from pydantic import ValidationError
 
 from plait.errors import PlaitError, check_utf8
@@ -123,7 +122,7 @@ def parse_recipe(text: str, where: str) -> RunConfig:
 
 def recipe_text(config: RunConfig) -> str:
     """The recipe as TOML with every key written out, as it is saved with a run."""
-    return tomli_w.dumps(requested_values(config))
+    return str(config)
 
 
 def requested_values(config: RunConfig) -> dict[str, Any]:

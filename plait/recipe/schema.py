@@ -5,8 +5,9 @@ Only `data.files` is required. Every `"auto"` is derived in planner/resolve/reso
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from plait.recipe.values import (
@@ -29,7 +30,9 @@ from plait.recipe.values import (
 class RecipeSection(BaseModel):
     """Base of all sections of the recipe: frozen; unknown keys are an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True
+    )
 
 
 class RunSection(RecipeSection):
@@ -191,7 +194,8 @@ class CheckpointSection(RecipeSection):
     """[checkpoint]: how often the run is saved."""
 
     every: EveryText | Auto = "auto"
-    """How often to save: "10 steps", "5 minutes", "never" (then only at the end)."""
+    """How often to save: "10 steps", "5 minutes", "never" (then only at the end); "auto": each minute, or less often
+    where saving would take more than 2 % of the time."""
     keep: Positive = 2
     """How many of the newest checkpoints stay."""
 
@@ -217,6 +221,10 @@ class RunConfig(RecipeSection):
     balance: BalanceSection = BalanceSection()
     checkpoint: CheckpointSection = CheckpointSection()
     report: ReportSection = ReportSection()
+
+    def __str__(self) -> str:
+        """TOML with every key written out, as it is saved with a run; keys that are None are left out."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
 RESERVED = frozenset({"model.from"})

@@ -23,10 +23,11 @@ from plait.model.shape import ModelShape
 from plait.parallel.apply import STAGES, ParallelStage, parallelize
 from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import ShardedModel
-from plait.partition.execution import Precision
+from plait.partition.execution import Compile, Precision
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.trainer.optim import learning_rate, make_optimizer, set_learning_rate
+from plait.trainer.score_passes import score_passes
 from plait.trainer.state import TrainState
 from plait.trainer.step import (
     Autocast,
@@ -130,7 +131,10 @@ def assemble(
     corpus = open_corpus(Path(plan.corpus))
     samples = select_samples(plan, layout, sums.index, device)
     loader = Loader(corpus, make_order(corpus, config.run.seed, plan.sequence), samples)
-    run_micros, evaluate_micros = make_runners(sharded, make_autocast(plan.precision, device), weight_casts(plan))
+    autocast = make_autocast(plan.precision, device)
+    run_micros, evaluate_micros = make_runners(
+        sharded, autocast, casts=weight_casts(plan), compile=plan.compile if stages else "off"
+    )
     return Assembly(
         plan=plan,
         device=device,
@@ -177,11 +181,11 @@ def select_samples(plan: Plan, layout: Layout, rank: int, device: torch.device) 
 
 
 def make_runners(
-    sharded: ShardedModel, autocast: Autocast, casts: WeightCasts = "each micro-batch"
+    sharded: ShardedModel, autocast: Autocast, *, casts: WeightCasts = "each micro-batch", compile: Compile = "off"
 ) -> tuple[RunMicros, EvaluateMicros]:
     """Functions that run micro-batches through the sharded model in training and in evaluation: one micro-batch
     after another, or through a pipeline, which casts weights for each micro-batch."""
-    forward, loss_of = make_forward(autocast), make_loss(autocast, sharded.vocabulary)
+    forward, loss_of = make_forward(autocast), make_loss(autocast, sharded.vocabulary, score_passes(compile))
     pipe = sharded.pipe
     if pipe is None:
         return (

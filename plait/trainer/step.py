@@ -15,8 +15,9 @@ from plait.model.attention import Documents
 from plait.model.gpt import GPT
 from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import Forward, LossOf, ShardedModel, VocabularySplit
-from plait.trainer.loss import IGNORED, sum_of_losses
+from plait.trainer.loss import IN_PLACE, sum_of_losses
 from plait.trainer.optim import clip_factor, owned_squares, update
+from plait.trainer.score_passes import IGNORED, ScorePasses
 
 Autocast = Callable[[], AbstractContextManager[object]]
 
@@ -118,13 +119,14 @@ def make_forward(autocast: Autocast) -> Forward:
     return forward
 
 
-def make_loss(autocast: Autocast, vocabulary: VocabularySplit) -> LossOf:
-    """A function that returns the sum of a micro-batch's token losses from the hidden states after the final norm."""
+def make_loss(autocast: Autocast, vocabulary: VocabularySplit, passes: ScorePasses = IN_PLACE) -> LossOf:
+    """A function that returns the sum of a micro-batch's token losses from the hidden states after the final norm;
+    `passes` are how it goes over the logits."""
 
     def loss_of(hidden_nd: Tensor, chunk: GPT, micro: Micro) -> Tensor:
         with autocast():
             every_nd = vocabulary.enter(hidden_nd, micro.targets.numel())
-            return sum_of_losses(every_nd, chunk.head_weight(), micro.targets.flatten(), vocabulary)
+            return sum_of_losses(every_nd, chunk.head_weight(), micro.targets.flatten(), vocabulary, passes)
 
     return loss_of
 

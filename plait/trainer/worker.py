@@ -16,7 +16,6 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from plait.checkpoint.store import verify_checkpoint
 from plait.errors import RunFailed
 from plait.model.matmul import select_matmul_library, select_matmul_precision
 from plait.model.shape import training_flops_per_token
@@ -32,7 +31,7 @@ from plait.trainer.balance.meter import Meter, attach_meter, clock_of
 from plait.trainer.balance.move_layers import move_layers
 from plait.trainer.loop import LoopActions, LoopIntervals, run_loop
 from plait.trainer.optim import learning_rate
-from plait.trainer.persist import prune_old, restore, save
+from plait.trainer.persist import prune_old, restore, save, verify_together
 from plait.trainer.rank_sinks import sinks_of_rank
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
@@ -69,10 +68,11 @@ def main(context: WorkerContext, argument: str) -> None:
         build = partial(assemble, config, sums=world, mesh=mesh)
         assembly = build(plan)
         assembly, meter = attach_meter(assembly, clock_of(assembly.device))
-        state = TrainState()
+        state, whole = TrainState(), set[int]()
         if requested["resume"]:
             path = folder / "checkpoints" / requested["resume"]
-            state = restore(assembly, path, verify_checkpoint(path), world)
+            state = restore(assembly, path, verify_together(path, world, context.local_rank), world)
+            whole.add(state.step)
         sink = sinks_of_rank(context.rank, context.send, folder, state.step)
         memory = _FirstStep(assembly, world, context)
         try:
@@ -88,8 +88,8 @@ def main(context: WorkerContext, argument: str) -> None:
             tell = partial(context.send, "times")
             balance = Rebalancer(assembly, meter, folder / "shares.jsonl", world, tell, restage)
             checkpoints = folder / "checkpoints"
-            keep = _checkpoint_saver(context, assembly, checkpoints, world, requested["parts"])
-            prune = partial(prune_old, checkpoints, plan.checkpoint_keep, world)
+            keep = _checkpoint_saver(context, assembly, checkpoints, world, requested["parts"], whole)
+            prune = partial(prune_old, checkpoints, plan.checkpoint_keep, world, whole)
             run_loop(state, _pace(plan), _actions(context, assembly, keep, prune, balance, memory), sink)
         finally:
             sink.close()
@@ -148,14 +148,21 @@ SaveState = Callable[[TrainState], Path]
 Parts = Literal["here", "sent"]
 
 
-def _checkpoint_saver(context: WorkerContext, assembly: Assembly, folder: Path, world: Sums, parts: Parts) -> SaveState:
-    """A function that saves a state's checkpoint in `folder`; a rank whose part is "sent" has the supervisors send
-    it on to rank 0's folder."""
+def _checkpoint_saver(
+    context: WorkerContext, assembly: Assembly, folder: Path, world: Sums, parts: Parts, whole: set[int]
+) -> SaveState:
+    """A function that saves a state's checkpoint in `folder` and adds its step to those that are known as `whole`; a
+    rank whose part is "sent" has the supervisors send it on to rank 0's folder."""
 
     def send(staging: Path) -> None:
         context.send("wrote", staging=staging.name)
 
-    return lambda state: save(assembly, state, folder, world, send=send if parts == "sent" else None)
+    def save_state(state: TrainState) -> Path:
+        path = save(assembly, state, folder, world, send=send if parts == "sent" else None)
+        whole.add(state.step)
+        return path
+
+    return save_state
 
 
 def _actions(

@@ -31,7 +31,7 @@ FLOORS = {
 INNER_FLOORS = {
     "cluster": {"catalog": 0, "topology": 0, "nvidia_driver": 0, "compile_preflight": 0,
                 "product_rates": 0, "gpus": 1, "requested_workers": 1, "short": 1, "measure": 2, "described": 2,
-                "measured": 3, "cluster": 4, "machine_cluster": 5, "pooled": 4, "probe": 4},
+                "measured": 3, "probe": 4, "pooled": 4, "cluster": 5, "machine_cluster": 6},
     "commands": {"python_call": 0, "preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "hosts": 2,
                  "probing": 3, "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "probe_hosts": 4, "prove": 4,
                  "runs": 4, "sample": 3, "train": 5, "verify": 4, "new": 4},
@@ -43,8 +43,8 @@ INNER_FLOORS = {
     "planner": {"calibration": 0, "plan": 1, "plan_file": 2, "problem": 1, "step_time": 2, "derive": 3, "memory": 3,
                 "heterogeneous": 4, "search": 5, "rebalancing": 5, "explain": 6, "diagnosis": 7, "page": 7,
                 "resolve": 7},
-    "trainer": {"state": 0, "optim": 0, "loss": 0, "divergence": 0, "step": 1, "assemble": 2, "loop": 2,
-                "rank_sinks": 2, "persist": 3, "balance": 4, "worker": 5, "time_steps": 6},
+    "trainer": {"state": 0, "optim": 0, "score_passes": 0, "loss": 1, "divergence": 0, "checkpoint_pace": 0, "step": 2,
+                "assemble": 3, "loop": 3, "rank_sinks": 3, "persist": 4, "balance": 5, "worker": 6, "time_steps": 7},
 }  # fmt: skip
 MODULES_OF_A_FOLDER = 14
 FAN_OUT = 20

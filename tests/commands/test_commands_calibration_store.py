@@ -24,7 +24,7 @@ from plait.planner.calibration.factors import Calibration, Observation, StepItem
 from plait.planner.plan import Forecast, HostShare
 from plait.planner.resolve.forecast_update import updated_forecast
 from plait.report.metrics import StepReport
-from plait.report.receipt import read_receipt
+from plait.report.receipt_file import read_receipt
 from plait.report.straggler import RankTimes
 from plait.screen.terminal import TerminalScreen
 from plait.units import format_duration

@@ -118,6 +118,7 @@ def test_a_host_with_other_software_is_told_the_line_that_installs_ours(other: d
     [
         {"cores": 0}, {"cores": "8"}, {"devices": 10**9}, {"memory_bytes": -1}, {"device": "toaster"}, {"name": "[/x]"},
         {"versions": 5}, {"versions": {"torch": 2}}, {"more": 1}, {"unlike": "a"}, {"name": None},
+        {"without": ["sense"]}, {"uncompiled": "[red]"}, {"uncompiled": "a\nb"}, {"uncompiled": 5},
     ],
 )  # fmt: skip
 def test_a_machine_that_cannot_be_is_refused_with_the_name_of_its_host(change: dict[str, Any]) -> None:

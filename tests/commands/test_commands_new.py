@@ -79,7 +79,7 @@ def test_what_is_there_stays_and_what_cannot_be_used_leaves_nothing(folder: Path
         ("Mine!", [], '"Mine!" is not a name; write small letters'),
         ("../mine", [], "is not a name"),
         ("new", ["lost.txt"], 'no file matches "lost.txt"'),
-        ("new", ["empty.txt"], "empty.txt is empty"),
+        ("new", ["empty.txt"], "empty.txt is empty; fill it or take it out of --text"),
         ("new", ["mine.toml"], "is of no kind that plait reads"),
     ):
         with pytest.raises(PlaitError, match=re.escape(sentence)):

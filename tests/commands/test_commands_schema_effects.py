@@ -54,7 +54,7 @@ EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "the data": data_request,
     "the folder": lambda config: run_folder(config.run.name),
     "the first weights": first_weights,
-    "compiled layers": lambda config: compile_of(config, ONE_H100, []),
+    "compiled layers": lambda config: compile_of(config, [ONE_H100], []),
     "kernels of GPUs": gpu_kernels,
     "the GPUs": lambda config: chosen_gpus(named_workers(config), present=8),
 }

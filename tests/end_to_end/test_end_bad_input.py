@@ -61,6 +61,8 @@ CASES = {
     "a vocabulary larger than the model's": ((*TRAIN, "data.tokenizer=gpt2"), ["50257", "model.vocabulary = 300"]),
     "a run that is not there": (("sample", "nobody"), ['there is no run "nobody"']),
     "a bad number for an option": (("sample", "x", "--temperature", "-1"), ["--temperature"]),
+    "a number that is no number for an option": (("sample", "x", "--temperature", "nan"), ["--temperature nan"]),
+    "a share above all": (("sample", "x", "--top-p", "2"), ["--top-p 2 is no share", "at most 1"]),
 }
 
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from plait.checkpoint.store import verify_checkpoint
 from plait.data.loader import Micro
 from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
@@ -25,7 +24,7 @@ from plait.parallel.mesh import make_mesh, world_sums
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
-from plait.trainer.persist import restore, save
+from plait.trainer.persist import restore, save, verify_together
 from plait.trainer.state import TrainState
 from plait.trainer.step import make_forward, make_loss
 from plait.trainer.worker import process_group_for
@@ -126,7 +125,7 @@ def restore_and_save(context: RankContext, argument: str) -> None:
         if asked["old"]:
             torch.manual_seed(1000)  # what a resume must not go on from
             path = Path(asked["old"])
-            state = restore(assembly, path, verify_checkpoint(path), world)
+            state = restore(assembly, path, verify_together(path, world, context.local_rank), world)
         for _ in range(asked["steps"]):
             state, scalars = assembly.step(state)
             torch.rand(3)  # as a step with dropout would draw

@@ -154,7 +154,7 @@ def test_weights_are_cast_once_a_step_and_gradients_keep_their_bits(run) -> None
     weight = tuple(assembly.model.chunks[0].get_parameter("layers.0.feedforward.down.weight").shape)
     found: dict[WeightCasts, tuple[int, list[Tensor]]] = {}
     for casts in get_args(WeightCasts):
-        runner, _ = make_runners(assembly.model, make_autocast("bf16", assembly.device), casts)
+        runner, _ = make_runners(assembly.model, make_autocast("bf16", assembly.device), casts=casts)
         with CountedCasts() as counted:
             totals = runner(micros)
         grads = [unit.parameter.grad for unit in assembly.model.units]

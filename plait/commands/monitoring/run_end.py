@@ -9,7 +9,7 @@ from pathlib import Path
 from plait.report.plausibility import efficiency_doubt, mfu_doubt
 from plait.report.receipt import Receipt
 from plait.screen.sparkline import sparkline
-from plait.units import counted, format_count, format_duration
+from plait.units import compared_text, counted, format_count, format_duration
 
 CURVE_COLUMNS = 24
 
@@ -54,5 +54,5 @@ def _speed_text(receipt: Receipt) -> str:
 
 def _difference_text(step_error: float) -> str:
     """How the measured step compares with the planned one, from planned / measured - 1."""
-    more = 1 / (1 + step_error) - 1
-    return "as planned" if abs(more) < 0.005 else f"{abs(more):.0%} {'slower' if more > 0 else 'faster'}"
+    ratio = 1 / (1 + step_error)
+    return "as planned" if abs(ratio - 1) < 0.005 else compared_text(ratio, "slower", "faster")

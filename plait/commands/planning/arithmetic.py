@@ -119,7 +119,11 @@ def _measured_products(
     most = min(job.batch_sequences, max(1, MOST_TOKENS // sequence))
     model = ProbedModel(shape=job.shape, sequence=sequence, sequences=most)
     measuring = Job(
-        entry=PRODUCTS_ENTRY, argument=json.dumps(asdict(model)), world_size=given.workers, threads=given.threads
+        entry=PRODUCTS_ENTRY,
+        argument=json.dumps(asdict(model)),
+        world_size=given.workers,
+        threads=given.threads,
+        at_stop="abandon",
     )
     if resources.fixed_workers or resources.probe:
         return _rates_from(ask_rank_0(workers, measuring, "products"))

@@ -196,15 +196,18 @@ def _is_file(path: Path) -> bool:
 
 
 def check_changes(old: RunConfig, new: RunConfig) -> list[str]:
-    """The keys that differ from the begun run's recipe; raises PlaitError for one that may not change."""
+    """The keys that differ from the begun run's recipe; raises PlaitError that names all that may not change."""
     before, after = flat_values(old), flat_values(new)
     changed = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
-    for key in changed:
-        if key != "data.files" and not key.startswith(CHANGEABLE_KEYS):
-            raise PlaitError(
-                f"{key} was {_value_text(before.get(key))} when this run began and is {_value_text(after.get(key))} "
-                "now; change it back, or choose another run.name"
-            )
+    fixed = [key for key in changed if key != "data.files" and not key.startswith(CHANGEABLE_KEYS)]
+    if fixed:
+        told = [
+            f"{key} was {_value_text(before.get(key))} when this run began and is {_value_text(after.get(key))} now"
+            for key in fixed
+        ]
+        raise PlaitError(
+            f"{', '.join(told)}; change {'it' if len(fixed) == 1 else 'them'} back, or choose another run.name"
+        )
     return changed
 
 

@@ -13,7 +13,6 @@ from plait.data.sources import Source
 from plait.planner.derive.model_size import CorpusFacts
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
-from plait.units import format_count
 from plait.working_folder import WorkingFolder
 
 
@@ -64,12 +63,4 @@ def corpus_facts(corpus: Corpus) -> CorpusFacts:
         longest_sequence=longest_window(corpus),
         heldout_tokens=corpus.heldout_tokens,
         documents=sum(len(shard.starts) for shard in corpus.train),
-    )
-
-
-def corpus_summary(facts: CorpusFacts) -> str:
-    """One line about prepared data, for people."""
-    return (
-        f"data     {format_count(facts.train_tokens)} training tokens, {format_count(facts.heldout_tokens)} held out; "
-        f"{format_count(facts.documents)} document{'s' if facts.documents != 1 else ''}, vocabulary {facts.vocabulary}"
     )

@@ -3,16 +3,14 @@ all of it to the leader."""
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from plait.cluster.measure import detect_machine
 from plait.cluster.measured import LinkScope, MeasuredLink, MeasuredOverlap, WorkTiming
@@ -21,15 +19,14 @@ from plait.cluster.probe.links import DeadLink, schedule_pairs, time_collectives
 from plait.cluster.probe.overlap import time_overlap
 from plait.cluster.probe.pieces import device_failure
 from plait.cluster.probe.request import ProbeRequest
-from plait.cluster.probe.timing import ProcessorClock, SingleRank, TimingSetup, WallClock, time_in_rounds
+from plait.cluster.probe.timing import Clock, ProcessorClock, SingleRank, TimingSetup, WallClock, time_in_rounds
 from plait.cluster.probe.verdict import (
     PairTiming,
-    ProbedHost,
     dead_device_sentence,
     dead_link_sentence,
     group_ranks_by_host,
-    host_with_rank,
 )
+from plait.commands.probing.probe_rank import ProbeRank, teller_of
 from plait.commands.probing.rank_places import exchange_rank_places
 from plait.commands.probing.result import (
     DeadPair,
@@ -38,13 +35,13 @@ from plait.commands.probing.result import (
     PairReport,
     ProbeResult,
     RankReport,
-    read_report,
 )
 from plait.commands.probing.shared_cores import share_beside_other_hosts, with_processor_clock, with_share
 from plait.commands.probing.training_pieces import (
     GroupBarrier,
     begin_all_reduce,
     collective_operations,
+    gpu_clock,
     training_operations_for,
 )
 from plait.errors import RunFailed
@@ -52,7 +49,6 @@ from plait.launch.values.job import RankContext
 from plait.model.matmul import select_matmul_library
 from plait.parallel.mesh import make_groups, open_store
 
-_T = TypeVar("_T")
 RENDEZVOUS_TIMEOUT_S = 60.0
 """Time limit for a rank to appear, and for its links to open."""
 MESSAGE_TIMEOUT_S = 20.0
@@ -60,30 +56,6 @@ MESSAGE_TIMEOUT_S = 20.0
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Time limit for another rank's part of the probe."""
 TIMING_ALONE_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeRank:
-    """A rank of a probe, and how it reaches the others and times its work."""
-
-    rank: int
-    hosts: tuple[ProbedHost, ...]
-    store: Store
-    bench: TimingSetup
-
-    @property
-    def host(self) -> ProbedHost:
-        return host_with_rank(self.hosts, self.rank)
-
-    def publish(self, key: str, values: Any) -> None:
-        """Store JSON values for the other ranks."""
-        self.store.set(f"probe/{key}", json.dumps(values))
-
-    def wait_for(self, key: str, kind: type[_T], rank: int) -> _T:
-        """What a rank published under a key; blocks until it is there. Raises RunFailed where it is nothing of that
-        kind."""
-        where = f"worker {rank} on {host_with_rank(self.hosts, rank).name}"
-        return read_report(kind, self.store.get(f"probe/{key}"), where)
 
 
 def run_probe_rank(context: RankContext, argument: str) -> None:
@@ -126,10 +98,11 @@ def _join_probe(context: RankContext, request: ProbeRequest) -> ProbeRank:
     store.set_timeout(timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
     ranks = exchange_rank_places(store, context, within_s=RENDEZVOUS_TIMEOUT_S)
     hosts = group_ranks_by_host(ranks)
-    backend, wait = "gloo", _no_wait
+    backend = "gloo"
+    clock: Clock = WallClock(synchronize=_no_wait)
     if request.device == "cuda":
-        torch.cuda.set_device(context.local_rank)
-        backend, wait = "cpu:gloo,cuda:nccl", torch.cuda.synchronize
+        torch.cuda.set_device(request.gpus[context.local_rank] if request.gpus else context.local_rank)
+        backend, clock = "cpu:gloo,cuda:nccl", gpu_clock(COLLECTIVE_TIMEOUT.total_seconds())
     try:
         dist.init_process_group(
             backend, store=store, rank=context.rank, world_size=context.world_size, timeout=COLLECTIVE_TIMEOUT
@@ -143,10 +116,8 @@ def _join_probe(context: RankContext, request: ProbeRequest) -> ProbeRank:
     store.set_timeout(COLLECTIVE_TIMEOUT)
     assert dist.group.WORLD is not None
     device = torch.device(request.device, torch.cuda.current_device()) if request.device == "cuda" else "cpu"
-    bench = TimingSetup(
-        device=torch.device(device), clock=WallClock(synchronize=wait), lockstep=GroupBarrier(dist.group.WORLD)
-    )
-    return ProbeRank(rank=context.rank, hosts=hosts, store=store, bench=bench)
+    bench = TimingSetup(device=torch.device(device), clock=clock, lockstep=GroupBarrier(dist.group.WORLD))
+    return ProbeRank(rank=context.rank, hosts=hosts, store=store, bench=bench, tell=teller_of(context))
 
 
 def _time_pairs(place: ProbeRank, request: ProbeRequest) -> list[PairTiming]:
@@ -155,7 +126,8 @@ def _time_pairs(place: ProbeRank, request: ProbeRequest) -> list[PairTiming]:
     Uses only the store until every link has proven to work: a collective over a dead link would wait for ever.
     """
     schedule = schedule_pairs([host.ranks for host in place.hosts])
-    for pair in schedule:
+    for number, pair in enumerate(schedule):
+        place.tell("messages", number / len(schedule))
         if place.rank in (pair.first, pair.second):
             reading = _time_one_pair(place, (pair.first, pair.second), request)
             if place.rank == pair.first or reading is None:
@@ -176,8 +148,10 @@ def _time_pairs(place: ProbeRank, request: ProbeRequest) -> list[PairTiming]:
 
 def _time_one_pair(place: ProbeRank, ends: tuple[int, int], request: ProbeRequest) -> list[dict[str, Any]] | None:
     """The timings of one pair as JSON values; None where the link is dead."""
+    clock = gpu_clock(MESSAGE_TIMEOUT_S) if place.bench.device.type == "cuda" else place.bench.clock
+    bench = replace(place.bench, clock=clock)
     try:
-        points = time_pair(ends, request.messages, rank=place.rank, bench=place.bench, timeout_s=MESSAGE_TIMEOUT_S)
+        points = time_pair(ends, request.messages, rank=place.rank, bench=bench, timeout_s=MESSAGE_TIMEOUT_S)
     except DeadLink:
         return None
     return [asdict(point) for point in points]
@@ -192,7 +166,7 @@ def _time_arithmetic(place: ProbeRank, request: ProbeRequest) -> dict[str, Any]:
         if reason := place.wait_for(f"check/{other}", DeviceCheck, other).failure:
             raise RunFailed(dead_device_sentence(place.hosts, other, reason))
     runs = arithmetic_runs(request, bench.device, training_operations_for(request))
-    bench = with_processor_clock(bench, len(place.host.ranks))
+    bench = replace(with_processor_clock(bench, len(place.host.ranks)), tell=partial(place.tell, "arithmetic"))
     began = time.perf_counter(), time.process_time()
     together = timed_pieces(time_in_rounds(runs, bench, seconds=request.seconds), request.models)
     wall_s, cpu_s = time.perf_counter() - began[0], time.process_time() - began[1]
@@ -223,7 +197,8 @@ def _time_groups(place: ProbeRank, request: ProbeRequest) -> None:
     groups = make_groups(sets)
     links: list[MeasuredLink] = []
     overlaps: list[MeasuredOverlap] = []
-    for ranks in sets:
+    for number, ranks in enumerate(sets):
+        place.tell("sums", number / len(sets))
         if ranks in between:
             place.bench.lockstep.barrier()
         if place.rank in ranks:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plait.planner.calibration.factors import ForecastBasis, StepItems
-from plait.units import counted, format_bytes, format_duration
+from plait.units import compared_text, counted, format_bytes, format_duration
 
 ForecastSource = ForecastBasis | Literal["steps"]
 """What a forecast is based on; "steps" are real steps, timed before the run."""
@@ -131,4 +131,4 @@ def _items_in_brackets(items: StepItems, computing: str) -> str:
 
 
 def _difference_text(off: float, more: str, less: str) -> str:
-    return f"{abs(off):.0%} {more if off > 0 else less}" if abs(off) >= 0.005 else "as planned"
+    return compared_text(1 + off, more, less) if abs(off) >= 0.005 else "as planned"

@@ -8,7 +8,7 @@ from plait.planner.derive import scaling_rules
 from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.plan import WARNING, OptimizerPlan
 from plait.recipe.schema import OptimizerSection, RunConfig
-from plait.units import counted, format_count, times_text
+from plait.units import counted, format_count, power_of_ten, times_text
 
 MOST_TIMES_PUBLISHED_LR = 10
 """A requested learning rate this many times above the published rules is warned of: runs end well at several times."""
@@ -66,7 +66,10 @@ def _adamw_lr(requested: float | Literal["auto"], flops: float, batch_tokens: in
     published = scaling_rules.lr_for_batch(scaling_rules.peak_lr(flops), batch=batch_tokens, usual_batch=usual)
     if requested == "auto":
         lr = float(f"{published:.3g}")
-        why.append(f"peak learning rate {lr:g}: for {flops:.1e} FLOPs and this batch (DeepSeek LLM 2024, Malladi 2022)")
+        why.append(
+            f"peak learning rate {lr:g}: for {power_of_ten(flops)} FLOPs and this batch (DeepSeek LLM 2024, Malladi "
+            "2022)"
+        )
         return lr
     if requested > MOST_TIMES_PUBLISHED_LR * published:
         known = requested < MOST_TIMES_SHOWN * published

@@ -13,7 +13,7 @@ from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import explicit_shape, nearest_size
 from plait.planner.derive import scaling_rules
 from plait.recipe.schema import RunConfig
-from plait.units import Amount, format_count, format_si, parse_amount
+from plait.units import Amount, format_count, format_si, parse_amount, power_of_ten
 
 GUESSED_PEAK_FLOPS = 100e12
 """Arithmetic peak, in FLOP/s, that an unknown GPU is assumed to have while the model is sized."""
@@ -30,6 +30,12 @@ class CorpusFacts:
     longest_sequence: int
     heldout_tokens: int
     documents: int
+
+    def __str__(self) -> str:
+        """One line, as `plait data` prints it."""
+        held_out = f"{format_count(self.train_tokens)} training tokens, {format_count(self.heldout_tokens)} held out"
+        documents = f"{format_count(self.documents)} document{'s' if self.documents != 1 else ''}"
+        return f"data     {held_out}; {documents}, vocabulary {self.vocabulary}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +189,7 @@ def batch_sequences(config: RunConfig, run_size: RunSize, why: list[str]) -> int
     usual = scaling_rules.usual_batch_tokens(flops)
     least = usual if run_size.budget.unit == "steps" else scaling_rules.short_run_batch_tokens(run_size.tokens)
     sequences = scaling_rules.divisible_batch(min(usual, least) / sequence)
-    reason = f"suits {flops:.1e} training FLOPs (DeepSeek LLM 2024)"
+    reason = f"suits {power_of_ten(flops)} training FLOPs (DeepSeek LLM 2024)"
     if least < usual:
         reason = f"small, so that a short run has some {scaling_rules.LEAST_STEPS_OF_A_RUN:,} steps"
     why.append(f"batch {sequences * sequence} tokens: {reason}")

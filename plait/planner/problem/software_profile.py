@@ -133,7 +133,9 @@ class SoftwareProfile:
     state_bytes: int = _DEFAULTS["state_bytes"]
     """Bytes of AdamW's state per parameter: float32 master weight and two moments."""
     logit_copies_bytes: float = _DEFAULTS["logit_copies_bytes"]
-    """Memory held per logit at the loss: 16-bit, float32 copy and its gradient; little where the loss is fused."""
+    """Memory held per logit at the loss: 16-bit, float32 copy and its gradient."""
+    logits_at_once: float = inf
+    """Largest number of logits held at a time; infinite where all of a micro-batch exist at once."""
     fixed_bytes: float = _DEFAULTS["fixed_bytes"]
     """Memory of the allocator besides the model's tensors: communication buffers, workspaces."""
     outside_bytes: float = _DEFAULTS["outside_bytes"]
@@ -179,6 +181,7 @@ class SoftwareProfile:
             here,
             product_share=_DEFAULTS["product_share"],
             flash_share=PROCESSOR_FLASH_SHARE,
+            logit_bytes=_DEFAULTS["logit_bytes"],
             fixed_bytes=0.0,
             outside_bytes=PROCESS_BYTES,
             memory_model="followed",

@@ -220,9 +220,8 @@ def attach_meter(assembly: Assembly, clock: StepClock) -> tuple[Assembly, Meter]
     if isinstance(sharded.pipe, StagePipe):
         sharded.pipe.wait = meter.wait
     sharded = replace(sharded, gradients=MeteredGradients(sharded.gradients, meter))
-    run_micros, evaluate_micros = make_runners(
-        sharded, make_autocast(plan.precision, assembly.device), weight_casts(plan)
-    )
+    autocast = make_autocast(plan.precision, assembly.device)
+    run_micros, evaluate_micros = make_runners(sharded, autocast, casts=weight_casts(plan), compile=plan.compile)
     return replace(assembly, model=sharded, run_micros=run_micros, evaluate_micros=evaluate_micros), meter
 
 
