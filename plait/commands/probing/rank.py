@@ -19,7 +19,15 @@ from plait.cluster.probe.links import DeadLink, schedule_pairs, time_collectives
 from plait.cluster.probe.overlap import time_overlap
 from plait.cluster.probe.pieces import device_failure
 from plait.cluster.probe.request import ProbeRequest
-from plait.cluster.probe.timing import Clock, ProcessorClock, SingleRank, TimingSetup, WallClock, time_in_rounds
+from plait.cluster.probe.timing import (
+    Clock,
+    ProcessorClock,
+    SingleRank,
+    TimingSetup,
+    WallClock,
+    tell_nobody,
+    time_in_rounds,
+)
 from plait.cluster.probe.verdict import (
     PairTiming,
     dead_device_sentence,
@@ -174,7 +182,7 @@ def _time_arithmetic(place: ProbeRank, request: ProbeRequest) -> dict[str, Any]:
     bench.lockstep.barrier()
     alone: tuple[WorkTiming, ...] = ()
     if place.rank == place.host.ranks[0] and len(place.host.ranks) > 1:
-        by_itself = replace(bench, lockstep=SingleRank())
+        by_itself = replace(bench, lockstep=SingleRank(), tell=tell_nobody)
         middle = request.models[(len(request.models) - 1) // 2]
         alone = timed_pieces(
             time_in_rounds(select_comparison_runs(runs, middle), by_itself, seconds=TIMING_ALONE_S), (middle,)
