@@ -88,7 +88,7 @@ def bench_case(case: BenchCase, workdir: Path, effort: Effort) -> dict[str, obje
     print(f"\n### {case.name}", flush=True)
     mode, found = case.mode, chosen_backend(case.workload, case.mode)
     names: tuple[Arithmetic, ...] = ("default", "onednn", "bf16")
-    rates = {
+    rates: dict[Arithmetic, float] = {
         name: matmul_rate(processes=mode.ranks, threads=mode.threads, arithmetic=name)
         for name in names
         if name in found.machines[0].rates

@@ -72,6 +72,8 @@ def _pair(name: str, seed: int, steps: int, settings: Sequence[str]) -> Pair:
             precision: _start(Path(folder), precision, seed, steps, threads, settings) for precision in PRECISIONS
         }
         found = {precision: _final_loss(Path(folder), precision, process) for precision, process in running.items()}
+        if _work(Path(folder), "float32") != _work(Path(folder), "bf16"):
+            sys.exit(f"{name}: the two precisions were planned with other models or batches; name model.size and batch")
     return Pair(recipe=name, seed=seed, steps=steps, float32=found["float32"], bf16=found["bf16"])
 
 
@@ -104,6 +106,13 @@ def _final_loss(folder: Path, precision: str, process: subprocess.Popen[bytes]) 
     (metrics,) = own.glob("runs/*/metrics.jsonl")
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [line["eval_loss"] for line in lines if line.get("eval_loss") is not None][-1]
+
+
+def _work(folder: Path, precision: str) -> list[object]:
+    """What a run's plan says of its model and batch."""
+    (path,) = (folder / precision).glob("runs/*/plan.json")
+    plan = json.loads(path.read_text())
+    return [plan["shape"], plan["sequence"], plan["batch_sequences"], plan["steps"]]
 
 
 def _line(pair: Pair) -> str:

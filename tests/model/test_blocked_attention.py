@@ -37,7 +37,8 @@ def with_gradients(mixed: Tensor, given: list[Tensor]) -> list[Tensor]:
 def test_it_is_attention_with_its_gradients(tokens: int, heads: int, kv_heads: int) -> None:
     given = inputs(2, heads, kv_heads, tokens, 8, torch.float64)
     blocked = with_gradients(attend_in_blocks(*given), given)
-    torchs = F.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=heads != kv_heads)
+    q, k, v = given
+    torchs = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
     for one, other in zip(blocked, with_gradients(torchs, given), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
@@ -46,8 +47,8 @@ def test_it_is_attention_with_its_gradients(tokens: int, heads: int, kv_heads: i
 @pytest.mark.parametrize("tokens", [130, 600])
 def test_it_rounds_as_its_precision_does(dtype: torch.dtype, error: float, tokens: int) -> None:
     given = inputs(2, 2, 2, tokens, 64, dtype)
-    exact = [x.detach().double().requires_grad_() for x in given]
-    wanted = with_gradients(F.scaled_dot_product_attention(*exact, is_causal=True), exact)
+    q, k, v = exact = [x.detach().double().requires_grad_() for x in given]
+    wanted = with_gradients(F.scaled_dot_product_attention(q, k, v, is_causal=True), exact)
     with torch.autocast("cpu", dtype=torch.bfloat16):  # as a forward pass calls it
         mixed = attend_in_blocks(*given)
     for one, other in zip(with_gradients(mixed, given), wanted, strict=True):
@@ -67,11 +68,11 @@ def test_it_is_taken_for_long_rows_in_bf16_or_by_onednn() -> None:
 @pytest.mark.skipif(not has_onednn(), reason="this torch has no oneDNN")
 def test_documents_attend_alone_by_either_library_within_float32s_rounding() -> None:
     torch.manual_seed(0)
-    given = [torch.randn(2, 400, 2, 16, requires_grad=True) for _ in range(3)]
+    q, k, v = given = [torch.randn(2, 400, 2, 16, requires_grad=True) for _ in range(3)]
     documents = Documents(lengths=(300, 10, 90, 400))
-    default = with_gradients(attend(*given, documents), given)
+    default = with_gradients(attend(q, k, v, documents), given)
     with matmul_library("onednn"):
-        onednn = with_gradients(attend(*given, documents), given)
+        onednn = with_gradients(attend(q, k, v, documents), given)
     assert not torch.equal(default[0], onednn[0])
     for one, other in zip(default, onednn, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -15,12 +15,19 @@ import torch.distributed as dist
 from plait.cluster.measure import detect_machine
 from plait.cluster.measured import LinkScope, MeasuredLink, MeasuredOverlap, WorkTiming
 from plait.cluster.probe.arithmetic import arithmetic_runs, select_comparison_runs, timed_pieces
-from plait.cluster.probe.limits import core_share
 from plait.cluster.probe.links import DeadLink, schedule_pairs, time_collectives, time_pair
 from plait.cluster.probe.overlap import time_overlap
 from plait.cluster.probe.pieces import device_failure
 from plait.cluster.probe.request import ProbeRequest
-from plait.cluster.probe.timing import Clock, ProcessorClock, SingleRank, TimingSetup, WallClock, time_in_rounds
+from plait.cluster.probe.timing import (
+    Clock,
+    ProcessorClock,
+    SingleRank,
+    TimingSetup,
+    WallClock,
+    tell_nobody,
+    time_in_rounds,
+)
 from plait.cluster.probe.verdict import (
     PairTiming,
     dead_device_sentence,
@@ -37,6 +44,7 @@ from plait.commands.probing.result import (
     ProbeResult,
     RankReport,
 )
+from plait.commands.probing.shared_cores import share_beside_other_hosts, with_processor_clock, with_share
 from plait.commands.probing.training_pieces import (
     GroupBarrier,
     begin_all_reduce,
@@ -166,7 +174,7 @@ def _time_arithmetic(place: ProbeRank, request: ProbeRequest) -> dict[str, Any]:
         if reason := place.wait_for(f"check/{other}", DeviceCheck, other).failure:
             raise RunFailed(dead_device_sentence(place.hosts, other, reason))
     runs = arithmetic_runs(request, bench.device, training_operations_for(request))
-    bench = replace(_with_processor_clock(bench, len(place.host.ranks)), tell=partial(place.tell, "arithmetic"))
+    bench = replace(with_processor_clock(bench, len(place.host.ranks)), tell=partial(place.tell, "arithmetic"))
     began = time.perf_counter(), time.process_time()
     together = timed_pieces(time_in_rounds(runs, bench, seconds=request.seconds), request.models)
     wall_s, cpu_s = time.perf_counter() - began[0], time.process_time() - began[1]
@@ -174,20 +182,17 @@ def _time_arithmetic(place: ProbeRank, request: ProbeRequest) -> dict[str, Any]:
     bench.lockstep.barrier()
     alone: tuple[WorkTiming, ...] = ()
     if place.rank == place.host.ranks[0] and len(place.host.ranks) > 1:
-        by_itself = replace(bench, lockstep=SingleRank())
+        by_itself = replace(bench, lockstep=SingleRank(), tell=tell_nobody)
         middle = request.models[(len(request.models) - 1) // 2]
         alone = timed_pieces(
             time_in_rounds(select_comparison_runs(runs, middle), by_itself, seconds=TIMING_ALONE_S), (middle,)
         )
     bench.lockstep.barrier()
+    if isinstance(bench.clock, ProcessorClock):
+        product = next(run for (work, _), run in runs.items() if work == "product")
+        share = share_beside_other_hosts(place.hosts, place.rank, bench.lockstep, place.bench.clock, product)
+        together, alone, granted = with_share(together, share), with_share(alone, share), min(1.0, granted / share)
     return {"timed": [asdict(one) for one in together], "alone": [asdict(one) for one in alone], "granted": granted}
-
-
-def _with_processor_clock(bench: TimingSetup, ranks: int) -> TimingSetup:
-    """Count processor time where a worker has one thread on a processor; threads also wait for each other."""
-    if bench.device.type != "cpu" or torch.get_num_threads() > 1:
-        return bench
-    return replace(bench, clock=ProcessorClock(share=core_share(ranks)))
 
 
 def _time_groups(place: ProbeRank, request: ProbeRequest) -> None:
