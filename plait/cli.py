@@ -224,11 +224,13 @@ def evaluate(
     files: Annotated[
         list[str] | None, typer.Option("--files", help="Text files to measure instead of the held-out text.")
     ] = None,
+    sequence: Annotated[int | None, typer.Option(help="Tokens of a window; as in training if left out.", min=2)] = None,
 ) -> None:
-    """Measure a run's loss on its held-out text or on other files. Prints one line of JSON."""
+    """Measure the loss of a run or a model on its held-out text or on other files. Prints one line of JSON."""
     from plait.commands.evaluate import evaluate
 
-    OptionalOutput(sys.stdout).write(f"{evaluate(run, files or [], screen=_screen(sys.stderr))}\n")
+    found = evaluate(run, files or [], sequence=sequence, screen=_screen(sys.stderr))
+    OptionalOutput(sys.stdout).write(f"{found}\n")
 
 
 def _screen(stream: TextIO | None = None) -> TerminalScreen:

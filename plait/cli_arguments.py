@@ -57,7 +57,9 @@ def _finite_temperature(value: float) -> float:
 Recipe = Annotated[Path, typer.Argument(help="A recipe file (.toml).", autocompletion=_recipe_files)]
 RecipeIfAny = Annotated[Path | None, typer.Argument(help="A recipe file (.toml).", autocompletion=_recipe_files)]
 Overrides = Annotated[list[str] | None, typer.Argument(help='Settings to change: train.budget="60 steps" and so on.')]
-RunName = Annotated[str, typer.Argument(help="A run: its name or its folder.", autocompletion=_run_names)]
+RunName = Annotated[
+    str, typer.Argument(help="A run, by name or folder, or the folder of a model.", autocompletion=_run_names)
+]
 HostCount = Annotated[int, typer.Option("--hosts", help="Number of machines, this one included.", min=1)]
 Address = Annotated[str | None, typer.Option("--address", help="Address at which other hosts reach this machine.")]
 Port = Annotated[int, typer.Option("--port", help="Port where they join; 0 takes a free one.", min=0, max=65535)]

@@ -8,25 +8,17 @@ from pathlib import Path
 from plait.cluster.cluster import Cluster
 from plait.cluster.machine_cluster import cluster_of_machine
 from plait.cluster.measured import Measurements
-from plait.cluster.probe.request import (
-    MAX_CPU_MICROBATCH_TOKENS,
-    ProbeRequest,
-    model_probe_request,
-    typical_probe_request,
-)
+from plait.cluster.probe.request import ProbeRequest
 from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers, check_requested_workers
 from plait.cluster.topology import Machine
 from plait.commands.planning.measuring import MachineSurvey, survey_machine
 from plait.commands.planning.output_files import check_output_file
 from plait.commands.planning.workers import WorkerPool, serve_under_torchrun, worker_pool
-from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
+from plait.commands.probing.choose_request import probe_request_for
 from plait.commands.probing.ending import end_probe
 from plait.commands.probing.measurements import ProbeFreshness, ProbeWorkers, measure_or_load
 from plait.errors import PlaitError
-from plait.planner.derive.compile_mode import compile_of
-from plait.planner.derive.resources import on_paper
 from plait.planner.resolve.named_workers import named_workers
-from plait.planner.resolve.request import request_of
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
 from plait.units import counted, format_duration
@@ -105,35 +97,6 @@ def choose_probe_workers(
             "only measure how they take turns; choose fewer --workers or --threads"
         )
     return ProbeWorkers(workers=count, threads=threads or max(1, machine.cores // count))
-
-
-def probe_request_for(
-    config: RunConfig | None, survey: MachineSurvey, probe_workers: ProbeWorkers, working: WorkingFolder
-) -> ProbeRequest:
-    """What a recipe's model needs measured, or usual models without one."""
-    device, gpus = survey.machine.device, survey.machine.gpus
-    if config is None:
-        with_float32 = "float32" if "bf16" in survey.machine.without else None
-        usual = typical_probe_request(device, probe_workers.threads, with_float32)
-        compile = "off" if device == "cpu" or survey.machine.uncompiled else "blocks"
-        return replace(usual, gpus=gpus, compile=compile)
-    cluster = cluster_of_machine(survey.machine, survey.peak_flops if device == "cpu" else None)
-    corpus, _ = corpus_facts_or_usual(config, working)
-    job = request_of(config, corpus, on_paper(cluster)).job
-    sequence = job.shape.sequence
-    sequences = config.layout.micro_sequences
-    if sequences == "auto":
-        most = max(1, MAX_CPU_MICROBATCH_TOKENS // sequence) if device == "cpu" else job.batch_sequences
-        sequences = min(most, job.batch_sequences)
-    requested = model_probe_request(
-        job.shape,
-        sequence=sequence,
-        sequences=sequences,
-        device=device,
-        precision="bf16" if job.precision == "bf16" else "float32",
-        threads=probe_workers.threads,
-    )
-    return replace(requested, gpus=gpus, compile=compile_of(config, [survey.machine], []))
 
 
 def measured_cluster(measured: Measurements, survey: MachineSurvey, probe_workers: ProbeWorkers) -> Cluster:

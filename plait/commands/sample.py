@@ -6,18 +6,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import chain
 
-import torch
-
-from plait.checkpoint.store import FoundCheckpoint, newest_good
-from plait.cluster.requested_workers import RequestedDevices
-from plait.commands.planning.run_folder import RunFolder, find_run
-from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer
-from plait.data.shards import open_corpus
-from plait.errors import PlaitError, check_utf8
-from plait.model.gpt import GPT
-from plait.report.metrics import read_metrics
+from plait.commands.opened_model import open_model
+from plait.data.preparation.tokens import Tokenizer
+from plait.errors import check_utf8
 from plait.trainer.generate import generate
-from plait.trainer.persist import load_weights
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 DECODE_CONTEXT_TOKENS = 8
@@ -56,47 +48,25 @@ def sample(
     seed: int,
     working: WorkingFolder = CURRENT_FOLDER,
 ) -> SampledText:
-    """The prompt and then the model's words, piece by piece as they come; the same seed gives the same text.
+    """The prompt and then the model's words, piece by piece as they come; the same seed gives the same text. `run` is a
+    run or a model's folder.
 
-    Raises PlaitError before the first piece where the run has no model.
+    Raises PlaitError before the first piece where there is no model.
     """
     check_utf8(prompt)
-    folder = find_run(run, working)
-    model, _ = load_model(folder)
-    tokenizer = corpus_tokenizer(open_corpus(working.path / folder.saved_plan().corpus))
+    opened = open_model(run, working)
+    tokenizer = opened.tokenizer
     ids = [tokenizer.eot, *tokenizer.encode(prompt)]
     new = generate(
-        model, ids, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed, stop=frozenset({tokenizer.eot})
+        opened.model,
+        ids,
+        tokens=tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=frozenset({tokenizer.eot}),
     )
     return SampledText(chain([prompt], decode_incrementally(tokenizer, ids[1:], new)))
-
-
-def load_model(folder: RunFolder) -> tuple[GPT, FoundCheckpoint]:
-    """The run's model with the weights of its newest checkpoint that verifies, on the first GPU that the run may use,
-    else on the processor."""
-    found = newest_good(folder.checkpoints)
-    if found is None:
-        raise PlaitError(f'"{folder.path}" {_why_no_checkpoint(folder)}')
-    device = device_to_sample_on(folder.saved_config().run.devices, torch.cuda.device_count())
-    model = GPT(folder.saved_plan().shape)
-    load_weights(model, found.path, found.manifest)
-    return model.to(device).eval(), found
-
-
-def _why_no_checkpoint(folder: RunFolder) -> str:
-    steps, _ = read_metrics(folder.metrics)
-    if steps and not steps[-1].is_finite:
-        return "diverged before its first checkpoint; train again with a lower optimizer.lr and another run.name"
-    return "has no checkpoint yet; train it for a while first"
-
-
-def device_to_sample_on(requested: RequestedDevices, present: int) -> torch.device:
-    """The first of a run's devices; where the run was brought to another machine, that one's first GPU, or its
-    processor."""
-    if requested == "cpu" or not present:
-        return torch.device("cpu")
-    first = 0 if requested == "auto" else requested[0]
-    return torch.device("cuda", first if first < present else 0)
 
 
 def decode_incrementally(tokenizer: Tokenizer, prompt_ids: Sequence[int], new_ids: Iterator[int]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from plait.cluster.topology import usable_cores
 from plait.commands.planning.measuring import resources_of, survey_machine
 from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.planning.workers import WorkerPool, serve_under_torchrun, worker_pool
+from plait.commands.preparing.base import base_facts
 from plait.commands.verifying.gradient_check import check_gradients, summation_order_noise
 from plait.commands.verifying.small_model import plan_for_device, requested_layout, requested_shares, shrunk_plan
 from plait.errors import PlaitError
@@ -51,7 +52,8 @@ def verify(
         return None
     check_output_file(json_file)
     config = load_recipe(recipe, overrides)
-    shape, layout = requested_layout(config)
+    base = base_facts(config, working)
+    shape, layout = requested_layout(config, base.shape if base else None)
     plan = shrunk_plan(config, shape, layout, requested_shares(config))
     with worker_pool(working) as workers:
         _check_torchrun_workers(layout, workers)

@@ -145,6 +145,8 @@ class Plan:
     """Budget of the run, from which `steps` follows."""
     steps: int
     optimizer: OptimizerPlan
+    base: str = ""
+    """The folder of the model whose weights the run begins with; empty: they are drawn from the seed."""
     corpus: str
     """The folder with the prepared tokens."""
     corpus_hash: str

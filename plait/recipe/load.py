@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from plait.errors import PlaitError, check_utf8
 from plait.recipe.refusal import refusal_sentence
-from plait.recipe.schema import RESERVED, RunConfig
+from plait.recipe.schema import RunConfig
 from plait.recipe.values import LONGEST_NAME
 
 _NAMED_TOKENIZERS = ("auto", "bpe", "gpt2")
@@ -103,9 +103,6 @@ def run_name_of(recipe: Path) -> str:
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
     """Check nested values against the schema; raises PlaitError that names the first bad key and how to correct it."""
-    for key in _keys(values):
-        if key in RESERVED:
-            raise PlaitError(f"{key} comes with a later version of plait; remove it from the recipe for now")
     with _refusing_depth():
         for text in _texts(values):
             check_utf8(text)
@@ -127,7 +124,7 @@ def recipe_text(config: RunConfig) -> str:
 
 def requested_values(config: RunConfig) -> dict[str, Any]:
     """The recipe as plain nested values; keys that are None are left out."""
-    return config.model_dump(mode="json", exclude_none=True)
+    return config.model_dump(mode="json", exclude_none=True, by_alias=True)
 
 
 def flat_values(config: RunConfig) -> dict[str, Any]:
@@ -195,7 +192,10 @@ def _merge(base: dict[str, Any], change: Mapping[str, Any]) -> None:
 
 
 def _resolve_paths(values: dict[str, Any], bases: Sequence[Path]) -> None:
-    data = values.get("data")
+    model, data = values.get("model"), values.get("data")
+    source = model.get("from") if isinstance(model, dict) else None
+    if isinstance(model, dict) and isinstance(source, str) and source:
+        model["from"] = _absolute(source, bases)
     if not isinstance(data, dict):
         return
     files, tokenizer = data.get("files"), data.get("tokenizer")
@@ -251,9 +251,3 @@ def _texts(values: object) -> Iterator[str]:
     elif isinstance(values, Sequence):
         for value in values:
             yield from _texts(value)
-
-
-def _keys(values: Mapping[str, Any]) -> Iterator[str]:
-    for section, keys in values.items():
-        if isinstance(keys, Mapping):
-            yield from (f"{section}.{key}" for key in keys)

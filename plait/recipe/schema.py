@@ -51,8 +51,10 @@ class RunSection(RecipeSection):
 
 
 class ModelSection(RecipeSection):
-    """[model]: the shape of the decoder; a size by name, or its numbers."""
+    """[model]: a model to go on from, or the shape of the decoder: a size by name, or its numbers."""
 
+    from_: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
+    """A model to go on from: a folder in Hugging Face's format. It brings its shape, its weights and its tokenizer."""
     size: SizeText | Auto = "auto"
     """Parameters, embeddings included: "5M", "2.6B"; "auto" takes the size that learns most within the budget."""
     layers: Layers | Auto = "auto"
@@ -70,11 +72,18 @@ class ModelSection(RecipeSection):
     activation: Literal["gelu", "swiglu", "relu2"] | Auto = "auto"
     positions: Literal["learned", "rope"] | Auto = "auto"
     rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] | Auto = "auto"
-    bias: Literal["none", "qkv", "all"] | Auto = "auto"
+    bias: Literal["none", "qkv", "attention", "feedforward", "all"] | Auto = "auto"
     """Which linear layers (with "all" also LayerNorms) have a bias."""
     qk_norm: bool | Auto = "auto"
     tied: bool | Auto = "auto"
     """Whether the head shares the embedding's weight."""
+
+    @model_validator(mode="after")
+    def _check_from(self) -> Self:
+        named = [key for key in type(self).model_fields if key != "from_" and getattr(self, key) != "auto"]
+        if self.from_ is not None and named:
+            raise ValueError(f"{named[0]} comes from the model in model.from; take {named[0]} out, or model.from")
+        return self
 
 
 class SourceSection(RecipeSection):
@@ -225,7 +234,3 @@ class RunConfig(RecipeSection):
     def __str__(self) -> str:
         """TOML with every key written out, as it is saved with a run; keys that are None are left out."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
-
-
-RESERVED = frozenset({"model.from"})
-"""Keys whose names are decided but which this version does not support yet."""

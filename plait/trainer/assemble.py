@@ -18,14 +18,13 @@ from plait.data.order import make_order
 from plait.data.shards import Corpus, open_corpus
 from plait.layout import Layout
 from plait.model.gpt import GPT
-from plait.model.init import first_value
-from plait.model.shape import ModelShape
 from plait.parallel.apply import STAGES, ParallelStage, parallelize
 from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Compile, Precision
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
+from plait.trainer.first_weights import fill_first_weights
 from plait.trainer.optim import learning_rate, make_optimizer, set_learning_rate
 from plait.trainer.score_passes import score_passes
 from plait.trainer.state import TrainState
@@ -127,7 +126,7 @@ def assemble(
         model.to(torch.float64 if plan.precision == "float64" else torch.float32), mesh, plan.execution, stages
     )
     if initialize:
-        initialize_weights(sharded, plan.shape, config.run.seed)
+        fill_first_weights(sharded, plan, config.run.seed)
     corpus = open_corpus(Path(plan.corpus))
     samples = select_samples(plan, layout, sums.index, device)
     loader = Loader(corpus, make_order(corpus, config.run.seed, plan.sequence), samples)
@@ -147,16 +146,6 @@ def assemble(
         run_micros=run_micros,
         evaluate_micros=evaluate_micros,
     )
-
-
-@torch.no_grad()
-def initialize_weights(sharded: ShardedModel, shape: ModelShape, seed: int) -> None:
-    """Fill this rank's weights from the seed: each is a slice of the value that the whole weight has in one process."""
-    for held in sharded.weights:
-        value = first_value(held.name, shape, seed)
-        for dim, (first, length) in enumerate(zip(held.box.offset, held.box.extent, strict=True)):
-            value = value.narrow(dim, first, length)
-        held.tensor.copy_(value)
 
 
 def select_samples(plan: Plan, layout: Layout, rank: int, device: torch.device) -> SampleSelection:

@@ -66,7 +66,8 @@ def main(context: WorkerContext, argument: str) -> None:
         mesh = make_mesh(plan.layout, plan.device)
         torch.manual_seed(config.run.seed + context.rank)
         build = partial(assemble, config, sums=world, mesh=mesh)
-        assembly = build(plan)
+        # A run that goes on has all its weights in the checkpoint.
+        assembly = build(plan, initialize=not requested["resume"])
         assembly, meter = attach_meter(assembly, clock_of(assembly.device))
         state, whole = TrainState(), set[int]()
         if requested["resume"]:

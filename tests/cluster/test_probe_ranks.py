@@ -22,7 +22,8 @@ from plait.cluster.requested_workers import RequestedWorkers
 from plait.cluster.topology import detect_cpu_machine
 from plait.commands.planning.measuring import PROGRESS, MachineSurvey
 from plait.commands.planning.workers import ENTRIES, PROBE_ENTRY
-from plait.commands.probe import choose_probe_workers, probe_request_for
+from plait.commands.probe import choose_probe_workers
+from plait.commands.probing.choose_request import probe_request_for
 from plait.commands.probing.measurements import (
     ProbeWorkers,
     mark_checked,

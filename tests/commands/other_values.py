@@ -28,6 +28,7 @@ OTHER_VALUES = {
     "run.devices": "[1]",
     "run.workers": "4",
     "run.threads": "1",
+    "model.from": ".",
     "model.size": "3M",
     "model.layers": "3",
     "model.width": "256",
@@ -83,6 +84,7 @@ OTHER_VALUES = {
 }
 
 BESIDE = {
+    "model.from": ("model.size=auto",),
     "optimizer.kind": ("optimizer.lr=0.1",),
     "optimizer.momentum": ("optimizer.kind=sgd", "optimizer.lr=0.1"),
 }

@@ -184,6 +184,9 @@ def test_a_start_names_arithmetic_that_is_faster_than_the_default(
 
 
 def test_an_evaluation_is_one_line_of_json() -> None:
-    line = '{"step": 800, "eval_loss": 3.9, "eval_nats_per_byte": 1.5, "tokens": 1000, "bytes": 2600}'
+    line = (
+        '{"step": 800, "eval_loss": 3.9, "eval_nats_per_byte": 1.5, "nats_per_token": 3.9, "nats_per_byte": 1.5, '
+        '"tokens": 1000, "bytes": 2600}'
+    )
     found = evaluation_of(800, 3900.0, 1000, 2600)
     assert str(found) == line and "<td>3.9</td>" in found._repr_html_()

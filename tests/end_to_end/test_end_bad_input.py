@@ -40,7 +40,10 @@ CASES = {
     "devices that are none": ((*TRAIN, "run.devices=tpu"), ['"tpu" names no devices; write "auto", "cpu"']),
     "a GPU that is not there": ((*TRAIN, "run.devices=97"), ["run.devices names GPU 97"]),
     "more threads than cores": ((*TRAIN, "run.threads=9999"), ["run.threads = 9999 are more than this machine has"]),
-    "a reserved key": ((*TRAIN, "model.from=x"), ["model.from comes with a later version"]),
+    "a model that is not there": (
+        (*TRAIN, "model.from=x"),
+        ["model is not usable", "comes from the model in model.from"],
+    ),
     "a value of the wrong kind": ((*TRAIN, "model.layers=two"), ["model.layers is not usable"]),
     "a budget without a unit": ((*TRAIN, "train.budget=500"), ["train.budget is not usable", "500 steps"]),
     "not an override": ((*TRAIN, "budget"), ['"budget" is not an override', "section.key=value"]),

@@ -75,9 +75,9 @@ def ragged_by_groups(*tensors: Any, window_size: tuple[int, int], enable_gqa: bo
     return ragged(q_nhd, k_nhd, v_nhd, *rest, window_size=window_size)
 
 
-def attend_on_gpu(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None) -> Tensor:
+def attend_on_gpu(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None, window: int) -> Tensor:
     assert documents is not None and documents.ends is not None
-    return attend_ragged(ragged, q_bthd, k_bthd, v_bthd, documents.ends, documents.longest)
+    return attend_ragged(ragged, q_bthd, k_bthd, v_bthd, documents.ends, documents.longest, window)
 
 
 def with_ends(lengths: tuple[int, ...]) -> Documents:

@@ -145,7 +145,7 @@ def _layer_runs(
     shape, sizes = model.shape, _layer_sizes(model)
     layer = _small_weights(Layer(shape, 0).to(device))
     training.prepare_layer(layer)
-    rotary = Rotary(sequence=model.sequence, head_width=shape.head_width, theta=shape.rope_theta)
+    rotary = Rotary(sequence=model.sequence, head_width=shape.head_width, theta=shape.rope_theta, scaling=shape.rope)
     positions = row_positions(torch.empty(model.sequences, model.sequence, device=device))
     rows = Rows(
         rows=model.sequences,

@@ -18,7 +18,7 @@ from plait.commands.planning.arithmetic import (
 from plait.commands.planning.calibration_store import load_calibration
 from plait.commands.planning.measuring import MachineSurvey, measure, resources_of
 from plait.commands.planning.workers import WorkerPool
-from plait.commands.preparing.corpus import corpus_facts
+from plait.commands.preparing.corpus import corpus_facts, run_facts
 from plait.data.shards import Corpus
 from plait.errors import RunFailed
 from plait.planner.derive.resources import ProbeNeed, probe_digest
@@ -57,7 +57,7 @@ def make_plan(
             return plan
         say("plan     made anew: a new probe of the hosts differs from the one that the stored plan was made with")
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
-    facts = corpus_facts(corpus)
+    facts = run_facts(config, corpus, workers.working_folder)
     make_draft = partial(draft, config, facts, recipe_hash=key)
     rates = "again" if fresh else "kept"
     show(0, 0, TIMING_PRODUCTS)
@@ -125,7 +125,7 @@ def proven_plan(
     A layout that fails, for lack of memory for example, drops out; raises RunFailed where all of them fail.
     """
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
-    facts = corpus_facts(corpus)
+    facts = run_facts(config, corpus, workers.working_folder)
     make_draft = partial(
         draft, config, facts, recipe_hash=key, worth_measuring=lambda request: best_layouts(request, count)
     )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from plait.commands.preparing.base import base_facts, base_folder
 from plait.data.folders import find_text_files
 from plait.data.integrity import verify_at_start
 from plait.data.order import longest_window
 from plait.data.preparation.prepare import DataRequest, find_prepared, prepare_corpus
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
+from plait.errors import PlaitError
 from plait.planner.derive.model_size import CorpusFacts
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
@@ -18,11 +21,12 @@ from plait.working_folder import WorkingFolder
 
 def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -> Corpus:
     """Prepare the recipe's data, or find it prepared; raises PlaitError in one sentence."""
-    for source in data_request(config).sources:
+    request = data_request(config, base_folder(config, working))
+    for source in request.sources:
         if Path(source.path).is_dir():
             screen.print(f"data     {find_text_files(Path(source.path)).summary()}")
     with screen.progress() as show:
-        folder = prepare_corpus(data_request(config), working.cache, show)
+        folder = prepare_corpus(request, working.cache, show)
         corpus = open_corpus(folder)
         show(0, 0, "comparing hashes")
         verify_at_start(corpus)
@@ -31,12 +35,13 @@ def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -
 
 def find_prepared_corpus(config: RunConfig, working: WorkingFolder) -> Corpus | None:
     """The recipe's data if it was prepared before; looks at nothing but files' sizes and times."""
-    folder = find_prepared(data_request(config), working.cache)
+    folder = find_prepared(data_request(config, base_folder(config, working)), working.cache)
     return open_corpus(folder) if folder else None
 
 
-def data_request(config: RunConfig) -> DataRequest:
-    """The recipe's [data] section as a request for a corpus."""
+def data_request(config: RunConfig, base: Path | None = None) -> DataRequest:
+    """The recipe's [data] section as a request for a corpus; `base` is the folder of the model that learns from it,
+    whose tokenizer is taken where none is named."""
     files = config.data.files
     requested = [files] if isinstance(files, str) else files
     sources = [
@@ -47,10 +52,26 @@ def data_request(config: RunConfig) -> DataRequest:
     tokenizer = config.data.tokenizer
     return DataRequest(
         sources=tuple(sources),
-        tokenizer="bpe" if tokenizer == "auto" else tokenizer,
+        tokenizer=_usual_tokenizer(base) if tokenizer == "auto" else tokenizer,
         vocabulary=None if vocabulary == "auto" else vocabulary,
         holdout=config.data.holdout,
     )
+
+
+def _usual_tokenizer(base: Path | None) -> str:
+    if base is None:
+        return "bpe"
+    if not (base / "tokenizer.json").is_file():
+        raise PlaitError(
+            f"{base} has no tokenizer.json; name the model's tokenizer in data.tokenizer, or convert it: load it with "
+            "transformers' AutoTokenizer and call save_pretrained"
+        )
+    return str(base)
+
+
+def run_facts(config: RunConfig, corpus: Corpus, working: WorkingFolder) -> CorpusFacts:
+    """The facts about the data, and about the model that the recipe goes on from, that a plan depends on."""
+    return replace(corpus_facts(corpus), base=base_facts(config, working))
 
 
 def corpus_facts(corpus: Corpus) -> CorpusFacts:

@@ -63,10 +63,8 @@ def draft(
     begun: Plan | None = None,
     worth_measuring: Callable[[Request], tuple[WorkerLayout, ...]] = worker_layouts,
 ) -> Draft:
-    """Everything that can be decided before a step is timed; raises PlaitError for what cannot work.
-
-    For a `begun` run the job is taken from its plan, and only the layout is open.
-    """
+    """Everything that can be decided before a step is timed; of a `begun` run the job is its plan's, and only the
+    layout is open. Raises PlaitError for what cannot work."""
     request = request_of(config, corpus, resources := with_named_workers(config, resources), begun)
     layouts = worth_measuring(request)
     if rate := None if begun else forecast_rate(request, resources, layouts):
@@ -93,7 +91,8 @@ def draft(
         matmul_precision=job.matmul_precision,
         budget=job.budget,
         steps=steps_in_budget(job.budget, batch * shape.sequence, step_s=None),
-        optimizer=optimizer_plan(config, job.flops, batch * shape.sequence, why),
+        optimizer=optimizer_plan(config, job.flops, batch * shape.sequence, why, corpus.base),
+        base=corpus.base.folder if corpus.base else "",
         corpus=corpus.folder,
         corpus_hash=corpus.content_hash,
         documents=documents_mode(config, corpus, shape.sequence, why),
