@@ -26,7 +26,6 @@ from plait.proof.verdict import BF16_TRANSFER_TOLERANCES, FLOAT32_TOLERANCES, Ve
 from plait.recipe.load import RecipeSource, load_recipe
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
-from plait.units import counted
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 NOISE_FACTOR = 4.0
@@ -75,8 +74,8 @@ def verify(
 def verification_start(plan: Plan, cores: int) -> str:
     """What is about to be compared, on a machine with so many cores."""
     workers = plan.layout.world_size
-    turns = f" taking turns on {counted(cores, 'core')}" if workers > cores else ""
-    doing = f"{counted(workers, 'gloo worker')}{turns} in float64, beside one plain process"
+    turns = f" taking turns on {cores} core{'s' if cores > 1 else ''}" if workers > cores else ""
+    doing = f"{workers} gloo worker{'s' if workers > 1 else ''}{turns} in float64, beside one plain process"
     return f"layout   {plan.layout}{_shares_text(plan)}: {doing}"
 
 
