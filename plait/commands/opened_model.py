@@ -20,7 +20,7 @@ from plait.model.gpt import GPT
 from plait.model.shape import ModelShape
 from plait.planner.plan import Plan
 from plait.report.metrics import read_metrics
-from plait.trainer.persist import load_weights
+from plait.trainer.checkpointing.persist import load_weights
 from plait.working_folder import WorkingFolder
 
 USUAL_SEQUENCE = 2048

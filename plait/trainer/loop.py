@@ -14,7 +14,7 @@ import torch
 
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.sinks import Sink
-from plait.trainer.checkpoint_pace import CheckpointPace
+from plait.trainer.checkpointing.pace import CheckpointPace
 from plait.trainer.divergence import DivergenceWatch
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars

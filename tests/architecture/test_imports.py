@@ -44,7 +44,7 @@ INNER_FLOORS = {
                 "heterogeneous": 4, "search": 5, "rebalancing": 5, "explain": 6, "diagnosis": 7, "page": 7,
                 "resolve": 7},
     "trainer": {"first_weights": 1, "state": 0, "optim": 0, "score_passes": 0, "loss": 1, "divergence": 0,
-                "checkpoint_pace": 0, "step": 2, "assemble": 3, "loop": 3, "rank_sinks": 3, "persist": 4, "balance": 5,
+                "step": 2, "assemble": 3, "rank_sinks": 3, "checkpointing": 4, "loop": 5, "balance": 5,
                 "worker": 6, "time_steps": 7},
 }  # fmt: skip
 MODULES_OF_A_FOLDER = 14

@@ -24,7 +24,7 @@ from plait.parallel.mesh import make_mesh, world_sums
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
-from plait.trainer.persist import restore, save, verify_together
+from plait.trainer.checkpointing.persist import restore, save, verify_together
 from plait.trainer.state import TrainState
 from plait.trainer.step import make_forward, make_loss
 from plait.trainer.worker import process_group_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.trainer.checkpoint_pace import CheckpointPace
+from plait.trainer.checkpointing.pace import CheckpointPace
 from plait.units import Every
 
 MINUTE = Every(60, "seconds")

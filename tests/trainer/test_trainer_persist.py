@@ -15,7 +15,7 @@ from plait.checkpoint.transfer import read_tensor
 from plait.errors import PlaitError, RunFailed
 from plait.parallel.mesh import ONE_PROCESS
 from plait.trainer.assemble import assemble
-from plait.trainer.persist import restore
+from plait.trainer.checkpointing.persist import restore
 from tests.trainer.tiny import make_tiny
 
 
