@@ -194,14 +194,19 @@ def sample(
         return go_on(str(run), prompt, **options, working=named_folder(folder))
 
 
-def evaluate(run: str | Path, files: Sequence[str] = (), *, folder: Place = None) -> Evaluation:
-    """The run's exact loss on its held-out text or on other files: the keys that `plait eval` prints."""
-    check_arguments(run=run)
+def evaluate(
+    run: str | Path, files: Sequence[str] = (), *, sequence: int | None = None, folder: Place = None
+) -> Evaluation:
+    """The exact loss of a run, or of a model's folder, on its held-out text or on other files, in windows of `sequence`
+    tokens: the keys that `plait eval` prints."""
+    check_arguments(run=run, sequence=sequence)
     paths = texts_of("files", files)
     from plait.commands.evaluate import evaluate as measure
 
     with as_command():
-        return measure(str(run), paths, screen=screen_for("off"), working=named_folder(folder), given_as="files")
+        return measure(
+            str(run), paths, sequence=sequence, screen=screen_for("off"), working=named_folder(folder), given_as="files"
+        )
 
 
 def train_recipe(recipe: str | Path, overrides: Sequence[str] = (), **options: Any) -> Literal["finished"] | StopSignal:

@@ -43,6 +43,7 @@ _WANTED: Mapping[str, _Wanted] = {
     "run": _PATH,
     "secret_file": _OPTIONAL_PATH,
     "seed": _Wanted(text="a whole number", types=(int,)),
+    "sequence": _Wanted(text="a whole number", types=(int, type(None)), least=2),
     "temperature": _REAL,
     "threads": _OPTIONAL_COUNT,
     "tokens": _COUNT,

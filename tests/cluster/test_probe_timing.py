@@ -93,6 +93,16 @@ def test_a_burst_in_one_round_does_not_move_the_median() -> None:
     assert found["b"].spread == 0 and found["b"].cpu_s == 0.25
 
 
+@pytest.mark.parametrize(("limit_s", "last"), [(1e9, 0.3), (-1.0, 0.825), (1e-9, 0.825)])
+def test_how_far_it_is_only_grows_and_counts_the_rounds_that_come_in_any_case(limit_s: float, last: float) -> None:
+    told, seconds = list[float](), {"a": forever(1.0, 2.0), "b": forever(2.0)}
+    runs = {name: lambda name=name: name for name in seconds}
+    bench = TimingSetup(device=None, clock=ToldClock(seconds), lockstep=SingleRank(), tell=told.append)
+    time_in_rounds(runs, bench, seconds=limit_s)
+    assert told == sorted(told) and told[:3] == [0.0, 0.15, 0.3]
+    assert told[-1] == pytest.approx(last)
+
+
 def test_steady_figures_end_after_the_least_rounds() -> None:
     assert len(rounds({"a": forever(1.0, 1.01)})["a"].rounds) == LEAST_ROUNDS
 

@@ -74,6 +74,8 @@ def test_the_values_are_those_of_the_commands(place: Path, monkeypatch: pytest.M
     assert told_cluster.measured == cluster.measured and told_cluster.name == cluster.name
     assert f"{facts}\n" in command("data", file)
     assert command("eval", "play") == f"{losses}\n" and json.loads(str(losses)) == losses
+    short = plait.evaluate("play", sequence=8)
+    assert command("eval", "play", "--sequence", "8") == f"{short}\n" != f"{losses}\n"
     assert command("sample", "play", "--prompt", "Ka", "--tokens", "8") == f"{text}\n"
     assert str(run.recipe) == (run.path / "recipe.toml").read_text() == str(plait.load_recipe(file))
     receipt = plait.train(file)
@@ -205,6 +207,7 @@ WRONG: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: plait.train(RECIPE, ["optimizer.lr=3.0"], folder="work"), r"optimizer.lr was"),
     (lambda: plait.join("nowhere"), r'"nowhere" is no HOST:PORT'),
     (lambda: plait.sample("play", tokens=0, folder="work"), r"tokens = 0 is too small"),
+    (lambda: plait.evaluate("play", sequence=1, folder="work"), r"sequence = 1 is too small; give 2 or more"),
     (lambda: plait.sample("nobody", folder="work"), r'there is no run "nobody"'),
     (lambda: plait.evaluate("play", "play.txt", folder="work"), r"files = .* give a list of texts"),
     (lambda: plait.Run("work"), r'there is no run "work"'),

@@ -119,3 +119,9 @@ def test_the_guide_to_recipes_has_every_key_of_the_schema_and_no_other() -> None
         for row in re.findall(r"^\| (`.+?) \|", text, re.MULTILINE):
             told |= {key if "." in key else f"{section}.{key}" for key in re.findall(r"`([\w.]+)`", row)}
     assert told == {f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys}
+
+
+def test_the_index_names_every_guide() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    guides = [path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"]
+    assert [name for name in guides if f"({name})" not in index] == []

@@ -15,6 +15,10 @@ RunKey = TypeVar("RunKey", bound=Hashable)
 
 LEAST_ROUNDS = 4
 MOST_ROUNDS = 10
+HURRIED_ROUNDS = 2
+"""Rounds that are timed also where the time is up before."""
+WARM_UP_SHARE = 0.3
+"""Part of the way that finding out how often each piece is to be repeated counts as, where it is told."""
 STEADY_SPREAD = 0.08
 """Spread below which the times need no further round."""
 SHORTEST_S = 2e-3
@@ -143,7 +147,7 @@ class TimingSetup:
     clock: Clock
     lockstep: Lockstep
     tell: Callable[[float], None] = tell_nobody
-    """Takes, between two readings, the share of the seconds given to `time_in_rounds` that went by."""
+    """Takes, between two readings, how much of `time_in_rounds` is done, from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,20 +176,25 @@ def time_in_rounds(
     readings of one run. Further rounds follow while the times of any rank are unsteady and `seconds` have not passed.
     """
     clock, together = bench.clock, bench.lockstep
-    times = {name: runs_per_reading(run, bench) for name, run in runs.items()}
+    times: dict[RunKey, int] = {}
+    for number, (name, run) in enumerate(runs.items()):
+        bench.tell(WARM_UP_SHARE * number / len(runs))
+        times[name] = runs_per_reading(run, bench)
     readings: dict[RunKey, list[tuple[float, float]]] = {name: [] for name in runs}
     began = time.perf_counter()
     end = began + seconds
     for done in range(1, MOST_ROUNDS + 1):
         together.barrier()
-        for name, run in runs.items():
-            bench.tell(min(1.0, (time.perf_counter() - began) / max(seconds, 1e-9)))
+        for number, (name, run) in enumerate(runs.items()):
+            passed = (time.perf_counter() - began) / max(seconds, 1e-9)
+            needed = (done - 1 + number / len(runs)) / HURRIED_ROUNDS
+            bench.tell(WARM_UP_SHARE + (1 - WARM_UP_SHARE) * min(1.0, passed, needed))
             readings[name].append(clock.time(run, times[name]))
         unsteady = (
             done < LEAST_ROUNDS
             or _upper_quartile([summarize_readings(r).spread for r in readings.values()]) > STEADY_SPREAD
         )
-        late = time.perf_counter() > end and done >= 2
+        late = time.perf_counter() > end and done >= HURRIED_ROUNDS
         # Two votes in one message: whether anybody wants another round, and whether time is up for anybody.
         votes = together.largest(2.0 * late + 1.0 * unsteady)
         if votes >= 2 or votes < 1:
