@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import io
 import sys
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
 
-from plait.cli_arguments import Address, HostCount, Overrides, Port, Recipe, RunName, SecretFile, Version
+from plait.cli_arguments import Address, HostCount, Overrides, Port, Recipe, RunName, SecretFile, Version, WindowTokens
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals
@@ -210,18 +211,26 @@ def sample(
 @app.command(name="eval")
 def evaluate(
     run: RunName,
-    files: Annotated[
-        list[str] | None, typer.Option("--files", help="Text files to measure instead of the held-out text.")
-    ] = None,
-    sequence: Annotated[int | None, typer.Option(help="Tokens of a window; as in training if left out.", min=2)] = None,
+    files: Annotated[list[str] | None, typer.Option(help="Texts to measure instead of the held-out one.")] = None,
+    sequence: WindowTokens = None,
 ) -> None:
-    """Measure the loss of a run or a model on its held-out text or on other files. Prints one line of JSON."""
-    from json import dumps
-
+    """Measure the loss of a run or a model, on held-out text or other files. Prints one line of JSON."""
     from plait.commands.evaluate import evaluate
 
     values = evaluate(run, files or [], sequence=sequence, screen=_screen(sys.stderr))
     OptionalOutput(sys.stdout).write(dumps(values) + "\n")
+
+
+@app.command()
+def export(
+    run: RunName,
+    to: Annotated[Path, typer.Option(help="The folder to make.")],
+    dtype: Annotated[str, typer.Option(help="float32 keeps every bit; or bfloat16, float16.")] = "float32",
+) -> None:
+    """Write a run's model as a folder that transformers and others load."""
+    from plait.commands.export import write_export
+
+    write_export(run, to, dtype=dtype, screen=_screen())
 
 
 def _screen(stream: TextIO | None = None) -> TerminalScreen:

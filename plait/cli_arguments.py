@@ -29,10 +29,11 @@ def _print_version(wanted: bool) -> None:
 Recipe = Annotated[Path, typer.Argument(help="A recipe file (.toml).")]
 Overrides = Annotated[list[str] | None, typer.Argument(help='Settings to change: train.budget="60 steps" and so on.')]
 RunName = Annotated[
-    str, typer.Argument(help="A run, by name or folder, or the folder of a model.", autocompletion=_run_names)
+    str, typer.Argument(help="A run, by name or folder; or a model's folder or .gguf file.", autocompletion=_run_names)
 ]
 HostCount = Annotated[int, typer.Option("--hosts", help="Number of machines, this one included.", min=1)]
 Address = Annotated[str | None, typer.Option("--address", help="Address at which other hosts reach this machine.")]
 Port = Annotated[int, typer.Option("--port", help="Port where they join; 0 takes a free one.", min=0, max=65535)]
 SecretFile = Annotated[Path | None, typer.Option("--secret-file", help="File with the hosts' secret, private to you.")]
+WindowTokens = Annotated[int | None, typer.Option("--sequence", help="Tokens of a window.", min=2)]
 Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]

@@ -63,8 +63,8 @@ def draft(
     begun: Plan | None = None,
     worth_measuring: Callable[[Request], tuple[WorkerLayout, ...]] = worker_layouts,
 ) -> Draft:
-    """Everything that can be decided before a step is timed; of a `begun` run the job is its plan's, and only the layout
-    is open. Raises PlaitError for what cannot work."""
+    """Everything that can be decided before a step is timed; a `begun` run's job is its plan's, and only the
+    layout is open. Raises PlaitError for what cannot work."""
     request = request_of(config, corpus, resources := with_named_workers(config, resources), begun)
     layouts = worth_measuring(request)
     if rate := None if begun else forecast_rate(request, resources, layouts):
