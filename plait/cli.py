@@ -214,7 +214,7 @@ def evaluate(
     files: Annotated[list[str] | None, typer.Option(help="Texts to measure instead of the held-out one.")] = None,
     sequence: WindowTokens = None,
 ) -> None:
-    """Measure the loss of a run or a model, on held-out text or other files. Prints one line of JSON."""
+    """Measure the loss of a run or a model on text. Prints one line of JSON."""
     from plait.commands.evaluate import evaluate
 
     values = evaluate(run, files or [], sequence=sequence, screen=_screen(sys.stderr))

@@ -28,6 +28,8 @@ def convert_gguf(file: Path, folder: Path) -> None:
         line = f"{installing('transformers')} gguf"
         raise PlaitError(f"reading {file.name} needs the packages transformers and gguf; bring them: {line}") from None
     fields = _checked_fields(gguf, file)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
     place: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     try:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **place, dtype="float32")
