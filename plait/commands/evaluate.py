@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from plait.commands.opened_model import OpenedModel, open_model
+from plait.commands.models.opened_model import OpenedModel, open_model
 from plait.commands.planning.run_folder import RunFolder, find_run
 from plait.commands.preparing.base import is_model_source
 from plait.data.loader import Micro, SampleSelection, heldout_micros

@@ -13,7 +13,7 @@ from typing import Any
 from plait.checkpoint.manifest import Manifest
 from plait.checkpoint.store import FoundCheckpoint, newest_good
 from plait.checkpoint.transfer import read_slice
-from plait.commands.exporting.model_card import model_card
+from plait.commands.models.model_card import model_card
 from plait.commands.planning.run_folder import RunFolder, find_run
 from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer, load_tokenizer
 from plait.data.shards import open_corpus

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from plait.commands.opened_model import open_model
+from plait.commands.models.opened_model import open_model
 from plait.data.preparation.tokens import Tokenizer
 from plait.errors import check_utf8
 from plait.trainer.generate import generate

@@ -24,7 +24,6 @@ from plait.commands.planning.workers import (
     serve_under_torchrun,
     worker_pool,
 )
-from plait.commands.preparing.base import keep_base_files
 from plait.commands.preparing.corpus import corpus_facts, corpus_summary, prepared_corpus
 from plait.commands.probing.survey import survey_machines
 from plait.commands.verifying.gradient_check import check_new_layout
@@ -75,7 +74,6 @@ def train(
         try:
             with _open_workers(hosts, config, working, renew, screen) as workers:
                 plan = workers.with_hosts(_prepare_plan(config, folder, workers, renew=renew, screen=screen))
-                keep_base_files(plan.base, folder.base)
                 screen.print(run_start(plan, folder.path, details))
                 if sharing := running_runs_text(plan, folder):
                     screen.print(sharing)

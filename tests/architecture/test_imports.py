@@ -34,7 +34,7 @@ INNER_FLOORS = {
                 "measured": 3, "cluster": 4, "machine_cluster": 5, "pooled": 4, "probe": 4},
     "commands": {"python_call": 0, "preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "hosts": 2,
                  "probing": 3, "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "probe_hosts": 4, "prove": 4,
-                 "runs": 4, "export": 4, "exporting": 0, "sample": 3, "opened_model": 2, "train": 5, "verify": 4,
+                 "runs": 4, "export": 4, "sample": 3, "models": 2, "train": 5, "verify": 4,
                  "new": 4},
     "data": {"documents": 0, "folders": 0, "micro_sizes": 0, "sources": 1, "holdout": 2, "index": 3, "shards": 4,
              "preparation": 5, "balance": 5, "integrity": 5, "order": 5, "packing": 5, "rows": 5, "loader": 6},

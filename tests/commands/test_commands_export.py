@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from plait.checkpoint.store import checkpoint_for, publish, staging_for
 from plait.checkpoint.transfer import TensorSlice, write_rank
 from plait.commands.export import write_export
-from plait.commands.opened_model import open_model
+from plait.commands.models.opened_model import open_model
 from plait.commands.planning.run_folder import run_folder
 from plait.commands.preparing.base import keep_base_files
 from plait.errors import PlaitError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait.commands.opened_model import open_model
+from plait.commands.models.opened_model import open_model
 from plait.errors import PlaitError
 from plait.working_folder import WorkingFolder
 from tests.interop.folders import write_gguf, write_model
