@@ -30,6 +30,7 @@ from plait.cli_arguments import (
     Texts,
     TopP,
     Version,
+    WindowTokens,
 )
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
@@ -222,15 +223,27 @@ def evaluate(
     run: RunName,
     files: OtherTexts = None,
     more: MoreTexts = None,
-    sequence: Annotated[int | None, typer.Option(help="Tokens of a window; as in training if left out.", min=2)] = None,
+    sequence: WindowTokens = None,
 ) -> None:
-    """Measure the loss of a run or a model on its held-out text or on other files. Prints one line of JSON."""
+    """Measure the loss of a run or a model on text. Prints one line of JSON."""
     from plait.commands.evaluate import evaluate
 
     if more and not files:
         raise PlaitError(f"{shlex.quote(more[0])} comes after the run; name text files with --files")
     found = evaluate(run, [*(files or []), *(more or [])], sequence=sequence, screen=_screen(sys.stderr))
     OptionalOutput(sys.stdout).write(f"{found}\n")
+
+
+@app.command()
+def export(
+    run: RunName,
+    to: Annotated[Path, typer.Option(help="The folder to make.")],
+    dtype: Annotated[str, typer.Option(help="float32 keeps every bit; or bfloat16, float16.")] = "float32",
+) -> None:
+    """Write a run's model as a folder that transformers and others load."""
+    from plait.commands.export import write_export
+
+    write_export(run, to, dtype=dtype, screen=_screen())
 
 
 def _screen(stream: TextIO | None = None) -> TerminalScreen:

@@ -58,7 +58,7 @@ Recipe = Annotated[Path, typer.Argument(help="A recipe file (.toml).", autocompl
 RecipeIfAny = Annotated[Path | None, typer.Argument(help="A recipe file (.toml).", autocompletion=_recipe_files)]
 Overrides = Annotated[list[str] | None, typer.Argument(help='Settings to change: train.budget="60 steps" and so on.')]
 RunName = Annotated[
-    str, typer.Argument(help="A run, by name or folder, or the folder of a model.", autocompletion=_run_names)
+    str, typer.Argument(help="A run, by name or folder; or a model's folder or .gguf file.", autocompletion=_run_names)
 ]
 HostCount = Annotated[int, typer.Option("--hosts", help="Number of machines, this one included.", min=1)]
 Address = Annotated[str | None, typer.Option("--address", help="Address at which other hosts reach this machine.")]
@@ -88,4 +88,5 @@ TopP = Annotated[
     ),
 ]
 Temperature = Annotated[float, typer.Option(callback=_finite_temperature, help="0 always takes the most likely token.")]
+WindowTokens = Annotated[int | None, typer.Option("--sequence", help="Tokens of a window.", min=2)]
 Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from plait.commands.opened_model import OpenedModel, TrainedBy, open_model
+from plait.commands.models.opened_model import OpenedModel, TrainedBy, open_model
 from plait.commands.planning.run_folder import RunFolder, find_run
 from plait.commands.preparing.base import is_model_source
 from plait.commands.preparing.corpus import data_request

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import chain
 
-from plait.commands.opened_model import open_model
+from plait.commands.models.opened_model import open_model
 from plait.data.preparation.tokens import Tokenizer
 from plait.errors import check_utf8
 from plait.trainer.generate import generate

@@ -194,7 +194,7 @@ def _merge(base: dict[str, Any], change: Mapping[str, Any]) -> None:
 def _resolve_paths(values: dict[str, Any], bases: Sequence[Path]) -> None:
     model, data = values.get("model"), values.get("data")
     source = model.get("from") if isinstance(model, dict) else None
-    if isinstance(model, dict) and isinstance(source, str) and source:
+    if isinstance(model, dict) and isinstance(source, str) and source and not source.startswith("hub:"):
         model["from"] = _absolute(source, bases)
     if not isinstance(data, dict):
         return

@@ -54,7 +54,7 @@ class ModelSection(RecipeSection):
     """[model]: a model to go on from, or the shape of the decoder: a size by name, or its numbers."""
 
     from_: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
-    """A model to go on from: a folder in Hugging Face's format. It brings its shape, its weights and its tokenizer."""
+    """A model to go on from: a folder in Hugging Face's format, a .gguf file, or "hub:OWNER/NAME"."""
     size: SizeText | Auto = "auto"
     """Parameters, embeddings included: "5M", "2.6B"; "auto" takes the size that learns most within the budget."""
     layers: Layers | Auto = "auto"

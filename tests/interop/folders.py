@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from transformers import LlamaConfig, PreTrainedModel
@@ -45,3 +46,61 @@ def write_model(folder: Path, *, shard_size: str = "50GB", **changes: object) ->
     model.save_pretrained(folder, max_shard_size=shard_size)
     write_tokenizer(folder)
     return model
+
+
+def write_gguf(file: Path, model: PreTrainedModel, folder: Path, **fields: str) -> None:
+    """A Llama and the tokenizer in `folder` as a .gguf file, as llama.cpp's converter lays them out: queries' and keys'
+    rows in the order of interleaved rotary positions. `fields` are texts to add."""
+    import gguf
+
+    config: Any = model.config
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_name("small")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    named = [*sorted(vocabulary, key=vocabulary.get), "ab", "12"]
+    writer.add_token_list([*named, *(f"<unused{n}>" for n in range(config.vocab_size - len(named)))])
+    writer.add_token_merges(["a b", "1 2"])
+    writer.add_eos_token_id(256)
+    writer.add_bos_token_id(256)
+    for key, text in fields.items():
+        writer.add_string(key.replace("__", "."), text)
+    for name, weight in model.state_dict().items():
+        for theirs, ours in GGUF_NAMES.items():
+            name = name.replace(theirs, ours)
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        for part, count in heads.items():
+            if f".{part}." in name:
+                halves = weight.reshape(count, 2, -1, weight.shape[1])
+                weight = halves.swapaxes(1, 2).reshape(weight.shape)
+        writer.add_tensor(name, weight.float().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers": "blk",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}

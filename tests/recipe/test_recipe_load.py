@@ -132,7 +132,7 @@ def test_a_model_to_go_on_from_is_named_by_its_folder_and_brings_its_shape(recip
     assert refused(recipe, "model.from=base", "model.layers=2").startswith(
         "model is not usable: layers comes from the model in model.from; take layers out, or model.from"
     )
-    assert refused(recipe, "model.form=base").endswith("did you mean model.from?")
+    assert refused(recipe, "model.fro=base").endswith("did you mean model.from?")
     assert refused(recipe, 'model.from=""').startswith("model.from is not usable")
 
 

@@ -73,6 +73,11 @@ class RunFolder:
         return self.path / "shares.jsonl"
 
     @property
+    def base(self) -> Path:
+        """The small files of the model that the run goes on from: config, tokenizer, licence; no weights."""
+        return self.path / "base"
+
+    @property
     def _totals(self) -> Path:
         return self.path / "so-far.json"
 
