@@ -194,14 +194,23 @@ def sample(
         return go_on(str(run), prompt, **options, working=named_folder(folder))
 
 
-def evaluate(run: str | Path, files: Sequence[str] = (), *, folder: Place = None) -> Evaluation:
-    """The run's exact loss on its held-out text or on other files: the keys that `plait eval` prints."""
-    check_arguments(run=run)
+def evaluate(
+    run: str | Path, files: Sequence[str] = (), *, choices: str | Path | None = None, folder: Place = None
+) -> Evaluation:
+    """The run's exact loss on its held-out text or on other files, or its answers to the multiple-choice questions of
+    a JSON-lines file: the keys that `plait eval` prints."""
+    check_arguments(run=run, choices=choices)
     paths = texts_of("files", files)
     from plait.commands.evaluate import evaluate as measure
 
     with as_command():
-        return measure(str(run), paths, screen=screen_for("off"), working=named_folder(folder), given_as="files")
+        if choices is None:
+            return measure(str(run), paths, screen=screen_for("off"), working=named_folder(folder), given_as="files")
+        from plait.commands.answering.choices import ask_choices
+
+        if paths:
+            raise PlaitError("files and choices are measured one at a time; leave one of them out")
+        return ask_choices(str(run), Path(choices), screen=screen_for("off"), working=named_folder(folder))
 
 
 def train_recipe(recipe: str | Path, overrides: Sequence[str] = (), **options: Any) -> Literal["finished"] | StopSignal:
