@@ -14,7 +14,7 @@ from plait.working_folder import named_folder
 
 if TYPE_CHECKING:
     from plait.cluster.cluster import Cluster
-    from plait.commands.evaluate import Evaluation
+    from plait.commands.answering.choices import Evaluation
     from plait.commands.planning.planned_run import PlannedRun
     from plait.commands.sample import SampledText
     from plait.planner.derive.model_size import CorpusFacts
@@ -201,13 +201,11 @@ def evaluate(
     a JSON-lines file: the keys that `plait eval` prints."""
     check_arguments(run=run, choices=choices)
     paths = texts_of("files", files)
-    from plait.commands.evaluate import evaluate as measure
+    from plait.commands.answering.choices import ask_choices, measure
 
     with as_command():
         if choices is None:
             return measure(str(run), paths, screen=screen_for("off"), working=named_folder(folder), given_as="files")
-        from plait.commands.answering.choices import ask_choices
-
         if paths:
             raise PlaitError("files and choices are measured one at a time; leave one of them out")
         return ask_choices(str(run), Path(choices), screen=screen_for("off"), working=named_folder(folder))

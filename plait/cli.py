@@ -21,8 +21,11 @@ from plait.cli_arguments import (
     SecretFile,
     Texts,
     Version,
+    chat,
+    evaluate,
+    sample,
+    screen_on,
 )
-from plait.cli_models import chat, evaluate, sample, screen_on
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals

@@ -27,7 +27,7 @@ class EncodesText(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class ChoiceQuestion:
     """A text, the choices that may follow it, and the number of the right one, from 0."""
 
     text: str
@@ -55,7 +55,7 @@ class ChoiceScores:
     choices_accuracy_per_byte: float
 
 
-def read_questions(path: Path) -> tuple[Question, ...]:
+def read_questions(path: Path) -> tuple[ChoiceQuestion, ...]:
     """The questions of a JSON-lines file; raises PlaitError that names the line which is none."""
     return parse_questions(read_choices_text(path), str(path))
 
@@ -72,9 +72,9 @@ def read_choices_text(path: Path) -> str:
         raise PlaitError(f'the choices "{path}" cannot be read ({error.strerror}); name a JSON-lines file') from None
 
 
-def parse_questions(text: str, where: str) -> tuple[Question, ...]:
+def parse_questions(text: str, where: str) -> tuple[ChoiceQuestion, ...]:
     """The questions in JSON lines; `where` names them in errors. Raises PlaitError."""
-    found: list[Question] = []
+    found: list[ChoiceQuestion] = []
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
@@ -86,7 +86,7 @@ def parse_questions(text: str, where: str) -> tuple[Question, ...]:
     return tuple(found)
 
 
-def _question(values: Any) -> Question:
+def _question(values: Any) -> ChoiceQuestion:
     """Raises ValueError, in words, for values that are no question."""
     if not isinstance(values, dict):
         raise ValueError("a question is a JSON object")
@@ -103,10 +103,10 @@ def _question(values: Any) -> Question:
         answer = choices.index(answer)
     if type(answer) is not int or not 0 <= answer < len(choices):
         raise ValueError(f'"answer" is the right choice or its number, 0 to {len(choices) - 1}')
-    return Question(text="\n".join(texts), choices=tuple(choices), answer=answer)
+    return ChoiceQuestion(text="\n".join(texts), choices=tuple(choices), answer=answer)
 
 
-def choice_rows(questions: Sequence[Question], tokenizer: EncodesText, sequence: int) -> tuple[ChoiceRow, ...]:
+def choice_rows(questions: Sequence[ChoiceQuestion], tokenizer: EncodesText, sequence: int) -> tuple[ChoiceRow, ...]:
     """Every choice of every question, in order, behind an end of text.
 
     A space stands between question and choice where neither has one. A question that leaves no room in a window of
@@ -146,7 +146,9 @@ def _common_prefix(some: Sequence[int], others: Sequence[int]) -> int:
     return same
 
 
-def judge_choices(questions: Sequence[Question], rows: Sequence[ChoiceRow], losses: Sequence[float]) -> ChoiceScores:
+def judge_choices(
+    questions: Sequence[ChoiceQuestion], rows: Sequence[ChoiceRow], losses: Sequence[float]
+) -> ChoiceScores:
     """How often the right choice wins, from the summed loss of each row in nats; the first of equal ones wins.
 
     Raises RunFailed for a loss that is not finite.

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from plait.data.choices import (
+    ChoiceQuestion,
     ChoiceRow,
     ChoiceScores,
-    Question,
     choice_rows,
     judge_choices,
     parse_questions,
@@ -45,7 +45,7 @@ def choice_micro(row: ChoiceRow, samples: SampleSelection, eot: int, divisor: in
 class ChoiceEvaluation:
     """A run's questions on one rank."""
 
-    def __init__(self, questions: Sequence[Question], rows: Sequence[ChoiceRow]) -> None:
+    def __init__(self, questions: Sequence[ChoiceQuestion], rows: Sequence[ChoiceRow]) -> None:
         self._questions, self._rows = questions, rows
 
     def scores(self, assembly: Assembly) -> ChoiceScores:

@@ -25,7 +25,7 @@ FLOORS = {
     "planner": 4, "screen": 4, "parallel": 4, "launch": 4, "proof": 4, "interop": 4,
     "trainer": 5,
     "commands": 6, "process_exit": 6,
-    "api": 7, "cli_arguments": 7, "cli_models": 8, "cli": 9, "__main__": 10,
+    "api": 7, "cli_arguments": 7, "cli": 8, "__main__": 9,
 }  # fmt: skip
 # Inside a folder with sub-folders: modules at its root count as rooms of their own.
 INNER_FLOORS = {
@@ -36,14 +36,15 @@ INNER_FLOORS = {
                  "probing": 3, "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "probe_hosts": 4, "prove": 4,
                  "runs": 4, "sample": 3, "opened_model": 2, "train": 5, "verify": 4, "new": 4, "answering": 5},
     "data": {"choices": 0, "documents": 0, "folders": 0, "micro_sizes": 0, "sources": 1, "holdout": 2, "index": 3,
-             "shards": 4, "preparation": 5, "balance": 5, "integrity": 5, "order": 5, "packing": 5, "rows": 5, "loader": 6},
+             "shards": 4, "preparation": 5, "balance": 5, "integrity": 5, "order": 5, "packing": 5, "rows": 5,
+             "loader": 6},
     "launch": {"values": 0, "local": 1, "remote": 2},
     "parallel": {"comm": 0, "mesh": 0, "sharded_model": 0, "compile": 1, "context": 1, "materialize": 1,
                  "recompute": 1, "gradients": 1, "tensor": 1, "pipeline": 2, "sharding": 2, "replicate": 3, "apply": 4},
     "planner": {"calibration": 0, "plan": 1, "plan_file": 2, "problem": 1, "step_time": 2, "derive": 3, "memory": 3,
                 "heterogeneous": 4, "search": 5, "rebalancing": 5, "explain": 6, "diagnosis": 7, "page": 7,
                 "resolve": 7},
-    "trainer": {"choices": 3, "first_weights": 1, "state": 0, "optim": 0, "score_passes": 0, "loss": 1, "divergence": 0,
+    "trainer": {"choices": 4, "first_weights": 1, "state": 0, "optim": 0, "score_passes": 0, "loss": 1, "divergence": 0,
                 "checkpoint_pace": 0, "step": 2, "assemble": 3, "loop": 3, "rank_sinks": 3, "persist": 4, "balance": 5,
                 "worker": 6, "time_steps": 7},
 }  # fmt: skip

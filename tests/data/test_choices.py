@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.data.choices import Question, choice_rows, judge_choices, parse_questions, read_questions
+from plait.data.choices import ChoiceQuestion, choice_rows, judge_choices, parse_questions, read_questions
 from plait.errors import PlaitError, RunFailed
 
 
@@ -20,7 +20,7 @@ class Letters:
         return [[ord(sign) for sign in piece.replace(" a", "\x01").replace("b ", "\x02")] for piece in pieces]
 
 
-QUESTION = Question(text="b", choices=("xyz", "x"), answer=0)
+QUESTION = ChoiceQuestion(text="b", choices=("xyz", "x"), answer=0)
 
 
 def test_a_file_names_the_right_choice_by_number_or_by_its_text() -> None:
@@ -70,10 +70,10 @@ def test_the_choices_tokens_are_those_after_what_question_and_whole_share() -> N
 
 
 def test_a_long_question_loses_its_beginning_and_a_long_choice_is_refused() -> None:
-    (row, _) = choice_rows([Question(text="0123456789", choices=("ab", "ac"), answer=0)], Letters(), 4)
+    (row, _) = choice_rows([ChoiceQuestion(text="0123456789", choices=("ab", "ac"), answer=0)], Letters(), 4)
     assert len(row.tokens) == 5 and row.tokens[row.first :] == (1, ord("b")) and row.first == 3
     with pytest.raises(PlaitError, match="more than a window of 4"):
-        choice_rows([Question(text="q", choices=("0123456789", "x"), answer=0)], Letters(), 4)
+        choice_rows([ChoiceQuestion(text="q", choices=("0123456789", "x"), answer=0)], Letters(), 4)
 
 
 def test_the_least_loss_wins_alone_and_a_byte() -> None:
