@@ -1,4 +1,4 @@
-"""Arguments and options that several commands take, what the shell offers for them, and the commands that use a model."""
+"""Arguments and options that several commands take, and the commands that use a model."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait.checked_json import parse_json
 from plait.cluster.probe.links import DeadLink, schedule_pairs, time_pair
 from plait.cluster.probe.pieces import device_failure
 from plait.cluster.probe.timing import Clock, TimingSetup, WallClock
@@ -21,7 +24,6 @@ from plait.cluster.probe.verdict import (
 )
 from plait.cluster.topology import MachineDevice
 from plait.commands.probing.probe_rank import ProbeRank, teller_of
-from plait.commands.probing.rank_places import exchange_rank_places
 from plait.commands.probing.result import DeadPair, DeviceCheck, PairReport
 from plait.commands.probing.training_pieces import GroupBarrier, gpu_clock
 from plait.errors import RunFailed
@@ -117,3 +119,33 @@ def require_working_devices(place: ProbeRank) -> None:
 
 def _no_wait() -> None:
     """Return at once: on a processor the work is done when its call returns."""
+
+
+_LONGEST_HOST_NAME = 255
+
+
+def exchange_rank_places(store: Any, context: RankContext, *, within_s: float) -> list[tuple[str, int]]:
+    """(host name, local rank) of every rank, over torch.distributed's `store`; blocks until all are here.
+
+    Raises RunFailed for a rank that does not come, or that says anything else.
+    """
+    store.set(f"probe/here/{context.rank}", json.dumps([socket.gethostname(), context.local_rank]))
+    places = []
+    for rank in range(context.world_size):
+        try:
+            places.append(_place(store.get(f"probe/here/{rank}"), rank))
+        except RuntimeError as error:
+            raise RunFailed(f"worker {rank} did not come within {within_s:.0f} s; look what its host says") from error
+    return places
+
+
+def _place(data: bytes, rank: int) -> tuple[str, int]:
+    try:
+        host, local_rank = parse_json(data)
+        if not isinstance(host, str) or type(local_rank) is not int:
+            raise TypeError
+        if not host.isprintable() or len(host) > _LONGEST_HOST_NAME:
+            raise ValueError
+    except (ValueError, TypeError):
+        raise RunFailed(f"worker {rank} does not say which host it is on; install the same commit on all") from None
+    return host, local_rank
