@@ -14,7 +14,7 @@ from plait.working_folder import named_folder
 
 if TYPE_CHECKING:
     from plait.cluster.cluster import Cluster
-    from plait.commands.evaluate import Evaluation
+    from plait.commands.answering.choices import Evaluation
     from plait.commands.planning.planned_run import PlannedRun
     from plait.commands.sample import SampledText
     from plait.planner.derive.model_size import CorpusFacts
@@ -195,18 +195,26 @@ def sample(
 
 
 def evaluate(
-    run: str | Path, files: Sequence[str] = (), *, sequence: int | None = None, folder: Place = None
+    run: str | Path,
+    files: Sequence[str] = (),
+    *,
+    sequence: int | None = None,
+    choices: str | Path | None = None,
+    folder: Place = None,
 ) -> Evaluation:
     """The exact loss of a run, or of a model's folder, on its held-out text or on other files, in windows of `sequence`
-    tokens: the keys that `plait eval` prints."""
-    check_arguments(run=run, sequence=sequence)
+    tokens; or its answers to the multiple-choice questions of a JSON-lines file: the keys that `plait eval` prints."""
+    check_arguments(run=run, sequence=sequence, choices=choices)
     paths = texts_of("files", files)
-    from plait.commands.evaluate import evaluate as measure
+    from plait.commands.answering.choices import ask_choices, measure
 
     with as_command():
-        return measure(
-            str(run), paths, sequence=sequence, screen=screen_for("off"), working=named_folder(folder), given_as="files"
-        )
+        screen, working = screen_for("off"), named_folder(folder)
+        if choices is None:
+            return measure(str(run), paths, sequence=sequence, screen=screen, working=working, given_as="files")
+        if paths:
+            raise PlaitError("files and choices are measured one at a time; leave one of them out")
+        return ask_choices(str(run), Path(choices), sequence=sequence, screen=screen, working=working)
 
 
 def train_recipe(recipe: str | Path, overrides: Sequence[str] = (), **options: Any) -> Literal["finished"] | StopSignal:

@@ -34,6 +34,7 @@ _WANTED: Mapping[str, _Wanted] = {
     "address": _OPTIONAL_TEXT,
     "again": _YES_OR_NO,
     "at": _TEXT,
+    "choices": _OPTIONAL_PATH,
     "folder": _OPTIONAL_PATH,
     "form": _Wanted(text='"auto", "list" or "frame"', types=(str,), words=("auto", "list", "frame")),
     "hosts": _COUNT,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import atexit
 import io
-import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
 from plait.cli_arguments import (
     Address,
@@ -19,19 +17,15 @@ from plait.cli_arguments import (
     LayoutsToProve,
     MeasuredStep,
     MoreTexts,
-    OtherTexts,
     Overrides,
     Port,
     Recipe,
     RecipeIfAny,
-    RunName,
     SecretFile,
-    Temperature,
     Texts,
-    TopP,
     Version,
-    WindowTokens,
 )
+from plait.cli_models import chat, evaluate, export, sample, screen_on
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals
@@ -173,6 +167,7 @@ def probe(
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each worker.", min=1)] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure again what was measured before.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only say within a minute whether training can run.")] = False,
     hosts: HostCount = 1,
     address: Address = None,
     port: Port = 0,
@@ -183,6 +178,10 @@ def probe(
     from plait.commands.probe import probe
 
     requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
+    if check:
+        if workers or threads or again or out:
+            raise PlaitError("--check uses all workers and keeps no figures; leave the other options out")
+        _check_machines(recipe, overrides or [], requested)
     if hosts > 1:
         from plait.commands.probe_hosts import probe_hosts
 
@@ -199,56 +198,22 @@ def probe(
     probe(config, workers=workers, threads=threads, fresh=fresh, out=out, screen=_screen())
 
 
-@app.command()
-def sample(
-    run: RunName,
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
-    tokens: Annotated[int, typer.Option(help="Number of tokens to add.", min=1)] = 200,
-    temperature: Temperature = 0.8,
-    top_p: TopP = 0.95,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.", min=0, max=2**63 - 1)] = 1,
-) -> None:
-    """Let a trained model continue a text."""
-    from plait.commands.sample import sample
+def _check_machines(recipe: Path | None, overrides: list[str], hosts: Any) -> NoReturn:
+    from plait.commands.probing.checking.check import check_machines
+    from plait.recipe.load import load_recipe
 
-    output = OptionalOutput(sys.stdout)
-    for piece in sample(run, prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed):
-        output.write(piece)
-        output.flush()
-    output.write("\n")
+    config = load_recipe(recipe, overrides) if recipe else None
+    raise typer.Exit(0 if check_machines(config, hosts=hosts, screen=_screen()) == "ready" else 1)
 
 
-@app.command(name="eval")
-def evaluate(
-    run: RunName,
-    files: OtherTexts = None,
-    more: MoreTexts = None,
-    sequence: WindowTokens = None,
-) -> None:
-    """Measure the loss of a run or a model on text. Prints one line of JSON."""
-    from plait.commands.evaluate import evaluate
-
-    if more and not files:
-        raise PlaitError(f"{shlex.quote(more[0])} comes after the run; name text files with --files")
-    found = evaluate(run, [*(files or []), *(more or [])], sequence=sequence, screen=_screen(sys.stderr))
-    OptionalOutput(sys.stdout).write(f"{found}\n")
+app.command()(sample)
+app.command(name="eval")(evaluate)
+app.command()(chat)
+app.command()(export)
 
 
-@app.command()
-def export(
-    run: RunName,
-    to: Annotated[Path, typer.Option(help="The folder to make.")],
-    dtype: Annotated[str, typer.Option(help="float32 keeps every bit; or bfloat16, float16.")] = "float32",
-) -> None:
-    """Write a run's model as a folder that transformers and others load."""
-    from plait.commands.export import write_export
-
-    write_export(run, to, dtype=dtype, screen=_screen())
-
-
-def _screen(stream: TextIO | None = None) -> TerminalScreen:
-    output: Any = OptionalOutput(stream or sys.stdout)
-    return TerminalScreen(Console(file=output))
+def _screen() -> TerminalScreen:
+    return screen_on(sys.stdout)
 
 
 def _print_any_character() -> None:

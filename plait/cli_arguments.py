@@ -1,4 +1,4 @@
-"""Arguments and options that several commands take, and what the shell offers for them."""
+"""Arguments and options that several commands take, and the commands that use a model."""
 
 from __future__ import annotations
 
@@ -88,5 +88,8 @@ TopP = Annotated[
     ),
 ]
 Temperature = Annotated[float, typer.Option(callback=_finite_temperature, help="0 always takes the most likely token.")]
+Questions = Annotated[
+    Path | None, typer.Option("--choices", help="Multiple-choice questions to ask instead (JSON lines).")
+]
 WindowTokens = Annotated[int | None, typer.Option("--sequence", help="Tokens of a window.", min=2)]
 Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]

@@ -82,7 +82,7 @@ def verify_checkpoint(path: Path, share: HashShare = WHOLE_FILE) -> Manifest:
     """Read the manifest and hash every part, or a share of them; raises PlaitError that names the file and what is
     wrong with it."""
     try:
-        manifest = _read_manifest(path / MANIFEST)
+        manifest = read_manifest(path)
         by_file = groupby(sorted(manifest.parts, key=_file_of), key=_file_of)
         # hashlib lets go of the interpreter lock, so threads hash (and read from the disk) side by side.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -163,7 +163,9 @@ def _swap_in(staging: Path, final: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _read_manifest(path: Path) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
+    """What a checkpoint's folder holds, without a look at its files; raises PlaitError where that cannot be read."""
+    path = folder / MANIFEST
     if not path.is_file():
         raise PlaitError(f"{path} is missing; name a folder such as runs/NAME/checkpoints/step-100, or move it away")
     if path.stat().st_size > MAX_MANIFEST_BYTES:
@@ -195,7 +197,7 @@ def _verify_step(checkpoints: dict[int, Path], step: int) -> Manifest:
 def _is_in_place(path: Path) -> bool:
     """Whether the manifest is whole, and each file there with its size and header; no part is read."""
     try:
-        by_file = groupby(sorted(_read_manifest(path / MANIFEST).parts, key=_file_of), key=_file_of)
+        by_file = groupby(sorted(read_manifest(path).parts, key=_file_of), key=_file_of)
         for file, parts in by_file:
             check_file_layout(path / file, list(parts))
     except (OSError, PlaitError):

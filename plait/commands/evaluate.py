@@ -118,12 +118,12 @@ def _loss_and_tokens(opened: OpenedModel, corpus: Corpus, show: ShowProgress) ->
     select_matmul_library(plan.matmul_backend if plan else "default")
     autocast = make_autocast(plan.precision if plan else "float32", device)
     _, evaluate_micros = make_runners(unsharded(model), autocast)
-    windows = heldout_micros(corpus, _windows(model.shape.sequence, plan, device))
+    windows = heldout_micros(corpus, evaluation_windows(model.shape.sequence, plan, device))
     loss_sum, tokens = evaluate_micros(_counted(windows, corpus.heldout_tokens, show)).tolist()
     return loss_sum, tokens
 
 
-def _windows(sequence: int, plan: Plan | None, device: torch.device) -> SampleSelection:
+def evaluation_windows(sequence: int, plan: Plan | None, device: torch.device) -> SampleSelection:
     """All windows of so many tokens, for one process, in micro-batches of about as many tokens as in the run."""
     most = min(plan.micro_limits or (plan.micro_sequences,)) * plan.sequence if plan else MICRO_TOKENS
     return SampleSelection(

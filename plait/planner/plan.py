@@ -158,6 +158,7 @@ class Plan:
     report_every_steps: int
     evaluate_every_steps: int
     """0: only at the end."""
+    choices: str = ""  # the file of report.choices
     step_s: float | None
     """Seconds of a step, measured when the plan was made; None where none was timed."""
     forecast: Forecast | None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import glob
 import os
 import re
 import tomllib
@@ -17,11 +16,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from plait.errors import PlaitError, check_utf8
+from plait.recipe.paths import resolve_paths
 from plait.recipe.refusal import refusal_sentence
 from plait.recipe.schema import RunConfig
 from plait.recipe.values import LONGEST_NAME
-
-_NAMED_TOKENIZERS = ("auto", "bpe", "gpt2")
 
 RecipeSource = Path | Mapping[str, Any] | RunConfig
 """A recipe's file, its sections as nested mappings, or a recipe that was loaded before."""
@@ -60,10 +58,10 @@ def _requested(recipe: RecipeSource, overrides: Sequence[str]) -> dict[str, Any]
     """The recipe with its overrides as nested values with absolute paths."""
     requested, here = _nested_values(recipe), Path.cwd()
     beside = recipe.resolve().parent if isinstance(recipe, Path) else here
-    _resolve_paths(requested, (beside, here))
+    resolve_paths(requested, (beside, here))
     for text in overrides:
         override = parse_override(text)
-        _resolve_paths(override, (here, beside))
+        resolve_paths(override, (here, beside))
         _merge(requested, override)
     return requested
 
@@ -189,55 +187,6 @@ def _merge(base: dict[str, Any], change: Mapping[str, Any]) -> None:
             _merge(base[key], value)
         else:
             base[key] = value
-
-
-def _resolve_paths(values: dict[str, Any], bases: Sequence[Path]) -> None:
-    model, data = values.get("model"), values.get("data")
-    source = model.get("from") if isinstance(model, dict) else None
-    if isinstance(model, dict) and isinstance(source, str) and source and not source.startswith("hub:"):
-        model["from"] = _absolute(source, bases)
-    if not isinstance(data, dict):
-        return
-    files, tokenizer = data.get("files"), data.get("tokenizer")
-    if isinstance(files, str):
-        data["files"] = _absolute(files, bases)
-    elif isinstance(files, list):
-        data["files"] = [_resolve_source(item, bases) for item in files]
-    if isinstance(tokenizer, str) and tokenizer not in _NAMED_TOKENIZERS:
-        data["tokenizer"] = _absolute(tokenizer, bases)
-
-
-def _resolve_source(item: object, bases: Sequence[Path]) -> object:
-    if isinstance(item, str):
-        return _absolute(item, bases)
-    if isinstance(item, dict) and isinstance(item.get("path"), str):
-        return {**item, "path": _absolute(item["path"], bases)}
-    return item
-
-
-def _absolute(text: str, bases: Sequence[Path]) -> str:
-    """The path below the first base where it matches something; where nothing does, below the first base.
-
-    "hf:" names that are folders become absolute; other "hf:" names are names on the hub and stay unchanged.
-    """
-    prefix = "hf:" if text.startswith("hf:") else ""
-    bare, colon, parts = text.removeprefix("hf:").partition(":") if prefix else (text, "", "")
-    try:
-        places = [str(base / Path(bare).expanduser()) for base in bases]
-    except RuntimeError:
-        raise PlaitError(f'"{text}" names the home of a user who is not here; write the whole path') from None
-    found = next((place for place in places if _matches(place)), None)
-    return f"{prefix}{found}{colon}{parts}" if found else (text if prefix else places[0])
-
-
-def _matches(place: str) -> bool:
-    """Whether there is such a file or folder, or one that fits such a pattern, which this user may see."""
-    try:
-        if Path(place).exists():
-            return True
-        return glob.has_magic(place) and next(glob.iglob(place, recursive=True), None) is not None  # noqa: PTH207  Path.glob takes no absolute one
-    except (OSError, ValueError, re.error):
-        return False
 
 
 def _texts(values: object) -> Iterator[str]:

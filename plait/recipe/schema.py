@@ -217,6 +217,8 @@ class ReportSection(RecipeSection):
     """How often the scalars are fetched from the devices; every step has its line all the same."""
     evaluate: EveryText | Auto = "auto"
     """How often the held-out loss is measured, besides at the end; in steps."""
+    choices: str | None = None
+    """File of multiple-choice questions (JSON lines) that are asked whenever the held-out loss is measured."""
 
 
 class RunConfig(RecipeSection):

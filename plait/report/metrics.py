@@ -14,6 +14,8 @@ from plait.errors import PlaitError
 from plait.report.atomic import replace_file
 
 RECEIPT_WARM_UP_STEPS = 3
+ONLY_WITH_CHOICES = ("choices_accuracy", "choices_accuracy_per_byte")
+"""Keys of an evaluation in runs that ask multiple-choice questions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +47,17 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
-    """One evaluation, after `step`: the exact mean loss over the held-out part, in nats per token and per byte."""
+    """One evaluation, after `step`: the exact mean loss over the held-out part, in nats per token and per byte.
+
+    In a run that asks multiple-choice questions also the share that it answers right, by the log-probability of a
+    choice and by that a byte of it; else these are None, and not in the file.
+    """
 
     step: int
     eval_loss: float
     eval_nats_per_byte: float
+    choices_accuracy: float | None = None
+    choices_accuracy_per_byte: float | None = None
 
     def to_line(self) -> str:
         """The JSON line, newline included; what is not finite becomes null."""
@@ -117,7 +125,11 @@ def trim_metrics(path: Path, last_step: int) -> None:
 
 
 def _line(report: StepReport | EvalReport) -> str:
-    values = {field.name: _finite(getattr(report, field.name)) for field in fields(report)}
+    values = {
+        field.name: _finite(getattr(report, field.name))
+        for field in fields(report)
+        if field.name not in ONLY_WITH_CHOICES or getattr(report, field.name) is not None
+    }
     return json.dumps(values, allow_nan=False) + "\n"
 
 
@@ -136,10 +148,16 @@ def _parse(line: bytes) -> StepReport | EvalReport | None:
     except (ValueError, RecursionError):
         return None
     for kind in (StepReport, EvalReport):
-        if isinstance(values, dict) and values.keys() == {field.name for field in fields(kind)}:
+        if isinstance(values, dict) and values.keys() in _key_sets(kind):
             numbers: dict[str, Any] = values | dict.fromkeys(_lost(values), nan)
             return kind(**numbers) if _all_numbers(values) else None
     return None
+
+
+def _key_sets(kind: type[StepReport | EvalReport]) -> list[set[str]]:
+    """The keys that a line of this kind can have: with those of choices, or without."""
+    names = {field.name for field in fields(kind)}
+    return [names, names - set(ONLY_WITH_CHOICES)]
 
 
 def _all_numbers(values: dict[str, Any]) -> bool:

@@ -77,6 +77,10 @@ class Receipt:
     """Largest relative error of those products against float64."""
     untimed_step_s: float | None = None
     """Step time by formulas and earlier runs, where the prediction is the step that was timed."""
+    choices_accuracy: float | None = None
+    """Share of the recipe's multiple-choice questions (report.choices) that the last evaluation answered right."""
+    choices_accuracy_per_byte: float | None = None
+    """The same, where log-probabilities are divided by the bytes of a choice."""
 
     @property
     def step_error(self) -> float | None:

@@ -30,6 +30,7 @@ from plait.trainer.balance.actions import Rebalancer, watch_every_steps
 from plait.trainer.balance.meter import Meter, attach_meter, clock_of
 from plait.trainer.balance.move_layers import move_layers
 from plait.trainer.checkpointing.persist import prune_old, restore, save, verify_together
+from plait.trainer.choices import ChoiceEvaluation, load_choices
 from plait.trainer.loop import LoopActions, LoopIntervals, run_loop
 from plait.trainer.optim import learning_rate
 from plait.trainer.rank_sinks import sinks_of_rank
@@ -91,7 +92,9 @@ def main(context: WorkerContext, argument: str) -> None:
             checkpoints = folder / "checkpoints"
             keep = _checkpoint_saver(context, assembly, checkpoints, world, requested["parts"], whole)
             prune = partial(prune_old, checkpoints, plan.checkpoint_keep, world, whole)
-            run_loop(state, _pace(plan), _actions(context, assembly, keep, prune, balance, memory), sink)
+            choices = load_choices(assembly, Path(plan.choices) if plan.choices else None, world)
+            actions = _actions(context, assembly, keep, prune, balance, memory, choices)
+            run_loop(state, _pace(plan), actions, sink)
         finally:
             sink.close()
             assembly.loader.close()
@@ -173,6 +176,7 @@ def _actions(
     prune: Callable[[], None],
     balance: Rebalancer,
     memory: _FirstStep,
+    choices: ChoiceEvaluation | None,
 ) -> LoopActions:
     plan, world = assembly.plan, assembly.sums
     flops_per_token = training_flops_per_token(plan.shape, plan.sequence, "full")
@@ -190,7 +194,7 @@ def _actions(
 
     return LoopActions(
         step=lambda state: balance.step(memory.watched, state),
-        evaluate=lambda state: evaluate_held_out(assembly, state.step),
+        evaluate=lambda state: evaluate_held_out(assembly, state.step, choices),
         save=save_here,
         prune=prune,
         agree=agree,
@@ -202,16 +206,21 @@ def _actions(
     )
 
 
-def evaluate_held_out(assembly: Assembly, step: int) -> EvalReport | None:
-    """The exact held-out loss, or None where nothing was held out. Every rank must call it. Raises RunFailed where
-    no held-out token can be predicted."""
+def evaluate_held_out(assembly: Assembly, step: int, choices: ChoiceEvaluation | None = None) -> EvalReport | None:
+    """The exact held-out loss and the scores of choices, or None where nothing was held out. Every rank must call it.
+    Raises RunFailed where no held-out token can be predicted."""
     if not assembly.corpus.heldout_tokens:
         return None
     total, tokens = assembly.evaluate().tolist()
     if not tokens:
         raise RunFailed("the held-out part holds no token to predict; give a larger data.holdout, or 0")
+    scores = choices.scores(assembly) if choices else None
     return EvalReport(
-        step=step, eval_loss=total / tokens, eval_nats_per_byte=total / max(1, assembly.corpus.heldout_bytes)
+        step=step,
+        eval_loss=total / tokens,
+        eval_nats_per_byte=total / max(1, assembly.corpus.heldout_bytes),
+        choices_accuracy=scores.choices_accuracy if scores else None,
+        choices_accuracy_per_byte=scores.choices_accuracy_per_byte if scores else None,
     )
 
 

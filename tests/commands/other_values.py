@@ -82,6 +82,7 @@ OTHER_VALUES = {
     "checkpoint.keep": "5",
     "report.every": "9 steps",
     "report.evaluate": "13 steps",
+    "report.choices": "choices.jsonl",
 }
 
 BESIDE = {

@@ -42,7 +42,8 @@ def doubt_lines(receipt: Receipt) -> list[str]:
 def _loss_text(receipt: Receipt) -> str:
     if receipt.eval_nats_per_byte is None:
         return f"{receipt.train_loss:.4f} nats per token in the last step"
-    return f"{receipt.eval_nats_per_byte:.4f} nats per byte held out"
+    text = f"{receipt.eval_nats_per_byte:.4f} nats per byte held out"
+    return text if receipt.choices_accuracy is None else f"{text}, {receipt.choices_accuracy:.1%} of choices right"
 
 
 def _speed_text(receipt: Receipt) -> str:

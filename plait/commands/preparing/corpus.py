@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from plait.commands.preparing.base import base_facts, base_folder
+from plait.data.choices import read_questions
 from plait.data.folders import find_text_files
 from plait.data.integrity import verify_at_start
 from plait.data.order import longest_window
@@ -21,6 +22,7 @@ from plait.working_folder import WorkingFolder
 
 def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -> Corpus:
     """Prepare the recipe's data, or find it prepared; raises PlaitError in one sentence."""
+    check_choices(config)
     request = data_request(config, base_folder(config, working))
     for source in request.sources:
         if Path(source.path).is_dir():
@@ -31,6 +33,15 @@ def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -
         show(0, 0, "comparing hashes")
         verify_at_start(corpus)
     return corpus
+
+
+def check_choices(config: RunConfig) -> None:
+    """Raise PlaitError where the recipe's multiple-choice questions cannot be asked."""
+    if not config.report.choices:
+        return
+    read_questions(Path(config.report.choices))
+    if not config.data.holdout:
+        raise PlaitError("report.choices are asked when the held-out loss is measured; give data.holdout, such as 0.01")
 
 
 def find_prepared_corpus(config: RunConfig, working: WorkingFolder) -> Corpus | None:

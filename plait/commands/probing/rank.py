@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -15,32 +14,14 @@ import torch.distributed as dist
 from plait.cluster.measure import detect_machine
 from plait.cluster.measured import LinkScope, MeasuredLink, MeasuredOverlap, WorkTiming
 from plait.cluster.probe.arithmetic import arithmetic_runs, select_comparison_runs, timed_pieces
-from plait.cluster.probe.links import DeadLink, schedule_pairs, time_collectives, time_pair
+from plait.cluster.probe.links import time_collectives
 from plait.cluster.probe.overlap import time_overlap
-from plait.cluster.probe.pieces import device_failure
 from plait.cluster.probe.request import ProbeRequest
-from plait.cluster.probe.timing import (
-    Clock,
-    ProcessorClock,
-    SingleRank,
-    TimingSetup,
-    WallClock,
-    tell_nobody,
-    time_in_rounds,
-)
-from plait.cluster.probe.verdict import (
-    PairTiming,
-    dead_device_sentence,
-    dead_link_sentence,
-    group_ranks_by_host,
-)
-from plait.commands.probing.probe_rank import ProbeRank, teller_of
-from plait.commands.probing.rank_places import exchange_rank_places
+from plait.cluster.probe.timing import ProcessorClock, SingleRank, tell_nobody, time_in_rounds
+from plait.commands.probing.first_contact import join_probe, require_working_devices, time_pairs
+from plait.commands.probing.probe_rank import ProbeRank
 from plait.commands.probing.result import (
-    DeadPair,
-    DeviceCheck,
     GroupReport,
-    PairReport,
     ProbeResult,
     RankReport,
 )
@@ -49,20 +30,12 @@ from plait.commands.probing.training_pieces import (
     GroupBarrier,
     begin_all_reduce,
     collective_operations,
-    gpu_clock,
     training_operations_for,
 )
-from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
 from plait.model.matmul import select_matmul_library
-from plait.parallel.mesh import make_groups, open_store
+from plait.parallel.mesh import make_groups
 
-RENDEZVOUS_TIMEOUT_S = 60.0
-"""Time limit for a rank to appear, and for its links to open."""
-MESSAGE_TIMEOUT_S = 20.0
-"""Time limit for a message between two ranks; the largest takes a second on the slowest link that gets it."""
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""Time limit for another rank's part of the probe."""
 TIMING_ALONE_S = 1.0
 
 
@@ -77,8 +50,8 @@ def run_probe_rank(context: RankContext, argument: str) -> None:
     torch.set_flush_denormal(True)  # as training does
     if request.device == "cpu":
         select_matmul_library(request.host_backends.get(detect_machine().digest(), request.matmul_backend))
-    place = _join_probe(context, request)
-    pairs = _time_pairs(place, request)
+    place = join_probe(context, request.device, request.gpus)
+    pairs = time_pairs(place, request.messages)
     figures = _time_arithmetic(place, request)
     _time_groups(place, request)
     machine = detect_machine()
@@ -100,79 +73,10 @@ def run_probe_rank(context: RankContext, argument: str) -> None:
     dist.destroy_process_group()
 
 
-def _join_probe(context: RankContext, request: ProbeRequest) -> ProbeRank:
-    """Find the other ranks and open the links to them; raises RunFailed with the names of those that did not come."""
-    store = open_store(context.rendezvous, context.rank, context.world_size)
-    store.set_timeout(timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
-    ranks = exchange_rank_places(store, context, within_s=RENDEZVOUS_TIMEOUT_S)
-    hosts = group_ranks_by_host(ranks)
-    backend = "gloo"
-    clock: Clock = WallClock(synchronize=_no_wait)
-    if request.device == "cuda":
-        torch.cuda.set_device(request.gpus[context.local_rank] if request.gpus else context.local_rank)
-        backend, clock = "cpu:gloo,cuda:nccl", gpu_clock(COLLECTIVE_TIMEOUT.total_seconds())
-    try:
-        dist.init_process_group(
-            backend, store=store, rank=context.rank, world_size=context.world_size, timeout=COLLECTIVE_TIMEOUT
-        )
-    except RuntimeError as error:
-        names = " and ".join(host.name for host in hosts)
-        raise RunFailed(
-            f"the workers on {names} could not open their links ({str(error).splitlines()[0]}); check that the hosts "
-            "reach each other at the addresses that they gave, then probe again"
-        ) from error
-    store.set_timeout(COLLECTIVE_TIMEOUT)
-    assert dist.group.WORLD is not None
-    device = torch.device(request.device, torch.cuda.current_device()) if request.device == "cuda" else "cpu"
-    bench = TimingSetup(device=torch.device(device), clock=clock, lockstep=GroupBarrier(dist.group.WORLD))
-    return ProbeRank(rank=context.rank, hosts=hosts, store=store, bench=bench, tell=teller_of(context))
-
-
-def _time_pairs(place: ProbeRank, request: ProbeRequest) -> list[PairTiming]:
-    """Time messages between pairs of ranks, by schedule; rank 0 gets all results, the others an empty list.
-
-    Uses only the store until every link has proven to work: a collective over a dead link would wait for ever.
-    """
-    schedule = schedule_pairs([host.ranks for host in place.hosts])
-    for number, pair in enumerate(schedule):
-        place.tell("messages", number / len(schedule))
-        if place.rank in (pair.first, pair.second):
-            reading = _time_one_pair(place, (pair.first, pair.second), request)
-            if place.rank == pair.first or reading is None:
-                place.publish(f"pair/{pair.first}/{pair.second}", {"points": reading})
-    found: list[PairReport] = []
-    if place.rank == 0:
-        found = [place.wait_for(f"pair/{pair.first}/{pair.second}", PairReport, pair.first) for pair in schedule]
-        dead = [place for place, report in enumerate(found) if report.points is None]
-        place.publish("dead", {"pair": dead[0] if dead else None})
-    pair = place.wait_for("dead", DeadPair, 0).pair
-    if pair is not None:
-        raise RunFailed(dead_link_sentence(place.hosts, schedule[pair].first, schedule[pair].second))
-    return [
-        PairTiming(first=pair.first, second=pair.second, points=report.points or ())
-        for pair, report in zip(schedule, found, strict=False)
-    ]
-
-
-def _time_one_pair(place: ProbeRank, ends: tuple[int, int], request: ProbeRequest) -> list[dict[str, Any]] | None:
-    """The timings of one pair as JSON values; None where the link is dead."""
-    clock = gpu_clock(MESSAGE_TIMEOUT_S) if place.bench.device.type == "cuda" else place.bench.clock
-    bench = replace(place.bench, clock=clock)
-    try:
-        points = time_pair(ends, request.messages, rank=place.rank, bench=bench, timeout_s=MESSAGE_TIMEOUT_S)
-    except DeadLink:
-        return None
-    return [asdict(point) for point in points]
-
-
 def _time_arithmetic(place: ProbeRank, request: ProbeRequest) -> dict[str, Any]:
     """Time this rank's device while all ranks work and, on the first rank of a host, while it works alone."""
     bench = place.bench
-    place.publish(f"check/{place.rank}", {"failure": device_failure(bench.device)})
-    ranks = range(sum(len(host.ranks) for host in place.hosts))
-    for other in ranks:
-        if reason := place.wait_for(f"check/{other}", DeviceCheck, other).failure:
-            raise RunFailed(dead_device_sentence(place.hosts, other, reason))
+    require_working_devices(place)
     runs = arithmetic_runs(request, bench.device, training_operations_for(request))
     bench = replace(with_processor_clock(bench, len(place.host.ranks)), tell=partial(place.tell, "arithmetic"))
     began = time.perf_counter(), time.process_time()
@@ -232,7 +136,3 @@ def _time_groups(place: ProbeRank, request: ProbeRequest) -> None:
                 "overlaps": [asdict(one) for one in own if isinstance(one, MeasuredOverlap)],
             },
         )
-
-
-def _no_wait() -> None:
-    """Return at once: on a processor the work is done when its call returns."""

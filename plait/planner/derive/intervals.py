@@ -58,6 +58,7 @@ def with_new_intervals(config: RunConfig, plan: Plan) -> Plan:
         evaluate_every_steps=plan.evaluate_every_steps
         if evaluate == "auto"
         else round(parse_step_interval(evaluate).value),
+        choices=config.report.choices or "",
     )
 
 

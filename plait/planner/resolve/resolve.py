@@ -100,6 +100,7 @@ def draft(
         checkpoint_keep=config.checkpoint.keep,
         report_every_steps=report_every_steps(config, machine.device),
         evaluate_every_steps=0,
+        choices=config.report.choices or "",
         step_s=None,
         forecast=first.forecast,
         peak_flops=used_peak_flops(resources, first),
