@@ -29,7 +29,7 @@ from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.actions import Rebalancer, watch_every_steps
 from plait.trainer.balance.meter import Meter, attach_meter, clock_of
 from plait.trainer.balance.move_layers import move_layers
-from plait.trainer.choices import ChoiceEvaluation, load_choices
+from plait.trainer.evaluation.choices import ChoiceEvaluation, load_choices
 from plait.trainer.loop import LoopActions, LoopIntervals, run_loop
 from plait.trainer.optim import learning_rate
 from plait.trainer.persist import prune_old, restore, save, verify_together

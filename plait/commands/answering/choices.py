@@ -14,7 +14,7 @@ from plait.model.matmul import select_matmul_library
 from plait.parallel.sharded_model import unsharded
 from plait.screen.screen import Screen
 from plait.trainer.assemble import make_autocast, make_runners
-from plait.trainer.choices import choice_micro
+from plait.trainer.evaluation.choices import choice_micro
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 __all__ = ["Evaluation", "ask_choices", "measure"]
