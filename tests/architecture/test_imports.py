@@ -44,7 +44,8 @@ INNER_FLOORS = {
     "planner": {"calibration": 0, "plan": 1, "plan_file": 2, "problem": 1, "step_time": 2, "derive": 3, "memory": 3,
                 "heterogeneous": 4, "search": 5, "rebalancing": 5, "explain": 6, "diagnosis": 7, "page": 7,
                 "resolve": 7},
-    "trainer": {"evaluation": 4, "first_weights": 1, "state": 0, "optim": 0, "score_passes": 0, "loss": 1, "divergence": 0,
+    "trainer": {"evaluation": 4, "first_weights": 1, "state": 0, "optim": 0, "score_passes": 0, "loss": 1,
+                "divergence": 0,
                 "checkpoint_pace": 0, "step": 2, "assemble": 3, "loop": 3, "rank_sinks": 3, "persist": 4, "balance": 5,
                 "worker": 6, "time_steps": 7},
 }  # fmt: skip
