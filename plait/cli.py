@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from plait.cli_arguments import (
+from plait.command_line.arguments import (
     Address,
     BalanceRanks,
     HostCount,
@@ -25,7 +25,7 @@ from plait.cli_arguments import (
     Texts,
     Version,
 )
-from plait.cli_models import chat, evaluate, export, sample, screen_on
+from plait.command_line.models import chat, evaluate, export, sample, screen_on
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals

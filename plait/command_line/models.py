@@ -10,7 +10,7 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from plait.cli_arguments import MoreTexts, OtherTexts, Questions, RunName, Temperature, TopP, WindowTokens
+from plait.command_line.arguments import MoreTexts, OtherTexts, Questions, RunName, Temperature, TopP, WindowTokens
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.screen.terminal import TerminalScreen
