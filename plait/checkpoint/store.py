@@ -24,7 +24,7 @@ from plait.checkpoint.manifest import (
     sort_parts,
 )
 from plait.errors import PlaitError, RunFailed
-from plait.units import format_bytes
+from plait.regular_file import read_regular_file
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 2**28
@@ -150,6 +150,8 @@ def clean_staging(folder: Path) -> None:
         match = _LEFTOVER.fullmatch(path.name)
         if match and match[2] == "replaced" and not (folder / match[1]).exists():
             path.rename(folder / match[1])
+        elif match and path.is_symlink():  # a save would write where it leads, and clear away what lies there
+            path.unlink()
         elif match:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -170,10 +172,8 @@ def _swap_in(staging: Path, final: Path) -> None:
 def _read_manifest(path: Path) -> Manifest:
     if not path.is_file():
         raise PlaitError(f"{path} is missing; name a folder such as runs/NAME/checkpoints/step-100, or move it away")
-    if path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise _damaged(path, f"it is larger than {format_bytes(MAX_MANIFEST_BYTES)}")
     try:
-        return parse_manifest(path.read_bytes())
+        return parse_manifest(read_regular_file(path, MAX_MANIFEST_BYTES))
     except (ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from None
 
