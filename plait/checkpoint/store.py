@@ -16,7 +16,7 @@ from plait.checkpoint.durable import clean_stop, sync_folder, write_durably
 from plait.checkpoint.file_check import WHOLE_FILE, HashShare, check_file, check_file_layout, damaged_file
 from plait.checkpoint.manifest import MANIFEST, Manifest, StoredPart, manifest_text, parse_manifest, sort_parts
 from plait.errors import PlaitError, RunFailed
-from plait.units import format_bytes
+from plait.regular_file import read_regular_file
 
 MAX_MANIFEST_BYTES = 2**28
 
@@ -146,6 +146,8 @@ def clean_staging(folder: Path) -> None:
         match = _LEFTOVER.fullmatch(path.name)
         if match and match[2] == "replaced" and not (folder / match[1]).exists():
             path.rename(folder / match[1])
+        elif match and path.is_symlink():  # a save would write where it leads, and clear away what lies there
+            path.unlink()
         elif match:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -168,10 +170,8 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
         raise PlaitError(f"{path} is missing; name a folder such as runs/NAME/checkpoints/step-100, or move it away")
-    if path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise damaged_file(path, f"it is larger than {format_bytes(MAX_MANIFEST_BYTES)}")
     try:
-        return parse_manifest(path.read_bytes())
+        return parse_manifest(read_regular_file(path, MAX_MANIFEST_BYTES))
     except (ValueError, RecursionError) as error:
         raise damaged_file(path, str(error)) from None
 

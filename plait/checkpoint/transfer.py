@@ -17,7 +17,7 @@ import torch
 from plait.checkpoint.durable import clean_stop, require_space, sync_folder, write_durably
 from plait.checkpoint.host_bytes import host_bytes
 from plait.checkpoint.manifest import ITEM_BYTES, Manifest, StoredPart, parts_text, safetensors_header, sort_parts
-from plait.errors import PlaitError
+from plait.errors import PlaitError, RunFailed
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -79,6 +79,8 @@ def write_rank(staging: Path, rank: int, tensors: Mapping[str, TensorSlice | Seq
         header, parts = safetensors_header(parts_by_key.values())
         for made in (staging.parent, staging):  # not what is above: a run's folder that was moved is not made anew
             made.mkdir(exist_ok=True)
+        if staging.is_symlink():
+            raise RunFailed(f"{staging} is a link, and what it leads to would be overwritten; delete the link")
         require_space(staging, len(header) + sum(part.nbytes for part in parts))
         with (staging / file).open("wb") as out, ThreadPoolExecutor(1) as hasher:
             out.write(header)

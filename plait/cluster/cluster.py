@@ -164,7 +164,7 @@ def cluster_json(cluster: Cluster) -> str:
 def cluster_from_json(text: str | bytes, where: str) -> Cluster:
     """Read the text of a cluster.json; `where` names it in errors."""
     try:
-        values = parse_json(text)
+        values = parse_json(text, constants="kept")  # the sentences below name the key
     except ValueError as error:
         raise PlaitError(f"{where} is not a cluster: {error}; docs/guide-plan.md has an example") from error
     check_keys(values, {"islands"}, {"name", "between", "measured"}, where)

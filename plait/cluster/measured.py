@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-import types
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
-from plait.checked_json import parse_json
-from plait.cluster.described import check_keys
+from plait.checked_json import parse_json, typed_value
 from plait.errors import PlaitError
 
 MEASUREMENTS_FORMAT = 1
@@ -208,10 +206,10 @@ def measurements_json(measured: Measurements) -> str:
     return json.dumps(measurements_as_values(measured), indent=1, ensure_ascii=False) + "\n"
 
 
-def measurements_from_json(text: str, where: str) -> Measurements:
+def measurements_from_json(text: str | bytes, where: str) -> Measurements:
     """Read the text of a measurement; `where` names it in errors."""
     try:
-        values = parse_json(text)
+        values = parse_json(text, constants="kept")  # the sentence below names the key
     except ValueError as error:
         raise PlaitError(f"{where} is not a measurement: {error}; probe again with plait probe --again") from error
     return measurements_from_values(values, where)
@@ -221,34 +219,10 @@ def measurements_from_values(values: Any, where: str) -> Measurements:
     """Measurements from plain values; raises PlaitError for anything unexpected, unknown keys included."""
     if not isinstance(values, dict) or values.get("format") != MEASUREMENTS_FORMAT:
         raise PlaitError(f"{where} is not a measurement of this version of plait; probe again with plait probe --again")
-    return _read(Measurements, {key: value for key, value in values.items() if key != "format"}, where)
-
-
-def _read(kind: Any, value: Any, where: str) -> Any:
-    """Build a value of the annotated type from plain JSON."""
-    if isinstance(kind, type) and kind.__module__ == __name__:
-        names = {field.name for field in fields(kind)}
-        check_keys(value, names, set(), where)
-        hints = get_type_hints(kind)
-        return kind(**{name: _read(hints[name], value[name], f"{where}: {name}") for name in names})
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_read(inner[0], one, f"{where} {number}") for number, one in enumerate(value, 1))
-    if origin is Mapping and isinstance(value, dict):
-        return {str(key): _read(inner[1], one, f"{where}: {key}") for key, one in value.items()}
-    if not _fits(kind, origin, inner, value):
-        raise PlaitError(f"{where} = {json.dumps(value)[:80]} does not fit; probe again with plait probe --again")
-    return float(value) if kind is float else value
-
-
-def _fits(kind: Any, origin: Any, inner: tuple[Any, ...], value: Any) -> bool:
-    if origin is Literal:
-        return value in inner
-    if isinstance(value, bool) or origin in (tuple, Mapping, Union, types.UnionType):
-        return False
-    if kind is float:
-        return isinstance(value, int | float) and math.isfinite(value)
-    return isinstance(value, kind)
+    try:
+        return typed_value(Measurements, {key: value for key, value in values.items() if key != "format"})
+    except ValueError as error:
+        raise PlaitError(f"{where}: {error}; probe again with plait probe --again") from None
 
 
 def _must_be(what: str, value: float, *, above: float | None = None) -> None:

@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from plait.data.holdout import HoldoutSplit
 from plait.errors import PlaitError
+from plait.regular_file import read_regular_file
 
 SHARD_FORMAT = 1
 INDEX_FILE = "index.json"
@@ -94,7 +95,7 @@ def read_index(folder: Path) -> CorpusIndex:
     if not folder.is_dir():
         raise PlaitError(f"there are no prepared data in {folder}; make them again: plait data with the run's recipe")
     try:
-        text = (folder / INDEX_FILE).read_bytes()
+        text = read_regular_file(folder / INDEX_FILE)
         values = json.loads(text)
     except OSError as error:
         raise damaged(folder, f"{INDEX_FILE} cannot be read: {error.strerror}") from None

@@ -14,6 +14,7 @@ from typing import Any
 from plait.checked_json import parse_object, sealed_text, typed_value
 from plait.errors import PlaitError
 from plait.planner.plan import Plan
+from plait.regular_file import read_regular_file
 from plait.report.atomic import replace_file
 
 PLAN_FORMAT = 3
@@ -34,7 +35,7 @@ def write_plan(plan: Plan, path: Path) -> None:
 def read_plan(path: Path) -> Plan:
     """Read plan.json of this format or an earlier one; raises PlaitError when it is not one."""
     try:
-        values = parse_object(path.read_bytes())
+        values = parse_object(read_regular_file(path))
         written = values.pop("format", None)
         if not isinstance(written, int) or (written != PLAN_FORMAT and written not in _OLDER):
             raise PlaitError(f'"{path}" was written by another version of plait; {_AGAIN}')

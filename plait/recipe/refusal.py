@@ -9,7 +9,7 @@ from math import inf
 
 from pydantic import BaseModel, ValidationError
 
-from plait.complaints import Found, own_sentence, wanted_value
+from plait.recipe.complaints import Found, own_sentence, wanted_value
 from plait.recipe.schema import RunConfig, SourceSection
 from plait.recipe.values import LONGEST_NAME
 

@@ -11,6 +11,7 @@ from typing import Any
 from plait.checked_json import parse_object, sealed_text, typed_value
 from plait.errors import PlaitError
 from plait.layout import AXES
+from plait.regular_file import read_regular_file
 from plait.report.atomic import replace_file
 from plait.report.receipt import ITEM_NAMES, Receipt
 
@@ -29,7 +30,7 @@ def write_receipt(receipt: Receipt, path: Path) -> None:
 def read_receipt(path: Path) -> Receipt:
     """Read receipt.json; raises PlaitError where it is missing or is not one."""
     try:
-        values = parse_object(path.read_bytes())
+        values = parse_object(read_regular_file(path))
         lost = {name: nan for name in NULL_IF_NAN if values.get(name, 0.0) is None}
         kept = {name: value for name, value in values.items() if name not in DERIVED}
         return _checked(replace(typed_value(Receipt, kept | dict.fromkeys(lost, 0.0)), **lost))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import PlaitError
+from plait.regular_file import follow_no_link
 from plait.report.atomic import cannot_write
 
 
@@ -82,7 +83,7 @@ def append_shares(path: Path, line: SharesLine) -> None:
     values = {key: value for key, value in asdict(line).items() if key != "stage_layers" or line.stage_layers}
     data = json.dumps(values).encode() + b"\n"
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = follow_no_link(path, os.O_RDWR | os.O_CREAT)
         try:
             end, between = _end(path.read_bytes())
             os.ftruncate(descriptor, end)

@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
+from plait.regular_file import follow_no_link
 from plait.report.atomic import cannot_write
 from plait.report.metrics import EvalReport, StepReport
 
@@ -65,7 +66,7 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptor = follow_no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         except OSError as error:
             raise cannot_write(path, error) from error
 

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import plait
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "plait"
 FLOORS = {
-    "errors": 0, "units": 0, "layout": 0, "private_folder": 0, "complaints": 0, "checked_json": 0,
+    "errors": 0, "units": 0, "layout": 0, "private_folder": 0, "checked_json": 0, "regular_file": 0,
     "version": 0,
     "arguments": 1, "working_folder": 2,
     "model": 1,
@@ -58,7 +59,9 @@ WITHOUT_TORCH = ("plait.cli", "plait.api", "plait.planner.resolve.resolve", "pla
                  "plait.commands.train", "plait.commands.plan")  # fmt: skip
 
 
+@cache
 def modules() -> dict[str, Path]:
+    """Every module of plait by name; read once, as the tests change nothing."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -66,8 +69,13 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """Every module of plait that a file imports, also inside functions."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "plait")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from plait.checked_json import typed_value
 from plait.commands.hosts.file_names import TRANSFER_BLOCK_BYTES, read_block, safe_path
 from plait.commands.hosts.file_transfer import (
     FileEntry,
@@ -19,7 +20,6 @@ from plait.commands.hosts.file_transfer import (
 )
 from plait.commands.hosts.shared_folder import has_nonce, write_nonce
 from plait.errors import PlaitError
-from plait.launch.values.from_json import from_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Other:
 
     def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Said:
         if kind == "take":
-            self._intake = IncomingFolder(self.folder, [from_json(FileEntry, row) for row in values["files"]])
+            self._intake = IncomingFolder(self.folder, [typed_value(FileEntry, row) for row in values["files"]])
             return Said(values={"folder": str(self.folder), "lacking": list(self._intake.missing)})
         if kind == "read":
             size, data = read_block(self.folder, values["name"], values["offset"], values["bytes"])
@@ -123,7 +123,7 @@ def test_known_hashes_are_not_computed_again(sender: Path) -> None:
         for fact in file_entries_of(sender, final_name="index.json", known_hashes={"large.bin": "known"})
     }
     assert facts["large.bin"].sha256 == "known" and facts["exact.bin"].sha256 != "known"
-    assert [from_json(FileEntry, asdict(fact)) for fact in facts.values()] == list(facts.values())
+    assert [typed_value(FileEntry, asdict(fact)) for fact in facts.values()] == list(facts.values())
 
 
 def test_pieces_out_of_order_and_files_that_nobody_asked_for_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from plait.launch.remote.json_text import DEPTH_AT_MOST, parse_frame_text
+from plait.checked_json import DEEPEST
+from plait.launch.remote.json_text import parse_frame_text
 from plait.launch.remote.listener import listener_at
 from plait.launch.remote.messages import (
     Answer,
@@ -147,14 +148,14 @@ def test_a_damaged_frame_is_a_sentence_or_a_plain_value() -> None:
         (sealed(b'{"kind":"a","values":{}}', text_bytes=(1 << 32) - 1), "whose parts do not fit into it"),
         (sealed(b'{"kind":"a","values":{}}', text_bytes=3), "what is no message of plait"),
         (sealed(b"\xff\xfe"), "what is no message of plait"),
-        (sealed(b'{"kind":"a","values":{"a":NaN}}'), "(NaN is no number)"),
-        (sealed(b'{"kind":"a","values":{"a":-Infinity}}'), "(-Infinity is no number)"),
-        (sealed(b'{"kind":"a","values":{"a":1e999}}'), "(1e999 is no number)"),
+        (sealed(b'{"kind":"a","values":{"a":NaN}}'), "NaN is no number that plait writes"),
+        (sealed(b'{"kind":"a","values":{"a":-Infinity}}'), "-Infinity is no number that plait writes"),
+        (sealed(b'{"kind":"a","values":{"a":1e999}}'), "1e999 is no number that plait writes"),
         (sealed(b'{"kind":"a","values":{"a":' + b"[" * 40 + b"]" * 40 + b"}}"), "nested too deeply"),
         (sealed(b'{"kind":"a","values":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "nested too deeply"),
         (sealed(b'{"kind":"a","values":{"a":' + b"1" * 5000 + b"}}"), "what is no message of plait"),
-        (sealed(b'{"kind":5,"values":{}}'), "Frame.kind is not what it should be"),
-        (sealed(b'{"kind":"a","values":[]}'), "Frame.values is not what it should be"),
+        (sealed(b'{"kind":5,"values":{}}'), "(kind should be text)"),
+        (sealed(b'{"kind":"a","values":[]}'), "(values should be a table of keys and values)"),
         (sealed(b'{"kind":"a","values":{},"blob":"x"}'), "what is no message of plait"),
     ],
 )
@@ -170,7 +171,7 @@ def test_a_frame_in_order_is_accepted() -> None:
     assert received(sealed(body + b"blob", text_bytes=len(body))) == Frame(
         kind="a", values={"a": [1, 2.5, None, "é"]}, blob=b"blob"
     )
-    assert parse_frame_text(b"[" * DEPTH_AT_MOST + b"]" * DEPTH_AT_MOST)
+    assert parse_frame_text(b"[" * DEEPEST + b"]" * DEEPEST)
 
 
 def test_a_frame_of_ours_can_hold_no_number_that_is_not_finite() -> None:

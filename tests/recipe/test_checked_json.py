@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from plait.checked_json import parse_object, sealed_text, typed_value
+from plait.checked_json import DEEPEST, SingleLine, parse_json, parse_object, sealed_text, typed_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,13 @@ class Whole:
     share: float | None
     parts: tuple[Part, ...] = ()
     counts: Mapping[str, int]
+    betas: tuple[float, float] = (0.9, 0.95)
+    devices: Literal["auto", "cpu"] | tuple[int, ...] = "auto"
+    line: SingleLine = ""
+
+    def __post_init__(self) -> None:
+        if self.name == "nobody":
+            raise ValueError("a whole has a name")
 
 
 VALUES: dict[str, Any] = {"name": "é", "share": 0.1, "parts": [{"size": 3, "kind": "wide"}], "counts": {"a": 1}}
@@ -79,13 +86,43 @@ def test_bytes_that_are_no_text_are_refused() -> None:
         ({"parts": [{"size": 1, "kind": "odd"}]}, r"parts\.0\.kind should be 'wide' or 'narrow'"),
         ({"parts": 5}, "parts should be a list"),
         ({"counts": {"a": None}}, r"counts\.a should be a whole number"),
+        ({"parts": ["x"]}, r"parts\.0 should be a table of keys and values"),
+        ({"counts": {"a": 2**63}}, r"counts\.a should be a smaller whole number"),
+        ({"counts": [1]}, "counts should be a table of keys and values"),
+        ({"share": float("inf")}, "share should be a finite number"),
+        ({"share": 10**400}, "share should be a finite number"),
+        ({"share": False}, "share should be a number"),
+        ({"betas": [0.9]}, "betas should be 2 values"),
+        ({"betas": [0.9, "b"]}, r"betas\.1 should be a number"),
+        ({"devices": ["a"]}, "devices should be 'auto' or 'cpu' or a list"),
+        ({"name": "nobody"}, "^a whole has a name$"),
         ({"other": 1}, "other is not known"),
+        ({"": 1}, '"" is not known'),
+        ({"\x1b[2J": 1}, r'"\\u001b\[2J" is not known'),
         ({"parts": [{"size": 1, "extra": 2}]}, r"parts\.0\.extra is not known"),
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         typed_value(Whole, {**VALUES, **change})
+
+
+def test_each_of_several_types_is_taken() -> None:
+    told = typed_value(Whole, {**VALUES, "share": 1, "betas": [0, 1], "devices": [2, 0], "line": "two\n lines" * 999})
+    assert (told.share, told.betas, told.devices) == (1.0, (0.0, 1.0), (2, 0))
+    assert isinstance(told.share, float) and len(told.line) == 2000 and "\n" not in told.line
+
+
+@pytest.mark.parametrize("text", [r'{"a": "\ud800"}', r'{"\udfff": 1}', r'[["x\udc80"]]'])
+def test_half_characters_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="half of a character"):
+        parse_json(text)
+
+
+def test_as_deep_as_the_bound_and_no_deeper() -> None:
+    assert parse_json("[" * DEEPEST + "]" * DEEPEST)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1))
 
 
 def test_what_is_missing_is_named() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from plait.checked_json import parse_json, typed_value
+from plait.errors import PlaitError
 from plait.model.shape import ModelShape, training_flops_per_token
 from plait.model.sizes import named_shape
 from plait.partition.execution import Compile, MatmulBackend
@@ -83,11 +85,13 @@ class ProbeRequest:
 
     @staticmethod
     def from_json(text: str) -> ProbeRequest:
-        values = json.loads(text)
-        models = [ProbedModel(**{**one, "shape": ModelShape.from_dict(one["shape"])}) for one in values["models"]]
-        shapes = {key: tuple(map(tuple, values[key])) for key in ("products", "attentions")}
-        lists = {key: tuple(values[key]) for key in ("messages", "gpus")}
-        return ProbeRequest(**{**values, **shapes, "models": tuple(models), **lists})
+        """The request that `to_json` wrote; raises PlaitError for anything else."""
+        try:
+            return typed_value(ProbeRequest, parse_json(text))
+        except ValueError as error:
+            raise PlaitError(
+                f"what this probe should measure cannot be read ({error}); install the same commit on all hosts"
+            ) from None
 
 
 def typical_probe_request(

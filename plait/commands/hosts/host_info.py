@@ -14,10 +14,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from plait.checked_json import SingleLine, one_line, typed_value
 from plait.cluster.topology import Machine, software_versions, usable_cores
 from plait.commands.planning.measuring import MachineSurvey
 from plait.errors import PlaitError
-from plait.launch.values.from_json import SingleLine, from_json, one_line
 from plait.launch.values.job import RANKS_AT_MOST, THREADS_AT_MOST
 from plait.units import counted, format_duration
 from plait.version import wheel_install_line
@@ -92,7 +92,7 @@ def why_host_cannot_join(host_info: Mapping[str, Any], leader_info: Mapping[str,
     lead = leader_info["name"]
     install = f"copy the wheel of its plait here and type: {_install_line(leader_info)}"
     try:
-        from_json(HostInfo, host_info)
+        typed_value(HostInfo, host_info)
     except ValueError:
         lacking = f"install plait {leader_info['plait']} here, too"
         return f"{lead} does not understand this host's greeting; {lacking}; {install}"
@@ -158,9 +158,9 @@ def machine_survey(values: Mapping[str, Any] | None, host: str) -> MachineSurvey
     """The machine that a host's worker described; raises PlaitError, with the host's name, where it did not or where
     no machine is like that."""
     try:
-        report = from_json(_MachineReport, values)
+        report = typed_value(_MachineReport, values)
         pairs = {"versions": [list(pair) for pair in dict(report.fingerprint["versions"]).items()]}
-        machine = from_json(Machine, {**report.fingerprint, **pairs})
+        machine = typed_value(Machine, {**report.fingerprint, **pairs})
         names = (machine.name, *machine.unlike)
         is_right = 1 <= machine.devices <= RANKS_AT_MOST and 1 <= machine.cores <= THREADS_AT_MOST
         if not is_right or machine.memory_bytes < 0 or (report.peak_flops is not None and report.peak_flops <= 0):

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from plait.checked_json import typed_value
 from plait.errors import PlaitError
-from plait.launch.values.from_json import from_json
 
 _T = TypeVar("_T")
 
@@ -68,7 +68,7 @@ class NamesReply:
 def parse_reply(kind: type[_T], peer: Peer, reply: PeerReply) -> _T:
     """A reply's values as what they must be; raises PlaitError, with the host's name, for anything else."""
     try:
-        return from_json(kind, reply.values)
+        return typed_value(kind, reply.values)
     except ValueError as error:
         raise PlaitError(
             f"{peer.name} replied what plait never replies ({error}); install the same commit on both"

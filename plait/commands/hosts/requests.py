@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from plait.checked_json import typed_value
 from plait.commands.hosts.file_names import check_file_name
 from plait.commands.hosts.file_transfer import FileEntry
 from plait.errors import PlaitError
-from plait.launch.values.from_json import from_json
 
 _T = TypeVar("_T")
 CHECKPOINT_NAME = re.compile(r"step-[0-9]{1,12}")
@@ -112,7 +112,7 @@ class ReadRequest:
 def parse_request(kind: type[_T], values: Mapping[str, Any]) -> _T:
     """A request's values as what they must be; raises PlaitError for anything that host 0's plait never asks."""
     try:
-        return from_json(kind, values)
+        return typed_value(kind, values)
     except ValueError as error:
         raise PlaitError(
             f"the host that leads asked for what plait never asks ({error}); install the same commit on both"

@@ -14,6 +14,7 @@ from plait.commands.hosts.file_transfer import convert_disk_errors
 from plait.commands.planning.folder_lock import hold_lock
 from plait.errors import PlaitError
 from plait.private_folder import make_private_folder
+from plait.regular_file import append_to_file
 
 
 @contextmanager
@@ -64,7 +65,7 @@ def working_folder_held(folder: Path) -> Iterator[None]:
     cache = folder / ".plait"
     with convert_disk_errors(cache / "joined"):
         make_private_folder(cache)
-        lock = (cache / "joined.lock").open("w")
+        lock = append_to_file(cache / "joined.lock")
     with lock:
         hold_lock(lock, f"another host that joined a run works in {folder}, too; join from another folder")
         yield

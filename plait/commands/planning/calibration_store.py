@@ -15,6 +15,7 @@ from plait.checked_json import parse_object, typed_value
 from plait.cluster.topology import Machine, usable_cores
 from plait.planner.calibration.factors import Calibration, ForecastBasis, Observation, calibration_from
 from plait.private_folder import make_private_folder
+from plait.regular_file import read_regular_file
 from plait.report.atomic import replace_file
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -53,7 +54,7 @@ def add_observation(key: str, observation: Observation, working: WorkingFolder =
 def read_observations(key: str, working: WorkingFolder = CURRENT_FOLDER) -> tuple[Observation, ...]:
     """All observations under a key, the oldest first; a file that is not ours counts as missing."""
     try:
-        values = parse_object(_observations_path(key, working).read_bytes())
+        values = parse_object(read_regular_file(_observations_path(key, working)))
         if values["format"] != OBSERVATIONS_FORMAT:
             return ()
         return tuple(_observation_from(one) for one in values["lessons"])

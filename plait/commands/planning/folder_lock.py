@@ -13,6 +13,7 @@ from typing import TextIO
 from plait.commands.planning.run_folder import RunFolder
 from plait.errors import PlaitError, RunFailed, disk_advice
 from plait.private_folder import make_private_folder
+from plait.regular_file import append_to_file
 
 _DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
@@ -28,7 +29,8 @@ def lock_run_folder(folder: RunFolder) -> Iterator[Callable[[], None]]:
     is_first = not folder.path.parent.exists()
     try:
         make_private_folder(folder.path)
-        lock = path.open("w")
+        _refuse_links(folder.path)
+        lock = append_to_file(path)
     except OSError as error:
         raise PlaitError(f'"{folder.path}" cannot be written ({error.strerror}); choose another place') from None
     with lock:
@@ -62,6 +64,16 @@ def lock_run_folder(folder: RunFolder) -> Iterator[Callable[[], None]]:
                 if is_first:
                     with suppress(OSError):  # with a run in it, it stays
                         folder.path.parent.rmdir()
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise PlaitError for a link in the place of one of the run's files: what it leads to would be overwritten.
+
+    Its folders, such as checkpoints/ on a larger disk, may be links.
+    """
+    for path in folder.iterdir():
+        if path.is_symlink() and not path.is_dir():
+            raise PlaitError(f'"{path}" is a link, and plait would write where it leads; put the file itself there')
 
 
 def _is_same_file(path: Path, file: TextIO) -> bool:

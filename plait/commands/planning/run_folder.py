@@ -18,6 +18,7 @@ from plait.planner.plan_file import plan_text, read_plan
 from plait.planner.rebalancing.stage_repartition import stage_costs_of
 from plait.recipe.load import flat_values, read_saved_recipe, recipe_text
 from plait.recipe.schema import RunConfig
+from plait.regular_file import read_regular_file
 from plait.report.atomic import replace_file, replace_files
 from plait.report.metrics import trim_metrics
 from plait.report.shares_file import check_lines
@@ -133,7 +134,7 @@ class RunFolder:
         """The totals over all sessions of the run so far."""
         path = self._totals
         try:
-            return typed_value(RunTotals, parse_object(path.read_bytes())) if path.exists() else RunTotals()
+            return typed_value(RunTotals, parse_object(read_regular_file(path))) if path.exists() else RunTotals()
         except (OSError, ValueError) as error:
             raise PlaitError(
                 f'"{path}" is not usable ({error}); delete it: the receipt then lacks earlier sessions'

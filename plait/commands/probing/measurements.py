@@ -32,6 +32,7 @@ from plait.commands.probing.result import ProbeResult, parse_result, require_all
 from plait.errors import PlaitError
 from plait.launch.values.job import Job
 from plait.private_folder import make_private_folder
+from plait.regular_file import read_regular_file
 from plait.screen.screen import ShowProgress, ignore_progress
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -87,8 +88,8 @@ def load_measurements(
     """What was measured before on machines and software like these; None where there is nothing, or nothing usable."""
     kept = _measurements_path(_measurements_key(machines, request, probe_workers), working)
     try:
-        return measurements_from_json(kept.read_text(encoding="utf-8"), str(kept)) if kept.exists() else None
-    except PlaitError:
+        return measurements_from_json(read_regular_file(kept), str(kept)) if kept.exists() else None
+    except (PlaitError, OSError, ValueError):
         return None  # another version's, or incomplete: measure again and overwrite it
 
 
@@ -103,7 +104,10 @@ def was_checked_recently(
     seen = _checked_path(machines, request, probe_workers, working)
     if not seen.exists() or not 0 <= time.time() - seen.stat().st_mtime < RECHECK_AFTER_S:
         return False
-    return seen.read_text(encoding="utf-8") == json.dumps(addresses)
+    try:
+        return read_regular_file(seen) == json.dumps(addresses).encode()
+    except (OSError, ValueError):  # a pipe, say: not what plait left there
+        return False
 
 
 def mark_checked(

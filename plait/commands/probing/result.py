@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from plait.checked_json import parse_json
+from plait.checked_json import SingleLine, one_line, parse_json, typed_value
 from plait.cluster.measured import WORK_SIZES, MeasuredLink, MeasuredOverlap, MessageTiming, WorkTiming
 from plait.cluster.probe.verdict import PairTiming, ProbedHost
 from plait.errors import PlaitError, RunFailed
 from plait.launch.remote.json_text import printable
-from plait.launch.values.from_json import SingleLine, from_json, one_line
 from plait.launch.values.job import THREADS_AT_MOST
 
 _T = TypeVar("_T")
@@ -128,7 +127,7 @@ def read_report(kind: type[_T], data: bytes, where: str) -> _T:
 def parse_report(kind: type[_T], values: Any, where: str) -> _T:
     """What a rank reported, as the value that it must be; raises RunFailed, which names the rank by `where`."""
     try:
-        return from_json(kind, values)
+        return typed_value(kind, values)
     except (ValueError, PlaitError) as error:  # the latter from the values of plait.cluster
         raise _refused(where, error) from None
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from plait.data.index import file_sha256
+from plait.regular_file import append_to_file
 
 FileStamp = tuple[int, int, int]
 """Size, modification time and change time (ns); the change time moves even when a copy keeps the old modification
@@ -57,7 +58,7 @@ def cached_hashes(files: Sequence[Path], cache_file: Path) -> list[str] | None:
 def exclusive_lock(lock: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """Hold a file lock. A second process blocks here, after one call of `on_wait`; the lock of a process that dies
     is released."""
-    with lock.open("w") as file:
+    with append_to_file(lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -156,7 +156,7 @@ def _is_usable(folder: Path) -> bool:
     try:
         open_corpus(folder)
     except PlaitError:
-        shutil.rmtree(folder)
+        folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)  # of a link never what it leads to
         return False
     return True
 

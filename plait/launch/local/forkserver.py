@@ -20,12 +20,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from plait.checked_json import typed_value
 from plait.launch.local.channel import LineReader, send_line
 from plait.launch.local.guard import adopt_orphans, die_with_parent, end_children, thread_count
 from plait.launch.local.rank import RankPlacement, live_as_rank
 from plait.launch.values.entries import Entry, EntryTable
 from plait.launch.values.failure import describe_exception
-from plait.launch.values.from_json import from_json
 from plait.launch.values.job import RANKS_AT_MOST, Job
 
 
@@ -77,7 +77,7 @@ class _ForkServer:
                 os.kill(pid, signal.Signals[request["signal"]])
 
     def _run(self, request: Mapping[str, Any]) -> None:
-        job = from_json(Job, request["run"])
+        job = typed_value(Job, request["run"])
         sockets = [socket.socket(fileno=descriptor) for descriptor in self._requests.descriptors]
         self._requests.descriptors.clear()
         try:

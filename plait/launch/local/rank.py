@@ -23,6 +23,7 @@ from plait.launch.local.signals import STOP_SIGNALS
 from plait.launch.values.entries import Entry
 from plait.launch.values.failure import RESUME_ADVICE, RankRaised, describe_exception
 from plait.launch.values.job import Job, RankContext
+from plait.regular_file import append_to_file
 
 
 class StopFlag:
@@ -90,7 +91,7 @@ def _redirect(job: Job, rank: int) -> TextIO:
         return sys.stderr
     path = Path(job.log_dir) / f"rank-{rank}.log"
     try:
-        log = path.open("a", buffering=1, encoding="utf-8")
+        log = append_to_file(path, buffering=1)
     except OSError as error:
         raise RunFailed(
             f"rank {rank} cannot write {path} ({error.strerror}); {disk_advice(error)}, then {RESUME_ADVICE}"

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, Protocol
 
+from plait.checked_json import SingleLine
 from plait.errors import PlaitError
 from plait.launch.remote.link import Handler, Reply
 from plait.launch.remote.listener import joined_text, listener_at
 from plait.launch.remote.messages import parse_message
 from plait.launch.remote.wire import Frame
-from plait.launch.values.from_json import SingleLine
 
 KNOCK_S = 5.0
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from plait.checked_json import one_line
 from plait.errors import Interrupted, PlaitError, RunFailed
 from plait.launch.local.run import ForkServer, Rendezvous
 from plait.launch.local.signals import collected_signals
@@ -25,7 +26,6 @@ from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import Frame
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.failure import RESUME_ADVICE
-from plait.launch.values.from_json import one_line
 from plait.launch.values.job import HostRanks, Job, JobResult, Message, StoppedBy
 from plait.launch.values.phase import Bounds
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
+from plait.checked_json import SingleLine, typed_value
 from plait.errors import PlaitError
 from plait.launch.local.signals import StopSignal
 from plait.launch.local.site import KillOrder, RankEvent
 from plait.launch.values.failure import RankRaised
-from plait.launch.values.from_json import SingleLine, from_json
 from plait.launch.values.job import Job, ReleasedBy
 
 _T = TypeVar("_T")
@@ -177,7 +177,7 @@ _EVENTS: Mapping[str, type[_Event]] = {
 def parse_message(kind: type[_T], values: Mapping[str, Any]) -> _T:
     """A frame's values as the message that it must be; raises UnexpectedMessage for anything else."""
     try:
-        return from_json(kind, values)
+        return typed_value(kind, values)
     except ValueError as error:
         raise UnexpectedMessage(
             f"it sent what plait does not send ({error}); install the same commit on both"

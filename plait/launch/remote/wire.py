@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from plait.checked_json import typed_value
 from plait.errors import RunFailed
 from plait.launch.remote.json_text import parse_frame_text
-from plait.launch.values.from_json import from_json
 
 BLOB_BYTES_AT_MOST = 64 << 20
 VALUES_BYTES_AT_MOST = 2 << 20
@@ -162,7 +162,7 @@ class Wire:
         if split > len(body) or text_bytes > VALUES_BYTES_AT_MOST:
             raise self._foreign("whose parts do not fit into it")
         try:
-            frame = from_json(Frame, parse_frame_text(bytes(body[_PREFIX.size : split])))
+            frame = typed_value(Frame, parse_frame_text(bytes(body[_PREFIX.size : split])))
         except ValueError as error:
             raise self._ended(f"it sent what is no message of plait ({error})") from None
         return replace(frame, blob=bytes(body[split:]))

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plait.checked_json import SingleLine
 from plait.errors import PlaitError, RunFailed
-from plait.launch.values.from_json import SingleLine
 
 RESUME_ADVICE = "run the same command again to go on from the newest checkpoint, or anew where there is none yet"
 _TEXT_CHARACTERS = 2_000

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from plait.checked_json import typed_value
 from plait.cluster.topology import Machine
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
 from plait.commands.hosts.leader_workers import leader_workers
@@ -13,7 +14,6 @@ from plait.commands.planning.measuring import ask_rank_0, survey_machine
 from plait.commands.planning.workers import MACHINE_CHECK_ENTRY, WorkerPool, refuse_torchrun, worker_pool
 from plait.commands.probing.checking.check_result import MachineCheck, check_faults, check_text, verdict_line
 from plait.errors import PlaitError, RunFailed
-from plait.launch.values.from_json import from_json
 from plait.launch.values.job import Job
 from plait.planner.resolve.named_workers import named_workers
 from plait.recipe.schema import RunConfig
@@ -86,6 +86,6 @@ def _ask(pool: WorkerPool, device: str, workers: int, threads: int) -> MachineCh
 def parse_check(values: Mapping[str, Any]) -> MachineCheck:
     """What rank 0 sent; raises RunFailed where it is no check."""
     try:
-        return from_json(MachineCheck, values)
+        return typed_value(MachineCheck, values)
     except ValueError as error:
         raise RunFailed(f"the check's result is not usable ({error}); install the same commit on all hosts") from None

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import chain
 from math import isfinite
 
+from plait.checked_json import SingleLine
 from plait.cluster.probe.verdict import PairTiming, ProbedHost, find_slow_parts
-from plait.launch.values.from_json import SingleLine
 from plait.units import counted, format_bytes, format_duration, format_si
 
 LEAST_MEMORY_BYTES_PER_WORKER = 2**29

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a value, in plain words: for recipes and for files that plait wrote."""
+"""What pydantic finds wrong with a value of a recipe, in plain words."""
 
 from __future__ import annotations
 

@@ -1,0 +1,38 @@
+"""Opening files of runs and caches, which somebody else may have put there: no pipe that blocks for ever, no link that
+leads out, no file that fills the memory."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import TextIO
+
+MOST_BYTES = 1 << 28
+"""Of a file that is read as a whole: far above the largest that plait writes."""
+
+
+def read_regular_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """All bytes of a file; raises OSError where it cannot be read, and ValueError, in words, where it is a pipe or a
+    device, or holds more than `most_bytes`."""
+    with open(path, "rb", opener=_without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is no regular file")
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"it is larger than {most_bytes >> 20} MiB")
+    return data
+
+
+def append_to_file(path: Path, *, buffering: int = -1) -> TextIO:
+    """A file opened to append text, made where it is missing; raises OSError where a link has its name."""
+    return os.fdopen(follow_no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", buffering, encoding="utf-8")
+
+
+def follow_no_link(path: Path, flags: int) -> int:
+    """A descriptor of a file that plait writes; raises OSError (ELOOP) where a link has its name."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
