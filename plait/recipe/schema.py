@@ -236,4 +236,4 @@ class RunConfig(RecipeSection):
 
     def __str__(self) -> str:
         """TOML with every key written out, as it is saved with a run; keys that are None are left out."""
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+        return tomli_w.dumps(self.model_dump(mode="json", by_alias=True, exclude_none=True))

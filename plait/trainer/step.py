@@ -85,7 +85,7 @@ def run_micros_in_turn(
             if micro is micros[-1]:
                 sharded.gradients.arm(0)
             loss = loss_of(forward(model, micro, None), model, micro)
-            with torch.autocast(device.type, enabled=False):
+            with _backward_block(device, casts):
                 loss.backward()
             totals += torch.stack([loss.detach().double(), counted_tokens(micro)])
     sharded.gradients.close()
@@ -95,6 +95,12 @@ def run_micros_in_turn(
 def _autocast_block(device: torch.device, casts: WeightCasts) -> AbstractContextManager[object]:
     """What encloses the micro-batches of a step: see Note [casts of a step]."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if casts == "each step" else nullcontext()
+
+
+def _backward_block(device: torch.device, casts: WeightCasts) -> AbstractContextManager[object]:
+    """What encloses a backward pass: operations in their own precision. Where no block encloses the step there is none
+    here either: within one, casts of layers that are computed again would be kept to its end."""
+    return torch.autocast(device.type, enabled=False) if casts == "each step" else nullcontext()
 
 
 def evaluate_in_turn(micros: Iterable[Micro], *, sharded: ShardedModel, forward: Forward, loss_of: LossOf) -> Tensor:
