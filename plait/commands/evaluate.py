@@ -10,7 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from plait.commands.planning.run_folder import find_run
-from plait.commands.sample import load_model
+from plait.commands.sample import corpus_of_run, load_model
+from plait.data.index import damaged
 from plait.data.loader import Micro, heldout_micros
 from plait.data.preparation.prepare import DataRequest, prepare_corpus
 from plait.data.preparation.tokens import corpus_tokenizer
@@ -33,7 +34,7 @@ def evaluate(
     """The keys step, eval_loss, eval_nats_per_byte, tokens, bytes; raises PlaitError where nothing can be measured."""
     folder = find_run(run, working)
     plan = folder.saved_plan()
-    corpus = open_corpus(working.path / plan.corpus)
+    corpus = corpus_of_run(plan, working)
     if not files and not corpus.heldout_tokens:
         raise PlaitError("this run held out no text (data.holdout = 0); name a file with --files")
     if not files:
@@ -48,6 +49,8 @@ def evaluate(
             "or train again with a lower optimizer.lr and another run.name"
         )
     nbytes = text.heldout_bytes
+    if not nbytes:
+        raise damaged(text.folder, "it counts no bytes of held-out text")
     return evaluation_values(found.manifest.step, total, int(tokens), nbytes)
 
 

@@ -10,10 +10,12 @@ import torch
 from plait.checkpoint.store import FoundCheckpoint, newest_good
 from plait.cluster.requested_workers import RequestedDevices
 from plait.commands.planning.run_folder import RunFolder, find_run
+from plait.data.index import damaged
 from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer
-from plait.data.shards import open_corpus
+from plait.data.shards import Corpus, open_corpus
 from plait.errors import PlaitError, check_utf8
 from plait.model.gpt import GPT
+from plait.planner.plan import Plan
 from plait.report.metrics import read_metrics
 from plait.trainer.generate import generate
 from plait.trainer.persist import load_weights
@@ -40,12 +42,20 @@ def sample(
     check_utf8(prompt)
     folder = find_run(run, working)
     model, _ = load_model(folder)
-    tokenizer = corpus_tokenizer(open_corpus(working.path / folder.saved_plan().corpus))
+    tokenizer = corpus_tokenizer(corpus_of_run(folder.saved_plan(), working))
     ids = [tokenizer.eot, *tokenizer.encode(prompt)]
     new = generate(
         model, ids, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed, stop=frozenset({tokenizer.eot})
     )
     return chain([prompt], decode_incrementally(tokenizer, ids[1:], new))
+
+
+def corpus_of_run(plan: Plan, working: WorkingFolder) -> Corpus:
+    """The prepared data that a run was trained on; raises PlaitError where other data lie in their place."""
+    corpus = open_corpus(working.path / plan.corpus)
+    if corpus.content_hash != plan.corpus_hash:
+        raise damaged(corpus.folder, "they are not those that this run was trained on")
+    return corpus
 
 
 def load_model(folder: RunFolder) -> tuple[GPT, FoundCheckpoint]:
