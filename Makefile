@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train test test-commands test-pieces test-all test-gpu test-newest check bench bench-strands bench-gpu lab wheel clean
+.PHONY: python env env-dev env-bench install train test test-commands test-pieces test-all test-gpu test-cuda-build test-newest check bench bench-strands bench-gpu lab lab-quick wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -40,6 +40,12 @@ test-all: env-dev  ## the long suites as well
 test-gpu: env-dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest tests -m gpu
 
+# Some 3 GB to download for each version, kept in .cuda-builds; part of no other target.
+CUDA_BUILDS ?= 2.11.0 2.14.1
+
+test-cuda-build: python  ## forward, backward and compilation with CUDA builds of torch, without a card; needs gcc
+	$(PYTHON) tests/cuda_build/build.py $(CUDA_BUILDS)
+
 test-newest:  ## on the oldest and the newest Debian that are supported, in chroots that are kept (25 GB); needs root and debootstrap
 	tests/newest/run.sh train bookworm
 	tests/newest/run.sh train stable
@@ -63,6 +69,9 @@ LAB_OUT ?= benchmarks/results/lab.jsonl
 
 lab: env-bench  ## every layout on real links between hosts made on this machine, about two hours; needs root
 	$(BIN)/python -m benchmarks.lab --json $(LAB_OUT)
+
+lab-quick: env-bench  ## ten cases and the likeliest layouts, at most half an hour; needs root
+	$(BIN)/python -m benchmarks.lab --grid benchmarks/lab/grid-quick.toml --json $(basename $(LAB_OUT))-quick.jsonl
 
 wheel: env  ## dist/plait-….whl: plait in one file, for machines without this checkout
 	rm -rf build dist  # setuptools would pack what an earlier build left there

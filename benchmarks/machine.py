@@ -1,6 +1,6 @@
-"""What a result was measured on: processor, versions, commit, and the float32 matmul rate that bounds every contender.
+"""What a result was measured on: processor, versions, commit, and the matmul rate that bounds every contender.
 
-`python -m benchmarks.machine` prints it; with `--rate THREADS` it is the child process that measures one rate.
+`python -m benchmarks.machine` prints it; with `--rate THREADS ARITHMETIC` it is the child that measures one rate.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import quantiles
+from typing import cast
 
 import torch
+
+from plait.cluster.product_rates import Arithmetic
+from plait.model.matmul import select_matmul_library
 
 ROOT = Path(__file__).parent.parent
 STAT = Path("/proc/stat")
@@ -82,9 +86,10 @@ def matmul_rates(threads: int) -> dict[str, float]:
     }
 
 
-def matmul_rate(*, processes: int, threads: int) -> float:
-    """Sum of the rates of processes that multiply at the same time, each with its own threads, in FLOP/s."""
-    command = [sys.executable, "-m", "benchmarks.machine", "--rate", str(threads)]
+def matmul_rate(*, processes: int, threads: int, arithmetic: Arithmetic = "default") -> float:
+    """Sum of the rates of processes that multiply at the same time, each with its own threads, in FLOP/s: float32 by
+    torch's default library or by oneDNN, or bf16."""
+    command = [sys.executable, "-m", "benchmarks.machine", "--rate", str(threads), arithmetic]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     children = [
         subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -105,10 +110,11 @@ def matmul_rate(*, processes: int, threads: int) -> float:
             child.wait()
 
 
-def _measure_rate(threads: int) -> None:
+def _measure_rate(threads: int, arithmetic: Arithmetic) -> None:
     torch.set_num_threads(threads)
-    left, right = torch.randn(RATE_SIZE, RATE_SIZE), torch.randn(RATE_SIZE, RATE_SIZE)
-    product = torch.empty(RATE_SIZE, RATE_SIZE)
+    select_matmul_library("onednn" if arithmetic == "onednn" else "default")
+    dtype = torch.bfloat16 if arithmetic == "bf16" else torch.float32
+    left, right, product = (torch.randn(RATE_SIZE, RATE_SIZE).to(dtype) for _ in range(3))
     for _ in range(3):
         torch.mm(left, right, out=product)
     print("ready", flush=True)
@@ -138,6 +144,6 @@ def _git(*arguments: str) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rate"]:
-        _measure_rate(int(sys.argv[2]))
+        _measure_rate(int(sys.argv[2]), cast("Arithmetic", sys.argv[3]))
     else:
         print(json.dumps({**describe(), "matmul_flops": matmul_rates(os.cpu_count() or 1)}, indent=2))

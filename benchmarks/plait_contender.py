@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from benchmarks.contender import Journal, Orders, leave, read_orders
+from benchmarks.chosen_arithmetic import shape_of
+from benchmarks.contender import Journal, Orders, read_orders
 from benchmarks.workload import Workload, load_workload
 from plait.data.loader import Loader
 from plait.data.shards import Corpus, Shard
 from plait.layout import Layout
 from plait.model.gpt import GPT
-from plait.model.shape import ModelShape
+from plait.model.matmul import select_matmul_library
 from plait.parallel.apply import STAGES, parallelize
 from plait.parallel.mesh import make_mesh, world_sums
+from plait.partition.execution import MatmulBackend, Precision
 from plait.planner.plan import OptimizerPlan, Plan
-from plait.trainer.assemble import make_autocast, make_runners, select_samples
+from plait.trainer.assemble import make_autocast, make_runners, select_samples, weight_casts
 from plait.trainer.optim import make_optimizer
 from plait.trainer.step import take_step
 from plait.units import Amount, Every
@@ -38,8 +42,12 @@ class GivenOrder:
 
 
 def main() -> None:
-    orders, _ = read_orders()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--matmul-backend", choices=get_args(MatmulBackend), default="default")
+    orders, flags = read_orders(parser)
     torch.set_num_threads(orders.threads)
+    torch.set_flush_denormal(True)  # as a worker does
+    select_matmul_library(flags.matmul_backend)
     dist.init_process_group("gloo")
     workload = load_workload(orders.workdir)
     plan = plan_for(workload, orders)
@@ -51,11 +59,11 @@ def main() -> None:
     decay_all_matrices(optimizer, workload.weight_decay)
     world = world_sums()
     loader = make_loader(orders, workload, plan)
-    run_micros, _ = make_runners(sharded, make_autocast("float32", torch.device("cpu")))
+    run_micros, _ = make_runners(sharded, make_autocast(plan.precision, torch.device("cpu")), casts=weight_casts(plan))
 
-    journal = Journal()
+    journal = Journal(flags)
     journal.begin()
-    for step in range(orders.all_steps):
+    for step in range(orders.steps):
         micros = loader.micros(step * plan.batch_sequences)
         scalars = take_step(
             micros, sharded=sharded, run_micros=run_micros, sums=world, optimizer=optimizer, clip=workload.clip
@@ -63,8 +71,6 @@ def main() -> None:
         world.largest(torch.tensor([0, 0]))  # the loop's question whether to stop or save
         loss, tokens = scalars.totals.tolist()
         journal.step(loss / tokens)
-    journal.write(orders)
-    leave()
 
 
 def decay_all_matrices(optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
@@ -77,21 +83,16 @@ def decay_all_matrices(optimizer: torch.optim.Optimizer, weight_decay: float) ->
 
 def plan_for(workload: Workload, orders: Orders) -> Plan:
     """The workload as plait's own plan."""
-    shape = ModelShape(
-        layers=workload.layers, width=workload.width, heads=workload.heads, kv_heads=workload.heads,
-        head_width=workload.width // workload.heads, ffn=4 * workload.width, vocabulary=workload.vocabulary,
-        sequence=workload.sequence, norm="layernorm", activation="gelu", positions="learned", bias="all", tied=True,
-        norm_eps=workload.norm_epsilon,
-    )  # fmt: skip
+    precision: Precision = "bf16" if orders.precision == "bf16" else "float32"
     optimizer = OptimizerPlan(
         lr=workload.learning_rate, warmup_steps=0, weight_decay=workload.weight_decay,
         betas=(workload.beta1, workload.beta2), clip=workload.clip, schedule="constant",
     )  # fmt: skip
     return Plan(
-        layout=Layout(replicate=orders.world_size), threads=orders.threads, device="cpu", precision="float32",
-        compile="off", shape=shape, sequence=workload.sequence,
+        layout=Layout(replicate=orders.world_size), threads=orders.threads, device="cpu", precision=precision,
+        compile="off", shape=shape_of(workload), sequence=workload.sequence,
         batch_sequences=workload.sequences_per_rank * orders.world_size, micro_sequences=workload.sequences_per_rank,
-        budget=Amount(1, "steps"), steps=orders.all_steps, optimizer=optimizer, corpus="", corpus_hash="",
+        budget=Amount(1, "steps"), steps=orders.steps, optimizer=optimizer, corpus="", corpus_hash="",
         documents="join",
         checkpoint_every=Every(0, "steps"), checkpoint_keep=1, report_every_steps=1, evaluate_every_steps=0,
         step_s=None,

@@ -1,26 +1,24 @@
-"""Runs one contender once: a process a rank on this machine, each answering in a JSON file of its own."""
+"""Runs contenders on this machine, a process a rank: all are started once, wait, and take turns of a few steps."""
 
 from __future__ import annotations
 
 import json
 import os
-import resource
+import select
 import shlex
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import IO
 
-from benchmarks.machine import ProcessorSeconds
-
 ROOT = Path(__file__).parent.parent
-QUIET = 0.03
-RETRIES = 2
 TURN_LIMIT_S = 1800
 
 
@@ -30,6 +28,8 @@ class Contender:
 
     name: str
     command: str
+    threads_divisor: int = 1
+    """By what its threads are fewer than the mode's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,102 +45,107 @@ class Mode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One contender's answer for one run: mean losses over the ranks, and times of its slowest rank."""
+    """One contender's answer for one turn: mean losses over the ranks, and times of its slowest rank."""
 
     losses: tuple[float, ...]
     step_s: float
     cpu_s: float
-    others: float
-    """Share of the machine's processor time that other programs took meanwhile."""
 
     @classmethod
-    def from_ranks(cls, answers: list[dict[str, list[float]]], others: float) -> Turn:
+    def from_ranks(cls, answers: list[dict[str, list[float]]]) -> Turn:
+        """The first step of a turn comes after another contender's and finds cold caches: it does not count."""
         by_step = zip(*(answer["losses"] for answer in answers), strict=True)
         return cls(
             losses=tuple(sum(losses) / len(losses) for losses in by_step),
-            step_s=max(median(answer["step_s"]) for answer in answers),
-            cpu_s=max(median(answer["cpu_s"]) for answer in answers),
-            others=others,
+            step_s=max(median(answer["step_s"][1:] or answer["step_s"]) for answer in answers),
+            cpu_s=sum(median(answer["cpu_s"][1:] or answer["cpu_s"]) for answer in answers),
         )
 
 
-def run_undisturbed(contender: Contender, mode: Mode, *, workdir: Path, warmup: int, steps: int) -> Turn:
-    """Run a contender; again, twice at most, if other programs took a noticeable share; the least disturbed counts."""
-    turns: list[Turn] = []
-    while not turns or (len(turns) <= RETRIES and turns[-1].others > QUIET):
-        turns.append(run_contender(contender, mode, workdir=workdir, warmup=warmup, steps=steps))
-    return min(turns, key=lambda turn: turn.others)
+class Party:
+    """The waiting ranks of one contender."""
+
+    def __init__(self, contender: Contender, ranks: Sequence[_Rank]) -> None:
+        self.contender = contender
+        self._ranks = ranks
+
+    def turn(self, steps: int) -> Turn:
+        """Take so many steps; raises RuntimeError with the tail of a failing rank's output."""
+        for rank in self._ranks:
+            rank.turns.write(f"{steps}\n")
+            rank.turns.flush()
+        return Turn.from_ranks([self._answer(number, rank) for number, rank in enumerate(self._ranks)])
+
+    def _answer(self, number: int, rank: _Rank) -> dict[str, list[float]]:
+        deadline = time.monotonic() + TURN_LIMIT_S
+        while time.monotonic() < deadline:
+            if select.select([rank.answers], [], [], 1.0)[0]:
+                if line := rank.answers.readline():
+                    return json.loads(line)
+                break
+            if any(one.process.poll() is not None for one in self._ranks):
+                break
+        told = "\n".join(one.log.read_text()[-3000:] for one in self._ranks)
+        raise RuntimeError(f"{self.contender.name}: rank {number} failed or took over {TURN_LIMIT_S} s:\n{told}")
 
 
-def run_contender(contender: Contender, mode: Mode, *, workdir: Path, warmup: int, steps: int) -> Turn:
-    """Run all ranks to their end; raises RuntimeError with the tail of a failing rank's output.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    process: subprocess.Popen[bytes]
+    turns: IO[str]
+    answers: IO[str]
+    log: Path
+
+
+@contextmanager
+def waiting(contenders: Sequence[Contender], mode: Mode, *, workdir: Path, steps: int) -> Iterator[list[Party]]:
+    """Start all ranks of all contenders, of which each may take up to `steps` steps; end them at the block's end.
 
     Every rank gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS.
     """
-    flags = f"--workdir {workdir} --warmup {warmup} --steps {steps} --threads {mode.threads}"
-    port = _free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        outs = [Path(folder) / f"rank-{rank}.json" for rank in range(mode.ranks)]
-        logs = [Path(folder) / f"rank-{rank}.log" for rank in range(mode.ranks)]
-        commands = [f"{contender.command} {flags} --out {out}".replace("{python}", sys.executable) for out in outs]
-        variables = [_rank_variables(rank, mode, port) for rank in range(mode.ranks)]
-        before, children_s = ProcessorSeconds.now(), _children_s()
-        _run_together(contender.name, commands, variables, logs)
-        others = _others_share(before, ProcessorSeconds.now(), _children_s() - children_s)
-        return Turn.from_ranks([json.loads(out.read_text()) for out in outs], others)
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        parties: list[Party] = []
+        for number, contender in enumerate(contenders):
+            place = Path(folder) / str(number)
+            place.mkdir()
+            own = Mode(ranks=mode.ranks, threads=max(1, mode.threads // contender.threads_divisor))
+            flags = f"--workdir {workdir} --steps {steps} --threads {own.threads}"
+            command = f"{contender.command} {flags}".replace("{python}", sys.executable)
+            port = _free_port()
+            ranks = [
+                stack.enter_context(_rank(command, _rank_variables(rank, own, port), place / f"rank-{rank}.log"))
+                for rank in range(mode.ranks)
+            ]
+            parties.append(Party(contender, ranks))
+        yield parties
 
 
-def _others_share(before: ProcessorSeconds, after: ProcessorSeconds, children_s: float) -> float:
-    busy_s = after.busy_s - before.busy_s
-    whole_s = busy_s + after.idle_s - before.idle_s
-    return max(0.0, busy_s - children_s) / whole_s if whole_s else 0.0
-
-
-def _children_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def _run_together(name: str, commands: list[str], variables: list[dict[str, str]], logs: list[Path]) -> None:
-    running: list[subprocess.Popen[bytes]] = []
-    files: list[IO[bytes]] = []
+@contextmanager
+def _rank(command: str, variables: dict[str, str], log: Path) -> Iterator[_Rank]:
+    turns_out, turns_in = os.pipe()
+    answers_out, answers_in = os.pipe()
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [*shlex.split(command), "--turns", str(turns_out), "--answers", str(answers_in)],
+            cwd=ROOT,
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            pass_fds=(turns_out, answers_in),
+        )
+    os.close(turns_out)
+    os.close(answers_in)
     try:
-        for command, extra, log in zip(commands, variables, logs, strict=True):
-            files.append(log.open("wb"))
-            environment = {**os.environ, **extra}
-            running.append(
-                subprocess.Popen(
-                    shlex.split(command), cwd=ROOT, env=environment, stdout=files[-1], stderr=subprocess.STDOUT
-                )
-            )
-        failed = _first_failure(running)
-        if failed is not None:
-            raise RuntimeError(
-                f"{name}: rank {failed} failed or ran over {TURN_LIMIT_S} s:\n{logs[failed].read_text()[-3000:]}"
-            )
+        with os.fdopen(turns_in, "w") as turns, os.fdopen(answers_out) as answers:
+            yield _Rank(process=process, turns=turns, answers=answers, log=log)
     finally:
-        for process in running:
-            process.kill()
-            process.wait()
-        for file in files:
-            file.close()
-
-
-def _first_failure(running: list[subprocess.Popen[bytes]]) -> int | None:
-    deadline = time.monotonic() + TURN_LIMIT_S
-    while True:
-        codes = [process.poll() for process in running]
-        for rank, code in enumerate(codes):
-            if code not in (None, 0):
-                return rank
-        if all(code == 0 for code in codes):
-            return None
-        if time.monotonic() > deadline:
-            return codes.index(None)
-        time.sleep(0.1)
+        process.kill()
+        process.wait()
 
 
 def _rank_variables(rank: int, mode: Mode, port: int) -> dict[str, str]:
+    path = os.pathsep.join(one for one in (str(ROOT), os.environ.get("PYTHONPATH", "")) if one)
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -149,7 +154,7 @@ def _rank_variables(rank: int, mode: Mode, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(mode.threads),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": path,
     }
 
 

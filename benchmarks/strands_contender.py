@@ -21,7 +21,8 @@ from plait.parallel.apply import STAGES, parallelize
 from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
 from plait.planner.plan import OptimizerPlan, Plan
 from plait.planner.search.validity import balanced_stages
-from plait.trainer.assemble import Assembly, initialize_weights, make_autocast, make_runners, select_samples
+from plait.trainer.assemble import Assembly, make_autocast, make_runners, select_samples
+from plait.trainer.first_weights import initialize_weights
 from plait.trainer.optim import make_optimizer
 from plait.trainer.state import TrainState
 from plait.units import Amount, Every

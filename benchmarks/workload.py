@@ -7,7 +7,7 @@ same windows in the same step and start from the same bytes.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +15,14 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import ByteLevelBPETokenizer
 
+from benchmarks.processes import Mode
+
 TEXT = Path(__file__).parent.parent / "recipes" / "shakespeare.txt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A GPT-2 (learned positions, biases, tanh GELU, tied head, no dropout) and how it is trained; float32."""
+    """A GPT-2 (learned positions, biases, tanh GELU, tied head, no dropout) and how it is trained."""
 
     layers: int = 6
     width: int = 384
@@ -42,6 +44,11 @@ class Workload:
         return self.sequences_per_rank * self.sequence
 
     @property
+    def parameters(self) -> int:
+        """Of matrices and embeddings; vectors are few."""
+        return 12 * self.layers * self.width**2 + (self.vocabulary + self.sequence) * self.width
+
+    @property
     def flops_per_token(self) -> int:
         """Matmul work forward and backward, three times the forward's, attention counted in full."""
         matrices = 12 * self.layers * self.width**2 + self.width * self.vocabulary
@@ -53,6 +60,31 @@ class Workload:
 # 8e-2 (three seeds); at 3e-4 by at most 8e-6. The speed does not depend on it.
 FIRST_RUN = Workload()
 SMOKE = Workload(layers=2, width=64, heads=2, sequence=64, vocabulary=300)
+SMALL = Workload(layers=4, width=160, heads=5)
+LARGE = Workload(layers=10, width=640, heads=10, sequences_per_rank=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchCase:
+    """One table of the benchmark: a model and batch, ranks and threads, and who takes part beside plait."""
+
+    workload: Workload
+    mode: Mode
+    peers: tuple[str, ...] = ("loop",)
+    everywhere: bool = False
+    """Also with a one-thread process a core."""
+
+    @property
+    def name(self) -> str:
+        work = self.workload
+        return f"{work.parameters / 1e6:.1f}M, {work.sequences_per_rank} × {work.sequence} tokens, {self.mode}"
+
+
+def bench_cases(mode: Mode) -> list[BenchCase]:
+    """The main case with all peers, then other sizes and lengths with the loop, 1,024 tokens a rank in most."""
+    main = BenchCase(workload=FIRST_RUN, mode=mode, peers=("loop", "half the threads", "trainer"), everywhere=True)
+    lengths = [replace(FIRST_RUN, sequence=1024 // rows, sequences_per_rank=rows) for rows in (8, 2, 1)]
+    return [main, *(BenchCase(workload=work, mode=mode) for work in (SMALL, LARGE, *lengths))]
 
 
 def prepare(workload: Workload, folder: Path, *, steps: int, world_size: int) -> None:

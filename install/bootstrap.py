@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Optional
 
-from torch_build import OLDEST_TORCH, Choice, choose_torch, is_new_enough, numbers, suits_driver
+from torch_build import OLDEST_TORCH, Choice, choose_torch, is_new_enough, numbers, suits_gpus
 
 OLDEST_PYTHON = (3, 11)
 MEGABYTES = {"run": 100, "dev": 280, "bench": 280}
@@ -141,13 +141,14 @@ def torch_version(python: str) -> Optional[str]:
 
 def is_kept(torch: Optional[str]) -> bool:
     """Whether a torch that is here already will do."""
-    return torch is not None and is_new_enough(torch) and suits_driver(torch, driver_version())
+    return torch is not None and is_new_enough(torch) and suits_gpus(torch, driver_version(), gpu_capabilities())
 
 
 def install_torch() -> None:
     """torch alone from its index, then NVIDIA's libraries from pip's own; pip shows how far each file is."""
     own_indexes = os.environ.get("PYTORCH_INDEXES", "https://download.pytorch.org/whl")  # or a mirror of them
-    choice = choose_torch(index_versions, driver_version(), own_indexes, os.environ.get("TORCH_INDEX", ""))
+    named = os.environ.get("TORCH_INDEX", "")
+    choice = choose_torch(index_versions, driver_version(), own_indexes, named, gpu_capabilities())
     if choice is None:
         raise SetupError(
             "no package index here has torch {}.{} or newer for this Python; ".format(*OLDEST_TORCH)
@@ -175,6 +176,12 @@ def driver_version() -> Optional[str]:
         return found.group(1)
     answer = _answer(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return answer.splitlines()[0] if answer else None
+
+
+def gpu_capabilities() -> "list[tuple[int, int]]":
+    """Compute capabilities of the GPUs that nvidia-smi lists, such as (9, 0); none where it does not tell."""
+    answer = _answer(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"])
+    return [(int(major), int(minor)) for major, minor in re.findall(r"^(\d+)\.(\d+)\s*$", answer or "", re.MULTILINE)]
 
 
 def index_versions(index: Optional[str]) -> "list[str]":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from warnings import warn
@@ -14,7 +14,9 @@ from plait.working_folder import named_folder
 
 if TYPE_CHECKING:
     from plait.cluster.cluster import Cluster
+    from plait.commands.answering.choices import Evaluation
     from plait.commands.planning.planned_run import PlannedRun
+    from plait.commands.sample import SampledText
     from plait.planner.derive.model_size import CorpusFacts
     from plait.proof.verdict import Verdict
     from plait.recipe.schema import RunConfig
@@ -91,8 +93,8 @@ def train(
     requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret)
     with as_command():
         end = run(config, hosts=requested, screen=screen_for(progress), working=working)
-    if end.stopped_by != "finished":
-        raise Interrupted(end.stopped_by, end.sentence)
+        if end.stopped_by != "finished":
+            raise Interrupted(end.stopped_by, end.sentence)
     assert end.receipt is not None, "only torchrun's other ranks have none"
     return end.receipt
 
@@ -181,8 +183,9 @@ def sample(
     top_p: float = 0.95,
     seed: int = 1,
     folder: Place = None,
-) -> Iterator[str]:
-    """The prompt and then the run's model's continuation of it, piece by piece; the same seed gives the same text."""
+) -> SampledText:
+    """The prompt and then the run's model's continuation of it, piece by piece, or whole as a `str`; the same seed
+    gives the same text."""
     check_arguments(run=run, prompt=prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
     from plait.commands.sample import sample as go_on
 
@@ -191,14 +194,27 @@ def sample(
         return go_on(str(run), prompt, **options, working=named_folder(folder))
 
 
-def evaluate(run: str | Path, files: Sequence[str] = (), *, folder: Place = None) -> dict[str, float]:
-    """The run's exact loss on its held-out text or on other files: the keys that `plait eval` prints."""
-    check_arguments(run=run)
+def evaluate(
+    run: str | Path,
+    files: Sequence[str] = (),
+    *,
+    sequence: int | None = None,
+    choices: str | Path | None = None,
+    folder: Place = None,
+) -> Evaluation:
+    """The exact loss of a run, or of a model's folder, on its held-out text or on other files, in windows of `sequence`
+    tokens; or its answers to the multiple-choice questions of a JSON-lines file: the keys that `plait eval` prints."""
+    check_arguments(run=run, sequence=sequence, choices=choices)
     paths = texts_of("files", files)
-    from plait.commands.evaluate import evaluate as measure
+    from plait.commands.answering.choices import ask_choices, measure
 
     with as_command():
-        return measure(str(run), paths, screen=screen_for("off"), working=named_folder(folder))
+        screen, working = screen_for("off"), named_folder(folder)
+        if choices is None:
+            return measure(str(run), paths, sequence=sequence, screen=screen, working=working, given_as="files")
+        if paths:
+            raise PlaitError("files and choices are measured one at a time; leave one of them out")
+        return ask_choices(str(run), Path(choices), sequence=sequence, screen=screen, working=working)
 
 
 def train_recipe(recipe: str | Path, overrides: Sequence[str] = (), **options: Any) -> Literal["finished"] | StopSignal:

@@ -6,12 +6,26 @@ import atexit
 import io
 import sys
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
-from plait.cli_arguments import Address, HostCount, Overrides, Port, Recipe, RunName, SecretFile, Version
+from plait.command_line.arguments import (
+    Address,
+    BalanceRanks,
+    HostCount,
+    LayoutsToProve,
+    MeasuredStep,
+    MoreTexts,
+    Overrides,
+    Port,
+    Recipe,
+    RecipeIfAny,
+    SecretFile,
+    Texts,
+    Version,
+)
+from plait.command_line.models import chat, evaluate, export, sample, screen_on
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals
@@ -29,11 +43,8 @@ def options(version: Version = False) -> None:
 @app.command()
 def new(
     name: Annotated[str, typer.Argument(help="The run's name: the recipe is NAME.toml, in this folder.")],
-    text: Annotated[
-        list[str] | None,
-        typer.Option("--text", metavar="FILE...", help="The texts; all of this folder's, if left out."),
-    ] = None,
-    more: Annotated[list[str] | None, typer.Argument(metavar="FILE", hidden=True)] = None,
+    text: Texts = None,
+    more: MoreTexts = None,
 ) -> None:
     """Write a commented recipe for your text. Where there is no text, a sample text comes with it."""
     from plait.commands.new import write_recipe
@@ -82,7 +93,7 @@ def join(
 
 @app.command()
 def plan(
-    recipe: Annotated[Path | None, typer.Argument(help="A recipe file (.toml).")] = None,
+    recipe: RecipeIfAny = None,
     overrides: Overrides = None,
     cluster: Annotated[
         list[str] | None,
@@ -91,12 +102,8 @@ def plan(
     top: Annotated[int, typer.Option("--top", help="Number of other layouts to list.", min=0)] = 10,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file, as JSON.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page with figures to this file.")] = None,
-    measured: Annotated[
-        str | None, typer.Option("--measured", help="Measured step time (412ms): say what explains the difference.")
-    ] = None,
-    prove: Annotated[
-        int | None, typer.Option("--prove", help="Run this many of the best layouts here for a few steps each.", min=1)
-    ] = None,
+    measured: MeasuredStep = None,
+    prove: LayoutsToProve = None,
     terms: Annotated[bool, typer.Option("--terms", help="Explain the technical terms.")] = False,
 ) -> None:
     """Choose a fast, simple layout for any machines, and say why. Those of --cluster need not exist."""
@@ -126,9 +133,7 @@ def _prove(recipe: Path, overrides: list[str], count: int, json_file: Path | Non
 def data(
     recipe: Recipe,
     overrides: Overrides = None,
-    balance: Annotated[
-        int | None, typer.Option("--balance", help="Also show how a step's documents divide among ranks.", min=2)
-    ] = None,
+    balance: BalanceRanks = None,
 ) -> None:
     """Turn a recipe's text into tokens on disk, once."""
     from plait.commands.data import prepare_text
@@ -154,7 +159,7 @@ def verify(
 
 @app.command()
 def probe(
-    recipe: Annotated[Path | None, typer.Argument(help="A recipe file (.toml): measure what its model needs.")] = None,
+    recipe: RecipeIfAny = None,
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", help="Also write the figures to this file, as JSON.")] = None,
     workers: Annotated[
@@ -162,6 +167,7 @@ def probe(
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each worker.", min=1)] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure again what was measured before.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only say within a minute whether training can run.")] = False,
     hosts: HostCount = 1,
     address: Address = None,
     port: Port = 0,
@@ -172,6 +178,10 @@ def probe(
     from plait.commands.probe import probe
 
     requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
+    if check:
+        if workers or threads or again or out:
+            raise PlaitError("--check uses all workers and keeps no figures; leave the other options out")
+        _check_machines(recipe, overrides or [], requested)
     if hosts > 1:
         from plait.commands.probe_hosts import probe_hosts
 
@@ -188,44 +198,22 @@ def probe(
     probe(config, workers=workers, threads=threads, fresh=fresh, out=out, screen=_screen())
 
 
-@app.command()
-def sample(
-    run: RunName,
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
-    tokens: Annotated[int, typer.Option(help="Number of tokens to add.", min=1)] = 200,
-    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.", min=0)] = 0.8,
-    top_p: Annotated[float, typer.Option(help="Choose among the most likely tokens of this total probability.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 1,
-) -> None:
-    """Let a trained model continue a text."""
-    from plait.commands.sample import sample
+def _check_machines(recipe: Path | None, overrides: list[str], hosts: Any) -> NoReturn:
+    from plait.commands.probing.checking.check import check_machines
+    from plait.recipe.load import load_recipe
 
-    output = OptionalOutput(sys.stdout)
-    for piece in sample(run, prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed):
-        output.write(piece)
-        output.flush()
-    output.write("\n")
+    config = load_recipe(recipe, overrides) if recipe else None
+    raise typer.Exit(0 if check_machines(config, hosts=hosts, screen=_screen()) == "ready" else 1)
 
 
-@app.command(name="eval")
-def evaluate(
-    run: RunName,
-    files: Annotated[
-        list[str] | None, typer.Option("--files", help="Text files to measure instead of the held-out text.")
-    ] = None,
-) -> None:
-    """Measure a run's loss on its held-out text or on other files. Prints one line of JSON."""
-    from json import dumps
-
-    from plait.commands.evaluate import evaluate
-
-    values = evaluate(run, files or [], screen=_screen(sys.stderr))
-    OptionalOutput(sys.stdout).write(dumps(values) + "\n")
+app.command()(sample)
+app.command(name="eval")(evaluate)
+app.command()(chat)
+app.command()(export)
 
 
-def _screen(stream: TextIO | None = None) -> TerminalScreen:
-    output: Any = OptionalOutput(stream or sys.stdout)
-    return TerminalScreen(Console(file=output))
+def _screen() -> TerminalScreen:
+    return screen_on(sys.stdout)
 
 
 def _print_any_character() -> None:

@@ -16,6 +16,14 @@ from plait.screen.wrapping import wrapped
 
 EXIT_OF_SIGNAL = {"finished": 0, "SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # click's UsageError, wherever this version of typer keeps its click
+_PLAINER_WORDS = (
+    ("Input should be a valid integer", "it should be a whole number"),
+    ("Input should be a valid number", "it should be a number"),
+    ("Input should be greater than or equal to", "it should be at least"),
+    ("Input should be less than or equal to", "it should be at most"),
+    ("Input should be", "it should be"),
+)
+"""How the checks of options are told by the libraries under typer, and how plait says it."""
 
 
 def exit_with_sentence(command: Callable[[], int]) -> NoReturn:
@@ -54,6 +62,8 @@ def _report_bug(errors: OptionalOutput) -> NoReturn:
 def _usage_sentence(error: Any) -> str:
     """What is wrong with the options and arguments, and which help to read."""
     told = error.format_message().rstrip(".").partition(", unable to parse")[0]
+    for theirs, ours in _PLAINER_WORDS:
+        told = told.replace(theirs, ours)
     return f"{told} (see {error.ctx.command_path if error.ctx else 'plait'} --help)"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import floor, isfinite, log10
 from typing import Literal
 
 from plait.errors import PlaitError
@@ -49,6 +50,8 @@ class Every:
 
     value: float
     unit: Literal["seconds", "steps"]
+    cost_share: float | None = None
+    """Largest share of the time that it may take, for which it recurs less often; None: it recurs as often as said."""
 
     def __str__(self) -> str:
         return "never" if self.value == 0 else str(Amount(self.value, self.unit))
@@ -71,8 +74,11 @@ def parse_every(text: str) -> Every:
     """Read "10 steps", "5 minutes" or "never"; raises PlaitError on anything else."""
     if text.strip() == "never":
         return Every(0, "steps")
-    amount = parse_amount(text)
-    if amount.unit == "tokens":
+    try:
+        amount = parse_amount(text)
+    except PlaitError:
+        amount = None
+    if amount is None or amount.unit == "tokens":
         raise PlaitError(f'"{text}" is not an interval; write for example "10 steps", "5 minutes" or "never"')
     return Every(amount.value, amount.unit)
 
@@ -87,7 +93,9 @@ def parse_count(text: str) -> int:
 
 def _product(digits: str, multiple: int) -> float:
     if (product := float(digits) * multiple) > LARGEST_AMOUNT:
-        raise PlaitError(f"{digits[:12]}{'…' * (len(digits) > 12)} is too large; write at most {LARGEST_AMOUNT:.0e}")
+        raise PlaitError(
+            f"{digits[:12]}{'…' * (len(digits) > 12)} is too large; write at most {LARGEST_AMOUNT / 1e12:,.0f}T"
+        )
     return product
 
 
@@ -98,7 +106,20 @@ def times_text(factor: float) -> str:
 
 def slower_text(factor: float) -> str:
     """1.05 -> "5.0% slower", 3.4 -> "3.4 times as slow"."""
-    return f"{factor - 1:.1%} slower" if factor < 2 else f"{times_text(factor)} as slow"
+    return compared_text(factor, "slower", "faster", digits=1)
+
+
+_AS_BEFORE = {"slower": "slow", "faster": "fast", "longer": "long", "more": "much"}
+
+
+def compared_text(ratio: float, more: str, less: str, *, digits: int = 0, than: str = "") -> str:
+    """How one amount compares with another, from their ratio: 1.12, "slower", "faster" -> "12% slower", 162 -> "162
+    times as slow", 0.25 -> "4 times as fast"; with `than` what it is compared with stands at the end."""
+    if ratio >= 2:
+        return f"{times_text(ratio)} as {_AS_BEFORE[more]}{than and f' as {than}'}"
+    if ratio <= 0.5 and less in _AS_BEFORE:
+        return f"{times_text(1 / ratio)} as {_AS_BEFORE[less]}{than and f' as {than}'}"
+    return f"{abs(ratio - 1):.{digits}%} {more if ratio > 1 else less}{than and f' than {than}'}"
 
 
 def counted(number: int, what: str, form: str = "") -> str:
@@ -115,36 +136,54 @@ def more_or_less(difference: float, digits: int = 1) -> str:
     return f"{abs(difference):.{digits}%} {'less' if difference < 0 else 'more'}"
 
 
+def plain_number(value: float, digits: int = 3) -> str:
+    """48_213 -> "48,200", 0.0000123 -> "0.0000123": so many significant digits, and never an exponent."""
+    if value == 0 or not isfinite(value):
+        return f"{value:g}"
+    rounded = float(f"{value:.{digits}g}")
+    decimals = max(0, digits - 1 - floor(log10(abs(rounded))))
+    text = f"{rounded:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if decimals else text
+
+
+def power_of_ten(value: float) -> str:
+    """3.1e18 -> "3.1 × 10^18": for amounts that no usual prefix reaches."""
+    factor, _, exponent = f"{value:.1e}".partition("e")
+    return f"{factor} × 10^{int(exponent)}"
+
+
 def format_count(value: float) -> str:
     """1_566_000 -> "1.57M": three significant digits."""
     for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if value >= size * 0.9995:
-            return f"{value / size:.3g}{suffix}"
-    return f"{value:.3g}"
+            return f"{plain_number(value / size)}{suffix}"
+    return plain_number(value)
 
 
 def format_si(value: float, unit: str) -> str:
     """2_920_000_000, "bit/s" -> "2.92 Gbit/s": three significant digits and the prefix that goes with the unit."""
-    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size * 0.9995:
-            return f"{value / size:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
+            return f"{plain_number(value / size)} {prefix}{unit}"
+    return f"{plain_number(value)} {unit}"
 
 
 def format_bytes(value: float) -> str:
     """1_572_864 -> "1.5 MiB"."""
     for suffix, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if value >= 999.5 * size / 1024:  # it would round to 1000 of the smaller unit
-            return f"{value / size:.3g} {suffix}"
+            return f"{plain_number(value / size)} {suffix}"
     return f"{value:.0f} B"
 
 
 def format_duration(seconds: float) -> str:
-    """95 -> "1 min 35 s"; below a minute three significant digits."""
+    """95 -> "1 min 35 s"; below a minute three significant digits, below a tenth of a millisecond in µs."""
+    if 0 < seconds < 1e-4:
+        return f"{plain_number(seconds * 1e6)} µs"
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
-        return f"{hours} h {minutes} min"
+        return f"{hours:,} h {minutes} min"
     return f"{minutes} min {rest} s" if rest else f"{minutes} min"

@@ -47,6 +47,8 @@ def demands(whole: Summary, verdicts: Sequence[Verdict]) -> list[Demand]:
     for what, name, most in WORSTS:
         if spread := getattr(whole, name):
             found.append(Demand(what=f"{what}, worst", most=most, reached=spread[2]))
+    if whole.step_bias is not None:
+        found.append(Demand(what="bias of step time forecasts, median", most=0.03, reached=abs(whole.step_bias)))
     for rate, most in FLOORS.items():
         here = [one.over_floor for one in verdicts if one.hosts == 2 and one.rate == rate]
         if over := [share for share in here if share is not None]:

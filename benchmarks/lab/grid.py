@@ -2,6 +2,7 @@
 
 steps = 5                     # full steps of a turn, after the first one, which warms up
 rounds = 2                    # turns of the layouts that are near the fastest
+layouts = 4                   # how many are tried, those of the best forecast first; without this key all of them
 [model.11M]
 layers = 8
 …                             # the keys of a recipe's [model]
@@ -78,6 +79,8 @@ class Grid:
     cases: tuple[Case, ...]
     steps: int
     rounds: int
+    layouts: int | None = None
+    """The most layouts of a case that are tried, those of the best forecast; None for all."""
 
 
 def read_grid(path: Path) -> Grid:
@@ -91,8 +94,11 @@ def read_grid(path: Path) -> Grid:
     steps, rounds = values.get("steps", 5), values.get("rounds", 2)
     if steps < 1 or rounds < 1:
         raise PlaitError(f"{path}: steps = {steps} and rounds = {rounds} must be 1 or more; raise them")
+    layouts = values.get("layouts")
+    if layouts is not None and layouts < 1:
+        raise PlaitError(f"{path}: layouts = {layouts} must be 1 or more; raise it")
     cases = [case for one in values["case"] for case in _cases(one, values.get("model", {}), path)]
-    return Grid(cases=tuple(cases), steps=steps, rounds=rounds)
+    return Grid(cases=tuple(cases), steps=steps, rounds=rounds, layouts=layouts)
 
 
 def rate_of_text(text: str) -> Rate:

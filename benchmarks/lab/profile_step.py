@@ -65,7 +65,7 @@ def _profiles(steps: int) -> list[profile]:
     with tempfile.TemporaryDirectory() as folder:
         workdir = Path(folder)
         prepare(FIRST_RUN, workdir, steps=steps + 2, world_size=1)
-        orders = Orders(workdir=workdir, out=workdir, warmup=0, steps=steps, threads=1, rank=0, world_size=1)
+        orders = Orders(workdir=workdir, steps=steps, threads=1, precision="float32", rank=0, world_size=1)
         model = GPT2(FIRST_RUN)
         model.load_state_dict(load_file(workdir / "init.safetensors"))
         optimizer = build_optimizer(model, FIRST_RUN)

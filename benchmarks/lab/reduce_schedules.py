@@ -143,7 +143,7 @@ def rank_main(workdir: Path, out: Path, rounds: int, limit_s: float) -> None:
     """One rank: a round to warm up, then rounds until every schedule has its `rounds` quiet pairs or time is up."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    orders = Orders(workdir=workdir, out=out, warmup=0, steps=1, threads=1, rank=dist.get_rank(), world_size=RANKS)
+    orders = Orders(workdir=workdir, steps=1, threads=1, precision="float32", rank=dist.get_rank(), world_size=RANKS)
     model = GPT2(FIRST_RUN)
     model.load_state_dict(load_file(workdir / "init.safetensors"))
     gradients = FlatGradients(list(model.parameters()), workdir)

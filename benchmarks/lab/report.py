@@ -53,6 +53,8 @@ class Summary:
     simplicity_paid: tuple[float, float, float] | None
     simplicity_over_said: tuple[float, float, float] | None
     step_error: tuple[float, float, float] | None
+    step_bias: float | None
+    """Median over cases of the median error of a case's layouts, with its sign: below 0, forecasts are too short."""
     choice_error: tuple[float, float, float] | None
     memory_error: tuple[float, float, float] | None
     process_error: tuple[float, float, float] | None
@@ -105,6 +107,7 @@ def summary(verdicts: Sequence[Verdict]) -> Summary:
         simplicity_paid=_spread([paid for paid, _ in said]),
         simplicity_over_said=_spread([paid - promise for paid, promise in said]),
         step_error=_spread([abs(error) for one in verdicts for error in one.step_errors]),
+        step_bias=median(biases) if (biases := [median(v.step_errors) for v in verdicts if v.step_errors]) else None,
         choice_error=_spread([abs(one.choice_error) for one in verdicts if one.choice_error is not None]),
         memory_error=_spread([abs(error) for one in verdicts for error in one.memory_errors]),
         process_error=_spread([abs(error) for one in verdicts for error in one.process_errors]),
@@ -150,6 +153,8 @@ def summary_text(one: Summary) -> str:
         value = getattr(one, field.name)
         if isinstance(value, tuple):
             rows.append(f"| {field.name.replace('_', ' ')} | " + " | ".join(map(_percent, value)) + " |")
+    if one.step_bias is not None:
+        rows.append(f"\nForecasts of step times are off by {one.step_bias:+.1%}, median over cases.")
     if one.baseline_ratio_least is not None:
         rows.append(f"\nThe fastest baseline took {one.baseline_ratio_least:.2f} times the choice's step.")
     if one.disturbed:

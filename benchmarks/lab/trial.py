@@ -54,12 +54,22 @@ def run_case(case: Case, site: Site, say: Say) -> dict[str, Any]:
             case, flops, min(carried) if case.rate == "unshaped" else case.rate
         )
         pace = mean(lab.product_s(begun_s, time.monotonic()))
-        told = forecast(case, cluster, site.work / "recipes")
+        told = best_of(forecast(case, cluster, site.work / "recipes"), site.grid.layouts)
         say(f"  forecast fastest: {told.fastest}; choice: {told.chosen}")
         trial = _Trial(case, site, lab, told, say)
         names = [*(one.name for one in told.priced), *case.baselines]
         turns = in_rounds(names, trial.take, rounds=site.grid.rounds, always=(told.fastest, told.chosen))
     return _values(case, cluster, carried, flops, told, turns, trial.alone) | {"probed_product_s": pace}
+
+
+def best_of(told: Forecast, most: int | None) -> Forecast:
+    """A forecast's best layouts, at most so many, the planner's own two among them."""
+    if most is None:
+        return told
+    own = {told.fastest, told.chosen}
+    others = [one.name for one in told.priced if one.name not in own and one.step_s is not None]
+    kept = own | set(others[: max(0, most - len(own))])
+    return replace(told, priced=tuple(one for one in told.priced if one.name in kept))
 
 
 def in_rounds(names: Sequence[str], take: Take, *, rounds: int, always: Sequence[str]) -> dict[str, list[Turn]]:

@@ -1,4 +1,5 @@
-"""The best plain training loop that an expert would write by hand: GPT-2 in torch, fused AdamW, DDP over gloo."""
+"""The best plain training loop that an expert would write by hand: GPT-2 in torch, fused AdamW, DDP over gloo, in
+float32 or under autocast to bfloat16."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.contender import Journal, Orders, leave, read_orders
+from benchmarks.contender import Journal, Orders, read_orders
 from benchmarks.workload import Workload, load_workload
 
 # Shapes: b sequences, t tokens, h heads, d head width, w width.
@@ -83,7 +84,7 @@ class Windows:
 
 
 def main() -> None:
-    orders, _ = read_orders()
+    orders, flags = read_orders()
     torch.set_num_threads(orders.threads)
     workload = load_workload(orders.workdir)
     model = GPT2(workload)
@@ -95,17 +96,16 @@ def main() -> None:
         net = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
     windows = Windows(orders.workdir, workload, orders)
 
-    journal = Journal()
+    journal = Journal(flags)
     journal.begin()
-    for step in range(orders.all_steps):
-        loss = net(*windows(step))
+    for step in range(orders.steps):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=orders.precision == "bf16"):
+            loss = net(*windows(step))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), workload.clip, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         journal.step(loss.item())
-    journal.write(orders)
-    leave()
 
 
 def build_optimizer(model: nn.Module, workload: Workload) -> torch.optim.Optimizer:

@@ -1,7 +1,8 @@
-"""A plain torch loop on one GPU, to stand beside plait there: 125M at 1,024 tokens or 1B at 4,096, bfloat16 autocast.
+"""A plain torch loop on one GPU, to stand beside plait there: 125M at 1,024 tokens to 7B at 2,048, bfloat16 autocast.
 
-torch.compile over the whole model, flash attention, fused AdamW, clipping; float32 master weights; no host sync in the
-loop. `--tiny --device cpu` runs the same code in seconds anywhere, so that it is known to work before a GPU is at hand.
+torch.compile over the whole model, fused AdamW, clipping; float32 master weights; no host sync in the loop. Attention
+by the kernel that torch chooses, or by flash alone, as for all contenders. `--tiny --device cpu` runs the same code in
+seconds anywhere, so that it is known to work before a GPU is at hand.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,8 +32,11 @@ ROPE_THETA = 10_000.0
 
 GPT2_125M = Workload(layers=12, width=768, heads=12, sequence=1024, vocabulary=50_304, sequences_per_rank=32)
 LLAMA_1B = Workload(layers=16, width=2048, heads=16, sequence=4096, vocabulary=32_768, sequences_per_rank=4)
+LLAMA_3B = Workload(layers=28, width=3072, heads=24, sequence=4096, vocabulary=32_768, sequences_per_rank=1)
+LLAMA_7B = Workload(layers=32, width=4096, heads=32, sequence=2048, vocabulary=32_768, sequences_per_rank=1)
 TINY = Workload(layers=2, width=64, heads=4, sequence=64, vocabulary=256, sequences_per_rank=2)
-FFN = {LLAMA_1B.width: 5632, TINY.width: 192}
+SIZES = {"125M": GPT2_125M, "1B": LLAMA_1B, "3B": LLAMA_3B, "7B": LLAMA_7B}
+FFN = {LLAMA_1B.width: 5632, LLAMA_3B.width: 8192, LLAMA_7B.width: 11_008, TINY.width: 192}
 
 # Shapes: b sequences, t tokens, h heads, d head width, w width.
 
@@ -120,20 +126,37 @@ def attention_flops(shape: Workload) -> int:
     return 12 * shape.layers * shape.sequence * shape.width
 
 
-def train(flags: argparse.Namespace, shape: Workload, device: torch.device) -> Measured:
+Arrange = Callable[[nn.Module, argparse.Namespace], tuple[nn.Module, AbstractContextManager[object]]]
+"""From a model on its device and the flags to what the loop calls, and the context in which it does."""
+
+
+def compiled_whole(model: nn.Module, flags: argparse.Namespace) -> tuple[nn.Module, AbstractContextManager[object]]:
+    """One graph of the whole model, in bfloat16 by autocast."""
+    net = cast(nn.Module, torch.compile(model)) if flags.compile == "model" else model
+    return net, torch.autocast(flags.device, torch.bfloat16)
+
+
+def allowed_attention(flags: argparse.Namespace) -> AbstractContextManager[object]:
+    """The kernels among which torch may choose: the same for every contender."""
+    return sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flags.attention == "flash" else nullcontext()
+
+
+def train(
+    flags: argparse.Namespace, shape: Workload, device: torch.device, arrange: Arrange = compiled_whole
+) -> Measured:
     """Warm up, then time each step by events on the device; tokens are random and lie on the device already."""
     torch.set_float32_matmul_precision("high")
     model, flops = build(flags.size, shape)
     model.to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    net, precision = arrange(model, flags)
     optimizer = build_optimizer(model, shape)
-    net = cast(nn.Module, torch.compile(model)) if flags.compile == "model" else model
     window = torch.randint(shape.vocabulary, (shape.sequences_per_rank, shape.sequence + 1), device=device)
     losses: list[torch.Tensor] = []
     marks = [mark(device)]
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    with allowed_attention(flags):
         for _ in range(flags.warmup + flags.steps):
-            with torch.autocast(device.type, torch.bfloat16):
+            with precision:
                 loss = net(window[:, :-1], window[:, 1:])
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), shape.clip, foreach=True)
@@ -141,6 +164,21 @@ def train(flags: argparse.Namespace, shape: Workload, device: torch.device) -> M
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.detach())
             marks.append(mark(device))
+    return figures(
+        flags, shape, marks, flops=flops, parameters=parameters, losses=(losses[0].item(), losses[-1].item())
+    )
+
+
+def figures(
+    flags: argparse.Namespace,
+    shape: Workload,
+    marks: list[torch.cuda.Event | float],
+    *,
+    flops: int,
+    parameters: int,
+    losses: tuple[float, float],
+) -> Measured:
+    """What the marks between steps say; `flops` are a token's, attention counted in full."""
     step_s = median(seconds_between(marks)[flags.warmup :])
     tokens_per_s = shape.tokens_per_rank / step_s
     return Measured(
@@ -149,9 +187,9 @@ def train(flags: argparse.Namespace, shape: Workload, device: torch.device) -> M
         mfu_causal=tokens_per_s * (flops - attention_flops(shape) / 2) / flags.peak_flops,
         step_s=step_s,
         parameters=parameters,
-        peak_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
-        first_loss=losses[0].item(),
-        last_loss=losses[-1].item(),
+        peak_bytes=torch.cuda.max_memory_allocated() if flags.device == "cuda" else 0,
+        first_loss=losses[0],
+        last_loss=losses[1],
     )
 
 
@@ -177,9 +215,13 @@ def seconds_between(marks: list[torch.cuda.Event | float]) -> list[float]:
 def gpu_flags() -> argparse.Namespace:
     """The command line that every contender on a GPU understands."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", choices=("125M", "1B"), default="125M")
+    parser.add_argument("--size", choices=tuple(SIZES), default="125M")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters of the same kind")
+    parser.add_argument("--attention", choices=("any", "flash"), default="any", help="kernels that torch may choose")
+    parser.add_argument(
+        "--documents", choices=("mask", "join"), default="mask", help="what plait's loader does with them"
+    )
     parser.add_argument("--compile", choices=("model", "none"), default="model")
     parser.add_argument("--sequences", type=int, help="a step's sequences, if not the size's own number")
     parser.add_argument("--warmup", type=int, default=10)
@@ -189,16 +231,24 @@ def gpu_flags() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    flags = gpu_flags()
-    shape = TINY if flags.tiny else GPT2_125M if flags.size == "125M" else LLAMA_1B
-    if flags.sequences:
-        shape = replace(shape, sequences_per_rank=flags.sequences)
-    measured = asdict(train(flags, shape, torch.device(flags.device)))
-    print(json.dumps({"size": flags.size, **measured}))
+def workload_for(flags: argparse.Namespace) -> Workload:
+    """The work that the flags name."""
+    shape = TINY if flags.tiny else SIZES[flags.size]
+    return replace(shape, sequences_per_rank=flags.sequences) if flags.sequences else shape
+
+
+def answer(flags: argparse.Namespace, shape: Workload, measured: Measured) -> None:
+    """Print the line that the runner reads, and write the figures where the flags want them."""
+    print(json.dumps({"size": flags.size, **asdict(measured)}), flush=True)
     if flags.out:
-        report = {"size": flags.size, "shape": asdict(shape), "machine": describe(), **measured}
+        report = {"size": flags.size, "shape": asdict(shape), "machine": describe(), **asdict(measured)}
         flags.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def main(arrange: Arrange = compiled_whole) -> None:
+    flags = gpu_flags()
+    shape = workload_for(flags)
+    answer(flags, shape, train(flags, shape, torch.device(flags.device), arrange))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Hugging Face Trainer with GPT2LMHeadModel on the benchmark's work; `--settings tuned` or `defaults`.
 
-tuned: what its documentation offers for speed on CPUs at the same float32 mathematics. defaults: what one gets by
+tuned: what its documentation offers for speed on CPUs at the same mathematics and precision. defaults: what one gets by
 filling in only the training recipe. Both take the same tokens in the same order and the same constant learning rate.
 """
 
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.contender import Journal, Orders, leave, read_orders
+from benchmarks.contender import Journal, Orders, read_orders
 from benchmarks.workload import Workload, load_workload
 
 # GPT-2's linear layers are stored there as [in, out]: those names are transposed.
@@ -82,9 +82,9 @@ def main() -> None:
     orders, flags = read_orders(parser)
     torch.set_num_threads(orders.threads)
     workload = load_workload(orders.workdir)
-    journal = Journal()
+    journal = Journal(flags)
     callback = JournalCallback(journal)
-    samples = orders.all_steps * orders.world_size * workload.sequences_per_rank
+    samples = orders.steps * orders.world_size * workload.sequences_per_rank
     trainer = JournalTrainer(
         model=build_model(workload, orders.workdir, flags.settings),
         args=training_arguments(orders, workload, flags.settings),
@@ -93,8 +93,6 @@ def main() -> None:
     )
     callback.trainer = trainer
     trainer.train()
-    journal.write(orders)
-    leave()
 
 
 def build_model(workload: Workload, folder: Path, settings: str) -> GPT2LMHeadModel:
@@ -124,9 +122,10 @@ def build_model(workload: Workload, folder: Path, settings: str) -> GPT2LMHeadMo
 def training_arguments(orders: Orders, workload: Workload, settings: str) -> TrainingArguments:
     """The recipe, and for `tuned` also what the documentation offers for speed."""
     recipe: dict[str, Any] = {
-        "output_dir": str(orders.out.parent / "trainer"),
+        "output_dir": str(orders.workdir / "trainer"),
         "use_cpu": True,
-        "max_steps": orders.all_steps,
+        "bf16": orders.precision == "bf16",
+        "max_steps": orders.steps,
         "per_device_train_batch_size": workload.sequences_per_rank,
         "train_sampling_strategy": "sequential",
         "learning_rate": workload.learning_rate,

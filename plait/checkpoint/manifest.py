@@ -15,6 +15,7 @@ from typing import Any
 
 from plait.errors import PlaitError
 
+MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 """The element types that a checkpoint may hold, by their safetensors names."""

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 
 from plait.checkpoint.arrival import parse_list, part_files
 from plait.checkpoint.durable import clean_stop, sync_folder, write_durably
-from plait.checkpoint.manifest import (
-    Manifest,
-    StoredPart,
-    manifest_text,
-    parse_manifest,
-    safetensors_header,
-    sort_parts,
-)
+from plait.checkpoint.file_check import WHOLE_FILE, HashShare, check_file, check_file_layout, damaged_file
+from plait.checkpoint.manifest import MANIFEST, Manifest, StoredPart, manifest_text, parse_manifest, sort_parts
 from plait.errors import PlaitError, RunFailed
 from plait.regular_file import read_regular_file
 
-MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 2**28
 
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
@@ -87,15 +78,16 @@ def publish(
         return manifest
 
 
-def verify_checkpoint(path: Path) -> Manifest:
-    """Read the manifest and hash every part; raises PlaitError that names the file and what is wrong with it."""
+def verify_checkpoint(path: Path, share: HashShare = WHOLE_FILE) -> Manifest:
+    """Read the manifest and hash every part, or a share of them; raises PlaitError that names the file and what is
+    wrong with it."""
     try:
-        manifest = _read_manifest(path / MANIFEST)
-        by_file = groupby(sorted(manifest.parts, key=lambda part: part.file), key=lambda part: part.file)
+        manifest = read_manifest(path)
+        by_file = groupby(sorted(manifest.parts, key=_file_of), key=_file_of)
         # hashlib lets go of the interpreter lock, so threads hash (and read from the disk) side by side.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for file, parts in by_file:
-                check_file(path / file, list(parts), pool)
+                check_file(path / file, list(parts), pool, share)
     except OSError as error:
         raise PlaitError(
             f"{error.filename or path} cannot be read ({error.strerror}); mend its rights or disk, or move {path} away"
@@ -132,16 +124,20 @@ def published_checkpoints(folder: Path) -> tuple[Path, ...]:
     return tuple(path for _, path in sorted(_published(folder).items()))
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete all checkpoints older than the `keep` newest ones that verify; one process at a time may call this."""
+def prune(folder: Path, keep: int, whole: Collection[int]) -> None:
+    """Delete all checkpoints older than the `keep` newest whole ones; one process at a time may call this.
+
+    `whole` are the steps of those that the caller wrote or verified itself: nothing is hashed here, because ranks wait.
+    Any other counts for nothing, and stays until there are enough newer ones; so does one whose files are not in place.
+    """
     assert keep >= 1
     checkpoints = _published(folder)
     good = 0
-    for position, step in enumerate(sorted(checkpoints, reverse=True)):
+    for step in sorted(checkpoints, reverse=True):
         if good == keep:
             _delete(checkpoints[step])
-        elif len(checkpoints) - position > keep - good:  # else nothing can be left to delete: spare the hashing
-            good += _is_good(checkpoints, step)
+        else:
+            good += step in whole and _is_in_place(checkpoints[step])
 
 
 def clean_staging(folder: Path) -> None:
@@ -169,44 +165,15 @@ def _swap_in(staging: Path, final: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _read_manifest(path: Path) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
+    """What a checkpoint's folder holds, without a look at its files; raises PlaitError where that cannot be read."""
+    path = folder / MANIFEST
     if not path.is_file():
         raise PlaitError(f"{path} is missing; name a folder such as runs/NAME/checkpoints/step-100, or move it away")
     try:
         return parse_manifest(read_regular_file(path, MAX_MANIFEST_BYTES))
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, str(error)) from None
-
-
-def check_file(path: Path, parts: Sequence[StoredPart], pool: ThreadPoolExecutor) -> None:
-    """Hash all parts of one file, the threads of `pool` side by side; raises PlaitError that says what is wrong."""
-    header, expected = safetensors_header(parts)
-    if set(parts) != set(expected) or len({part.key for part in parts}) < len(parts):
-        raise _damaged(path.parent / MANIFEST, f"it misplaces the parts of {path.name}")
-    if not path.is_file():
-        raise PlaitError(
-            f"{path} is missing; bring it back, or move {path.parent} away to go on from an older checkpoint"
-        )
-    size, wanted = path.stat().st_size, len(header) + sum(part.nbytes for part in parts)
-    if size != wanted:
-        raise _damaged(path, f"it has {size} bytes instead of {wanted}")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
-        if memory[: len(header)] != header:
-            raise _damaged(path, "its header is not the one that manifest.json asks for")
-        with memoryview(memory) as view:
-            digests = list(pool.map(lambda part: _digest(view, part), expected))
-        for part, digest in zip(expected, digests, strict=True):
-            if digest != part.sha256:
-                raise _damaged(path, f"the bytes of {part.key} do not match manifest.json")
-
-
-def _digest(view: memoryview, part: StoredPart) -> str:
-    with view[part.begin : part.begin + part.nbytes] as data:
-        return sha256(data).hexdigest()
-
-
-def _damaged(path: Path, why: str) -> PlaitError:
-    return PlaitError(f"{path} is damaged: {why}; move {path.parent} away to go on from an older checkpoint")
+        raise damaged_file(path, str(error)) from None
 
 
 def _published(folder: Path) -> dict[int, Path]:
@@ -223,16 +190,23 @@ def _published(folder: Path) -> dict[int, Path]:
 def _verify_step(checkpoints: dict[int, Path], step: int) -> Manifest:
     manifest = verify_checkpoint(checkpoints[step])
     if manifest.step != step:
-        raise _damaged(checkpoints[step] / MANIFEST, f"it is that of step {manifest.step}")
+        raise damaged_file(checkpoints[step] / MANIFEST, f"it is that of step {manifest.step}")
     return manifest
 
 
-def _is_good(checkpoints: dict[int, Path], step: int) -> bool:
+def _is_in_place(path: Path) -> bool:
+    """Whether the manifest is whole, and each file there with its size and header; no part is read."""
     try:
-        _verify_step(checkpoints, step)
-    except PlaitError:
+        by_file = groupby(sorted(read_manifest(path).parts, key=_file_of), key=_file_of)
+        for file, parts in by_file:
+            check_file_layout(path / file, list(parts))
+    except (OSError, PlaitError):
         return False
     return True
+
+
+def _file_of(part: StoredPart) -> str:
+    return part.file
 
 
 def _delete(path: Path) -> None:

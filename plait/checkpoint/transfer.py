@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from io import BufferedWriter
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from plait.checkpoint.durable import clean_stop, require_space, sync_folder, write_durably
+from plait.checkpoint.host_bytes import host_bytes
 from plait.checkpoint.manifest import ITEM_BYTES, Manifest, StoredPart, parts_text, safetensors_header, sort_parts
 from plait.errors import PlaitError, RunFailed
 
@@ -67,7 +69,7 @@ def share_out(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
 def write_rank(staging: Path, rank: int, tensors: Mapping[str, TensorSlice | Sequence[TensorSlice]]) -> None:
     """Write this rank's slices of global tensors, durably; every rank of a job calls it, with {} if it has none.
 
-    Blocks until the disk has the bytes. Device tensors pass through host memory one at a time. Raises RunFailed.
+    Blocks until the disk has the bytes. Device tensors pass through host memory piece by piece. Raises RunFailed.
     """
     with clean_stop(staging):
         file = f"rank-{rank:05d}.safetensors"
@@ -80,9 +82,9 @@ def write_rank(staging: Path, rank: int, tensors: Mapping[str, TensorSlice | Seq
         if staging.is_symlink():
             raise RunFailed(f"{staging} is a link, and what it leads to would be overwritten; delete the link")
         require_space(staging, len(header) + sum(part.nbytes for part in parts))
-        with (staging / file).open("wb") as out:
+        with (staging / file).open("wb") as out, ThreadPoolExecutor(1) as hasher:
             out.write(header)
-            written = [_write(out, part, local[part.key]) for part in parts]
+            written = [_write(out, part, local[part.key], hasher) for part in parts]
             out.flush()
             os.fsync(out.fileno())
         write_durably(staging / f"rank-{rank:05d}.json", parts_text(sort_parts(written)).encode())
@@ -134,10 +136,14 @@ def _part(name: str, one: TensorSlice, file: str) -> StoredPart:
     )
 
 
-def _write(out: BufferedWriter, part: StoredPart, tensor: torch.Tensor) -> StoredPart:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    out.write(data)
-    return replace(part, sha256=sha256(data).hexdigest())
+def _write(out: BufferedWriter, part: StoredPart, tensor: torch.Tensor, hasher: Executor) -> StoredPart:
+    """Write a part, which another thread hashes meanwhile: each byte is read once by each."""
+    digest = sha256()
+    for piece in host_bytes(tensor):
+        hashed = hasher.submit(digest.update, piece)
+        out.write(piece)
+        hashed.result()
+    return replace(part, sha256=digest.hexdigest())
 
 
 def _copy_overlap(path: Path, part: StoredPart, offset: Sequence[int], bits: np.ndarray) -> None:

@@ -27,9 +27,8 @@ _NOISE = re.compile(
     r"\(.*?\)|\b(?:nvidia|geforce|rtx|tesla|amd|instinct|google|cloud|tpu|apple|gpu|processor|hgx|dgx|nvl72|sxm\d?"
     r"|hbm\d\w*|\d+w|[\d.]+\s*tb/s)\b|(?<=\bv\d)-\d+\b|(?<=\bv\d[a-z])-\d+\b"
 )
-_MIG_SLICE = re.compile(r"\bmig (\d)g\.(\d+)gb")
+_MIG_SLICE = re.compile(r"\bmig ((\d)g)\.(\d+)gb")
 _MEMORY = re.compile(r"\b(\d+)\s*gi?b\b")
-
 
 SMALLEST_AMOUNT, LARGEST_AMOUNT = 1e-9, 1e24
 """Of a device's or a link's figures: beyond any machine, and within what step times can be computed from."""
@@ -118,8 +117,7 @@ def find_device(name: str) -> Device:
 
 
 def find_device_by_driver_name(name: str) -> Device | None:
-    """The device whose driver reports this name, such as "NVIDIA A100-SXM4-80GB"; None if it is not in the
-    catalogue."""
+    """The device whose driver reports this name, such as "NVIDIA A100-SXM4-80GB"; None if the catalogue has none."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     fits = (entry for key, entry in _entries().items() if words.issuperset(key.split()))
     found = next((entry for entry in fits if ("laptop" in words) == ("laptop" in entry["key"])), None)
@@ -127,12 +125,15 @@ def find_device_by_driver_name(name: str) -> Device | None:
         return None
     size, part = _MEMORY.search(name.lower()), _MIG_SLICE.search(name.lower())
     whole = _device_of_size([found], int(size[1])) if size and int(size[1]) in _sizes(found) else _device(found)
-    return _slice_of(whole, int(part[1]) / 8, int(part[2])) if part else whole
+    return _mig_slice(whole, found.get("mig_units", {}), part) if part else whole
 
 
-def _slice_of(whole: Device, share: float, memory_gb: int) -> Device:
-    """A MIG slice: its eighths of the units, and of the memory and its speed what its name says."""
-    memory = min(1.0, memory_gb * 2**30 / whole.memory_bytes)
+def _mig_slice(whole: Device, units_of: Mapping[str, int], part: re.Match[str]) -> Device:
+    """A slice such as 3g.40gb: the units of its kind, else its sevenths; its eighths of the memory and its speed."""
+    slices, memory_gb = int(part[2]), int(part[3])
+    units = units_of.get(f"{part[1]}.{memory_gb}gb", units_of.get(part[1]))
+    share = units / whole.units if units and whole.units else slices / 7
+    memory = 1.0 if slices == 7 else min(8, round(8 * memory_gb * 2**30 / whole.memory_bytes)) / 8
     return replace(
         whole,
         peak_flops={precision: rate * share for precision, rate in whole.peak_flops.items()},
@@ -237,8 +238,7 @@ def _sizes(entry: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _word(text: str) -> str:
-    """The part of a name that identifies the device, without maker, memory and the like: "nvidia a100-sxm4-80gb" ->
-    "a100"."""
+    """What identifies the device, without maker, memory and the like: "a100" for "nvidia a100-sxm4-80gb"."""
     plain = _NOISE.sub(" ", _MEMORY.sub(" ", text.lower()))
     return re.sub(r"[^a-z0-9]+", "", plain).removeprefix("tpu").removeprefix("rtx")
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from plait.checked_json import parse_json
 from plait.cluster.catalog import Device, Link, find_link
 from plait.cluster.described import check_keys, check_value, device_from_json, link_from_json, name_or_values
 from plait.cluster.measured import Measurements, measurements_as_values, measurements_from_values
+from plait.cluster.probe.table import measurements_table
 from plait.cluster.short import parse_short_form
 from plait.errors import PlaitError
 from plait.layout import LARGEST_CLUSTER
@@ -95,6 +97,20 @@ class Cluster:
     def watts(self) -> float | None:
         """Board power of all devices together; None if that of one of them is not published."""
         return _sum_of([(island.n_devices, island.device.watts) for island in self.islands])
+
+    @property
+    def hardware(self) -> str:
+        """Number and names of its devices, and what joins them, in words."""
+        islands = [f"{i.nodes} × ({i.per_node} × {i.device.name})" for i in self.islands]
+        return " + ".join(islands) + (f", joined by {self.between.name}" if self.n_nodes > 1 else "")
+
+    def __str__(self) -> str:
+        """What a probe measured, as `plait probe` prints it; of machines that were only described, what they are."""
+        return measurements_table(self.measured) if self.measured else f"{self.name}: {self.hardware}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     def link_between_nodes(self, island: Island) -> Link:
         """The link between the nodes of this island."""

@@ -152,7 +152,8 @@ def _check_kernels(number: int, gpu: Gpu, build: TorchBuild) -> None:
         return
     major, minor = gpu.capability
     oldest = min((found for one in build.kernels if (found := _capability(one))), default=(0, 0))
-    other = "one for CUDA 12.6, which older GPUs need" if gpu.capability < oldest else "a newer one"
+    newer = "one for CUDA 13 (driver 580 or newer)" if _major(build.cuda) < 13 else "a newer one"
+    other = "one for CUDA 12.6, which older GPUs need" if gpu.capability < oldest else newer
     raise PlaitError(
         f"torch {build.version} has no kernels for GPU {number}, a {gpu.name} (compute capability {major}.{minor}); "
         f"install {other}, name other GPUs in run.devices, or {ON_PROCESSOR}"

@@ -76,12 +76,15 @@ def _part_of(processor: Device, workers: int) -> Device:
 
 def _processor(machine: Machine, flops: float | None) -> Device:
     """This machine's processor as a device: the typical one nearest in cores, its FLOP/s scaled by cores unless they
-    were measured."""
+    were measured. A measured rate is that of the run's own arithmetic, whichever it is."""
     typical = min(
         (find_device(name) for name in ("laptop", "desktop", "server")),
         key=lambda known: abs(math.log((known.units or 1) / machine.cores)),
     )
-    rate = flops or typical.flops("float32") * machine.cores / (typical.units or 1)
+    rates = {
+        precision: flops or rate * machine.cores / (typical.units or 1)
+        for precision, rate in typical.peak_flops.items()
+    }
     source = f"{'measured' if flops else 'arithmetic of a typical processor'}; memory speed of a {typical.name}"
-    rates, reached = dict.fromkeys(typical.peak_flops, rate), PRODUCTS_REACH if flops else None
+    reached = PRODUCTS_REACH if flops else None
     return replace(typical, peak_flops=rates, achievable=reached, units=machine.cores, watts=None, source=source)

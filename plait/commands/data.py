@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from plait.commands.preparing.balance_table import balance_report
-from plait.commands.preparing.corpus import corpus_facts, corpus_summary, prepared_corpus
+from plait.commands.preparing.balance_table import balance_report, check_balance_request
+from plait.commands.preparing.corpus import corpus_facts, prepared_corpus
 from plait.recipe.load import load_recipe
 from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER
@@ -16,8 +16,10 @@ def prepare_text(recipe: Path, overrides: Sequence[str], *, balance_ranks: int |
     """Prepare the text, or find it prepared, and print what there is; for `balance_ranks` ranks, also how a step's
     documents divide among them. Raises PlaitError in one sentence."""
     config = load_recipe(recipe, overrides)
+    if balance_ranks:
+        check_balance_request(config, balance_ranks)
     corpus = prepared_corpus(config, CURRENT_FOLDER, screen)
-    screen.print(corpus_summary(corpus_facts(corpus)))
+    screen.print(str(corpus_facts(corpus)))
     screen.print(f"ready    {corpus.folder}")
     if balance_ranks:
         screen.print(balance_report(config, corpus, balance_ranks).table())

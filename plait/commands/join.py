@@ -28,7 +28,7 @@ def join(at: str, *, secret_file: Path | None, screen: Screen, working: WorkingF
     address, port = _parse_address(at)
     wire = connect(address, port, read_secret(str(secret_file) if secret_file else None))
     check_first_address(wire.local_address, "join by an address of host 0 that leads over it")
-    screen.print(f"found    a run at {at}")
+    screen.print(joining_text(at))
 
     def say(line: str) -> None:
         screen.print(line)
@@ -46,6 +46,7 @@ def join(at: str, *, secret_file: Path | None, screen: Screen, working: WorkingF
                 handlers=handlers,
                 entries=ENTRIES,
                 while_running=files.running,
+                say=lambda sentence: say(f"stop     {sentence}"),
                 working_folder=working.path,
             )
         except PlaitError as error:
@@ -54,6 +55,11 @@ def join(at: str, *, secret_file: Path | None, screen: Screen, working: WorkingF
             raise
     screen.print(ending_text(ended_by))
     return "finished" if ended_by == "not needed" else ended_by
+
+
+def joining_text(at: str) -> str:
+    """What a host says once it was let in."""
+    return f"found    a run at {at}"
 
 
 def ending_text(ended_by: ReleasedBy) -> str:

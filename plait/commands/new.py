@@ -10,7 +10,8 @@ from pathlib import Path
 from plait.data.folders import RECORD_SUFFIXES, TEXT_SUFFIXES
 from plait.data.sources import Source, open_source
 from plait.errors import PlaitError
-from plait.recipe.load import parse_config
+from plait.recipe.load import parse_config, run_name_of
+from plait.recipe.values import LONGEST_NAME
 from plait.report.atomic import cannot_write
 
 SAMPLE_TEXT = "shakespeare.txt"
@@ -56,17 +57,27 @@ def write_recipe(name: str, texts: Sequence[str]) -> list[str]:
     Raises PlaitError, and writes nothing, for a name or a text that cannot be used and for a recipe that is there.
     """
     name = name.removesuffix(".toml")
-    parse_config({"run": {"name": name}, "data": {"files": SAMPLE_TEXT}})
+    _check_name(name)
     recipe = Path(f"{name}.toml")
     if recipe.exists() or recipe.is_symlink():
         raise PlaitError(f"{recipe} is here already; choose another name, or remove it first")
     chosen = list(texts) or texts_here(Path())
     for text in chosen:
         if not text.startswith("hf:"):
-            open_source(Source(text))
+            open_source(Source(text, given_as="--text"))
     lines = [] if chosen else [_put_sample_text()]
     _write_new(recipe, new_recipe_text(name, chosen or [SAMPLE_TEXT]).encode())
     return [*lines, f"wrote    {recipe}, a recipe with comments", f"next     plait plan {recipe}, plait train {recipe}"]
+
+
+def _check_name(name: str) -> None:
+    try:
+        parse_config({"run": {"name": name}, "data": {"files": SAMPLE_TEXT}})
+    except PlaitError:
+        raise PlaitError(
+            f'"{name}" is not a name; choose small letters, digits, ".", "_" and "-", at most {LONGEST_NAME}, for '
+            f"example {run_name_of(Path(f'{name}.toml'))}"
+        ) from None
 
 
 def texts_here(folder: Path) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from plait.cluster.cluster import Cluster, read_cluster
-from plait.commands.planning.make_plan import kept_plan
+from plait.commands.planning.make_plan import COMPARING_LAYOUTS, kept_plan
 from plait.commands.planning.measuring import resources_of, survey_machine
 from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.planning.plan_report import (
@@ -32,7 +32,7 @@ from plait.planner.resolve.named_workers import named_workers
 from plait.planner.search.complexity import complexity_table
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
-from plait.screen.screen import Screen
+from plait.screen.screen import Screen, ShowProgress, ignore_progress
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 OTHERS_LISTED = 10
@@ -58,7 +58,9 @@ def plan(
     measured_s = None if measured is None else seconds_of(measured)
     script = plotly_script() if html_file else ""
     config = load_recipe(recipe, overrides)
-    answers = [plan_report(config, read_cluster(text), top=top) for text in clusters] or [plan_report(config, top=top)]
+    machines = [read_cluster(text) for text in clusters] or [None]
+    with screen.progress() as show:
+        answers = [plan_report(config, cluster, top=top, show=show) for cluster in machines]
     gap = diagnose(answers[0].search, measured_s) if measured_s else None
     if gap:
         answers[0] = replace(answers[0], sections=(*answers[0].sections, diagnosis_section(gap)))
@@ -86,18 +88,22 @@ def plan_report(
     *,
     top: int = OTHERS_LISTED,
     working: WorkingFolder = CURRENT_FOLDER,
+    show: ShowProgress = ignore_progress,
 ) -> PlanReport:
     """The plan for a cluster, or for this machine, with `top` other layouts; raises PlaitError in one sentence."""
     if cluster is None:
-        return _report_for_this_machine(config, top, working)
+        return _report_for_this_machine(config, top, working, show)
+    show(0, 0, f"{COMPARING_LAYOUTS} for {cluster.name}")
     return make_plan_report(config, on_paper(cluster), top=top, working=working)
 
 
-def _report_for_this_machine(config: RunConfig, top: int, working: WorkingFolder) -> PlanReport:
+def _report_for_this_machine(config: RunConfig, top: int, working: WorkingFolder, show: ShowProgress) -> PlanReport:
     """The report, and before it what `plait train` will do here: there a kept plan counts for more than a forecast."""
     with worker_pool(working) as workers:
+        show(0, 0, "looking at the machine")
         survey = survey_machine(workers, named_workers(config))
         corpus = corpus_if_prepared(config, working)
+        show(0, 0, COMPARING_LAYOUTS)
         report = make_plan_report(config, resources_of(survey, workers), top=top, working=working)
         kept = kept_plan(config, corpus, survey, workers) if corpus else None
     first = training_section(kept, report.layouts, report.plan.layout)

@@ -5,29 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from plait.cluster.cluster import Cluster, cluster_json
+from plait.cluster.cluster import Cluster
 from plait.cluster.machine_cluster import cluster_of_machine
-from plait.cluster.measured import (
-    Measurements,
-)
-from plait.cluster.probe.request import (
-    MAX_CPU_MICROBATCH_TOKENS,
-    ProbeRequest,
-    model_probe_request,
-    typical_probe_request,
-)
+from plait.cluster.measured import Measurements
+from plait.cluster.probe.request import ProbeRequest
+from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers, check_requested_workers
 from plait.cluster.topology import Machine
 from plait.commands.planning.measuring import MachineSurvey, survey_machine
-from plait.commands.planning.output_files import check_output_file, write_output_file
+from plait.commands.planning.output_files import check_output_file
 from plait.commands.planning.workers import WorkerPool, serve_under_torchrun, worker_pool
-from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
+from plait.commands.probing.choose_request import probe_request_for
+from plait.commands.probing.ending import end_probe
 from plait.commands.probing.measurements import ProbeFreshness, ProbeWorkers, measure_or_load
-from plait.commands.probing.table import measurements_table
 from plait.errors import PlaitError
-from plait.planner.derive.resources import on_paper
-from plait.planner.resolve.request import request_of
+from plait.planner.resolve.named_workers import named_workers
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
+from plait.units import counted, format_duration
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 
@@ -49,60 +43,61 @@ def probe(
     if serve_under_torchrun():
         return None
     check_output_file(out)
+    named = named_workers(config) if config else ANY_WORKERS
     with worker_pool(working) as pool:
-        site = survey_machine(pool)
-        extent = choose_probe_workers(site.machine, workers, threads, pool)
+        with screen.progress() as show:
+            show(0, 0, "looking at the machine")
+            site = survey_machine(pool, named)
+        extent = choose_probe_workers(site.machine, workers, threads, pool, named)
         requested = probe_request_for(config, site, extent, working)
-        measured = measure_or_load(pool, [site.machine], requested, extent, fresh=fresh)
-    screen.print(measurements_table(measured))
-    if measured.noise_warning:
-        screen.print(f"unsteady {measured.noise_warning}; close them and give plait probe --again")
+        screen.print(probe_start(site.machine, requested, extent))
+        with screen.progress() as show:
+            measured = measure_or_load(pool, [site.machine], requested, extent, fresh=fresh, show=show)
     cluster = measured_cluster(measured, site, extent)
-    if out is not None:
-        write_output_file(out, cluster_json(cluster))
-        screen.print(f"wrote    {out}")
+    end_probe(cluster, out, screen, "plait probe --again")
     return cluster
 
 
-def choose_probe_workers(machine: Machine, workers: int | None, threads: int | None, pool: WorkerPool) -> ProbeWorkers:
-    """The requested number of workers, or one per GPU or processor core; raises PlaitError for too many."""
+def probe_start(machine: Machine, request: ProbeRequest, probe_workers: ProbeWorkers) -> str:
+    """What is about to be measured, for how many workers, and about how long that takes."""
+    shapes = "the recipe's model" if len({one.shape for one in request.models}) == 1 else "models of usual sizes"
+    device = f"GPU {', '.join(map(str, machine.gpus))} of {machine.name}" if machine.gpus else machine.name
+    workers = counted(probe_workers.workers, "worker")
+    if machine.device == "cpu":
+        workers += f" of {counted(probe_workers.threads, 'thread')}"
+    together = " at the same time" if probe_workers.workers > 1 else ""
+    lasts = format_duration(round(2.5 * request.seconds))
+    return (
+        f"probe    {device}: {workers}{together}, {request.precision}, {shapes}\n"
+        f"         about {lasts}, unless it was measured before; close other programs"
+    )
+
+
+def choose_probe_workers(
+    machine: Machine,
+    workers: int | None,
+    threads: int | None,
+    pool: WorkerPool,
+    named: RequestedWorkers = ANY_WORKERS,
+) -> ProbeWorkers:
+    """The requested number of workers, else the recipe's (`named`), else one per GPU or processor core; raises
+    PlaitError for too many."""
     if pool.fixed_workers is not None:
         return ProbeWorkers(workers=pool.fixed_workers.workers, threads=pool.fixed_workers.threads)
+    check_requested_workers(named, machine)
+    workers = workers or (None if named.workers == "auto" else named.workers)
+    threads = threads or (None if named.threads == "auto" else named.threads)
     usual = machine.devices if machine.device == "cuda" else max(1, machine.cores // (threads or 1))
     count = workers or usual
     if machine.device == "cuda" and count > machine.devices:
         raise PlaitError(f"--workers {count} are more than this machine's {machine.devices} GPUs; choose fewer")
     if machine.device == "cpu" and count * (threads or 1) > machine.cores:
         raise PlaitError(
-            f"{count} workers of {threads or 1} threads want more than this machine's {machine.cores} cores, and would "
-            "only measure how they take turns; choose fewer --workers or --threads"
+            f"{counted(count, 'worker')} of {counted(threads or 1, 'thread')} want more than this machine's "
+            f"{counted(machine.cores, 'core')}, and would only measure how they take turns; choose fewer "
+            "--workers or --threads"
         )
     return ProbeWorkers(workers=count, threads=threads or max(1, machine.cores // count))
-
-
-def probe_request_for(
-    config: RunConfig | None, survey: MachineSurvey, probe_workers: ProbeWorkers, working: WorkingFolder
-) -> ProbeRequest:
-    """What a recipe's model needs measured, or usual models without one."""
-    device = survey.machine.device
-    if config is None:
-        return typical_probe_request(device, probe_workers.threads)
-    cluster = cluster_of_machine(survey.machine, survey.peak_flops if device == "cpu" else None)
-    corpus, _ = corpus_facts_or_usual(config, working)
-    job = request_of(config, corpus, on_paper(cluster)).job
-    sequence = job.shape.sequence
-    sequences = config.layout.micro_sequences
-    if sequences == "auto":
-        most = max(1, MAX_CPU_MICROBATCH_TOKENS // sequence) if device == "cpu" else job.batch_sequences
-        sequences = min(most, job.batch_sequences)
-    return model_probe_request(
-        job.shape,
-        sequence=sequence,
-        sequences=sequences,
-        device=device,
-        precision="bf16" if job.precision == "bf16" else "float32",
-        threads=probe_workers.threads,
-    )
 
 
 def measured_cluster(measured: Measurements, survey: MachineSurvey, probe_workers: ProbeWorkers) -> Cluster:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plait.cluster.catalog import link_at_rate
-from plait.cluster.cluster import cluster_json
 from plait.cluster.machine_cluster import cluster_of_hosts
 from plait.commands.hosts.invitation import HostsRequest
 from plait.commands.hosts.leader_workers import leader_workers
-from plait.commands.planning.output_files import check_output_file, write_output_file
+from plait.commands.planning.output_files import check_output_file
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
+from plait.commands.probing.ending import end_probe
 from plait.commands.probing.survey import probe_cluster
-from plait.commands.probing.table import measurements_table
 from plait.errors import RunFailed
+from plait.planner.derive.compile_mode import compile_of
 from plait.planner.derive.resources import ProbeNeed, on_paper
 from plait.planner.resolve.request import request_of
 from plait.recipe.load import load_recipe
@@ -35,13 +35,14 @@ def probe_hosts(
         found = workers.host_machines()
         corpus, _ = corpus_facts_or_usual(config)
         job = request_of(config, corpus, on_paper(cluster_of_hosts(found, link_at_rate(1, "machine")))).job
-        need = ProbeNeed(shape=job.shape, batch_sequences=job.batch_sequences, precision=job.precision)
-        cluster = probe_cluster(workers, found, need, fresh="again")
+        need = ProbeNeed(
+            shape=job.shape,
+            batch_sequences=job.batch_sequences,
+            precision=job.precision,
+            compile=compile_of(config, [machine for machine, _, _ in found], []),
+        )
+        with screen.progress() as show:
+            cluster = probe_cluster(workers, found, need, fresh="again", show=show)
     if cluster.measured is None:
         raise RunFailed("the probe ended without measurements; give the same command again")
-    screen.print(measurements_table(cluster.measured))
-    if cluster.measured.noise_warning:
-        screen.print(f"unsteady {cluster.measured.noise_warning}; close them and give the same command again")
-    if out is not None:
-        write_output_file(out, cluster_json(cluster))
-        screen.print(f"wrote    {out}")
+    end_probe(cluster, out, screen, "the same command again")

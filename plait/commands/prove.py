@@ -13,7 +13,7 @@ from plait.commands.planning.output_files import check_output_file, write_output
 from plait.commands.planning.workers import worker_pool
 from plait.commands.preparing.corpus import prepared_corpus
 from plait.errors import RunFailed
-from plait.layout import layout_summary
+from plait.layout import Layout, layout_summary
 from plait.planner.resolve.named_workers import named_workers
 from plait.planner.resolve.worker_layouts import MEASURED_TOLERANCE, WorkerLayout
 from plait.recipe.load import load_recipe
@@ -34,21 +34,31 @@ def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path
         site = survey_machine(workers, named_workers(config))
 
         def show(split: WorkerLayout) -> None:
-            screen.print(f"timed    {_layout_text(split)}: {_step_time_text(split)}")
+            screen.print(trial_text(split))
 
         def show_failed(split: WorkerLayout, error: RunFailed) -> None:
             screen.print(f"failed   {_layout_text(split)}: {error}")
 
         plan, trials = proven_plan(config, corpus, site, workers, count=count, on_timed=show, on_failed=show_failed)
-    screen.print(
-        f"chosen   {layout_summary(plan.layout)}: the simplest within {MEASURED_TOLERANCE:.0%} of the fastest; "
-        "a new run of this recipe takes this plan",
-    )
+    screen.print(winner_text(plan.layout))
     if json_file:
         layouts = [
             _layout_json(split, split.layout == plan.layout and split.threads == plan.threads) for split in trials
         ]
         write_output_file(json_file, json.dumps(layouts, indent=2) + "\n")
+
+
+def trial_text(split: WorkerLayout) -> str:
+    """A layout whose steps were timed, and what they took."""
+    return f"timed    {_layout_text(split)}: {_step_time_text(split)}"
+
+
+def winner_text(layout: Layout) -> str:
+    """The layout that was chosen, and what comes of it."""
+    return (
+        f"chosen   {layout_summary(layout)}: the simplest within {MEASURED_TOLERANCE:.0%} of the fastest; "
+        "a new run of this recipe takes this plan"
+    )
 
 
 def _layout_text(split: WorkerLayout) -> str:

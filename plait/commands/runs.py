@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
 from plait.arguments import check_arguments
 from plait.checkpoint.store import published_checkpoints
+from plait.commands.monitoring.run_end import run_end
 from plait.commands.planning.run_folder import find_run, run_names
+from plait.commands.python_call import in_call_words
 from plait.errors import PlaitError, installing
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.report.metrics import read_metrics
-from plait.report.receipt import Receipt, read_receipt
+from plait.report.receipt import Receipt
+from plait.report.receipt_file import read_receipt
 from plait.working_folder import named_folder
 
 MetricsForm = Literal["auto", "list", "frame"]
@@ -75,6 +79,18 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({self.name!r})"
+
+    def __str__(self) -> str:
+        """The end of a finished run as `plait train` prints it; of another one, where it stands."""
+        steps, _ = read_metrics(self._folder.metrics)
+        if receipt := self.receipt:
+            return in_call_words(run_end(receipt, self.path, [report.loss for report in steps], "utf-8"))
+        loss = f", loss {steps[-1].loss:.3f}" if steps else ""
+        return f"run      {self.path}: step {steps[-1].step if steps else 0} of {self.plan.steps}{loss}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def runs(*, folder: str | Path | None = None) -> list[Run]:

@@ -12,7 +12,7 @@ from plait.commands.hosts.joined_run import refuse_joined_folder
 from plait.commands.hosts.leader_workers import leader_workers
 from plait.commands.monitoring.finish import is_finished, print_finished
 from plait.commands.monitoring.training import TrainingEnd, run_training
-from plait.commands.planning.begun_plan import refuse_other_text, resumed_plan
+from plait.commands.planning.begun_plan import refuse_lowered_budget, refuse_other_text, resumed_plan
 from plait.commands.planning.folder_lock import lock_run_folder
 from plait.commands.planning.introduction import Details, run_start, running_runs_text
 from plait.commands.planning.make_plan import make_plan
@@ -24,10 +24,10 @@ from plait.commands.planning.workers import (
     serve_under_torchrun,
     worker_pool,
 )
-from plait.commands.preparing.corpus import corpus_facts, corpus_summary, prepared_corpus
+from plait.commands.preparing.corpus import corpus_facts, prepared_corpus
 from plait.commands.probing.survey import survey_machines
 from plait.commands.verifying.gradient_check import check_new_layout
-from plait.errors import Interrupted, StopSignal
+from plait.errors import Interrupted, PlaitError, StopSignal
 from plait.planner.plan import Plan
 from plait.recipe.load import RecipeSource, load_recipe, run_name_of
 from plait.recipe.schema import RunConfig
@@ -64,6 +64,8 @@ def train(
     refuse_joined_folder(folder)
     with lock_run_folder(folder) as require_present:
         changed = check_changes(folder.saved_config(), config) if folder.has_begun else []
+        if folder.has_begun:
+            refuse_lowered_budget(config, folder.saved_plan())
         if folder.has_begun and "train.budget" not in changed and is_finished(folder):
             refuse_other_text(prepared_corpus(config, working, screen), folder.saved_plan())
             receipt = print_finished(folder, screen, details)
@@ -108,6 +110,8 @@ def _open_workers(
     """The workers of this machine, or of all hosts once they have joined, numbered as before in this run."""
     if hosts.n_hosts == 1:
         return worker_pool(working)
+    if config.model.from_ is not None:
+        raise PlaitError("model.from works on one host so far; train on one, or take model.from out of the recipe")
     refuse_torchrun()
     prepared_corpus(config, working, screen)  # an error in it is shown before anybody is invited to join
     folder = run_folder(config.run.name, working)
@@ -123,11 +127,12 @@ def _prepare_plan(
 ) -> Plan:
     """Prepare the data, survey the machines, and make or load the plan."""
     corpus = prepared_corpus(config, workers.working_folder, screen)
-    screen.print(corpus_summary(corpus_facts(corpus)))
+    screen.print(str(corpus_facts(corpus)))
     fresh, probe = renew != "nothing", "again" if renew == "all" else "kept"
     with screen.progress() as show:
         show(0, 0, "looking at the machine")
-        site = survey_machines(config, workers, screen.print, probe)
+        site = survey_machines(config, workers, screen.print, probe, show)
         if folder.has_begun:
-            return resumed_plan(config, folder.saved_plan(), corpus, site, workers, fresh=fresh, log=screen.print)
+            begun = folder.saved_plan()
+            return resumed_plan(config, begun, corpus, site, workers, fresh=fresh, log=screen.print, show=show)
         return make_plan(config, corpus, site, workers, fresh=fresh, say=screen.print, show=show)

@@ -26,6 +26,8 @@ class Document:
     name: str
     text_bytes: int
     content: bytes | Path
+    removal: str = ""
+    """What to do so that a file on disk is not read, in words for an error."""
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
         """The UTF-8 bytes from `start` to `stop`, in blocks that may split a character."""

@@ -6,7 +6,6 @@ import codecs
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from typing import Literal
 
 from plait.data.documents import Document
@@ -102,20 +101,21 @@ def _checked(document: Document) -> Iterator[bytes]:
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     for block in document.read():
         if b"\0" in block:
-            raise _not_text(document.content, "binary: it has a NUL byte", offset + block.index(b"\0"))
-        _decode_at(decoder, document.content, block, offset)
+            raise _not_text(document, "binary: it has a NUL byte", offset + block.index(b"\0"))
+        _decode_at(decoder, document, block, offset)
         offset += len(block)
         yield block
-    _decode_at(decoder, document.content, b"", offset)
+    _decode_at(decoder, document, b"", offset)
 
 
-def _decode_at(decoder: codecs.IncrementalDecoder, path: Path, block: bytes, offset: int) -> None:
+def _decode_at(decoder: codecs.IncrementalDecoder, document: Document, block: bytes, offset: int) -> None:
     waiting = len(decoder.getstate()[0])
     try:
         decoder.decode(block, final=not block)
     except UnicodeDecodeError as error:
-        raise _not_text(path, "not UTF-8 text", offset - waiting + error.start) from None
+        raise _not_text(document, "not UTF-8 text", offset - waiting + error.start) from None
 
 
-def _not_text(path: Path, what: str, byte: int) -> PlaitError:
-    return PlaitError(f"{path} is {what} at byte {byte}; convert it to UTF-8 text or take it out of data.files")
+def _not_text(document: Document, what: str, byte: int) -> PlaitError:
+    instead = f" or {document.removal}" if document.removal else ""
+    return PlaitError(f"{document.content} is {what} at byte {byte}; convert it to UTF-8 text{instead}")

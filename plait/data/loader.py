@@ -140,7 +140,7 @@ class Loader:
             if samples.documents == "mask":
                 lengths = segment_lengths(train, shard[rows], start[rows], samples.sequence)
             wanted = make_targets(train, shard[rows], start[rows], tokens)
-            found.append(_micro(tokens[:, :-1], wanted, lengths, samples))
+            found.append(make_micro(tokens[:, :-1], wanted, lengths, samples))
         return found
 
 
@@ -168,7 +168,7 @@ def heldout_micros(corpus: Corpus, samples: SampleSelection) -> Iterator[Micro]:
         lengths = None
         if samples.documents == "mask":
             lengths = segment_lengths(corpus.heldout, shard[rows], start[rows], samples.sequence)
-        yield _micro(inputs, wanted, lengths, samples)
+        yield make_micro(inputs, wanted, lengths, samples)
 
 
 def _own_samples(
@@ -214,15 +214,17 @@ def interleaved_replicas(sequences_per_replica: tuple[int, ...]) -> Lengths:
 def _uncounted_micro(corpus: Corpus, samples: SampleSelection) -> Micro:
     inputs = np.full((1, samples.sequence), corpus.eot, dtype=np.int64)
     lengths = np.array([samples.sequence]) if samples.documents == "mask" else None
-    return _micro(inputs, np.full_like(inputs, IGNORED_TARGET), lengths, samples)
+    return make_micro(inputs, np.full_like(inputs, IGNORED_TARGET), lengths, samples)
 
 
-def _micro(
+def make_micro(
     inputs: np.ndarray[Any, Any],
     targets: np.ndarray[Any, Any],
     lengths: np.ndarray[Any, Any] | None,
     samples: SampleSelection,
 ) -> Micro:
+    """Whole rows [B, T] as what this rank holds of them; `lengths` are the segments of the rows where documents are
+    masked."""
     positions = None if lengths is None else restarting_positions(lengths).reshape(inputs.shape)
     if samples.context_degree > 1:
         columns = zigzag_columns(samples.sequence, samples.context_degree, samples.context_rank)

@@ -32,6 +32,16 @@ class Source:
     path: str
     weight: float | None = None
     field: str = "text"
+    given_as: str = "data.files"
+    """Where the user named it, for sentences: a key of the recipe, an option of a command."""
+
+    def removal(self, file: Path) -> str:
+        """What to do so that one of this source's files is not read, in words for an error."""
+        if str(file) == self.path:
+            return f"take it out of {self.given_as}"
+        if Path(self.path).is_dir():
+            return f"move it out of the folder {self.path}"
+        return f"change the pattern {self.path} in {self.given_as} so that it does not match"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +60,18 @@ class OpenSource:
 
 def open_source(source: Source) -> OpenSource:
     """Find the files of a source, sorted by name; raises PlaitError before any text is read."""
+    if not source.path.strip():  # as a path it would mean the current folder
+        raise PlaitError(f"{source.given_as} has an empty name; name a file, a folder or a data set")
     if source.path.startswith(_HUGGING_FACE):
         return _open_hugging_face(source)
-    files = _matching_files(source.path)
+    files = _matching_files(source)
     for file in files:
-        _check_kind(file)
-    return OpenSource(source=source, files=files, selection="", documents=lambda: _file_documents(files, source.field))
+        _check_kind(file, source)
+    return OpenSource(source=source, files=files, selection="", documents=lambda: _file_documents(files, source))
 
 
-def _matching_files(pattern: str) -> tuple[Path, ...]:
+def _matching_files(source: Source) -> tuple[Path, ...]:
+    pattern = source.path
     if Path(pattern).is_dir():
         return find_text_files(Path(pattern)).files
     if Path(pattern).is_file():
@@ -66,33 +79,36 @@ def _matching_files(pattern: str) -> tuple[Path, ...]:
     names = glob.glob(pattern, recursive=True)  # noqa: PTH207 (Path.glob takes no absolute pattern)
     found = sorted({name for name in names if Path(name).is_file()})
     if not found:
-        raise PlaitError(f'no file matches "{pattern}" (looked in {Path.cwd()}); mend the path in data.files')
+        raise PlaitError(f'no file matches "{pattern}" (looked in {Path.cwd()}); correct the path in {source.given_as}')
     return tuple(Path(name) for name in found)
 
 
-def _check_kind(file: Path) -> None:
+def _check_kind(file: Path, source: Source) -> None:
     check_utf8(str(file))
     if file.suffix == ".parquet":
         import_parquet()
     elif file.suffix not in (*TEXT_SUFFIXES, *RECORD_SUFFIXES):
-        raise PlaitError(f"{file} is of no kind that plait reads; give it as .txt, .md, .jsonl or .parquet")
+        raise PlaitError(
+            f"{file} is of no kind that plait reads; give it as .txt, .md, .jsonl or .parquet, or "
+            f"{source.removal(file)}"
+        )
     if file.stat().st_size == 0:
-        raise PlaitError(f"{file} is empty; fill it or take it out of data.files")
+        raise PlaitError(f"{file} is empty; fill it or {source.removal(file)}")
 
 
-def _file_documents(files: tuple[Path, ...], field: str) -> Iterator[Document]:
+def _file_documents(files: tuple[Path, ...], source: Source) -> Iterator[Document]:
     for file in files:
         if file.suffix == ".jsonl":
-            yield from json_lines(file, field)
+            yield from json_lines(file, source.field)
         elif file.suffix == ".parquet":
-            yield from parquet_rows(file, field)
+            yield from parquet_rows(file, source.field)
         else:
-            yield Document(name=str(file), text_bytes=file.stat().st_size, content=file)
+            yield Document(name=str(file), text_bytes=file.stat().st_size, content=file, removal=source.removal(file))
 
 
 def _open_hugging_face(source: Source) -> OpenSource:
     name, config, split = _hugging_face_parts(source.path)
-    rows = _load_hugging_face(name, config, split)
+    rows = _load_hugging_face(name, config, split, source.given_as)
     if source.field not in rows.column_names:
         raise PlaitError(
             f'{source.path} has no column "{source.field}"; {column_hint(source.field, rows.column_names)}'
@@ -118,7 +134,7 @@ def _hugging_face_parts(path: str) -> tuple[str, str | None, str]:
     return name, config, rest[-1] if rest else "train"
 
 
-def _load_hugging_face(name: str, config: str | None, split: str) -> Any:
+def _load_hugging_face(name: str, config: str | None, split: str, given_as: str) -> Any:
     try:
         import datasets
     except ImportError:
@@ -135,7 +151,7 @@ def _load_hugging_face(name: str, config: str | None, split: str) -> Any:
         if saved is None:
             return datasets.load_dataset(name, config, split=split, **never)
     except Exception as error:  # the library raises its own, ValueError, OSError and network errors alike
-        raise PlaitError(f'the data set "{name}" cannot be loaded ({first_line(error)}); mend data.files') from None
+        raise PlaitError(f'the data set "{name}" cannot be loaded ({first_line(error)}); correct {given_as}') from None
     if isinstance(saved, datasets.DatasetDict):
         if split not in saved:
             raise PlaitError(f'"{name}" has no split "{split}"; choose one of {", ".join(map(str, saved))}')

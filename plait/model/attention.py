@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plait.model.blocked_attention import attend_in_blocks, suits_blocks
 from plait.model.linear import Linear, to_compute_precision
 from plait.model.matmul import attend_by_default_library
 from plait.model.norm import make_head_norm
 from plait.model.rotary import Rotation, rotate
-from plait.model.shape import ModelShape
+from plait.model.shape import ModelShape, biased_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,9 @@ class Rows:
     cache: Cache | None
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
-"""Attention between its projections: (q_bthd, k_bthd, v_bthd, documents) to the result, shaped as q_bthd."""
+Attend = Callable[[Tensor, Tensor, Tensor, Documents | None, int], Tensor]
+"""Attention between its projections: (q_bthd, k_bthd, v_bthd, documents, window) to the result, shaped as q_bthd. A
+query sees `window` tokens, itself included; 0: all before it."""
 
 
 class Attention(nn.Module):
@@ -101,16 +103,18 @@ class Attention(nn.Module):
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
-        bias = shape.bias != "none"
+        biased = biased_parts(shape.bias)
         query_width, kv_width = shape.size_of("heads"), shape.size_of("kv_heads")
         self.layer = layer
         self.head_width = shape.head_width
-        self.q = Linear(shape.width, query_width, bias=bias)
-        self.k = Linear(shape.width, kv_width, bias=bias)
-        self.v = Linear(shape.width, kv_width, bias=bias)
+        self.window = shape.window_of(layer)
+        self.query_scale = 1.0 if shape.attention_scale == "head" else 1.0 / (layer + 1)
+        self.q = Linear(shape.width, query_width, bias="qkv" in biased)
+        self.k = Linear(shape.width, kv_width, bias="qkv" in biased)
+        self.v = Linear(shape.width, kv_width, bias="qkv" in biased)
         self.q_norm = make_head_norm(shape) if shape.qk_norm else nn.Identity()
         self.k_norm = make_head_norm(shape) if shape.qk_norm else nn.Identity()
-        self.o = Linear(query_width, shape.width, bias=shape.bias == "all")
+        self.o = Linear(query_width, shape.width, bias="output" in biased)
         self.attend: Attend = attend
 
     def forward(self, x_nd: Tensor, rows: Rows) -> Tensor:
@@ -122,23 +126,26 @@ class Attention(nn.Module):
         k_bthd = self.k_norm(self.k(x_nd).view(heads)).to(v_bthd.dtype)
         if rows.rotation is not None:
             q_bthd, k_bthd = rotate(q_bthd, rows.rotation), rotate(k_bthd, rows.rotation)
+        if self.query_scale != 1.0:
+            q_bthd = q_bthd * self.query_scale
         if rows.cache is not None:
-            mixed_bthd = attend_cached(q_bthd, *rows.cache.extend(self.layer, k_bthd, v_bthd))
+            mixed_bthd = attend_cached(q_bthd, *rows.cache.extend(self.layer, k_bthd, v_bthd), self.window)
         else:
-            mixed_bthd = self.attend(q_bthd, k_bthd, v_bthd, rows.documents)
+            mixed_bthd = self.attend(q_bthd, k_bthd, v_bthd, rows.documents, self.window)
         return self.o(mixed_bthd.reshape(len(x_nd), -1))
 
 
-def attend(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None) -> Tensor:
-    """Each token sees itself and the earlier tokens of its row, or of its document where documents are given."""
+def attend(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None, window: int = 0) -> Tensor:
+    """Each token sees itself and the earlier tokens of its row, or of its document where documents are given; of these
+    the last `window` ones, itself included, where that is not 0."""
     if documents is None:
-        return _attend_rows(q_bthd, k_bthd, v_bthd)
+        return _attend_rows(q_bthd, k_bthd, v_bthd, window)
     if documents.ends is not None and q_bthd.dtype in (torch.bfloat16, torch.float16):
-        return _attend_packed(q_bthd, k_bthd, v_bthd, documents.ends, documents.longest)
+        return _attend_packed(q_bthd, k_bthd, v_bthd, documents, window)
     core: Attend = _attend_documents
     if documents.ends is not None:  # else a graph would be compiled for each set of lengths
         core = _outside_graphs(core)
-    return core(q_bthd, k_bthd, v_bthd, documents)
+    return core(q_bthd, k_bthd, v_bthd, documents, window)
 
 
 def _outside_graphs(core: Attend) -> Attend:
@@ -146,45 +153,61 @@ def _outside_graphs(core: Attend) -> Attend:
     return apart
 
 
-def _attend_documents(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None) -> Tensor:
+def _attend_documents(
+    q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None, window: int
+) -> Tensor:
     """Documents without a kernel for ragged lengths: processors, and GPUs in float32."""
     assert documents is not None
     length = documents.lengths[0]
     if all(other == length for other in documents.lengths):
         q, k, v = (x.reshape(-1, length, *x.shape[2:]) for x in (q_bthd, k_bthd, v_bthd))
-        return _attend_rows(q, k, v).reshape(q_bthd.shape)
-    return _attend_segments(q_bthd, k_bthd, v_bthd, documents.lengths)
+        return _attend_rows(q, k, v, window).reshape(q_bthd.shape)
+    return _attend_segments(q_bthd, k_bthd, v_bthd, documents.lengths, window)
 
 
-def attend_cached(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor) -> Tensor:
+def attend_cached(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, window: int = 0) -> Tensor:
     """Attention of the newest tokens over all kept ones: a whole prompt into an empty cache, or a single token."""
     new, kept = q_bthd.shape[1], k_bthd.shape[1]
     assert new in (1, kept), "a cache takes one prompt, then single tokens"
-    return _sdpa(q_bthd, k_bthd, v_bthd, causal=new > 1)
+    if new > 1:
+        return _attend_rows(q_bthd, k_bthd, v_bthd, window)
+    return _sdpa(q_bthd, k_bthd[:, -window:], v_bthd[:, -window:], causal=False)
 
 
-def _attend_rows(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor) -> Tensor:
-    return _sdpa(q_bthd, k_bthd, v_bthd, causal=True)
+def _attend_rows(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, window: int) -> Tensor:
+    tokens = q_bthd.shape[1]
+    if not 0 < window < tokens:
+        return _sdpa(q_bthd, k_bthd, v_bthd, causal=True)
+    seen_ts = torch.ones(tokens, tokens, dtype=torch.bool, device=q_bthd.device).tril_().triu_(1 - window)
+    return _sdpa(q_bthd, k_bthd, v_bthd, causal=False, seen_ts=seen_ts)
 
 
-def _attend_segments(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, lengths: tuple[int, ...]) -> Tensor:
+def _attend_segments(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, lengths: tuple[int, ...], window: int) -> Tensor:
     """One causal attention a document. Split, not slices: a slice's backward fills a zero tensor of full size."""
     parts = (x.flatten(0, 1).split(list(lengths)) for x in (q_bthd, k_bthd, v_bthd))
-    mixed = [_attend_rows(q[None], k[None], v[None])[0] for q, k, v in zip(*parts, strict=True)]
+    mixed = [_attend_rows(q[None], k[None], v[None], window)[0] for q, k, v in zip(*parts, strict=True)]
     return torch.cat(mixed).view(q_bthd.shape)
 
 
-def _attend_packed(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, ends: Tensor, longest: int) -> Tensor:
-    """All documents in one call of the flash kernel for ragged lengths; it looks backward only: window (-1, 0)."""
+def _attend_packed(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents, window: int) -> Tensor:
+    """All documents in one call of the flash kernel for ragged lengths."""
     from torch.nn.attention.varlen import varlen_attn  # the import takes a second; only GPUs need it
 
-    return attend_ragged(varlen_attn, q_bthd, k_bthd, v_bthd, ends, longest)
+    assert documents.ends is not None
+    return attend_ragged(varlen_attn, q_bthd, k_bthd, v_bthd, documents.ends, documents.longest, window)
 
 
 def attend_ragged(
-    kernel: Callable[..., Any], q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, ends: Tensor, longest: int
+    kernel: Callable[..., Any],
+    q_bthd: Tensor,
+    k_bthd: Tensor,
+    v_bthd: Tensor,
+    ends: Tensor,
+    longest: int,
+    window: int = 0,
 ) -> Tensor:
-    """What `kernel`, torch's varlen_attn of any version, makes of all documents."""
+    """What `kernel`, torch's varlen_attn of any version, makes of all documents. It looks backward only: its own window
+    is (tokens before the query, 0), with -1 for all."""
     q_nhd, k_nhd, v_nhd = (x.flatten(0, 1) for x in (q_bthd, k_bthd, v_bthd))
     sharing = q_nhd.shape[1] // k_nhd.shape[1]
     grouped: dict[str, Any] = {}
@@ -192,13 +215,15 @@ def attend_ragged(
         grouped = {"enable_gqa": True}
     elif sharing > 1:  # torch 2.11
         k_nhd, v_nhd = (x.repeat_interleave(sharing, dim=1) for x in (k_nhd, v_nhd))
-    mixed = kernel(q_nhd, k_nhd, v_nhd, ends, ends, longest, longest, window_size=(-1, 0), **grouped)
+    mixed = kernel(q_nhd, k_nhd, v_nhd, ends, ends, longest, longest, window_size=(window - 1, 0), **grouped)
     assert isinstance(mixed, Tensor)
     return mixed.view(q_bthd.shape)
 
 
-def _sdpa(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, *, causal: bool) -> Tensor:
+def _sdpa(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, *, causal: bool, seen_ts: Tensor | None = None) -> Tensor:
     q_bhtd, k_bhtd, v_bhtd = (x.transpose(1, 2) for x in (q_bthd, k_bthd, v_bthd))
+    if causal and suits_blocks(q_bhtd):
+        return attend_in_blocks(q_bhtd, k_bhtd, v_bhtd).transpose(1, 2)
     grouped = q_bhtd.shape[1] != k_bhtd.shape[1]
-    core = partial(F.scaled_dot_product_attention, is_causal=causal, enable_gqa=grouped)
+    core = partial(F.scaled_dot_product_attention, attn_mask=seen_ts, is_causal=causal, enable_gqa=grouped)
     return attend_by_default_library(core, q_bhtd, k_bhtd, v_bhtd).transpose(1, 2)

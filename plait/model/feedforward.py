@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.model.linear import Linear, to_compute_precision
-from plait.model.shape import ModelShape
+from plait.model.shape import ModelShape, biased_parts
 
 
 class FeedForward(nn.Module):
@@ -14,7 +14,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        bias = shape.bias == "all"
+        bias = "feedforward" in biased_parts(shape.bias)
         self.activation = shape.activation
         if shape.activation == "swiglu":
             self.gate = Linear(shape.width, shape.ffn, bias=bias)

@@ -38,7 +38,7 @@ class GPT(nn.Module):
         self.norm = make_norm(shape) if part.ends else None
         self.head = Linear(shape.width, shape.vocabulary, bias=False) if part.ends and not shape.tied else None
         self.rotary = (
-            Rotary(sequence=shape.sequence, head_width=shape.head_width, theta=shape.rope_theta)
+            Rotary(sequence=shape.sequence, head_width=shape.head_width, theta=shape.rope_theta, scaling=shape.rope)
             if shape.positions == "rope"
             else None
         )
@@ -96,7 +96,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         learned = shape.positions == "learned" and part.embeds
-        self.positions = nn.Embedding(shape.sequence, shape.width) if learned else None
+        self.positions = nn.Embedding(shape.size_of("positions"), shape.width) if learned else None
 
     def forward(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
         """The stream [B × T, width]."""

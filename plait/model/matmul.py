@@ -61,7 +61,8 @@ def has_onednn() -> bool:
 
 
 # Note [attention keeps the default library]: torch's attention on processors multiplies blocks of some 32 numbers, for
-# which oneDNN makes a program each; it took 1.1 to 1.7 times as long forward, and up to 3 times as long backward.
+# which oneDNN makes a program each; it took 1.1 to 1.7 times as long forward, and up to 3 times as long backward. So
+# where oneDNN is selected, rows long enough go another way, in large blocks (blocked_attention.py).
 def attend_by_default_library(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.model.rope_scaling import RopeScaling
+
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, each [B or 1, T, 1, head_width / 2]."""
 
@@ -17,11 +19,12 @@ Rotation = tuple[Tensor, Tensor]
 class Rotary(nn.Module):
     """Computes the rotation of each position; caches one table per device and dtype, and has no parameters."""
 
-    def __init__(self, *, sequence: int, head_width: int, theta: float) -> None:
+    def __init__(self, *, sequence: int, head_width: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
         self.sequence = sequence
         self.head_width = head_width
         self.theta = theta
+        self.scaling = scaling
         self._tables: dict[tuple[torch.device, torch.dtype], Rotation] = {}
 
     def forward(self, positions_bt: Tensor, dtype: torch.dtype) -> Rotation:
@@ -38,8 +41,13 @@ class Rotary(nn.Module):
         with torch.inference_mode(False):
             pairs = torch.arange(0, self.head_width, 2, dtype=torch.float64, device=device)
             turns = self.theta ** (-pairs / self.head_width)
+            scale = 1.0
+            if self.scaling is not None:
+                plain = [self.theta ** (-pair / self.head_width) for pair in range(0, self.head_width, 2)]
+                turns = torch.tensor(self.scaling.stretch(plain, self.theta), dtype=torch.float64).to(device)
+                scale = self.scaling.table_scale
             angles = torch.outer(torch.arange(self.sequence, dtype=torch.float64, device=device), turns)
-            return angles.cos().to(dtype), angles.sin().to(dtype)
+            return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
 def rotate(x_bthd: Tensor, rotation: Rotation) -> Tensor:

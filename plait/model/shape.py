@@ -9,23 +9,34 @@ from typing import Any, Literal, get_args
 
 from plait.errors import PlaitError
 from plait.model.names import Dim, dims_of, pattern_of
+from plait.model.rope_scaling import RopeScaling
 
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "swiglu", "relu2"]
 Positions = Literal["learned", "rope"]
-Bias = Literal["none", "qkv", "all"]
+Bias = Literal["none", "qkv", "attention", "feedforward", "all"]
+AttentionScale = Literal["head", "head and layer"]
 
-_CHOICES = {"norm": Norm, "activation": Activation, "positions": Positions, "bias": Bias}
+_CHOICES = {
+    "norm": Norm,
+    "activation": Activation,
+    "positions": Positions,
+    "bias": Bias,
+    "attention_scale": AttentionScale,
+}
 _COUNTS = ("layers", "width", "heads", "kv_heads", "head_width", "ffn", "vocabulary", "sequence")
+_LATER_FIELDS = ("rope", "windows", "learned_positions", "attention_scale")
+"""Fields that checkpoints of earlier versions lack: written only where they are not the default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """All that decides the model's mathematics; the defaults are those of a Llama.
 
-    `sequence` is the longest sequence, and the length of a learned position table. `bias` "qkv" is Qwen 2's choice,
-    "all" is GPT-2's: every linear layer and every LayerNorm. "gelu" is the tanh form. `head_width` times `heads` need
-    not equal `width` (Qwen 3). Raises PlaitError when the numbers do not fit together.
+    `sequence` is the longest sequence. `bias` "qkv" is Qwen 2's choice, "attention" adds the output projection,
+    "feedforward" means that part's layers alone, "all" is GPT-2's: every linear layer and every LayerNorm. "gelu" is
+    the tanh form. `head_width` times `heads` need not equal `width` (Qwen 3). Raises PlaitError when the numbers do not
+    fit together.
     """
 
     layers: int
@@ -44,6 +55,14 @@ class ModelShape:
     qk_norm: bool = False
     tied: bool = False
     norm_eps: float = 1e-5
+    rope: RopeScaling | None = None
+    """How rotary frequencies are stretched; None: they are not."""
+    windows: tuple[int, ...] = ()
+    """For each layer, how many tokens a query sees, itself included; 0: all before it. Empty: 0 for all layers."""
+    learned_positions: int = 0
+    """Rows of a learned position table; 0: as many as `sequence`."""
+    attention_scale: AttentionScale = "head"
+    """Scores are divided by the root of head_width; "head and layer": also by the layer's number, from 1."""
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -52,6 +71,7 @@ class ModelShape:
         for name, choices in _CHOICES.items():
             _check_choice(name, getattr(self, name), get_args(choices))
         _check_heads(self)
+        _check_positions(self)
         for name in ("rope_theta", "norm_eps"):
             if not getattr(self, name) > 0:
                 raise PlaitError(f"the model's {name} is {getattr(self, name)}; choose a number above 0")
@@ -65,13 +85,19 @@ class ModelShape:
             "head_width": self.head_width,
             "ffn": self.ffn,
             "vocabulary": self.vocabulary,
-            "positions": self.sequence,
+            "positions": self.learned_positions or self.sequence,
         }
         return sizes[dim]
 
+    def window_of(self, layer: int) -> int:
+        """How many tokens a query of a layer sees, itself included; 0: all before it."""
+        return self.windows[layer] if self.windows else 0
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` reads them back."""
-        return asdict(self)
+        defaults = {field.name: field.default for field in fields(self)}
+        left_out = {name for name in _LATER_FIELDS if getattr(self, name) == defaults[name]}
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelShape:
@@ -84,7 +110,7 @@ class ModelShape:
             )
         if missing:
             raise PlaitError(f"the model's shape lacks {missing[0]!r}; add it")
-        return cls(**values)
+        return cls(**{name: _own_value(name, value) for name, value in values.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,21 +167,39 @@ def training_flops_per_token(shape: ModelShape, sequence: int, attention: Litera
     return 3 * (2 * (matrices + head) + (square if attention == "full" else square // 2))
 
 
+def biased_parts(bias: Bias) -> frozenset[str]:
+    """The linear layers that have a bias: "qkv", attention's "output", "feedforward"."""
+    attention, feedforward = bias in ("attention", "all"), bias in ("feedforward", "all")
+    return frozenset(
+        (["qkv"] if attention or bias == "qkv" else [])
+        + (["output"] if attention else [])
+        + (["feedforward"] if feedforward else [])
+    )
+
+
+def _own_value(name: str, value: Any) -> Any:
+    """A field's value from JSON, as the field has it."""
+    if name == "windows":
+        return tuple(value)
+    return RopeScaling(**value) if name == "rope" and isinstance(value, Mapping) else value
+
+
 def _layer_weights(shape: ModelShape) -> list[str]:
     qkv = ["attention.q", "attention.k", "attention.v"]
     ffn = ["feedforward.gate"] if shape.activation == "swiglu" else []
+    biased = biased_parts(shape.bias)
     return [
         *_norm_weights("attention_norm", shape),
-        *_linear_weights(qkv, "none" if shape.bias == "none" else "all"),
+        *_linear_weights(qkv, biased="qkv" in biased),
         *(["attention.q_norm.weight", "attention.k_norm.weight"] if shape.qk_norm else []),
-        *_linear_weights(["attention.o"], shape.bias),
+        *_linear_weights(["attention.o"], biased="output" in biased),
         *_norm_weights("feedforward_norm", shape),
-        *_linear_weights([*ffn, "feedforward.up", "feedforward.down"], shape.bias),
+        *_linear_weights([*ffn, "feedforward.up", "feedforward.down"], biased="feedforward" in biased),
     ]
 
 
-def _linear_weights(names: list[str], bias: Bias) -> list[str]:
-    return [f"{name}.{kind}" for name in names for kind in (("weight", "bias") if bias == "all" else ("weight",))]
+def _linear_weights(names: list[str], *, biased: bool) -> list[str]:
+    return [f"{name}.{kind}" for name in names for kind in (("weight", "bias") if biased else ("weight",))]
 
 
 def _norm_weights(name: str, shape: ModelShape) -> list[str]:
@@ -189,4 +233,18 @@ def _check_heads(shape: ModelShape) -> None:
     if shape.positions == "rope" and shape.head_width % 2:
         raise PlaitError(
             f"rotary positions turn pairs, and head_width is {shape.head_width}; choose an even head_width"
+        )
+
+
+def _check_positions(shape: ModelShape) -> None:
+    if shape.windows and (len(shape.windows) != shape.layers or min(shape.windows) < 0):
+        raise PlaitError(
+            f"the model's windows are {shape.windows}; give one number of at least 0 for each of {shape.layers} layers"
+        )
+    if shape.rope is not None and shape.positions != "rope":
+        raise PlaitError('rotary frequencies are stretched and positions are learned; choose positions = "rope"')
+    if shape.learned_positions and not shape.sequence <= shape.learned_positions:
+        raise PlaitError(
+            f"a sequence of {shape.sequence} tokens is longer than the model's table of {shape.learned_positions} "
+            f"positions; choose at most {shape.learned_positions}"
         )

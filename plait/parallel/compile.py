@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.parallel.sharded_model import ShardedModel
@@ -15,10 +16,15 @@ beyond torch's own limit of eight a layer would run uncompiled without a word.""
 def compile_layers(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Compile the layers in place; parameter names stay as they are."""
     if execution.compile == "blocks":
-        import torch._dynamo.config as dynamo  # more than a second of imports
-
-        dynamo.recompile_limit = max(COMPILED_SHAPES_LIMIT, dynamo.recompile_limit)
         for chunk in sharded.chunks:
             for layer in chunk.layers.values():
-                layer.compile(dynamic=False)
+                compile_layer(layer)
     return sharded
+
+
+def compile_layer(layer: nn.Module) -> None:
+    """Compile a layer in place, at its first call with each size."""
+    import torch._dynamo.config as dynamo  # more than a second of imports
+
+    dynamo.recompile_limit = max(COMPILED_SHAPES_LIMIT, dynamo.recompile_limit)
+    layer.compile(dynamic=False)

@@ -71,9 +71,13 @@ def run_keeping(kept: tuple[Any, ...], layer: Layer, stream_nd: Tensor, rows: Ro
 
 
 def _checkpoint(layer: Layer, stream_nd: Tensor, rows: Rows, **contexts: Any) -> Tensor:
+    # `rows` is no argument: torch 2.11's compiler takes one apart, and compiles anew for each number of documents.
+    def run(stream_nd: Tensor) -> Tensor:
+        return run_layer(layer, stream_nd, rows)
+
     # A layer draws no random number, so no generator's state is worth keeping. Where no contexts are wanted none may be
     # given: a compiler takes even torch's own empty ones for a selection of operations, and fails.
-    result = checkpoint(run_layer, layer, stream_nd, rows, use_reentrant=False, preserve_rng_state=False, **contexts)
+    result = checkpoint(run, stream_nd, use_reentrant=False, preserve_rng_state=False, **contexts)
     assert isinstance(result, Tensor)
     return result
 

@@ -14,13 +14,16 @@ MatmulPrecision = Literal["float32", "tf32"]
 """In what float32 matrices are multiplied on CUDA devices: TF32 rounds each factor to 10 bits of mantissa for the
 tensor cores; sums stay float32."""
 MatmulBackend = Literal["default", "onednn"]
-"""The library by which processors multiply float32 matrices: torch's default (MKL on x86), or oneDNN; attention keeps
-the default."""
+"""The library by which processors multiply float32 matrices: torch's default (MKL on x86), or oneDNN; attention of
+short rows keeps the default."""
 WorkerDevice = Literal["cpu", "cuda"]
 Compile = Literal["off", "blocks"]
 """Whether torch.compile compiles each layer."""
 GradientTransfer = Literal["float32", "bf16"]
 """The numbers in which gradients travel between ranks that sum them."""
+StageTransfer = Literal["float32", "bf16"]
+"""The numbers in which the stream and its gradients travel between a pipeline's stages; "float32" stands for the
+stream's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,3 +37,4 @@ class Execution:
     compile: Compile
     gradient_transfer: GradientTransfer
     matmul_precision: MatmulPrecision = "float32"
+    stage_transfer: StageTransfer = "float32"

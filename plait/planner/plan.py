@@ -16,6 +16,7 @@ from plait.partition.execution import (
     MatmulBackend,
     MatmulPrecision,
     Precision,
+    StageTransfer,
     WorkerDevice,
 )
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration, ForecastBasis, StepItems
@@ -29,8 +30,7 @@ WARNING = "warning: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerPlan:
-    """The optimizer's numbers; `lr` is the peak of `schedule`, `clip` the largest global gradient norm (None: no
-    clipping)."""
+    """The optimizer's numbers; `lr` is the peak of `schedule`, `clip` the largest gradient norm (None: no clipping)."""
 
     lr: float
     warmup_steps: int
@@ -56,8 +56,7 @@ def moments_of(kind: OptimizerKind, momentum: float) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What the planner predicts of a layout, before a step of it was run or scaled to a few timed steps
-    (resolve/forecast_update.py)."""
+    """What the planner predicts of a layout, also scaled to a few timed steps (resolve/forecast_update.py)."""
 
     step_s: float
     tensor_bytes: float
@@ -93,7 +92,7 @@ class HostShare:
     machine: str = ""
     """Digest of the machine's hardware and software; empty where unknown."""
     mark: str = ""
-    """Identifier of this machine among others that may have the same name; empty where unknown."""
+    """Tells this machine from others of the same name; empty where unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,20 +114,19 @@ class Plan:
     shape: ModelShape
     sequence: int
     batch_sequences: int
-    """Sequences of one optimizer step over all ranks."""
+    """Of one optimizer step, over all ranks."""
     micro_sequences: int
-    """Sequences a rank takes at a time, at most."""
+    """That a rank takes at a time, at most."""
     micro_limits: tuple[int, ...] = ()
-    """Sequences of a micro-batch of each data-parallel rank, where devices' memories differ too much for one number;
-    else empty."""
+    """Sequences of a micro-batch of each data-parallel rank; empty where one number suits all memories."""
     shares: tuple[int, ...] = ()
     """Sequences per step of each data-parallel rank; empty where they are as equal as can be."""
     host_order: tuple[int, ...] = ()
-    """For each position in the order of ranks the number of the host that is to take it; a host that is not among them
-    is left out. Empty: all, in the given order."""
+    """The numbers of the hosts in the order of their ranks; one not among them is left out. Empty: all, as given."""
     balance_every_steps: int = 0
     """How often shares may change while the run goes on; 0: never."""
     gradient_transfer: GradientTransfer = "float32"
+    stage_transfer: StageTransfer = "float32"
     deterministic: bool = True
     """Whether GPUs use only kernels that give the same bits each time; all did in plans without this field."""
     matmul_precision: MatmulPrecision = "float32"
@@ -142,9 +140,11 @@ class Plan:
     matmul_error: float | None = None
     """Largest relative error of those products against float64; None where not measured."""
     budget: Amount
-    """Budget of the run, from which `steps` follows."""
     steps: int
+    """Follow from the budget."""
     optimizer: OptimizerPlan
+    base: str = ""
+    """The folder of the model whose weights the run begins with; empty: they are drawn from the seed."""
     corpus: str
     """The folder with the prepared tokens."""
     corpus_hash: str
@@ -154,6 +154,8 @@ class Plan:
     report_every_steps: int
     evaluate_every_steps: int
     """0: only at the end."""
+    choices: str = ""
+    """The file of multiple-choice questions that an evaluation asks; empty: none."""
     step_s: float | None
     """Seconds of a step, measured when the plan was made; None where none was timed."""
     forecast: Forecast | None
@@ -161,7 +163,7 @@ class Plan:
     peak_flops: float | None
     """Arithmetic peak of all devices together, in FLOP/s; MFU is a share of it."""
     fingerprint: Mapping[str, Any]
-    """Hardware and software of the machine that the plan was made for."""
+    """Of the machine that the plan was made for."""
     recipe_hash: str
     reasons: tuple[str, ...]
     """One sentence for each thing that plait chose."""
@@ -182,6 +184,7 @@ class Plan:
             compile=self.compile,
             gradient_transfer=self.gradient_transfer,
             matmul_precision=self.matmul_precision,
+            stage_transfer=self.stage_transfer,
         )
 
     @property

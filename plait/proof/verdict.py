@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,8 @@ class Verdict:
     layout: Layout
     findings: tuple[Finding, ...]
     """Sorted by error relative to its tolerance, the worst first."""
+    exception: str = ""
+    """What the proof leaves out, as the end of a sentence: "but for …"; empty where it leaves nothing out."""
 
     @property
     def ok(self) -> bool:
@@ -148,6 +151,19 @@ class Verdict:
         width = max(len(name) for name, *_ in rows)
         lines = [f"{name:{width}}  {error:>7}  {allowed:>7}  {remark}" for name, error, allowed, remark in rows]
         return "\n".join(line.rstrip() for line in lines)
+
+    def __str__(self) -> str:
+        """The largest differences, and what they prove, as `plait verify` prints it."""
+        if self.ok:
+            without = f", {self.exception}" if self.exception else ""
+            last = f"proven   the layout computes what one plain process computes{without}"
+        else:
+            last = "differs  this layout does not compute what one plain process computes: a bug, so report it"
+        return f"{self.table()}\n{last}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def compare_runs(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import glob
 import os
 import re
 import tomllib
@@ -14,15 +13,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 from pydantic import ValidationError
 
 from plait.errors import PlaitError, check_utf8
+from plait.recipe.paths import resolve_paths
 from plait.recipe.refusal import refusal_sentence
-from plait.recipe.schema import RESERVED, RunConfig
+from plait.recipe.schema import RunConfig
 from plait.recipe.values import LONGEST_NAME
-
-_NAMED_TOKENIZERS = ("auto", "bpe", "gpt2")
 
 RecipeSource = Path | Mapping[str, Any] | RunConfig
 """A recipe's file, its sections as nested mappings, or a recipe that was loaded before."""
@@ -61,10 +58,10 @@ def _requested(recipe: RecipeSource, overrides: Sequence[str]) -> dict[str, Any]
     """The recipe with its overrides as nested values with absolute paths."""
     requested, here = _nested_values(recipe), Path.cwd()
     beside = recipe.resolve().parent if isinstance(recipe, Path) else here
-    _resolve_paths(requested, (beside, here))
+    resolve_paths(requested, (beside, here))
     for text in overrides:
         override = parse_override(text)
-        _resolve_paths(override, (here, beside))
+        resolve_paths(override, (here, beside))
         _merge(requested, override)
     return requested
 
@@ -104,9 +101,6 @@ def run_name_of(recipe: Path) -> str:
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
     """Check nested values against the schema; raises PlaitError that names the first bad key and how to correct it."""
-    for key in _keys(values):
-        if key in RESERVED:
-            raise PlaitError(f"{key} comes with a later version of plait; remove it from the recipe for now")
     with _refusing_depth():
         for text in _texts(values):
             check_utf8(text)
@@ -123,12 +117,12 @@ def parse_recipe(text: str, where: str) -> RunConfig:
 
 def recipe_text(config: RunConfig) -> str:
     """The recipe as TOML with every key written out, as it is saved with a run."""
-    return tomli_w.dumps(requested_values(config))
+    return str(config)
 
 
 def requested_values(config: RunConfig) -> dict[str, Any]:
     """The recipe as plain nested values; keys that are None are left out."""
-    return config.model_dump(mode="json", exclude_none=True)
+    return config.model_dump(mode="json", exclude_none=True, by_alias=True)
 
 
 def flat_values(config: RunConfig) -> dict[str, Any]:
@@ -195,52 +189,6 @@ def _merge(base: dict[str, Any], change: Mapping[str, Any]) -> None:
             base[key] = value
 
 
-def _resolve_paths(values: dict[str, Any], bases: Sequence[Path]) -> None:
-    data = values.get("data")
-    if not isinstance(data, dict):
-        return
-    files, tokenizer = data.get("files"), data.get("tokenizer")
-    if isinstance(files, str):
-        data["files"] = _absolute(files, bases)
-    elif isinstance(files, list):
-        data["files"] = [_resolve_source(item, bases) for item in files]
-    if isinstance(tokenizer, str) and tokenizer not in _NAMED_TOKENIZERS:
-        data["tokenizer"] = _absolute(tokenizer, bases)
-
-
-def _resolve_source(item: object, bases: Sequence[Path]) -> object:
-    if isinstance(item, str):
-        return _absolute(item, bases)
-    if isinstance(item, dict) and isinstance(item.get("path"), str):
-        return {**item, "path": _absolute(item["path"], bases)}
-    return item
-
-
-def _absolute(text: str, bases: Sequence[Path]) -> str:
-    """The path below the first base where it matches something; where nothing does, below the first base.
-
-    "hf:" names that are folders become absolute; other "hf:" names are names on the hub and stay unchanged.
-    """
-    prefix = "hf:" if text.startswith("hf:") else ""
-    bare, colon, parts = text.removeprefix("hf:").partition(":") if prefix else (text, "", "")
-    try:
-        places = [str(base / Path(bare).expanduser()) for base in bases]
-    except RuntimeError:
-        raise PlaitError(f'"{text}" names the home of a user who is not here; write the whole path') from None
-    found = next((place for place in places if _matches(place)), None)
-    return f"{prefix}{found}{colon}{parts}" if found else (text if prefix else places[0])
-
-
-def _matches(place: str) -> bool:
-    """Whether there is such a file or folder, or one that fits such a pattern, which this user may see."""
-    try:
-        if Path(place).exists():
-            return True
-        return glob.has_magic(place) and next(glob.iglob(place, recursive=True), None) is not None  # noqa: PTH207  Path.glob takes no absolute one
-    except (OSError, ValueError, re.error):
-        return False
-
-
 def _texts(values: object) -> Iterator[str]:
     """Every text of nested values, keys included."""
     if isinstance(values, str):
@@ -252,9 +200,3 @@ def _texts(values: object) -> Iterator[str]:
     elif isinstance(values, Sequence):
         for value in values:
             yield from _texts(value)
-
-
-def _keys(values: Mapping[str, Any]) -> Iterator[str]:
-    for section, keys in values.items():
-        if isinstance(keys, Mapping):
-            yield from (f"{section}.{key}" for key in keys)

@@ -49,12 +49,17 @@ def _section(location: Sequence[str]) -> tuple[type[BaseModel], str | None]:
     if field is None or not isinstance(field.annotation, type):
         return RunConfig, None
     known = field.annotation
-    name = location[1] if len(location) > 1 and location[1] in known.model_fields else None
+    name = next((own for own, key in _keys(known).items() if key in location[1:2]), None)
     return known, name
 
 
+def _keys(section: type[BaseModel]) -> dict[str, str]:
+    """The key in the recipe of each field of a section."""
+    return {name: field.alias or name for name, field in section.model_fields.items()}
+
+
 def _unknown(key: str, word: str, section: type[BaseModel]) -> str:
-    names = list(section.model_fields)
+    names = list(_keys(section).values())
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     everywhere = [f"{top}.{word}" for top, f in RunConfig.model_fields.items() if word in _fields(f.annotation)]
     if everywhere:

@@ -5,8 +5,9 @@ Only `data.files` is required. Every `"auto"` is derived in planner/resolve/reso
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from plait.recipe.values import (
@@ -29,7 +30,9 @@ from plait.recipe.values import (
 class RecipeSection(BaseModel):
     """Base of all sections of the recipe: frozen; unknown keys are an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True
+    )
 
 
 class RunSection(RecipeSection):
@@ -48,8 +51,10 @@ class RunSection(RecipeSection):
 
 
 class ModelSection(RecipeSection):
-    """[model]: the shape of the decoder; a size by name, or its numbers."""
+    """[model]: a model to go on from, or the shape of the decoder: a size by name, or its numbers."""
 
+    from_: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
+    """A model to go on from: a folder in Hugging Face's format, a .gguf file, or "hub:OWNER/NAME"."""
     size: SizeText | Auto = "auto"
     """Parameters, embeddings included: "5M", "2.6B"; "auto" takes the size that learns most within the budget."""
     layers: Layers | Auto = "auto"
@@ -67,11 +72,18 @@ class ModelSection(RecipeSection):
     activation: Literal["gelu", "swiglu", "relu2"] | Auto = "auto"
     positions: Literal["learned", "rope"] | Auto = "auto"
     rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] | Auto = "auto"
-    bias: Literal["none", "qkv", "all"] | Auto = "auto"
+    bias: Literal["none", "qkv", "attention", "feedforward", "all"] | Auto = "auto"
     """Which linear layers (with "all" also LayerNorms) have a bias."""
     qk_norm: bool | Auto = "auto"
     tied: bool | Auto = "auto"
     """Whether the head shares the embedding's weight."""
+
+    @model_validator(mode="after")
+    def _check_from(self) -> Self:
+        named = [key for key in type(self).model_fields if key != "from_" and getattr(self, key) != "auto"]
+        if self.from_ is not None and named:
+            raise ValueError(f"{named[0]} comes from the model in model.from; take {named[0]} out, or model.from")
+        return self
 
 
 class SourceSection(RecipeSection):
@@ -117,6 +129,8 @@ class TrainSection(RecipeSection):
     """The library that multiplies float32 matrices on processors; "auto" measures which is faster, and as exact."""
     gradient_transfer: Literal["float32", "bf16"] = "float32"
     """bf16 halves what travels where gradients are summed, and changes the numbers: each sum is rounded to 8 bits."""
+    stage_transfer: Literal["float32", "bf16"] = "float32"
+    """bf16 halves what the stages of a pipeline send each other, and rounds it to 8 bits at each passage."""
 
 
 class OptimizerSection(RecipeSection):
@@ -191,7 +205,7 @@ class CheckpointSection(RecipeSection):
     """[checkpoint]: how often the run is saved."""
 
     every: EveryText | Auto = "auto"
-    """How often to save: "10 steps", "5 minutes", "never" (then only at the end)."""
+    """How often to save: "10 steps", "5 minutes", "never" (then only at the end); "auto": at most 2 % of the time."""
     keep: Positive = 2
     """How many of the newest checkpoints stay."""
 
@@ -203,6 +217,8 @@ class ReportSection(RecipeSection):
     """How often the scalars are fetched from the devices; every step has its line all the same."""
     evaluate: EveryText | Auto = "auto"
     """How often the held-out loss is measured, besides at the end; in steps."""
+    choices: str | None = None
+    """File of multiple-choice questions (JSON lines) that are asked whenever the held-out loss is measured."""
 
 
 class RunConfig(RecipeSection):
@@ -218,6 +234,6 @@ class RunConfig(RecipeSection):
     checkpoint: CheckpointSection = CheckpointSection()
     report: ReportSection = ReportSection()
 
-
-RESERVED = frozenset({"model.from"})
-"""Keys whose names are decided but which this version does not support yet."""
+    def __str__(self) -> str:
+        """TOML with every key written out, as it is saved with a run; keys that are None are left out."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))

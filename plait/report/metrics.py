@@ -18,6 +18,8 @@ from plait.report.atomic import replace_file
 RECEIPT_WARM_UP_STEPS = 3
 MOST_METRICS_BYTES = 1 << 32
 """Twenty million steps."""
+ONLY_WITH_CHOICES = ("choices_accuracy", "choices_accuracy_per_byte")
+"""Keys of an evaluation in runs that ask multiple-choice questions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +51,17 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
-    """One evaluation, after `step`: the exact mean loss over the held-out part, in nats per token and per byte."""
+    """One evaluation, after `step`: the exact mean loss over the held-out part, in nats per token and per byte.
+
+    In a run that asks multiple-choice questions also the share that it answers right, by the log-probability of a
+    choice and by that a byte of it; else these are None, and not in the file.
+    """
 
     step: int
     eval_loss: float
     eval_nats_per_byte: float
+    choices_accuracy: float | None = None
+    choices_accuracy_per_byte: float | None = None
 
     def to_line(self) -> str:
         """The JSON line, newline included; what is not finite becomes null."""
@@ -121,7 +129,11 @@ def trim_metrics(path: Path, last_step: int) -> None:
 
 
 def _line(report: StepReport | EvalReport) -> str:
-    values = {field.name: _finite(getattr(report, field.name)) for field in fields(report)}
+    values = {
+        field.name: _finite(getattr(report, field.name))
+        for field in fields(report)
+        if field.name not in ONLY_WITH_CHOICES or getattr(report, field.name) is not None
+    }
     return json.dumps(values, allow_nan=False) + "\n"
 
 

@@ -1,36 +1,25 @@
-"""The receipt of a run: what it did, how well and how fast, as a value and a JSON file."""
+"""The receipt of a run as a value: what it did, how well and how fast; its text is a table for people."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from math import isfinite, isnan, nan
-from pathlib import Path
+from dataclasses import dataclass
+from html import escape
 from typing import Any, Literal
 
-from plait.checked_json import parse_object, sealed_text, typed_value
-from plait.errors import PlaitError
-from plait.layout import AXES
+from plait.layout import Layout
 from plait.partition.execution import MatmulBackend
-from plait.regular_file import read_regular_file
-from plait.report.atomic import replace_file
+from plait.report.plausibility import efficiency_doubt, mfu_doubt
+from plait.units import compared_text, counted, format_bytes, format_count, format_duration, plain_number
 
-DERIVED = ("step_error", "memory_error", "rss_error", "speedup_vs_one", "efficiency")
-"""Keys that are written for people who read the file, and computed again when it is read."""
-NULL_IF_NAN = ("train_loss", "step_s_median", "tokens_per_s")
-"""Keys that are null in the file where the run has no such number; other keys are null where there is none."""
-_ABOVE_ZERO = (
-    "step_s_median", "predicted_step_s", "timed_step_s", "untimed_step_s", "one_device_step_s",
-    "predicted_peak_bytes_per_device", "predicted_rss_bytes",
-)  # fmt: skip
-_SMALLEST, _LARGEST = 1e-15, 1e30
-"""Beyond these nothing is measured, and ratios of two figures could be more than a float holds."""
 ITEM_NAMES = {
     "compute_s": "computing",
     "waiting_s": "messages and other ranks",
     "optimizer_s": "optimizer and the rest",
     "data_s": "data",
 }
+WORTH_NAMING = 0.005
+"""Share of a step from which on an item is printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +77,10 @@ class Receipt:
     """Largest relative error of those products against float64."""
     untimed_step_s: float | None = None
     """Step time by formulas and earlier runs, where the prediction is the step that was timed."""
+    choices_accuracy: float | None = None
+    """Share of the recipe's multiple-choice questions (report.choices) that the last evaluation answered right."""
+    choices_accuracy_per_byte: float | None = None
+    """The same, where log-probabilities are divided by the bytes of a choice."""
 
     @property
     def step_error(self) -> float | None:
@@ -121,50 +114,122 @@ class Receipt:
         """Relative error of the predicted process size, of the largest worker: predicted / measured - 1."""
         return _off(self.predicted_rss_bytes, max(self.peak_rss_bytes, default=0))
 
-    def write(self, path: Path) -> None:
-        """Write receipt.json in one piece; raises RunFailed on a full disk."""
-        values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
-        for name in DERIVED:
-            values[name] = _plain(getattr(self, name))
-        replace_file(path, sealed_text(values).encode())
+    def __str__(self) -> str:
+        """A few aligned lines, as `plait train --verbose` prints them."""
+        rows = [(name, text) for name, text in _rows(self) if text]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in _rows(self) if text)
+        return f"<table>{rows}</table>"
 
 
-def read_receipt(path: Path) -> Receipt:
-    """Read receipt.json; raises PlaitError where it is missing or is not one."""
-    try:
-        values = parse_object(read_regular_file(path))
-        lost = {name: nan for name in NULL_IF_NAN if values.get(name, 0.0) is None}
-        kept = {name: value for name, value in values.items() if name not in DERIVED}
-        return _checked(replace(typed_value(Receipt, kept | dict.fromkeys(lost, 0.0)), **lost))
-    except FileNotFoundError:
-        raise PlaitError(f"{path} is missing: the run has not finished; give its command again") from None
-    except (OSError, ValueError) as error:
-        raise PlaitError(f"{path} is not a receipt ({error}); delete it and give the run's command again") from None
+def _rows(receipt: Receipt) -> list[tuple[str, str]]:
+    degrees: Mapping[str, Any] = receipt.layout
+    layout, ranks = Layout(**degrees), receipt.world_size
+    speed = f"{format_count(receipt.tokens_per_s)} tokens/s, {format_duration(receipt.step_s_median)} a step (median)"
+    held_out = _text(receipt.eval_loss, "{:.4f} nats per token") + _text(
+        receipt.eval_nats_per_byte, ", {:.4f} per byte"
+    )
+    return [
+        ("trained", f"{counted(receipt.steps, 'step')}, {format_count(receipt.tokens)} tokens"),
+        ("on", f"{receipt.device}, {counted(ranks, 'rank')} ({layout})"),
+        ("training loss", f"{receipt.train_loss:.4f} nats per token in the last step"),
+        ("held-out loss", held_out),
+        ("speed", speed),
+        ("forecast", _forecast(receipt)),
+        ("step time", _items(receipt)),
+        ("speed-up", _speedup(receipt)),
+        ("MFU", _mfu(receipt)),
+        ("peak of tensors", _peak(receipt.peak_tensor_bytes)),
+        ("peak of memory", _peak(receipt.peak_rss_bytes) + _rss_forecast(receipt)),
+        ("time", f"{format_duration(receipt.wall_s)}, {plain_number(receipt.device_hours)} device hours"),
+        ("cost", _costs(receipt)),
+        ("versions", ", ".join(f"{name} {version}" for name, version in receipt.versions.items())),
+    ]
 
 
-def _checked(receipt: Receipt) -> Receipt:
-    """Raise ValueError for keys that no layout or step has, and for a run of no ranks."""
-    items = [items.keys() for items in (receipt.predicted_items, receipt.measured_items) if items is not None]
-    if receipt.layout.keys() - set(AXES) or any(keys != ITEM_NAMES.keys() for keys in items):
-        raise ValueError("its layout or its items have other keys than plait writes")
-    if receipt.world_size < 1 or min(receipt.layout.values(), default=1) < 1:
-        raise ValueError("its layout has fewer than one rank")
-    for field in fields(receipt):
-        value = getattr(receipt, field.name)
-        for one in value if isinstance(value, list) else [value]:
-            least = _SMALLEST if field.name in _ABOVE_ZERO else 0.0
-            if isinstance(one, int | float) and not (isnan(one) or least <= one <= _LARGEST):
-                raise ValueError(f"{field.name} is {one:g}, which no run comes to")
-    return receipt
+def _forecast(receipt: Receipt) -> str:
+    if receipt.predicted_step_s is None or receipt.step_error is None:
+        return ""
+    text = f"{format_duration(receipt.predicted_step_s)} a step{_sources(receipt)}: the run was "
+    text += _difference(receipt.step_error, "slower", "faster")
+    if receipt.timed_error is not None and receipt.untimed_step_s is None:
+        difference = _difference(receipt.timed_error, "slower", "faster", than="timed")
+        text += f"; timed before the run {format_duration(receipt.timed_step_s or 0.0)}: {difference}"
+    if receipt.predicted_peak_bytes_per_device is None or receipt.memory_error is None:
+        return text
+    peak = format_bytes(receipt.predicted_peak_bytes_per_device)
+    return f"{text}; {peak} of tensors: {_difference(receipt.memory_error, 'more', 'less')}"
+
+
+def _sources(receipt: Receipt) -> str:
+    """In brackets what the forecast of a step rests on, where that is not formulas alone."""
+    parts = []
+    if receipt.untimed_step_s is not None:
+        parts.append(f"timed before the run, formulas said {format_duration(receipt.untimed_step_s)}")
+    if receipt.taught_by_runs:
+        parts.append(f"corrected by {counted(receipt.taught_by_runs, 'earlier run')}")
+    return f" ({'; '.join(parts)})" if parts else ""
+
+
+def _items(receipt: Receipt) -> str:
+    """The items of a step, measured and predicted, in words."""
+    predicted, measured = receipt.predicted_items, receipt.measured_items
+    if predicted is None or measured is None:
+        return ""
+    named = [n for n in ITEM_NAMES if max(predicted[n], measured[n]) >= WORTH_NAMING * sum(measured.values())]
+    return ", ".join(
+        f"{ITEM_NAMES[n]} {format_duration(measured[n])} (forecast {format_duration(predicted[n])})" for n in named
+    )
+
+
+def _rss_forecast(receipt: Receipt) -> str:
+    if receipt.predicted_rss_bytes is None or receipt.rss_error is None:
+        return ""
+    return f"; forecast {format_bytes(receipt.predicted_rss_bytes)}: {_difference(receipt.rss_error, 'more', 'less')}"
+
+
+def _difference(error: float, above: str, below: str, *, than: str = "forecast") -> str:
+    """How measured compares with predicted, from predicted / measured - 1."""
+    ratio = 1 / (1 + error)
+    return f"as {than}" if abs(ratio - 1) < 0.0005 else compared_text(ratio, above, below, digits=1, than=than)
+
+
+def _mfu(receipt: Receipt) -> str:
+    causal = _text(receipt.mfu_causal, " ({:.1%} with causal attention)")
+    return _text(receipt.mfu, "{:.1%}") + causal + mfu_doubt(receipt.mfu)
+
+
+def _speedup(receipt: Receipt) -> str:
+    if receipt.world_size == 1 or receipt.speedup_vs_one is None or receipt.efficiency is None:
+        return ""
+    source = {"measurement": " from its measured speed", "formulas": " by formulas", None: ""}
+    return (
+        f"{receipt.speedup_vs_one:.2f} times one device alone (estimated{source[receipt.one_device_from]}): "
+        f"{receipt.efficiency:.0%} of {receipt.world_size} workers"
+        f"{efficiency_doubt(receipt.efficiency, receipt.world_size)}"
+    )
+
+
+def _costs(receipt: Receipt) -> str:
+    watts_h = receipt.energy_wh
+    parts = [
+        _text(receipt.cost_usd, "${:,.2f}"),
+        "" if watts_h is None else f"{plain_number(watts_h)} Wh of the devices",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _text(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _peak(per_device: Sequence[int]) -> str:
+    return f"{format_bytes(max(per_device))} on the fullest device" if per_device else ""
 
 
 def _off(predicted: float | None, measured: float) -> float | None:
     return None if predicted is None or not measured > 0 else predicted / measured - 1
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    if isinstance(value, Mapping):
-        return dict(value)
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from plait.units import compared_text, plain_number
+
 FindingKind = Literal["device", "link", "data"]
 Shares = Literal["balanced", "fixed", "least", "recut", "uncut", "stages", "same"]
 """Whether the run moves shares of the batch itself, could do so, or cannot, since nobody has less than one sequence;
@@ -45,15 +47,21 @@ def begin_words(
         )
     elif kind == "data":
         words = (
-            f"{who_words(ranks, hosts)} {'wait' if several else 'waits'} for data since step {since}, {factor - 1:.0%} "
-            "of a usual step: balance cannot help; a faster disk would, or the prepared data on a disk of that machine"
+            f"{who_words(ranks, hosts)} {'wait' if several else 'waits'} for data since step {since}, "
+            f"{_of_a_step(factor - 1)}: balance cannot help; a faster disk would, or the prepared data on a disk of "
+            "that machine"
         )
     else:
         words = (
-            f"{link_words(ranks, hosts)} hold up every step by {factor - 1:.0%} since step {since}"
-            f"{'' if others else ', and no rank computes slower'}: balance cannot help{_link_mend(hosts, shares)}"
+            f"{link_words(ranks, hosts)} make every step {compared_text(factor, 'longer', 'shorter')} since step "
+            f"{since}{'' if others else ', and no rank computes slower'}: balance cannot help"
+            f"{_link_mend(hosts, shares)}"
         )
     return _finding(kind, "begins", ranks, hosts, since=since, factor=factor, words=words)
+
+
+def _of_a_step(steps: float) -> str:
+    return f"{steps:.0%} of a usual step" if steps < 1 else f"as long as {plain_number(steps, 2)} usual steps"
 
 
 def _link_mend(hosts: Sequence[str], shares: Shares) -> str:

@@ -64,7 +64,8 @@ class Console:
 
     def evaluation(self, report: EvalReport) -> None:
         per_byte = f"{report.eval_nats_per_byte:.3g} nats per byte"
-        self._print(f"step {report.step}: held-out loss {report.eval_loss:.3f} ({per_byte})")
+        right = "" if report.choices_accuracy is None else f", {report.choices_accuracy:.1%} of choices right"
+        self._print(f"step {report.step}: held-out loss {report.eval_loss:.3f} ({per_byte}){right}")
 
     def note(self, text: str) -> None:
         self._print(text)

@@ -44,16 +44,22 @@ class TerminalScreen:
             return
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.percentage:>3.0f} %"))
         remaining = TimeRemainingColumn(compact=True)
-        with Progress(*columns, remaining, console=self._rich, transient=True, auto_refresh=False) as bar:
-            task, due = bar.add_task("", total=None), self._every(REFRESH_EVERY_S, at_once=True)
+        bar = Progress(*columns, remaining, console=self._rich, transient=True, auto_refresh=False)
+        due = self._every(REFRESH_EVERY_S, at_once=True)
 
-            def show(done: int, total: int, stage: str) -> None:
-                news = bar.tasks[0].description != stage
-                bar.update(task, completed=done, total=total or None, description=stage)
-                if news or due():
-                    bar.refresh()
+        def show(done: int, total: int, stage: str) -> None:
+            if not bar.tasks:  # a bar says from the first what it is about
+                bar.add_task(stage, total=None)
+                bar.start()
+            news = bar.tasks[0].description != stage
+            bar.update(bar.task_ids[0], completed=done, total=total or None, description=stage)
+            if news or due():
+                bar.refresh()
 
+        try:
             yield show
+        finally:
+            bar.stop()
 
     def steps(self, total_steps: int, steps_done: int = 0) -> Console:
         return Console(total_steps, steps_done, screen=self._rich, clock=self._clock)

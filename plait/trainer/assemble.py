@@ -18,20 +18,21 @@ from plait.data.order import make_order
 from plait.data.shards import Corpus, open_corpus
 from plait.layout import Layout
 from plait.model.gpt import GPT
-from plait.model.init import first_value
-from plait.model.shape import ModelShape
 from plait.parallel.apply import STAGES, ParallelStage, parallelize
 from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import ShardedModel
-from plait.partition.execution import Precision
+from plait.partition.execution import Compile, Precision
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
+from plait.trainer.first_weights import fill_first_weights
 from plait.trainer.optim import learning_rate, make_optimizer, set_learning_rate
+from plait.trainer.score_passes import score_passes
 from plait.trainer.state import TrainState
 from plait.trainer.step import (
     Autocast,
     RunMicros,
     Scalars,
+    WeightCasts,
     evaluate_in_turn,
     make_forward,
     make_loss,
@@ -125,11 +126,14 @@ def assemble(
         model.to(torch.float64 if plan.precision == "float64" else torch.float32), mesh, plan.execution, stages
     )
     if initialize:
-        initialize_weights(sharded, plan.shape, config.run.seed)
+        fill_first_weights(sharded, plan, config.run.seed)
     corpus = open_corpus(Path(plan.corpus))
     samples = select_samples(plan, layout, sums.index, device)
     loader = Loader(corpus, make_order(corpus, config.run.seed, plan.sequence), samples)
-    run_micros, evaluate_micros = make_runners(sharded, make_autocast(plan.precision, device))
+    autocast = make_autocast(plan.precision, device)
+    run_micros, evaluate_micros = make_runners(
+        sharded, autocast, casts=weight_casts(plan), compile=plan.compile if stages else "off"
+    )
     return Assembly(
         plan=plan,
         device=device,
@@ -142,16 +146,6 @@ def assemble(
         run_micros=run_micros,
         evaluate_micros=evaluate_micros,
     )
-
-
-@torch.no_grad()
-def initialize_weights(sharded: ShardedModel, shape: ModelShape, seed: int) -> None:
-    """Fill this rank's weights from the seed: each is a slice of the value that the whole weight has in one process."""
-    for held in sharded.weights:
-        value = first_value(held.name, shape, seed)
-        for dim, (first, length) in enumerate(zip(held.box.offset, held.box.extent, strict=True)):
-            value = value.narrow(dim, first, length)
-        held.tensor.copy_(value)
 
 
 def select_samples(plan: Plan, layout: Layout, rank: int, device: torch.device) -> SampleSelection:
@@ -175,14 +169,16 @@ def select_samples(plan: Plan, layout: Layout, rank: int, device: torch.device) 
     )
 
 
-def make_runners(sharded: ShardedModel, autocast: Autocast) -> tuple[RunMicros, EvaluateMicros]:
+def make_runners(
+    sharded: ShardedModel, autocast: Autocast, *, casts: WeightCasts = "each micro-batch", compile: Compile = "off"
+) -> tuple[RunMicros, EvaluateMicros]:
     """Functions that run micro-batches through the sharded model in training and in evaluation: one micro-batch
-    after another, or through a pipeline."""
-    forward, loss_of = make_forward(autocast), make_loss(autocast, sharded.vocabulary)
+    after another, or through a pipeline, which casts weights for each micro-batch."""
+    forward, loss_of = make_forward(autocast), make_loss(autocast, sharded.vocabulary, score_passes(compile))
     pipe = sharded.pipe
     if pipe is None:
         return (
-            partial(run_micros_in_turn, sharded=sharded, forward=forward, loss_of=loss_of),
+            partial(run_micros_in_turn, sharded=sharded, forward=forward, loss_of=loss_of, casts=casts),
             partial(evaluate_in_turn, sharded=sharded, forward=forward, loss_of=loss_of),
         )
     return (
@@ -191,6 +187,16 @@ def make_runners(sharded: ShardedModel, autocast: Autocast) -> tuple[RunMicros, 
         ),
         lambda micros: pipe.evaluate(list(micros), forward=forward, loss_of=loss_of) * sharded.reports,
     )
+
+
+def weight_casts(plan: Plan) -> WeightCasts:
+    """How often a plan's steps cast weights: once where the copies are there until the end of backward in any case.
+
+    GPUs cast within compiled layers.
+    """
+    gathered = plan.layout.shard > 1 and plan.layout.shard_what == "parameters"
+    held = plan.device == "cpu" and plan.layout.recompute == "none" and not gathered
+    return "each step" if held and plan.precision == "bf16" else "each micro-batch"
 
 
 def make_autocast(precision: Precision, device: torch.device) -> Autocast:

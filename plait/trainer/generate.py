@@ -29,7 +29,7 @@ def generate(
     as a new beginning, so the text may be of any length. Equal seeds give equal text on one machine. Raises PlaitError
     for an empty prompt, a token outside the vocabulary, settings out of range, and scores that are not finite.
     """
-    _check(model, prompt_ids, temperature, top_p)
+    _check(model, prompt_ids, temperature, top_p, seed)
     return _generate(model, list(prompt_ids), tokens, _Chooser(temperature, top_p, seed), frozenset(stop))
 
 
@@ -81,7 +81,9 @@ class _Chooser:
         return int(order[torch.multinomial(likeliest, 1, generator=self._generator)])
 
 
-def _check(model: GPT, prompt_ids: Sequence[int], temperature: float, top_p: float) -> None:
+def _check(model: GPT, prompt_ids: Sequence[int], temperature: float, top_p: float, seed: int) -> None:
+    if not 0 <= seed < 2**63:
+        raise PlaitError(f"seed = {seed}; choose a whole number from 0 to {2**63 - 1}")
     if not prompt_ids:
         raise PlaitError("the prompt is empty; give at least one token to go on from")
     vocabulary = model.shape.vocabulary

@@ -14,6 +14,7 @@ import torch
 
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.sinks import Sink
+from plait.trainer.checkpointing.pace import CheckpointPace
 from plait.trainer.divergence import DivergenceWatch
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
@@ -74,7 +75,7 @@ def run_loop(
     Weights without a finite loss are not saved; RunFailed is raised, on every rank at the same step, where the run has
     diverged.
     """
-    saved_step, saved_at = state.step, time.monotonic()
+    pace = CheckpointPace(intervals.checkpoint_every, step=state.step)
     pending: list[_Pending] = []
     began = time.perf_counter()
     stop, divergence = False, DivergenceWatch(state.step)
@@ -83,8 +84,7 @@ def run_loop(
         state, scalars = actions.step(state)
         pending.append(_Pending(state, scalars, lr, actions.data_wait_s()))
         last = state.step == intervals.steps
-        due = _save_due(intervals.checkpoint_every, state.step - saved_step, time.monotonic() - saved_at)
-        stop, save = actions.agree(actions.stop_requested(), due)
+        stop, save = actions.agree(actions.stop_requested(), pace.is_due(state.step))
         evaluate = last or _divides(intervals.evaluate_every_steps, state.step)
         paces = intervals.report_every_steps, intervals.balance_every_steps, intervals.watch_every_steps
         fetch = any(_divides(every, state.step) for every in paces)
@@ -99,10 +99,12 @@ def run_loop(
             divergence.evaluated(report)
         _prune_if_proven(actions, divergence)  # before the next one is written, so that the disk need not hold both
         if (save or stop or last) and divergence.loss_is_finite:
+            before = time.monotonic()
             actions.save(state)
             divergence.saved(state.step)
             _prune_if_proven(actions, divergence)
-            saved_step, saved_at = state.step, time.monotonic()
+            if sentence := pace.saved(state.step, time.monotonic() - before):
+                sink.note(sentence)
         began = time.perf_counter()
     return state, "stopped" if state.step < intervals.steps else "done"
 
@@ -115,12 +117,6 @@ def _prune_if_proven(actions: LoopActions, divergence: DivergenceWatch) -> None:
 
 def _divides(every_steps: int, step: int) -> bool:
     return every_steps > 0 and step % every_steps == 0
-
-
-def _save_due(every: Every, steps: int, seconds: float) -> bool:
-    if every.value == 0:
-        return False
-    return (steps if every.unit == "steps" else seconds) >= every.value
 
 
 def _flush(

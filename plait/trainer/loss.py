@@ -19,21 +19,26 @@ from torch.autograd.function import once_differentiable
 
 from plait.model.linear import to_compute_precision
 from plait.parallel.sharded_model import WHOLE_VOCABULARY, VocabularySplit
+from plait.trainer.score_passes import InPlacePasses, LocalTargets, ScorePasses, exact_dtype
 
-IGNORED = -100
-"""Target of a token that does not enter the loss."""
+_PIECE_NUMBERS = {"cuda": 2**27}
+"""Largest number of logits held at a time, by device: a quarter of a gigabyte of 16-bit ones on a GPU."""
+_USUAL_PIECE_NUMBERS = 2**21
+"""On all others: a few megabytes that stay in a core's cache."""
 
-_PIECE_NUMBERS = {"cpu": 2**21, "cuda": 2**27}
-"""Largest number of logits held at a time, by device: a few megabytes that stay in a core's cache, or half a
-gigabyte on a GPU."""
+IN_PLACE = InPlacePasses()
 
 
 def sum_of_losses(
-    hidden_nd: Tensor, head_vd: Tensor, targets_n: Tensor, vocabulary: VocabularySplit = WHOLE_VOCABULARY
+    hidden_nd: Tensor,
+    head_vd: Tensor,
+    targets_n: Tensor,
+    vocabulary: VocabularySplit = WHOLE_VOCABULARY,
+    passes: ScorePasses = IN_PLACE,
 ) -> Tensor:
     """The summed cross-entropy, in nats, of the next-token logits `hidden @ head.T`; targets of -100 are ignored.
 
-    Works through the tokens in chunks and computes the gradient in the same pass, so that the n × v logits never exist
+    Works through the tokens in pieces and computes the gradient in the same pass, so that the n × v logits never exist
     at once. Differentiable once, in hidden and head. Returns a scalar in float32, or float64 for float64 inputs. Where
     the vocabulary is split over ranks, each rank passes its rows of the head, and the hidden states and targets of all
     tokens; all ranks get the same sum, and each gets its own entries' contribution to the gradient of the hidden
@@ -42,8 +47,16 @@ def sum_of_losses(
     want_grads = torch.is_grad_enabled()
     # Its products are made in place, and those autocast leaves as they are.
     hidden_nd = to_compute_precision(hidden_nd)
-    total: Tensor = _SumOfLosses.apply(hidden_nd, head_vd, targets_n, vocabulary, want_grads)  # type: ignore[assignment]
+    total: Tensor = _SumOfLosses.apply(hidden_nd, head_vd, targets_n, vocabulary, passes, want_grads)  # type: ignore[assignment]
     return total
+
+
+def even_pieces(tokens: int, most: int) -> list[slice]:
+    """As few pieces of at most `most` tokens as there can be, of one size but for the last, which may be smaller: a
+    compiled kernel is made for a size."""
+    count = -(-tokens // max(1, most))
+    size = -(-tokens // max(1, count))
+    return [slice(first, min(first + size, tokens)) for first in range(0, tokens, max(1, size))]
 
 
 class _SumOfLosses(torch.autograd.Function):
@@ -54,26 +67,20 @@ class _SumOfLosses(torch.autograd.Function):
         head_vd: Tensor,
         targets_n: Tensor,
         vocabulary: VocabularySplit,
+        passes: ScorePasses,
         want_grads: Literal[True, False],
     ) -> Tensor:
-        exact = torch.float64 if hidden_nd.dtype == torch.float64 else torch.float32
+        exact = exact_dtype(hidden_nd)
         weight_vd = head_vd.detach().to(hidden_nd.dtype)
         total = torch.zeros((), dtype=exact, device=hidden_nd.device)
         grad_hidden = torch.empty_like(hidden_nd) if want_grads and ctx.needs_input_grad[0] else None
         grad_head = torch.zeros_like(head_vd, dtype=exact) if want_grads and ctx.needs_input_grad[1] else None
-        piece = max(1, _PIECE_NUMBERS[hidden_nd.device.type] // vocabulary.most_entries(len(head_vd)))
-        for first in range(0, hidden_nd.shape[0], piece):
-            part = slice(first, first + piece)
-            hidden, targets = hidden_nd[part].detach(), targets_n[part]
-            local = _LocalTargets(targets, vocabulary.first, len(weight_vd))
-            losses, probabilities = _losses((hidden @ weight_vd.T).to(exact), targets, local, vocabulary)
-            total += losses
-            if grad_hidden is not None or grad_head is not None:
-                grad = _grad_of_scores(probabilities, targets, local).to(hidden.dtype)
-                if grad_hidden is not None:
-                    torch.mm(grad, weight_vd, out=grad_hidden[part])
-                if grad_head is not None:
-                    _add_product(grad_head, grad.T, hidden)
+        most = _PIECE_NUMBERS.get(hidden_nd.device.type, _USUAL_PIECE_NUMBERS)
+        for part in even_pieces(len(hidden_nd), most // vocabulary.most_entries(len(head_vd))):
+            hidden = hidden_nd[part].detach()
+            targets = LocalTargets(targets_n[part], vocabulary.first, len(weight_vd))
+            own_grad = None if grad_hidden is None else grad_hidden[part]
+            total += _add_piece(passes, hidden, weight_vd, targets, vocabulary, own_grad, grad_head)
         ctx.save_for_backward(grad_hidden, None if grad_head is None else grad_head.to(head_vd.dtype))
         return total
 
@@ -88,36 +95,31 @@ class _SumOfLosses(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
-class _LocalTargets:
-    """Positions of the targets among this rank's vocabulary entries, and a mask of the targets that are among them."""
-
-    def __init__(self, targets_n: Tensor, first: int, entries: int) -> None:
-        index = targets_n - first
-        self.index_n1 = index.clamp(min=0, max=entries - 1).unsqueeze(1)
-        self.here_n = (index >= 0) & (index < entries) & (targets_n != IGNORED)
-
-
-def _losses(
-    scores_nv: Tensor, targets_n: Tensor, local: _LocalTargets, vocabulary: VocabularySplit
-) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy, and the probabilities, which overwrite the scores."""
-    shifted = scores_nv.sub_(vocabulary.largest(scores_nv.amax(dim=1, keepdim=True)))
-    picked_n = shifted.gather(1, local.index_n1).squeeze(1) * local.here_n
-    exponentials = shifted.exp_()
-    sums_n, picked_n = vocabulary.sum(torch.stack([exponentials.sum(dim=1), picked_n]))
-    losses_n = sums_n.log() - picked_n
-    return (losses_n * (targets_n != IGNORED)).sum(), exponentials.div_(sums_n.unsqueeze(1))
-
-
-def _grad_of_scores(probabilities_nv: Tensor, targets_n: Tensor, local: _LocalTargets) -> Tensor:
-    """Gradient of the scores: probabilities minus one at the target, computed in place; zero where the target is
-    ignored."""
-    minus_one = local.here_n.unsqueeze(1).to(probabilities_nv.dtype).neg_()
-    grad = probabilities_nv.scatter_add_(1, local.index_n1, minus_one)
-    return grad.masked_fill_((targets_n == IGNORED).unsqueeze(1), 0)
+def _add_piece(
+    passes: ScorePasses,
+    hidden_nd: Tensor,
+    weight_vd: Tensor,
+    targets: LocalTargets,
+    vocabulary: VocabularySplit,
+    grad_hidden_nd: Tensor | None,
+    grad_head_vd: Tensor | None,
+) -> Tensor:
+    """The summed loss of a piece, whose gradients are put into `grad_hidden_nd` and added to `grad_head_vd`. When it
+    returns, nothing that is as large as the piece's logits is there any more."""
+    losses, kept = passes.losses(hidden_nd @ weight_vd.T, targets, vocabulary)
+    if grad_hidden_nd is None and grad_head_vd is None:
+        return losses
+    grad_nv = passes.gradient(kept, targets, hidden_nd.dtype)
+    del kept
+    if grad_hidden_nd is not None:
+        torch.mm(grad_nv, weight_vd, out=grad_hidden_nd)
+    if grad_head_vd is not None:
+        _add_product(grad_head_vd, grad_nv.T, hidden_nd)
+    return losses
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,10 +15,19 @@ from plait.model.attention import Documents
 from plait.model.gpt import GPT
 from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import Forward, LossOf, ShardedModel, VocabularySplit
-from plait.trainer.loss import IGNORED, sum_of_losses
+from plait.trainer.loss import IN_PLACE, sum_of_losses
 from plait.trainer.optim import clip_factor, owned_squares, update
+from plait.trainer.score_passes import IGNORED, ScorePasses
 
 Autocast = Callable[[], AbstractContextManager[object]]
+
+WeightCasts = Literal["each micro-batch", "each step"]
+"""How often autocast casts a weight; see Note [casts of a step]."""
+
+# Note [casts of a step]: autocast keeps a weight's 16-bit copy until its outermost block ends, and the graph holds the
+# copies from a forward to its backward anyway. So one block around a step's micro-batches casts once, with the same
+# bits and, where nothing is recomputed or gathered for a while, the same peak of memory. Backward runs without autocast
+# as ever, in a block inside that one: products of a gradient must not be rounded because a block is open.
 
 RunMicros = Callable[[Sequence[Micro]], Tensor]
 """Runs forward and backward of this rank's micro-batches. Returns this rank's [sum of losses, counted tokens] in
@@ -57,19 +67,34 @@ def take_step(
     return Scalars(totals=torch.stack([loss_sum, tokens]), norm=norm)
 
 
-def run_micros_in_turn(micros: Sequence[Micro], *, sharded: ShardedModel, forward: Forward, loss_of: LossOf) -> Tensor:
+def run_micros_in_turn(
+    micros: Sequence[Micro],
+    *,
+    sharded: ShardedModel,
+    forward: Forward,
+    loss_of: LossOf,
+    casts: WeightCasts = "each micro-batch",
+) -> Tensor:
     """RunMicros without a pipeline: micro-batches run one after another, and their gradients accumulate."""
     (model,) = sharded.chunks
-    totals = torch.zeros(2, dtype=torch.float64, device=micros[0].inputs.device)
+    device = micros[0].inputs.device
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
     sharded.gradients.open()
-    for micro in micros:
-        if micro is micros[-1]:
-            sharded.gradients.arm(0)
-        loss = loss_of(forward(model, micro, None), model, micro)
-        loss.backward()
-        totals += torch.stack([loss.detach().double(), counted_tokens(micro)])
+    with _autocast_block(device, casts):
+        for micro in micros:
+            if micro is micros[-1]:
+                sharded.gradients.arm(0)
+            loss = loss_of(forward(model, micro, None), model, micro)
+            with torch.autocast(device.type, enabled=False):
+                loss.backward()
+            totals += torch.stack([loss.detach().double(), counted_tokens(micro)])
     sharded.gradients.close()
     return totals * sharded.reports
+
+
+def _autocast_block(device: torch.device, casts: WeightCasts) -> AbstractContextManager[object]:
+    """What encloses the micro-batches of a step: see Note [casts of a step]."""
+    return torch.autocast(device.type, dtype=torch.bfloat16) if casts == "each step" else nullcontext()
 
 
 def evaluate_in_turn(micros: Iterable[Micro], *, sharded: ShardedModel, forward: Forward, loss_of: LossOf) -> Tensor:
@@ -94,13 +119,14 @@ def make_forward(autocast: Autocast) -> Forward:
     return forward
 
 
-def make_loss(autocast: Autocast, vocabulary: VocabularySplit) -> LossOf:
-    """A function that returns the sum of a micro-batch's token losses from the hidden states after the final norm."""
+def make_loss(autocast: Autocast, vocabulary: VocabularySplit, passes: ScorePasses = IN_PLACE) -> LossOf:
+    """A function that returns the sum of a micro-batch's token losses from the hidden states after the final norm;
+    `passes` are how it goes over the logits."""
 
     def loss_of(hidden_nd: Tensor, chunk: GPT, micro: Micro) -> Tensor:
         with autocast():
             every_nd = vocabulary.enter(hidden_nd, micro.targets.numel())
-            return sum_of_losses(every_nd, chunk.head_weight(), micro.targets.flatten(), vocabulary)
+            return sum_of_losses(every_nd, chunk.head_weight(), micro.targets.flatten(), vocabulary, passes)
 
     return loss_of
 

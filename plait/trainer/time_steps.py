@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,15 +31,16 @@ def rank(context: WorkerContext, argument: str) -> None:
         mesh = make_mesh(plan.layout, plan.device)
         world = world_sums()
         assembly = assemble(config, plan, sums=world, mesh=mesh)
-        step_s = _time_steps(assembly, world, requested["least_s"])
+        step_s = _time_steps(assembly, world, requested["least_s"], context.stop_requested)
         assembly.loader.close()
-        if context.rank == 0:
+        if context.rank == 0 and step_s is not None:
             context.send("measured", step_s=step_s)
 
 
-def _time_steps(assembly: Assembly, world: Sums, least_s: float) -> float:
-    """Median seconds of a step on this rank. All ranks take the same number of steps: rank 0's clock decides when
-    they are enough."""
+def _time_steps(assembly: Assembly, world: Sums, least_s: float, stop_requested: Callable[[], bool]) -> float | None:
+    """Median seconds of a step on this rank; None where one of the ranks was asked to stop, as torchrun asks them.
+
+    All ranks take the same number of steps: rank 0's clock decides when they are enough."""
     state, times = TrainState(), []
     enough = False
     while not enough:
@@ -48,5 +50,7 @@ def _time_steps(assembly: Assembly, world: Sums, least_s: float) -> float:
         times.append(time.perf_counter() - began)
         timed = times[WARM_UP_STEPS:]
         here = len(timed) >= LEAST_TIMED_STEPS and sum(timed) >= least_s
-        enough = bool(world.largest(torch.tensor([int(here and world.index == 0)]))[0])
+        enough, stop = world.largest(torch.tensor([int(here and world.index == 0), int(stop_requested())])).tolist()
+        if stop:
+            return None
     return statistics.median(times[WARM_UP_STEPS:])

@@ -16,7 +16,6 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from plait.checkpoint.store import verify_checkpoint
 from plait.errors import RunFailed
 from plait.model.matmul import select_matmul_library, select_matmul_precision
 from plait.model.shape import training_flops_per_token
@@ -30,9 +29,10 @@ from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.actions import Rebalancer, watch_every_steps
 from plait.trainer.balance.meter import Meter, attach_meter, clock_of
 from plait.trainer.balance.move_layers import move_layers
+from plait.trainer.checkpointing.persist import prune_old, restore, save, verify_together
+from plait.trainer.choices import ChoiceEvaluation, load_choices
 from plait.trainer.loop import LoopActions, LoopIntervals, run_loop
 from plait.trainer.optim import learning_rate
-from plait.trainer.persist import prune_old, restore, save
 from plait.trainer.rank_sinks import sinks_of_rank
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
@@ -67,12 +67,14 @@ def main(context: WorkerContext, argument: str) -> None:
         mesh = make_mesh(plan.layout, plan.device)
         torch.manual_seed(config.run.seed + context.rank)
         build = partial(assemble, config, sums=world, mesh=mesh)
-        assembly = build(plan)
+        # A run that goes on has all its weights in the checkpoint.
+        assembly = build(plan, initialize=not requested["resume"])
         assembly, meter = attach_meter(assembly, clock_of(assembly.device))
-        state = TrainState()
+        state, whole = TrainState(), set[int]()
         if requested["resume"]:
             path = folder / "checkpoints" / requested["resume"]
-            state = restore(assembly, path, verify_checkpoint(path), world)
+            state = restore(assembly, path, verify_together(path, world, context.local_rank), world)
+            whole.add(state.step)
         sink = sinks_of_rank(context.rank, context.send, folder, state.step)
         memory = _FirstStep(assembly, world, context)
         try:
@@ -88,9 +90,11 @@ def main(context: WorkerContext, argument: str) -> None:
             tell = partial(context.send, "times")
             balance = Rebalancer(assembly, meter, folder / "shares.jsonl", world, tell, restage)
             checkpoints = folder / "checkpoints"
-            keep = _checkpoint_saver(context, assembly, checkpoints, world, requested["parts"])
-            prune = partial(prune_old, checkpoints, plan.checkpoint_keep, world)
-            run_loop(state, _pace(plan), _actions(context, assembly, keep, prune, balance, memory), sink)
+            keep = _checkpoint_saver(context, assembly, checkpoints, world, requested["parts"], whole)
+            prune = partial(prune_old, checkpoints, plan.checkpoint_keep, world, whole)
+            choices = load_choices(assembly, Path(plan.choices) if plan.choices else None, world)
+            actions = _actions(context, assembly, keep, prune, balance, memory, choices)
+            run_loop(state, _pace(plan), actions, sink)
         finally:
             sink.close()
             assembly.loader.close()
@@ -148,14 +152,21 @@ SaveState = Callable[[TrainState], Path]
 Parts = Literal["here", "sent"]
 
 
-def _checkpoint_saver(context: WorkerContext, assembly: Assembly, folder: Path, world: Sums, parts: Parts) -> SaveState:
-    """A function that saves a state's checkpoint in `folder`; a rank whose part is "sent" has the supervisors send
-    it on to rank 0's folder."""
+def _checkpoint_saver(
+    context: WorkerContext, assembly: Assembly, folder: Path, world: Sums, parts: Parts, whole: set[int]
+) -> SaveState:
+    """A function that saves a state's checkpoint in `folder` and adds its step to those that are known as `whole`; a
+    rank whose part is "sent" has the supervisors send it on to rank 0's folder."""
 
     def send(staging: Path) -> None:
         context.send("wrote", staging=staging.name)
 
-    return lambda state: save(assembly, state, folder, world, send=send if parts == "sent" else None)
+    def save_state(state: TrainState) -> Path:
+        path = save(assembly, state, folder, world, send=send if parts == "sent" else None)
+        whole.add(state.step)
+        return path
+
+    return save_state
 
 
 def _actions(
@@ -165,6 +176,7 @@ def _actions(
     prune: Callable[[], None],
     balance: Rebalancer,
     memory: _FirstStep,
+    choices: ChoiceEvaluation | None,
 ) -> LoopActions:
     plan, world = assembly.plan, assembly.sums
     flops_per_token = training_flops_per_token(plan.shape, plan.sequence, "full")
@@ -182,7 +194,7 @@ def _actions(
 
     return LoopActions(
         step=lambda state: balance.step(memory.watched, state),
-        evaluate=lambda state: evaluate_held_out(assembly, state.step),
+        evaluate=lambda state: evaluate_held_out(assembly, state.step, choices),
         save=save_here,
         prune=prune,
         agree=agree,
@@ -194,16 +206,21 @@ def _actions(
     )
 
 
-def evaluate_held_out(assembly: Assembly, step: int) -> EvalReport | None:
-    """The exact held-out loss, or None where nothing was held out. Every rank must call it. Raises RunFailed where
-    no held-out token can be predicted."""
+def evaluate_held_out(assembly: Assembly, step: int, choices: ChoiceEvaluation | None = None) -> EvalReport | None:
+    """The exact held-out loss and the scores of choices, or None where nothing was held out. Every rank must call it.
+    Raises RunFailed where no held-out token can be predicted."""
     if not assembly.corpus.heldout_tokens:
         return None
     total, tokens = assembly.evaluate().tolist()
     if not tokens:
         raise RunFailed("the held-out part holds no token to predict; give a larger data.holdout, or 0")
+    scores = choices.scores(assembly) if choices else None
     return EvalReport(
-        step=step, eval_loss=total / tokens, eval_nats_per_byte=total / max(1, assembly.corpus.heldout_bytes)
+        step=step,
+        eval_loss=total / tokens,
+        eval_nats_per_byte=total / max(1, assembly.corpus.heldout_bytes),
+        choices_accuracy=scores.choices_accuracy if scores else None,
+        choices_accuracy_per_byte=scores.choices_accuracy_per_byte if scores else None,
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.lab.forecast import Forecast, cluster_of_case, forecast, products, recipe_text
 from benchmarks.lab.grid import Case
+from benchmarks.lab.trial import best_of
 from plait.layout import AXES
 from plait.recipe.load import load_recipe
 
@@ -45,6 +46,13 @@ def test_layouts_differ_and_stand_in_order_of_their_price(tmp_path: Path):
     prices = [one.step_s for one in found.priced if one.step_s is not None]
     assert prices == sorted(prices) and found.of(found.fastest).step_s == prices[0]
     assert found.of(found.chosen).step_s
+
+
+def test_a_quick_lab_keeps_the_likeliest_layouts_and_the_planners_own(tmp_path: Path):
+    whole = told(case(4), tmp_path)
+    few = best_of(whole, 3)
+    assert len(few.priced) == 3 and {few.fastest, few.chosen} <= {one.name for one in few.priced}
+    assert few.priced[0] == whole.priced[0] and best_of(whole, None) is whole
 
 
 def test_each_layout_is_a_recipe_that_loads_and_says_it_all(tmp_path: Path):

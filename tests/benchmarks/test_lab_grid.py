@@ -85,3 +85,15 @@ def test_what_does_not_fit_is_one_sentence(tmp_path: Path, change: tuple[str, st
     with pytest.raises(PlaitError) as raised:
         grid_of(tmp_path, SMALL.replace(*change))
     assert sentence in str(raised.value)
+
+
+def test_the_quick_grid_has_ten_cases_of_the_same_models_and_tries_few_layouts():
+    quick, standard = read_grid(STANDARD.with_name("grid-quick.toml")), read_grid(STANDARD)
+    assert len({case.key for case in quick.cases}) == 10 and quick.layouts == 4 and standard.layouts is None
+    shapes = {case.model: case.shape for case in standard.cases}
+    assert all(case.shape == shapes[case.model] for case in quick.cases)
+
+
+def test_a_grid_that_tries_no_layout_is_refused(tmp_path: Path):
+    with pytest.raises(PlaitError, match="layouts = 0 must be 1 or more"):
+        grid_of(tmp_path, "layouts = 0\n" + SMALL)

@@ -77,7 +77,7 @@ def test_killed_at_any_disk_call_there_is_always_a_good_checkpoint(quick_disk, s
 
     def save_and_prune(folder: Path) -> None:
         save(folder, 2)
-        prune(folder, 1)
+        prune(folder, 1, whole={2})
 
     reference = fresh("reference")
     points = len(disk_calls(lambda: save_and_prune(reference)))

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from plait.checkpoint.durable import earlier_checkpoints
+from plait.checkpoint.file_check import HashShare
 from plait.checkpoint.manifest import check_model, manifest_text, tensor_names
 from plait.checkpoint.store import (
     FoundCheckpoint,
@@ -173,7 +174,7 @@ def test_the_newest_step_is_found_by_number_not_by_spelling(folder, save):
 def test_prune_keeps_as_many_as_asked(folder, save, keep):
     for step in range(1, 5):
         save(folder, step)
-    prune(folder, keep)
+    prune(folder, keep, whole=range(1, 5))
     assert sorted(path.name for path in folder.iterdir()) == [f"step-{step}" for step in range(1, 5)][-keep:]
 
 
@@ -181,12 +182,47 @@ def test_prune_keeps_the_newest_whole_ones_and_counts_damaged_ones_for_nothing(f
     for step in range(1, 6):
         save(folder, step)
     (folder / "step-5" / FILES[1]).write_bytes(b"")
-    prune(folder, keep=2)
+    prune(folder, keep=2, whole=range(1, 6))
     assert sorted(path.name for path in folder.iterdir()) == ["step-3", "step-4", "step-5"]
     (folder / "step-4" / FILES[2]).unlink()
-    prune(folder, keep=1)
+    prune(folder, keep=1, whole=range(1, 6))
     assert sorted(path.name for path in folder.iterdir()) == ["step-3", "step-4", "step-5"]
     assert good(folder).manifest.step == 3
+
+
+def test_prune_reads_no_part_and_leaves_what_nobody_verified(folder, save):
+    """Until enough newer ones are known: step-2 may be damaged, so it neither counts nor is it deleted before."""
+    for step in range(1, 5):
+        save(folder, step)
+    for path in folder.glob("step-*/*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")  # whoever hashed it would find it damaged
+    prune(folder, keep=2, whole={4})
+    assert sorted(path.name for path in folder.iterdir()) == [f"step-{step}" for step in range(1, 5)]
+    save(folder, 5)
+    prune(folder, keep=2, whole={4, 5})
+    assert sorted(path.name for path in folder.iterdir()) == ["step-4", "step-5"]
+
+
+def test_shares_of_the_hashing_are_one_whole_check(folder, save):
+    """Whatever byte is damaged, exactly one share finds it."""
+    final = save(folder, 1)
+    parts = verify_checkpoint(final).parts
+    for count in (1, 2, 3, 7):
+        for file in {part.file for part in parts}:
+            own = sorted((part for part in parts if part.file == file), key=lambda part: part.begin)
+            dealt = [part for index in range(count) for part in HashShare(index=index, count=count).of(own)]
+            assert dealt == own, "every part once"
+    part = max(parts, key=lambda part: part.nbytes)
+    data = bytearray((final / part.file).read_bytes())
+    data[part.begin] ^= 1
+    (final / part.file).write_bytes(data)
+    found = []
+    for index in range(3):
+        try:
+            verify_checkpoint(final, HashShare(index=index, count=3))
+        except PlaitError as error:
+            found.append(str(error))
+    assert len(found) == 1 and part.key in found[0]
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(folder, save):

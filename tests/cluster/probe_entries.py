@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import socket
 from dataclasses import replace
@@ -14,8 +15,10 @@ from plait.cluster.probe.arithmetic import arithmetic_runs
 from plait.cluster.probe.links import DeadLink, time_pair
 from plait.cluster.probe.request import ProbeRequest
 from plait.cluster.probe.timing import SingleRank, TimingSetup, WallClock
+from plait.cluster.probe.verdict import ProbedHost
 from plait.commands.probing import rank
-from plait.commands.probing.training_pieces import training_operations_for
+from plait.commands.probing.shared_cores import share_beside_other_hosts
+from plait.commands.probing.training_pieces import GroupBarrier, training_operations_for
 from plait.launch.values.job import RankContext
 from plait.parallel.mesh import open_store
 
@@ -53,3 +56,17 @@ def on_two_hosts(context: RankContext, argument: str) -> None:
     """A probe whose last rank believes to be the first of another host."""
     last = context.rank == context.world_size - 1
     rank.run_probe_rank(replace(context, local_rank=0 if last else context.rank), argument)
+
+
+def share_of_a_core(context: RankContext, argument: str) -> None:
+    """Two ranks, each a host of its own, bound to the cores that are named; each sends its share."""
+    os.sched_setaffinity(0, {int(argument.split()[context.rank])})
+    store = open_store(context.rendezvous, context.rank, context.world_size)
+    dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.world_size)
+    assert dist.group.WORLD is not None
+    hosts = tuple(ProbedHost(name=f"host {place}", ranks=(place,)) for place in range(context.world_size))
+    factor = torch.ones(64, 64)
+    together, clock = GroupBarrier(dist.group.WORLD), WallClock(synchronize=lambda: None)
+    share = share_beside_other_hosts(hosts, context.rank, together, clock, lambda: factor @ factor)
+    context.send("share", share=share)
+    dist.destroy_process_group()

@@ -130,16 +130,48 @@ def test_a_laptop_s_gpu_is_not_the_desktop_s_of_the_same_number() -> None:
     assert small.flops("bf16") < 0.5 * large.flops("bf16") and small.memory_bytes < large.memory_bytes
 
 
-def test_a_mig_slice_is_a_part_of_its_gpu() -> None:
-    whole, part = (find_device_by_driver_name(f"NVIDIA A100-SXM4-40GB{mig}") for mig in ("", " MIG 2g.10gb"))
-    assert whole and part and whole.units and part.units == whole.units / 4
-    assert part.flops("bf16") == whole.flops("bf16") / 4
-    assert part.memory_bytes == pytest.approx(10 * 2**30, rel=0.01)
-    assert part.memory_bytes_per_s == pytest.approx(whole.memory_bytes_per_s / 4, rel=0.02)
+@pytest.mark.parametrize(
+    ("gpu", "profile", "units", "eighths"),
+    [
+        # As `nvidia-smi mig -lgip` and NVIDIA's "MIG User Guide" list them.
+        ("A100-SXM4-40GB", "1g.5gb", 14, 1),
+        ("A100-SXM4-40GB", "2g.10gb", 28, 2),
+        ("A100-SXM4-40GB", "3g.20gb", 42, 4),
+        ("A100-SXM4-80GB", "7g.80gb", 98, 8),
+        ("H100 80GB HBM3", "1g.10gb", 16, 1),
+        ("H100 80GB HBM3", "1g.20gb", 26, 2),
+        ("H100 80GB HBM3", "3g.40gb", 60, 4),
+        ("H100 80GB HBM3", "7g.80gb", 132, 8),
+        ("H200", "4g.71gb", 64, 4),
+        ("B200", "3g.90gb", 63, 4),
+        ("B200", "7g.180gb", 148, 8),
+        ("RTX PRO 6000 Blackwell Server Edition", "1g.24gb", 47, 2),
+    ],
+)
+def test_a_mig_slice_has_its_own_units_and_eighths_of_the_memory(
+    gpu: str, profile: str, units: int, eighths: int
+) -> None:
+    whole, part = (find_device_by_driver_name(f"NVIDIA {gpu}{mig}") for mig in ("", f" MIG {profile}"))
+    assert whole and part and whole.units and part.units == units
+    assert part.flops("bf16") == pytest.approx(whole.flops("bf16") * units / whole.units, rel=0.01)
+    assert part.memory_bytes == round(whole.memory_bytes * eighths / 8)
+    assert part.memory_bytes_per_s == whole.memory_bytes_per_s * eighths / 8
+
+
+@pytest.mark.parametrize(
+    ("name", "clock_ghz"),
+    [("4060 laptop", 2.37), ("4070 laptop", 2.175), ("4080 laptop", 2.28), ("4090 laptop", 2.04), ("4090 d", 2.52)],
+)
+def test_a_game_card_s_rates_are_its_units_at_the_highest_clock(name: str, clock_ghz: float) -> None:
+    """Clocks as NVIDIA lists them; a unit of Ada makes 256 float32 operations a clock and 512 of bf16."""
+    known = find_device(name)
+    assert known.units
+    assert known.flops("float32") == pytest.approx(known.units * 256 * clock_ghz * 1e9, rel=0.005)
+    assert known.flops("bf16") == pytest.approx(2 * known.flops("float32"), rel=0.005)
 
 
 def test_h200_nvl_is_slower_than_h200() -> None:
-    assert find_device("H200 NVL").flops("bf16") == 835e12
+    assert find_device("H200 NVL").flops("bf16") == 835.5e12
 
 
 def test_a_device_that_no_driver_entry_fits_is_none() -> None:

@@ -133,6 +133,13 @@ def test_a_card_without_kernels_is_refused(capability: tuple[int, int], mend: st
         detect_machine(library=described_gpus(("A", 16), capability=capability), here=EMPTY)
 
 
+def test_a_new_card_under_torch_for_cuda_12_is_told_to_take_13() -> None:
+    built = TorchBuild(version="2.13.0+cu126", cuda="12.6", kernels=("sm_75", "sm_80", "sm_90"))
+    new = replace(described_gpus(("B200", 180), capability=(10, 0)), built=built)
+    with pytest.raises(PlaitError, match=r"a B200 .*install one for CUDA 13 \(driver 580 or newer\), name other GPUs"):
+        detect_machine(library=new, here=EMPTY)
+
+
 @pytest.mark.parametrize(
     ("architecture", "capability", "runs"),
     [

@@ -12,6 +12,7 @@ import pytest
 from plait.cluster.measured import measurements_from_json, measurements_json
 from plait.cluster.pooled import pool_measurements
 from plait.cluster.probe.request import typical_probe_request
+from plait.cluster.probe.table import measurements_table
 from plait.cluster.probe.verdict import PairTiming, ProbedHost
 from plait.commands.probing.measurements import measurements_from
 from plait.commands.probing.result import (
@@ -25,7 +26,6 @@ from plait.commands.probing.result import (
     parse_result,
     read_report,
 )
-from plait.commands.probing.table import measurements_table
 from plait.errors import PlaitError, RunFailed
 from tests.cluster.probed import device, link, measured, point, timed
 from tests.launch.mutants import mutants

@@ -19,7 +19,8 @@ from plait.model.gpt import GPT
 from plait.model.sizes import named_shape
 from plait.parallel.mesh import ONE_PROCESS
 from plait.parallel.sharded_model import unsharded
-from plait.trainer.assemble import initialize_weights, make_runners
+from plait.trainer.assemble import make_runners
+from plait.trainer.first_weights import initialize_weights
 from plait.trainer.optim import make_optimizer
 from plait.trainer.step import take_step
 from tests.cluster.step_items import step_items_s

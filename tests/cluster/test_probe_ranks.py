@@ -6,7 +6,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,13 @@ import torch
 from plait.cluster.measured import WORK_SIZES, measurements_from_json, measurements_json
 from plait.cluster.probe.pieces import device_failure
 from plait.cluster.probe.request import ProbeRequest, layer_products, model_probe_request, typical_probe_request
+from plait.cluster.probe.table import measurements_table
+from plait.cluster.requested_workers import RequestedWorkers
 from plait.cluster.topology import detect_cpu_machine
+from plait.commands.planning.measuring import PROGRESS, MachineSurvey
 from plait.commands.planning.workers import ENTRIES, PROBE_ENTRY
 from plait.commands.probe import choose_probe_workers
+from plait.commands.probing.choose_request import probe_request_for
 from plait.commands.probing.measurements import (
     ProbeWorkers,
     mark_checked,
@@ -28,13 +32,13 @@ from plait.commands.probing.measurements import (
     timed_work_by_host,
     was_checked_recently,
 )
+from plait.commands.probing.probe_rank import teller_of
 from plait.commands.probing.result import parse_result
 from plait.commands.probing.revalidate import measurements_still_hold
-from plait.commands.probing.table import measurements_table
 from plait.errors import Interrupted, PlaitError
 from plait.launch.local.run import ForkServer
 from plait.launch.values.entries import EntryTable
-from plait.launch.values.job import STOPPING, Job, JobResult, Message, StoppedBy
+from plait.launch.values.job import Job, JobResult, Message, RankContext, StoppedBy
 from plait.model.sizes import explicit_shape
 from plait.working_folder import CURRENT_FOLDER
 from tests.entry_tables import entries_of
@@ -65,13 +69,54 @@ def server() -> Iterator[ForkServer]:
 
 
 @pytest.fixture(scope="module")
-def told(server: ForkServer) -> dict[str, Any]:
-    """What two ranks of a whole probe told."""
-    messages: list[Message] = []
+def messages(server: ForkServer) -> list[Message]:
+    """All that two ranks of a whole probe told."""
+    found: list[Message] = []
     job = Job(entry=PROBE_ENTRY, argument=small_request().to_json(), world_size=2, threads=1)
-    server.run(job, on_message=messages.append)
-    (message,) = messages
+    server.run(job, on_message=found.append)
+    return found
+
+
+@pytest.fixture(scope="module")
+def told(messages: list[Message]) -> dict[str, Any]:
+    """What two ranks of a whole probe measured."""
+    (message,) = (one for one in messages if one.kind == "probed")
     return dict(message.values)
+
+
+def test_a_probe_tells_how_far_it_is(messages: list[Message]) -> None:
+    told = [one.values for one in messages if one.kind == PROGRESS]
+    assert messages[-1].kind == "probed" and {one.rank for one in messages} == {0}
+    assert list(dict.fromkeys(one["stage"] for one in told)) == [
+        "timing messages between workers", "timing the arithmetic of a step", "timing sums over all workers",
+    ]  # fmt: skip
+    done = [one["done"] for one in told]
+    assert done == sorted(done) and done[0] == 0 and done[-1] < 100 == told[0]["total"]
+
+
+def test_progress_is_told_by_rank_0_once_a_second_and_at_each_stage() -> None:
+    told, now_s = list[tuple[int, str]](), [0.0]
+    context = RankContext(
+        rank=0, world_size=2, local_rank=0, local_world_size=2, threads=1, rendezvous="",
+        channel=lambda kind, values: told.append((values["done"], values["stage"])), stop=lambda: False,
+    )  # fmt: skip
+    tell = teller_of(context, clock=lambda: now_s[0])
+    other = teller_of(replace(context, rank=1), clock=lambda: now_s[0])
+    for moment, share in enumerate((0.0, 0.1, 0.2, 0.5, 0.9)):
+        now_s[0] = 0.4 * moment
+        tell("arithmetic", share)
+        other("arithmetic", share)
+    tell("sums", 0.0)
+    assert [done for done, _ in told] == [15, 42, 70] and told[-1][1] == "timing sums over all workers"
+
+
+def test_what_a_person_sees_of_it(told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown: list[tuple[int, int, str]] = []
+    hands = Remembered(told, progress=[{"done": 15, "total": 100, "stage": "timing"}])
+    here = ([detect_cpu_machine()], small_request(), ProbeWorkers(workers=2, threads=1))
+    measure_or_load(hands, *here, fresh="again", show=lambda *told: shown.append(told))
+    assert shown == [(15, 100, "timing")]
 
 
 def test_a_layers_time_holds_no_finding_of_pages(server: ForkServer) -> None:
@@ -126,7 +171,7 @@ def test_two_hosts_are_measured_inside_and_between(server: ForkServer) -> None:
     server.run(
         Job(entry="on_two_hosts", argument=request.to_json(), world_size=3, threads=1), on_message=messages.append
     )
-    measured = measurements_from(parse_result(messages[0].values), request, "key")
+    measured = measurements_from(parse_result(messages[-1].values), request, "key")
     first, second = measured.devices
     assert (first.workers, second.workers) == (2, 1) and first.host != second.host
     assert first.beside and not second.beside and len(first.rates + second.rates) == 3
@@ -155,13 +200,16 @@ class Remembered:
     fixed_workers = None
     working_folder = CURRENT_FOLDER
 
-    def __init__(self, told: dict[str, Any], stopped_by: StoppedBy = "finished") -> None:
-        self.told, self.stopped_by, self.jobs = told, stopped_by, 0
+    def __init__(
+        self, told: dict[str, Any], stopped_by: StoppedBy = "finished", progress: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        self.told, self.stopped_by, self.jobs, self.progress = told, stopped_by, 0, progress
 
     def run(self, job: Job, on_message: Callable[[Message], None]) -> JobResult:
         self.jobs += 1
-        if self.stopped_by != "finished":
-            on_message(Message(rank=0, kind=STOPPING, values={"signal": self.stopped_by}))
+        assert job.at_stop == "abandon"
+        for values in self.progress:
+            on_message(Message(rank=0, kind=PROGRESS, values=values))
         on_message(Message(rank=0, kind="probed", values=self.told))
         return JobResult(stopped_by=self.stopped_by, wall_s=0.0)
 
@@ -212,14 +260,13 @@ def test_old_figures_hold_while_a_short_look_finds_about_the_same(told: dict[str
 
 
 def test_a_signal_in_the_midst_of_a_probe_ends_the_command_and_keeps_nothing(
-    told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     asked, extent = small_request(), ProbeWorkers(workers=2, threads=1)
     stopped = Remembered(told, stopped_by="SIGINT")
     with pytest.raises(Interrupted, match="SIGINT"):
         measure_or_load(stopped, [detect_cpu_machine()], asked, extent, fresh="kept")
-    assert capsys.readouterr().err == "plait: stopping as soon as what is being measured now has ended\n"
     with pytest.raises(Interrupted, match="SIGINT"):
         measurements_still_hold(stopped, measurements_from(parse_result(told), asked, "key"), asked, extent)
     assert not (tmp_path / ".plait").exists()
@@ -236,6 +283,19 @@ def test_workers_follow_the_cores_and_too_many_are_refused() -> None:
     assert choose_probe_workers(machine, 1, None, hands) == ProbeWorkers(workers=1, threads=machine.cores)
     with pytest.raises(PlaitError, match="choose fewer --workers or --threads"):
         choose_probe_workers(machine, machine.cores + 1, None, hands)
+
+
+def test_a_probe_keeps_to_the_recipes_devices_and_workers() -> None:
+    machine, hands = replace(detect_cpu_machine(), cores=8), Remembered({})
+    named = RequestedWorkers(workers=2, threads=3)
+    assert choose_probe_workers(machine, None, None, hands, named) == ProbeWorkers(workers=2, threads=3)
+    assert choose_probe_workers(machine, 4, 1, hands, named) == ProbeWorkers(workers=4, threads=1), "options count more"
+    with pytest.raises(PlaitError, match=r"run.workers = 9 are more than this machine has, 8 cores"):
+        choose_probe_workers(machine, None, None, hands, RequestedWorkers(workers=9))
+    some = replace(machine, device="cuda", name="NVIDIA H100 80GB HBM3", devices=2, gpus=(0, 2))
+    site, extent = MachineSurvey(machine=some, peak_flops=None), ProbeWorkers(workers=2, threads=4)
+    request = probe_request_for(None, site, extent, CURRENT_FOLDER)
+    assert request.gpus == (0, 2) and ProbeRequest.from_json(request.to_json()) == request
 
 
 def test_a_request_reads_back_and_keeps_its_bounds() -> None:

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from plait.commands.probing.table import measurements_table
+from plait.cluster.probe.table import measurements_table
 from tests.cluster.probed import device, link, measured, point, timed
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "probe-two-hosts.txt"

@@ -11,7 +11,9 @@ from plait.cluster.probe.limits import core_share
 from plait.cluster.probe.timing import (
     LEAST_ROUNDS,
     MOST_ROUNDS,
+    EventClock,
     ProcessorClock,
+    SilentDevice,
     SingleRank,
     TimingSetup,
     summarize_readings,
@@ -42,11 +44,63 @@ def rounds(seconds: dict[str, Iterator[float]], limit_s: float = 60):
     return time_in_rounds(runs, bench, seconds=limit_s)
 
 
+class DescribedQueue:
+    """A device that works for some time on what is submitted, and whose host hears of its end only much later."""
+
+    def __init__(self, looks: int) -> None:
+        self.now_s, self.looks = 0.0, looks
+
+    def work(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def event(self) -> DescribedEvent:
+        return DescribedEvent(self)
+
+
+class DescribedEvent:
+    """A mark in the queue of a described device."""
+
+    def __init__(self, queue: DescribedQueue) -> None:
+        self._queue, self.at_s = queue, -1.0
+
+    def record(self) -> None:
+        self.at_s = self._queue.now_s
+
+    def query(self) -> bool:
+        self._queue.looks -= 1
+        return self._queue.looks < 0
+
+    def elapsed_time(self, end_event: DescribedEvent) -> float:
+        return 1e3 * (end_event.at_s - self.at_s)
+
+
+def test_a_device_s_own_marks_time_what_is_shorter_than_a_look_at_it() -> None:
+    queue = DescribedQueue(looks=40)  # the host looks for 2 ms and more
+    wall_s, cpu_s = EventClock(make_event=queue.event, timeout_s=60).time(lambda: queue.work(7e-6), 5)
+    assert wall_s == pytest.approx(7e-6) and 0 <= cpu_s < 2e-3
+
+
+def test_a_device_that_never_ends_is_told() -> None:
+    queue = DescribedQueue(looks=10**9)
+    with pytest.raises(SilentDevice, match=r"did not finish its work within 0\.01 s; see what nvidia-smi says"):
+        EventClock(make_event=queue.event, timeout_s=0.01).time(lambda: queue.work(1), 1)
+
+
 def test_a_burst_in_one_round_does_not_move_the_median() -> None:
     found = rounds({"a": forever(1.0, 1.0, 30.0, 1.0), "b": forever(2.0)})
     assert found["a"].seconds == 1.0 and found["b"].seconds == 2.0
     assert found["a"].rounds == (1.0, 1.0, 30.0, 1.0)
     assert found["b"].spread == 0 and found["b"].cpu_s == 0.25
+
+
+@pytest.mark.parametrize(("limit_s", "last"), [(1e9, 0.3), (-1.0, 0.825), (1e-9, 0.825)])
+def test_how_far_it_is_only_grows_and_counts_the_rounds_that_come_in_any_case(limit_s: float, last: float) -> None:
+    told, seconds = list[float](), {"a": forever(1.0, 2.0), "b": forever(2.0)}
+    runs = {name: lambda name=name: name for name in seconds}
+    bench = TimingSetup(device=None, clock=ToldClock(seconds), lockstep=SingleRank(), tell=told.append)
+    time_in_rounds(runs, bench, seconds=limit_s)
+    assert told == sorted(told) and told[:3] == [0.0, 0.15, 0.3]
+    assert told[-1] == pytest.approx(last)
 
 
 def test_steady_figures_end_after_the_least_rounds() -> None:

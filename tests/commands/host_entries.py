@@ -11,7 +11,7 @@ from plait.parallel.mesh import make_mesh, world_sums
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import assemble
-from plait.trainer.persist import save
+from plait.trainer.checkpointing.persist import save
 from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for
 

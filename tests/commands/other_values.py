@@ -28,6 +28,7 @@ OTHER_VALUES = {
     "run.devices": "[1]",
     "run.workers": "4",
     "run.threads": "1",
+    "model.from": ".",
     "model.size": "3M",
     "model.layers": "3",
     "model.width": "256",
@@ -55,6 +56,7 @@ OTHER_VALUES = {
     "train.deterministic": "true",
     "train.matmul_backend": "onednn",
     "train.gradient_transfer": "bf16",
+    "train.stage_transfer": "bf16",
     "balance.every": "10 steps",
     "layout.shares": "[14, 10]",
     "optimizer.kind": "sgd",
@@ -80,9 +82,11 @@ OTHER_VALUES = {
     "checkpoint.keep": "5",
     "report.every": "9 steps",
     "report.evaluate": "13 steps",
+    "report.choices": "choices.jsonl",
 }
 
 BESIDE = {
+    "model.from": ("model.size=auto",),
     "optimizer.kind": ("optimizer.lr=0.1",),
     "optimizer.momentum": ("optimizer.kind=sgd", "optimizer.lr=0.1"),
 }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -14,9 +16,9 @@ from typer.testing import CliRunner
 
 import plait
 from plait.cli import app
-from plait.cluster.cluster import cluster_from_json
-from plait.errors import PlaitError
-from plait.units import format_count
+from plait.cluster.cluster import cluster_from_json, read_cluster
+from plait.commands.python_call import as_command, in_call_words, screen_for
+from plait.errors import Interrupted, PlaitError, RunFailed
 from tests.end_to_end.command import some_text
 
 RECIPE: Mapping[str, Any] = {
@@ -58,22 +60,26 @@ def test_the_values_are_those_of_the_commands(place: Path, monkeypatch: pytest.M
     one = ["layout.replicate=1", "layout.tensor=2"]
     plan, verdict = plait.plan(recipe, cluster="2xH100", folder=work), plait.verify(recipe, one, folder=work)
     facts, cluster = plait.prepare_data(recipe, folder=work), plait.probe(workers=1, threads=1, folder=work)
-    losses, text = plait.evaluate("play", folder=work), "".join(plait.sample("play", "Ka", tokens=8, folder=work))
+    losses, text = plait.evaluate("play", folder=work), plait.sample("play", "Ka", tokens=8, folder=work)
     monkeypatch.chdir(work)
     file = str(run.path / "recipe.toml")
-    assert command("plan", file, "--cluster", "2xH100", "--json", "plan.json") == str(plan) + "\n"
+    assert command("plan", file, "--cluster", "2xH100", "--json", "plan.json") == f"{plan}\n"
     assert json.loads(Path("plan.json").read_text()) == json.loads(json.dumps(plan.values))
     assert (plan.layout, plan.step_s, plan.mfu) == tuple(plan.values[key] for key in ("layout", "step_s", "mfu"))
-    command("verify", file, *one, "--json", "verify.json")
+    assert command("verify", file, *one, "--json", "verify.json").splitlines()[-1] == str(verdict).splitlines()[-1]
     told = json.loads(Path("verify.json").read_text())
     assert told["ok"] is verdict.ok is True and max(told["max_grad_rel_err"], verdict.max_grad_rel_err) < 1e-10
-    command("probe", "--workers", "1", "--threads", "1", "--out", "cluster.json")
+    assert str(cluster) in command("probe", "--workers", "1", "--threads", "1", "--out", "cluster.json")
     told_cluster = cluster_from_json(Path("cluster.json").read_text(), "cluster.json")
     assert told_cluster.measured == cluster.measured and told_cluster.name == cluster.name
-    assert f"{format_count(facts.train_tokens)} training tokens" in command("data", file)
-    assert json.loads(command("eval", "play")) == losses
-    assert command("sample", "play", "--prompt", "Ka", "--tokens", "8") == text + "\n"
+    assert f"{facts}\n" in command("data", file)
+    assert command("eval", "play") == f"{losses}\n" and json.loads(str(losses)) == losses
+    short = plait.evaluate("play", sequence=8)
+    assert command("eval", "play", "--sequence", "8") == f"{short}\n" != f"{losses}\n"
+    assert command("sample", "play", "--prompt", "Ka", "--tokens", "8") == f"{text}\n"
+    assert str(run.recipe) == (run.path / "recipe.toml").read_text() == str(plait.load_recipe(file))
     receipt = plait.train(file)
+    assert str(receipt) in command("train", file, "--verbose")
     assert receipt == run.receipt and plait.runs()[0].name == run.name == "play"
     values = json.loads((run.path / "receipt.json").read_text())
     values.pop("sha256", None)
@@ -103,6 +109,81 @@ def test_a_plan_shows_itself_in_a_notebook_and_on_a_page(tmp_path: Path) -> None
     assert plan.to_html(tmp_path / "plan.html").read_text().startswith("<!doctype html>")
 
 
+def test_every_value_shows_itself(place: Path) -> None:
+    run = plait.Run("play", folder="work")
+    end = str(run).splitlines()
+    assert end[0].startswith("done     12 steps, 1.34K tokens in ")
+    assert end[4:6] == ['next     plait.sample("play")', '         plait.evaluate("play")']
+    pieces = plait.sample("play", "Ka", tokens=8, folder="work")
+    assert next(pieces) == "Ka" and str(pieces).startswith("Ka") and str(pieces) == str(pieces) and list(pieces) == []
+    wide = "2x(8xA100)+400G"
+    described = read_cluster(wide)
+    assert str(described) == f"{wide}: 2 × (8 × A100 SXM 80GB), joined by {described.between.name}"
+    values = (run, run.receipt, pieces, described, plait.evaluate("play", folder="work"))
+    for value in values:
+        html = value._repr_html_()  # type: ignore[union-attr]
+        assert html.startswith("<") and "<script" not in html and len(html) > 15
+
+
+def test_a_run_on_its_way_says_where_it_stands(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "work" / "runs", tmp_path / "runs")
+    (tmp_path / "runs" / "play" / "receipt.json").unlink()
+    told = str(plait.Run("play", folder=tmp_path))
+    assert told.startswith(f"run      {tmp_path}/runs/play: step 12 of 12, loss ")
+
+
+def test_every_function_has_a_command_or_is_about_values() -> None:
+    """A new function or command needs a line here, and its place in the comparison above."""
+    commands = {(info.name or info.callback.__name__) for info in app.registered_commands if info.callback}
+    with_command = {"train", "join", "plan", "verify", "probe", "sample"} & set(plait.__all__)
+    named_otherwise = {"evaluate": "eval", "prepare_data": "data"}
+    about_values = {"load_recipe", "runs"}
+    old = {"join_run", "train_recipe"}
+    functions = {name for name in plait.__all__ if isinstance(getattr(plait, name), FunctionType)}
+    assert functions == with_command | named_otherwise.keys() | about_values | old
+    assert commands == with_command | set(named_otherwise.values()) | {"new"}, "plait new writes a file for people"
+
+
+CALLS = (
+    (
+        "stopped after step 3 of 9, saved; the same command goes on",
+        "stopped after step 3 of 9, saved; the same call goes on",
+    ),
+    ("run      runs/a, saved; --why gives the reasons", "run      runs/a, saved; Run.plan.reasons has the reasons"),
+    (
+        "next     plait sample 'my run'\n         plait eval 'my run'",
+        'next     plait.sample("my run")\n         plait.evaluate("my run")',
+    ),
+    ("close them and give plait probe --again", "close them and give plait.probe(again=True)"),
+    ("as made before (--replan makes a new one)", "as made before (plait train --replan makes a new one)"),
+    ("go on with plait train --replan", "go on with plait train --replan"),
+    ("--workers 9 are more than 2", "workers = 9 are more than 2"),
+    ("choose it by --address", "choose it by address="),
+    ("name a file for it by --secret-file", "name a file for it by secret_file="),
+    (
+        "type:\n plait join 1.2.3.4:5\n with --secret-file and a copy of s",
+        "type:\n plait join 1.2.3.4:5\n with --secret-file and a copy of s",
+    ),
+)
+
+
+@pytest.mark.parametrize(("said", "in_python"), CALLS)
+def test_a_call_is_spoken_of_as_a_call(said: str, in_python: str) -> None:
+    assert in_call_words(said) == in_python
+
+
+def test_sentences_and_notes_speak_of_the_call(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RunFailed, match="run the same call again"), as_command():
+        raise RunFailed("a worker died; run the same command again")
+    with pytest.raises(Interrupted, match="the same call goes on") as stopped, as_command():
+        raise Interrupted("SIGINT", "saved; the same command goes on")
+    assert stopped.value.signal == "SIGINT"
+    screen = screen_for("lines")
+    screen.print("the same command")
+    screen.steps(2).note("stop, and give the same command")
+    assert capsys.readouterr().out == "the same call\nstop, and give the same call\n"
+
+
 DEEP: dict[str, Any] = {}
 DEEP["data"] = DEEP
 WRONG: tuple[tuple[Callable[[], object], str], ...] = (
@@ -126,6 +207,7 @@ WRONG: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: plait.train(RECIPE, ["optimizer.lr=3.0"], folder="work"), r"optimizer.lr was"),
     (lambda: plait.join("nowhere"), r'"nowhere" is no HOST:PORT'),
     (lambda: plait.sample("play", tokens=0, folder="work"), r"tokens = 0 is too small"),
+    (lambda: plait.evaluate("play", sequence=1, folder="work"), r"sequence = 1 is too small; give 2 or more"),
     (lambda: plait.sample("nobody", folder="work"), r'there is no run "nobody"'),
     (lambda: plait.evaluate("play", "play.txt", folder="work"), r"files = .* give a list of texts"),
     (lambda: plait.Run("work"), r'there is no run "work"'),

@@ -43,11 +43,14 @@ class Processor:
         self.rates = rates_of(machine, gains, error)
         self.bf16_s = bf16_s
         self.timed: list[Plan] = []
+        self.asked = 0
+        """How often products were measured."""
         self.slowed: dict[int, float] = {}
         """How much longer the steps of the n-th job take, for another program's sake."""
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
         if job.entry == PRODUCTS_ENTRY:
+            self.asked += 1
             on_message(product_message(job, self.rates))
         else:
             assert job.entry == TIMING_ENTRY
@@ -71,7 +74,13 @@ def asked(folder: Path, *overrides: str, budget: str = "5 minutes") -> RunConfig
 
 
 def planned(config: RunConfig, corpus: Corpus, crew: Processor) -> Plan:
+    """The plan made anew, as by --replan."""
     return make_plan(config, corpus, crew.site, crew, fresh=True, say=lambda _: None)
+
+
+def next_plan(config: RunConfig, corpus: Corpus, crew: Processor) -> Plan:
+    """The plan of a later start, which finds what earlier ones have kept."""
+    return make_plan(config, corpus, crew.site, crew, fresh=False, say=lambda _: None)
 
 
 @pytest.mark.parametrize(("bf16_s", "precision"), [(0.5, "bf16"), (0.79, "bf16"), (0.82, "float32"), (2.0, "float32")])
@@ -152,3 +161,39 @@ def test_ranks_multiply_as_their_host_does(tmp_path: Path, corpus: Corpus) -> No
     hosts = tuple(HostShare(name=name, workers=1, threads=1, machine=name) for name in ("here", "there"))
     mixed = replace(plan, hosts=hosts, host_backends={"there": "default"})
     assert [mixed.matmul_backend_of(rank) for rank in (0, 1)] == ["onednn", "default"]
+
+
+def test_products_are_measured_once_for_a_processor_and_its_software(tmp_path: Path, corpus: Corpus) -> None:
+    """The next plan with the same model finds the rates; another processor, other versions or another size does not."""
+    crew = Processor(LAPTOP)
+    first = next_plan(asked(tmp_path, "run.name=one"), corpus, crew)
+    again = next_plan(asked(tmp_path, "optimizer.lr=0.002"), corpus, crew)
+    assert crew.asked == 1 and (again.matmul_flops, again.reasons[0]) == (first.matmul_flops, first.reasons[0])
+    next_plan(asked(tmp_path, "train.sequence=128"), corpus, crew)
+    assert crew.asked == 2
+    planned(asked(tmp_path, "optimizer.lr=0.002"), corpus, crew)
+    assert crew.asked == 3, "--replan measures anew"
+    for other in (SERVER, replace(LAPTOP, versions=(("torch", "another"),))):
+        elsewhere = Processor(other, {"onednn": 0.5, "bf16": 0.5})
+        plan = next_plan(asked(tmp_path, "optimizer.lr=0.003"), corpus, elsewhere)
+        assert elsewhere.asked == 1 and plan.matmul_backend == "default"
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b'{"ranks": [{"workers": -1}]}', b"\xff\x00", b'{"ranks": 5}'], ids=str)
+def test_damaged_rates_are_measured_again(tmp_path: Path, corpus: Corpus, damage: bytes) -> None:
+    crew = Processor(LAPTOP)
+    planned(asked(tmp_path), corpus, crew)
+    (kept,) = (tmp_path / ".plait" / "products").glob("*.json")
+    kept.write_bytes(damage)
+    assert next_plan(asked(tmp_path, "optimizer.lr=0.002"), corpus, crew).matmul_backend == "onednn"
+    assert crew.asked == 2
+
+
+def test_a_virtual_machine_on_another_processor_says_what_changes(tmp_path: Path, corpus: Corpus) -> None:
+    """Between two starts only the processor's name is another: its products are measured, the precision stays."""
+    config, said = asked(tmp_path), list[str]()
+    begun = planned(config, corpus, Processor(LAPTOP))
+    moved_to = Processor(replace(LAPTOP, name="another processor"), {"onednn": 0.8, "bf16": 0.4})
+    plan = replan(config, begun, corpus, moved_to.site, moved_to, said.append)
+    assert moved_to.asked == 1 and (plan.matmul_backend, plan.precision) == ("default", "bf16")
+    assert any("oneDNN is 1.2 times slower" in line for line in said)

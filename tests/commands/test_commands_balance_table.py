@@ -83,13 +83,17 @@ def test_joined_documents_stay_as_they_come(corpus: Corpus) -> None:
     [
         ({"train": {"sequence": "auto"}}, 2, "train.sequence=512"),
         ({"train": {"batch_tokens": "auto"}}, 2, "train.batch_tokens=32768"),
-        ({"train": {"batch_tokens": SEQUENCE * 3}}, 4, "3 sequences, too few for 4 parts; choose --balance 3"),
-        ({"train": {"batch_tokens": SEQUENCE}}, 4, "1 sequence, which cannot be dealt"),
-        ({"layout": {"shares": [31, 1]}}, 3, "layout.shares has 2 parts of 32 sequences"),
-        ({"layout": {"shares": [30, 1]}}, 2, "layout.shares has 2 parts of 31 sequences"),
+        ({"train": {"batch_tokens": SEQUENCE * 3}}, 4, "3 sequences, too few for 4 ranks; choose --balance 3"),
+        ({"train": {"batch_tokens": SEQUENCE}}, 4, "1 sequence, which cannot be divided"),
+        (
+            {"layout": {"shares": [31, 1]}},
+            3,
+            "layout.shares divides 32 sequences among 2 ranks, but --balance asks for 32 sequences among 3 ranks",
+        ),
+        ({"layout": {"shares": [30, 1]}}, 2, "layout.shares divides 31 sequences among 2 ranks"),
     ],
 )
-def test_what_cannot_be_dealt_is_said_in_a_sentence(
+def test_what_cannot_be_divided_is_said_in_a_sentence(
     corpus: Corpus, sections: dict[str, dict[str, object]], parts: int, complaint: str
 ) -> None:
     with pytest.raises(PlaitError, match=complaint):
@@ -117,6 +121,8 @@ def test_the_table_as_people_read_it() -> None:
         ratios_unbalanced=(1.01, 1.09, 1.3),
         ratios_balanced=(1.0, 1.002, 1.011),
     )
+    rows = told.table().split("\n")[1:5]
+    assert max(map(len, rows)) <= 80, "a terminal of 80 columns would break the table's rows"
     text, golden = told.table() + "\n", GOLDEN / "data-balance.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(text)

@@ -24,7 +24,7 @@ from plait.planner.calibration.factors import Calibration, Observation, StepItem
 from plait.planner.plan import Forecast, HostShare
 from plait.planner.resolve.forecast_update import updated_forecast
 from plait.report.metrics import StepReport
-from plait.report.receipt import read_receipt
+from plait.report.receipt_file import read_receipt
 from plait.report.straggler import RankTimes
 from plait.screen.terminal import TerminalScreen
 from plait.units import format_duration
@@ -113,7 +113,7 @@ def test_the_first_full_steps_are_told_once_and_by_the_rank_with_most_to_do() ->
         watch.add_step_report(report(step, 9.0 if step <= 3 else 1.3))
         watch.add_rank_times(step, times(1.0, 0.2))
     assert said == [
-        "the plan said 1.3 s a step (1 s computing, 0.2 s messages, 0.1 s optimizer); 5 steps took 1.3 s (1 s "
+        "the plan said 1.3 s a step (1 s computing, 0.2 s messages, 0.1 s optimizer); 5 steps took 1.3 s each (1 s "
         "computing, 0.2 s messages, 0.1 s optimizer): as planned"
     ]
     came = watch.observed
@@ -143,7 +143,7 @@ def test_steps_that_share_a_report_with_the_first_ones_do_not_count() -> None:
     for step in range(11, 21):
         watch.add_rank_times(step, times(1.0, 0.2))
     watch.add_step_report(report(21, 1.3))
-    assert len(said) == 1 and "10 steps took 1.3 s (1 s computing" in said[0]
+    assert len(said) == 1 and "10 steps took 1.3 s each (1 s computing" in said[0]
 
 
 def test_what_ranks_tell_may_come_late_and_if_never_whole_steps_are_told() -> None:
@@ -155,12 +155,12 @@ def test_what_ranks_tell_may_come_late_and_if_never_whole_steps_are_told() -> No
         watch.add_rank_times(step, times(1.0, 0.2))
     assert not said
     watch.add_step_report(report(15, 1.3))
-    assert len(said) == 1 and "5 steps took 1.3 s (1 s computing" in said[0]
+    assert len(said) == 1 and "5 steps took 1.3 s each (1 s computing" in said[0]
     alone: list[str] = []
     watch = watched(alone)
     for step in range(1, 40):
         watch.add_step_report(report(step, 1.3))
-    assert len(alone) == 1 and alone[0].endswith("5 steps took 1.3 s: as planned")
+    assert len(alone) == 1 and alone[0].endswith("5 steps took 1.3 s each: as planned")
 
 
 def test_a_start_of_few_steps_is_told_at_its_end() -> None:
@@ -172,7 +172,7 @@ def test_a_start_of_few_steps_is_told_at_its_end() -> None:
     assert not said
     watch.finish()
     watch.finish()
-    assert len(said) == 1 and "; 2 steps took 1.3 s (1 s computing" in said[0]
+    assert len(said) == 1 and "; 2 steps took 1.3 s each (1 s computing" in said[0]
     nothing: list[str] = []
     watched(nothing).finish()
     assert not nothing, "the first steps warm up"

@@ -20,7 +20,7 @@ from plait.launch.remote.link import HostConnection, Pulse
 from plait.launch.remote.listener import JoinListener
 from plait.launch.remote.secret import new_secret
 from plait.launch.values.job import HostRanks, Job
-from plait.planner.plan_file import plan_text
+from plait.planner.plan_file import plan_text, read_plan
 from plait.recipe.load import recipe_text
 from tests.commands.neighbour import Neighbour
 from tests.launch.processes import wait_until
@@ -198,5 +198,17 @@ def test_files_of_another_run_are_not_used_by_an_index_that_names_them(attacker:
     host.ask("put", {"name": "plan.json"}, attacker.honest)
     with pytest.raises(PlaitError, match="the data offered lack files of"):
         host.ask("take", attacker.offer("index.json"))
+    assert not is_admitted(attacker, host)
+    host.depot.close()
+
+
+def test_a_plan_that_names_a_model_on_the_joined_host_is_not_carried_out(attacker: Attacker, tmp_path: Path) -> None:
+    """Its weights would go into the run, and so to host 0."""
+    host = Neighbour(tmp_path / "victim")
+    send_all(attacker, host)
+    assert is_admitted(attacker, host)
+    (tmp_path / "attacker" / "evil.json").write_bytes(attacker.honest)
+    plan = replace(read_plan(tmp_path / "attacker" / "evil.json"), base=str(tmp_path / "victim" / "models" / "own"))
+    host.ask("put", {"name": "plan.json"}, plan_text(plan).encode())
     assert not is_admitted(attacker, host)
     host.depot.close()

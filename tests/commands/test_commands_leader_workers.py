@@ -118,6 +118,7 @@ def test_a_host_with_other_software_is_told_the_line_that_installs_ours(other: d
     [
         {"cores": 0}, {"cores": "8"}, {"devices": 10**9}, {"memory_bytes": -1}, {"device": "toaster"}, {"name": "[/x]"},
         {"versions": 5}, {"versions": {"torch": 2}}, {"more": 1}, {"unlike": "a"}, {"name": None},
+        {"without": ["sense"]}, {"uncompiled": "[red]"}, {"uncompiled": "a\nb"}, {"uncompiled": 5},
     ],
 )  # fmt: skip
 def test_a_machine_that_cannot_be_is_refused_with_the_name_of_its_host(change: dict[str, Any]) -> None:
@@ -243,7 +244,7 @@ def test_a_host_that_the_plan_leaves_out_is_released_and_left_out_again_when_the
     own = own_host_info()["name"]
     assert [share.name for share in placed.hosts] == [own, "a"] and placed.host_order == ()
     assert [share.name for share in placed.left_out] == ["b"] and len(hosts.members) == 1
-    assert said[-1] == "released b: the layout does without; it may be used for something else"
+    assert said[-1] == "left out b: a step takes no less time with it; it may be used for something else"
     assert crew.with_hosts(placed) == placed and crew.fixed_workers.workers == 2
     write_plan(placed, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == placed

@@ -76,10 +76,12 @@ def test_what_is_there_stays_and_what_cannot_be_used_leaves_nothing(folder: Path
     for name, texts, sentence in (
         ("mine", [], "mine.toml is here already; choose another name"),
         ("dangling", [], "dangling.toml is here already"),
-        ("Mine!", [], '"Mine!" is not a name; write small letters'),
+        ("Mine!", [], '"Mine!" is not a name; choose small letters'),
         ("../mine", [], "is not a name"),
+        ("Mein Läufer", [], '"Mein Läufer" is not a name; choose small letters'),
+        ("Mein Läufer", [], "for example mein-laufer"),
         ("new", ["lost.txt"], 'no file matches "lost.txt"'),
-        ("new", ["empty.txt"], "empty.txt is empty"),
+        ("new", ["empty.txt"], "empty.txt is empty; fill it or take it out of --text"),
         ("new", ["mine.toml"], "is of no kind that plait reads"),
     ):
         with pytest.raises(PlaitError, match=re.escape(sentence)):

@@ -20,7 +20,7 @@ from plait.errors import PlaitError, RunFailed
 from plait.planner.plan_file import read_plan
 from plait.regular_file import append_to_file, read_regular_file
 from plait.report.metrics import read_metrics
-from plait.report.receipt import read_receipt
+from plait.report.receipt_file import read_receipt
 from plait.report.shares_file import read_shares
 from plait.report.sinks import MetricsFile
 from plait.working_folder import WorkingFolder

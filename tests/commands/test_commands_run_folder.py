@@ -190,6 +190,18 @@ def test_only_what_is_promised_may_change_of_a_begun_run(tmp_path: Path, key: st
         check_changes(old, new)
 
 
+def test_all_keys_that_may_not_change_are_named_at_once(tmp_path: Path) -> None:
+    old, new = (
+        base_recipe(tmp_path),
+        recipe(tmp_path, "run.name=base", "model.size=2M", "optimizer.lr=0.1", "train.budget=7 steps"),
+    )
+    with pytest.raises(PlaitError) as refused:
+        check_changes(old, new)
+    told = str(refused.value)
+    assert told.endswith("; change them back, or choose another run.name")
+    assert "optimizer.lr was " in told and "model.size was " in told and "train.budget" not in told
+
+
 def test_nothing_changed_is_nothing_changed(tmp_path: Path) -> None:
     config = base_recipe(tmp_path)
     assert check_changes(config, config) == []

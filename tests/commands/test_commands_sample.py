@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from plait.cluster.requested_workers import RequestedDevices
-from plait.commands.sample import decode_incrementally, device_to_sample_on
+from plait.commands.models.opened_model import device_to_sample_on
+from plait.commands.sample import decode_incrementally
 
 
 class Words:

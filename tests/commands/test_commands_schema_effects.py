@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from plait.cluster.requested_workers import chosen_gpus
 from plait.commands.planning.run_folder import run_folder
+from plait.commands.preparing.base import base_folder
 from plait.commands.preparing.corpus import data_request
 from plait.model.gpt import GPT
 from plait.model.init import initialize
@@ -20,6 +21,7 @@ from plait.planner.derive.compile_mode import compile_of
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_workers import named_workers
 from plait.recipe.schema import RunConfig, SourceSection
+from plait.working_folder import CURRENT_FOLDER
 from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recipe
 from tests.planner.machines import LAPTOP, ONE_H100, corpus, planned
 
@@ -30,7 +32,7 @@ SMALL = ModelShape(layers=1, width=8, heads=1, kv_heads=1, head_width=8, ffn=8, 
 def schema_keys() -> Iterator[str]:
     for section, field in RunConfig.model_fields.items():
         assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        yield from (f"{section}.{key}" for key in field.annotation.model_fields)
+        yield from (f"{section}.{own.alias or key}" for key, own in field.annotation.model_fields.items())
 
 
 def plan_of(config: RunConfig) -> Plan:
@@ -54,11 +56,13 @@ EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "the data": data_request,
     "the folder": lambda config: run_folder(config.run.name),
     "the first weights": first_weights,
-    "compiled layers": lambda config: compile_of(config, ONE_H100, []),
+    "compiled layers": lambda config: compile_of(config, [ONE_H100], []),
     "kernels of GPUs": gpu_kernels,
+    "the model's folder": lambda config: base_folder(config, CURRENT_FOLDER),
     "the GPUs": lambda config: chosen_gpus(named_workers(config), present=8),
 }
 ELSEWHERE = {
+    "model.from": "the model's folder",
     "run.devices": "the GPUs",
     "run.workers": "the GPUs",
     "train.compile": "compiled layers",

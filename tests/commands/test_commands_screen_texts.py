@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from math import nan
 from pathlib import Path
 
 import pytest
 
-from plait.commands.evaluate import evaluation_line
+from plait.cluster.product_rates import ProductRate, ProductRates
+from plait.commands.evaluate import evaluation_of
 from plait.commands.hosts.invitation import invitation_text
 from plait.commands.join import ending_text
 from plait.commands.monitoring.finish import finished_text
 from plait.commands.monitoring.run_end import run_end
 from plait.commands.monitoring.training import resumed_text, stopped_text
 from plait.commands.planning.introduction import run_start
-from plait.commands.preparing.corpus import corpus_summary
 from plait.commands.train import stopped_early_text
-from plait.commands.verify import verdict_text
 from plait.errors import RunFailed
 from plait.layout import Layout
+from plait.partition.execution import Precision
+from plait.planner.derive.arithmetic import choose_backend, choose_precision
 from plait.planner.plan import HostShare, Plan
 from plait.proof.verdict import Finding, Verdict
 from plait.report.metrics import StepReport
 from plait.report.receipt import Receipt
 from plait.screen.wrapping import wrapped
 from plait.trainer.divergence import DivergenceWatch
+from tests.commands.golden import assert_golden
 from tests.planner.machines import EIGHT_H100, LAPTOP, PLAYS, WEB, planned, recipe
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 RUN = Path("runs/shakespeare")
 LOSSES = [8.3 / (1 + step / 60) ** 0.4 for step in range(800)]
 RECEIPT = Receipt(
@@ -72,12 +72,12 @@ def starts(folder: Path) -> dict[str, str]:
     several = replace(plan, hosts=hosts[:2], left_out=hosts[2:])
     joined = "joined   bob: 8 cores\njoined   carl: 8 cores"
     invited = invitation_text(2, "10.0.0.1:24717", "and, when asked for it, the secret mnbv-cxza-sdfg-hjkl")
-    data = corpus_summary(PLAYS)
+    data = str(PLAYS)
     return {
         "train-start": f"{data}\n{run_start(plan, RUN)}",
         "train-start-why": f"{data}\n{run_start(plan, RUN, ['reasons'])}",
         "train-start-warned": f"{data}\n{run_start(fast, RUN)}",
-        "train-start-gpus": f"{corpus_summary(WEB)}\n{run_start(gpus, Path('runs/web'))}",
+        "train-start-gpus": f"{WEB}\n{run_start(gpus, Path('runs/web'))}",
         "train-start-hosts": f"{invited}\n{joined}\n{data}\n{run_start(several, RUN)}",
         "train-resume": f"{data}\n{run_start(plan, RUN)}\n{resumed_text(200, plan)}",
     }
@@ -106,8 +106,8 @@ def ends(folder: Path) -> dict[str, str]:
         "train-interrupted": "\n".join(stops),
         "train-diverged": f"plait: {diverged_sentence()}",
         "join-end": "\n".join(ending_text(by) for by in ("finished", "SIGTERM", "not needed")),
-        "data-end": f"{corpus_summary(PLAYS)}\nready    .plait/data/f00dcafe",
-        "verify-end": f"{verdict_text(right, '')}\n{verdict_text(wrong, '')}",
+        "data-end": f"{PLAYS}\nready    .plait/data/f00dcafe",
+        "verify-end": f"{right}\n{wrong}",
     }
 
 
@@ -131,11 +131,7 @@ def diverged_sentence() -> str:
     ],
 )
 def test_a_command_begins_and_ends_like_this_in_80_columns(name: str, tmp_path: Path) -> None:
-    text, golden = wrapped((starts(tmp_path) | ends(tmp_path))[name], 80) + "\n", GOLDEN / f"screen-{name}.txt"
-    assert max(map(len, text.splitlines())) <= 80
-    if os.environ.get("UPDATE_GOLDEN"):
-        golden.write_text(text)
-    assert text == golden.read_text(), f"{golden} says otherwise; if the new text is right, write it by UPDATE_GOLDEN=1"
+    assert_golden(name, (starts(tmp_path) | ends(tmp_path))[name])
 
 
 def test_a_start_has_five_lines_and_an_end_six(tmp_path: Path) -> None:
@@ -153,6 +149,44 @@ def test_warnings_are_in_the_short_start_and_other_reasons_are_not(tmp_path: Pat
     assert all(f"· {reason}" in told["train-start-why"] for reason in small_run(tmp_path).reasons)
 
 
+def product_rates(gain: float) -> ProductRates:
+    """Products of a processor that are so many times as fast by oneDNN."""
+    default = ProductRate(flops=1e11, error=5e-7, error_ratio=1.0)
+    return ProductRates(
+        machine="m",
+        workers=2,
+        library="MKL",
+        rates={"default": default, "onednn": replace(default, flops=gain * 1e11), "bf16": default},
+    )
+
+
+BY_ONEDNN = "matrix products by oneDNN: 2.3 times as fast as MKL, as exact"
+IN_BF16 = "bf16 with float32 weights: a step is 1.6 times as fast as in float32"
+
+
+@pytest.mark.parametrize(
+    ("precision", "reason", "lines"),
+    [
+        ("float32", choose_backend("auto", product_rates(2.3))[1], [f"numbers  {BY_ONEDNN}"]),
+        ("bf16", choose_precision(1.64)[1], [f"numbers  {IN_BF16}"]),
+        ("float32", choose_backend("auto", product_rates(1.0))[1], []),
+        ("float32", choose_precision(1.1)[1], []),
+    ],
+)
+def test_a_start_names_arithmetic_that_is_faster_than_the_default(
+    precision: Precision, reason: str, lines: list[str], tmp_path: Path
+) -> None:
+    plan = small_run(tmp_path)
+    plan = replace(plan, precision=precision, reasons=(*plan.reasons, reason))
+    told = wrapped(run_start(plan, RUN), 80).splitlines()
+    assert len(told) == 4 + len(lines)
+    assert [text for text in told if text.startswith("numbers")] == lines
+
+
 def test_an_evaluation_is_one_line_of_json() -> None:
-    line = '{"step": 800, "eval_loss": 3.9, "eval_nats_per_byte": 1.5, "tokens": 1000, "bytes": 2600}'
-    assert evaluation_line(800, 3900.0, 1000, 2600) == line
+    line = (
+        '{"step": 800, "eval_loss": 3.9, "eval_nats_per_byte": 1.5, "nats_per_token": 3.9, "nats_per_byte": 1.5, '
+        '"tokens": 1000, "bytes": 2600}'
+    )
+    found = evaluation_of(800, 3900.0, 1000, 2600)
+    assert str(found) == line and "<td>3.9</td>" in found._repr_html_()

@@ -109,13 +109,32 @@ def test_a_file_in_a_folder_whose_name_is_not_utf_8_is_refused(tmp_path: Path, p
 
 
 def test_a_pattern_without_a_file_and_a_folder_without_text_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlaitError, match=r'no file matches ".*none\*\.txt" \(looked in .*\); mend the path'):
+    with pytest.raises(PlaitError, match=r'no file matches ".*none\*\.txt" \(looked in .*\); correct the path in data'):
         open_source(Source(f"{tmp_path}/none*.txt"))
     write(tmp_path / "a.csv", "a,b")
     with pytest.raises(
         PlaitError, match=r"no text is in the folder .*: 0 files read, left out: 1 .csv; put files in it"
     ):
         open_source(Source(str(tmp_path)))
+
+
+def test_a_mend_names_what_the_user_typed(tmp_path: Path) -> None:
+    binary = write(tmp_path / "a.txt", b"some text\0more")
+    empty = write(tmp_path / "empty" / "b.txt", "")
+    for source, sentence in (
+        (Source(str(binary)), "convert it to UTF-8 text or take it out of data.files"),
+        (Source(str(binary), given_as="--files"), "or take it out of --files"),
+        (
+            Source(f"{tmp_path}/*.txt"),
+            rf"or change the pattern {tmp_path}/\*.txt in data.files so that it does not .*",
+        ),
+        (Source(str(tmp_path)), f"or move it out of the folder {tmp_path}"),
+        (Source(str(empty), given_as="--text"), "b.txt is empty; fill it or take it out of --text"),
+        (Source(" ", given_as="--text"), "--text has an empty name; name a file, a folder or a data set"),
+        (Source("lost.txt", given_as="--files"), "correct the path in --files"),
+    ):
+        with pytest.raises(PlaitError, match=f"{sentence}$"):
+            read_all(source)
 
 
 def test_a_folder_is_read_with_all_folders_in_it_but_no_links(tmp_path: Path) -> None:
@@ -259,4 +278,4 @@ def test_hugging_face_data_sets_from_local_folders(tmp_path: Path) -> None:
     assert "row 0: the text is int, not a string; choose" in found["number"]
     assert 'has no split "dev"; choose one of train, test' in found["no split"]
     assert 'is one data set without splits; write it without ":test"' in found["flat split"]
-    assert "cannot be loaded (" in found["missing"] and found["missing"].endswith("mend data.files")
+    assert "cannot be loaded (" in found["missing"] and found["missing"].endswith("correct data.files")

@@ -16,12 +16,13 @@ from plait.recipe.schema import RunConfig
 from plait.version import wheel_install_line
 from tests.docs.documents import DOCUMENTS, GUIDES, ROOT, code_lines, inline_code, name_of, plait_commands
 
-SECTIONS = {name: set(field.annotation.model_fields) for name, field in RunConfig.model_fields.items()}  # type: ignore
+SECTIONS = {
+    section: {field.alias or name for name, field in of.annotation.model_fields.items()}  # type: ignore[union-attr]
+    for section, of in RunConfig.model_fields.items()
+}
 TESTED_TORCH = re.findall(r'^TESTED_TORCH = "(.+)"$', (ROOT / "install" / "torch_build.py").read_text(), re.MULTILINE)[
     0
 ]
-RESERVED = {"model.from"}
-"""Keys that the documents name as those of a later version."""
 PLAIT = typer.main.get_command(app)
 COMMANDS = PLAIT.commands  # type: ignore[attr-defined]
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -107,7 +108,7 @@ def test_commands_named_in_a_sentence_exist(path: Path) -> None:
 def test_recipe_keys_named_in_a_sentence_exist(path: Path) -> None:
     for code in (code for where, code in NAMED if where == path):
         found = re.match(r"([a-z]+)\.(?!py\b)([a-z_]+)(?![\w.(/])", code)
-        if found and found[1] in SECTIONS and code not in RESERVED:
+        if found and found[1] in SECTIONS:
             assert found[2] in SECTIONS[found[1]], code
 
 
@@ -118,3 +119,9 @@ def test_the_guide_to_recipes_has_every_key_of_the_schema_and_no_other() -> None
         for row in re.findall(r"^\| (`.+?) \|", text, re.MULTILINE):
             told |= {key if "." in key else f"{section}.{key}" for key in re.findall(r"`([\w.]+)`", row)}
     assert told == {f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys}
+
+
+def test_the_index_names_every_guide() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    guides = [path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"]
+    assert [name for name in guides if f"({name})" not in index] == []

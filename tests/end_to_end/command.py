@@ -105,7 +105,7 @@ class Place:
             [sys.executable, *module, *arguments],
             cwd=self.folder,
             env={**os.environ, **CALM, **environment, MARK: self._mark, "PYTHONPATH": str(Path(__file__).parents[2])},
-            stdin=subprocess.DEVNULL if terminal is None else terminal,
+            stdin=more.pop("stdin", subprocess.DEVNULL) if terminal is None else terminal,
             stdout=subprocess.PIPE if terminal is None else terminal,
             stderr=subprocess.PIPE if terminal is None else terminal,
             text=True,

@@ -40,7 +40,10 @@ CASES = {
     "devices that are none": ((*TRAIN, "run.devices=tpu"), ['"tpu" names no devices; write "auto", "cpu"']),
     "a GPU that is not there": ((*TRAIN, "run.devices=97"), ["run.devices names GPU 97"]),
     "more threads than cores": ((*TRAIN, "run.threads=9999"), ["run.threads = 9999 are more than this machine has"]),
-    "a reserved key": ((*TRAIN, "model.from=x"), ["model.from comes with a later version"]),
+    "a model that is not there": (
+        (*TRAIN, "model.from=x"),
+        ["model is not usable", "comes from the model in model.from"],
+    ),
     "a value of the wrong kind": ((*TRAIN, "model.layers=two"), ["model.layers is not usable"]),
     "a budget without a unit": ((*TRAIN, "train.budget=500"), ["train.budget is not usable", "500 steps"]),
     "not an override": ((*TRAIN, "budget"), ['"budget" is not an override', "section.key=value"]),
@@ -61,6 +64,11 @@ CASES = {
     "a vocabulary larger than the model's": ((*TRAIN, "data.tokenizer=gpt2"), ["50257", "model.vocabulary = 300"]),
     "a run that is not there": (("sample", "nobody"), ['there is no run "nobody"']),
     "a bad number for an option": (("sample", "x", "--temperature", "-1"), ["--temperature"]),
+    "a number that is no number for an option": (("sample", "x", "--temperature", "nan"), ["--temperature nan"]),
+    "a seed of many digits": (("sample", "x", "--seed", "9" * 30), ["--seed", "it should be at most"]),
+    "an option that is no whole number": (("sample", "x", "--tokens", "1e3"), ["it should be a whole number"]),
+    "a file without its option": (("eval", "x", "other.txt"), ["other.txt comes after the run", "--files"]),
+    "a share above all": (("sample", "x", "--top-p", "2"), ["--top-p 2 is no share", "at most 1"]),
 }
 
 

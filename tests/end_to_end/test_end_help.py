@@ -8,7 +8,7 @@ import plait
 from plait.cluster.topology import software_versions
 from tests.end_to_end.command import Ended, Place, ended
 
-COMMANDS = ("new", "train", "join", "plan", "data", "verify", "probe", "sample", "eval")
+COMMANDS = ("new", "train", "join", "plan", "data", "verify", "probe", "sample", "eval", "chat", "export")
 POOR = {
     "ASCII": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     "ISO-8859-1": {"PYTHONIOENCODING": "iso-8859-1"},
@@ -42,14 +42,23 @@ def test_the_version_is_one_everywhere(narrow: Place) -> None:
 
 @pytest.mark.parametrize(
     ("typed", "offered"),
-    [("plait tr", ["train"]), ("plait train --re", ["--replan"]), ("plait sample sha", ["shakespeare", "shapes"])],
+    [
+        ("plait tr", ["train"]),
+        ("plait train --re", ["--replan"]),
+        ("plait sample sha", ["shakespeare", "shapes"]),
+        ("plait train t", ["tiny.toml"]),
+        ("plait plan rec", ["recipes/large.toml"]),
+        ("plait probe recipes/", ["recipes/large.toml"]),
+    ],
 )
-def test_the_shell_completes_commands_options_and_runs(narrow: Place, typed: str, offered: list[str]) -> None:
+def test_the_shell_completes_commands_options_runs_and_recipes(narrow: Place, typed: str, offered: list[str]) -> None:
     for name in ("shakespeare", "shapes", "other"):
         narrow.path(name).mkdir(parents=True, exist_ok=True)
         for file in ("plan.json", "recipe.toml"):
             (narrow.path(name) / file).touch()
     narrow.path("shapeless").mkdir(exist_ok=True)  # a folder that holds no run
+    (narrow.folder / "recipes").mkdir(exist_ok=True)
+    (narrow.folder / "recipes" / "large.toml").touch()
     words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_PLAIT_COMPLETE": "complete_bash"}
     assert run(narrow, **words).out.split() == offered
 

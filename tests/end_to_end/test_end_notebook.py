@@ -99,7 +99,7 @@ def test_the_interrupt_button_saves_and_leaves_nobody(place: Place, kernel: Kern
 
     name, shown = error_of(kernel.run(TRAIN.format(name="button", steps=200), press))
     assert name == "Interrupted" and len(shown) == 1, shown
-    assert shown[0].startswith("plait: stopped after step ") and "saved; the same command goes on" in shown[0]
+    assert shown[0].startswith("plait: stopped after step ") and "saved; the same call goes on" in shown[0]
     wait_until(lambda: workers_of(place, kernel) == [], within_s=5)
     saved = place.checkpoints("button")[-1]
     assert saved > 12 and f"step {saved} of" in shown[0]

@@ -115,4 +115,5 @@ def test_what_may_not_change_of_a_begun_run(place: Place, stopped: str, override
     run = place.train(stopped, override)
     assert run.code == 2
     assert told in run.sentence()
+    assert "data  " not in run.out or override.startswith("data."), "refused before text and machine are looked at"
     assert snapshot(place.path(stopped)) == before

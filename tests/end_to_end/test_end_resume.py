@@ -10,9 +10,11 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from plait.launch.values.job import STOP_IN_WORDS
 from tests.end_to_end.command import STEPS, Place, ended, flip_bit, kill_group, wait_while_running
 
 
@@ -85,6 +87,21 @@ def test_a_run_by_onednn_goes_on_to_the_bit_and_its_receipt_says_so(place: Place
 
 def newest(place: Place, name: str) -> int:
     return max(place.checkpoints(name), default=0)
+
+
+def test_a_stop_while_steps_are_timed_waits_for_no_step(place: Place, tmp_path: Path) -> None:
+    """A step of this recipe takes minutes. SIGHUP comes when a terminal is closed."""
+    long = ("train.batch_tokens=4M", "train.budget=1 hour")
+    process = place.start("train", "tiny.toml", "run.name=slow", *long, environment={"TMPDIR": str(tmp_path)})
+    wait_while_running(lambda: bool(list(tmp_path.glob("plait-measure-*/rank-1.log"))), process)
+    at = time.monotonic()
+    kill_group(process, signal.SIGHUP)
+    stopped = ended(process)
+    assert time.monotonic() - at < 10
+    assert (stopped.code, stopped.err) == (129, "")
+    assert stopped.out.endswith("stopped by SIGHUP before training began; the same command starts it again\n")
+    place.assert_nobody_left()
+    assert not place.path("slow").exists() and not list(tmp_path.glob("plait-*"))
 
 
 def test_a_dead_worker_and_signals_stop_cleanly_and_the_run_goes_on(
@@ -163,6 +180,7 @@ def assert_stopped(place: Place, name: str, process: subprocess.Popen[str], code
     """Stopped by a signal: saved at the step where it stood, said so, and left no process."""
     stopped = ended(process)
     assert stopped.code == code and not stopped.err
+    assert f"stop     by {'SIGINT' if code == 130 else 'SIGTERM'}: {STOP_IN_WORDS}; another " in stopped.out
     step = newest(place, name)
     assert step < STEPS and place.lines(name)[-1]["step"] == step
     assert f"stopped after step {step} of {STEPS}, saved" in stopped.out

@@ -94,6 +94,9 @@ def test_the_driver_is_asked_for_its_version(tmp_path: Path, monkeypatch: pytest
     assert bootstrap.driver_version() == "550.54.15"
     smi.write_text("#!/bin/sh\nexit 9\n")  # installed, but no driver answers
     assert bootstrap.driver_version() is None
+    assert bootstrap.gpu_capabilities() == []
+    smi.write_text("#!/bin/sh\nprintf '9.0\\n12.0\\n[N/A]\\n'\n")
+    assert bootstrap.gpu_capabilities() == [(9, 0), (12, 0)]
 
 
 def test_a_missing_ensurepip_is_a_sentence() -> None:

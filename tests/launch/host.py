@@ -30,12 +30,17 @@ def main(join_address: str, local_address: str, torch: str = "") -> None:
             host_info={"name": f"host-{local_address}", "pid": os.getpid()},
             handlers={"read": _read, "refuse": _refuse, "break": _break},
             entries=WITH_TORCH if torch else ENTRIES,
+            say=_say,
             pulse=PULSE,
         )
         print(json.dumps({"stopped_by": stopped_by}), flush=True)
     except PlaitError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         sys.exit(error.exit_code)
+
+
+def _say(sentence: str) -> None:
+    print(json.dumps({"said": sentence}), flush=True)
 
 
 def _read(question: Frame) -> Reply:

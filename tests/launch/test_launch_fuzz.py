@@ -114,7 +114,12 @@ def damaged_frames(count: int) -> Iterator[bytes]:
     dice = random.Random(SEED)
     wholes = [{"kind": kind.__name__, "values": values} for kind, values in MESSAGES]
     for at in range(count // 2):
-        (damaged,) = mutants(wholes[at % len(wholes)], 1, SEED + at)
+        whole = wholes[at % len(wholes)]
+        if at % 2:
+            (damaged,) = mutants(whole, 1, SEED + at)
+        else:  # a message in order, whose values are not
+            (values,) = mutants(whole["values"], 1, SEED + at)
+            damaged = {**whole, "values": values}
         yield sealed(json.dumps(damaged, ensure_ascii=dice.random() < 0.5).encode("utf-8", "surrogatepass"))
     for at in range(count - count // 2):
         body = bytearray(dice.choice(honest_bodies()))

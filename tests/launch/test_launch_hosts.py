@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from plait.launch.remote.host_numbering import by_address, host_numbers
 from plait.launch.remote.leader import HostPart, Hosts
 from plait.launch.remote.secret import Secret, new_secret
 from plait.launch.values.entries import EntryTable
-from plait.launch.values.job import Job, JobResult, Message
+from plait.launch.values.job import STOP_IN_WORDS, Job, JobResult, Message
 from tests.launch.host import PULSE
 from tests.launch.processes import (
     ENTRIES,
@@ -58,6 +59,12 @@ class _Process:
     def next_line(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
+
+    def said(self) -> str:
+        """Its next sentence for a person."""
+        while "said" not in (line := self.next_line()):
+            assert line == {"kind": "connected"}
+        return line["said"]
 
     def ended(self, exit_code: int) -> dict[str, Any]:
         """Its last words, when it has ended as it should."""
@@ -208,6 +215,8 @@ def test_a_stop_reaches_every_host(three: _Crew):
     assert three.run(job("wait_for_stop", 3), record, (1, 1, 1)).stopped_by == "SIGINT"
     assert record.values("saved") == {rank: {"rank": rank} for rank in range(3)}
     assert running(record.pids.values()) == []
+    told = [agent.said() for agent in three.agents]
+    assert all(sentence.endswith(f" stops the run: {STOP_IN_WORDS}") for sentence in told), told
 
 
 def test_a_second_signal_kills_on_every_host(three: _Crew):
@@ -322,6 +331,19 @@ def test_ctrl_c_on_another_host_stops_the_job_for_all(two: _Crew):
     record = Record(2, lambda record: os.killpg(agent.pid, signal.SIGINT))
     assert two.run(job("wait_for_stop", 2), record).stopped_by == "SIGINT"
     assert record.values("saved") == {rank: {"rank": rank} for rank in range(2)}
+    assert agent.said() == f"by SIGINT: {STOP_IN_WORDS}; another SIGINT leaves the run at once"
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_a_measurement_on_several_hosts_ends_at_the_first_signal_on_any(two: _Crew, where: str):
+    agent = two.agents[0]
+    record = Record(2, lambda record: os.kill(os.getpid() if where == "here" else agent.pid, signal.SIGHUP))
+    assert two.run(replace(job("be_deaf", 2), at_stop="abandon"), record).stopped_by == "SIGHUP"
+    assert time.monotonic() - record.acted_at_s < SOON_S
+    assert running(record.pids.values()) == []
+    if where == "there":
+        assert agent.said().startswith("by SIGHUP: what is being measured is given up; another SIGHUP")
+    assert two.run(job("hello", 2), Record()).stopped_by == "finished"
 
 
 def test_ctrl_c_on_both_hosts_is_one_stop(two: _Crew):

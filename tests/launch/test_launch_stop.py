@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,18 @@ def test_ranks_that_do_not_return_are_killed_after_the_grace():
     with pytest.raises(RunFailed, match=r"had not saved and ended 0\.3 s after SIGTERM"):
         run_job(job("be_deaf", 2), ENTRIES, on_message=record, grace_s=0.3)
     assert time.monotonic() - record.acted_at_s < 5
+    assert running(record.all_pids) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_job_that_gives_nothing_unfinished_ends_at_the_first_signal(number: signal.Signals):
+    """Nobody waits for what a measurement is doing; a second signal changes nothing."""
+    record = Record(2, _send_self(number, number, signal.SIGTERM))
+    measuring = replace(job("be_deaf", 2), at_stop="abandon")
+    result = run_job(measuring, ENTRIES, on_message=record, grace_s=30)
+    assert result.stopped_by == number.name
+    assert time.monotonic() - record.acted_at_s < 5
+    assert [message.kind for message in record.messages] == ["pid", "pid"]
     assert running(record.all_pids) == []
 
 

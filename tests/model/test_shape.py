@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from plait.errors import PlaitError
 from plait.model.gpt import GPT
+from plait.model.rope_scaling import RopeScaling
 from plait.model.shape import (
     ModelShape,
     parameter_count,
@@ -31,7 +33,14 @@ GPT2 = replace(
 )
 QWEN2 = replace(LLAMA, bias="qkv", tied=True)
 QWEN3 = replace(LLAMA, qk_norm=True, activation="relu2")
-SHAPES = pytest.mark.parametrize("shape", [LLAMA, GPT2, QWEN2, QWEN3], ids=["llama", "gpt2", "qwen2", "qwen3"])
+STRETCHED = RopeScaling(kind="yarn", factor=4.0, original_sequence=16)
+WINDOWS = replace(LLAMA, windows=(0, 8, 8), bias="attention", rope=STRETCHED)
+SCALED = replace(GPT2, learned_positions=48, bias="feedforward", attention_scale="head and layer")
+SHAPES = pytest.mark.parametrize(
+    "shape",
+    [LLAMA, GPT2, QWEN2, QWEN3, WINDOWS, SCALED],
+    ids=["llama", "gpt2", "qwen2", "qwen3", "windows", "scaled"],
+)
 
 
 @SHAPES
@@ -62,7 +71,13 @@ def test_causal_attention_counts_half_of_the_square() -> None:
 
 @SHAPES
 def test_a_shape_survives_its_dict(shape: ModelShape) -> None:
-    assert ModelShape.from_dict(shape.to_dict()) == shape
+    assert ModelShape.from_dict(json.loads(json.dumps(shape.to_dict()))) == shape
+
+
+def test_shapes_of_earlier_versions_are_written_as_before() -> None:
+    """A checkpoint's manifest is compared key by key with the shape of the run."""
+    assert not {"rope", "windows", "learned_positions", "attention_scale"} & LLAMA.to_dict().keys()
+    assert {"rope", "windows"} <= WINDOWS.to_dict().keys()
 
 
 @pytest.mark.parametrize(
@@ -73,7 +88,13 @@ def test_a_shape_survives_its_dict(shape: ModelShape) -> None:
         ({"layers": 0}, "layers is 0; choose a whole number"),
         ({"width": 2.5}, "width is 2.5; choose a whole number"),
         ({"norm": "batchnorm"}, 'choose "layernorm" or "rmsnorm"'),
-        ({"bias": True}, 'choose "none" or "qkv" or "all"'),
+        ({"bias": True}, 'choose "none" or "qkv" or "attention" or "feedforward" or "all"'),
+        ({"windows": [4]}, "give one number of at least 0 for each of 3 layers"),
+        ({"positions": "learned", "rope": {"kind": "linear", "factor": 2.0}}, 'choose positions = "rope"'),
+        ({"rope": {"kind": "ntk", "factor": 2.0}}, "choose linear, llama3 or yarn"),
+        ({"rope": {"kind": "yarn", "factor": 2.0}}, "original_sequence of yarn rotary positions is 0"),
+        ({"rope": {"kind": "linear", "factor": -1.0}}, "factor of linear rotary positions is -1.0"),
+        ({"learned_positions": 16}, "choose at most 16"),
         ({"norm_eps": 0.0}, "norm_eps is 0.0; choose a number above 0"),
     ],
 )

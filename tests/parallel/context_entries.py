@@ -40,6 +40,7 @@ class Case:
     documents: tuple[int, ...] | None
     heads: int = 4
     kv_heads: int = 2
+    window: int = 0
 
 
 RAGGED = (7, 20, 1, 1, 19)
@@ -59,6 +60,11 @@ CASES = {
     "equal documents across chunks": Case(rows=3, documents=(16,) * 9),
     "equal documents of no fitting length": Case(rows=1, documents=(8,) * 6),
     "only one rank's chunks are crossed": Case(rows=1, documents=(6,) * 6 + (12,)),
+    "a window within a chunk": Case(rows=1, documents=None, window=3),
+    "a window of two tokens": Case(rows=3, documents=RAGGED * 3, window=2),
+    "a window over two chunks": Case(rows=3, documents=None, window=11, kv_heads=1),
+    "a window as long as most documents": Case(rows=3, documents=(*RAGGED, 48, 3, 45), window=19),
+    "a window beyond every row": Case(rows=1, documents=RAGGED, window=60),
 }
 
 
@@ -195,9 +201,9 @@ def _differences(
     whole = [x.requires_grad_() for x in inputs]
     part = [x.detach()[:, columns].to(dtype).requires_grad_() for x in inputs]
     with torch.autocast("cpu", enabled=False):
-        wanted = attend(whole[0], whole[1], whole[2], documents)
+        wanted = attend(whole[0], whole[1], whole[2], documents, case.window)
         wanted_grads = torch.autograd.grad(wanted, whole, weight)
-    found = core(part[0], part[1], part[2], documents)
+    found = core(part[0], part[1], part[2], documents, case.window)
     found_grads = torch.autograd.grad(found, part, weight[:, columns].to(found.dtype))
     pairs = zip((found, *found_grads), (wanted, *wanted_grads), strict=True)
     # Numbers are about 1; the gradient of a query with a single key is zero, to rounding or altogether.

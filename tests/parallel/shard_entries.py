@@ -28,7 +28,7 @@ from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble, make_autocast
-from plait.trainer.persist import restore, save
+from plait.trainer.checkpointing.persist import restore, save
 from plait.trainer.state import TrainState
 from plait.trainer.step import make_forward
 from plait.trainer.worker import process_group_for

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 
 from plait.layout import Layout, Recompute
-from plait.model.attention import Documents, attend_ragged, cumulative_lengths, of_any_length
+from plait.model.attention import Documents, Rows, attend_ragged, cumulative_lengths, of_any_length
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
@@ -75,9 +75,9 @@ def ragged_by_groups(*tensors: Any, window_size: tuple[int, int], enable_gqa: bo
     return ragged(q_nhd, k_nhd, v_nhd, *rest, window_size=window_size)
 
 
-def attend_on_gpu(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None) -> Tensor:
+def attend_on_gpu(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None, window: int) -> Tensor:
     assert documents is not None and documents.ends is not None
-    return attend_ragged(ragged, q_bthd, k_bthd, v_bthd, documents.ends, documents.longest)
+    return attend_ragged(ragged, q_bthd, k_bthd, v_bthd, documents.ends, documents.longest, window)
 
 
 def with_ends(lengths: tuple[int, ...]) -> Documents:
@@ -153,6 +153,46 @@ def test_a_compiled_layer_keeps_rounded_copies_of_its_weights(plan: Plan) -> Non
         step_of(model, 0)
     sizes = [each.numel() for each in kept if each.dtype == torch.bfloat16]
     assert {p.numel() for p in layer.parameters() if p.dim() == 2} <= set(sizes)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "float32"])
+def test_a_compiled_layer_keeps_less_the_more_it_computes_again(plan: Plan, precision: str) -> None:
+    """Selective recomputing keeps the results of products and of attention, and nothing beside them."""
+    kept = {what: kept_per_layer(plan, what, precision) for what in ("none", "selective", "full")}
+    sizes = {what: sum(tensor.numel() * tensor.element_size() for tensor in tensors) for what, tensors in kept.items()}
+    assert sizes["selective"] < 0.75 * sizes["none"] and sizes["full"] < 0.1 * sizes["selective"]
+    tokens, width, kv_width = ROWS * SHAPE.sequence, SHAPE.width, SHAPE.kv_heads * SHAPE.head_width
+    # q, k, v, attention's own result and o, gate and up; down's is no part of any gradient.
+    products = tokens * (3 * width + 2 * kv_width + 2 * SHAPE.ffn)
+    rounded = torch.bfloat16 if precision == "bf16" else torch.float32
+    assert sum(tensor.numel() for tensor in kept["selective"] if tensor.dtype == rounded) <= 1.1 * products
+
+
+def kept_per_layer(plan: Plan, what: Recompute, precision: str) -> list[Tensor]:
+    """What one compiled layer saves for backward, beside its input and its weights."""
+    torch._dynamo.reset()
+    model = model_with(plan, what)
+    layer, kept = model.layers["0"], dict[int, Tensor]()
+    layer.compile(dynamic=False, fullgraph=True, backend=Graphs())
+    stream_nd = torch.randn(ROWS * SHAPE.sequence, SHAPE.width, requires_grad=True)
+    here = {x.untyped_storage().data_ptr() for x in (stream_nd, *layer.parameters())}
+    lengths = (SHAPE.sequence,) * ROWS
+    assert model.rotary is not None
+    rotation = model.rotary(torch.arange(SHAPE.sequence)[None], torch.float32)
+    rows = Rows(rows=ROWS, tokens=SHAPE.sequence, rotation=rotation, documents=with_ends(lengths), cache=None)
+
+    def keep(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in here:
+            kept[place] = tensor
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"),
+    ):
+        layer(stream_nd, rows)
+    return list(kept.values())
 
 
 def test_float32_documents_on_gpus_are_no_reason_to_compile_anew(plan: Plan) -> None:

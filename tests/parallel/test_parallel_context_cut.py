@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.data.packing import zigzag_columns
-from plait.parallel.context.cut import ContextCut, Rectangle, cut_attention
+from plait.parallel.context.cut import ContextCut, Rectangle, WindowBand, cut_attention
 
 
 def test_columns_of_two_ranks() -> None:
@@ -65,23 +65,30 @@ def test_pairs_are_within_three_percent_of_each_other(parts: int) -> None:
     assert sum(found) == 2 * 16384 * 16385 // 2
 
 
-@given(st.data(), st.integers(2, 4), st.integers(1, 3))
-def test_every_pair_is_computed_once_by_the_rank_that_has_the_query(data: st.DataObject, parts: int, rows: int) -> None:
+@given(st.data(), st.integers(2, 4), st.integers(1, 3), st.integers(0, 9))
+def test_every_pair_is_computed_once_by_the_rank_that_has_the_query(
+    data: st.DataObject, parts: int, rows: int, window: int
+) -> None:
     sequence = 2 * parts * data.draw(st.integers(1, 4))
     inner = data.draw(st.sets(st.integers(1, rows * sequence - 1)))
     edges = sorted({0, *inner, *range(0, rows * sequence + 1, sequence)})
     lengths = tuple(np.diff(edges).tolist())
     counts = np.zeros((rows * sequence, rows * sequence), dtype=int)
-    cuts = [cut_attention(lengths, rows=rows, sequence=sequence, parts=parts, index=index) for index in range(parts)]
+    sizes = {"rows": rows, "sequence": sequence, "parts": parts, "window": window}
+    cuts = [cut_attention(lengths, **sizes, index=index) for index in range(parts)]
     for cut in cuts:
         before = counts.sum()
         _count(cut, counts)
         assert counts.sum() - before == cut.pairs
     document = np.repeat(np.arange(len(lengths)), lengths)
     wanted = np.tril(document[:, None] == document[None, :])
+    if window:
+        wanted = np.triu(wanted, 1 - window)
     assert (counts == wanted).all()
     assert len({cut.crosses for cut in cuts}) == 1
-    assert cuts[0].crosses == any(cut.rectangles for cut in cuts)
+    if not window:
+        assert cuts[0].crosses == any(cut.rectangles for cut in cuts)
+    assert cuts[0].crosses or not any(cut.rectangles for cut in cuts)
 
 
 def _count(cut: ContextCut, counts: np.ndarray) -> None:
@@ -91,9 +98,21 @@ def _count(cut: ContextCut, counts: np.ndarray) -> None:
     flat = own.ravel()
     for end, length in zip(accumulate(cut.segments), cut.segments, strict=True):
         some = flat[end - length : end]
-        counts[np.ix_(some, some)] += np.tril(np.ones((length, length), dtype=int))
+        square = np.tril(np.ones((length, length), dtype=int))
+        counts[np.ix_(some, some)] += np.triu(square, 1 - cut.window) if cut.window else square
     for one in cut.rectangles:
         for row in range(one.rows[0], sum(one.rows)):
             queries = own[row, one.queries[0] : sum(one.queries)]
             keys = row * cut.sequence + np.arange(one.keys[0], sum(one.keys))
-            counts[np.ix_(queries, keys)] += 1
+            counts[np.ix_(queries, keys)] += _seen(one)
+
+
+def _seen(one: Rectangle) -> np.ndarray:
+    """1 for each pair of a query and a key that it sees, [query, key]."""
+    seen = np.ones((one.queries[1], one.keys[1]), dtype=int)
+    if isinstance(one.mask, WindowBand):
+        seen[:] = 0
+        for query, row in enumerate(seen):
+            row[list(one.mask.keys_of(query, len(row)))] = 1
+        assert seen.any(axis=1).all()
+    return seen

@@ -119,6 +119,26 @@ def test_every_layout_s_gradients_are_right_to_a_rounding(launch, tmp_path: Path
         copies_agree(ranks, case["layout"])
 
 
+STAGES = [
+    {"pipeline": 2, "stage_layers": [1, 1]},
+    {"pipeline": 2, "stage_layers": [1, 1], "schedule": "zero-bubble"},
+    {"pipeline": 2, "stage_layers": [1, 1], "schedule": "gpipe", "recompute": "full"},
+]
+
+
+def test_what_stages_send_each_other_may_be_rounded_and_then_nothing_else_is(launch, tmp_path: Path) -> None:
+    make_tiny(tmp_path, precision="float64")
+    shared = {"folder": str(tmp_path), "name": "between", "steps": 1}
+    wanted = alone_with({**shared, "plan": {"micro_sequences": 2}})
+    plan = {"micro_sequences": 2, "stage_transfer": "bf16"}
+    launch([{**shared, "layout": layout, "plan": plan} for layout in STAGES], 2)
+    for number, layout in enumerate(STAGES):
+        ranks = [load_file(tmp_path / f"between-{number}-rank-{rank}.safetensors") for rank in range(2)]
+        worst = max(errors(ranks, wanted))
+        # The stream is rounded once on its way, and so is its gradient; layers pass both errors on.
+        assert 1e-6 < worst < 4 * ROUNDING, f"{layout}: off by {worst:.1e}"
+
+
 def errors(ranks: list[dict[str, Tensor]], wanted: dict[str, Tensor]) -> Iterator[float]:
     """Of each part of a gradient, relative to the largest number of its weight's."""
     for found in ranks:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.layout import Layout
+from plait.model.rope_scaling import RopeScaling
 from plait.model.shape import ModelShape
 
+YARN = RopeScaling(kind="yarn", factor=4.0, original_sequence=16, table_scale=1.1)
 LLAMA = ModelShape(layers=8, width=64, heads=8, kv_heads=4, head_width=8, ffn=128, vocabulary=256, sequence=64)
 FAMILIES: dict[str, ModelShape] = {
     "llama": LLAMA,
@@ -15,8 +17,14 @@ FAMILIES: dict[str, ModelShape] = {
     "qwen3": replace(LLAMA, kv_heads=2, qk_norm=True, head_width=16),
     "multi-query": replace(LLAMA, kv_heads=1, activation="relu2", tied=True),
     "odd groups": replace(LLAMA, heads=12, kv_heads=3, width=96, bias="all", qk_norm=True),
-}
-"""Between them: biases, tied heads, grouped and single key/value heads, norms of queries and keys."""
+    "windows": replace(LLAMA, windows=(0, 16) * 4, bias="attention", rope=YARN),
+    "scaled": replace(
+        LLAMA, windows=(16,) * 8, bias="feedforward", positions="learned", learned_positions=80,
+        attention_scale="head and layer", tied=True,
+    ),
+}  # fmt: skip
+"""Between them: biases, tied heads, grouped and single key/value heads, norms of queries and keys, windows, stretched
+rotary positions, tables longer than a sequence."""
 
 EVERY_DAY: dict[str, tuple[str, Layout]] = {
     "replicate": ("gpt2", Layout(replicate=3)),
@@ -31,6 +39,8 @@ EVERY_DAY: dict[str, tuple[str, Layout]] = {
     "zero-bubble": ("gpt2", Layout(pipeline=2, stage_layers=(4, 4), schedule="zero-bubble", recompute="full")),
     "shard × tensor": ("gpt2", Layout(shard=2, tensor=2, recompute="selective")),
     "context × tensor": ("qwen2", Layout(context=2, tensor=2)),
+    "windows, context × tensor": ("windows", Layout(context=2, tensor=2)),
+    "windows, pipeline × context": ("scaled", Layout(pipeline=2, stage_layers=(4, 4), context=2)),
     "pipeline × shard": ("llama", Layout(pipeline=2, stage_layers=(3, 5), shard=2)),
 }
 

@@ -15,7 +15,13 @@ from plait.errors import PlaitError
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape, parameter_count
+from plait.parallel.sharded_model import WHOLE_VOCABULARY
 from plait.planner.calibration.constants import constant_fields
+from plait.planner.derive.compile_mode import compile_of
+from plait.planner.derive.resources import Resources
+from plait.planner.derive.training_job import precision_of
+from plait.trainer import loss
+from plait.trainer.score_passes import FusedPasses, InPlacePasses, LocalTargets, ScorePasses
 from tests.planner.machines import LAPTOP, ONE_H100, WEB, planned, recipe
 
 NO_COMPILER = replace(ONE_H100, uncompiled="there is no C compiler; install gcc, or name one in CC")
@@ -39,6 +45,22 @@ def test_what_is_asked_for_and_cannot_be_is_refused(tmp_path: Path) -> None:
         planned(config, WEB, NO_COMPILER)
     with pytest.raises(PlaitError, match='"on" is for GPUs, and this run is on the processor'):
         planned(config, WEB, LAPTOP)
+
+
+def test_what_one_host_cannot_do_no_host_is_asked_to_do(tmp_path: Path) -> None:
+    """All ranks of a run must compile, or none; and all compute in one precision."""
+    config, reasons = recipe(tmp_path, *SIZE), list[str]()
+    assert compile_of(config, [ONE_H100, ONE_H100], reasons) == "blocks" and not reasons
+    assert compile_of(config, [ONE_H100, ONE_H100, NO_COMPILER], reasons) == "off"
+    assert "layers are not compiled, and steps take longer: on host 2, there is no C compiler" in reasons[0]
+    with pytest.raises(PlaitError, match="layers cannot be compiled on host 1: there is no C compiler; install gcc"):
+        compile_of(recipe(tmp_path, *SIZE, "train.compile=on"), [ONE_H100, NO_COMPILER], [])
+    old = replace(ONE_H100, name="an old card", without=("bf16",))
+    both = Resources(machine=ONE_H100, peak_flops=1e15, others=(old,))
+    assert precision_of(config, Resources(machine=ONE_H100, peak_flops=1e15), []) == "bf16"
+    assert precision_of(config, both, reasons) == "float32" and "an old card has no bf16" in reasons[-1]
+    with pytest.raises(PlaitError, match="an old card has no bf16 arithmetic"):
+        precision_of(recipe(tmp_path, *SIZE, "train.precision=bf16"), both, [])
 
 
 def test_gpus_without_bf16_train_in_float32_also_where_the_catalogue_lacks_them(tmp_path: Path) -> None:
@@ -92,3 +114,46 @@ def test_the_price_of_uncompiled_layers_is_what_their_operations_move() -> None:
     assert (inner - narrow) / 512 == pytest.approx(constants["inner_bytes"], rel=0.05)
     assert (wide - narrow) / 256 == pytest.approx(constants["stream_bytes"], rel=0.05)
     assert kernels == constants["layer_kernels"]
+
+
+TOKENS, ENTRIES = 8, 4096
+
+
+def go_over(passes: ScorePasses) -> None:
+    """Losses and gradient of a piece of 16-bit scores."""
+    targets = LocalTargets(torch.arange(TOKENS), 0, ENTRIES)
+    _, kept = passes.losses(torch.randn(TOKENS, ENTRIES, dtype=torch.bfloat16), targets, WHOLE_VOCABULARY)
+    passes.gradient(kept, targets, torch.bfloat16)
+
+
+class LogitTraffic(MemoryTraffic):
+    """Without the picking of one logit a token, of which the mode would count the whole piece."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("gather", "scatter_add_", "randn"):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_the_price_of_an_uncompiled_loss_is_what_its_operations_move() -> None:
+    with LogitTraffic() as traffic:
+        go_over(InPlacePasses())
+    wanted = dict(constant_fields("software_profile_uncompiled"))["logit_bytes"]
+    assert traffic.bytes / (TOKENS * ENTRIES) == pytest.approx(wanted, rel=0.02)
+
+
+def test_the_price_of_a_compiled_loss_is_what_goes_into_its_kernels_and_comes_out() -> None:
+    moved = []
+
+    def kernel(function: Any) -> Any:
+        def run(*tensors: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = function(*tensors)
+            moved.append(sum(tensor.nbytes for tensor in (*tensors, result)))
+            return result
+
+        return run
+
+    go_over(FusedPasses(kernel))
+    constants: dict[str, float] = dict(constant_fields("software_profile_plait"))
+    assert sum(moved) / (TOKENS * ENTRIES) == pytest.approx(constants["logit_bytes"], rel=0.02)
+    assert constants["logits_at_once"] == loss._PIECE_NUMBERS["cuda"]  # pyright: ignore[reportPrivateUsage]

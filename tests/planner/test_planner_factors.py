@@ -136,10 +136,10 @@ def test_the_words_for_what_was_learnt() -> None:
 def test_a_step_as_foretold_is_one_line() -> None:
     measured = StepItems(compute_s=1.41, messages_s=0.09, optimizer_s=0.06)
     assert comparison_text(SAID, came(1.56, measured)) == (
-        "the plan said 1.61 s a step (1.45 s computing, 0.1 s messages, 0.06 s optimizer); 5 steps took 1.56 s "
+        "the plan said 1.61 s a step (1.45 s computing, 0.1 s messages, 0.06 s optimizer); 5 steps took 1.56 s each "
         "(1.41 s computing, 0.09 s messages, 0.06 s optimizer): 3% faster"
     )
-    assert comparison_text(SAID, came(1.612)).endswith("5 steps took 1.61 s: as planned")
+    assert comparison_text(SAID, came(1.612)).endswith("5 steps took 1.61 s each: as planned")
     assert deviation_text(SAID, came(1.56, measured), 0.05, "clock") is None
 
 
@@ -176,7 +176,7 @@ def test_what_to_do_about_a_slow_step_goes_by_what_the_forecast_came_from() -> N
     assert "--replan, which times steps anew" in mends["steps"]
     fast = came(1.0, StepItems(compute_s=0.84, messages_s=0.1, optimizer_s=0.06))
     for source in ("clock", "formulas"):
-        assert "the next plan here learns it" in (deviation_text(SAID, fast, 0.05, source) or "")
+        assert "the next plan here takes it into account" in (deviation_text(SAID, fast, 0.05, source) or "")
     assert "--replan times them anew" in (deviation_text(SAID, fast, 0.05, "steps") or "")
 
 

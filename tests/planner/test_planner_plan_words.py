@@ -18,7 +18,18 @@ from plait.layout import Layout, layout_summary
 from plait.planner.derive.resources import on_paper
 from plait.planner.problem.candidates import SHARDED_STATES, Candidates
 from plait.planner.search.layout_kinds import layout_sentences, layout_text
-from plait.units import counted, more_or_less
+from plait.units import (
+    compared_text,
+    counted,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_si,
+    more_or_less,
+    plain_number,
+    power_of_ten,
+    slower_text,
+)
 from tests.planner.machines import recipe
 
 ROOT = Path(__file__).parents[2]
@@ -130,3 +141,33 @@ def _read(descriptor: int) -> bytes:
         return os.read(descriptor, 1 << 16)
     except OSError:  # the other end is closed
         return b""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (plain_number(48_000), "48,000"),
+        (plain_number(48_213), "48,200"),
+        (plain_number(999.96), "1,000"),
+        (plain_number(1.230), "1.23"),
+        (plain_number(0.0000123), "0.0000123"),
+        (plain_number(0), "0"),
+        (plain_number(123.4, 2), "120"),
+        (power_of_ten(3.14e18), "3.1 × 10^18"),
+        (format_count(4.8e16), "48,000T"),
+        (format_si(4.8e13, "bit/s"), "48 Tbit/s"),
+        (format_si(1.2e21, "FLOP/s"), "1,200 EFLOP/s"),
+        (format_bytes(2.0**52), "4,100 TiB"),
+        (format_duration(1.3e-6), "1.3 µs"),
+        (format_duration(3600 * 12_345), "12,345 h 0 min"),
+        (slower_text(1.05), "5.0% slower"),
+        (slower_text(162.474), "162 times as slow"),
+        (compared_text(1.12, "slower", "faster"), "12% slower"),
+        (compared_text(0.25, "slower", "faster"), "4 times as fast"),
+        (compared_text(162.0, "slower", "faster", than="forecast"), "162 times as slow as forecast"),
+        (compared_text(0.4, "more", "less", than="forecast"), "60% less than forecast"),
+        (compared_text(2.5, "longer", "shorter"), "2.5 times as long"),
+    ],
+)
+def test_figures_have_no_exponents_and_no_silly_per_cents(text: str, expected: str) -> None:
+    assert text == expected

@@ -193,6 +193,19 @@ def test_gradients_travel_as_the_recipe_says(tmp_path: Path) -> None:
     assert half.step_s[half.chosen] < 0.7 * whole.step_s[whole.chosen]
 
 
+def test_stages_send_each_other_what_the_recipe_says(tmp_path: Path) -> None:
+    """Four bytes a number, also where products have two, unless bf16 is asked for."""
+    asked = ("350M", 1024, 16, "1B tokens", "layout.pipeline=2", "layout.schedule=1f1b", "layout.micro_sequences=1")
+    cluster = read_cluster("2x(1x4090)@1G")
+    whole, half = (
+        make_plan_report(recipe(tmp_path, *asked, f"train.stage_transfer={kind}"), on_paper(cluster), top=0).search
+        for kind in ("float32", "bf16")
+    )
+    work, messages = whole.workload, [found.profile.stage_message_bytes(2) for found in (whole, half)]
+    assert work.element_bytes == 2 and messages == [4, 2]
+    assert half.step_s[half.chosen] < 0.85 * whole.step_s[whole.chosen]
+
+
 @pytest.mark.parametrize(
     ("cluster", "asked", "overrides", "says"),
     [

@@ -13,7 +13,7 @@ from benchmarks.published.programs import MEGATRON
 from plait.cluster.catalog import link_at_rate
 from plait.cluster.cluster import Cluster, read_cluster
 from plait.planner.problem.candidates import Candidates
-from plait.planner.problem.software_profile import PLAIT_PROFILE
+from plait.planner.problem.software_profile import PLAIT_PROFILE, SoftwareProfile
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.device_rates import device_rates
 from plait.planner.step_time.network_model import collective_s, expert_all_to_all_s, network_of
@@ -37,8 +37,8 @@ LLAMA_70B = Workload(
 H100 = read_cluster("64xH100")
 
 
-def step_s(knobs: Mapping[str, int | str], cluster: Cluster = H100) -> float:
-    return float(estimate_step_time(inputs(LLAMA_70B, cluster, Candidates.from_rows([knobs]), PLAIT_PROFILE)).step_s[0])
+def step_s(knobs: Mapping[str, int | str], cluster: Cluster = H100, profile: SoftwareProfile = PLAIT_PROFILE) -> float:
+    return float(estimate_step_time(inputs(LLAMA_70B, cluster, Candidates.from_rows([knobs]), profile)).step_s[0])
 
 
 def test_parameters_and_arithmetic_are_those_of_the_published_models():
@@ -121,7 +121,8 @@ def test_narrow_roads_force_a_pipeline_and_wide_ones_need_none():
     piped = {"pipeline": 8, "tensor": 8, "shard": 1, "recompute": "full"}
     clusters = [replace(H100, between=link_at_rate(gbit, "device")) for gbit in (1, 10, 100, 400, 1600)]
     by_sharding = [step_s(sharded, cluster) for cluster in clusters]
-    by_stages = [step_s(piped, cluster) for cluster in clusters]
+    narrow = replace(PLAIT_PROFILE, stage_transfer="bf16")  # messages of two bytes a number, as those of sharding
+    by_stages = [step_s(piped, cluster, narrow) for cluster in clusters]
     assert by_sharding == sorted(by_sharding, reverse=True)
     assert by_stages == sorted(by_stages, reverse=True)
     assert by_sharding[0] > 2 * by_stages[0]

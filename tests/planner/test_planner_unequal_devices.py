@@ -334,15 +334,15 @@ def old_and_new(micro: int, size: str = "125M", **degrees: int) -> Search:
 
 
 def test_a_small_device_takes_fewer_sequences_at_a_time_and_says_so() -> None:
-    found = old_and_new(16)
+    found = old_and_new(14)
     large, small = found.micro_sequences(found.chosen)
-    assert large == 15 and small < 15, "45 sequences, 16 at a time, are taken as 15"
+    assert large == 12 and small < 12, "46 sequences, 14 at a time, are taken as 12"
     [line] = memory_limit_lines(found, found.chosen)
-    assert f"15 sequences at a time, and fewer where memory is short: RTX 3080 takes {small}" in line
+    assert f"12 sequences at a time, and fewer where memory is short: RTX 3080 takes {small}" in line
     assert found.capacity_bytes(found.chosen) == min(island.device.memory_bytes for island in found.cluster.islands)
     assert found.memory_of_fullest(found.chosen).allocated > found.memory(found.chosen).allocated, "the larger one's"
     told = plan_json(found, NO_WORDS, 1)
-    assert told["micro_sequences"] == 15 and told["micro_limits"] == (15, small)
+    assert told["micro_sequences"] == 12 and told["micro_limits"] == (12, small)
     assert sum(plan_json(found, NO_WORDS, 0)["memory"].values()) == pytest.approx(found.bytes_per_device(found.chosen))
     assert old_and_new(1).micro_sequences(0) == (1,) and not memory_limit_lines(old_and_new(1), 0)
     with pytest.raises(PlaitError, match=r"fits no layout of .* and the smallest device \(RTX 3080\) has 9\.88 GiB"):

@@ -9,8 +9,15 @@ import pytest
 from pydantic import ValidationError
 
 from plait.errors import PlaitError
-from plait.recipe.load import flat_values, load_recipe, parse_config, parse_override, read_saved_recipe, recipe_text
-from plait.recipe.schema import RESERVED, RunConfig
+from plait.recipe.load import (
+    flat_values,
+    load_recipe,
+    parse_config,
+    parse_override,
+    parse_recipe,
+    read_saved_recipe,
+    recipe_text,
+)
 
 MINIMAL = '[data]\nfiles = "a.txt"\n'
 
@@ -115,15 +122,18 @@ def test_a_config_is_frozen(recipe: Path) -> None:
         config.run.seed = 2  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("key", sorted(RESERVED))
-def test_reserved_keys_come_with_a_later_version(recipe: Path, key: str) -> None:
-    assert refused(recipe, f"{key}=2").startswith(f"{key} comes with a later version")
-    section, _, name = key.partition(".")
-    assert name not in RunConfig.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
-
-
-def test_exactly_the_settled_names_are_reserved() -> None:
-    assert {"model.from"} == RESERVED
+def test_a_model_to_go_on_from_is_named_by_its_folder_and_brings_its_shape(recipe: Path) -> None:
+    (recipe.parent / "base").mkdir()
+    config = load_recipe(recipe, ["model.from=base"])
+    assert config.model.from_ == str(recipe.parent / "base")
+    assert f'from = "{config.model.from_}"' in recipe_text(config)
+    assert "\nfrom = " not in recipe_text(load_recipe(recipe))
+    assert parse_recipe(recipe_text(config), "the saved one") == config
+    assert refused(recipe, "model.from=base", "model.layers=2").startswith(
+        "model is not usable: layers comes from the model in model.from; take layers out, or model.from"
+    )
+    assert refused(recipe, "model.fro=base").endswith("did you mean model.from?")
+    assert refused(recipe, 'model.from=""').startswith("model.from is not usable")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +213,7 @@ def test_mistakes_are_told_in_one_sentence_with_the_key(recipe: Path, override: 
         (MINIMAL + "x = " + "[" * 5000 + "\n", "is nested too deeply"),
         (MINIMAL + f"x = {'9' * 5000}\n", "is not valid TOML"),
         (MINIMAL + "[extra]\nkey = 1\n", "extra is not a key of the recipe"),
-        (MINIMAL + "[model]\nfrom = 'x'\n", "model.from comes with a later version"),
+        (MINIMAL + "[model]\nfrom = 3\n", "model.from is not usable: it should be text"),
     ],
 )
 def test_recipes_that_say_too_little_or_nonsense(recipe: Path, text: str, part: str) -> None:

@@ -24,7 +24,7 @@ def test_what_is_no_amount_is_told(text: str) -> None:
 
 def test_an_interval_counts_steps_or_seconds() -> None:
     assert parse_every("never").value == 0 and parse_every("2 min").value == 120
-    with pytest.raises(PlaitError, match="is not an interval"):
+    with pytest.raises(PlaitError, match='is not an interval; write for example "10 steps"'):
         parse_every("5K tokens")
 
 

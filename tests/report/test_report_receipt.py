@@ -12,8 +12,8 @@ import pytest
 from plait.errors import PlaitError, RunFailed
 from plait.layout import Layout
 from plait.report.metrics import Speed, StepReport, median_speed
-from plait.report.receipt import Receipt, read_receipt
-from plait.report.receipt_table import receipt_table
+from plait.report.receipt import Receipt
+from plait.report.receipt_file import read_receipt, write_receipt
 
 RECEIPT = Receipt(
     steps=600,
@@ -49,7 +49,7 @@ def report(step: int, step_s: float, mfu: float | None = None) -> StepReport:
 
 def test_a_receipt_comes_back_as_it_was(tmp_path):
     path = tmp_path / "receipt.json"
-    RECEIPT.write(path)
+    write_receipt(RECEIPT, path)
     assert read_receipt(path) == RECEIPT
     assert list(json.loads(path.read_text())) == [
         *Receipt.__slots__, "step_error", "memory_error", "rss_error", "speedup_vs_one", "efficiency", "sha256",
@@ -59,11 +59,11 @@ def test_a_receipt_comes_back_as_it_was(tmp_path):
 
 def test_what_is_not_known_is_null(tmp_path):
     path = tmp_path / "receipt.json"
-    replace(RECEIPT, eval_loss=None, mfu=None, train_loss=math.nan, predicted_step_s=None).write(path)
+    write_receipt(replace(RECEIPT, eval_loss=None, mfu=None, train_loss=math.nan, predicted_step_s=None), path)
     back = read_receipt(path)
     assert back.eval_loss is None and back.mfu is None and math.isnan(back.train_loss)
     assert json.loads(path.read_text())["train_loss"] is None
-    assert json.loads(path.read_text())["step_error"] is None and "forecast" not in receipt_table(back)
+    assert json.loads(path.read_text())["step_error"] is None and "forecast" not in str(back)
 
 
 def test_a_missing_or_broken_receipt_is_a_sentence(tmp_path):
@@ -77,15 +77,15 @@ def test_a_missing_or_broken_receipt_is_a_sentence(tmp_path):
 
 def test_a_full_disk_leaves_the_old_receipt(tmp_path):
     path = tmp_path / "receipt.json"
-    RECEIPT.write(path)
+    write_receipt(RECEIPT, path)
     (tmp_path / f".receipt.json.{os.getpid()}.new").symlink_to("/dev/full")
     with pytest.raises(RunFailed, match=r"could not write .*receipt.json .No space left on device."):
-        replace(RECEIPT, steps=1).write(path)
+        write_receipt(replace(RECEIPT, steps=1), path)
     assert read_receipt(path) == RECEIPT
 
 
 def test_the_table_reads_like_this():
-    assert receipt_table(RECEIPT).splitlines() == [
+    assert str(RECEIPT).splitlines() == [
         "trained          600 steps, 2.46M tokens",
         "on               Xeon, 2 cores, 2 ranks (replicate 2)",
         "training loss    3.2110 nats per token in the last step",
@@ -102,11 +102,7 @@ def test_the_table_reads_like_this():
         "versions         plait 0.1.0, torch 2.13.0",
     ]
     short = replace(RECEIPT, eval_loss=None, eval_nats_per_byte=None, mfu=None, mfu_causal=None, world_size=1)
-    assert (
-        "held-out" not in receipt_table(short)
-        and "MFU" not in receipt_table(short)
-        and "1 rank (" in receipt_table(short)
-    )
+    assert "held-out" not in str(short) and "MFU" not in str(short) and "1 rank (" in str(short)
 
 
 def test_the_median_leaves_out_the_first_steps_of_each_start():
@@ -123,12 +119,10 @@ def test_a_run_of_warm_up_steps_only_still_has_a_speed():
 
 
 def test_a_difference_from_the_forecast_says_which_way_it_goes():
-    table = receipt_table(
-        replace(RECEIPT, predicted_step_s=0.4125, timed_step_s=0.3, predicted_rss_bytes=590_000_000.0)
-    )
+    table = str(replace(RECEIPT, predicted_step_s=0.4125, timed_step_s=0.3, predicted_rss_bytes=590_000_000.0))
     assert "0.412 s a step: the run was as forecast; timed before the run 0.3 s: 37.5% slower than timed" in table
     assert "614 MiB on the fullest device; forecast 563 MiB: 9.2% more than forecast" in table
-    taught = receipt_table(replace(RECEIPT, predicted_step_s=0.55, untimed_step_s=0.2, taught_by_runs=1))
+    taught = str(replace(RECEIPT, predicted_step_s=0.55, untimed_step_s=0.2, taught_by_runs=1))
     assert (
         "0.55 s a step (timed before the run, formulas said 0.2 s; corrected by 1 earlier run): the run was" in taught
     )
@@ -137,11 +131,11 @@ def test_a_difference_from_the_forecast_says_which_way_it_goes():
 
 @pytest.mark.parametrize(("mfu", "doubted"), [(0.98, False), (1.0, False), (1.039, True)])
 def test_more_than_the_peak_is_said_to_be_impossible(mfu: float, doubted: bool):
-    table = receipt_table(replace(RECEIPT, mfu=mfu))
+    table = str(replace(RECEIPT, mfu=mfu))
     assert ("not possible: the peak is too low, probably measured while other programs ran" in table) == doubted
 
 
 @pytest.mark.parametrize(("one_device_step_s", "doubted"), [(0.8, False), (0.828, False), (1.23, True)])
 def test_more_speed_up_than_workers_is_doubted(one_device_step_s: float, doubted: bool):
-    table = receipt_table(replace(RECEIPT, one_device_step_s=one_device_step_s))
+    table = str(replace(RECEIPT, one_device_step_s=one_device_step_s))
     assert ("% of 2 workers; hardly possible with 2: one device alone is probably faster" in table) == doubted

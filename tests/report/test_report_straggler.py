@@ -296,13 +296,14 @@ def test_the_sentences():
         "rank 1 (host b) computes as fast as before step 80 again (step 168)",
     ]
     assert sentences("data") == [
-        "rank 1 (host b) waits for data since step 80, 160% of a usual step: balance cannot help; a faster disk would, "
-        "or the prepared data on a disk of that machine",
+        "rank 1 (host b) waits for data since step 80, as long as 1.6 usual steps: balance cannot help; a faster disk "
+        "would, or the prepared data on a disk of that machine",
         "rank 1 (host b) gets its data as fast as before step 80 again (step 168)",
     ]
     assert sentences("link") == [
-        "messages between host a and host b hold up every step by 160% since step 80, and no rank computes slower: "
-        "balance cannot help; a layout that sends less would (a pipeline: see `plait plan`), or a faster network link",
+        "messages between host a and host b make every step 2.6 times as long since step 80, and no rank computes "
+        "slower: balance cannot help; a layout that sends less would (a pipeline: see `plait plan`), or a faster "
+        "network link",
         "messages between host a and host b are as fast as before step 80 again (step 168)",
     ]
 
@@ -393,7 +394,7 @@ def test_a_series_forgets_an_episode():
 def test_ranks_of_one_machine_are_told_nothing_of_cables():
     begin = partial(begin_words, "link", since=80, factor=1.5, shares="fixed")
     here, there = begin([2], ("here",) * 4).sentence, begin([2], FOUR).sentence
-    assert here.startswith("messages to and from rank 2 hold up") and "network" not in here
-    assert there.startswith("messages over the network link of rank 2 (host c) hold up") and there.endswith(
+    assert here.startswith("messages to and from rank 2 make every step") and "network" not in here
+    assert there.startswith("messages over the network link of rank 2 (host c) make every step") and there.endswith(
         "or a faster network link"
     )

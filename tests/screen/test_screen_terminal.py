@@ -61,6 +61,13 @@ def test_progress_on_a_terminal_is_gone_at_the_end_and_fits():
     assert out.getvalue().rstrip("\r\n").endswith("\x1b[2K")
 
 
+def test_nothing_is_drawn_before_there_is_something_to_say():
+    out = io.StringIO()
+    with pytest.raises(KeyError), terminal(out, 80).progress():
+        raise KeyError("what went wrong at once")
+    assert out.getvalue() == ""
+
+
 def test_a_silent_screen_shows_nothing(capsys):
     screen: Screen = SilentScreen()
     screen.print("words")

@@ -15,16 +15,16 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from plait.checkpoint.store import verify_checkpoint
 from plait.data.loader import Micro
 from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
 from plait.layout import Layout
+from plait.model.matmul import selected_matmul_library
 from plait.parallel.mesh import make_mesh, world_sums
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
-from plait.trainer.persist import restore, save
+from plait.trainer.checkpointing.persist import restore, save, verify_together
 from plait.trainer.state import TrainState
 from plait.trainer.step import make_forward, make_loss
 from plait.trainer.worker import process_group_for
@@ -41,6 +41,12 @@ def take_steps(context: RankContext, argument: str) -> None:
                 assembly = replace(assembly, run_micros=MeanOfMeans(assembly))
             results = steps_taken(assembly, case["steps"])
             save_file(results, folder / f"case-{number}-rank-{context.rank}.safetensors")
+
+
+def take_mixed_steps(context: RankContext, argument: str) -> None:
+    """As take_steps; then each rank says by which library it multiplied."""
+    take_steps(context, argument)
+    context.send("library", library=selected_matmul_library())
 
 
 def meet_a_bad_gradient(context: RankContext, argument: str) -> None:
@@ -119,7 +125,7 @@ def restore_and_save(context: RankContext, argument: str) -> None:
         if asked["old"]:
             torch.manual_seed(1000)  # what a resume must not go on from
             path = Path(asked["old"])
-            state = restore(assembly, path, verify_checkpoint(path), world)
+            state = restore(assembly, path, verify_together(path, world, context.local_rank), world)
         for _ in range(asked["steps"]):
             state, scalars = assembly.step(state)
             torch.rand(3)  # as a step with dropout would draw

@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from plait.layout import Layout
+from plait.model.matmul import has_onednn
 from plait.parallel.mesh import ONE_PROCESS
-from plait.planner.plan import Plan
+from plait.planner.plan import HostShare, Plan
 from plait.recipe.schema import RunConfig
-from plait.trainer.assemble import Assembly, assemble
+from plait.trainer.assemble import Assembly, assemble, make_autocast, make_runners, weight_casts
 from plait.trainer.state import TrainState
+from plait.trainer.step import WeightCasts
 from tests.trainer.rank_entries import steps_taken
-from tests.trainer.tiny import SEQUENCES, make_tiny
+from tests.trainer.tiny import SEQUENCES, make_tiny, put
 
 STEPS = 2
 UNEVEN = {1: [7], 2: [6, 1], 3: [1, 4, 2], 4: [2, 1, 3, 1]}
@@ -127,3 +131,60 @@ def test_bf16_runs_on_a_cpu_and_is_close(run) -> None:
     assert float(rough["totals-0"][0]) == pytest.approx(float(exact["totals-0"][0]), rel=5e-3)
     assert float(rough["norm-0"]) == pytest.approx(float(exact["norm-0"]), rel=3e-2)
     assert float(rough["totals-0"][0]) != float(exact["totals-0"][0])
+
+
+class CountedCasts(TorchDispatchMode):
+    """Counts what is cast to bfloat16, by shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") is torch.bfloat16:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_are_cast_once_a_step_and_gradients_keep_their_bits(run) -> None:
+    """Note [casts of a step]: three micro-batches, whose weights of this shape are one of each layer."""
+    _, plan = run
+    assembly = alone(run, precision="bf16", micro_sequences=3)
+    micros = assembly.loader.micros(0)
+    weight = tuple(assembly.model.chunks[0].get_parameter("layers.0.feedforward.down.weight").shape)
+    found: dict[WeightCasts, tuple[int, list[Tensor]]] = {}
+    for casts in get_args(WeightCasts):
+        runner, _ = make_runners(assembly.model, make_autocast("bf16", assembly.device), casts=casts)
+        with CountedCasts() as counted:
+            totals = runner(micros)
+        grads = [unit.parameter.grad for unit in assembly.model.units]
+        found[casts] = counted.shapes.count(weight), [totals, *(grad.clone() for grad in grads if grad is not None)]
+    assert len(micros) == 3 and found["each micro-batch"][0] == 3 * plan.shape.layers
+    assert found["each step"][0] == plan.shape.layers
+    assert all(map(torch.equal, found["each micro-batch"][1], found["each step"][1]))
+
+
+def test_casts_are_kept_only_where_a_step_holds_them_anyway(run) -> None:
+    _, plan = run
+    half = replace(plan, precision="bf16")
+    assert weight_casts(half) == "each step" and weight_casts(plan) == "each micro-batch"
+    for layout in (Layout(recompute="full"), Layout(shard=2, shard_what="parameters")):
+        assert weight_casts(replace(half, layout=layout)) == "each micro-batch"
+
+
+@pytest.mark.skipif(not has_onednn(), reason="this torch has no oneDNN")
+def test_hosts_that_multiply_by_unlike_libraries_take_the_reference_s_step(run_ranks, folder: Path, run) -> None:
+    """Rank 0 by oneDNN, rank 1 by the default: equal weights on both, and float32's rounding from one process."""
+    config, plan = run
+    hosts = tuple(HostShare(name=name, workers=1, threads=1, machine=name) for name in ("here", "there"))
+    mixed = replace(plan, precision="float32", hosts=hosts, matmul_backend="onednn", host_backends={"there": "default"})
+    own = folder / "mixed"
+    own.mkdir()
+    put(own, config, mixed)
+    told = run_ranks("take_mixed_steps", json.dumps({"folder": str(own), "cases": [case(2, "mask", "even")]}), 2)
+    assert [told[rank]["library"] for rank in (0, 1)] == ["onednn", "default"]
+    one, other = (load_file(own / f"case-0-rank-{rank}.safetensors") for rank in (0, 1))
+    weights = [name for name in one if name.startswith("weight/")]
+    assert weights and all(torch.equal(one[name], other[name]) for name in weights)
+    reference = steps_taken(alone(run, documents="mask", precision="float32"), STEPS)
+    assert error({name: one[name] for name in weights}, {name: reference[name] for name in weights}) < 1e-4

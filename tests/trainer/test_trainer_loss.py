@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.parallel.sharded_model import WholeVocabulary
 from plait.report.memory import LiveTensorPeak
-from plait.trainer.loss import IGNORED, sum_of_losses
+from plait.trainer.loss import even_pieces, sum_of_losses
+from plait.trainer.score_passes import IGNORED, FusedPasses, InPlacePasses, ScorePasses, score_passes
 from plait.trainer.step import make_loss
 
 TOKENS, WIDTH, VOCABULARY = 700, 8, 8192
@@ -34,12 +35,27 @@ def by_torch(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(hidden @ head.T, targets, ignore_index=IGNORED, reduction="sum")
 
 
+def uncompiled(function: Any) -> Any:
+    return function
+
+
+def traced(function: Any) -> Any:
+    """Compiled as far as to one graph, without a break; no machine code is made."""
+    return torch.compile(function, dynamic=False, fullgraph=True, backend="eager")
+
+
+PASSES: dict[str, ScorePasses] = {
+    "in place": InPlacePasses(), "fused": FusedPasses(uncompiled), "one graph": FusedPasses(traced),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("passes", PASSES)
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 2e-5)], ids=str)
-def test_value_and_gradients_are_those_of_cross_entropy(dtype: torch.dtype, rtol: float) -> None:
+def test_value_and_gradients_are_those_of_cross_entropy(dtype: torch.dtype, rtol: float, passes: str) -> None:
     hidden, head, targets = made(dtype)
     exact = by_torch(hidden, head, targets)
     wanted = torch.autograd.grad(3 * exact, (hidden, head))
-    total = sum_of_losses(hidden, head, targets)
+    total = sum_of_losses(hidden, head, targets, passes=PASSES[passes])
     found = torch.autograd.grad(3 * total, (hidden, head))
     torch.testing.assert_close(total, exact, rtol=rtol, atol=0)
     for mine, theirs in zip(found, wanted, strict=True):
@@ -57,9 +73,10 @@ def test_ignored_targets_count_nothing_and_get_no_gradient() -> None:
     assert nothing.item() == 0
 
 
-def test_scores_far_out_stay_finite() -> None:
+@pytest.mark.parametrize("passes", ["in place", "fused"])
+def test_scores_far_out_stay_finite(passes: str) -> None:
     hidden, head, targets = made(torch.float32, ignored=0)
-    total = sum_of_losses(hidden * 1e4, head, targets)
+    total = sum_of_losses(hidden * 1e4, head, targets, passes=PASSES[passes])
     grads = torch.autograd.grad(total, (hidden, head))
     assert torch.isfinite(total) and all(torch.isfinite(grad).all() for grad in grads)
 
@@ -150,3 +167,41 @@ def test_the_scores_never_exist_at_once() -> None:
         by_torch(hidden, head, targets).backward()
     assert plain.bytes > scores_bytes
     assert ours.bytes < scores_bytes / 3
+
+
+def test_pieces_are_as_few_as_can_be_and_of_one_size_but_the_last() -> None:
+    for tokens, most in [(1, 5), (10, 5), (11, 5), (12, 5), (700, 256), (8, 0)]:
+        pieces = even_pieces(tokens, most)
+        sizes = [piece.stop - piece.start for piece in pieces]
+        assert sum(sizes) == tokens and [piece.start for piece in pieces] == [sizes[0] * i for i in range(len(pieces))]
+        assert len(pieces) == -(-tokens // max(1, most)) and len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]
+    assert even_pieces(0, 5) == []
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_fused_passes_in_16_bits_are_as_close_as_those_in_place(learns: bool) -> None:
+    hidden, head, targets = made(torch.float32)
+    exact = torch.autograd.grad(by_torch(hidden, head, targets), head)[0]
+    errors = {}
+    for name in ("in place", "fused"):
+        with torch.set_grad_enabled(learns):
+            total = sum_of_losses(hidden.bfloat16(), head, targets, passes=PASSES[name])
+        assert total.item() == pytest.approx(by_torch(hidden, head, targets).item(), rel=5e-3)
+        if learns:
+            grad = torch.autograd.grad(total, head)[0]
+            errors[name] = float((grad - exact).norm() / exact.norm())
+    assert not learns or errors["fused"] < 1.05 * errors["in place"] < 0.02
+
+
+def test_the_vocabulary_over_ranks_is_asked_alike_by_both() -> None:
+    hidden, head, targets = made(torch.float64)
+    asked = []
+    for name in ("in place", "fused"):
+        ranks = Counting(most=2 * VOCABULARY)
+        sum_of_losses(hidden, head, targets, ranks, PASSES[name])
+        asked.append(ranks.rows)
+    assert asked[0] == asked[1]
+
+
+def test_the_plan_s_compiling_chooses_the_passes() -> None:
+    assert isinstance(score_passes("off"), InPlacePasses) and isinstance(score_passes("blocks"), FusedPasses)

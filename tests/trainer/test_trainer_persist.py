@@ -15,7 +15,7 @@ from plait.checkpoint.transfer import read_tensor
 from plait.errors import PlaitError, RunFailed
 from plait.parallel.mesh import ONE_PROCESS
 from plait.trainer.assemble import assemble
-from plait.trainer.persist import restore
+from plait.trainer.checkpointing.persist import restore
 from tests.trainer.tiny import make_tiny
 
 
@@ -58,6 +58,21 @@ def test_going_on_gives_the_bits_of_never_having_stopped(run_ranks, folder: Path
     rest = saved(run_ranks, folder, workers, old=half, new=f"rest-{workers}", steps=4)
     assert (rest / "manifest.json").read_bytes() == (whole / "manifest.json").read_bytes()
     assert int(tensors(rest)["adam_step"][0]) == 7
+
+
+@pytest.mark.parametrize("where", [0.1, 0.9])
+def test_damage_is_found_by_whichever_rank_hashes_it_and_told_by_all(
+    run_ranks, folder: Path, tmp_path: Path, where: float
+) -> None:
+    old = saved(run_ranks, folder, 2, old=None, new=f"damaged-{where}", steps=1)
+    file = max(old.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    part = min(verify_checkpoint(old).parts, key=lambda part: abs(part.begin - where * file.stat().st_size))
+    data = bytearray((old / part.file).read_bytes())
+    data[part.begin] ^= 1
+    (old / part.file).write_bytes(data)
+    asked = {"folder": str(folder), "old": str(old), "new": str(tmp_path), "steps": 0}
+    with pytest.raises(RunFailed, match=r"is damaged: the bytes of .* do not match manifest.json; move .* away"):
+        run_ranks("restore_and_save", json.dumps(asked), 3)
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,8 @@ class TrainingOperations:
     make_update: Callable[[ProbedModel, torch.device], tuple[Callable[[], object], int, int]]
     """Makes a probed model's optimizer: a function that runs one update, and the numbers of elements and of tensors
     that it updates."""
+    prepare_layer: Callable[[nn.Module], None]
+    """Compiles a layer in place, where the run's are."""
 
 
 def arithmetic_runs(request: ProbeRequest, device: torch.device, training: TrainingOperations) -> PieceRuns:
@@ -142,7 +144,8 @@ def _layer_runs(
 ) -> PieceRuns:
     shape, sizes = model.shape, _layer_sizes(model)
     layer = _small_weights(Layer(shape, 0).to(device))
-    rotary = Rotary(sequence=model.sequence, head_width=shape.head_width, theta=shape.rope_theta)
+    training.prepare_layer(layer)
+    rotary = Rotary(sequence=model.sequence, head_width=shape.head_width, theta=shape.rope_theta, scaling=shape.rope)
     positions = row_positions(torch.empty(model.sequences, model.sequence, device=device))
     rows = Rows(
         rows=model.sequences,
@@ -163,7 +166,8 @@ def _layer_runs(
     def backward() -> None:
         torch.autograd.grad(kept[0], wanted, grad_nd, retain_graph=True)
 
-    forward()
+    with _backward_may_be_repeated():
+        forward()
     wanted = [x_nd, *layer.parameters()]
     grad_nd = random_tensor(tuple(kept[0].shape), device, kept[0].dtype)
     return {
@@ -171,6 +175,14 @@ def _layer_runs(
         ("layer_backward", sizes): backward,
         **attention_runs(attention_sizes(model), device, dtype),
     }
+
+
+def _backward_may_be_repeated() -> AbstractContextManager[object]:
+    """While a layer is compiled: its backward pass must not reuse the memory of what it needs, since a probe calls it
+    over and over."""
+    import torch._functorch.config as functorch  # only where a layer is compiled does it matter
+
+    return functorch.patch(donated_buffer=False)
 
 
 def _head_runs(model: ProbedModel, device: torch.device, training: TrainingOperations) -> PieceRuns:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -13,7 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.cluster.measured import CommOperation, MessageTiming
-from plait.cluster.probe.timing import TimingSetup, TimingSummary, runs_per_reading, summarize_readings
+from plait.cluster.probe.timing import (
+    SilentDevice,
+    TimingSetup,
+    TimingSummary,
+    runs_per_reading,
+    summarize_readings,
+)
 
 SLOW_S = 0.25
 """No larger message follows the first that takes this long: it would show nothing new and take ever longer."""
@@ -25,6 +32,10 @@ PROBE_TAG = 900_000
 
 BlockingOperation = Callable[[Tensor, dist.ProcessGroup], object]
 """An operation on a buffer whose number of elements is divisible by the number of ranks; blocks until it is done."""
+
+
+WaitForMessage = Callable[[dist.Work | None], None]
+"""Until a message has arrived, or until the device's queue waits for it."""
 
 
 class DeadLink(Exception):
@@ -70,15 +81,18 @@ def time_pair(
     for tag, size in enumerate(sizes, PROBE_TAG):
         sent, received = (torch.zeros(size // 4, device=bench.device) for _ in range(2))
 
-        def there_and_back(sent: Tensor = sent, received: Tensor = received, tag: int = tag) -> None:
+        def there_and_back(
+            wait: WaitForMessage, sent: Tensor = sent, received: Tensor = received, tag: int = tag
+        ) -> None:
             order = (dist.isend, dist.irecv) if first else (dist.irecv, dist.isend)
             for operation in order:
-                _wait(operation(sent if operation is dist.isend else received, peer, tag=tag), timeout_s)
+                wait(operation(sent if operation is dist.isend else received, peer, tag=tag))
 
-        there_and_back()
-        readings = [bench.clock.time(there_and_back, 1) for _ in range(LONG_MESSAGE_ROUNDS)]
+        there_and_back(partial(_wait, timeout_s=timeout_s))
+        run = partial(there_and_back, _timed_wait(bench, timeout_s))
+        readings = _readings(run, bench, LONG_MESSAGE_ROUNDS)
         if _tell_peer(readings[-1][0] < LONG_MESSAGE_S, first, peer, bench, tag, timeout_s):
-            readings += [bench.clock.time(there_and_back, 1) for _ in range(PROBE_ROUNDS - LONG_MESSAGE_ROUNDS)]
+            readings += _readings(run, bench, PROBE_ROUNDS - LONG_MESSAGE_ROUNDS)
         took = summarize_readings(readings)
         points.append(_point(size, took, share=0.5))
         if _tell_peer(took.seconds / 2 > SLOW_S, first, peer, bench, tag, timeout_s):
@@ -118,6 +132,19 @@ def _growing(
             return
 
 
+def _timed_wait(bench: TimingSetup, timeout_s: float) -> WaitForMessage:
+    """How a timed message is waited for. A GPU's queue waits, and the host only where the clock's last mark is: NCCL's
+    own wait with a time limit looks once a millisecond, which is longer than a short message takes."""
+    return _queue_behind if bench.device.type == "cuda" else partial(_wait, timeout_s=timeout_s)
+
+
+def _readings(run: Callable[[], object], bench: TimingSetup, count: int) -> list[tuple[float, float]]:
+    try:
+        return [bench.clock.time(run, 1) for _ in range(count)]
+    except SilentDevice as error:
+        raise DeadLink(str(error)) from error
+
+
 def _tell_peer(verdict: bool, first: bool, peer: int, bench: TimingSetup, tag: int, timeout_s: float) -> bool:
     """The first rank's verdict, on both ranks: they must do the same, and their clocks differ."""
     verdicts = torch.tensor([float(verdict)], device=bench.device)
@@ -127,6 +154,11 @@ def _tell_peer(verdict: bool, first: bool, peer: int, bench: TimingSetup, tag: i
 
 def _point(size: int, took: TimingSummary, share: float = 1.0) -> MessageTiming:
     return MessageTiming(bytes=size, seconds=took.seconds * share, spread=took.spread, cpu_s=took.cpu_s * share)
+
+
+def _queue_behind(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait()
 
 
 def _wait(work: dist.Work | None, timeout_s: float) -> None:

@@ -16,8 +16,12 @@ from plait.cluster.probe.timing import TimingSetup, time_in_rounds
 from plait.cluster.product_rates import Arithmetic, ProductRate
 from plait.model.matmul import has_onednn, matmul_library
 
-HEAD_ROWS = 256
-"""Tokens of which the head's products are measured; each further token costs the same."""
+MOST_FLOPS = 1e9
+"""FLOPs of the largest product that is measured, a few milliseconds: of larger ones as many rows as these are, but
+LEAST_ROWS; further rows cost about the same each."""
+LEAST_ROWS = 128
+COMPARED_ROWS = 64
+"""Rows of a product that are compared with float64's, which takes longer than all else."""
 HOPELESS = 4.0
 """An arithmetic that is so many times slower on one product is slower on all."""
 LEAST_ERROR = 1e-8
@@ -79,9 +83,12 @@ class _Product:
         return multiply
 
     def errors(self, units: Mapping[Arithmetic, ArithmeticUnit]) -> dict[Arithmetic, float]:
-        """Relative error of the product in each unit against that of float64, in the Frobenius norm."""
-        exact = torch.mm(self.left.double(), self.right.double())
-        found = {name: float((self.run(unit)() - exact).norm() / exact.norm()) for name, unit in units.items()}
+        """Relative error of the product's first rows in each unit against float64's, in the Frobenius norm."""
+        exact = torch.mm(self.left[:COMPARED_ROWS].double(), self.right.double())
+        found = {
+            name: float((self.run(unit)()[:COMPARED_ROWS] - exact).norm() / exact.norm())
+            for name, unit in units.items()
+        }
         return {name: max(LEAST_ERROR, found[name]) for name in units}
 
 
@@ -125,22 +132,26 @@ def _rates(
 
 
 def _products_of(model: ProbedModel) -> Iterator[_Product]:
-    """Those of a training micro-batch forward and backward; of a single sequence forward, as in an evaluation; and of
-    an odd number of tokens both ways, as the ends of documents and of shares leave it."""
+    """Those of a training micro-batch forward and backward, and the head's. Of the widest layer also the product of a
+    single sequence forward, as in an evaluation, and both ways that of an odd number of tokens, as the ends of
+    documents and of shares leave it."""
+    layer = layer_products(model)
+    for sizes in dict.fromkeys(layer):
+        yield from _linear(sizes, layer.count(sizes) * model.shape.layers)
+    _, inner, columns = max(layer, key=prod)
     single = replace(model, sequences=1)
-    ragged = replace(single, sequence=max(1, 5 * model.sequence // 8) | 1)
-    passes = ((model, 3), (single, 1), (ragged, 3))
-    for some, kinds in passes:
-        for sizes in dict.fromkeys(layer_products(some)):
-            times = layer_products(some).count(sizes) * some.shape.layers
-            yield from _linear(sizes, times)[:kinds]
-    rows = min(HEAD_ROWS, model.tokens)
-    yield from _linear((rows, model.shape.width, model.shape.vocabulary), model.tokens / rows)
+    yield from _linear((single.tokens, inner, columns), model.shape.layers)[:1]
+    yield from _linear((max(1, 5 * model.sequence // 8) | 1, inner, columns), model.shape.layers)
+    yield from _linear((model.tokens, model.shape.width, model.shape.vocabulary), 1)
 
 
 def _linear(sizes: tuple[int, int, int], times: float) -> Sequence[_Product]:
     """A linear layer's product and the gradients of its input and of its weight, as autograd multiplies them."""
     rows, inner, columns = sizes
+    most = max(LEAST_ROWS, int(MOST_FLOPS / (2 * inner * columns)))
+    if rows > most:
+        kept = most - (most - rows) % 2  # an odd number stays odd
+        rows, times = kept, times * rows / kept
     x, weight, grad = (torch.randn(two) for two in ((rows, inner), (columns, inner), (rows, columns)))
     factors = ((x, weight.t()), (grad, weight), (grad.t(), x))
     return [_Product(left=left, right=right, times=times) for left, right in factors]

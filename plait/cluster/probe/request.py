@@ -11,7 +11,7 @@ from plait.checked_json import parse_json, typed_value
 from plait.errors import PlaitError
 from plait.model.shape import ModelShape, training_flops_per_token
 from plait.model.sizes import named_shape
-from plait.partition.execution import MatmulBackend
+from plait.partition.execution import Compile, MatmulBackend
 
 TYPICAL: Mapping[str, tuple[tuple[str, int, int], ...]] = {
     # Size, tokens of a sequence, sequences at a time. On a processor core these take some 2 s a round.
@@ -75,6 +75,10 @@ class ProbeRequest:
     """The library by which processors multiply float32 matrices."""
     host_backends: Mapping[str, MatmulBackend] = field(default_factory=dict[str, MatmulBackend])
     """The library of hosts that take another one, by the digest of their machine."""
+    gpus: tuple[int, ...] = ()
+    """torch's numbers of the GPUs to measure, where these are not all of them."""
+    compile: Compile = "off"
+    """Whether the layers that are timed are compiled, as the run's are."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -90,13 +94,15 @@ class ProbeRequest:
             ) from None
 
 
-def typical_probe_request(device: Literal["cpu", "cuda"], threads: int) -> ProbeRequest:
-    """The request for models of the usual sizes, in the device's usual precision."""
+def typical_probe_request(
+    device: Literal["cpu", "cuda"], threads: int, precision: Literal["float32", "bf16"] | None = None
+) -> ProbeRequest:
+    """The request for models of the usual sizes; in the device's usual precision where none is given."""
     models = [
         ProbedModel(shape=named_shape(size, vocabulary=8192, sequence=sequence), sequence=sequence, sequences=sequences)
         for size, sequence, sequences in TYPICAL[device]
     ]
-    return _request(device, "float32" if device == "cpu" else "bf16", threads, models)
+    return _request(device, precision or ("float32" if device == "cpu" else "bf16"), threads, models)
 
 
 def model_probe_request(

@@ -8,14 +8,23 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from plait.errors import RunFailed
+from plait.units import format_duration
+
 RunKey = TypeVar("RunKey", bound=Hashable)
 
 LEAST_ROUNDS = 4
 MOST_ROUNDS = 10
+HURRIED_ROUNDS = 2
+"""Rounds that are timed also where the time is up before."""
+WARM_UP_SHARE = 0.3
+"""Part of the way that finding out how often each piece is to be repeated counts as, where it is told."""
 STEADY_SPREAD = 0.08
 """Spread below which the times need no further round."""
 SHORTEST_S = 2e-3
 """Work that takes less time is repeated within one reading of the clock."""
+EVENT_POLL_S = 5e-5
+"""Seconds between two looks whether a device has finished; no reading depends on it."""
 
 
 class Lockstep(Protocol):
@@ -73,14 +82,72 @@ class WallClock:
         return (time.perf_counter() - began) / times, (time.process_time() - cpu) / times
 
 
+def tell_nobody(share: float) -> None:
+    """Where nobody wants to know how far the timing is."""
+
+
+class DeviceEvent(Protocol):
+    """A mark in a device's queue of work: torch.cuda.Event with timing."""
+
+    def record(self) -> None:
+        """Put the mark behind all work that was submitted."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+        ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this mark to a later one that the device has passed."""
+        ...
+
+
+class SilentDevice(RunFailed):
+    """A device did not finish its work in time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventClock:
+    """Times work on the device itself, between two marks in its queue: how the host waits for it does not count, so
+    that messages of microseconds can be told apart."""
+
+    make_event: Callable[[], DeviceEvent]
+    timeout_s: float
+
+    def time(self, run: Callable[[], object], times: int) -> tuple[float, float]:
+        """Seconds of one run on the device, and the processor seconds that it takes to submit it; the mean over `times`
+        runs in a row. Raises SilentDevice where the device does not finish in time."""
+        first, last = self.make_event(), self.make_event()
+        cpu = time.process_time()
+        first.record()
+        for _ in range(times):
+            run()
+        last.record()
+        cpu_s = time.process_time() - cpu
+        self._wait_for(last)
+        return first.elapsed_time(last) / 1e3 / times, cpu_s / times
+
+    def _wait_for(self, event: DeviceEvent) -> None:
+        end = time.perf_counter() + self.timeout_s
+        while not event.query():
+            if time.perf_counter() > end:
+                raise SilentDevice(
+                    f"a GPU did not finish its work within {format_duration(self.timeout_s)}; "
+                    "see what nvidia-smi says, then probe again"
+                )
+            time.sleep(EVENT_POLL_S)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingSetup:
-    """How a rank is timed: device, clock and lockstep."""
+    """How a rank is timed: device, clock, lockstep, and who is told how far it is."""
 
     device: Any
     """A torch.device."""
     clock: Clock
     lockstep: Lockstep
+    tell: Callable[[float], None] = tell_nobody
+    """Takes, between two readings, how much of `time_in_rounds` is done, from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,18 +176,25 @@ def time_in_rounds(
     readings of one run. Further rounds follow while the times of any rank are unsteady and `seconds` have not passed.
     """
     clock, together = bench.clock, bench.lockstep
-    times = {name: runs_per_reading(run, bench) for name, run in runs.items()}
+    times: dict[RunKey, int] = {}
+    for number, (name, run) in enumerate(runs.items()):
+        bench.tell(WARM_UP_SHARE * number / len(runs))
+        times[name] = runs_per_reading(run, bench)
     readings: dict[RunKey, list[tuple[float, float]]] = {name: [] for name in runs}
-    end = time.perf_counter() + seconds
+    began = time.perf_counter()
+    end = began + seconds
     for done in range(1, MOST_ROUNDS + 1):
         together.barrier()
-        for name, run in runs.items():
+        for number, (name, run) in enumerate(runs.items()):
+            passed = (time.perf_counter() - began) / max(seconds, 1e-9)
+            needed = (done - 1 + number / len(runs)) / HURRIED_ROUNDS
+            bench.tell(WARM_UP_SHARE + (1 - WARM_UP_SHARE) * min(1.0, passed, needed))
             readings[name].append(clock.time(run, times[name]))
         unsteady = (
             done < LEAST_ROUNDS
             or _upper_quartile([summarize_readings(r).spread for r in readings.values()]) > STEADY_SPREAD
         )
-        late = time.perf_counter() > end and done >= 2
+        late = time.perf_counter() > end and done >= HURRIED_ROUNDS
         # Two votes in one message: whether anybody wants another round, and whether time is up for anybody.
         votes = together.largest(2.0 * late + 1.0 * unsteady)
         if votes >= 2 or votes < 1:

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from plait.checkpoint.arrival import ARRIVAL_LIMIT_S, parse_list, part_files, refuse_part
 from plait.checkpoint.durable import earlier_checkpoints
-from plait.checkpoint.store import check_file
+from plait.checkpoint.file_check import check_file
 from plait.commands.hosts.file_transfer import fetch_file
 from plait.commands.hosts.replies import Peer
 from plait.commands.hosts.requests import STAGING_NAME

@@ -27,6 +27,7 @@ MAX_CLOCK_SKEW_S = 60.0
 _LATEST_CLOCK_S = 1e11  # some three thousand years after 1970
 # What travels as a name is printed on other hosts: no brackets, which rich takes for markup.
 _HOST_NAME, _DEVICE_NAME = re.compile(r"[\w.-][\w .-]{0,63}"), re.compile(r"[^\[\]\n]{0,200}")
+_REASON = re.compile(r"[^\[\]\x00-\x1f\x7f]{0,300}")
 _HEXADECIMAL = re.compile(r"[0-9a-f]{0,64}")
 
 
@@ -166,6 +167,8 @@ def machine_survey(values: Mapping[str, Any] | None, host: str) -> MachineSurvey
             raise ValueError("a size is out of range")
         if not all(_DEVICE_NAME.fullmatch(name) for name in names) or any(len(pair) != 2 for pair in machine.versions):
             raise ValueError("a name has signs that no device's has")
+        if not set(machine.without) <= {"bf16"} or not _REASON.fullmatch(machine.uncompiled):
+            raise ValueError("what its GPUs lack is not what GPUs can lack")
     except (ValueError, KeyError, TypeError) as error:
         raise PlaitError(
             f"{host} does not say what machine it is ({one_line(str(error))}); install the same commit on both"

@@ -120,7 +120,8 @@ class JoinedHostFiles:
         """Whether a job may work in a folder: the one opened for it, on data that were sent; or any that this host and
         host 0 share."""
         if folder == self._folder:
-            return Path(read_plan(folder / "plan.json").corpus) in self._corpora
+            plan = read_plan(folder / "plan.json")
+            return not plan.base and Path(plan.corpus) in self._corpora  # a base is a folder that nobody sent
         tops = [(self._working_folder / top).resolve() for top in ("runs", ".plait")]
         return self._shares_leader_folder and any(folder.resolve().is_relative_to(top) for top in tops)
 

@@ -23,7 +23,7 @@ from plait.commands.hosts.host_shares import check_worker_count, default_host_sh
 from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret, invitation_text
 from plait.commands.hosts.job_argument import joined_host_part, own_part, read_job_argument
 from plait.commands.planning.make_plan import Log
-from plait.commands.planning.measuring import MachineSurvey, say_that_it_stops
+from plait.commands.planning.measuring import MachineSurvey
 from plait.commands.planning.workers import (
     ENTRIES,
     MEASURE_ENTRY,
@@ -155,7 +155,7 @@ class LeaderWorkers:
             self._host_order = host_order
             self._hosts.renumber(host_order)
             if names := ", ".join(share.name for host, share in enumerate(shares) if host not in host_order):
-                self._log(f"released {names}: the layout does without; it may be used for something else")
+                self._log(f"left out {names}: a step takes no less time with it; it may be used for something else")
 
     def _order_without_left_out(self, plan: Plan) -> tuple[int, ...]:
         """The hosts that a begun run's plan uses, where those it leaves out have joined again; else nothing."""
@@ -177,11 +177,10 @@ class LeaderWorkers:
         """Measure all hosts side by side, each in a worker that uses all its cores."""
         cores = [usable_cores(), *(member.host_info["cores"] for member in self._hosts.members)]
         argument = named_workers(self._config).to_json()
-        job = Job(entry=MEASURE_ENTRY, argument=argument, world_size=len(cores), threads=1)
+        job = Job(entry=MEASURE_ENTRY, argument=argument, world_size=len(cores), threads=1, at_stop="abandon")
         found: dict[int, Mapping[str, Any]] = {}
 
         def collect(message: Message) -> None:
-            say_that_it_stops(message)
             if message.kind == "machine":
                 found[message.rank] = message.values
 

@@ -26,8 +26,8 @@ from plait.planner.derive.model_size import budget_of
 from plait.planner.plan import Forecast, Plan
 from plait.recipe.schema import RunConfig
 from plait.report.metrics import RECEIPT_WARM_UP_STEPS, StepReport, median_speed, read_metrics
-from plait.report.receipt import Receipt, read_receipt
-from plait.report.receipt_table import receipt_table
+from plait.report.receipt import Receipt
+from plait.report.receipt_file import read_receipt, write_receipt
 from plait.screen.screen import Screen
 from plait.units import counted, format_duration
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
@@ -54,7 +54,7 @@ def finish_run(
     if monitor is not None:
         monitor.finish()
     receipt = _make_receipt(folder, plan, steps_done, monitor)
-    receipt.write(folder.receipt)
+    write_receipt(receipt, folder.receipt)
     _print_end(folder, receipt, screen, details)
     budget, wall_s = budget_of(config), receipt.wall_s
     if budget.unit == "seconds" and not 1 / BUDGET_TOLERANCE_FACTOR <= wall_s / budget.value <= BUDGET_TOLERANCE_FACTOR:
@@ -89,7 +89,7 @@ def finished_text(folder: Path) -> str:
 def _print_end(folder: RunFolder, receipt: Receipt, screen: Screen, details: Details) -> None:
     losses = [report.loss for report in read_metrics(folder.metrics)[0]]
     if "receipt" in details:
-        screen.print(receipt_table(receipt))
+        screen.print(str(receipt))
     screen.print(run_end(receipt, folder.path, losses, screen.encoding))
 
 
@@ -114,6 +114,8 @@ def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: Forec
         train_loss=steps[-1].loss,
         eval_loss=evaluation.eval_loss if evaluation else None,
         eval_nats_per_byte=evaluation.eval_nats_per_byte if evaluation else None,
+        choices_accuracy=evaluation.choices_accuracy if evaluation else None,
+        choices_accuracy_per_byte=evaluation.choices_accuracy_per_byte if evaluation else None,
         step_s_median=speed.step_s_median,
         predicted_step_s=forecast.step_s if forecast else None,
         timed_step_s=plan.step_s,

@@ -9,7 +9,7 @@ from pathlib import Path
 from plait.report.plausibility import efficiency_doubt, mfu_doubt
 from plait.report.receipt import Receipt
 from plait.screen.sparkline import sparkline
-from plait.units import counted, format_count, format_duration
+from plait.units import compared_text, counted, format_count, format_duration
 
 CURVE_COLUMNS = 24
 
@@ -42,7 +42,8 @@ def doubt_lines(receipt: Receipt) -> list[str]:
 def _loss_text(receipt: Receipt) -> str:
     if receipt.eval_nats_per_byte is None:
         return f"{receipt.train_loss:.4f} nats per token in the last step"
-    return f"{receipt.eval_nats_per_byte:.4f} nats per byte held out"
+    text = f"{receipt.eval_nats_per_byte:.4f} nats per byte held out"
+    return text if receipt.choices_accuracy is None else f"{text}, {receipt.choices_accuracy:.1%} of choices right"
 
 
 def _speed_text(receipt: Receipt) -> str:
@@ -54,5 +55,5 @@ def _speed_text(receipt: Receipt) -> str:
 
 def _difference_text(step_error: float) -> str:
     """How the measured step compares with the planned one, from planned / measured - 1."""
-    more = 1 / (1 + step_error) - 1
-    return "as planned" if abs(more) < 0.005 else f"{abs(more):.0%} {'slower' if more > 0 else 'faster'}"
+    ratio = 1 / (1 + step_error)
+    return "as planned" if abs(ratio - 1) < 0.005 else compared_text(ratio, "slower", "faster")

@@ -11,7 +11,8 @@ from typing import Any
 from plait.commands.monitoring.forecast_monitor import ForecastMonitor, pass_to_monitor
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.workers import TRAINING_ENTRY, WorkerPool, make_log_folder
-from plait.launch.values.job import Job, JobResult, Message
+from plait.errors import StopSignal
+from plait.launch.values.job import STOP_IN_WORDS, STOPPING, Job, JobResult, Message
 from plait.planner.plan import Plan
 from plait.report.metrics import EvalReport, StepReport
 from plait.screen.screen import StepDisplay
@@ -48,6 +49,8 @@ class Session:
             self._display.evaluation(EvalReport(**_parse_floats(values)))
         elif message.kind == "note":
             self._display.note(values["text"])
+        elif message.kind == STOPPING:
+            self._display.note(stopping_text(values["signal"]))
         elif message.kind == "memory":
             self.update_totals(**{key: tuple(value) for key, value in values.items()})
         elif message.kind == "saved":
@@ -85,6 +88,12 @@ def run_session(
         return workers.run(job, session.on_message), session.saved_step
     finally:
         session.close()
+
+
+def stopping_text(signal: StopSignal) -> str:
+    """What a person reads at the moment of a stop: saving comes after the step at hand, which may take long."""
+    again = "SIGTERM" if signal == "SIGHUP" else signal  # a terminal ends only once
+    return f"stop     by {signal}: {STOP_IN_WORDS}; another {again} ends them at once, without saving"
 
 
 def _parse_floats(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from plait.commands.planning.introduction import Details, time_left_text
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.running_runs import listed_as_running, registry_folder, run_on_this_machine
 from plait.commands.planning.workers import WorkerPool
+from plait.commands.preparing.base import keep_base_files
 from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
@@ -48,6 +49,7 @@ def run_training(
     require_present()
     plan = replace(plan, corpus=workers.working_folder.relative(plan.corpus))
     point = folder.prepare_resume()
+    keep_base_files(plan.base, folder.base)
     folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
     if point:
         for sentence in point.skipped:

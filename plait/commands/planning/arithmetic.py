@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from hashlib import sha256
+from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
+from plait.checked_json import parse_object, sealed_text
 from plait.cluster.probe.request import ProbedModel
 from plait.cluster.product_rates import ProductRates
 from plait.commands.planning.measuring import ARITHMETIC_S, ask_rank_0, time_plan
@@ -29,7 +32,10 @@ from plait.planner.derive.training_job import TrainingJob, job_of_plan, new_job
 from plait.planner.plan import Plan
 from plait.planner.resolve.resolve import Draft, with_layout
 from plait.planner.resolve.worker_layouts import WorkerLayout
+from plait.private_folder import make_private_folder
 from plait.recipe.schema import RunConfig
+from plait.report.atomic import replace_file
+from plait.working_folder import WorkingFolder
 
 LEAST_RUN_S = 60.0
 """A run must last so long that timing a step in both precisions, some ten seconds, is worth it."""
@@ -38,14 +44,24 @@ MOST_WORKERS = 8
 """Workers that are measured side by side, where their number is not given."""
 MOST_TOKENS = 512
 """Rows of the largest products that are measured: more change a processor's rate by little, and take longer."""
+RATES_FORMAT = 1
+"""Raised when other products are measured, so that earlier rates are not used."""
+RatesFreshness = Literal["kept", "again"]
+"""Whether rates that were measured before on such a processor, with this software, are used again."""
+RunProcessors = Literal["same", "other"]
+"""Whether a begun run is on the processors that its plan was made for."""
 MakeDraft = Callable[[Resources], Draft]
 
 
-def new_with_arithmetic(config: RunConfig, corpus: CorpusFacts, resources: Resources, workers: WorkerPool) -> Resources:
+def new_with_arithmetic(
+    config: RunConfig, corpus: CorpusFacts, resources: Resources, workers: WorkerPool, *, rates: RatesFreshness
+) -> Resources:
     """The resources of a new run, with the library that suits its processors best; GPUs have none to choose."""
     if resources.machine.device != "cpu":
         return resources
-    return _with_backends(config.train.matmul_backend, new_job(config, corpus, resources, []), resources, workers)
+    job = new_job(config, corpus, resources, [])
+    found = _measured_products(job, resources, workers, rates)
+    return _with_backends(config.train.matmul_backend, job, resources, found)
 
 
 def draft_in_best_precision(
@@ -68,27 +84,33 @@ def draft_in_best_precision(
 
 
 def begun_with_arithmetic(
-    config: RunConfig, plan: Plan, resources: Resources, workers: WorkerPool, *, moved: Literal[True, False]
+    config: RunConfig, plan: Plan, resources: Resources, workers: WorkerPool, *, processors: RunProcessors
 ) -> Resources:
-    """The resources of a begun run's processors: its precision stays, and the library unless it `moved` to others or
-    the recipe names one."""
+    """The resources of a begun run: its precision stays, and the library unless it came to other processors or the
+    recipe names one."""
     if resources.machine.device != "cpu":
         return resources
     named = config.train.matmul_backend
-    kept = plan.matmul_backend if named == "auto" and not moved else named
-    return _with_backends(kept, job_of_plan(plan), resources, workers)
+    kept = plan.matmul_backend if named == "auto" and processors == "same" else named
+    job = job_of_plan(plan)
+    return _with_backends(kept, job, resources, _measured_products(job, resources, workers, "kept"))
 
 
-def _with_backends(named: BackendName, job: TrainingJob, resources: Resources, workers: WorkerPool) -> Resources:
+def _with_backends(
+    named: BackendName, job: TrainingJob, resources: Resources, measured: Sequence[ProductRates]
+) -> Resources:
     """The resources with the library chosen for each processor, and the price of bf16 where that is settled."""
-    found = choose_backends(named, job.precision, _measured_products(job, resources, workers))
+    found = choose_backends(named, job.precision, measured)
     if job.precision == "bf16":
         found = found.with_precision("bf16", bf16_price(found.bf16_gain))
     return resources.with_arithmetic(found)
 
 
-def _measured_products(job: TrainingJob, resources: Resources, workers: WorkerPool) -> list[ProductRates]:
-    """Speed and error of a job's products on each worker: those given, else one a core.
+def _measured_products(
+    job: TrainingJob, resources: Resources, workers: WorkerPool, rates: RatesFreshness
+) -> Sequence[ProductRates]:
+    """Speed and error of a job's products on each worker: those given, else one a core. Kept for the next plan on this
+    machine; over several hosts, or where somebody else started the workers, they are measured each time.
 
     Of a worker with one thread processor time is measured, which other programs do not lengthen.
     """
@@ -96,16 +118,39 @@ def _measured_products(job: TrainingJob, resources: Resources, workers: WorkerPo
     given = resources.fixed_workers or FixedWorkers(workers=min(resources.machine.cores, MOST_WORKERS), threads=1)
     most = min(job.batch_sequences, max(1, MOST_TOKENS // sequence))
     model = ProbedModel(shape=job.shape, sequence=sequence, sequences=most)
-    answer = ask_rank_0(
-        workers,
-        Job(
-            entry=PRODUCTS_ENTRY,
-            argument=json.dumps(asdict(model)),
-            world_size=given.workers,
-            threads=given.threads,
-        ),
-        "products",
+    measuring = Job(
+        entry=PRODUCTS_ENTRY,
+        argument=json.dumps(asdict(model)),
+        world_size=given.workers,
+        threads=given.threads,
+        at_stop="abandon",
     )
+    if resources.fixed_workers or resources.probe:
+        return _rates_from(ask_rank_0(workers, measuring, "products"))
+    path = _rates_path(resources, measuring, workers.working_folder)
+    if rates == "kept" and (known := _kept_rates(path)):
+        return known
+    found = _rates_from(ask_rank_0(workers, measuring, "products"))
+    make_private_folder(path.parent)
+    replace_file(path, sealed_text({"ranks": [one.to_values() for one in found]}).encode())
+    return found
+
+
+def _rates_path(resources: Resources, measuring: Job, working: WorkingFolder) -> Path:
+    """Where the rates of a machine's processor are kept, for its software and these products."""
+    given = [RATES_FORMAT, resources.machine.fingerprint(), measuring.argument, measuring.world_size, measuring.threads]
+    return working.cache / "products" / f"{sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]}.json"
+
+
+def _kept_rates(path: Path) -> Sequence[ProductRates]:
+    """The rates of a file, nothing where it is missing or no longer what was written."""
+    try:
+        return [ProductRates.from_values(values) for values in parse_object(path.read_bytes())["ranks"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _rates_from(answer: Mapping[str, Any]) -> Sequence[ProductRates]:
     try:
         return [ProductRates.from_values(values) for values in answer["ranks"]]
     except ValueError:

@@ -13,10 +13,19 @@ from plait.planner.derive.intervals import with_new_intervals, with_raised_budge
 from plait.planner.derive.model_size import budget_of
 from plait.planner.plan import Plan, same_hosts
 from plait.recipe.schema import RunConfig
+from plait.screen.screen import ShowProgress, ignore_progress
 
 
 def resumed_plan(
-    config: RunConfig, plan: Plan, corpus: Corpus, survey: MachineSurvey, workers: HostWorkers, *, fresh: bool, log: Log
+    config: RunConfig,
+    plan: Plan,
+    corpus: Corpus,
+    survey: MachineSurvey,
+    workers: HostWorkers,
+    *,
+    fresh: bool,
+    log: Log,
+    show: ShowProgress = ignore_progress,
 ) -> Plan:
     """The plan with which a begun run continues: its own, with a raised budget or another layout where that was
     requested or is necessary."""
@@ -31,9 +40,15 @@ def resumed_plan(
         plan = replace(plan, hosts=(), left_out=())
         requested = "as asked" if fresh else "the hosts are not those it was made for"
         why = "this machine is not the one it was made for" if moved else requested
-        plan = replan(config, plan, corpus, survey, workers, log)
+        plan = replan(config, plan, corpus, survey, workers, log, show)
         log(f"plan     a new one for the remaining steps ({why}); {plan.steps} steps in all, as before")
     return with_new_intervals(config, plan)
+
+
+def refuse_lowered_budget(config: RunConfig, plan: Plan) -> None:
+    """Raise PlaitError where a begun run's budget would become smaller: known before text and machine are looked at."""
+    if budget_of(config) != plan.budget:
+        with_raised_budget(config, plan)
 
 
 def refuse_other_text(corpus: Corpus, plan: Plan) -> None:

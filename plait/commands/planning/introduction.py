@@ -31,16 +31,19 @@ PARTS_IN_WORDS = {
 
 
 def run_start(plan: Plan, folder: Path, details: Details = ()) -> str:
-    """Four lines: the model and the run's name, the devices and their work, how long it takes, where it is; then all
-    reasons, or those alone that are warnings. The line about the run's text comes before, once that is prepared."""
+    """Four lines: the model and the run's name, the devices and their work, how long it takes, where it is; one more
+    where faster arithmetic than torch's default was chosen; then all reasons, or those alone that are warnings. The
+    line about the run's text comes before, once that is prepared."""
     shape = plan.shape
     size = f"{format_count(parameter_count(shape))} parameters in {counted(shape.layers, 'layer')}"
-    lines = (
+    lines = [
         f"model    {folder.name}: {size}, width {shape.width}",
         f"devices  {_devices_text(plan)}: {layout_in_words(plan.layout)}, {_workers_text(plan)}",
         f"time     {_time_text(plan)}",
         f"run      {folder}, {_saved_text(plan)}; --why gives the reasons",
-    )
+    ]
+    if chosen := _arithmetic_text(plan):
+        lines.insert(2, f"numbers  {chosen}")
     reasons = reason_lines(plan) if "reasons" in details else plan.warnings
     return "\n".join([*lines, *(f"         · {reason}" for reason in reasons)])
 
@@ -83,6 +86,16 @@ def _devices_text(plan: Plan) -> str:
 def _workers_text(plan: Plan) -> str:
     workers = counted(plan.world_size, "worker")
     return workers if plan.device == "cuda" else f"{workers} × {counted(plan.threads, 'thread')}"
+
+
+def _arithmetic_text(plan: Plan) -> str:
+    """The reason for faster arithmetic than a processor's default, in one short line; empty where that was kept."""
+    if plan.device != "cpu":
+        return ""
+    begins = "precision bf16 with" if plan.precision == "bf16" else "matrix products by oneDNN"
+    found = next((reason for reason in plan.reasons if reason.startswith(begins)), "")
+    short = found.partition("; ")[0].removeprefix("precision ")
+    return short.replace(" on this processor", "").replace(", as timed here", "")
 
 
 def _time_text(plan: Plan) -> str:

@@ -18,7 +18,7 @@ from plait.commands.planning.arithmetic import (
 from plait.commands.planning.calibration_store import load_calibration
 from plait.commands.planning.measuring import MachineSurvey, measure, resources_of
 from plait.commands.planning.workers import WorkerPool
-from plait.commands.preparing.corpus import corpus_facts
+from plait.commands.preparing.corpus import corpus_facts, run_facts
 from plait.data.shards import Corpus
 from plait.errors import RunFailed
 from plait.planner.derive.resources import ProbeNeed, probe_digest
@@ -34,6 +34,8 @@ from plait.screen.screen import ShowProgress, ignore_progress
 from plait.working_folder import WorkingFolder
 
 Log = Callable[[str], None]
+TIMING_PRODUCTS, COMPARING_LAYOUTS = "timing matrix products", "comparing layouts"
+"""What a person reads while these go on."""
 
 
 def make_plan(
@@ -55,11 +57,15 @@ def make_plan(
             return plan
         say("plan     made anew: a new probe of the hosts differs from the one that the stored plan was made with")
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
-    facts = corpus_facts(corpus)
+    facts = run_facts(config, corpus, workers.working_folder)
     make_draft = partial(draft, config, facts, recipe_hash=key)
-    resources = new_with_arithmetic(config, facts, resources_of(site, workers), workers)
+    rates = "again" if fresh else "kept"
+    show(0, 0, TIMING_PRODUCTS)
+    resources = new_with_arithmetic(config, facts, resources_of(site, workers), workers, rates=rates)
+    show(0, 0, COMPARING_LAYOUTS)
     outline = make_draft(resources)
     measured = _timed_layouts(config, outline, workers, show)
+    show(0, 0, "choosing the precision")
     best = draft_in_best_precision(config, outline, choose(measured), resources, workers, make_draft)
     if best.plan.precision != outline.plan.precision:
         measured = _timed_layouts(config, best, workers, show)
@@ -97,6 +103,7 @@ def _plan_if_probe_holds(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, 
         precision=plan.precision,
         matmul_backend=plan.matmul_backend,
         host_backends=plan.host_backends,
+        compile=plan.compile,
     )
     probed = probe(plans_need)
     holds = plan.forecast is not None and plan.forecast.probe_digest == probe_digest(probed)
@@ -118,11 +125,11 @@ def proven_plan(
     A layout that fails, for lack of memory for example, drops out; raises RunFailed where all of them fail.
     """
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
-    facts = corpus_facts(corpus)
+    facts = run_facts(config, corpus, workers.working_folder)
     make_draft = partial(
         draft, config, facts, recipe_hash=key, worth_measuring=lambda request: best_layouts(request, count)
     )
-    resources = new_with_arithmetic(config, facts, resources_of(site, workers), workers)
+    resources = new_with_arithmetic(config, facts, resources_of(site, workers), workers, rates="kept")
     outline = make_draft(resources)
     outline = draft_in_best_precision(config, outline, outline.layouts[0], resources, workers, make_draft)
     trials: list[WorkerLayout] = []
@@ -160,21 +167,35 @@ def _store_plan(plan: Plan, key: str, working: WorkingFolder) -> Plan:
     return plan
 
 
-def replan(config: RunConfig, plan: Plan, corpus: Corpus, site: MachineSurvey, workers: WorkerPool, say: Log) -> Plan:
+def replan(
+    config: RunConfig,
+    plan: Plan,
+    corpus: Corpus,
+    site: MachineSurvey,
+    workers: WorkerPool,
+    say: Log,
+    show: ShowProgress = ignore_progress,
+) -> Plan:
     """A begun run's plan for the present machines: another layout, the same steps and the same mathematics.
 
     On other machines the library of their processors' products is chosen anew, and `say` gets the reason.
     """
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     moved = bool(site.others) or site.machine.fingerprint() != plan.fingerprint
-    resources = begun_with_arithmetic(config, plan, resources_of(site, workers), workers, moved=moved)
+    show(0, 0, TIMING_PRODUCTS)
+    resources = begun_with_arithmetic(
+        config, plan, resources_of(site, workers), workers, processors="other" if moved else "same"
+    )
     for reason in resources.arithmetic.reasons if moved and resources.arithmetic else ():
         say(f"         · {reason}")
+    show(0, 0, COMPARING_LAYOUTS)
     outline = draft(config, corpus_facts(corpus), resources, recipe_hash=key, begun=plan)
     plan = _on_machine(plan, outline.plan)
     again = plan.step_s is not None and site.probe is None  # over several hosts a probe has told how long steps take
     timing = len(outline.layouts) > 1 or again
-    return with_layout(plan, choose(measure(config, plan, workers, outline.layouts) if timing else outline.layouts))
+    return with_layout(
+        plan, choose(measure(config, plan, workers, outline.layouts, show) if timing else outline.layouts)
+    )
 
 
 def _on_machine(plan: Plan, here: Plan) -> Plan:

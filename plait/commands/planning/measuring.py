@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,8 +13,7 @@ from plait.cluster.topology import Machine, usable_cores
 from plait.commands.planning.calibration_store import calibration_key, load_calibration
 from plait.commands.planning.workers import MEASURE_ENTRY, TIMING_ENTRY, WorkerPool
 from plait.errors import PlaitError
-from plait.launch.local.output import OptionalOutput
-from plait.launch.values.job import STOPPING, Job, Message
+from plait.launch.values.job import Job, Message
 from plait.planner.derive.resources import Probe, Resources
 from plait.planner.plan import Plan
 from plait.planner.plan_file import write_plan
@@ -25,6 +23,8 @@ from plait.recipe.load import recipe_text
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import ShowProgress, ignore_progress
 
+PROGRESS = "progress"
+"""Kind of the message by which rank 0 of a job says how far it is, with the arguments of a ShowProgress."""
 LAYOUT_S, ARITHMETIC_S = 4.0, 1.5
 """Least seconds of timed steps: to choose among layouts, or in each round between two precisions."""
 
@@ -46,7 +46,9 @@ class MachineSurvey:
 def survey_machine(workers: WorkerPool, requested: RequestedWorkers = ANY_WORKERS) -> MachineSurvey:
     """Describe this machine with the requested devices and measure its arithmetic peak, in a worker that uses all
     cores."""
-    job = Job(entry=MEASURE_ENTRY, argument=requested.to_json(), world_size=1, threads=usable_cores())
+    job = Job(
+        entry=MEASURE_ENTRY, argument=requested.to_json(), world_size=1, threads=usable_cores(), at_stop="abandon"
+    )
     found = ask_rank_0(workers, job, "machine")
     machine = Machine.from_fingerprint(found["fingerprint"])
     return MachineSurvey(machine=machine, peak_flops=found["peak_flops"], peak_doubt=found["peak_doubt"])
@@ -58,6 +60,7 @@ def resources_of(site: MachineSurvey, workers: WorkerPool) -> Resources:
     return Resources(
         machine=site.machine,
         peak_flops=site.peak_flops,
+        others=site.others,
         peak_doubt=site.peak_doubt,
         fixed_workers=workers.fixed_workers,
         probe=site.probe,
@@ -94,17 +97,19 @@ def time_plan(config: RunConfig, plan: Plan, workers: WorkerPool, *, least_s: fl
             world_size=plan.world_size,
             threads=plan.threads,
             log_dir=name,
+            at_stop="abandon",
         )
         return ask_rank_0(workers, job, "measured")["step_s"]
 
 
-def ask_rank_0(workers: WorkerPool, job: Job, kind: str) -> dict[str, Any]:
+def ask_rank_0(workers: WorkerPool, job: Job, kind: str, show: ShowProgress = ignore_progress) -> dict[str, Any]:
     """Run a job whose rank 0 sends one message of this kind, and return its values; raises Interrupted where a
-    signal came."""
+    signal came. `show` gets the job's progress where rank 0 tells it."""
     answers: list[Message] = []
 
     def collect(message: Message) -> None:
-        say_that_it_stops(message)
+        if message.kind == PROGRESS:
+            show(*(message.values[key] for key in ("done", "total", "stage")))
         if message.kind == kind:
             answers.append(message)
 
@@ -113,9 +118,3 @@ def ask_rank_0(workers: WorkerPool, job: Job, kind: str) -> dict[str, Any]:
     if not answers:
         raise PlaitError(f"a worker ended without an answer ({job.entry}); this is a bug in plait, please report it")
     return dict(answers[0].values)
-
-
-def say_that_it_stops(message: Message) -> None:
-    """Where this is the message that says so, show it: workers end only with the piece that they measure."""
-    if message.kind == STOPPING:
-        OptionalOutput(sys.stderr).write("plait: stopping as soon as what is being measured now has ended\n")

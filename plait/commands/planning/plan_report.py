@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import fill
 
-from plait.cluster.cluster import Cluster
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.errors import PlaitError
 from plait.model.shape import parameter_count
@@ -21,7 +20,7 @@ from plait.planner.resolve.worker_layouts import WorkerLayout, choose
 from plait.planner.search.found import Search
 from plait.recipe.schema import RunConfig
 from plait.screen.wrapping import wrapped
-from plait.units import counted, format_count
+from plait.units import counted, format_count, format_duration
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 REPORT_COLUMNS = 110
@@ -80,7 +79,7 @@ def comparison_table(reports: Sequence[PlanReport], columns: int = REPORT_COLUMN
     for one in reports:
         step_s = float(one.search.step_s[one.search.chosen])
         tokens = format_count(one.search.workload.batch_tokens / step_s)
-        rows.append((one.search.cluster.name, f"{step_s:.3g} s", tokens, one.sections[0].lines[0]))
+        rows.append((one.search.cluster.name, format_duration(step_s), tokens, one.sections[0].lines[0]))
     wide = [max(len(row[column]) for row in rows) for column in range(3)]
     start = min(sum(wide) + 2 * len(wide), columns // 2)
     return "\n".join(
@@ -98,14 +97,8 @@ def comparison_table(reports: Sequence[PlanReport], columns: int = REPORT_COLUMN
 def _machines_text(found: Search) -> str:
     """The machines by name and in full, and which of them are used where some are left out."""
     if found.left_out is None:
-        return f"{found.cluster.name}: {_devices_text(found.cluster)}"
-    return f"{devices_text(found.cluster)} of {found.cluster.name}: {_devices_text(found.left_out.cluster)}"
-
-
-def _devices_text(cluster: Cluster) -> str:
-    islands = [f"{i.nodes} × ({i.per_node} × {i.device.name})" for i in cluster.islands]
-    joined = f", joined by {cluster.between.name}" if cluster.n_nodes > 1 else ""
-    return " + ".join(islands) + joined
+        return f"{found.cluster.name}: {found.cluster.hardware}"
+    return f"{devices_text(found.cluster)} of {found.cluster.name}: {found.left_out.cluster.hardware}"
 
 
 def chapter_of(report: PlanReport) -> Chapter:

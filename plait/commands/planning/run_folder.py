@@ -74,6 +74,11 @@ class RunFolder:
         return self.path / "shares.jsonl"
 
     @property
+    def base(self) -> Path:
+        """The small files of the model that the run goes on from: config, tokenizer, licence; no weights."""
+        return self.path / "base"
+
+    @property
     def _totals(self) -> Path:
         return self.path / "so-far.json"
 
@@ -197,17 +202,20 @@ def _is_file(path: Path) -> bool:
 
 
 def check_changes(old: RunConfig, new: RunConfig) -> list[str]:
-    """The keys that differ from the begun run's recipe; raises PlaitError for one that may not change."""
+    """The keys that differ from the begun run's recipe; raises PlaitError that names all that may not change."""
     before, after = flat_values(old), flat_values(new)
     changed = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
-    for key in changed:
-        if key != "data.files" and not key.startswith(CHANGEABLE_KEYS):
-            raise PlaitError(
-                f"{key} was {_value_text(before.get(key))} when this run began and is {_value_text(after.get(key))} "
-                "now; change it back, or choose another run.name"
-            )
+    fixed = [key for key in changed if key != "data.files" and not key.startswith(CHANGEABLE_KEYS)]
+    if fixed:
+        told = [
+            f"{key} was {_value_text(before.get(key))} when this run began and is {_value_text(after.get(key))} now"
+            for key in fixed
+        ]
+        raise PlaitError(
+            f"{', '.join(told)}; change {'it' if len(fixed) == 1 else 'them'} back, or choose another run.name"
+        )
     return changed
 
 
 def _value_text(value: Any) -> str:
-    return "not given" if value is None else json.dumps(value)
+    return "not given" if value is None else json.dumps(value, ensure_ascii=False)

@@ -22,6 +22,7 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 TRAINING_ENTRY, TIMING_ENTRY, CHECK_ENTRY = "train", "time_steps", "check_gradients"
 MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY = "measure_machine", "probe", "measure_products"
+MACHINE_CHECK_ENTRY = "check_machine"
 ENTRIES = EntryTable(
     functions={
         TRAINING_ENTRY: "plait.trainer.worker:main",
@@ -30,6 +31,7 @@ ENTRIES = EntryTable(
         MEASURE_ENTRY: "plait.cluster.measure:rank",
         PROBE_ENTRY: "plait.commands.probing.rank:run_probe_rank",
         PRODUCTS_ENTRY: "plait.commands.probing.products:run_products_rank",
+        MACHINE_CHECK_ENTRY: "plait.commands.probing.checking.check_rank:run_machine_check_rank",
     },
     # torch's optimizers import torch._dynamo when the first is made, a second for each rank: so once for all of them.
     preload=(
@@ -40,6 +42,7 @@ ENTRIES = EntryTable(
         "plait.commands.verifying.reference",
         "plait.commands.probing.rank",
         "plait.commands.probing.products",
+        "plait.commands.probing.checking.check_rank",
     ),
 )
 """All that a worker of plait's commands can do, on whichever host."""

@@ -59,16 +59,18 @@ class BalanceReport:
     def table(self) -> str:
         """The report as text for people."""
         batch = sum(part.sequences for part in self.replicas)
-        usual = f"{np.median(self.ratios_unbalanced):.3f} unbalanced, {np.median(self.ratios_balanced):.3f} balanced"
+        usual = f"{np.median(self.ratios_unbalanced):.3f} before, {np.median(self.ratios_balanced):.3f} after"
         worst = f"{max(self.ratios_unbalanced):.3f} and {max(self.ratios_balanced):.3f}"
         lines = [
             f"balance  {counted(self.steps, 'step')} of {batch} sequences of {self.sequence} tokens on "
             f"{counted(len(self.replicas), 'rank')}",
-            "rank  sequences     tokens  with loss   attention pairs per token  document pieces     entropy",
-            "         a step                         unbalanced     balanced    median     90th %  of targets",
+            "rank sequences      tokens   with pairs per token piece tokens entropy",
+            "        a step               loss  before   after median   90 %  (nats)",
             *(f"{number:4}{_row(part)}" for number, part in enumerate(self.replicas)),
-            f"attention pairs, most loaded rank / least loaded rank: median {usual}; worst step {worst}",
-            "entropy of targets: nats per token, from how often each token occurs",
+            "pairs: of a token and one at or before it in its document (work of attention); before and after balancing",
+            f"most pairs of a rank / fewest pairs of a rank: median {usual}; worst step {worst}",
+            "piece tokens: lengths of the parts of documents; 90 % are no longer than the second figure",
+            "entropy: of the targets, nats per token, from how often each token occurs",
             *([self.remark] if self.remark else []),
         ]
         return "\n         ".join(lines)
@@ -123,29 +125,35 @@ def balance_report(config: RunConfig, corpus: Corpus, replicas: int) -> BalanceR
     )
 
 
+def check_balance_request(config: RunConfig, replicas: int) -> None:
+    """Raise PlaitError where a recipe's steps cannot be divided among so many ranks; needs no text."""
+    _sequences_per_replica(config, replicas)
+
+
 def _tokens_per_sequence(config: RunConfig) -> int:
     if config.train.sequence == "auto":
-        raise PlaitError("a step can be dealt only where its size is known; name it: train.sequence=512, for example")
+        raise PlaitError("--balance needs the size of a step; name it: train.sequence=512, for example")
     return config.train.sequence
 
 
 def _sequences_per_replica(config: RunConfig, replicas: int) -> tuple[int, ...]:
     requested, named = config.train.batch_tokens, config.layout.shares
     if requested == "auto":
-        raise PlaitError("a step can be dealt only where its size is known; name it: train.batch_tokens=32768, say")
+        raise PlaitError("--balance needs the size of a step; name it: train.batch_tokens=32768, for example")
     sequences = requested // _tokens_per_sequence(config)
     if sequences < 2:
-        raise PlaitError("a step has 1 sequence, which cannot be dealt; choose a larger train.batch_tokens")
+        raise PlaitError("a step has 1 sequence, which cannot be divided; choose a larger train.batch_tokens")
     if sequences < replicas:
         raise PlaitError(
-            f"a step has {sequences} sequences, too few for {replicas} parts; choose --balance {sequences}"
+            f"a step has {sequences} sequences, too few for {replicas} ranks; choose --balance {sequences}"
         )
     if named == "auto":
         return tuple(equal_share(sequences, replicas, part)[1] for part in range(replicas))
     if len(named) != replicas or sum(named) != sequences:
+        asked = f"{counted(sequences, 'sequence')} among {counted(replicas, 'rank')}"
         raise PlaitError(
-            f"layout.shares has {len(named)} parts of {sum(named)} sequences in all, and {replicas} parts of "
-            f"{sequences} were asked for; mend one of the two"
+            f"layout.shares divides {counted(sum(named), 'sequence')} among {counted(len(named), 'rank')}, but "
+            f"--balance asks for {asked}; change one of the two"
         )
     return named
 
@@ -191,6 +199,6 @@ def _replica_stats(totals: _ReplicaTotals, sequences: int, tokens: int) -> Repli
 
 def _row(part: ReplicaStats) -> str:
     return (
-        f"{part.sequences:11}{part.tokens:11,}{part.counted_share:11.1%}{part.pairs_unbalanced:16.1f}{part.pairs_balanced:13.1f}"
-        f"{part.median_piece_tokens:10.0f}{part.p90_piece_tokens:13.0f}{part.unigram_nats_per_token:12.2f}"
+        f"{part.sequences:10}{part.tokens:12,}{part.counted_share:7.1%}{part.pairs_unbalanced:8.1f}{part.pairs_balanced:8.1f}"
+        f"{part.median_piece_tokens:7.0f}{part.p90_piece_tokens:7.0f}{part.unigram_nats_per_token:8.2f}"
     )

@@ -2,42 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from plait.commands.preparing.base import base_facts, base_folder
+from plait.data.choices import read_questions
 from plait.data.folders import find_text_files
 from plait.data.integrity import verify_at_start
 from plait.data.order import longest_window
 from plait.data.preparation.prepare import DataRequest, find_prepared, prepare_corpus
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
+from plait.errors import PlaitError
 from plait.planner.derive.model_size import CorpusFacts
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
-from plait.units import format_count
 from plait.working_folder import WorkingFolder
 
 
 def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -> Corpus:
     """Prepare the recipe's data, or find it prepared; raises PlaitError in one sentence."""
-    for source in data_request(config).sources:
+    check_choices(config)
+    request = data_request(config, base_folder(config, working))
+    for source in request.sources:
         if Path(source.path).is_dir():
             screen.print(f"data     {find_text_files(Path(source.path)).summary()}")
     with screen.progress() as show:
-        folder = prepare_corpus(data_request(config), working.cache, show)
+        folder = prepare_corpus(request, working.cache, show)
         corpus = open_corpus(folder)
         show(0, 0, "comparing hashes")
         verify_at_start(corpus)
     return corpus
 
 
+def check_choices(config: RunConfig) -> None:
+    """Raise PlaitError where the recipe's multiple-choice questions cannot be asked."""
+    if not config.report.choices:
+        return
+    read_questions(Path(config.report.choices))
+    if not config.data.holdout:
+        raise PlaitError("report.choices are asked when the held-out loss is measured; give data.holdout, such as 0.01")
+
+
 def find_prepared_corpus(config: RunConfig, working: WorkingFolder) -> Corpus | None:
     """The recipe's data if it was prepared before; looks at nothing but files' sizes and times."""
-    folder = find_prepared(data_request(config), working.cache)
+    folder = find_prepared(data_request(config, base_folder(config, working)), working.cache)
     return open_corpus(folder) if folder else None
 
 
-def data_request(config: RunConfig) -> DataRequest:
-    """The recipe's [data] section as a request for a corpus."""
+def data_request(config: RunConfig, base: Path | None = None) -> DataRequest:
+    """The recipe's [data] section as a request for a corpus; `base` is the folder of the model that learns from it,
+    whose tokenizer is taken where none is named."""
     files = config.data.files
     requested = [files] if isinstance(files, str) else files
     sources = [
@@ -48,10 +63,26 @@ def data_request(config: RunConfig) -> DataRequest:
     tokenizer = config.data.tokenizer
     return DataRequest(
         sources=tuple(sources),
-        tokenizer="bpe" if tokenizer == "auto" else tokenizer,
+        tokenizer=_usual_tokenizer(base) if tokenizer == "auto" else tokenizer,
         vocabulary=None if vocabulary == "auto" else vocabulary,
         holdout=config.data.holdout,
     )
+
+
+def _usual_tokenizer(base: Path | None) -> str:
+    if base is None:
+        return "bpe"
+    if not (base / "tokenizer.json").is_file():
+        raise PlaitError(
+            f"{base} has no tokenizer.json; name the model's tokenizer in data.tokenizer, or convert it: load it with "
+            "transformers' AutoTokenizer and call save_pretrained"
+        )
+    return str(base)
+
+
+def run_facts(config: RunConfig, corpus: Corpus, working: WorkingFolder) -> CorpusFacts:
+    """The facts about the data, and about the model that the recipe goes on from, that a plan depends on."""
+    return replace(corpus_facts(corpus), base=base_facts(config, working))
 
 
 def corpus_facts(corpus: Corpus) -> CorpusFacts:
@@ -64,12 +95,4 @@ def corpus_facts(corpus: Corpus) -> CorpusFacts:
         longest_sequence=longest_window(corpus),
         heldout_tokens=corpus.heldout_tokens,
         documents=sum(len(shard.starts) for shard in corpus.train),
-    )
-
-
-def corpus_summary(facts: CorpusFacts) -> str:
-    """One line about prepared data, for people."""
-    return (
-        f"data     {format_count(facts.train_tokens)} training tokens, {format_count(facts.heldout_tokens)} held out; "
-        f"{format_count(facts.documents)} document{'s' if facts.documents != 1 else ''}, vocabulary {facts.vocabulary}"
     )

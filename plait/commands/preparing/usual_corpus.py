@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from plait.commands.preparing.corpus import corpus_facts, find_prepared_corpus
+from dataclasses import replace
+
+from plait.commands.preparing.base import base_facts
+from plait.commands.preparing.corpus import find_prepared_corpus, run_facts
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.model.requested_size import named_size
@@ -19,7 +22,11 @@ ASSUMED_CORPUS_TOKENS = 10**15
 def corpus_facts_or_usual(config: RunConfig, working: WorkingFolder = CURRENT_FOLDER) -> tuple[CorpusFacts, list[str]]:
     """Facts about the recipe's text if it is prepared, else usual ones; and sentences that say what is assumed."""
     corpus = corpus_if_prepared(config, working)
-    return (corpus_facts(corpus), []) if corpus else _usual_corpus_facts(config)
+    if corpus:
+        return run_facts(config, corpus, working), []
+    facts, notes = _usual_corpus_facts(config)
+    base = base_facts(config, working)
+    return (facts, notes) if base is None else (replace(facts, base=base, vocabulary=base.shape.vocabulary), [])
 
 
 def corpus_if_prepared(config: RunConfig, working: WorkingFolder) -> Corpus | None:

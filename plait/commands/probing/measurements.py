@@ -33,6 +33,7 @@ from plait.errors import PlaitError
 from plait.launch.values.job import Job
 from plait.private_folder import make_private_folder
 from plait.regular_file import read_regular_file
+from plait.screen.screen import ShowProgress, ignore_progress
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 RECHECK_AFTER_S = 900.0
@@ -56,16 +57,22 @@ def measure_or_load(
     probe_workers: ProbeWorkers,
     *,
     fresh: ProbeFreshness,
+    show: ShowProgress = ignore_progress,
 ) -> Measurements:
-    """Load the measurements of these hosts with this software for the same request, or make them now."""
+    """Load the measurements of these hosts with this software for the same request, or make them now; `show` gets how
+    far that is."""
     working = pool.working_folder
     if fresh == "kept" and (known := load_measurements(machines, request, probe_workers, working)):
         return known
     key = _measurements_key(machines, request, probe_workers)
     job = Job(
-        entry=PROBE_ENTRY, argument=request.to_json(), world_size=probe_workers.workers, threads=probe_workers.threads
+        entry=PROBE_ENTRY,
+        argument=request.to_json(),
+        world_size=probe_workers.workers,
+        threads=probe_workers.threads,
+        at_stop="abandon",
     )
-    result = parse_result(ask_rank_0(pool, job, "probed"))
+    result = parse_result(ask_rank_0(pool, job, "probed", show))
     measured, kept = measurements_from(result, request, key), _measurements_path(key, working)
     make_private_folder(kept.parent)
     kept.write_text(measurements_json(measured), encoding="utf-8")

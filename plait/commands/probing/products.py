@@ -21,7 +21,7 @@ from plait.model.matmul import default_library_name
 from plait.model.shape import ModelShape
 from plait.parallel.mesh import open_store
 
-MEASURED_S = 0.8
+MEASURED_S = 0.5
 RANK_TIMEOUT = timedelta(minutes=5)
 """Time limit for another rank's rates."""
 

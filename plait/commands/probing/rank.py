@@ -3,87 +3,40 @@ all of it to the leader."""
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from plait.cluster.measure import detect_machine
 from plait.cluster.measured import LinkScope, MeasuredLink, MeasuredOverlap, WorkTiming
 from plait.cluster.probe.arithmetic import arithmetic_runs, select_comparison_runs, timed_pieces
-from plait.cluster.probe.limits import core_share
-from plait.cluster.probe.links import DeadLink, schedule_pairs, time_collectives, time_pair
+from plait.cluster.probe.links import time_collectives
 from plait.cluster.probe.overlap import time_overlap
-from plait.cluster.probe.pieces import device_failure
 from plait.cluster.probe.request import ProbeRequest
-from plait.cluster.probe.timing import ProcessorClock, SingleRank, TimingSetup, WallClock, time_in_rounds
-from plait.cluster.probe.verdict import (
-    PairTiming,
-    ProbedHost,
-    dead_device_sentence,
-    dead_link_sentence,
-    group_ranks_by_host,
-    host_with_rank,
-)
-from plait.commands.probing.rank_places import exchange_rank_places
+from plait.cluster.probe.timing import ProcessorClock, SingleRank, tell_nobody, time_in_rounds
+from plait.commands.probing.first_contact import join_probe, require_working_devices, time_pairs
+from plait.commands.probing.probe_rank import ProbeRank
 from plait.commands.probing.result import (
-    DeadPair,
-    DeviceCheck,
     GroupReport,
-    PairReport,
     ProbeResult,
     RankReport,
-    read_report,
 )
+from plait.commands.probing.shared_cores import share_beside_other_hosts, with_processor_clock, with_share
 from plait.commands.probing.training_pieces import (
     GroupBarrier,
     begin_all_reduce,
     collective_operations,
     training_operations_for,
 )
-from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
 from plait.model.matmul import select_matmul_library
-from plait.parallel.mesh import make_groups, open_store
+from plait.parallel.mesh import make_groups
 
-_T = TypeVar("_T")
-RENDEZVOUS_TIMEOUT_S = 60.0
-"""Time limit for a rank to appear, and for its links to open."""
-MESSAGE_TIMEOUT_S = 20.0
-"""Time limit for a message between two ranks; the largest takes a second on the slowest link that gets it."""
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""Time limit for another rank's part of the probe."""
 TIMING_ALONE_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeRank:
-    """A rank of a probe, and how it reaches the others and times its work."""
-
-    rank: int
-    hosts: tuple[ProbedHost, ...]
-    store: Store
-    bench: TimingSetup
-
-    @property
-    def host(self) -> ProbedHost:
-        return host_with_rank(self.hosts, self.rank)
-
-    def publish(self, key: str, values: Any) -> None:
-        """Store JSON values for the other ranks."""
-        self.store.set(f"probe/{key}", json.dumps(values))
-
-    def wait_for(self, key: str, kind: type[_T], rank: int) -> _T:
-        """What a rank published under a key; blocks until it is there. Raises RunFailed where it is nothing of that
-        kind."""
-        where = f"worker {rank} on {host_with_rank(self.hosts, rank).name}"
-        return read_report(kind, self.store.get(f"probe/{key}"), where)
 
 
 def run_probe_rank(context: RankContext, argument: str) -> None:
@@ -97,8 +50,8 @@ def run_probe_rank(context: RankContext, argument: str) -> None:
     torch.set_flush_denormal(True)  # as training does
     if request.device == "cpu":
         select_matmul_library(request.host_backends.get(detect_machine().digest(), request.matmul_backend))
-    place = _join_probe(context, request)
-    pairs = _time_pairs(place, request)
+    place = join_probe(context, request.device, request.gpus)
+    pairs = time_pairs(place, request.messages)
     figures = _time_arithmetic(place, request)
     _time_groups(place, request)
     machine = detect_machine()
@@ -120,79 +73,12 @@ def run_probe_rank(context: RankContext, argument: str) -> None:
     dist.destroy_process_group()
 
 
-def _join_probe(context: RankContext, request: ProbeRequest) -> ProbeRank:
-    """Find the other ranks and open the links to them; raises RunFailed with the names of those that did not come."""
-    store = open_store(context.rendezvous, context.rank, context.world_size)
-    store.set_timeout(timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
-    ranks = exchange_rank_places(store, context, within_s=RENDEZVOUS_TIMEOUT_S)
-    hosts = group_ranks_by_host(ranks)
-    backend, wait = "gloo", _no_wait
-    if request.device == "cuda":
-        torch.cuda.set_device(context.local_rank)
-        backend, wait = "cpu:gloo,cuda:nccl", torch.cuda.synchronize
-    try:
-        dist.init_process_group(
-            backend, store=store, rank=context.rank, world_size=context.world_size, timeout=COLLECTIVE_TIMEOUT
-        )
-    except RuntimeError as error:
-        names = " and ".join(host.name for host in hosts)
-        raise RunFailed(
-            f"the workers on {names} could not open their links ({str(error).splitlines()[0]}); check that the hosts "
-            "reach each other at the addresses that they gave, then probe again"
-        ) from error
-    store.set_timeout(COLLECTIVE_TIMEOUT)
-    assert dist.group.WORLD is not None
-    device = torch.device(request.device, torch.cuda.current_device()) if request.device == "cuda" else "cpu"
-    bench = TimingSetup(
-        device=torch.device(device), clock=WallClock(synchronize=wait), lockstep=GroupBarrier(dist.group.WORLD)
-    )
-    return ProbeRank(rank=context.rank, hosts=hosts, store=store, bench=bench)
-
-
-def _time_pairs(place: ProbeRank, request: ProbeRequest) -> list[PairTiming]:
-    """Time messages between pairs of ranks, by schedule; rank 0 gets all results, the others an empty list.
-
-    Uses only the store until every link has proven to work: a collective over a dead link would wait for ever.
-    """
-    schedule = schedule_pairs([host.ranks for host in place.hosts])
-    for pair in schedule:
-        if place.rank in (pair.first, pair.second):
-            reading = _time_one_pair(place, (pair.first, pair.second), request)
-            if place.rank == pair.first or reading is None:
-                place.publish(f"pair/{pair.first}/{pair.second}", {"points": reading})
-    found: list[PairReport] = []
-    if place.rank == 0:
-        found = [place.wait_for(f"pair/{pair.first}/{pair.second}", PairReport, pair.first) for pair in schedule]
-        dead = [place for place, report in enumerate(found) if report.points is None]
-        place.publish("dead", {"pair": dead[0] if dead else None})
-    pair = place.wait_for("dead", DeadPair, 0).pair
-    if pair is not None:
-        raise RunFailed(dead_link_sentence(place.hosts, schedule[pair].first, schedule[pair].second))
-    return [
-        PairTiming(first=pair.first, second=pair.second, points=report.points or ())
-        for pair, report in zip(schedule, found, strict=False)
-    ]
-
-
-def _time_one_pair(place: ProbeRank, ends: tuple[int, int], request: ProbeRequest) -> list[dict[str, Any]] | None:
-    """The timings of one pair as JSON values; None where the link is dead."""
-    try:
-        points = time_pair(ends, request.messages, rank=place.rank, bench=place.bench, timeout_s=MESSAGE_TIMEOUT_S)
-    except DeadLink:
-        return None
-    return [asdict(point) for point in points]
-
-
 def _time_arithmetic(place: ProbeRank, request: ProbeRequest) -> dict[str, Any]:
     """Time this rank's device while all ranks work and, on the first rank of a host, while it works alone."""
     bench = place.bench
-    place.publish(f"check/{place.rank}", {"failure": device_failure(bench.device)})
-    ranks = range(sum(len(host.ranks) for host in place.hosts))
-    for other in ranks:
-        if reason := place.wait_for(f"check/{other}", DeviceCheck, other).failure:
-            raise RunFailed(dead_device_sentence(place.hosts, other, reason))
+    require_working_devices(place)
     runs = arithmetic_runs(request, bench.device, training_operations_for(request))
-    bench = _with_processor_clock(bench, len(place.host.ranks))
+    bench = replace(with_processor_clock(bench, len(place.host.ranks)), tell=partial(place.tell, "arithmetic"))
     began = time.perf_counter(), time.process_time()
     together = timed_pieces(time_in_rounds(runs, bench, seconds=request.seconds), request.models)
     wall_s, cpu_s = time.perf_counter() - began[0], time.process_time() - began[1]
@@ -200,20 +86,17 @@ def _time_arithmetic(place: ProbeRank, request: ProbeRequest) -> dict[str, Any]:
     bench.lockstep.barrier()
     alone: tuple[WorkTiming, ...] = ()
     if place.rank == place.host.ranks[0] and len(place.host.ranks) > 1:
-        by_itself = replace(bench, lockstep=SingleRank())
+        by_itself = replace(bench, lockstep=SingleRank(), tell=tell_nobody)
         middle = request.models[(len(request.models) - 1) // 2]
         alone = timed_pieces(
             time_in_rounds(select_comparison_runs(runs, middle), by_itself, seconds=TIMING_ALONE_S), (middle,)
         )
     bench.lockstep.barrier()
+    if isinstance(bench.clock, ProcessorClock):
+        product = next(run for (work, _), run in runs.items() if work == "product")
+        share = share_beside_other_hosts(place.hosts, place.rank, bench.lockstep, place.bench.clock, product)
+        together, alone, granted = with_share(together, share), with_share(alone, share), min(1.0, granted / share)
     return {"timed": [asdict(one) for one in together], "alone": [asdict(one) for one in alone], "granted": granted}
-
-
-def _with_processor_clock(bench: TimingSetup, ranks: int) -> TimingSetup:
-    """Count processor time where a worker has one thread on a processor; threads also wait for each other."""
-    if bench.device.type != "cpu" or torch.get_num_threads() > 1:
-        return bench
-    return replace(bench, clock=ProcessorClock(share=core_share(ranks)))
 
 
 def _time_groups(place: ProbeRank, request: ProbeRequest) -> None:
@@ -226,7 +109,8 @@ def _time_groups(place: ProbeRank, request: ProbeRequest) -> None:
     groups = make_groups(sets)
     links: list[MeasuredLink] = []
     overlaps: list[MeasuredOverlap] = []
-    for ranks in sets:
+    for number, ranks in enumerate(sets):
+        place.tell("sums", number / len(sets))
         if ranks in between:
             place.bench.lockstep.barrier()
         if place.rank in ranks:
@@ -252,7 +136,3 @@ def _time_groups(place: ProbeRank, request: ProbeRequest) -> None:
                 "overlaps": [asdict(one) for one in own if isinstance(one, MeasuredOverlap)],
             },
         )
-
-
-def _no_wait() -> None:
-    """Return at once: on a processor the work is done when its call returns."""

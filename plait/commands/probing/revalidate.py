@@ -38,7 +38,11 @@ def measurements_still_hold(
         seconds=0.0,
     )
     job = Job(
-        entry=PROBE_ENTRY, argument=short.to_json(), world_size=probe_workers.workers, threads=probe_workers.threads
+        entry=PROBE_ENTRY,
+        argument=short.to_json(),
+        world_size=probe_workers.workers,
+        threads=probe_workers.threads,
+        at_stop="abandon",
     )
     result = parse_result(ask_rank_0(pool, job, "probed"))
     if [host.name for host in result.hosts] != [device.host for device in known.devices]:

@@ -10,6 +10,7 @@ from plait.cluster.machine_cluster import cluster_of_hosts
 from plait.cluster.measured import Measurements
 from plait.cluster.pooled import pool_measurements
 from plait.cluster.probe.request import MAX_CPU_MICROBATCH_TOKENS, model_probe_request
+from plait.cluster.probe.table import LEAST_UNDISTURBED_SHARE
 from plait.cluster.topology import Machine
 from plait.commands.planning.make_plan import Log
 from plait.commands.planning.measuring import MachineSurvey, survey_machine
@@ -23,19 +24,26 @@ from plait.commands.probing.measurements import (
     was_checked_recently,
 )
 from plait.commands.probing.revalidate import measurements_still_hold
-from plait.commands.probing.table import LEAST_UNDISTURBED_SHARE
 from plait.planner.derive.resources import Probe, ProbeNeed
 from plait.planner.resolve.named_workers import named_workers
 from plait.planner.step_time.measured_network import slowest_measured_link
 from plait.recipe.schema import RunConfig
+from plait.screen.screen import ShowProgress, ignore_progress
 from plait.units import format_si
 
 HostMachine = tuple[Machine, float | None, int]
 """A host's machine, the rate of its processor (None if unknown), and its number of workers."""
 
 
-def survey_machines(config: RunConfig, workers: HostWorkers, log: Log, fresh: ProbeFreshness) -> MachineSurvey:
-    """This machine; over several hosts host 0's, with a function that probes all of them once the model is known.
+def survey_machines(
+    config: RunConfig,
+    workers: HostWorkers,
+    log: Log,
+    fresh: ProbeFreshness,
+    show: ShowProgress = ignore_progress,
+) -> MachineSurvey:
+    """This machine; over several hosts host 0's, with a function that probes all of them once the model is known, and
+    tells `show` how far that is.
 
     `fresh` "again" probes them in any case; "kept" takes the stored measurements of an earlier probe as long as a short
     check confirms them.
@@ -49,13 +57,15 @@ def survey_machines(config: RunConfig, workers: HostWorkers, log: Log, fresh: Pr
         machine=machines[0],
         peak_flops=sum(rates) if len(rates) == len(hosts) else None,
         others=machines[1:],
-        probe=_make_probe(workers, hosts, log, fresh),
+        probe=_make_probe(workers, hosts, log, fresh, show),
     )
 
 
-def _make_probe(workers: HostWorkers, hosts: tuple[HostMachine, ...], log: Log, fresh: ProbeFreshness) -> Probe:
+def _make_probe(
+    workers: HostWorkers, hosts: tuple[HostMachine, ...], log: Log, fresh: ProbeFreshness, show: ShowProgress
+) -> Probe:
     def look(need: ProbeNeed) -> Cluster:
-        cluster = probe_cluster(workers, hosts, need, fresh=fresh)
+        cluster = probe_cluster(workers, hosts, need, fresh=fresh, show=show)
         assert cluster.measured is not None
         for sentence in cluster.measured.complaints:
             log(f"probe    {sentence}")
@@ -76,18 +86,23 @@ def _make_probe(workers: HostWorkers, hosts: tuple[HostMachine, ...], log: Log, 
 
 
 def probe_cluster(
-    workers: HostWorkers, hosts: tuple[HostMachine, ...], need: ProbeNeed, *, fresh: ProbeFreshness
+    workers: HostWorkers,
+    hosts: tuple[HostMachine, ...],
+    need: ProbeNeed,
+    *,
+    fresh: ProbeFreshness,
+    show: ShowProgress = ignore_progress,
 ) -> Cluster:
     """Several hosts as a cluster, with a probe's measurements for a model.
 
     With "kept", an earlier probe's are used if machines and software are the same and its links are as fast as then.
     """
-    measured = pool_measurements(_probe_or_load(workers, [machine for machine, _, _ in hosts], need, fresh))
+    measured = pool_measurements(_probe_or_load(workers, [machine for machine, _, _ in hosts], need, fresh, show))
     return replace(cluster_of_hosts(hosts, slowest_measured_link(measured, "between")), measured=measured)
 
 
 def _probe_or_load(
-    workers: HostWorkers, machines: list[Machine], need: ProbeNeed, fresh: ProbeFreshness
+    workers: HostWorkers, machines: list[Machine], need: ProbeNeed, fresh: ProbeFreshness, show: ShowProgress
 ) -> Measurements:
     given, sequence = workers.fixed_workers, need.shape.sequence
     assert given is not None
@@ -101,13 +116,21 @@ def _probe_or_load(
         precision="bf16" if need.precision == "bf16" else "float32",
         threads=given.threads,
     )
-    requested = replace(requested, matmul_backend=need.matmul_backend, host_backends=need.host_backends)
+    requested = replace(
+        requested,
+        matmul_backend=need.matmul_backend,
+        host_backends=need.host_backends,
+        compile=need.compile,
+        gpus=machines[0].gpus,
+    )
     extent, addresses = ProbeWorkers(workers=given.workers, threads=given.threads), workers.addresses()
     working = workers.working_folder
     known = load_measurements(machines, requested, extent, working) if fresh == "kept" else None
     if known is not None and was_checked_recently(machines, requested, extent, addresses, working):
         return known
+    if known is not None:
+        show(0, 0, "comparing the hosts with an earlier probe")
     if known is None or not measurements_still_hold(workers, known, requested, extent):
-        known = measure_or_load(workers, machines, requested, extent, fresh="again")
+        known = measure_or_load(workers, machines, requested, extent, fresh="again", show=show)
     mark_checked(machines, requested, extent, addresses, working)
     return known

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.cluster.measured import CommOperation
 from plait.cluster.probe.arithmetic import TrainingOperations
 from plait.cluster.probe.links import BlockingOperation
 from plait.cluster.probe.request import ProbedModel, ProbeRequest
+from plait.cluster.probe.timing import EventClock
 from plait.model.gpt import GPT
 from plait.model.shape import ModelPart
 from plait.parallel.comm.collectives import all_gather, reduce_scatter, spread_own, swap_parts
+from plait.parallel.compile import compile_layer
 from plait.parallel.mesh import GroupSums
 from plait.parallel.sharded_model import unsharded
 from plait.planner.plan import OptimizerPlan
@@ -43,6 +46,11 @@ class GroupBarrier:
         return self._sums.largest(torch.tensor([value], dtype=torch.float64)).item()
 
 
+def gpu_clock(timeout_s: float) -> EventClock:
+    """The clock of this rank's GPU, which waits for so many seconds at most."""
+    return EventClock(make_event=partial(torch.cuda.Event, enable_timing=True), timeout_s=timeout_s)
+
+
 def training_operations_for(request: ProbeRequest) -> TrainingOperations:
     """Training's own pieces in the request's precision."""
     device = torch.device(request.device)
@@ -50,7 +58,12 @@ def training_operations_for(request: ProbeRequest) -> TrainingOperations:
         autocast=make_autocast(request.precision, device),
         loss=sum_of_losses,
         make_update=_optimizer_update,
+        prepare_layer=compile_layer if request.compile == "blocks" else _leave_as_it_is,
     )
+
+
+def _leave_as_it_is(layer: nn.Module) -> None:
+    """Do nothing: the layer runs operation by operation."""
 
 
 def _optimizer_update(probed_model: ProbedModel, device: torch.device) -> tuple[Callable[[], object], int, int]:

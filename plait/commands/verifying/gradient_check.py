@@ -126,6 +126,7 @@ def _run_processes(folder: Path, plan: Plan, workers: WorkerPool, scope: CheckSc
         world_size=ranks,
         threads=plan.threads,
         log_dir=str(folder),
+        at_stop="abandon",
     )
     result = workers.run(job, lambda message: None)
     result.require_finished()

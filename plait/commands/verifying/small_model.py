@@ -24,19 +24,22 @@ from plait.units import Amount, Every
 
 STEPS_PER_OPTIMIZER = 5
 """Number of updates by plain gradient descent, and then of updates by the run's optimizer."""
+SHRUNK_WINDOW = 3
+"""Tokens that a query of a windowed layer sees in a small model."""
 CHECK_LR = 0.01
 CHECK_CLIP = 0.25
 """Below the norms of a small model's first gradients, so that clipping acts."""
 
 
-def requested_layout(config: RunConfig) -> tuple[ModelShape, Layout]:
+def requested_layout(config: RunConfig, base: ModelShape | None = None) -> tuple[ModelShape, Layout]:
     """The model and the layout that a recipe names; raises PlaitError with the mend for what cannot be.
 
-    Without any named degree the layout has two data-parallel replicas.
+    Without any named degree the layout has two data-parallel replicas. `base` is the shape of the model that the run
+    goes on from.
     """
     degrees = named_degrees(config) or Layout(replicate=2)
     check_schedule(config, degrees)
-    shape = requested_shape(config, degrees)
+    shape = requested_shape(config, degrees) if base is None else _base_shape(config, base)
     layout = layout_of(config, shape, degrees)
     requested, shares = config.train.batch_tokens, requested_shares(config)
     batch = (sum(shares) or layout.data_parallel_degree) if requested == "auto" else requested // shape.sequence
@@ -53,7 +56,7 @@ def requested_shares(config: RunConfig) -> tuple[int, ...]:
 def requested_shape(config: RunConfig, degrees: Layout) -> ModelShape:
     """The shape that the recipe spells out; where it leaves the size to the budget, the smallest that can be cut so."""
     model, train = config.model, config.train
-    explicit = {k: v for k, v in model.model_dump(exclude={"size", "vocabulary"}).items() if v != "auto"}
+    explicit = {k: v for k, v in model.model_dump(exclude={"from_", "size", "vocabulary"}).items() if v != "auto"}
     vocabulary = 2048 if model.vocabulary == "auto" else model.vocabulary
     sequence = 1024 if train.sequence == "auto" else train.sequence
     if model.size == "auto" and {"layers", "width"} <= explicit.keys():
@@ -64,6 +67,12 @@ def requested_shape(config: RunConfig, degrees: Layout) -> ModelShape:
     if train.sequence == "auto":
         shape = replace(shape, sequence=scaling_rules.usual_sequence_length(parameter_count(shape)))
     return shape
+
+
+def _base_shape(config: RunConfig, base: ModelShape) -> ModelShape:
+    """A trained model's shape, for the sequences that the recipe names or that are usual for its size."""
+    usual, requested = scaling_rules.usual_sequence_length(parameter_count(base)), config.train.sequence
+    return replace(base, sequence=min(usual, base.sequence) if requested == "auto" else requested)
 
 
 def _fitting_size(degrees: Layout) -> str:
@@ -87,17 +96,29 @@ def shrunk_shape(shape: ModelShape, layout: Layout) -> ModelShape:
         width += 6
     # Where the large model's ranks have unequal parts, so have the small one's; the vocabulary's always are.
     ffn = 4 * layout.tensor if shape.ffn % layout.tensor == 0 else 4 * layout.tensor + 1
+    layers = sum(layout.stage_layers) or 2
+    sequence = 2 * layout.context * max(2, -(-6 // layout.context)) + (layout.context == 1)
     return replace(
         shape,
-        layers=sum(layout.stage_layers) or 2,
+        layers=layers,
+        windows=_shrunk_windows(shape, layers),
+        learned_positions=sequence + 3 if shape.learned_positions else 0,
         width=width,
         heads=heads,
         kv_heads=kv_heads,
         head_width=head_width,
         ffn=2 * ffn,
         vocabulary=8 * layout.tensor + 45,
-        sequence=2 * layout.context * max(2, -(-6 // layout.context)) + (layout.context == 1),
+        sequence=sequence,
     )
+
+
+def _shrunk_windows(shape: ModelShape, layers: int) -> tuple[int, ...]:
+    """Windows shorter than the small model's sequences: in every layer, or in every second one where the large model
+    has layers without."""
+    if not any(shape.windows):
+        return ()
+    return tuple(SHRUNK_WINDOW * (min(shape.windows) > 0 or layer % 2) for layer in range(layers))
 
 
 def plan_for_device(plan: Plan, device: Literal["cpu", "cuda"], precision: Precision) -> Plan:
@@ -112,6 +133,7 @@ def plan_for_device(plan: Plan, device: Literal["cpu", "cuda"], precision: Preci
         head_width=8 * old.head_width,
         ffn=8 * old.ffn,
         vocabulary=8 * old.vocabulary,
+        learned_positions=sequence + 3 if old.learned_positions else 0,
         sequence=sequence,
     )
     return replace(plan, device=device, precision=precision, shape=shape, sequence=sequence)

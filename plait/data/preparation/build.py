@@ -93,7 +93,7 @@ def _survey(work: BuildRequest) -> list[DocumentSurvey]:
             seen += look
             work.on_progress(seen.text_bytes, 0, "reading")
         if not seen.text_bytes:
-            raise PlaitError(f"{source.source.path} holds no text; fill it or take it out of data.files")
+            raise PlaitError(f"{source.source.path} holds no text; fill it or take it out of {source.source.given_as}")
         found.append(seen)
     return found
 

@@ -78,10 +78,10 @@ class ForkServer:
     ) -> JobResult:
         """Start the job's ranks, pass their messages to `on_message`, and block until all have ended.
 
-        The first SIGINT, SIGTERM or SIGHUP makes the ranks save and return within `grace_s`; a second SIGINT or SIGTERM
-        kills them, unless it repeats the first within a second. Raises
-        RunFailed when a rank dies, is not running after `start_s`, or is killed here; raises the PlaitError that a rank
-        raised. If `on_message` raises, the ranks are killed.
+        The first SIGINT, SIGTERM or SIGHUP makes the ranks save and return within `grace_s`, or kills them where the
+        job's `at_stop` says so; a second SIGINT or SIGTERM kills them, unless it repeats the first within a second.
+        Raises RunFailed when a rank dies, is not running after `start_s`, or is killed here; raises the PlaitError that
+        a rank raised. If `on_message` raises, the ranks are killed.
         """
         began_s = time.monotonic()
         with collected_signals() as signals, self.start(job) as site:

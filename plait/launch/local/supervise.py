@@ -145,13 +145,18 @@ class Supervision:
     # What is decided.
 
     def _stop(self, name: StopSignal) -> None:
+        saves = self._sites[0].job.at_stop == "save"
         if self._stopped_by != "finished":
+            if not saves:
+                return
             self._verdict = RunFailed(f"stopped at once by a second {name}, without saving; {RESUME_ADVICE}")
             self._kill()
             return
         self._stopped_by = name
         if self._unforked == self._sites and len(self._not_started) == len(self._site_of):  # nothing to save yet
             self._kill_servers()
+        elif self._phase in ("starting", "running") and not saves:
+            self._kill()
         elif self._phase in ("starting", "running"):
             self._order("SIGTERM")
             self._enter("stopping", self._bounds.grace_s)

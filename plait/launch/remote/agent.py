@@ -32,7 +32,7 @@ from plait.launch.remote.messages import (
 from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import Frame, Wire
 from plait.launch.values.entries import EntryTable
-from plait.launch.values.job import Job, ReleasedBy
+from plait.launch.values.job import STOP_IN_WORDS, Job, ReleasedBy
 
 _JOIN_AGAIN = "see what host 0 printed, start the run there again and join it"
 
@@ -68,6 +68,7 @@ def serve(
     handlers: Mapping[str, Handler],
     entries: EntryTable,
     while_running: Callable[[Job], AbstractContextManager[None]] = lambda job: nullcontext(),
+    say: Callable[[str], None] = lambda sentence: None,
     pulse: Pulse = DEFAULT_PULSE,
     working_folder: Path | None = None,
 ) -> ReleasedBy:
@@ -77,14 +78,15 @@ def serve(
     Ranks run nothing but `entries`. `while_running` is the context of each job: it begins before the first rank starts,
     refuses the job by a PlaitError, and has ended when host 0 hears that the job is over. `handlers` answer host 0's
     requests, one after another in a thread of their own, also while ranks run. The first stop signal while ranks run
-    makes host 0 stop them all; any other one leaves. Raises PlaitError when host 0 does not admit this host; RunFailed
-    when the run failed, host 0 is lost, or this host leaves. No rank outlives it.
+    makes host 0 stop them all; any other one leaves. `say` gets a sentence when a stop begins. Raises PlaitError when
+    host 0 does not admit this host; RunFailed when the run failed, host 0 is lost, or this host leaves. No rank
+    outlives it.
     """
     with collected_signals() as signals, ForkServer(entries, working_folder=working_folder) as server:
         wire.send("hello", host_info)
         link = HostConnection(wire, handlers=handlers, pulse=pulse)
         with contextlib.closing(link):
-            return _Agent(link, server, signals, wire, while_running).run()
+            return _Agent(link, server, signals, wire, while_running, say).run()
 
 
 class _Agent:
@@ -95,12 +97,14 @@ class _Agent:
         signals: SignalMailbox,
         wire: Wire,
         while_running: Callable[[Job], AbstractContextManager[None]],
+        say: Callable[[str], None],
     ) -> None:
         self._link = link
         self._server = server
         self._signals = signals
         self._leader = wire.peer
         self._while_running = while_running
+        self._say = say
         self._local_address = wire.local_address
         self._selector = selectors.DefaultSelector()
         self._part = ExitStack()
@@ -150,6 +154,8 @@ class _Agent:
         if self._site is not None and order.number == self._number:
             with contextlib.suppress(RunFailed):  # a dead server is told of by its own event
                 self._site.signal(order.order)
+            if order.order == "SIGTERM" and not self._asked_to_stop:
+                self._say(f"{self._leader} stops the run: {STOP_IN_WORDS}")
 
     def _start(self, order: StartOrder) -> None:
         if self._site is not None:
@@ -192,4 +198,6 @@ class _Agent:
                 self._link.leave(f"it was stopped there by {name}")
                 raise RunFailed(f"this host left the run by {name}; {_JOIN_AGAIN}")
             self._asked_to_stop = True
+            how = STOP_IN_WORDS if self._site.job.at_stop == "save" else "what is being measured is given up"
+            self._say(f"by {name}: {how}; another {name} leaves the run at once")
             self._send_event({"stop": name})

@@ -22,6 +22,9 @@ STOPPING = "stopping"
 """Kind of the message, as if of rank 0, by which a supervisor says that the ranks have been asked to end."""
 
 StoppedBy = Literal["finished", StopSignal]
+STOP_IN_WORDS = "the workers finish their step and save"
+AtStop = Literal["save", "abandon"]
+"""What the first stop signal does to a job's ranks: they save and return, or are killed at once."""
 ReleasedBy = Literal[StoppedBy, "not needed"]
 """What ended a joined host's part in a run: its end, or that the layout leaves the host out."""
 
@@ -41,7 +44,8 @@ class Job:
 
     All are on this machine, unless it is one of several hosts and `part` says which are its own. `log_dir` (an
     existing directory) gets `rank-N.log`: everything the ranks but rank 0 print, and every rank's traceback. Without
-    it the ranks share the terminal.
+    it the ranks share the terminal. `at_stop` is "abandon" for what gives nothing when it is not finished, as a
+    measurement does: nobody waits for the end of a step that may take minutes.
     """
 
     entry: str
@@ -50,6 +54,7 @@ class Job:
     threads: int
     log_dir: str | None = None
     part: HostRanks | None = None
+    at_stop: AtStop = "save"
 
     def __post_init__(self) -> None:
         if not _ENTRY_NAME.fullmatch(self.entry):

@@ -49,39 +49,42 @@ class ContextAttend:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.exchange = Exchange(group)
-        self._last: tuple[tuple[object, ...], ContextCut] | None = None
+        self._last: dict[int, tuple[tuple[object, ...], ContextCut]] = {}
 
-    def __call__(self, q_bthd: Tensor, k_btkd: Tensor, v_btkd: Tensor, documents: Documents | None) -> Tensor:
+    def __call__(
+        self, q_bthd: Tensor, k_btkd: Tensor, v_btkd: Tensor, documents: Documents | None, window: int = 0
+    ) -> Tensor:
         kind = q_bthd.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q_bthd.dtype
         q, k, v = (x.to(dtype) for x in (q_bthd, k_btkd, v_btkd))
-        mixed = _Attend.apply(q, k, v, self._cut(q_bthd, documents), self.exchange)
+        mixed = _Attend.apply(q, k, v, self._cut(q_bthd, documents, window), self.exchange)
         assert isinstance(mixed, Tensor)
         return mixed
 
-    def _cut(self, q_bthd: Tensor, documents: Documents | None) -> ContextCut:
-        """The cut of a micro-batch's attention; it is the same for all its layers, so the last one is kept."""
+    def _cut(self, q_bthd: Tensor, documents: Documents | None, window: int) -> ContextCut:
+        """The cut of a micro-batch's attention; it is the same for all its layers of one window, so the last one is
+        kept."""
         lengths = None if documents is None else documents.lengths
         key = (lengths, q_bthd.shape[:2])
-        if self._last is None or self._last[0] != key:
+        if window not in self._last or self._last[window][0] != key:
             rows, tokens = q_bthd.shape[:2]
             parts, index = self.exchange.parts, self.exchange.index
-            cut = cut_attention(lengths, rows=rows, sequence=tokens * parts, parts=parts, index=index)
-            self._last = (key, cut)
-        return self._last[1]
+            sizes = {"rows": rows, "sequence": tokens * parts, "parts": parts, "index": index}
+            self._last[window] = (key, cut_attention(lengths, **sizes, window=window))
+        return self._last[window][1]
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cut: ContextCut, exchange: Exchange) -> Tensor:
-        kernel = kernel_for(q)
+        kernel = kernel_for(q, cut.window if cut.has_bands else 0)
         gathering = exchange.gather(k, v) if cut.crosses else None
         outcome = kernel.segments_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cut.runs)
         out, total = (x.unflatten(0, q.shape[:2]) for x in outcome)
         if gathering is not None:
             keys, values = gathering.wait()
             for one in cut.rectangles:
-                piece = kernel.forward(_queries(q, one), _keys(keys, one), _keys(values, one), "none")
+                piece = kernel.forward(_queries(q, one), _keys(keys, one), _keys(values, one), one.mask)
                 merge_results((_queries(out, one), _queries(total, one)), piece)
         ctx.save_for_backward(q, k, v, out, total)
         ctx.cut, ctx.exchange = cut, exchange
@@ -91,7 +94,8 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
         (grad,), (q, k, v, out, total) = grads, ctx.saved_tensors
-        cut, kernel = ctx.cut, kernel_for(q)
+        cut = ctx.cut
+        kernel = kernel_for(q, cut.window if cut.has_bands else 0)
         gathering = ctx.exchange.gather(k, v) if cut.crosses else None
         flat = tuple(x.flatten(0, 1) for x in (grad, q, k, v, out, total))
         squares = kernel.segments_backward(flat, cut.runs)
@@ -111,7 +115,7 @@ def _rectangle_backward(kernel: Kernel, one: Rectangle, tensors: tuple[Tensor, .
     grad, q, keys, values, out, total = tensors
     own = [_queries(x, one) for x in (grad, q)]
     whole = [_queries(x, one) for x in (out, total)]
-    found = kernel.backward((*own, _keys(keys, one), _keys(values, one), *whole), "none")
+    found = kernel.backward((*own, _keys(keys, one), _keys(values, one), *whole), one.mask)
     places = (_queries(sums[0], one), _keys(sums[1], one), _keys(sums[2], one))
     for place, part in zip(places, found, strict=True):
         place.add_(part)

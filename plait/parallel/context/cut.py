@@ -10,9 +10,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
+from typing import Literal
 
 TokenSpan = tuple[int, int]
 """(first, count) of consecutive tokens or rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowBand:
+    """Query number t sees the keys number s with t + shift - window < s <= t + shift, of those that there are."""
+
+    shift: int
+    """Position of the first query less that of the first key."""
+    window: int
+
+    def keys_of(self, query: int, keys: int) -> range:
+        """The numbers of the keys that a query sees, of so many."""
+        return range(max(0, query + self.shift - self.window + 1), min(keys, query + self.shift + 1))
+
+
+Mask = Literal["causal", "none"] | WindowBand
+"""Which keys a query sees: "causal" needs as many keys as queries, "none" takes all keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +42,15 @@ class Rectangle:
     """Span of the queries among the row's tokens on this rank."""
     keys: TokenSpan
     """Span of the keys among all tokens of the row."""
+    mask: Mask = "none"
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it sees, in one row."""
+        queries, keys = self.queries[1], self.keys[1]
+        if not isinstance(self.mask, WindowBand):
+            return queries * keys
+        return sum(len(self.mask.keys_of(query, keys)) for query in range(queries))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +66,20 @@ class ContextCut:
     rectangles: tuple[Rectangle, ...]
     crosses: bool
     """Whether some document reaches over a chunk's border, on whatever rank: the same answer on all ranks."""
+    window: int = 0
+    """Tokens that a query sees at most, itself included; 0: all before it in its document."""
 
     @property
     def pairs(self) -> int:
         """Pairs of a query and a key, what attention's cost grows with."""
-        squares = sum(length * (length + 1) // 2 for length in self.segments)
-        return squares + sum(one.rows[1] * one.queries[1] * one.keys[1] for one in self.rectangles)
+        squares = sum(_pairs_of_segment(length, self.window) for length in self.segments)
+        return squares + sum(one.rows[1] * one.pairs for one in self.rectangles)
+
+    @property
+    def has_bands(self) -> bool:
+        """Whether the window hides from some query a key that lies in a piece with it."""
+        long = bool(self.window) and max(self.segments) > self.window
+        return long or any(isinstance(one.mask, WindowBand) for one in self.rectangles)
 
     @property
     def runs(self) -> tuple[TokenSpan, ...]:
@@ -52,24 +87,28 @@ class ContextCut:
         return tuple((length, len(list(same))) for length, same in groupby(self.segments))
 
 
-def cut_attention(lengths: tuple[int, ...] | None, *, rows: int, sequence: int, parts: int, index: int) -> ContextCut:
+def cut_attention(
+    lengths: tuple[int, ...] | None, *, rows: int, sequence: int, parts: int, index: int, window: int = 0
+) -> ContextCut:
     """The attention that context rank `index` of `parts` computes.
 
-    `lengths` are those of the documents in the whole rows; None: each row is one.
+    `lengths` are those of the documents in the whole rows; None: each row is one. With a `window` a query sees so many
+    tokens at most, itself included.
     """
     chunk, rest = divmod(sequence, 2 * parts)
     assert rest == 0, f"{2 * parts} chunks do not divide a row of {sequence} tokens"
     borders = _borders(lengths, rows, sequence)
     segments: list[int] = []
-    rectangles: dict[tuple[TokenSpan, TokenSpan], list[int]] = {}
+    rectangles: dict[tuple[TokenSpan, TokenSpan, Mask], list[int]] = {}
     for row, begins in enumerate(borders):
         for place, number in enumerate((index, 2 * parts - 1 - index)):
             first = number * chunk
             edges = [first, *(begin for begin in begins if first < begin < first + chunk), first + chunk]
             segments += [end - begin for begin, end in pairwise(edges)]
             opened = max(begin for begin in begins if begin <= first)
-            if opened < first:
-                key = ((place * chunk, edges[1] - first), (opened, first - opened))
+            queries, begin, mask = _seen_behind(opened, first, edges[1] - first, window)
+            if queries and begin < first:
+                key = ((place * chunk, queries), (begin, first - begin), mask)
                 rectangles.setdefault(key, []).append(row)
     return ContextCut(
         rows=rows,
@@ -78,12 +117,29 @@ def cut_attention(lengths: tuple[int, ...] | None, *, rows: int, sequence: int, 
         index=index,
         segments=tuple(segments),
         rectangles=tuple(
-            Rectangle(rows=some, queries=queries, keys=keys)
-            for (queries, keys), found in rectangles.items()
+            Rectangle(rows=some, queries=queries, keys=keys, mask=mask)
+            for (queries, keys, mask), found in rectangles.items()
             for some in _neighbours(found)
         ),
         crosses=any(not set(range(chunk, sequence, chunk)) <= set(begins) for begins in borders),
+        window=window,
     )
+
+
+def _seen_behind(opened: int, first: int, queries: int, window: int) -> tuple[int, int, Mask]:
+    """Of `queries` queries from position `first` on, how many see keys before it, the first such key, and the mask; the
+    document began at `opened`."""
+    if not window:
+        return queries, opened, "none"
+    queries, begin = min(queries, window - 1), max(opened, first - window + 1)
+    sees_all = first + queries - 1 - begin < window
+    return queries, begin, "none" if sees_all else WindowBand(shift=first - begin, window=window)
+
+
+def _pairs_of_segment(length: int, window: int) -> int:
+    square = length * (length + 1) // 2
+    hidden = length - window if window else 0
+    return square - hidden * (hidden + 1) // 2 if hidden > 0 else square
 
 
 def _borders(lengths: tuple[int, ...] | None, rows: int, sequence: int) -> list[list[int]]:

@@ -14,22 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from math import inf
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from plait.model.matmul import matmul_library
-from plait.parallel.context.cut import TokenSpan
-
-Mask = Literal["causal", "none"]
-"""Which keys a query attends to: "causal" needs as many keys as queries, "none" takes all keys."""
-
-AttentionResult = tuple[Tensor, Tensor]
-"""The output, as the queries, and the logsumexp [b, t, h], in float32 at least."""
-
-Grads = tuple[Tensor, Tensor, Tensor]
+from plait.parallel.context.blocked import AttentionResult, Grads, blocked_backward, blocked_forward
+from plait.parallel.context.cut import Mask, TokenSpan, WindowBand
 
 SegmentRuns = tuple[TokenSpan, ...]
 """(length, how many) of segments one after the other."""
@@ -50,8 +41,11 @@ class Kernel:
     segments_backward: Callable[[tuple[Tensor, ...], SegmentRuns], Grads]
 
 
-def kernel_for(q: Tensor) -> Kernel:
-    """The fastest kernel for queries of this device, type and head width."""
+def kernel_for(q: Tensor, window: int = 0) -> Kernel:
+    """The fastest kernel for queries of this device, type and head width. With a `window`, which segments and
+    rectangles reach beyond, it is that of plain products."""
+    if window:
+        return blocked_kernel(window=window)
     if q.device.type == "cpu":
         return _in_runs(_cpu_forward, _cpu_backward)
     half = q.dtype in (torch.bfloat16, torch.float16)
@@ -65,9 +59,10 @@ def kernel_for(q: Tensor) -> Kernel:
     return blocked_kernel()
 
 
-def blocked_kernel(scores_at_once: int = 2**25) -> Kernel:
-    """Plain products for every device and type, a fixed number of scores at a time: memory does not grow with t × s."""
-    return _in_runs(partial(_blocked_forward, scores_at_once), partial(_blocked_backward, scores_at_once))
+def blocked_kernel(scores_at_once: int = 2**25, window: int = 0) -> Kernel:
+    """Plain products for every device and type, a fixed number of scores at a time: memory does not grow with t × s.
+    In segments a query sees `window` keys at most, where that is not 0."""
+    return _in_runs(partial(blocked_forward, scores_at_once), partial(blocked_backward, scores_at_once), window)
 
 
 def merge_results(outcome: AttentionResult, piece: AttentionResult) -> None:
@@ -84,16 +79,20 @@ def merge_results(outcome: AttentionResult, piece: AttentionResult) -> None:
 def _in_runs(
     forward: Callable[[Tensor, Tensor, Tensor, Mask], AttentionResult],
     backward: Callable[[tuple[Tensor, ...], Mask], Grads],
+    window: int = 0,
 ) -> Kernel:
     """A kernel for rows of one length takes segments in one call for each run of equal lengths."""
 
+    def mask(x: Tensor) -> Mask:
+        return WindowBand(shift=0, window=window) if 0 < window < x.shape[1] else "causal"
+
     def segments_forward(q_nhd: Tensor, k_nkd: Tensor, v_nkd: Tensor, runs: SegmentRuns) -> AttentionResult:
-        found = [forward(q, k, v, "causal") for q, k, v in _by_run((q_nhd, k_nkd, v_nkd), runs)]
+        found = [forward(q, k, v, mask(q)) for q, k, v in _by_run((q_nhd, k_nkd, v_nkd), runs)]
         out, total = (_flat(parts) for parts in zip(*found, strict=True))
         return out, total
 
     def segments_backward(tensors: tuple[Tensor, ...], runs: SegmentRuns) -> Grads:
-        found = [backward(some, "causal") for some in _by_run(tensors, runs)]
+        found = [backward(some, mask(some[0])) for some in _by_run(tensors, runs)]
         grad_q, grad_k, grad_v = (_flat(parts) for parts in zip(*found, strict=True))
         return grad_q, grad_k, grad_v
 
@@ -186,65 +185,3 @@ def _ragged_ends(runs: SegmentRuns, device: torch.device) -> SegmentEnds:
     lengths = [length for length, times in runs for _ in range(times)]
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).pin_memory().to(device, non_blocking=True)
     return ends, ends, max(lengths), max(lengths)
-
-
-def _blocked_forward(scores_at_once: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> AttentionResult:
-    out = torch.empty_like(q)
-    total = torch.empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    for block, seen in _blocks(scores_at_once, q, k, mask):
-        some = q[:, block]
-        scores = _scores(some, k[:, :seen], block, mask)
-        sums = scores.logsumexp(-1, keepdim=True)
-        mixed = scores.sub_(sums).exp_().to(v.dtype) @ v[:, :seen].transpose(1, 2)
-        out[:, block], total[:, block] = _ungrouped(mixed, some), _ungrouped(sums, some).squeeze(-1)
-    return out, total
-
-
-def _blocked_backward(scores_at_once: int, tensors: tuple[Tensor, ...], mask: Mask) -> Grads:
-    grad, q, k, v, out, total = tensors
-    kv_heads = k.shape[2]
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for block, seen in _blocks(scores_at_once, q, k, mask):
-        some, keys, values = q[:, block], k[:, :seen].transpose(1, 2), v[:, :seen].transpose(1, 2)
-        grad_out = _grouped(grad[:, block], kv_heads)
-        inner = (grad[:, block] * out[:, block]).sum(-1, keepdim=True).to(total.dtype)
-        sums = _grouped(total[:, block].unsqueeze(-1), kv_heads)
-        shares = _scores(some, k[:, :seen], block, mask).sub_(sums).exp_()
-        grad_v[:, :seen] += (shares.to(v.dtype).mT @ grad_out).transpose(1, 2)
-        grad_scores = shares.mul_((grad_out @ values.mT).to(total.dtype) - _grouped(inner, kv_heads))
-        grad_scores = grad_scores.mul_(q.shape[-1] ** -0.5).to(q.dtype)
-        grad_q[:, block] = _ungrouped(grad_scores @ keys, some)
-        grad_k[:, :seen] += (grad_scores.mT @ _grouped(some, kv_heads)).transpose(1, 2)
-    return grad_q, grad_k, grad_v
-
-
-def _blocks(scores_at_once: int, q: Tensor, k: Tensor, mask: Mask) -> Iterator[tuple[slice, int]]:
-    """Blocks of queries, and how many keys the last of a block sees."""
-    queries, keys = q.shape[1], k.shape[1]
-    step = max(1, scores_at_once // (q.shape[0] * q.shape[2] * keys))
-    for first in range(0, queries, step):
-        end = min(first + step, queries)
-        yield slice(first, end), end if mask == "causal" else keys
-
-
-def _scores(q_bthd: Tensor, k_bskd: Tensor, block: slice, mask: Mask) -> Tensor:
-    """Attention scores [b, k, g × t, s], in float32 at least."""
-    scores = _grouped(q_bthd, k_bskd.shape[2]) @ k_bskd.permute(0, 2, 3, 1)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(q_bthd.shape[-1] ** -0.5)
-    if mask == "causal":
-        queries = torch.arange(block.start, block.stop, device=scores.device)
-        later = torch.arange(scores.shape[-1], device=scores.device) > queries.unsqueeze(1)
-        groups = q_bthd.shape[2] // k_bskd.shape[2]
-        scores.unflatten(2, (groups, -1)).masked_fill_(later, -inf)
-    return scores
-
-
-def _grouped(x_bthd: Tensor, kv_heads: int) -> Tensor:
-    """[b, k, g × t, d]: the queries of all heads that share a key/value head."""
-    return x_bthd.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-
-
-def _ungrouped(x: Tensor, like_bthd: Tensor) -> Tensor:
-    """The inverse of `_grouped`."""
-    tokens = like_bthd.shape[1]
-    return x.unflatten(2, (-1, tokens)).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -85,8 +85,9 @@ class StagePipe:
         self.chunks, self.group, self.layout = chunks, group, execution.layout
         self.stages = len(execution.layout.stage_layers)
         self.width = execution.shape.width
-        # Of the stream between stages, also under autocast: the residual sums stay in the weights' precision.
+        # Of the stream, also under autocast: the residual sums stay in the weights' precision.
         self.dtype = torch.float64 if execution.precision == "float64" else torch.float32
+        self.sent_dtype = torch.bfloat16 if execution.stage_transfer == "bf16" else self.dtype
         self.wait: WaitFor = wait_for
         self.ends: TiedEmbeddingEnd | None = None
         self.deferred = DeferredGradients()
@@ -135,7 +136,7 @@ class StagePipe:
     def room_for(self, micro: Micro) -> Tensor:
         """A receive buffer for another stage's result: this rank's rows of the stream [N, width]."""
         rows = stream_rows(micro.inputs.numel(), self.layout.tensor)
-        return torch.empty(rows, self.width, dtype=self.dtype, device=micro.inputs.device)
+        return torch.empty(rows, self.width, dtype=self.sent_dtype, device=micro.inputs.device)
 
     def _script(self, what: str, micros: int) -> RankSchedule:
         if (what, micros) not in self._scripts:
@@ -192,14 +193,15 @@ class PipelineStep:
         if action.stage == 0 and self.visit is not None:
             self.visit.before_forward(action.micro)
         if action.stage > 0:
-            stream = self.links.receive(replace(action, stage=action.stage - 1))
+            received = self.links.receive(replace(action, stage=action.stage - 1))
             if torch.is_grad_enabled():
-                self._entered[key] = stream.requires_grad_()
+                self._entered[key] = received.requires_grad_()
+            stream = received.to(pipe.dtype)  # autograd rounds its gradient, which goes back as this one came
         chunk = pipe.chunks[pipe.chunk_of(action)]
         result = self._forward_of(chunk, micro, stream)
         if action.stage < pipe.stages - 1:
             assert result.dtype == pipe.dtype, f"a stream of {result.dtype}, and the next stage awaits {pipe.dtype}"
-            self.links.send(action, result)
+            self.links.send(action, result.to(pipe.sent_dtype))
         else:
             result = self._loss_of(result, chunk, micro)
             self._count(result.detach(), micro)
@@ -212,11 +214,11 @@ class PipelineStep:
         grad = None if last else self.links.receive(replace(action, stage=action.stage + 1))
         if action.kind == "backward-input":
             pipe.deferred.collect(key)
-        torch.autograd.backward(self._left.pop(key), grad)
+        torch.autograd.backward(self._left.pop(key), None if grad is None else grad.to(pipe.dtype))
         if action.stage > 0:
-            stream = self._entered.pop(key)
-            assert stream.grad is not None
-            self.links.send(action, stream.grad)
+            received = self._entered.pop(key)
+            assert received.grad is not None
+            self.links.send(action, received.grad)
         elif self.visit is not None:
             self.visit.after_backward(action.micro)
 

@@ -82,7 +82,9 @@ def fully_sharded(
     # Where a weight has fewer rows than there are ranks, some have nothing of it.
     rows = [one for one in map(_rows_of, weights) if one.local.box.numbers]
     local = [one.local for one in rows]
-    reducer = GradientReducer(local, groups, bucket_bytes=bucket_bytes, transfer=transfer)
+    # What is outside of a chunk's layers is torch's one unit for all of it, whose gradients come last of the chunk's.
+    reached = sorted(local, key=lambda one: (one.chunk, one.name.startswith("layers.")))
+    reducer = GradientReducer(reached, groups, bucket_bytes=bucket_bytes, transfer=transfer)
     return replace(
         sharded,
         weights=tuple(HeldWeight(name=one.name, tensor=one.parameter.detach(), box=one.box) for one in local),
@@ -100,11 +102,17 @@ class _Rows:
 
 
 class ShardedGradients:
-    """Gradients of split parameters: torch sums them over `shard`, and a reducer over those who keep the same rows."""
+    """Gradients of split parameters: torch sums them over `shard`, and a reducer over those who keep the same rows.
+
+    The reducer's sums begin while backward goes on: torch calls a split parameter's hooks, on the stream of its
+    reduce-scatter, once the rows' gradient is there.
+    """
 
     def __init__(self, chunks: Sequence[GPT], rows: Sequence[_Rows], reducer: GradientReducer) -> None:
         self._chunks, self._rows, self._reducer = chunks, rows, reducer
         self.buckets = reducer.buckets
+        for one in rows:  # of a weight that nobody else keeps there is nothing to sum
+            one.sharded.register_post_accumulate_grad_hook(lambda _, one=one: reducer.arrived(one.local))
 
     def open(self) -> None:
         """Begin a step: no gradient yet, and no weight that was gathered before its rows were loaded or updated."""
@@ -115,7 +123,8 @@ class ShardedGradients:
             one.sharded.grad = None if room is None else _as_rows(room, one.sharded)
 
     def arm(self, chunk: int) -> None:
-        """Nothing to do before a last backward: each micro-batch's gradients are summed over `shard` by its own."""
+        """Each micro-batch's gradients are summed over `shard`; over the others that keep the same rows, only once."""
+        self._reducer.arm(chunk)
 
     def close(self) -> None:
         """Wait until the gradient of every rank's rows is the global sum."""

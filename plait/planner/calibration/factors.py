@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Literal
 
-from plait.units import format_duration
+from plait.units import compared_text, format_duration
 
 ForecastBasis = Literal["clock", "formulas"]
 """What a forecast comes from: a probe's times, or the formulas and a catalogue."""
@@ -233,10 +233,10 @@ def calibration_text(calibration: Calibration, items: StepItems | None, basis: F
         text = f"the formulas and {runs} here said" if calibration.runs else "the formulas said"
         without = format_duration(items.step_s / calibration.timed)
         return f"the step time was measured on this machine when this was planned; {text} {without}"
-    moved = items.step_s / without_calibration(items, calibration).step_s - 1
-    if not calibration.runs or abs(moved) < LEAST_CHANGE_TO_MENTION:
+    moved = items.step_s / without_calibration(items, calibration).step_s
+    if not calibration.runs or abs(moved - 1) < LEAST_CHANGE_TO_MENTION:
         return None
     text = "the probe's times say" if basis == "clock" else "the formulas say"
     half = ", and half of what it said is taken until there are more" if calibration.runs == 1 else ""
-    than = f"{abs(moved):.0%} {'longer' if moved > 0 else 'shorter'} than {text}"
+    than = compared_text(moved, "longer", "shorter", than=text)
     return f"the forecast is {than}: {runs} here taught it{half}"

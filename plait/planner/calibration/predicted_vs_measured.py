@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plait.planner.calibration.factors import ForecastBasis, StepItems
-from plait.units import counted, format_bytes, format_duration
+from plait.units import compared_text, counted, format_bytes, format_duration
 
 ForecastSource = ForecastBasis | Literal["steps"]
 """What a forecast is based on; "steps" are real steps, timed before the run."""
@@ -38,14 +38,15 @@ class Observed:
 def comparison_text(predicted: StepItems, observed: Observed) -> str:
     """Predicted and measured step in a line.
 
-    For example "the plan said 1.61 s a step (1.45 s computing, …); 5 steps took 1.56 s (…): 3 % faster".
+    For example "the plan said 1.61 s a step (1.45 s computing, …); 5 steps took 1.56 s each (…): 3 % faster".
     """
     grouped = predicted.within_s + predicted.bubble_s > LEAST_SHARE_WITHIN_TO_NAME * predicted.step_s
     computing = "computing and waiting within groups" if grouped else ITEM_TEXTS["compute_s"]
     said = f"the plan said {format_duration(predicted.step_s)} a step{_items_in_brackets(predicted, computing)}"
+    each = " each" if observed.steps > 1 else ""
     known = _items_in_brackets(observed.items, computing) if observed.items else ""
     return (
-        f"{said}; {counted(observed.steps, 'step')} took {format_duration(observed.step_s)}{known}: "
+        f"{said}; {counted(observed.steps, 'step')} took {format_duration(observed.step_s)}{each}{known}: "
         f"{_difference_text(observed.step_s / predicted.step_s - 1, 'slower', 'faster')}"
     )
 
@@ -100,13 +101,13 @@ def _slow_link_text(source: ForecastSource) -> str:
 
 
 _FASTER_TEXTS: Mapping[ForecastSource, str] = {
-    "clock": "the next plan here learns it, if nothing disturbs this run",
-    "formulas": "the next plan here learns it, if nothing disturbs this run",
+    "clock": "the next plan here takes it into account, unless something disturbs this run",
+    "formulas": "the next plan here takes it into account, unless something disturbs this run",
     "steps": "another program may have been running while steps were timed; --replan times them anew",
 }
 _REMEDIES: Mapping[ForecastSource, str] = {
     "clock": "stop and give the command again, which probes the hosts anew",
-    "formulas": "the formulas are off here, and the next plan learns it",
+    "formulas": "the formulas are off here, and the next plan takes that into account",
     "steps": "stop and give the command again with --replan, which times steps anew",
 }
 _CAUSE_TEXTS: Mapping[str, Callable[[ForecastSource], str]] = {
@@ -131,4 +132,4 @@ def _items_in_brackets(items: StepItems, computing: str) -> str:
 
 
 def _difference_text(off: float, more: str, less: str) -> str:
-    return f"{abs(off):.0%} {more if off > 0 else less}" if abs(off) >= 0.005 else "as planned"
+    return compared_text(1 + off, more, less) if abs(off) >= 0.005 else "as planned"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 from plait.partition.execution import Compile
@@ -9,22 +11,33 @@ from plait.planner.plan import WARNING
 from plait.recipe.schema import RunConfig
 
 
-def compile_of(config: RunConfig, machine: Machine, why: list[str]) -> Compile:
-    """What the recipe names, else compiled on GPUs where that can work; raises PlaitError where it cannot and is asked
-    for."""
+def compile_of(config: RunConfig, machines: Sequence[Machine], why: list[str]) -> Compile:
+    """What the recipe names, else compiled on GPUs where that can work on all hosts; raises PlaitError where it cannot
+    and is asked for. `machines` are those of the hosts, the leader's first."""
     named = config.train.compile
-    if machine.device == "cpu":
+    if machines[0].device == "cpu":
         if named == "on":
             raise PlaitError(
                 'train.compile = "on" is for GPUs, and this run is on the processor; write "auto" or "off"'
             )
         return "off"
-    if named == "on" and machine.uncompiled:
-        raise PlaitError(f'layers cannot be compiled here: {machine.uncompiled}; or write train.compile = "auto"')
+    where, reason = _where_not_compiled(machines)
+    if named == "on" and reason:
+        raise PlaitError(f'layers cannot be compiled {where}: {reason}; or write train.compile = "auto"')
     if named == "off":
         why.append('layers are not compiled: train.compile = "off"')
         return "off"
-    if machine.uncompiled:
-        why.append(f"{WARNING}layers are not compiled, and steps take longer: {machine.uncompiled}")
+    if reason:
+        place = "" if where == "here" else f"{where}, "
+        why.append(f"{WARNING}layers are not compiled, and steps take longer: {place}{reason}")
         return "off"
     return "blocks"
+
+
+def _where_not_compiled(machines: Sequence[Machine]) -> tuple[str, str]:
+    """The first host on which layers cannot be compiled, in words, and the reason; the reason is empty where they can
+    be on all."""
+    for host, machine in enumerate(machines):
+        if machine.uncompiled:
+            return "here" if host == 0 else f"on host {host}", machine.uncompiled
+    return "here", ""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from plait.planner.derive import scaling_rules
-from plait.planner.derive.model_size import CorpusFacts
+from plait.planner.derive.model_size import BaseFacts, CorpusFacts
 from plait.planner.plan import WARNING, OptimizerPlan
 from plait.recipe.schema import OptimizerSection, RunConfig
-from plait.units import counted, format_count, times_text
+from plait.units import counted, format_count, power_of_ten, times_text
 
 MOST_TIMES_PUBLISHED_LR = 10
 """A requested learning rate this many times above the published rules is warned of: runs end well at several times."""
@@ -16,16 +16,26 @@ MOST_TIMES_PUBLISHED_LR = 10
 MOST_TIMES_SHOWN = 10_000
 """Beyond this factor its exact size tells nobody anything."""
 
+BASE_LR = 2e-5
+"""AdamW's peak learning rate where a run goes on from a trained model and names none: the one with which Llama 2 was
+tuned further (Touvron et al. 2023, section 3.1)."""
+
 SGD_MOMENTUM = 0.9
 SGD_WEIGHT_DECAY = 1e-4
 """SGD's usual numbers (He et al. 2015; Goyal et al. 2017), for weight decay that is part of the gradient."""
 
 
-def optimizer_plan(config: RunConfig, flops: float, batch_tokens: int, why: list[str]) -> OptimizerPlan:
-    """The optimizer's numbers for a run of so many training FLOPs, its warm-up still open."""
+def optimizer_plan(
+    config: RunConfig, flops: float, batch_tokens: int, why: list[str], base: BaseFacts | None = None
+) -> OptimizerPlan:
+    """The optimizer's numbers for a run of so many training FLOPs, its warm-up still open; `base` is the model that it
+    goes on from."""
     requested = config.optimizer
     lr = requested.lr
-    if requested.kind == "adamw":
+    if requested.kind == "adamw" and requested.lr == "auto" and base is not None:
+        lr = BASE_LR
+        why.append(f"peak learning rate {lr:g}: cautious, as the model is trained already (optimizer.lr)")
+    elif requested.kind == "adamw":
         lr = _adamw_lr(requested.lr, flops, batch_tokens, why)
     assert lr != "auto"  # the schema refuses SGD without one
     clip = 1.0 if requested.clip == "auto" else requested.clip
@@ -66,7 +76,10 @@ def _adamw_lr(requested: float | Literal["auto"], flops: float, batch_tokens: in
     published = scaling_rules.lr_for_batch(scaling_rules.peak_lr(flops), batch=batch_tokens, usual_batch=usual)
     if requested == "auto":
         lr = float(f"{published:.3g}")
-        why.append(f"peak learning rate {lr:g}: for {flops:.1e} FLOPs and this batch (DeepSeek LLM 2024, Malladi 2022)")
+        why.append(
+            f"peak learning rate {lr:g}: for {power_of_ten(flops)} FLOPs and this batch (DeepSeek LLM 2024, Malladi "
+            "2022)"
+        )
         return lr
     if requested > MOST_TIMES_PUBLISHED_LR * published:
         known = requested < MOST_TIMES_SHOWN * published

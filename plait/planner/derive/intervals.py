@@ -13,6 +13,8 @@ from plait.recipe.schema import RunConfig
 from plait.units import Amount, Every, counted, parse_every
 
 DEFAULT_BALANCE_EVERY_STEPS = 50
+CHECKPOINT_COST_SHARE = 0.02
+"""Largest share of the time that goes to saving where nobody asked for an interval."""
 
 
 def with_raised_budget(config: RunConfig, plan: Plan) -> Plan:
@@ -56,15 +58,19 @@ def with_new_intervals(config: RunConfig, plan: Plan) -> Plan:
         evaluate_every_steps=plan.evaluate_every_steps
         if evaluate == "auto"
         else round(parse_step_interval(evaluate).value),
+        choices=config.report.choices or "",
     )
 
 
 def checkpoint_every(config: RunConfig, why: list[str]) -> Every:
-    """How often to save."""
+    """How often to save; the recipe's own interval is obeyed whatever saving costs."""
     if config.checkpoint.every != "auto":
         return parse_every(config.checkpoint.every)
-    why.append("a checkpoint every minute: that much is lost at most")
-    return Every(60, "seconds")
+    share = f"{CHECKPOINT_COST_SHARE:.0%}"
+    why.append(
+        f"a checkpoint every minute: that much is lost at most (less often where saving takes over {share} of the time)"
+    )
+    return Every(60, "seconds", CHECKPOINT_COST_SHARE)
 
 
 def report_every_steps(config: RunConfig, device: str) -> int:

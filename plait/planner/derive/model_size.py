@@ -13,15 +13,24 @@ from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import explicit_shape, nearest_size
 from plait.planner.derive import scaling_rules
 from plait.recipe.schema import RunConfig
-from plait.units import Amount, format_count, format_si, parse_amount
+from plait.units import Amount, format_count, format_si, parse_amount, power_of_ten
 
 GUESSED_PEAK_FLOPS = 100e12
 """Arithmetic peak, in FLOP/s, that an unknown GPU is assumed to have while the model is sized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BaseFacts:
+    """What the plan must know of the model that a run goes on from."""
+
+    folder: str
+    shape: ModelShape
+    """Its `sequence` is the longest that the model takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusFacts:
-    """What the plan must know of the prepared data."""
+    """What the plan must know of the prepared data, and of the model that learns from it where there is one already."""
 
     folder: str
     content_hash: str
@@ -30,6 +39,13 @@ class CorpusFacts:
     longest_sequence: int
     heldout_tokens: int
     documents: int
+    base: BaseFacts | None = None
+
+    def __str__(self) -> str:
+        """One line, as `plait data` prints it."""
+        held_out = f"{format_count(self.train_tokens)} training tokens, {format_count(self.heldout_tokens)} held out"
+        documents = f"{format_count(self.documents)} document{'s' if self.documents != 1 else ''}"
+        return f"data     {held_out}; {documents}, vocabulary {self.vocabulary}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +92,8 @@ def budget_of(config: RunConfig) -> Amount:
 def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, why: list[str]) -> RunSize:
     """Settle budget and shape, and with them the size of the run."""
     budget = budget_of(config)
+    if corpus.base is not None:
+        return _size_of_base(config, corpus, corpus.base, rate, budget, why)
     vocabulary = _vocabulary(config, corpus)
     size, spelt_out = config.model.size, "auto" not in (config.model.layers, config.model.width)
     if config.train.budget == "auto":
@@ -92,6 +110,30 @@ def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, 
         why.append(f"model {format_count(parameter_count(shape))} parameters: learns most within the budget ({rule})")
     per_token = 6 * parameter_count(shape)
     tokens = _training_tokens(config, budget, rate.flops_per_s / per_token, shape.sequence)
+    return RunSize(budget=budget, shape=shape, tokens=tokens, flops=per_token * tokens)
+
+
+def _size_of_base(
+    config: RunConfig, corpus: CorpusFacts, base: BaseFacts, rate: TrainingRate, budget: Amount, why: list[str]
+) -> RunSize:
+    """The size of a run that goes on from a model; raises PlaitError where text and model do not fit each other."""
+    shape = base.shape
+    if corpus.vocabulary > shape.vocabulary:
+        raise PlaitError(
+            f"the tokenizer has {corpus.vocabulary} entries and the model {shape.vocabulary}: it is not the model's "
+            "own; take data.tokenizer out, or name the tokenizer that the model was trained with"
+        )
+    if config.train.budget == "auto":
+        why.append(f"budget {budget}: none was asked for")
+    sequence = _sequence(config, parameter_count(shape), corpus, why, longest_of_model=shape.sequence)
+    if sequence > shape.sequence:
+        raise PlaitError(
+            f"train.sequence = {sequence} is longer than the {shape.sequence} tokens that the model was made for; "
+            f"choose at most {shape.sequence}"
+        )
+    shape = replace(shape, sequence=sequence)
+    per_token = 6 * parameter_count(shape)
+    tokens = _training_tokens(config, budget, rate.flops_per_s / per_token, sequence)
     return RunSize(budget=budget, shape=shape, tokens=tokens, flops=per_token * tokens)
 
 
@@ -136,7 +178,7 @@ def _vocabulary(config: RunConfig, corpus: CorpusFacts) -> int:
 
 
 def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFacts, why: list[str]) -> ModelShape:
-    requested = config.model.model_dump(exclude={"size", "vocabulary"})
+    requested = config.model.model_dump(exclude={"from_", "size", "vocabulary"})
     explicit: dict[str, Any] = {key: value for key, value in requested.items() if value != "auto"}
     if size == "auto":
         provisional = explicit_shape(vocabulary=vocabulary, sequence=1024, **explicit)
@@ -151,7 +193,9 @@ def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFa
     return replace(provisional, sequence=sequence)
 
 
-def _sequence(config: RunConfig, parameters: int, corpus: CorpusFacts, why: list[str]) -> int:
+def _sequence(
+    config: RunConfig, parameters: int, corpus: CorpusFacts, why: list[str], longest_of_model: int | None = None
+) -> int:
     requested = config.train.sequence
     longest = corpus.longest_sequence
     if requested != "auto":
@@ -162,6 +206,9 @@ def _sequence(config: RunConfig, parameters: int, corpus: CorpusFacts, why: list
             )
         return requested
     usual = scaling_rules.usual_sequence_length(parameters)
+    if longest_of_model is not None and longest_of_model < min(usual, longest):
+        why.append(f"sequence {longest_of_model}: the longest that the model was made for")
+        return longest_of_model
     sequence = usual if usual <= longest else max(2, longest // 16 * 16 or longest)
     why.append(f"sequence {sequence}: " + ("usual for this size" if sequence == usual else "all that the data allow"))
     return sequence
@@ -183,7 +230,7 @@ def batch_sequences(config: RunConfig, run_size: RunSize, why: list[str]) -> int
     usual = scaling_rules.usual_batch_tokens(flops)
     least = usual if run_size.budget.unit == "steps" else scaling_rules.short_run_batch_tokens(run_size.tokens)
     sequences = scaling_rules.divisible_batch(min(usual, least) / sequence)
-    reason = f"suits {flops:.1e} training FLOPs (DeepSeek LLM 2024)"
+    reason = f"suits {power_of_ten(flops)} training FLOPs (DeepSeek LLM 2024)"
     if least < usual:
         reason = f"small, so that a short run has some {scaling_rules.LEAST_STEPS_OF_A_RUN:,} steps"
     why.append(f"batch {sequences * sequence} tokens: {reason}")

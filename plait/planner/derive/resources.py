@@ -13,7 +13,7 @@ from plait.cluster.measured import measurements_json
 from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers
 from plait.cluster.topology import Machine
 from plait.model.shape import ModelShape
-from plait.partition.execution import MatmulBackend, Precision
+from plait.partition.execution import Compile, MatmulBackend, Precision
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration, ForecastBasis
 from plait.planner.derive.arithmetic import ProcessorArithmetic
 from plait.planner.step_time.device_rates import peak_flops
@@ -40,6 +40,7 @@ class ProbeNeed:
     matmul_backend: MatmulBackend = "default"
     host_backends: Mapping[str, MatmulBackend] = field(default_factory=dict[str, MatmulBackend])
     """The library of hosts that take another one, by the digest of their machine."""
+    compile: Compile = "off"
 
 
 Probe = Callable[[ProbeNeed], Cluster]
@@ -55,6 +56,8 @@ class Resources:
     machine: Machine
     peak_flops: float | None
     """FLOP/s of all devices together: measured of processors, published of GPUs, None of unknown ones."""
+    others: tuple[Machine, ...] = ()
+    """The machines of the run's other hosts: what one of all cannot do, none is asked to do."""
     peak_doubt: str = ""
     """What makes the peak doubtful, in a sentence; empty where nothing does."""
     fixed_workers: FixedWorkers | None = None
@@ -69,6 +72,11 @@ class Resources:
     arithmetic: ProcessorArithmetic | None = None
     """How the processors multiply, where it was measured for this run; None elsewhere, and on GPUs."""
     load_calibration: LoadCalibration = field(default=lambda precision, basis: UNCALIBRATED)
+
+    @property
+    def machines(self) -> tuple[Machine, ...]:
+        """Those of all hosts, the leader's first; of a cluster on paper, the stand-in for all."""
+        return (self.machine, *self.others)
 
     @property
     def has_known_devices(self) -> bool:

@@ -120,6 +120,6 @@ def matmul_precision_of(precision: Precision, resources: Resources, why: list[st
 
 def _lacking(resources: Resources, precision: str) -> str:
     """The name of the first known device that lacks a precision; empty where none does."""
-    if precision in resources.machine.without:
-        return resources.machine.name
+    if machine := next((one for one in resources.machines if precision in one.without), None):
+        return machine.name
     return next((device.name for device in resources.known_devices if precision not in device.peak_flops), "")

@@ -17,7 +17,7 @@ from plait.planner.explain.report import PlanSection
 from plait.planner.search.cost_breakdown import model_flops_utilisation
 from plait.planner.search.found import Search
 from plait.planner.step_time.cost_inputs import CostInputs
-from plait.units import format_duration, parse_amount, times_text
+from plait.units import compared_text, format_duration, parse_amount
 
 LARGEST_STRAIN = 4.0
 """Largest power of its usual error factor that a figure may be off by and still count as an explanation."""
@@ -208,11 +208,7 @@ def _verdict(diagnosis: Diagnosis) -> str:
 
 
 def _far(factor: float) -> str:
-    if factor >= 2:
-        return f"{times_text(factor)} as long"
-    if factor < 0.5:
-        return f"{times_text(1 / factor)} as fast"
-    return f"{abs(factor - 1):.1%} {'slower' if factor >= 1 else 'faster'}"
+    return compared_text(factor, "slower", "faster", digits=1)
 
 
 def _lines(diagnosis: Diagnosis) -> list[str]:

@@ -11,7 +11,7 @@ from plait.planner.diagnosis.layout_price import layout_items_s, layout_step_s, 
 from plait.planner.search.cost_breakdown import BOTTLENECKS, TIME_NAMES
 from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.device_rates import STREAM_SHARE, device_rates, peak_flops
-from plait.units import format_duration
+from plait.units import compared_text, format_duration, plain_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +126,8 @@ HOST_TIME = Sensitivity(
     usual=2.0,
     altered=_with_host,
     needs=lambda here, there: (
-        f"a kernel would have to take it {there.profile.launch_s * 1e6:.2g} µs to launch, not "
-        f"{here.profile.launch_s * 1e6:.2g}"
+        f"a kernel would have to take it {plain_number(there.profile.launch_s * 1e6, 2)} µs to launch, not "
+        f"{plain_number(here.profile.launch_s * 1e6, 2)}"
     ),
     look="look at the processor: one core a device at 100 % while the devices are not fully used",
 )
@@ -148,7 +148,8 @@ ONE_SLOW_DEVICE = Sensitivity(
     usual=1.2,
     altered=_with_slow_device,
     needs=lambda here, there: (
-        f"one would have to be slower than the others by {_slowest(here).speed / _slowest(there).speed - 1:.0%}: "
+        f"one would have to be {compared_text(_slowest(here).speed / _slowest(there).speed, 'slower', 'faster')} "
+        "compared with the others: "
         "all wait for it"
     ),
     look="compare clocks and heat over the devices, or how long each waits before the sums: the slow one does not",
@@ -189,17 +190,13 @@ def _with_between(inputs: CostInputs, factor: float) -> CostInputs:
     )
 
 
-def _two_digits(number: float) -> str:
-    return f"{float(f'{number:.2g}'):g}"
-
-
 LINK_BETWEEN = Sensitivity(
     name="the link between nodes",
     usual=2.0,
     altered=_with_between,
     needs=lambda here, there: (
-        f"it would have to carry {_two_digits(there.network.between_bytes_per_s / 1e9)} GB/s a device, not "
-        f"{_two_digits(here.network.between_bytes_per_s / 1e9)} ({_affected_messages(here, there)})"
+        f"it would have to carry {plain_number(there.network.between_bytes_per_s / 1e9, 2)} GB/s a device, not "
+        f"{plain_number(here.network.between_bytes_per_s / 1e9, 2)} ({_affected_messages(here, there)})"
     ),
     look="measure it (plait probe), or train on one node alone: is that as fast as plait plan says for it?",
 )
@@ -208,8 +205,8 @@ LINK_INSIDE = Sensitivity(
     usual=1.6,
     altered=lambda inputs, factor: _with_islands(inputs, lambda i: replace(i, inside=_link(i.inside, factor))),
     needs=lambda here, there: (
-        f"it would have to carry {_two_digits(there.network.inside_bytes_per_s / 1e9)} GB/s a device, not "
-        f"{_two_digits(here.network.inside_bytes_per_s / 1e9)} ({_affected_messages(here, there)})"
+        f"it would have to carry {plain_number(there.network.inside_bytes_per_s / 1e9, 2)} GB/s a device, not "
+        f"{plain_number(here.network.inside_bytes_per_s / 1e9, 2)} ({_affected_messages(here, there)})"
     ),
     look="measure it (plait probe): devices that do not see each other send their messages through the processor",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from plait.layout import AXES
 from plait.planner.search.found import Search
 from plait.planner.step_time.network_model import achieved_bytes_per_s
+from plait.units import plain_number
 
 AXIS_TRAFFIC = {
     "pipeline": "results of pipeline stages",
@@ -29,5 +30,5 @@ def island_traffic_lines(found: Search) -> list[str]:
         stride *= degrees[axis]
     per_node = max(island.per_node for island in cluster.islands)
     rate = achieved_bytes_per_s(cluster.between, per_node, cluster.between.reached) / 1e9
-    line = f"{' and '.join(crossing)} cross from island to island, at {rate:.3g} GB/s a device"
+    line = f"{' and '.join(crossing)} cross from island to island, at {plain_number(rate)} GB/s a device"
     return [line + (f"; {' and '.join(staying)} stay on each island's own network" if staying else "")]

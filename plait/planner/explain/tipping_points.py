@@ -185,7 +185,8 @@ def _n_layouts(found: Search) -> int:
 def _first(
     found: Search, what: TippingQuantity, factors: tuple[float, ...], again: Callable[[float], Search]
 ) -> list[TippingPoint]:
-    """The first of the factors, going away from 1, at which another kind wins; for memory narrowed down."""
+    """The first of the factors, going away from 1, at which another kind wins; for memory narrowed down to where one
+    wins from there on, not at a single size with the present kind beyond it."""
     here, same = kinds_of(found.candidates)[found.chosen], 1.0
     narrow = what == "memory" and _n_layouts(found) < MANY_LAYOUTS
     for factor in factors:
@@ -194,8 +195,8 @@ def _first(
             continue
         while narrow and max(same / factor, factor / same) > FINE_STEPS:
             middle = (same * factor) ** 0.5
-            between = _winner(again, middle)
-            if between and between[0] != here:
+            between, beyond = _winner(again, middle), _winner(again, middle * FINE_STEPS ** (1 if factor > 1 else -1))
+            if between and between[0] != here and beyond and beyond[0] != here:
                 factor, other = middle, between
             else:
                 same = middle

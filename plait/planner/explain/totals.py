@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from plait.planner.derive.intervals import steps_in_budget
 from plait.planner.search.found import Search
-from plait.units import Amount, counted, format_count, format_duration
+from plait.units import Amount, counted, format_count, format_duration, format_si
 
-JOULES_PER_KWH = 3.6e6
+JOULES_PER_WH = 3600
 
 
 def run_totals(found: Search, budget: Amount) -> list[str]:
@@ -23,14 +23,16 @@ def run_totals(found: Search, budget: Amount) -> list[str]:
     if cluster.watts is None:
         lines.append(f"energy: unknown, because no board power of {_without(found, 'watts')} is published")
     else:
-        kwh = cluster.watts * seconds / JOULES_PER_KWH
-        lines.append(f"energy: {format_count(kwh)} kWh at full board power; hosts, switches and cooling come on top")
+        energy = format_si(cluster.watts * seconds / JOULES_PER_WH, "Wh")
+        lines.append(f"energy: {energy} at full board power; hosts, switches and cooling come on top")
     if cluster.price_per_hour is None:
         lines.append(
             f"money: unknown, because no public price of {_without(found, 'price_per_hour')} is in the catalogue"
         )
     else:
-        lines.append(f"money: ${format_count(cluster.price_per_hour * hours)} at public on-demand prices")
+        usd = cluster.price_per_hour * hours
+        amount = f"${format_count(usd)}" if usd >= 0.01 else "less than $0.01"
+        lines.append(f"money: {amount} at public on-demand prices")
     return lines
 
 

@@ -15,7 +15,7 @@ from plait.planner.heterogeneous.host_permutations import has_unequal_links
 from plait.planner.search.found import Search
 from plait.planner.search.host_order import may_reorder_hosts, with_better_first_host
 from plait.planner.search.layout_cost import step_seconds, step_time_of
-from plait.units import counted, format_bytes, format_duration, times_text
+from plait.units import compared_text, counted, format_bytes, format_duration, times_text
 
 OWNERS_NAMED = 6
 """Owners of devices up to which each one's share is named."""
@@ -187,7 +187,7 @@ def _equal_words(found: Search, assignment: WorkAssignment) -> list[str]:
     if equal_s < 1.01 * here:
         return []
     what = "equal stages" if assignment.ranks > 1 else "equal shares"
-    there = f"{format_duration(equal_s)} a step, {equal_s / here:.2g} times as long"
+    there = f"{format_duration(equal_s)} a step, {times_text(equal_s / here)} as long"
     return [f"with {what} the slowest device would set the pace: {there}"]
 
 
@@ -199,9 +199,9 @@ def _order_words(found: Search) -> list[str]:
     if before_s is None:
         what = "what [layout] asks for would not fit" if found.constraints.degrees else "no layout would fit"
         return [f"the machines are in the order {names}: as they were given {what}"]
-    longer = before_s / float(found.step_s[found.chosen]) - 1
+    longer = compared_text(before_s / float(found.step_s[found.chosen]), "longer", "shorter")
     links = " (some links between them are faster than others)" if has_unequal_links(found.cluster) else ""
-    return [f"the machines are in the order {names}: as they were given a step would take {longer:.0%} longer{links}"]
+    return [f"the machines are in the order {names}: as they were given a step would take {longer}{links}"]
 
 
 def _start_words(found: Search) -> list[str]:

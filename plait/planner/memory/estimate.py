@@ -138,7 +138,8 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
         ("activations", "kept"): kept + _rounded_weights(w, c, profile) * (common + experts),
         ("activations", "split"): split_activations(w, c),
         ("activations", "once"): again,
-        ("logits", "head"): tokens * w.vocabulary / c.tensor * profile.logit_copies_bytes
+        ("logits", "head"): np.minimum(tokens * w.vocabulary / c.tensor, profile.logits_at_once)
+        * profile.logit_copies_bytes
         + _head_copies(w, profile) * table,
         ("fixed", "once"): profile.fixed_bytes + np.where(rule > 0, profile.bucket_bytes, 0.0),
     }

@@ -115,11 +115,11 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
 
 
 def _scores(w: Workload, t: Counts, tokens: Reals) -> Reals:
-    """Bytes of the logits in memory: the loss works in pieces, and frees one only after the next one is computed.
+    """Bytes of the logits in memory: the loss works in even pieces, one at a time.
 
-    In bfloat16 each piece is there as the product gave it, in float32, and as its rounded gradient.
+    In bfloat16 each piece is there in float32 and besides as the product gave it, or as its rounded gradient.
     """
     entries = w.vocabulary / t
-    first = np.minimum(np.maximum(1.0, LOGITS_AT_ONCE // entries), tokens)
+    pieces = np.ceil(tokens / np.maximum(1.0, LOGITS_AT_ONCE // entries))
     narrow = w.element_bytes if w.element_bytes < FLOAT32_BYTES else 0
-    return (FLOAT32_BYTES + narrow) * entries * (first + np.minimum(first, tokens - first))
+    return (FLOAT32_BYTES + narrow) * entries * np.ceil(tokens / pieces)

@@ -16,6 +16,7 @@ from plait.planner.search.layout_cost import filled_batches, step_seconds
 from plait.planner.search.layout_kinds import CandidateRow, kind_text, kinds_of
 from plait.planner.search.search import simplest
 from plait.planner.step_time.step_time import estimate_step_time
+from plait.units import plain_number
 
 BANDWIDTH_FACTORS = 65
 """Bandwidths that are tried, in equal ratios."""
@@ -99,7 +100,7 @@ def sweep_caption(sweep: Sweep | None) -> str:
     others = [band for band in sweep.bands if not band.first <= sweep.present <= band.last]
     words = (
         f"Suppose the links {sweep.where} were slower or faster, and all else stayed: each line is the best layout of "
-        f"one kind. You have {sweep.present:.3g} {sweep.unit} (dashed). "
+        f"one kind. You have {plain_number(sweep.present)} {sweep.unit} (dashed). "
     )
     if not others:
         factor = f"{LARGEST_FACTOR_TRIED:.0f}"

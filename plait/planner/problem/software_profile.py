@@ -118,6 +118,8 @@ class SoftwareProfile:
     """Bytes that a parameter's gradients take where they are held more than once; 0: as `gradient_bytes`."""
     gradient_transfer: Literal["float32", "bf16"] = "float32"
     """The numbers in which gradients travel; float32 stands for those in which they are kept."""
+    stage_transfer: Literal["float32", "bf16", "as multiplied"] = "as multiplied"
+    """The numbers that the stages of a pipeline send each other."""
     weight_bytes: int = _DEFAULTS["weight_bytes"]
     """Bytes of a weight as a rank keeps it to compute with; 0: as it is multiplied. In 4 bytes it is the optimizer's
     own, which else keeps another one."""
@@ -133,7 +135,9 @@ class SoftwareProfile:
     state_bytes: int = _DEFAULTS["state_bytes"]
     """Bytes of AdamW's state per parameter: float32 master weight and two moments."""
     logit_copies_bytes: float = _DEFAULTS["logit_copies_bytes"]
-    """Memory held per logit at the loss: 16-bit, float32 copy and its gradient; little where the loss is fused."""
+    """Memory held per logit at the loss: 16-bit, float32 copy and its gradient."""
+    logits_at_once: float = inf
+    """Largest number of logits held at a time; infinite where all of a micro-batch exist at once."""
     fixed_bytes: float = _DEFAULTS["fixed_bytes"]
     """Memory of the allocator besides the model's tensors: communication buffers, workspaces."""
     outside_bytes: float = _DEFAULTS["outside_bytes"]
@@ -152,6 +156,10 @@ class SoftwareProfile:
     def gradient_message_bytes(self) -> int:
         """Bytes of one gradient on its way."""
         return 2 if self.gradient_transfer == "bf16" else self.gradient_bytes
+
+    def stage_message_bytes(self, multiplied: int) -> int:
+        """Bytes of one number between stages, where products multiply numbers of so many."""
+        return {"float32": 4, "bf16": 2}.get(self.stage_transfer, multiplied)
 
     def state_bytes_with(self, moments: int) -> int:
         """Bytes of optimizer state per parameter with so many float32 moments, AdamW having two."""
@@ -179,6 +187,7 @@ class SoftwareProfile:
             here,
             product_share=_DEFAULTS["product_share"],
             flash_share=PROCESSOR_FLASH_SHARE,
+            logit_bytes=_DEFAULTS["logit_bytes"],
             fixed_bytes=0.0,
             outside_bytes=PROCESS_BYTES,
             memory_model="followed",
@@ -196,5 +205,6 @@ PLAIT_PROFILE = SoftwareProfile(
     shards_over="shard",
     head_gradient="in the loss",
     rounded_weights="of all layers",
+    stage_transfer="float32",
     **constant_fields("software_profile_plait"),
 )

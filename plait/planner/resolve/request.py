@@ -86,6 +86,7 @@ def request_of(
     constraints = constraints_of(config, job.shape, job.batch_sequences)
     check_named_workers(resources, constraints.degrees)
     notes += named_workers_lines(resources)
+    compiled = compile_of(config, resources.machines, notes)
     resources = resources.probed(
         ProbeNeed(
             shape=job.shape,
@@ -93,10 +94,10 @@ def request_of(
             precision=job.precision,
             matmul_backend=job.matmul_backend,
             host_backends=resources.arithmetic.host_backends if resources.arithmetic else {},
+            compile=compiled,
         )
     )
     workload = _workload(job)
-    compiled = compile_of(config, resources.machine, notes)
     program = PLAIT_PROFILE.uncompiled if (resources.machine.device, compiled) == ("cuda", "off") else PLAIT_PROFILE
     basis: ForecastBasis = "clock" if resources.cluster and was_measured(workload, resources.cluster) else "formulas"
     # Steps with TF32 products, or by another library, say nothing about steps without.
@@ -108,7 +109,12 @@ def request_of(
         constraints=constraints,
         options=_options(resources, constraints, notes),
         compile=compiled,
-        profile=replace(program, calibration=calibration, gradient_transfer=config.train.gradient_transfer),
+        profile=replace(
+            program,
+            calibration=calibration,
+            gradient_transfer=config.train.gradient_transfer,
+            stage_transfer=config.train.stage_transfer,
+        ),
         basis=basis,
         shares_may_change=balance_every_steps(config, "unequal") > 0,
         has_forecast=resources.has_known_devices,

@@ -63,10 +63,8 @@ def draft(
     begun: Plan | None = None,
     worth_measuring: Callable[[Request], tuple[WorkerLayout, ...]] = worker_layouts,
 ) -> Draft:
-    """Everything that can be decided before a step is timed; raises PlaitError for what cannot work.
-
-    For a `begun` run the job is taken from its plan, and only the layout is open.
-    """
+    """Everything that can be decided before a step is timed; of a `begun` run the job is its plan's, and only the
+    layout is open. Raises PlaitError for what cannot work."""
     request = request_of(config, corpus, resources := with_named_workers(config, resources), begun)
     layouts = worth_measuring(request)
     if rate := None if begun else forecast_rate(request, resources, layouts):
@@ -93,7 +91,8 @@ def draft(
         matmul_precision=job.matmul_precision,
         budget=job.budget,
         steps=steps_in_budget(job.budget, batch * shape.sequence, step_s=None),
-        optimizer=optimizer_plan(config, job.flops, batch * shape.sequence, why),
+        optimizer=optimizer_plan(config, job.flops, batch * shape.sequence, why, corpus.base),
+        base=corpus.base.folder if corpus.base else "",
         corpus=corpus.folder,
         corpus_hash=corpus.content_hash,
         documents=documents_mode(config, corpus, shape.sequence, why),
@@ -101,6 +100,7 @@ def draft(
         checkpoint_keep=config.checkpoint.keep,
         report_every_steps=report_every_steps(config, machine.device),
         evaluate_every_steps=0,
+        choices=config.report.choices or "",
         step_s=None,
         forecast=first.forecast,
         peak_flops=used_peak_flops(resources, first),
@@ -119,10 +119,10 @@ def draft(
 
 
 def _with_arithmetic(plan: Plan, config: RunConfig, job: TrainingJob, resources: Resources) -> Plan:
-    """The plan with its kinds of kernels, the library of processors' products, and what was measured of them."""
-    same_bits = config.train.deterministic or plan.device == "cpu"
-    measured, chosen = resources.arithmetic, replace(plan, matmul_backend=job.matmul_backend, deterministic=same_bits)
-    if measured is None:
+    """The plan with its kinds of kernels and messages, the library of processors' products, and what was measured."""
+    chosen = replace(plan, matmul_backend=job.matmul_backend, stage_transfer=config.train.stage_transfer)
+    chosen = replace(chosen, deterministic=config.train.deterministic or plan.device == "cpu")
+    if (measured := resources.arithmetic) is None:
         return chosen
     return replace(
         chosen, host_backends=measured.host_backends, matmul_flops=measured.flops, matmul_error=measured.error

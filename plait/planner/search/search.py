@@ -96,8 +96,8 @@ def _check_constraints(workload: Workload, constraints: Constraints) -> None:
         raise PlaitError(STAGES_WITHOUT_PIPELINE)
     if constraints.shares and not constraints.degrees:
         raise PlaitError(
-            f"layout.shares = {list(constraints.shares)} deals batches out to copies or shards that nobody named; name "
-            "layout.replicate or layout.shard, too, or leave the shares out"
+            f"layout.shares = {list(constraints.shares)} divides batches among copies or shards that the recipe does "
+            "not name; name layout.replicate or layout.shard, too, or leave the shares out"
         )
     check_shares(constraints.shares, degrees, workload.batch_sequences)
 

@@ -11,13 +11,17 @@ import numpy as np
 
 from plait.cluster.cluster import Cluster
 from plait.cluster.measured import MeasuredDevice, Measurements
-from plait.planner.problem.candidates import Candidates, Reals
+from plait.planner.calibration.constants import constant
+from plait.planner.problem.candidates import SHARDED_STATES, Candidates, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import layer_parameters, micro_batches_per_step
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time import measured_compute
 from plait.planner.step_time.device_rates import DeviceRates, device_rates
 from plait.planner.step_time.roofline import LayerTime, head_time, layer_time, local_tokens
+
+ZEROING = constant("zeroing_over_adding")
+GATHERED = SHARDED_STATES.index("parameters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +117,11 @@ def _measured_layer_time(w: Workload, measured: MeasuredDevice, candidates: Cand
     rows = candidates.micro_sequences / candidates.context
     size = rows, w.sequence, w.heads / tensor, w.head_width
     streamed = tokens / np.where(candidates.sequence_parallel > 0, tensor, 1), w.width, w.ffn
-    more = (micro_batches_per_step(w, candidates) - 1) / micro_batches_per_step(w, candidates)
-    added = more * measured_compute.accumulate_s(measured, np.add(*layer_parameters(w, candidates)))
+    micros = micro_batches_per_step(w, candidates)
+    # Gradients that are summed over ranks are added to zeros in their buckets; others stay where the first one is.
+    summed = (candidates.devices > candidates.pipeline * candidates.tensor) & (candidates.shard_what != GATHERED)
+    passes = np.where(summed, micros + ZEROING, micros - 1.0) / micros
+    added = passes * measured_compute.accumulate_s(measured, np.add(*layer_parameters(w, candidates)))
     return LayerTime(
         products=forward,
         products_backward=backward,

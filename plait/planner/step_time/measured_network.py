@@ -14,6 +14,7 @@ from plait.cluster.measured import CommOperation, LinkScope, Measurements
 from plait.planner.problem.candidates import Reals
 from plait.planner.step_time import measured_compute
 from plait.planner.step_time.host_links import HostLinks, host_links_of
+from plait.units import plain_number
 
 RankGroups = tuple[Reals, Reals]
 """Number of ranks of each group, and the stride between their rank numbers."""
@@ -126,7 +127,7 @@ def slowest_measured_link(measured: Measurements, scope: LinkScope) -> Link:
     """The slowest timed link as the planner's words and sweeps take it."""
     shortest = [link.points[0].seconds for link in measured.links if link.kind == "send" and link.scope == scope]
     return Link(
-        name=f"the measured link of {slowest_send_bytes_per_s(measured, scope) * 8e-9:.3g} Gbit/s",
+        name=f"the measured link of {plain_number(slowest_send_bytes_per_s(measured, scope) * 8e-9)} Gbit/s",
         bytes_per_s=slowest_send_bytes_per_s(measured, scope),
         latency_s=max(shortest),
         reached=1.0,

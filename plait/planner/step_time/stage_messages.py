@@ -111,4 +111,4 @@ def _message_bytes(inputs: CostInputs) -> Reals:
     """Of the stream of one micro-batch, as stages send it."""
     w, c = inputs.workload, inputs.candidates
     split = np.where(c.sequence_parallel > 0, c.tensor, 1)
-    return w.element_bytes * local_tokens(w, c) * w.width / split
+    return inputs.profile.stage_message_bytes(w.element_bytes) * local_tokens(w, c) * w.width / split

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from plait.parallel.pipeline.stage import StagePipe
 from plait.parallel.sharded_model import Gradients, ShardedModel
 from plait.planner.plan import Plan
-from plait.trainer.assemble import Assembly, make_autocast, make_runners
+from plait.trainer.assemble import Assembly, make_autocast, make_runners, weight_casts
 
 _FORWARDS = {"none": 3, "selective": 3, "full": 4}
 """Time of a layer's forward and backward together, in forward passes, by recompute mode."""
@@ -220,7 +220,8 @@ def attach_meter(assembly: Assembly, clock: StepClock) -> tuple[Assembly, Meter]
     if isinstance(sharded.pipe, StagePipe):
         sharded.pipe.wait = meter.wait
     sharded = replace(sharded, gradients=MeteredGradients(sharded.gradients, meter))
-    run_micros, evaluate_micros = make_runners(sharded, make_autocast(plan.precision, assembly.device))
+    autocast = make_autocast(plan.precision, assembly.device)
+    run_micros, evaluate_micros = make_runners(sharded, autocast, casts=weight_casts(plan), compile=plan.compile)
     return replace(assembly, model=sharded, run_micros=run_micros, evaluate_micros=evaluate_micros), meter
 
 

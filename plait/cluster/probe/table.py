@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from plait.cluster.measured import MeasuredDevice, MeasuredLink, Measurements, WorkKind, WorkTiming
-from plait.units import format_bytes, format_si
+from plait.units import format_bytes, format_si, plain_number
 
 LINK_KIND_TEXTS = {
     "send": "send, from one to another",
@@ -46,7 +46,7 @@ def _device_lines(measured: Measurements, device: MeasuredDevice) -> list[str]:
         ("update by the optimizer", _per_parameter_text(device, "update")),
         ("gradients added up", _per_parameter_text(device, "accumulate")),
         ("memory, copied", _copy_text(device)),
-        ("smallest operation", f"{device.times_of('launch')[0].seconds * 1e6:.3g} µs"),
+        ("smallest operation", f"{plain_number(device.times_of('launch')[0].seconds * 1e6)} µs"),
     ]
     lines = [f"device   {head}", *(f"         {what:34}{text}" for what, text in rows)]
     if device.granted < LEAST_UNDISTURBED_SHARE:
@@ -75,7 +75,9 @@ def _attention_text(device: MeasuredDevice) -> str:
         tokens = there.sizes[0] * length * heads
         parts.append((length, head_width, (there.seconds + back.seconds) / tokens))
     ends = dict.fromkeys((min(parts), max(parts)))
-    each = [f"{seconds * 1e6:.2g} µs ({length} tokens, heads {width} wide)" for length, width, seconds in ends]
+    each = [
+        f"{plain_number(seconds * 1e6, 2)} µs ({length} tokens, heads {width} wide)" for length, width, seconds in ends
+    ]
     return f"{' to '.join(each)} a token and head"
 
 
@@ -120,7 +122,9 @@ def _link_lines(links: Sequence[MeasuredLink]) -> list[str]:
 def _link_text(link: MeasuredLink) -> str:
     short, bulk = link.points[0], link.points[-1]
     best = max(link.points, key=lambda point: point.bytes / point.seconds)
-    cpu = f", {bulk.cpu_s / bulk.bytes * 2**30:.2g} CPU s a GiB" if bulk.cpu_s > 0.02 * bulk.seconds else ""
+    cpu = (
+        f", {plain_number(bulk.cpu_s / bulk.bytes * 2**30, 2)} CPU s a GiB" if bulk.cpu_s > 0.02 * bulk.seconds else ""
+    )
     return (
         f"{short.seconds * 1e6:.0f} µs for {format_bytes(short.bytes)}, "
         f"{format_bytes(best.bytes / best.seconds)}/s at {format_bytes(best.bytes)}{cpu}"
@@ -150,4 +154,5 @@ def _sizes_text(sizes: Sequence[int]) -> str:
 
 def _range_text(values: Sequence[float]) -> str:
     low, high = min(values), max(values)
-    return f"{low:.2g}" if f"{low:.2g}" == f"{high:.2g}" else f"{low:.2g} to {high:.2g}"
+    least, most = plain_number(low, 2), plain_number(high, 2)
+    return least if least == most else f"{least} to {most}"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from plait.checkpoint.arrival import await_parts
+from plait.checkpoint.file_check import HashShare
 from plait.checkpoint.manifest import Manifest, check_model, check_optimizer, tensor_names
-from plait.checkpoint.store import checkpoint_for, prune, publish, staging_for
+from plait.checkpoint.store import checkpoint_for, prune, publish, staging_for, verify_checkpoint
 from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whole_slice, write_rank
 from plait.errors import PlaitError, RunFailed
 from plait.model.shape import weight_sizes
@@ -66,15 +67,33 @@ def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums, *, se
     return final
 
 
-def prune_old(folder: Path, keep: int, world: Sums) -> None:
-    """Delete all but the `keep` newest checkpoints. Every rank must call it; blocks while rank 0 reads those that stay
-    again, which may take minutes."""
+def prune_old(folder: Path, keep: int, world: Sums, whole: Collection[int]) -> None:
+    """Delete all but the `keep` newest checkpoints, of which only those of the steps in `whole` count: this job wrote
+    or verified them. Every rank must call it; blocks while rank 0 deletes."""
 
     def prune_here() -> None:
         if world.index == 0:
-            prune(folder, keep)
+            prune(folder, keep, whole)
 
     _run_on_all_ranks(world, prune_here, None)
+
+
+def verify_together(path: Path, world: Sums, local_rank: int) -> Manifest:
+    """Verify a checkpoint; the ranks of each host, which may have a copy of its own, hash a share of it each.
+
+    `local_rank` counts the ranks of a host, which follow each other, from 0. Every rank must call it; blocks. Raises
+    RunFailed on all of them where one found damage.
+    """
+    places = [int(place) for place in world.gather(torch.tensor([local_rank]))]
+    first = world.index - local_rank
+    beyond = next((rank for rank in range(world.index + 1, world.size) if places[rank] == 0), world.size)
+    found: list[Manifest] = []
+
+    def verify_share() -> None:
+        found.append(verify_checkpoint(path, HashShare(index=local_rank, count=beyond - first)))
+
+    _run_on_all_ranks(world, verify_share, None)
+    return found[0]
 
 
 @torch.no_grad()
@@ -150,8 +169,10 @@ def _own_part(assembly: Assembly, state: TrainState, world: Sums) -> dict[str, l
         slices["tokens"] = [whole_slice(torch.tensor([state.tokens]))]
         if (updates := updates_counted(assembly.optimizer)) is not None:
             slices["adam_step"] = [whole_slice(updates.reshape(1))]
-    for key, box, numbers in owned_state(assembly):
-        if not bool(torch.isfinite(numbers).all()):
+    owned = list(owned_state(assembly))
+    finite = torch.stack([torch.isfinite(numbers).all() for _, _, numbers in owned]).tolist() if owned else []
+    for (key, box, numbers), is_finite in zip(owned, finite, strict=True):
+        if not is_finite:
             raise RunFailed(
                 f"{key} is not finite after step {state.step}, which is therefore not saved: the run diverged, most "
                 "likely by a learning rate that is too high; choose a lower optimizer.lr and another run.name"

@@ -1,0 +1,95 @@
+"""Arguments and options that several commands take, and the commands that use a model."""
+
+from __future__ import annotations
+
+import sys
+from math import inf
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plait.errors import PlaitError
+from plait.launch.local.output import OptionalOutput
+from plait.version import __version__
+
+
+def _run_names() -> list[str]:
+    """For the shell's completion, which itself leaves out what does not fit the word that was begun."""
+    from plait.commands.planning.run_folder import run_names
+    from plait.working_folder import CURRENT_FOLDER
+
+    return run_names(CURRENT_FOLDER)
+
+
+def _recipe_files(incomplete: str) -> list[str]:
+    """Recipes in the folder that was typed so far, and in the folders in it. The shell itself offers all files where
+    this finds none."""
+    typed, slash, name = incomplete.rpartition("/")
+    where = Path(f"{typed}/" if slash else ".").expanduser()
+    try:
+        found = sorted((*where.glob("*.toml"), *where.glob("*/*.toml")))
+    except OSError:
+        return []
+    names = [path.relative_to(where) for path in found if path.is_file()]
+    shown = [path for path in names if name.startswith(".") or not str(path).startswith(".")]
+    return [f"{typed}{slash}{path}" for path in shown]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        OptionalOutput(sys.stdout).write(f"plait {__version__}\n")
+        raise typer.Exit
+
+
+def _probability(value: float) -> float:
+    if not 0 < value <= 1:
+        raise PlaitError(f"--top-p {value:g} is no share of a probability; choose a number above 0 and at most 1")
+    return value
+
+
+def _finite_temperature(value: float) -> float:
+    if not 0 <= value < inf:
+        raise PlaitError(f"--temperature {value:g} is not usable; choose 0 or a positive number such as 0.8")
+    return value
+
+
+Recipe = Annotated[Path, typer.Argument(help="A recipe file (.toml).", autocompletion=_recipe_files)]
+RecipeIfAny = Annotated[Path | None, typer.Argument(help="A recipe file (.toml).", autocompletion=_recipe_files)]
+Overrides = Annotated[list[str] | None, typer.Argument(help='Settings to change: train.budget="60 steps" and so on.')]
+RunName = Annotated[
+    str, typer.Argument(help="A run, by name or folder; or a model's folder or .gguf file.", autocompletion=_run_names)
+]
+HostCount = Annotated[int, typer.Option("--hosts", help="Number of machines, this one included.", min=1)]
+Address = Annotated[str | None, typer.Option("--address", help="Address at which other hosts reach this machine.")]
+Port = Annotated[int, typer.Option("--port", help="Port where they join; 0 takes a free one.", min=0, max=65535)]
+SecretFile = Annotated[Path | None, typer.Option("--secret-file", help="File with the hosts' secret, private to you.")]
+Texts = Annotated[
+    list[str] | None,
+    typer.Option("--text", metavar="FILE...", help="The texts; all of this folder's, if left out."),
+]
+MoreTexts = Annotated[list[str] | None, typer.Argument(metavar="FILE", hidden=True)]
+OtherTexts = Annotated[
+    list[str] | None, typer.Option("--files", help="Text files to measure instead of the held-out text.")
+]
+MeasuredStep = Annotated[
+    str | None, typer.Option("--measured", help="Measured step time (412ms): say what explains the difference.")
+]
+LayoutsToProve = Annotated[
+    int | None, typer.Option("--prove", help="Run this many of the best layouts here for a few steps each.", min=1)
+]
+BalanceRanks = Annotated[
+    int | None, typer.Option("--balance", help="Also show how a step's documents divide among ranks.", min=2)
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        "--top-p", callback=_probability, help="Choose among the most likely tokens of this total probability."
+    ),
+]
+Temperature = Annotated[float, typer.Option(callback=_finite_temperature, help="0 always takes the most likely token.")]
+Questions = Annotated[
+    Path | None, typer.Option("--choices", help="Multiple-choice questions to ask instead (JSON lines).")
+]
+WindowTokens = Annotated[int | None, typer.Option("--sequence", help="Tokens of a window.", min=2)]
+Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]

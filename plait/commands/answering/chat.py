@@ -1,0 +1,95 @@
+"""`plait chat`: a conversation with a model, by its own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+import tokenizers
+
+from plait.commands.answering.chat_template import ChatTemplate, find_template, token_text, tokenizer_settings
+from plait.commands.models.opened_model import OpenedModel, open_model
+from plait.commands.preparing.base import base_folder
+from plait.commands.sample import decode_incrementally
+from plait.errors import PlaitError, check_utf8
+from plait.trainer.generate import generate
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerSettings:
+    """How an answer is drawn; the same seed gives the same answers to the same messages."""
+
+    tokens: int = 512
+    """Most tokens of one answer."""
+    temperature: float = 0.7
+    top_p: float = 0.95
+    seed: int = 1
+
+
+class Conversation:
+    """Messages so far between a person and a model."""
+
+    def __init__(self, opened: OpenedModel, template: ChatTemplate, ends: Sequence[str], how: AnswerSettings) -> None:
+        self.messages: list[dict[str, str]] = []
+        self._opened, self._template, self._how = opened, template, how
+        # A text's own "<|im_end|>" is ordinary text to the model's tokenizer; a template's is the token.
+        self._encoder = tokenizers.Tokenizer.from_str(opened.tokenizer.definition)
+        self._encoder.no_truncation()
+        self._encoder.no_padding()
+        known = (self._encoder.token_to_id(text) for text in ends)
+        self._ends = {opened.tokenizer.eot, *(token for token in known if token is not None)}
+
+    def say(self, text: str) -> Iterator[str]:
+        """The model's answer to a message, piece by piece; it is remembered once it was read to its end.
+
+        Raises PlaitError for a message that holds one of the tokenizer's special tokens, which would end it early.
+        """
+        check_utf8(text)
+        special = [token.content for token in self._encoder.get_added_tokens_decoder().values() if token.special]
+        if found := next((token for token in special if token in text), None):
+            raise PlaitError(f'a message cannot hold "{found}", which has a meaning of its own; leave it out')
+        self.messages.append({"role": "user", "content": text})
+        ids = self._encoder.encode(self._template.render(self.messages), add_special_tokens=False).ids
+        how = self._how
+        new = generate(
+            self._opened.model,
+            ids,
+            tokens=how.tokens,
+            temperature=how.temperature,
+            top_p=how.top_p,
+            seed=how.seed + len(self.messages),
+            stop=frozenset(self._ends),
+        )
+        said: list[str] = []
+        answer = takewhile(lambda token: token not in self._ends, new)
+        for piece in decode_incrementally(self._opened.tokenizer, ids, answer):
+            said.append(piece)
+            yield piece
+        self.messages.append({"role": "assistant", "content": "".join(said).strip()})
+
+
+def open_chat(
+    name: str, settings: AnswerSettings | None = None, *, working: WorkingFolder = CURRENT_FOLDER
+) -> Conversation:
+    """A new conversation with a run's model or that of a folder; raises PlaitError where it has no chat template."""
+    opened = open_model(name, working)
+    folders = _template_folders(opened, working)
+    template = find_template(folders)
+    if template is None:
+        raise PlaitError(
+            f"{name} has no chat template, so it was not trained to talk; let it go on with a text by plait sample, or "
+            f"put its chat_template.jinja into {folders[0]}"
+        )
+    ends = [token_text(tokenizer_settings(folder), "eos_token") for folder in folders]
+    return Conversation(opened, template, [end for end in ends if end], settings or AnswerSettings())
+
+
+def _template_folders(opened: OpenedModel, working: WorkingFolder) -> list[Path]:
+    """Where a model's template may be: a run's folder, the model that it began from, its tokenizer's folder."""
+    if opened.run is None:
+        return [opened.tokenizer_folder]
+    base = base_folder(opened.run.folder.saved_config(), working)
+    return [opened.run.folder.path, *([base] if base else []), opened.tokenizer_folder]

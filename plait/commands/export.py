@@ -1,0 +1,131 @@
+"""`plait export`: a run's newest checkpoint as a folder in Hugging Face's format."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from plait.checkpoint.manifest import Manifest
+from plait.checkpoint.store import FoundCheckpoint, newest_good
+from plait.checkpoint.transfer import read_slice
+from plait.commands.models.model_card import model_card
+from plait.commands.planning.run_folder import RunFolder, find_run
+from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer, load_tokenizer
+from plait.data.shards import open_corpus
+from plait.errors import PlaitError, disk_advice
+from plait.interop.base_model import read_config
+from plait.interop.config_in import family_of, shape_of_config
+from plait.interop.config_out import config_of_shape
+from plait.interop.families import MODEL_FAMILIES
+from plait.interop.small_files import LICENCES, TOKENIZER, copy_small_files
+from plait.interop.write_weights import SHARD_BYTES, ReadPart, files_bytes, write_weights, written_tensors
+from plait.model.shape import ModelShape
+from plait.planner.plan import Plan
+from plait.screen.screen import Screen
+from plait.units import format_bytes
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
+
+_CODES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
+
+
+def write_export(
+    run: str,
+    to: Path,
+    *,
+    dtype: str = "float32",
+    screen: Screen,
+    shard_bytes: int = SHARD_BYTES,
+    working: WorkingFolder = CURRENT_FOLDER,
+) -> Path:
+    """Write the folder `to`, which must not exist, and return it; a checkpoint of any layout will do. float32 keeps
+    every bit. Raises PlaitError, and leaves nothing behind, where that cannot be done."""
+    folder = find_run(run, working)
+    plan, target = folder.saved_plan(), (working.path / to).absolute()
+    if dtype not in _CODES:
+        raise PlaitError(f"dtype = {dtype} is none of {', '.join(_CODES)}; choose one of these")
+    if target.exists() or not target.parent.is_dir():
+        raise PlaitError(f"{to} is there already, or the folder that it would lie in is not; name a new folder")
+    base = read_config(folder.base) if folder.base.is_dir() else {}
+    shape = _exported_shape(plan.shape, base)
+    config = config_of_shape(shape, dtype, family_of(base) if base else "")
+    found = newest_good(folder.checkpoints)
+    if found is None:
+        raise PlaitError(f'"{folder.path}" has no checkpoint yet; train it for a while first')
+    tokenizer = corpus_tokenizer(open_corpus(working.path / plan.corpus))
+    tensors = written_tensors(shape, MODEL_FAMILIES[config["model_type"]])
+    staging = target.with_name(f".{target.name}.part")
+    try:
+        staging.mkdir()
+        _require_room(target, files_bytes(tensors, _CODES[dtype]))
+        _write_small_files(staging, folder, plan, found, tokenizer, {**config, **_token_ids(base, tokenizer)})
+        with screen.progress() as show:
+            show(0, 0, "writing the weights")
+            write_weights(staging, tensors, _CODES[dtype], _reader(found.path, found.manifest), shard_bytes)
+        staging.rename(target)
+    except BaseException as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise PlaitError(
+                f"{target} cannot be written ({error.strerror}); {disk_advice(error)}, and export again"
+            ) from error
+        raise
+    screen.print(f"exported {folder.path} at step {found.manifest.step} to {to}: {config['model_type']}, {dtype}")
+    return target
+
+
+def _exported_shape(shape: ModelShape, base: Mapping[str, Any]) -> ModelShape:
+    """The run's shape; its longest sequence is at least that of the model that it went on from."""
+    longest = shape_of_config(base).sequence if base else 0
+    return replace(shape, sequence=max(shape.sequence, longest, shape.learned_positions))
+
+
+def _token_ids(base: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    kept = {key: base[key] for key in _KEPT_KEYS if key in base}
+    return kept or {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
+
+
+def _require_room(target: Path, nbytes: int) -> None:
+    disk = os.statvfs(target.parent)
+    if (free := disk.f_bavail * disk.f_frsize) < nbytes:
+        raise PlaitError(
+            f"{target} needs {format_bytes(nbytes)}, and {format_bytes(free)} are free there; free some space, or name "
+            "a folder on another disk"
+        )
+
+
+def _reader(path: Path, manifest: Manifest) -> ReadPart:
+    return lambda name, offset, extent: read_slice(path, manifest, f"model/{name}", offset, extent)
+
+
+def _write_small_files(
+    staging: Path,
+    folder: RunFolder,
+    plan: Plan,
+    found: FoundCheckpoint,
+    tokenizer: Tokenizer,
+    config: Mapping[str, Any],
+) -> None:
+    licences = copy_small_files(folder.base, staging, LICENCES)
+    _write_json(staging / "config.json", config)
+    if not copy_small_files(folder.base, staging, ("generation_config.json",)):
+        ids = {key: value for key, value in config.items() if key.endswith("_token_id") and value is not None}
+        _write_json(staging / "generation_config.json", ids)
+    is_same = (folder.base / "tokenizer.json").exists() and load_tokenizer(folder.base).hash == tokenizer.hash
+    if is_same:
+        copy_small_files(folder.base, staging, TOKENIZER)
+    else:
+        tokenizer.save(staging)
+        texts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eot_text}
+        _write_json(staging / "tokenizer_config.json", texts)
+    card = model_card(folder.saved_config(), plan, found.manifest, licences)
+    (staging / "README.md").write_text(card, encoding="utf-8")
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

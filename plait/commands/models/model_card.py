@@ -1,0 +1,52 @@
+"""The model card of an export: what the model was trained from and on. Pure: values in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from plait.checkpoint.manifest import Manifest
+from plait.model.shape import parameter_count
+from plait.planner.plan import Plan
+from plait.recipe.schema import RunConfig
+from plait.units import format_count
+from plait.version import __version__
+
+
+def model_card(config: RunConfig, plan: Plan, manifest: Manifest, licences: Sequence[str]) -> str:
+    """README.md in Markdown; of the text only the files' names are told, not where they lie."""
+    tokens = manifest.step * plan.batch_tokens
+    base = config.model.from_
+    name = None if base is None else base if base.startswith("hub:") else Path(base).name
+    origin = f"the weights of {name}" if name else f"weights drawn from seed {config.run.seed}"
+    lines = [
+        "---",
+        "library_name: transformers",
+        "---",
+        "",
+        f"# {config.run.name}",
+        "",
+        f"A language model of {format_count(parameter_count(plan.shape))} parameters, trained by plait {__version__} "
+        f"from {origin}:",
+        "",
+        f"- {manifest.step:,} steps of {plan.batch_sequences} × {plan.sequence} tokens, {format_count(tokens)} in all",
+        f"- text: {', '.join(_texts(config))}",
+        f"- {_optimizer_text(plan)}, precision {plan.precision}, layout {plan.layout}",
+        "",
+    ]
+    if licences:
+        told = f"Files of the licence that {name} came with: {', '.join(licences)}."
+    else:
+        told = "No licence came with what it was trained from; its owner decides."
+    return "\n".join([*lines, told]) + "\n"
+
+
+def _texts(config: RunConfig) -> list[str]:
+    files = config.data.files
+    sources = [files] if isinstance(files, str) else files
+    return [Path(one if isinstance(one, str) else one.path).name for one in sources]
+
+
+def _optimizer_text(plan: Plan) -> str:
+    name = {"adamw": "AdamW", "sgd": "SGD"}[plan.optimizer.kind]
+    return f"{name}, peak learning rate {plan.optimizer.lr:g}"

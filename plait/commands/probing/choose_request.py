@@ -1,0 +1,50 @@
+"""What a probe measures: the work of a recipe's model, or of usual ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plait.cluster.machine_cluster import cluster_of_machine
+from plait.cluster.probe.request import (
+    MAX_CPU_MICROBATCH_TOKENS,
+    ProbeRequest,
+    model_probe_request,
+    typical_probe_request,
+)
+from plait.commands.planning.measuring import MachineSurvey
+from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
+from plait.commands.probing.measurements import ProbeWorkers
+from plait.planner.derive.compile_mode import compile_of
+from plait.planner.derive.resources import on_paper
+from plait.planner.resolve.request import request_of
+from plait.recipe.schema import RunConfig
+from plait.working_folder import WorkingFolder
+
+
+def probe_request_for(
+    config: RunConfig | None, survey: MachineSurvey, probe_workers: ProbeWorkers, working: WorkingFolder
+) -> ProbeRequest:
+    """What a recipe's model needs measured, or usual models without one."""
+    device, gpus = survey.machine.device, survey.machine.gpus
+    if config is None:
+        with_float32 = "float32" if "bf16" in survey.machine.without else None
+        usual = typical_probe_request(device, probe_workers.threads, with_float32)
+        compile = "off" if device == "cpu" or survey.machine.uncompiled else "blocks"
+        return replace(usual, gpus=gpus, compile=compile)
+    cluster = cluster_of_machine(survey.machine, survey.peak_flops if device == "cpu" else None)
+    corpus, _ = corpus_facts_or_usual(config, working)
+    job = request_of(config, corpus, on_paper(cluster)).job
+    sequence = job.shape.sequence
+    sequences = config.layout.micro_sequences
+    if sequences == "auto":
+        most = max(1, MAX_CPU_MICROBATCH_TOKENS // sequence) if device == "cpu" else job.batch_sequences
+        sequences = min(most, job.batch_sequences)
+    requested = model_probe_request(
+        job.shape,
+        sequence=sequence,
+        sequences=sequences,
+        device=device,
+        precision="bf16" if job.precision == "bf16" else "float32",
+        threads=probe_workers.threads,
+    )
+    return replace(requested, gpus=gpus, compile=compile_of(config, [survey.machine], []))

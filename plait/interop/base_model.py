@@ -1,0 +1,114 @@
+"""A model's folder, looked at and checked: its shape, and where each of its weights lies. Reads headers, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from plait.checked_json import parse_json
+from plait.errors import PlaitError
+from plait.interop.config_in import family_of, shape_of_config
+from plait.interop.families import MODEL_FAMILIES, Family, StoredName, stored_name
+from plait.interop.tensor_files import StoredTensor, list_tensors
+from plait.model.shape import ModelShape, weight_sizes
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPlace:
+    """Where one of our weights lies: a tensor, how its dims are ordered, and which part of its outputs."""
+
+    stored: StoredTensor
+    name: StoredName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModel:
+    """A model that somebody trained, in a folder of Hugging Face's format."""
+
+    folder: Path
+    family: str
+    shape: ModelShape
+    """Its `sequence` is the longest that the model was made for."""
+    config: Mapping[str, Any]
+    """config.json as it stands."""
+    places: Mapping[str, WeightPlace]
+    """Every weight of the shape, by our name."""
+
+    def shape_for(self, sequence: int) -> ModelShape:
+        """The shape for sequences of this length; raises PlaitError where the model cannot take them."""
+        if sequence > self.shape.sequence:
+            raise PlaitError(
+                f"sequences of {sequence} tokens are longer than the {self.shape.sequence} that {self.folder} was made "
+                f"for; choose train.sequence = {self.shape.sequence} or less"
+            )
+        return replace(self.shape, sequence=sequence)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder; raises PlaitError where there is none."""
+    try:
+        values = parse_json((folder / CONFIG).read_bytes())
+    except FileNotFoundError:
+        raise PlaitError(
+            f"there is no {CONFIG} in {folder}; name the folder of a model, a .gguf file or a run"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise PlaitError(f"{folder / CONFIG} is not usable ({error}); bring it anew") from None
+    if not isinstance(values, dict):
+        raise PlaitError(f"{folder / CONFIG} is no table of keys and values; bring it anew")
+    return values
+
+
+def read_base_model(folder: Path) -> BaseModel:
+    """Look at a folder; raises PlaitError that names the first file, key or weight that does not fit."""
+    config = read_config(folder)
+    family, shape = family_of(config), shape_of_config(config)
+    return BaseModel(
+        folder=folder,
+        family=family,
+        shape=shape,
+        config=config,
+        places=_places(folder, MODEL_FAMILIES[family], shape, list_tensors(folder)),
+    )
+
+
+def _places(
+    folder: Path, family: Family, shape: ModelShape, tensors: Mapping[str, StoredTensor]
+) -> dict[str, WeightPlace]:
+    """The place of each weight; raises PlaitError unless each tensor is used, and each part of it once."""
+    # Files of the bare decoder, without its head, lack the prefix.
+    prefix = family.prefix if any(name.startswith(family.prefix) for name in tensors) else ""
+    places: dict[str, WeightPlace] = {}
+    for name, sizes in weight_sizes(shape).items():
+        stored = stored_name(family, name)
+        own = stored.name if prefix else stored.name.removeprefix(family.prefix)
+        if own not in tensors:
+            raise PlaitError(
+                f"{folder} lacks the weight {own}; bring all files of the model, and the config.json of it"
+            )
+        places[name] = WeightPlace(stored=tensors[own], name=stored)
+        if tensors[own].shape != (wanted := stored_shape(stored, sizes)):
+            raise PlaitError(
+                f"{own} in {folder} has the shape {list(tensors[own].shape)}, and config.json asks for {list(wanted)}; "
+                "bring the config.json of these weights"
+            )
+    used = {place.stored.name for place in places.values()}
+    for name in tensors:
+        tied = shape.tied and name == family.names["head.weight"].name
+        if name not in used and not tied and not name.endswith(family.ignored):
+            raise PlaitError(
+                f"{folder} has a weight {name} that its config.json does not ask for; bring the config.json of these "
+                "weights, or take that weight out"
+            )
+    return places
+
+
+def stored_shape(stored: StoredName, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the tensor in which one of our weights, of these sizes, lies."""
+    outputs, *inputs = sizes
+    whole = (outputs * stored.parts, *inputs)
+    return whole if stored.order == "out in" else whole[::-1]

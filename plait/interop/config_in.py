@@ -1,0 +1,212 @@
+"""config.json to a ModelShape: the keys of transformers 4 and 5, each read or refused by name.
+
+What a key means, and its value where it is left out, follows transformers' own classes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from plait.errors import PlaitError
+from plait.interop.families import MODEL_FAMILIES
+from plait.model.rope_scaling import RopeScaling, yarn_table_scale
+from plait.model.shape import Bias, ModelShape
+
+ConfigValues = Mapping[str, Any]
+DEFAULT_THETA = 10_000.0
+_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
+
+
+def family_of(values: ConfigValues) -> str:
+    """The `model_type` of a config.json; raises PlaitError, naming the nearest, for one that plait does not read."""
+    kind = values.get("model_type")
+    if kind in MODEL_FAMILIES:
+        return str(kind)
+    near = difflib.get_close_matches(str(kind), MODEL_FAMILIES, n=1, cutoff=0.4)
+    nearest = f"the nearest is {near[0]}" if near else "choose a model of one of these families"
+    raise PlaitError(
+        f"model_type {kind!r} in config.json is none that plait reads: {', '.join(MODEL_FAMILIES)}; {nearest}"
+    )
+
+
+def shape_of_config(config: ConfigValues) -> ModelShape:
+    """The shape that a config.json describes, with its longest sequence; raises PlaitError for what plait lacks."""
+    family = family_of(config)
+    values = {**MODEL_FAMILIES[family].defaults, **config}
+    if values.get("quantization_config") is not None:
+        raise PlaitError("config.json is of quantized weights, which plait does not read; take the model in bf16")
+    return _gpt2_shape(values) if family == "gpt2" else _llama_shape(family, values)
+
+
+def _gpt2_shape(values: ConfigValues) -> ModelShape:
+    width, heads = _count(values, "n_embd"), _count(values, "n_head")
+    _require(values, "activation_function", _TANH_GELU)
+    _require(values, "scale_attn_weights", (True, None))
+    _require(values, "add_cross_attention", (False, None))
+    positions = _count(values, "n_positions")
+    return ModelShape(
+        layers=_count(values, "n_layer"),
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_width=_divided(width, heads),
+        ffn=4 * width if values.get("n_inner") is None else _count(values, "n_inner"),
+        vocabulary=_count(values, "vocab_size"),
+        sequence=positions,
+        learned_positions=positions,
+        norm="layernorm",
+        norm_eps=_number(values, "layer_norm_epsilon"),
+        activation="gelu",
+        positions="learned",
+        bias="all",
+        tied=bool(values["tie_word_embeddings"]),
+        attention_scale="head and layer" if values.get("scale_attn_by_inverse_layer_idx") else "head",
+    )
+
+
+def _llama_shape(family: str, values: ConfigValues) -> ModelShape:
+    width, heads = _count(values, "hidden_size"), _count(values, "num_attention_heads")
+    _require(values, "hidden_act", ("silu", "swish", None))
+    layers = _count(values, "num_hidden_layers")
+    theta, scaling = _rope(values)
+    return ModelShape(
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=heads if values.get("num_key_value_heads") is None else _count(values, "num_key_value_heads"),
+        head_width=_divided(width, heads) if values.get("head_dim") is None else _count(values, "head_dim"),
+        ffn=_count(values, "intermediate_size"),
+        vocabulary=_count(values, "vocab_size"),
+        sequence=_count(values, "max_position_embeddings"),
+        norm_eps=_number(values, "rms_norm_eps"),
+        rope_theta=theta,
+        rope=scaling,
+        bias=_bias(family, values),
+        qk_norm=family == "qwen3",
+        tied=bool(values.get("tie_word_embeddings", False)),
+        windows=_windows(family, values, layers),
+    )
+
+
+def _bias(family: str, values: ConfigValues) -> Bias:
+    if family == "qwen2":
+        return "qkv"
+    attention = family != "mistral" and bool(values.get("attention_bias"))
+    feedforward = family == "llama" and bool(values.get("mlp_bias"))
+    if attention and feedforward:
+        return "all"
+    return "attention" if attention else "feedforward" if feedforward else "none"
+
+
+def _windows(family: str, values: ConfigValues, layers: int) -> tuple[int, ...]:
+    """The window of each layer; empty where no layer has one."""
+    if family == "llama" or values.get("sliding_window") is None:
+        return ()
+    if family != "mistral" and not values["use_sliding_window"]:
+        return ()
+    window = _count(values, "sliding_window")
+    if family == "mistral":
+        return (window,) * layers
+    kinds = values.get("layer_types")
+    if kinds is None:
+        first = values["max_window_layers"]
+        kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+    known = {"sliding_attention": window, "full_attention": 0}
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= known.keys():
+        raise PlaitError(
+            f"layer_types in config.json is not a list of {layers} times full_attention or sliding_attention; mend it"
+        )
+    windows = tuple(known[kind] for kind in kinds)
+    return windows if any(windows) else ()
+
+
+def _rope(values: ConfigValues) -> tuple[float, RopeScaling | None]:
+    """theta, and how frequencies are stretched: from `rope_parameters` (transformers 5), `rope_scaling` and
+    `rope_theta` (4)."""
+    tables = [values.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    if not all(isinstance(table, Mapping) for table in tables):
+        raise PlaitError("rope_parameters in config.json is not a table of keys and values; mend it")
+    rope: dict[str, Any] = {**tables[0], **tables[1]}
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise PlaitError("config.json has other rotary positions in each kind of layer, which plait does not compute")
+    share = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+    if share not in (None, 1, 1.0):
+        raise PlaitError(
+            f"config.json turns {share} of each head (partial_rotary_factor); plait turns whole heads only"
+        )
+    theta = _number({"rope_theta": rope.get("rope_theta") or values.get("rope_theta") or DEFAULT_THETA}, "rope_theta")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return theta, None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise PlaitError(
+            f"rotary positions of type {kind!r} in config.json are none that plait computes: default, linear, llama3, "
+            "yarn; take a model with one of these"
+        )
+    return theta, _scaling(kind, rope, values)
+
+
+def _scaling(kind: str, rope: ConfigValues, values: ConfigValues) -> RopeScaling:
+    factor = _number(rope, "factor")
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=factor)
+    original = values.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    known = {"original": original or values["max_position_embeddings"]}
+    if kind == "llama3":
+        return RopeScaling(
+            kind="llama3",
+            factor=factor,
+            original_sequence=_count(known, "original"),
+            low_frequency=_number(rope, "low_freq_factor"),
+            high_frequency=_number(rope, "high_freq_factor"),
+        )
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_sequence=_count(known, "original"),
+        beta_fast=_number({"beta_fast": rope.get("beta_fast") or 32}, "beta_fast"),
+        beta_slow=_number({"beta_slow": rope.get("beta_slow") or 1}, "beta_slow"),
+        whole_pairs="no" if rope.get("truncate") is False else "yes",
+        table_scale=_yarn_scale(rope, factor),
+    )
+
+
+def _yarn_scale(rope: ConfigValues, factor: float) -> float:
+    if rope.get("attention_factor") is not None:
+        return _number(rope, "attention_factor")
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        scales = [1 + _number(rope, key) * (yarn_table_scale(factor) - 1) for key in ("mscale", "mscale_all_dim")]
+        return scales[0] / scales[1]
+    return yarn_table_scale(factor)
+
+
+def _count(values: ConfigValues, key: str) -> int:
+    value = values.get(key)
+    if value is None:
+        raise PlaitError(f"config.json lacks {key}; take the one that came with the weights")
+    if type(value) is not int or not 0 < value < 2**40:
+        raise PlaitError(f"{key} in config.json is {value!r:.40}; it should be a whole number above 0")
+    return value
+
+
+def _number(values: ConfigValues, key: str) -> float:
+    value = values.get(key)
+    if value is None:
+        raise PlaitError(f"config.json lacks {key}; take the one that came with the weights")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise PlaitError(f"{key} in config.json is {value!r:.40}; it should be a number above 0")
+    return float(value)
+
+
+def _require(values: ConfigValues, key: str, known: tuple[object, ...]) -> None:
+    if values.get(key) not in known:
+        named = " or ".join(str(one) for one in known if one is not None)
+        raise PlaitError(f"{key} in config.json is {values[key]!r:.40}, and plait computes {named}; take such a model")
+
+
+def _divided(width: int, heads: int) -> int:
+    if width % heads:
+        raise PlaitError(f"config.json has {heads} heads, which do not divide its width {width}; give head_dim")
+    return width // heads

@@ -1,0 +1,149 @@
+"""Families of models whose files plait reads and writes, as data: names of weights, and what a config leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from plait.model.names import layer_of, pattern_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredName:
+    """Where a weight lies in a family's files: the whole tensor `name` (`*` stands for the layer's number), or its part
+    number `part` of `parts` equal ones along the dim of outputs."""
+
+    name: str
+    order: Literal["out in", "in out"] = "out in"
+    """Of the tensor's dims; ours is [out, in]."""
+    part: int = 0
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One value of `model_type` in config.json."""
+
+    architecture: str
+    """The class of transformers that has the head."""
+    prefix: str
+    """How names begin; files of the bare decoder lack it."""
+    names: Mapping[str, StoredName]
+    """Our pattern of a weight's name (plait.model.names) to where it lies."""
+    ignored: tuple[str, ...] = ()
+    """Ends of names that are no weights: tables and masks that older files hold."""
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Values of keys that config.json leaves out."""
+
+
+def _same(name: str) -> dict[str, StoredName]:
+    return {kind: StoredName(name=f"{name}.{kind}") for kind in ("weight", "bias")}
+
+
+def _conv(name: str, part: int = 0, parts: int = 1) -> dict[str, StoredName]:
+    """GPT-2's Conv1D, which stores a matrix as [in, out]."""
+    return {
+        "weight": StoredName(name=f"{name}.weight", order="in out", part=part, parts=parts),
+        "bias": StoredName(name=f"{name}.bias", part=part, parts=parts),
+    }
+
+
+def _table(rows: Mapping[str, Mapping[str, StoredName]]) -> dict[str, StoredName]:
+    return {f"{ours}.{kind}": stored for ours, kinds in rows.items() for kind, stored in kinds.items()}
+
+
+_LAYER, _BLOCK = "model.layers.*", "transformer.h.*"
+LLAMA_NAMES = _table(
+    {
+        "embed.tokens": _same("model.embed_tokens"),
+        "norm": _same("model.norm"),
+        "head": _same("lm_head"),
+        "layers.*.attention_norm": _same(f"{_LAYER}.input_layernorm"),
+        "layers.*.attention.q": _same(f"{_LAYER}.self_attn.q_proj"),
+        "layers.*.attention.k": _same(f"{_LAYER}.self_attn.k_proj"),
+        "layers.*.attention.v": _same(f"{_LAYER}.self_attn.v_proj"),
+        "layers.*.attention.q_norm": _same(f"{_LAYER}.self_attn.q_norm"),
+        "layers.*.attention.k_norm": _same(f"{_LAYER}.self_attn.k_norm"),
+        "layers.*.attention.o": _same(f"{_LAYER}.self_attn.o_proj"),
+        "layers.*.feedforward_norm": _same(f"{_LAYER}.post_attention_layernorm"),
+        "layers.*.feedforward.gate": _same(f"{_LAYER}.mlp.gate_proj"),
+        "layers.*.feedforward.up": _same(f"{_LAYER}.mlp.up_proj"),
+        "layers.*.feedforward.down": _same(f"{_LAYER}.mlp.down_proj"),
+    }
+)
+GPT2_NAMES = _table(
+    {
+        "embed.tokens": _same("transformer.wte"),
+        "embed.positions": _same("transformer.wpe"),
+        "norm": _same("transformer.ln_f"),
+        "head": _same("lm_head"),
+        "layers.*.attention_norm": _same(f"{_BLOCK}.ln_1"),
+        "layers.*.attention.q": _conv(f"{_BLOCK}.attn.c_attn", 0, 3),
+        "layers.*.attention.k": _conv(f"{_BLOCK}.attn.c_attn", 1, 3),
+        "layers.*.attention.v": _conv(f"{_BLOCK}.attn.c_attn", 2, 3),
+        "layers.*.attention.o": _conv(f"{_BLOCK}.attn.c_proj"),
+        "layers.*.feedforward_norm": _same(f"{_BLOCK}.ln_2"),
+        "layers.*.feedforward.up": _conv(f"{_BLOCK}.mlp.c_fc"),
+        "layers.*.feedforward.down": _conv(f"{_BLOCK}.mlp.c_proj"),
+    }
+)
+
+_LLAMA_IGNORED = (".rotary_emb.inv_freq",)
+_QWEN_DEFAULTS = {
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+MODEL_FAMILIES: dict[str, Family] = {
+    "gpt2": Family(
+        architecture="GPT2LMHeadModel",
+        prefix="transformer.",
+        names=GPT2_NAMES,
+        ignored=(".attn.bias", ".attn.masked_bias"),
+        defaults={
+            "n_positions": 1024,
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "gelu_new",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        prefix="model.",
+        names=LLAMA_NAMES,
+        ignored=_LLAMA_IGNORED,
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+    ),
+    "mistral": Family(
+        architecture="MistralForCausalLM",
+        prefix="model.",
+        names=LLAMA_NAMES,
+        ignored=_LLAMA_IGNORED,
+        defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 4096},
+    ),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM",
+        prefix="model.",
+        names=LLAMA_NAMES,
+        ignored=_LLAMA_IGNORED,
+        defaults=_QWEN_DEFAULTS,
+    ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        prefix="model.",
+        names=LLAMA_NAMES,
+        ignored=_LLAMA_IGNORED,
+        defaults={**_QWEN_DEFAULTS, "head_dim": 128},
+    ),
+}
+"""By `model_type`; SmolLM2 is a llama. The defaults are those of transformers 5.24."""
+
+
+def stored_name(family: Family, name: str) -> StoredName:
+    """Where our weight `name` lies in a family's files; raises KeyError for one that the family does not have."""
+    row, layer = family.names[pattern_of(name)], layer_of(name)
+    written = row.name if layer is None else row.name.replace("*", str(layer), 1)
+    return StoredName(name=written, order=row.order, part=row.part, parts=row.parts)

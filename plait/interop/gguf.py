@@ -1,0 +1,88 @@
+"""A .gguf file as a folder in Hugging Face's format: converted once, by transformers' reader, into float32.
+
+What that reader drops in silence is refused here: stretched rotary positions. What it gets wrong is mended: a
+pre-tokenizer that splits digits.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from plait.errors import PlaitError, installing
+from plait.interop.families import MODEL_FAMILIES
+
+_LEFT_OUT = ("quantization_config", "_name_or_path", "transformers_version")
+_SPLITS_DIGITS = ("smollm",)
+"""Values of `tokenizer.ggml.pre` whose tokenizers take each digit by itself."""
+
+
+def convert_gguf(file: Path, folder: Path) -> None:
+    """Write the model of a .gguf file, its weights de-quantized, and its tokenizer into an empty folder; needs its
+    whole memory once. Raises PlaitError for a file that cannot be read, and OSError where the disk refuses."""
+    try:
+        import gguf
+        import transformers
+    except ImportError:
+        line = f"{installing('transformers')} gguf"
+        raise PlaitError(f"reading {file.name} needs the packages transformers and gguf; bring them: {line}") from None
+    fields = _checked_fields(gguf, file)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    place: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
+    try:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **place, dtype="float32")
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(file.parent, **place)
+    except Exception as error:  # of several libraries; the one for tokenizers raises bare Exception
+        raise PlaitError(
+            f"transformers cannot read {file} ({str(error).splitlines()[0]:.200}); take the model in safetensors"
+        ) from None
+    if fields["pre"] in _SPLITS_DIGITS:
+        _split_digits(tokenizer)
+    _write(model, tokenizer, folder)
+
+
+def _checked_fields(gguf: Any, file: Path) -> dict[str, str]:
+    """What must be known of a file before transformers reads it; raises PlaitError for what it would drop."""
+    try:
+        reader = gguf.GGUFReader(file)
+    except (ValueError, IndexError, OverflowError) as error:
+        raise PlaitError(f"{file} is no whole GGUF file ({error!s:.200}); bring it anew") from None
+    family = _text(reader, "general.architecture")
+    if family not in MODEL_FAMILIES:
+        raise PlaitError(
+            f"{file} is a model of the family {family!r}, none of those that plait reads: {', '.join(MODEL_FAMILIES)}"
+        )
+    scaling = _text(reader, f"{family}.rope.scaling.type")
+    if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors) or scaling not in ("", "none"):
+        raise PlaitError(
+            f"{file} stretches its rotary positions, which transformers' GGUF reader drops; take the model in "
+            "safetensors"
+        )
+    return {"family": family, "pre": _text(reader, "tokenizer.ggml.pre")}
+
+
+def _text(reader: Any, key: str) -> str:
+    field = reader.get_field(key)
+    return "" if field is None else str(field.contents())
+
+
+def _split_digits(tokenizer: Any) -> None:
+    from tokenizers import pre_tokenizers
+
+    parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)  # type: ignore[arg-type]
+
+
+def _write(model: Any, tokenizer: Any, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _LEFT_OUT}
+    text = json.dumps({**config, "dtype": "float32", "torch_dtype": "float32"}, indent=2, default=str)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    tied = bool(config.get("tie_word_embeddings"))
+    weights = {name: weight.detach().contiguous() for name, weight in model.named_parameters()}
+    kept = {name: weight for name, weight in weights.items() if not (tied and name == "lm_head.weight")}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,123 @@
+"""Rectangles of a model's weights, read straight into a rank's tensors: no bytes but their own, a block at a time.
+
+Note [what is read]: a rectangle is read as the ranges of bytes that it consists of: one for whole rows, else one for
+each row. Where the gaps between these are smaller than a page the disk reads them anyway, so whole rows are read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.checkpoint.transfer import DTYPES
+from plait.errors import PlaitError
+from plait.interop.base_model import BaseModel, WeightPlace
+from plait.interop.tensor_files import ITEM_SIZES, StoredTensor
+from plait.model.gpt import GPT
+from plait.partition.boxes import Box, whole_box
+
+READ_BYTES = 1 << 24
+"""Bytes that are read at a time, at most, beside the tensor that they go into."""
+PAGE_BYTES = 4096
+_Block = tuple[slice, slice]
+"""Rows and columns of a tensor in a file."""
+
+
+@torch.no_grad()
+def read_boxes(base: BaseModel, boxes: Iterable[tuple[str, Box, Tensor]]) -> None:
+    """Fill each tensor with the box of the weight of that name, in the tensor's own precision; on any rank, without the
+    others. Raises PlaitError where a file changed or cannot be read."""
+    with _open_files() as open_file:
+        for name, box, tensor in boxes:
+            place = base.places[name]
+            for block, target in _blocks(place, box, tensor):
+                target.copy_(_read(open_file(place.stored.file), place.stored, block))
+
+
+def load_model_from(base: BaseModel, sequence: int, device: torch.device) -> GPT:
+    """The whole model in one process, for sequences of up to this many tokens, in float32; its weights do not ask for
+    gradients."""
+    with torch.device("meta"):
+        model = GPT(base.shape_for(sequence))
+    model.to_empty(device=device)
+    read_boxes(base, ((name, whole_box(p.shape), p.data) for name, p in model.named_parameters()))
+    return model.eval()
+
+
+def _blocks(place: WeightPlace, box: Box, tensor: Tensor) -> Iterator[tuple[_Block, Tensor]]:
+    """The box as blocks of the stored tensor, each with the view of `tensor` that its numbers belong in. A vector is
+    read as a matrix of one row."""
+    is_matrix = len(box.shape) == 2
+    first, extent = list(box.offset), list(box.extent)
+    first[0] += place.name.part * box.shape[0]
+    own = tensor
+    if not is_matrix:
+        first, extent, own = [0, *first], [1, *extent], tensor.unsqueeze(0)
+    elif place.name.order == "in out":
+        first, extent, own = first[::-1], extent[::-1], tensor.t()
+    if not extent[1]:
+        return
+    at_once = max(1, READ_BYTES // (place.stored.shape[-1] * ITEM_SIZES[place.stored.dtype]))
+    for begin in range(0, extent[0], at_once):
+        end = min(begin + at_once, extent[0])
+        block = slice(first[0] + begin, first[0] + end), slice(first[1], first[1] + extent[1])
+        yield block, own[begin:end]
+
+
+def _read(file: int, stored: StoredTensor, block: _Block) -> Tensor:
+    """The numbers of a block of a stored tensor, [rows, columns], in its own dtype: Note [what is read]."""
+    rows, columns = block
+    size, width = ITEM_SIZES[stored.dtype], stored.shape[-1]
+    n_rows, n_columns = rows.stop - rows.start, columns.stop - columns.start
+    row_bytes = width * size
+    if n_columns == width or (width - n_columns) * size < PAGE_BYTES:
+        whole = np.empty((n_rows, row_bytes), dtype=np.uint8)
+        _fill(file, stored, whole.reshape(-1).data, rows.start * row_bytes)
+        found = np.ascontiguousarray(whole[:, columns.start * size : columns.stop * size])
+    else:
+        found = np.empty((n_rows, n_columns * size), dtype=np.uint8)
+        for row in range(n_rows):
+            begin = (rows.start + row) * row_bytes + columns.start * size
+            _fill(file, stored, found[row].data, begin)
+    return torch.from_numpy(found).view(DTYPES[stored.dtype])
+
+
+def _fill(file: int, stored: StoredTensor, into: memoryview, begin: int) -> None:
+    """Read as many bytes as `into` has, from byte `begin` of a tensor on."""
+    done = 0
+    while done < len(into):
+        read = os.preadv(file, [into[done:]], stored.begin + begin + done)
+        if not read:
+            raise PlaitError(f"{stored.file} ends before {stored.name} does; was it changed? bring it anew")
+        done += read
+
+
+@contextmanager
+def _open_files() -> Iterator[_Opener]:
+    opener = _Opener({})
+    try:
+        yield opener
+    finally:
+        for handle in opener.handles.values():
+            os.close(handle)
+
+
+class _Opener:
+    """Opens each file once."""
+
+    def __init__(self, handles: dict[Path, int]) -> None:
+        self.handles = handles
+
+    def __call__(self, file: Path) -> int:
+        if file not in self.handles:
+            try:
+                self.handles[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise PlaitError(f"{file} can no longer be read ({error.strerror}); was it moved?") from None
+        return self.handles[file]

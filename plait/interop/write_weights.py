@@ -1,0 +1,121 @@
+"""Writes weights as sharded safetensors under a family's own names, a block at a time: no whole model is in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from io import BufferedWriter
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.transfer import DTYPES
+from plait.interop.base_model import stored_shape
+from plait.interop.families import Family, StoredName, stored_name
+from plait.interop.tensor_files import INDEX, ITEM_SIZES, WHOLE
+from plait.model.shape import ModelShape, weight_sizes
+
+WRITE_BYTES = 1 << 24
+"""Bytes of a tensor that are in memory at a time, about."""
+SHARD_BYTES = 5 * 10**9
+"""Size of a file of weights, at most, but for a single larger tensor."""
+
+ReadPart = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
+"""(our name of a weight, offset, extent) to that rectangle of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenTensor:
+    """A tensor of the files, and the weights of ours that lie in it, one after the other along the dim of outputs."""
+
+    name: str
+    shape: tuple[int, ...]
+    weights: tuple[str, ...]
+    order: str
+
+
+def written_tensors(shape: ModelShape, family: Family) -> list[WrittenTensor]:
+    """Every tensor of a model's files, in the order of the forward pass."""
+    places: dict[str, list[tuple[str, StoredName]]] = {}
+    for name in weight_sizes(shape):
+        stored = stored_name(family, name)
+        places.setdefault(stored.name, []).append((name, stored))
+    found: list[WrittenTensor] = []
+    for name, parts in places.items():
+        parts.sort(key=lambda part: part[1].part)
+        whole = stored_shape(parts[0][1], weight_sizes(shape)[parts[0][0]])
+        found.append(
+            WrittenTensor(name=name, shape=whole, weights=tuple(own for own, _ in parts), order=parts[0][1].order)
+        )
+    return found
+
+
+def files_bytes(tensors: Sequence[WrittenTensor], dtype: str) -> int:
+    """Bytes of all tensors together, headers aside, in a dtype of ITEM_SIZES."""
+    return sum(prod(one.shape) for one in tensors) * ITEM_SIZES[dtype]
+
+
+def write_weights(
+    folder: Path, tensors: Sequence[WrittenTensor], dtype: str, read: ReadPart, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write the files, and the index where there are several; raises OSError where the disk refuses. Blocks until it
+    has them."""
+    shards = _shards(tensors, dtype, shard_bytes)
+    names = [f"model-{at:05d}-of-{len(shards):05d}.safetensors" for at in range(1, len(shards) + 1)]
+    names = [WHOLE] if len(shards) == 1 else names
+    for name, shard in zip(names, shards, strict=True):
+        with (folder / name).open("wb") as out:
+            _write_shard(out, shard, dtype, read)
+            out.flush()
+            os.fsync(out.fileno())
+    if len(shards) > 1:
+        places = {one.name: name for name, shard in zip(names, shards, strict=True) for one in shard}
+        sizes = {"total_parameters": sum(prod(one.shape) for one in tensors), "total_size": files_bytes(tensors, dtype)}
+        text = json.dumps({"metadata": sizes, "weight_map": places}, indent=2, sort_keys=True)
+        (folder / INDEX).write_text(text + "\n", encoding="utf-8")
+
+
+def _shards(tensors: Sequence[WrittenTensor], dtype: str, most: int) -> list[list[WrittenTensor]]:
+    shards: list[list[WrittenTensor]] = [[]]
+    for one in tensors:
+        if shards[-1] and files_bytes([*shards[-1], one], dtype) > most:
+            shards.append([])
+        shards[-1].append(one)
+    return shards
+
+
+def _write_shard(out: BufferedWriter, shard: Sequence[WrittenTensor], dtype: str, read: ReadPart) -> None:
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for one in shard:
+        begin, end = end, end + prod(one.shape) * ITEM_SIZES[dtype]
+        table[one.name] = {"dtype": dtype, "shape": one.shape, "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    out.write(struct.pack("<Q", len(text)) + text)
+    for one in shard:
+        for block in _blocks(one, read):
+            numbers = block.to(DTYPES[dtype]).contiguous().view(-1).view(torch.uint8).numpy()
+            out.write(numbers.data)
+
+
+def _blocks(one: WrittenTensor, read: ReadPart) -> Iterator[Tensor]:
+    """The tensor's rows in order, some at a time."""
+    if len(one.shape) == 1:
+        lengths = one.shape[0] // len(one.weights)
+        yield torch.cat([read(name, (0,), (lengths,)) for name in one.weights])
+        return
+    rows, columns = one.shape
+    at_once = max(1, WRITE_BYTES // (8 * columns))
+    for first in range(0, rows, at_once):
+        count = min(at_once, rows - first)
+        if one.order == "in out":  # our rows are its columns
+            own = columns // len(one.weights)
+            yield torch.cat([read(name, (0, first), (own, count)).t() for name in one.weights], dim=1)
+        else:
+            yield read(one.weights[0], (first, 0), (count, columns))

@@ -1,0 +1,90 @@
+"""Rotary frequencies stretched for longer sequences than a model was first trained on: linear, llama3 and yarn.
+
+Names and numbers are those of `rope_parameters` in Hugging Face's config.json. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, floor, inf, log, pi
+from typing import Literal, get_args
+
+from plait.errors import PlaitError
+
+RopeKind = Literal["linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """How frequencies are divided by `factor`: all of them ("linear", Chen et al. 2023), the slow ones ("llama3",
+    Llama 3.1), or those of the slow pairs along a ramp ("yarn", Peng et al. 2023). Raises PlaitError for numbers that
+    cannot be."""
+
+    kind: RopeKind
+    factor: float
+    original_sequence: int = 0
+    """Longest sequence before the stretching; llama3 and yarn need it."""
+    low_frequency: float = 1.0
+    """llama3: pairs that turn less often than this within `original_sequence` are slow."""
+    high_frequency: float = 4.0
+    """llama3: pairs that turn more often than this stay as they are."""
+    beta_fast: float = 32.0
+    """yarn: pairs that turn more often than this stay as they are."""
+    beta_slow: float = 1.0
+    """yarn: pairs that turn less often than this are divided by the whole factor."""
+    whole_pairs: Literal["yes", "no"] = "yes"
+    """yarn: whether the ramp begins and ends at whole numbers of pairs."""
+    table_scale: float = 1.0
+    """yarn: what cosines and sines are multiplied by."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(RopeKind):
+            raise PlaitError(f"rotary positions cannot be stretched by {self.kind!r}; choose linear, llama3 or yarn")
+        numbers = {"factor": self.factor, "table_scale": self.table_scale, "high_frequency": self.high_frequency}
+        if self.kind != "linear":
+            numbers["original_sequence"] = self.original_sequence
+        for name, value in numbers.items():
+            if not 0 < value < inf:
+                raise PlaitError(f"the {name} of {self.kind} rotary positions is {value}; choose a number above 0")
+        if self.kind == "llama3" and not self.low_frequency < self.high_frequency:
+            raise PlaitError(
+                f"llama3's low_frequency is {self.low_frequency} and its high_frequency {self.high_frequency}; "
+                "choose a larger high_frequency"
+            )
+
+    def stretch(self, frequencies: Sequence[float], theta: float) -> list[float]:
+        """The frequencies (radians per position) of all pairs of a head after stretching."""
+        if self.kind == "linear":
+            return [frequency / self.factor for frequency in frequencies]
+        if self.kind == "llama3":
+            return [self._llama3(frequency) for frequency in frequencies]
+        return self._yarn(frequencies, theta)
+
+    def _llama3(self, frequency: float) -> float:
+        turns = self.original_sequence * frequency / (2 * pi)
+        if turns > self.high_frequency:
+            return frequency
+        if turns < self.low_frequency:
+            return frequency / self.factor
+        kept = (turns - self.low_frequency) / (self.high_frequency - self.low_frequency)
+        return (1 - kept) * frequency / self.factor + kept * frequency
+
+    def _yarn(self, frequencies: Sequence[float], theta: float) -> list[float]:
+        pairs = len(frequencies)
+        first, last = self._pair_turning(self.beta_fast, pairs, theta), self._pair_turning(self.beta_slow, pairs, theta)
+        if self.whole_pairs == "yes":
+            first, last = floor(first), ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        length = last - first or 0.001
+        divided = [min(1.0, max(0.0, (pair - first) / length)) for pair in range(pairs)]
+        return [f * (1 - part) + f / self.factor * part for f, part in zip(frequencies, divided, strict=True)]
+
+    def _pair_turning(self, turns: float, pairs: int, theta: float) -> float:
+        """The number of the pair that turns so often within `original_sequence`, as a fraction."""
+        return pairs * log(self.original_sequence / (turns * 2 * pi)) / log(theta)
+
+
+def yarn_table_scale(factor: float) -> float:
+    """What yarn multiplies cosines and sines by where nothing else is said."""
+    return 0.1 * log(factor) + 1.0 if factor > 1 else 1.0

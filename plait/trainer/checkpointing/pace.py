@@ -1,0 +1,47 @@
+"""When the next checkpoint is due: after the plan's interval, or later where saving would take too much of the time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from plait.units import Every, format_duration
+
+
+class CheckpointPace:
+    """Follows a rank's saves, which come every `every` or, where it has a `cost_share`, as seldom as that asks for;
+    `clock` counts seconds."""
+
+    def __init__(self, every: Every, *, step: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every, self._clock = every, clock
+        self._step, self._at = step, clock()
+        self._least_s = 0.0
+        self._said_s = every.value
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save after this step."""
+        if self._every.value == 0:
+            return False
+        passed_s = self._clock() - self._at
+        if self._every.unit == "steps":
+            return step - self._step >= self._every.value and passed_s >= self._least_s
+        return passed_s >= max(self._every.value, self._least_s)
+
+    def saved(self, step: int, cost_s: float) -> str | None:
+        """Take note of a save after this step, which took so many seconds, and that the next interval begins now.
+
+        Returns a sentence for the log where the interval is now another one than was last said, by a factor of two.
+        """
+        self._step, self._at = step, self._clock()
+        share = self._every.cost_share
+        if share is None:
+            return None
+        self._least_s = cost_s / share
+        interval_s = max(self._every.value, self._least_s)
+        if self._said_s / 2 < interval_s < 2 * self._said_s:
+            return None
+        self._said_s = interval_s
+        return (
+            f"saving took {format_duration(cost_s)}, so the next checkpoint comes after {format_duration(interval_s)}: "
+            f"at most {share:.0%} of the time goes to saving (checkpoint.every sets another interval)"
+        )

@@ -1,0 +1,73 @@
+"""A probe times layers as the run has them: compiled where it compiles, and never while a clock runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager_decomp_partition
+
+from plait.cluster.probe.arithmetic import arithmetic_runs
+from plait.cluster.probe.request import ProbeRequest, model_probe_request
+from plait.commands.probing.training_pieces import training_operations_for
+from plait.model.attention import Documents
+from plait.model.gpt import Layer
+from plait.model.sizes import explicit_shape
+from plait.parallel.compile import compile_layer
+
+SHAPE = explicit_shape(layers=2, width=32, vocabulary=64, sequence=16)
+REQUEST = model_probe_request(SHAPE, sequence=16, sequences=4, device="cpu", precision="bf16", threads=1)
+CPU = torch.device("cpu")
+
+
+def attend_rows(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_bthd, k_bthd, v_bthd))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+class CountedGraphs:
+    """A compiler that needs no C++ compiler, and counts what it is given."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.count += 1
+        return aot_eager_decomp_partition(graph, inputs)
+
+
+@pytest.fixture(autouse=True)
+def no_graphs_from_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_a_layer_is_compiled_before_it_is_timed_and_its_backward_can_be_repeated() -> None:
+    graphs = CountedGraphs()
+
+    def prepare(layer: nn.Module) -> None:
+        assert isinstance(layer, Layer)
+        layer.attention.attend = attend_rows  # on a processor plait's own asks for the library, outside of a graph
+        layer.compile(dynamic=False, fullgraph=True, backend=graphs)
+
+    runs = arithmetic_runs(REQUEST, CPU, replace(training_operations_for(REQUEST), prepare_layer=prepare))
+    before = graphs.count
+    assert before == len(REQUEST.models)
+    for (work, _), run in runs.items():
+        if work in ("layer", "layer_backward"):
+            run()
+            run()
+    assert graphs.count == before
+
+
+def test_the_request_says_whether_layers_are_compiled() -> None:
+    compiled = replace(REQUEST, compile="blocks")
+    assert ProbeRequest.from_json(compiled.to_json()) == compiled != REQUEST
+    assert training_operations_for(compiled).prepare_layer is compile_layer
+    assert training_operations_for(REQUEST).prepare_layer is not compile_layer

@@ -1,0 +1,167 @@
+"""An export is loaded by transformers with the same scores, and read back by plait bit for bit."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from plait.checkpoint.store import checkpoint_for, publish, staging_for
+from plait.checkpoint.transfer import TensorSlice, write_rank
+from plait.commands.export import write_export
+from plait.commands.models.opened_model import open_model
+from plait.commands.planning.run_folder import run_folder
+from plait.commands.preparing.base import keep_base_files
+from plait.errors import PlaitError
+from plait.interop.base_model import read_base_model
+from plait.interop.read_weights import load_model_from
+from plait.layout import Layout
+from plait.model.gpt import GPT
+from plait.model.rope_scaling import RopeScaling
+from plait.model.shape import ModelShape
+from plait.partition.boxes import weight_boxes
+from plait.planner.plan_file import write_plan
+from plait.screen.screen import SilentScreen
+from plait.working_folder import WorkingFolder
+from tests.interop.folders import write_model
+from tests.trainer.tiny import make_tiny
+
+TWO_RANKS = Layout(tensor=2)
+CHANGES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "gpt2": {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": "all", "tied": True},
+    "qwen2": {"bias": "qkv", "tied": True, "windows": (0, 4), "rope": RopeScaling(kind="linear", factor=2.0)},
+    "qwen3": {"qk_norm": True, "head_width": 12, "norm_eps": 1e-6},
+    "mistral": {"windows": (5, 5), "rope": RopeScaling(kind="yarn", factor=4.0, original_sequence=4)},
+}
+
+
+def saved_run(folder: Path, **changes: object) -> tuple[WorkingFolder, GPT]:
+    """A run with one checkpoint that two ranks of `tensor` wrote, and the model that it holds."""
+    working = WorkingFolder(folder)
+    own = run_folder("tiny", working).path
+    own.mkdir(parents=True)
+    _, plan = make_tiny(own, "run.name=tiny")
+    plan = replace(plan, shape=replace(plan.shape, **changes))
+    write_plan(plan, own / "plan.json")
+    model = random_weights(plan.shape)
+    staging = staging_for(own / "checkpoints", 3)
+    for rank in range(2):
+        boxes = weight_boxes(plan.shape, TWO_RANKS, TWO_RANKS.coordinates(rank))
+        slices = {name: cut(model, name, box.offset, box.extent) for name, box in boxes.items()}
+        once = {f"model/{name}": one for name, one in slices.items() if rank == 0 or one.tensor.shape != one.shape}
+        write_rank(staging, rank, once)
+    publish(staging, checkpoint_for(own / "checkpoints", 3), step=3, cursor=9, model=plan.shape.to_dict(), world_size=2)
+    return working, model
+
+
+def random_weights(shape: ModelShape) -> GPT:
+    torch.manual_seed(4)
+    model = GPT(shape)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    return model
+
+
+def cut(model: GPT, name: str, offset: tuple[int, ...], extent: tuple[int, ...]) -> TensorSlice:
+    whole = model.get_parameter(name).detach()
+    part = whole[tuple(slice(at, at + size) for at, size in zip(offset, extent, strict=True))]
+    return TensorSlice(tensor=part, shape=tuple(whole.shape), offset=offset)
+
+
+@pytest.mark.parametrize("family", CHANGES)
+def test_transformers_loads_it_and_plait_reads_it_back(family: str, tmp_path: Path) -> None:
+    working, model = saved_run(tmp_path, **CHANGES[family])
+    target = write_export("tiny", Path("out"), screen=SilentScreen(), shard_bytes=20_000, working=working)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_parameters"] == sum(p.numel() for p in model.parameters())
+    assert json.loads((target / "config.json").read_text())["model_type"] == family
+    back = load_model_from(read_base_model(target), 8, torch.device("cpu"))
+    assert back.shape == replace(model.shape, learned_positions=8 if family == "gpt2" else 0)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(back.get_parameter(name), parameter), name
+    tokens_bt = torch.randint(0, 280, (2, 8))
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(target).eval()(tokens_bt).logits.flatten(0, 1)
+        ours = model.logits(model(tokens_bt))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+    text = "a b c d, abcdefgh"
+    assert AutoTokenizer.from_pretrained(target)(text)["input_ids"] == open_model("tiny", working).tokenizer.encode(
+        text
+    )
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_a_smaller_dtype_rounds_each_weight_once(tmp_path: Path) -> None:
+    working, model = saved_run(tmp_path)
+    target = write_export("tiny", Path("out"), dtype="bfloat16", screen=SilentScreen(), working=working)
+    config = json.loads((target / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    found = load_file(target / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(found, model.get_parameter("layers.1.feedforward.down.weight").bfloat16())
+
+
+def test_what_came_with_the_base_goes_on_with_the_export(tmp_path: Path) -> None:
+    working, _ = saved_run(tmp_path)
+    base = tmp_path / "base"
+    write_model(base, max_position_embeddings=4096, bos_token_id=7)
+    (base / "LICENSE").write_text("as you like")
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    keep_base_files(str(base), run_folder("tiny", working).base)
+    target = write_export("tiny", Path("out"), screen=SilentScreen(), working=working)
+    assert (target / "LICENSE").read_text() == "as you like"
+    config = json.loads((target / "config.json").read_text())
+    assert (config["max_position_embeddings"], config["bos_token_id"]) == (4096, 7)
+    assert not (target / "chat_template.jinja").exists()  # the run's tokenizer is another one
+    card = (target / "README.md").read_text()
+    assert "3 steps of" in card and "rows.jsonl" in card and "LICENSE" in card and str(tmp_path) not in card
+
+
+def test_a_model_of_no_family_is_refused(tmp_path: Path) -> None:
+    working, _ = saved_run(tmp_path, activation="relu2")
+    with pytest.raises(PlaitError, match=r"no family of transformers has models of this kind.*the nearest is llama"):
+        write_export("tiny", Path("out"), screen=SilentScreen(), working=working)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dtype_that_is_none_is_refused(tmp_path: Path) -> None:
+    working, _ = saved_run(tmp_path)
+    with pytest.raises(PlaitError, match="dtype = fp8 is none of float32, bfloat16, float16"):
+        write_export("tiny", Path("out"), dtype="fp8", screen=SilentScreen(), working=working)
+
+
+@pytest.mark.parametrize("to", ["runs", "nowhere/out"])
+def test_a_folder_that_is_there_or_cannot_be_is_refused(to: str, tmp_path: Path) -> None:
+    working, _ = saved_run(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(PlaitError, match="name a new folder"):
+        write_export("tiny", Path(to), screen=SilentScreen(), working=working)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """Files of this process cannot grow beyond this size."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_refuses_leaves_nothing_behind(tmp_path: Path) -> None:
+    working, _ = saved_run(tmp_path)
+    with largest_file(30_000), pytest.raises(PlaitError, match=r"cannot be written.*export again") as refused:
+        write_export("tiny", Path("out"), screen=SilentScreen(), working=working)
+    assert refused.value.exit_code == 2
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*.part"))

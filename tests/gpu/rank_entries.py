@@ -1,0 +1,89 @@
+"""What the ranks of these tests do, on the processor or all on the first GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from plait.trainer.persist import restore, save
+from torch import Tensor
+
+from plait.checkpoint.store import verify_checkpoint
+from plait.launch.values.job import RankContext
+from plait.parallel.mesh import Sums, make_mesh, open_store, world_sums
+from plait.planner.plan_file import read_plan
+from plait.recipe.load import load_recipe
+from plait.report.memory import LiveTensorPeak
+from plait.trainer.assemble import Assembly, assemble
+from plait.trainer.state import TrainState
+
+
+def take_steps(context: RankContext, argument: str) -> None:
+    """Some steps of the plan in a folder: the losses and the norms of the gradients."""
+    asked = json.loads(argument)
+    with assembled(context, Path(asked["folder"])) as (assembly, _):
+        state, losses, norms = TrainState(), list[float](), list[float]()
+        for _ in range(asked["steps"]):
+            state, scalars = assembly.step(state)
+            losses.append(float(scalars.totals[0] / scalars.totals[1]))
+            norms.append(float(scalars.norm))
+    context.send("steps", losses=losses, norms=norms)
+
+
+def save_and_restore(context: RankContext, argument: str) -> None:
+    """A checkpoint after two steps brings back every bit, on the device where it was; and the next step is the same."""
+    folder = Path(argument)
+    with assembled(context, folder) as (assembly, world):
+        state = TrainState()
+        for _ in range(2):
+            state, _ = assembly.step(state)
+        path, before = save(assembly, state, folder / "checkpoints", world), bits_of(assembly)
+        after, first = assembly.step(state)
+        back = restore(assembly, path, verify_checkpoint(path), world)
+        same = [torch.equal(*pair) for pair in zip(before, bits_of(assembly), strict=True)]
+        _, second = assembly.step(back)
+        here = {tensor.device.type for tensor in assembly.tensors() if tensor.dim()}
+    context.send(
+        "restored",
+        same=all(same),
+        tensors=len(same),
+        devices=sorted(here),
+        step=back.step,
+        next_step=after.step,
+        losses=[float(one.totals[0]) for one in (first, second)],
+    )
+
+
+def watched_step(context: RankContext, argument: str) -> None:
+    """The most bytes of live tensors in the second step."""
+    with assembled(context, Path(argument)) as (assembly, _):
+        state, _ = assembly.step(TrainState())
+        with LiveTensorPeak(assembly.device, assembly.tensors()) as peak:
+            assembly.step(state)
+    context.send("peak", bytes=peak.bytes)
+
+
+@contextmanager
+def assembled(context: RankContext, folder: Path) -> Iterator[tuple[Assembly, Sums]]:
+    """This rank's part of the run in a folder. Messages go over gloo: NCCL takes one rank for each GPU."""
+    plan = read_plan(folder / "plan.json")
+    torch.set_num_threads(1)
+    if plan.device == "cuda":
+        torch.cuda.set_device(0)
+    store = open_store(context.rendezvous, context.rank, context.world_size)
+    dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.world_size)
+    world, mesh = world_sums(), make_mesh(plan.layout, plan.device)
+    assembly = assemble(load_recipe(folder / "recipe.toml"), plan, sums=world, mesh=mesh)
+    yield assembly, world
+    assembly.loader.close()
+    dist.destroy_process_group()
+
+
+def bits_of(assembly: Assembly) -> list[Tensor]:
+    """Copies of weights and moments."""
+    moments = [value for state in assembly.optimizer.state.values() for value in state.values()]
+    return [tensor.detach().cpu().clone() for tensor in (*(held.tensor for held in assembly.model.weights), *moments)]

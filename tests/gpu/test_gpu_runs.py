@@ -1,0 +1,122 @@
+"""Whole steps on one device: one rank and several, checkpoints, memory beside the plan, and the proof by `verify`."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from plait.commands.verify import verify
+from plait.launch.local.run import ForkServer
+from plait.launch.values.job import Job, Message
+from plait.planner.memory.traced_peak import MEMORY_ITEMS, traced_peak
+from plait.planner.problem.candidates import Candidates
+from plait.planner.problem.workload import workload_of
+from plait.screen.terminal import TerminalScreen
+from plait.working_folder import WorkingFolder
+from tests.entry_tables import entries_of
+from tests.trainer.tiny import RECIPE, make_tiny
+
+RunRanks = Callable[[str, str, int], dict[int, dict[str, Any]]]
+ALONE = "layout.replicate=1"
+TOGETHER = {
+    "replicate": ("layout.replicate=2",),
+    "shard optimizer": (ALONE, "layout.shard=2", "layout.shard_what=optimizer"),
+    "tensor": (ALONE, "layout.tensor=2"),
+}
+"""Layouts whose messages gloo carries also between tensors of a GPU; torch's FSDP, and sends, want NCCL there."""
+SMALL = (
+    "model.layers=8", "model.width=96", "model.heads=4", "model.vocabulary=300", "train.sequence=64",
+    "train.batch_tokens=1024", "data.mask_documents=false", "layout.micro_sequences=4",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_ranks() -> Iterator[RunRanks]:
+    entries = entries_of("tests.gpu.rank_entries", preload=("torch._dynamo", "plait.trainer.worker"))
+    with ForkServer(entries, threads=1) as server:
+
+        def run(entry: str, argument: str, world_size: int) -> dict[int, dict[str, Any]]:
+            told: dict[int, dict[str, Any]] = {}
+
+            def hear(message: Message) -> None:
+                told[message.rank] = dict(message.values)
+
+            server.run(Job(entry=entry, argument=argument, world_size=world_size, threads=1), on_message=hear)
+            return told
+
+        yield run
+
+
+def steps(run_ranks: RunRanks, folder: Path, device: str, ranks: int, *keys: str, **planned: Any) -> dict[str, Any]:
+    folder.mkdir()
+    make_tiny(folder, *keys, device=device, **planned)
+    return run_ranks("take_steps", json.dumps({"folder": str(folder), "steps": 3}), ranks)[0]
+
+
+@pytest.mark.parametrize("layout", TOGETHER)
+def test_ranks_that_share_a_device_compute_what_one_does(
+    run_ranks: RunRanks, tmp_path: Path, device: torch.device, layout: str
+) -> None:
+    one = steps(run_ranks, tmp_path / "one", device.type, 1, ALONE, precision="float32")
+    both = steps(run_ranks, tmp_path / "both", device.type, 2, *TOGETHER[layout], precision="float32")
+    assert both["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert both["norms"] == pytest.approx(one["norms"], rel=1e-3)
+
+
+def test_rounded_arithmetic_trains_like_float32(run_ranks: RunRanks, tmp_path: Path, device: torch.device) -> None:
+    exact, rounded = (
+        steps(run_ranks, tmp_path / precision, device.type, 1, ALONE, precision=precision)
+        for precision in ("float32", "bf16")
+    )
+    assert rounded["losses"] != exact["losses"]
+    assert rounded["losses"] == pytest.approx(exact["losses"], rel=1e-2)
+
+
+def test_a_checkpoint_from_the_device_brings_back_every_bit(
+    run_ranks: RunRanks, tmp_path: Path, device: torch.device
+) -> None:
+    make_tiny(tmp_path, ALONE, device=device.type, precision="bf16")
+    found = run_ranks("save_and_restore", str(tmp_path), 1)[0]
+    assert found["same"] and found["tensors"] > 10 and device.type in found["devices"]
+    assert (found["step"], found["next_step"]) == (2, 3)
+    assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-6 if device.type == "cuda" else 0)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "precision"), [("none", "bf16"), ("selective", "float32"), ("full", "bf16")], ids=str
+)
+def test_the_device_holds_what_was_planned(
+    run_ranks: RunRanks, tmp_path: Path, device: torch.device, recompute: str, precision: Any
+) -> None:
+    keys = (*SMALL, ALONE, f"layout.recompute={recompute}")
+    _, plan = make_tiny(tmp_path, *keys, device=device.type, precision=precision)
+    held = run_ranks("watched_step", str(tmp_path), 1)[0]["bytes"]
+    work = workload_of(plan.shape, sequence=64, batch_sequences=16, precision=precision, moments=plan.optimizer.moments)
+    row = {**plan.layout.degrees, "recompute": recompute, "micro_sequences": 4, "schedule": plan.layout.schedule}
+    told = traced_peak(work, Candidates.from_rows([row], layer_split="balanced"), rank=0)
+    assert sum(told[item][0] for item in MEMORY_ITEMS) == pytest.approx(held, rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_verify_proves_the_run_s_own_arithmetic(tmp_path: Path, recompute: str) -> None:
+    """Compiled and in bf16 on this machine's GPU, after float32: `plait verify --here` (on processors: end_to_end)."""
+    (tmp_path / "tiny.toml").write_text(RECIPE)
+    out = io.StringIO()
+    verdict = verify(
+        tmp_path / "tiny.toml",
+        [ALONE, f"layout.recompute={recompute}"],
+        where="here",
+        screen=TerminalScreen(Console(file=out, width=200)),
+        working=WorkingFolder(tmp_path),
+    )
+    assert verdict is not None and verdict.ok
+    assert "in bf16, compiled two runs on one device differ by" in out.getvalue()

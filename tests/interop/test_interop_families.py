@@ -1,0 +1,141 @@
+"""Random models that transformers made compute the same here: read from their folders, in float64 and in float32.
+
+In float64 transformers' islands of float32, its norms and rotary tables, are replaced by their definitions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+
+from plait.interop.base_model import read_base_model
+from plait.interop.config_in import shape_of_config
+from plait.interop.config_out import config_of_shape
+from plait.interop.read_weights import load_model_from, read_boxes
+from plait.model.gpt import GPT
+from plait.partition.boxes import whole_box
+from tests.interop.random_models import SEQUENCE, VOCABULARY, random_config, random_model
+
+EVERY_DAY, ALL = range(20), range(20, 220)
+CPU = torch.device("cpu")
+
+
+class Float64Norm(nn.Module):
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.weight
+
+
+class Float64Rotary(nn.Module):
+    """Transformers' own formulas in float64; `inv_freq` is what its float32 gives, to compare with."""
+
+    def __init__(self, config: Any, inv_freq: Tensor) -> None:
+        super().__init__()
+        rope = config.rope_parameters
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        plain = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim))
+        self.frequencies, self.scale = FORMULAS[rope["rope_type"]](plain, rope)
+        torch.testing.assert_close(self.frequencies, inv_freq.double(), rtol=1e-5, atol=0)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].double() * self.frequencies.repeat(2)
+        return angles.cos() * self.scale, angles.sin() * self.scale
+
+
+def llama3_formula(plain: Tensor, rope: dict[str, Any]) -> tuple[Tensor, float]:
+    old, low, high = (rope[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"))
+    wavelength = 2 * math.pi / plain
+    smooth = (old / wavelength - low) / (high - low)
+    between = (1 - smooth) * plain / rope["factor"] + smooth * plain
+    slow = torch.where(wavelength > old / low, plain / rope["factor"], between)
+    return torch.where(wavelength < old / high, plain, slow), 1.0
+
+
+def yarn_formula(plain: Tensor, rope: dict[str, Any]) -> tuple[Tensor, float]:
+    factor, dim = rope["factor"], 2 * len(plain)
+
+    def place(rotations: float) -> float:
+        length = rope["original_max_position_embeddings"]
+        return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+
+    low = max(math.floor(place(rope.get("beta_fast") or 32)), 0)
+    high = min(math.ceil(place(rope.get("beta_slow") or 1)), dim - 1)
+    ramp = ((torch.arange(len(plain), dtype=torch.float64) - low) / (high - low or 0.001)).clamp(0, 1)
+    scale = rope.get("attention_factor")
+    if scale is None and rope.get("mscale"):
+        scale = (0.1 * rope["mscale"] * math.log(factor) + 1) / (0.1 * rope["mscale_all_dim"] * math.log(factor) + 1)
+    return plain / factor * ramp + plain * (1 - ramp), scale or 0.1 * math.log(factor) + 1
+
+
+FORMULAS: dict[str, Any] = {
+    "default": lambda plain, rope: (plain, 1.0),
+    "linear": lambda plain, rope: (plain / rope["factor"], 1.0),
+    "llama3": llama3_formula,
+    "yarn": yarn_formula,
+}
+
+
+def in_float64(theirs: PreTrainedModel) -> None:
+    theirs.double()
+    for module in list(theirs.modules()):
+        for name, child in list(module.named_children()):
+            if type(child).__name__.endswith("RMSNorm"):
+                setattr(module, name, Float64Norm(child.weight, child.variance_epsilon))
+            elif type(child).__name__.endswith("RotaryEmbedding"):
+                setattr(module, name, Float64Rotary(theirs.config, child.inv_freq))
+
+
+def in_float64_here(folder: Path) -> GPT:
+    base = read_base_model(folder)
+    ours = GPT(base.shape_for(SEQUENCE)).double()
+    read_boxes(base, ((name, whole_box(p.shape), p.data) for name, p in ours.named_parameters()))
+    return ours
+
+
+def check(seed: int, folder: Path) -> None:
+    theirs = random_model(random_config(seed))
+    theirs.save_pretrained(folder)
+    tokens_bt = torch.randint(0, VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        ours = load_model_from(read_base_model(folder), SEQUENCE, CPU)
+        scores, wanted = ours.logits(ours(tokens_bt)), theirs(tokens_bt).logits.flatten(0, 1)
+        assert wanted.std() > 0.1
+        torch.testing.assert_close(scores, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+        in_float64(theirs)
+        ours = in_float64_here(folder)
+        scores, wanted = ours.logits(ours(tokens_bt)), theirs(tokens_bt).logits.flatten(0, 1)
+        torch.testing.assert_close(scores, wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("seed", EVERY_DAY)
+def test_scores_are_those_of_transformers(seed: int, tmp_path: Path) -> None:
+    check(seed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ALL)
+def test_scores_of_many_more_are(seed: int, tmp_path: Path) -> None:
+    check(seed, tmp_path)
+
+
+@pytest.mark.parametrize("seed", [*EVERY_DAY, *ALL])
+def test_a_config_that_is_written_means_the_same_to_both(seed: int, tmp_path: Path) -> None:
+    """Read by transformers again, and by plait from each version's keys alone."""
+    config = random_config(seed)
+    shape = shape_of_config(config.to_dict())
+    written = config_of_shape(shape, "float32", config.model_type)
+    assert written["model_type"] == config.model_type
+    for dropped in ((), ("rope_parameters", "dtype"), ("rope_theta", "rope_scaling", "torch_dtype")):
+        assert shape_of_config({key: value for key, value in written.items() if key not in dropped}) == shape
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert shape_of_config(AutoConfig.from_pretrained(tmp_path).to_dict()) == shape

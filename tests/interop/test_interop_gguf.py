@@ -1,0 +1,49 @@
+"""A .gguf file is converted once, and computes what the model that it was made of computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait.commands.models.opened_model import open_model
+from plait.errors import PlaitError
+from plait.working_folder import WorkingFolder
+from tests.interop.folders import write_gguf, write_model
+
+pytest.importorskip("gguf")
+
+
+def test_a_gguf_file_computes_what_its_model_computes(tmp_path: Path) -> None:
+    theirs = write_model(tmp_path / "model")
+    write_gguf(tmp_path / "small.gguf", theirs, tmp_path / "model", tokenizer__ggml__pre="smollm")
+    opened = open_model("small.gguf", WorkingFolder(tmp_path))
+    tokens_bt = torch.randint(0, 257, (2, 24))
+    with torch.no_grad():
+        wanted = theirs(tokens_bt).logits.flatten(0, 1)
+        torch.testing.assert_close(opened.model.logits(opened.model(tokens_bt)), wanted, rtol=0, atol=1e-4)
+    assert len(opened.tokenizer.encode("a 12")) == 4  # each digit by itself, whatever the merges say
+    assert opened.origin.parent == tmp_path / ".plait" / "models"
+    made = (opened.origin / "model.safetensors").stat().st_mtime_ns
+    assert open_model("small.gguf", WorkingFolder(tmp_path)).origin == opened.origin
+    assert (opened.origin / "model.safetensors").stat().st_mtime_ns == made
+
+
+def test_what_the_reader_would_drop_or_cannot_read_is_refused(tmp_path: Path) -> None:
+    theirs = write_model(tmp_path / "model")
+    write_gguf(tmp_path / "long.gguf", theirs, tmp_path / "model", llama__rope__scaling__type="yarn")
+    whole = (tmp_path / "long.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "other.gguf").write_bytes(whole.replace(b"llama", b"falco"))
+    (tmp_path / "text.gguf").write_text("no model")
+    for name, words in {
+        "long.gguf": "stretches its rotary positions",
+        "cut.gguf": "is no whole GGUF file",
+        "other.gguf": "family 'falco', none of those that plait reads",
+        "text.gguf": "is no whole GGUF file",
+        "none.gguf": "there is no file",
+    }.items():
+        with pytest.raises(PlaitError, match=words):
+            open_model(name, WorkingFolder(tmp_path))
+    assert not [path for path in (tmp_path / ".plait" / "models").iterdir() if path.is_dir()]
