@@ -9,7 +9,9 @@ from plait.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from plait.api import (
+        chat,
         evaluate,
+        export,
         join,
         join_run,
         load_recipe,
@@ -37,7 +39,9 @@ __all__ = [
     "Run",
     "RunFailed",
     "Verdict",
+    "chat",
     "evaluate",
+    "export",
     "join",
     "join_run",
     "load_recipe",

@@ -14,6 +14,7 @@ from plait.working_folder import named_folder
 
 if TYPE_CHECKING:
     from plait.cluster.cluster import Cluster
+    from plait.commands.answering.chat import Conversation
     from plait.commands.answering.choices import Evaluation
     from plait.commands.planning.planned_run import PlannedRun
     from plait.commands.sample import SampledText
@@ -102,10 +103,8 @@ def train(
 def join(
     at: str, *, secret_file: str | Path | None = None, progress: ProgressDisplay = "auto", folder: Place = None
 ) -> None:
-    """Lend this host to the run that waits at HOST:PORT, and return when that run is finished; main thread only.
-
-    Raises Interrupted where the run was stopped, RunFailed where it failed.
-    """
+    """Lend this host to the run that waits at HOST:PORT, until it is finished; main thread only. Raises Interrupted
+    where the run was stopped, RunFailed where it failed."""
     from plait.commands.join import join as lend
 
     check_arguments(at=at, secret_file=secret_file, progress=progress)
@@ -148,9 +147,7 @@ def probe(
     folder: Place = None,
 ) -> Cluster:
     """Measure what a recipe's model, or a typical one, needs of this machine; `again` also what was measured before.
-
-    Raises RunFailed with the name of a dead device or link, PlaitError for what cannot be measured.
-    """
+    Raises RunFailed with the name of a dead device or link, PlaitError for what cannot be measured."""
     from plait.commands.probe import probe as measure
 
     check_arguments(workers=workers, threads=threads, again=again)
@@ -184,8 +181,7 @@ def sample(
     seed: int = 1,
     folder: Place = None,
 ) -> SampledText:
-    """The prompt and then the run's model's continuation of it, piece by piece, or whole as a `str`; the same seed
-    gives the same text."""
+    """The prompt and the model's continuation, piece by piece, or whole as a `str`; the same seed, the same text."""
     check_arguments(run=run, prompt=prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
     from plait.commands.sample import sample as go_on
 
@@ -215,6 +211,33 @@ def evaluate(
         if paths:
             raise PlaitError("files and choices are measured one at a time; leave one of them out")
         return ask_choices(str(run), Path(choices), sequence=sequence, screen=screen, working=working)
+
+
+def chat(
+    run: str | Path,
+    *,
+    tokens: int = 512,
+    temperature: float = 0.7,
+    top_p: float = 0.95,
+    seed: int = 1,
+    folder: Place = None,
+) -> Conversation:
+    """A conversation with the model of a run or of a folder, by its chat template: `say` gives its answers."""
+    check_arguments(run=run, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
+    from plait.commands.answering.chat import AnswerSettings, open_chat
+
+    settings = AnswerSettings(tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
+    with as_command():
+        return open_chat(str(run), settings, working=named_folder(folder))
+
+
+def export(run: str | Path, to: str | Path, *, dtype: str = "float32", folder: Place = None) -> Path:
+    """Write the run's model as the new folder `to`, which transformers and others load; returns that folder."""
+    check_arguments(run=run, to=to, dtype=dtype)
+    from plait.commands.export import write_export
+
+    with as_command():
+        return write_export(str(run), Path(to), dtype=dtype, screen=screen_for("off"), working=named_folder(folder))
 
 
 def train_recipe(recipe: str | Path, overrides: Sequence[str] = (), **options: Any) -> Literal["finished"] | StopSignal:

@@ -25,7 +25,7 @@ REQUEST = model_probe_request(SHAPE, sequence=16, sequences=4, device="cpu", pre
 CPU = torch.device("cpu")
 
 
-def attend_rows(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None) -> Tensor:
+def attend_rows(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None, window: int) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_bthd, k_bthd, v_bthd))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 

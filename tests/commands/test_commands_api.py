@@ -135,7 +135,7 @@ def test_a_run_on_its_way_says_where_it_stands(place: Path, tmp_path: Path) -> N
 def test_every_function_has_a_command_or_is_about_values() -> None:
     """A new function or command needs a line here, and its place in the comparison above."""
     commands = {(info.name or info.callback.__name__) for info in app.registered_commands if info.callback}
-    with_command = {"train", "join", "plan", "verify", "probe", "sample"} & set(plait.__all__)
+    with_command = {"train", "join", "plan", "verify", "probe", "sample", "chat", "export"} & set(plait.__all__)
     named_otherwise = {"evaluate": "eval", "prepare_data": "data"}
     about_values = {"load_recipe", "runs"}
     old = {"join_run", "train_recipe"}

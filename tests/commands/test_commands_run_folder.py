@@ -244,12 +244,12 @@ def test_a_plan_that_was_asked_for_afresh_begins_with_its_own_shares(shared) -> 
 
 def test_a_begun_run_may_be_balanced_otherwise(made) -> None:
     config, plan = made
-    often = RunConfig.model_validate({**config.model_dump(), "balance": {"every": "20 steps"}})
+    often = RunConfig.model_validate({**config.model_dump(by_alias=True), "balance": {"every": "20 steps"}})
     assert check_changes(config, often) == ["balance.every"]
     begun = replace(plan, balance_every_steps=50)
     assert with_new_intervals(often, begun).balance_every_steps == 20
     assert with_new_intervals(config, begun).balance_every_steps == 50
     assert balance_every_steps(config, "alike") == 0 and balance_every_steps(config, "unequal") == 50
-    by_clock = RunConfig.model_validate({**config.model_dump(), "balance": {"every": "5 minutes"}})
+    by_clock = RunConfig.model_validate({**config.model_dump(by_alias=True), "balance": {"every": "5 minutes"}})
     with pytest.raises(PlaitError, match=r"under \[balance\] must count steps"):
         balance_every_steps(by_clock, "unequal")

@@ -27,7 +27,7 @@ def test_damage_ends_a_run_and_is_refused_by_the_next_commands(tmp_path: Path) -
     assert "are damaged (train-00000.bin is not what was written); delete that folder and run" in run.sentence()
     place.assert_nobody_left()
 
-    for command in (("train", "tiny.toml", "run.name=hurt"), ("data", "tiny.toml")):
+    for command in (("train", "tiny.toml", "run.name=hurt", "train.budget=1000000 steps"), ("data", "tiny.toml")):
         refused = place.run(*command)
         assert refused.code == 2
         assert "(train-00000.bin is not what was written)" in refused.sentence()

@@ -157,7 +157,9 @@ def test_eval_says_what_training_said(place: Place, name: str, folder: Path) -> 
     run = place.run("eval", name)
     assert run.code == 0 and not run.err
     told = json.loads(run.out)
-    assert told.keys() == {"step", "eval_loss", "eval_nats_per_byte", "tokens", "bytes"}
+    named = {"nats_per_token", "nats_per_byte", "tokens", "bytes"}
+    assert told.keys() == {"step", "eval_loss", "eval_nats_per_byte", *named}
+    assert (told["nats_per_token"], told["nats_per_byte"]) == (told["eval_loss"], told["eval_nats_per_byte"])
     last = place.lines(name)[-1]
     assert told["step"] == STEPS == last["step"]
     assert told["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)

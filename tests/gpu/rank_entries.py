@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from plait.trainer.persist import restore, save
 from torch import Tensor
 
 from plait.checkpoint.store import verify_checkpoint
@@ -19,6 +18,7 @@ from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.report.memory import LiveTensorPeak
 from plait.trainer.assemble import Assembly, assemble
+from plait.trainer.checkpointing.persist import restore, save
 from plait.trainer.state import TrainState
 
 

@@ -101,7 +101,7 @@ def compiler_for(device: torch.device) -> CompileCounterWithBackend:
     return CompileCounterWithBackend(backend)
 
 
-def attend_rows(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None) -> Tensor:
+def attend_rows(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None, window: int) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_bthd, k_bthd, v_bthd))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
