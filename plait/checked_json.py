@@ -119,6 +119,8 @@ def _fields_of(kind: Any) -> Mapping[str, tuple[Any, bool]]:
 
 def _read(wanted: Any, value: Any, where: str) -> Any:
     """The value, which `where` names in errors, as the wanted type has it."""
+    if wanted is float and type(value) is float and isfinite(value):  # most values are
+        return value
     origin, arguments = get_origin(wanted), get_args(wanted)
     if origin in (Union, types.UnionType):
         return _read_one_of(arguments, value, where)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import isfinite, nan
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from plait.checked_json import parse_json, typed_value
 from plait.errors import PlaitError
+from plait.regular_file import read_regular_file
 from plait.report.atomic import replace_file
 
 RECEIPT_WARM_UP_STEPS = 3
+MOST_METRICS_BYTES = 1 << 32
+"""Twenty million steps."""
 ONLY_WITH_CHOICES = ("choices_accuracy", "choices_accuracy_per_byte")
 """Keys of an evaluation in runs that ask multiple-choice questions."""
 
@@ -120,7 +124,7 @@ def trim_metrics(path: Path, last_step: int) -> None:
         return
     kept = [line for line in _whole_lines(path) if (report := _parse(line)) and report.step <= last_step]
     text = b"".join(line + b"\n" for line in kept)
-    if text != path.read_bytes():
+    if text != _text(path):
         replace_file(path, text)
 
 
@@ -138,36 +142,25 @@ def _finite(value: float | None) -> float | None:
 
 
 def _whole_lines(path: Path) -> list[bytes]:
-    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return _text(path).split(b"\n")[:-1] if path.exists() else []
+
+
+def _text(path: Path) -> bytes:
+    try:
+        return read_regular_file(path, MOST_METRICS_BYTES)
+    except ValueError as error:
+        raise PlaitError(f"{path} cannot be read ({error}); move it away, then give the run's command again") from None
 
 
 def _parse(line: bytes) -> StepReport | EvalReport | None:
     """The report that a line holds, None where it holds none."""
     try:
-        values: Any = json.loads(line)
-    except (ValueError, RecursionError):
+        values: Any = parse_json(line)
+        kind = StepReport if "loss" in values else EvalReport
+        # What was not finite when it was written is null; for `mfu` null says that there is none.
+        lost = {name for name, value in values.items() if value is None} - {"mfu", "step", "tokens"}
+        report = typed_value(kind, values | dict.fromkeys(lost, 0.0))
+    except (ValueError, TypeError, AttributeError):
         return None
-    for kind in (StepReport, EvalReport):
-        if isinstance(values, dict) and values.keys() in _key_sets(kind):
-            numbers: dict[str, Any] = values | dict.fromkeys(_lost(values), nan)
-            return kind(**numbers) if _all_numbers(values) else None
-    return None
-
-
-def _key_sets(kind: type[StepReport | EvalReport]) -> list[set[str]]:
-    """The keys that a line of this kind can have: with those of choices, or without."""
-    names = {field.name for field in fields(kind)}
-    return [names, names - set(ONLY_WITH_CHOICES)]
-
-
-def _all_numbers(values: dict[str, Any]) -> bool:
-    counts = [values[name] for name in ("step", "tokens") if name in values]
-    return all(type(count) is int for count in counts) and all(type(v) in _NUMBERS for v in values.values())
-
-
-def _lost(values: dict[str, Any]) -> list[str]:
-    """The fields that were not finite when they were written; for `mfu` null says that there is none."""
-    return [name for name, value in values.items() if value is None and name != "mfu"]
-
-
-_NUMBERS = (int, float, type(None))
+    counts = (report.step, report.tokens) if isinstance(report, StepReport) else (report.step,)
+    return replace(report, **dict.fromkeys(lost, nan)) if min(counts) >= 0 else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from math import isfinite, nan
+from math import isfinite, isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,13 @@ DERIVED = ("step_error", "memory_error", "rss_error", "speedup_vs_one", "efficie
 """Keys that are written for people who read the file, and computed again when it is read."""
 NULL_IF_NAN = ("train_loss", "step_s_median", "tokens_per_s")
 """Keys that are null in the file where the run has no such number; other keys are null where there is none."""
+
+_ABOVE_ZERO = (
+    "step_s_median", "predicted_step_s", "timed_step_s", "untimed_step_s", "one_device_step_s",
+    "predicted_peak_bytes_per_device", "predicted_rss_bytes",
+)  # fmt: skip
+_SMALLEST, _LARGEST = 1e-15, 1e30
+"""Beyond these nothing is measured, and ratios of two figures could be more than a float holds."""
 
 
 def write_receipt(receipt: Receipt, path: Path) -> None:
@@ -47,6 +54,11 @@ def _checked(receipt: Receipt) -> Receipt:
         raise ValueError("its layout or its items have other keys than plait writes")
     if receipt.world_size < 1 or min(receipt.layout.values(), default=1) < 1:
         raise ValueError("its layout has fewer than one rank")
+    for field in fields(receipt):
+        value, least = getattr(receipt, field.name), _SMALLEST if field.name in _ABOVE_ZERO else 0.0
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, int | float) and not (isnan(one) or least <= one <= _LARGEST):
+                raise ValueError(f"{field.name} is {one:g}, which no run comes to")
     return receipt
 
 

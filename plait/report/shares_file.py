@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from plait.checked_json import parse_json
 from plait.errors import PlaitError
-from plait.regular_file import follow_no_link
+from plait.regular_file import follow_no_link, read_regular_file
 from plait.report.atomic import cannot_write
 
 
@@ -41,7 +42,10 @@ def read_shares(path: Path) -> tuple[SharesLine, ...]:
     if not path.exists():
         return ()
     found: list[SharesLine] = []
-    data = path.read_bytes()
+    try:
+        data = read_regular_file(path)
+    except ValueError as error:
+        raise PlaitError(f"{path} cannot be read ({error}); take it away to go on with the plan's shares") from None
     for number, text in enumerate(data[: _end(data)[0]].splitlines(), start=1):
         line = _parsed(text)
         if line is None or (found and line.step <= found[-1].step):
@@ -85,7 +89,7 @@ def append_shares(path: Path, line: SharesLine) -> None:
     try:
         descriptor = follow_no_link(path, os.O_RDWR | os.O_CREAT)
         try:
-            end, between = _end(path.read_bytes())
+            end, between = _end(read_regular_file(path))
             os.ftruncate(descriptor, end)
             if os.pwrite(descriptor, between + data, end) < len(between + data):
                 raise OSError(28, "No space left on device")
@@ -101,7 +105,7 @@ def _end(data: bytes) -> tuple[int, bytes]:
     """Offset at which whole lines end, and the bytes to write before a new one: a newline if only that is missing."""
     last = data.rfind(b"\n") + 1
     try:
-        json.loads(data[last:])
+        parse_json(data[last:])
     except ValueError:
         return last, b""
     return len(data), b"\n"
@@ -118,10 +122,10 @@ def _sync_folder(folder: Path) -> None:
 
 def _parsed(text: bytes) -> SharesLine | None:
     try:
-        values: Any = json.loads(text)
+        values: Any = parse_json(text)
         lists = {"shares": values["shares"], "speeds": values["speeds"], "stage_layers": values.get("stage_layers", ())}
         line = SharesLine(**{**values, **{key: tuple(value) for key, value in lists.items()}})
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         return None
     counts = (line.step, *line.shares, *line.stage_layers)
     whole = all(type(count) is int and count > 0 for count in counts)

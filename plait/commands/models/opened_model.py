@@ -11,6 +11,7 @@ from plait.checkpoint.store import FoundCheckpoint, newest_good
 from plait.cluster.requested_workers import RequestedDevices
 from plait.commands.planning.run_folder import RunFolder, find_run
 from plait.commands.preparing.base import is_model_source, model_folder
+from plait.data.index import damaged
 from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer, load_tokenizer
 from plait.data.shards import Corpus, open_corpus
 from plait.errors import PlaitError
@@ -71,6 +72,8 @@ def open_model(name: str, working: WorkingFolder, sequence: int | None = None) -
 def _model_of_run(folder: RunFolder, working: WorkingFolder, sequence: int | None) -> OpenedModel:
     plan = folder.saved_plan()
     corpus = open_corpus(working.path / plan.corpus)
+    if corpus.content_hash != plan.corpus_hash:
+        raise damaged(corpus.folder, "they are not those that this run was trained on")
     found = newest_good(folder.checkpoints)
     if found is None:
         raise PlaitError(f'"{folder.path}" {_why_no_checkpoint(folder)}')
