@@ -9,20 +9,17 @@ from plait.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from plait.api import (
-        chat,
-        evaluate,
-        export,
         join,
         join_run,
         load_recipe,
         plan,
         prepare_data,
         probe,
-        sample,
         train,
         train_recipe,
         verify,
     )
+    from plait.api_models import chat, evaluate, export, sample
     from plait.cluster.cluster import Cluster
     from plait.commands.planning.planned_run import PlannedRun
     from plait.commands.runs import Run, runs
@@ -64,6 +61,10 @@ _HOMES = {
     "Run": "plait.commands.runs",
     "RunFailed": "plait.errors",
     "Verdict": "plait.proof.verdict",
+    "chat": "plait.api_models",
+    "evaluate": "plait.api_models",
+    "export": "plait.api_models",
+    "sample": "plait.api_models",
     "runs": "plait.commands.runs",
 }
 

@@ -10,14 +10,11 @@ from warnings import warn
 from plait.arguments import check_arguments, texts_of
 from plait.commands.python_call import ProgressDisplay, as_command, screen_for
 from plait.errors import Interrupted, PlaitError, StopSignal
-from plait.working_folder import named_folder
+from plait.working_folder import Place, named_folder
 
 if TYPE_CHECKING:
     from plait.cluster.cluster import Cluster
-    from plait.commands.answering.chat import Conversation
-    from plait.commands.answering.choices import Evaluation
     from plait.commands.planning.planned_run import PlannedRun
-    from plait.commands.sample import SampledText
     from plait.planner.derive.model_size import CorpusFacts
     from plait.proof.verdict import Verdict
     from plait.recipe.schema import RunConfig
@@ -25,9 +22,6 @@ if TYPE_CHECKING:
 
     AnyRecipe = str | Path | Mapping[str, Any] | RunConfig
     """A recipe's file, its sections as a dict, or what `load_recipe` returned."""
-
-Place = str | Path | None
-"""The folder that runs/ and .plait/ lie in; None is the current one."""
 
 
 def load_recipe(recipe: AnyRecipe, overrides: Sequence[str] = ()) -> RunConfig:
@@ -169,75 +163,6 @@ def prepare_data(
     config, working = load_recipe(recipe, overrides), named_folder(folder)
     with as_command():
         return corpus_facts(prepared_corpus(config, working, screen_for(progress)))
-
-
-def sample(
-    run: str | Path,
-    prompt: str = "",
-    *,
-    tokens: int = 200,
-    temperature: float = 0.8,
-    top_p: float = 0.95,
-    seed: int = 1,
-    folder: Place = None,
-) -> SampledText:
-    """The prompt and the model's continuation, piece by piece, or whole as a `str`; the same seed, the same text."""
-    check_arguments(run=run, prompt=prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
-    from plait.commands.sample import sample as go_on
-
-    options: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    with as_command():
-        return go_on(str(run), prompt, **options, working=named_folder(folder))
-
-
-def evaluate(
-    run: str | Path,
-    files: Sequence[str] = (),
-    *,
-    sequence: int | None = None,
-    choices: str | Path | None = None,
-    folder: Place = None,
-) -> Evaluation:
-    """The exact loss of a run, or of a model's folder, on its held-out text or on other files, in windows of `sequence`
-    tokens; or its answers to the multiple-choice questions of a JSON-lines file: the keys that `plait eval` prints."""
-    check_arguments(run=run, sequence=sequence, choices=choices)
-    paths = texts_of("files", files)
-    from plait.commands.answering.choices import ask_choices, measure
-
-    with as_command():
-        screen, working = screen_for("off"), named_folder(folder)
-        if choices is None:
-            return measure(str(run), paths, sequence=sequence, screen=screen, working=working, given_as="files")
-        if paths:
-            raise PlaitError("files and choices are measured one at a time; leave one of them out")
-        return ask_choices(str(run), Path(choices), sequence=sequence, screen=screen, working=working)
-
-
-def chat(
-    run: str | Path,
-    *,
-    tokens: int = 512,
-    temperature: float = 0.7,
-    top_p: float = 0.95,
-    seed: int = 1,
-    folder: Place = None,
-) -> Conversation:
-    """A conversation with the model of a run or of a folder, by its chat template: `say` gives its answers."""
-    check_arguments(run=run, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
-    from plait.commands.answering.chat import AnswerSettings, open_chat
-
-    settings = AnswerSettings(tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
-    with as_command():
-        return open_chat(str(run), settings, working=named_folder(folder))
-
-
-def export(run: str | Path, to: str | Path, *, dtype: str = "float32", folder: Place = None) -> Path:
-    """Write the run's model as the new folder `to`, which transformers and others load; returns that folder."""
-    check_arguments(run=run, to=to, dtype=dtype)
-    from plait.commands.export import write_export
-
-    with as_command():
-        return write_export(str(run), Path(to), dtype=dtype, screen=screen_for("off"), working=named_folder(folder))
 
 
 def train_recipe(recipe: str | Path, overrides: Sequence[str] = (), **options: Any) -> Literal["finished"] | StopSignal:

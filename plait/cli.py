@@ -25,7 +25,7 @@ from plait.command_line.arguments import (
     Texts,
     Version,
 )
-from plait.command_line.models import chat, evaluate, export, sample, screen_on
+from plait.command_line.models import chat_command, evaluate, export_command, sample, screen_on
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals
@@ -208,8 +208,8 @@ def _check_machines(recipe: Path | None, overrides: list[str], hosts: Any) -> No
 
 app.command()(sample)
 app.command(name="eval")(evaluate)
-app.command()(chat)
-app.command()(export)
+app.command(name="chat")(chat_command)
+app.command(name="export")(export_command)
 
 
 def _screen() -> TerminalScreen:

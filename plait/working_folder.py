@@ -8,6 +8,9 @@ from pathlib import Path
 from plait.arguments import check_arguments
 from plait.errors import PlaitError
 
+Place = str | Path | None
+"""The folder that runs/ and .plait/ lie in; None is the current one."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkingFolder:

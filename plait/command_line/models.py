@@ -63,7 +63,7 @@ def evaluate(
     OptionalOutput(sys.stdout).write(f"{found}\n")
 
 
-def export(
+def export_command(
     run: RunName,
     to: Annotated[Path, typer.Option(help="The folder to make.")],
     dtype: Annotated[str, typer.Option(help="float32 keeps every bit; or bfloat16, float16.")] = "float32",
@@ -74,7 +74,7 @@ def export(
     write_export(run, to, dtype=dtype, screen=screen_on(sys.stdout))
 
 
-def chat(
+def chat_command(
     run: RunName,
     tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 512,
     temperature: Temperature = 0.7,
