@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -36,11 +37,11 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         self._opened, self._template, self._how = opened, template, how
         # A text's own "<|im_end|>" is ordinary text to the model's tokenizer; a template's is the token.
-        self._encoder = tokenizers.Tokenizer.from_str(opened.tokenizer.definition)
+        self._encoder: Any = tokenizers.Tokenizer.from_str(opened.tokenizer.definition)
         self._encoder.no_truncation()
         self._encoder.no_padding()
         known = (self._encoder.token_to_id(text) for text in ends)
-        self._ends = {opened.tokenizer.eot, *(token for token in known if token is not None)}
+        self._ends: set[int] = {opened.tokenizer.eot, *(token for token in known if token is not None)}
 
     def say(self, text: str) -> Iterator[str]:
         """The model's answer to a message, piece by piece; it is remembered once it was read to its end.
