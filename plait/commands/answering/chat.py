@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tokenizers
 
@@ -30,8 +30,19 @@ class AnswerSettings:
     seed: int = 1
 
 
-class Conversation:
+class Conversation(Protocol):
     """Messages so far between a person and a model."""
+
+    messages: list[dict[str, str]]
+    """Each with its "role" ("user" or "assistant") and its "content"."""
+
+    def say(self, text: str) -> Iterator[str]:
+        """The model's answer to a message, piece by piece; it is remembered once it was read to its end."""
+        ...
+
+
+class _TemplateConversation:
+    """A conversation by a model's chat template."""
 
     def __init__(self, opened: OpenedModel, template: ChatTemplate, ends: Sequence[str], how: AnswerSettings) -> None:
         self.messages: list[dict[str, str]] = []
@@ -85,7 +96,7 @@ def open_chat(
             f"put its chat_template.jinja into {folders[0]}"
         )
     ends = [token_text(tokenizer_settings(folder), "eos_token") for folder in folders]
-    return Conversation(opened, template, [end for end in ends if end], settings or AnswerSettings())
+    return _TemplateConversation(opened, template, [end for end in ends if end], settings or AnswerSettings())
 
 
 def _template_folders(opened: OpenedModel, working: WorkingFolder) -> list[Path]:
