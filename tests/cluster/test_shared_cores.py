@@ -39,6 +39,7 @@ def shares() -> Iterator[Callable[[str], dict[int, float]]]:
 
 
 @pinned
+@pytest.mark.slow  # by real clocks, so another program on that core can spoil it
 def test_two_hosts_on_one_core_have_about_half_of_it_each(shares: Callable[[str], dict[int, float]]) -> None:
     core = min(os.sched_getaffinity(0))
     found = shares(f"{core} {core}")
@@ -54,6 +55,19 @@ class Neighbour:
     def time(self, run: Callable[[], object], times: int) -> tuple[float, float]:
         self.readings += 1
         return 0.02, 0.01
+
+
+class SharedCore(Neighbour):
+    """The clock of a worker that has half of its core while both hosts work, and all of it while only its own does."""
+
+    def time(self, run: Callable[[], object], times: int) -> tuple[float, float]:
+        self.readings += 1
+        return 0.02, 0.01 if self.readings <= 2 else 0.02
+
+
+def test_a_worker_beside_another_host_s_has_its_share_of_what_it_has_alone() -> None:
+    hosts = (ProbedHost(name="here", ranks=(0,)), ProbedHost(name="there", ranks=(1,)))
+    assert share_beside_other_hosts(hosts, 0, SingleRank(), SharedCore(), int) == 0.5
 
 
 def test_a_single_host_has_all_of_its_cores_and_is_not_timed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
@@ -131,8 +132,9 @@ def _measured_products(
     if rates == "kept" and (known := _kept_rates(path)):
         return known
     found = _rates_from(ask_rank_0(workers, measuring, "products"))
-    make_private_folder(path.parent)
-    replace_file(path, sealed_text({"ranks": [one.to_values() for one in found]}).encode())
+    with suppress(OSError, RunFailed):  # without room they are measured again, and the plan's own file says so
+        make_private_folder(path.parent)
+        replace_file(path, sealed_text({"ranks": [one.to_values() for one in found]}).encode())
     return found
 
 
