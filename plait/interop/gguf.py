@@ -22,11 +22,12 @@ def convert_gguf(file: Path, folder: Path) -> None:
     """Write the model of a .gguf file, its weights de-quantized, and its tokenizer into an empty folder; needs its
     whole memory once. Raises PlaitError for a file that cannot be read, and OSError where the disk refuses."""
     try:
+        import accelerate  # noqa: F401  transformers' reader wants it
         import gguf
         import transformers
     except ImportError:
-        line = f"{installing('transformers')} gguf"
-        raise PlaitError(f"reading {file.name} needs the packages transformers and gguf; bring them: {line}") from None
+        needed = f"reading {file.name} needs the packages transformers, accelerate and gguf"
+        raise PlaitError(f"{needed}; bring them: {installing('transformers')} accelerate gguf") from None
     fields = _checked_fields(gguf, file)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
