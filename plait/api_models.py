@@ -13,7 +13,7 @@ from plait.working_folder import Place, named_folder
 
 if TYPE_CHECKING:
     from plait.commands.answering.chat import Conversation
-    from plait.commands.answering.choices import Evaluation
+    from plait.commands.evaluate import Evaluation
     from plait.commands.sample import SampledText
 
 
@@ -48,7 +48,8 @@ def evaluate(
     tokens; or its answers to the multiple-choice questions of a JSON-lines file: the keys that `plait eval` prints."""
     check_arguments(run=run, sequence=sequence, choices=choices)
     paths = texts_of("files", files)
-    from plait.commands.answering.choices import ask_choices, measure
+    from plait.commands.answering.choices import ask_choices
+    from plait.commands.evaluate import evaluate as measure
 
     with as_command():
         screen, working = screen_for("off"), named_folder(folder)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 
 from plait.cluster.probe.arithmetic import arithmetic_runs
 from plait.cluster.probe.request import ProbeRequest, model_probe_request
@@ -19,6 +17,7 @@ from plait.model.attention import Documents
 from plait.model.gpt import Layer
 from plait.model.sizes import explicit_shape
 from plait.parallel.compile import compile_layer
+from tests.counted_graphs import CountedGraphs
 
 SHAPE = explicit_shape(layers=2, width=32, vocabulary=64, sequence=16)
 REQUEST = model_probe_request(SHAPE, sequence=16, sequences=4, device="cpu", precision="bf16", threads=1)
@@ -28,17 +27,6 @@ CPU = torch.device("cpu")
 def attend_rows(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None, window: int) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_bthd, k_bthd, v_bthd))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-
-class CountedGraphs:
-    """A compiler that needs no C++ compiler, and counts what it is given."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        self.count += 1
-        return aot_eager_decomp_partition(graph, inputs)
 
 
 @pytest.fixture(autouse=True)

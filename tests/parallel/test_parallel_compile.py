@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 
 from plait.layout import Layout, Recompute
 from plait.model.attention import Documents, Rows, attend_ragged, cumulative_lengths, of_any_length
@@ -19,23 +18,13 @@ from plait.model.init import initialize
 from plait.model.shape import ModelShape
 from plait.parallel.recompute import layer_runner
 from plait.planner.plan import Plan
+from tests.counted_graphs import CountedGraphs
 from tests.trainer.tiny import make_tiny
 
 SHAPE = ModelShape(layers=2, width=32, heads=4, kv_heads=2, head_width=8, ffn=48, vocabulary=50, sequence=32)
 ROWS = 2
 STEPS = 12
 STEPS_WITH_NEW_GRAPHS = 10
-
-
-class Graphs:
-    """A compiler that needs no C++ compiler, and counts what it is given."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        self.count += 1
-        return aot_eager_decomp_partition(graph, inputs)
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +98,7 @@ def step_of(model: GPT, step: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("what", ["none", "full", "selective"])
 def test_each_new_number_of_documents_meets_the_same_graph(plan: Plan, what: Recompute) -> None:
-    compiled, plain, graphs = model_with(plan, what), model_with(plan, "none"), Graphs()
+    compiled, plain, graphs = model_with(plan, what), model_with(plan, "none"), CountedGraphs()
     for layer in compiled.layers.values():
         layer.compile(dynamic=False, fullgraph=True, backend=graphs)
     counts = []
@@ -148,7 +137,7 @@ def test_a_compiled_layer_keeps_rounded_copies_of_its_weights(plan: Plan) -> Non
 
     model = model_with(plan, "none")
     layer: nn.Module = model.layers["0"]
-    layer.compile(dynamic=False, backend=Graphs())
+    layer.compile(dynamic=False, backend=CountedGraphs())
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         step_of(model, 0)
     sizes = [each.numel() for each in kept if each.dtype == torch.bfloat16]
@@ -173,7 +162,7 @@ def kept_per_layer(plan: Plan, what: Recompute, precision: str) -> list[Tensor]:
     torch._dynamo.reset()
     model = model_with(plan, what)
     layer, kept = model.layers["0"], dict[int, Tensor]()
-    layer.compile(dynamic=False, fullgraph=True, backend=Graphs())
+    layer.compile(dynamic=False, fullgraph=True, backend=CountedGraphs())
     stream_nd = torch.randn(ROWS * SHAPE.sequence, SHAPE.width, requires_grad=True)
     here = {x.untyped_storage().data_ptr() for x in (stream_nd, *layer.parameters())}
     lengths = (SHAPE.sequence,) * ROWS
@@ -197,7 +186,7 @@ def kept_per_layer(plan: Plan, what: Recompute, precision: str) -> list[Tensor]:
 
 def test_float32_documents_on_gpus_are_no_reason_to_compile_anew(plan: Plan) -> None:
     """Without 16 bits there is no kernel for lengths: each document is attended to alone, outside the graphs."""
-    graphs, model, plain = Graphs(), GPT(SHAPE), GPT(SHAPE)
+    graphs, model, plain = CountedGraphs(), GPT(SHAPE), GPT(SHAPE)
     for each in (model, plain):
         initialize(each, 1)
     for layer in model.layers.values():

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from plait.commands.evaluate import Evaluation as Evaluation
-from plait.commands.evaluate import evaluate as measure
-from plait.commands.evaluate import evaluation_windows
+from plait.commands.evaluate import Evaluation, evaluation_windows
 from plait.commands.models.opened_model import open_model
 from plait.data.choices import choice_rows, judge_choices, read_questions
 from plait.model.matmul import select_matmul_library
@@ -16,8 +14,6 @@ from plait.screen.screen import Screen
 from plait.trainer.assemble import make_autocast, make_runners
 from plait.trainer.choices import choice_micro
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
-
-__all__ = ["Evaluation", "ask_choices", "measure"]
 
 
 def ask_choices(
