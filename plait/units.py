@@ -1,4 +1,4 @@
-"""Amounts with units, as people write them: "10 minutes", "500 steps", "20M tokens", "125M"."""
+"""Amounts with units, as people write them: "10 minutes", "500 steps", "20M tokens", "3 epochs", "125M"."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 from plait.errors import PlaitError
 
-AmountUnit = Literal["seconds", "steps", "tokens"]
+AmountUnit = Literal["seconds", "steps", "tokens", "epochs"]
 
 _SECONDS = {
     "ms": 0.001,
@@ -33,7 +33,7 @@ _COUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMBT]?)\s*$", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """A number of seconds, optimizer steps or tokens."""
+    """A number of seconds, optimizer steps, tokens, or epochs: passes over all training data."""
 
     value: float
     unit: AmountUnit
@@ -41,7 +41,7 @@ class Amount:
     def __str__(self) -> str:
         if self.unit == "seconds":
             return format_duration(self.value)
-        return f"{format_count(self.value)} {self.unit}"
+        return f"{format_count(self.value)} {'epoch' if (self.value, self.unit) == (1, 'epochs') else self.unit}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +58,20 @@ class Every:
 
 
 def parse_amount(text: str) -> Amount:
-    """Read "10 minutes", "500 steps" or "20M tokens"; raises PlaitError on anything else."""
+    """Read "10 minutes", "500 steps", "20M tokens" or "3 epochs"; raises PlaitError on anything else."""
     match = _AMOUNT.match(text)
     if match:
         number, word = _product(match[1], _MULTIPLES[match[2]]), match[3]
         singular = word if word in _SECONDS else word.removesuffix("s")  # "ms" is no plural
         if number > 0 and singular in ("step", "token"):
             return Amount(number, "steps" if singular == "step" else "tokens")
+        if number > 0 and not match[2] and singular == "epoch":
+            return Amount(number, "epochs")
         if number > 0 and not match[2] and singular in _SECONDS:
             return Amount(number * _SECONDS[singular], "seconds")
-    raise PlaitError(f'"{text}" is not an amount; write for example "10 minutes", "500 steps" or "20M tokens"')
+    raise PlaitError(
+        f'"{text}" is not an amount; write for example "10 minutes", "500 steps", "20M tokens" or "3 epochs"'
+    )
 
 
 def parse_every(text: str) -> Every:
@@ -78,9 +82,9 @@ def parse_every(text: str) -> Every:
         amount = parse_amount(text)
     except PlaitError:
         amount = None
-    if amount is None or amount.unit == "tokens":
+    if amount is None or amount.unit in ("tokens", "epochs"):
         raise PlaitError(f'"{text}" is not an interval; write for example "10 steps", "5 minutes" or "never"')
-    return Every(amount.value, amount.unit)
+    return Every(amount.value, "steps" if amount.unit == "steps" else "seconds")
 
 
 def parse_count(text: str) -> int:

@@ -22,7 +22,9 @@ def with_raised_budget(config: RunConfig, plan: Plan) -> Plan:
     budget, old_budget = budget_of(config), plan.budget
     if budget.unit == old_budget.unit == "seconds":
         steps = max(plan.steps, round(plan.steps * budget.value / old_budget.value))
-    elif budget.unit == "seconds" and plan.step_s is None:
+    elif budget.unit == old_budget.unit == "epochs":
+        steps = ceil(plan.steps * budget.value / old_budget.value)
+    elif budget.unit == "epochs" or (budget.unit == "seconds" and plan.step_s is None):
         raise PlaitError(f"this run counts in {old_budget.unit}; raise train.budget in {old_budget.unit} too")
     else:
         steps = steps_in_budget(budget, plan.batch_tokens, step_s=plan.step_s)
@@ -100,10 +102,13 @@ def parse_step_interval(text: str, section: str = "report") -> Every:
     return every
 
 
-def steps_in_budget(budget: Amount, batch_tokens: int, *, step_s: float | None) -> int:
-    """A budget in optimizer steps; a time budget needs the measured time of one, else it is 1 for the time being."""
+def steps_in_budget(budget: Amount, batch_tokens: int, *, step_s: float | None, epoch_tokens: int = 0) -> int:
+    """A budget in optimizer steps; a time budget needs the measured time of one, else it is 1 for the time being. The
+    last of several epochs is whole: what is left of its last step comes from the next."""
     if budget.unit == "steps":
         return max(1, round(budget.value))
     if budget.unit == "tokens":
         return max(1, round(budget.value / batch_tokens))
+    if budget.unit == "epochs":
+        return max(1, ceil(budget.value * epoch_tokens / batch_tokens))
     return max(1, int(budget.value / step_s)) if step_s else 1

@@ -11,7 +11,8 @@ from plait.errors import PlaitError
 from plait.model.requested_size import named_size, parameters_of_size, shape_of_size
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import explicit_shape, nearest_size
-from plait.planner.derive import scaling_rules
+from plait.planner.derive import finetuning_rules, scaling_rules
+from plait.planner.derive.adapters import adapter_for
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, format_count, format_si, parse_amount, power_of_ten
 
@@ -80,9 +81,12 @@ class RunSize:
 
 
 def budget_of(config: RunConfig) -> Amount:
-    """The recipe's budget; without one, 20 tokens a parameter where a model size is named, else ten minutes."""
+    """The recipe's budget; without one, three epochs of fine-tuning, 20 tokens a parameter where a model size is named,
+    else ten minutes."""
     if config.train.budget != "auto":
         return parse_amount(config.train.budget)
+    if config.finetune.method != "auto":
+        return Amount(finetuning_rules.EPOCHS, "epochs")
     if config.model.size != "auto":
         parameters = parameters_of_size(config.model.size, vocabulary=32768)
         return Amount(scaling_rules.TOKENS_PER_PARAMETER * parameters, "tokens")
@@ -94,6 +98,11 @@ def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, 
     budget = budget_of(config)
     if corpus.base is not None:
         return _size_of_base(config, corpus, corpus.base, rate, budget, why)
+    if config.finetune.method != "auto":
+        raise PlaitError(
+            f'finetune.method = "{config.finetune.method}" tunes a model that is trained already; name it, for example '
+            'model.from = "smollm2", or take [finetune] out'
+        )
     vocabulary = _vocabulary(config, corpus)
     size, spelt_out = config.model.size, "auto" not in (config.model.layers, config.model.width)
     if config.train.budget == "auto":
@@ -108,8 +117,8 @@ def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, 
         if budget.unit == "seconds":
             rule += f", at most four passes over the text, {rate}"
         why.append(f"model {format_count(parameter_count(shape))} parameters: learns most within the budget ({rule})")
-    per_token = 6 * parameter_count(shape)
-    tokens = _training_tokens(config, budget, rate.flops_per_s / per_token, shape.sequence)
+    per_token = scaling_rules.training_flops_of_weights(shape)
+    tokens = _training_tokens(config, budget, rate.flops_per_s / per_token, shape.sequence, corpus.train_tokens)
     return RunSize(budget=budget, shape=shape, tokens=tokens, flops=per_token * tokens)
 
 
@@ -124,7 +133,8 @@ def _size_of_base(
             "own; take data.tokenizer out, or name the tokenizer that the model was trained with"
         )
     if config.train.budget == "auto":
-        why.append(f"budget {budget}: none was asked for")
+        tuned = "the usual passes over the data in fine-tuning (Taori 2023)"
+        why.append(f"budget {budget}: {'none was asked for' if config.finetune.method == 'auto' else tuned}")
     sequence = _sequence(config, parameter_count(shape), corpus, why, longest_of_model=shape.sequence)
     if sequence > shape.sequence:
         raise PlaitError(
@@ -132,8 +142,10 @@ def _size_of_base(
             f"choose at most {shape.sequence}"
         )
     shape = replace(shape, sequence=sequence)
-    per_token = 6 * parameter_count(shape)
-    tokens = _training_tokens(config, budget, rate.flops_per_s / per_token, sequence)
+    if config.finetune.method == "lora":
+        shape = replace(shape, adapter=adapter_for(config.finetune, shape, corpus.train_tokens, why))
+    per_token = scaling_rules.training_flops_of_weights(shape)
+    tokens = _training_tokens(config, budget, rate.flops_per_s / per_token, sequence, corpus.train_tokens)
     return RunSize(budget=budget, shape=shape, tokens=tokens, flops=per_token * tokens)
 
 
@@ -144,7 +156,8 @@ def _best_parameter_count(config: RunConfig, budget: Amount, rate: float, unique
         return scaling_rules.compute_optimal_parameters(flops=rate * budget.value, unique_tokens=unique_tokens)
     parameters, flops = 1e6, 1e12
     for _ in range(50):  # size, FLOPs and batch depend on each other; this settles within a few rounds
-        tokens = budget.value if budget.unit == "tokens" else budget.value * _batch_tokens(config, flops)
+        each = {"tokens": 1.0, "epochs": float(unique_tokens)}.get(budget.unit, _batch_tokens(config, flops))
+        tokens = budget.value * each
         parameters = max(scaling_rules.parameters_for_tokens(tokens), 1e5)
         flops = 6 * parameters * tokens
     return parameters
@@ -155,11 +168,15 @@ def _batch_tokens(config: RunConfig, flops: float) -> float:
     return scaling_rules.usual_batch_tokens(flops) if requested == "auto" else float(requested)
 
 
-def _training_tokens(config: RunConfig, budget: Amount, tokens_per_s: float, sequence: int) -> float:
+def _training_tokens(
+    config: RunConfig, budget: Amount, tokens_per_s: float, sequence: int, tokens_of_epoch: int
+) -> float:
     if budget.unit == "tokens":
         return budget.value
     if budget.unit == "seconds":
         return budget.value * tokens_per_s
+    if budget.unit == "epochs":
+        return budget.value * tokens_of_epoch
     requested = config.train.batch_tokens
     batch = 16384 if requested == "auto" else requested
     return budget.value * max(batch, sequence)
