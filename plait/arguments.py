@@ -31,6 +31,7 @@ _NATURAL = _Wanted(text="a whole number", types=(int,), least=0)
 _REAL = _Wanted(text="a number", types=(int, float), least=0)
 _YES_OR_NO = _Wanted(text="True or False", types=(bool,))
 _WANTED: Mapping[str, _Wanted] = {
+    "adapter": _OPTIONAL_PATH,
     "address": _OPTIONAL_TEXT,
     "again": _YES_OR_NO,
     "at": _TEXT,
@@ -51,6 +52,7 @@ _WANTED: Mapping[str, _Wanted] = {
     "to": _PATH,
     "tokens": _COUNT,
     "top_p": _REAL,
+    "what": _Wanted(text='"model", "adapter" or "merged"', types=(str,), words=("model", "adapter", "merged")),
     "where": _Wanted(text='"anywhere" or "here"', types=(str,), words=("anywhere", "here")),
     "workers": _OPTIONAL_COUNT,
 }

@@ -91,5 +91,13 @@ Temperature = Annotated[float, typer.Option(callback=_finite_temperature, help="
 Questions = Annotated[
     Path | None, typer.Option("--choices", help="Multiple-choice questions to ask instead (JSON lines).")
 ]
+AdapterName = Annotated[
+    str | None,
+    typer.Option("--adapter", help='Another adapter: a run, a folder of PEFT\'s, or "none" for the base alone.'),
+]
+AdapterNames = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", help='An adapter: a run, a folder of PEFT\'s, "none". Several: one after the other.'),
+]
 WindowTokens = Annotated[int | None, typer.Option("--sequence", help="Tokens of a window.", min=2)]
 Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]

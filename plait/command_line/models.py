@@ -10,7 +10,17 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from plait.command_line.arguments import MoreTexts, OtherTexts, Questions, RunName, Temperature, TopP, WindowTokens
+from plait.command_line.arguments import (
+    AdapterName,
+    AdapterNames,
+    MoreTexts,
+    OtherTexts,
+    Questions,
+    RunName,
+    Temperature,
+    TopP,
+    WindowTokens,
+)
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.screen.terminal import TerminalScreen
@@ -29,15 +39,23 @@ def sample(
     temperature: Temperature = 0.8,
     top_p: TopP = 0.95,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.", min=0, max=2**63 - 1)] = 1,
+    adapter: AdapterNames = None,
 ) -> None:
     """Let a trained model continue a text."""
-    from plait.commands.sample import sample
+    from plait.commands.sample import sample, sample_each
 
-    output = OptionalOutput(sys.stdout)
-    for piece in sample(run, prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed):
-        output.write(piece)
-        output.flush()
-    output.write("\n")
+    how = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    names, output = adapter or [], OptionalOutput(sys.stdout)
+    if len(names) > 1:
+        texts = sample_each(run, names, prompt, **how)
+    else:
+        texts = [("", sample(run, prompt, **how, adapter=names[0] if names else None))]
+    for name, text in texts:
+        output.write(f"adapter  {name}\n" if name else "")
+        for piece in text:
+            output.write(piece)
+            output.flush()
+        output.write("\n")
 
 
 def evaluate(
@@ -46,6 +64,7 @@ def evaluate(
     more: MoreTexts = None,
     sequence: WindowTokens = None,
     choices: Questions = None,
+    adapter: AdapterName = None,
 ) -> None:
     """Measure the loss of a run or a model on text. Prints one line of JSON."""
     from plait.commands.answering.choices import ask_choices
@@ -57,9 +76,9 @@ def evaluate(
     if choices and texts:
         raise PlaitError("--files and --choices are measured one at a time; leave one of them out")
     if choices:
-        found = ask_choices(run, choices, sequence=sequence, screen=screen)
+        found = ask_choices(run, choices, sequence=sequence, adapter=adapter, screen=screen)
     else:
-        found = evaluate(run, texts, sequence=sequence, screen=screen)
+        found = evaluate(run, texts, sequence=sequence, adapter=adapter, screen=screen)
     OptionalOutput(sys.stdout).write(f"{found}\n")
 
 
@@ -67,11 +86,18 @@ def export_command(
     run: RunName,
     to: Annotated[Path, typer.Option(help="The folder to make.")],
     dtype: Annotated[str, typer.Option(help="float32 keeps every bit; or bfloat16, float16.")] = "float32",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter, as PEFT's files.")] = False,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="The whole model, the adapter added to its weights.")
+    ] = False,
 ) -> None:
     """Write a run's model as a folder that transformers and others load."""
     from plait.commands.export import write_export
 
-    write_export(run, to, dtype=dtype, screen=screen_on(sys.stdout))
+    if adapter and merged:
+        raise PlaitError("--adapter and --merged are two folders; export twice, each time with one of them")
+    what = "adapter" if adapter else "merged" if merged else "model"
+    write_export(run, to, dtype=dtype, what=what, screen=screen_on(sys.stdout))
 
 
 def chat_command(
@@ -80,14 +106,17 @@ def chat_command(
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
     seed: Annotated[int, typer.Option(help="The same seed gives the same answers.", min=0, max=2**63 - 1)] = 1,
+    adapter: AdapterNames = None,
 ) -> None:
-    """Talk with a model by its chat template. Each line is a message; /quit ends."""
+    """Talk with a model by its chat template. Each line is a message; /adapter NAME takes another one; /quit ends."""
     from plait.commands.answering.chat import AnswerSettings, open_chat
 
     settings = AnswerSettings(tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
-    conversation, output, is_terminal = open_chat(run, settings), OptionalOutput(sys.stdout), sys.stdin.isatty()
+    conversation = open_chat(run, settings, adapters=adapter or [])
+    output, is_terminal = OptionalOutput(sys.stdout), sys.stdin.isatty()
     if is_terminal:
-        output.write("chat     each line is a message; /quit ends\n")
+        others = "; /adapter NAME takes another one" if len(conversation.adapters) > 1 else ""
+        output.write(f"chat     each line is a message{others}; /quit ends\n")
     while True:
         output.write("> " if is_terminal else "")
         output.flush()
@@ -95,6 +124,9 @@ def chat_command(
         if not line or line.strip() == "/quit":
             return
         if not line.strip():
+            continue
+        if line.startswith("/adapter "):
+            conversation.take_adapter(line.removeprefix("/adapter ").strip())
             continue
         for piece in conversation.say(line.strip()):
             output.write(piece)

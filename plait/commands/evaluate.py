@@ -12,7 +12,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from plait.commands.models.opened_model import OpenedModel, TrainedBy, open_model
+from plait.commands.models.adapted import open_adapted
+from plait.commands.models.opened_model import OpenedModel, TrainedBy
 from plait.commands.planning.run_folder import RunFolder, find_run
 from plait.commands.preparing.base import is_model_source
 from plait.commands.preparing.corpus import data_request
@@ -50,12 +51,13 @@ def evaluate(
     files: Sequence[str],
     *,
     sequence: int | None = None,
+    adapter: str | None = None,
     screen: Screen,
     working: WorkingFolder = CURRENT_FOLDER,
     given_as: str = "--files",
 ) -> Evaluation:
-    """The loss of a run or of a model's folder, with windows of `sequence` tokens; raises PlaitError where nothing can
-    be measured. A folder's step is 0.
+    """The loss of a run or of a model's folder, with windows of `sequence` tokens and an `adapter` as in open_adapted;
+    raises PlaitError where nothing can be measured. The step of a folder, or of another adapter than a run's own, is 0.
 
     `given_as` is what its caller calls the files, for sentences about them.
     """
@@ -63,7 +65,7 @@ def evaluate(
         raise PlaitError(f"{name} is a model and no run, which would have held-out text; name files with {given_as}")
     if not files:
         _verify_heldout(find_run(name, working), working, given_as)
-    opened = open_model(name, working, sequence)
+    opened = open_adapted(name, working, sequence, adapter)
     run = opened.run
     with TemporaryDirectory(prefix="plait-eval-") as cache, screen.progress() as show:
         sources = tuple(Source(path, field=_usual_field(run), given_as=given_as) for path in files)
@@ -76,7 +78,9 @@ def evaluate(
             f"{opened.origin} gives a loss of {total / tokens}: its run diverged; delete it if there is an older one, "
             "or train again with a lower optimizer.lr and another run.name"
         )
-    return evaluation_of(run.checkpoint.manifest.step if run else 0, total, int(tokens), text.heldout_bytes)
+    return evaluation_of(
+        run.checkpoint.manifest.step if run and adapter is None else 0, total, int(tokens), text.heldout_bytes
+    )
 
 
 def _verify_heldout(folder: RunFolder, working: WorkingFolder, given_as: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from plait.commands.evaluate import Evaluation, evaluation_windows
-from plait.commands.models.opened_model import open_model
+from plait.commands.models.adapted import open_adapted
 from plait.data.choices import choice_rows, judge_choices, read_questions
 from plait.model.matmul import select_matmul_library
 from plait.parallel.sharded_model import unsharded
@@ -21,13 +21,14 @@ def ask_choices(
     file: Path,
     *,
     sequence: int | None = None,
+    adapter: str | None = None,
     screen: Screen,
     working: WorkingFolder = CURRENT_FOLDER,
 ) -> Evaluation:
     """The keys step, questions, choices_accuracy, choices_accuracy_per_byte for a run or a model's folder; `file` is
     in the format of data/choices.py. A folder's step is 0. Raises PlaitError for a file that holds no questions."""
     questions = read_questions(file)
-    opened = open_model(name, working, sequence)
+    opened = open_adapted(name, working, sequence, adapter)
     model, plan = opened.model, opened.run.plan if opened.run else None
     device = next(model.parameters()).device
     select_matmul_library(plan.matmul_backend if plan else "default")
@@ -40,7 +41,7 @@ def ask_choices(
             losses.append(float(evaluate_micros([choice_micro(row, samples, opened.tokenizer.eot)])[0]))
     scores = judge_choices(questions, rows, losses)
     return Evaluation(
-        step=opened.run.checkpoint.manifest.step if opened.run else 0,
+        step=opened.run.checkpoint.manifest.step if opened.run and adapter is None else 0,
         questions=scores.questions,
         choices_accuracy=scores.choices_accuracy,
         choices_accuracy_per_byte=scores.choices_accuracy_per_byte,

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from plait.checkpoint.store import FoundCheckpoint, newest_good
+from plait.checkpoint.transfer import read_tensor
 from plait.cluster.requested_workers import RequestedDevices
 from plait.commands.planning.run_folder import RunFolder, find_run
 from plait.commands.preparing.base import is_model_source, model_folder
@@ -15,15 +16,21 @@ from plait.data.index import damaged
 from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer, load_tokenizer
 from plait.data.shards import Corpus, open_corpus
 from plait.errors import PlaitError
-from plait.interop.base_model import read_base_model
+from plait.interop.adapted_model import with_adapter
+from plait.interop.adapter_in import LoadedAdapter
+from plait.interop.base_fingerprint import base_fingerprint
+from plait.interop.base_model import BaseModel, read_base_model
 from plait.interop.read_weights import load_model_from
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape
+from plait.model.weights import trained_weights
 from plait.planner.plan import Plan
 from plait.report.metrics import read_metrics
 from plait.trainer.checkpointing.persist import load_weights
 from plait.working_folder import WorkingFolder
 
+NO_ADAPTER = "none"
+"""What is named in place of an adapter for the base alone."""
 USUAL_SEQUENCE = 2048
 """Longest text that a model of a folder is prepared for where nobody asks for more: its keys and values take memory."""
 
@@ -56,7 +63,24 @@ def open_model(name: str, working: WorkingFolder, sequence: int | None = None) -
     PlaitError where there is none, or where it cannot take such texts."""
     if not is_model_source(name, working):
         return _model_of_run(find_run(name, working), working, sequence)
-    folder = model_folder(name, working)
+    return _model_of_folder(model_folder(name, working), sequence)[0]
+
+
+def open_base(name: str, working: WorkingFolder, sequence: int | None = None) -> tuple[OpenedModel, BaseModel]:
+    """The same of a model's folder, or of the base of a run that trained an adapter: without any adapter. Raises
+    PlaitError for a run that has no base beside its weights."""
+    if is_model_source(name, working):
+        return _model_of_folder(model_folder(name, working), sequence)
+    run = _run_of(find_run(name, working), working)
+    if run.plan.shape.adapter is None:
+        raise PlaitError(
+            f'"{name}" trained all weights, so that no adapter goes beside them; name the folder of a model, or a run '
+            'of finetune.method = "lora"'
+        )
+    return _base_of_run(run, sequence)
+
+
+def _model_of_folder(folder: Path, sequence: int | None) -> tuple[OpenedModel, BaseModel]:
     base = read_base_model(folder)
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocabulary > base.shape.vocabulary:
@@ -66,10 +90,10 @@ def open_model(name: str, working: WorkingFolder, sequence: int | None = None) -
         )
     device = device_to_sample_on("auto", torch.cuda.device_count())
     model = load_model_from(base, sequence or min(USUAL_SEQUENCE, base.shape.sequence), device)
-    return OpenedModel(model=model, tokenizer=tokenizer, tokenizer_folder=folder, origin=folder)
+    return OpenedModel(model=model, tokenizer=tokenizer, tokenizer_folder=folder, origin=folder), base
 
 
-def _model_of_run(folder: RunFolder, working: WorkingFolder, sequence: int | None) -> OpenedModel:
+def _run_of(folder: RunFolder, working: WorkingFolder) -> TrainedBy:
     plan = folder.saved_plan()
     corpus = open_corpus(working.path / plan.corpus)
     if corpus.content_hash != plan.corpus_hash:
@@ -77,16 +101,52 @@ def _model_of_run(folder: RunFolder, working: WorkingFolder, sequence: int | Non
     found = newest_good(folder.checkpoints)
     if found is None:
         raise PlaitError(f'"{folder.path}" {_why_no_checkpoint(folder)}')
-    device = device_to_sample_on(folder.saved_config().run.devices, torch.cuda.device_count())
-    model = GPT(plan.shape if sequence is None else _for_sequence(plan.shape, sequence))
-    load_weights(model, found.path, found.manifest)
+    return TrainedBy(folder=folder, plan=plan, corpus=corpus, checkpoint=found)
+
+
+def _model_of_run(folder: RunFolder, working: WorkingFolder, sequence: int | None) -> OpenedModel:
+    run = _run_of(folder, working)
+    if run.plan.shape.adapter is not None:
+        opened, _ = _base_of_run(run, sequence)
+        shape, found = replace(run.plan.shape, sequence=opened.model.shape.sequence), run.checkpoint
+        weights = {name: read_tensor(found.path, found.manifest, f"model/{name}") for name in trained_weights(shape)}
+        own = LoadedAdapter(shape=run.plan.shape.adapter, weights=weights, base=run.plan.base_fingerprint)
+        return replace(opened, model=with_adapter(opened.model, own), origin=found.path)
+    shape = run.plan.shape
+    model = GPT(shape if sequence is None else _for_sequence(shape, sequence))
+    load_weights(model, run.checkpoint.path, run.checkpoint.manifest)
+    return _opened(model.to(_device_of(run)).eval(), run, run.checkpoint.path)
+
+
+def _base_of_run(run: TrainedBy, sequence: int | None) -> tuple[OpenedModel, BaseModel]:
+    """What a run's adapter was trained beside, without the adapter."""
+    base = base_of_plan(run.plan, run.folder.path)
+    model = load_model_from(base, sequence or run.plan.shape.sequence, _device_of(run))
+    return _opened(model, run, base.folder), base
+
+
+def base_of_plan(plan: Plan, run: Path) -> BaseModel:
+    """The model that a run's adapter was trained beside; raises PlaitError where it is gone, or is another one now."""
+    base = read_base_model(Path(plan.base))
+    if base_fingerprint(base) != plan.base_fingerprint:
+        raise PlaitError(
+            f"the model in {plan.base} is not the one that {run} trained its adapter on; bring that one back"
+        )
+    return base
+
+
+def _opened(model: GPT, run: TrainedBy, origin: Path) -> OpenedModel:
     return OpenedModel(
-        model=model.to(device).eval(),
-        tokenizer=corpus_tokenizer(corpus),
-        tokenizer_folder=corpus.tokenizer_path.parent,
-        origin=found.path,
-        run=TrainedBy(folder=folder, plan=plan, corpus=corpus, checkpoint=found),
+        model=model,
+        tokenizer=corpus_tokenizer(run.corpus),
+        tokenizer_folder=run.corpus.tokenizer_path.parent,
+        origin=origin,
+        run=run,
     )
+
+
+def _device_of(run: TrainedBy) -> torch.device:
+    return device_to_sample_on(run.folder.saved_config().run.devices, torch.cuda.device_count())
 
 
 def _for_sequence(shape: ModelShape, sequence: int) -> ModelShape:

@@ -93,6 +93,7 @@ def draft(
         steps=steps_in_budget(job.budget, batch * shape.sequence, step_s=None, epoch_tokens=corpus.train_tokens),
         optimizer=optimizer_plan(config, job.flops, batch * shape.sequence, why, corpus.base),
         base=corpus.base.folder if corpus.base else "",
+        base_fingerprint=corpus.base.fingerprint if corpus.base else "",
         corpus=corpus.folder,
         corpus_hash=corpus.content_hash,
         documents=documents_mode(config, corpus, shape.sequence, why),
