@@ -43,7 +43,7 @@ INNER_FLOORS = {
     "model": {"names": 0, "adapter_shape": 0, "rope_scaling": 0, "matmul": 0, "shape": 1, "weights": 2, "sizes": 2,
               "requested_size": 3, "linear": 1, "kernels": 2, "attention": 3, "feedforward": 3, "gpt": 4, "init": 5,
               "adapters": 5},
-    "parallel": {"comm": 0, "mesh": 0, "sharded_model": 0, "compile": 1, "context": 1, "materialize": 1,
+    "parallel": {"comm": 0, "mesh": 0, "sharded_model": 0, "compile": 1, "context": 1, "frozen": 1, "materialize": 1,
                  "recompute": 1, "gradients": 1, "tensor": 1, "pipeline": 2, "sharding": 2, "replicate": 3, "apply": 4},
     "planner": {"calibration": 0, "plan": 1, "plan_file": 2, "problem": 1, "step_time": 2, "derive": 3, "memory": 3,
                 "heterogeneous": 4, "search": 5, "rebalancing": 5, "explain": 6, "diagnosis": 7, "page": 7,
