@@ -96,13 +96,7 @@ def _written(target: Path, write: Callable[[Path], str]) -> str:
 
 
 def _write_model(
-    staging: Path,
-    target: Path,
-    source: ExportedRun,
-    tokenizer: Tokenizer,
-    dtype: str,
-    shard_bytes: int,
-    screen: Screen,
+    staging: Path, target: Path, source: ExportedRun, tokenizer: Tokenizer, dtype: str, shard_bytes: int
 ) -> str:
     """The whole model, an adapter added to the weights beside it; returns its family."""
     kept = read_config(source.folder.base) if source.folder.base.is_dir() else {}
@@ -111,9 +105,7 @@ def _write_model(
     tensors = written_tensors(shape, MODEL_FAMILIES[config["model_type"]])
     _require_room(target, files_bytes(tensors, _CODES[dtype]))
     _write_small_files(staging, source, tokenizer, {**config, **_token_ids(kept, tokenizer)})
-    with screen.progress() as show:
-        show(0, 0, "writing the weights")
-        write_weights(staging, tensors, _CODES[dtype], merged_reader(source), shard_bytes)
+    write_weights(staging, tensors, _CODES[dtype], merged_reader(source), shard_bytes)
     return f"{config['model_type']}{', the adapter merged' if source.base else ''}"
 
 

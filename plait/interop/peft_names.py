@@ -1,7 +1,7 @@
 """Where an adapter's weights lie in PEFT's files: a module of the model, and which rows of its outputs.
 
-GPT-2 holds queries, keys and values in one module, so that our three adapters are one of PEFT's: their A's one above the
-other, their B's along the diagonal, with a rank and an alpha that are so many times ours (`rank_pattern`).
+GPT-2 holds queries, keys and values in one module, so that our three adapters are one of PEFT's: their A's one above
+the other, their B's along the diagonal, with a rank and an alpha that are so many times ours (`rank_pattern`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _short(family: str, name: str) -> str:
 def adapter_config(adapter: AdapterShape, family: str, modules: list[PeftModule], base: str) -> dict[str, object]:
     """The keys of adapter_config.json; `base` is the name or folder of the model that the adapter belongs to."""
     fused = {one.short: len(one.targets) for one in modules if one.parts > 1 and len(one.targets) > 1}
-    grown = {"lora": lambda times: float(times), "rslora": sqrt}[adapter.variant]
+    grown = {"lora": float, "rslora": sqrt}[adapter.variant]
     return {
         "alpha_pattern": {name: adapter.alpha * grown(times) for name, times in fused.items()},
         "base_model_name_or_path": base,

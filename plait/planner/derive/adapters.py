@@ -46,7 +46,7 @@ def adapter_for(requested: FinetuneSection, shape: ModelShape, train_tokens: int
     some = "all linear layers" if requested.targets == "auto" else ", ".join(targets)
     why.append(
         f"{requested.variant} of rank {rank} on {some}: {format_count(trained_parameter_count(whole))} of "
-        f"{format_count(parameter_count(whole))} weights learn; the others have no gradient, moments or sums"
+        f"{format_count(parameter_count(whole))} weights learn; the others have no gradient, sums or moments, and a step about two thirds of the work"
     )
     if requested.rank == "auto":
         why.append(
