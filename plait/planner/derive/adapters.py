@@ -44,9 +44,10 @@ def adapter_for(requested: FinetuneSection, shape: ModelShape, train_tokens: int
     adapter = AdapterShape(rank=rank, alpha=alpha, targets=targets, variant=requested.variant)
     whole = replace(shape, adapter=adapter)
     some = "all linear layers" if requested.targets == "auto" else ", ".join(targets)
+    learning, all_weights = (format_count(count(whole)) for count in (trained_parameter_count, parameter_count))
     why.append(
-        f"{requested.variant} of rank {rank} on {some}: {format_count(trained_parameter_count(whole))} of "
-        f"{format_count(parameter_count(whole))} weights learn; the others have no gradient, sums or moments, and a step about two thirds of the work"
+        f"{requested.variant} of rank {rank} on {some}: {learning} of {all_weights} weights learn; the others have no "
+        "gradient, sums or moments, which saves about a third of a step's work"
     )
     if requested.rank == "auto":
         why.append(
